@@ -1,0 +1,103 @@
+"""The same training without us: what people write by hand with Equinox and optax.
+
+Each function returns `train(rows)`: it trains from the first weights over epochs of rows, as `Problem.own_rows` yields
+them, and returns the losses of every step.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _problems import Problem
+
+Train = Callable[[Iterable[np.ndarray]], Any]
+
+
+def scan_of_epoch(problem: Problem, optimiser: optax.GradientTransformation, *, shared: bool = False) -> Train:
+    """One donated `lax.scan` per epoch over data on the device, the row order drawn on the host."""
+    params, static = eqx.partition(_stacked(problem), eqx.is_inexact_array)
+    data = jax.tree.map(jnp.asarray, (problem.x, problem.y))
+
+    def member(params: Any, opt_state: Any, rows: Any, data: Any) -> Any:
+        batch = jax.tree.map(lambda x: x[rows], data)
+        loss_of = lambda params: problem.loss(eqx.combine(params, static), batch, None)
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, opt_state = optimiser.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    def epoch(carry: Any, rows: Any, data: Any) -> Any:
+        def step(carry: Any, rows: Any) -> Any:
+            *carry, loss = jax.vmap(member, in_axes=(0, 0, None if shared else 0, None))(*carry, rows, data)
+            return tuple(carry), loss
+
+        return jax.lax.scan(step, carry, rows)
+
+    epoch = jax.jit(epoch, donate_argnums=0)
+
+    def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
+        carry = jax.tree.map(jnp.array, params), jax.vmap(optimiser.init)(params)
+        losses = []
+        for rows in rows_of_epochs:
+            carry, loss = epoch(carry, rows, data)
+            losses.append(loss)
+        return losses
+
+    return train
+
+
+def idiomatic(problem: Problem, optimiser: optax.GradientTransformation, *, shared: bool = False) -> Train:
+    """A `filter_jit` of a `filter_vmap`ped step per batch, batches made on the host: as the Equinox docs suggest."""
+    axes = (eqx.if_array(0), eqx.if_array(0), None if shared else 0)
+
+    @eqx.filter_jit
+    @eqx.filter_vmap(in_axes=axes)
+    def step(model: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = eqx.filter_value_and_grad(problem.loss)(model, batch, None)
+        updates, opt_state = optimiser.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    first = _stacked(problem)
+
+    def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
+        models, losses = first, []
+        opt_state = eqx.filter_vmap(optimiser.init)(eqx.filter(models, eqx.is_inexact_array))
+        for rows in rows_of_epochs:
+            for own in rows:
+                models, opt_state, loss = step(models, opt_state, (problem.x[own], problem.y[own]))
+                losses.append(loss)
+        return losses
+
+    return train
+
+
+def loop_of_members(problem: Problem, optimiser: optax.GradientTransformation) -> Train:
+    """A Python loop over members, each step of each a call of one `filter_jit`ted function."""
+
+    @eqx.filter_jit
+    def step(model: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = eqx.filter_value_and_grad(problem.loss)(model, batch, None)
+        updates, opt_state = optimiser.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    first = problem.ensemble().unstack()
+
+    def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
+        members = [(model, optimiser.init(eqx.filter(model, eqx.is_inexact_array))) for model in first]
+        losses = []
+        for rows in rows_of_epochs:
+            for own in rows:
+                for i, member in enumerate(members):
+                    *members[i], loss = step(*member, (problem.x[own[i]], problem.y[own[i]]))
+                    losses.append(loss)
+        return losses
+
+    return train
+
+
+def _stacked(problem: Problem) -> Any:
+    ensemble = problem.ensemble()
+    return eqx.combine(ensemble.stacked, ensemble.shared)

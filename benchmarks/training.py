@@ -1,0 +1,277 @@
+"""Training: `fit` and `make_step` beside what people write today, on a tiny and on a middle MLP."""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import _by_hand
+import _peers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _measure import ABSENT, Contender, Report, Timing, compared, copying, gemm, interleaved, ratio_row, script
+from _problems import Problem, middle, tiny
+
+import eqx_ensemble as ee
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """Epochs per run. The slow do fewer: they have no cost per run to spread, and times are per step."""
+
+    fast: int
+    slow: int
+    slowest: int
+    rounds: int
+
+
+def measure(quick: bool) -> Report:
+    report = Report("Training")
+    _tiny(report, quick=quick, lengths=Lengths(2, 1, 1, 3) if quick else Lengths(48, 12, 1, 9))
+    _middle(report, quick=quick, lengths=Lengths(1, 1, 1, 3) if quick else Lengths(6, 6, 3, 9))
+    _full_batch(report, quick=quick)
+    return report
+
+
+def _tiny(report: Report, *, quick: bool, lengths: Lengths) -> None:
+    problem = tiny(quick=quick)
+    optimiser = optax.adam(problem.learning_rate)
+    _check_losses(report, problem, optimiser)
+    contenders = _ours(problem, optimiser, lengths) + _by_others(problem, optimiser, lengths)
+    contenders += _torch(report, problem, lengths.slow, fused=False) + _nnx(report, problem, lengths.slow)
+    contenders += _sklearn(report, problem, lengths.slowest)
+    times = _named(problem, interleaved(contenders, rounds=lengths.rounds))
+    report.timings += times.values()
+    asked = [
+        ("Python loop of jitted members", "loop of members", "fit, own rows", ">= 30"),
+        ("idiomatic step", "idiomatic, own rows", "fit, own rows", ">= 2"),
+        ("idiomatic step, one batch for all", "idiomatic, shared rows", "fit, shared rows", ">= 2.2"),
+        ("torch.func on one thread", "torch.func", "fit, own rows", ">= 2"),
+        ("fit against a scan by hand", "fit, own rows", "scan by hand, own rows", "<= 1.03"),
+        ("the same, one batch for all", "fit, shared rows", "scan by hand, shared rows", "<= 1.03"),
+        ("a row order of its own per member", "fit, own rows", "fit, rows given", "<= 1.10"),
+        ("make_step, donated", "idiomatic, own rows", "make_step, donated", ""),
+        ("make_step, not donated", "idiomatic, own rows", "make_step, kept", ""),
+        ("flax.nnx vmap", "nnx.vmap", "fit, own rows", ""),
+        ("scikit-learn's bagging", "sklearn bagging", "fit, own rows", ""),
+    ]
+    report.rows += _answers(problem, times, asked)
+    _one_off_costs(report, problem, optimiser, times["tiny: fit, own rows"])
+
+
+def _middle(report: Report, *, quick: bool, lengths: Lengths) -> None:
+    problem = middle(quick=quick)
+    optimiser = optax.adam(problem.learning_rate)
+    _check_losses(report, problem, optimiser)
+    contenders = _ours(problem, optimiser, lengths) + _by_others(problem, optimiser, lengths)
+    contenders += _torch(report, problem, lengths.slow, fused=False) + _torch(report, problem, lengths.slow, fused=True)
+    contenders += _nnx(report, problem, lengths.slowest)
+    product, flops = gemm("GEMM", problem.num_members * problem.batch_size, *problem.sizes[:2])
+    copy, moved = copying("copy", 16 if quick else 256)
+    times = _named(problem, interleaved([*contenders, product, copy], rounds=lengths.rounds))
+    report.timings += times.values()
+    rate = flops / times["middle: GEMM"].wall
+    report.facts["the machine in this run"] = (
+        f"GEMM {np.median(rate) / 1e9:.3g} GFLOP/s, copy {np.median(moved / times['middle: copy'].wall) / 1e9:.3g} GB/s"
+    )
+    for name in ("fit, own rows", "fit, shared rows", "scan by hand, own rows", "torch.func, fused Adam"):
+        timing = times.get(f"middle: {name}")
+        fractions = None if timing is None else problem.flops_per_step() / timing.wall / rate
+        question = f"middle: share of the GEMM rate, {name}"
+        target = ">= 0.80" if name.startswith("fit") else ""
+        if fractions is not None:
+            report.rows.append(ratio_row(question, "step's FLOP/s / GEMM's FLOP/s", fractions, target=target))
+    asked = [
+        ("torch.func with fused Adam", "torch.func, fused Adam", "fit, own rows", ">= 1"),
+        ("torch.func with Adam by hand", "torch.func", "fit, own rows", ""),
+        ("fit against a scan by hand", "fit, own rows", "scan by hand, own rows", "<= 1.03"),
+        ("the same, one batch for all", "fit, shared rows", "scan by hand, shared rows", "<= 1.03"),
+        ("idiomatic step", "idiomatic, own rows", "fit, own rows", ""),
+        ("Python loop of jitted members", "loop of members", "fit, own rows", ""),
+        ("make_step, donated", "idiomatic, own rows", "make_step, donated", ""),
+        ("make_step, not donated", "idiomatic, own rows", "make_step, kept", ""),
+        ("flax.nnx vmap", "nnx.vmap", "fit, own rows", ""),
+    ]
+    report.rows += _answers(problem, times, asked)
+
+
+def _full_batch(report: Report, *, quick: bool) -> None:
+    """One step per epoch, many epochs: whatever an epoch costs beside its steps shows here."""
+    problem = dataclasses.replace(tiny(quick=quick, batch_size=2048), name="tiny, full batch")
+    optimiser = optax.adam(problem.learning_rate)
+    lengths = Lengths(4, 1, 1, 3) if quick else Lengths(96, 96, 1, 7)
+    contenders = [*_ours(problem, optimiser, lengths)[:3], *_by_others(problem, optimiser, lengths)[:2]]
+    times = _named(problem, interleaved(contenders, rounds=lengths.rounds))
+    report.timings += times.values()
+    asked = [
+        ("fit against a scan by hand", "fit, own rows", "scan by hand, own rows", "<= 1.03"),
+        ("the same, one batch for all", "fit, shared rows", "scan by hand, shared rows", "<= 1.03"),
+    ]
+    report.rows += _answers(problem, times, asked)
+
+
+def _ours(problem: Problem, optimiser: optax.GradientTransformation, lengths: Lengths) -> list[Contender]:
+    steps, slow_steps = (problem.steps_per_epoch * n for n in (lengths.fast, lengths.slow))
+    own, shared, given = (_fit(problem, optimiser, lengths.fast, order=order) for order in ("each", "shared", "given"))
+    donated, kept = (_own_loop(problem, optimiser, donate=donate) for donate in (True, False))
+    return [
+        Contender("fit, own rows", own, steps),
+        Contender("fit, shared rows", shared, steps),
+        Contender("fit, rows given", given, steps),
+        Contender("make_step, donated", lambda: donated(problem.own_rows(lengths.slow)), slow_steps),
+        Contender("make_step, kept", lambda: kept(problem.own_rows(lengths.slow)), slow_steps),
+    ]
+
+
+def _by_others(problem: Problem, optimiser: optax.GradientTransformation, lengths: Lengths) -> list[Contender]:
+    scan, shared_scan = (_by_hand.scan_of_epoch(problem, optimiser, shared=shared) for shared in (False, True))
+    step, shared_step = (_by_hand.idiomatic(problem, optimiser, shared=shared) for shared in (False, True))
+    loop = _by_hand.loop_of_members(problem, optimiser)
+    steps, slow_steps, slowest = (problem.steps_per_epoch * n for n in (lengths.fast, lengths.slow, lengths.slowest))
+    return [
+        Contender("scan by hand, own rows", lambda: scan(problem.own_rows(lengths.fast)), steps),
+        Contender("scan by hand, shared rows", lambda: shared_scan(problem.shared_rows(lengths.fast)), steps),
+        Contender("idiomatic, own rows", lambda: step(problem.own_rows(lengths.slow)), slow_steps),
+        Contender("idiomatic, shared rows", lambda: shared_step(problem.shared_rows(lengths.slow)), slow_steps),
+        Contender("loop of members", lambda: loop(problem.own_rows(lengths.slowest)), slowest),
+    ]
+
+
+def _fit(problem: Problem, optimiser: Any, epochs: int, *, order: str) -> Callable[[], Any]:
+    """A whole `fit`; with the order given, each member has its own rows all the same, but nothing is drawn."""
+    ensemble, key = problem.ensemble(), jax.random.key(0)
+    rows = np.concatenate(list(next(problem.own_rows(1))), axis=1) if order == "given" else None
+
+    def run() -> Any:
+        return ee.fit(
+            ensemble,
+            problem.loss,
+            optimiser,
+            (problem.x, problem.y),
+            epochs=epochs,
+            batch_size=problem.batch_size,
+            order=order,
+            rows=rows,
+            progress=False,
+            key=key,
+        ).ensemble.stacked.layers[0].weight
+
+    return run
+
+
+def _own_loop(problem: Problem, optimiser: Any, *, donate: bool) -> _by_hand.Train:
+    """The user's own loop around `make_step`, with batches made on the host."""
+    ensemble, key = problem.ensemble(), jax.random.key(0)
+    step = ee.train.make_step(problem.loss, optimiser, donate=donate)
+
+    def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
+        state, losses = ee.train.init(ensemble, optimiser, key=key), []
+        for rows in rows_of_epochs:
+            for own in rows:
+                state, metrics = step(state, (ee.Each(problem.x[own]), ee.Each(problem.y[own])))
+                losses.append(metrics.loss)
+        return losses
+
+    return train
+
+
+def _torch(report: Report, problem: Problem, epochs: int, *, fused: bool) -> list[Contender]:
+    name = "torch.func, fused Adam" if fused else "torch.func"
+    try:
+        train = _peers.torch_func(problem, fused=fused)
+    except ImportError:
+        report.facts[f"{problem.name}: {name}"] = ABSENT
+        return []
+    return [Contender(name, lambda: train(problem.own_rows(epochs)), problem.steps_per_epoch * epochs)]
+
+
+def _nnx(report: Report, problem: Problem, epochs: int) -> list[Contender]:
+    try:
+        train = _peers.nnx_vmap(problem)
+    except ImportError:
+        report.facts[f"{problem.name}: nnx.vmap"] = ABSENT
+        return []
+    return [Contender("nnx.vmap", lambda: train(problem.own_rows(epochs)), problem.steps_per_epoch * epochs)]
+
+
+def _sklearn(report: Report, problem: Problem, epochs: int) -> list[Contender]:
+    try:
+        run = _peers.sklearn_bagging(problem, num_members=problem.num_members, epochs=epochs)
+    except ImportError:
+        report.facts[f"{problem.name}: sklearn bagging"] = ABSENT
+        return []
+    return [Contender("sklearn bagging", run, problem.steps_per_epoch * epochs)]
+
+
+def _check_losses(report: Report, problem: Problem, optimiser: Any) -> None:
+    """Losses before times: on the same rows, all of them must follow the same curve."""
+    epochs = 2
+    rows = list(problem.own_rows(1)) * epochs
+    given = np.concatenate(list(rows[0]), axis=1)
+    run = ee.fit(
+        problem.ensemble(),
+        problem.loss,
+        optimiser,
+        (problem.x, problem.y),
+        epochs=epochs,
+        batch_size=problem.batch_size,
+        order="given",
+        rows=given,
+        progress=False,
+        key=jax.random.key(0),
+    )
+    ours = run.history.loss.T
+    others = {
+        "scan by hand": _by_hand.scan_of_epoch(problem, optimiser),
+        "idiomatic": _by_hand.idiomatic(problem, optimiser),
+        "make_step": _own_loop(problem, optimiser, donate=True),
+    }
+    try:
+        others["torch.func"] = _peers.torch_func(problem, fused=False)
+        others["torch.func, fused Adam"] = _peers.torch_func(problem, fused=True)
+    except ImportError:
+        pass  # reported as absent where it is to be timed
+    found = []
+    for name, train in others.items():
+        losses = np.concatenate([np.reshape(loss, (-1, problem.num_members)) for loss in train(rows)])
+        far = float(np.max(np.abs(losses - ours) / np.abs(ours)))
+        if far > 1e-2:
+            raise AssertionError(f"{problem.name}: the losses of `{name}` are not those of `fit`: {far:.1e} apart")
+        found.append(f"{name} {far:.1e}")
+    report.facts[f"{problem.name}: largest relative distance of {ours.size} losses from fit's"] = ", ".join(found)
+
+
+def _one_off_costs(report: Report, problem: Problem, optimiser: Any, steady: Timing) -> None:
+    """What a fit costs beside its steps: a second call, and everything up to the first step of a first one."""
+    one_epoch = _fit(problem, optimiser, 1, order="each")
+    times = interleaved([Contender("fit of one epoch", one_epoch)], rounds=7)["fit of one epoch"]
+    rest = np.median(times.wall) - problem.steps_per_epoch * np.median(steady.wall)
+    report.facts["tiny: a compiled fit costs beside its steps"] = f"{rest * 1e3:.1f} ms"
+    jax.clear_caches()
+    start = time.perf_counter()
+    jax.block_until_ready(one_epoch())
+    report.facts["tiny: first epoch of a first fit, compiling"] = f"{time.perf_counter() - start:.2f} s"
+    step = _by_hand.idiomatic(problem, optimiser)
+    start = time.perf_counter()
+    jax.block_until_ready(step(problem.own_rows(1)))
+    report.facts["tiny: first epoch of the idiomatic step, compiling"] = f"{time.perf_counter() - start:.2f} s"
+
+
+def _named(problem: Problem, times: dict[str, Timing]) -> dict[str, Timing]:
+    full = {f"{problem.name}: {name}": timing for name, timing in times.items()}
+    return {name: dataclasses.replace(timing, name=name) for name, timing in full.items()}
+
+
+def _answers(problem: Problem, times: dict[str, Timing], asked: list[tuple[str, str, str, str]]) -> list[Any]:
+    label = lambda name: f"{problem.name}: {name}"
+    return [
+        compared(label(question), times.get(label(above)), times.get(label(below)), target=target)
+        for question, above, below, target in asked
+    ]
+
+
+if __name__ == "__main__":
+    script(measure)

@@ -1,0 +1,128 @@
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from . import _check, _keys
+from ._ensemble import Ensemble, M, Where, from_stacked
+
+Arguments = Mapping[str, Any]
+"""Per-member arguments of a constructor: a name and its values, one per member."""
+
+
+@overload
+def build(
+    make: Callable[..., tuple[M, eqx.nn.State]],
+    num_members: int | None = None,
+    *,
+    ids: Any = None,
+    keys: Any = None,
+    zip: Arguments | None = None,
+    product: Arguments | None = None,
+    shared: Where | None = None,
+    key: Any = None,
+) -> tuple[Ensemble[M], eqx.nn.State]: ...
+@overload
+def build(
+    make: Callable[..., M],
+    num_members: int | None = None,
+    *,
+    ids: Any = None,
+    keys: Any = None,
+    zip: Arguments | None = None,
+    product: Arguments | None = None,
+    shared: Where | None = None,
+    key: Any = None,
+) -> Ensemble[M]: ...
+def build(
+    make: Callable[..., Any],
+    num_members: int | None = None,
+    *,
+    ids: Any = None,
+    keys: Any = None,
+    zip: Arguments | None = None,
+    product: Arguments | None = None,
+    shared: Where | None = None,
+    key: Any = None,
+) -> Any:
+    """Builds an [`eqx_ensemble.Ensemble`][] from the constructor of one member.
+
+    `make(key)` runs once under `equinox.filter_vmap`, so that all members are born stacked; each is bit for bit the
+    model that `make` gives alone. With `zip` or `product` it is called as `make(key, **arguments)`.
+
+    ```python
+    make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)
+    ee.build(make, 8, key=key)  # eight members from one key
+    ee.build(make, keys=jax.random.split(key, 8))  # keys of your own
+    ee.build(make, ids=range(8, 12), key=key)  # four more members of the same ensemble, never the old ones again
+
+    noisy = lambda key, p: eqx.nn.Dropout(p)
+    ee.build(noisy, zip={"p": [0.1, 0.2, 0.5]}, key=key)  # three members
+    ee.build(noisy, product={"p": [0.1, 0.2, 0.5]}, key=key)  # one member for each combination
+    ```
+
+    **Arguments:**
+
+    - `make`: makes one member from one key. It may return `(module, state)`, as `equinox.nn.make_with_state` does.
+    - `num_members`: how many. May be left out when `ids`, `keys`, `zip` or `product` say it.
+    - `ids`: the members' ids `(members,)`, from which their keys follow; `0, 1, 2, ...` if not given.
+    - `keys`: one key per member `(members,)` instead of `key`.
+    - `zip`: per-member arguments; member `i` gets the `i`-th of each, as in `zip`. Each value has the leading
+        `members` axis.
+    - `product`: per-member arguments; there is one member for each combination of them, as in `itertools.product`
+        (the last name varies fastest).
+    - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
+        are taken from the first member and kept once.
+    - `key`: the root key; member keys are [`eqx_ensemble.member_keys`][]`(key, ids)`.
+
+    **Returns:** the ensemble; with its stacked `equinox.nn.State` when `make` returns a state.
+
+    **Raises:** `TypeError` for missing, single or non-threefry keys; `ValueError` for counts that disagree;
+    `MemberMismatchError` when `make` hides an array of its own in a function instead of a field.
+    """
+    _check.maker(make)
+    arguments, counted = _arguments(zip, product)
+    count = _check.one_count(
+        num_members=num_members,
+        ids=None if ids is None else len(ids),
+        keys=None if keys is None else _check.many_keys(keys, name="build"),
+        **counted,
+    )
+    ids = _keys.member_ids(count if ids is None else np.asarray(ids))
+    if keys is None:
+        keys = _keys.member_keys(key, ids)
+    else:
+        _check.no_second_key(key)
+        keys = keys if _check.is_typed_key(keys) else jax.random.wrap_key_data(jnp.asarray(keys))
+
+    with _check.explained_constructor():
+        made = eqx.filter_vmap(lambda key, arguments: make(key, **arguments))(keys, arguments)
+    _check.no_tracers(made, name="build")
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State):
+        return _held(made[0], ids, shared), made[1]
+    return _held(made, ids, shared)
+
+
+def _held(stacked: M, ids: jax.Array, shared: Where | None) -> Ensemble[M]:
+    if shared is not None:
+        stacked = _check.selected(lambda tree: eqx.tree_at(shared, tree, replace_fn=_first), stacked)
+    return from_stacked(stacked, ids=ids, shared=shared)
+
+
+def _first(node: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, node)
+
+
+def _arguments(zip: Arguments | None, product: Arguments | None) -> tuple[dict[str, jax.Array], dict[str, int]]:
+    """The stacked per-member arguments, and the number of members that each source of them asks for."""
+    chosen = _check.per_member_arguments(zip, product)
+    arrays = {name: jnp.asarray(values) for name, values in chosen.items()}
+    if product is None:
+        return arrays, {f"zip[{name!r}]": len(values) for name, values in arrays.items()}
+    grid = np.array(list(itertools.product(*(range(len(values)) for values in arrays.values()))))
+    return {name: values[grid[:, i]] for i, (name, values) in enumerate(arrays.items())}, {"product": len(grid)}

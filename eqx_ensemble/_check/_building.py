@@ -1,0 +1,161 @@
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from ._errors import MemberMismatchError
+from ._marks import array_leaves, per_member_leaves
+from ._trees import sequence_of_trees
+
+T = TypeVar("T")
+
+
+def maker(make: Any) -> None:
+    """A function that makes one member."""
+    if isinstance(make, eqx.Module):
+        raise TypeError(
+            f"`build` needs a function that makes one member from a key, got a {type(make).__name__} that is made already.\n"
+            "Write `build(lambda key: Model(..., key=key), num_members, key=key)`, or `stack(models)` for a list of models."
+        )
+    if isinstance(make, list | tuple):
+        raise TypeError("`build` makes members from a function; a list of models is stacked by `stack(models)`.")
+    if not callable(make):
+        raise TypeError(f"`build` needs a function that makes one member from a key, got {make!r}.")
+
+
+def one_count(**counts: int | None) -> int:
+    """The number of members on which all given sources agree."""
+    given = {name: count for name, count in counts.items() if count is not None}
+    if not given:
+        raise TypeError("`build` needs to know how many members to make: pass `num_members`, `ids`, `keys`, `zip` or `product`.")
+    for count in given.values():
+        if isinstance(count, bool) or not isinstance(count, int | np.integer):
+            raise TypeError(f"`build` needs an integer number of members, got {count!r}.")
+    if len(set(given.values())) > 1:
+        listed = ", ".join(f"{name}: {count}" for name, count in given.items())
+        raise ValueError(f"`build` was told different numbers of members: {listed}.")
+    count = int(next(iter(given.values())))
+    if count < 1:
+        raise ValueError(f"An ensemble has at least one member, got {next(iter(given))}: {count}.")
+    return count
+
+
+def no_second_key(key: Any) -> None:
+    """Keys were given one per member, so there is no root key."""
+    if key is not None:
+        raise TypeError("`build` takes `keys` (one per member) or `key` (one for all), not both.")
+
+
+def per_member_arguments(zip: Mapping[str, Any] | None, product: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The per-member arguments: names with array-like values that have a leading axis."""
+    if zip is not None and product is not None:
+        raise TypeError("`build` takes `zip` (one value per member) or `product` (all combinations), not both.")
+    chosen = zip if product is None else product
+    if chosen is None:
+        return {}
+    option = "zip" if product is None else "product"
+    if not isinstance(chosen, Mapping):
+        raise TypeError(f"`build` needs `{option}` as a dict from argument name to values, got {type(chosen).__name__}.")
+    for name, values in chosen.items():
+        array = np.asarray(values) if not isinstance(values, jax.Array) else values
+        if array.dtype.kind in "OUS":
+            raise TypeError(
+                f"`build` needs `{option}[{name!r}]` to hold numbers, because members of one stacked Module differ only in "
+                f"arrays; got {values!r}.\nBuild one ensemble per choice."
+            )
+        if array.ndim == 0:
+            raise ValueError(f"`build` needs one value per member in `{option}[{name!r}]`, got the single value {values!r}.")
+    return dict(chosen)
+
+
+@contextlib.contextmanager
+def explained_constructor() -> Iterator[None]:
+    """Adds the way round to errors of constructors that need concrete values."""
+    try:
+        yield
+    except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
+        error.add_note(
+            "`eqx_ensemble.build` runs the constructor for all members at once, so arrays that depend on the key or on "
+            "per-member arguments have no concrete value in it.\n"
+            "Build the members one by one instead: `eqx_ensemble.stack([make(key) for key in keys])`."
+        )
+        raise
+
+
+def selected(select: Callable[[Any], T], tree: Any) -> T:
+    """The result of a `shared=` selection."""
+    try:
+        return select(tree)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(
+            "`shared` must select nodes of one member as `equinox.tree_at` does, for example `lambda model: model.trunk`; "
+            f"it raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def stacked_leaves(stacked: Any, ids: Any) -> None:
+    """Every array leaf of an ensemble has the members axis of its ids."""
+    if not array_leaves(stacked):
+        return
+    found = per_member_leaves(stacked, axis=0, name="Ensemble")
+    if found != ids.shape[0]:
+        raise MemberMismatchError(f"`Ensemble` needs one id per member: {found} members, {ids.shape[0]} ids.")
+
+
+def callable_members(model: Any) -> None:
+    """The members are models that can be called."""
+    if not callable(model):
+        raise TypeError(f"The members of this ensemble are of type {type(model).__name__} and cannot be called.")
+
+
+def ensembles(values: Iterable[T], kind: type, *, name: str) -> list[T]:
+    """At least one ensemble, and nothing else."""
+    values = [values] if isinstance(values, kind) else list(values)
+    if not values:
+        raise ValueError(f"`{name}` needs at least one ensemble, got none.")
+    for i, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"`{name}` needs ensembles, got a {type(value).__name__} at position {i}.\n"
+                "Make an ensemble of models with `stack([model, ...])`."
+            )
+    return values
+
+
+def equal_shared(trees: list[Any], *, name: str) -> None:
+    """What the members share is equal in all trees, arrays by value."""
+    first = dict(array_leaves(trees[0]))
+    for i, tree in enumerate(trees[1:], start=1):
+        for path, x in array_leaves(tree):
+            y = first.get(path)
+            if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer):
+                continue
+            if y is None or not _same_array(x, y):
+                raise MemberMismatchError(
+                    f"`{name}` keeps one copy of what members share; the shared array at `{path}` of number {i} differs "
+                    "from that of number 0.\nLeave it out of `shared` if members have values of their own."
+                )
+
+
+def equal_members(tree: Any, *, name: str) -> None:
+    """Arrays that cannot be averaged have the same value in all members."""
+    for path, x in array_leaves(tree):
+        if isinstance(x, jax.core.Tracer):
+            continue
+        raw = np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+        if (raw != raw[:1]).any():
+            raise MemberMismatchError(
+                f"`{name}` averages floating-point arrays; the {x.dtype} array at `{path}` differs between members and "
+                "has no mean of its own kind.\nReplace it first, or average with `eqx_ensemble.tree.weighted_mean`."
+            )
+
+
+def _same_array(x: Any, y: Any) -> bool:
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x, y = jax.random.key_data(x), jax.random.key_data(y)
+    return np.array_equal(np.asarray(x), np.asarray(y), equal_nan=np.issubdtype(np.asarray(x).dtype, np.inexact))

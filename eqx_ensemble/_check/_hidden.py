@@ -1,0 +1,45 @@
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from ._errors import MemberMismatchError
+from ._statics import _parts
+
+
+def no_tracers(made: Any, *, name: str) -> None:
+    """No function or static field that a constructor made holds an array of the transformation it ran under.
+
+    Such an array is a member's own, but out of reach of `jax.vmap`'s outputs: used later it raises far from here.
+    """
+    paths, _ = jax.tree_util.tree_flatten_with_path(made)
+    if any(isinstance(leaf, jax.core.Tracer) for _, leaf in paths):
+        return  # inside another transformation: the arrays of that one are legitimate
+    seen: set[int] = set()
+    for path, leaf in paths:
+        if not eqx.is_array_like(leaf):
+            _search(leaf, jax.tree_util.keystr(path), name, seen)
+    for module in _modules(made):
+        _search(module, type(module).__name__, name, seen)
+
+
+def _modules(tree: Any) -> list[eqx.Module]:
+    found = []
+    for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, eqx.Module)):
+        if isinstance(node, eqx.Module):
+            found.append(node)
+    return found
+
+
+def _search(value: Any, place: str, name: str, seen: set[int]) -> None:
+    if isinstance(value, jax.core.Tracer):
+        raise MemberMismatchError(
+            f"`{name}` found an array of the member's own at `{place}`, where it cannot carry the members axis: a "
+            "function closes over it, or a static field holds it.\nMake the array a field of a Module."
+        )
+    if id(value) in seen or eqx.is_array_like(value):
+        return
+    seen.add(id(value))
+    for part, child in (_parts(value) or {}).items():
+        if not (isinstance(part, str) and part.startswith("global ")):
+            _search(child, f"{place}, {part if isinstance(part, str) else part[0]}", name, seen)

@@ -1,0 +1,64 @@
+import types
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+_LONGEST = 60
+
+
+def is_member_array(leaf: Any) -> bool:
+    """Whether `leaf` can carry a `members` axis: a jax array, or a NumPy array of a dtype that jax knows."""
+    if isinstance(leaf, jax.Array):
+        return True
+    if not eqx.is_array(leaf):
+        return False
+    # NumPy arrays of strings, dates and objects have no jax counterpart: they count as static data.
+    return bool(jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == np.bool_)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether `value` is a tracer, so that only its shape and dtype are known."""
+    return isinstance(value, Tracer)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether `leaf` is an array of typed PRNG keys."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def member_dtype(leaf: Any) -> Any:
+    """The dtype that the array `leaf` has once it is a jax array (64-bit NumPy data may become 32-bit)."""
+    return leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+
+def describe(value: Any) -> str:
+    """A short text for a leaf or a static value: `f32[4,2]` for an array, otherwise a trimmed representation."""
+    if is_member_array(value) or isinstance(value, jax.ShapeDtypeStruct):
+        struct = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        return eqx.tree_pformat(struct, struct_as_array=True)
+    if isinstance(value, types.CodeType):
+        return f"<{value.co_qualname}, {Path(value.co_filename).name}:{value.co_firstlineno}>"
+    text = " ".join(eqx.tree_pformat(value, width=10**6).split())
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def in_range(leaf: Any, *, name: str, path: str) -> None:
+    """Refuse NumPy integers that would wrap around when they become a jax array.
+
+    `jnp.asarray` turns 64-bit integers into 32-bit ones without a word when `jax_enable_x64` is off. The rounding
+    of float64 is what every jax user expects; integers that come out as other integers are not.
+    """
+    dtype = member_dtype(leaf)
+    if dtype == leaf.dtype or not np.issubdtype(leaf.dtype, np.integer) or leaf.size == 0:
+        return
+    low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    if leaf.min() < low or leaf.max() > high:
+        raise ValueError(
+            f"`{name}` makes jax arrays of NumPy leaves, and `{path}` holds integers outside {dtype}: from "
+            f"{leaf.min()} to {leaf.max()}.\nEnable 64 bits (`jax.config.update('jax_enable_x64', True)`) or rescale."
+        )

@@ -1,0 +1,137 @@
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from ._errors import MemberMismatchError
+from ._leaves import describe, is_member_array
+from ._trees import path_text
+
+_STACK = "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`."
+
+
+def array_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The array leaves of a tree with their paths in words."""
+    return [(path_text(path), x) for path, x in jtu.tree_flatten_with_path(tree)[0] if is_member_array(x)]
+
+
+def _sizes(tree: Any, axis: int, name: str) -> dict[int, list[str]]:
+    sizes: dict[int, list[str]] = {}
+    for path, x in array_leaves(tree):
+        if not -x.ndim <= axis < x.ndim:
+            raise MemberMismatchError(
+                f"`{name}` needs arrays with one value per member along axis {axis}; at `{path}`: got {describe(x)}.\n{_STACK}"
+            )
+        sizes.setdefault(x.shape[axis], []).append(path)
+    return sizes
+
+
+def per_member_leaves(value: Any, *, axis: int, name: str) -> int:
+    """Every array leaf has the members axis, of one length, which is returned."""
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise TypeError(f"`{name}` needs an integer `axis`, got {axis!r}.")
+    sizes = _sizes(value, axis, name)
+    if not sizes:
+        raise TypeError(
+            f"`{name}` needs at least one array with a members axis, got {describe(value)}.\n"
+            "Python numbers, functions and strings carry no axis: pass `jnp.asarray(values)`."
+        )
+    if len(sizes) > 1:
+        listed = "\n".join(f"  {size} members at {_some(paths)}" for size, paths in sorted(sizes.items()))
+        raise MemberMismatchError(
+            f"`{name}` needs arrays that agree on the number of members along axis {axis}; got\n{listed}\n{_STACK}"
+        )
+    return next(iter(sizes))
+
+
+def one_member_count(parts: dict[int, Any], arguments: Any, *, name: str) -> int:
+    """All parts that carry members have the same number of them."""
+    if not parts:
+        hint = _STACK if _holds_list_of_models(arguments) else "Mark inputs with one value per member: `eqx_ensemble.Each(x)`."
+        raise TypeError(f"`{name}` needs an argument that carries members, an `Ensemble` or an `Each`; got none.\n{hint}")
+    counts = [per_member_leaves(part, axis=0, name=name) for part in parts.values()]
+    if len(set(counts)) > 1:
+        raise MemberMismatchError(
+            f"`{name}` needs arguments that agree on the number of members; they have {', '.join(map(str, counts))}.\n"
+            "An `Each` holds exactly one value per member; many examples for every member are a `Batch`."
+        )
+    return counts[0]
+
+
+def one_batch_size(values: Iterable[Any]) -> None:
+    """All inputs marked as batches have the same number of examples."""
+    sizes: set[int] = set()
+    for value in values:
+        sizes.update(_sizes(value, 0, "Batch"))
+    if len(sizes) != 1:
+        found = ", ".join(map(str, sorted(sizes))) or "no array"
+        raise ValueError(f"`Batch` inputs of one call must have the same number of examples; got {found}.")
+
+
+def ids(values: Any) -> None:
+    """Member ids: integers in one dimension, at least one, each from 0 to 2**31 - 1, no two alike."""
+    if isinstance(values, jax.core.Tracer):
+        return
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise TypeError(f"Member ids are integers of shape (members,), got {array.dtype} of shape {array.shape}.")
+    if array.size == 0:
+        raise ValueError("An ensemble has at least one member, got no member ids.")
+    if array.min() < 0 or array.max() >= 2**31:
+        raise ValueError(f"Member ids lie in [0, 2**31), got {array.min()} to {array.max()}.")
+    distinct_ids(array, "Give each member an id of its own.")
+
+
+def distinct_ids(values: Any, fix: str) -> None:
+    """Members of an ensemble have different ids."""
+    if isinstance(values, jax.core.Tracer):
+        return
+    unique, counts = np.unique(np.asarray(values), return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(
+            "Members need different ids, because each member's random stream follows from its id; repeated: "
+            f"{unique[counts > 1].tolist()}.\n{fix}"
+        )
+
+
+def member_count(count: Any) -> int:
+    """A count of at least one member."""
+    return positive_int(count, "num_members", name="an ensemble")
+
+
+def positive_int(value: Any, argument: str, *, name: str) -> int:
+    """A count of at least one."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"`{name}` needs an integer `{argument}`, got {value!r}.")
+    if number < 1:
+        raise ValueError(f"`{name}` needs `{argument}` of at least 1, got {number}.")
+    return number
+
+
+def plan(value: Any, kind: type) -> None:
+    """An execution plan, not its class or its name."""
+    if isinstance(value, kind):
+        return
+    hint = f"Pass an instance: `{value.__name__}(...)`." if isinstance(value, type) else "For example `eqx_ensemble.plan.Vmap()`."
+    raise TypeError(f"`plan` must be one of `Vmap()`, `Chunked(size)`, `Sequential()`, got {value!r}.\n{hint}")
+
+
+def _some(paths: list[str], most: int = 4) -> str:
+    shown = ", ".join(f"`{path}`" for path in paths[:most])
+    return shown if len(paths) <= most else f"{shown} and {len(paths) - most} more"
+
+
+def _holds_list_of_models(arguments: Any) -> bool:
+    nodes = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, list))
+    return any(
+        isinstance(x, list) and len(x) > 1 and all(isinstance(item, list | tuple | dict | eqx.Module) for item in x)
+        for x in nodes
+    )

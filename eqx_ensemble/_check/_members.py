@@ -1,0 +1,144 @@
+import operator
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from ._errors import MemberMismatchError
+from ._leaves import describe, is_member_array, is_traced
+from ._trees import path_text
+
+_MOST_LINES = 8
+_NO_AXIS = "A tree that was never stacked has no `members` axis: stack a list of members first."
+
+
+def leading_axes(tree: Any, num_axes: int = 1, *, name: str) -> tuple[int, ...]:
+    """The sizes of the first `num_axes` axes, on which all array leaves of `tree` must agree.
+
+    **Raises:** ValueError if there is no array leaf, a leaf without so many axes, or an axis of size 0;
+    `MemberMismatchError` if the leaves disagree.
+    """
+    keyed = jtu.tree_flatten_with_path(tree)[0]
+    arrays = [(path_text(path), leaf) for path, leaf in keyed if is_member_array(leaf)]
+    axis = "leading `members` axis" if num_axes == 1 else f"{num_axes} leading axes"
+    if not arrays:
+        raise ValueError(f"`{name}` needs a stacked tree; this `{type(tree).__name__}` has no array leaf.\n{_NO_AXIS}")
+    flat = [f"  at `{path}`: {describe(leaf)}" for path, leaf in arrays if leaf.ndim < num_axes]
+    if flat:
+        lines = [f"`{name}` needs array leaves with the {axis}; some have too few axes.", *_trimmed(flat), _NO_AXIS]
+        raise MemberMismatchError("\n".join(lines))
+    sizes = Counter(leaf.shape[:num_axes] for _, leaf in arrays)
+    common = sizes.most_common(1)[0][0]
+    if len(sizes) > 1:
+        expected = common[0] if num_axes == 1 else common
+        wrong = [(path, leaf) for path, leaf in arrays if leaf.shape[:num_axes] != common]
+        lines = [
+            f"`{name}` needs array leaves that agree on the {axis}; {sizes[common]} of {len(arrays)} have {expected}."
+        ]
+        lines += _trimmed([f"  at `{path}`: expected {expected}, got {describe(leaf)}" for path, leaf in wrong])
+        raise MemberMismatchError("\n".join([*lines, _NO_AXIS]))
+    if 0 in common:
+        raise ValueError(f"`{name}` needs at least one member; the {axis} of `{arrays[0][0]}` is empty.")
+    return common
+
+
+def _trimmed(lines: list[str]) -> list[str]:
+    more = len(lines) - _MOST_LINES
+    return lines if more <= 0 else [*lines[:_MOST_LINES], f"  and {more} more"]
+
+
+def member_index(index: Any, num_members: int, *, name: str) -> Any:
+    """Check an index of members on the host, where jax would clamp it silently.
+
+    **Returns:** a Python int >= 0 for one member; a NumPy array of ints >= 0 for a selection (slice, list, integer
+    array or boolean mask); a traced integer index as it came.
+    """
+    if isinstance(index, slice):
+        return _rows(_slice_rows(index, num_members, name), name)
+    if isinstance(index, (list, tuple)):
+        index = _list_index(index, name)
+    if is_member_array(index):
+        return _array_index(index, num_members, name)
+    if isinstance(index, bool):
+        raise TypeError(_wrong_type(index, name))
+    try:
+        position = operator.index(index)
+    except TypeError:
+        raise TypeError(_wrong_type(index, name)) from None
+    return int(_in_range(np.asarray([position], dtype=object), num_members, name)[0])
+
+
+def _slice_rows(index: slice, num_members: int, name: str) -> np.ndarray:
+    if any(isinstance(part, bool) for part in (index.start, index.stop, index.step)):
+        raise TypeError(_wrong_type(index, name))
+    try:
+        return np.arange(num_members)[index]
+    except TypeError:
+        raise TypeError(_wrong_type(index, name)) from None
+
+
+def _list_index(index: list | tuple, name: str) -> Any:
+    if not index:
+        return np.zeros(0, dtype=int)
+    if any(is_traced(i) for i in index):
+        return jnp.stack([jnp.asarray(i) for i in index])
+    array = np.asarray(index)
+    mixed = len({isinstance(i, (bool, np.bool_)) for i in index}) > 1  # NumPy would read True as member 1
+    if mixed or array.dtype.kind not in "bui":
+        raise TypeError(_wrong_type(index, name))
+    return array
+
+
+def _array_index(index: Any, num_members: int, name: str) -> Any:
+    is_bool = index.dtype == np.bool_
+    if index.ndim > 1 or not (is_bool or jnp.issubdtype(index.dtype, jnp.integer)) or (is_bool and index.ndim == 0):
+        raise TypeError(_wrong_type(index, name))
+    if is_bool and index.shape[0] != num_members:
+        raise IndexError(
+            f"`{name}`: a boolean mask needs one value per member: expected {num_members}, got {index.shape[0]}."
+        )
+    if is_traced(index):
+        if is_bool:
+            raise TypeError(
+                f"`{name}`: a traced boolean mask selects a number of members unknown to jit: use integers."
+            )
+        return index
+    concrete = np.asarray(index)
+    if is_bool:
+        return _rows(np.flatnonzero(concrete), name)
+    rows = _in_range(np.atleast_1d(concrete), num_members, name)
+    return int(rows[0]) if concrete.ndim == 0 else _rows(rows, name)
+
+
+def _rows(rows: np.ndarray, name: str) -> np.ndarray:
+    if rows.size == 0:
+        raise ValueError(f"`{name}`: the index selects no member; an ensemble needs at least one.")
+    return rows
+
+
+def _in_range(rows: np.ndarray, num_members: int, name: str) -> np.ndarray:
+    wrong = rows[(rows < -num_members) | (rows >= num_members)]
+    if wrong.size:
+        raise IndexError(
+            f"`{name}`: index {wrong[0]} is out of range for {num_members} members; "
+            f"expected {-num_members} to {num_members - 1}."
+        )
+    return np.where(rows < 0, rows + num_members, rows).astype(np.int32)
+
+
+def distinct_members(rows: np.ndarray, *, name: str) -> None:
+    """Refuse a selection that names a member twice, where the order of writing would decide."""
+    values, counts = np.unique(rows, return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(f"`{name}`: member {values[counts > 1][0]} is given twice; each member once at most.")
+
+
+def _wrong_type(index: Any, name: str) -> str:
+    kind = describe(index) if isinstance(index, jax.Array | np.ndarray | np.generic) else repr(index)
+    return (
+        f"`{name}`: expected an int, a slice, or a one-dimensional list or array of ints or bools, got {kind}.\n"
+        "Use the position of a member, such as `0` or `[0, 2]`."
+    )

@@ -1,0 +1,171 @@
+import functools as ft
+import operator
+import types
+import weakref
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ._leaves import describe, is_key, is_member_array, is_traced
+
+_HEAPTYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`, which `copyreg` also uses to tell Python classes from built-in ones
+_BOUND_BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType)
+_OPERATORS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
+# What a function does, without the lines and columns where it stands.
+_CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags", "co_argcount")
+_CODE += ("co_posonlyargcount", "co_kwonlyargcount", "co_exceptiontable")
+_EMPTY_CELL = "<empty cell>"
+
+
+class Gap(NamedTuple):
+    """Where two static values differ: the way there from outside in, and the two values found at its end."""
+
+    trail: tuple[str, ...]
+    expected: Any
+    got: Any
+
+    @property
+    def hides_array(self) -> bool:
+        """Whether it is an array, out of jax's sight, that differs."""
+        return is_member_array(self.expected) and is_member_array(self.got)
+
+    def place(self) -> str:
+        """The trail in words, innermost first: "closure variable `scale` of argument 0"."""
+        return " of ".join(part for part in reversed(self.trail) if part != "the code")
+
+
+def static_gap(a: Any, b: Any, seen: dict, trail: tuple[str, ...] = ()) -> Gap | None:
+    """The first difference between two static values, or None if they mean the same.
+
+    Two builds of one model hold distinct but equal closures, partials and marker objects, so that `==` is too strict;
+    and it says nothing of the arrays inside them. Functions are compared by code, defaults and closed-over values,
+    partials and bound methods by their parts, other objects by `__dict__` or `==`, arrays by their bits. `seen` holds
+    the pairs assumed equal so far (cycles) and the pairing of bare `object()` markers: one dictionary per member.
+    """
+    key = (id(a), id(b))
+    if a is b or key in seen:
+        return None
+    if is_member_array(a) and is_member_array(b):
+        return None if _same_bits(a, b) else Gap(trail, a, b)
+    if type(a) is not type(b):
+        return Gap(trail, a, b)
+    if type(a) is object:
+        # Markers carry no information but which is which: all that counts is that they pair up one to one.
+        paired = seen.setdefault(("to", id(a)), b) is b and seen.setdefault(("from", id(b)), a) is a
+        return None if paired else Gap(trail, a, b)
+    parts = _parts(a), _parts(b)
+    if parts[0] is None or parts[1] is None:
+        return None if _same_value(a, b) else Gap(trail, a, b)
+    if isinstance(a, types.FunctionType) and a.__globals__ is not b.__globals__:
+        # One source run twice (`exec`, a notebook cell in two namespaces) gives equal code over different globals.
+        parts = parts[0] | _global_parts(a), parts[1] | _global_parts(b)
+    seen[key] = (a, b)  # keeps both alive, so that no other object can take over an id
+    gap = _parts_gap(a, b, parts, seen, trail)
+    if gap is not None:
+        del seen[key]
+        if type(a).__eq__ is not object.__eq__ and not isinstance(a, (list, tuple, dict)) and _same_value(a, b):
+            return None
+    return gap
+
+
+def _parts_gap(a, b, parts, seen, trail) -> Gap | None:
+    expected, got = parts
+    if expected.keys() != got.keys():
+        return Gap(trail, a, b)
+    for part in expected:
+        hop = part if isinstance(part, str) else f"key {part[0]!r}"
+        gap = static_gap(expected[part], got[part], seen, (*trail, hop))
+        if gap is not None:
+            return Gap(trail, a, b) if isinstance(a, types.CodeType) else gap
+    return None
+
+
+def _parts(x: Any) -> dict | None:
+    """What `x` is made of, by a name in words; None if it can only be compared with `==`."""
+    if isinstance(x, types.FunctionType):
+        return _function_parts(x)
+    if isinstance(x, ft.partial):
+        keywords = {f"keyword `{k}`": v for k, v in x.keywords.items()}
+        return {"the function": x.func} | {f"argument {i}": v for i, v in enumerate(x.args)} | keywords
+    if isinstance(x, types.MethodType):
+        return {"the method": x.__func__, "the bound object": x.__self__}
+    if isinstance(x, _BOUND_BUILTINS):
+        return {"the name": x.__name__, "the bound object": x.__self__}
+    if isinstance(x, _OPERATORS):
+        return {"the arguments": x.__reduce__()}
+    if isinstance(x, types.CodeType):
+        return {name: getattr(x, name) for name in _CODE}
+    if isinstance(x, weakref.ref):
+        return {"the referent": x()}
+    if isinstance(x, (types.ModuleType, type)):
+        return None
+    if isinstance(x, dict):
+        return {(k,): v for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return {f"item {i}": v for i, v in enumerate(x)}
+    return _state(x)
+
+
+def _function_parts(f: types.FunctionType) -> dict:
+    parts: dict[str, Any] = {"the code": f.__code__}
+    for i, value in enumerate(f.__defaults__ or ()):
+        parts[f"default {i}"] = value
+    for k, value in (f.__kwdefaults__ or {}).items():
+        parts[f"default `{k}`"] = value
+    for k, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
+        parts[f"closure variable `{k}`"] = _cell_value(cell)
+    for k, value in vars(f).items():
+        parts[f"attribute `{k}`"] = value
+    return parts
+
+
+def _global_parts(f: types.FunctionType) -> dict:
+    return {f"global `{k}`": f.__globals__[k] for k in f.__code__.co_names if k in f.__globals__}
+
+
+def _cell_value(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a closure variable that was never assigned
+        return _EMPTY_CELL
+
+
+def _state(x: Any) -> dict | None:
+    """Attributes of an object whose whole state is in Python: `__dict__` and `__slots__`."""
+    base = next(c for c in type(x).__mro__ if not c.__flags__ & _HEAPTYPE)
+    if base is not object:
+        return None  # a subclass of `int`, say, whose value is not among its attributes
+    state: Any = object.__getstate__(x)
+    if state is None:
+        return {} if type(x).__dictoffset__ else None
+    attributes, slots = state if isinstance(state, tuple) else (state, {})
+    return {f"attribute `{k}`": v for k, v in ((attributes or {}) | slots).items()}
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or is_traced(a) or is_traced(b):
+        return False
+    if is_key(a):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    if isinstance(a, float | complex):
+        return repr(a) == repr(b)  # tells 0.0 from -0.0, and takes NaN for equal to NaN
+    if isinstance(a, np.ndarray):  # of strings or objects; the others are compared by their bits
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    try:
+        return bool(a == b)
+    except (TypeError, ValueError):  # an `==` without one truth value, such as that of a dataclass of arrays
+        return False
+
+
+def gap_text(gap: Gap, member: str, reference: str) -> str:
+    """The message for an array that differs where jax cannot see it."""
+    verb = "closes over" if any(part.startswith("closure") for part in gap.trail) else "holds"
+    place = f", in {gap.place()}" if gap.trail else ""
+    expected, got = describe(gap.expected), describe(gap.got)
+    both = got if got == expected else f"{got}, not {expected}"
+    return f"{member} {verb} an array ({both}) that differs from {reference}'s{place}"

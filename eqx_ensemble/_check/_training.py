@@ -1,0 +1,266 @@
+import inspect
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ._errors import MemberMismatchError
+from ._marks import array_leaves, plan, positive_int
+
+
+def loss_signature(fn: Any, *, stateful: bool, hyper: Any, name: str) -> bool:
+    """The loss can be called as documented. Returns whether it takes `hyper`."""
+    if not callable(fn):
+        raise TypeError(f"`{name}` needs the loss of one member as a function `loss(model, batch, key)`, got {fn!r}.")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return False
+    wants_hyper = "hyper" in signature.parameters
+    if wants_hyper and hyper is None:
+        raise TypeError(f"`{name}`: the loss has a parameter `hyper`, but no `hyper=` was given.")
+    wanted = ["model", "state", "batch", "key"] if stateful else ["model", "batch", "key"]
+    try:
+        signature.bind(*wanted, **({"hyper": None} if wants_hyper else {}))
+    except TypeError as error:
+        named = getattr(fn, "__name__", type(fn).__name__)
+        hint = "" if stateful or "state" not in signature.parameters else (
+            "\nThe loss of a stateful model also needs the state: pass the one that `build` returned."
+        )
+        raise TypeError(
+            f"`{name}` calls the loss of one member as `loss({', '.join(wanted)})`; `{named}{signature}` cannot be "
+            f"called so: {error}.{hint}"
+        ) from None
+    return wants_hyper
+
+
+def optimiser(value: Any, *, hyper: Any, name: str) -> None:
+    """An optax optimiser, or a function of one member's `hyper` that makes one."""
+    if isinstance(value, optax.GradientTransformation):
+        return
+    if not callable(value):
+        raise TypeError(f"`{name}` needs an optax optimiser, got {value!r}.")
+    if hyper is None:
+        named = getattr(value, "__name__", type(value).__name__)
+        raise TypeError(
+            f"`{name}` needs an optax optimiser, got the function `{named}`.\n"
+            f"Call it first, for example `optax.adam(1e-3)`; or pass `hyper=` if `{named}` makes an optimiser from each "
+            "member's hyper-parameters."
+        )
+
+
+def made_optimiser(value: Any, *, name: str) -> None:
+    """What a function of `hyper` returned is an optimiser."""
+    if not isinstance(value, optax.GradientTransformation):
+        raise TypeError(f"`{name}`: the optimiser function must return an optax optimiser, it returned {type(value).__name__}.")
+
+
+def used_hyper(optimiser: Any, *, wants_hyper: bool, name: str) -> None:
+    """Hyper-parameters reach the optimiser or the loss."""
+    if isinstance(optimiser, optax.GradientTransformation) and not wants_hyper:
+        raise TypeError(
+            f"`{name}` was given `hyper`, but nothing uses it.\n"
+            "Pass the optimiser as a function, `lambda h: optax.adam(h['lr'])`, or give the loss a parameter named `hyper`."
+        )
+
+
+def hyper(values: Any, num_members: int, *, name: str) -> None:
+    """Every hyper-parameter has one value per member."""
+    leaves = array_leaves(values)
+    if not leaves:
+        raise TypeError(f"`{name}` needs `hyper` to hold arrays with one value per member, got {values!r}.")
+    for path, x in leaves:
+        if x.ndim == 0 or x.shape[0] != num_members:
+            raise MemberMismatchError(
+                f"`{name}` needs one value per member in `hyper`; at `{path}`: expected ({num_members}, ...), got {x.shape}."
+            )
+
+
+def model_state(state: Any, num_members: int, *, name: str) -> None:
+    """The stacked state of stateful members."""
+    if state is None:
+        return
+    if not isinstance(state, eqx.nn.State):
+        raise TypeError(
+            f"`{name}` needs `state` to be the stacked `equinox.nn.State` that `build` returned beside the ensemble, "
+            f"got {type(state).__name__}."
+        )
+    for path, x in array_leaves(state):
+        if x.ndim == 0 or x.shape[0] != num_members:
+            raise MemberMismatchError(
+                f"`{name}` needs a state with one value per member; at `{path}`: expected ({num_members}, ...), got {x.shape}.\n"
+                "The state of an indexed ensemble is indexed alike: `eqx_ensemble.tree.take(state, index)`."
+            )
+
+
+def model_state_missing(stacked: Any, state: Any, *, name: str) -> None:
+    """A model that holds state is trained with it."""
+    if state is not None:
+        return
+    indices = [x for x in jax.tree.leaves(stacked, is_leaf=_is_state_index) if _is_state_index(x)]
+    if indices:
+        raise TypeError(
+            f"`{name}`: the members are stateful (for example they contain BatchNorm), but no `state` was given.\n"
+            "Build with `ensemble, state = build(eqx.nn.make_with_state(Model), ...)` and pass `state=state`."
+        )
+
+
+def _is_state_index(x: Any) -> bool:
+    return isinstance(x, eqx.nn.StateIndex)
+
+
+def loss_output(out: Any, *, stateful: bool, has_aux: bool) -> None:
+    """The shapes that the loss returns: a scalar, then the state and the auxiliary outputs if there are any."""
+    parts = ["value"] + ["state"] * stateful + ["aux"] * has_aux
+    wanted = f"`({', '.join(parts)})`" if len(parts) > 1 else "one scalar"
+    if len(parts) > 1:
+        if not isinstance(out, tuple) or len(out) != len(parts):
+            raise TypeError(f"Training needs a loss that returns {wanted}, it returned {_described(out)}.")
+        value = out[0]
+        if stateful and not isinstance(out[1], eqx.nn.State):
+            raise TypeError(f"Training needs a loss that returns {wanted}; its second output is {_described(out[1])}.")
+    else:
+        value = out
+    if isinstance(value, tuple) and len(parts) == 1:
+        raise TypeError(
+            f"Training needs a loss that returns one scalar, it returned {_described(value)}.\n"
+            "Set `has_aux=True` for auxiliary outputs beside the value; pass `state=` for stateful members."
+        )
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"Training needs a loss whose value is a floating-point scalar, it returned {_described(value)}.")
+    if shape != ():
+        raise ValueError(
+            f"Training needs a loss that reduces over the batch to one scalar; it returned shape {shape}.\n"
+            "Take the mean: `return jnp.mean(per_example)`."
+        )
+    if has_aux:
+        for path, x in jax.tree_util.tree_flatten_with_path(out[-1])[0]:
+            if getattr(x, "dtype", None) is None and not isinstance(x, bool | int | float | complex):
+                raise TypeError(
+                    f"Training needs auxiliary outputs that are arrays; at `{jax.tree_util.keystr(path)}`: {_described(x)}."
+                )
+
+
+def _described(x: Any) -> str:
+    if getattr(x, "shape", None) is not None and getattr(x, "dtype", None) is not None:
+        return f"{x.dtype}{list(x.shape)}"
+    if isinstance(x, tuple):
+        return f"({', '.join(_described(item) for item in x)})"
+    return f"a {type(x).__name__}"
+
+
+def trainable(params: Any, *, name: str) -> None:
+    """There is something to train, and nothing integer in it."""
+    leaves = array_leaves(params)
+    if not leaves:
+        raise ValueError(
+            f"`{name}` found nothing to train: no stacked floating-point array is selected by `trainable`.\n"
+            "Shared leaves are constants in training."
+        )
+    for path, x in leaves:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(f"`{name}` can train floating-point arrays only; `trainable` selects `{path}` of dtype {x.dtype}.")
+
+
+def ensemble(value: Any, kind: type, *, name: str) -> None:
+    """An ensemble, not a list of models, one model or a stacked model."""
+    if isinstance(value, kind):
+        return
+    if isinstance(value, list | tuple):
+        raise TypeError(f"`{name}` needs an `Ensemble`, got a {type(value).__name__}. Make one of it: `eqx_ensemble.stack(models)`.")
+    raise TypeError(
+        f"`{name}` needs an `Ensemble`, got a {type(value).__name__}.\n"
+        "`stack([model, ...])` makes one of models, `from_stacked(model)` of a model that is stacked already."
+    )
+
+
+def one_of(value: Any, argument: str, choices: tuple[Any, ...], *, name: str) -> None:
+    """One of a few words."""
+    if value not in choices:
+        raise ValueError(f"`{name}` needs `{argument}` to be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def length(epochs: Any, steps: Any, *, name: str) -> None:
+    """A run is measured in epochs or in steps."""
+    if (epochs is None) == (steps is None):
+        got = "neither" if epochs is None else "both"
+        raise TypeError(f"`{name}` needs either `epochs` or `steps`, got {got}.")
+    if steps is None:
+        positive_int(epochs, "epochs", name=name)
+    else:
+        positive_int(steps, "steps", name=name)
+
+
+def _patience(value: Any, validation: Any, *, name: str) -> None:
+    """Stopping early needs something to judge by."""
+    if value is None:
+        return
+    positive_int(value, "patience", name=name)
+    if validation is None:
+        raise TypeError(f"`{name}` needs `validation=` data when `patience` is given: it stops on the validation score.")
+
+
+def state_after(new: Any, old: Any, *, what: str) -> None:
+    """A step leaves the shapes and dtypes of what it changes alone."""
+    before, after = jax.tree_util.tree_flatten_with_path(old)[0], jax.tree_util.tree_flatten_with_path(new)[0]
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise TypeError(f"One training step changed the structure of the {what}: {jax.tree.structure(old)} to {jax.tree.structure(new)}.")
+    for (path, x), (_, y) in zip(before, after, strict=True):
+        if jnp.shape(x) != jnp.shape(y) or jnp.result_type(x) != jnp.result_type(y):
+            raise TypeError(
+                f"One training step changed the {what} at `{jax.tree_util.keystr(path)}` from {_described(x)} to {_described(y)}."
+            )
+
+
+
+
+def train_state(value: Any, kind: type) -> None:
+    """A training state, in the first place."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"A training step is called as `state, metrics = step(state, batch)` with the state that `train.init` made; "
+            f"got a {type(value).__name__} as `state`."
+        )
+
+
+def fit_options(
+    value: Any, kind: type, order: Any, orders: tuple[str, ...], *, epochs: Any, steps: Any, patience: Any, validation: Any
+) -> None:
+    """The options of `fit` that can be judged by themselves."""
+    plan(value, kind)
+    one_of(order, "order", orders, name="fit")
+    length(epochs, steps, name="fit")
+    _patience(patience, validation, name="fit")
+
+
+def no_array_options(*, batch_size: Any, rows: Any, order: Any, name: str) -> None:
+    """An iterable of batches decides itself about rows and batches."""
+    given = [word for word, used in (("batch_size", batch_size is not None), ("rows", rows is not None), ("order", order != "each")) if used]
+    if given:
+        raise TypeError(f"`{name}` takes {', '.join(map(repr, given))} for data in arrays; an iterable of batches decides that itself.")
+
+
+def some_batches(count: int, epoch: int, *, name: str) -> None:
+    """An epoch of an iterable of batches had batches."""
+    if count > 0:
+        return
+    if epoch == 0:
+        raise ValueError(f"`{name}` needs at least one batch, but the iterable of batches is empty.")
+    raise ValueError(
+        f"`{name}` found no batches in epoch {epoch + 1}: the iterable can be iterated only once, as a generator.\n"
+        "Pass an object that starts anew each time, or make the generator endless and give `steps`."
+    )
+
+
+def diverged(ids: Any, left: Any) -> str:
+    """The warning that names members which diverged."""
+    listed = ", ".join(f"{member} at step {step}" for member, step in zip(ids.tolist(), left.tolist(), strict=True))
+    return (
+        f"{len(ids)} member(s) diverged and keep their last finite weights (id and step): {listed}.\n"
+        "`run.ensemble[run.status != 'diverged']` leaves them out; a smaller learning rate or gradient clipping often helps."
+    )

@@ -1,0 +1,175 @@
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+
+from ._errors import MemberMismatchError
+from ._leaves import describe, in_range, is_member_array, member_dtype
+from ._statics import gap_text
+from ._walk import Column, Difference, Walk, from_gap
+
+_MOST_LINES = 8
+_FIXES = {
+    "structure": "Models of different structure cannot share one stacked Module: build one ensemble per architecture.",
+    "shape": "Models of different sizes cannot share one stacked Module: build one ensemble per size.",
+    "dtype": "Nothing is promoted silently: cast the leaves to one dtype first.",
+    "hidden": "Only member 0's would be used for all, since jax does not see it: make it a field of the Module.",
+    "float": "Pass `promote_scalars=True` to stack Python floats that differ, or make them arrays.",
+    "static": "What is not an array is kept once for all members: make it an array, or build one ensemble per value.",
+}
+
+
+class Rules(NamedTuple):
+    """How far trees must agree, and how a message speaks of them.
+
+    `scalars`: Python scalars are "equal", or floats may differ ("floats"), or all numbers may ("numbers").
+    `shape`: the shape expected of an array, given that of the first tree's and its own.
+    """
+
+    needs: str = "models that differ only in their arrays"
+    noun: str = "member"
+    scalars: Literal["equal", "floats", "numbers"] = "equal"
+    shape: Callable[[tuple, tuple], tuple] = lambda first, own: first
+    who: str | None = None
+    reference: str | None = None
+
+
+STACKED = Rules(
+    needs="stacked trees of the same kind of member", noun="tree", shape=lambda first, own: (*own[:1], *first[1:])
+)
+SUMMED = Rules(needs="trees that differ only in their numbers", noun="tree", scalars="numbers")
+
+
+def replacement(num_members: int | None) -> Rules:
+    """The rules for a stacked tree and what replaces one member (None) or `num_members` of them."""
+    axis = () if num_members is None else (num_members,)
+    needs = "a value that is one member" if num_members is None else f"a value of {num_members} stacked members"
+    return Rules(needs, shape=lambda first, own: axis + first[1:], who="the value", reference="the members")
+
+
+class Columns(NamedTuple):
+    """Trees side by side: for each path the leaves of all trees, and the structure of the first tree."""
+
+    paths: list[str]
+    leaves: list[list]
+    treedef: Any
+
+
+def sequence_of_trees(trees: Any, *, name: str) -> list:
+    """A non-empty list of trees. A single tree in its place is a TypeError, an empty sequence a ValueError."""
+    single = isinstance(trees, (eqx.Module, Mapping, Set, str, bytes)) or is_member_array(trees)
+    single = single or (isinstance(trees, tuple) and type(trees) is not tuple)  # a namedtuple is one tree
+    if single or not isinstance(trees, Iterable):
+        raise TypeError(
+            f"`{name}` needs a sequence of trees (a list, tuple or iterator), got one `{type(trees).__name__}`.\n"
+            "Put the trees in a list, one per member; a tree that is already stacked needs no stacking."
+        )
+    listed = list(trees)
+    if not listed:
+        raise ValueError(f"`{name}` needs at least one tree, got an empty sequence.")
+    return listed
+
+
+def same_members(trees: list, *, name: str, rules: Rules | None = None) -> Columns:
+    """Check that trees differ only where `rules` lets them, and lay their leaves side by side.
+
+    **Raises:** `MemberMismatchError` that lists every leaf that differs, up to eight.
+    """
+    rules = Rules() if rules is None else rules
+    walk = Walk(trees)
+    differences = list(walk.differences)
+    for column in walk.columns:
+        differences += _leaf_differences(walk, column, rules)
+    if differences:
+        raise MemberMismatchError(_message(differences, name, rules))
+    for column in walk.columns:
+        for leaf in column.leaves:
+            if is_member_array(leaf):
+                in_range(leaf, name=name, path=path_text(column.path))
+    paths = [path_text(column.path) for column in walk.columns]
+    return Columns(paths, [column.leaves for column in walk.columns], jtu.tree_structure(trees[0]))
+
+
+def path_text(path: tuple) -> str:
+    """`keystr`, or `<root>` where that is empty."""
+    return jtu.keystr(path) or "<root>"
+
+
+def _leaf_differences(walk: Walk, column: Column, rules: Rules) -> Iterator[Difference]:
+    first = column.leaves[0]
+    for i, leaf in zip(column.members[1:], column.leaves[1:], strict=True):
+        if is_member_array(first) and is_member_array(leaf):
+            shape = rules.shape(first.shape, leaf.shape)
+            if leaf.shape != shape or member_dtype(leaf) != member_dtype(first):
+                kind = "dtype" if leaf.shape == shape else "shape"
+                expected = describe(jax.ShapeDtypeStruct(shape, first.dtype))
+                yield Difference(column.path, i, kind, expected, describe(leaf))
+        elif is_member_array(first) or is_member_array(leaf):
+            yield Difference(column.path, i, "static", describe(first), describe(leaf))
+        elif not _may_differ(first, leaf, rules):
+            gap = walk.static_gap(i, first, leaf)
+            if gap is not None:
+                yield from_gap(column.path, i, _kind(first, leaf, gap, rules), gap)
+
+
+def _may_differ(a: Any, b: Any, rules: Rules) -> bool:
+    if rules.scalars == "floats":
+        return type(a) is float and type(b) is float
+    return rules.scalars == "numbers" and is_number(a) and is_number(b)
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether `leaf` is a Python number to calculate with; bool is a flag."""
+    return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
+
+
+def _kind(a, b, gap, rules) -> str:
+    if gap.hides_array:
+        return "hidden"
+    return (
+        "float" if type(a) is float and type(b) is float and rules.who is None and rules.noun == "member" else "static"
+    )
+
+
+def _message(differences: list[Difference], name: str, rules: Rules) -> str:
+    order = list(_FIXES)
+    differences = sorted(differences, key=lambda d: order.index(d.kind))
+    members = sorted({d.member for d in differences})
+    reference = rules.reference or f"{rules.noun} 0"
+    verb = "differs" if len(members) == 1 else "differ"
+    lines = [f"`{name}` needs {rules.needs}; {_who(members, rules)} {verb} from {reference}."]
+    grouped: dict[tuple, list[Difference]] = {}
+    for d in differences:
+        grouped.setdefault((d.path, d.kind), []).append(d)
+    texts = [_line(path, group, rules, several=len(members) > 1) for (path, _), group in grouped.items()]
+    lines += texts[:_MOST_LINES]
+    if len(texts) > _MOST_LINES:
+        lines.append(f"  and {len(texts) - _MOST_LINES} more")
+    kinds = {d.kind for d in differences}
+    if kinds & {"structure", "shape"}:
+        kinds.discard("static")  # the sizes among the static fields, which follow from it
+    return "\n".join(lines + [_FIXES[kind] for kind in order if kind in kinds])
+
+
+def _line(path: tuple, group: list[Difference], rules: Rules, *, several: bool) -> str:
+    if group[0].kind == "hidden":
+        reference = rules.reference or f"{rules.noun} 0"
+        return f"  at `{path_text(path)}`: " + "; ".join(
+            gap_text(d.gap, _who([d.member], rules), reference) for d in group if d.gap is not None
+        )
+    got: dict[str, list[int]] = {}
+    for d in group:
+        place = f" in {d.gap.place()}" if d.gap is not None and d.gap.place() else ""
+        got.setdefault(d.got + place, []).append(d.member)
+    texts = [f"{text} ({_who(members, rules)})" if several else text for text, members in got.items()]
+    return f"  at `{path_text(path)}`: expected {group[0].expected}, got {', '.join(texts)}"
+
+
+def _who(members: list[int], rules: Rules) -> str:
+    if rules.who is not None:
+        return rules.who
+    if len(members) == 1:
+        return f"{rules.noun} {members[0]}"
+    return f"{rules.noun}s {', '.join(map(str, members[:-1]))} and {members[-1]}"

@@ -1,0 +1,228 @@
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, SupportsIndex, TypeVar, overload
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Array, Int, PyTree
+
+from . import _axes, _check, _keys
+from . import tree as _tree
+from .plan import AbstractPlan, map_members
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+Where = Callable[[Any], Any]
+"""Selects nodes of a model, as in `equinox.tree_at`."""
+
+
+class Ensemble(_axes.AbstractPerMember, Generic[M]):
+    """Many models of one architecture, held as one Module whose arrays carry a leading `members` axis.
+
+    Made by [`eqx_ensemble.build`][], [`eqx_ensemble.stack`][] or [`eqx_ensemble.from_stacked`][]. An `Ensemble` is
+    a PyTree like any other: a field of a bigger Module, an argument of `filter_jit`, `filter_grad` and
+    `filter_vmap`, or the member of another ensemble.
+
+    ```python
+    ensemble = ee.build(lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key), 8, key=key)
+    ensemble(jnp.ones(13)).shape  # (8, 1): every member sees the same input
+    ensemble(ee.Each(jnp.ones((8, 13)))).shape  # (8, 1): one input per member
+    ensemble(ee.Batch(jnp.ones((32, 13)))).shape  # (8, 32, 1): members, batch, out
+    ensemble[3]  # an ordinary eqx.nn.MLP
+    ensemble[[0, 5]], ensemble[2:]  # smaller ensembles
+    ```
+
+    **Attributes:**
+
+    - `stacked`: the model with the leaves that differ between members, each `(members, ...)`; `None` elsewhere.
+    - `shared`: the model with the leaves that all members use: activation functions and the like, and what
+        `shared=` of the constructors selected; `None` elsewhere. Shared arrays are constants in training: a trunk
+        trained by all its members would couple them.
+    - `ids`: the members' stable ids `(members,)`, from which their random streams follow. They travel with the
+        members through indexing and concatenation.
+    """
+
+    stacked: M
+    shared: M
+    ids: Int[Array, " members"]
+
+    def __check_init__(self):
+        _check.ids(self.ids)
+        _check.stacked_leaves(self.stacked, self.ids)
+
+    def per_member(self) -> PyTree:
+        """The leaves that differ between members, and the members' ids."""
+        return self.stacked, self.ids
+
+    def one(self, part: PyTree) -> M:
+        """The model of one member, given its part of `per_member()`."""
+        stacked, _ = part
+        return eqx.combine(stacked, self.shared)
+
+    @property
+    def num_members(self) -> int:
+        """The number of members."""
+        return self.ids.shape[0]
+
+    def __len__(self) -> int:
+        return self.num_members
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
+        """Calls every member: `(…)` in, `(members, …)` out.
+
+        Inputs are shared by all members unless marked [`eqx_ensemble.Each`][]; a member sees one example unless the
+        input is marked [`eqx_ensemble.Batch`][]. An `equinox.nn.State` always belongs to its member.
+        """
+        _check.callable_members(self.stacked)
+
+        def call(model: M, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(model, Ensemble):
+                return model(*args, **kwargs)
+            return _axes.over_batch(model, *args, **kwargs)
+
+        return map_members(call)(self, *args, **kwargs)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> M: ...
+    @overload
+    def __getitem__(self, index: slice | Sequence[int] | Sequence[bool] | np.ndarray | jax.Array) -> "Ensemble[M]": ...
+    def __getitem__(self, index: Any) -> "M | Ensemble[M]":
+        """One member for an integer; a smaller ensemble for a slice, a list of integers or a mask."""
+        stacked, ids = _tree.take((self.stacked, self.ids), index)
+        if ids.ndim < self.ids.ndim:
+            return eqx.combine(stacked, self.shared)
+        return Ensemble(stacked, self.shared, ids)
+
+    def __iter__(self) -> Iterator[M]:
+        return iter(self.unstack())
+
+    def unstack(self) -> list[M]:
+        """The members as a list of ordinary models."""
+        parts = _tree.unstack((self.stacked, self.ids))
+        return [self.one(part) for part in parts]
+
+    def map(self, fn: Callable[..., Any], *args: Any, plan: AbstractPlan | None = None, **kwargs: Any) -> PyTree:
+        """`fn(model, *args, **kwargs)` of every member, as [`eqx_ensemble.map_members`][] does it."""
+        return map_members(fn, plan=plan)(self, *args, **kwargs)
+
+    def keys(self, key: Any, *, purpose: str = "call") -> _axes.Each:
+        """One key per member from one key, ready to be passed to a call: `ensemble(x, key=ensemble.keys(key))`.
+
+        The plain `key` would give all members the same dropout mask.
+        """
+        return _axes.Each(_keys.member_keys(key, self.ids, purpose=purpose))
+
+
+def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> Ensemble[M]:
+    """An [`eqx_ensemble.Ensemble`][] around a Module that is stacked already, for example by `eqx.filter_vmap(make)(keys)`.
+
+    ```python
+    stacked = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))(jax.random.split(key, 4))
+    ensemble = ee.from_stacked(stacked)  # four members
+    ```
+
+    **Arguments:**
+
+    - `model`: a model whose array leaves all carry the leading `members` axis.
+    - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given.
+    - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. Their
+        arrays must not carry the axis.
+
+    **Raises:** `MemberMismatchError` when array leaves disagree on the number of members.
+    """
+    stacked, rest = eqx.partition(model, _axes_mask(model, shared))
+    num_members = _check.per_member_leaves(stacked, axis=0, name="from_stacked")
+    return Ensemble(stacked, rest, _keys.member_ids(num_members if ids is None else ids))
+
+
+def stack(models: Iterable[M], *, ids: Any = None, shared: Where | None = None, promote_scalars: bool = False) -> Ensemble[M]:
+    """A list of models as one [`eqx_ensemble.Ensemble`][].
+
+    ```python
+    models = [eqx.nn.MLP(2, 1, 8, 1, key=k) for k in jax.random.split(key, 3)]
+    ensemble = ee.stack(models)
+    ```
+
+    **Arguments:**
+
+    - `models`: models that differ only in the values of their arrays.
+    - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given.
+    - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
+        must be equal in all models, and are kept once.
+    - `promote_scalars`: stack Python floats that differ into an array instead of refusing them.
+
+    **Raises:** `MemberMismatchError` when the models differ in anything but array values, naming leaf, members and
+    both values.
+    """
+    models = _check.sequence_of_trees(models, name="stack")
+    stacked = _tree.stack(models, promote_scalars=promote_scalars)
+    stacked, rest = eqx.partition(stacked, _axes_mask(stacked, shared))
+    if shared is not None:
+        _check.equal_shared([eqx.filter(model, _axes_mask(model, shared), inverse=True) for model in models], name="stack")
+        rest = eqx.filter(models[0], _axes_mask(models[0], shared), inverse=True)
+    return Ensemble(stacked, rest, _keys.member_ids(len(models) if ids is None else ids))
+
+
+def concatenate(ensembles: Iterable[Ensemble[M]], *, renumber: bool = False) -> Ensemble[M]:
+    """Several ensembles of one architecture as one, their members in the order given.
+
+    ```python
+    make = lambda key: eqx.nn.Linear(2, 1, key=key)
+    old = ee.build(make, 4, key=key)
+    new = ee.build(make, ids=[4, 5], key=key)
+    ee.concatenate([old, new])  # the same members as ee.build(make, 6, key=key)
+    ```
+
+    **Arguments:**
+
+    - `ensembles`: the ensembles. What their members share must be equal.
+    - `renumber`: give the members the ids `0, 1, 2, ...` instead of keeping theirs.
+
+    **Raises:** `ValueError` when two members have the same id and `renumber` is not set; `MemberMismatchError` when
+    the ensembles do not fit together.
+    """
+    ensembles = _check.ensembles(ensembles, Ensemble, name="concatenate")
+    _check.equal_shared([ensemble.shared for ensemble in ensembles], name="concatenate")
+    stacked, ids = _tree.concatenate([(ensemble.stacked, ensemble.ids) for ensemble in ensembles])
+    if renumber:
+        ids = _keys.member_ids(ids.shape[0])
+    else:
+        _check.distinct_ids(ids, "Build new members with `build(make, ids=..., key=key)`, or pass `renumber=True`.")
+    return Ensemble(stacked, ensembles[0].shared, ids)
+
+
+def average(ensemble: Ensemble[M], weights: Any = None) -> M:
+    """One model whose weights are the weighted mean of the members' (a model soup).
+
+    Floating-point arrays are averaged in at least float32; other arrays must be equal in all members.
+
+    **Arguments:**
+
+    - `ensemble`: the ensemble.
+    - `weights`: `(members,)`, normalised by their sum; uniform if not given.
+
+    **Returns:** one ordinary model.
+
+    **Raises:** `ValueError` for weights of the wrong number; `MemberMismatchError` for an integer leaf that differs.
+
+    ??? cite
+        [Model soups: averaging weights of multiple fine-tuned models improves accuracy without increasing inference
+        time](https://arxiv.org/abs/2203.05482), Wortsman et al., 2022.
+    """
+    _check.ensembles([ensemble], Ensemble, name="average")
+    inexact, exact = eqx.partition(ensemble.stacked, eqx.is_inexact_array)
+    _check.equal_members(exact, name="average")
+    kept, _ = _tree.take((exact, ensemble.ids), 0)
+    members = [part for part, _ in _tree.unstack((inexact, ensemble.ids))]
+    return eqx.combine(_tree.weighted_mean(members, weights), kept, ensemble.shared)
+
+
+def _axes_mask(model: PyTree, shared: Where | None) -> PyTree[bool]:
+    mask = jax.tree.map(_axes.is_array, model)
+    if shared is None:
+        return mask
+    return _check.selected(lambda tree: eqx.tree_at(shared, tree, replace_fn=_all_false), mask)
+
+
+def _all_false(node: PyTree) -> PyTree:
+    return jax.tree.map(lambda _: False, node)

@@ -1,0 +1,19 @@
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from tqdm.std import tqdm
+
+
+@contextlib.contextmanager
+def progress_line(show: bool | None, *, description: str, total: int | None, unit: str) -> Iterator[tqdm]:
+    """A line on standard error, shown after two seconds; by default where someone looks: a terminal or a notebook."""
+    if show is None:
+        show = sys.stderr.isatty() or "ipykernel" in sys.modules
+    with tqdm(total=total, desc=description, unit=unit, disable=not show, delay=2) as bar:
+        yield bar
+
+
+def members_in_words(count: int) -> str:
+    """`1 member`, `8 members`."""
+    return "1 member" if count == 1 else f"{count} members"

@@ -1,0 +1,168 @@
+import functools as ft
+import re
+from collections.abc import Iterator
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    no_type_check,
+    runtime_checkable,
+)
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree, Shaped
+
+from . import _check
+
+
+@runtime_checkable
+class HoldsMembers(Protocol):
+    """An `Ensemble`, by what it does: its class stands on a higher floor."""
+
+    stacked: Any
+    ids: Any
+
+    def per_member(self) -> PyTree:
+        """What carries the `members` axis."""
+        ...
+
+
+class _StackedMeta(type):
+    model: Any = None
+    axes: str = ""
+    num_axes: int = 0
+    sizes: Any = None
+
+    def __getitem__(cls, item: Any) -> type:
+        model, axes = _check.stacked_arguments(item)
+        if isinstance(model, _StackedMeta) and model.num_axes:  # the inner axes follow, as in `Float[Float[...], ...]`
+            model, axes = model.model, f"{axes} {model.axes}"
+        return _subscripted(cls, model, axes)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        _check.stacked_use()
+
+    def __repr__(cls) -> str:
+        return cls.__name__ if cls.num_axes else type.__repr__(cls)
+
+    # Not for jaxtyping's import hook: a decorated check would bind the axes in a scope of its own.
+    @no_type_check
+    def __instancecheck__(cls, obj):
+        return cls.__instancecheck_str__(obj) == ""
+
+    @no_type_check
+    def __instancecheck_str__(cls, obj):
+        """Why `obj` is no instance, empty if it is: beartype puts it into its message."""
+        if not cls.num_axes:
+            _check.stacked_use()
+        reason = ""
+        for tree in _readings(obj, cls.model, cls.num_axes):
+            sizes = {leaf.shape[: cls.num_axes] for leaf in jax.tree.leaves(tree) if _carries(leaf)}
+            if len(sizes) != 1 or len(next(iter(sizes))) != cls.num_axes:
+                reason = _check.not_stacked(tree, cls.num_axes, _carries)
+            # Asked for all arrays at once, so that a refused object binds nothing.
+            elif isinstance(jax.ShapeDtypeStruct(*sizes, bool), cls.sizes):
+                return ""
+            else:
+                reason = f'its arrays have leading axes {next(iter(sizes))}, which do not fit "{cls.axes}" here'
+        return reason or f"this `{_described(obj)}` is no `{cls!r}`"
+
+
+@ft.cache
+def _subscripted(cls: _StackedMeta, model: Any, axes: str) -> _StackedMeta:
+    _check.member_type(_is_a, model)
+    sizes = Shaped[jax.ShapeDtypeStruct, axes]
+    described = re.sub(r"\b(\w+\.)+", "", eqx.tree_pformat(model, width=1000))
+    name = f'{cls.__name__}[{described}, "{axes}"]'
+    fields = {"model": model, "axes": axes, "num_axes": len(axes.split()), "sizes": sizes, "__doc__": None}
+    # A module of its own would show in the `repr` of a union but not in ours, which beartype refuses.
+    return _StackedMeta(name, (cls,), fields | {"__module__": "builtins"})
+
+
+def _readings(obj: Any, model: Any, num_axes: int) -> Iterator[PyTree]:
+    """The trees whose arrays carry the axes: of a stacked `model`, or of an ensemble whose members are `model`s."""
+    if _is_a(obj, model):
+        yield obj.per_member() if isinstance(obj, HoldsMembers) else obj
+    while isinstance(obj, HoldsMembers):
+        # The ids of an ensemble in an ensemble carry the axes of both.
+        depth = len(obj.ids.shape) if _carries(obj.ids) else num_axes
+        if depth == num_axes and _is_a(obj.stacked, model):
+            yield obj.per_member()
+        obj = obj.stacked
+
+
+def _is_a(obj: Any, model: Any) -> bool:
+    """`isinstance`, also for what has no run-time class of its own."""
+    if model is Any:
+        return True
+    if isinstance(model, TypeVar):
+        choices = (model.__bound__,) if model.__bound__ is not None else model.__constraints__ or (Any,)
+        return any(_is_a(obj, choice) for choice in choices)
+    origin, args = get_origin(model), get_args(model)
+    if origin is None:
+        return isinstance(obj, model)
+    if origin is Annotated:
+        return _is_a(obj, args[0])
+    if origin in (Union, UnionType):
+        return any(_is_a(obj, choice) for choice in args)
+    if isinstance(obj, origin) and isinstance(obj, HoldsMembers) and len(args) == 1:
+        return _is_a(obj.stacked, args[0])
+    return isinstance(obj, origin)  # what other generic classes hold cannot be looked up
+
+
+def _described(obj: Any) -> str:
+    name = type(obj).__name__
+    return f"{name}[{_described(obj.stacked)}]" if isinstance(obj, HoldsMembers) else name
+
+
+def _carries(leaf: Any) -> bool:
+    return _check.is_member_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+if TYPE_CHECKING:
+    from typing import Annotated as Stacked
+else:
+
+    class Stacked(metaclass=_StackedMeta):
+        """The type of stacked models, to annotate with: `Stacked[Model, "members"]`.
+
+        It accepts an [`eqx_ensemble.Ensemble`][] whose members are `Model`s, and a `Model` whose arrays all carry the
+        leading axes, such as `equinox.filter_vmap(make)(keys)` gives. Where jaxtyping checks a call, by
+        `jaxtyping.jaxtyped` or its import hook, the names are bound together with those of the other annotations.
+
+        ```python
+        from beartype import beartype
+        from jaxtyping import Array, Float, jaxtyped
+
+        @jaxtyped(typechecker=beartype)
+        def disagreement(ensemble: ee.Stacked[eqx.nn.MLP, "members"], w: Float[Array, " members"]) -> Float[Array, ""]:
+            outputs = ee.map_members(lambda model: model(jnp.ones(2)))(ensemble)
+            return w @ (outputs - w @ outputs) ** 2
+
+        ensemble = ee.build(lambda key: eqx.nn.MLP(2, "scalar", 8, 1, key=key), 5, key=key)
+        disagreement(ensemble, jnp.full(5, 0.2))  # seven weights, or a single model: an error that says so
+        ```
+
+        Members are not checked further than by `isinstance`, and only leaves that are arrays (or
+        `jax.ShapeDtypeStruct`) carry axes; in an `Ensemble`, shared leaves do not. A single model whose arrays happen
+        to agree on their first axis cannot be told from a stacked one; an `Ensemble` always can.
+
+        Type checkers read `Stacked[Model, "members"]` as `Model`. To use what only an `Ensemble` has, write
+        `Stacked[Ensemble[Model], "members"]`.
+
+        **Arguments:**
+
+        - `Model`: the type of one member: a class, a runtime-checkable protocol, `Callable`, `Any`, a type variable,
+            `Ensemble[...]`, or a union of these.
+        - the axes, in jaxtyping's words: names (`"populations members"`), sizes (`"4"`), expressions
+            (`"2*members"`). Their number is fixed: no `...` and no `*name`.
+
+        **Raises:** `TypeError` for a missing or wrong argument; jaxtyping's errors for wrong axes.
+        """

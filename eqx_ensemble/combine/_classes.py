@@ -1,0 +1,100 @@
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from .._check import check_logits, check_weights
+from .._weighting import blank_unweighted, log_mixture, weighted_mean
+
+
+def mixture(
+    logits: Float[ArrayLike, "members *batch classes"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, "*batch classes"]:
+    r"""Log-probabilities of the mixture of the members: the logarithm of the mean of their probabilities.
+
+    $\log \sum_m w_m \, \mathrm{softmax}(\mathrm{logits}_m)$, computed in logarithms, so that probabilities far
+    below the smallest float survive.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`. Log-probabilities may be passed as they are, since `log_softmax` leaves
+        them unchanged; for probabilities `p` pass `jnp.log(p)`.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    Log-probabilities `(*batch, classes)`, float32 or float64.
+
+    **Raises:**
+
+    - `TypeError` for logits that are not floating-point.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for unfit weights.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import combine
+
+    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.3, 0.7]]]))  # two members, one row, two classes
+    jnp.exp(combine.mixture(logits))  # [[0.6, 0.4]]
+    ```
+    """
+    fn = "combine.mixture"
+    checked = check_logits(fn, logits)
+    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    return _mixture(checked, convex)
+
+
+def vote(
+    logits: Float[ArrayLike, "members *batch classes"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, "*batch classes"]:
+    """The share of the members' votes that each class gets; each member votes for its most likely class.
+
+    A member whose best classes tie votes for the lowest of them. The elected class is `jnp.argmax(vote(logits), -1)`,
+    where equal shares again go to the lowest class. Votes have no useful gradient.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
+    - `weights`: the members' voting weights, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    Shares `(*batch, classes)`, which sum to one on the last axis. A NaN logit of a member that votes makes its row NaN.
+
+    **Raises:**
+
+    - `TypeError` for logits that are not floating-point.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for unfit weights.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import combine
+
+    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row
+    combine.vote(logits)  # [0.667, 0.333]
+    ```
+    """
+    fn = "combine.vote"
+    checked = check_logits(fn, logits)
+    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    return _vote(checked, convex)
+
+
+@jax.jit
+def _mixture(
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+) -> Float[Array, "*batch classes"]:
+    return log_mixture(jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1), weights)
+
+
+@jax.jit
+def _vote(
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+) -> Float[Array, "*batch classes"]:
+    voting = blank_unweighted(logits, weights)
+    votes = jax.nn.one_hot(jnp.argmax(voting, axis=-1), voting.shape[-1], dtype=voting.dtype)
+    unknown = jnp.any(jnp.isnan(voting), axis=-1, keepdims=True)
+    return weighted_mean(jnp.where(unknown, jnp.nan, votes), weights)

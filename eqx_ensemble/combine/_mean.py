@@ -1,0 +1,49 @@
+import jax
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from .._check import check_values, check_weights
+from .._weighting import blank_unweighted, weighted_mean
+
+
+def mean(
+    values: Float[ArrayLike, "members ..."],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, "..."]:
+    r"""The weighted mean over members of any array, $\sum_m w_m v_m$.
+
+    For class probabilities from logits use [`eqx_ensemble.combine.mixture`][]: the mean of logits is another thing.
+
+    **Arguments:**
+
+    - `values`: floating-point, `(members, ...)`. Half precision is computed and returned in float32.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. `None` is the same for all. A member
+        of weight zero is left out, even where its values are NaN, and gets no gradient.
+
+    **Returns:**
+
+    The mean, of the shape of one member's values.
+
+    **Raises:**
+
+    - `TypeError` for values that are not floating-point.
+    - `ValueError` for values without a member, and for weights of the wrong number, negative, not finite or all zero.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import combine
+
+    values = jnp.array([[1.0, 2.0], [4.0, 8.0]])
+    combine.mean(values)  # [2.5, 5.0]
+    combine.mean(values, weights=jnp.array([2, 1]))  # [2.0, 4.0]
+    ```
+    """
+    fn = "combine.mean"
+    checked = check_values(fn, "values", values)
+    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    return _mean(checked, convex)
+
+
+@jax.jit
+def _mean(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:
+    return weighted_mean(blank_unweighted(values, weights), weights)

@@ -1,0 +1,62 @@
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .. import _axes, _check
+from ._plans import AbstractPlan, Vmap
+
+
+def map_members(
+    fn: Callable[..., Any], *, plan: AbstractPlan | None = None, out_axis: int = 0
+) -> Callable[..., PyTree]:
+    """Transforms a function of one member into a function of all members.
+
+    Arguments that are an [`eqx_ensemble.Ensemble`][], an [`eqx_ensemble.Each`][] or an `equinox.nn.State`, at any
+    depth of the arguments' trees, are mapped over: `fn` sees one member's model, value or state. All others are
+    shared: `fn` sees them whole. Array outputs gain a `members` axis; outputs that are not arrays are returned once.
+
+    ```python
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
+    x, y = jnp.ones((10, 3)), jnp.zeros((10, 1))
+
+    @ee.map_members
+    def mse(model, x, y):
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    mse(ensemble, x, y).shape  # (4,)
+    ```
+
+    **Arguments:**
+
+    - `fn`: any function of one member; it may take and return any PyTree.
+    - `plan`: how the members are executed: [`eqx_ensemble.plan.Vmap`][] (the default), `Chunked(size)` or
+        `Sequential()`. It changes time and memory and nothing else.
+    - `out_axis`: where the `members` axis stands in every array output.
+
+    **Returns:** the function of all members.
+
+    **Raises:** (when called) `MemberMismatchError` when arguments disagree on the number of members; `TypeError`
+    when no argument has members.
+    """
+    plan = Vmap() if plan is None else plan
+    _check.plan(plan, AbstractPlan)
+    name = getattr(fn, "__name__", type(fn).__name__)
+
+    @ft.wraps(fn)
+    def mapped(*args: Any, **kwargs: Any) -> PyTree:
+        parts, view, _ = _axes.split_members((args, kwargs), name=f"map_members({name})")
+
+        def one(part: PyTree) -> PyTree:
+            own_args, own_kwargs = view(part)
+            return fn(*own_args, **own_kwargs)
+
+        out = _axes.over_leading_axis(plan.run, one, parts)
+        if out_axis == 0:
+            return out
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, out_axis) if _axes.is_array(x) else x, out)
+
+    return mapped

@@ -1,0 +1,1 @@
+from ._predict import predict as predict

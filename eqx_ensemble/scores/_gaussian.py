@@ -1,0 +1,127 @@
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from .._check import check_reduction, check_regression, check_variance, check_weights
+from .._weighting import blank_unweighted, log_mixture
+from ._reduce import Reduction, reduce
+
+
+def nll_gaussian(
+    mean: Float[ArrayLike, "*batch"],
+    variance: Float[ArrayLike, "*batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Negative log-density, in nats, of the targets under ONE Gaussian per entry; lower is better.
+
+    $\frac12 \log(2 \pi \sigma^2) + (y - \mu)^2 / (2 \sigma^2)$. No `members` axis: this judges what
+    [`eqx_ensemble.combine.gaussian`][] returns, the score that the deep-ensembles paper reports. For the mixture itself
+    see [`eqx_ensemble.scores.nll_gaussian_mixture`][].
+
+    **Arguments:**
+
+    - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. Variances above zero.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. Several outputs per row are entries of their own: for the joint density of independent
+    outputs sum the values of `"none"` over them.
+
+    **Raises:**
+
+    - `TypeError` for means or variances that are not floating-point.
+    - `ValueError` for shapes that differ (targets `(n, 1)` against `(n,)` above all), and for variances that are not
+        above zero (where concrete).
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    scores.nll_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([1.0]))  # 0.919 + 0.5 = 1.419
+    ```
+
+    ??? cite
+        [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
+    """
+    fn = "scores.nll_gaussian"
+    centre, spread, observed = check_regression(fn, targets, members=False, mean=mean, variance=variance)
+    check_variance(fn, variance, positive=True)
+    check_reduction(fn, reduction, observed.shape)
+    return _nll(centre, spread, observed, reduction)
+
+
+def nll_gaussian_mixture(
+    mean: Float[ArrayLike, " members *batch"],
+    variance: Float[ArrayLike, " members *batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Negative log-density, in nats, of the targets under the mixture of the members' Gaussians; lower is better.
+
+    $-\log \sum_m w_m \, \mathcal{N}(y; \mu_m, \sigma_m^2)$ for each entry, computed in logarithms.
+
+    **Arguments:**
+
+    - `mean`, `variance`: `(members, *batch)`, of one shape. Variances above zero.
+    - `targets`: `(*batch,)`; nothing is broadcast.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. Several outputs per row are entries of their own: each has its own mixture.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.nll_gaussian`][], and `ValueError` for a missing `members` axis or unfit weights.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    mean, variance = jnp.array([[-1.0], [1.0]]), jnp.ones((2, 1))
+    scores.nll_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 1.419
+    ```
+    """
+    fn = "scores.nll_gaussian_mixture"
+    centre, spread, observed = check_regression(fn, targets, members=True, mean=mean, variance=variance)
+    check_variance(fn, variance, positive=True)
+    convex = check_weights(fn, weights, centre.shape[0], centre.dtype)
+    check_reduction(fn, reduction, observed.shape)
+    return _nll_mixture(centre, spread, observed, convex, reduction)
+
+
+@partial(jax.jit, static_argnames="reduction")
+def _nll(
+    mean: Float[Array, "*batch"],
+    variance: Float[Array, "*batch"],
+    targets: Float[Array, "*batch"],
+    reduction: Reduction,
+) -> Float[Array, "..."]:
+    return reduce(-_log_density(mean, variance, targets), reduction)
+
+
+@partial(jax.jit, static_argnames="reduction")
+def _nll_mixture(
+    mean: Float[Array, " members *batch"],
+    variance: Float[Array, " members *batch"],
+    targets: Float[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+    reduction: Reduction,
+) -> Float[Array, "..."]:
+    mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights, fill=1.0)
+    return reduce(-log_mixture(_log_density(mean, variance, targets[None]), weights), reduction)
+
+
+def _log_density(
+    mean: Float[Array, "*batch"], variance: Float[Array, "*batch"], targets: Float[Array, "*targets"]
+) -> Float[Array, "*batch"]:
+    return -0.5 * (math.log(2 * math.pi) + jnp.log(variance) + (targets - mean) ** 2 / variance)

@@ -1,0 +1,41 @@
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, PyTree
+
+from .. import _check
+
+
+class Loss(eqx.Module):
+    """A user's loss of one member behind one signature, whatever it takes and returns."""
+
+    fn: Callable[..., Any] = eqx.field(static=True)
+    stateful: bool = eqx.field(static=True)
+    has_aux: bool = eqx.field(static=True)
+    wants_hyper: bool = eqx.field(static=True)
+
+    def __call__(
+        self, model: PyTree, state: PyTree, batch: PyTree, key: Key[Array, ""], hyper: PyTree
+    ) -> tuple[Float[Array, ""], tuple[PyTree, PyTree]]:
+        """The loss's value, the new state of the model (`None` if it has none) and the auxiliary outputs."""
+        before = (model, state) if self.stateful else (model,)
+        named = {"hyper": hyper} if self.wants_hyper else {}
+        out = self.fn(*before, batch, key, **named)
+        _check.loss_output(out, stateful=self.stateful, has_aux=self.has_aux)
+        if not (self.stateful or self.has_aux):
+            return out, (None, None)
+        value, *more = out
+        state = more[0] if self.stateful else None
+        aux = jax.tree.map(jnp.asarray, more[-1]) if self.has_aux else None
+        return value, (state, aux)
+
+
+def as_loss(fn: Callable[..., Any], *, stateful: bool, has_aux: bool, hyper: PyTree, name: str) -> Loss:
+    """The loss as the step calls it, its signature checked."""
+    wants_hyper = _check.loss_signature(fn, stateful=stateful, hyper=hyper, name=name)
+    return Loss(fn, stateful, has_aux, wants_hyper)
+
+

@@ -1,0 +1,83 @@
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from .. import _check, _keys
+
+Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
+"""An optax optimiser, or a function that makes one from a member's hyper-parameters."""
+
+
+def init_member(optimiser: Optimiser, params: PyTree, hyper: PyTree, member_id: Int[Array, ""]) -> PyTree:
+    """The optimiser's first state for one member."""
+    with _standard_promotion():
+        state = resolve(optimiser, hyper).init(params)
+    # optax starts some counters weakly typed (lbfgs); a step returns them strongly typed and would compile twice.
+    state = jax.tree.map(lambda x: jnp.asarray(x, dtype=jnp.result_type(x)) if _is_number(x) else x, state)
+    return jax.tree_util.tree_map_with_path(lambda path, x: _own_noise(path, x, member_id), state)
+
+
+def update_member(
+    optimiser: Optimiser,
+    params: PyTree,
+    opt_state: PyTree,
+    grads: PyTree,
+    value: Float[Array, ""],
+    value_fn: Callable[[PyTree], Float[Array, ""]],
+    hyper: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """The parameters and the optimiser's state of one member after one step.
+
+    Line searches, plateau schedules and Polyak steps get what they ask for: `value`, `grad` and `value_fn`.
+    """
+    transformation = optax.with_extra_args_support(resolve(optimiser, hyper))
+    with _standard_promotion():
+        updates, new_state = transformation.update(
+            grads, opt_state, params, value=value, grad=grads, value_fn=value_fn
+        )
+        new_params = optax.apply_updates(params, updates)
+    new_state = jax.tree.map(_strongly_typed, new_state, opt_state)
+    _check.state_after(new_state, opt_state, what="optimiser's state")
+    _check.state_after(new_params, params, what="parameters")
+    return new_params, new_state
+
+
+def resolve(optimiser: Optimiser, hyper: PyTree) -> optax.GradientTransformation:
+    """The optimiser of one member."""
+    if isinstance(optimiser, optax.GradientTransformation):
+        return optimiser
+    made = optimiser(hyper)
+    _check.made_optimiser(made, name="fit")
+    return made
+
+
+@contextlib.contextmanager
+def _standard_promotion() -> Iterator[None]:
+    """optax relies on NumPy's promotion of dtypes and ranks, which a user may have made strict."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, jax.Array | int | float) and not _check.is_typed_key(x)
+
+
+def _strongly_typed(new: Any, old: Any) -> Any:
+    if _is_number(new) and jnp.result_type(new) == jnp.result_type(old):
+        return jnp.asarray(new, dtype=jnp.result_type(old))
+    return new
+
+
+def _own_noise(path: tuple, x: Any, member_id: Int[Array, ""]) -> Any:
+    """Noise keys in an optimiser's state become the member's own, or all members would draw the same noise."""
+    name = getattr(path[-1], "name", None) if path else None
+    legacy = name in ("key", "rng_key") and isinstance(x, jax.Array) and x.dtype == jnp.uint32 and x.shape == (2,)
+    if not (_check.is_typed_key(x) or legacy):
+        return x
+    own = jax.random.fold_in(jax.random.fold_in(x, _keys.tag("optimiser")), member_id)
+    return jax.random.key_data(own) if legacy else own

@@ -1,0 +1,84 @@
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from .. import _keys
+
+Order = Literal["each", "shared", "given"]
+ORDERS = ("each", "shared", "given")
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOrder:
+    """Which rows of the data a member sees at which step.
+
+    Every epoch is a fresh permutation, drawn on the host by NumPy's Philox generator keyed by the member's stream
+    and the epoch: it depends on the root key and the member's id only, costs microseconds, and can be recomputed
+    for any epoch.
+    """
+
+    key_data: np.ndarray
+    order: Order
+    num_rows: int
+    rows: np.ndarray | None
+    stream: _keys.HostStream
+
+    def epoch(self, epoch: int) -> np.ndarray:
+        """The rows of one epoch in order: `(members, rows)`, or `(rows,)` when members share their batches."""
+        if self.order == "given":
+            positions = np.arange(self.num_rows, dtype=np.int32)
+        else:
+            drawn = [self.stream.permutation(data, epoch, self.num_rows) for data in self.key_data]
+            positions = np.array(drawn, np.int32)
+            positions = positions[0] if self.order == "shared" else positions
+        if self.rows is None:
+            return positions
+        positions = np.broadcast_to(positions, self.rows.shape)
+        return np.take_along_axis(self.rows, positions, axis=1).astype(np.int32)
+
+
+def row_order(key: Any, ids: jax.Array, order: Order, num_rows: int, rows: np.ndarray | None) -> RowOrder:
+    """The row order of a run: `num_rows` rows of data, or the members' own `rows` `(members, n)` of it."""
+    if order == "each":
+        keys = _keys.member_keys(key, ids, purpose="rows")
+    else:
+        keys = _keys.member_keys(key, 1, purpose="shared rows")
+    per_epoch = num_rows if rows is None else rows.shape[1]
+    return RowOrder(np.asarray(jax.random.key_data(keys)), order, per_epoch, rows, _keys.HostStream())
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Steps of one epoch that are run in one go: `full` batches, then, at an epoch's end, a smaller last one."""
+
+    full: np.ndarray
+    rest: np.ndarray
+    ends_epoch: bool
+
+
+def pieces(order: RowOrder, *, batch_size: int, num_steps: int, most: Callable[[], int]) -> Iterator[Piece]:
+    """The whole run in pieces of at most `most()` full batches, asked for each piece.
+
+    `full` has shape `(steps, ..., batch_size)` and `rest` `(..., remainder)`, where `...` is `members` unless members
+    share their batches. A run that ends in the middle of an epoch has an empty `rest` and does not end the epoch.
+    """
+    whole, remainder = divmod(order.num_rows, batch_size)
+    done, epoch = 0, 0
+    while done < num_steps:
+        rows = order.epoch(epoch)
+        full = rows[..., : whole * batch_size].reshape(*rows.shape[:-1], whole, batch_size)
+        full = np.moveaxis(full, -2, 0)[: num_steps - done]
+        rest = rows[..., whole * batch_size :]
+        done += len(full)
+        ends = len(full) == whole and (remainder == 0 or done < num_steps)
+        done += ends and remainder > 0
+        start, last = 0, False
+        while not last:
+            stop = start + max(most(), 1)
+            last = stop >= len(full)
+            yield Piece(full[start:stop], rest, ends and last)
+            start = stop
+        epoch += 1

@@ -1,0 +1,111 @@
+from typing import Any, Generic
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from .._ensemble import Ensemble, M
+from ._state import STATUS_NAMES, TrainState
+
+
+class History(eqx.Module):
+    """The curves of a run, on the host.
+
+    **Attributes:**
+
+    - `loss`: `(members, steps)`, the training loss before each step's update; NaN after a member has left.
+    - `aux`: the loss's auxiliary outputs, each `(members, steps, ...)`; `None` without `has_aux`.
+    - `validation`: `(members, validations)`, NaN after a member has left; `None` without validation data.
+    - `validation_step`: `(validations,)`, the number of steps done at each validation.
+    """
+
+    loss: Float[np.ndarray, "members steps"]
+    aux: PyTree
+    validation: Float[np.ndarray, "members validations"] | None
+    validation_step: Int[np.ndarray, " validations"]
+
+
+class Run(eqx.Module, Generic[M]):
+    """What [`eqx_ensemble.fit`][] returns.
+
+    **Attributes:**
+
+    - `ensemble`: the trained ensemble: with validation data, every member at its own best weights; else the last.
+    - `state`: the stacked `equinox.nn.State` that goes with it; `None` for stateless members.
+    - `history`: the curves of the run.
+    - `status`: `(members,)` of `"ok"`, `"stopped"` (its patience ended) or `"diverged"` (its loss, gradient or weights
+        were not finite: it keeps the last that were). `run.ensemble[run.status != "diverged"]` are the good ones.
+    - `left`: `(members,)`, the step at which a member left; -1 for members that trained to the end.
+    - `best_step`, `best_score`: `(members,)`, when each member's validation score was best, and that score (-1 and
+        infinity where there was none); `None` without validation data.
+    - `train_state`: the last training state, to go on from with [`eqx_ensemble.train.make_step`][].
+    - `interrupted`: whether Ctrl-C ended the run early.
+    """
+
+    ensemble: Ensemble[M]
+    state: PyTree
+    history: History
+    status: np.ndarray
+    left: Int[np.ndarray, " members"]
+    best_step: Int[np.ndarray, " members"] | None
+    best_score: Float[np.ndarray, " members"] | None
+    train_state: TrainState[M]
+    interrupted: bool
+
+    def table(self) -> dict[str, np.ndarray]:
+        """One row a member, as plain columns `(members, ...)`: id, hyper-parameters, scores, status.
+
+        `pandas.DataFrame(run.table())` makes a data frame of it where every hyper-parameter is a number.
+        """
+        columns = {"member": np.asarray(self.ensemble.ids)}
+        for path, values in jax.tree_util.tree_flatten_with_path(self.train_state.fixed.hyper)[0]:
+            columns[jax.tree_util.keystr(path, simple=True, separator=".") or "hyper"] = np.asarray(values)
+        columns["loss"] = _last_finite(self.history.loss)
+        if self.best_score is not None and self.best_step is not None:
+            columns["validation"] = self.best_score
+            columns["best_step"] = self.best_step
+        return columns | {"status": self.status, "left": self.left}
+
+
+def status_names(status: Array | np.ndarray) -> np.ndarray:
+    """The status of every member in words."""
+    return np.array(STATUS_NAMES)[np.asarray(status)]
+
+
+def _last_finite(curves: np.ndarray) -> np.ndarray:
+    finite = np.isfinite(curves)
+    last = curves.shape[1] - 1 - np.argmax(finite[:, ::-1], axis=1)
+    return np.where(finite.any(axis=1), np.take_along_axis(curves, last[:, None], axis=1)[:, 0], np.nan)
+
+
+class Record:
+    """Collects a run's outputs on the host, piece by piece."""
+
+    def __init__(self):
+        self._outputs: list[Any] = []
+        self._scores: list[np.ndarray] = []
+        self._score_steps: list[int] = []
+        self.steps = 0
+
+    def add_steps(self, outputs: PyTree) -> None:
+        """Outputs of consecutive steps, each `(steps, members, ...)`."""
+        outputs = jax.tree.map(np.asarray, outputs)
+        self._outputs.append(outputs)
+        self.steps += outputs[0].shape[0]
+
+    def add_scores(self, scores: Any) -> None:
+        """The members' validation scores `(members,)` after the steps so far."""
+        self._scores.append(np.asarray(scores))
+        self._score_steps.append(self.steps)
+
+    @property
+    def latest(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """The latest losses `(members,)` and validation scores `(members,)`."""
+        return self._outputs[-1][0][-1], self._scores[-1] if self._scores else None
+
+    def history(self) -> History:
+        """The curves, `members` first."""
+        loss, aux = jax.tree.map(lambda *parts: np.moveaxis(np.concatenate(parts), 0, 1), *self._outputs)
+        validation = np.stack(self._scores, axis=1) if self._scores else None
+        return History(loss, aux, validation, np.array(self._score_steps, np.int64))

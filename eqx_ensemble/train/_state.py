@@ -1,0 +1,132 @@
+from collections.abc import Callable
+from typing import Any, Generic
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Int8, Key, PyTree
+
+from .. import _axes, _check, _keys
+from .._ensemble import Ensemble, M
+from ..plan import Vmap
+from ._optimiser import Optimiser, init_member
+
+OK, STOPPED, DIVERGED = 0, 1, 2
+STATUS_NAMES = ("ok", "stopped", "diverged")
+
+
+class Moving(eqx.Module):
+    """What a training step changes, of one member; stacked, of all."""
+
+    params: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    status: Int8[Array, "*members"]
+    left: Int[Array, "*members"]
+
+
+class Fixed(eqx.Module):
+    """What a member brings along and no step changes: frozen arrays, its random stream, its hyper-parameters."""
+
+    frozen: PyTree
+    key: Key[Array, "*members"]
+    hyper: PyTree
+
+
+class TrainState(eqx.Module, Generic[M]):
+    """The state of a training run of all members: a PyTree to pass through [`eqx_ensemble.train.make_step`][]'s step.
+
+    **Attributes:**
+
+    - `moving`: what a step changes, stacked: `params`, `opt_state`, `model_state`, `status` (0 ok, 1 stopped,
+        2 diverged) and `left`, the step at which a member left (-1 while it trains).
+    - `fixed`: what stays, stacked: frozen arrays, keys, hyper-parameters.
+    - `step`: the number of steps done.
+    """
+
+    moving: Moving
+    fixed: Fixed
+    shared: M
+    ids: Int[Array, " members"]
+    step: Int[Array, ""]
+
+    @property
+    def ensemble(self) -> Ensemble[M]:
+        """The ensemble with its present weights."""
+        return Ensemble(eqx.combine(self.moving.params, self.fixed.frozen), self.shared, self.ids)
+
+    @property
+    def model_state(self) -> PyTree:
+        """The stacked `equinox.nn.State` of stateful members, else `None`."""
+        return self.moving.model_state
+
+    @property
+    def num_members(self) -> int:
+        """The number of members."""
+        return self.ids.shape[0]
+
+
+def init(
+    ensemble: Ensemble[M],
+    optimiser: Optimiser,
+    *,
+    state: eqx.nn.State | None = None,
+    hyper: PyTree = None,
+    trainable: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    key: Any,
+) -> TrainState[M]:
+    """The first training state: every member gets an optimiser state of its own.
+
+    The optimiser's `init` runs mapped over members, so that no optimiser ever sees another member's numbers. The
+    arrays are copied: `ensemble` stays usable.
+
+    ```python
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
+    train_state = ee.train.init(ensemble, optax.adam(1e-3), key=key)
+    ```
+
+    **Arguments:**
+
+    - `ensemble`: what to train.
+    - `optimiser`: an optax optimiser for ONE member; or, with `hyper`, a function of a member's hyper-parameters
+        that makes one.
+    - `state`: the stacked `equinox.nn.State` of stateful members.
+    - `hyper`: hyper-parameters, any PyTree of arrays `(members, ...)`.
+    - `trainable`: which leaves of a member are trained: a function of a leaf or a PyTree of booleans, as in
+        `equinox.partition`. Shared leaves never are.
+    - `key`: the root key of the run's random streams.
+
+    **Returns:** the training state.
+    """
+    _check.ensemble(ensemble, Ensemble, name="train.init")
+    hyper = None if hyper is None else jax.tree.map(jnp.asarray, hyper, is_leaf=lambda x: isinstance(x, list))
+    _check.optimiser(optimiser, hyper=hyper, name="train.init")
+    if hyper is not None:
+        _check.hyper(hyper, ensemble.num_members, name="train.init")
+    _check.model_state_missing(ensemble.stacked, state, name="train.init")
+    _check.model_state(state, ensemble.num_members, name="train.init")
+    params, frozen = eqx.partition(ensemble.stacked, trainable)
+    _check.trainable(params, name="train.init")
+    key = _keys.root(key, name="train.init")
+    keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
+
+    params, frozen, state, shared, ids = jax.tree.map(
+        _copied, (params, frozen, state, ensemble.shared, ensemble.ids)
+    )
+
+    count = ensemble.num_members
+    opt_state = _init_all(optimiser, params, hyper, ids)
+    moving = Moving(params, opt_state, state, jnp.zeros(count, jnp.int8), jnp.full(count, -1, jnp.int32))
+    return TrainState(moving, Fixed(frozen, keys, hyper), shared, ids, jnp.zeros((), jnp.int32))
+
+
+@eqx.filter_jit
+def _init_all(optimiser: Optimiser, params: PyTree, hyper: PyTree, ids: Int[Array, " members"]) -> PyTree:
+    return _axes.over_leading_axis(Vmap().run, lambda part: init_member(optimiser, *part), (params, hyper, ids))
+
+
+def _copied(x: Any) -> Any:
+    """A copy that a step may donate, strongly typed because a step's results are."""
+    if not eqx.is_array(x):
+        return x
+    return x.copy() if _check.is_typed_key(x) else jnp.array(x, dtype=x.dtype)

@@ -1,0 +1,179 @@
+from collections.abc import Callable
+from typing import Any, Generic
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int8, PyTree
+
+from .. import _axes, _check
+from .._ensemble import M
+from ..plan import AbstractPlan, Vmap
+from ._loss import Loss, as_loss
+from ._optimiser import Optimiser, update_member
+from ._state import DIVERGED, OK, Fixed, Moving, TrainState
+
+
+class Metrics(eqx.Module):
+    """What one step reports of every member.
+
+    **Attributes:**
+
+    - `loss`: `(members,)`, before the update; NaN for members that no longer train.
+    - `aux`: the loss's auxiliary outputs, each `(members, ...)`; `None` without `has_aux`.
+    - `status`: `(members,)`: 0 ok, 1 stopped, 2 diverged.
+    """
+
+    loss: Float[Array, " members"]
+    aux: PyTree
+    status: Int8[Array, " members"]
+
+
+def member_step(
+    moving: Moving,
+    fixed: Fixed,
+    shared: PyTree,
+    batch: PyTree,
+    step: Int[Array, ""],
+    *,
+    loss: Loss,
+    optimiser: Optimiser,
+) -> tuple[Moving, tuple[Float[Array, ""], PyTree]]:
+    """One step of one member; every plan runs this function and no other.
+
+    A member whose loss, gradient or new weights are not finite keeps its last good weights and is marked diverged; a
+    member that has left keeps everything.
+    """
+    key = jax.random.fold_in(fixed.key, step)
+
+    def objective(params: PyTree) -> tuple[Float[Array, ""], tuple[PyTree, PyTree]]:
+        model = eqx.combine(params, fixed.frozen, shared)
+        return loss(model, moving.model_state, batch, key, fixed.hyper)
+
+    (value, (model_state, aux)), grads = jax.value_and_grad(objective, has_aux=True)(moving.params)
+    params, opt_state = update_member(
+        optimiser, moving.params, moving.opt_state, grads, value, lambda p: objective(p)[0], fixed.hyper
+    )
+    training = moving.status == OK
+    good = jnp.isfinite(value) & _all_finite(grads) & _all_finite(params)
+    keep = training & good
+    new = (params, opt_state, model_state)
+    old = (moving.params, moving.opt_state, moving.model_state)
+    params, opt_state, model_state = jax.tree.map(lambda x, y: jnp.where(keep, x, y), new, old)
+    lost = training & ~good
+    status = jnp.where(lost, jnp.int8(DIVERGED), moving.status)
+    left = jnp.where(lost, step, moving.left)
+    value = jnp.where(training, value, jnp.full_like(value, jnp.nan))
+    return Moving(params, opt_state, model_state, status, left), (value, aux)
+
+
+def _all_finite(tree: PyTree) -> Bool[Array, ""]:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
+
+
+def all_members_step(
+    moving: Moving,
+    fixed: Fixed,
+    shared: PyTree,
+    step: Int[Array, ""],
+    own: PyTree,
+    batch_of: Callable[[PyTree], PyTree],
+    *,
+    loss: Loss,
+    optimiser: Optimiser,
+    plan: AbstractPlan,
+) -> tuple[Moving, tuple[Float[Array, " members"], PyTree]]:
+    """One step of all members under a plan.
+
+    `own` holds arrays with the `members` axis from which, for one member, `batch_of` makes that member's batch.
+    """
+
+    def one(part: tuple[Moving, Fixed, PyTree]) -> PyTree:
+        moving, fixed, own = part
+        return member_step(moving, fixed, shared, batch_of(own), step, loss=loss, optimiser=optimiser)
+
+    return _axes.over_leading_axis(plan.run, one, (moving, fixed, own))
+
+
+class Step(eqx.Module, Generic[M]):
+    """A compiled training step; see [`eqx_ensemble.train.make_step`][]."""
+
+    fn: Callable[..., Any] = eqx.field(static=True)
+    optimiser: Optimiser = eqx.field(static=True)
+    has_aux: bool = eqx.field(static=True)
+    plan: AbstractPlan
+    donate: bool = eqx.field(static=True)
+
+    def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
+        """One step on one batch, shared by all members but for its parts marked [`eqx_ensemble.Each`][]."""
+        _check.train_state(state, TrainState)
+        run = _donating_step if self.donate else _step
+        stateful = state.model_state is not None
+        loss = as_loss(self.fn, stateful=stateful, has_aux=self.has_aux, hyper=state.fixed.hyper, name="make_step")
+        return run((self, loss, batch), state)
+
+
+def _one_step(inputs: tuple[Step, Loss, PyTree], state: TrainState) -> tuple[TrainState, Metrics]:
+    step, loss, batch = inputs
+    marked = (_axes.Each(state.ids), batch)
+    own, view, _ = _axes.split_members(marked, name="make_step")
+    moving, (value, aux) = all_members_step(
+        state.moving,
+        state.fixed,
+        state.shared,
+        state.step,
+        own,
+        lambda own: view(own)[1],
+        loss=loss,
+        optimiser=step.optimiser,
+        plan=step.plan,
+    )
+    new = TrainState(moving, state.fixed, state.shared, state.ids, state.step + 1)
+    return new, Metrics(value, aux, moving.status)
+
+
+_step = eqx.filter_jit(_one_step)
+_donating_step = eqx.filter_jit(_one_step, donate="all-except-first")
+
+
+def make_step(
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    *,
+    has_aux: bool = False,
+    plan: AbstractPlan | None = None,
+    donate: bool = False,
+) -> Step:
+    """A compiled step for your own loop: `state, metrics = step(state, batch)`.
+
+    Gradient, optimiser and freezing run mapped over members; loss and optimiser are written for one.
+
+    ```python
+    def mse(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
+    optimiser = optax.adam(1e-2)
+    state = ee.train.init(ensemble, optimiser, key=key)
+    step = ee.train.make_step(mse, optimiser)
+    for _ in range(3):
+        state, metrics = step(state, (jnp.ones((8, 3)), jnp.zeros((8, 1))))
+    metrics.loss.shape  # (4,)
+    ```
+
+    **Arguments:**
+
+    - `loss`: `loss(model, batch, key) -> value` of one member; `loss(model, state, batch, key) -> (value, state)` for
+        stateful members. A parameter named `hyper` receives the member's hyper-parameters.
+    - `optimiser`: what was given to [`eqx_ensemble.train.init`][].
+    - `has_aux`: the loss returns auxiliary outputs after its other outputs.
+    - `plan`: how the members are executed; `eqx_ensemble.plan.Vmap()` if not given.
+    - `donate`: let the new state take the old one's memory. The old state must not be used again, and an
+        interruption between the call and the assignment loses it; `fit` donates and guards against that.
+
+    **Returns:** the step, a function of a training state and a batch.
+    """
+    plan = Vmap() if plan is None else plan
+    _check.plan(plan, AbstractPlan)
+    return Step(loss, optimiser, has_aux, plan, donate)

@@ -1,0 +1,158 @@
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, overload
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from .. import _check
+
+T = TypeVar("T")
+
+# Compiled once per leaf shape, with the index as an argument: an index that is a constant, as in `jnp.unstack`, makes
+# XLA compile a program per member.
+_member = jax.jit(lambda leaf, index: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False))
+_members = jax.jit(lambda leaf, rows: leaf.at[rows].get(mode="clip"))
+
+
+def num_members(tree: Any) -> int:
+    """The number of members of a stacked tree.
+
+    That is the size of the leading axis `members`, on which all array leaves must agree. Other leaves (functions,
+    strings, Python scalars) have no part in it.
+
+    **Arguments:**
+
+    - `tree`: a stacked PyTree, each of its arrays of shape `(members, ...)`.
+
+    **Returns:**
+
+    The number of members, a Python int. It is known under `jax.jit` too.
+
+    **Raises:**
+
+    `MemberMismatchError` if array leaves disagree or have no axis; ValueError if there is no array leaf or no member.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble.tree import num_members
+
+    num_members({"w": jnp.ones((5, 3)), "b": jnp.ones(5)})  # 5
+    ```
+    """
+    return _check.leading_axes(tree, name="eqx_ensemble.tree.num_members")[0]
+
+
+@overload
+def unstack(tree: T) -> list[T]: ...
+
+
+@overload
+def unstack(tree: T, *, num_axes: Literal[1]) -> list[T]: ...
+
+
+@overload
+def unstack(tree: Any, *, num_axes: int) -> list[Any]: ...
+
+
+def unstack(tree: Any, *, num_axes: int = 1) -> list[Any]:
+    """Take a stacked tree apart into its members.
+
+    Member `i` has `leaf[i]` for each array leaf. Leaves that are not arrays are shared by all members. NumPy arrays
+    stay NumPy arrays (views).
+
+    **Arguments:**
+
+    - `tree`: a stacked PyTree, each of its arrays of shape `(members, ...)`.
+    - `num_axes`: how many leading axes to take apart: 2 for members within populations, say.
+
+    **Returns:**
+
+    A list of trees, one per member; for several axes, nested lists.
+
+    **Raises:**
+
+    `MemberMismatchError` if array leaves disagree on the leading axes; ValueError if there is no array leaf.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble.tree import unstack
+
+    first, second = unstack({"w": jnp.ones((2, 3)), "name": "net"})
+    first["w"].shape  # (3,)
+    ```
+    """
+    name = "eqx_ensemble.tree.unstack"
+    num_axes = _check.positive_int(num_axes, "num_axes", name=name)
+    sizes = _check.leading_axes(tree, num_axes, name=name)
+    leaves, treedef = jtu.tree_flatten(tree)
+    return _unstack(leaves, treedef, sizes)
+
+
+def _unstack(leaves: list, treedef: Any, sizes: tuple[int, ...]) -> list:
+    rows: dict[int, list] = {}  # by identity of the leaf: tied leaves stay tied in every member
+    for leaf in leaves:
+        if id(leaf) not in rows:
+            is_array = _check.is_member_array(leaf)
+            rows[id(leaf)] = [_take_one(leaf, i) if is_array else leaf for i in range(sizes[0])]
+    members = [[rows[id(leaf)][i] for leaf in leaves] for i in range(sizes[0])]
+    if len(sizes) > 1:
+        return [_unstack(member, treedef, sizes[1:]) for member in members]
+    return [jtu.tree_unflatten(treedef, member) for member in members]
+
+
+def take(tree: T, index: Any) -> T:
+    """One member, or some members, of a stacked tree.
+
+    For an int, member `index` without the axis: `leaf[index]` for every array leaf. For a selection of `k` members, a
+    smaller stacked tree with arrays `(k, ...)`, in the order asked for; a member may be taken more than once. Other
+    leaves are kept. NumPy arrays stay NumPy arrays.
+
+    **Arguments:**
+
+    - `tree`: a stacked PyTree, each of its arrays of shape `(members, ...)`.
+    - `index`: an int (negative ones count from the end), or a slice, list, tuple or one-dimensional array of ints, or
+        a boolean mask `(members,)`. A traced integer or vector of integers cannot be checked: it is clamped to the
+        range, as everywhere in jax.
+
+    **Returns:**
+
+    A member, or a stacked tree.
+
+    **Raises:**
+
+    IndexError for an index out of range or a mask of the wrong length; ValueError for an empty selection; TypeError
+    for any other index; `MemberMismatchError` if array leaves disagree on the number of members.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble.tree import take
+
+    stacked = {"w": jnp.arange(6.0).reshape(3, 2)}
+    take(stacked, -1)  # {"w": [4., 5.]}
+    take(stacked, [2, 0])  # {"w": [[4., 5.], [0., 1.]]}
+    ```
+    """
+    name = "eqx_ensemble.tree.take"
+    rows = _check.member_index(index, _check.leading_axes(tree, name=name)[0], name=name)
+    pick = _take_one if np.ndim(rows) == 0 else _take_many
+    return _map_tied(lambda leaf: pick(leaf, rows), tree)
+
+
+def _take_one(leaf: Any, index: Any) -> Any:
+    if isinstance(leaf, np.ndarray) and isinstance(index, int):
+        return leaf[index]
+    return _member(leaf, index)
+
+
+def _take_many(leaf: Any, rows: Any) -> Any:
+    if isinstance(leaf, np.ndarray) and isinstance(rows, np.ndarray):
+        return leaf[rows]
+    return _members(leaf, rows)
+
+
+def _map_tied(fn: Callable[[Any], Any], tree: T) -> T:
+    """Map over the array leaves; an array that stands at two places is mapped once, so that tied leaves stay tied."""
+    leaves, treedef = jtu.tree_flatten(tree)
+    done = {id(leaf): fn(leaf) if _check.is_member_array(leaf) else leaf for leaf in leaves}
+    return jtu.tree_unflatten(treedef, [done[id(leaf)] for leaf in leaves])

@@ -1,0 +1,52 @@
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _check
+from ._columns import map_columns
+
+T = TypeVar("T")
+
+_write = jax.jit(lambda leaf, rows, value: leaf.at[rows].set(value, mode="clip"))
+
+
+def replace(tree: T, index: Any, value: Any) -> T:
+    """A stacked tree with some of its members replaced.
+
+    **Arguments:**
+
+    - `tree`: a stacked PyTree, each of its arrays of shape `(members, ...)`.
+    - `index`: which members, as in [`eqx_ensemble.tree.take`][], each at most once. A traced index is clamped.
+    - `value`: for an int `index`, one member: the same tree with arrays `(...)`. Otherwise a stacked tree with as many
+        members as `index` selects. Its leaves that are not arrays must equal those of `tree`.
+
+    **Returns:**
+
+    A new stacked tree; `tree` itself does not change.
+
+    **Raises:**
+
+    `MemberMismatchError` if `value` differs from the members in structure, shapes, dtypes or static values; ValueError
+    if a member is given twice; the errors of [`eqx_ensemble.tree.take`][] for a wrong index.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble.tree import replace
+
+    replace({"w": jnp.zeros((3, 2))}, 1, {"w": jnp.ones(2)})  # {"w": [[0., 0.], [1., 1.], [0., 0.]]}
+    ```
+    """
+    name = "eqx_ensemble.tree.replace"
+    rows = _check.member_index(index, _check.leading_axes(tree, name=name)[0], name=name)
+    if isinstance(rows, np.ndarray):
+        _check.distinct_members(rows, name=name)
+    count = None if np.ndim(rows) == 0 else np.shape(rows)[0]
+    columns = _check.same_members([tree, value], name=name, rules=_check.replacement(count))
+    return map_columns(lambda leaves: _replace_column(leaves, rows), columns)
+
+
+def _replace_column(leaves: list, rows: Any) -> Any:
+    leaf, value = leaves
+    return _write(jnp.asarray(leaf), rows, jnp.asarray(value)) if _check.is_member_array(leaf) else leaf

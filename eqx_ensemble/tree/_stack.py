@@ -1,0 +1,99 @@
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+
+from .. import _check
+from ._columns import map_columns
+
+T = TypeVar("T")
+
+
+def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
+    """Stack equal trees into one, whose arrays carry a new leading axis `members`.
+
+    Arrays of shape `(...)`, one per tree, become one jax array `(members, ...)`: jax arrays, typed PRNG keys, and
+    NumPy arrays, which take jax's precision as with `jnp.asarray` (float64 is rounded to float32 unless
+    `jax_enable_x64` is on; integers that would not fit are refused). An array that stands at two places of every tree
+    (tied weights) is stacked once and stays one array. Everything else (functions, strings, Python scalars, static
+    fields) must be equal and is kept once, from the first tree. Equal means alike, not identical: closures, partials
+    and objects that each model built for itself are compared by what they hold.
+
+    **Arguments:**
+
+    - `trees`: a list, tuple or iterator of one or more PyTrees that differ only in the values of their arrays.
+    - `promote_scalars`: stack Python floats that differ (learning rates, dropout rates) into arrays `(members,)`.
+        Without it they are refused. Floats that agree stay Python floats.
+
+    **Returns:**
+
+    A PyTree with the structure of the first tree.
+
+    **Raises:**
+
+    `MemberMismatchError` that names the leaves and members that differ in structure, shape, dtype, in a value that is
+    not an array, or in an array that jax cannot see because a closure or a static field hides it. TypeError for a
+    single tree, ValueError for an empty sequence.
+
+    ```python
+    import equinox as eqx
+    import jax
+    from eqx_ensemble.tree import stack
+
+    models = [eqx.nn.Linear(2, 3, key=key) for key in jax.random.split(jax.random.key(0), 4)]
+    stack(models).weight.shape  # (4, 3, 2)
+    ```
+    """
+    name = "eqx_ensemble.tree.stack"
+    rules = _check.Rules(scalars="floats" if promote_scalars else "equal")
+    columns = _check.same_members(_check.sequence_of_trees(trees, name=name), name=name, rules=rules)
+    return map_columns(_stack_column, columns)
+
+
+def _stack_column(leaves: list) -> Any:
+    if _check.is_member_array(leaves[0]):
+        return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
+    # Told apart by `repr`, as the check does: NaN agrees with NaN, 0.0 does not with -0.0.
+    if type(leaves[0]) is float and len({repr(leaf) for leaf in leaves}) > 1:
+        return jnp.asarray(leaves)
+    return leaves[0]
+
+
+def concatenate(trees: Iterable[T]) -> T:
+    """Join stacked trees along their `members` axis.
+
+    Arrays `(members_0, ...)`, `(members_1, ...)`, ... become one array `(members_0 + members_1 + ..., ...)`.
+    Everything else must be equal and is kept once, as in [`eqx_ensemble.tree.stack`][].
+
+    **Arguments:**
+
+    - `trees`: a list, tuple or iterator of one or more stacked PyTrees of the same kind of member.
+
+    **Returns:**
+
+    A stacked PyTree with the structure of the first tree.
+
+    **Raises:**
+
+    `MemberMismatchError` if the trees differ in anything but their arrays' values and number of members, or if the
+    arrays of one tree disagree on that number. TypeError for a single tree, ValueError for an empty sequence.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble.tree import concatenate
+
+    concatenate([{"w": jnp.zeros((2, 3))}, {"w": jnp.ones((1, 3))}])["w"].shape  # (3, 3)
+    ```
+    """
+    name = "eqx_ensemble.tree.concatenate"
+    listed = _check.sequence_of_trees(trees, name=name)
+    for tree in listed:
+        _check.leading_axes(tree, name=name)
+    columns = _check.same_members(listed, name=name, rules=_check.STACKED)
+    return map_columns(_concatenate_column, columns)
+
+
+def _concatenate_column(leaves: list) -> Any:
+    if _check.is_member_array(leaves[0]):
+        return jnp.concatenate([jnp.asarray(leaf) for leaf in leaves])
+    return leaves[0]

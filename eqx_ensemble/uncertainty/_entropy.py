@@ -1,0 +1,122 @@
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from .._check import check_logits, check_weights
+from .._weighting import blank_unweighted, log_mixture, weighted_mean
+from ._decomposition import Decomposition
+
+
+def entropy(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"]:
+    r"""The entropy, in nats, of each distribution on the last axis, $-\sum_c p_c \log p_c$.
+
+    **Arguments:**
+
+    - `logits`: `(*batch, classes)`, with or without a `members` axis in front: every leading axis is kept.
+        Log-probabilities may be passed as they are; for probabilities `p` pass `jnp.log(p)`. A class of probability
+        zero adds nothing.
+
+    **Returns:**
+
+    Entropies `(*batch,)`, between 0 and $\log$ `classes`.
+
+    **Raises:**
+
+    - `TypeError` for logits that are not floating-point, `ValueError` for fewer than two classes.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import uncertainty
+
+    uncertainty.entropy(jnp.log(jnp.array([[0.5, 0.5], [1.0, 0.0]])))  # [0.693, 0.0]
+    ```
+    """
+    checked = check_logits("uncertainty.entropy", logits, members=False)
+    return _entropy(checked)
+
+
+def decompose_entropy(
+    logits: Float[ArrayLike, "members *batch classes"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Decomposition:
+    r"""The entropy of the mixture of the members, in nats, split into what is noise and what is disagreement.
+
+    With $p = \sum_m w_m p_m$: `total` is $H(p)$; `aleatoric` is $\sum_m w_m H(p_m)$; `epistemic` is their difference,
+    the mutual information $\sum_m w_m \mathrm{KL}(p_m \| p)$ between label and member. The last is computed from terms
+    that cannot be negative, not as a difference, so it is never below zero and small values keep their digits.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    A named tuple with `.total`, `.aleatoric` and `.epistemic`, each `(*batch,)`.
+
+    **Raises:**
+
+    - `TypeError` for logits that are not floating-point.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for unfit weights.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import uncertainty
+
+    certain_but_opposed = jnp.log(jnp.array([[[1.0, 0.0]], [[0.0, 1.0]]]))
+    parts = uncertainty.decompose_entropy(certain_but_opposed)
+    parts.total, parts.aleatoric, parts.epistemic  # [0.693], [0.0], [0.693]
+    ```
+
+    ??? cite
+        [Decomposition of Uncertainty in Bayesian Deep Learning for Efficient and Risk-sensitive
+        Learning](https://arxiv.org/abs/1710.07283)
+
+        ```bibtex
+        @inproceedings{depeweg2018decomposition,
+            author={Stefan Depeweg and Jos{\'e} Miguel Hern{\'a}ndez-Lobato and Finale Doshi-Velez and
+                    Steffen Udluft},
+            title={Decomposition of Uncertainty in {B}ayesian Deep Learning for Efficient and Risk-sensitive Learning},
+            booktitle={International Conference on Machine Learning},
+            year={2018},
+        }
+        ```
+    """
+    fn = "uncertainty.decompose_entropy"
+    checked = check_logits(fn, logits)
+    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    aleatoric, epistemic = _parts(checked, convex)
+    return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
+
+
+@jax.jit
+def _parts(
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+    logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
+    aleatoric = weighted_mean(_entropy(logs), weights)
+    epistemic = weighted_mean(_divergence(logs, log_mixture(logs, weights)[None]), weights)
+    return aleatoric, epistemic
+
+
+@jax.jit
+def _entropy(logits: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
+    logs = jax.nn.log_softmax(logits, axis=-1)
+    # 0 log 0 = 0; the inner `where` keeps the gradient finite as well.
+    finite = jnp.where(logs == -jnp.inf, 0, logs)
+    return jnp.sum(jnp.exp(logs) * -finite, axis=-1)
+
+
+def _divergence(
+    logs: Float[Array, "members *batch classes"], mixed: Float[Array, "1 *batch classes"]
+) -> Float[Array, " members *batch"]:
+    r"""KL divergence of each member from the mixture, $\sum_c q_c (\delta_c e^{\delta_c} - e^{\delta_c} + 1)$.
+
+    Here $\delta_c = \log p_c - \log q_c$ and $q$ is the mixture: as both sum to one this is $\sum_c p_c \delta_c$,
+    but each term is at least zero, and $\delta$ is bounded above, by the logarithm of one over the member's weight.
+    """
+    absent = logs == -jnp.inf
+    delta = jnp.where(absent, 0, logs) - jnp.where(absent, 0, jnp.broadcast_to(mixed, logs.shape))
+    terms = jnp.where(absent, 1, jnp.maximum(delta * jnp.exp(delta) - jnp.expm1(delta), 0))
+    return jnp.sum(jnp.exp(mixed) * terms, axis=-1)

@@ -1,0 +1,60 @@
+import jax
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from .._check import check_moments, check_weights
+from .._weighting import blank_unweighted, moments, weighted_mean
+from ._decomposition import Decomposition
+
+
+def decompose_variance(
+    mean: Float[ArrayLike, "members ..."],
+    variance: Float[ArrayLike, "members ..."],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Decomposition:
+    r"""The variance of the mixture of the members, split by the law of total variance.
+
+    `aleatoric` is the mean of the members' variances, $\sum_m w_m \sigma_m^2$; `epistemic` is the variance of their
+    means, $\sum_m w_m (\mu_m - \mu)^2$ (ddof 0); `total` is the sum, the variance that
+    [`eqx_ensemble.combine.gaussian`][] gives. All in the squared unit of the target.
+
+    **Arguments:**
+
+    - `mean`, `variance`: `(members, ...)`, of one shape. Members that predict points have `jnp.zeros_like(mean)`.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    A named tuple with `.total`, `.aleatoric` and `.epistemic`, each of the shape of one member's mean.
+
+    **Raises:**
+
+    - `TypeError` for arrays that are not floating-point.
+    - `ValueError` for shapes that differ, negative variances (where concrete), and unfit weights.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import uncertainty
+
+    parts = uncertainty.decompose_variance(jnp.array([[1.0], [3.0]]), jnp.array([[0.5], [0.7]]))
+    parts.total, parts.aleatoric, parts.epistemic  # [1.6], [0.6], [1.0]
+    ```
+
+    ??? cite
+        [Decomposition of Uncertainty in Bayesian Deep Learning for Efficient and Risk-sensitive
+        Learning](https://arxiv.org/abs/1710.07283)
+    """
+    fn = "uncertainty.decompose_variance"
+    means, variances = check_moments(fn, mean, variance)
+    convex = check_weights(fn, weights, means.shape[0], means.dtype)
+    aleatoric, epistemic = _parts(means, variances, convex)
+    return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
+
+
+@jax.jit
+def _parts(
+    mean: Float[Array, "members ..."], variance: Float[Array, "members ..."], weights: Float[Array, " members"] | None
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    aleatoric = weighted_mean(blank_unweighted(variance, weights), weights)
+    epistemic = moments(blank_unweighted(mean, weights), weights)[1]
+    return aleatoric, epistemic

@@ -1,0 +1,105 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_ensemble import combine
+
+
+def _gradient(loss, argnums=0):
+    return jax.jit(jax.grad(loss, argnums))
+
+
+def _put(array, index, value):
+    changed = array.copy()
+    changed[index] = value
+    return changed
+
+
+def _moments(shape=(5, 7), seed=0):
+    mean, log_variance = np.random.default_rng(seed).normal(size=(2, *shape)).astype(np.float32)
+    return mean, np.exp(log_variance)
+
+
+@pytest.mark.parametrize("weights", [None, np.array([0.1, 0.4, 0.2, 0.2, 0.1])])
+def test_matches_the_moments_of_the_mixture(weights):
+    mean, variance = _moments()
+    matched = combine.gaussian(mean, variance, weights=weights)
+    m, v = np.asarray(mean, np.float64), np.asarray(variance, np.float64)
+    centre = np.average(m, axis=0, weights=weights)
+    want = np.average(v + m**2, axis=0, weights=weights) - centre**2
+    np.testing.assert_allclose(matched.mean, centre, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(matched.variance, want, rtol=1e-5)
+    # The mean of the variances alone, and other weights, are something else.
+    assert not np.allclose(np.average(v, axis=0, weights=weights), want, rtol=1e-2)
+    other = combine.gaussian(mean, variance, weights=np.arange(1.0, 6.0))
+    assert not np.allclose(other.variance, want, rtol=1e-2)
+
+
+@pytest.mark.parametrize("weights", [None, np.full(64, 1 / 64, np.float32), np.arange(1, 65)])
+def test_a_large_offset_costs_no_precision(weights):
+    rng = np.random.default_rng(0)
+    mean = (1e4 + rng.normal(size=(64, 50))).astype(np.float32)
+    variance = rng.uniform(0.0, 0.01, size=(64, 50)).astype(np.float32)
+    exact = mean.astype(np.float64)
+    centre = np.average(exact, axis=0, weights=weights)
+    want = np.average(variance + (exact - centre) ** 2, axis=0, weights=weights)
+    matched = combine.gaussian(mean, variance, weights=weights)
+    np.testing.assert_allclose(matched.variance, want, rtol=1e-5)
+    np.testing.assert_allclose(matched.mean, centre, rtol=1.2e-7)  # one float32 step
+    careless = np.mean(mean**2, axis=0) - np.mean(mean, axis=0) ** 2
+    assert np.abs(careless - want).max() > 1
+
+
+def test_one_member_is_itself():
+    mean, variance = _moments((1, 6))
+    matched = combine.gaussian(mean, variance)
+    np.testing.assert_allclose(matched.mean, mean[0], rtol=1e-6)
+    np.testing.assert_allclose(matched.variance, variance[0], rtol=1e-6)
+
+
+def test_weights_count_members():
+    (mean, variance), picked = _moments((2, 6)), np.array([0, 0, 1])
+    got = combine.gaussian(mean, variance, weights=np.array([2, 1]))
+    for one, other in zip(got, combine.gaussian(mean[picked], variance[picked]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for one, other in zip(
+        combine.gaussian(mean, variance, weights=np.ones(2)), combine.gaussian(mean, variance), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_weight_zero_leaves_a_broken_member_out():
+    mean, variance = _moments((3, 6))
+    mean, variance, weights = _put(mean, (2), np.nan), _put(variance, (2), np.inf), np.array([1.0, 2.0, 0.0])
+    want = combine.gaussian(mean[:2], variance[:2], weights=weights[:2])
+    for one, other in zip(combine.gaussian(mean, variance, weights=weights), want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    loss = lambda m, v: jnp.sum(combine.gaussian(m, v, weights=weights).variance)
+    for gradient in _gradient(loss, argnums=(0, 1))(mean, variance):
+        assert np.isfinite(gradient).all()
+
+
+def test_jit_and_gradient():
+    mean, variance = _moments((3, 6))
+    jitted = jax.jit(combine.gaussian)(mean, variance)
+    assert isinstance(jitted, combine.Gaussian)
+    np.testing.assert_allclose(jitted.variance, combine.gaussian(mean, variance).variance, rtol=1e-6)
+    gradient = _gradient(lambda m: jnp.sum(combine.gaussian(m, variance).variance))(mean)
+    np.testing.assert_allclose(gradient, 2 * (mean - mean.mean(0, keepdims=True)) / 3, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_messages():
+    mean, variance = _moments((3, 6))
+    with pytest.raises(
+        ValueError, match=r"`mean` and `variance` of one shape.\n  got `mean` \(3, 6\), `variance` \(3,"
+    ):
+        combine.gaussian(mean, variance[:, :1])
+    with pytest.raises(
+        ValueError, match=r"zero or more.\n  got -1.0 at index \(1, 2\), the first of 1 such\nA log-vari"
+    ):
+        combine.gaussian(mean, _put(variance, (1, 2), -1.0))
+    with pytest.raises(ValueError, match="one weight per member"):
+        combine.gaussian(mean, variance, weights=np.ones(6))
+    combine.gaussian(mean, np.zeros_like(mean))

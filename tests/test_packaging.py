@@ -1,0 +1,171 @@
+"""What holds for the package as a whole: its import, its metadata, its wheel, and what its source may not contain."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+import zipfile
+
+import jax.numpy as jnp
+import pytest
+from jaxtyping import TypeCheckError
+
+from eqx_ensemble import combine
+
+ROOT = pathlib.Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SOURCES = sorted((ROOT / "eqx_ensemble").rglob("*.py"))
+
+HEAVY = ("matplotlib", "sklearn", "pandas", "orbax", "scoringrules", "flax", "torch", "IPython", "ipywidgets")
+HEAVY += ("tqdm.auto", "tqdm.autonotebook", "tqdm.notebook", "tqdm.rich", "tqdm.contrib")
+
+
+def run_python(code):
+    """Run `code` in a fresh interpreter, without the import hook of this one."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+
+
+def assert_runs(code):
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+# The number of CPU devices can be set only as long as no backend has been started.
+STARTS_NO_BACKEND = """
+import jax
+{statement}
+jax.config.update("jax_num_cpu_devices", 3)
+assert jax.device_count() == 3
+"""
+
+
+def test_import_starts_no_backend():
+    assert_runs(STARTS_NO_BACKEND.format(statement="import eqx_ensemble"))
+
+
+def test_a_started_backend_would_be_noticed():
+    done = run_python(STARTS_NO_BACKEND.format(statement="jax.numpy.zeros(2)"))
+    assert done.returncode != 0
+    assert "jax_num_cpu_devices" in done.stderr
+
+
+def test_import_changes_no_setting():
+    # Equinox and optax come first: what they set is theirs.
+    assert_runs("""
+        import os, random, warnings
+        import equinox, jax, numpy, optax
+
+        def settings():
+            return (
+                dict(jax.config.values), dict(os.environ), list(warnings.filters), numpy.geterr(),
+                random.getstate(), numpy.random.get_state()[1].tolist(),
+            )
+
+        before = settings()
+        import eqx_ensemble
+        for old, new in zip(before, settings(), strict=True):
+            assert old == new, (old, new)
+    """)
+
+
+def test_import_loads_nothing_heavy():
+    assert_runs(f"""
+        import sys
+        import eqx_ensemble
+        loaded = [name for name in {HEAVY!r} if name in sys.modules]
+        assert not loaded, loaded
+    """)
+
+
+def test_version_is_the_one_of_the_metadata():
+    assert importlib.metadata.version("eqx_ensemble") == PYPROJECT["project"]["version"]
+
+
+def test_changelog_starts_with_this_version():
+    versions = re.findall(r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert versions[0] == PYPROJECT["project"]["version"]
+
+
+def test_dependencies_have_lower_bounds_only():
+    project = PYPROJECT["project"]
+    extras = project["optional-dependencies"]
+    for requirement in [*project["dependencies"], *(r for rs in extras.values() for r in rs)]:
+        assert re.fullmatch(r"eqx_ensemble\[\w+\]|[\w-]+(\[\w+\])?>=[\d.]+", requirement), requirement
+
+
+@pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="building the wheel needs hatchling")
+def test_wheel_holds_the_package_and_nothing_else(tmp_path):
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, "."], check=True, cwd=ROOT)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert "eqx_ensemble/py.typed" in names
+    assert {str(source.relative_to(ROOT)) for source in SOURCES} <= names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"eqx_ensemble"}
+
+
+@pytest.mark.skipif(os.environ.get("JAXTYPING_DISABLE", "0") != "0", reason="JAXTYPING_DISABLE takes the net away")
+def test_import_hook_is_on():
+    with pytest.raises(TypeCheckError):
+        combine.mean(jnp.zeros((2, 3)), weights="equal")
+
+
+UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+
+
+def unsafe_lines(source):
+    """Lines that import something able to unpickle, or run text as code."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                unsafe = any(name.name.split(".")[0] in UNPICKLERS for name in names)
+            case ast.ImportFrom(module=str(module)):
+                unsafe = module.split(".")[0] in UNPICKLERS
+            case ast.Call(func=ast.Name(id=name)):
+                unsafe = name in {"eval", "exec", "compile", "__import__"}
+            case ast.keyword(arg="allow_pickle", value=value):
+                unsafe = not (isinstance(value, ast.Constant) and value.value is False)
+            case _:
+                unsafe = False
+        if unsafe:
+            lines.append(getattr(node, "lineno", 0))
+    return lines
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_unpickled_or_evaluated(path):
+    assert unsafe_lines(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import os, cloudpickle.compat as c",
+        "from pickle import load",
+        "def f():\n    import dill",
+        "eval('1')",
+        "x = [exec(y) for y in z]",
+        "np.load(path, allow_pickle=True)",
+    ],
+)
+def test_unpickling_and_evaluating_would_be_noticed(source):
+    assert unsafe_lines(source)
+
+
+def test_harmless_source_is_let_through():
+    assert not unsafe_lines("jax.jit(f).lower(x).compile()\neqx.filter_eval_shape(f)\nnp.load(p, allow_pickle=False)")
