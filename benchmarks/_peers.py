@@ -94,6 +94,8 @@ def nnx_vmap(problem: Problem) -> Train:
     import optax
     from flax import nnx
 
+    transformation = optax.adam(problem.learning_rate)  # one object, or every run would compile anew
+
     class MLP(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
             sizes = problem.sizes
@@ -113,7 +115,7 @@ def nnx_vmap(problem: Problem) -> Train:
     @nnx.vmap
     def make(rngs: nnx.Rngs) -> Any:
         model = MLP(rngs)
-        return model, nnx.Optimizer(model, optax.adam(problem.learning_rate), wrt=nnx.Param)
+        return model, nnx.Optimizer(model, transformation, wrt=nnx.Param)
 
     @nnx.jit
     @nnx.vmap

@@ -108,7 +108,7 @@ def build(
     return _held(made, ids, shared)
 
 
-def _held(stacked: M, ids: jax.Array, shared: Where | None) -> Ensemble[M]:
+def _held(stacked: Any, ids: jax.Array, shared: Where | None) -> Ensemble[Any]:
     if shared is not None:
         stacked = _check.selected(lambda tree: eqx.tree_at(shared, tree, replace_fn=_first), stacked)
     return from_stacked(stacked, ids=ids, shared=shared)

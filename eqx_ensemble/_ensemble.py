@@ -1,5 +1,5 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, SupportsIndex, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -83,9 +83,11 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         return map_members(call)(self, *args, **kwargs)
 
     @overload
-    def __getitem__(self, index: SupportsIndex) -> M: ...
+    def __getitem__(self, index: int | np.integer) -> M: ...
     @overload
-    def __getitem__(self, index: slice | Sequence[int] | Sequence[bool] | np.ndarray | jax.Array) -> "Ensemble[M]": ...
+    def __getitem__(self, index: slice | Sequence[int] | Sequence[bool] | np.ndarray) -> "Ensemble[M]": ...
+    @overload
+    def __getitem__(self, index: jax.Array) -> Any: ...
     def __getitem__(self, index: Any) -> "M | Ensemble[M]":
         """One member for an integer; a smaller ensemble for a slice, a list of integers or a mask."""
         stacked, ids = _tree.take((self.stacked, self.ids), index)
@@ -114,7 +116,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
 
 
 def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> Ensemble[M]:
-    """An [`eqx_ensemble.Ensemble`][] around a Module that is stacked already, for example by `eqx.filter_vmap(make)(keys)`.
+    """An [`eqx_ensemble.Ensemble`][] around a Module that is stacked already, as by `eqx.filter_vmap(make)(keys)`.
 
     ```python
     stacked = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))(jax.random.split(key, 4))
@@ -135,7 +137,9 @@ def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> E
     return Ensemble(stacked, rest, _keys.member_ids(num_members if ids is None else ids))
 
 
-def stack(models: Iterable[M], *, ids: Any = None, shared: Where | None = None, promote_scalars: bool = False) -> Ensemble[M]:
+def stack(
+    models: Iterable[M], *, ids: Any = None, shared: Where | None = None, promote_scalars: bool = False
+) -> Ensemble[M]:
     """A list of models as one [`eqx_ensemble.Ensemble`][].
 
     ```python
@@ -158,8 +162,9 @@ def stack(models: Iterable[M], *, ids: Any = None, shared: Where | None = None, 
     stacked = _tree.stack(models, promote_scalars=promote_scalars)
     stacked, rest = eqx.partition(stacked, _axes_mask(stacked, shared))
     if shared is not None:
-        _check.equal_shared([eqx.filter(model, _axes_mask(model, shared), inverse=True) for model in models], name="stack")
-        rest = eqx.filter(models[0], _axes_mask(models[0], shared), inverse=True)
+        unstacked = [eqx.filter(model, _axes_mask(model, shared), inverse=True) for model in models]
+        _check.equal_shared(unstacked, name="stack")
+        rest = unstacked[0]
     return Ensemble(stacked, rest, _keys.member_ids(len(models) if ids is None else ids))
 
 

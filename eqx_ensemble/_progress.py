@@ -6,7 +6,7 @@ from tqdm.std import tqdm
 
 
 @contextlib.contextmanager
-def progress_line(show: bool | None, *, description: str, total: int | None, unit: str) -> Iterator[tqdm]:
+def progress_line(*, show: bool | None, description: str, unit: str, total: int | None = None) -> Iterator[tqdm]:
     """A line on standard error, shown after two seconds; by default where someone looks: a terminal or a notebook."""
     if show is None:
         show = sys.stderr.isatty() or "ipykernel" in sys.modules

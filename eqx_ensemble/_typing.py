@@ -155,7 +155,8 @@ else:
         to agree on their first axis cannot be told from a stacked one; an `Ensemble` always can.
 
         Type checkers read `Stacked[Model, "members"]` as `Model`. To use what only an `Ensemble` has, write
-        `Stacked[Ensemble[Model], "members"]`.
+        `Stacked[Ensemble[Model], "members"]`. Linters that take a single name for a forward reference are content with
+        a space in front, as in the shapes of jaxtyping: `" members"`.
 
         **Arguments:**
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from ._errors import MemberMismatchError
+from ._leaves import is_key, is_traced
 from ._marks import array_leaves, per_member_leaves
-from ._trees import sequence_of_trees
 
 T = TypeVar("T")
 
@@ -17,8 +17,8 @@ def maker(make: Any) -> None:
     """A function that makes one member."""
     if isinstance(make, eqx.Module):
         raise TypeError(
-            f"`build` needs a function that makes one member from a key, got a {type(make).__name__} that is made already.\n"
-            "Write `build(lambda key: Model(..., key=key), num_members, key=key)`, or `stack(models)` for a list of models."
+            f"`build` needs a function that makes one member from a key, got a {type(make).__name__} made already.\n"
+            "Write `build(lambda key: Model(..., key=key), num_members, key=key)`; a list of models goes to `stack`."
         )
     if isinstance(make, list | tuple):
         raise TypeError("`build` makes members from a function; a list of models is stacked by `stack(models)`.")
@@ -30,7 +30,9 @@ def one_count(**counts: int | None) -> int:
     """The number of members on which all given sources agree."""
     given = {name: count for name, count in counts.items() if count is not None}
     if not given:
-        raise TypeError("`build` needs to know how many members to make: pass `num_members`, `ids`, `keys`, `zip` or `product`.")
+        raise TypeError(
+            "`build` needs to know how many members to make: pass `num_members`, `ids`, `keys`, `zip` or `product`."
+        )
     for count in given.values():
         if isinstance(count, bool) or not isinstance(count, int | np.integer):
             raise TypeError(f"`build` needs an integer number of members, got {count!r}.")
@@ -58,16 +60,18 @@ def per_member_arguments(zip: Mapping[str, Any] | None, product: Mapping[str, An
         return {}
     option = "zip" if product is None else "product"
     if not isinstance(chosen, Mapping):
-        raise TypeError(f"`build` needs `{option}` as a dict from argument name to values, got {type(chosen).__name__}.")
+        raise TypeError(f"`build` needs `{option}` as a dict from name to values, got a {type(chosen).__name__}.")
     for name, values in chosen.items():
         array = np.asarray(values) if not isinstance(values, jax.Array) else values
         if array.dtype.kind in "OUS":
             raise TypeError(
-                f"`build` needs `{option}[{name!r}]` to hold numbers, because members of one stacked Module differ only in "
+                f"`build` needs `{option}[{name!r}]` to hold numbers, because members of one ensemble differ only in "
                 f"arrays; got {values!r}.\nBuild one ensemble per choice."
             )
         if array.ndim == 0:
-            raise ValueError(f"`build` needs one value per member in `{option}[{name!r}]`, got the single value {values!r}.")
+            raise ValueError(
+                f"`build` needs one value per member in `{option}[{name!r}]`, got the single value {values!r}."
+            )
     return dict(chosen)
 
 
@@ -91,8 +95,8 @@ def selected(select: Callable[[Any], T], tree: Any) -> T:
         return select(tree)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(
-            "`shared` must select nodes of one member as `equinox.tree_at` does, for example `lambda model: model.trunk`; "
-            f"it raised {type(error).__name__}: {error}"
+            "`shared` must select nodes of one member as `equinox.tree_at` does, for example "
+            f"`lambda model: model.trunk`; it raised {type(error).__name__}: {error}"
         ) from error
 
 
@@ -111,7 +115,7 @@ def callable_members(model: Any) -> None:
         raise TypeError(f"The members of this ensemble are of type {type(model).__name__} and cannot be called.")
 
 
-def ensembles(values: Iterable[T], kind: type, *, name: str) -> list[T]:
+def ensembles(values: Any, kind: type[T], *, name: str) -> list[T]:
     """At least one ensemble, and nothing else."""
     values = [values] if isinstance(values, kind) else list(values)
     if not values:
@@ -131,21 +135,21 @@ def equal_shared(trees: list[Any], *, name: str) -> None:
     for i, tree in enumerate(trees[1:], start=1):
         for path, x in array_leaves(tree):
             y = first.get(path)
-            if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer):
+            if is_traced(x) or is_traced(y):
                 continue
             if y is None or not _same_array(x, y):
                 raise MemberMismatchError(
-                    f"`{name}` keeps one copy of what members share; the shared array at `{path}` of number {i} differs "
-                    "from that of number 0.\nLeave it out of `shared` if members have values of their own."
+                    f"`{name}` keeps one copy of what members share; the shared array at `{path}` of number {i} "
+                    "differs from that of number 0.\nLeave it out of `shared` if members have values of their own."
                 )
 
 
 def equal_members(tree: Any, *, name: str) -> None:
     """Arrays that cannot be averaged have the same value in all members."""
     for path, x in array_leaves(tree):
-        if isinstance(x, jax.core.Tracer):
+        if is_traced(x):
             continue
-        raw = np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+        raw = np.asarray(jax.random.key_data(x) if is_key(x) else x)
         if (raw != raw[:1]).any():
             raise MemberMismatchError(
                 f"`{name}` averages floating-point arrays; the {x.dtype} array at `{path}` differs between members and "
@@ -156,6 +160,6 @@ def equal_members(tree: Any, *, name: str) -> None:
 def _same_array(x: Any, y: Any) -> bool:
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         x, y = jax.random.key_data(x), jax.random.key_data(y)
     return np.array_equal(np.asarray(x), np.asarray(y), equal_nan=np.issubdtype(np.asarray(x).dtype, np.inexact))

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from ._errors import MemberMismatchError
+from ._leaves import is_traced
 from ._marks import array_leaves, positive_int
 
 
@@ -17,7 +18,7 @@ def rows_of_data(data: Any, each: Any, *, argument: str, name: str, finite: bool
         for path, x in array_leaves(tree):
             if x.ndim <= axis:
                 raise ValueError(
-                    f"`{name}` needs arrays with one row per example in `{argument}`; the one at `{path}` has shape {x.shape}."
+                    f"`{name}` needs arrays with one row per example in `{argument}`; at `{path}`: got shape {x.shape}."
                 )
             sizes.setdefault(x.shape[axis], path)
             if finite:
@@ -34,7 +35,7 @@ def rows_of_data(data: Any, each: Any, *, argument: str, name: str, finite: bool
 
 
 def _finite(x: Any, path: str, *, argument: str, name: str) -> None:
-    if isinstance(x, jax.core.Tracer) or not np.issubdtype(x.dtype, np.floating):
+    if is_traced(x) or not np.issubdtype(x.dtype, np.floating):
         return
     # A sum is not finite when an element is not; it may overflow without one, so that only then all are looked at.
     array = np.asarray(x)
@@ -44,8 +45,8 @@ def _finite(x: Any, path: str, *, argument: str, name: str) -> None:
     if bad.any():
         first = tuple(int(i) for i in np.argwhere(bad)[0])
         raise ValueError(
-            f"`{name}` needs finite numbers in `{argument}`; the array at `{path}` holds {int(bad.sum())} NaN or infinite "
-            f"values, the first at index {first}.\nEvery member would diverge: drop or impute those rows."
+            f"`{name}` needs finite numbers in `{argument}`; the array at `{path}` holds {int(bad.sum())} NaN or "
+            f"infinite values, the first at index {first}.\nEvery member would diverge: drop or impute those rows."
         )
 
 
@@ -60,7 +61,8 @@ def numeric_data(data: Any, *, argument: str, name: str) -> None:
             )
         if isinstance(x, np.ndarray) and x.dtype.kind not in "biufcV":
             raise TypeError(
-                f"`{name}` needs arrays of numbers in `{argument}`; at `{where}`: dtype {x.dtype}.\nEncode labels as integers."
+                f"`{name}` needs arrays of numbers in `{argument}`; at `{where}`: dtype {x.dtype}.\n"
+                "Encode labels as integers."
             )
 
 

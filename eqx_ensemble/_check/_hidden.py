@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 
 from ._errors import MemberMismatchError
+from ._leaves import is_traced
 from ._statics import _parts
 
 
@@ -13,7 +14,7 @@ def no_tracers(made: Any, *, name: str) -> None:
     Such an array is a member's own, but out of reach of `jax.vmap`'s outputs: used later it raises far from here.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(made)
-    if any(isinstance(leaf, jax.core.Tracer) for _, leaf in paths):
+    if any(is_traced(leaf) for _, leaf in paths):
         return  # inside another transformation: the arrays of that one are legitimate
     seen: set[int] = set()
     for path, leaf in paths:
@@ -32,7 +33,7 @@ def _modules(tree: Any) -> list[eqx.Module]:
 
 
 def _search(value: Any, place: str, name: str, seen: set[int]) -> None:
-    if isinstance(value, jax.core.Tracer):
+    if is_traced(value):
         raise MemberMismatchError(
             f"`{name}` found an array of the member's own at `{place}`, where it cannot carry the members axis: a "
             "function closes over it, or a static field holds it.\nMake the array a field of a Module."

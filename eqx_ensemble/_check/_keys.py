@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._leaves import is_key
+
 
 def is_typed_key(key: Any) -> bool:
     """Whether `key` is an array of new-style typed keys."""
-    return isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return is_key(key)
 
 
 def _is_legacy(key: Any) -> bool:
@@ -46,7 +48,8 @@ def _key_shape(key: Any, *, name: str, wanted: str) -> tuple[int, ...]:
         if implementation != "threefry2x32":
             raise TypeError(
                 f"`{name}` needs a threefry key, got one of {implementation!r}: other generators draw differently "
-                "under `jax.vmap`, so a member would depend on its neighbours.\nUse `jax.random.key(seed, impl='threefry2x32')`."
+                "under `jax.vmap`, so a member would depend on its neighbours.\n"
+                "Use `jax.random.key(seed, impl='threefry2x32')`."
             )
         return key.shape
     if _is_legacy(key):

@@ -43,6 +43,8 @@ def describe(value: Any) -> str:
         return eqx.tree_pformat(struct, struct_as_array=True)
     if isinstance(value, types.CodeType):
         return f"<{value.co_qualname}, {Path(value.co_filename).name}:{value.co_firstlineno}>"
+    if isinstance(value, np.ndarray):  # of strings or objects, for which equinox shows but the type
+        return f"{value!r}"[:_LONGEST]
     text = " ".join(eqx.tree_pformat(value, width=10**6).split())
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 

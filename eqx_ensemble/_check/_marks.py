@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import describe, is_member_array
+from ._leaves import describe, is_member_array, is_traced
 from ._trees import path_text
 
 _STACK = "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`."
@@ -24,7 +24,8 @@ def _sizes(tree: Any, axis: int, name: str) -> dict[int, list[str]]:
     for path, x in array_leaves(tree):
         if not -x.ndim <= axis < x.ndim:
             raise MemberMismatchError(
-                f"`{name}` needs arrays with one value per member along axis {axis}; at `{path}`: got {describe(x)}.\n{_STACK}"
+                f"`{name}` needs arrays with one value per member along axis {axis}; at `{path}`: got {describe(x)}.\n"
+                + _STACK
             )
         sizes.setdefault(x.shape[axis], []).append(path)
     return sizes
@@ -51,8 +52,10 @@ def per_member_leaves(value: Any, *, axis: int, name: str) -> int:
 def one_member_count(parts: dict[int, Any], arguments: Any, *, name: str) -> int:
     """All parts that carry members have the same number of them."""
     if not parts:
-        hint = _STACK if _holds_list_of_models(arguments) else "Mark inputs with one value per member: `eqx_ensemble.Each(x)`."
-        raise TypeError(f"`{name}` needs an argument that carries members, an `Ensemble` or an `Each`; got none.\n{hint}")
+        hint = "Mark inputs with one value per member: `eqx_ensemble.Each(x)`."
+        if _holds_list_of_models(arguments):
+            hint = _STACK
+        raise TypeError(f"`{name}` needs an argument with members, an `Ensemble` or an `Each`; got none.\n{hint}")
     counts = [per_member_leaves(part, axis=0, name=name) for part in parts.values()]
     if len(set(counts)) > 1:
         raise MemberMismatchError(
@@ -74,7 +77,7 @@ def one_batch_size(values: Iterable[Any]) -> None:
 
 def ids(values: Any) -> None:
     """Member ids: integers in one dimension, at least one, each from 0 to 2**31 - 1, no two alike."""
-    if isinstance(values, jax.core.Tracer):
+    if is_traced(values):
         return
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
@@ -88,7 +91,7 @@ def ids(values: Any) -> None:
 
 def distinct_ids(values: Any, fix: str) -> None:
     """Members of an ensemble have different ids."""
-    if isinstance(values, jax.core.Tracer):
+    if is_traced(values):
         return
     unique, counts = np.unique(np.asarray(values), return_counts=True)
     if (counts > 1).any():
@@ -120,7 +123,9 @@ def plan(value: Any, kind: type) -> None:
     """An execution plan, not its class or its name."""
     if isinstance(value, kind):
         return
-    hint = f"Pass an instance: `{value.__name__}(...)`." if isinstance(value, type) else "For example `eqx_ensemble.plan.Vmap()`."
+    hint = "For example `eqx_ensemble.plan.Vmap()`."
+    if isinstance(value, type):
+        hint = f"Pass an instance: `{value.__name__}(...)`."
     raise TypeError(f"`plan` must be one of `Vmap()`, `Chunked(size)`, `Sequential()`, got {value!r}.\n{hint}")
 
 

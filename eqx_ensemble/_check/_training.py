@@ -1,11 +1,9 @@
 import inspect
-
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from ._errors import MemberMismatchError
@@ -28,9 +26,9 @@ def loss_signature(fn: Any, *, stateful: bool, hyper: Any, name: str) -> bool:
         signature.bind(*wanted, **({"hyper": None} if wants_hyper else {}))
     except TypeError as error:
         named = getattr(fn, "__name__", type(fn).__name__)
-        hint = "" if stateful or "state" not in signature.parameters else (
-            "\nThe loss of a stateful model also needs the state: pass the one that `build` returned."
-        )
+        hint = ""
+        if not stateful and "state" in signature.parameters:
+            hint = "\nPass the members' state that `build` returned, as `state=`."
         raise TypeError(
             f"`{name}` calls the loss of one member as `loss({', '.join(wanted)})`; `{named}{signature}` cannot be "
             f"called so: {error}.{hint}"
@@ -48,15 +46,17 @@ def optimiser(value: Any, *, hyper: Any, name: str) -> None:
         named = getattr(value, "__name__", type(value).__name__)
         raise TypeError(
             f"`{name}` needs an optax optimiser, got the function `{named}`.\n"
-            f"Call it first, for example `optax.adam(1e-3)`; or pass `hyper=` if `{named}` makes an optimiser from each "
-            "member's hyper-parameters."
+            f"Call it first, for example `optax.adam(1e-3)`; or pass `hyper=` if `{named}` makes an optimiser from "
+            "each member's hyper-parameters."
         )
 
 
 def made_optimiser(value: Any, *, name: str) -> None:
     """What a function of `hyper` returned is an optimiser."""
     if not isinstance(value, optax.GradientTransformation):
-        raise TypeError(f"`{name}`: the optimiser function must return an optax optimiser, it returned {type(value).__name__}.")
+        raise TypeError(
+            f"`{name}`: the optimiser function must return an optax optimiser, it returned a {type(value).__name__}."
+        )
 
 
 def used_hyper(optimiser: Any, *, wants_hyper: bool, name: str) -> None:
@@ -64,7 +64,7 @@ def used_hyper(optimiser: Any, *, wants_hyper: bool, name: str) -> None:
     if isinstance(optimiser, optax.GradientTransformation) and not wants_hyper:
         raise TypeError(
             f"`{name}` was given `hyper`, but nothing uses it.\n"
-            "Pass the optimiser as a function, `lambda h: optax.adam(h['lr'])`, or give the loss a parameter named `hyper`."
+            "Pass the optimiser as a function, `lambda h: optax.adam(h['lr'])`, or name a loss parameter `hyper`."
         )
 
 
@@ -76,7 +76,8 @@ def hyper(values: Any, num_members: int, *, name: str) -> None:
     for path, x in leaves:
         if x.ndim == 0 or x.shape[0] != num_members:
             raise MemberMismatchError(
-                f"`{name}` needs one value per member in `hyper`; at `{path}`: expected ({num_members}, ...), got {x.shape}."
+                f"`{name}` needs one value per member in `hyper`; at `{path}`: expected ({num_members}, ...), "
+                f"got {x.shape}."
             )
 
 
@@ -92,8 +93,8 @@ def model_state(state: Any, num_members: int, *, name: str) -> None:
     for path, x in array_leaves(state):
         if x.ndim == 0 or x.shape[0] != num_members:
             raise MemberMismatchError(
-                f"`{name}` needs a state with one value per member; at `{path}`: expected ({num_members}, ...), got {x.shape}.\n"
-                "The state of an indexed ensemble is indexed alike: `eqx_ensemble.tree.take(state, index)`."
+                f"`{name}` needs a state with one value per member; at `{path}`: expected ({num_members}, ...), "
+                f"got {x.shape}.\nIndex the state as the ensemble: `eqx_ensemble.tree.take(state, index)`."
             )
 
 
@@ -132,7 +133,7 @@ def loss_output(out: Any, *, stateful: bool, has_aux: bool) -> None:
         )
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"Training needs a loss whose value is a floating-point scalar, it returned {_described(value)}.")
+        raise TypeError(f"Training needs a loss that is a floating-point scalar, it returned {_described(value)}.")
     if shape != ():
         raise ValueError(
             f"Training needs a loss that reduces over the batch to one scalar; it returned shape {shape}.\n"
@@ -141,9 +142,8 @@ def loss_output(out: Any, *, stateful: bool, has_aux: bool) -> None:
     if has_aux:
         for path, x in jax.tree_util.tree_flatten_with_path(out[-1])[0]:
             if getattr(x, "dtype", None) is None and not isinstance(x, bool | int | float | complex):
-                raise TypeError(
-                    f"Training needs auxiliary outputs that are arrays; at `{jax.tree_util.keystr(path)}`: {_described(x)}."
-                )
+                where = jax.tree_util.keystr(path) or "(the value)"
+                raise TypeError(f"Training needs auxiliary outputs that are arrays; at `{where}`: {_described(x)}.")
 
 
 def _described(x: Any) -> str:
@@ -164,7 +164,9 @@ def trainable(params: Any, *, name: str) -> None:
         )
     for path, x in leaves:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise TypeError(f"`{name}` can train floating-point arrays only; `trainable` selects `{path}` of dtype {x.dtype}.")
+            raise TypeError(
+                f"`{name}` can train floating-point arrays only; `trainable` selects `{path}` of dtype {x.dtype}."
+            )
 
 
 def ensemble(value: Any, kind: type, *, name: str) -> None:
@@ -172,7 +174,10 @@ def ensemble(value: Any, kind: type, *, name: str) -> None:
     if isinstance(value, kind):
         return
     if isinstance(value, list | tuple):
-        raise TypeError(f"`{name}` needs an `Ensemble`, got a {type(value).__name__}. Make one of it: `eqx_ensemble.stack(models)`.")
+        raise TypeError(
+            f"`{name}` needs an `Ensemble`, got a {type(value).__name__}.\n"
+            "If it holds models, make an ensemble of them first: `eqx_ensemble.stack(models)`."
+        )
     raise TypeError(
         f"`{name}` needs an `Ensemble`, got a {type(value).__name__}.\n"
         "`stack([model, ...])` makes one of models, `from_stacked(model)` of a model that is stacked already."
@@ -202,34 +207,44 @@ def _patience(value: Any, validation: Any, *, name: str) -> None:
         return
     positive_int(value, "patience", name=name)
     if validation is None:
-        raise TypeError(f"`{name}` needs `validation=` data when `patience` is given: it stops on the validation score.")
+        raise TypeError(f"`{name}` needs `validation=` data with `patience`: it stops on the validation score.")
 
 
 def state_after(new: Any, old: Any, *, what: str) -> None:
     """A step leaves the shapes and dtypes of what it changes alone."""
     before, after = jax.tree_util.tree_flatten_with_path(old)[0], jax.tree_util.tree_flatten_with_path(new)[0]
     if jax.tree.structure(new) != jax.tree.structure(old):
-        raise TypeError(f"One training step changed the structure of the {what}: {jax.tree.structure(old)} to {jax.tree.structure(new)}.")
+        raise TypeError(
+            f"One training step changed the structure of the {what} from {jax.tree.structure(old)} to "
+            f"{jax.tree.structure(new)}."
+        )
     for (path, x), (_, y) in zip(before, after, strict=True):
         if jnp.shape(x) != jnp.shape(y) or jnp.result_type(x) != jnp.result_type(y):
+            where = jax.tree_util.keystr(path) or "(the value)"
             raise TypeError(
-                f"One training step changed the {what} at `{jax.tree_util.keystr(path)}` from {_described(x)} to {_described(y)}."
+                f"One training step changed the {what} at `{where}` from {_described(x)} to {_described(y)}."
             )
-
-
 
 
 def train_state(value: Any, kind: type) -> None:
     """A training state, in the first place."""
     if not isinstance(value, kind):
         raise TypeError(
-            f"A training step is called as `state, metrics = step(state, batch)` with the state that `train.init` made; "
-            f"got a {type(value).__name__} as `state`."
+            "A training step is called as `state, metrics = step(state, batch)` with the state that `train.init` "
+            f"made; got a {type(value).__name__} as `state`."
         )
 
 
 def fit_options(
-    value: Any, kind: type, order: Any, orders: tuple[str, ...], *, epochs: Any, steps: Any, patience: Any, validation: Any
+    value: Any,
+    kind: type,
+    order: Any,
+    orders: tuple[str, ...],
+    *,
+    epochs: Any,
+    steps: Any,
+    patience: Any,
+    validation: Any,
 ) -> None:
     """The options of `fit` that can be judged by themselves."""
     plan(value, kind)
@@ -240,9 +255,12 @@ def fit_options(
 
 def no_array_options(*, batch_size: Any, rows: Any, order: Any, name: str) -> None:
     """An iterable of batches decides itself about rows and batches."""
-    given = [word for word, used in (("batch_size", batch_size is not None), ("rows", rows is not None), ("order", order != "each")) if used]
+    used = {"batch_size": batch_size is not None, "rows": rows is not None, "order": order != "each"}
+    given = [f"`{word}`" for word, is_used in used.items() if is_used]
     if given:
-        raise TypeError(f"`{name}` takes {', '.join(map(repr, given))} for data in arrays; an iterable of batches decides that itself.")
+        raise TypeError(
+            f"`{name}` takes {', '.join(given)} for data in arrays; an iterable of batches decides that itself."
+        )
 
 
 def some_batches(count: int, epoch: int, *, name: str) -> None:
@@ -262,5 +280,6 @@ def diverged(ids: Any, left: Any) -> str:
     listed = ", ".join(f"{member} at step {step}" for member, step in zip(ids.tolist(), left.tolist(), strict=True))
     return (
         f"{len(ids)} member(s) diverged and keep their last finite weights (id and step): {listed}.\n"
-        "`run.ensemble[run.status != 'diverged']` leaves them out; a smaller learning rate or gradient clipping often helps."
+        "`run.ensemble[run.status != 'diverged']` leaves them out; a smaller learning rate or gradient clipping often "
+        "helps."
     )

@@ -66,7 +66,7 @@ def predict(
 
     parts = []
     described = f"predict, {members_in_words(ensemble.num_members)}"
-    with progress_line(progress, description=described, total=num_rows, unit="row") as line:
+    with progress_line(show=progress, description=described, total=num_rows, unit="row") as line:
         for start in range(0, num_rows, batch_size):
             rows = np.minimum(np.arange(start, start + batch_size), num_rows - 1)
             batch = jax.tree.unflatten(treedef, [_rows_of(node, rows) for node in nodes])
@@ -83,7 +83,8 @@ class _Call(eqx.Module):
 
 @eqx.filter_jit
 def _predict_batch(call: _Call, ensemble: Ensemble, batch: PyTree, state: PyTree, keys: Any, rows: jax.Array) -> PyTree:
-    own, view, _ = _axes.split_members((ensemble, batch, state, None if keys is None else _axes.Each(keys)), name="predict")
+    inputs = (ensemble, batch, state, None if keys is None else _axes.Each(keys))
+    own, view, _ = _axes.split_members(inputs, name="predict")
 
     def one(part: PyTree) -> PyTree:
         model, batch, state, key = view(part)

@@ -4,8 +4,8 @@ from ._classification import brier as brier
 from ._classification import mean_member_accuracy as mean_member_accuracy
 from ._classification import nll as nll
 from ._crps import crps as crps
-from ._crps import crps_gaussian as crps_gaussian
-from ._crps import crps_gaussian_mixture as crps_gaussian_mixture
+from ._crps_gaussian import crps_gaussian as crps_gaussian
+from ._crps_gaussian import crps_gaussian_mixture as crps_gaussian_mixture
 from ._gaussian import nll_gaussian as nll_gaussian
 from ._gaussian import nll_gaussian_mixture as nll_gaussian_mixture
 from ._per_member import per_member as per_member

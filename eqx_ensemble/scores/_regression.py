@@ -17,34 +17,31 @@ def rmse(
 ) -> Float[Array, ""]:
     r"""Root mean squared error of the ensemble mean, in the unit of the target; lower is better.
 
-        $\sqrt{\frac1n \sum_i (\sum_m w_m x_{mi} - y_i)^2}$ over all entries of `*batch`.
+    $\sqrt{\frac1n \sum_i (\sum_m w_m x_{mi} - y_i)^2}$ over all entries of `*batch`.
 
-        **Arguments:**
+    **Arguments:**
 
-        - `predictions`: `(members, *batch)`.
-        - `targets`: `(*batch,)`; nothing is broadcast.
-        - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `predictions`: `(members, *batch)`.
+    - `targets`: `(*batch,)`; nothing is broadcast.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
 
-        **Returns:**
+    **Returns:**
 
-        A scalar. At a perfect fit its gradient is zero.
+    A scalar. At a perfect fit its gradient is zero.
 
-        **Raises:**
+    **Raises:**
 
-        - `TypeError` for predictions that are not floating-point.
-        - `ValueError` for shapes that do not fit (targets `(n, 1)` against `(n,)` above all), no rows, and unfit weights.
+    - `TypeError` for predictions that are not floating-point.
+    - `ValueError` for shapes that do not fit (targets `(n, 1)` against `(n,)` above all), no rows, and unfit weights.
 
-        ```python
-        from functools import partial
-
-    import jax
+    ```python
     import jax.numpy as jnp
-        from eqx_ensemble import scores
+    from eqx_ensemble import scores
 
-        predictions, targets = jnp.array([[0.0, 1.0], [2.0, 1.0]]), jnp.array([1.0, 1.0])
-        scores.rmse(predictions, targets)  # 0.0
-        scores.mean_member_rmse(predictions, targets)  # sqrt(0.5) = 0.707
-        ```
+    predictions, targets = jnp.array([[0.0, 1.0], [2.0, 1.0]]), jnp.array([1.0, 1.0])
+    scores.rmse(predictions, targets)  # 0.0
+    scores.mean_member_rmse(predictions, targets)  # sqrt(0.5) = 0.707
+    ```
     """
     return _rmse(*_checked("scores.rmse", predictions, targets, weights))
 
@@ -57,31 +54,28 @@ def mean_member_rmse(
 ) -> Float[Array, ""]:
     """Mean over members of each member's own root mean squared error; lower is better.
 
-        What `rmse` gains over this is the gain from combining.
+    What `rmse` gains over this is the gain from combining.
 
-        **Arguments:**
+    **Arguments:**
 
-        - `predictions`: `(members, *batch)`.
-        - `targets`: `(*batch,)`; nothing is broadcast.
-        - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `predictions`: `(members, *batch)`.
+    - `targets`: `(*batch,)`; nothing is broadcast.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
 
-        **Returns:**
+    **Returns:**
 
-        A scalar, in the unit of the target.
+    A scalar, in the unit of the target.
 
-        **Raises:**
+    **Raises:**
 
-        As [`eqx_ensemble.scores.rmse`][].
+    As [`eqx_ensemble.scores.rmse`][].
 
-        ```python
-        from functools import partial
-
-    import jax
+    ```python
     import jax.numpy as jnp
-        from eqx_ensemble import scores
+    from eqx_ensemble import scores
 
-        scores.mean_member_rmse(jnp.array([[0.0], [4.0]]), jnp.array([1.0]))  # (1 + 3) / 2 = 2.0
-        ```
+    scores.mean_member_rmse(jnp.array([[0.0], [4.0]]), jnp.array([1.0]))  # (1 + 3) / 2 = 2.0
+    ```
     """
     return _mean_member_rmse(*_checked("scores.mean_member_rmse", predictions, targets, weights))
 
@@ -95,30 +89,27 @@ def coverage(
 ) -> Float[Array, "..."]:
     """Share of the targets that lie in their interval, ends included; best close to the interval's level.
 
-        **Arguments:**
+    **Arguments:**
 
-        - `lower`, `upper`: the ends, as [`eqx_ensemble.uncertainty.gaussian_interval`][] returns them; no `members` axis.
-        - `targets`: of the same shape; nothing is broadcast.
-        - `reduction`: `"mean"` over all entries, or `"none"` for 1.0 (inside) or 0.0 (outside) per entry.
+    - `lower`, `upper`: the ends, as [`eqx_ensemble.uncertainty.gaussian_interval`][] returns them; no `members` axis.
+    - `targets`: of the same shape; nothing is broadcast.
+    - `reduction`: `"mean"` over all entries, or `"none"` for 1.0 (inside) or 0.0 (outside) per entry.
 
-        **Returns:**
+    **Returns:**
 
-        A scalar, or `(*batch,)`. Where an end or the target is NaN the entry is NaN, not outside.
+    A scalar, or `(*batch,)`. Where an end or the target is NaN the entry is NaN, not outside.
 
-        **Raises:**
+    **Raises:**
 
-        - `TypeError` for ends that are not floating-point.
-        - `ValueError` for shapes that differ, and for a lower end above its upper end (where concrete).
+    - `TypeError` for ends that are not floating-point.
+    - `ValueError` for shapes that differ, and for a lower end above its upper end (where concrete).
 
-        ```python
-        from functools import partial
-
-    import jax
+    ```python
     import jax.numpy as jnp
-        from eqx_ensemble import scores
+    from eqx_ensemble import scores
 
-        scores.coverage(jnp.zeros(2), jnp.ones(2), jnp.array([0.5, 3.0]))  # 0.5
-        ```
+    scores.coverage(jnp.zeros(2), jnp.ones(2), jnp.array([0.5, 3.0]))  # 0.5
+    ```
     """
     fn = "scores.coverage"
     low, high, observed = check_regression(fn, targets, members=False, lower=lower, upper=upper)

@@ -34,7 +34,8 @@ def on_device(data: PyTree, num_members: int, *, argument: str, name: str) -> tu
     for _, tree in each:
         _check.data_members(tree, num_members, argument=argument, name=name)
     rows = _check.rows_of_data(shared, [tree for _, tree in each], argument=argument, name=name)
-    nodes = [_axes.Each(jax.tree.map(jnp.asarray, dict(each)[i])) if i in marked else node for i, node in enumerate(nodes)]
+    first = {i: _axes.Each(tree) for i, tree in each}
+    nodes = [first.get(i, node) for i, node in enumerate(nodes)]
     return jax.tree.map(jnp.asarray, jax.tree.unflatten(treedef, nodes)), rows
 
 

@@ -92,7 +92,8 @@ def fit(
     **Raises:** before anything is compiled, for arguments that do not fit together or data that are not finite.
     """
     plan = Vmap() if plan is None else plan
-    _check.fit_options(plan, AbstractPlan, order, ORDERS, epochs=epochs, steps=steps, patience=patience, validation=validation)
+    lengths = {"epochs": epochs, "steps": steps, "patience": patience}
+    _check.fit_options(plan, AbstractPlan, order, ORDERS, validation=validation, **lengths)
     first = init(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, key=key)
     stateful = state is not None
     loss_of_one = as_loss(loss, stateful=stateful, has_aux=has_aux, hyper=hyper, name="fit")
@@ -108,8 +109,8 @@ def fit(
     carry = Carry(first.moving, None if validation is None else no_selection(first.moving), first.step)
     record = Record()
 
-    described = members_in_words(first.num_members)
-    with Interruption() as interruption, progress_line(progress, description=described, total=None, unit="step") as line:
+    words = members_in_words(first.num_members)
+    with Interruption() as interruption, progress_line(show=progress, description=words, unit="step") as line:
         loop = Loop(program, interruption, record, line)
         if is_batches(data):
             _check.no_array_options(batch_size=batch_size, rows=rows, order=order, name="fit")
@@ -141,6 +142,4 @@ def _finished(first: TrainState[M], carry: Carry, record: Record, *, interrupted
     lost = status == DIVERGED
     if lost.any():
         warnings.warn(_check.diverged(np.asarray(first.ids)[lost], left[lost]), stacklevel=3)
-    return Run(
-        ensemble, state, record.history(), status_names(status), left, best_step, best_score, last, interrupted
-    )
+    return Run(ensemble, state, record.history(), status_names(status), left, best_step, best_score, last, interrupted)

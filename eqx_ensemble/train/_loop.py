@@ -1,6 +1,7 @@
 import itertools
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,7 @@ def run_arrays(
     batch_size = min(32, order.num_rows) if batch_size is None else batch_size
     _check.batch_fits(batch_size, order.num_rows, name="fit")
     per_epoch = -(-order.num_rows // batch_size)
-    num_steps = steps if epochs is None else epochs * per_epoch
+    num_steps = int(steps or 0) if epochs is None else epochs * per_epoch
     num_members = inputs.fixed.key.shape[0]
     row_bytes = 4 * batch_size * (num_members if loop.program.own_rows else 1)
     most = int(np.clip(min(_MOST_BYTES_OF_ROWS // row_bytes, num_steps), 1, _MOST_STEPS))
@@ -145,11 +146,15 @@ def _padded(batch: list[Piece], pieces_shape: int, steps_shape: int) -> Chunk:
 def _record(record: Record, batch: list[Piece], outputs: PyTree) -> None:
     full, last, scores = jax.tree.map(np.asarray, outputs)
     for i, piece in enumerate(batch):
-        record.add_steps(jax.tree.map(lambda x: x[i, : len(piece.full)], full))
+        record.add_steps(_part(full, (i, slice(len(piece.full)))))
         if piece.ends_epoch and last is not None:
-            record.add_steps(jax.tree.map(lambda x: x[i : i + 1], last))
+            record.add_steps(_part(last, slice(i, i + 1)))
         if piece.ends_epoch and scores is not None:
             record.add_scores(scores[i])
+
+
+def _part(tree: PyTree, index: Any) -> PyTree:
+    return jax.tree.map(lambda x: x[index], tree)
 
 
 def run_batches(

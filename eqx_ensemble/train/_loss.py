@@ -37,5 +37,3 @@ def as_loss(fn: Callable[..., Any], *, stateful: bool, has_aux: bool, hyper: PyT
     """The loss as the step calls it, its signature checked."""
     wants_hyper = _check.loss_signature(fn, stateful=stateful, hyper=hyper, name=name)
     return Loss(fn, stateful, has_aux, wants_hyper)
-
-

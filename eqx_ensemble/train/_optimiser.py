@@ -1,4 +1,5 @@
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,18 +34,26 @@ def update_member(
 ) -> tuple[PyTree, PyTree]:
     """The parameters and the optimiser's state of one member after one step.
 
-    Line searches, plateau schedules and Polyak steps get what they ask for: `value`, `grad` and `value_fn`.
+    Line searches, plateau schedules, Polyak steps and the like get what they ask for by the names that optax uses.
     """
     transformation = optax.with_extra_args_support(resolve(optimiser, hyper))
+    grad_fn = lambda params, _: jax.grad(value_fn)(params)
+    extra = {"value": value, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn, "grad_fn": grad_fn}
     with _standard_promotion():
-        updates, new_state = transformation.update(
-            grads, opt_state, params, value=value, grad=grads, value_fn=value_fn
-        )
+        updates, new_state = transformation.update(grads, opt_state, params, **_accepted(transformation.update, extra))
         new_params = optax.apply_updates(params, updates)
     new_state = jax.tree.map(_strongly_typed, new_state, opt_state)
     _check.state_after(new_state, opt_state, what="optimiser's state")
     _check.state_after(new_params, params, what="parameters")
     return new_params, new_state
+
+
+def _accepted(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """What an `update` takes of the extra arguments: most take any, but some (`optax.contrib.sam`) only their own."""
+    parameters = inspect.signature(update).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return extra
+    return {name: value for name, value in extra.items() if name in parameters}
 
 
 def resolve(optimiser: Optimiser, hyper: PyTree) -> optax.GradientTransformation:
@@ -58,7 +67,7 @@ def resolve(optimiser: Optimiser, hyper: PyTree) -> optax.GradientTransformation
 
 @contextlib.contextmanager
 def _standard_promotion() -> Iterator[None]:
-    """optax relies on NumPy's promotion of dtypes and ranks, which a user may have made strict."""
+    """Promotion of dtypes and ranks as optax relies on it, which a user may have made strict."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 

@@ -71,8 +71,8 @@ class Program(eqx.Module):
         return Carry(moving, carry.selection, carry.step + 1), outputs
 
     def end_epoch(self, inputs: Inputs, carry: Carry) -> tuple[Carry, PyTree]:
-        """Scores every member on the validation data; keeps its best weights; stops it when it has been patient enough."""
-        if self.score is None:
+        """Scores every member on the validation data, keeps its best weights, stops it when its patience ends."""
+        if self.score is None or carry.selection is None:
             return carry, None
         moving, selection, scores = select(
             self.score,
@@ -97,13 +97,13 @@ def slow_in_loops(program: Program, inputs: Inputs, carry: Carry, rows: jax.Shap
     if jax.default_backend() != "cpu":
         return False
     leaves, treedef = jax.tree.flatten((program, inputs, carry, rows))
-    return _step_has_convolution(tuple(jax.typeof(x) if eqx.is_array(x) else x for x in leaves), treedef)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x for x in leaves)
+    return _step_has_convolution(shapes, treedef)
 
 
 @ft.lru_cache(maxsize=64)
 def _step_has_convolution(leaves: tuple, treedef: Any) -> bool:
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.core.ShapedArray) else x for x in leaves]
-    program, inputs, carry, rows = jax.tree.unflatten(treedef, shapes)
+    program, inputs, carry, rows = jax.tree.unflatten(treedef, leaves)
     closed, _, _ = eqx.filter_make_jaxpr(program.step)(inputs, carry, rows)
     return _has_convolution(closed.jaxpr)
 
@@ -121,7 +121,7 @@ def _has_convolution(jaxpr: Jaxpr) -> bool:
 
 def take_rows(data: PyTree, rows: Int[Array, " batch"]) -> PyTree:
     """Rows of every array; the indices were checked on the host."""
-    return jax.tree.map(lambda x: x.at[rows].get(mode="promise_in_bounds") if _axes.is_array(x) else x, data)
+    return jax.tree.map(lambda x: x.at[rows].get(mode="promise_in_bounds"), data)
 
 
 class Chunk(eqx.Module):

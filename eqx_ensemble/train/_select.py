@@ -39,7 +39,6 @@ def select(
     min_delta: float,
 ) -> tuple[Moving, Selection, Float[Array, " members"]]:
     """Validates all members; a member's best weights and its patience follow from its own scores alone."""
-
     own, view, _ = _axes.split_members((_axes.Each(inputs.fixed.key), inputs.validation), name="fit")
 
     def one(part: PyTree) -> PyTree:

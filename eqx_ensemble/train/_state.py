@@ -110,9 +110,7 @@ def init(
     key = _keys.root(key, name="train.init")
     keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
 
-    params, frozen, state, shared, ids = jax.tree.map(
-        _copied, (params, frozen, state, ensemble.shared, ensemble.ids)
-    )
+    params, frozen, state, shared, ids = jax.tree.map(_copied, (params, frozen, state, ensemble.shared, ensemble.ids))
 
     count = ensemble.num_members
     opt_state = _init_all(optimiser, params, hyper, ids)

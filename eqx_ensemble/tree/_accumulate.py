@@ -51,9 +51,10 @@ def sum_dtype(leaf: Any, weights: Any) -> Any:
         return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
     if not _all_integer(weights):
         return _default(float)
-    if not jnp.issubdtype(dtype, jnp.unsignedinteger) or jnp.iinfo(dtype).bits < 32:
-        with jax.numpy_dtype_promotion("standard"):
-            return jnp.promote_types(dtype, jnp.int32)
+    if dtype == np.bool_ or jnp.iinfo(dtype).bits < 32:
+        return jnp.dtype(jnp.int32)
+    if jnp.issubdtype(dtype, jnp.signedinteger):
+        return dtype
     positive = isinstance(weights, list) and min(weights) >= 0
     return dtype if positive else _default(int)
 

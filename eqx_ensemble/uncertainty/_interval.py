@@ -20,31 +20,30 @@ def gaussian_interval(
 ) -> Interval:
     r"""The central interval of a Gaussian, $\mu \pm \sigma \, \Phi^{-1}((1 + \mathrm{level}) / 2)$.
 
-        For an ensemble pass what [`eqx_ensemble.combine.gaussian`][] returns; judge the interval by
-        [`eqx_ensemble.scores.coverage`][].
+    For an ensemble pass what [`eqx_ensemble.combine.gaussian`][] returns; judge the interval by
+    [`eqx_ensemble.scores.coverage`][].
 
-        **Arguments:**
+    **Arguments:**
 
-        - `mean`, `variance`: of one shape, entry by entry; with a `members` axis, one interval per member.
-        - `level`: the probability inside, a Python number between 0 and 1.
+    - `mean`, `variance`: of one shape, entry by entry; with a `members` axis, one interval per member.
+    - `level`: the probability inside, a Python number between 0 and 1.
 
-        **Returns:**
+    **Returns:**
 
-        A named tuple with `.lower` and `.upper`, of the shape of `mean`.
+    A named tuple with `.lower` and `.upper`, of the shape of `mean`.
 
-        **Raises:**
+    **Raises:**
 
-        - `TypeError` for arrays that are not floating-point.
-        - `ValueError` for shapes that differ, negative variances (where concrete), and a level outside 0 to 1.
+    - `TypeError` for arrays that are not floating-point.
+    - `ValueError` for shapes that differ, negative variances (where concrete), and a level outside 0 to 1.
 
-        ```python
-        import jax
+    ```python
     import jax.numpy as jnp
-        from eqx_ensemble import uncertainty
+    from eqx_ensemble import uncertainty
 
-        lower, upper = uncertainty.gaussian_interval(jnp.array([0.0]), jnp.array([1.0]), level=0.95)
-        lower, upper  # [-1.96], [1.96]
-        ```
+    lower, upper = uncertainty.gaussian_interval(jnp.array([0.0]), jnp.array([1.0]), level=0.95)
+    lower, upper  # [-1.96], [1.96]
+    ```
     """
     fn = "uncertainty.gaussian_interval"
     check_level(fn, level)

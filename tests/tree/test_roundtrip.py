@@ -22,7 +22,7 @@ quick = settings(
 )
 # Few shapes, so that jax compiles few programs.
 SHAPES = [(), (2, 3), (0, 2)]
-DTYPES = ["float32", "bfloat16", "float16", "int8", "uint8", "int32", "bool", "complex64", "key"]
+DTYPES = ["float32", "bfloat16", "int8", "int32", "bool", "complex64", "key"]
 STATIC = [None, True, 3, 0.5, float("nan"), "name", jax.nn.relu, 2 + 1j]
 
 
@@ -84,7 +84,7 @@ def members(recipe, count, start=0):
     return [make(recipe, start + i) for i in range(count)]
 
 
-@given(recipes, st.integers(1, 3))
+@given(recipes, st.sampled_from([1, 3]))
 @quick
 def test_unstack_undoes_stack(assert_same, recipe, count):
     made = members(recipe, count)
@@ -97,31 +97,32 @@ def test_unstack_undoes_stack(assert_same, recipe, count):
         assert_same(one, other)
 
 
-@given(recipes, st.integers(1, 3), st.data())
+@given(recipes, st.integers(-3, 2))
 @quick
-def test_take_one_is_the_member(assert_same, recipe, count, data):
-    made = members(recipe, count)
-    i = data.draw(st.integers(-count, count - 1))
+def test_take_one_is_the_member(assert_same, recipe, i):
+    made = members(recipe, 3)
     assert_same(tree.take(tree.stack(made), i), made[i])
     assert_same(tree.take(tree.stack(made), np.int64(i)), made[i])
 
 
-@given(recipes, st.lists(st.integers(-3, 2), min_size=1, max_size=3), st.sampled_from([list, tuple, np.array, jnp.array]))
+@given(
+    recipes, st.lists(st.integers(-3, 2), min_size=3, max_size=3), st.sampled_from([list, tuple, np.array, jnp.array])
+)
 @quick
 def test_take_many_is_the_stack_of_members(assert_same, recipe, index, kind):
     made = members(recipe, 3)
     assert_same(tree.take(tree.stack(made), kind(index)), tree.stack([made[i] for i in index]))
 
 
-@given(recipes, st.integers(1, 3), st.integers(1, 3))
+@given(recipes, st.sampled_from([1, 2]))
 @quick
-def test_concatenate_is_the_stack_of_all(assert_same, recipe, one, two):
-    made = members(recipe, one + two)
+def test_concatenate_is_the_stack_of_all(assert_same, recipe, one):
+    made = members(recipe, 3)
     joined = tree.concatenate([tree.stack(made[:one]), tree.stack(made[one:])])
     assert_same(joined, tree.stack(made))
 
 
-@given(recipes, st.permutations(range(3)), st.integers(1, 3))
+@given(recipes, st.permutations(range(3)), st.just(2))
 @quick
 def test_replace_writes_these_members_and_no_other(assert_same, recipe, order, count):
     made, new = members(recipe, 3), members(recipe, count, start=10)
@@ -136,7 +137,7 @@ def test_replace_writes_these_members_and_no_other(assert_same, recipe, order, c
 
 
 @given(recipes)
-@settings(quick, max_examples=8)
+@settings(quick, max_examples=5)
 def test_stack_unstack_take_work_under_jit(assert_same, recipe):
     made = members(recipe, 2)
     stacked = tree.stack(made)

@@ -1,0 +1,169 @@
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from .._check import check_reduction, check_regression, check_variance, check_weights
+from .._weighting import blank_unweighted, weighted_mean
+from ._reduce import Reduction, reduce
+
+
+def crps_gaussian(
+    mean: Float[ArrayLike, "*batch"],
+    variance: Float[ArrayLike, "*batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Continuous ranked probability score of ONE Gaussian per entry, in closed form; lower is better.
+
+    $\sigma (z (2 \Phi(z) - 1) + 2 \varphi(z) - \pi^{-1/2})$ with $z = (y - \mu) / \sigma$, in the unit of the
+    target. No `members` axis: this judges what [`eqx_ensemble.combine.gaussian`][] returns.
+
+    **Arguments:**
+
+    - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. At variance zero the score is the
+        absolute error.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`.
+
+    **Raises:**
+
+    - `TypeError` for means or variances that are not floating-point.
+    - `ValueError` for shapes that differ (targets `(n, 1)` against `(n,)` above all), and negative variances (where
+        concrete).
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    scores.crps_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([0.0]))  # (sqrt(2) - 1) / sqrt(pi) = 0.234
+    ```
+
+    ??? cite
+        [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
+
+        ```bibtex
+        @article{gneiting2007strictly,
+            author={Tilmann Gneiting and Adrian E. Raftery},
+            title={Strictly Proper Scoring Rules, Prediction, and Estimation},
+            journal={Journal of the American Statistical Association},
+            year={2007},
+        }
+        ```
+    """
+    fn = "scores.crps_gaussian"
+    centre, spread, observed = check_regression(fn, targets, members=False, mean=mean, variance=variance)
+    check_variance(fn, variance, positive=False)
+    check_reduction(fn, reduction, observed.shape)
+    return _single(centre, spread, observed, reduction)
+
+
+def crps_gaussian_mixture(
+    mean: Float[ArrayLike, " members *batch"],
+    variance: Float[ArrayLike, " members *batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Continuous ranked probability score of the mixture of the members' Gaussians, in closed form.
+
+    $\sum_m w_m A(y - \mu_m, \sigma_m^2) - \frac12 \sum_{mn} w_m w_n A(\mu_m - \mu_n, \sigma_m^2 + \sigma_n^2)$,
+    where $A(d, v)$ is the mean distance from zero of a Gaussian of mean $d$ and variance $v$. In the unit of the
+    target; lower is better. Takes O(M^2) time, one member after another, and the memory of one.
+
+    **Arguments:**
+
+    - `mean`, `variance`: `(members, *batch)`, of one shape. Members of variance zero are points.
+    - `targets`: `(*batch,)`; nothing is broadcast.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.crps_gaussian`][], and `ValueError` for a missing `members` axis or unfit weights.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    mean, variance = jnp.array([[-1.0], [1.0]]), jnp.ones((2, 1))
+    scores.crps_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 0.359
+    ```
+
+    ??? cite
+        [The continuous ranked probability score for circular variables and its application to mesoscale forecast
+        ensemble verification](https://doi.org/10.1256/qj.05.235)
+
+        ```bibtex
+        @article{grimit2006continuous,
+            author={E. P. Grimit and T. Gneiting and V. J. Berrocal and N. A. Johnson},
+            title={The continuous ranked probability score for circular variables and its application to mesoscale
+                   forecast ensemble verification},
+            journal={Quarterly Journal of the Royal Meteorological Society},
+            year={2006},
+        }
+        ```
+    """
+    fn = "scores.crps_gaussian_mixture"
+    centre, spread, observed = check_regression(fn, targets, members=True, mean=mean, variance=variance)
+    check_variance(fn, variance, positive=False)
+    convex = check_weights(fn, weights, centre.shape[0], centre.dtype)
+    check_reduction(fn, reduction, observed.shape)
+    return _mixture(centre, spread, observed, convex, reduction)
+
+
+@partial(jax.jit, static_argnames="reduction")
+def _single(
+    mean: Float[Array, "*batch"],
+    variance: Float[Array, "*batch"],
+    targets: Float[Array, "*batch"],
+    reduction: Reduction,
+) -> Float[Array, "..."]:
+    within = _expected_distance(jnp.zeros_like(mean), 2 * variance)
+    return reduce(_expected_distance(targets - mean, variance) - 0.5 * within, reduction)
+
+
+@partial(jax.jit, static_argnames="reduction")
+def _mixture(
+    mean: Float[Array, " members *batch"],
+    variance: Float[Array, " members *batch"],
+    targets: Float[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+    reduction: Reduction,
+) -> Float[Array, "..."]:
+    mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights)
+    outside = weighted_mean(_expected_distance(targets[None] - mean, variance), weights)
+    return reduce(outside - 0.5 * _distance_between(mean, variance, weights), reduction)
+
+
+def _distance_between(
+    mean: Float[Array, " members *batch"], variance: Float[Array, " members *batch"], weights: Array | None
+) -> Float[Array, "*batch"]:
+    """Mean distance between two numbers drawn from the mixture, one member against all at a time."""
+
+    @jax.checkpoint  # or its gradient would keep an array for every pair of members
+    def to_all(one: tuple[Array, Array]) -> Array:
+        return weighted_mean(_expected_distance(mean - one[0][None], variance + one[1][None]), weights)
+
+    return weighted_mean(jax.lax.map(to_all, (mean, variance)), weights)
+
+
+def _expected_distance(distance: Float[Array, "*batch"], variance: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
+    """Mean of $|X|$ for a Gaussian X of that mean and variance; its gradient is finite at variance zero too."""
+    point = variance == 0
+    safe = jnp.where(point, 1, variance)
+    sigma = jnp.sqrt(safe)
+    inner = distance * jax.scipy.special.erf(distance / (sigma * math.sqrt(2)))
+    outer = sigma * math.sqrt(2 / math.pi) * jnp.exp(-0.5 * distance**2 / safe)
+    return jnp.where(point, jnp.abs(distance), inner + outer)
