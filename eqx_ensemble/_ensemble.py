@@ -187,13 +187,16 @@ def concatenate(ensembles: Iterable[Ensemble[M]], *, renumber: bool = False) -> 
     the ensembles do not fit together.
     """
     ensembles = _check.ensembles(ensembles, Ensemble, name="concatenate")
-    _check.equal_shared([ensemble.shared for ensemble in ensembles], name="concatenate")
     stacked, ids = _tree.concatenate([(ensemble.stacked, ensemble.ids) for ensemble in ensembles])
+    shared = [ensemble.shared for ensemble in ensembles]
+    rules = _check.Rules(needs="ensembles whose members share the same", noun="ensemble")
+    _check.same_members(shared, name="concatenate", rules=rules)
+    _check.equal_shared(shared, name="concatenate")
     if renumber:
         ids = _keys.member_ids(ids.shape[0])
     else:
         _check.distinct_ids(ids, "Build new members with `build(make, ids=..., key=key)`, or pass `renumber=True`.")
-    return Ensemble(stacked, ensembles[0].shared, ids)
+    return Ensemble(stacked, shared[0], ids)
 
 
 def average(ensemble: Ensemble[M], weights: Any = None) -> M:

@@ -21,7 +21,7 @@
 # You write the model, the loss and the optimiser for *one* member. `eqx_ensemble` runs them for all.
 #
 # This page is a notebook and a program: `python notebooks/quickstart.py` prints the table of the last section and
-# writes the figure. It needs `pip install 'eqx_ensemble[examples]'`, no network, and about half a minute on two cores;
+# writes the figure. It needs `pip install 'eqx_ensemble[examples]'`, no network, and less than a minute on two cores;
 # nothing changes on a GPU.
 
 # %% [markdown]
@@ -43,7 +43,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, ArrayLike, Float, Int, Key
 from sklearn.datasets import load_diabetes, load_digits
 from sklearn.metrics import roc_auc_score
 
@@ -247,7 +247,7 @@ known = ee.uncertainty.decompose_entropy(of_digits)
 novel = ee.uncertainty.decompose_entropy(of_nines)
 
 
-def auroc(known: Float[Array, " known"], novel: Float[Array, " novel"]) -> float:
+def auroc(known: Float[ArrayLike, " known"], novel: Float[ArrayLike, " novel"]) -> float:
     is_novel = np.repeat([0, 1], [len(known), len(novel)])
     return float(roc_auc_score(is_novel, np.concatenate([known, novel])))
 
@@ -422,18 +422,17 @@ confidence = jnp.exp(jnp.max(ee.combine.mixture(of_digits), axis=-1))
 
 print_rows(f"DIGITS, {len(labels)} test images", digit_rows, decimals=4)
 print_rows(f"DIABETES, {len(y_test)} test patients", diabetes_rows, decimals=3)
-print(
-    f"Mean confidence on the digits: a member's {jnp.mean(confidence_of_members):.3f}, the mixture's "
-    f"{jnp.mean(confidence):.3f}. Accuracy of the mixture: {ee.scores.accuracy(of_digits, labels):.3f}."
-)
+print(f"A member is right on {ee.scores.mean_member_accuracy(of_digits, labels):.1%} of the digits", end=" ")
+print(f"and claims {jnp.mean(confidence_of_members):.1%};", end=" ")
+print(f"the mixture is right on {ee.scores.accuracy(of_digits, labels):.1%} and claims {jnp.mean(confidence):.1%}.")
 
 # %% [markdown]
 # Read the table with its size in mind: one image more or less is a quarter of a per cent of accuracy, and a coverage of
-# 0.9 measured on 111 patients has a standard error of 0.03. Small gains are small, and some members do better than the
-# mixture, though nobody could have told beforehand which.
+# 0.9 measured on 111 patients has a standard error of 0.03. The gains are small, and on most rows some member does
+# better than the mixture; which one, only the test set tells.
 #
-# When this page was written, the calibration error of the digits became *worse*. The line below the table says why: the
-# members are right more often than they claim, and averaging makes a prediction more modest still.
+# When this page was written, the calibration error of the digits became *worse*. The line below the table says why: a
+# member is right about as often as it claims, while the mixture is right more often and claims less.
 
 # %% [markdown]
 # # The figure

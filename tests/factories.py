@@ -189,7 +189,9 @@ def data(rows=ROWS, seed=7):
     """Inputs `(rows, 25)` and targets `(rows, 2)` of one regression."""
     kx, ky = jax.random.split(jax.random.key(seed))
     x = jax.random.normal(kx, (rows, 25))
-    return x, jnp.stack([jnp.sin(x[:, 0]) + x[:, 1], x[:, 2] * x[:, 3]], axis=1) + 0.1 * jax.random.normal(ky, (rows, 2))
+    return x, jnp.stack([jnp.sin(x[:, 0]) + x[:, 1], x[:, 2] * x[:, 3]], axis=1) + 0.1 * jax.random.normal(
+        ky, (rows, 2)
+    )
 
 
 @contextlib.contextmanager
@@ -219,7 +221,9 @@ class Alone:
 
         @eqx.filter_jit
         def step(params, frozen, opt_state, state, batch, key):
-            (loss_value, state), grads = eqx.filter_value_and_grad(value, has_aux=True)(params, frozen, state, batch, key)
+            (loss_value, state), grads = eqx.filter_value_and_grad(value, has_aux=True)(
+                params, frozen, state, batch, key
+            )
             value_fn = lambda p: value(p, frozen, state, batch, key)[0]
             with relaxed():
                 updates, opt_state = self.optimiser.update(
@@ -251,7 +255,8 @@ def in_order(data, batch_size, steps, rows=None):
     rows = np.arange(count) if rows is None else np.asarray(rows)
     starts = [start for start in range(0, count, batch_size)]
     return [
-        jax.tree.map(lambda x, chosen=rows[starts[i % len(starts)] :][:batch_size]: x[chosen], data) for i in range(steps)
+        jax.tree.map(lambda x, chosen=rows[starts[i % len(starts)] :][:batch_size]: x[chosen], data)
+        for i in range(steps)
     ]
 
 

@@ -36,16 +36,22 @@ def update_member(
 
     Line searches, plateau schedules, Polyak steps and the like get what they ask for by the names that optax uses.
     """
+
+    def value_at(params: PyTree, *, obj_fn: Any = None, grad_fn: Any = None) -> Float[Array, ""]:
+        del obj_fn, grad_fn  # a line search hands on what it does not know itself, and refuses what is not taken here
+        return value_fn(params)
+
+    def grad_at(params: PyTree, _: Any) -> PyTree:
+        return jax.grad(value_fn)(params)
+
     transformation = optax.with_extra_args_support(resolve(optimiser, hyper))
-    grad_fn = lambda params, _: jax.grad(value_fn)(params)
-    extra = {"value": value, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn, "grad_fn": grad_fn}
+    extra = {"value": value, "grad": grads, "value_fn": value_at, "obj_fn": value_fn, "grad_fn": grad_at}
     with _standard_promotion():
         updates, new_state = transformation.update(grads, opt_state, params, **_accepted(transformation.update, extra))
         new_params = optax.apply_updates(params, updates)
-    new_state = jax.tree.map(_strongly_typed, new_state, opt_state)
     _check.state_after(new_state, opt_state, what="optimiser's state")
     _check.state_after(new_params, params, what="parameters")
-    return new_params, new_state
+    return new_params, jax.tree.map(_strongly_typed, new_state, opt_state)
 
 
 def _accepted(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:

@@ -52,11 +52,11 @@ def test_worked_by_hand():
 
 
 def test_edges_belong_to_the_bin_below():
-    # 0.5 = 2 / 4 exactly: with (0.25, 0.5] the rows fall apart, with [0.5, 0.75) their errors would cancel.
-    confidence = np.array([0.5, 0.75])
-    logits = jnp.log(jnp.stack([confidence, 1 - confidence], axis=-1))[None]
+    # 0.5 is an edge of four bins: in (0.25, 0.5] it stands alone, in [0.5, 0.75) the two errors would nearly cancel.
+    confidence = np.array([0.5, 0.6], np.float32)
+    logits = np.log(np.stack([confidence, 1 - confidence], axis=-1))[None]
     got = scores.ece(logits, np.array([1, 0]), num_bins=4)
-    np.testing.assert_allclose(got, (0.5 + 0.25) / 2, rtol=1e-6)
+    np.testing.assert_allclose(got, (0.5 + 0.4) / 2, rtol=1e-5)
 
 
 def test_confidence_that_rounds_above_one_stays_in_the_last_bin():

@@ -150,9 +150,7 @@ def test_a_broken_member_changes_no_bit_of_the_others(place):
 
 def some(ensemble, index):
     fault = {"fault": jnp.zeros(len(index))}
-    run = ee.fit(
-        ensemble[index], noisy_loss, NOISY_ADAM, data(), steps=7, batch_size=8, hyper=fault, key=KEY
-    )
+    run = ee.fit(ensemble[index], noisy_loss, NOISY_ADAM, data(), steps=7, batch_size=8, hyper=fault, key=KEY)
     return run.ensemble, run.history.loss
 
 

@@ -248,3 +248,31 @@ def test_take_does_not_compile_again_for_another_index():
     before = _index._member._cache_size()
     tree.take(stacked, 5)
     assert _index._member._cache_size() == before
+
+
+def test_members_over_four_devices(assert_same):
+    mesh = jax.make_mesh((4,), ("members",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("members"))
+    local = {"w": jnp.arange(16.0).reshape(8, 2), "k": jax.random.split(jax.random.key(0), 8)}
+    spread = jax.device_put(local, sharding)
+    assert_same(tree.unstack(spread), tree.unstack(local))
+    assert_same(tree.take(spread, -2), tree.take(local, -2))
+    assert_same(tree.take(spread, [5, 1]), tree.take(local, [5, 1]))
+    replaced = tree.replace(spread, 0, tree.take(spread, 3))
+    assert_same(replaced, tree.replace(local, 0, tree.take(local, 3)))
+    assert replaced["w"].sharding == sharding
+    assert tree.concatenate([spread, spread])["w"].sharding == sharding
+    assert_same(tree.stack(tree.unstack(spread)), local)
+
+
+def test_gradients_flow_through():
+    models = [eqx.nn.Linear(2, 2, key=key) for key in _keys(2)]
+
+    @eqx.filter_grad
+    def gradient(models):
+        stacked = tree.replace(tree.stack(models), 0, models[1])
+        return sum(jnp.sum((i + 1) * model.weight) for i, model in enumerate(tree.unstack(stacked)))
+
+    first, second = gradient(models)
+    assert first.weight.tolist() == [[0, 0]] * 2
+    assert second.weight.tolist() == [[3, 3]] * 2

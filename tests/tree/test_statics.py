@@ -197,6 +197,7 @@ DIFFERENT = {
     "arrays of strings": lambda i: _closure(np.array(["a", "bc"[i]])),
     "method of an array": lambda i: np.asarray([1.0, i]).dot,
     "builtin method of a list": lambda i: [1, i].count,
+    "weak references": lambda i: weakref.ref([_closure, _default][i]),
     "generators": lambda i: np.random.default_rng(i),
     "array and number": lambda i: _closure([1.0, np.ones(())][i]),
 }
@@ -212,11 +213,15 @@ def test_more_that_differs(make):
 
 def test_markers_must_pair_up_one_to_one():
     a, b, c = object(), object(), object()
-    tree.stack([[Model(jnp.ones(1), a), Model(jnp.ones(1), a)], [Model(jnp.ones(1), b), Model(jnp.ones(1), b)]])
-    for second in ([(b, c)], [(a, a)]):
-        first, other = ([a, a], list(second[0])) if second == [(b, c)] else ([b, c], list(second[0]))
+
+    def member(*markers):
+        return [Model(jnp.ones(1), marker) for marker in markers]
+
+    tree.stack([member(a, a), member(b, b)])
+    tree.stack([member(a, b), member(b, c)])
+    for first, second in ((member(a, a), member(b, c)), (member(b, c), member(a, a))):
         with pytest.raises(MemberMismatchError):
-            tree.stack([[Model(jnp.ones(1), m) for m in first], [Model(jnp.ones(1), m) for m in other]])
+            tree.stack([first, second])
 
 
 def test_a_difference_seen_once_is_seen_again_elsewhere():

@@ -1,0 +1,42 @@
+"""`python -m benchmarks [--quick]`: runs every script in a process of its own and prints one table."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+FOLDER = pathlib.Path(__file__).parent
+sys.path.insert(0, str(FOLDER))  # the scripts are run, not imported, and share their modules as neighbours
+
+from _measure import Row, environment_lines, flags, rows_table, saved  # noqa: E402
+
+SCRIPTS = ("training", "prediction", "vmap_or_loop", "imports")
+
+
+def main() -> int:
+    options = flags().parse_args()
+    results, failed = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in SCRIPTS:
+            path = pathlib.Path(folder, f"{name}.json")
+            command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(path), "--cores", str(options.cores)]
+            done = subprocess.run(command + ["--quick"] * options.quick)
+            if done.returncode:
+                failed.append(name)
+                continue
+            found = json.loads(path.read_text())
+            results.append(found["results"])
+            environment = found["environment"]
+    if results:
+        rows = [Row(**{k: v for k, v in row.items() if k != "verdict"}) for result in results for row in result["rows"]]
+        print(f"\nAll questions\n=============\n{environment_lines(environment)}\n\n{rows_table(rows)}")
+        if options.save:
+            print(f"\nsaved to {saved('all', results, environment)}")
+    for name in failed:
+        print(f"\n`benchmarks/{name}.py` failed", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

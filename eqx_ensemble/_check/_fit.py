@@ -1,0 +1,79 @@
+from typing import Any
+
+from ._marks import plan, positive_int
+
+
+def _one_of(value: Any, argument: str, choices: tuple[Any, ...], *, name: str) -> None:
+    """One of a few words."""
+    if value not in choices:
+        raise ValueError(f"`{name}` needs `{argument}` to be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _length(epochs: Any, steps: Any, *, name: str) -> None:
+    """A run is measured in epochs or in steps."""
+    if (epochs is None) == (steps is None):
+        got = "neither" if epochs is None else "both"
+        raise TypeError(f"`{name}` needs either `epochs` or `steps`, got {got}.")
+    if steps is None:
+        positive_int(epochs, "epochs", name=name)
+    else:
+        positive_int(steps, "steps", name=name)
+
+
+def _patience(value: Any, validation: Any, *, name: str) -> None:
+    """Stopping early needs something to judge by."""
+    if value is None:
+        return
+    positive_int(value, "patience", name=name)
+    if validation is None:
+        raise TypeError(f"`{name}` needs `validation=` data with `patience`: it stops on the validation score.")
+
+
+def fit_options(
+    value: Any,
+    kind: type,
+    order: Any,
+    orders: tuple[str, ...],
+    *,
+    epochs: Any,
+    steps: Any,
+    patience: Any,
+    validation: Any,
+) -> None:
+    """The options of `fit` that can be judged by themselves."""
+    plan(value, kind)
+    _one_of(order, "order", orders, name="fit")
+    _length(epochs, steps, name="fit")
+    _patience(patience, validation, name="fit")
+
+
+def no_array_options(*, batch_size: Any, rows: Any, order: Any, name: str) -> None:
+    """An iterable of batches decides itself about rows and batches."""
+    used = {"batch_size": batch_size is not None, "rows": rows is not None, "order": order != "each"}
+    given = [f"`{word}`" for word, is_used in used.items() if is_used]
+    if given:
+        raise TypeError(
+            f"`{name}` takes {', '.join(given)} for data in arrays; an iterable of batches decides that itself."
+        )
+
+
+def some_batches(count: int, epoch: int, *, name: str) -> None:
+    """An epoch of an iterable of batches had batches."""
+    if count > 0:
+        return
+    if epoch == 0:
+        raise ValueError(f"`{name}` needs at least one batch, but the iterable of batches is empty.")
+    raise ValueError(
+        f"`{name}` found no batches in epoch {epoch + 1}: the iterable can be iterated only once, as a generator.\n"
+        "Pass an object that starts anew each time, or make the generator endless and give `steps`."
+    )
+
+
+def diverged(ids: Any, left: Any) -> str:
+    """The warning that names members which diverged."""
+    listed = ", ".join(f"{member} at step {step}" for member, step in zip(ids.tolist(), left.tolist(), strict=True))
+    return (
+        f"{len(ids)} member(s) diverged and keep their last finite weights (id and step): {listed}.\n"
+        "`run.ensemble[run.status != 'diverged']` leaves them out; a smaller learning rate or gradient clipping often "
+        "helps."
+    )

@@ -1,0 +1,127 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_ensemble as ee
+from eqx_ensemble.plan import Chunked, Sequential, Vmap
+
+from ..factories import assert_close, assert_same
+
+KEY = jax.random.key(0)
+PLANS = [Vmap(), Chunked(1), Chunked(2), Chunked(3), Chunked(5), Chunked(8), Sequential()]
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    return ee.build(lambda key: eqx.nn.MLP(3, 2, 8, 1, key=key), 5, key=KEY)
+
+
+def batch_of(count=6):
+    kx, ky = jax.random.split(KEY)
+    return jax.random.normal(kx, (count, 3)), jax.random.normal(ky, (count, 2))
+
+
+def mse(model, x, y, *, scale=1.0):
+    return {"mse": scale * jnp.mean((jax.vmap(model)(x) - y) ** 2), "model": model, "name": "mse"}
+
+
+def looped(ensemble, *args, **kwargs):
+    one = lambda node, i: jax.tree.map(lambda x: x[i], node.value) if isinstance(node, ee.Each) else node
+    outs = [
+        mse(member, *(one(arg, i) for arg in args), **{name: one(arg, i) for name, arg in kwargs.items()})
+        for i, member in enumerate(ensemble.unstack())
+    ]
+    return jnp.stack([out["mse"] for out in outs])
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_every_plan_is_the_loop(ensemble, plan):
+    x, y = batch_of()
+    scale = ee.Each(jnp.arange(1.0, 6.0))
+    out = ee.map_members(mse, plan=plan)(ensemble, x, y, scale=scale)
+    np.testing.assert_allclose(out["mse"], looped(ensemble, x, y, scale=scale), rtol=1e-6)
+    assert out["name"] == "mse"
+    assert_same(out["model"], eqx.combine(ensemble.stacked, ensemble.shared))
+    assert out["model"].activation is ensemble.shared.activation
+
+
+def test_one_after_another_is_each_alone_bit_for_bit(ensemble):
+    x, y = batch_of()
+    value_and_grad = lambda model, x, y: eqx.filter_value_and_grad(lambda model: mse(model, x, y)["mse"])(model)
+    out = ee.map_members(value_and_grad, plan=Sequential())(ensemble, x, y)
+    alone = eqx.filter_jit(value_and_grad)
+    for i, member in enumerate(ensemble.unstack()):
+        assert_same(ee.tree.take(out, i), alone(member, x, y))
+
+
+def test_shared_or_one_each_is_never_guessed_from_a_size(ensemble):
+    x = jax.random.normal(KEY, (5, 3))
+    call = ee.map_members(lambda model, x: jax.vmap(model)(x) if x.ndim == 2 else model(x))
+    assert call(ensemble, x).shape == (5, 5, 2)
+    own = call(ensemble, ee.Each(x))
+    assert own.shape == (5, 2)
+    np.testing.assert_allclose(own, jnp.stack([m(x[i]) for i, m in enumerate(ensemble)]), rtol=1e-6)
+    np.testing.assert_array_equal(call(ensemble, ee.Each(x.T, axis=1)), own)
+    np.testing.assert_array_equal(call(ensemble, ee.Each(x.T, axis=-1)), own)
+
+
+def test_marks_are_found_at_any_depth(ensemble):
+    x = jax.random.normal(KEY, (5, 3))
+    out = ee.map_members(lambda tree: {"y": tree["models"][0](tree["x"]), "tag": tree["tag"]})(
+        {"models": [ensemble], "x": ee.Each(x), "tag": "left as it is"}
+    )
+    np.testing.assert_array_equal(out["y"], ensemble(ee.Each(x)))
+    assert out["tag"] == "left as it is"
+
+
+def test_out_axis(ensemble):
+    x, _ = batch_of()
+    call = lambda **options: ee.map_members(lambda model, x: jax.vmap(model)(x), **options)(ensemble, x)
+    np.testing.assert_array_equal(call(out_axis=1), jnp.moveaxis(call(), 0, 1))
+    np.testing.assert_array_equal(call(out_axis=-1), jnp.moveaxis(call(), 0, -1))
+
+
+def test_composes_with_the_transformations(ensemble):
+    x, y = batch_of()
+    loss = lambda ensemble, x, y: jnp.sum(ee.map_members(mse)(ensemble, x, y)["mse"])
+    grads = eqx.filter_jit(eqx.filter_grad(loss))(ensemble, x, y)
+    for i, member in enumerate(ensemble.unstack()):
+        alone = eqx.filter_grad(lambda model: mse(model, x, y)["mse"])(member)
+        assert_close(grads[i].layers, alone.layers, 1e-5)
+    per_example = jax.vmap(lambda x, y: ee.map_members(mse)(ensemble, x[None], y[None])["mse"])(x, y)
+    assert per_example.shape == (6, 5)
+
+
+def test_keeps_the_name_and_is_a_decorator():
+    @ee.map_members
+    def documented(model, x):
+        """What it says."""
+        return model(x)
+
+    assert documented.__name__ == "documented"
+    assert documented.__doc__ == "What it says."
+
+
+def test_plans_are_static_and_compared_by_value():
+    traces = []
+
+    @eqx.filter_jit
+    def run(plan, x):
+        traces.append(plan)
+        return ee.map_members(lambda x: 2 * x, plan=plan)(ee.Each(x))
+
+    for plan in (Chunked(2), Chunked(2), Sequential(), Sequential(), Chunked(3)):
+        np.testing.assert_array_equal(run(plan, jnp.arange(5.0)), 2 * jnp.arange(5.0))
+    assert traces == [Chunked(2), Sequential(), Chunked(3)]
+
+
+def test_typed_keys_and_integers_pass():
+    keys = ee.Each(jax.random.split(KEY, 5))
+    out = ee.map_members(lambda key, i: (jax.random.fold_in(key, i), i + 1), plan=Chunked(2))(
+        keys, ee.Each(np.arange(5))
+    )
+    expected = jnp.stack([jax.random.fold_in(key, i) for i, key in enumerate(keys.value)])
+    assert (out[0] == expected).all()
+    np.testing.assert_array_equal(out[1], np.arange(1, 6))

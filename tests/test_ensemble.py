@@ -1,0 +1,676 @@
+"""Building and holding ensembles: whatever is done with all members is what a Python loop over `unstack()` does."""
+
+import copy
+import functools as ft
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_ensemble as ee
+
+from .factories import CASES, assert_close, assert_same, data, numbers
+
+KEY = jax.random.key(5)
+
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def linear(key):
+    return eqx.nn.Linear(3, 2, key=key)
+
+
+def mlp(key):
+    return eqx.nn.MLP(3, 2, 4, 1, key=key)
+
+
+class Branching(eqx.Module):
+    """A trunk for all members, a head for each."""
+
+    trunk: eqx.nn.Linear
+    head: eqx.nn.MLP
+
+    def __init__(self, key, activation=jax.nn.relu):
+        k1, k2 = jax.random.split(key)
+        self.trunk = eqx.nn.Linear(3, 4, key=k1)
+        self.head = eqx.nn.MLP(4, 2, 4, 1, activation=activation, key=k2)
+
+    def __call__(self, x):
+        return self.head(jnp.tanh(self.trunk(x)))
+
+
+class Noisy(eqx.Module):
+    dropout: eqx.nn.Dropout
+    width: jax.Array
+
+    def __call__(self, x, *, key):
+        return self.dropout(x, key=key) * self.width
+
+
+def noisy(key, p, width):
+    return Noisy(eqx.nn.Dropout(p), width)
+
+
+def trunk(model):
+    return model.trunk
+
+
+def every(ensemble, *args, **kwargs):
+    """The reference: the members called one after another."""
+    return jnp.stack([model(*args, **kwargs) for model in ensemble.unstack()])
+
+
+def close(got, expected):
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    return ee.build(mlp, 4, key=KEY)
+
+
+@pytest.fixture(scope="module")
+def branching():
+    return ee.build(Branching, 4, shared=trunk, key=KEY)
+
+
+@pytest.fixture(scope="module")
+def nested():
+    return ee.build(lambda key: ee.build(mlp, 3, key=key), 4, key=KEY)
+
+
+# Building
+
+
+@cases
+def test_a_member_is_bit_for_bit_the_model_made_alone(case):
+    ensemble, states, alone = built(case)
+    for i, made in enumerate(alone):
+        assert_same(ensemble[i], made[0] if case.stateful else made)
+        if case.stateful:
+            assert_same(ee.tree.take(states, i), made[1])
+
+
+@ft.cache
+def built(case):
+    """Three members with their state, and what `make` gives for each alone."""
+    made = ee.build(case.make, 3, key=KEY)
+    alone = [case.make(key) for key in ee.member_keys(KEY, 3)]
+    return (*made, alone) if case.stateful else (made, None, alone)
+
+
+def test_other_keys_make_other_members():
+    weights = jnp.concatenate([ee.build(linear, 3, key=jax.random.key(seed)).stacked.weight for seed in (5, 6)])
+    assert len(np.unique(weights, axis=0)) == 6
+
+
+def test_growing_changes_no_old_member():
+    old, new, all_at_once = (ee.build(linear, key=KEY, ids=ids) for ids in (range(8), range(8, 12), range(12)))
+    grown = ee.concatenate([old, new])
+    assert_same(grown, all_at_once)
+    assert_same(grown[:8], old)
+    assert_same(ee.build(linear, 12, key=KEY), all_at_once)
+    assert grown.ids.tolist() == list(range(12))
+
+
+def test_a_member_follows_from_its_id():
+    some = ee.build(linear, ids=[9, 2], key=KEY)
+    assert some.ids.tolist() == [9, 2]
+    assert_same(some[1], ee.build(linear, 3, key=KEY)[2])
+    assert_same(some[0], linear(ee.member_keys(KEY, [9])[0]))
+
+
+def test_keys_of_ones_own():
+    keys = jax.random.split(KEY, 3)
+    made = ee.build(linear, keys=keys)
+    for i, key in enumerate(keys):
+        assert_same(made[i], linear(key))
+    assert_same(ee.build(linear, keys=jax.random.key_data(keys)), made)
+    assert ee.build(linear, keys=keys, ids=[7, 8, 9]).ids.tolist() == [7, 8, 9]
+
+
+def test_zip_gives_each_member_its_own_arguments():
+    made = ee.build(noisy, zip={"p": [0.1, 0.2, 0.5], "width": np.arange(6.0, dtype=np.float32).reshape(3, 2)}, key=KEY)
+    assert len(made) == 3
+    for i, p in enumerate([0.1, 0.2, 0.5]):
+        assert_same(made[i], Noisy(eqx.nn.Dropout(jnp.asarray(p)), jnp.array([2.0 * i, 2.0 * i + 1])))
+
+
+def test_product_is_that_of_itertools():
+    rates, widths = [0.1, 0.2, 0.5], [1.0, 2.0]
+    made = ee.build(noisy, product={"p": rates, "width": widths}, key=KEY)
+    for model, (p, width) in zip(made, itertools.product(rates, widths), strict=True):
+        assert_same(model, Noisy(eqx.nn.Dropout(jnp.asarray(p)), jnp.asarray(width)))
+
+
+def test_arguments_come_with_a_key_of_the_member():
+    def scaled(key, scale):
+        return eqx.tree_at(lambda m: m.weight, linear(key), linear(key).weight * scale)
+
+    made = ee.build(scaled, zip={"scale": [1.0, 2.0]}, key=KEY)
+    for i, key in enumerate(ee.member_keys(KEY, 2)):
+        assert_same(made[i], scaled(key, jnp.asarray(1.0 + i)))
+
+
+def test_stateful_members():
+    case = CASES["conv and batch norm"]
+    ensemble, state, _ = built(case)
+    assert isinstance(state, eqx.nn.State)
+    x, y = data(rows=3)  # as many rows as members
+    values, states = ee.map_members(case.loss)(ensemble, state, (x, y), KEY)
+    own = ee.tree.unstack(state)
+    for i, model in enumerate(ensemble):
+        value, after = case.loss(model, own[i], (x, y), KEY)
+        close(values[i], value)
+        assert_close(ee.tree.take(states, i), after, 1e-5)
+
+
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_members": 3}, TypeError, "key"),
+        ({"num_members": 3, "keys": jax.random.split(KEY, 3), "key": KEY}, TypeError, "not both"),
+        ({"num_members": 3, "ids": [0, 1], "key": KEY}, ValueError, "num_members: 3, ids: 2"),
+        ({"num_members": 3, "zip": {"p": [0.1, 0.2]}, "key": KEY}, ValueError, "3.*2"),
+        ({"zip": {"p": [0.1]}, "product": {"width": [1.0]}, "key": KEY}, TypeError, "not both|or `product`"),
+        ({"num_members": 0, "key": KEY}, ValueError, "at least one member"),
+        ({"num_members": 2.0, "key": KEY}, TypeError, "integer number of members"),
+        ({"ids": [1, 1], "key": KEY}, ValueError, "different ids"),
+        ({"num_members": 2, "key": jax.random.split(KEY, 2)}, TypeError, "key"),
+        ({"num_members": 2, "key": jax.random.key(0, impl="rbg")}, TypeError, "threefry"),
+        ({"zip": {"p": ["a", "b"]}, "key": KEY}, TypeError, "one ensemble per choice"),
+        ({"zip": {"p": 0.1}, "key": KEY}, ValueError, "one value per member"),
+        ({"num_members": 2, "key": KEY, "shared": lambda m: m.trunk}, ValueError, "`shared` must select"),
+    ],
+)
+def test_wrong_arguments_of_build(arguments, error, message):
+    with pytest.raises(error, match=message):
+        ee.build(lambda key, **kwargs: linear(key), **arguments)
+
+
+# From models that exist
+
+
+@cases
+def test_stack_and_unstack_are_inverse(case):
+    models = [made[0] if case.stateful else made for made in built(case)[2]]
+    ensemble = ee.stack(models, ids=[4, 0, 2])
+    assert ensemble.ids.tolist() == [4, 0, 2]
+    for got, model, alone in zip(ensemble.unstack(), ensemble, models, strict=True):
+        assert_same(got, alone)
+        assert_same(model, alone)
+        assert type(got) is type(alone)
+
+
+@cases
+def test_map_is_a_loop_over_the_members(case):
+    ensemble, state, _ = built(case)
+    batch = data(rows=3)
+    if case.stateful:
+        got = ee.map_members(case.loss)(ensemble, state, batch, KEY)[0]
+        loop = [case.loss(m, s, batch, KEY)[0] for m, s in zip(ensemble, ee.tree.unstack(state), strict=True)]
+    else:
+        got = ensemble.map(case.loss, batch, ensemble.keys(KEY))
+        loop = [case.loss(m, batch, key) for m, key in zip(ensemble, ensemble.keys(KEY).value, strict=True)]
+    np.testing.assert_allclose(got, jnp.stack(loop), rtol=max(case.rtol, 1e-5))
+
+
+def test_from_stacked_holds_what_filter_vmap_makes(ensemble):
+    stacked = eqx.filter_vmap(mlp)(ee.member_keys(KEY, 4))
+    assert_same(ee.from_stacked(stacked), ensemble)
+    assert ee.from_stacked(stacked, ids=[3, 2, 1, 0]).ids.tolist() == [3, 2, 1, 0]
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_from_stacked_refuses_a_single_model():
+    with pytest.raises(ee.MemberMismatchError, match="from_stacked"):
+        ee.from_stacked(mlp(KEY))
+
+
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize(
+    ("ids", "error"),
+    [
+        ([0, 1], ee.MemberMismatchError),
+        ([0, 1, 1, 2], ValueError),
+        ([-1, 0, 1, 2], ValueError),
+        ([0.0, 1, 2, 3], TypeError),
+    ],
+)
+def test_ids_fit_the_members(ensemble, ids, error):
+    with pytest.raises(error):
+        ee.from_stacked(eqx.combine(ensemble.stacked, ensemble.shared), ids=ids)
+    with pytest.raises(error):
+        ee.Ensemble(ensemble.stacked, ensemble.shared, jnp.asarray(ids))
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_stack_refuses_models_that_differ():
+    with pytest.raises(
+        ee.MemberMismatchError, match=r"member 1 differs(.|\n)*at `\.weight`: expected f32\[2,3\], got f32\[4,3\]"
+    ):
+        ee.stack([linear(KEY), eqx.nn.Linear(3, 4, key=KEY)])
+    with pytest.raises(ee.MemberMismatchError, match="activation"):
+        ee.stack([Branching(KEY), Branching(KEY, jnp.tanh)])
+    with pytest.raises(TypeError, match="sequence"):
+        ee.stack(linear(KEY))
+
+
+def test_scalars_that_differ():
+    rates = [eqx.nn.Dropout(0.25), eqx.nn.Dropout(0.5)]
+    with pytest.raises(ee.MemberMismatchError, match="promote_scalars"):
+        ee.stack(rates)
+    promoted = ee.stack(rates, promote_scalars=True)
+    assert [float(model.p) for model in promoted] == [0.25, 0.5]
+
+
+# Calling: shared inputs, `Each` and `Batch`, where every axis has the length of the ensemble
+
+
+SQUARE = jax.random.normal(jax.random.key(8), (4, 4, 3))
+
+
+def test_shared_each_and_batch_are_never_confused(ensemble):
+    vector, matrix = SQUARE[0, 0], SQUARE[0]
+    models = ensemble.unstack()
+    close(ensemble(vector), every(ensemble, vector))
+    close(ensemble(ee.Each(matrix)), jnp.stack([model(x) for model, x in zip(models, matrix, strict=True)]))
+    close(ensemble(ee.Batch(matrix)), jnp.stack([jax.vmap(model)(matrix) for model in models]))
+    own_batches = jnp.stack([jax.vmap(model)(xs) for model, xs in zip(models, SQUARE, strict=True)])
+    close(ensemble(ee.Each(ee.Batch(SQUARE))), own_batches)
+    close(ensemble(ee.Batch(ee.Each(SQUARE))), own_batches)
+    close(ensemble(ee.Each(ee.Batch(jnp.swapaxes(SQUARE, 0, 1)), axis=1)), own_batches)
+    close(ensemble(ee.Each(ee.Batch(jnp.swapaxes(SQUARE, 1, 2), axis=1))), own_batches)
+    assert ensemble(vector).shape == ensemble(ee.Each(matrix)).shape == (4, 2)
+    assert not np.allclose(ensemble(ee.Each(matrix)), ensemble(vector))
+    assert not np.allclose(own_batches, ensemble(ee.Batch(matrix)))
+
+
+def test_an_unmarked_matrix_is_one_example():
+    sums = ee.stack([Scaled(jnp.asarray(float(i))) for i in range(4)])
+    x = jnp.ones((4, 4))
+    close(sums(x), jnp.arange(4.0)[:, None] * 4 * jnp.ones((4, 4)))
+    close(sums(ee.Each(x)), jnp.arange(4.0) * 4)
+    close(sums(ee.Batch(x)), jnp.arange(4.0)[:, None] * 4 * jnp.ones((4, 4)))
+
+
+class Scaled(eqx.Module):
+    scale: jax.Array
+
+    def __call__(self, x):
+        return self.scale * jnp.sum(x, axis=0)
+
+
+def test_marks_stand_at_any_depth(ensemble):
+    def residual(model, batch, *, weight):
+        return weight * (model(batch["x"]) - batch["y"])
+
+    batch = {"x": ee.Each(SQUARE[0]), "y": jnp.ones(2)}
+    got = ensemble.map(residual, batch, weight=ee.Each(jnp.arange(4.0)))
+    loop = [residual(model, {"x": SQUARE[0, i], "y": jnp.ones(2)}, weight=1.0 * i) for i, model in enumerate(ensemble)]
+    close(got, jnp.stack(loop))
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_counts_that_disagree(ensemble):
+    with pytest.raises(ee.MemberMismatchError, match="they have 4, 3"):
+        ensemble(ee.Each(SQUARE[0, :3]))
+    with pytest.raises(ValueError, match="same number of examples; got 2, 4"):
+        ensemble(ee.Batch(SQUARE[0]), key=ee.Batch(jax.random.split(KEY, 2)))
+    with pytest.raises(TypeError, match="got none"):
+        ee.map_members(lambda model, x: model(x))(ensemble[0], SQUARE[0, 0])
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_members_that_cannot_be_called():
+    class Parameters(eqx.Module):
+        weight: jax.Array
+
+    with pytest.raises(TypeError, match="type Parameters and cannot be called"):
+        ee.from_stacked(Parameters(jnp.ones((4, 3))))(SQUARE[0, 0])
+
+
+# Indexing
+
+
+INDICES = {
+    "int": 2,
+    "negative": -1,
+    "numpy integer": np.int64(1),
+    "jax integer": jnp.int32(3),
+    "slice": slice(1, 3),
+    "negative step": slice(None, None, -2),
+    "list": [2, 0],
+    "negative list": [-1, 1],
+    "numpy array": np.array([3, 0, 1]),
+    "jax array": jnp.array([1, 2]),
+    "mask": [True, False, False, True],
+    "numpy mask": np.array([False, True, True, False]),
+    "jax mask": jnp.array([False, False, True, False]),
+}
+
+
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+def test_indexing_is_that_of_the_list_of_members(ensemble, index):
+    expected = np.arange(4)[np.asarray(index) if not isinstance(index, slice) else index]
+    got = ensemble[index]
+    models = ensemble.unstack()
+    if expected.ndim == 0:
+        assert type(got) is eqx.nn.MLP
+        assert_same(got, models[expected])
+    else:
+        assert isinstance(got, ee.Ensemble)
+        assert got.ids.tolist() == expected.tolist()
+        assert_same(got.unstack(), [models[i] for i in expected])
+        close(got(SQUARE[0, 0]), every(ensemble, SQUARE[0, 0])[expected])
+
+
+def test_ids_travel_through_indexing(ensemble):
+    assert ensemble[1:][[2, 0]].ids.tolist() == [3, 1]
+    assert_same(ensemble[1:][[2, 0]][0], ensemble[3])
+
+
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        (4, IndexError, "index 4 is out of range for 4 members"),
+        (-5, IndexError, "index -5 is out of range"),
+        ([0, 9], IndexError, "index 9"),
+        ([True, False], IndexError, "expected 4, got 2"),
+        ([], ValueError, "at least one"),
+        (slice(4, None), ValueError, "at least one"),
+        ([0, 0], ValueError, "different ids"),
+        (True, TypeError, "got True"),
+        ("a", TypeError, "got 'a'"),
+        (0.5, TypeError, "got 0.5"),
+        (None, TypeError, "got None"),
+        (np.zeros((2, 2), int), TypeError, "one-dimensional"),
+    ],
+)
+def test_wrong_indices(ensemble, index, error, message):
+    with pytest.raises(error, match=message):
+        ensemble[index]
+
+
+def test_traced_indices(ensemble):
+    @eqx.filter_jit
+    def one(ensemble, i):
+        return ensemble[i](SQUARE[0, 0])
+
+    @eqx.filter_jit
+    def some(ensemble, rows):
+        return ensemble[rows](SQUARE[0, 0]), ensemble[rows].ids
+
+    expected = every(ensemble, SQUARE[0, 0])
+    for i in (0, 3):
+        close(one(ensemble, jnp.asarray(i)), expected[i])
+    got, ids = some(ensemble, jnp.array([3, 1]))
+    close(got, expected[jnp.array([3, 1])])
+    assert ids.tolist() == [3, 1]
+
+
+def test_iteration_and_length(ensemble):
+    assert len(ensemble) == ensemble.num_members == 4
+    assert [type(model) for model in ensemble] == [eqx.nn.MLP] * 4
+    assert_same(list(ensemble), ensemble.unstack())
+    first, *rest = ensemble
+    assert_same(first, ensemble[0])
+    assert len(rest) == 3
+    assert len(ensemble[:1]) == 1
+
+
+# What all members share
+
+
+def test_shared_leaves_are_kept_once_and_un_stacked(branching):
+    alone = Branching(ee.member_keys(KEY, 4)[0])
+    assert_same(branching.shared.trunk, alone.trunk)
+    assert branching.stacked.trunk.weight is None
+    for part in (branching[1:], branching[[3, 0]], ee.concatenate([branching[:1], branching[2:]])):
+        assert_same(part.shared.trunk, alone.trunk)
+        assert part.stacked.trunk.weight is None
+        assert numbers(part.stacked)[".head.layers[0].weight"].shape == (len(part), 4, 4)
+    for i, model in enumerate(branching):
+        assert_same(model.trunk, alone.trunk)
+        assert_same(model.head, Branching(ee.member_keys(KEY, 4)[i]).head)
+        assert_same(branching[i], model)
+    close(branching(SQUARE[0, 0]), every(branching, SQUARE[0, 0]))
+    shapes = branching.map(lambda model: (model.trunk.weight, model.head.layers[0].weight))
+    assert [x.shape for x in shapes] == [(4, 4, 3), (4, 4, 4)]
+
+
+def test_stack_with_shared_leaves(branching):
+    assert_same(ee.stack(branching.unstack(), shared=trunk), branching)
+    assert_same(ee.from_stacked(eqx.combine(branching.stacked, branching.shared), shared=trunk), branching)
+    with pytest.raises(ee.MemberMismatchError, match=r"shared array at `\.trunk\.weight` of number 1"):
+        ee.stack(ee.build(Branching, 2, key=KEY).unstack(), shared=trunk)
+
+
+def test_several_shared_nodes():
+    ensemble = ee.build(Branching, 3, shared=lambda m: (m.trunk.weight, m.head.layers[1]), key=KEY)
+    assert sorted(numbers(ensemble.shared)) == [".head.layers[1].bias", ".head.layers[1].weight", ".trunk.weight"]
+    close(ensemble(SQUARE[0, 0]), every(ensemble, SQUARE[0, 0]))
+
+
+# Ensembles from ensembles
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_concatenate_keeps_ids_apart(ensemble):
+    with pytest.raises(ValueError, match=r"repeated: \[0, 1, 2, 3\](.|\n)*renumber=True"):
+        ee.concatenate([ensemble, ensemble])
+    twice = ee.concatenate([ensemble, ensemble], renumber=True)
+    assert twice.ids.tolist() == list(range(8))
+    assert_same(twice.unstack(), ensemble.unstack() * 2)
+    assert_same(ee.concatenate([ensemble]), ensemble)
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_concatenate_refuses_what_does_not_fit(ensemble, branching):
+    wider = ee.build(lambda key: eqx.nn.MLP(3, 2, 8, 1, key=key), ids=[9], key=KEY)
+    with pytest.raises(ee.MemberMismatchError, match=r"layers\[0\]\.weight"):
+        ee.concatenate([ensemble, wider])
+    with pytest.raises(TypeError, match="got a MLP at position 1"):
+        ee.concatenate([ensemble, ensemble[0]])
+    with pytest.raises(ValueError, match="at least one"):
+        ee.concatenate([])
+    other_trunk = ee.build(Branching, ids=[9], shared=trunk, key=KEY)
+    with pytest.raises(ee.MemberMismatchError, match=r"shared array at `\.trunk\.weight` of number 1"):
+        ee.concatenate([branching, other_trunk])
+    no_trunk = ee.build(Branching, ids=[9], key=KEY)
+    for pair in ([branching, no_trunk], [no_trunk, branching]):
+        with pytest.raises(ee.MemberMismatchError, match=r"\.trunk\.weight"):
+            ee.concatenate(pair)
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_concatenate_refuses_other_activations_and_rates():
+    relu, tanh = (
+        ee.build(lambda key, activation=activation: Branching(key, activation), ids=ids, key=KEY)
+        for activation, ids in ((jax.nn.relu, [0]), (jnp.tanh, [1]))
+    )
+    with pytest.raises(ee.MemberMismatchError, match=r"ensemble 1 differs from ensemble 0(.|\n)*`\.head\.activation`"):
+        ee.concatenate([relu, tanh])
+    low, high = (
+        ee.build(lambda key, rate=rate: eqx.nn.MultiheadAttention(2, 4, dropout_p=rate, key=key), ids=ids, key=KEY)
+        for rate, ids in ((0.1, [0]), (0.5, [1]))
+    )
+    with pytest.raises(ee.MemberMismatchError, match=r"`\.dropout\.p`: expected 0\.1, got 0\.5"):
+        ee.concatenate([low, high])
+
+
+@pytest.mark.parametrize("weights", [None, [0.1, 0.2, 0.3, 0.4], [2, 0, 0, 2]])
+def test_average_is_that_of_numpy(ensemble, branching, weights):
+    for members in (ensemble, branching):
+        soup = numbers(ee.average(members, weights))
+        parts = [numbers(model) for model in members]
+        assert list(soup) == list(parts[0])
+        for path, x in soup.items():
+            expected = np.average([part[path] for part in parts], axis=0, weights=weights)
+            np.testing.assert_allclose(x, expected, rtol=2e-6, atol=1e-7)
+    assert type(ee.average(ensemble, weights)) is eqx.nn.MLP
+    close(ee.average(ensemble, [0, 0, 5, 0])(SQUARE[0, 0]), ensemble[2](SQUARE[0, 0]))
+
+
+def test_average_of_half_precision_is_summed_in_float32():
+    weights = [jnp.full((2, 3), x, jnp.bfloat16) for x in (256.0, 1.0, 1.0, 1.0)]
+    models = [eqx.tree_at(lambda m: m.weight, linear(KEY), weight) for weight in weights]
+    soup = ee.average(ee.stack(models))
+    assert soup.weight.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(soup.weight.astype(jnp.float32), 65.0)  # summed in bfloat16: 256 / 4 = 64
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_average_refuses_what_has_no_mean():
+    ensemble, _, _ = built(CASES["integers and keys"])
+    with pytest.raises(ee.MemberMismatchError, match=r"the .* array at `\.\w+` differs between members"):
+        ee.average(ensemble)
+    alike = ee.stack([eqx.tree_at(lambda m: m.weight, linear(k), jnp.arange(6).reshape(2, 3)) for k in (KEY, KEY)])
+    assert ee.average(alike).weight.tolist() == [[0, 1, 2], [3, 4, 5]]
+    differing = eqx.tree_at(lambda e: e.stacked.weight, alike, alike.stacked.weight.at[1, 0, 0].set(9))
+    with pytest.raises(ee.MemberMismatchError, match=r"the int32 array at `\.weight` differs between members"):
+        ee.average(differing)
+    with pytest.raises(ValueError, match="got 2 trees and 3 weights"):
+        ee.average(alike, [1, 1, 1])
+    with pytest.raises(TypeError, match="got a Linear"):
+        ee.average(linear(KEY))
+
+
+# Random streams
+
+
+def test_keys_follow_the_ids():
+    ensemble = ee.build(linear, 4, key=KEY)
+    keys = jax.random.key_data(ensemble.keys(KEY).value)
+    assert len(np.unique(keys, axis=0)) == 4
+    np.testing.assert_array_equal(jax.random.key_data(ensemble[[3, 1]].keys(KEY).value), keys[jnp.array([3, 1])])
+    np.testing.assert_array_equal(jax.random.key_data(ee.build(linear, 9, key=KEY).keys(KEY).value)[:4], keys)
+    assert not np.array_equal(jax.random.key_data(ensemble.keys(KEY, purpose="noise").value), keys)
+    assert not np.array_equal(jax.random.key_data(ee.member_keys(KEY, 4)), keys)  # those of `build`
+
+
+def test_each_member_draws_its_own_dropout():
+    ensemble = ee.build(noisy, zip={"p": [0.5] * 4, "width": [1.0] * 4}, key=KEY)
+    x = jnp.ones(64)
+    plain, own = ensemble(x, key=KEY), ensemble(x, key=ensemble.keys(KEY))
+    assert len(np.unique(plain, axis=0)) == 1
+    assert len(np.unique(own, axis=0)) == 4
+    for model, key, y in zip(ensemble, ensemble.keys(KEY).value, own, strict=True):
+        np.testing.assert_array_equal(model(x, key=key), y)
+
+
+# A PyTree like any other
+
+
+def test_an_argument_of_transforms(ensemble):
+    x = SQUARE[0, 0]
+
+    def value(ensemble, x):
+        return jnp.sum(ensemble(x) ** 2)
+
+    close(eqx.filter_jit(lambda ensemble, x: ensemble(x))(ensemble, x), every(ensemble, x))
+    shapes = eqx.filter_eval_shape(lambda ensemble, x: ensemble(x), ensemble, x)
+    assert shapes.shape == (4, 2)
+    batched = eqx.filter_vmap(lambda ensemble, x: ensemble(x), in_axes=(None, 0))(ensemble, SQUARE[0])
+    close(batched, jnp.stack([every(ensemble, x) for x in SQUARE[0]]))
+
+    grads = eqx.filter_jit(eqx.filter_grad(value))(ensemble, x)
+    for i, model in enumerate(ensemble):
+        alone = eqx.filter_grad(lambda model, x: jnp.sum(model(x) ** 2))(model, x)
+        assert_close(ee.tree.take(grads.stacked, i), eqx.filter(alone, eqx.is_array), 1e-5)
+    assert grads.ids is None
+
+
+def test_one_compile_for_ensembles_of_one_size(ensemble):
+    traces = 0
+
+    @eqx.filter_jit
+    def call(ensemble, x):
+        nonlocal traces
+        traces += 1
+        return ensemble(x)
+
+    for part in (ensemble[:2], ensemble[2:], ensemble[[3, 0]], ee.stack([ensemble[1], ensemble[2]])):
+        call(part, SQUARE[0, 0])
+    assert traces == 1
+
+
+class Mixture(eqx.Module):
+    """A mixture of experts: an ensemble is a field like any other."""
+
+    gate: eqx.nn.Linear
+    experts: ee.Ensemble[eqx.nn.MLP]
+
+    def __call__(self, x):
+        return jax.nn.softmax(self.gate(x)) @ self.experts(x)
+
+
+class ListMixture(eqx.Module):
+    """The same with a Python list."""
+
+    gate: eqx.nn.Linear
+    experts: list
+
+    def __call__(self, x):
+        return jax.nn.softmax(self.gate(x)) @ jnp.stack([expert(x) for expert in self.experts])
+
+
+def test_a_field_of_a_bigger_module(ensemble):
+    gate = eqx.nn.Linear(3, 4, key=jax.random.key(1))
+    x = SQUARE.reshape(-1, 3)
+    y = jnp.stack([jnp.sin(x[:, 0]), x[:, 1]], axis=1)
+
+    @eqx.filter_jit
+    def step(model):
+        value, grads = eqx.filter_value_and_grad(lambda m: jnp.mean((jax.vmap(m)(x) - y) ** 2))(model)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.3 * g, grads)), value
+
+    ours, listed = Mixture(gate, ensemble), ListMixture(gate, ensemble.unstack())
+    losses = []
+    for _ in range(10):
+        (ours, value), (listed, expected) = step(ours), step(listed)
+        close(value, expected)
+        losses.append(value)
+    assert losses[-1] < 0.8 * losses[0]
+    np.testing.assert_array_equal(ours.experts.ids, ensemble.ids)
+    for i in range(4):
+        assert_close(ours.experts[i], listed.experts[i], 1e-4)
+        assert not np.allclose(ours.experts[i].layers[0].weight, ensemble[i].layers[0].weight)
+
+
+def test_ensembles_of_ensembles(nested):
+    x = SQUARE[0, 0]
+    assert isinstance(nested[1], ee.Ensemble)
+    assert (len(nested), len(nested[1])) == (4, 3)
+    loop = jnp.stack([every(inner, x) for inner in nested.unstack()])
+    assert loop.shape == (4, 3, 2)
+    close(nested(x), loop)
+    close(nested[1:][[2]](x), loop[3:])
+    batches = jnp.stack([jnp.stack([jax.vmap(model)(SQUARE[0]) for model in inner]) for inner in nested])
+    close(nested(ee.Batch(SQUARE[0])), batches)
+    close(nested(ee.Each(SQUARE[0])), jnp.stack([every(inner, SQUARE[0, i]) for i, inner in enumerate(nested)]))
+    own = jnp.stack([jnp.stack([m(SQUARE[i, j]) for j, m in enumerate(inner)]) for i, inner in enumerate(nested)])
+    close(nested(ee.Each(ee.Each(SQUARE[:, :3]))), own)
+    for i, key in enumerate(ee.member_keys(KEY, 4)):
+        assert_same(nested[i], ee.build(mlp, 3, key=key))
+    assert_same(ee.stack(nested.unstack()), nested)
+
+
+def test_copies_and_maps_keep_the_type(ensemble):
+    for same in (copy.copy(ensemble), copy.deepcopy(ensemble), jax.tree.map(lambda x: x, ensemble)):
+        assert isinstance(same, ee.Ensemble)
+        assert_same(same, ensemble)
+    doubled = jax.tree.map(lambda x: 2 * x if eqx.is_inexact_array(x) else x, ensemble)
+    np.testing.assert_array_equal(doubled[1].layers[0].weight, 2 * ensemble[1].layers[0].weight)
+
+
+def test_under_a_transform_that_adds_an_axis(nested):
+    """`filter_vmap` over what an ensemble of ensembles holds."""
+    inner = eqx.filter_vmap(lambda key: ee.build(mlp, 3, key=key))(ee.member_keys(KEY, 4))
+    got = eqx.filter_vmap(lambda ensemble: ensemble(SQUARE[0, 0]))(inner)
+    close(got, nested(SQUARE[0, 0]))

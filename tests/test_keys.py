@@ -1,0 +1,101 @@
+import zlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_ensemble as ee
+from eqx_ensemble import _keys
+
+KEY = jax.random.key(0)
+
+
+def bits(keys):
+    return np.asarray(jax.random.key_data(keys))
+
+
+def test_the_documented_formula():
+    keys = ee.member_keys(KEY, 5)
+    base = jax.random.fold_in(KEY, zlib.crc32(b"build"))
+    np.testing.assert_array_equal(bits(keys), np.stack([bits(jax.random.fold_in(base, i)) for i in range(5)]))
+    purpose = ee.member_keys(KEY, [9, 2], purpose="mask")
+    expected = jax.random.fold_in(jax.random.fold_in(KEY, zlib.crc32(b"mask")), 2)
+    np.testing.assert_array_equal(bits(purpose)[1], bits(expected))
+
+
+def test_a_key_depends_on_the_id_alone():
+    keys = bits(ee.member_keys(KEY, 8))
+    np.testing.assert_array_equal(bits(ee.member_keys(KEY, 3)), keys[:3])
+    np.testing.assert_array_equal(bits(ee.member_keys(KEY, [5, 0, 7])), keys[np.array([5, 0, 7])])
+
+
+def test_purposes_steps_and_splits_do_not_collide():
+    """Without a tag, `split(key, n)[i]` is `fold_in(key, i)`."""
+    np.testing.assert_array_equal(bits(jax.random.split(KEY, 4)[3]), bits(jax.random.fold_in(KEY, 3)))
+    streams = [ee.member_keys(KEY, 50, purpose=p) for p in ("build", "loss", "rows", "shared rows", "predict", "call")]
+    streams += [_keys.at_step(streams[1], step) for step in (0, 1, 2, 1000)]
+    streams += [jax.random.split(KEY, 50)]
+    everything = np.concatenate([bits(keys) for keys in streams])
+    assert len(np.unique(everything, axis=0)) == len(everything)
+
+
+def test_one_step_for_all_or_one_each():
+    keys = ee.member_keys(KEY, 3)
+    same = bits(_keys.at_step(keys, jnp.array(4)))
+    np.testing.assert_array_equal(same[2], bits(jax.random.fold_in(keys[2], 4)))
+    own = bits(_keys.at_step(keys, jnp.array([4, 5, 6])))
+    np.testing.assert_array_equal(own[0], same[0])
+    np.testing.assert_array_equal(own[2], bits(jax.random.fold_in(keys[2], 6)))
+
+
+def test_a_legacy_key_is_the_typed_key():
+    legacy = jax.random.PRNGKey(0)
+    np.testing.assert_array_equal(bits(ee.member_keys(legacy, 4)), bits(ee.member_keys(KEY, 4)))
+    np.testing.assert_array_equal(bits(ee.member_keys(np.asarray(legacy), 4)), bits(ee.member_keys(KEY, 4)))
+
+
+def test_these_are_the_keys_that_build_gives():
+    make = lambda key: eqx.nn.Linear(2, 1, key=key)
+    ensemble = ee.build(make, 3, key=KEY)
+    np.testing.assert_array_equal(ensemble[1].weight, make(ee.member_keys(KEY, 3)[1]).weight)
+
+
+def test_under_jit():
+    drawn = jax.jit(lambda key: ee.member_keys(key, 4))(KEY)
+    np.testing.assert_array_equal(bits(drawn), bits(ee.member_keys(KEY, 4)))
+    ids = jax.jit(lambda ids: ee.member_keys(KEY, ids))(jnp.array([3, 1]))
+    np.testing.assert_array_equal(bits(ids), bits(ee.member_keys(KEY, [3, 1])))
+
+
+def test_keys_of_a_call():
+    dropout = ee.stack([eqx.nn.Sequential([eqx.nn.Linear(3, 64, key=k), eqx.nn.Dropout()]) for k in [KEY] * 3])
+    x = jnp.ones(3)
+    same = np.asarray(dropout(x, key=KEY)) == 0
+    own = np.asarray(dropout(x, key=dropout.keys(KEY))) == 0
+    assert (same[0] == same[1]).all()
+    assert (own[0] != own[1]).any()
+    assert (own[1] != own[2]).any()
+    np.testing.assert_array_equal(bits(dropout.keys(KEY).value), bits(ee.member_keys(KEY, 3, purpose="call")))
+
+
+def test_rows_drawn_on_the_host():
+    data = bits(ee.member_keys(KEY, 2, purpose="rows"))
+    draw = lambda member, epoch: _keys.host_generator(data[member], epoch).permutation(100)
+    np.testing.assert_array_equal(draw(0, 3), draw(0, 3))
+    assert (draw(0, 3) != draw(1, 3)).any()
+    assert (draw(0, 3) != draw(0, 4)).any()
+    word = int(data[0][0]) * 2**32 + int(data[0][1])
+    expected = np.random.Generator(np.random.Philox(key=np.array([word, 3], np.uint64))).permutation(100)
+    np.testing.assert_array_equal(draw(0, 3), expected)
+
+
+@pytest.mark.parametrize("implementation", ["rbg", "unsafe_rbg"])
+def test_other_generators_are_refused_because_vmap_changes_them(implementation):
+    keys = jax.random.split(jax.random.key(0, impl=implementation), 3)
+    together = jax.vmap(lambda key: jax.random.normal(key, (2,)))(keys)
+    alone = jnp.stack([jax.random.normal(key, (2,)) for key in keys])
+    assert (np.asarray(together) != np.asarray(alone)).any()
+    with pytest.raises(TypeError, match="threefry"):
+        ee.member_keys(keys[0], 3)
