@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -104,7 +105,7 @@ def _child(name: str, size: str) -> None:
     CLEAR.write_text("5")  # sets the peak back to the present size
     before = _resident("VmHWM")
     jax.block_until_ready(run())
-    print(_resident("VmHWM") - before)
+    print(max(_resident("VmHWM") - before, resource.getpagesize()))
 
 
 def _resident(field: str) -> int:

@@ -93,7 +93,7 @@ def _mlp(num_members: int, batch: int, inputs: int, width: int, out: int) -> Wor
 def _ways(work: Work) -> dict[str, Callable[[Any], Any]]:
     one = jax.jit(work.one)
     parts = ee.tree.unstack(work.stacked)
-    planned = lambda plan: eqx.filter_jit(lambda stacked: ee.map_members(work.one, plan=plan)(ee.Each(stacked)))
+    planned = lambda plan: jax.jit(lambda stacked: ee.map_members(work.one, plan=plan)(ee.Each(stacked)))
     some = work.num_members // 9 + 3  # does not divide the number of members
     few = work.num_members // 2 + 1
     return {

@@ -80,7 +80,8 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
                 return model(*args, **kwargs)
             return _axes.over_batch(model, *args, **kwargs)
 
-        return map_members(call)(self, *args, **kwargs)
+        with _check.explained_call():
+            return map_members(call)(self, *args, **kwargs)
 
     @overload
     def __getitem__(self, index: int | np.integer) -> M: ...
@@ -158,7 +159,9 @@ def stack(
     **Raises:** `MemberMismatchError` when the models differ in anything but array values, naming leaf, members and
     both values.
     """
-    models = _check.sequence_of_trees(models, name="stack")
+    models = _check.sequence_of_trees(models, name="eqx_ensemble.stack")
+    rules = _check.Rules(scalars="floats" if promote_scalars else "equal")
+    _check.same_members(models, name="eqx_ensemble.stack", rules=rules)
     stacked = _tree.stack(models, promote_scalars=promote_scalars)
     stacked, rest = eqx.partition(stacked, _axes_mask(stacked, shared))
     if shared is not None:

@@ -51,11 +51,6 @@ def member_ids(ids: Any) -> Int[Array, " members"]:
     return jnp.asarray(ids, dtype=jnp.int32)
 
 
-def at_step(keys: Key[Array, " members"], step: Int[Array, ""] | Int[Array, " members"]) -> Key[Array, " members"]:
-    """The members' keys for one step."""
-    return jax.vmap(jax.random.fold_in, in_axes=(0, None if jnp.ndim(step) == 0 else 0))(keys, step)
-
-
 def tag(purpose: str) -> int:
     """The number that stands for a purpose. `fold_in` with small numbers would collide with `split`."""
     return zlib.crc32(purpose.encode())

@@ -35,7 +35,7 @@ def test_purposes_steps_and_splits_do_not_collide():
     """Without a tag, `split(key, n)[i]` is `fold_in(key, i)`."""
     np.testing.assert_array_equal(bits(jax.random.split(KEY, 4)[3]), bits(jax.random.fold_in(KEY, 3)))
     streams = [ee.member_keys(KEY, 50, purpose=p) for p in ("build", "loss", "rows", "shared rows", "predict", "call")]
-    streams += [_keys.at_step(streams[1], step) for step in (0, 1, 2, 1000)]
+    streams += [_keys.at_step(streams[1], jnp.array(step)) for step in (0, 1, 2, 1000)]
     streams += [jax.random.split(KEY, 50)]
     everything = np.concatenate([bits(keys) for keys in streams])
     assert len(np.unique(everything, axis=0)) == len(everything)
@@ -82,7 +82,8 @@ def test_keys_of_a_call():
 
 def test_rows_drawn_on_the_host():
     data = bits(ee.member_keys(KEY, 2, purpose="rows"))
-    draw = lambda member, epoch: _keys.host_generator(data[member], epoch).permutation(100)
+    stream = _keys.HostStream()
+    draw = lambda member, epoch: stream.permutation(data[member], epoch, 100)
     np.testing.assert_array_equal(draw(0, 3), draw(0, 3))
     assert (draw(0, 3) != draw(1, 3)).any()
     assert (draw(0, 3) != draw(0, 4)).any()

@@ -16,6 +16,7 @@ from ._building import callable_members as callable_members
 from ._building import ensembles as ensembles
 from ._building import equal_members as equal_members
 from ._building import equal_shared as equal_shared
+from ._building import explained_call as explained_call
 from ._building import explained_constructor as explained_constructor
 from ._building import maker as maker
 from ._building import no_second_key as no_second_key
@@ -29,6 +30,7 @@ from ._data import numeric_data as numeric_data
 from ._data import prediction_rows as prediction_rows
 from ._data import row_indices as row_indices
 from ._data import rows_of_data as rows_of_data
+from ._data import same_structure as same_structure
 from ._errors import MemberMismatchError as MemberMismatchError
 from ._fit import diverged as diverged
 from ._fit import fit_options as fit_options

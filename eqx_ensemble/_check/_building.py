@@ -89,6 +89,20 @@ def explained_constructor() -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def explained_call() -> Iterator[None]:
+    """Adds to a member's own errors what an ensemble's call hands it: most often it was given a batch."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not isinstance(error, MemberMismatchError):
+            error.add_note(
+                "An ensemble calls every member with one example. For a batch pass `eqx_ensemble.Batch(x)`, for one "
+                "input per member `eqx_ensemble.Each(x)`."
+            )
+        raise
+
+
 def selected(select: Callable[[Any], T], tree: Any) -> T:
     """The result of a `shared=` selection."""
     try:

@@ -66,6 +66,16 @@ def numeric_data(data: Any, *, argument: str, name: str) -> None:
             )
 
 
+def same_structure(validation: Any, data: Any) -> None:
+    """The loss takes validation data apart as it does the training data."""
+    expected, got = jax.tree.structure(data), jax.tree.structure(validation)
+    if expected != got:
+        raise TypeError(
+            f"`fit` needs `validation` with the structure of `data`, because the loss takes both; expected {expected}, "
+            f"got {got}.\nPass both as `(x, y)`; or give a `score` of its own."
+        )
+
+
 def batch_fits(batch_size: int, rows: int, *, name: str) -> None:
     """A batch is not larger than the data."""
     positive_int(batch_size, "batch_size", name=name)
@@ -98,6 +108,8 @@ def data_members(tree: Any, num_members: int, *, argument: str, name: str) -> No
 
 def prediction_rows(nodes: list[Any], each: type, num_members: int) -> int:
     """The number of rows on which all inputs of `predict` agree."""
+    if any(type(node).__name__ == "Batch" for node in nodes):
+        raise TypeError("`predict` takes the rows as they are: pass `x` instead of `Batch(x)`.")
     shared = [node for node in nodes if not isinstance(node, each)]
     own = [node.per_member() for node in nodes if isinstance(node, each)]
     numeric_data((shared, own), argument="x", name="predict")

@@ -5,7 +5,7 @@ import jax
 
 from ._errors import MemberMismatchError
 from ._leaves import is_traced
-from ._statics import _parts
+from ._statics import static_parts
 
 
 def no_tracers(made: Any, *, name: str) -> None:
@@ -20,16 +20,9 @@ def no_tracers(made: Any, *, name: str) -> None:
     for path, leaf in paths:
         if not eqx.is_array_like(leaf):
             _search(leaf, jax.tree_util.keystr(path), name, seen)
-    for module in _modules(made):
-        _search(module, type(module).__name__, name, seen)
-
-
-def _modules(tree: Any) -> list[eqx.Module]:
-    found = []
-    for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, eqx.Module)):
+    for node in jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, eqx.Module)):
         if isinstance(node, eqx.Module):
-            found.append(node)
-    return found
+            _search(node, type(node).__name__, name, seen)
 
 
 def _search(value: Any, place: str, name: str, seen: set[int]) -> None:
@@ -41,6 +34,5 @@ def _search(value: Any, place: str, name: str, seen: set[int]) -> None:
     if id(value) in seen or eqx.is_array_like(value):
         return
     seen.add(id(value))
-    for part, child in (_parts(value) or {}).items():
-        if not (isinstance(part, str) and part.startswith("global ")):
-            _search(child, f"{place}, {part if isinstance(part, str) else part[0]}", name, seen)
+    for part, child in (static_parts(value) or {}).items():
+        _search(child, f"{place}, {part if isinstance(part, str) else part[0]}", name, seen)

@@ -54,7 +54,7 @@ def static_gap(a: Any, b: Any, seen: dict, trail: tuple[str, ...] = ()) -> Gap |
         # Markers carry no information but which is which: all that counts is that they pair up one to one.
         paired = seen.setdefault(("to", id(a)), b) is b and seen.setdefault(("from", id(b)), a) is a
         return None if paired else Gap(trail, a, b)
-    parts = _parts(a), _parts(b)
+    parts = static_parts(a), static_parts(b)
     if parts[0] is None or parts[1] is None:
         return None if _same_value(a, b) else Gap(trail, a, b)
     if isinstance(a, types.FunctionType) and a.__globals__ is not b.__globals__:
@@ -81,7 +81,7 @@ def _parts_gap(a, b, parts, seen, trail) -> Gap | None:
     return None
 
 
-def _parts(x: Any) -> dict | None:
+def static_parts(x: Any) -> dict | None:
     """What `x` is made of, by a name in words; None if it can only be compared with `==`."""
     if isinstance(x, types.FunctionType):
         return _function_parts(x)

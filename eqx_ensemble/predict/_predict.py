@@ -58,10 +58,10 @@ def predict(
     _check.positive_int(batch_size, "batch_size", name="predict")
     _check.model_state_missing(ensemble.stacked, state, name="predict")
     _check.model_state(state, ensemble.num_members, name="predict")
-    nodes, treedef = jax.tree.flatten(x, is_leaf=_axes.is_per_member)
+    nodes, treedef = jax.tree.flatten(x, is_leaf=lambda x: isinstance(x, _axes.Each | _axes.Batch))
     num_rows = _check.prediction_rows(nodes, _axes.Each, ensemble.num_members)
     batch_size = min(batch_size, num_rows)
-    keys = None if key is None else _keys.member_keys(key, ensemble.ids, purpose="predict")
+    keys = None if key is None else _keys.member_keys(_keys.root(key, name="predict"), ensemble.ids, purpose="predict")
     call = _Call(fn, inference, plan)
 
     parts = []

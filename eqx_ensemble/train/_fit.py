@@ -20,7 +20,7 @@ from ._program import Carry, Inputs, Program
 from ._rows import ORDERS, Order, row_order
 from ._run import Record, Run, status_names
 from ._select import no_selection
-from ._state import DIVERGED, TrainState, init
+from ._state import DIVERGED, TrainState, first_state
 
 
 def fit(
@@ -49,7 +49,8 @@ def fit(
     """Trains all members; each ends as the model that you would have got by training it alone.
 
     Loss and optimiser are written for ONE member. Whole chunks of steps run as one compiled program; gradient,
-    optimiser, patience and faults stay with their member.
+    optimiser, patience and faults stay with their member. Another fit with the same loss and optimiser objects and the
+    same shapes compiles nothing: keep them in variables.
 
     ```python
     def loss(model, batch, key):
@@ -94,11 +95,13 @@ def fit(
     plan = Vmap() if plan is None else plan
     lengths = {"epochs": epochs, "steps": steps, "patience": patience}
     _check.fit_options(plan, AbstractPlan, order, ORDERS, validation=validation, **lengths)
-    first = init(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, key=key)
+    first = first_state(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, name="fit", key=key)
     stateful = state is not None
     loss_of_one = as_loss(loss, stateful=stateful, has_aux=has_aux, hyper=hyper, name="fit")
     score_of_one = None
     if validation is not None:
+        if score is None and not is_batches(data):
+            _check.same_structure(validation, data)
         score_aux = has_aux and score is None
         score_of_one = as_loss(score or loss, stateful=stateful, has_aux=score_aux, hyper=hyper, name="fit")
         validation, _ = on_device(validation, first.num_members, argument="validation", name="fit")

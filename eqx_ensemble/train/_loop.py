@@ -53,7 +53,7 @@ class Loop:
         status = np.asarray(carry.moving.status)
         shown = {"loss": f"{_mean(losses):.4g}"}
         if scores is not None:
-            shown["validation"] = f"{_mean(scores):.4g}"
+            shown["best validation"] = f"{_mean(scores):.4g}"
         for name, code in (("stopped", STOPPED), ("diverged", DIVERGED)):
             if (status == code).any():
                 shown[name] = str(int((status == code).sum()))

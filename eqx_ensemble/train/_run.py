@@ -86,6 +86,7 @@ class Record:
         self._outputs: list[Any] = []
         self._scores: list[np.ndarray] = []
         self._score_steps: list[int] = []
+        self._latest: np.ndarray | None = None
         self.steps = 0
 
     def add_steps(self, outputs: PyTree) -> None:
@@ -93,6 +94,8 @@ class Record:
         outputs = jax.tree.map(np.asarray, outputs)
         self._outputs.append(outputs)
         self.steps += outputs[0].shape[0]
+        last = _last_finite(outputs[0].T)
+        self._latest = last if self._latest is None else np.where(np.isfinite(last), last, self._latest)
 
     def add_scores(self, scores: Any) -> None:
         """The members' validation scores `(members,)` after the steps so far."""
@@ -101,11 +104,15 @@ class Record:
 
     @property
     def latest(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """The latest losses `(members,)` and validation scores `(members,)`."""
-        return self._outputs[-1][0][-1], self._scores[-1] if self._scores else None
+        """Each member's latest loss `(members,)` and best validation score `(members,)`, also when it has left."""
+        assert self._latest is not None
+        return self._latest, np.fmin.reduce(self._scores) if self._scores else None
 
     def history(self) -> History:
         """The curves, `members` first."""
         loss, aux = jax.tree.map(lambda *parts: np.moveaxis(np.concatenate(parts), 0, 1), *self._outputs)
+        # The chunk in which the last member left may have gone on without anyone.
+        trained = int(np.flatnonzero(np.isfinite(loss).any(axis=0)).max(initial=-1)) + 1
+        loss, aux = jax.tree.map(lambda curves: curves[:, : max(trained, 1)], (loss, aux))
         validation = np.stack(self._scores, axis=1) if self._scores else None
         return History(loss, aux, validation, np.array(self._score_steps, np.int64))

@@ -98,16 +98,30 @@ def init(
 
     **Returns:** the training state.
     """
-    _check.ensemble(ensemble, Ensemble, name="train.init")
+    return first_state(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, name="train.init", key=key)
+
+
+def first_state(
+    ensemble: Ensemble[M],
+    optimiser: Optimiser,
+    *,
+    state: eqx.nn.State | None,
+    hyper: PyTree,
+    trainable: PyTree | Callable[[Any], bool],
+    name: str,
+    key: Any,
+) -> TrainState[M]:
+    """[`eqx_ensemble.train.init`][] under the name of the function that the user called."""
+    _check.ensemble(ensemble, Ensemble, name=name)
     hyper = None if hyper is None else jax.tree.map(jnp.asarray, hyper, is_leaf=lambda x: isinstance(x, list))
-    _check.optimiser(optimiser, hyper=hyper, name="train.init")
+    _check.optimiser(optimiser, hyper=hyper, name=name)
     if hyper is not None:
-        _check.hyper(hyper, ensemble.num_members, name="train.init")
-    _check.model_state_missing(ensemble.stacked, state, name="train.init")
-    _check.model_state(state, ensemble.num_members, name="train.init")
+        _check.hyper(hyper, ensemble.num_members, name=name)
+    _check.model_state_missing(ensemble.stacked, state, name=name)
+    _check.model_state(state, ensemble.num_members, name=name)
     params, frozen = eqx.partition(ensemble.stacked, trainable)
-    _check.trainable(params, name="train.init")
-    key = _keys.root(key, name="train.init")
+    _check.trainable(params, name=name)
+    key = _keys.root(key, name=name)
     keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
 
     params, frozen, state, shared, ids = jax.tree.map(_copied, (params, frozen, state, ensemble.shared, ensemble.ids))

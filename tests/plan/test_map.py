@@ -89,7 +89,7 @@ def test_composes_with_the_transformations(ensemble):
     grads = eqx.filter_jit(eqx.filter_grad(loss))(ensemble, x, y)
     for i, member in enumerate(ensemble.unstack()):
         alone = eqx.filter_grad(lambda model: mse(model, x, y)["mse"])(member)
-        assert_close(grads[i].layers, alone.layers, 1e-5)
+        assert_close(ee.tree.take(grads.stacked, i).layers, alone.layers, 1e-5)
     per_example = jax.vmap(lambda x, y: ee.map_members(mse)(ensemble, x[None], y[None])["mse"])(x, y)
     assert per_example.shape == (6, 5)
 

@@ -1,0 +1,94 @@
+"""Every benchmark runs with its smallest sizes, and its method measures what it says."""
+
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+FOLDER = pathlib.Path(__file__).parent.parent / "benchmarks"
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
+
+
+@pytest.fixture
+def method(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    yield importlib.import_module("_measure")
+    sys.modules.pop("_measure")
+
+
+def run_script(name, *arguments, cwd):
+    done = subprocess.run(
+        [sys.executable, FOLDER / f"{name}.py", "--quick", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script(name, tmp_path):
+    printed = run_script(name, "--json", str(tmp_path / "found.json"), cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["results"]["rows"]
+    for row in found["results"]["rows"]:
+        assert row["question"] in printed
+        assert row["verdict"] == "absent" or row["ratio"] > 0
+    assert found["environment"]["versions"]["eqx_ensemble"] in printed
+
+
+@pytest.mark.slow
+def test_all_scripts_in_one_table(tmp_path):
+    printed = run_script("__main__", cwd=tmp_path)
+    table = printed[printed.index("All questions") :]
+    assert "scan by hand" in table
+    assert "import eqx_ensemble" in table
+
+
+def test_every_script_has_its_place():
+    main = (FOLDER / "__main__.py").read_text()
+    for name in SCRIPTS:
+        assert f'"{name}"' in main
+
+
+def test_contenders_take_turns(method):
+    order = []
+    contenders = [method.Contender(name, lambda name=name: order.append(name)) for name in "ab"]
+    method.interleaved(contenders, rounds=3)
+    assert order == ["a", "b"] * 5
+
+
+def test_ratio_is_taken_within_a_round(method):
+    drift = np.array([1.0, 2.0, 4.0, 8.0])
+    row = method.compared("q", *(method.Timing(n, x * drift, drift) for n, x in (("a", 3.0), ("b", 1.5))), target=">= 2")
+    assert (row.low, row.ratio, row.high, row.cpu_ratio) == (2, 2, 2, 1)
+    assert row.ratio_of == "a / b"
+    assert row.verdict == "met"
+
+
+def test_seconds_are_per_unit(method):
+    contender = method.Contender("sleeps", lambda: time.sleep(0.02), units=4)
+    timing = method.interleaved([contender], rounds=3)["sleeps"]
+    assert timing.wall.min() >= 0.005
+    assert timing.cpu.max() < timing.wall.min()
+
+
+@pytest.mark.parametrize(("ratio", "target", "verdict"), [(2.0, ">= 2", "met"), (1.1, "<= 1.03", "NOT MET"), (1.0, "", "")])
+def test_verdict(method, ratio, target, verdict):
+    assert method.ratio_row("q", "a / b", [ratio] * 3, target=target).verdict == verdict
+
+
+def test_a_missing_peer_is_reported(method):
+    timing = method.Timing("fit", np.ones(3), np.ones(3))
+    row = method.compared("torch", None, timing, target=">= 2")
+    assert row.verdict == "absent"
+    assert "absent / fit" in method.rows_table([row])
