@@ -21,7 +21,8 @@ def torch_func(problem: Problem, *, fused: bool) -> Train:
     torch.set_num_threads(1)
     device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
     module, first = _torch_members(problem, torch, device)
-    x, y = (torch.from_numpy(a).to(device) for a in (problem.x, problem.y.astype(np.int64) if problem.y.dtype == np.int32 else problem.y))
+    x, y = (torch.from_numpy(a).to(device) for a in (problem.x, problem.y))
+    y = y if y.is_floating_point() else y.long()
 
     def loss_of(params: Any, x: Any, y: Any) -> Any:
         out = torch.func.functional_call(module, params, (x,))
@@ -52,7 +53,7 @@ def _torch_members(problem: Problem, torch: Any, device: str) -> tuple[Any, dict
 
     def make() -> Any:
         layers = []
-        for inputs, out in zip(problem.sizes, problem.sizes[1:], strict=False):
+        for inputs, out in problem.layers:
             layers += [torch.nn.Linear(inputs, out), torch.nn.ReLU()]
         return torch.nn.Sequential(*layers[:-1])
 
@@ -98,8 +99,7 @@ def nnx_vmap(problem: Problem) -> Train:
 
     class MLP(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
-            sizes = problem.sizes
-            self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in zip(sizes, sizes[1:], strict=False)])
+            self.layers = nnx.List([nnx.Linear(inputs, out, rngs=rngs) for inputs, out in problem.layers])
 
         def __call__(self, x: Any) -> Any:
             for layer in self.layers[:-1]:
@@ -131,24 +131,25 @@ def nnx_vmap(problem: Problem) -> Train:
     return train
 
 
-def sklearn_bagging(problem: Problem, *, num_members: int, epochs: int) -> Callable[[], Any]:
-    """scikit-learn's bagging of `MLPRegressor`s, one after another on one thread."""
+def sklearn_bagging(problem: Problem) -> Train:
+    """scikit-learn's bagging of `MLPRegressor`s, one after another on one thread; it draws its own rows."""
     from sklearn.ensemble import BaggingRegressor
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.neural_network import MLPRegressor
     from threadpoolctl import threadpool_limits
 
-    member = MLPRegressor(
-        hidden_layer_sizes=problem.sizes[1:-1],
-        learning_rate_init=problem.learning_rate,
-        batch_size=problem.batch_size,
-        max_iter=epochs,
-        n_iter_no_change=epochs,
-    )
-
-    def run() -> Any:
+    def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
+        epochs = sum(1 for _ in rows_of_epochs)
+        member = MLPRegressor(
+            hidden_layer_sizes=problem.sizes[1:-1],
+            learning_rate_init=problem.learning_rate,
+            batch_size=problem.batch_size,
+            max_iter=epochs,
+            n_iter_no_change=epochs,
+        )
         with warnings.catch_warnings(), threadpool_limits(1):
             warnings.simplefilter("ignore", ConvergenceWarning)  # the number of epochs is fixed here
-            return np.float32(BaggingRegressor(member, num_members).fit(problem.x, problem.y).n_features_in_)
+            members = BaggingRegressor(member, problem.num_members).fit(problem.x, problem.y).estimators_
+        return [np.asarray(one.loss_) for one in members]
 
-    return run
+    return train

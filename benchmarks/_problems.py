@@ -1,6 +1,7 @@
 """The work that all contenders do: models, losses and data, written once for one member."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,10 +41,15 @@ class Problem:
         """All members; the same at every call."""
         return ee.build(self.make, self.num_members, key=jax.random.key(0))
 
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of every layer."""
+        return list(itertools.pairwise(self.sizes))
+
     def flops_per_step(self) -> int:
-        """Operations of the matrix products of one step: forward, weights' gradient, inputs' gradient but the first."""
-        layers = [2 * self.num_members * self.batch_size * a * b for a, b in zip(self.sizes, self.sizes[1:], strict=False)]
-        return 3 * sum(layers) - layers[0]
+        """Operations of a step's matrix products; the data themselves need no gradient."""
+        products = [2 * self.num_members * self.batch_size * inputs * out for inputs, out in self.layers]
+        return 3 * sum(products) - products[0]
 
     def own_rows(self, epochs: int) -> Iterator[np.ndarray]:
         """Per epoch, rows of every step `(steps, members, batch)`: a row order of its own for every member."""

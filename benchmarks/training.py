@@ -1,21 +1,20 @@
 """Training: `fit` and `make_step` beside what people write today, on a tiny and on a middle MLP."""
 
 import dataclasses
-import itertools
+import functools as ft
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import _by_hand
+import _ours
 import _peers
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+from _by_hand import Train
 from _measure import ABSENT, Contender, Report, Timing, compared, copying, gemm, interleaved, ratio_row, script
 from _problems import Problem, middle, tiny
-
-import eqx_ensemble as ee
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +39,10 @@ def _tiny(report: Report, *, quick: bool, lengths: Lengths) -> None:
     problem = tiny(quick=quick)
     optimiser = optax.adam(problem.learning_rate)
     _check_losses(report, problem, optimiser)
-    contenders = _ours(problem, optimiser, lengths) + _by_others(problem, optimiser, lengths)
-    contenders += _torch(report, problem, lengths.slow, fused=False) + _nnx(report, problem, lengths.slow)
-    contenders += _sklearn(report, problem, lengths.slowest)
+    contenders = _by_us(problem, optimiser, lengths) + _by_others(problem, optimiser, lengths)
+    contenders += _peer(report, problem, "torch.func", lengths.slow, lambda: _peers.torch_func(problem, fused=False))
+    contenders += _peer(report, problem, "nnx.vmap", lengths.slow, lambda: _peers.nnx_vmap(problem))
+    contenders += _peer(report, problem, "sklearn bagging", lengths.slowest, lambda: _peers.sklearn_bagging(problem))
     times = _named(problem, interleaved(contenders, rounds=lengths.rounds))
     report.timings += times.values()
     asked = [
@@ -66,9 +66,11 @@ def _middle(report: Report, *, quick: bool, lengths: Lengths) -> None:
     problem = middle(quick=quick)
     optimiser = optax.adam(problem.learning_rate)
     _check_losses(report, problem, optimiser)
-    contenders = _ours(problem, optimiser, lengths) + _by_others(problem, optimiser, lengths)
-    contenders += _torch(report, problem, lengths.slow, fused=False) + _torch(report, problem, lengths.slow, fused=True)
-    contenders += _nnx(report, problem, lengths.slowest)
+    contenders = _by_us(problem, optimiser, lengths) + _by_others(problem, optimiser, lengths)
+    for name, fused in (("torch.func", False), ("torch.func, fused Adam", True)):
+        make = ft.partial(_peers.torch_func, problem, fused=fused)
+        contenders += _peer(report, problem, name, lengths.slow, make)
+    contenders += _peer(report, problem, "nnx.vmap", lengths.slowest, lambda: _peers.nnx_vmap(problem))
     product, flops = gemm("GEMM", problem.num_members * problem.batch_size, *problem.sizes[:2])
     copy, moved = copying("copy", 16 if quick else 256)
     times = _named(problem, interleaved([*contenders, product, copy], rounds=lengths.rounds))
@@ -103,7 +105,7 @@ def _full_batch(report: Report, *, quick: bool) -> None:
     problem = dataclasses.replace(tiny(quick=quick, batch_size=2048), name="tiny, full batch")
     optimiser = optax.adam(problem.learning_rate)
     lengths = Lengths(4, 1, 1, 3) if quick else Lengths(96, 96, 1, 7)
-    contenders = [*_ours(problem, optimiser, lengths)[:3], *_by_others(problem, optimiser, lengths)[:2]]
+    contenders = [*_by_us(problem, optimiser, lengths)[:3], *_by_others(problem, optimiser, lengths)[:2]]
     times = _named(problem, interleaved(contenders, rounds=lengths.rounds))
     report.timings += times.values()
     asked = [
@@ -113,14 +115,14 @@ def _full_batch(report: Report, *, quick: bool) -> None:
     report.rows += _answers(problem, times, asked)
 
 
-def _ours(problem: Problem, optimiser: optax.GradientTransformation, lengths: Lengths) -> list[Contender]:
+def _by_us(problem: Problem, optimiser: optax.GradientTransformation, lengths: Lengths) -> list[Contender]:
     steps, slow_steps = (problem.steps_per_epoch * n for n in (lengths.fast, lengths.slow))
-    own, shared, given = (_fit(problem, optimiser, lengths.fast, order=order) for order in ("each", "shared", "given"))
-    donated, kept = (_own_loop(problem, optimiser, donate=donate) for donate in (True, False))
+    fit = lambda order: _ours.fit(problem, optimiser, epochs=lengths.fast, order=order)
+    donated, kept = (_ours.own_loop(problem, optimiser, donate=donate) for donate in (True, False))
     return [
-        Contender("fit, own rows", own, steps),
-        Contender("fit, shared rows", shared, steps),
-        Contender("fit, rows given", given, steps),
+        Contender("fit, own rows", fit("each"), steps),
+        Contender("fit, shared rows", fit("shared"), steps),
+        Contender("fit, rows given", fit("given"), steps),
         Contender("make_step, donated", lambda: donated(problem.own_rows(lengths.slow)), slow_steps),
         Contender("make_step, kept", lambda: kept(problem.own_rows(lengths.slow)), slow_steps),
     ]
@@ -140,94 +142,25 @@ def _by_others(problem: Problem, optimiser: optax.GradientTransformation, length
     ]
 
 
-def _fit(problem: Problem, optimiser: Any, epochs: int, *, order: str) -> Callable[[], Any]:
-    """A whole `fit`; with the order given, each member has its own rows all the same, but nothing is drawn."""
-    ensemble, key = problem.ensemble(), jax.random.key(0)
-    rows = np.concatenate(list(next(problem.own_rows(1))), axis=1) if order == "given" else None
-
-    def run() -> Any:
-        return ee.fit(
-            ensemble,
-            problem.loss,
-            optimiser,
-            (problem.x, problem.y),
-            epochs=epochs,
-            batch_size=problem.batch_size,
-            order=order,
-            rows=rows,
-            progress=False,
-            key=key,
-        ).ensemble.stacked.layers[0].weight
-
-    return run
-
-
-def _own_loop(problem: Problem, optimiser: Any, *, donate: bool) -> _by_hand.Train:
-    """The user's own loop around `make_step`, with batches made on the host."""
-    ensemble, key = problem.ensemble(), jax.random.key(0)
-    step = ee.train.make_step(problem.loss, optimiser, donate=donate)
-
-    def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
-        state, losses = ee.train.init(ensemble, optimiser, key=key), []
-        for rows in rows_of_epochs:
-            for own in rows:
-                state, metrics = step(state, (ee.Each(problem.x[own]), ee.Each(problem.y[own])))
-                losses.append(metrics.loss)
-        return losses
-
-    return train
-
-
-def _torch(report: Report, problem: Problem, epochs: int, *, fused: bool) -> list[Contender]:
-    name = "torch.func, fused Adam" if fused else "torch.func"
+def _peer(report: Report, problem: Problem, name: str, epochs: int, make: Callable[[], Train]) -> list[Contender]:
+    """A peer as a contender, or none when it is not installed, and the report says so."""
     try:
-        train = _peers.torch_func(problem, fused=fused)
+        train = make()
     except ImportError:
         report.facts[f"{problem.name}: {name}"] = ABSENT
         return []
     return [Contender(name, lambda: train(problem.own_rows(epochs)), problem.steps_per_epoch * epochs)]
 
 
-def _nnx(report: Report, problem: Problem, epochs: int) -> list[Contender]:
-    try:
-        train = _peers.nnx_vmap(problem)
-    except ImportError:
-        report.facts[f"{problem.name}: nnx.vmap"] = ABSENT
-        return []
-    return [Contender("nnx.vmap", lambda: train(problem.own_rows(epochs)), problem.steps_per_epoch * epochs)]
-
-
-def _sklearn(report: Report, problem: Problem, epochs: int) -> list[Contender]:
-    try:
-        run = _peers.sklearn_bagging(problem, num_members=problem.num_members, epochs=epochs)
-    except ImportError:
-        report.facts[f"{problem.name}: sklearn bagging"] = ABSENT
-        return []
-    return [Contender("sklearn bagging", run, problem.steps_per_epoch * epochs)]
-
-
 def _check_losses(report: Report, problem: Problem, optimiser: Any) -> None:
     """Losses before times: on the same rows, all of them must follow the same curve."""
-    epochs = 2
-    rows = list(problem.own_rows(1)) * epochs
-    given = np.concatenate(list(rows[0]), axis=1)
-    run = ee.fit(
-        problem.ensemble(),
-        problem.loss,
-        optimiser,
-        (problem.x, problem.y),
-        epochs=epochs,
-        batch_size=problem.batch_size,
-        order="given",
-        rows=given,
-        progress=False,
-        key=jax.random.key(0),
-    )
+    run = _ours.fit(problem, optimiser, epochs=2, order="given")()
+    rows = list(problem.own_rows(1)) * 2
     ours = run.history.loss.T
     others = {
         "scan by hand": _by_hand.scan_of_epoch(problem, optimiser),
         "idiomatic": _by_hand.idiomatic(problem, optimiser),
-        "make_step": _own_loop(problem, optimiser, donate=True),
+        "make_step": _ours.own_loop(problem, optimiser, donate=True),
     }
     try:
         others["torch.func"] = _peers.torch_func(problem, fused=False)
@@ -246,13 +179,13 @@ def _check_losses(report: Report, problem: Problem, optimiser: Any) -> None:
 
 def _one_off_costs(report: Report, problem: Problem, optimiser: Any, steady: Timing) -> None:
     """What a fit costs beside its steps: a second call, and everything up to the first step of a first one."""
-    one_epoch = _fit(problem, optimiser, 1, order="each")
+    one_epoch = _ours.fit(problem, optimiser, epochs=1, order="each")
     times = interleaved([Contender("fit of one epoch", one_epoch)], rounds=7)["fit of one epoch"]
     rest = np.median(times.wall) - problem.steps_per_epoch * np.median(steady.wall)
     report.facts["tiny: a compiled fit costs beside its steps"] = f"{rest * 1e3:.1f} ms"
     jax.clear_caches()
     start = time.perf_counter()
-    jax.block_until_ready(one_epoch())
+    one_epoch()
     report.facts["tiny: first epoch of a first fit, compiling"] = f"{time.perf_counter() - start:.2f} s"
     step = _by_hand.idiomatic(problem, optimiser)
     start = time.perf_counter()

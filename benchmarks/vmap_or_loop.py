@@ -1,10 +1,11 @@
 """When is `vmap` fast? The same function of one member, run for all in the ways that jax offers.
 
-`vmap` wins where one member leaves the machine idle, and loses nothing but memory where it does not. A Python loop pays
-a call for each member; `lax.map` pays nothing for calls and forgoes batching; code batched by hand is what `vmap` writes.
+`vmap` wins where one member leaves the machine idle. A Python loop pays a call for each member; `lax.map` pays nothing
+for calls and forgoes batching; code batched by hand is what `vmap` writes for you.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ def measure(quick: bool) -> Report:
     for work in _works(num_members, quick=quick):
         ways = _ways(work)
         _check_equal(report, work, ways)
-        contenders = [Contender(name, lambda run=run: run(work.stacked)) for name, run in ways.items()]
+        contenders = [Contender(name, ft.partial(run, work.stacked)) for name, run in ways.items()]
         repeats = 1 if quick else _repeats(ways["vmap"], work.stacked)
         contenders = [_repeated(contender, repeats) for contender in contenders]
         times = interleaved(contenders, rounds=3 if quick else 9)
@@ -115,13 +116,16 @@ def _check_equal(report: Report, work: Work, ways: dict[str, Callable[[Any], Any
     for name, run in ways.items():
         found = run(work.stacked)
         found = ee.tree.stack(found) if isinstance(found, list) else found
-        scaled = jax.tree.map(lambda a, b: float(np.max(np.abs(np.asarray(a) - b)) / np.max(np.abs(b))), found, expected)
-        furthest[name] = max(jax.tree.leaves(scaled))
+        furthest[name] = max(jax.tree.leaves(jax.tree.map(_distance, found, expected)))
         if furthest[name] > 1e-5:
             raise AssertionError(f"{work.name}: `{name}` differs from vmap by {furthest[name]:.1e}")
     chunked = {name: far for name, far in furthest.items() if "Chunked" in name}
     words = ", ".join(f"{name} {'bit for bit' if far == 0 else f'{far:.0e}'}" for name, far in chunked.items())
     report.facts[f"{work.name}: equal to vmap"] = f"all within {max(furthest.values()):.0e}; {words}"
+
+
+def _distance(found: Any, expected: np.ndarray) -> float:
+    return float(np.max(np.abs(np.asarray(found) - expected)) / np.max(np.abs(expected)))
 
 
 def _repeats(run: Callable[[Any], Any], stacked: Any) -> int:

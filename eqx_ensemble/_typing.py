@@ -65,7 +65,7 @@ class _StackedMeta(type):
         reason = ""
         for tree in _readings(obj, cls.model, cls.num_axes):
             sizes = {leaf.shape[: cls.num_axes] for leaf in jax.tree.leaves(tree) if _carries(leaf)}
-            if len(sizes) != 1 or len(next(iter(sizes))) != cls.num_axes:
+            if len(sizes) != 1:
                 reason = _check.not_stacked(tree, cls.num_axes, _carries)
             # Asked for all arrays at once, so that a refused object binds nothing.
             elif isinstance(jax.ShapeDtypeStruct(*sizes, bool), cls.sizes):

@@ -58,9 +58,19 @@ def trunk(model):
     return model.trunk
 
 
-def every(ensemble, *args, **kwargs):
+@eqx.filter_jit
+def call(model, *args):
+    return model(*args)
+
+
+@eqx.filter_jit
+def call_batch(model, xs):
+    return jax.vmap(model)(xs)
+
+
+def every(ensemble, x):
     """The reference: the members called one after another."""
-    return jnp.stack([model(*args, **kwargs) for model in ensemble.unstack()])
+    return jnp.stack([call(model, x) for model in ensemble.unstack()])
 
 
 def close(got, expected):
@@ -160,10 +170,10 @@ def test_stateful_members():
     ensemble, state, _ = built(case)
     assert isinstance(state, eqx.nn.State)
     x, y = data(rows=3)  # as many rows as members
-    values, states = ee.map_members(case.loss)(ensemble, state, (x, y), KEY)
+    values, states = eqx.filter_jit(ee.map_members(case.loss))(ensemble, state, (x, y), KEY)
     own = ee.tree.unstack(state)
     for i, model in enumerate(ensemble):
-        value, after = case.loss(model, own[i], (x, y), KEY)
+        value, after = eqx.filter_jit(case.loss)(model, own[i], (x, y), KEY)
         close(values[i], value)
         assert_close(ee.tree.take(states, i), after, 1e-5)
 
@@ -209,13 +219,14 @@ def test_stack_and_unstack_are_inverse(case):
 @cases
 def test_map_is_a_loop_over_the_members(case):
     ensemble, state, _ = built(case)
+    loss = eqx.filter_jit(case.loss)
     batch = data(rows=3)
     if case.stateful:
-        got = ee.map_members(case.loss)(ensemble, state, batch, KEY)[0]
-        loop = [case.loss(m, s, batch, KEY)[0] for m, s in zip(ensemble, ee.tree.unstack(state), strict=True)]
+        got = eqx.filter_jit(ee.map_members(case.loss))(ensemble, state, batch, KEY)[0]
+        loop = [loss(m, s, batch, KEY)[0] for m, s in zip(ensemble, ee.tree.unstack(state), strict=True)]
     else:
-        got = ensemble.map(case.loss, batch, ensemble.keys(KEY))
-        loop = [case.loss(m, batch, key) for m, key in zip(ensemble, ensemble.keys(KEY).value, strict=True)]
+        got = eqx.filter_jit(lambda e, keys: e.map(case.loss, batch, keys))(ensemble, ensemble.keys(KEY))
+        loop = [loss(m, batch, key) for m, key in zip(ensemble, ensemble.keys(KEY).value, strict=True)]
     np.testing.assert_allclose(got, jnp.stack(loop), rtol=max(case.rtol, 1e-5))
 
 
@@ -278,9 +289,9 @@ def test_shared_each_and_batch_are_never_confused(ensemble):
     vector, matrix = SQUARE[0, 0], SQUARE[0]
     models = ensemble.unstack()
     close(ensemble(vector), every(ensemble, vector))
-    close(ensemble(ee.Each(matrix)), jnp.stack([model(x) for model, x in zip(models, matrix, strict=True)]))
-    close(ensemble(ee.Batch(matrix)), jnp.stack([jax.vmap(model)(matrix) for model in models]))
-    own_batches = jnp.stack([jax.vmap(model)(xs) for model, xs in zip(models, SQUARE, strict=True)])
+    close(ensemble(ee.Each(matrix)), jnp.stack([call(model, x) for model, x in zip(models, matrix, strict=True)]))
+    close(ensemble(ee.Batch(matrix)), jnp.stack([call_batch(model, matrix) for model in models]))
+    own_batches = jnp.stack([call_batch(model, xs) for model, xs in zip(models, SQUARE, strict=True)])
     close(ensemble(ee.Each(ee.Batch(SQUARE))), own_batches)
     close(ensemble(ee.Batch(ee.Each(SQUARE))), own_batches)
     close(ensemble(ee.Each(ee.Batch(jnp.swapaxes(SQUARE, 0, 1)), axis=1)), own_batches)
@@ -651,10 +662,10 @@ def test_ensembles_of_ensembles(nested):
     assert loop.shape == (4, 3, 2)
     close(nested(x), loop)
     close(nested[1:][[2]](x), loop[3:])
-    batches = jnp.stack([jnp.stack([jax.vmap(model)(SQUARE[0]) for model in inner]) for inner in nested])
+    batches = jnp.stack([jnp.stack([call_batch(model, SQUARE[0]) for model in inner]) for inner in nested])
     close(nested(ee.Batch(SQUARE[0])), batches)
     close(nested(ee.Each(SQUARE[0])), jnp.stack([every(inner, SQUARE[0, i]) for i, inner in enumerate(nested)]))
-    own = jnp.stack([jnp.stack([m(SQUARE[i, j]) for j, m in enumerate(inner)]) for i, inner in enumerate(nested)])
+    own = jnp.stack([jnp.stack([call(m, SQUARE[i, j]) for j, m in enumerate(inner)]) for i, inner in enumerate(nested)])
     close(nested(ee.Each(ee.Each(SQUARE[:, :3]))), own)
     for i, key in enumerate(ee.member_keys(KEY, 4)):
         assert_same(nested[i], ee.build(mlp, 3, key=key))

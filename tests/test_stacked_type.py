@@ -52,6 +52,11 @@ ALONE = mlp(jax.random.key(1))
 NESTED = ee.build(lambda key: ee.build(mlp, 3, key=key), MEMBERS, key=jax.random.key(0))
 GRID = eqx.filter_vmap(eqx.filter_vmap(mlp))(jax.random.split(jax.random.key(0), (MEMBERS, 3)))
 
+
+def in_short(value):
+    return str(value) if isinstance(value, type) else type(value).__name__
+
+
 both = pytest.mark.parametrize("stacked", [ENSEMBLE, RAW], ids=["ensemble", "raw"])
 
 
@@ -179,7 +184,7 @@ def test_a_refused_object_binds_nothing():
         (GRID, ee.Stacked[MLP, "5"]),
         (ee.from_stacked(eqx.nn.Dropout(jnp.ones(4)), ids=range(4)), ee.Stacked[eqx.nn.Dropout, "4"]),
     ],
-    ids=str,
+    ids=in_short,
 )
 def test_accepted(value, annotation):
     assert isinstance(value, annotation)
@@ -213,7 +218,7 @@ def test_accepted(value, annotation):
         (None, ee.Stacked[MLP, "members"]),
         (jnp.ones(5), ee.Stacked[MLP, "members"]),
     ],
-    ids=str,
+    ids=in_short,
 )
 def test_refused(value, annotation):
     assert not isinstance(value, annotation)

@@ -112,7 +112,8 @@ class Record:
         """The curves, `members` first."""
         loss, aux = jax.tree.map(lambda *parts: np.moveaxis(np.concatenate(parts), 0, 1), *self._outputs)
         # The chunk in which the last member left may have gone on without anyone.
-        trained = int(np.flatnonzero(np.isfinite(loss).any(axis=0)).max(initial=-1)) + 1
-        loss, aux = jax.tree.map(lambda curves: curves[:, : max(trained, 1)], (loss, aux))
-        validation = np.stack(self._scores, axis=1) if self._scores else None
-        return History(loss, aux, validation, np.array(self._score_steps, np.int64))
+        trained = max(int(np.flatnonzero(np.isfinite(loss).any(axis=0)).max(initial=-1)) + 1, 1)
+        loss, aux = jax.tree.map(lambda curves: curves[:, :trained], (loss, aux))
+        steps = np.array(self._score_steps, np.int64)
+        validation = np.stack(self._scores, axis=1)[:, steps <= trained] if self._scores else None
+        return History(loss, aux, validation, steps[steps <= trained])

@@ -47,6 +47,8 @@ def test_mixture_weights_count_members_and_zero_leaves_out():
     got = scores.crps_gaussian_mixture(mean, variance, targets, weights=weights, reduction="none")
     want = scores.crps_gaussian_mixture(mean[picked], variance[picked], targets, reduction="none")
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    score = lambda m, v, y: scores.crps_gaussian_mixture(m, v, y, weights=weights)
+    assert all(np.isfinite(slope).all() for slope in jax.jit(jax.grad(score, (0, 1, 2)))(mean, variance, targets))
 
 
 def test_members_without_variance_are_samples():

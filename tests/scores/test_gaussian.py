@@ -89,7 +89,10 @@ def test_weight_zero_leaves_a_broken_member_out():
     want = scores.nll_gaussian_mixture(mean[:2], variance[:2], targets)
     mean[2], variance[2], weights = np.nan, np.nan, np.array([1.0, 1.0, 0.0])
     assert np.isnan(scores.nll_gaussian_mixture(mean, variance, targets))
-    np.testing.assert_allclose(scores.nll_gaussian_mixture(mean, variance, targets, weights=weights), want, rtol=1e-6)
+    score = lambda m, v, y: scores.nll_gaussian_mixture(m, v, y, weights=weights)
+    value, slopes = jax.jit(jax.value_and_grad(score, (0, 1, 2)))(mean, variance, targets)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    assert all(np.isfinite(slope).all() for slope in slopes)
 
 
 def test_several_outputs_are_entries_of_their_own():

@@ -28,7 +28,7 @@ def make(key):
 def loss(model, batch, key):
     """Dropout of inputs, so that the member's key is seen."""
     x, y = batch
-    x = x * jax.random.bernoulli(key, 0.8, x.shape)
+    x = jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0)
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
@@ -92,7 +92,8 @@ def test_ensemble_stays_usable(ensemble):
     before, leaves = ensemble(x), jax.tree.leaves(ensemble)
     run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, order="given", steps=9, key=KEY)
     np.testing.assert_array_equal(ensemble(x), before)
-    assert not any(leaf.is_deleted() for leaf in leaves + jax.tree.leaves(run))
+    arrays = [leaf for leaf in leaves + jax.tree.leaves(run) if isinstance(leaf, jax.Array)]
+    assert not any(leaf.is_deleted() for leaf in arrays)
     assert run.ensemble(x).shape == (MEMBERS, 1)
 
 
@@ -319,17 +320,17 @@ def test_a_diverged_member_is_frozen_and_named(ensemble):
 
     healthy = fitted([0.01, 0.02, 0.03])
     with pytest.warns(
-        UserWarning, match=r"1 member\(s\) diverged and keep their last finite weights .*: 3 at step 3\."
+        UserWarning, match=r"1 member\(s\) diverged and keep their last finite weights .*: 3 at step 2\."
     ):
         run = fitted([0.01, 1e12, 0.03])
     assert run.status.tolist() == ["ok", "diverged", "ok"]
-    assert run.left.tolist() == [-1, 3, -1]
+    assert run.left.tolist() == [-1, 2, -1]
     others = np.array([0, 2])
     assert_same(run.ensemble[others], healthy.ensemble[others])
     np.testing.assert_array_equal(run.history.loss[others], healthy.history.loss[others])
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(run.train_state.moving.params))
-    assert np.isnan(run.history.loss[1, 4:]).all()
-    expected, _, _ = Alone(loss, optax.sgd(1e12))(ensemble[1], in_order(dataset(), 11, 3), keys_of(3, 3))
+    assert np.isnan(run.history.loss[1, 3:]).all()
+    expected, _, _ = Alone(loss, optax.sgd(1e12))(ensemble[1], in_order(dataset(), 11, 2), keys_of(3, 2))
     assert_close(run.ensemble[1], expected, 1e-5)
 
 

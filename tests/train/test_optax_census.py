@@ -82,7 +82,7 @@ ARGUMENTS = {
     "scale_by_backtracking_linesearch": lambda make: optax.chain(optax.sgd(1.0), make(10, store_grad=True)),
     "scale_by_schedule": lambda make: make(lambda count: 1 / (1 + count)),
     "scale_by_zoom_linesearch": lambda make: optax.chain(optax.sgd(1.0), make(10)),
-    "selective_transform": lambda make: make(optax.lamb(RATE), freeze_mask=_only_vectors),
+    "selective_transform": lambda make: make(optax.lamb(RATE), freeze_mask=_only_vectors(ensemble()[0])),
     "scale_by_distance_over_gradients": lambda make: optax.chain(make(reps_rel=0.05), optax.scale(-1.0)),
     "contrib.scale_by_muon": lambda make: optax.masked(make(weight_dimension_numbers=_muon_numbers), _only_matrices),
     "snapshot": lambda make: make("norm", _measure),
@@ -112,19 +112,19 @@ ARGUMENTS = {
 
 # Complete optimisers; what is not one and has no learning rate is followed by a step against the gradient.
 COMPLETE = {
-    "adadelta", "contrib.cocob", "contrib.dadapt_adamw", "contrib.dog", "contrib.dowg", "contrib.mechanize", "contrib.momo",
-    "contrib.momo_adam", "contrib.prodigy", "contrib.sam", "contrib.schedule_free_adamw", "contrib.schedule_free_sgd",
-    "inject_hyperparams", "inject_stateful_hyperparams", "keep_params_nonnegative", "lbfgs", "multi steps", "multi_transform",
-    "partition", "polyak_sgd", "scale_by_backtracking_linesearch", "scale_by_distance_over_gradients",
-    "scale_by_zoom_linesearch", "selective_transform",
+    "adadelta", "contrib.cocob", "contrib.dadapt_adamw", "contrib.dog", "contrib.dowg", "contrib.mechanize",
+    "contrib.momo", "contrib.momo_adam", "contrib.prodigy", "contrib.sam", "contrib.schedule_free_adamw",
+    "contrib.schedule_free_sgd", "inject_hyperparams", "inject_stateful_hyperparams", "keep_params_nonnegative",
+    "lbfgs", "multi steps", "multi_transform", "partition", "polyak_sgd", "scale_by_backtracking_linesearch",
+    "scale_by_distance_over_gradients", "scale_by_zoom_linesearch", "selective_transform",
 }  # fmt: skip
 
 # Reductions over all parameters, over a leaf, over an axis, and noise: where members would mix if they could.
 TELLING = [
-    "adafactor", "adaptive_grad_clip", "adam", "add_noise", "apply_if_finite", "clip_by_block_rms", "clip_by_global_norm",
-    "lamb", "normalize_by_update_norm", "polyak_sgd", "sm3", "multi_transform", "multi steps", "inject_hyperparams",
-    "contrib.dog", "contrib.mechanize", "contrib.momo", "contrib.muon", "contrib.prodigy", "contrib.reduce_on_plateau",
-    "contrib.sam", "contrib.sophia",
+    "adafactor", "adaptive_grad_clip", "adam", "add_noise", "apply_if_finite", "clip_by_block_rms",
+    "clip_by_global_norm", "lamb", "normalize_by_update_norm", "polyak_sgd", "sm3", "multi_transform", "multi steps",
+    "inject_hyperparams", "contrib.dog", "contrib.mechanize", "contrib.momo", "contrib.muon", "contrib.prodigy",
+    "contrib.reduce_on_plateau", "contrib.sam", "contrib.sophia",
 ]  # fmt: skip
 
 
@@ -141,10 +141,9 @@ def _with_defaults(fn):
 
 def _returns_transform(fn):
     returned = inspect.signature(fn).return_annotation
-    if returned is not inspect.Signature.empty:
-        return "GradientTransformation" in str(returned)
-    # Some are not annotated: whoever can be called as an optimiser is called.
-    return _required(fn) <= {"learning_rate"} and isinstance(_with_defaults(fn), optax.GradientTransformation)
+    if returned is inspect.Signature.empty:  # some are not annotated
+        return "GradientTransformation" in inspect.getsource(fn)
+    return "GradientTransformation" in str(returned)
 
 
 def _public():
@@ -306,7 +305,7 @@ def test_unmapped_adam_is_no_control():
     assert _worst(_unmapped("adam"), "adam") <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["add_noise", "noisy_sgd", "contrib.sophia"])
+@pytest.mark.parametrize("name", ["add_noise", "contrib.hutchinson_estimator_diag_hessian"])
 def test_members_draw_their_own_noise(name):
     """Members with equal weights on equal data stay equal but for their noise."""
     twins = ee.stack([ensemble()[0]] * 2)
@@ -325,7 +324,7 @@ def test_every_public_name_can_be_made():
         assert _required(PUBLIC[name]) <= {"learning_rate"}, (
             f"optax.{name} is new: say in ARGUMENTS how it is made, or in NOT_TRAINED why it is not"
         )
-    assert {"adam", "scale_by_adam", "contrib.muon", "contrib.normalize", "monitor"} <= set(PUBLIC)
+    assert {"adam", "scale_by_adam", "nadam", "contrib.muon", "contrib.dog", "monitor"} <= set(PUBLIC)
     assert (set(ARGUMENTS) | set(NOT_TRAINED) | set(TELLING) | COMPLETE) <= set(PUBLIC)
 
 
@@ -333,7 +332,7 @@ def test_every_public_name_can_be_made():
     ("optimiser", "error", "message"),
     [
         (lambda: optax.lookahead(_adam(), 5, 0.5), AttributeError, "fast"),
-        (lambda: optax.contrib.differentially_private_aggregate(1.0, 0.1, 0), ValueError, "per-example"),
+        (lambda: optax.contrib.differentially_private_aggregate(1.0, 0.1, 0), ValueError, "batch dimension"),
         (
             lambda: optax.chain(_adam(), optax.monitor({"norm": _measure})),
             TypeError,
@@ -343,7 +342,10 @@ def test_every_public_name_can_be_made():
     ids=["lookahead", "private", "monitor"],
 )
 def test_what_is_not_trained_fails_aloud(optimiser, error, message):
-    x, y = batches()
-    with pytest.raises(error, match=message):
+    def one_step():
         state = ee.train.init(ensemble(), optimiser(), key=jax.random.key(2))
-        ee.train.make_step(loss, optimiser())(state, (ee.Each(x[0]), ee.Each(y[0])))
+        x, y = batches()
+        return ee.train.make_step(loss, optimiser())(state, (ee.Each(x[0]), ee.Each(y[0])))
+
+    with pytest.raises(error, match=message):
+        one_step()

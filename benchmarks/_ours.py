@@ -1,0 +1,50 @@
+"""The training done by us."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from _by_hand import Train
+from _problems import Problem
+
+import eqx_ensemble as ee
+
+
+def fit(problem: Problem, optimiser: optax.GradientTransformation, *, epochs: int, order: str) -> Callable[[], ee.Run]:
+    """A whole `fit`; with `order="given"` every member has rows of its own all the same, but none are drawn."""
+    ensemble, key = problem.ensemble(), jax.random.key(0)
+    rows = np.concatenate(list(next(problem.own_rows(1))), axis=1) if order == "given" else None
+
+    def run() -> ee.Run:
+        return ee.fit(
+            ensemble,
+            problem.loss,
+            optimiser,
+            (problem.x, problem.y),
+            epochs=epochs,
+            batch_size=problem.batch_size,
+            order=order,
+            rows=rows,
+            progress=False,
+            key=key,
+        )
+
+    return run
+
+
+def own_loop(problem: Problem, optimiser: optax.GradientTransformation, *, donate: bool) -> Train:
+    """The user's own loop around `make_step`, with batches made on the host."""
+    ensemble, key = problem.ensemble(), jax.random.key(0)
+    step = ee.train.make_step(problem.loss, optimiser, donate=donate)
+
+    def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
+        state, losses = ee.train.init(ensemble, optimiser, key=key), []
+        for rows in rows_of_epochs:
+            for own in rows:
+                state, metrics = step(state, (ee.Each(problem.x[own]), ee.Each(problem.y[own])))
+                losses.append(metrics.loss)
+        return losses
+
+    return train

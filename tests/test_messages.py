@@ -1,0 +1,532 @@
+"""What the library says of wrong inputs, word for word."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+
+KEY = jax.random.key(0)
+X, Y = jnp.ones((6, 2)), jnp.zeros((6, 1))
+ADAM = optax.adam(1e-3)
+
+
+def linear(key):
+    return eqx.nn.Linear(2, 1, key=key)
+
+
+def mse(model, batch, key):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+ENSEMBLE = ee.build(linear, 3, key=KEY)
+MODELS = ENSEMBLE.unstack()
+
+
+class Stateful(eqx.Module):
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key):
+        self.norm = eqx.nn.BatchNorm(2, axis_name="batch", mode="batch")
+
+    def __call__(self, x, state):
+        return self.norm(x, state)
+
+
+def fit(loss=mse, optimiser=ADAM, data=(X, Y), ensemble=ENSEMBLE, **options):
+    options = {"steps": 1, "key": KEY} | options
+    return ee.fit(ensemble, loss, optimiser, data, **options)
+
+
+STATEFUL, STATE = ee.build(eqx.nn.make_with_state(Stateful), 3, key=KEY)
+RBG = jax.random.key(0, impl="rbg")
+
+
+# What is done wrong, and the error that it gives.
+BAD = {
+    "stack of different sizes": (
+        lambda: ee.stack([*MODELS, eqx.nn.Linear(3, 1, key=KEY)]),
+        "MemberMismatchError: "
+        "`eqx_ensemble.stack` needs models that differ only in their arrays; member 3 differs from member "
+        "0.\n"
+        "at `.weight`: expected f32[1,2], got f32[1,3]\n"
+        "at `.in_features`: expected 2, got 3\n"
+        "Models of different sizes cannot share one stacked Module: build one ensemble per size.",
+    ),
+    "stack of different floats": (
+        lambda: ee.stack([eqx.nn.Dropout(0.1), eqx.nn.Dropout(0.2)]),
+        "MemberMismatchError: "
+        "`eqx_ensemble.stack` needs models that differ only in their arrays; member 1 differs from member "
+        "0.\n"
+        "at `.p`: expected 0.1, got 0.2\n"
+        "Pass `promote_scalars=True` to stack Python floats that differ, or make them arrays.",
+    ),
+    "stack of different dtypes": (
+        lambda: ee.stack([MODELS[0], jax.tree.map(lambda x: x.astype(jnp.bfloat16), MODELS[1])]),
+        "MemberMismatchError: "
+        "`eqx_ensemble.stack` needs models that differ only in their arrays; member 1 differs from member "
+        "0.\n"
+        "at `.weight`: expected f32[1,2], got bf16[1,2]\n"
+        "at `.bias`: expected f32[1], got bf16[1]\n"
+        "Nothing is promoted silently: cast the leaves to one dtype first.",
+    ),
+    "stack of one model": (
+        lambda: ee.stack(MODELS[0]),
+        "TypeError: "
+        "`eqx_ensemble.stack` needs a sequence of trees (a list, tuple or iterator), got one `Linear`.\n"
+        "Put the trees in a list, one per member; a tree that is already stacked needs no stacking.",
+    ),
+    "stack of nothing": (
+        lambda: ee.stack([]),
+        "ValueError: `eqx_ensemble.stack` needs at least one tree, got an empty sequence.",
+    ),
+    "from_stacked of a list of models": (
+        lambda: ee.from_stacked([eqx.nn.MLP(2, 1, 4, 1, key=KEY)] * 3),
+        "MemberMismatchError: "
+        "`from_stacked` needs arrays that agree on the number of members along axis 0; got\n"
+        "1 members at `[0].layers[1].weight`, `[0].layers[1].bias`, `[1].layers[1].weight`, "
+        "`[1].layers[1].bias` and 2 more\n"
+        "4 members at `[0].layers[0].weight`, `[0].layers[0].bias`, `[1].layers[0].weight`, "
+        "`[1].layers[0].bias` and 2 more\n"
+        "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`.",
+    ),
+    "concatenate of equal ids": (
+        lambda: ee.concatenate([ENSEMBLE, ENSEMBLE[:1]]),
+        "ValueError: "
+        "Members need different ids, because each member's random stream follows from its id; repeated: "
+        "[0].\n"
+        "Build new members with `build(make, ids=..., key=key)`, or pass `renumber=True`.",
+    ),
+    "concatenate of models": (
+        lambda: ee.concatenate(MODELS),
+        "TypeError: "
+        "`concatenate` needs ensembles, got a Linear at position 0.\n"
+        "Make an ensemble of models with `stack([model, ...])`.",
+    ),
+    "average with two weights": (
+        lambda: ee.average(ENSEMBLE, [0.5, 0.5]),
+        "ValueError: `eqx_ensemble.tree.weighted_mean` needs one weight per tree; got 3 trees and 2 weights.",
+    ),
+    "average with NaN weights": (
+        lambda: ee.average(ENSEMBLE, [0.5, 0.5, float("nan")]),
+        "ValueError: `eqx_ensemble.tree.weighted_mean` needs finite weights; weight 2 is nan.",
+    ),
+    "ids that repeat": (
+        lambda: ee.stack(MODELS, ids=[1, 2, 1]),
+        "ValueError: "
+        "Members need different ids, because each member's random stream follows from its id; repeated: "
+        "[1].\n"
+        "Give each member an id of its own.",
+    ),
+    "ids of the wrong number": (
+        lambda: ee.stack(MODELS, ids=[1, 2]),
+        "MemberMismatchError: `Ensemble` needs one id per member: 3 members, 2 ids.",
+    ),
+    "member out of range": (
+        lambda: ENSEMBLE[3],
+        "IndexError: `eqx_ensemble.tree.take`: index 3 is out of range for 3 members; expected -3 to 2.",
+    ),
+    "mask of the wrong length": (
+        lambda: ENSEMBLE[np.array([True, False])],
+        "IndexError: `eqx_ensemble.tree.take`: a boolean mask needs one value per member: expected 3, got 2.",
+    ),
+    "an empty selection": (
+        lambda: ENSEMBLE[[]],
+        "ValueError: `eqx_ensemble.tree.take`: the index selects no member; an ensemble needs at least one.",
+    ),
+    "a name as an index": (
+        lambda: ENSEMBLE["first"],
+        "TypeError: "
+        "`eqx_ensemble.tree.take`: expected an int, a slice, or a one-dimensional list or array of ints or "
+        "bools, got 'first'.\n"
+        "Use the position of a member, such as `0` or `[0, 2]`.",
+    ),
+    "build of zero members": (
+        lambda: ee.build(linear, 0, key=KEY),
+        "ValueError: An ensemble has at least one member, got num_members: 0.",
+    ),
+    "build of a model": (
+        lambda: ee.build(MODELS[0], 3, key=KEY),
+        "TypeError: "
+        "`build` needs a function that makes one member from a key, got a Linear made already.\n"
+        "Write `build(lambda key: Model(..., key=key), num_members, key=key)`; a list of models goes to "
+        "`stack`.",
+    ),
+    "build without a number": (
+        lambda: ee.build(linear, key=KEY),
+        "TypeError: "
+        "`build` needs to know how many members to make: pass `num_members`, `ids`, `keys`, `zip` or "
+        "`product`.",
+    ),
+    "build without a key": (
+        lambda: ee.build(linear, 3),
+        "TypeError: `build` needs one key: for example `key=jax.random.key(0)`.",
+    ),
+    "build with one key as keys": (
+        lambda: ee.build(linear, keys=KEY),
+        "TypeError: "
+        "`build` needs one key per member as `keys`, shape (members,); got one single key.\n"
+        "One key for all is passed with the number of members: `build(make, num_members, key=key)`.",
+    ),
+    "build with many keys as key": (
+        lambda: ee.build(linear, 3, key=jax.random.split(KEY, 3)),
+        "TypeError: "
+        "`build` needs one key as `key`, got 3 keys.\n"
+        "It makes the members' keys itself; keys of your own go to `build(make, keys=keys)`.",
+    ),
+    "build with an rbg key": (
+        lambda: ee.build(linear, 3, key=RBG),
+        "TypeError: "
+        "`build` needs a threefry key, got one of 'rbg': other generators draw differently under "
+        "`jax.vmap`, so a member would depend on its neighbours.\n"
+        "Use `jax.random.key(seed, impl='threefry2x32')`.",
+    ),
+    "build with an integer as key": (
+        lambda: ee.build(linear, 3, key=42),
+        "TypeError: `build` needs one key, got the integer 42.\nMake a key of it: `jax.random.key(42)`.",
+    ),
+    "build with counts that disagree": (
+        lambda: ee.build(linear, 4, keys=jax.random.split(KEY, 3)),
+        "ValueError: `build` was told different numbers of members: num_members: 4, keys: 3.",
+    ),
+    "build with strings": (
+        lambda: ee.build(lambda key, act: linear(key), zip={"act": ["relu", "tanh"]}, key=KEY),
+        "TypeError: "
+        "`build` needs `zip['act']` to hold numbers, because members of one ensemble differ only in "
+        "arrays; got ['relu', 'tanh'].\n"
+        "Build one ensemble per choice.",
+    ),
+    "a list where members are expected": (
+        lambda: ee.map_members(lambda m, x: m(x))(MODELS, X[0]),
+        "TypeError: "
+        "`map_members(<lambda>)` needs an argument with members, an `Ensemble` or an `Each`; got none.\n"
+        "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`.",
+    ),
+    "no members at all": (
+        lambda: ee.map_members(lambda x: x)(X),
+        "TypeError: "
+        "`map_members(<lambda>)` needs an argument with members, an `Ensemble` or an `Each`; got none.\n"
+        "Mark inputs with one value per member: `eqx_ensemble.Each(x)`.",
+    ),
+    "Each of a number": (
+        lambda: ee.Each(3.0),
+        "TypeError: "
+        "`Each` needs at least one array with a members axis, got 3.0.\n"
+        "Python numbers, functions and strings carry no axis: pass `jnp.asarray(values)`.",
+    ),
+    "Each of the wrong number": (
+        lambda: ENSEMBLE(ee.Each(jnp.ones((4, 2)))),
+        "MemberMismatchError: "
+        "`map_members(call)` needs arguments that agree on the number of members; they have 3, 4.\n"
+        "An `Each` holds exactly one value per member; many examples for every member are a `Batch`.",
+    ),
+    "plan class": (
+        lambda: ENSEMBLE.map(lambda m: m.bias, plan=ee.plan.Vmap),
+        "TypeError: "
+        "`plan` must be one of `Vmap()`, `Chunked(size)`, `Sequential()`, got <class "
+        "'eqx_ensemble.plan._plans.Vmap'>.\n"
+        "Pass an instance: `Vmap(...)`.",
+    ),
+    "plan name": (
+        lambda: fit(plan="vmap"),
+        "TypeError: "
+        "`plan` must be one of `Vmap()`, `Chunked(size)`, `Sequential()`, got 'vmap'.\n"
+        "For example `eqx_ensemble.plan.Vmap()`.",
+    ),
+    "chunks of zero": (
+        lambda: ee.plan.Chunked(0),
+        "ValueError: `Chunked` needs `size` of at least 1, got 0.",
+    ),
+    "fit a list": (
+        lambda: fit(ensemble=MODELS),
+        "TypeError: "
+        "`fit` needs an `Ensemble`, got a list.\n"
+        "If it holds models, make an ensemble of them first: `eqx_ensemble.stack(models)`.",
+    ),
+    "fit a model": (
+        lambda: fit(ensemble=MODELS[0]),
+        "TypeError: "
+        "`fit` needs an `Ensemble`, got a Linear.\n"
+        "`stack([model, ...])` makes one of models, `from_stacked(model)` of a model that is stacked "
+        "already.",
+    ),
+    "fit epochs and steps": (
+        lambda: fit(epochs=2),
+        "TypeError: `fit` needs either `epochs` or `steps`, got both.",
+    ),
+    "fit neither": (
+        lambda: ee.fit(ENSEMBLE, mse, ADAM, (X, Y), key=KEY),
+        "TypeError: `fit` needs either `epochs` or `steps`, got neither.",
+    ),
+    "fit zero epochs": (
+        lambda: ee.fit(ENSEMBLE, mse, ADAM, (X, Y), epochs=0, key=KEY),
+        "ValueError: `fit` needs `epochs` of at least 1, got 0.",
+    ),
+    "fit without patience's validation": (
+        lambda: fit(patience=3),
+        "TypeError: `fit` needs `validation=` data with `patience`: it stops on the validation score.",
+    ),
+    "fit an uncalled optimiser": (
+        lambda: fit(optimiser=optax.adam),
+        "TypeError: "
+        "`fit` needs an optax optimiser, got the function `adam`.\n"
+        "Call it first, for example `optax.adam(1e-3)`; or pass `hyper=` if `adam` makes an optimiser from "
+        "each member's hyper-parameters.",
+    ),
+    "fit a string optimiser": (
+        lambda: fit(optimiser="adam"),
+        "TypeError: `fit` needs an optax optimiser, got 'adam'.",
+    ),
+    "fit an optimiser function that returns none": (
+        lambda: fit(optimiser=lambda h: None, hyper={"lr": np.ones(3)}),
+        "TypeError: `fit`: the optimiser function must return an optax optimiser, it returned a NoneType.",
+    ),
+    "fit unused hyper": (
+        lambda: fit(hyper={"lr": np.ones(3)}),
+        "TypeError: "
+        "`fit` was given `hyper`, but nothing uses it.\n"
+        "Pass the optimiser as a function, `lambda h: optax.adam(h['lr'])`, or name a loss parameter "
+        "`hyper`.",
+    ),
+    "fit hyper of the wrong length": (
+        lambda: fit(optimiser=lambda h: optax.adam(h["lr"]), hyper={"lr": np.ones(4)}),
+        "MemberMismatchError: `fit` needs one value per member in `hyper`; at `['lr']`: expected (3, ...), got (4,).",
+    ),
+    "fit hyper of one number": (
+        lambda: fit(optimiser=lambda h: optax.adam(h["lr"]), hyper={"lr": 0.1}),
+        "MemberMismatchError: `fit` needs one value per member in `hyper`; at `['lr']`: expected (3, ...), got ().",
+    ),
+    "fit loss that wants hyper": (
+        lambda: fit(loss=lambda model, batch, key, hyper: 0.0),
+        "TypeError: `fit`: the loss has a parameter `hyper`, but no `hyper=` was given.",
+    ),
+    "fit loss of two arguments": (
+        lambda: fit(loss=lambda model, batch: 0.0),
+        "TypeError: "
+        "`fit` calls the loss of one member as `loss(model, batch, key)`; `<lambda>(model, batch)` cannot "
+        "be called so: too many positional arguments.",
+    ),
+    "fit loss that is none": (
+        lambda: fit(loss=None),
+        "TypeError: `fit` needs the loss of one member as a function `loss(model, batch, key)`, got None.",
+    ),
+    "fit loss per example": (
+        lambda: fit(loss=lambda model, batch, key: (jax.vmap(model)(batch[0]) - batch[1])[:, 0] ** 2),
+        "ValueError: "
+        "Training needs a loss that reduces over the batch to one scalar; it returned shape (6,).\n"
+        "Take the mean: `return jnp.mean(per_example)`.",
+    ),
+    "fit loss with aux unannounced": (
+        lambda: fit(loss=lambda model, batch, key: (mse(model, batch, key), {})),
+        "TypeError: "
+        "Training needs a loss that returns one scalar, it returned (float32[], a dict).\n"
+        "Set `has_aux=True` for auxiliary outputs beside the value; pass `state=` for stateful members.",
+    ),
+    "fit loss without aux announced": (
+        lambda: fit(has_aux=True),
+        "TypeError: Training needs a loss that returns `(value, aux)`, it returned float32[].",
+    ),
+    "fit loss that returns a number": (
+        lambda: fit(loss=lambda model, batch, key: 0),
+        "TypeError: Training needs a loss that is a floating-point scalar, it returned a int.",
+    ),
+    "fit loss that returns nothing": (
+        lambda: fit(loss=lambda model, batch, key: None),
+        "TypeError: Training needs a loss that is a floating-point scalar, it returned a NoneType.",
+    ),
+    "fit NaN": (
+        lambda: fit(data=(X.at[2, 1].set(jnp.nan), Y)),
+        "ValueError: "
+        "`fit` needs finite numbers in `data`; the array at `[0]` holds 1 NaN or infinite values, the "
+        "first at index (2, 1).\n"
+        "Every member would diverge: drop or impute those rows.",
+    ),
+    "fit NaN in validation": (
+        lambda: fit(validation=(X, Y.at[0].set(jnp.inf))),
+        "ValueError: "
+        "`fit` needs finite numbers in `validation`; the array at `[1]` holds 1 NaN or infinite values, "
+        "the first at index (0, 0).\n"
+        "Every member would diverge: drop or impute those rows.",
+    ),
+    "fit different lengths": (
+        lambda: fit(data=(X, Y[:4])),
+        "ValueError: `fit` needs arrays of one length in `data`; got 6 rows at `[0]`, 4 rows at `[1]`.",
+    ),
+    "fit no rows": (
+        lambda: fit(data=(X[:0], Y[:0])),
+        "ValueError: `fit` needs at least one row in `data`, got none.",
+    ),
+    "fit no arrays": (
+        lambda: fit(data=()),
+        "TypeError: `fit` needs at least one array in `data`, got tuple without arrays.",
+    ),
+    "fit a scalar": (
+        lambda: fit(data=(X, jnp.ones(()))),
+        "ValueError: `fit` needs arrays with one row per example in `data`; at `[1]`: got shape ().",
+    ),
+    "fit string labels": (
+        lambda: fit(data=(X, np.array(["a"] * 6))),
+        "TypeError: `fit` needs arrays of numbers in `data`; at `[0][1]`: dtype <U1.\nEncode labels as integers.",
+    ),
+    "fit lists": (
+        lambda: fit(data=(X, [1.0] * 6)),
+        "TypeError: "
+        "`fit` needs arrays in `data`; at `[0][1][0]`: a float.\n"
+        "Convert tables and lists first, for example `np.asarray(table)`.",
+    ),
+    "fit too large a batch": (
+        lambda: fit(batch_size=7),
+        "ValueError: "
+        "`fit` needs `batch_size` of at most the number of rows; got 7 for 6 rows.\n"
+        "For full batches pass `batch_size=6`.",
+    ),
+    "fit a batch of zero": (
+        lambda: fit(batch_size=0),
+        "ValueError: `fit` needs `batch_size` of at least 1, got 0.",
+    ),
+    "fit Each of too few": (
+        lambda: fit(data=(ee.Each(jnp.ones((2, 6, 2))), Y)),
+        "MemberMismatchError: "
+        "`fit` needs one data set per member in the `Each` of `data`; at `<root>`: expected (3, rows, "
+        "...), got (2, 6, 2).",
+    ),
+    "fit rows out of range": (
+        lambda: fit(rows=np.full((3, 4), 6)),
+        "IndexError: `fit` needs `rows` in [0, 6), got 6 to 6.",
+    ),
+    "fit rows of one axis": (
+        lambda: fit(rows=np.arange(4)),
+        "TypeError: `fit` needs integer `rows` of shape (members, n), got int64 of shape (4,).",
+    ),
+    "fit rows of too few members": (
+        lambda: fit(rows=np.zeros((2, 4), int)),
+        "ValueError: `fit` needs `rows` of shape (3, n) with n of at least 1, got (2, 4).",
+    ),
+    "fit an unknown order": (
+        lambda: fit(order="random"),
+        "ValueError: `fit` needs `order` to be one of 'each', 'shared', 'given', got 'random'.",
+    ),
+    "fit batch_size with an iterable": (
+        lambda: fit(data=[(X, Y)], batch_size=2),
+        "TypeError: `fit` takes `batch_size` for data in arrays; an iterable of batches decides that itself.",
+    ),
+    "fit an empty iterable": (
+        lambda: fit(data=iter(())),
+        "ValueError: `fit` needs at least one batch, but the iterable of batches is empty.",
+    ),
+    "fit a spent generator": (
+        lambda: fit(data=iter([(X, Y)]), steps=None, epochs=2),
+        "ValueError: "
+        "`fit` found no batches in epoch 2: the iterable can be iterated only once, as a generator.\n"
+        "Pass an object that starts anew each time, or make the generator endless and give `steps`.",
+    ),
+    "fit nothing trainable": (
+        lambda: fit(trainable=lambda leaf: False),
+        "ValueError: "
+        "`fit` found nothing to train: no stacked floating-point array is selected by `trainable`.\n"
+        "Shared leaves are constants in training.",
+    ),
+    "fit stateful without state": (
+        lambda: fit(ensemble=STATEFUL),
+        "TypeError: "
+        "`fit`: the members are stateful (for example they contain BatchNorm), but no `state` was given.\n"
+        "Build with `ensemble, state = build(eqx.nn.make_with_state(Model), ...)` and pass `state=state`.",
+    ),
+    "fit a state of the wrong kind": (
+        lambda: fit(ensemble=STATEFUL, state={"a": 1}),
+        "TypeError: "
+        "`fit` needs `state` to be the stacked `equinox.nn.State` that `build` returned beside the "
+        "ensemble, got dict.",
+    ),
+    "fit a stateful loss of three": (
+        lambda: fit(ensemble=STATEFUL, state=STATE),
+        "TypeError: "
+        "`fit` calls the loss of one member as `loss(model, state, batch, key)`; `mse(model, batch, key)` "
+        "cannot be called so: too many positional arguments.",
+    ),
+    "fit without key": (
+        lambda: fit(key=None),
+        "TypeError: `fit` needs one key: for example `key=jax.random.key(0)`.",
+    ),
+    "step without a state": (
+        lambda: ee.train.make_step(mse, ADAM)(ENSEMBLE, (X, Y)),
+        "TypeError: "
+        "A training step is called as `state, metrics = step(state, batch)` with the state that "
+        "`train.init` made; got a Ensemble as `state`.",
+    ),
+    "predict a list": (
+        lambda: ee.predict(MODELS, X),
+        "TypeError: "
+        "`predict` needs an `Ensemble`, got a list.\n"
+        "If it holds models, make an ensemble of them first: `eqx_ensemble.stack(models)`.",
+    ),
+    "predict stateful without state": (
+        lambda: ee.predict(STATEFUL, X),
+        "TypeError: "
+        "`predict`: the members are stateful (for example they contain BatchNorm), but no `state` was "
+        "given.\n"
+        "Build with `ensemble, state = build(eqx.nn.make_with_state(Model), ...)` and pass `state=state`.",
+    ),
+    "predict different lengths": (
+        lambda: ee.predict(ENSEMBLE, (X, Y[:3])),
+        "ValueError: `predict` needs arrays of one length in `x`; got 6 rows at `[0]`, 3 rows at `[1]`.",
+    ),
+    "predict no rows": (
+        lambda: ee.predict(ENSEMBLE, X[:0]),
+        "ValueError: `predict` needs at least one row in `x`, got none.",
+    ),
+    "predict batch of zero": (
+        lambda: ee.predict(ENSEMBLE, X, batch_size=0),
+        "ValueError: `predict` needs `batch_size` of at least 1, got 0.",
+    ),
+    "predict a list of rows": (
+        lambda: ee.predict(ENSEMBLE, [[1.0, 2.0]]),
+        "TypeError: "
+        "`predict` needs arrays in `x`; at `[0][0]`: a float.\n"
+        "Convert tables and lists first, for example `np.asarray(table)`.",
+    ),
+    "weighted sum of two weights": (
+        lambda: ee.tree.weighted_sum(MODELS, [1, 2]),
+        "ValueError: `eqx_ensemble.tree.weighted_sum` needs one weight per tree; got 3 trees and 2 weights.",
+    ),
+    "weighted sum of unequal trees": (
+        lambda: ee.tree.weighted_sum([[1, 2], [1, [2]]], [1, 2]),
+        "MemberMismatchError: "
+        "`eqx_ensemble.tree.weighted_sum` needs trees that differ only in their numbers; tree 1 differs "
+        "from tree 0.\n"
+        "at `[1]`: expected 2, got [2]\n"
+        "Models of different structure cannot share one stacked Module: build one ensemble per "
+        "architecture.",
+    ),
+    "shared that is not there": (
+        lambda: ee.build(linear, 3, shared=lambda m: m.trunk, key=KEY),
+        "ValueError: "
+        "`shared` must select nodes of one member as `equinox.tree_at` does, for example `lambda model: "
+        "model.trunk`; it raised AttributeError: 'Linear' object has no attribute 'trunk'",
+    ),
+    "shared that differs": (
+        lambda: ee.stack(MODELS, shared=lambda m: m.weight),
+        "MemberMismatchError: "
+        "`stack` keeps one copy of what members share; the shared array at `.weight` of number 1 differs "
+        "from that of number 0.\n"
+        "Leave it out of `shared` if members have values of their own.",
+    ),
+    "aux of strings": (
+        lambda: fit(loss=lambda m, b, k: (mse(m, b, k), {"name": "x"}), has_aux=True),
+        "TypeError: Training needs auxiliary outputs that are arrays; at `['name']`: a str.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_message(unhooked, name):
+    call, expected = BAD[name]
+    with pytest.raises((TypeError, ValueError, IndexError)) as caught:
+        call()
+    # JAX adds a note on its own frames to what is raised while tracing.
+    message = str(caught.value).split("\n--------------------\n")[0]
+    assert f"{caught.type.__name__}: {message}" == expected
