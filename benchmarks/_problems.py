@@ -78,13 +78,13 @@ def cross_entropy(model: Any, batch: Any, key: Any) -> jax.Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(x), y))
 
 
-def tiny(*, quick: bool, batch_size: int = 32) -> Problem:
+def tiny(*, quick: bool) -> Problem:
     """The tiny MLP: the machine idles over one member."""
     generator = np.random.default_rng(1)
     rows = 256 if quick else 2048
     x = generator.standard_normal((rows, 13), np.float32)
     y = np.sin(x[:, 0]) + 0.1 * generator.standard_normal(rows, np.float32)
-    return Problem("tiny", (13, 50, 1), mean_squared_error, x, y, 4 if quick else 64, min(batch_size, rows))
+    return Problem("tiny", (13, 50, 1), mean_squared_error, x, y, 4 if quick else 64, 32)
 
 
 def middle(*, quick: bool) -> Problem:

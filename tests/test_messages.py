@@ -53,8 +53,8 @@ BAD = {
         "MemberMismatchError: "
         "`eqx_ensemble.stack` needs models that differ only in their arrays; member 3 differs from member "
         "0.\n"
-        "at `.weight`: expected f32[1,2], got f32[1,3]\n"
-        "at `.in_features`: expected 2, got 3\n"
+        "  at `.weight`: expected f32[1,2], got f32[1,3]\n"
+        "  at `.in_features`: expected 2, got 3\n"
         "Models of different sizes cannot share one stacked Module: build one ensemble per size.",
     ),
     "stack of different floats": (
@@ -62,7 +62,7 @@ BAD = {
         "MemberMismatchError: "
         "`eqx_ensemble.stack` needs models that differ only in their arrays; member 1 differs from member "
         "0.\n"
-        "at `.p`: expected 0.1, got 0.2\n"
+        "  at `.p`: expected 0.1, got 0.2\n"
         "Pass `promote_scalars=True` to stack Python floats that differ, or make them arrays.",
     ),
     "stack of different dtypes": (
@@ -70,8 +70,8 @@ BAD = {
         "MemberMismatchError: "
         "`eqx_ensemble.stack` needs models that differ only in their arrays; member 1 differs from member "
         "0.\n"
-        "at `.weight`: expected f32[1,2], got bf16[1,2]\n"
-        "at `.bias`: expected f32[1], got bf16[1]\n"
+        "  at `.weight`: expected f32[1,2], got bf16[1,2]\n"
+        "  at `.bias`: expected f32[1], got bf16[1]\n"
         "Nothing is promoted silently: cast the leaves to one dtype first.",
     ),
     "stack of one model": (
@@ -88,9 +88,9 @@ BAD = {
         lambda: ee.from_stacked([eqx.nn.MLP(2, 1, 4, 1, key=KEY)] * 3),
         "MemberMismatchError: "
         "`from_stacked` needs arrays that agree on the number of members along axis 0; got\n"
-        "1 members at `[0].layers[1].weight`, `[0].layers[1].bias`, `[1].layers[1].weight`, "
+        "  1 members at `[0].layers[1].weight`, `[0].layers[1].bias`, `[1].layers[1].weight`, "
         "`[1].layers[1].bias` and 2 more\n"
-        "4 members at `[0].layers[0].weight`, `[0].layers[0].bias`, `[1].layers[0].weight`, "
+        "  4 members at `[0].layers[0].weight`, `[0].layers[0].bias`, `[1].layers[0].weight`, "
         "`[1].layers[0].bias` and 2 more\n"
         "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`.",
     ),
@@ -106,14 +106,6 @@ BAD = {
         "TypeError: "
         "`concatenate` needs ensembles, got a Linear at position 0.\n"
         "Make an ensemble of models with `stack([model, ...])`.",
-    ),
-    "average with two weights": (
-        lambda: ee.average(ENSEMBLE, [0.5, 0.5]),
-        "ValueError: `eqx_ensemble.tree.weighted_mean` needs one weight per tree; got 3 trees and 2 weights.",
-    ),
-    "average with NaN weights": (
-        lambda: ee.average(ENSEMBLE, [0.5, 0.5, float("nan")]),
-        "ValueError: `eqx_ensemble.tree.weighted_mean` needs finite weights; weight 2 is nan.",
     ),
     "ids that repeat": (
         lambda: ee.stack(MODELS, ids=[1, 2, 1]),
@@ -330,10 +322,6 @@ BAD = {
         lambda: fit(has_aux=True),
         "TypeError: Training needs a loss that returns `(value, aux)`, it returned float32[].",
     ),
-    "fit loss that returns a number": (
-        lambda: fit(loss=lambda model, batch, key: 0),
-        "TypeError: Training needs a loss that is a floating-point scalar, it returned a int.",
-    ),
     "fit loss that returns nothing": (
         lambda: fit(loss=lambda model, batch, key: None),
         "TypeError: Training needs a loss that is a floating-point scalar, it returned a NoneType.",
@@ -370,12 +358,12 @@ BAD = {
     ),
     "fit string labels": (
         lambda: fit(data=(X, np.array(["a"] * 6))),
-        "TypeError: `fit` needs arrays of numbers in `data`; at `[0][1]`: dtype <U1.\nEncode labels as integers.",
+        "TypeError: `fit` needs arrays of numbers in `data`; at `[1]`: dtype <U1.\nEncode labels as integers.",
     ),
     "fit lists": (
         lambda: fit(data=(X, [1.0] * 6)),
         "TypeError: "
-        "`fit` needs arrays in `data`; at `[0][1][0]`: a float.\n"
+        "`fit` needs arrays in `data`; at `[1][0]`: a float.\n"
         "Convert tables and lists first, for example `np.asarray(table)`.",
     ),
     "fit too large a batch": (
@@ -387,12 +375,6 @@ BAD = {
     "fit a batch of zero": (
         lambda: fit(batch_size=0),
         "ValueError: `fit` needs `batch_size` of at least 1, got 0.",
-    ),
-    "fit Each of too few": (
-        lambda: fit(data=(ee.Each(jnp.ones((2, 6, 2))), Y)),
-        "MemberMismatchError: "
-        "`fit` needs one data set per member in the `Each` of `data`; at `<root>`: expected (3, rows, "
-        "...), got (2, 6, 2).",
     ),
     "fit rows out of range": (
         lambda: fit(rows=np.full((3, 4), 6)),
@@ -452,12 +434,6 @@ BAD = {
         lambda: fit(key=None),
         "TypeError: `fit` needs one key: for example `key=jax.random.key(0)`.",
     ),
-    "step without a state": (
-        lambda: ee.train.make_step(mse, ADAM)(ENSEMBLE, (X, Y)),
-        "TypeError: "
-        "A training step is called as `state, metrics = step(state, batch)` with the state that "
-        "`train.init` made; got a Ensemble as `state`.",
-    ),
     "predict a list": (
         lambda: ee.predict(MODELS, X),
         "TypeError: "
@@ -483,24 +459,9 @@ BAD = {
         lambda: ee.predict(ENSEMBLE, X, batch_size=0),
         "ValueError: `predict` needs `batch_size` of at least 1, got 0.",
     ),
-    "predict a list of rows": (
-        lambda: ee.predict(ENSEMBLE, [[1.0, 2.0]]),
-        "TypeError: "
-        "`predict` needs arrays in `x`; at `[0][0]`: a float.\n"
-        "Convert tables and lists first, for example `np.asarray(table)`.",
-    ),
     "weighted sum of two weights": (
         lambda: ee.tree.weighted_sum(MODELS, [1, 2]),
         "ValueError: `eqx_ensemble.tree.weighted_sum` needs one weight per tree; got 3 trees and 2 weights.",
-    ),
-    "weighted sum of unequal trees": (
-        lambda: ee.tree.weighted_sum([[1, 2], [1, [2]]], [1, 2]),
-        "MemberMismatchError: "
-        "`eqx_ensemble.tree.weighted_sum` needs trees that differ only in their numbers; tree 1 differs "
-        "from tree 0.\n"
-        "at `[1]`: expected 2, got [2]\n"
-        "Models of different structure cannot share one stacked Module: build one ensemble per "
-        "architecture.",
     ),
     "shared that is not there": (
         lambda: ee.build(linear, 3, shared=lambda m: m.trunk, key=KEY),

@@ -55,7 +55,7 @@ class TestListOfModels:
         assert len(np.unique(expected)) == 4
         assert_same(ee.tree.unstack(stacked), self.models())
 
-    def test_the_list_itself_is_refused(self):
+    def test_the_list_itself_is_refused(self, unhooked):
         x, y = batch()
         for call in (
             lambda: ee.map_members(mse)(self.models(), x, y),
@@ -164,7 +164,7 @@ class TestNestedDicts:
         hidden = jnp.tanh(x @ params["hidden"]["w"] + jnp.expand_dims(params["hidden"]["b"], 0))
         return jnp.mean((hidden @ params["out"]["w"] - y) ** 2)
 
-    def test_own_step_under_jit_and_vmap(self):
+    def test_own_step_under_jit_and_vmap(self, unhooked):
         models = [self.init(key) for key in jax.random.split(KEY, 3)]
 
         @jax.jit

@@ -30,7 +30,7 @@ def on_device(data: PyTree, num_members: int, *, argument: str, name: str) -> tu
     each = [(i, node.per_member()) for i, node in enumerate(nodes) if isinstance(node, _axes.Each)]
     marked = {i for i, _ in each}
     shared = jax.tree.unflatten(treedef, [None if i in marked else node for i, node in enumerate(nodes)])
-    _check.numeric_data((shared, [tree for _, tree in each]), argument=argument, name=name)
+    _check.numeric_data(data, argument=argument, name=name)
     for _, tree in each:
         _check.data_members(tree, num_members, argument=argument, name=name)
     rows = _check.rows_of_data(shared, [tree for _, tree in each], argument=argument, name=name)
