@@ -36,7 +36,7 @@ def measure(quick: bool) -> Report:
     cpu = ratio_row(f"{size}: CPU seconds", time_row.ratio_of, times["vmap"].cpu / times["predict"].cpu, target=">= 8")
     report.rows += [cpu, time_row]
 
-    rounds = 3 if quick else 7
+    rounds = 1 if quick else 7
     peaks = [[_peak_in_child(name, quick=quick) for name in ways] for _ in range(rounds)]
     if peaks[0][0] is None:
         report.facts["peak resident memory"] = f"{ABSENT}: this system does not tell the peak of a part of a run"
