@@ -41,7 +41,8 @@ def test_mixture_takes_log_probabilities_and_shifted_logits_alike():
     logits = _logits()
     want = combine.mixture(logits)
     np.testing.assert_allclose(combine.mixture(jax.nn.log_softmax(logits)), want, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(combine.mixture(logits + jnp.arange(5.0)[:, None, None]), want, rtol=1e-5, atol=1e-5)
+    shifted = logits + jnp.arange(5, dtype=logits.dtype)[:, None, None]
+    np.testing.assert_allclose(combine.mixture(shifted), want, rtol=1e-5, atol=1e-5)
 
 
 def test_mixture_keeps_probabilities_below_the_smallest_float():

@@ -92,7 +92,7 @@ def test_unfit_weights(weights, got):
 @pytest.mark.usefixtures("unhooked")
 def test_unfit_values():
     with pytest.raises(TypeError, match="floating-point `values`.\n  got dtype int32"):
-        combine.mean(jnp.arange(3))
+        combine.mean(jnp.arange(3, dtype=jnp.int32))
     with pytest.raises(ValueError, match=r"leading `members` axis.*\n  got shape \(\)\nOne member\?.*`values\[None\]`"):
         combine.mean(jnp.float32(3))
     with pytest.raises(ValueError, match="at least one member"):
