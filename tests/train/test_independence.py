@@ -83,8 +83,10 @@ def test_every_model_with_adam(name, num_members):
 @pytest.mark.parametrize("num_members", [1, 5])
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_every_optimiser_with_an_mlp(name, num_members):
-    optimiser = OPTIMISERS[name](1e-8)
-    assert_alone(CASES["mlp"], optimiser, *fitted(CASES["mlp"], optimiser, num_members))
+    """A line search decides by comparing, which blows rounding up, with a single member too."""
+    case, optimiser = CASES["mlp"], OPTIMISERS[name](1e-8)
+    case = case._replace(rtol=1e-3) if name == "lbfgs" else case
+    assert_alone(case, optimiser, *fitted(case, optimiser, num_members))
 
 
 def test_a_shared_gradient_would_be_noticed():
