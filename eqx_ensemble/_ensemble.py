@@ -10,7 +10,7 @@ from . import _axes, _check, _keys
 from . import tree as _tree
 from .plan import AbstractPlan, map_members
 
-M = TypeVar("M", bound=Callable[..., Any])
+M = TypeVar("M")
 
 Where = Callable[[Any], Any]
 """Selects nodes of a model, as in `equinox.tree_at`."""
@@ -62,6 +62,8 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     @property
     def num_members(self) -> int:
         """The number of members."""
+        if self.ids is None:  # gradients, or what `equinox.filter` left
+            return _check.per_member_leaves(self.stacked, axis=0, name="Ensemble")
         return self.ids.shape[0]
 
     def __len__(self) -> int:
@@ -75,7 +77,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         """
         _check.callable_members(self.stacked)
 
-        def call(model: M, *args: Any, **kwargs: Any) -> Any:
+        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(model, Ensemble):
                 return model(*args, **kwargs)
             return _axes.over_batch(model, *args, **kwargs)
@@ -91,9 +93,12 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     def __getitem__(self, index: jax.Array) -> Any: ...
     def __getitem__(self, index: Any) -> "M | Ensemble[M]":
         """One member for an integer; a smaller ensemble for a slice, a list of integers or a mask."""
+        _check.no_second_index(index)
+        if self.ids is None:  # as above
+            return self.one((_tree.take(self.stacked, _check.one_member(index)), None))
         stacked, ids = _tree.take((self.stacked, self.ids), index)
         if ids.ndim < self.ids.ndim:
-            return eqx.combine(stacked, self.shared)
+            return self.one((stacked, ids))
         return Ensemble(stacked, self.shared, ids)
 
     def __iter__(self) -> Iterator[M]:
@@ -111,9 +116,13 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     def keys(self, key: Any, *, purpose: str = "call") -> _axes.Each:
         """One key per member from one key, ready to be passed to a call: `ensemble(x, key=ensemble.keys(key))`.
 
-        The plain `key` would give all members the same dropout mask.
+        The plain `key` would give all members the same dropout mask. Members that are ensembles themselves get a key
+        for each of theirs.
         """
-        return _axes.Each(_keys.member_keys(key, self.ids, purpose=purpose))
+        keys = _keys.member_keys(key, self.ids, purpose=purpose)
+        if isinstance(self.stacked, Ensemble):
+            keys = eqx.filter_vmap(lambda inner, key: inner.keys(key, purpose=purpose))(self.stacked, keys)
+        return _axes.Each(keys)
 
 
 def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> Ensemble[M]:
@@ -220,7 +229,8 @@ def average(ensemble: Ensemble[M], weights: Any = None) -> M:
         [Model soups: averaging weights of multiple fine-tuned models improves accuracy without increasing inference
         time](https://arxiv.org/abs/2203.05482), Wortsman et al., 2022.
     """
-    _check.ensembles([ensemble], Ensemble, name="average")
+    _check.ensemble(ensemble, Ensemble, name="average")
+    _check.one_weight_each(weights, ensemble.num_members, name="average")
     inexact, exact = eqx.partition(ensemble.stacked, eqx.is_inexact_array)
     _check.equal_members(exact, name="average")
     kept, _ = _tree.take((exact, ensemble.ids), 0)

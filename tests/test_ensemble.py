@@ -336,7 +336,6 @@ def test_counts_that_disagree(ensemble):
         ee.map_members(lambda model, x: model(x))(ensemble[0], SQUARE[0, 0])
 
 
-@pytest.mark.usefixtures("unhooked")
 def test_members_that_cannot_be_called():
     class Parameters(eqx.Module):
         weight: jax.Array
@@ -546,7 +545,7 @@ def test_average_refuses_what_has_no_mean():
     differing = eqx.tree_at(lambda e: e.stacked.weight, alike, alike.stacked.weight.at[1, 0, 0].set(9))
     with pytest.raises(ee.MemberMismatchError, match=r"the int32 array at `\.weight` differs between members"):
         ee.average(differing)
-    with pytest.raises(ValueError, match="got 2 trees and 3 weights"):
+    with pytest.raises(ValueError, match=r"one weight per member: expected shape \(2,\), got \(3,\)"):
         ee.average(alike, [1, 1, 1])
     with pytest.raises(TypeError, match="got a Linear"):
         ee.average(linear(KEY))
@@ -575,6 +574,15 @@ def test_each_member_draws_its_own_dropout():
         np.testing.assert_array_equal(model(x, key=key), y)
 
 
+def test_members_of_members_draw_their_own_dropout():
+    rates = {"p": [0.5] * 3, "width": [1.0] * 3}
+    nested = ee.build(lambda key: ee.build(noisy, zip=rates, key=key), 4, key=KEY)
+    out = nested(jnp.ones(64), key=nested.keys(KEY))
+    assert len(np.unique(out.reshape(12, 64), axis=0)) == 12
+    for inner, key, y in zip(nested, ee.member_keys(KEY, 4, purpose="call"), out, strict=True):
+        np.testing.assert_array_equal(inner(jnp.ones(64), key=inner.keys(key)), y)
+
+
 # A PyTree like any other
 
 
@@ -594,7 +602,9 @@ def test_an_argument_of_transforms(ensemble):
     for i, model in enumerate(ensemble):
         alone = eqx.filter_grad(lambda model, x: jnp.sum(model(x) ** 2))(model, x)
         assert_close(ee.tree.take(grads.stacked, i), eqx.filter(alone, eqx.is_array), 1e-5)
+        assert_close(eqx.filter(grads[i], eqx.is_array), eqx.filter(alone, eqx.is_array), 1e-5)
     assert grads.ids is None
+    assert len(grads) == len(grads.unstack()) == 4
 
 
 def test_one_compile_for_ensembles_of_one_size(ensemble):

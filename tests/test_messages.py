@@ -23,6 +23,12 @@ def mse(model, batch, key):
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
+def per_row(model, batch, key):
+    x, y = batch
+    errors = (jax.vmap(model)(x) - y) ** 2
+    return jnp.mean(errors), {"errors": errors}
+
+
 ENSEMBLE = ee.build(linear, 3, key=KEY)
 MODELS = ENSEMBLE.unstack()
 
@@ -275,7 +281,7 @@ BAD = {
     ),
     "fit an optimiser function that returns none": (
         lambda: fit(optimiser=lambda h: None, hyper={"lr": np.ones(3)}),
-        "TypeError: `fit`: the optimiser function must return an optax optimiser, it returned a NoneType.",
+        "TypeError: `fit`: the optimiser function must return an optax optimiser, it returned `None`.",
     ),
     "fit unused hyper": (
         lambda: fit(hyper={"lr": np.ones(3)}),
@@ -324,25 +330,25 @@ BAD = {
     ),
     "fit loss that returns nothing": (
         lambda: fit(loss=lambda model, batch, key: None),
-        "TypeError: Training needs a loss that is a floating-point scalar, it returned a NoneType.",
+        "TypeError: Training needs a loss that is a floating-point scalar, it returned `None`: is a `return` missing?",
     ),
     "fit NaN": (
         lambda: fit(data=(X.at[2, 1].set(jnp.nan), Y)),
         "ValueError: "
-        "`fit` needs finite numbers in `data`; the array at `[0]` holds 1 NaN or infinite values, the "
+        "`fit` needs finite numbers; the array at `data[0]` holds 1 NaN or infinite values, the "
         "first at index (2, 1).\n"
         "Every member would diverge: drop or impute those rows.",
     ),
     "fit NaN in validation": (
         lambda: fit(validation=(X, Y.at[0].set(jnp.inf))),
         "ValueError: "
-        "`fit` needs finite numbers in `validation`; the array at `[1]` holds 1 NaN or infinite values, "
+        "`fit` needs finite numbers; the array at `validation[1]` holds 1 NaN or infinite values, "
         "the first at index (0, 0).\n"
         "Every member would diverge: drop or impute those rows.",
     ),
     "fit different lengths": (
         lambda: fit(data=(X, Y[:4])),
-        "ValueError: `fit` needs arrays of one length in `data`; got 6 rows at `[0]`, 4 rows at `[1]`.",
+        "ValueError: `fit` needs arrays of one length in `data`; got 6 rows at `data[0]`, 4 rows at `data[1]`.",
     ),
     "fit no rows": (
         lambda: fit(data=(X[:0], Y[:0])),
@@ -350,20 +356,20 @@ BAD = {
     ),
     "fit no arrays": (
         lambda: fit(data=()),
-        "TypeError: `fit` needs at least one array in `data`, got tuple without arrays.",
+        "TypeError: `fit` needs at least one array in `data`, got a tuple.",
     ),
     "fit a scalar": (
         lambda: fit(data=(X, jnp.ones(()))),
-        "ValueError: `fit` needs arrays with one row per example in `data`; at `[1]`: got shape ().",
+        "ValueError: `fit` needs arrays with one row per example in `data`; at `data[1]`: got shape ().",
     ),
     "fit string labels": (
         lambda: fit(data=(X, np.array(["a"] * 6))),
-        "TypeError: `fit` needs arrays of numbers in `data`; at `[1]`: dtype <U1.\nEncode labels as integers.",
+        "TypeError: `fit` needs arrays of numbers; at `data[1]`: dtype <U1.\nEncode labels as integers.",
     ),
     "fit lists": (
         lambda: fit(data=(X, [1.0] * 6)),
         "TypeError: "
-        "`fit` needs arrays in `data`; at `[1][0]`: a float.\n"
+        "`fit` needs arrays in its data; at `data[1][0]`: a float.\n"
         "Convert tables and lists first, for example `np.asarray(table)`.",
     ),
     "fit too large a batch": (
@@ -378,7 +384,7 @@ BAD = {
     ),
     "fit rows out of range": (
         lambda: fit(rows=np.full((3, 4), 6)),
-        "IndexError: `fit` needs `rows` in [0, 6), got 6 to 6.",
+        "IndexError: `fit` needs `rows` from 0 to 5; 12 lie outside, the first is `rows[0, 0]` = 6.",
     ),
     "fit rows of one axis": (
         lambda: fit(rows=np.arange(4)),
@@ -422,7 +428,7 @@ BAD = {
         lambda: fit(ensemble=STATEFUL, state={"a": 1}),
         "TypeError: "
         "`fit` needs `state` to be the stacked `equinox.nn.State` that `build` returned beside the "
-        "ensemble, got dict.",
+        "ensemble, got a dict.",
     ),
     "fit a stateful loss of three": (
         lambda: fit(ensemble=STATEFUL, state=STATE),
@@ -449,7 +455,7 @@ BAD = {
     ),
     "predict different lengths": (
         lambda: ee.predict(ENSEMBLE, (X, Y[:3])),
-        "ValueError: `predict` needs arrays of one length in `x`; got 6 rows at `[0]`, 3 rows at `[1]`.",
+        "ValueError: `predict` needs arrays of one length in `x`; got 6 rows at `x[0]`, 3 rows at `x[1]`.",
     ),
     "predict no rows": (
         lambda: ee.predict(ENSEMBLE, X[:0]),
@@ -462,6 +468,72 @@ BAD = {
     "weighted sum of two weights": (
         lambda: ee.tree.weighted_sum(MODELS, [1, 2]),
         "ValueError: `eqx_ensemble.tree.weighted_sum` needs one weight per tree; got 3 trees and 2 weights.",
+    ),
+    "Each of a list of models": (
+        lambda: ee.Each(MODELS),
+        "TypeError: "
+        "`Each` needs one PyTree whose arrays carry the members axis, got a list of models.\n"
+        "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`.",
+    ),
+    "two indices": (
+        lambda: ENSEMBLE[0, 1],
+        "TypeError: "
+        "An ensemble is indexed along its members only, got (0, 1).\n"
+        "Write `ensemble[[0, 1]]` for two members, `ensemble[0][1]` for a member of a nested ensemble.",
+    ),
+    "several gradients": (
+        lambda: eqx.filter(ENSEMBLE, eqx.is_inexact_array)[:2],
+        "TypeError: "
+        "This `Ensemble` holds no member ids, as gradients and filtered trees do not: index it with one integer, or "
+        "take several members with `eqx_ensemble.tree.take(tree, index)`.",
+    ),
+    "average of models": (
+        lambda: ee.average(MODELS),
+        "TypeError: "
+        "`average` needs an `Ensemble`, got a list.\n"
+        "If it holds models, make an ensemble of them first: `eqx_ensemble.stack(models)`.",
+    ),
+    "average with two weights": (
+        lambda: ee.average(ENSEMBLE, [1, 2]),
+        "ValueError: `average` needs one weight per member: expected shape (3,), got (2,).",
+    ),
+    "weighted sum of two shapes": (
+        lambda: ee.tree.weighted_sum([{"a": jnp.ones(3)}, {"a": jnp.ones(4)}], [1, 1]),
+        "MemberMismatchError: "
+        "`eqx_ensemble.tree.weighted_sum` needs trees that differ only in their numbers; tree 1 differs from tree 0.\n"
+        "  at `['a']`: expected f32[3], got f32[4]\n"
+        "Nothing is broadcast silently: bring the leaves to one shape first.",
+    ),
+    "fit aux of every row": (
+        lambda: fit(loss=per_row, has_aux=True, batch_size=4),
+        "ValueError: "
+        "The loss's auxiliary output at `['errors']` has shape (4, 1) for one batch and (2, 1) for a smaller one; the "
+        "history needs one shape.\n"
+        "Reduce it over the batch, or choose a `batch_size` that divides the number of rows.",
+    ),
+    "fit aux of every row of an iterable": (
+        lambda: fit(loss=per_row, has_aux=True, data=[(X, Y), (X[:2], Y[:2])], steps=2),
+        "ValueError: "
+        "The loss's auxiliary output at `['errors']` has shape (6, 1) for one batch and (2, 1) for a smaller one; the "
+        "history needs one shape.\n"
+        "Reduce it over the batch, or choose a `batch_size` that divides the number of rows.",
+    ),
+    "fit patience without an epoch": (
+        lambda: fit(validation=(X, Y), patience=1, batch_size=3),
+        "ValueError: "
+        "`fit` cannot use `patience`: it counts validations, which are made at the end of every epoch, and the 1 steps "
+        "asked for end within the first epoch of 2.",
+    ),
+    "fit data of three for four": (
+        lambda: fit(data=(ee.Each(jnp.ones((4, 6, 2))), Y)),
+        "MemberMismatchError: `fit` needs one data set per member in the `Each` of `data`; at `data[0]`: expected "
+        "(3, rows, ...), got (4, 6, 2).",
+    ),
+    "predict rows in lists": (
+        lambda: ee.predict(ENSEMBLE, [[1.0, 2.0]]),
+        "TypeError: "
+        "`predict` needs arrays in its data; at `x[0][0]`: a float.\n"
+        "Convert tables and lists first, for example `np.asarray(table)`.",
     ),
     "shared that is not there": (
         lambda: ee.build(linear, 3, shared=lambda m: m.trunk, key=KEY),

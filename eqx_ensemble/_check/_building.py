@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import is_key, is_traced
+from ._leaves import is_key, is_traced, kind_of
 from ._marks import array_leaves, per_member_leaves
 
 T = TypeVar("T")
@@ -17,7 +17,7 @@ def maker(make: Any) -> None:
     """A function that makes one member."""
     if isinstance(make, eqx.Module):
         raise TypeError(
-            f"`build` needs a function that makes one member from a key, got a {type(make).__name__} made already.\n"
+            f"`build` needs a function that makes one member from a key, got {kind_of(make)} made already.\n"
             "Write `build(lambda key: Model(..., key=key), num_members, key=key)`; a list of models goes to `stack`."
         )
     if isinstance(make, list | tuple):
@@ -60,7 +60,7 @@ def per_member_arguments(zip: Mapping[str, Any] | None, product: Mapping[str, An
         return {}
     option = "zip" if product is None else "product"
     if not isinstance(chosen, Mapping):
-        raise TypeError(f"`build` needs `{option}` as a dict from name to values, got a {type(chosen).__name__}.")
+        raise TypeError(f"`build` needs `{option}` as a dict from name to values, got {kind_of(chosen)}.")
     for name, values in chosen.items():
         array = np.asarray(values) if not isinstance(values, jax.Array) else values
         if array.dtype.kind in "OUS":
@@ -123,6 +123,25 @@ def stacked_leaves(stacked: Any, ids: Any) -> None:
         raise MemberMismatchError(f"`Ensemble` needs one id per member: {found} members, {ids.shape[0]} ids.")
 
 
+def no_second_index(index: Any) -> None:
+    """An index of members, not one that reaches into their arrays."""
+    if isinstance(index, tuple):
+        raise TypeError(
+            f"An ensemble is indexed along its members only, got {index!r}.\n"
+            "Write `ensemble[[0, 1]]` for two members, `ensemble[0][1]` for a member of a nested ensemble."
+        )
+
+
+def one_member(index: Any) -> Any:
+    """The index of one member of a tree whose ids were filtered out."""
+    if isinstance(index, slice | list | tuple) or getattr(index, "ndim", 0) > 0:
+        raise TypeError(
+            "This `Ensemble` holds no member ids, as gradients and filtered trees do not: index it with one integer, "
+            "or take several members with `eqx_ensemble.tree.take(tree, index)`."
+        )
+    return index
+
+
 def callable_members(model: Any) -> None:
     """The members are models that can be called."""
     if not callable(model):
@@ -137,7 +156,7 @@ def ensembles(values: Any, kind: type[T], *, name: str) -> list[T]:
     for i, value in enumerate(values):
         if not isinstance(value, kind):
             raise TypeError(
-                f"`{name}` needs ensembles, got a {type(value).__name__} at position {i}.\n"
+                f"`{name}` needs ensembles, got {kind_of(value)} at position {i}.\n"
                 "Make an ensemble of models with `stack([model, ...])`."
             )
     return values

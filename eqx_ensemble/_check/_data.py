@@ -1,32 +1,40 @@
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import is_traced
-from ._marks import array_leaves, positive_int
+from ._leaves import is_traced, kind_of
+from ._marks import positive_int
 
 
-def rows_of_data(data: Any, each: Any, *, argument: str, name: str, finite: bool = True) -> int:
+def rows_of_data(data: Any, each: type, num_members: int, *, argument: str, name: str, finite: bool = True) -> int:
     """All arrays of a data set have the same number of rows, at least one, and hold finite numbers unless they may not.
 
-    `data` is the tree of shared arrays `(rows, ...)`, `each` the list of trees of arrays `(members, rows, ...)`.
+    Arrays are `(rows, ...)`; those in a node of type `each` are `(members, rows, ...)`.
     """
     sizes: dict[int, str] = {}
-    for tree, axis in [(data, 0), *((tree, 1) for tree in each)]:
-        for path, x in array_leaves(tree):
-            if x.ndim <= axis:
-                raise ValueError(
-                    f"`{name}` needs arrays with one row per example in `{argument}`; at `{path}`: got shape {x.shape}."
-                )
-            sizes.setdefault(x.shape[axis], path)
-            if finite:
-                _finite(x, path, argument=argument, name=name)
+    for place, x, axis in _data_leaves(data, each, argument):
+        _numeric(x, place, name=name)
+        if axis == 1 and x.shape[:1] != (num_members,):
+            raise MemberMismatchError(
+                f"`{name}` needs one data set per member in the `Each` of `{argument}`; at `{place}`: expected "
+                f"({num_members}, rows, ...), got {x.shape}."
+            )
+        if x.ndim <= axis:
+            raise ValueError(
+                f"`{name}` needs arrays with one row per example in `{argument}`; at `{place}`: got shape {x.shape}."
+            )
+        sizes.setdefault(x.shape[axis], place)
+        if finite:
+            _finite(x, place, name=name)
     if not sizes:
-        raise TypeError(f"`{name}` needs at least one array in `{argument}`, got {type(data).__name__} without arrays.")
+        raise TypeError(f"`{name}` needs at least one array in `{argument}`, got {kind_of(data)}.")
     if len(sizes) > 1:
-        listed = ", ".join(f"{rows} rows at `{path}`" for rows, path in sizes.items())
+        listed = ", ".join(f"{rows} rows at `{place}`" for rows, place in sizes.items())
         raise ValueError(f"`{name}` needs arrays of one length in `{argument}`; got {listed}.")
     rows = next(iter(sizes))
     if rows == 0:
@@ -34,36 +42,44 @@ def rows_of_data(data: Any, each: Any, *, argument: str, name: str, finite: bool
     return rows
 
 
-def _finite(x: Any, path: str, *, argument: str, name: str) -> None:
-    if is_traced(x) or not np.issubdtype(x.dtype, np.floating):
-        return
-    # A sum is not finite when an element is not; it may overflow without one, so that only then all are looked at.
-    array = np.asarray(x)
-    if np.isfinite(array.sum(dtype=np.float64)):
-        return
-    bad = ~np.isfinite(array)
-    if bad.any():
-        first = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise ValueError(
-            f"`{name}` needs finite numbers in `{argument}`; the array at `{path}` holds {int(bad.sum())} NaN or "
-            f"infinite values, the first at index {first}.\nEvery member would diverge: drop or impute those rows."
+def _data_leaves(data: Any, each: type, argument: str) -> Iterator[tuple[str, Any, int]]:
+    """The leaves of a data set: their place in words, they themselves, and the axis of their rows."""
+    for path, node in jtu.tree_flatten_with_path(data, is_leaf=lambda x: isinstance(x, each))[0]:
+        place = argument + jtu.keystr(path)
+        if not isinstance(node, each):
+            yield place, node, 0
+            continue
+        for inner, leaf in jtu.tree_flatten_with_path(node.per_member())[0]:
+            yield place + jtu.keystr(inner), leaf, 1
+
+
+def _numeric(x: Any, place: str, *, name: str) -> None:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(
+            f"`{name}` needs arrays in its data; at `{place}`: {kind_of(x)}.\n"
+            "Convert tables and lists first, for example `np.asarray(table)`."
         )
+    if isinstance(x, np.ndarray) and x.dtype.kind not in "biufcV":
+        raise TypeError(f"`{name}` needs arrays of numbers; at `{place}`: dtype {x.dtype}.\nEncode labels as integers.")
 
 
-def numeric_data(data: Any, *, argument: str, name: str) -> None:
-    """Every leaf of a data set is an array of numbers."""
-    for path, x in jax.tree_util.tree_flatten_with_path(data)[0]:
-        where = jax.tree_util.keystr(path) or "(the value)"
-        if not isinstance(x, jax.Array | np.ndarray):
-            raise TypeError(
-                f"`{name}` needs arrays in `{argument}`; at `{where}`: a {type(x).__name__}.\n"
-                "Convert tables and lists first, for example `np.asarray(table)`."
-            )
-        if isinstance(x, np.ndarray) and x.dtype.kind not in "biufcV":
-            raise TypeError(
-                f"`{name}` needs arrays of numbers in `{argument}`; at `{where}`: dtype {x.dtype}.\n"
-                "Encode labels as integers."
-            )
+def _finite(x: Any, place: str, *, name: str) -> None:
+    if is_traced(x) or not jnp.issubdtype(x.dtype, jnp.floating) or _all_finite(x):
+        return
+    bad = ~np.isfinite(np.asarray(x))
+    first = tuple(int(i) for i in np.argwhere(bad)[0])
+    raise ValueError(
+        f"`{name}` needs finite numbers; the array at `{place}` holds {int(bad.sum())} NaN or infinite values, the "
+        f"first at index {first}.\nEvery member would diverge: drop or impute those rows."
+    )
+
+
+def _all_finite(x: Any) -> bool:
+    if isinstance(x, jax.Array) and any(device.platform != "cpu" for device in x.devices()):  # stays where it is
+        return bool(jnp.all(jnp.isfinite(x)))
+    # A sum is not finite when an element is not; it may overflow without one, so that only then all are looked at.
+    x = np.asarray(x)
+    return bool(np.isfinite(x.sum(dtype=np.float64)) or np.isfinite(x).all())
 
 
 def same_structure(validation: Any, data: Any) -> None:
@@ -92,27 +108,17 @@ def row_indices(rows: Any, num_members: int, num_rows: int, *, name: str) -> Non
         raise TypeError(f"`{name}` needs integer `rows` of shape (members, n), got {rows.dtype} of shape {rows.shape}.")
     if rows.shape[0] != num_members or rows.shape[1] == 0:
         raise ValueError(f"`{name}` needs `rows` of shape ({num_members}, n) with n of at least 1, got {rows.shape}.")
-    if rows.min() < 0 or rows.max() >= num_rows:
-        raise IndexError(f"`{name}` needs `rows` in [0, {num_rows}), got {rows.min()} to {rows.max()}.")
+    outside = (rows < 0) | (rows >= num_rows)
+    if outside.any():
+        member, position = (int(i) for i in np.argwhere(outside)[0])
+        raise IndexError(
+            f"`{name}` needs `rows` from 0 to {num_rows - 1}; {int(outside.sum())} lie outside, the first is "
+            f"`rows[{member}, {position}]` = {rows[member, position]}."
+        )
 
 
-def data_members(tree: Any, num_members: int, *, argument: str, name: str) -> None:
-    """Data of the members' own has one data set per member."""
-    for path, x in array_leaves(tree):
-        if x.shape[0] != num_members:
-            raise MemberMismatchError(
-                f"`{name}` needs one data set per member in the `Each` of `{argument}`; at `{path}`: expected "
-                f"({num_members}, rows, ...), got {x.shape}."
-            )
-
-
-def prediction_rows(nodes: list[Any], each: type, num_members: int) -> int:
-    """The number of rows on which all inputs of `predict` agree."""
-    if any(type(node).__name__ == "Batch" for node in nodes):
+def no_batch_mark(data: Any, batch: type) -> None:
+    """`predict` maps members over rows by itself."""
+    is_batch = lambda x: isinstance(x, batch)
+    if any(map(is_batch, jax.tree.leaves(data, is_leaf=is_batch))):
         raise TypeError("`predict` takes the rows as they are: pass `x` instead of `Batch(x)`.")
-    shared = [node for node in nodes if not isinstance(node, each)]
-    own = [node.per_member() for node in nodes if isinstance(node, each)]
-    numeric_data((shared, own), argument="x", name="predict")
-    for tree in own:
-        data_members(tree, num_members, argument="x", name="predict")
-    return rows_of_data(shared, own, argument="x", name="predict", finite=False)

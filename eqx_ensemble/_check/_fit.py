@@ -1,6 +1,9 @@
 from typing import Any
 
+import jax
+
 from ._marks import plan, positive_int
+from ._trees import path_text
 
 
 def _one_of(value: Any, argument: str, choices: tuple[Any, ...], *, name: str) -> None:
@@ -47,6 +50,21 @@ def fit_options(
     _patience(patience, validation, name="fit")
 
 
+IDLE_PATIENCE = (
+    "`patience` stopped no member: it counts validations, which are made at the end of every epoch, and the run ended "
+    "within the first.\nPass an iterable of batches that ends after each epoch."
+)
+
+
+def patience_fits(patience: Any, num_steps: int, per_epoch: int, *, name: str) -> None:
+    """At least one epoch ends, so that patience can act."""
+    if patience is not None and num_steps < per_epoch:
+        raise ValueError(
+            f"`{name}` cannot use `patience`: it counts validations, which are made at the end of every epoch, and "
+            f"the {num_steps} steps asked for end within the first epoch of {per_epoch}."
+        )
+
+
 def no_array_options(*, batch_size: Any, rows: Any, order: Any, name: str) -> None:
     """An iterable of batches decides itself about rows and batches."""
     used = {"batch_size": batch_size is not None, "rows": rows is not None, "order": order != "each"}
@@ -67,6 +85,20 @@ def some_batches(count: int, epoch: int, *, name: str) -> None:
         f"`{name}` found no batches in epoch {epoch + 1}: the iterable can be iterated only once, as a generator.\n"
         "Pass an object that starts anew each time, or make the generator endless and give `steps`."
     )
+
+
+def same_outputs(first: Any, now: Any) -> None:
+    """Auxiliary outputs `(members, ...)` have one shape in all steps, so that the history can hold them in arrays."""
+    keyed, structure = jax.tree_util.tree_flatten_with_path(first)
+    if jax.tree.structure(now) != structure:
+        raise TypeError(f"The loss's auxiliary outputs changed from {structure} to {jax.tree.structure(now)}.")
+    for (path, x), y in zip(keyed, jax.tree.leaves(now), strict=True):
+        if x.shape != y.shape:
+            raise ValueError(
+                f"The loss's auxiliary output at `{path_text(path[1:])}` has shape {x.shape[1:]} for one batch and "
+                f"{y.shape[1:]} for a smaller one; the history needs one shape.\n"
+                "Reduce it over the batch, or choose a `batch_size` that divides the number of rows."
+            )
 
 
 def diverged(ids: Any, left: Any) -> str:

@@ -36,6 +36,14 @@ def member_dtype(leaf: Any) -> Any:
     return leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
+def kind_of(value: Any) -> str:
+    """What a value of a wrong type is, in words: `a list`, `an int`, `None`."""
+    if value is None:
+        return "`None`"
+    word = type(value).__name__
+    return f"{'an' if word[0] in 'AEIOUaeio' else 'a'} {word}"
+
+
 def describe(value: Any) -> str:
     """A short text for a leaf or a static value: `f32[4,2]` for an array, otherwise a trimmed representation."""
     if is_member_array(value) or isinstance(value, jax.ShapeDtypeStruct):

@@ -35,6 +35,8 @@ def per_member_leaves(value: Any, *, axis: int, name: str) -> int:
     """Every array leaf has the members axis, of one length, which is returned."""
     if isinstance(axis, bool) or not isinstance(axis, int):
         raise TypeError(f"`{name}` needs an integer `axis`, got {axis!r}.")
+    if name == "Each" and _holds_list_of_models(value, eqx.Module):
+        raise TypeError(f"`Each` needs one PyTree whose arrays carry the members axis, got a list of models.\n{_STACK}")
     sizes = _sizes(value, axis, name)
     if not sizes:
         raise TypeError(
@@ -134,9 +136,6 @@ def _some(paths: list[str], most: int = 4) -> str:
     return shown if len(paths) <= most else f"{shown} and {len(paths) - most} more"
 
 
-def _holds_list_of_models(arguments: Any) -> bool:
+def _holds_list_of_models(arguments: Any, kinds: Any = (eqx.Module, list, tuple, dict)) -> bool:
     nodes = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, list))
-    return any(
-        isinstance(x, list) and len(x) > 1 and all(isinstance(item, list | tuple | dict | eqx.Module) for item in x)
-        for x in nodes
-    )
+    return any(isinstance(x, list) and len(x) > 1 and all(isinstance(item, kinds) for item in x) for x in nodes)

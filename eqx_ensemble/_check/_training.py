@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from ._errors import MemberMismatchError
+from ._leaves import kind_of
 from ._marks import array_leaves
 
 
@@ -55,7 +56,7 @@ def made_optimiser(value: Any, *, name: str) -> None:
     """What a function of `hyper` returned is an optimiser."""
     if not isinstance(value, optax.GradientTransformation):
         raise TypeError(
-            f"`{name}`: the optimiser function must return an optax optimiser, it returned a {type(value).__name__}."
+            f"`{name}`: the optimiser function must return an optax optimiser, it returned {kind_of(value)}."
         )
 
 
@@ -88,7 +89,7 @@ def model_state(state: Any, num_members: int, *, name: str) -> None:
     if not isinstance(state, eqx.nn.State):
         raise TypeError(
             f"`{name}` needs `state` to be the stacked `equinox.nn.State` that `build` returned beside the ensemble, "
-            f"got {type(state).__name__}."
+            f"got {kind_of(state)}."
         )
     for path, x in array_leaves(state):
         if x.ndim == 0 or x.shape[0] != num_members:
@@ -131,6 +132,10 @@ def loss_output(out: Any, *, stateful: bool, has_aux: bool) -> None:
             f"Training needs a loss that returns one scalar, it returned {_described(value)}.\n"
             "Set `has_aux=True` for auxiliary outputs beside the value; pass `state=` for stateful members."
         )
+    if value is None:
+        raise TypeError(
+            "Training needs a loss that is a floating-point scalar, it returned `None`: is a `return` missing?"
+        )
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"Training needs a loss that is a floating-point scalar, it returned {_described(value)}.")
@@ -151,7 +156,7 @@ def _described(x: Any) -> str:
         return f"{x.dtype}{list(x.shape)}"
     if isinstance(x, tuple):
         return f"({', '.join(_described(item) for item in x)})"
-    return f"a {type(x).__name__}"
+    return kind_of(x)
 
 
 def trainable(params: Any, *, name: str) -> None:
@@ -175,13 +180,13 @@ def ensemble(value: Any, kind: type, *, name: str) -> None:
         return
     if isinstance(value, list | tuple):
         raise TypeError(
-            f"`{name}` needs an `Ensemble`, got a {type(value).__name__}.\n"
+            f"`{name}` needs an `Ensemble`, got {kind_of(value)}.\n"
             "If it holds models, make an ensemble of them first: `eqx_ensemble.stack(models)`."
         )
     if type(value).__name__ == "Run":
         raise TypeError(f"`{name}` needs an `Ensemble`, got a run: pass `run.ensemble`.")
     raise TypeError(
-        f"`{name}` needs an `Ensemble`, got a {type(value).__name__}.\n"
+        f"`{name}` needs an `Ensemble`, got {kind_of(value)}.\n"
         "`stack([model, ...])` makes one of models, `from_stacked(model)` of a model that is stacked already."
     )
 
@@ -207,5 +212,5 @@ def train_state(value: Any, kind: type) -> None:
     if not isinstance(value, kind):
         raise TypeError(
             "A training step is called as `state, metrics = step(state, batch)` with the state that `train.init` "
-            f"made; got a {type(value).__name__} as `state`."
+            f"made; got {kind_of(value)} as `state`."
         )

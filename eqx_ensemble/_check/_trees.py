@@ -19,6 +19,13 @@ _FIXES = {
     "float": "Pass `promote_scalars=True` to stack Python floats that differ, or make them arrays.",
     "static": "What is not an array is kept once for all members: make it an array, or build one ensemble per value.",
 }
+_FIXES_OF_SUMS = {
+    "structure": "Only trees of one structure can be added up.",
+    "shape": "Nothing is broadcast silently: bring the leaves to one shape first.",
+    "dtype": _FIXES["dtype"],
+    "hidden": "Jax does not see it, so that it would not be added up: make it a field of the Module.",
+    "static": "What is not a number is kept as it is, and must be equal in all trees.",
+}
 
 
 class Rules(NamedTuple):
@@ -34,12 +41,13 @@ class Rules(NamedTuple):
     shape: Callable[[tuple, tuple], tuple] = lambda first, own: first
     who: str | None = None
     reference: str | None = None
+    fixes: Mapping[str, str] = _FIXES
 
 
 STACKED = Rules(
     needs="stacked trees of the same kind of member", noun="tree", shape=lambda first, own: (*own[:1], *first[1:])
 )
-SUMMED = Rules(needs="trees that differ only in their numbers", noun="tree", scalars="numbers")
+SUMMED = Rules(needs="trees that differ only in their numbers", noun="tree", scalars="numbers", fixes=_FIXES_OF_SUMS)
 
 
 def replacement(num_members: int | None) -> Rules:
@@ -134,7 +142,7 @@ def _kind(a, b, gap, rules) -> str:
 
 
 def _message(differences: list[Difference], name: str, rules: Rules) -> str:
-    order = list(_FIXES)
+    order = list(rules.fixes)
     differences = sorted(differences, key=lambda d: order.index(d.kind))
     members = sorted({d.member for d in differences})
     reference = rules.reference or f"{rules.noun} 0"
@@ -150,7 +158,7 @@ def _message(differences: list[Difference], name: str, rules: Rules) -> str:
     kinds = {d.kind for d in differences}
     if kinds & {"structure", "shape"}:
         kinds.discard("static")  # the sizes among the static fields, which follow from it
-    return "\n".join(lines + [_FIXES[kind] for kind in order if kind in kinds])
+    return "\n".join(lines + [rules.fixes[kind] for kind in order if kind in kinds])
 
 
 def _line(path: tuple, group: list[Difference], rules: Rules, *, several: bool) -> str:

@@ -28,6 +28,14 @@ def tree_weights(weights: Any, count: int, *, name: str, mean: bool = False) -> 
     return values
 
 
+def one_weight_each(weights: Any, num_members: int, *, name: str) -> None:
+    """Weights of the members `(members,)`, or none."""
+    if weights is not None and np.shape(weights) != (num_members,):
+        raise ValueError(
+            f"`{name}` needs one weight per member: expected shape ({num_members},), got {np.shape(weights)}."
+        )
+
+
 def _values(weights: Any, name: str) -> Any:
     if isinstance(weights, (list, tuple)):
         if any(is_traced(w) for w in weights):

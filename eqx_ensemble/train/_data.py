@@ -1,4 +1,4 @@
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -26,17 +26,19 @@ def on_device(data: PyTree, num_members: int, *, argument: str, name: str) -> tu
 
     Arrays are `(rows, ...)`; those marked `Each` are `(members, rows, ...)`.
     """
-    nodes, treedef = jax.tree.flatten(data, is_leaf=_axes.is_per_member)
-    each = [(i, node.per_member()) for i, node in enumerate(nodes) if isinstance(node, _axes.Each)]
-    marked = {i for i, _ in each}
-    shared = jax.tree.unflatten(treedef, [None if i in marked else node for i, node in enumerate(nodes)])
-    _check.numeric_data(data, argument=argument, name=name)
-    for _, tree in each:
-        _check.data_members(tree, num_members, argument=argument, name=name)
-    rows = _check.rows_of_data(shared, [tree for _, tree in each], argument=argument, name=name)
-    first = {i: _axes.Each(tree) for i, tree in each}
-    nodes = [first.get(i, node) for i, node in enumerate(nodes)]
-    return jax.tree.map(jnp.asarray, jax.tree.unflatten(treedef, nodes)), rows
+    rows = _check.rows_of_data(data, _axes.Each, num_members, argument=argument, name=name)
+    data = _map_marked(lambda each: _axes.Each(each.per_member()), data)
+    return jax.tree.map(jnp.asarray, data), rows
+
+
+def unmarked(data: PyTree) -> PyTree:
+    """The data as a member's loss takes them apart."""
+    return _map_marked(lambda each: each.value, data)
+
+
+def _map_marked(fn: Callable[[_axes.Each], PyTree], data: PyTree) -> PyTree:
+    is_each = lambda x: isinstance(x, _axes.Each)
+    return jax.tree.map(lambda x: fn(x) if is_each(x) else x, data, is_leaf=is_each)
 
 
 def chosen_rows(rows: Any, num_members: int, num_rows: int, *, name: str) -> np.ndarray | None:

@@ -11,7 +11,7 @@ from .. import _axes, _check
 from .._ensemble import Ensemble, M
 from .._progress import members_in_words, progress_line
 from ..plan import AbstractPlan, Vmap
-from ._data import chosen_rows, is_batches, on_device
+from ._data import chosen_rows, is_batches, on_device, unmarked
 from ._interrupt import Interruption
 from ._loop import Loop, run_arrays, run_batches
 from ._loss import as_loss
@@ -101,7 +101,7 @@ def fit(
     score_of_one = None
     if validation is not None:
         if score is None and not is_batches(data):
-            _check.same_structure(validation, data)
+            _check.same_structure(unmarked(validation), unmarked(data))
         score_aux = has_aux and score is None
         score_of_one = as_loss(score or loss, stateful=stateful, has_aux=score_aux, hyper=hyper, name="fit")
         validation, _ = on_device(validation, first.num_members, argument="validation", name="fit")

@@ -1,5 +1,6 @@
 import itertools
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -47,6 +48,14 @@ class Loop:
         """Whether the run ends here: interrupted, or no member trains any more."""
         return self._interruption.requested or not (np.asarray(carry.moving.status) == OK).any()
 
+    def last_validation(self, inputs: Inputs, carry: Carry) -> Carry:
+        """Validates where a run ends within an epoch, so that no member's last weights go unjudged."""
+        if self.program.score is None or self.record.validated or self.over(carry):
+            return carry
+        carry, scores = compiled_validation((self.program, inputs), carry)
+        self.record.add_scores(scores)
+        return carry
+
     def report(self, steps: int, carry: Carry) -> None:
         """Moves the progress line on by `steps`."""
         losses, scores = self.record.latest
@@ -83,6 +92,7 @@ def run_arrays(
     _check.batch_fits(batch_size, order.num_rows, name="fit")
     per_epoch = -(-order.num_rows // batch_size)
     num_steps = int(steps or 0) if epochs is None else epochs * per_epoch
+    _check.patience_fits(loop.program.patience, num_steps, per_epoch, name="fit")
     num_members = inputs.fixed.key.shape[0]
     row_bytes = 4 * batch_size * (num_members if loop.program.own_rows else 1)
     most = int(np.clip(min(_MOST_BYTES_OF_ROWS // row_bytes, num_steps), 1, _MOST_STEPS))
@@ -113,7 +123,7 @@ def run_arrays(
         loop.report(done, carry)
         if loop.over(carry):
             break
-    return carry
+    return loop.last_validation(inputs, carry)
 
 
 def _chunks(
@@ -171,7 +181,9 @@ def run_batches(
             loop.record.add_steps(jax.tree.map(lambda x: x[None], outputs))
             loop.report(1, carry)
             if loop.over(carry) or loop.record.steps == steps:
-                return carry
+                if epoch == 0 and loop.program.patience is not None:
+                    warnings.warn(_check.IDLE_PATIENCE, stacklevel=3)
+                return loop.last_validation(inputs, carry)
         _check.some_batches(loop.record.steps - before, epoch, name="fit")
         if loop.program.score is not None:
             carry, scores = compiled_validation((loop.program, inputs), carry)

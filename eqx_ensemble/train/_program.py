@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import Array, Bool, Int, PyTree
 
-from .. import _axes
+from .. import _axes, _check
 from ..plan import AbstractPlan
 from ._loss import Loss
 from ._optimiser import Optimiser
@@ -152,6 +152,9 @@ def run_chunk(read: tuple[Program, Inputs, Chunk], carry: Carry) -> tuple[Carry,
         full, rest, num_full, ends = rows
         carry, losses = _scan(full_step, carry, full, num_full)
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(finish, carry, rest)[1])
+        if blank[0] is not None:
+            of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), losses)
+            _check.same_outputs(of_one, blank[0])
         carry, ending = jax.lax.cond(ends, finish, lambda carry, rest: (carry, blank), carry, rest)
         return carry, (losses, *ending)
 

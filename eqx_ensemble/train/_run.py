@@ -5,6 +5,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
+from .. import _check
 from .._ensemble import Ensemble, M
 from ._state import STATUS_NAMES, TrainState
 
@@ -92,6 +93,8 @@ class Record:
     def add_steps(self, outputs: PyTree) -> None:
         """Outputs of consecutive steps, each `(steps, members, ...)`."""
         outputs = jax.tree.map(np.asarray, outputs)
+        if self._outputs:
+            _check.same_outputs(*(jax.tree.map(lambda x: x[0], part) for part in (self._outputs[0], outputs)))
         self._outputs.append(outputs)
         self.steps += outputs[0].shape[0]
         last = _last_finite(outputs[0].T)
@@ -107,6 +110,11 @@ class Record:
         """Each member's latest loss `(members,)` and best validation score `(members,)`, also when it has left."""
         assert self._latest is not None
         return self._latest, np.fmin.reduce(self._scores) if self._scores else None
+
+    @property
+    def validated(self) -> bool:
+        """Whether the present weights have their score."""
+        return self._score_steps[-1:] == [self.steps]
 
     def history(self) -> History:
         """The curves, `members` first."""

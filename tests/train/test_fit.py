@@ -404,6 +404,43 @@ def test_an_iterable_with_validation(ensemble):
     np.testing.assert_array_equal(run.history.validation_step, arrays.history.validation_step)
 
 
+@pytest.mark.parametrize("kind", ["arrays", "endless", "list"])
+def test_validation_of_the_last_weights(ensemble, kind):
+    """Also when the run ends within an epoch, or at its end before the iterable is seen to end."""
+    batches, validation = in_order(dataset(), BATCH, 3), dataset(10, seed=1)
+    steps = 6 if kind == "list" else 5
+    data = {"arrays": dataset(), "endless": (batch for _ in range(9) for batch in batches), "list": batches}[kind]
+    arrays = {"batch_size": BATCH, "order": "given"} if kind == "arrays" else {}
+    run = ee.fit(ensemble, loss, SGD, data, steps=steps, validation=validation, key=KEY, **arrays)
+    assert run.history.validation_step.tolist() == {"arrays": [3, 5], "endless": [5], "list": [3, 6]}[kind]
+    last = run.train_state.ensemble
+    for i in range(MEMBERS):
+        value = loss(eqx.nn.inference_mode(last[i]), validation, step_key(KEY, IDS[i], steps))
+        np.testing.assert_allclose(run.history.validation[i, -1], value, rtol=1e-5)
+        best = run.history.validation[i].argmin()
+        assert run.best_step[i] == run.history.validation_step[best]
+        if run.best_step[i] == steps:
+            assert_same(run.ensemble[i], last[i])
+
+
+def test_patience_without_the_end_of_an_epoch(ensemble):
+    endless = (batch for _ in range(9) for batch in in_order(dataset(), BATCH, 3))
+    with pytest.warns(UserWarning, match="`patience` stopped no member"):
+        run = ee.fit(ensemble, loss, SGD, endless, steps=5, validation=dataset(), patience=1, key=KEY)
+    assert (run.best_step == 5).all()
+
+
+@pytest.mark.parametrize("marked", ["data", "validation"])
+def test_marks_on_one_side_only(ensemble, marked):
+    """A loss takes data and validation data apart alike, whoever owns them."""
+    data = {"data": dataset(), "validation": dataset(10, seed=1)}
+    expected = ee.fit(ensemble, loss, SGD, batch_size=BATCH, epochs=2, key=KEY, **data)
+    x, y = data[marked]
+    data[marked] = (ee.Each(jnp.stack([x] * MEMBERS)), y)
+    run = ee.fit(ensemble, loss, SGD, batch_size=BATCH, epochs=2, key=KEY, **data)
+    np.testing.assert_allclose(run.history.validation, expected.history.validation, rtol=1e-5)
+
+
 def compilations(caplog, name="run_chunk"):
     return sum(f"Compiling jit({name})" in record.getMessage() for record in caplog.records)
 

@@ -59,13 +59,13 @@ def building(key: Array, mlp: MLP, keys: Array) -> None:
     assert_type(ee.stack(mlp for _ in range(3)), ee.Ensemble[MLP])
     assert_type(ee.from_stacked(mlp, shared=lambda m: m.layers), ee.Ensemble[MLP])
     assert_type(ee.stack([jnp.tanh, jnp.sin])[0](keys), Array)
+    assert_type(ee.build(lambda key: Parameters(key), 8, key=key)[0], Parameters)
+    assert_type(ee.stack([{"rate": jnp.ones(3)}]), ee.Ensemble[dict[str, Array]])
 
     ee.build(make, "8", key=key)  # pyright: ignore[reportArgumentType, reportCallIssue]
     ee.build(make, 8, key)  # pyright: ignore[reportCallIssue]
     ee.build(mlp.layers, 8, key=key)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    ee.build(lambda key: Parameters(key), 8, key=key)  # pyright: ignore[reportArgumentType, reportCallIssue]
     ee.stack(mlp)  # pyright: ignore[reportArgumentType]
-    ee.stack([jnp.ones(3)])  # pyright: ignore[reportArgumentType]
     ee.stack([mlp], shared="layers")  # pyright: ignore[reportArgumentType]
 
 
