@@ -4,7 +4,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int, Key, UInt32
 
 from . import _check
 
@@ -38,8 +38,12 @@ def member_keys(key: Any, ids: Any, *, purpose: str = "build") -> Key[Array, " m
 
     **Raises:** `TypeError` for what is not one threefry key.
     """
-    base = jax.random.fold_in(root(key, name="member_keys"), tag(purpose))
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(base, member_ids(ids))
+    return _member_keys(root(key, name="member_keys"), np.uint32(tag(purpose)), member_ids(ids))
+
+
+@jax.jit
+def _member_keys(key: Key[Array, ""], tag: UInt32[Array, ""], ids: Int[Array, " members"]) -> Key[Array, " members"]:
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.fold_in(key, tag), ids)
 
 
 def member_ids(ids: Any) -> Int[Array, " members"]:

@@ -11,9 +11,10 @@ from .. import _axes, _check
 from .._ensemble import Ensemble, M
 from .._progress import members_in_words, progress_line
 from ..plan import AbstractPlan, Vmap
+from ._arrays import run_arrays
 from ._data import chosen_rows, is_batches, on_device, unmarked
 from ._interrupt import Interruption
-from ._loop import Loop, run_arrays, run_batches
+from ._loop import Loop, run_batches
 from ._loss import as_loss
 from ._optimiser import Optimiser
 from ._program import Carry, Inputs, Program

@@ -1,17 +1,15 @@
-"""The compiled part of a fit: many steps, and the validation between them, as one program."""
-
 import functools as ft
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
-from .. import _axes, _check
+from .. import _axes
 from ..plan import AbstractPlan
+from ._health import judged
 from ._loss import Loss
 from ._optimiser import Optimiser
 from ._select import Selection, select
@@ -48,7 +46,10 @@ class Program(eqx.Module):
     own_rows: bool = eqx.field(static=True)
 
     def step(self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None) -> tuple[Carry, PyTree]:
-        """One step of all members on the given rows of the data; on the data themselves when `rows` is `None`."""
+        """One step of all members on the given rows of the data; on the data themselves when `rows` is `None`.
+
+        It is not yet judged.
+        """
         own_data, view, _ = _split_data(inputs.data, inputs.fixed)
         own = (own_data, rows if self.own_rows else None)
 
@@ -70,6 +71,14 @@ class Program(eqx.Module):
         )
         return Carry(moving, carry.selection, carry.step + 1), outputs
 
+    def judged_step(
+        self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None
+    ) -> tuple[Carry, PyTree]:
+        """One step of all members, after which the faulty keep their last good weights."""
+        after, (losses, aux) = self.step(inputs, carry, rows)
+        moving, losses, _ = judged(carry.moving, after.moving, losses[None], carry.step, 1)
+        return Carry(moving, carry.selection, after.step), (losses[0], aux)
+
     def end_epoch(self, inputs: Inputs, carry: Carry) -> tuple[Carry, PyTree]:
         """Scores every member on the validation data, keeps its best weights, stops it when its patience ends."""
         if self.score is None or carry.selection is None:
@@ -90,6 +99,11 @@ class Program(eqx.Module):
 def _split_data(data: PyTree, fixed: Fixed) -> tuple[PyTree, Callable[[PyTree], PyTree], int]:
     own, view, count = _axes.split_members((_axes.Each(fixed.key), data), name="fit")
     return own, lambda part: view(part)[1], count
+
+
+def take_rows(data: PyTree, rows: Int[Array, " batch"]) -> PyTree:
+    """Rows of every array; the indices were checked on the host."""
+    return jax.tree.map(lambda x: x.at[rows].get(mode="promise_in_bounds"), data)
 
 
 def slow_in_loops(program: Program, inputs: Inputs, carry: Carry, rows: jax.ShapeDtypeStruct) -> bool:
@@ -117,86 +131,3 @@ def _has_convolution(jaxpr: Jaxpr) -> bool:
     ]
     here = any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns)
     return here or any(map(_has_convolution, inner))
-
-
-def take_rows(data: PyTree, rows: Int[Array, " batch"]) -> PyTree:
-    """Rows of every array; the indices were checked on the host."""
-    return jax.tree.map(lambda x: x.at[rows].get(mode="promise_in_bounds"), data)
-
-
-class Chunk(eqx.Module):
-    """Rows of several epochs' pieces, all padded to one shape so that one compiled program runs any of them."""
-
-    full: Int[Array, "pieces steps *members batch"]
-    rest: Int[Array, "pieces *members remainder"]
-    num_full: Int[Array, " pieces"]
-    ends_epoch: Bool[Array, " pieces"]
-    num_pieces: Int[Array, ""]
-
-
-def run_chunk(read: tuple[Program, Inputs, Chunk], carry: Carry) -> tuple[Carry, PyTree]:
-    """Runs the pieces of a chunk; returns the outputs of full batches, last batches and validations, per piece."""
-    program, inputs, chunk = read
-
-    def full_step(carry: Carry, rows: Array) -> tuple[Carry, PyTree]:
-        return program.step(inputs, carry, rows)
-
-    def finish(carry: Carry, rest: Array) -> tuple[Carry, PyTree]:
-        last = None
-        if rest.shape[-1] > 0:
-            carry, last = program.step(inputs, carry, rest)
-        carry, scores = program.end_epoch(inputs, carry)
-        return carry, (last, scores)
-
-    def piece(carry: Carry, rows: tuple[Array, Array, Array, Array]) -> tuple[Carry, PyTree]:
-        full, rest, num_full, ends = rows
-        carry, losses = _scan(full_step, carry, full, num_full)
-        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(finish, carry, rest)[1])
-        if blank[0] is not None:
-            of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), losses)
-            _check.same_outputs(of_one, blank[0])
-        carry, ending = jax.lax.cond(ends, finish, lambda carry, rest: (carry, blank), carry, rest)
-        return carry, (losses, *ending)
-
-    return _scan(piece, carry, (chunk.full, chunk.rest, chunk.num_full, chunk.ends_epoch), chunk.num_pieces)
-
-
-def _scan(
-    body: Callable[[Any, Any], tuple[Any, Any]], carry: PyTree, xs: PyTree, length: Int[Array, ""]
-) -> tuple[PyTree, PyTree]:
-    """`jax.lax.scan` over the first `length` of `xs`, where `length` is known at run time only.
-
-    It is at least 1; a loop that can have only one step is no loop.
-    """
-    most = jax.tree.leaves(xs)[0].shape[0]
-    if most == 1:
-        carry, y = body(carry, jax.tree.map(lambda x: x[0], xs))
-        return carry, jax.tree.map(lambda y: y[None], y)
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
-    out = jax.eval_shape(body, carry, one)[1]
-    ys = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), out)
-
-    def step(i: Array, state: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        carry, ys = state
-        x = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), xs)
-        carry, y = body(carry, x)
-        return carry, jax.tree.map(lambda all, y: jax.lax.dynamic_update_index_in_dim(all, y, i, 0), ys, y)
-
-    return jax.lax.fori_loop(0, length, step, (carry, ys))
-
-
-def run_batch(read: tuple[Program, Inputs, PyTree], carry: Carry) -> tuple[Carry, PyTree]:
-    """One step of all members on a batch that is not taken from the run's own data."""
-    program, inputs, batch = read
-    return program.step(Inputs(inputs.fixed, inputs.shared, batch, None), carry, None)
-
-
-def run_validation(read: tuple[Program, Inputs], carry: Carry) -> tuple[Carry, PyTree]:
-    """The validation at the end of an epoch."""
-    program, inputs = read
-    return program.end_epoch(inputs, carry)
-
-
-compiled_chunk = eqx.filter_jit(run_chunk, donate="all-except-first")
-compiled_batch = eqx.filter_jit(run_batch, donate="all-except-first")
-compiled_validation = eqx.filter_jit(run_validation, donate="all-except-first")

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -57,6 +58,22 @@ class Piece:
     full: np.ndarray
     rest: np.ndarray
     ends_epoch: bool
+
+    def around(self, step: int) -> "list[Piece]":
+        """The piece in parts, so that a fault that shows at `step` will lie in a part of one step.
+
+        The weights may have gone wrong one step before the loss that shows it. Parts grow after the fault, because
+        where one member fails, others often follow. If no loss shows the fault, `step` is the number of steps: it lies
+        in the last step or anywhere before.
+        """
+        length = len(self.full)
+        powers = 2 ** np.arange(length.bit_length())
+        cuts = {step - 1, step, *(step + powers).tolist()} if step < length else {length // 2, length - 1}
+        bounds = [0, *sorted(cut for cut in cuts if 0 < cut < length), length]
+        return [
+            Piece(self.full[start:stop], self.rest, self.ends_epoch and stop == length)
+            for start, stop in itertools.pairwise(bounds)
+        ]
 
 
 def pieces(order: RowOrder, *, batch_size: int, num_steps: int, most: Callable[[], int]) -> Iterator[Piece]:

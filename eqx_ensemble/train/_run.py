@@ -35,8 +35,8 @@ class Run(eqx.Module, Generic[M]):
     - `ensemble`: the trained ensemble: with validation data, every member at its own best weights; else the last.
     - `state`: the stacked `equinox.nn.State` that goes with it; `None` for stateless members.
     - `history`: the curves of the run.
-    - `status`: `(members,)` of `"ok"`, `"stopped"` (its patience ended) or `"diverged"` (its loss, gradient or weights
-        were not finite: it keeps the last that were). `run.ensemble[run.status != "diverged"]` are the good ones.
+    - `status`: `(members,)` of `"ok"`, `"stopped"` (its patience ended) or `"diverged"` (its loss or weights were
+        not finite: it keeps the last that were). `run.ensemble[run.status != "diverged"]` are the good ones.
     - `left`: `(members,)`, the step at which a member left; -1 for members that trained to the end.
     - `best_step`, `best_score`: `(members,)`, when each member's validation score was best, and that score (-1 and
         infinity where there was none); `None` without validation data.

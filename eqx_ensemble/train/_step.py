@@ -3,15 +3,15 @@ from typing import Any, Generic
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int8, PyTree
+from jaxtyping import Array, Float, Int, Int8, PyTree
 
 from .. import _axes, _check
 from .._ensemble import M
 from ..plan import AbstractPlan, Vmap
+from ._health import judged
 from ._loss import Loss, as_loss
 from ._optimiser import Optimiser, update_member
-from ._state import DIVERGED, OK, Fixed, Moving, TrainState
+from ._state import Fixed, Moving, TrainState
 
 
 class Metrics(eqx.Module):
@@ -39,11 +39,7 @@ def member_step(
     loss: Loss,
     optimiser: Optimiser,
 ) -> tuple[Moving, tuple[Float[Array, ""], PyTree]]:
-    """One step of one member; every plan runs this function and no other.
-
-    A member whose loss, gradient or new weights are not finite keeps its last good weights and is marked diverged; a
-    member that has left keeps everything.
-    """
+    """One step of one member, not yet judged; every plan runs this function and no other."""
     key = jax.random.fold_in(fixed.key, step)
 
     def objective(params: PyTree) -> tuple[Float[Array, ""], tuple[PyTree, PyTree]]:
@@ -54,21 +50,7 @@ def member_step(
     params, opt_state = update_member(
         optimiser, moving.params, moving.opt_state, grads, value, lambda p: objective(p)[0], fixed.hyper
     )
-    training = moving.status == OK
-    good = jnp.isfinite(value) & _all_finite(grads) & _all_finite(params)
-    keep = training & good
-    new = (params, opt_state, model_state)
-    old = (moving.params, moving.opt_state, moving.model_state)
-    params, opt_state, model_state = jax.tree.map(lambda x, y: jnp.where(keep, x, y), new, old)
-    lost = training & ~good
-    status = jnp.where(lost, jnp.int8(DIVERGED), moving.status)
-    left = jnp.where(lost, step, moving.left)
-    value = jnp.where(training, value, jnp.full_like(value, jnp.nan))
-    return Moving(params, opt_state, model_state, status, left), (value, aux)
-
-
-def _all_finite(tree: PyTree) -> Bool[Array, ""]:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
+    return Moving(params, opt_state, model_state, moving.status, moving.left), (value, aux)
 
 
 def all_members_step(
@@ -83,7 +65,7 @@ def all_members_step(
     optimiser: Optimiser,
     plan: AbstractPlan,
 ) -> tuple[Moving, tuple[Float[Array, " members"], PyTree]]:
-    """One step of all members under a plan.
+    """One step of all members under a plan, not yet judged.
 
     `own` holds arrays with the `members` axis from which, for one member, `batch_of` makes that member's batch.
     """
@@ -128,8 +110,9 @@ def _one_step(inputs: tuple[Step, Loss, PyTree], state: TrainState) -> tuple[Tra
         optimiser=step.optimiser,
         plan=step.plan,
     )
+    moving, value, _ = judged(state.moving, moving, value[None], state.step, 1)
     new = TrainState(moving, state.fixed, state.shared, state.ids, state.step + 1)
-    return new, Metrics(value, aux, moving.status)
+    return new, Metrics(value[0], aux, moving.status)
 
 
 _step = eqx.filter_jit(_one_step)

@@ -1,0 +1,136 @@
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .. import _check
+from ._chunk import Chunk, compiled_chunk
+from ._loop import Loop
+from ._program import Carry, Inputs, slow_in_loops
+from ._rows import Piece, RowOrder, pieces
+from ._run import Record
+from ._state import OK
+
+_MOST_STEPS = 2048
+_MOST_BYTES_OF_ROWS = 2**25
+
+
+class Feed:
+    """The pieces of a run that wait for their turn, and the one shape in which chunks of them are run."""
+
+    def __init__(self, drawn: Iterator[Piece], most_pieces: int, most_steps: int):
+        self._drawn = drawn
+        self._most_pieces = most_pieces
+        self._most_steps = most_steps
+        self._waiting: deque[Piece] = deque()
+
+    def draw(self, steps: int) -> None:
+        """Has pieces of at least `steps` steps waiting, as far as a chunk holds them and the run goes."""
+        while len(self._waiting) < self._most_pieces and sum(len(piece.full) for piece in self._waiting) < steps:
+            piece = next(self._drawn, None)
+            if piece is None:
+                return
+            self._waiting.append(piece)
+
+    def take(self, steps: int) -> list[Piece]:
+        """The next pieces of at least `steps` steps; none at the end of the run."""
+        self.draw(steps)
+        taken: list[Piece] = []
+        while self._waiting and len(taken) < self._most_pieces and sum(len(piece.full) for piece in taken) < steps:
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def give_back(self, pieces: list[Piece]) -> None:
+        """Puts pieces in front."""
+        self._waiting.extendleft(reversed(pieces))
+
+    def chunk(self, batch: list[Piece]) -> Chunk:
+        """Pieces padded to the one shape."""
+        full = np.zeros((self._most_pieces, self._most_steps, *batch[0].full.shape[1:]), np.int32)
+        rest = np.zeros((self._most_pieces, *batch[0].rest.shape), np.int32)
+        num_full = np.zeros(self._most_pieces, np.int32)
+        ends = np.zeros(self._most_pieces, bool)
+        for i, piece in enumerate(batch):
+            full[i, : len(piece.full)] = piece.full
+            rest[i] = piece.rest
+            num_full[i] = len(piece.full)
+            ends[i] = piece.ends_epoch
+        return Chunk(*jax.device_put((full, rest, num_full, ends, np.array(len(batch), np.int32))))
+
+
+def run_arrays(
+    loop: Loop,
+    inputs: Inputs,
+    carry: Carry,
+    order: RowOrder,
+    *,
+    batch_size: int | None,
+    epochs: int | None,
+    steps: int | None,
+) -> Carry:
+    """Runs over in-memory arrays in compiled chunks of steps."""
+    batch_size = min(32, order.num_rows) if batch_size is None else batch_size
+    _check.batch_fits(batch_size, order.num_rows, name="fit")
+    per_epoch = -(-order.num_rows // batch_size)
+    num_steps = int(steps or 0) if epochs is None else epochs * per_epoch
+    _check.patience_fits(loop.program.patience, num_steps, per_epoch, name="fit")
+    num_members = inputs.fixed.key.shape[0]
+    row_bytes = 4 * batch_size * (num_members if loop.program.own_rows else 1)
+    most = int(np.clip(min(_MOST_BYTES_OF_ROWS // row_bytes, num_steps), 1, _MOST_STEPS))
+    some_rows = jax.ShapeDtypeStruct((*([num_members] if loop.program.own_rows else []), batch_size), jnp.int32)
+    if slow_in_loops(loop.program, inputs, carry, some_rows):
+        most = 1
+    most_steps = min(order.num_rows // batch_size, most)
+    most_pieces = max(1, min(most // per_epoch, -(-num_steps // per_epoch)))
+
+    drawn = pieces(
+        order,
+        batch_size=batch_size,
+        num_steps=num_steps,
+        most=lambda: min(most_steps, loop.steps_per_chunk),
+    )
+    feed = Feed(drawn, most_pieces, most_steps)
+    loop.line.total = num_steps
+    while batch := feed.take(loop.steps_per_chunk):
+        start = time.perf_counter()
+        carry, (done, outputs) = compiled_chunk((loop.program, inputs, feed.chunk(batch)), carry)
+        feed.draw(loop.steps_per_chunk)  # while the device works
+        done, outputs = int(done), jax.tree.map(np.asarray, outputs)
+        before = loop.record.steps
+        _record(loop.record, batch[:done], outputs)
+        if done < len(batch):
+            seen = _first_fault(outputs[0][0][done], len(batch[done].full), carry)
+            feed.give_back([*batch[done].around(seen), *batch[done + 1 :]])
+        else:
+            loop.pace(loop.record.steps - before, time.perf_counter() - start)
+        if done > 0:
+            loop.report(loop.record.steps - before, carry)
+        if loop.over(carry):
+            break
+    return loop.last_validation(inputs, carry)
+
+
+def _first_fault(losses: np.ndarray, num_steps: int, carry: Carry) -> int:
+    """The first step whose loss shows that a member failed; their number if none does."""
+    training = np.asarray(carry.moving.status) == OK
+    faulty = ~np.isfinite(losses[:num_steps, training]).all(axis=1)
+    return int(np.argmax(faulty)) if faulty.any() else num_steps
+
+
+def _record(record: Record, batch: list[Piece], outputs: PyTree) -> None:
+    full, last, scores = outputs
+    for i, piece in enumerate(batch):
+        record.add_steps(_part(full, (i, slice(len(piece.full)))))
+        if piece.ends_epoch and last is not None:
+            record.add_steps(_part(last, slice(i, i + 1)))
+        if piece.ends_epoch and scores is not None:
+            record.add_scores(scores[i])
+
+
+def _part(tree: PyTree, index: Any) -> PyTree:
+    return jax.tree.map(lambda x: x[index], tree)
