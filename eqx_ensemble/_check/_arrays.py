@@ -222,7 +222,10 @@ def _row_fix(name: str, got: Shape, prediction: str, shape: Shape, *, members: b
     if members and got == shape:
         return f"{_one(prediction)} Targets repeated for every member? Pass them once: `{name}[0]`."
     if not members and got == shape[1:]:
-        return "This function takes no `members` axis: combine the members first, or take the score of the mixture."
+        return (
+            "This function takes no `members` axis: combine the members first, or take the score of the mixture. "
+            "For one value per member map it with `jax.vmap`, its predictions over axis 0."
+        )
     return "Prediction and target must hold the same rows in the same order."
 
 

@@ -90,13 +90,14 @@ class Step(eqx.Module, Generic[M]):
         """One step on one batch, shared by all members but for its parts marked [`eqx_ensemble.Each`][]."""
         _check.train_state(state, TrainState)
         run = _donating_step if self.donate else _step
-        stateful = state.model_state is not None
-        loss = as_loss(self.fn, stateful=stateful, has_aux=self.has_aux, hyper=state.fixed.hyper, name="make_step")
-        return run((self, loss, batch), state)
+        return run((self, batch), state)
 
 
-def _one_step(inputs: tuple[Step, Loss, PyTree], state: TrainState) -> tuple[TrainState, Metrics]:
-    step, loss, batch = inputs
+def _one_step(inputs: tuple[Step, PyTree], state: TrainState) -> tuple[TrainState, Metrics]:
+    step, batch = inputs
+    stateful = state.model_state is not None
+    # Here and not in the call: looking at a signature costs as much as a small step.
+    loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper, name="make_step")
     marked = (_axes.Each(state.ids), batch)
     own, view, _ = _axes.split_members(marked, name="make_step")
     moving, (value, aux) = all_members_step(
