@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from .. import _check
 from ._chunk import Chunk, compiled_chunk
 from ._loop import Loop
-from ._program import Carry, Inputs, slow_in_loops
+from ._program import Carry, Inputs, Program, slow_in_loops
 from ._rows import Piece, RowOrder, pieces
 from ._run import Record
 from ._state import OK
@@ -79,12 +78,7 @@ def run_arrays(
     per_epoch = -(-order.num_rows // batch_size)
     num_steps = int(steps or 0) if epochs is None else epochs * per_epoch
     _check.patience_fits(loop.program.patience, num_steps, per_epoch, name="fit")
-    num_members = inputs.fixed.key.shape[0]
-    row_bytes = 4 * batch_size * (num_members if loop.program.own_rows else 1)
-    most = int(np.clip(min(_MOST_BYTES_OF_ROWS // row_bytes, num_steps), 1, _MOST_STEPS))
-    some_rows = jax.ShapeDtypeStruct((*([num_members] if loop.program.own_rows else []), batch_size), jnp.int32)
-    if slow_in_loops(loop.program, inputs, carry, some_rows):
-        most = 1
+    most = _most_steps(loop.program, inputs, carry, batch_size, num_steps)
     most_steps = min(order.num_rows // batch_size, most)
     most_pieces = max(1, min(most // per_epoch, -(-num_steps // per_epoch)))
 
@@ -97,15 +91,15 @@ def run_arrays(
     feed = Feed(drawn, most_pieces, most_steps)
     loop.line.total = num_steps
     while batch := feed.take(loop.steps_per_chunk):
-        start = time.perf_counter()
+        start, before = time.perf_counter(), loop.record.steps
         carry, (done, outputs) = compiled_chunk((loop.program, inputs, feed.chunk(batch)), carry)
         feed.draw(loop.steps_per_chunk)  # while the device works
         done, outputs = int(done), jax.tree.map(np.asarray, outputs)
-        before = loop.record.steps
         _record(loop.record, batch[:done], outputs)
         if done < len(batch):
-            seen = _first_fault(outputs[0][0][done], len(batch[done].full), carry)
-            feed.give_back([*batch[done].around(seen), *batch[done + 1 :]])
+            (losses, _), _, _ = outputs
+            fault = _first_fault(losses[done, : len(batch[done].full)], carry)
+            feed.give_back([*batch[done].around(fault), *batch[done + 1 :]])
         else:
             loop.pace(loop.record.steps - before, time.perf_counter() - start)
         if done > 0:
@@ -115,11 +109,20 @@ def run_arrays(
     return loop.last_validation(inputs, carry)
 
 
-def _first_fault(losses: np.ndarray, num_steps: int, carry: Carry) -> int:
-    """The first step whose loss shows that a member failed; their number if none does."""
+def _most_steps(program: Program, inputs: Inputs, carry: Carry, batch_size: int, num_steps: int) -> int:
+    """How many steps a chunk may hold: its rows take little memory, and convolutions stay out of loops on a CPU."""
+    members = inputs.fixed.key.shape if program.own_rows else ()
+    rows = jax.ShapeDtypeStruct((*members, batch_size), np.int32)
+    if slow_in_loops(program, inputs, carry, rows):
+        return 1
+    return int(np.clip(min(_MOST_BYTES_OF_ROWS // (4 * rows.size), num_steps), 1, _MOST_STEPS))
+
+
+def _first_fault(losses: np.ndarray, carry: Carry) -> int:
+    """The first of the steps `(steps, members)` whose loss shows that a member failed; their number if none does."""
     training = np.asarray(carry.moving.status) == OK
-    faulty = ~np.isfinite(losses[:num_steps, training]).all(axis=1)
-    return int(np.argmax(faulty)) if faulty.any() else num_steps
+    faulty = ~np.isfinite(losses[:, training]).all(axis=1)
+    return int(np.argmax(faulty)) if faulty.any() else len(losses)
 
 
 def _record(record: Record, batch: list[Piece], outputs: PyTree) -> None:
