@@ -34,10 +34,10 @@ def fit(problem: Problem, optimiser: optax.GradientTransformation, *, epochs: in
     return run
 
 
-def own_loop(problem: Problem, optimiser: optax.GradientTransformation, *, donate: bool) -> Train:
+def own_loop(problem: Problem, optimiser: optax.GradientTransformation) -> Train:
     """The user's own loop around `make_step`, with batches made on the host."""
     ensemble, key = problem.ensemble(), jax.random.key(0)
-    step = ee.train.make_step(problem.loss, optimiser, donate=donate)
+    step = ee.train.make_step(problem.loss, optimiser)
 
     def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
         state, losses = ee.train.init(ensemble, optimiser, key=key), []

@@ -53,8 +53,7 @@ def _tiny(report: Report, *, quick: bool, lengths: Lengths) -> None:
         ("fit against a scan by hand", "fit, own rows", "scan by hand, own rows", "<= 1.03"),
         ("the same, one batch for all", "fit, shared rows", "scan by hand, shared rows", "<= 1.03"),
         ("a row order of its own per member", "fit, own rows", "fit, rows given", "<= 1.10"),
-        ("make_step, donated", "idiomatic, own rows", "make_step, donated", ""),
-        ("make_step, not donated", "idiomatic, own rows", "make_step, kept", ""),
+        ("make_step", "idiomatic, own rows", "make_step, own rows", ""),
         ("flax.nnx vmap", "nnx.vmap", "fit, own rows", ""),
         ("scikit-learn's bagging", "sklearn bagging", "fit, own rows", ""),
     ]
@@ -93,8 +92,7 @@ def _middle(report: Report, *, quick: bool, lengths: Lengths) -> None:
         ("the same, one batch for all", "fit, shared rows", "scan by hand, shared rows", "<= 1.03"),
         ("idiomatic step", "idiomatic, own rows", "fit, own rows", ""),
         ("Python loop of jitted members", "loop of members", "fit, own rows", ""),
-        ("make_step, donated", "idiomatic, own rows", "make_step, donated", ""),
-        ("make_step, not donated", "idiomatic, own rows", "make_step, kept", ""),
+        ("make_step", "idiomatic, own rows", "make_step, own rows", ""),
         ("flax.nnx vmap", "nnx.vmap", "fit, own rows", ""),
     ]
     report.rows += _answers(problem, times, asked)
@@ -119,13 +117,12 @@ def _full_batch(report: Report, *, quick: bool) -> None:
 def _by_us(problem: Problem, optimiser: optax.GradientTransformation, lengths: Lengths) -> list[Contender]:
     steps, slow_steps = (problem.steps_per_epoch * n for n in (lengths.fast, lengths.slow))
     fit = lambda order: _ours.fit(problem, optimiser, epochs=lengths.fast, order=order)
-    donated, kept = (_ours.own_loop(problem, optimiser, donate=donate) for donate in (True, False))
+    own_loop = _ours.own_loop(problem, optimiser)
     return [
         Contender("fit, own rows", fit("each"), steps),
         Contender("fit, shared rows", fit("shared"), steps),
         Contender("fit, rows given", fit("given"), steps),
-        Contender("make_step, donated", lambda: donated(problem.own_rows(lengths.slow)), slow_steps),
-        Contender("make_step, kept", lambda: kept(problem.own_rows(lengths.slow)), slow_steps),
+        Contender("make_step, own rows", lambda: own_loop(problem.own_rows(lengths.slow)), slow_steps),
     ]
 
 
@@ -161,7 +158,7 @@ def _check_losses(report: Report, problem: Problem, optimiser: Any) -> None:
     others = {
         "scan by hand": _by_hand.scan_of_epoch(problem, optimiser),
         "idiomatic": _by_hand.idiomatic(problem, optimiser),
-        "make_step": _ours.own_loop(problem, optimiser, donate=True),
+        "make_step": _ours.own_loop(problem, optimiser),
     }
     try:
         others["torch.func"] = _peers.torch_func(problem, fused=False)

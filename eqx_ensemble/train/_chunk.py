@@ -103,5 +103,6 @@ def run_validation(read: tuple[Program, Inputs], carry: Carry) -> tuple[Carry, P
 
 
 compiled_chunk = eqx.filter_jit(run_chunk, donate="all-except-first")
-compiled_batch = eqx.filter_jit(run_batch, donate="all-except-first")
-compiled_validation = eqx.filter_jit(run_validation, donate="all-except-first")
+# A single step needs the old carry until the new one is judged: donating it would save nothing.
+compiled_batch = eqx.filter_jit(run_batch)
+compiled_validation = eqx.filter_jit(run_validation)

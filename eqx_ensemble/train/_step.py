@@ -84,19 +84,19 @@ class Step(eqx.Module, Generic[M]):
     optimiser: Optimiser = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
     plan: AbstractPlan
-    donate: bool = eqx.field(static=True)
 
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """One step on one batch, shared by all members but for its parts marked [`eqx_ensemble.Each`][]."""
         _check.train_state(state, TrainState)
-        run = _donating_step if self.donate else _step
-        return run((self, batch), state)
+        moving, step, metrics = _compiled_step(self, state, batch)
+        return TrainState(moving, state.fixed, state.shared, state.ids, step), metrics
 
 
-def _one_step(inputs: tuple[Step, PyTree], state: TrainState) -> tuple[TrainState, Metrics]:
-    step, batch = inputs
+@eqx.filter_jit
+def _compiled_step(step: Step, state: TrainState, batch: PyTree) -> tuple[Moving, Int[Array, ""], Metrics]:
+    # What stays is not returned: taking big trees apart costs as much as a small step.
     stateful = state.model_state is not None
-    # Here and not in the call: looking at a signature costs as much as a small step.
+    # The same goes for looking at a signature at every call.
     loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper, name="make_step")
     marked = (_axes.Each(state.ids), batch)
     own, view, _ = _axes.split_members(marked, name="make_step")
@@ -112,12 +112,7 @@ def _one_step(inputs: tuple[Step, PyTree], state: TrainState) -> tuple[TrainStat
         plan=step.plan,
     )
     moving, value, _ = judged(state.moving, moving, value[None], state.step, 1)
-    new = TrainState(moving, state.fixed, state.shared, state.ids, state.step + 1)
-    return new, Metrics(value[0], aux, moving.status)
-
-
-_step = eqx.filter_jit(_one_step)
-_donating_step = eqx.filter_jit(_one_step, donate="all-except-first")
+    return moving, state.step + 1, Metrics(value[0], aux, moving.status)
 
 
 def make_step(
@@ -126,11 +121,11 @@ def make_step(
     *,
     has_aux: bool = False,
     plan: AbstractPlan | None = None,
-    donate: bool = False,
 ) -> Step:
     """A compiled step for your own loop: `state, metrics = step(state, batch)`.
 
-    Gradient, optimiser and freezing run mapped over members; loss and optimiser are written for one.
+    Gradient, optimiser and freezing run mapped over members; loss and optimiser are written for one. The old state
+    stays usable; its memory is needed until the new one is judged, so that donating it would save nothing.
 
     ```python
     def mse(model, batch, key):
@@ -153,11 +148,9 @@ def make_step(
     - `optimiser`: what was given to [`eqx_ensemble.train.init`][].
     - `has_aux`: the loss returns auxiliary outputs after its other outputs.
     - `plan`: how the members are executed; `eqx_ensemble.plan.Vmap()` if not given.
-    - `donate`: let the new state take the old one's memory. The old state must not be used again, and an
-        interruption between the call and the assignment loses it; `fit` donates and guards against that.
 
     **Returns:** the step, a function of a training state and a batch.
     """
     plan = Vmap() if plan is None else plan
     _check.plan(plan, AbstractPlan)
-    return Step(loss, optimiser, has_aux, plan, donate)
+    return Step(loss, optimiser, has_aux, plan)

@@ -83,7 +83,7 @@ def test_own_loop_is_fit(ensemble):
         losses.append(metrics.loss)
     assert_close(state.moving, run.train_state.moving, 1e-6)
     np.testing.assert_allclose(np.stack(losses, axis=1), run.history.loss, rtol=1e-6)
-    state, _ = ee.train.make_step(loss, SGD, donate=True)(run.train_state, in_order(dataset(), BATCH, 1)[0])
+    state, _ = ee.train.make_step(loss, SGD)(run.train_state, in_order(dataset(), BATCH, 1)[0])
     assert int(state.step) == 10
 
 
