@@ -1,5 +1,5 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -65,6 +65,11 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         if self.ids is None:  # gradients, or what `equinox.filter` left
             return _check.per_member_leaves(self.stacked, axis=0, name="Ensemble")
         return self.ids.shape[0]
+
+    if not TYPE_CHECKING:  # a type checker knows by itself what there is
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(_check.no_attribute(name))
 
     def __len__(self) -> int:
         return self.num_members

@@ -529,6 +529,12 @@ BAD = {
         "MemberMismatchError: `fit` needs one data set per member in the `Each` of `data`; at `data[0]`: expected "
         "(3, rows, ...), got (4, 6, 2).",
     ),
+    "an attribute of the members": (
+        lambda: ENSEMBLE.weight,
+        "AttributeError: "
+        "An `Ensemble` has no attribute `weight`. What its members hold is in `ensemble.stacked`, with the leading "
+        "members axis, or in a single member, `ensemble[0]`.",
+    ),
     "predict rows in lists": (
         lambda: ee.predict(ENSEMBLE, [[1.0, 2.0]]),
         "TypeError: "
@@ -558,8 +564,15 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_message(unhooked, name):
     call, expected = BAD[name]
-    with pytest.raises((TypeError, ValueError, IndexError)) as caught:
+    with pytest.raises((TypeError, ValueError, IndexError, AttributeError)) as caught:
         call()
     # JAX adds a note on its own frames to what is raised while tracing.
     message = str(caught.value).split("\n--------------------\n")[0]
     assert f"{caught.type.__name__}: {message}" == expected
+
+
+@pytest.mark.parametrize("x", [X[0], ee.Each(jnp.ones((3, 2)))], ids=["shared", "each"])
+def test_predict_says_what_a_row_is(x):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        ee.predict(ENSEMBLE, x)
+    assert "here a row has shape (). For a single example pass `x[None]`." in "\n".join(caught.value.__notes__)

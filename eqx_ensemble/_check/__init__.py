@@ -19,6 +19,7 @@ from ._building import equal_shared as equal_shared
 from ._building import explained_call as explained_call
 from ._building import explained_constructor as explained_constructor
 from ._building import maker as maker
+from ._building import no_attribute as no_attribute
 from ._building import no_second_index as no_second_index
 from ._building import no_second_key as no_second_key
 from ._building import one_count as one_count
@@ -27,6 +28,7 @@ from ._building import per_member_arguments as per_member_arguments
 from ._building import selected as selected
 from ._building import stacked_leaves as stacked_leaves
 from ._data import batch_fits as batch_fits
+from ._data import explained_rows as explained_rows
 from ._data import no_batch_mark as no_batch_mark
 from ._data import row_indices as row_indices
 from ._data import rows_of_data as rows_of_data

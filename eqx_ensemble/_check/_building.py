@@ -103,6 +103,14 @@ def explained_call() -> Iterator[None]:
         raise
 
 
+def no_attribute(name: str) -> str:
+    """Where to look for what an ensemble does not have itself."""
+    return (
+        f"An `Ensemble` has no attribute `{name}`. What its members hold is in `ensemble.stacked`, with the leading "
+        "members axis, or in a single member, `ensemble[0]`."
+    )
+
+
 def selected(select: Callable[[Any], T], tree: Any) -> T:
     """The result of a `shared=` selection."""
     try:

@@ -1,3 +1,4 @@
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,6 +116,20 @@ def row_indices(rows: Any, num_members: int, num_rows: int, *, name: str) -> Non
             f"`{name}` needs `rows` from 0 to {num_rows - 1}; {int(outside.sum())} lie outside, the first is "
             f"`rows[{member}, {position}]` = {rows[member, position]}."
         )
+
+
+@contextlib.contextmanager
+def explained_rows(data: Any, each: type) -> Iterator[None]:
+    """Adds to a member's own errors which rows `predict` hands it: most often it was given a single example."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        rows = {str(tuple(leaf.shape[axis + 1 :])) for _, leaf, axis in _data_leaves(data, each, "x")}
+        error.add_note(
+            f"`predict` calls a member with one row of `x`; here a row has shape {', '.join(sorted(rows))}. "
+            "For a single example pass `x[None]`."
+        )
+        raise
 
 
 def no_batch_mark(data: Any, batch: type) -> None:

@@ -67,7 +67,10 @@ def predict(
 
     parts = []
     described = f"predict, {members_in_words(ensemble.num_members)}"
-    with progress_line(show=progress, description=described, total=num_rows, unit="row") as line:
+    with (
+        progress_line(show=progress, description=described, total=num_rows, unit="row") as line,
+        _check.explained_rows(x, _axes.Each),
+    ):
         for start in range(0, num_rows, batch_size):
             rows = np.minimum(np.arange(start, start + batch_size), num_rows - 1)
             batch = jax.tree.unflatten(treedef, [_rows_of(node, rows) for node in nodes])
