@@ -12,7 +12,6 @@ from ._chunk import Chunk, compiled_chunk
 from ._loop import Loop
 from ._program import Carry, Inputs, Program, slow_in_loops
 from ._rows import Piece, RowOrder, pieces
-from ._run import Record
 from ._state import OK
 
 _MOST_STEPS = 2048
@@ -48,8 +47,10 @@ class Feed:
         """Puts pieces in front."""
         self._waiting.extendleft(reversed(pieces))
 
-    def chunk(self, batch: list[Piece]) -> Chunk:
-        """Pieces padded to the one shape."""
+    def chunk(self, batch: list[Piece], present: np.ndarray | None) -> Chunk:
+        """Pieces padded to the one shape, of the members present; `None` where members share their batches."""
+        if present is not None and len(present) < batch[0].rest.shape[0]:
+            batch = [Piece(piece.full[:, present], piece.rest[present], piece.ends_epoch) for piece in batch]
         full = np.zeros((self._most_pieces, self._most_steps, *batch[0].full.shape[1:]), np.int32)
         rest = np.zeros((self._most_pieces, *batch[0].rest.shape), np.int32)
         num_full = np.zeros(self._most_pieces, np.int32)
@@ -87,15 +88,19 @@ def run_arrays(
         batch_size=batch_size,
         num_steps=num_steps,
         most=lambda: min(most_steps, loop.steps_per_chunk),
+        present=lambda: loop.roster.present,
     )
     feed = Feed(drawn, most_pieces, most_steps)
+    own_rows = loop.program.own_rows
     loop.line.total = num_steps
     while batch := feed.take(loop.steps_per_chunk):
         start, before = time.perf_counter(), loop.record.steps
-        carry, (done, outputs) = compiled_chunk((loop.program, inputs, feed.chunk(batch)), carry)
+        carry, (done, outputs) = compiled_chunk(
+            (loop.program, inputs, feed.chunk(batch, loop.roster.present if own_rows else None)), carry
+        )
         feed.draw(loop.steps_per_chunk)  # while the device works
         done, outputs = int(done), jax.tree.map(np.asarray, outputs)
-        _record(loop.record, batch[:done], outputs)
+        _record(loop, batch[:done], outputs)
         if done < len(batch):
             (losses, _), _, _ = outputs
             fault = _first_fault(losses[done, : len(batch[done].full)], carry)
@@ -106,6 +111,7 @@ def run_arrays(
             loop.report(loop.record.steps - before, carry)
         if loop.over(carry):
             break
+        inputs, carry = loop.without_those_who_left(inputs, carry, num_steps - loop.record.steps)
     return loop.last_validation(inputs, carry)
 
 
@@ -125,14 +131,14 @@ def _first_fault(losses: np.ndarray, carry: Carry) -> int:
     return int(np.argmax(faulty)) if faulty.any() else len(losses)
 
 
-def _record(record: Record, batch: list[Piece], outputs: PyTree) -> None:
+def _record(loop: Loop, batch: list[Piece], outputs: PyTree) -> None:
     full, last, scores = outputs
     for i, piece in enumerate(batch):
-        record.add_steps(_part(full, (i, slice(len(piece.full)))))
+        loop.add_steps(_part(full, (i, slice(len(piece.full)))))
         if piece.ends_epoch and last is not None:
-            record.add_steps(_part(last, slice(i, i + 1)))
+            loop.add_steps(_part(last, slice(i, i + 1)))
         if piece.ends_epoch and scores is not None:
-            record.add_scores(scores[i])
+            loop.add_scores(scores[i])
 
 
 def _part(tree: PyTree, index: Any) -> PyTree:

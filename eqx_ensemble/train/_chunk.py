@@ -46,15 +46,15 @@ def run_chunk(read: tuple[Program, Inputs, Chunk], carry: Carry) -> tuple[Carry,
 
     def piece(carry: Carry, rows: tuple[Array, Array, Array, Array]) -> tuple[Carry, PyTree, Bool[Array, ""]]:
         full, rest, num_full, ends = rows
-        after, (losses, aux), _ = _scan(full_step, carry, full, num_full)
-        moving, losses, again = judged(carry.moving, after.moving, losses, carry.step, num_full)
+        after, outputs, _ = _scan(full_step, carry, full, num_full)
+        moving, outputs, again = judged(carry.moving, after.moving, outputs, carry.step, num_full)
         carry = Carry(moving, carry.selection, jnp.where(again, carry.step, after.step))
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(finish, carry, rest)[1])
         if blank[0] is not None:
-            of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (losses, aux))
+            of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), outputs)
             _check.same_outputs(of_one, blank[0])
         carry, ending = jax.lax.cond(ends & ~again, finish, lambda carry, rest: (carry, blank), carry, rest)
-        return carry, ((losses, aux), *ending), again
+        return carry, (outputs, *ending), again
 
     pieces = (chunk.full, chunk.rest, chunk.num_full, chunk.ends_epoch)
     carry, outputs, done = _scan(piece, carry, pieces, chunk.num_pieces)

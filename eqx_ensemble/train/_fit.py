@@ -18,6 +18,7 @@ from ._loop import Loop, run_batches
 from ._loss import as_loss
 from ._optimiser import Optimiser
 from ._program import Carry, Inputs, Program
+from ._roster import Roster
 from ._rows import ORDERS, Order, row_order
 from ._run import Record, Run, status_names
 from ._select import no_selection
@@ -115,18 +116,19 @@ def fit(
 
     words = members_in_words(first.num_members)
     with Interruption() as interruption, progress_line(show=progress, description=words, unit="step") as line:
-        loop = Loop(program, interruption, record, line)
         if is_batches(data):
             _check.no_array_options(batch_size=batch_size, rows=rows, order=order, name="fit")
             inputs = Inputs(first.fixed, first.shared, None, validation)
+            loop = Loop(program, Roster(carry, inputs), interruption, record, line)
             carry = run_batches(loop, inputs, carry, data, epochs=epochs, steps=steps)
         else:
             data, num_rows = on_device(data, first.num_members, argument="data", name="fit")
             rows = chosen_rows(rows, first.num_members, num_rows, name="fit")
             order_of_rows = row_order(key, first.ids, order, num_rows, rows)
             inputs = Inputs(first.fixed, first.shared, data, validation)
+            loop = Loop(program, Roster(carry, inputs), interruption, record, line)
             carry = run_arrays(loop, inputs, carry, order_of_rows, batch_size=batch_size, epochs=epochs, steps=steps)
-    return _finished(first, carry, record, interrupted=interruption.requested)
+    return _finished(first, loop.roster.whole(carry), record, interrupted=interruption.requested)
 
 
 def _finished(first: TrainState[M], carry: Carry, record: Record, *, interrupted: bool) -> Run[M]:

@@ -1,6 +1,8 @@
 import itertools
+import time
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ from ._chunk import compiled_batch, compiled_validation
 from ._data import on_device
 from ._interrupt import Interruption
 from ._program import Carry, Inputs, Program
+from ._roster import Roster
 from ._run import Record
 from ._state import DIVERGED, OK, STOPPED
 
@@ -22,12 +25,15 @@ _FIRST_STEPS = 32
 class Loop:
     """The host's side of a run: what to do with a chunk's results, when to stop, how long the next chunk may be."""
 
-    def __init__(self, program: Program, interruption: Interruption, record: Record, line: tqdm):
+    def __init__(self, program: Program, roster: Roster, interruption: Interruption, record: Record, line: tqdm):
         self.program = program
+        self.roster = roster
         self.record = record
         self.line = line
         self._interruption = interruption
-        self._measured = 0
+        self._compiled_in: float | None = None
+        self._fresh = True
+        self._seconds_per_step = 0.0
         self.steps_per_chunk = _FIRST_STEPS
 
     def over(self, carry: Carry) -> bool:
@@ -39,13 +45,21 @@ class Loop:
         if self.program.score is None or self.record.validated or self.over(carry):
             return carry
         carry, scores = compiled_validation((self.program, inputs), carry)
-        self.record.add_scores(scores)
+        self.add_scores(scores)
         return carry
+
+    def add_steps(self, outputs: PyTree) -> None:
+        """Records outputs of consecutive steps, each `(steps, members, ...)` of the members present."""
+        self.record.add_steps(self.roster.spread(jax.tree.map(np.asarray, outputs)))
+
+    def add_scores(self, scores: Any) -> None:
+        """Records validation scores `(members,)` of the members present."""
+        self.record.add_scores(self.roster.spread(np.asarray(scores)[None])[0])
 
     def report(self, steps: int, carry: Carry) -> None:
         """Moves the progress line on by `steps`."""
         losses, scores = self.record.latest
-        status = np.asarray(carry.moving.status)
+        status = self.roster.status(carry)
         shown = {"loss": f"{_mean(losses):.4g}"}
         if scores is not None:
             shown["best validation"] = f"{_mean(scores):.4g}"
@@ -56,11 +70,29 @@ class Loop:
         self.line.update(steps)
 
     def pace(self, steps: int, seconds: float) -> None:
-        """Sets the next chunk's length from the last one's time; the first one's time is the compiler's."""
-        self._measured += 1
-        if self._measured > 1:
-            wanted = steps * _SECONDS_PER_CHUNK / max(seconds, 1e-6)
-            self.steps_per_chunk = int(np.clip(wanted, 1, 4 * self.steps_per_chunk))
+        """Sets the next chunk's length from the last one's time; a new program's first time is the compiler's."""
+        if self._fresh:
+            self._compiled_in = seconds if self._compiled_in is None else self._compiled_in
+            self._fresh = False
+            return
+        self._seconds_per_step = seconds / steps
+        self.roster.measured(self._seconds_per_step)
+        wanted = _SECONDS_PER_CHUNK / max(self._seconds_per_step, 1e-6)
+        self.steps_per_chunk = int(np.clip(wanted, 1, 4 * self.steps_per_chunk))
+
+    def without_those_who_left(self, inputs: Inputs, carry: Carry, steps_left: int | None) -> tuple[Inputs, Carry]:
+        """The arrays without members that no longer train, when that pays.
+
+        A run that stops members is taken to last as long again as it has lasted, for want of better knowledge.
+        """
+        width = self.roster.width_for(carry)
+        steps = self.record.steps if steps_left is None else min(steps_left, self.record.steps)
+        seconds_left = steps * self._seconds_per_step
+        if not self.roster.pays(width, seconds_left=seconds_left, seconds_to_compile=self._compiled_in or 0.0):
+            return inputs, carry
+        self._fresh = True
+        carry, inputs = self.roster.shrink(carry, width)
+        return inputs, carry
 
 
 def run_batches(
@@ -72,18 +104,22 @@ def run_batches(
     for epoch in itertools.count() if epochs is None else range(epochs):
         before = loop.record.steps
         for batch in batches:
+            start = time.perf_counter()
             batch, _ = on_device(batch, num_members, argument="batch", name="fit")
+            batch = loop.roster.own(batch)
             carry, outputs = compiled_batch((loop.program, inputs, batch), carry)
-            loop.record.add_steps(jax.tree.map(lambda x: x[None], outputs))
+            loop.add_steps(jax.tree.map(lambda x: x[None], outputs))
+            loop.pace(1, time.perf_counter() - start)
             loop.report(1, carry)
             if loop.over(carry) or loop.record.steps == steps:
                 if epoch == 0 and loop.program.patience is not None:
                     warnings.warn(_check.IDLE_PATIENCE, stacklevel=3)
                 return loop.last_validation(inputs, carry)
+            inputs, carry = loop.without_those_who_left(inputs, carry, steps and steps - loop.record.steps)
         _check.some_batches(loop.record.steps - before, epoch, name="fit")
         if loop.program.score is not None:
             carry, scores = compiled_validation((loop.program, inputs), carry)
-            loop.record.add_scores(scores)
+            loop.add_scores(scores)
         if loop.over(carry):
             break
     return carry

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _axes
 from ..plan import AbstractPlan
-from ._health import judged
+from ._health import judged_one
 from ._loss import Loss
 from ._optimiser import Optimiser
 from ._select import Selection, select
@@ -75,9 +75,9 @@ class Program(eqx.Module):
         self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None
     ) -> tuple[Carry, PyTree]:
         """One step of all members, after which the faulty keep their last good weights."""
-        after, (losses, aux) = self.step(inputs, carry, rows)
-        moving, losses, _ = judged(carry.moving, after.moving, losses[None], carry.step, 1)
-        return Carry(moving, carry.selection, after.step), (losses[0], aux)
+        after, outputs = self.step(inputs, carry, rows)
+        moving, outputs = judged_one(carry.moving, after.moving, outputs, carry.step)
+        return Carry(moving, carry.selection, after.step), outputs
 
     def end_epoch(self, inputs: Inputs, carry: Carry) -> tuple[Carry, PyTree]:
         """Scores every member on the validation data, keeps its best weights, stops it when its patience ends."""

@@ -27,14 +27,19 @@ class RowOrder:
     rows: np.ndarray | None
     stream: _keys.HostStream
 
-    def epoch(self, epoch: int) -> np.ndarray:
-        """The rows of one epoch in order: `(members, rows)`, or `(rows,)` when members share their batches."""
+    def epoch(self, epoch: int, present: np.ndarray) -> np.ndarray:
+        """The rows of one epoch in order: `(members, rows)`, or `(rows,)` when members share their batches.
+
+        They are drawn for the members at the positions `present`, and zeros for the others.
+        """
         if self.order == "given":
             positions = np.arange(self.num_rows, dtype=np.int32)
+        elif self.order == "shared":
+            positions = self.stream.permutation(self.key_data[0], epoch, self.num_rows).astype(np.int32)
         else:
-            drawn = [self.stream.permutation(data, epoch, self.num_rows) for data in self.key_data]
-            positions = np.array(drawn, np.int32)
-            positions = positions[0] if self.order == "shared" else positions
+            positions = np.zeros((len(self.key_data), self.num_rows), np.int32)
+            for member in present:
+                positions[member] = self.stream.permutation(self.key_data[member], epoch, self.num_rows)
         if self.rows is None:
             return positions
         positions = np.broadcast_to(positions, self.rows.shape)
@@ -76,8 +81,12 @@ class Piece:
         ]
 
 
-def pieces(order: RowOrder, *, batch_size: int, num_steps: int, most: Callable[[], int]) -> Iterator[Piece]:
+def pieces(
+    order: RowOrder, *, batch_size: int, num_steps: int, most: Callable[[], int], present: Callable[[], np.ndarray]
+) -> Iterator[Piece]:
     """The whole run in pieces of at most `most()` full batches, asked for each piece.
+
+    Rows are drawn for the members `present()`, asked for each epoch.
 
     `full` has shape `(steps, ..., batch_size)` and `rest` `(..., remainder)`, where `...` is `members` unless members
     share their batches. A run that ends in the middle of an epoch has an empty `rest` and does not end the epoch.
@@ -85,7 +94,7 @@ def pieces(order: RowOrder, *, batch_size: int, num_steps: int, most: Callable[[
     whole, remainder = divmod(order.num_rows, batch_size)
     done, epoch = 0, 0
     while done < num_steps:
-        rows = order.epoch(epoch)
+        rows = order.epoch(epoch, present())
         full = rows[..., : whole * batch_size].reshape(*rows.shape[:-1], whole, batch_size)
         full = np.moveaxis(full, -2, 0)[: num_steps - done]
         rest = rows[..., whole * batch_size :]

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, Int8, PyTree
 from .. import _axes, _check
 from .._ensemble import M
 from ..plan import AbstractPlan, Vmap
-from ._health import judged
+from ._health import judged_one
 from ._loss import Loss, as_loss
 from ._optimiser import Optimiser, update_member
 from ._state import Fixed, Moving, TrainState
@@ -111,8 +111,8 @@ def _compiled_step(step: Step, state: TrainState, batch: PyTree) -> tuple[Moving
         optimiser=step.optimiser,
         plan=step.plan,
     )
-    moving, value, _ = judged(state.moving, moving, value[None], state.step, 1)
-    return moving, state.step + 1, Metrics(value[0], aux, moving.status)
+    moving, (value, aux) = judged_one(state.moving, moving, (value, aux), state.step)
+    return moving, state.step + 1, Metrics(value, aux, moving.status)
 
 
 def make_step(

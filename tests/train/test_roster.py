@@ -1,0 +1,109 @@
+"""Members that left leave the compiled arrays, and nobody can tell from the results."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+from eqx_ensemble.train import _loop
+from eqx_ensemble.train._roster import Roster
+
+from ..factories import assert_same
+
+MEMBERS, ROWS, BATCH = 11, 22, 8
+KEY = jax.random.key(0)
+X = jax.random.normal(jax.random.key(1), (ROWS, 3))
+Y = jnp.sin(X[:, :1])
+VALIDATION = (X[:7] + 0.1, Y[:7])
+ENSEMBLE = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), ids=range(20, 20 + MEMBERS), key=KEY)
+HYPER = {"rate": np.geomspace(0.02, 3.0, MEMBERS).astype(np.float32)}
+
+
+def optimiser(h):
+    return optax.sgd(h["rate"], momentum=0.9)
+
+
+def loss(model, batch, key):
+    x, y = batch
+    x = jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0)
+    value = jnp.mean((jax.vmap(model)(x) - y) ** 2)
+    return value, {"double": 2 * value, "rows": len(x), "large": value > 0.5}
+
+
+def batches():
+    return [(X[i : i + BATCH], Y[i : i + BATCH]) for i in range(0, ROWS, BATCH)]
+
+
+def own(x):
+    return ee.Each(jnp.stack([x + 0.01 * i for i in range(MEMBERS)]))
+
+
+CASES = {
+    "own rows": {"data": (X, Y)},
+    "rows in the given order": {"data": (X, Y), "order": "given"},
+    "shared rows": {"data": (X, Y), "order": "shared"},
+    "a bootstrap": {"data": (X, Y), "rows": np.random.default_rng(0).integers(0, ROWS, (MEMBERS, 15))},
+    "data of their own": {"data": (own(X), Y), "validation": (own(VALIDATION[0]), VALIDATION[1])},
+    "one batch": {"data": (X, Y), "batch_size": ROWS},
+    "an iterable": {"data": batches(), "batch_size": None},
+    "an iterable of their own": {"data": [(own(x), y) for x, y in batches()], "batch_size": None},
+    "chunks of members": {"data": (X, Y), "plan": ee.plan.Chunked(3)},
+}
+
+
+def fitted(data, **options):
+    options = {"validation": VALIDATION, "batch_size": BATCH} | options
+    return ee.fit(ENSEMBLE, loss, optimiser, data, hyper=HYPER, patience=2, epochs=12, has_aux=True, key=KEY, **options)
+
+
+@pytest.fixture
+def widths(monkeypatch):
+    """Shrinks whenever it can, and tells to which widths."""
+    seen = []
+    shrink = Roster.shrink
+
+    def noted(self, carry, width):
+        seen.append(width)
+        return shrink(self, carry, width)
+
+    monkeypatch.setattr(_loop, "_FIRST_STEPS", 1)  # a boundary after every step
+    monkeypatch.setattr(_loop, "_SECONDS_PER_CHUNK", 0)
+    monkeypatch.setattr(Roster, "pays", lambda self, width, **_: width < len(self.present))
+    monkeypatch.setattr(Roster, "shrink", noted)
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:.*diverged:UserWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_leaving_is_invisible(case, widths, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Roster, "pays", lambda *_, **__: False)
+        expected = fitted(**CASES[case])
+    assert not widths
+    run = fitted(**CASES[case])
+    assert widths == sorted(widths, reverse=True)
+    assert 4 <= min(widths) <= 6, "few members stopped, which shows little"
+    assert len(set(expected.left.tolist())) > 2, "members that stop together show little"
+    got, wanted = (eqx.filter(run, eqx.is_array_like) for run in (run, expected))
+    assert_same(got, wanted)
+    assert run.status.tolist() == expected.status.tolist()
+    for i, left in enumerate(run.left):
+        if left >= 0:
+            assert np.isnan(run.history.aux["double"][i, left:]).all()
+            assert not run.history.aux["large"][i, left:].any()
+
+
+def test_it_takes_what_pays():
+    """By the time that is left, the time to compile, and how time depended on the number of members before."""
+    carry = ee.train.init(ENSEMBLE, optimiser, hyper=HYPER, key=KEY)
+    roster = Roster(carry, carry)
+    assert not roster.pays(11, seconds_left=1e9, seconds_to_compile=0.0), "nobody has left"
+    assert roster.pays(6, seconds_left=10.0, seconds_to_compile=4.0)
+    assert not roster.pays(6, seconds_left=10.0, seconds_to_compile=5.0)
+    roster.measured(1.0)
+    roster.present = np.arange(6)
+    roster.measured(1.0)  # half the members took as long as all: the machine idles
+    assert not roster.pays(3, seconds_left=1e9, seconds_to_compile=0.1)
