@@ -9,6 +9,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.train import _loop
+from eqx_ensemble.train._program import Carry, Inputs
 from eqx_ensemble.train._roster import Roster
 
 from ..factories import assert_same
@@ -30,7 +31,10 @@ def loss(model, batch, key):
     x, y = batch
     x = jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0)
     value = jnp.mean((jax.vmap(model)(x) - y) ** 2)
-    return value, {"double": 2 * value, "rows": len(x), "large": value > 0.5}
+    return value, {
+        "double": 2 * value,
+        "rows": len(x),
+    }
 
 
 def batches():
@@ -90,16 +94,16 @@ def test_leaving_is_invisible(case, widths, monkeypatch):
     got, wanted = (eqx.filter(run, eqx.is_array_like) for run in (run, expected))
     assert_same(got, wanted)
     assert run.status.tolist() == expected.status.tolist()
-    for i, left in enumerate(run.left):
-        if left >= 0:
-            assert np.isnan(run.history.aux["double"][i, left:]).all()
-            assert not run.history.aux["large"][i, left:].any()
+    for i in np.flatnonzero(run.left >= 0):
+        gone = run.left[i] + (run.status[i] == "diverged")  # the step of a fault is reported
+        assert np.isnan(run.history.aux["double"][i, gone:]).all()
+        assert not run.history.aux["rows"][i, gone:].any()
 
 
 def test_it_takes_what_pays():
     """By the time that is left, the time to compile, and how time depended on the number of members before."""
-    carry = ee.train.init(ENSEMBLE, optimiser, hyper=HYPER, key=KEY)
-    roster = Roster(carry, carry)
+    state = ee.train.init(ENSEMBLE, optimiser, hyper=HYPER, key=KEY)
+    roster = Roster(Carry(state.moving, None, state.step), Inputs(state.fixed, state.shared, None, None))
     assert not roster.pays(11, seconds_left=1e9, seconds_to_compile=0.0), "nobody has left"
     assert roster.pays(6, seconds_left=10.0, seconds_to_compile=4.0)
     assert not roster.pays(6, seconds_left=10.0, seconds_to_compile=5.0)
