@@ -108,7 +108,8 @@ def fit(
         score_of_one = as_loss(score or loss, stateful=stateful, has_aux=score_aux, hyper=hyper, name="fit")
         validation, _ = on_device(validation, first.num_members, argument="validation", name="fit")
     if hyper is not None:
-        _check.used_hyper(optimiser, wants_hyper=loss_of_one.wants_hyper, name="fit")
+        wants_hyper = loss_of_one.wants_hyper or (score_of_one is not None and score_of_one.wants_hyper)
+        _check.used_hyper(optimiser, wants_hyper=wants_hyper, name="fit")
     own_rows = order == "each" or rows is not None
     program = Program(loss_of_one, score_of_one, optimiser, plan, patience, float(min_delta), own_rows)
     carry = Carry(first.moving, None if validation is None else no_selection(first.moving), first.step)

@@ -430,6 +430,17 @@ def test_patience_without_the_end_of_an_epoch(ensemble):
     assert (run.best_step == 5).all()
 
 
+def test_hyper_for_the_score_alone(ensemble):
+    def score(model, batch, key, hyper):
+        return hyper["offset"] + 0.0 * loss(model, batch, key)
+
+    run = ee.fit(
+        ensemble, loss, SGD, dataset(), epochs=1, validation=dataset(10), score=score,
+        hyper={"offset": np.arange(3.0, dtype=np.float32)}, key=KEY,
+    )  # fmt: skip
+    assert run.best_score.tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("marked", ["data", "validation"])
 def test_marks_on_one_side_only(ensemble, marked):
     """A loss takes data and validation data apart alike, whoever owns them."""

@@ -1,0 +1,93 @@
+"""Members that stop early: what is the time that they give back?
+
+Members stop after numbers of epochs that are geometrically distributed, a quarter of all epochs on average. Each
+counts its epochs in a weight of its own, so that its validation score can stop improving at the epoch that it is told.
+"""
+
+import functools as ft
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _measure import Contender, Report, compared, interleaved, script
+from _problems import Problem, tiny
+
+import eqx_ensemble as ee
+
+
+class Counting(eqx.Module):
+    """A model that counts its steps."""
+
+    model: eqx.nn.MLP
+    steps: jax.Array
+
+
+def measure(quick: bool) -> Report:
+    report = Report("Stopping")
+    problem, epochs = tiny(quick=quick), 4 if quick else 96
+    ends = np.random.default_rng(0).geometric(4 / epochs, problem.num_members).clip(1, epochs)
+    needed = (ends + 1).clip(max=epochs).mean() / epochs  # patience sees the end one epoch later
+    report.facts["members' epochs needed"] = f"{needed:.2f} of all"
+    fit = ft.partial(_fit, problem, _parts(problem), epochs)  # the same functions share their compiled programs
+    never = np.full(problem.num_members, epochs)
+    contenders = [
+        Contender("nobody may stop", lambda: fit(never, patience=None)),
+        Contender("nobody stops", lambda: fit(never, patience=1)),
+        Contender("geometric stops", lambda: fit(ends, patience=1)),
+    ]
+    _check_ends(fit(ends, patience=1), problem, ends, epochs)
+    times = interleaved(contenders, rounds=3 if quick else 9)
+    report.timings += times.values()
+    free, idle, stops = times.values()
+    report.rows += [
+        compared("time given back", free, stops, target=">= 2.4"),
+        compared("lost when none stops", idle, free, target="<= 1.03"),
+    ]
+    return report
+
+
+def _fit(problem: Problem, parts: tuple[Any, ...], epochs: int, ends: np.ndarray, *, patience: int | None) -> ee.Run:
+    ensemble, loss, score, optimiser = parts
+    return ee.fit(
+        ensemble,
+        loss,
+        optimiser,
+        (problem.x, problem.y),
+        epochs=epochs,
+        batch_size=problem.batch_size,
+        hyper={"end": ends.astype(np.float32) * problem.steps_per_epoch},
+        validation=(problem.x[:32], problem.y[:32]),
+        score=score,
+        patience=patience,
+        progress=False,
+        key=jax.random.key(0),
+    )
+
+
+def _parts(problem: Problem) -> tuple[Any, ...]:
+    ensemble = ee.build(
+        lambda key: Counting(problem.make(key), jnp.zeros(())), problem.num_members, key=jax.random.key(0)
+    )
+
+    def loss(member: Counting, batch: Any, key: Any) -> jax.Array:
+        return problem.loss(member.model, batch, key) - member.steps  # plain gradient descent adds one every step
+
+    def score(member: Counting, batch: Any, key: Any, hyper: Any) -> jax.Array:
+        value = problem.loss(member.model, batch, key)
+        return jnp.where(member.steps <= hyper["end"], -member.steps, 0.0) + 0.0 * value
+
+    kinds = lambda tree: Counting("model", "steps")  # type: ignore[arg-type]
+    optimiser = optax.partition({"model": optax.adam(problem.learning_rate), "steps": optax.sgd(1.0)}, kinds)
+    return ensemble, loss, score, optimiser
+
+
+def _check_ends(run: ee.Run, problem: Problem, ends: np.ndarray, epochs: int) -> None:
+    expected = np.where(ends < epochs, (ends + 1) * problem.steps_per_epoch, -1)
+    np.testing.assert_array_equal(run.left, expected)
+
+
+if __name__ == "__main__":
+    script(measure)
