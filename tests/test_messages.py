@@ -225,14 +225,14 @@ BAD = {
     "plan class": (
         lambda: ENSEMBLE.map(lambda m: m.bias, plan=ee.plan.Vmap),
         "TypeError: "
-        "`plan` must be one of `Vmap()`, `Chunked(size)`, `Sequential()`, got <class "
+        "`plan` must be one of `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got <class "
         "'eqx_ensemble.plan._plans.Vmap'>.\n"
         "Pass an instance: `Vmap(...)`.",
     ),
     "plan name": (
         lambda: fit(plan="vmap"),
         "TypeError: "
-        "`plan` must be one of `Vmap()`, `Chunked(size)`, `Sequential()`, got 'vmap'.\n"
+        "`plan` must be one of `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got 'vmap'.\n"
         "For example `eqx_ensemble.plan.Vmap()`.",
     ),
     "chunks of zero": (

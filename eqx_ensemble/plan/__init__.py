@@ -2,4 +2,5 @@ from ._map import map_members as map_members
 from ._plans import AbstractPlan as AbstractPlan
 from ._plans import Chunked as Chunked
 from ._plans import Sequential as Sequential
+from ._plans import Unrolled as Unrolled
 from ._plans import Vmap as Vmap

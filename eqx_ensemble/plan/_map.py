@@ -34,7 +34,7 @@ def map_members(
 
     - `fn`: any function of one member; it may take and return any PyTree.
     - `plan`: how the members are executed: [`eqx_ensemble.plan.Vmap`][] (the default), `Chunked(size)` or
-        `Sequential()`. It changes time and memory and nothing else.
+        `Sequential()`, `Unrolled()`. It changes time and memory and nothing else.
     - `out_axis`: where the `members` axis stands in every array output.
 
     **Returns:** the function of all members.

@@ -16,8 +16,8 @@ class History(eqx.Module):
     **Attributes:**
 
     - `loss`: `(members, steps)`, the training loss before each step's update; NaN after a member has left.
-    - `aux`: the loss's auxiliary outputs, each `(members, steps, ...)`, NaN (zero for integers) after a member has left;
-        `None` without `has_aux`.
+    - `aux`: the loss's auxiliary outputs, each `(members, steps, ...)`, NaN (zero for integers) after a member has
+        left; `None` without `has_aux`.
     - `validation`: `(members, validations)`, NaN after a member has left; `None` without validation data.
     - `validation_step`: `(validations,)`, the number of steps done at each validation.
     """

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.plan import Chunked, Sequential, Vmap
+from eqx_ensemble.plan import Chunked, Sequential, Unrolled, Vmap
 
 from ..factories import assert_close, assert_same
 
 KEY = jax.random.key(0)
-PLANS = [Vmap(), Chunked(1), Chunked(2), Chunked(3), Chunked(5), Chunked(8), Sequential()]
+PLANS = [Vmap(), Chunked(1), Chunked(2), Chunked(3), Chunked(5), Chunked(8), Sequential(), Unrolled()]
 
 
 @pytest.fixture(scope="module")

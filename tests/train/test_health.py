@@ -115,7 +115,7 @@ def test_every_fault_is_found_at_its_step(faults, where):
 
 
 @pytest.mark.filterwarnings("ignore:.*diverged:UserWarning")
-@pytest.mark.parametrize("plan", [ee.plan.Chunked(4), ee.plan.Sequential()], ids=["chunked", "sequential"])
+@pytest.mark.parametrize("plan", [ee.plan.Chunked(4), ee.plan.Sequential(), ee.plan.Unrolled()], ids=repr)
 def test_faults_under_other_plans(plan):
     faults = FAULTS["nearly all"]
     run, healthy = fitted(faults, unseen, plan), fitted([-1] * MEMBERS, unseen, plan)
