@@ -1,6 +1,7 @@
 from . import combine as combine
 from . import plan as plan
 from . import scores as scores
+from . import testing as testing
 from . import train as train
 from . import tree as tree
 from . import uncertainty as uncertainty

@@ -1,13 +1,17 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from tqdm.std import tqdm
+if TYPE_CHECKING:
+    from tqdm.std import tqdm
 
 
 @contextlib.contextmanager
-def progress_line(*, show: bool | None, description: str, unit: str, total: int | None = None) -> Iterator[tqdm]:
+def progress_line(*, show: bool | None, description: str, unit: str, total: int | None = None) -> "Iterator[tqdm]":
     """A line on standard error, shown after two seconds; by default where someone looks: a terminal or a notebook."""
+    from tqdm.std import tqdm  # here, because it is a tenth of this library's import
+
     if show is None:
         show = sys.stderr.isatty() or "ipykernel" in sys.modules
     with tqdm(total=total, desc=description, unit=unit, disable=not show, delay=2) as bar:

@@ -128,7 +128,8 @@ def plan(value: Any, kind: type) -> None:
     hint = "For example `eqx_ensemble.plan.Vmap()`."
     if isinstance(value, type):
         hint = f"Pass an instance: `{value.__name__}(...)`."
-    raise TypeError(f"`plan` must be one of `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got {value!r}.\n{hint}")
+    plans = "`Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`"
+    raise TypeError(f"`plan` must be one of {plans}, got {value!r}.\n{hint}")
 
 
 def _some(paths: list[str], most: int = 4) -> str:

@@ -2,12 +2,11 @@ import itertools
 import time
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
-from tqdm.std import tqdm
 
 from .. import _check
 from ._chunk import compiled_batch, compiled_validation
@@ -18,6 +17,9 @@ from ._roster import Roster
 from ._run import Record
 from ._state import DIVERGED, OK, STOPPED
 
+if TYPE_CHECKING:
+    from tqdm.std import tqdm
+
 _SECONDS_PER_CHUNK = 0.5
 _FIRST_STEPS = 32
 
@@ -25,7 +27,7 @@ _FIRST_STEPS = 32
 class Loop:
     """The host's side of a run: what to do with a chunk's results, when to stop, how long the next chunk may be."""
 
-    def __init__(self, program: Program, roster: Roster, interruption: Interruption, record: Record, line: tqdm):
+    def __init__(self, program: Program, roster: Roster, interruption: Interruption, record: Record, line: "tqdm"):
         self.program = program
         self.roster = roster
         self.record = record

@@ -16,7 +16,7 @@ Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransfo
 
 def init_member(optimiser: Optimiser, params: PyTree, hyper: PyTree, member_id: Int[Array, ""]) -> PyTree:
     """The optimiser's first state for one member."""
-    with _standard_promotion():
+    with standard_promotion():
         state = resolve(optimiser, hyper).init(params)
     # optax starts some counters weakly typed (lbfgs); a step returns them strongly typed and would compile twice.
     state = jax.tree.map(lambda x: jnp.asarray(x, dtype=jnp.result_type(x)) if _is_number(x) else x, state)
@@ -46,7 +46,7 @@ def update_member(
 
     transformation = optax.with_extra_args_support(resolve(optimiser, hyper))
     extra = {"value": value, "grad": grads, "value_fn": value_at, "obj_fn": value_fn, "grad_fn": grad_at}
-    with _standard_promotion():
+    with standard_promotion():
         updates, new_state = transformation.update(grads, opt_state, params, **_accepted(transformation.update, extra))
         new_params = optax.apply_updates(params, updates)
     _check.state_after(new_state, opt_state, what="optimiser's state")
@@ -72,7 +72,7 @@ def resolve(optimiser: Optimiser, hyper: PyTree) -> optax.GradientTransformation
 
 
 @contextlib.contextmanager
-def _standard_promotion() -> Iterator[None]:
+def standard_promotion() -> Iterator[None]:
     """Promotion of dtypes and ranks as optax relies on it, which a user may have made strict."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
