@@ -504,6 +504,10 @@ BAD = {
         "  at `['a']`: expected f32[3], got f32[4]\n"
         "Nothing is broadcast silently: bring the leaves to one shape first.",
     ),
+    "fit another way to diverge": (
+        lambda: fit(on_diverge="ignore"),
+        "ValueError: `fit` needs `on_diverge` to be one of 'freeze', 'raise', got 'ignore'.",
+    ),
     "fit aux of every row": (
         lambda: fit(loss=per_row, has_aux=True, batch_size=4),
         "ValueError: "

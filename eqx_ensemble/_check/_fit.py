@@ -42,10 +42,12 @@ def fit_options(
     steps: Any,
     patience: Any,
     validation: Any,
+    on_diverge: Any,
 ) -> None:
     """The options of `fit` that can be judged by themselves."""
     plan(value, kind)
     _one_of(order, "order", orders, name="fit")
+    _one_of(on_diverge, "on_diverge", ("freeze", "raise"), name="fit")
     _length(epochs, steps, name="fit")
     _patience(patience, validation, name="fit")
 
@@ -106,6 +108,5 @@ def diverged(ids: Any, left: Any) -> str:
     listed = ", ".join(f"{member} at step {step}" for member, step in zip(ids.tolist(), left.tolist(), strict=True))
     return (
         f"{len(ids)} member(s) diverged and keep their last finite weights (id and step): {listed}.\n"
-        "`run.ensemble[run.status != 'diverged']` leaves them out; a smaller learning rate or gradient clipping often "
-        "helps."
+        "`run.healthy` leaves them out; a smaller learning rate or gradient clipping often helps."
     )

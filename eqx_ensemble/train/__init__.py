@@ -1,4 +1,5 @@
 from ._fit import fit as fit
+from ._run import DivergedError as DivergedError
 from ._run import History as History
 from ._run import Run as Run
 from ._state import TrainState as TrainState

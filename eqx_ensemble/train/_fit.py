@@ -14,15 +14,15 @@ from ..plan import AbstractPlan, Vmap
 from ._arrays import run_arrays
 from ._data import chosen_rows, is_batches, on_device, unmarked
 from ._interrupt import Interruption
-from ._loop import Loop, run_batches
+from ._loop import Loop, OnDiverge, run_batches
 from ._loss import as_loss
 from ._optimiser import Optimiser
 from ._program import Carry, Inputs, Program
 from ._roster import Roster
 from ._rows import ORDERS, Order, row_order
-from ._run import Record, Run, status_names
+from ._run import DivergedError, Record, Run, status_names
 from ._select import no_selection
-from ._state import DIVERGED, TrainState, first_state
+from ._state import DIVERGED, STATUS_NAMES, TrainState, first_state
 
 
 def fit(
@@ -44,6 +44,7 @@ def fit(
     order: Order = "each",
     has_aux: bool = False,
     trainable: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    on_diverge: OnDiverge = "freeze",
     plan: AbstractPlan | None = None,
     progress: bool | None = None,
     key: Any,
@@ -86,6 +87,9 @@ def fit(
         batch and is faster; `"given"`: the order of the data.
     - `has_aux`: the loss returns auxiliary outputs after its other outputs; they are reported in the history.
     - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][].
+    - `on_diverge`: what becomes of a member whose loss or weights stop being finite. `"freeze"`: it keeps its last good
+        weights, the others go on, and a warning names it at the end; `"raise"`: the run ends and raises
+        [`eqx_ensemble.train.DivergedError`][], which holds the run so far.
     - `plan`: how the members are executed; `eqx_ensemble.plan.Vmap()` if not given.
     - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `key`: the root key. A member's streams follow from it and the member's id.
@@ -96,7 +100,7 @@ def fit(
     """
     plan = Vmap() if plan is None else plan
     lengths = {"epochs": epochs, "steps": steps, "patience": patience}
-    _check.fit_options(plan, AbstractPlan, order, ORDERS, validation=validation, **lengths)
+    _check.fit_options(plan, AbstractPlan, order, ORDERS, validation=validation, on_diverge=on_diverge, **lengths)
     first = first_state(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, name="fit", key=key)
     stateful = state is not None
     loss_of_one = as_loss(loss, stateful=stateful, has_aux=has_aux, hyper=hyper, name="fit")
@@ -120,16 +124,23 @@ def fit(
         if is_batches(data):
             _check.no_array_options(batch_size=batch_size, rows=rows, order=order, name="fit")
             inputs = Inputs(first.fixed, first.shared, None, validation)
-            loop = Loop(program, Roster(carry, inputs), interruption, record, line)
+            loop = Loop(program, Roster(carry, inputs), interruption, record, line, on_diverge)
             carry = run_batches(loop, inputs, carry, data, epochs=epochs, steps=steps)
         else:
             data, num_rows = on_device(data, first.num_members, argument="data", name="fit")
             rows = chosen_rows(rows, first.num_members, num_rows, name="fit")
             order_of_rows = row_order(key, first.ids, order, num_rows, rows)
             inputs = Inputs(first.fixed, first.shared, data, validation)
-            loop = Loop(program, Roster(carry, inputs), interruption, record, line)
+            loop = Loop(program, Roster(carry, inputs), interruption, record, line, on_diverge)
             carry = run_arrays(loop, inputs, carry, order_of_rows, batch_size=batch_size, epochs=epochs, steps=steps)
-    return _finished(first, loop.roster.whole(carry), record, interrupted=interruption.requested)
+    run = _finished(first, loop.roster.whole(carry), record, interrupted=interruption.requested)
+    lost = run.status == STATUS_NAMES[DIVERGED]
+    if lost.any():
+        message = _check.diverged(np.asarray(first.ids)[lost], run.left[lost])
+        if on_diverge == "raise":
+            raise DivergedError(message, run)
+        warnings.warn(message, stacklevel=2)
+    return run
 
 
 def _finished(first: TrainState[M], carry: Carry, record: Record, *, interrupted: bool) -> Run[M]:
@@ -146,7 +157,4 @@ def _finished(first: TrainState[M], carry: Carry, record: Record, *, interrupted
         )
     status, left = np.asarray(moving.status), np.asarray(moving.left)
     ensemble = Ensemble(eqx.combine(params, first.fixed.frozen), first.shared, first.ids)
-    lost = status == DIVERGED
-    if lost.any():
-        warnings.warn(_check.diverged(np.asarray(first.ids)[lost], left[lost]), stacklevel=3)
     return Run(ensemble, state, record.history(), status_names(status), left, best_step, best_score, last, interrupted)

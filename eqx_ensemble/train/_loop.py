@@ -2,7 +2,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -20,6 +20,8 @@ from ._state import DIVERGED, OK, STOPPED
 if TYPE_CHECKING:
     from tqdm.std import tqdm
 
+OnDiverge = Literal["freeze", "raise"]
+
 _SECONDS_PER_CHUNK = 0.5
 _FIRST_STEPS = 32
 
@@ -27,20 +29,31 @@ _FIRST_STEPS = 32
 class Loop:
     """The host's side of a run: what to do with a chunk's results, when to stop, how long the next chunk may be."""
 
-    def __init__(self, program: Program, roster: Roster, interruption: Interruption, record: Record, line: "tqdm"):
+    def __init__(
+        self,
+        program: Program,
+        roster: Roster,
+        interruption: Interruption,
+        record: Record,
+        line: "tqdm",
+        on_diverge: OnDiverge,
+    ):
         self.program = program
         self.roster = roster
         self.record = record
         self.line = line
         self._interruption = interruption
+        self._on_diverge = on_diverge
         self._compiled_in: float | None = None
         self._fresh = True
         self._seconds_per_step = 0.0
         self.steps_per_chunk = _FIRST_STEPS
 
     def over(self, carry: Carry) -> bool:
-        """Whether the run ends here: interrupted, or no member trains any more."""
-        return self._interruption.requested or not (np.asarray(carry.moving.status) == OK).any()
+        """Whether the run ends here: interrupted, no member trains any more, or one has failed that must not."""
+        status = np.asarray(carry.moving.status)
+        failed = self._on_diverge == "raise" and (status == DIVERGED).any()
+        return self._interruption.requested or failed or not (status == OK).any()
 
     def last_validation(self, inputs: Inputs, carry: Carry) -> Carry:
         """Validates where a run ends within an epoch, so that no member's last weights go unjudged."""

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _check
 from .._ensemble import Ensemble, M
-from ._state import STATUS_NAMES, TrainState
+from ._state import DIVERGED, STATUS_NAMES, TrainState
 
 
 class History(eqx.Module):
@@ -37,7 +37,7 @@ class Run(eqx.Module, Generic[M]):
     - `state`: the stacked `equinox.nn.State` that goes with it; `None` for stateless members.
     - `history`: the curves of the run.
     - `status`: `(members,)` of `"ok"`, `"stopped"` (its patience ended) or `"diverged"` (its loss or weights were
-        not finite: it keeps the last that were). `run.ensemble[run.status != "diverged"]` are the good ones.
+        not finite: it keeps the last that were). `run.healthy` leaves these out.
     - `left`: `(members,)`, the step at which a member left; -1 for members that trained to the end.
     - `best_step`, `best_score`: `(members,)`, when each member's validation score was best, and that score (-1 and
         infinity where there was none); `None` without validation data.
@@ -55,6 +55,12 @@ class Run(eqx.Module, Generic[M]):
     train_state: TrainState[M]
     interrupted: bool
 
+    @property
+    def healthy(self) -> Ensemble[M]:
+        """The trained ensemble without the members that diverged."""
+        kept = self.status != STATUS_NAMES[DIVERGED]
+        return self.ensemble if kept.all() else self.ensemble[kept]
+
     def table(self) -> dict[str, np.ndarray]:
         """One row a member, as plain columns `(members, ...)`: id, hyper-parameters, scores, status.
 
@@ -68,6 +74,14 @@ class Run(eqx.Module, Generic[M]):
             columns["validation"] = self.best_score
             columns["best_step"] = self.best_step
         return columns | {"status": self.status, "left": self.left}
+
+
+class DivergedError(ArithmeticError):
+    """Raised by [`eqx_ensemble.fit`][] with `on_diverge="raise"` when members diverge; `run` is the run so far."""
+
+    def __init__(self, message: str, run: Run):
+        super().__init__(message)
+        self.run = run
 
 
 def status_names(status: Array | np.ndarray) -> np.ndarray:

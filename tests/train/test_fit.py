@@ -493,10 +493,11 @@ def interrupt_after(seconds):
     return thread
 
 
-def test_control_c_leaves_a_whole_run(ensemble, interruptible):
+@pytest.mark.parametrize("moments", [12, pytest.param(300, marks=pytest.mark.slow)])
+def test_control_c_leaves_a_whole_run(ensemble, interruptible, moments):
     waits = random.Random(0)
     runs = []
-    for _ in range(12):
+    for _ in range(moments):
         thread = interrupt_after(waits.uniform(0, 0.3))
         run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, steps=3_000_000, key=KEY)
         thread.join()

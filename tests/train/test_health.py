@@ -170,3 +170,16 @@ def test_an_optimiser_that_handles_bad_gradients_goes_on():
     keys = [step_key(KEY, 1, step) for step in range(20)]
     expected, _, _ = alone(ensemble[1], in_order(dataset(), BATCH, 20), keys)
     assert_close(run.ensemble[1], expected, 1e-5)
+
+
+def test_a_failure_that_must_not_be():
+    """The error names who failed and when, and holds what there is."""
+    with pytest.raises(ee.train.DivergedError, match=r"1 member\(s\) diverged .*: 2 at step 9\.") as caught:
+        fitted(FAULTS["one"], unseen, on_diverge="raise", steps=10**6)
+    run = caught.value.run
+    assert run.status.tolist() == ["ok", "ok", "diverged", "ok", "ok", "ok"]
+    assert 9 < run.history.loss.shape[1] < 10**4
+    assert run.healthy.ids.tolist() == [0, 1, 3, 4, 5]
+    assert_same(run.healthy, run.ensemble[[0, 1, 3, 4, 5]])
+    healthy = fitted([-1] * MEMBERS, unseen, on_diverge="raise")
+    assert healthy.healthy is healthy.ensemble

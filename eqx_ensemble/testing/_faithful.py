@@ -1,0 +1,61 @@
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+from jaxtyping import PyTree
+
+from .. import _keys
+from .. import tree as _tree
+from .._build import build
+from .._ensemble import Ensemble, concatenate, stack
+from ._report import Check, differ, raised, same
+
+
+def check_ensemble(
+    make: Callable[..., Any], x: PyTree = None, *, num_members: int = 4, rtol: float = 1e-5, key: Any
+) -> list[Check]:
+    """Checks that a model can be a member: that building, taking apart and calling an ensemble of it are faithful.
+
+    ```python
+    make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
+    for check in ee.testing.check_ensemble(make, jnp.ones(3), key=key):
+        print(check)
+    ```
+
+    **Arguments:**
+
+    - `make`: makes one member from one key, as for [`eqx_ensemble.build`][].
+    - `x`: one example; if given, the ensemble is called as well. A member that takes more is wrapped in a function.
+    - `num_members`: how many members to build.
+    - `rtol`: how far outputs may differ, relative to the largest number of each array.
+    - `key`: the root key.
+
+    **Returns:** the checks, each printing as one line.
+
+    **Raises:** `AssertionError` that lists all checks, when one fails.
+    """
+    made = build(make, num_members, key=key)
+    ensemble, state = made if isinstance(made, tuple) else (made, None)
+    alone = [make(key) for key in _keys.member_keys(key, num_members)]
+    models = [one[0] if state is not None else one for one in alone]
+    middle = num_members // 2
+
+    checks = [
+        same("each member is what `make` gives alone", ensemble.unstack(), models, rtol),
+        same("stacking the members gives the ensemble", stack(ensemble.unstack()), ensemble, 0.0),
+        same("an index gives a member", ensemble[middle], ensemble.unstack()[middle], 0.0),
+        same("a mask keeps members and their ids", ensemble[ensemble.ids != 0], ensemble[1:], 0.0),
+        same("parts put together give the whole", concatenate([ensemble[:1], ensemble[1:]]), ensemble, 0.0),
+        same("it passes through `filter_jit`", eqx.filter_jit(lambda tree: tree)(ensemble), ensemble, 0.0),
+        differ("members with other keys are other models", ensemble),
+    ]
+    if x is not None:
+        checks += _calls(ensemble, state, x, rtol)
+    return raised(checks, "check_ensemble")
+
+
+def _calls(ensemble: Ensemble, state: Any, x: PyTree, rtol: float) -> list[Check]:
+    states = [()] * len(ensemble) if state is None else [(one,) for one in _tree.unstack(state)]
+    rest = () if state is None else (state,)
+    outputs = [model(x, *own) for model, own in zip(ensemble, states, strict=True)]
+    return [same("calling it calls every member", ensemble(x, *rest), _tree.stack(outputs), rtol)]
