@@ -37,6 +37,7 @@ from ._errors import MemberMismatchError as MemberMismatchError
 from ._fit import IDLE_PATIENCE as IDLE_PATIENCE
 from ._fit import diverged as diverged
 from ._fit import fit_options as fit_options
+from ._fit import many_shapes as many_shapes
 from ._fit import no_array_options as no_array_options
 from ._fit import patience_fits as patience_fits
 from ._fit import same_outputs as same_outputs

@@ -1,3 +1,4 @@
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -101,6 +102,15 @@ def same_outputs(first: Any, now: Any) -> None:
                 f"{y.shape[1:]} for a smaller one; the history needs one shape.\n"
                 "Reduce it over the batch, or choose a `batch_size` that divides the number of rows."
             )
+
+
+def many_shapes(seen: Collection[tuple[tuple[tuple[int, ...], Any], ...]]) -> str:
+    """The warning that batches of ever new shapes compile ever new programs."""
+    sizes = sorted({shape for shapes in seen for shape, _ in shapes})
+    return (
+        f"`fit` was handed batches of {len(seen)} different shapes and compiled a program for each: "
+        f"{', '.join(map(str, sizes[:8]))}.\nPad batches to a few sizes: compiling takes longer than training."
+    )
 
 
 def diverged(ids: Any, left: Any) -> str:

@@ -24,6 +24,7 @@ OnDiverge = Literal["freeze", "raise"]
 
 _SECONDS_PER_CHUNK = 0.5
 _FIRST_STEPS = 32
+_MANY_SHAPES = 8
 
 
 class Loop:
@@ -116,11 +117,13 @@ def run_batches(
     """Runs over an iterable of batches, one compiled step per batch."""
     num_members = inputs.fixed.key.shape[0]
     loop.line.total = steps
+    seen: set[Any] = set()
     for epoch in itertools.count() if epochs is None else range(epochs):
         before = loop.record.steps
         for batch in batches:
             start = time.perf_counter()
             batch, _ = on_device(batch, num_members, argument="batch", name="fit")
+            _warn_of_many_shapes(batch, seen)
             batch = loop.roster.own(batch)
             carry, outputs = compiled_batch((loop.program, inputs, batch), carry)
             loop.add_steps(jax.tree.map(lambda x: x[None], outputs))
@@ -138,6 +141,14 @@ def run_batches(
         if loop.over(carry):
             break
     return carry
+
+
+def _warn_of_many_shapes(batch: PyTree, seen: set[Any]) -> None:
+    shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(batch))
+    before = len(seen)
+    seen.add(shapes)
+    if before < len(seen) == _MANY_SHAPES:
+        warnings.warn(_check.many_shapes(seen), stacklevel=4)
 
 
 def _mean(values: np.ndarray) -> float:

@@ -404,6 +404,14 @@ def test_an_iterable_with_validation(ensemble):
     np.testing.assert_array_equal(run.history.validation_step, arrays.history.validation_step)
 
 
+def test_ever_new_shapes_are_warned_of_once(ensemble):
+    x, y = dataset()
+    batches = [(x[:rows], y[:rows]) for rows in range(1, 11)]
+    with pytest.warns(UserWarning, match=r"batches of 8 different shapes .*: \(1, 1\), \(1, 3\), \(2, 1\)") as caught:
+        ee.fit(ensemble, loss, SGD, batches, epochs=2, key=KEY)
+    assert len(caught) == 1
+
+
 @pytest.mark.parametrize("kind", ["arrays", "endless", "list"])
 def test_validation_of_the_last_weights(ensemble, kind):
     """Also when the run ends within an epoch, or at its end before the iterable is seen to end."""
