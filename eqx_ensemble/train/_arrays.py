@@ -11,10 +11,11 @@ from .. import _check
 from ._chunk import Chunk, compiled_chunk
 from ._loop import Loop
 from ._program import Carry, Inputs, Program, slow_in_loops
-from ._rows import Piece, RowOrder, pieces
+from ._rows import Piece, RowOrder, endless_pieces, pieces
 from ._state import OK
 
 _MOST_STEPS = 2048
+_PIECES_OF_AN_ENDLESS_CHUNK = 4  # room for the parts of one with a fault
 _MOST_BYTES_OF_ROWS = 2**25
 
 
@@ -80,10 +81,13 @@ def run_arrays(
     num_steps = int(steps or 0) if epochs is None else epochs * per_epoch
     _check.patience_fits(loop.program.patience, num_steps, per_epoch, name="fit")
     most = _most_steps(loop.program, inputs, carry, batch_size, num_steps)
-    most_steps = min(order.num_rows // batch_size, most)
-    most_pieces = max(1, min(most // per_epoch, -(-num_steps // per_epoch)))
-
-    drawn = pieces(
+    if loop.program.score is None and order.num_rows % batch_size == 0:
+        cut, most_pieces = endless_pieces, min(most, _PIECES_OF_AN_ENDLESS_CHUNK)
+        most_steps = most // most_pieces
+    else:
+        cut, most_pieces = pieces, max(1, min(most // per_epoch, -(-num_steps // per_epoch)))
+        most_steps = min(order.num_rows // batch_size, most)
+    drawn = cut(
         order,
         batch_size=batch_size,
         num_steps=num_steps,

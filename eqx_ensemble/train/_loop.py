@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 OnDiverge = Literal["freeze", "raise"]
 
-_SECONDS_PER_CHUNK = 0.5
+_SECONDS_PER_CHUNK = 1.0
 _FIRST_STEPS = 32
 _MANY_SHAPES = 8
 
@@ -54,7 +54,7 @@ class Loop:
         """Whether the run ends here: interrupted, no member trains any more, or one has failed that must not."""
         status = np.asarray(carry.moving.status)
         failed = self._on_diverge == "raise" and (status == DIVERGED).any()
-        return self._interruption.requested or failed or not (status == OK).any()
+        return bool(self._interruption.requested or failed or not (status == OK).any())
 
     def last_validation(self, inputs: Inputs, carry: Carry) -> Carry:
         """Validates where a run ends within an epoch, so that no member's last weights go unjudged."""

@@ -108,3 +108,27 @@ def pieces(
             yield Piece(full[start:stop], rest, ends and last)
             start = stop
         epoch += 1
+
+
+def endless_pieces(
+    order: RowOrder, *, batch_size: int, num_steps: int, most: Callable[[], int], present: Callable[[], np.ndarray]
+) -> Iterator[Piece]:
+    """The same for a run in which nothing happens at the end of an epoch, not even a smaller batch.
+
+    A piece then goes on into the next epoch, so that there are fewer of them.
+    """
+    whole = order.num_rows // batch_size
+    epochs = (order.epoch(epoch, present()) for epoch in itertools.count())
+    batches = (np.moveaxis(rows.reshape(*rows.shape[:-1], whole, batch_size), -2, 0) for rows in epochs)
+    waiting, done = next(batches), 0
+    nothing = waiting[0, ..., :0]
+    while done < num_steps:
+        steps = min(max(most(), 1), num_steps - done)
+        parts, count = [waiting], len(waiting)
+        while count < steps:
+            parts.append(next(batches))
+            count += len(parts[-1])
+        waiting = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        yield Piece(waiting[:steps], nothing, ends_epoch=False)
+        waiting = waiting[steps:]
+        done += steps
