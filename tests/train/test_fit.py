@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.train import _loop
 
 from ..factories import Alone, assert_close, assert_same, distance, in_order, step_key
 
@@ -502,7 +503,8 @@ def interrupt_after(seconds):
 
 
 @pytest.mark.parametrize("moments", [12, pytest.param(300, marks=pytest.mark.slow)])
-def test_control_c_leaves_a_whole_run(ensemble, interruptible, moments):
+def test_control_c_leaves_a_whole_run(ensemble, interruptible, moments, monkeypatch):
+    monkeypatch.setattr(_loop, "_SECONDS_PER_CHUNK", 0.05)  # a run ends with its chunk
     waits = random.Random(0)
     runs = []
     for _ in range(moments):
