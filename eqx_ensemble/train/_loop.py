@@ -130,7 +130,7 @@ def run_batches(
             loop.pace(1, time.perf_counter() - start)
             loop.report(1, carry)
             if loop.over(carry) or loop.record.steps == steps:
-                if epoch == 0 and loop.program.patience is not None:
+                if epoch == 0 and loop.program.patience is not None and loop.record.steps == steps:
                     warnings.warn(_check.IDLE_PATIENCE, stacklevel=3)
                 return loop.last_validation(inputs, carry)
             inputs, carry = loop.without_those_who_left(inputs, carry, steps and steps - loop.record.steps)
