@@ -1,7 +1,6 @@
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -52,12 +51,13 @@ class Feed:
         """Pieces padded to the one shape, of the members present; `None` where members share their batches."""
         if present is not None and len(present) < batch[0].rest.shape[0]:
             batch = [Piece(piece.full[:, present], piece.rest[present], piece.ends_epoch) for piece in batch]
-        full = np.zeros((self._most_pieces, self._most_steps, *batch[0].full.shape[1:]), np.int32)
+        *members, batch_size = batch[0].full.shape[1:]
+        full = np.zeros((self._most_pieces, *members, self._most_steps, batch_size), np.int32)
         rest = np.zeros((self._most_pieces, *batch[0].rest.shape), np.int32)
         num_full = np.zeros(self._most_pieces, np.int32)
         ends = np.zeros(self._most_pieces, bool)
         for i, piece in enumerate(batch):
-            full[i, : len(piece.full)] = piece.full
+            full[i, ..., : len(piece.full), :] = np.moveaxis(piece.full, 0, -2)
             rest[i] = piece.rest
             num_full[i] = len(piece.full)
             ends[i] = piece.ends_epoch
@@ -107,7 +107,7 @@ def run_arrays(
         _record(loop, batch[:done], outputs)
         if done < len(batch):
             (losses, _), _, _ = outputs
-            fault = _first_fault(losses[done, : len(batch[done].full)], carry)
+            fault = _first_fault(losses[done, :, : len(batch[done].full)], carry)
             feed.give_back([*batch[done].around(fault), *batch[done + 1 :]])
         else:
             loop.pace(loop.record.steps - before, time.perf_counter() - start)
@@ -129,21 +129,17 @@ def _most_steps(program: Program, inputs: Inputs, carry: Carry, batch_size: int,
 
 
 def _first_fault(losses: np.ndarray, carry: Carry) -> int:
-    """The first of the steps `(steps, members)` whose loss shows that a member failed; their number if none does."""
+    """The first of the steps `(members, steps)` whose loss shows that a member failed; their number if none does."""
     training = np.asarray(carry.moving.status) == OK
-    faulty = ~np.isfinite(losses[:, training]).all(axis=1)
-    return int(np.argmax(faulty)) if faulty.any() else len(losses)
+    faulty = ~np.isfinite(losses[training]).all(axis=0)
+    return int(np.argmax(faulty)) if faulty.any() else losses.shape[1]
 
 
 def _record(loop: Loop, batch: list[Piece], outputs: PyTree) -> None:
     full, last, scores = outputs
     for i, piece in enumerate(batch):
-        loop.add_steps(_part(full, (i, slice(len(piece.full)))))
+        loop.add_steps(jax.tree.map(lambda x: np.moveaxis(x[i, :, : len(piece.full)], 1, 0), full))  # noqa: B023
         if piece.ends_epoch and last is not None:
-            loop.add_steps(_part(last, slice(i, i + 1)))
+            loop.add_steps(jax.tree.map(lambda x: x[i : i + 1], last))  # noqa: B023
         if piece.ends_epoch and scores is not None:
             loop.add_scores(scores[i])
-
-
-def _part(tree: PyTree, index: Any) -> PyTree:
-    return jax.tree.map(lambda x: x[index], tree)

@@ -1,8 +1,5 @@
 """The compiled part of a fit: many steps, and the validation between them, as one program."""
 
-from collections.abc import Callable
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,12 +8,13 @@ from jaxtyping import Array, Bool, Int, PyTree
 from .. import _check
 from ._health import judged
 from ._program import Carry, Inputs, Program
+from ._scan import scan
 
 
 class Chunk(eqx.Module):
     """Rows of several epochs' pieces, all padded to one shape so that one compiled program runs any of them."""
 
-    full: Int[Array, "pieces steps *members batch"]
+    full: Int[Array, "pieces *members steps batch"]
     rest: Int[Array, "pieces *members remainder"]
     num_full: Int[Array, " pieces"]
     ends_epoch: Bool[Array, " pieces"]
@@ -32,10 +30,6 @@ def run_chunk(read: tuple[Program, Inputs, Chunk], carry: Carry) -> tuple[Carry,
     **Returns:** the number of good pieces; and the outputs of full batches, last batches and validations, per piece.
     """
     program, inputs, chunk = read
-    never = jnp.bool_(0)
-
-    def full_step(carry: Carry, rows: Array) -> tuple[Carry, PyTree, Bool[Array, ""]]:
-        return *program.step(inputs, carry, rows), never
 
     def finish(carry: Carry, rest: Array) -> tuple[Carry, PyTree]:
         last = None
@@ -46,48 +40,19 @@ def run_chunk(read: tuple[Program, Inputs, Chunk], carry: Carry) -> tuple[Carry,
 
     def piece(carry: Carry, rows: tuple[Array, Array, Array, Array]) -> tuple[Carry, PyTree, Bool[Array, ""]]:
         full, rest, num_full, ends = rows
-        after, outputs, _ = _scan(full_step, carry, full, num_full)
+        after, outputs = program.steps(inputs, carry, full, num_full)
         moving, outputs, again = judged(carry.moving, after.moving, outputs, carry.step, num_full)
         carry = Carry(moving, carry.selection, jnp.where(again, carry.step, after.step))
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(finish, carry, rest)[1])
         if blank[0] is not None:
-            of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), outputs)
+            of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype), outputs)
             _check.same_outputs(of_one, blank[0])
         carry, ending = jax.lax.cond(ends & ~again, finish, lambda carry, rest: (carry, blank), carry, rest)
         return carry, (outputs, *ending), again
 
     pieces = (chunk.full, chunk.rest, chunk.num_full, chunk.ends_epoch)
-    carry, outputs, done = _scan(piece, carry, pieces, chunk.num_pieces)
+    carry, outputs, done = scan(piece, carry, pieces, chunk.num_pieces)
     return carry, (done, outputs)
-
-
-def _scan(
-    body: Callable[[Any, Any], tuple[Any, Any, Bool[Array, ""]]], carry: PyTree, xs: PyTree, length: Int[Array, ""]
-) -> tuple[PyTree, PyTree, Int[Array, ""]]:
-    """`jax.lax.scan` over the first `length` of `xs`, known at run time only, and ended early by a body that says so.
-
-    `length` is at least 1; a loop that can have only one step is no loop.
-
-    **Returns:** the carry; the outputs, zeros where nothing ran; and the number of bodies that ran and did not end it.
-    """
-    most = jax.tree.leaves(xs)[0].shape[0]
-    if most == 1:
-        carry, y, stop = body(carry, jax.tree.map(lambda x: x[0], xs))
-        return carry, jax.tree.map(lambda y: y[None], y), 1 - stop.astype(jnp.int32)
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
-    out = jax.eval_shape(body, carry, one)[1]
-    ys = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), out)
-
-    def step(state: tuple[Array, Array, PyTree, PyTree]) -> tuple[Array, Array, PyTree, PyTree]:
-        i, _, carry, ys = state
-        x = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), xs)
-        carry, y, stop = body(carry, x)
-        ys = jax.tree.map(lambda all, y: jax.lax.dynamic_update_index_in_dim(all, y, i, 0), ys, y)
-        return i + 1, stop, carry, ys
-
-    start = (jnp.int32(0), jnp.bool_(0), carry, ys)
-    count, stop, carry, ys = jax.lax.while_loop(lambda state: (state[0] < length) & ~state[1], step, start)
-    return carry, ys, count - stop.astype(jnp.int32)
 
 
 def run_batch(read: tuple[Program, Inputs, PyTree], carry: Carry) -> tuple[Carry, PyTree]:

@@ -11,10 +11,10 @@ from ._state import DIVERGED, OK, Moving
 def judged(
     before: Moving,
     after: Moving,
-    outputs: tuple[Float[Array, "steps members"], PyTree],
+    outputs: tuple[Float[Array, "members steps"], PyTree],
     step: Int[Array, ""],
     num_steps: Any,
-) -> tuple[Moving, tuple[Float[Array, "steps members"], PyTree], Bool[Array, ""]]:
+) -> tuple[Moving, tuple[Float[Array, "members steps"], PyTree], Bool[Array, ""]]:
     """Keeps the steps of healthy members, and takes them back from the others.
 
     A member whose loss or weights stopped being finite keeps its last good weights and is marked diverged; a member
@@ -22,11 +22,13 @@ def judged(
     the last ones of `num_steps` steps is looking at all. When these are several, whose fault was at an unknown one,
     nothing is kept of any member, and the steps have to be run again in smaller parts.
 
-    **Returns:** the members after the steps; their losses and auxiliary outputs `(steps, members, ...)`, NaN (or zero,
+    **Returns:** the members after the steps; their losses and auxiliary outputs `(members, steps, ...)`, NaN (or zero,
     for what holds no NaN) for members that had left; and whether to run again.
     """
     training = before.status == OK
-    good = jnp.all(jnp.isfinite(outputs[0]), axis=0) & _finite_members(after.params)
+    finite = [jnp.all(jnp.isfinite(outputs[0]), axis=1), *map(_finite_members, jax.tree.leaves(after.params))]
+    finite = jnp.stack(finite)
+    good = jnp.all(finite, axis=0)
     lost = training & ~good
     again = (num_steps > 1) & jnp.any(lost)
     keep = training & good & ~again
@@ -38,16 +40,26 @@ def judged(
     diverged = lost & ~again
     status = jnp.where(diverged, jnp.int8(DIVERGED), before.status)
     left = jnp.where(diverged, step, before.left)
-    outputs = jax.tree.map(lambda x: jnp.swapaxes(_or_blank(training, jnp.swapaxes(x, 0, 1)), 0, 1), outputs)
-    return Moving(params, opt_state, model_state, status, left), outputs, again
+    fault = jnp.where(diverged, jnp.argmin(finite, axis=0).astype(jnp.int32), before.fault)
+    outputs = jax.tree.map(lambda x: _or_blank(training, x), outputs)
+    return Moving(params, opt_state, model_state, status, left, fault), outputs, again
 
 
 def judged_one(
     before: Moving, after: Moving, outputs: tuple[Float[Array, " members"], PyTree], step: Int[Array, ""]
 ) -> tuple[Moving, tuple[Float[Array, " members"], PyTree]]:
     """[`judged`][eqx_ensemble.train._health.judged] after a single step, whose outputs are `(members, ...)`."""
-    moving, outputs, _ = judged(before, after, jax.tree.map(lambda x: x[None], outputs), step, 1)
-    return moving, jax.tree.map(lambda x: x[0], outputs)
+    moving, outputs, _ = judged(before, after, jax.tree.map(lambda x: x[:, None], outputs), step, 1)
+    return moving, jax.tree.map(lambda x: x[:, 0], outputs)
+
+
+def place_of_fault(fault: int, params: PyTree) -> str:
+    """Where a member first held something that is not finite, in words: the loss, or a path of its weights."""
+    if fault < 0:
+        return ""
+    if fault == 0:
+        return "loss"
+    return jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(params)[fault - 1][0])
 
 
 def _or_blank(training: Bool[Array, " members"], x: Array) -> Array:
@@ -55,6 +67,5 @@ def _or_blank(training: Bool[Array, " members"], x: Array) -> Array:
     return _axes.where_members(training, x, blank)
 
 
-def _finite_members(stacked: PyTree) -> Bool[Array, " members"]:
-    finite = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(stacked)]
-    return jnp.all(jnp.stack(finite), axis=0)
+def _finite_members(x: Array) -> Bool[Array, " members"]:
+    return jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim)))

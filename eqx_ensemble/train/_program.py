@@ -4,6 +4,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import Array, Int, PyTree
 
@@ -11,10 +12,11 @@ from .. import _axes
 from ..plan import AbstractPlan
 from ._health import judged_one
 from ._loss import Loss
+from ._member import member_step
 from ._optimiser import Optimiser
+from ._scan import scan
 from ._select import Selection, select
 from ._state import Fixed, Moving
-from ._step import all_members_step
 
 
 class Carry(eqx.Module):
@@ -48,28 +50,52 @@ class Program(eqx.Module):
     def step(self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None) -> tuple[Carry, PyTree]:
         """One step of all members on the given rows of the data; on the data themselves when `rows` is `None`.
 
-        It is not yet judged.
+        It is not yet judged. Outputs are `(members, ...)`.
         """
-        own_data, view, _ = _split_data(inputs.data, inputs.fixed)
-        own = (own_data, rows if self.own_rows else None)
-
-        def batch_of(own: PyTree) -> PyTree:
-            own_data, own_rows = own
-            chosen = own_rows if self.own_rows else rows
-            return view(own_data) if chosen is None else take_rows(view(own_data), chosen)
-
-        moving, outputs = all_members_step(
-            carry.moving,
-            inputs.fixed,
-            inputs.shared,
-            carry.step,
-            own,
-            batch_of,
-            loss=self.loss,
-            optimiser=self.optimiser,
-            plan=self.plan,
+        moving, outputs = self._over_members(
+            inputs, carry, rows, lambda member, moving, rows: member(moving, rows, carry.step)
         )
         return Carry(moving, carry.selection, carry.step + 1), outputs
+
+    def steps(
+        self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members steps batch"], count: Int[Array, ""]
+    ) -> tuple[Carry, PyTree]:
+        """The first `count` steps of `rows`, none of them judged. Outputs are `(members, steps, ...)`.
+
+        A plan takes members from outside, their steps lie inside: under one that takes members one after another, each
+        does all its steps with its weights in the processor's cache.
+        """
+
+        def all_steps(member: Callable[..., Any], moving: Moving, rows: Int[Array, "steps batch"]) -> tuple:
+            def one(state: tuple[Moving, Array], rows: Int[Array, " batch"]) -> tuple:
+                moving, step = state
+                moving, outputs = member(moving, rows, step)
+                return (moving, step + 1), outputs, jnp.bool_(0)
+
+            (moving, _), outputs, _ = scan(one, (moving, carry.step), rows, count)
+            return moving, outputs
+
+        moving, outputs = self._over_members(inputs, carry, rows, all_steps)
+        return Carry(moving, carry.selection, carry.step + count), outputs
+
+    def _over_members(
+        self, inputs: Inputs, carry: Carry, rows: PyTree, run: Callable[[Callable[..., Any], Moving, PyTree], tuple]
+    ) -> tuple[Moving, PyTree]:
+        """`run(step, moving, rows)` of every member under the plan, where `step(moving, rows, step)` is one step."""
+        own_data, view, _ = _split_data(inputs.data, inputs.fixed)
+
+        def one(part: PyTree) -> tuple:
+            moving, fixed, own_data, own_rows = part
+            data = view(own_data)
+
+            def step(moving: Moving, rows: PyTree, step: Int[Array, ""]) -> tuple:
+                batch = data if rows is None else take_rows(data, rows)
+                return member_step(moving, fixed, inputs.shared, batch, step, loss=self.loss, optimiser=self.optimiser)
+
+            return run(step, moving, own_rows if self.own_rows else rows)
+
+        own = (carry.moving, inputs.fixed, own_data, rows if self.own_rows else None)
+        return _axes.over_leading_axis(self.plan.run, one, own)
 
     def judged_step(
         self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None

@@ -66,7 +66,7 @@ def select(
             stops = training & (waited >= patience)
             status = jnp.where(stops, jnp.int8(STOPPED), moving.status)
             left = jnp.where(stops, step, moving.left)
-            moving = Moving(moving.params, moving.opt_state, moving.model_state, status, left)
+            moving = eqx.tree_at(lambda m: (m.status, m.left), moving, (status, left))
         return moving, selection, jnp.where(training, value, jnp.nan)
 
     return _axes.over_leading_axis(plan.run, one, (moving, selection, inputs.fixed, own))

@@ -23,6 +23,7 @@ class Moving(eqx.Module):
     model_state: PyTree
     status: Int8[Array, "*members"]
     left: Int[Array, "*members"]
+    fault: Int[Array, "*members"]
 
 
 class Fixed(eqx.Module):
@@ -39,7 +40,8 @@ class TrainState(eqx.Module, Generic[M]):
     **Attributes:**
 
     - `moving`: what a step changes, stacked: `params`, `opt_state`, `model_state`, `status` (0 ok, 1 stopped,
-        2 diverged) and `left`, the step at which a member left (-1 while it trains).
+        2 diverged), `left`, the step at which a member left (-1 while it trains), and `fault`, what was first not
+        finite then (-1 nothing, 0 the loss, else one more than a leaf's place in `params`).
     - `fixed`: what stays, stacked: frozen arrays, keys, hyper-parameters.
     - `step`: the number of steps done.
     """
@@ -128,7 +130,8 @@ def first_state(
 
     count = ensemble.num_members
     opt_state = _init_all(optimiser, params, hyper, ids)
-    moving = Moving(params, opt_state, state, jnp.zeros(count, jnp.int8), jnp.full(count, -1, jnp.int32))
+    never = jnp.full(count, -1, jnp.int32)
+    moving = Moving(params, opt_state, state, jnp.zeros(count, jnp.int8), never, never.copy())
     return TrainState(moving, Fixed(frozen, keys, hyper), shared, ids, jnp.zeros((), jnp.int32))
 
 

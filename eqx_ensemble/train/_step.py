@@ -2,16 +2,15 @@ from collections.abc import Callable
 from typing import Any, Generic
 
 import equinox as eqx
-import jax
 from jaxtyping import Array, Float, Int, Int8, PyTree
 
-from .. import _axes, _check
+from .. import _check
 from .._ensemble import M
 from ..plan import AbstractPlan, Vmap
-from ._health import judged_one
-from ._loss import Loss, as_loss
-from ._optimiser import Optimiser, update_member
-from ._state import Fixed, Moving, TrainState
+from ._loss import as_loss
+from ._optimiser import Optimiser
+from ._program import Carry, Inputs, Program
+from ._state import Moving, TrainState
 
 
 class Metrics(eqx.Module):
@@ -27,54 +26,6 @@ class Metrics(eqx.Module):
     loss: Float[Array, " members"]
     aux: PyTree
     status: Int8[Array, " members"]
-
-
-def member_step(
-    moving: Moving,
-    fixed: Fixed,
-    shared: PyTree,
-    batch: PyTree,
-    step: Int[Array, ""],
-    *,
-    loss: Loss,
-    optimiser: Optimiser,
-) -> tuple[Moving, tuple[Float[Array, ""], PyTree]]:
-    """One step of one member, not yet judged; every plan runs this function and no other."""
-    key = jax.random.fold_in(fixed.key, step)
-
-    def objective(params: PyTree) -> tuple[Float[Array, ""], tuple[PyTree, PyTree]]:
-        model = eqx.combine(params, fixed.frozen, shared)
-        return loss(model, moving.model_state, batch, key, fixed.hyper)
-
-    (value, (model_state, aux)), grads = jax.value_and_grad(objective, has_aux=True)(moving.params)
-    params, opt_state = update_member(
-        optimiser, moving.params, moving.opt_state, grads, value, lambda p: objective(p)[0], fixed.hyper
-    )
-    return Moving(params, opt_state, model_state, moving.status, moving.left), (value, aux)
-
-
-def all_members_step(
-    moving: Moving,
-    fixed: Fixed,
-    shared: PyTree,
-    step: Int[Array, ""],
-    own: PyTree,
-    batch_of: Callable[[PyTree], PyTree],
-    *,
-    loss: Loss,
-    optimiser: Optimiser,
-    plan: AbstractPlan,
-) -> tuple[Moving, tuple[Float[Array, " members"], PyTree]]:
-    """One step of all members under a plan, not yet judged.
-
-    `own` holds arrays with the `members` axis from which, for one member, `batch_of` makes that member's batch.
-    """
-
-    def one(part: tuple[Moving, Fixed, PyTree]) -> PyTree:
-        moving, fixed, own = part
-        return member_step(moving, fixed, shared, batch_of(own), step, loss=loss, optimiser=optimiser)
-
-    return _axes.over_leading_axis(plan.run, one, (moving, fixed, own))
 
 
 class Step(eqx.Module, Generic[M]):
@@ -98,21 +49,10 @@ def _compiled_step(step: Step, state: TrainState, batch: PyTree) -> tuple[Moving
     stateful = state.model_state is not None
     # The same goes for looking at a signature at every call.
     loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper, name="make_step")
-    marked = (_axes.Each(state.ids), batch)
-    own, view, _ = _axes.split_members(marked, name="make_step")
-    moving, (value, aux) = all_members_step(
-        state.moving,
-        state.fixed,
-        state.shared,
-        state.step,
-        own,
-        lambda own: view(own)[1],
-        loss=loss,
-        optimiser=step.optimiser,
-        plan=step.plan,
-    )
-    moving, (value, aux) = judged_one(state.moving, moving, (value, aux), state.step)
-    return moving, state.step + 1, Metrics(value, aux, moving.status)
+    program = Program(loss, None, step.optimiser, step.plan, None, 0.0, own_rows=False)
+    inputs, carry = Inputs(state.fixed, state.shared, batch, None), Carry(state.moving, None, state.step)
+    carry, (value, aux) = program.judged_step(inputs, carry, None)
+    return carry.moving, carry.step, Metrics(value, aux, carry.moving.status)
 
 
 def make_step(

@@ -1,0 +1,35 @@
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, PyTree
+
+
+def scan(
+    body: Callable[[Any, Any], tuple[Any, Any, Bool[Array, ""]]], carry: PyTree, xs: PyTree, length: Int[Array, ""]
+) -> tuple[PyTree, PyTree, Int[Array, ""]]:
+    """`jax.lax.scan` over the first `length` of `xs`, known at run time only, and ended early by a body that says so.
+
+    `length` is at least 1; a loop that can have only one step is no loop.
+
+    **Returns:** the carry; the outputs, zeros where nothing ran; and the number of bodies that ran and did not end it.
+    """
+    most = jax.tree.leaves(xs)[0].shape[0]
+    if most == 1:
+        carry, y, stop = body(carry, jax.tree.map(lambda x: x[0], xs))
+        return carry, jax.tree.map(lambda y: y[None], y), 1 - stop.astype(jnp.int32)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
+    out = jax.eval_shape(body, carry, one)[1]
+    ys = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), out)
+
+    def step(state: tuple[Array, Array, PyTree, PyTree]) -> tuple[Array, Array, PyTree, PyTree]:
+        i, _, carry, ys = state
+        x = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), xs)
+        carry, y, stop = body(carry, x)
+        ys = jax.tree.map(lambda all, y: jax.lax.dynamic_update_index_in_dim(all, y, i, 0), ys, y)
+        return i + 1, stop, carry, ys
+
+    start = (jnp.int32(0), jnp.bool_(0), carry, ys)
+    count, stop, carry, ys = jax.lax.while_loop(lambda state: (state[0] < length) & ~state[1], step, start)
+    return carry, ys, count - stop.astype(jnp.int32)
