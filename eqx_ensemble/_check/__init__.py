@@ -39,8 +39,10 @@ from ._fit import diverged as diverged
 from ._fit import fit_options as fit_options
 from ._fit import many_shapes as many_shapes
 from ._fit import no_array_options as no_array_options
+from ._fit import out_of_memory as out_of_memory
 from ._fit import patience_fits as patience_fits
 from ._fit import same_outputs as same_outputs
+from ._fit import smaller_plan as smaller_plan
 from ._fit import some_batches as some_batches
 from ._hidden import no_tracers as no_tracers
 from ._keys import is_typed_key as is_typed_key
@@ -59,6 +61,7 @@ from ._marks import one_member_count as one_member_count
 from ._marks import per_member_leaves as per_member_leaves
 from ._marks import plan as plan
 from ._marks import positive_int as positive_int
+from ._marks import share as share
 from ._members import distinct_members as distinct_members
 from ._members import leading_axes as leading_axes
 from ._members import member_index as member_index

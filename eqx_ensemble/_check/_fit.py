@@ -3,7 +3,7 @@ from typing import Any
 
 import jax
 
-from ._marks import plan, positive_int
+from ._marks import positive_int
 from ._trees import path_text
 
 
@@ -34,8 +34,6 @@ def _patience(value: Any, validation: Any, *, name: str) -> None:
 
 
 def fit_options(
-    value: Any,
-    kind: type,
     order: Any,
     orders: tuple[str, ...],
     *,
@@ -46,7 +44,6 @@ def fit_options(
     on_diverge: Any,
 ) -> None:
     """The options of `fit` that can be judged by themselves."""
-    plan(value, kind)
     _one_of(order, "order", orders, name="fit")
     _one_of(on_diverge, "on_diverge", ("freeze", "raise"), name="fit")
     _length(epochs, steps, name="fit")
@@ -113,10 +110,25 @@ def many_shapes(seen: Collection[tuple[tuple[tuple[int, ...], Any], ...]]) -> st
     )
 
 
-def diverged(ids: Any, left: Any) -> str:
+def smaller_plan(plan: str, less: str, *, name: str) -> str:
+    """The warning that a plan did not fit."""
+    return f"`{name}` ran out of memory under `{plan}` and goes on under `{less}`."
+
+
+def out_of_memory(num_members: int, plan: str, less: str | None, error: str, *, name: str) -> str:
+    """The message that says what to try when memory has run out."""
+    first = error.splitlines()[0] if error else "RESOURCE_EXHAUSTED"
+    hint = f'Try `plan=eqx_ensemble.plan.{less}`, or `plan="auto"`, which looks for what fits.'
+    if less is None:
+        hint = "Not even one member at a time fits: choose a smaller `batch_size`."
+    return f"`{name}` ran out of memory with {num_members} members under `{plan}`: {first}\n{hint}"
+
+
+def diverged(ids: Any, left: Any, faults: Any) -> str:
     """The warning that names members which diverged."""
-    listed = ", ".join(f"{member} at step {step}" for member, step in zip(ids.tolist(), left.tolist(), strict=True))
+    each = zip(ids.tolist(), left.tolist(), faults.tolist(), strict=True)
+    listed = ", ".join(f"{member} at step {step} (`{fault}`)" for member, step, fault in each)
     return (
-        f"{len(ids)} member(s) diverged and keep their last finite weights (id and step): {listed}.\n"
+        f"{len(ids)} member(s) diverged and keep their last finite weights (id, step, what was not finite): {listed}.\n"
         "`run.healthy` leaves them out; a smaller learning rate or gradient clipping often helps."
     )

@@ -122,14 +122,20 @@ def positive_int(value: Any, argument: str, *, name: str) -> int:
 
 
 def plan(value: Any, kind: type) -> None:
-    """An execution plan, not its class or its name."""
+    """An execution plan, not its class; its name only for `"auto"`, which the caller has made a plan of."""
     if isinstance(value, kind):
         return
     hint = "For example `eqx_ensemble.plan.Vmap()`."
     if isinstance(value, type):
         hint = f"Pass an instance: `{value.__name__}(...)`."
-    plans = "`Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`"
+    plans = '`"auto"`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`'
     raise TypeError(f"`plan` must be one of {plans}, got {value!r}.\n{hint}")
+
+
+def share(value: Any) -> None:
+    """A part of the whole time."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"`Auto` needs `share` to be a part of the whole time between 0 and 1, got {value!r}.")
 
 
 def _some(paths: list[str], most: int = 4) -> str:

@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .. import _axes, _check
-from ._plans import AbstractPlan, Vmap
+from .. import _axes
+from ._auto import AnyPlan, as_plan
 
 
-def map_members(
-    fn: Callable[..., Any], *, plan: AbstractPlan | None = None, out_axis: int = 0
-) -> Callable[..., PyTree]:
+def map_members(fn: Callable[..., Any], *, plan: AnyPlan = None, out_axis: int = 0) -> Callable[..., PyTree]:
     """Transforms a function of one member into a function of all members.
 
     Arguments that are an [`eqx_ensemble.Ensemble`][], an [`eqx_ensemble.Each`][] or an `equinox.nn.State`, at any
@@ -34,7 +32,7 @@ def map_members(
 
     - `fn`: any function of one member; it may take and return any PyTree.
     - `plan`: how the members are executed: [`eqx_ensemble.plan.Vmap`][] (the default), `Chunked(size)` or
-        `Sequential()`, `Unrolled()`. It changes time and memory and nothing else.
+        `Sequential()`, `Unrolled()`; or `"auto"`, which looks at `fn`. It changes time and memory and nothing else.
     - `out_axis`: where the `members` axis stands in every array output.
 
     **Returns:** the function of all members.
@@ -42,8 +40,7 @@ def map_members(
     **Raises:** (when called) `MemberMismatchError` when arguments disagree on the number of members; `TypeError`
     when no argument has members.
     """
-    plan = Vmap() if plan is None else plan
-    _check.plan(plan, AbstractPlan)
+    plan = as_plan(plan)
     name = getattr(fn, "__name__", type(fn).__name__)
 
     @ft.wraps(fn)

@@ -10,7 +10,16 @@ from .. import _check
 
 
 class AbstractPlan(eqx.Module):
-    """How a function of one member is run for all: it changes time and memory and nothing else."""
+    """How a function of one member is run for all: it changes time and memory and nothing else.
+
+    **Attributes:**
+
+    - `scan`: whether [`eqx_ensemble.fit`][] runs many steps in one compiled loop (`True`), each step as a compiled call
+        of its own (`False`), or as the step suggests (`None`): XLA's convolutions are many times slower inside a
+        compiled loop on a CPU, everything else is faster there. Nothing but `fit` has steps.
+    """
+
+    scan: eqx.AbstractVar[bool | None]
 
     @abc.abstractmethod
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
@@ -19,6 +28,8 @@ class AbstractPlan(eqx.Module):
 
 class Vmap(AbstractPlan):
     """All members at once, by `jax.vmap`: the fastest where one member leaves the machine idle."""
+
+    scan: bool | None = eqx.field(static=True, default=None, kw_only=True)
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Maps `fn` over all members at once."""
@@ -36,6 +47,7 @@ class Chunked(AbstractPlan):
     """
 
     size: int = eqx.field(static=True)
+    scan: bool | None = eqx.field(static=True, default=None, kw_only=True)
 
     def __check_init__(self):
         _check.positive_int(self.size, "size", name="Chunked")
@@ -46,7 +58,13 @@ class Chunked(AbstractPlan):
 
 
 class Sequential(AbstractPlan):
-    """One member after another: the least memory; on one CPU device, bit for bit each member run alone."""
+    """One member after another: the least memory; on one CPU device, bit for bit each member run alone.
+
+    In [`eqx_ensemble.fit`][] each member does many steps before the next one's turn, with its weights in the
+    processor's cache: on a CPU this is the fastest for all but small models and convolutions.
+    """
+
+    scan: bool | None = eqx.field(static=True, default=None, kw_only=True)
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Maps `fn` over the members in a compiled loop."""
@@ -60,8 +78,17 @@ class Unrolled(AbstractPlan):
     for convolutions, which `jax.vmap` turns into grouped ones. Compile time grows with the number of members.
     """
 
+    scan: bool | None = eqx.field(static=True, default=None, kw_only=True)
+
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Calls `fn` for every member."""
         num_members = jax.tree.leaves(arrays)[0].shape[0]
         members = [fn(jax.tree.map(lambda x, i=i: x[i], arrays)) for i in range(num_members)]
         return jax.tree.map(lambda *xs: jnp.stack(xs), *members)
+
+
+def in_words(plan: AbstractPlan) -> str:
+    """A plan as it is written."""
+    options = [str(plan.size)] if isinstance(plan, Chunked) else []
+    options += [] if plan.scan is None else [f"scan={plan.scan}"]
+    return f"{type(plan).__name__}({', '.join(options)})"

@@ -1,3 +1,4 @@
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ from jaxtyping import PyTree
 from .. import _axes, _check, _keys
 from .._ensemble import Ensemble
 from .._progress import members_in_words, progress_line
-from ..plan import AbstractPlan, Vmap
+from ..plan import AbstractPlan, AnyPlan
+from ..plan._auto import as_plan
+from ..plan._pilot import Pilot, explained_memory
 
 
 def predict(
@@ -21,7 +24,7 @@ def predict(
     state: eqx.nn.State | None = None,
     fn: Callable[..., Any] | None = None,
     inference: bool = True,
-    plan: AbstractPlan | None = None,
+    plan: AnyPlan = None,
     progress: bool | None = None,
     key: Any = None,
 ) -> PyTree:
@@ -46,15 +49,14 @@ def predict(
     - `fn`: called instead of the member as `fn(model, x)`, `fn(model, x, state)`, `fn(model, x, key=key)`, for models
         that are called in another way.
     - `inference`: put the members into inference mode (`equinox.nn.inference_mode`) first.
-    - `plan`: how the members are executed.
+    - `plan`: how the members are executed; `"auto"` tries what makes sense while it goes through the batches.
     - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `key`: if given, members are called with `key=`, a key of their own for every row: Monte-Carlo dropout.
 
     **Returns:** the predictions, each array `(members, rows, ...)`.
     """
     _check.ensemble(ensemble, Ensemble, name="predict")
-    plan = Vmap() if plan is None else plan
-    _check.plan(plan, AbstractPlan)
+    plan = as_plan(plan)
     _check.positive_int(batch_size, "batch_size", name="predict")
     _check.model_state_missing(ensemble.stacked, state, name="predict")
     _check.model_state(state, ensemble.num_members, name="predict")
@@ -63,18 +65,26 @@ def predict(
     nodes, treedef = jax.tree.flatten(x, is_leaf=lambda x: isinstance(x, _axes.Each))
     batch_size = min(batch_size, num_rows)
     keys = None if key is None else _keys.member_keys(_keys.root(key, name="predict"), ensemble.ids, purpose="predict")
-    call = _Call(fn, inference, plan)
+    call = _Call(fn, inference)
+    pilot = Pilot(plan, name="predict")
 
     parts = []
     described = f"predict, {members_in_words(ensemble.num_members)}"
     with (
         progress_line(show=progress, description=described, total=num_rows, unit="row") as line,
         _check.explained_rows(x, _axes.Each),
+        explained_memory(pilot, ensemble.num_members, name="predict"),
     ):
         for start in range(0, num_rows, batch_size):
             rows = np.minimum(np.arange(start, start + batch_size), num_rows - 1)
             batch = jax.tree.unflatten(treedef, [_rows_of(node, rows) for node in nodes])
-            parts.append(_predict_batch(call, ensemble, batch, state, keys, jnp.asarray(rows)))
+            read = (call, ensemble, batch, state, keys, jnp.asarray(rows))
+            pilot.look(_predict_batch, *read, num_members=ensemble.num_members, unit="batch")
+            began, trial = time.perf_counter(), pilot.watching
+            parts.append(pilot.call(lambda plan, read: _compiled_batch(plan, *read), read))
+            seconds = time.perf_counter() - began
+            batches_left = (num_rows - 1 - start) // batch_size
+            pilot.note(1, seconds, seconds_left=batches_left * seconds if trial else 0.0)
             line.update(min(batch_size, num_rows - start))
     return jax.tree.map(lambda *outs: jnp.concatenate(outs, axis=1)[:, :num_rows], *parts)
 
@@ -82,11 +92,11 @@ def predict(
 class _Call(eqx.Module):
     fn: Callable[..., Any] | None = eqx.field(static=True)
     inference: bool = eqx.field(static=True)
-    plan: AbstractPlan
 
 
-@eqx.filter_jit
-def _predict_batch(call: _Call, ensemble: Ensemble, batch: PyTree, state: PyTree, keys: Any, rows: jax.Array) -> PyTree:
+def _predict_batch(
+    plan: AbstractPlan, call: _Call, ensemble: Ensemble, batch: PyTree, state: PyTree, keys: Any, rows: jax.Array
+) -> PyTree:
     inputs = (ensemble, batch, state, None if keys is None else _axes.Each(keys))
     own, view, _ = _axes.split_members(inputs, name="predict")
 
@@ -105,7 +115,10 @@ def _predict_batch(call: _Call, ensemble: Ensemble, batch: PyTree, state: PyTree
 
         return jax.vmap(row)(batch, row_keys)
 
-    return _axes.over_leading_axis(call.plan.run, one, own)
+    return _axes.over_leading_axis(plan.run, one, own)
+
+
+_compiled_batch = eqx.filter_jit(_predict_batch)
 
 
 def _rows_of(node: Any, rows: np.ndarray) -> Any:

@@ -13,6 +13,7 @@ from .. import tree as _tree
 from .._build import build
 from .._ensemble import Ensemble
 from ..plan import AbstractPlan, Chunked, Sequential, Vmap
+from ..plan._plans import in_words
 from ..train import fit
 from ..train._optimiser import Optimiser, init_member, resolve, standard_promotion
 from ._report import Check, raised, same
@@ -86,14 +87,14 @@ def check_independent(
     ]
     checks, exact = [], jax.default_backend() == "cpu"
     for plan in plans:
-        run = trained(ensemble, plan)
-        checks.append(same(f"{plan}: together as alone", run.ensemble.unstack(), alone, rtol))
+        words, run = in_words(plan), trained(ensemble, plan)
+        checks.append(same(f"{words}: together as alone", run.ensemble.unstack(), alone, rtol))
         poisoned = eqx.tree_at(lambda e: e.stacked, ensemble, _poisoned(ensemble.stacked))
         beside = trained(poisoned, plan)
         others = beside.ensemble[1:].unstack(), run.ensemble[1:].unstack()
-        checks.append(same(f"{plan}: beside a member of NaN", *others, 0.0 if exact else rtol))
+        checks.append(same(f"{words}: beside a member of NaN", *others, 0.0 if exact else rtol))
         left = None if beside.left[0] == 0 else f"it left at step {beside.left[0]}"
-        checks.append(Check(f"{plan}: the member of NaN is frozen at once", left))
+        checks.append(Check(f"{words}: the member of NaN is frozen at once", left))
     return raised(checks, "check_independent")
 
 

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from .. import _check
 from ._chunk import Chunk, compiled_chunk
 from ._loop import Loop
-from ._program import Carry, Inputs, Program, slow_in_loops
+from ._program import Carry, Inputs, in_a_loop
 from ._rows import Piece, RowOrder, endless_pieces, pieces
 from ._state import OK
 
@@ -80,7 +80,10 @@ def run_arrays(
     per_epoch = -(-order.num_rows // batch_size)
     num_steps = int(steps or 0) if epochs is None else epochs * per_epoch
     _check.patience_fits(loop.program.patience, num_steps, per_epoch, name="fit")
-    most = _most_steps(loop.program, inputs, carry, batch_size, num_steps)
+    members = inputs.fixed.key.shape if loop.program.own_rows else ()
+    rows = jax.ShapeDtypeStruct((*members, batch_size), np.int32)
+    loop.look(inputs, carry, rows, steps_inside=True)
+    most = _most_steps(rows, num_steps) if in_a_loop(loop.program, inputs, carry, rows) else 1
     if loop.program.score is None and order.num_rows % batch_size == 0:
         cut, most_pieces = endless_pieces, min(most, _PIECES_OF_AN_ENDLESS_CHUNK)
         most_steps = most // most_pieces
@@ -99,9 +102,8 @@ def run_arrays(
     loop.line.total = num_steps
     while batch := feed.take(loop.steps_per_chunk):
         start, before = time.perf_counter(), loop.record.steps
-        carry, (done, outputs) = compiled_chunk(
-            (loop.program, inputs, feed.chunk(batch, loop.roster.present if own_rows else None)), carry
-        )
+        chunk = feed.chunk(batch, loop.roster.present if own_rows else None)
+        carry, (done, outputs) = loop.call(compiled_chunk, inputs, chunk, carry=carry)
         feed.draw(loop.steps_per_chunk)  # while the device works
         done, outputs = int(done), jax.tree.map(np.asarray, outputs)
         _record(loop, batch[:done], outputs)
@@ -110,7 +112,8 @@ def run_arrays(
             fault = _first_fault(losses[done, :, : len(batch[done].full)], carry)
             feed.give_back([*batch[done].around(fault), *batch[done + 1 :]])
         else:
-            loop.pace(loop.record.steps - before, time.perf_counter() - start)
+            steps_done = loop.record.steps - before
+            loop.pace(steps_done, time.perf_counter() - start, num_steps - loop.record.steps)
         if done > 0:
             loop.report(loop.record.steps - before, carry)
         if loop.over(carry):
@@ -119,12 +122,8 @@ def run_arrays(
     return loop.last_validation(inputs, carry)
 
 
-def _most_steps(program: Program, inputs: Inputs, carry: Carry, batch_size: int, num_steps: int) -> int:
-    """How many steps a chunk may hold: its rows take little memory, and convolutions stay out of loops on a CPU."""
-    members = inputs.fixed.key.shape if program.own_rows else ()
-    rows = jax.ShapeDtypeStruct((*members, batch_size), np.int32)
-    if slow_in_loops(program, inputs, carry, rows):
-        return 1
+def _most_steps(rows: jax.ShapeDtypeStruct, num_steps: int) -> int:
+    """How many steps a chunk may hold, so that their rows take little memory."""
     return int(np.clip(min(_MOST_BYTES_OF_ROWS // (4 * rows.size), num_steps), 1, _MOST_STEPS))
 
 

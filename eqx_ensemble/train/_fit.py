@@ -10,9 +10,12 @@ from jaxtyping import PyTree
 from .. import _axes, _check
 from .._ensemble import Ensemble, M
 from .._progress import members_in_words, progress_line
-from ..plan import AbstractPlan, Vmap
+from ..plan import AbstractPlan, AnyPlan
+from ..plan._auto import as_plan
+from ..plan._pilot import Pilot, explained_memory
 from ._arrays import run_arrays
 from ._data import chosen_rows, is_batches, on_device, unmarked
+from ._health import place_of_fault
 from ._interrupt import Interruption
 from ._loop import Loop, OnDiverge, run_batches
 from ._loss import as_loss
@@ -45,7 +48,7 @@ def fit(
     has_aux: bool = False,
     trainable: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
     on_diverge: OnDiverge = "freeze",
-    plan: AbstractPlan | None = None,
+    plan: AnyPlan = None,
     progress: bool | None = None,
     key: Any,
 ) -> Run[M]:
@@ -90,7 +93,8 @@ def fit(
     - `on_diverge`: what becomes of a member whose loss or weights stop being finite. `"freeze"`: it keeps its last good
         weights, the others go on, and a warning names it at the end; `"raise"`: the run ends and raises
         [`eqx_ensemble.train.DivergedError`][], which holds the run so far.
-    - `plan`: how the members are executed; `eqx_ensemble.plan.Vmap()` if not given.
+    - `plan`: how the members are executed; `eqx_ensemble.plan.Vmap()` if not given. `"auto"` tries what makes sense
+        for the program while it trains: [`eqx_ensemble.plan.Auto`][].
     - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `key`: the root key. A member's streams follow from it and the member's id.
 
@@ -98,9 +102,9 @@ def fit(
 
     **Raises:** before anything is compiled, for arguments that do not fit together or data that are not finite.
     """
-    plan = Vmap() if plan is None else plan
+    plan = as_plan(plan)
     lengths = {"epochs": epochs, "steps": steps, "patience": patience}
-    _check.fit_options(plan, AbstractPlan, order, ORDERS, validation=validation, on_diverge=on_diverge, **lengths)
+    _check.fit_options(order, ORDERS, validation=validation, on_diverge=on_diverge, **lengths)
     first = first_state(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, name="fit", key=key)
     stateful = state is not None
     loss_of_one = as_loss(loss, stateful=stateful, has_aux=has_aux, hyper=hyper, name="fit")
@@ -120,30 +124,35 @@ def fit(
     record = Record()
 
     words = members_in_words(first.num_members)
-    with Interruption() as interruption, progress_line(show=progress, description=words, unit="step") as line:
+    pilot = Pilot(plan, name="fit")
+    with (
+        Interruption() as interruption,
+        progress_line(show=progress, description=words, unit="step") as line,
+        explained_memory(pilot, first.num_members, name="fit"),
+    ):
         if is_batches(data):
             _check.no_array_options(batch_size=batch_size, rows=rows, order=order, name="fit")
             inputs = Inputs(first.fixed, first.shared, None, validation)
-            loop = Loop(program, Roster(carry, inputs), interruption, record, line, on_diverge)
+            loop = Loop(program, pilot, Roster(carry, inputs), interruption, record, line, on_diverge)
             carry = run_batches(loop, inputs, carry, data, epochs=epochs, steps=steps)
         else:
             data, num_rows = on_device(data, first.num_members, argument="data", name="fit")
             rows = chosen_rows(rows, first.num_members, num_rows, name="fit")
             order_of_rows = row_order(key, first.ids, order, num_rows, rows)
             inputs = Inputs(first.fixed, first.shared, data, validation)
-            loop = Loop(program, Roster(carry, inputs), interruption, record, line, on_diverge)
+            loop = Loop(program, pilot, Roster(carry, inputs), interruption, record, line, on_diverge)
             carry = run_arrays(loop, inputs, carry, order_of_rows, batch_size=batch_size, epochs=epochs, steps=steps)
-    run = _finished(first, loop.roster.whole(carry), record, interrupted=interruption.requested)
+    run = _finished(first, loop.roster.whole(carry), record, plan, interrupted=interruption.requested)
     lost = run.status == STATUS_NAMES[DIVERGED]
     if lost.any():
-        message = _check.diverged(np.asarray(first.ids)[lost], run.left[lost])
+        message = _check.diverged(np.asarray(first.ids)[lost], run.left[lost], run.fault[lost])
         if on_diverge == "raise":
             raise DivergedError(message, run)
         warnings.warn(message, stacklevel=2)
     return run
 
 
-def _finished(first: TrainState[M], carry: Carry, record: Record, *, interrupted: bool) -> Run[M]:
+def _finished(first: TrainState[M], carry: Carry, record: Record, plan: AbstractPlan, *, interrupted: bool) -> Run[M]:
     last = TrainState(carry.moving, first.fixed, first.shared, first.ids, carry.step)
     moving, selection = carry.moving, carry.selection
     params, state, best_step, best_score = moving.params, moving.model_state, None, None
@@ -157,4 +166,17 @@ def _finished(first: TrainState[M], carry: Carry, record: Record, *, interrupted
         )
     status, left = np.asarray(moving.status), np.asarray(moving.left)
     ensemble = Ensemble(eqx.combine(params, first.fixed.frozen), first.shared, first.ids)
-    return Run(ensemble, state, record.history(), status_names(status), left, best_step, best_score, last, interrupted)
+    faults = np.array([place_of_fault(fault, moving.params) for fault in np.asarray(moving.fault).tolist()])
+    return Run(
+        ensemble=ensemble,
+        state=state,
+        history=record.history(),
+        status=status_names(status),
+        left=left,
+        fault=faults,
+        best_step=best_step,
+        best_score=best_score,
+        train_state=last,
+        plan=plan,
+        interrupted=interrupted,
+    )

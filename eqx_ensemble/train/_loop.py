@@ -1,7 +1,8 @@
+import dataclasses
 import itertools
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -9,10 +10,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _check
+from ..plan import Vmap
+from ..plan._pilot import Pilot
 from ._chunk import compiled_batch, compiled_validation
 from ._data import on_device
 from ._interrupt import Interruption
-from ._program import Carry, Inputs, Program
+from ._program import Carry, Inputs, Program, step_under
 from ._roster import Roster
 from ._run import Record
 from ._state import DIVERGED, OK, STOPPED
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 OnDiverge = Literal["freeze", "raise"]
 
 _SECONDS_PER_CHUNK = 1.0
+_SECONDS_PER_TRIAL = 0.1
 _FIRST_STEPS = 32
 _MANY_SHAPES = 8
 
@@ -33,13 +37,15 @@ class Loop:
     def __init__(
         self,
         program: Program,
+        pilot: Pilot,
         roster: Roster,
         interruption: Interruption,
         record: Record,
         line: "tqdm",
         on_diverge: OnDiverge,
     ):
-        self.program = program
+        self._program = program
+        self.pilot = pilot
         self.roster = roster
         self.record = record
         self.line = line
@@ -49,6 +55,25 @@ class Loop:
         self._fresh = True
         self._seconds_per_step = 0.0
         self.steps_per_chunk = _FIRST_STEPS
+
+    @property
+    def program(self) -> Program:
+        """The program under its present plan."""
+        if self._program.plan is not self.pilot.plan:
+            self._program = dataclasses.replace(self._program, plan=self.pilot.plan)
+        return self._program
+
+    def call(self, compiled: Callable[..., tuple[Carry, PyTree]], *read: PyTree, carry: Carry) -> tuple[Carry, PyTree]:
+        """`compiled((program, *read), carry)`."""
+        return self.pilot.call(lambda plan, carry: compiled((self.program, *read), carry), carry)
+
+    def look(self, inputs: Inputs, carry: Carry, rows: Any, *, steps_inside: bool) -> None:
+        """Looks at a step on `rows`, if the plan is still to be chosen."""
+        program = dataclasses.replace(self._program, plan=Vmap())
+        count = carry.moving.status.shape[0]
+        self.pilot.look(
+            step_under, program, inputs, carry, rows, num_members=count, unit="step", steps_inside=steps_inside
+        )
 
     def over(self, carry: Carry) -> bool:
         """Whether the run ends here: interrupted, no member trains any more, or one has failed that must not."""
@@ -85,28 +110,35 @@ class Loop:
         self.line.set_postfix(shown, refresh=False)
         self.line.update(steps)
 
-    def pace(self, steps: int, seconds: float) -> None:
+    def pace(self, steps: int, seconds: float, steps_left: int | None) -> None:
         """Sets the next chunk's length from the last one's time; a new program's first time is the compiler's."""
-        if self._fresh:
+        first, self._fresh = self._fresh, False
+        if first:
             self._compiled_in = seconds if self._compiled_in is None else self._compiled_in
-            self._fresh = False
-            return
-        self._seconds_per_step = seconds / steps
-        self.roster.measured(self._seconds_per_step)
-        wanted = _SECONDS_PER_CHUNK / max(self._seconds_per_step, 1e-6)
-        self.steps_per_chunk = int(np.clip(wanted, 1, 4 * self.steps_per_chunk))
+        else:
+            self._seconds_per_step = seconds / steps
+            self.roster.measured(self._seconds_per_step)
+        left = None if steps_left is None else steps_left * self._seconds_per_step
+        self._fresh = self.pilot.note(steps, seconds, seconds_left=left)
+        if not first:
+            wanted = _SECONDS_PER_TRIAL if self.pilot.watching else _SECONDS_PER_CHUNK
+            wanted /= max(self._seconds_per_step, 1e-6)
+            self.steps_per_chunk = int(np.clip(wanted, 1, 4 * self.steps_per_chunk))
 
     def without_those_who_left(self, inputs: Inputs, carry: Carry, steps_left: int | None) -> tuple[Inputs, Carry]:
         """The arrays without members that no longer train, when that pays.
 
         A run that stops members is taken to last as long again as it has lasted, for want of better knowledge.
         """
+        if self.pilot.watching:
+            return inputs, carry
         width = self.roster.width_for(carry)
         steps = self.record.steps if steps_left is None else min(steps_left, self.record.steps)
         seconds_left = steps * self._seconds_per_step
         if not self.roster.pays(width, seconds_left=seconds_left, seconds_to_compile=self._compiled_in or 0.0):
             return inputs, carry
         self._fresh = True
+        self.pilot.settle()
         carry, inputs = self.roster.shrink(carry, width)
         return inputs, carry
 
@@ -125,9 +157,11 @@ def run_batches(
             batch, _ = on_device(batch, num_members, argument="batch", name="fit")
             _warn_of_many_shapes(batch, seen)
             batch = loop.roster.own(batch)
-            carry, outputs = compiled_batch((loop.program, inputs, batch), carry)
+            if loop.record.steps == 0:
+                loop.look(Inputs(inputs.fixed, inputs.shared, batch, None), carry, None, steps_inside=False)
+            carry, outputs = loop.call(compiled_batch, inputs, batch, carry=carry)
             loop.add_steps(jax.tree.map(lambda x: x[None], outputs))
-            loop.pace(1, time.perf_counter() - start)
+            loop.pace(1, time.perf_counter() - start, steps and steps - loop.record.steps)
             loop.report(1, carry)
             if loop.over(carry) or loop.record.steps == steps:
                 if epoch == 0 and loop.program.patience is not None and loop.record.steps == steps:

@@ -1,3 +1,4 @@
+import dataclasses
 import functools as ft
 from collections.abc import Callable
 from typing import Any
@@ -5,11 +6,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import Array, Int, PyTree
 
 from .. import _axes
 from ..plan import AbstractPlan
+from ..plan._traits import traits_of
 from ._health import judged_one
 from ._loss import Loss
 from ._member import member_step
@@ -132,28 +133,24 @@ def take_rows(data: PyTree, rows: Int[Array, " batch"]) -> PyTree:
     return jax.tree.map(lambda x: x.at[rows].get(mode="promise_in_bounds"), data)
 
 
-def slow_in_loops(program: Program, inputs: Inputs, carry: Carry, rows: jax.ShapeDtypeStruct) -> bool:
-    """Whether a step should not stand inside a compiled loop: XLA's CPU convolutions are several times slower there."""
+def step_under(
+    plan: AbstractPlan, program: Program, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None
+) -> tuple[Carry, PyTree]:
+    """One step under another plan than the program's own."""
+    return dataclasses.replace(program, plan=plan).step(inputs, carry, rows)
+
+
+def in_a_loop(program: Program, inputs: Inputs, carry: Carry, rows: jax.ShapeDtypeStruct) -> bool:
+    """Whether many steps run in one compiled loop: XLA's CPU convolutions are several times slower there."""
+    if program.plan.scan is not None:
+        return program.plan.scan
     if jax.default_backend() != "cpu":
-        return False
+        return True
     leaves, treedef = jax.tree.flatten((program, inputs, carry, rows))
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x for x in leaves)
-    return _step_has_convolution(shapes, treedef)
+    return not _step_has_convolution(shapes, treedef)
 
 
 @ft.lru_cache(maxsize=64)
 def _step_has_convolution(leaves: tuple, treedef: Any) -> bool:
-    program, inputs, carry, rows = jax.tree.unflatten(treedef, leaves)
-    closed, _, _ = eqx.filter_make_jaxpr(program.step)(inputs, carry, rows)
-    return _has_convolution(closed.jaxpr)
-
-
-def _has_convolution(jaxpr: Jaxpr) -> bool:
-    inner = [
-        part.jaxpr if isinstance(part, ClosedJaxpr) else part
-        for eqn in jaxpr.eqns
-        for part in jax.tree.leaves(eqn.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr))
-        if isinstance(part, Jaxpr | ClosedJaxpr)
-    ]
-    here = any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns)
-    return here or any(map(_has_convolution, inner))
+    return traits_of(step_under, *jax.tree.unflatten(treedef, leaves)).convolutions > 0

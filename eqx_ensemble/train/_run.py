@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _check
 from .._ensemble import Ensemble, M
+from ..plan import AbstractPlan
 from ._state import DIVERGED, STATUS_NAMES, TrainState
 
 
@@ -39,9 +40,12 @@ class Run(eqx.Module, Generic[M]):
     - `status`: `(members,)` of `"ok"`, `"stopped"` (its patience ended) or `"diverged"` (its loss or weights were
         not finite: it keeps the last that were). `run.healthy` leaves these out.
     - `left`: `(members,)`, the step at which a member left; -1 for members that trained to the end.
+    - `fault`: `(members,)`, what was first not finite in a member that diverged: `"loss"` or the path of a weight;
+        empty for the others.
     - `best_step`, `best_score`: `(members,)`, when each member's validation score was best, and that score (-1 and
         infinity where there was none); `None` without validation data.
     - `train_state`: the last training state, to go on from with [`eqx_ensemble.train.make_step`][].
+    - `plan`: how the members were executed; after `plan="auto"`, `run.plan.explain()` says why.
     - `interrupted`: whether Ctrl-C ended the run early.
     """
 
@@ -50,9 +54,11 @@ class Run(eqx.Module, Generic[M]):
     history: History
     status: np.ndarray
     left: Int[np.ndarray, " members"]
+    fault: np.ndarray
     best_step: Int[np.ndarray, " members"] | None
     best_score: Float[np.ndarray, " members"] | None
     train_state: TrainState[M]
+    plan: AbstractPlan
     interrupted: bool
 
     @property

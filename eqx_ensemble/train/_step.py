@@ -1,3 +1,5 @@
+import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any, Generic
 
@@ -6,7 +8,9 @@ from jaxtyping import Array, Float, Int, Int8, PyTree
 
 from .. import _check
 from .._ensemble import M
-from ..plan import AbstractPlan, Vmap
+from ..plan import AbstractPlan, AnyPlan, Auto, Vmap
+from ..plan._auto import as_plan
+from ..plan._pilot import Pilot
 from ._loss import as_loss
 from ._optimiser import Optimiser
 from ._program import Carry, Inputs, Program
@@ -35,22 +39,45 @@ class Step(eqx.Module, Generic[M]):
     optimiser: Optimiser = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
     plan: AbstractPlan
+    pilot: Pilot | None = eqx.field(static=True)
 
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """One step on one batch, shared by all members but for its parts marked [`eqx_ensemble.Each`][]."""
         _check.train_state(state, TrainState)
-        moving, step, metrics = _compiled_step(self, state, batch)
+        if self.pilot is None:
+            moving, step, metrics = _compiled_step(self, state, batch)
+        else:
+            moving, step, metrics = _piloted(self, self.pilot, state, batch)
         return TrainState(moving, state.fixed, state.shared, state.ids, step), metrics
+
+
+def _piloted(step: Step, pilot: Pilot, state: TrainState, batch: PyTree) -> tuple:
+    plain = dataclasses.replace(step, plan=Vmap(), pilot=None)
+    pilot.look(_step_under, plain, state, batch, num_members=state.num_members, unit="step")
+    start = time.perf_counter()
+    under = lambda plan, state: _compiled_step(dataclasses.replace(plain, plan=plan), state, batch)
+    out = pilot.call(under, state)
+    pilot.note(1, time.perf_counter() - start, seconds_left=None)
+    return out
+
+
+def _step_under(plan: AbstractPlan, step: Step, state: TrainState, batch: PyTree) -> tuple:
+    program, inputs, carry = _parts(dataclasses.replace(step, plan=plan), state, batch)
+    return program.step(inputs, carry, None)
+
+
+def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Inputs, Carry]:
+    stateful = state.model_state is not None
+    loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper, name="make_step")
+    program = Program(loss, None, step.optimiser, step.plan, None, 0.0, own_rows=False)
+    return program, Inputs(state.fixed, state.shared, batch, None), Carry(state.moving, None, state.step)
 
 
 @eqx.filter_jit
 def _compiled_step(step: Step, state: TrainState, batch: PyTree) -> tuple[Moving, Int[Array, ""], Metrics]:
-    # What stays is not returned: taking big trees apart costs as much as a small step.
-    stateful = state.model_state is not None
-    # The same goes for looking at a signature at every call.
-    loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper, name="make_step")
-    program = Program(loss, None, step.optimiser, step.plan, None, 0.0, own_rows=False)
-    inputs, carry = Inputs(state.fixed, state.shared, batch, None), Carry(state.moving, None, state.step)
+    # What stays is not returned: taking big trees apart costs as much as a small step. The same goes for looking at a
+    # signature at every call.
+    program, inputs, carry = _parts(step, state, batch)
     carry, (value, aux) = program.judged_step(inputs, carry, None)
     return carry.moving, carry.step, Metrics(value, aux, carry.moving.status)
 
@@ -60,7 +87,7 @@ def make_step(
     optimiser: Optimiser,
     *,
     has_aux: bool = False,
-    plan: AbstractPlan | None = None,
+    plan: AnyPlan = None,
 ) -> Step:
     """A compiled step for your own loop: `state, metrics = step(state, batch)`.
 
@@ -87,10 +114,11 @@ def make_step(
         stateful members. A parameter named `hyper` receives the member's hyper-parameters.
     - `optimiser`: what was given to [`eqx_ensemble.train.init`][].
     - `has_aux`: the loss returns auxiliary outputs after its other outputs.
-    - `plan`: how the members are executed; `eqx_ensemble.plan.Vmap()` if not given.
+    - `plan`: how the members are executed; `eqx_ensemble.plan.Vmap()` if not given. `"auto"` tries others as soon as
+        your loop has lasted long enough to be worth it; `step.plan.explain()` says what was found.
 
     **Returns:** the step, a function of a training state and a batch.
     """
-    plan = Vmap() if plan is None else plan
-    _check.plan(plan, AbstractPlan)
-    return Step(loss, optimiser, has_aux, plan)
+    plan = as_plan(plan)
+    pilot = Pilot(plan, name="train.make_step") if isinstance(plan, Auto) else None
+    return Step(loss, optimiser, has_aux, plan, pilot)

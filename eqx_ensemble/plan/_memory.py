@@ -1,0 +1,81 @@
+import contextlib
+import pathlib
+import re
+import threading
+from collections.abc import Iterator
+
+import jax
+
+_STATM = pathlib.Path("/proc/self/statm")
+_MEMINFO = pathlib.Path("/proc/meminfo")
+_SECONDS_BETWEEN_LOOKS = 2e-3
+
+
+class Peak:
+    """The most memory in use while something ran, beyond what was in use before; `None` where nobody can say."""
+
+    bytes: int | None = None
+
+
+@contextlib.contextmanager
+def peak() -> Iterator[Peak]:
+    """Watches the memory of the default device, or of the process where that is the device's.
+
+    An accelerator reports its peak itself, which never falls: a later, smaller one is not seen. A process is looked at
+    every other millisecond, so that what lives for less is missed.
+    """
+    found = Peak()
+    before = _device_stats()
+    if before is not None:
+        yield found
+        after = _device_stats()
+        if after is not None and after["peak_bytes_in_use"] > before["peak_bytes_in_use"]:
+            found.bytes = after["peak_bytes_in_use"] - before["bytes_in_use"]
+        return
+    start = _resident()
+    if start is None:
+        yield found
+        return
+    most, over = start, threading.Event()
+
+    def look() -> None:
+        nonlocal most
+        while not over.wait(_SECONDS_BETWEEN_LOOKS):
+            most = max(most, _resident() or 0)
+
+    watch = threading.Thread(target=look, daemon=True)
+    watch.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        watch.join()
+    found.bytes = max(most, _resident() or 0) - start
+
+
+def free_bytes() -> int | None:
+    """What the default device has left, or the machine where that is the device's; `None` where nobody can say."""
+    stats = _device_stats()
+    if stats is not None:
+        return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text()) if _MEMINFO.exists() else None
+    return None if found is None else 1024 * int(found[1])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a compiled program did not find the memory that it needs."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _device_stats() -> dict[str, int] | None:
+    device = jax.devices()[0]
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    return stats if stats and "peak_bytes_in_use" in stats else None
+
+
+def _resident() -> int | None:
+    if not _STATM.exists():
+        return None
+    import resource
+
+    return int(_STATM.read_text().split()[1]) * resource.getpagesize()

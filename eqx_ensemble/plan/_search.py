@@ -1,0 +1,245 @@
+import dataclasses
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from ._candidates import candidates, smaller
+from ._memory import Peak, free_bytes
+from ._plans import AbstractPlan, Chunked, Sequential, Unrolled, in_words
+from ._traits import Traits
+
+_ENOUGH_CALLS, _ENOUGH_SECONDS = 3, 0.2
+_ROUNDS = 2  # because a shared machine may be slow just while one plan is tried
+_SAFETY = 0.9  # of the memory that there is
+_SEEN_BYTES = 2**25  # a process keeps smaller blocks for its next call, so that they do not show
+
+
+@dataclasses.dataclass
+class Trial:
+    """What is known of a plan for a program: times in seconds, and the peak of memory beside what was there before."""
+
+    plan: AbstractPlan
+    first_call: float | None = None
+    first_units: int = 0
+    per_unit: float | None = None
+    rounds: int = 0
+    peak: int | None = None
+    refused: str = ""
+
+    @property
+    def compiling(self) -> float | None:
+        """Seconds of the first call that were not spent on its work; `None` before there was one."""
+        if self.first_call is None:
+            return None
+        return max(0.0, self.first_call - self.first_units * (self.per_unit or 0.0))
+
+
+@dataclasses.dataclass
+class Book:
+    """What has been found out about a program, kept for the process's life."""
+
+    traits: Traits
+    num_members: int
+    trials: list[Trial]
+    unit: str
+
+
+_BOOKS: OrderedDict[Any, Book] = OrderedDict()
+_MOST_BOOKS = 128
+
+
+def book_of(
+    key: Any, look: Callable[[], Traits], num_members: int, *, scan: bool | None, steps_inside: bool, unit: str
+) -> Book:
+    """The book of a program, opened if there is none."""
+    if key not in _BOOKS:
+        traits = look()
+        plans = candidates(traits, num_members, steps_inside=steps_inside, scan=scan)
+        _BOOKS[key] = Book(traits, num_members, [Trial(plan) for plan in plans], unit)
+        while len(_BOOKS) > _MOST_BOOKS:
+            _BOOKS.popitem(last=False)
+    _BOOKS.move_to_end(key)
+    return _BOOKS[key]
+
+
+class Search:
+    """Chooses a plan while the work goes on: every trial is a stretch of the work itself.
+
+    Ask for `plan` before each stretch, and say with `note` how long it took. A plan is tried when the time of its
+    compilation is expected to lie within `share` of the whole time, and when its memory is within the budget.
+
+    **Attributes:**
+
+    - `watching`: whether the next stretch is part of a trial, whose time and memory matter.
+    """
+
+    watching: bool
+
+    def __init__(self, book: Book, *, share: float, memory: int | None):
+        self.book = book
+        self._share = share
+        self._free = free_bytes()
+        self._budget = memory if memory is not None or self._free is None else int(_SAFETY * self._free)
+        self._start = time.perf_counter()
+        self.spent = 0.0
+        self._compiled_here: set[AbstractPlan] = set()
+        self._trial = self._first(strict=memory is not None)
+        self._calls, self._seconds = 0, 0.0
+        self.watching = self._trial.rounds == 0
+
+    @property
+    def plan(self) -> AbstractPlan:
+        """The plan for the next stretch."""
+        return self._trial.plan
+
+    @property
+    def untested(self) -> bool:
+        """Whether the present plan has not run here yet, so that nobody knows whether its memory is there."""
+        return self.plan not in self._compiled_here
+
+    @property
+    def seconds(self) -> float:
+        """The time since the search began."""
+        return time.perf_counter() - self._start
+
+    def note(self, units: int, seconds: float, peak: Peak | None, *, seconds_left: float | None) -> bool:
+        """Notes a stretch of `units`, and chooses the plan of the next. Returns whether that is another plan.
+
+        `seconds_left` is how long the rest is expected to take under the present plan, if known.
+        """
+        trial, before = self._trial, self.plan
+        if self.untested:
+            self._compiled_here.add(trial.plan)
+            if trial.first_call is None:
+                trial.first_call, trial.first_units = seconds, units
+            if len(self._compiled_here) > 1:
+                self._lost(units, seconds)
+            return False
+        if peak is not None and peak.bytes is not None:
+            trial.peak = max(trial.peak or 0, peak.bytes)
+        if self.watching:
+            self._lost(units, seconds)
+            now = seconds / units
+            trial.per_unit = now if trial.per_unit is None else min(trial.per_unit, now)
+            self._calls, self._seconds = self._calls + 1, self._seconds + seconds
+            if self._calls < _ENOUGH_CALLS or self._seconds < _ENOUGH_SECONDS:
+                return False
+            trial.rounds += 1
+        upcoming = self._next(seconds_left)
+        self.watching = upcoming is not None
+        self._calls, self._seconds = 0, 0.0
+        self._trial = upcoming or self._best() or trial
+        return self.plan != before
+
+    def _lost(self, units: int, seconds: float) -> None:
+        best = self._best()
+        if best is not None and best is not self._trial:
+            self.spent += max(0.0, seconds - units * (best.per_unit or 0.0))
+
+    def out_of_memory(self) -> AbstractPlan | None:
+        """Takes note that the present plan found too little memory. Returns the plan to go on with, if there is one."""
+        self._trial.refused = "ran out of memory"
+        plan = smaller(self.plan, self.book.num_members)
+        while plan is not None and self._trial_of(plan).refused:
+            plan = smaller(plan, self.book.num_members)
+        if plan is not None:
+            self._trial, self.watching = self._trial_of(plan), True
+        return plan
+
+    def _trial_of(self, plan: AbstractPlan) -> Trial:
+        for trial in self.book.trials:
+            if trial.plan == plan:
+                return trial
+        self.book.trials.append(Trial(plan))
+        return self.book.trials[-1]
+
+    def _first(self, *, strict: bool) -> Trial:
+        best = self._best()
+        if best is not None:
+            return best
+        most = self.book.traits.bytes * self.book.num_members
+        safe = self._budget is None or most <= self._budget
+        if safe or not (strict or self._free is not None):
+            return next(trial for trial in self.book.trials if not trial.refused)
+        # From one member at a time, the memory of larger plans can be foretold.
+        return self._trial_of(Sequential(scan=self.book.trials[0].plan.scan))
+
+    def _best(self) -> Trial | None:
+        known = [t for t in self.book.trials if t.per_unit is not None and not t.refused]
+        fitting = [t for t in known if t.peak is None or self._budget is None or t.peak <= self._budget]
+        return min(fitting or known, key=lambda t: t.per_unit or 0.0, default=None)
+
+    def _next(self, seconds_left: float | None) -> Trial | None:
+        """The next trial that there is time and memory for; `None` when all is known that can be."""
+        room = self._share * (self.seconds + (seconds_left or 0.0)) - self.spent
+        for trial in self.book.trials:
+            if trial.rounds == 0 and not self._refused(trial) and self._seconds_to_compile(trial) < room:
+                return trial
+        best = self._best()
+        tried = [trial for trial in self.book.trials if trial.rounds and not self._refused(trial)]
+        for trial in tried if best is not None and len(tried) > 1 else ():
+            slower = (trial.per_unit or 0.0) / ((best and best.per_unit) or 1.0)
+            if trial.rounds < _ROUNDS and _ENOUGH_SECONDS * (slower - 1) < room:
+                return trial
+        return None
+
+    def _refused(self, trial: Trial) -> bool:
+        return bool(trial.refused) or self._too_big(trial)
+
+    def _seconds_to_compile(self, trial: Trial) -> float:
+        if trial.first_call is not None:
+            return 0.0
+        known = [t.compiling for t in self.book.trials if t.compiling is not None and not isinstance(t.plan, Unrolled)]
+        one = max(known, default=0.0)
+        return one * (1 + self.book.num_members / 4) if isinstance(trial.plan, Unrolled) else one
+
+    def _too_big(self, trial: Trial) -> bool:
+        expected = self.expected_peak(trial.plan)
+        return expected is not None and self._budget is not None and expected > self._budget
+
+    def expected_peak(self, plan: AbstractPlan) -> int | None:
+        """The peak memory that a plan is expected to need: in proportion to the members that it takes at a time."""
+        known = {self._width(t.plan): t.peak for t in self.book.trials if t.peak is not None}
+        if not known:
+            return None
+        width = self._width(plan)
+        nearest = max((w for w in known if w <= width), default=min(known))
+        return int(known[nearest] * width / nearest)
+
+    def _width(self, plan: AbstractPlan) -> int:
+        if isinstance(plan, Sequential):
+            return 1
+        return plan.size if isinstance(plan, Chunked) else self.book.num_members
+
+    def reason(self, trial: Trial) -> str:
+        """Why a plan was not tried, in words."""
+        if trial.refused:
+            return trial.refused
+        if self._too_big(trial):
+            expected = (self.expected_peak(trial.plan) or 0) / 2**20
+            return f"not tried: expected to need {expected:.0f} MiB of a budget of {(self._budget or 0) / 2**20:.0f}"
+        seconds = self._seconds_to_compile(trial)
+        return f"not tried: compiling it was expected to take {seconds:.1f} s, more than {self._share:.0%} of the time"
+
+
+def table_of(search: Search) -> str:
+    """What a search has found, in words and numbers."""
+    book = search.book
+    lines = []
+    best = min((t.per_unit for t in book.trials if t.per_unit is not None), default=None)
+    for trial in sorted(book.trials, key=lambda t: (t.per_unit is None, t.per_unit or 0.0)):
+        cells = [f"  {in_words(trial.plan):14}"]
+        if trial.per_unit is not None and best is not None:
+            cells.append(f"{trial.per_unit * 1e3:.3g} ms a {book.unit} ({trial.per_unit / best:.2f}x)")
+            cells.append(f"compiled in {trial.compiling or 0:.1f} s")
+            if trial.peak is not None and trial.peak > _SEEN_BYTES:
+                cells.append(f"at most {trial.peak / 2**20:.0f} MiB more than before")
+        if trial.per_unit is None and trial.first_call is not None and not trial.refused:
+            cells.append("too few calls to tell its speed")
+        elif trial.per_unit is None or trial.refused:
+            cells.append(search.reason(trial))
+        if trial.plan == search.plan:
+            cells.append("<- in use")
+        lines.append("  ".join(cells))
+    return "\n".join(lines)

@@ -1,0 +1,86 @@
+import functools as ft
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jaxtyping import PyTree
+
+from .. import _axes
+from ._plans import AbstractPlan
+
+
+class Traits(eqx.Module):
+    """What a function of one member looks like to someone who has to choose a plan for it.
+
+    **Attributes:**
+
+    - `flops`: operations in matrix products and convolutions; those in a loop as often as it runs, where that is known.
+    - `bytes`: the sum of all intermediate arrays: no execution of one member needs more, libraries' scratch aside.
+    - `convolutions`, `batched_products`, `loops`: how many of each; batched matrix products are typical of attention.
+    """
+
+    flops: int
+    bytes: int
+    convolutions: int
+    batched_products: int
+    loops: int
+
+
+def traits_of(fn: Callable[..., Any], *args: PyTree) -> Traits:
+    """The traits of `fn(plan, *args)` for one member: `fn` runs its function of one member under the plan it is given.
+
+    Only shapes are looked at, and nothing runs.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _axes.is_array(x) else x, args)
+    closed, _, _ = eqx.filter_make_jaxpr(ft.partial(fn, OnlyFirst()))(*shapes)
+    return _traits_of_jaxpr(closed.jaxpr)
+
+
+class OnlyFirst(AbstractPlan):
+    """Runs one member only, to be looked at."""
+
+    scan: bool | None = eqx.field(static=True, default=None)
+
+    def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
+        """`fn` of the first member."""
+        return jax.tree.map(lambda x: x[None], fn(jax.tree.map(lambda x: x[0], arrays)))
+
+
+def _traits_of_jaxpr(jaxpr: Jaxpr) -> Traits:
+    flops = held = convolutions = products = loops = 0
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        shapes: list[tuple[int, ...]] = [getattr(var.aval, "shape", ()) for var in (*eqn.invars, *eqn.outvars)]
+        times = int(eqn.params.get("length", 1)) if name == "scan" else 1
+        loops += name in ("scan", "while")
+        held += sum(_bytes(var.aval) for var in eqn.outvars)
+        for inner in map(_traits_of_jaxpr, _inner(eqn)):
+            flops += times * inner.flops
+            held += inner.bytes
+            convolutions += inner.convolutions
+            products += inner.batched_products
+            loops += inner.loops
+        if name == "dot_general":
+            (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
+            flops += 2 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in contracted)
+            products += bool(batched)
+        elif name == "conv_general_dilated":
+            out = shapes[1][eqn.params["dimension_numbers"].rhs_spec[0]]
+            flops += 2 * math.prod(shapes[-1]) * math.prod(shapes[1]) // max(out, 1)
+            convolutions += 1
+    return Traits(flops, held, convolutions, products, loops)
+
+
+def _inner(eqn: Any) -> Iterator[Jaxpr]:
+    is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+    for part in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr):
+        if is_jaxpr(part):
+            yield part.jaxpr if isinstance(part, ClosedJaxpr) else part
+
+
+def _bytes(aval: Any) -> int:
+    itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return math.prod(getattr(aval, "shape", ())) * itemsize
