@@ -37,13 +37,17 @@ from ._errors import MemberMismatchError as MemberMismatchError
 from ._fit import IDLE_PATIENCE as IDLE_PATIENCE
 from ._fit import diverged as diverged
 from ._fit import fit_options as fit_options
+from ._fit import left_out as left_out
+from ._fit import limit as limit
 from ._fit import many_shapes as many_shapes
 from ._fit import no_array_options as no_array_options
 from ._fit import out_of_memory as out_of_memory
 from ._fit import patience_fits as patience_fits
+from ._fit import revive as revive
 from ._fit import same_outputs as same_outputs
 from ._fit import smaller_plan as smaller_plan
 from ._fit import some_batches as some_batches
+from ._fit import weights_left as weights_left
 from ._hidden import no_tracers as no_tracers
 from ._keys import is_typed_key as is_typed_key
 from ._keys import many_keys as many_keys

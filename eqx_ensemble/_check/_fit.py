@@ -2,9 +2,11 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
+import numpy as np
 
 from ._marks import positive_int
 from ._trees import path_text
+from ._weights import one_weight_each
 
 
 def _one_of(value: Any, argument: str, choices: tuple[Any, ...], *, name: str) -> None:
@@ -41,13 +43,40 @@ def fit_options(
     steps: Any,
     patience: Any,
     validation: Any,
+    target: Any,
     on_diverge: Any,
 ) -> None:
     """The options of `fit` that can be judged by themselves."""
     _one_of(order, "order", orders, name="fit")
-    _one_of(on_diverge, "on_diverge", ("freeze", "raise"), name="fit")
+    if type(on_diverge).__name__ != "Revive":
+        _one_of(on_diverge, "on_diverge", ("freeze", "revive", "raise"), name="fit")
     _length(epochs, steps, name="fit")
     _patience(patience, validation, name="fit")
+    if target is not None and validation is None:
+        raise TypeError("`fit` needs `validation=` data with `target`: a member stops when its score reaches it.")
+
+
+def limit(value: Any, argument: str, num_members: int, *, name: str, whole: bool = False) -> np.ndarray | None:
+    """A number for all members or one each, as `(members,)`; of steps and seconds, a positive one."""
+    if value is None:
+        return None
+    numbers = np.asarray(value)
+    if numbers.shape not in ((), (num_members,)) or numbers.dtype.kind not in ("iu" if whole else "iuf"):
+        kind = "a whole number" if whole else "a number"
+        raise TypeError(f"`{name}` needs `{argument}` to be {kind}, or one each ({num_members},), got {value!r}.")
+    if not np.isfinite(numbers).all() or (argument != "target" and (numbers <= 0).any()):
+        raise ValueError(
+            f"`{name}` needs `{argument}` to be {'finite' if argument == 'target' else 'positive'}, got {value!r}."
+        )
+    return np.broadcast_to(numbers, (num_members,))
+
+
+def revive(make: Any, perturb: Any, most: Any) -> None:
+    """How members come back."""
+    for argument, value in (("make", make), ("perturb", perturb)):
+        if value is not None and not callable(value):
+            raise TypeError(f"`Revive` needs `{argument}` to be a function, got {value!r}.")
+    positive_int(most, "most", name="Revive")
 
 
 IDLE_PATIENCE = (
@@ -108,6 +137,26 @@ def many_shapes(seen: Collection[tuple[tuple[tuple[int, ...], Any], ...]]) -> st
         f"`fit` was handed batches of {len(seen)} different shapes and compiled a program for each: "
         f"{', '.join(map(str, sizes[:8]))}.\nPad batches to a few sizes: compiling takes longer than training."
     )
+
+
+def left_out(ids: Any, healthy: Any, *, name: str) -> str:
+    """The warning, or the error, that predictions do without members that diverged."""
+    if not healthy.any():
+        return f"`{name}` has nobody to ask: all {len(ids)} members diverged."
+    return f"`{name}` leaves out {len(ids)} member(s) that diverged: {', '.join(map(str, ids.tolist()))}."
+
+
+def weights_left(weights: Any, healthy: np.ndarray, combine: Any, *, name: str) -> np.ndarray | None:
+    """The weights of the healthy members, which sum to 1."""
+    if weights is None:
+        return None
+    if combine is None:
+        raise TypeError(f"`{name}` needs `combine=` with `weights`: predictions of single members have no weights.")
+    one_weight_each(weights, len(healthy), name=name)
+    left = np.asarray(weights, float)[healthy]
+    if not np.isfinite(left).all() or (left < 0).any() or (left.size and left.sum() == 0):
+        raise ValueError(f"`{name}` needs weights that are finite, not negative and not all zero, got {weights!r}.")
+    return left / left.sum() if left.size else left
 
 
 def smaller_plan(plan: str, less: str, *, name: str) -> str:

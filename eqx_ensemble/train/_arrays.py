@@ -94,6 +94,7 @@ def run_arrays(
         order,
         batch_size=batch_size,
         num_steps=num_steps,
+        limits=np.unique([] if inputs.limits.steps is None else inputs.limits.steps),
         most=lambda: min(most_steps, loop.steps_per_chunk),
         present=lambda: loop.roster.present,
     )
@@ -103,19 +104,22 @@ def run_arrays(
     while batch := feed.take(loop.steps_per_chunk):
         start, before = time.perf_counter(), loop.record.steps
         chunk = feed.chunk(batch, loop.roster.present if own_rows else None)
-        carry, (done, outputs) = loop.call(compiled_chunk, inputs, chunk, carry=carry)
+        carry, (done, again, outputs) = loop.call(compiled_chunk, inputs, chunk, carry=carry)
         feed.draw(loop.steps_per_chunk)  # while the device works
         done, outputs = int(done), jax.tree.map(np.asarray, outputs)
         _record(loop, batch[:done], outputs)
-        if done < len(batch):
+        if again:
             (losses, _), _, _ = outputs
             fault = _first_fault(losses[done, :, : len(batch[done].full)], carry)
             feed.give_back([*batch[done].around(fault), *batch[done + 1 :]])
+        elif done < len(batch):
+            feed.give_back(batch[done:])
         else:
             steps_done = loop.record.steps - before
             loop.pace(steps_done, time.perf_counter() - start, num_steps - loop.record.steps)
         if done > 0:
             loop.report(loop.record.steps - before, carry)
+        inputs, carry = loop.care_for(inputs, carry)
         if loop.over(carry):
             break
         inputs, carry = loop.without_those_who_left(inputs, carry, num_steps - loop.record.steps)

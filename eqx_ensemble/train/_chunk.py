@@ -1,5 +1,7 @@
 """The compiled part of a fit: many steps, and the validation between them, as one program."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from .. import _check
 from ._health import judged
+from ._limits import retired
 from ._program import Carry, Inputs, Program
 from ._scan import scan
 
@@ -21,13 +24,18 @@ class Chunk(eqx.Module):
     num_pieces: Int[Array, ""]
 
 
-def run_chunk(read: tuple[Program, Inputs, Chunk], carry: Carry) -> tuple[Carry, tuple[Int[Array, ""], PyTree]]:
+def run_chunk(
+    read: tuple[Program, Inputs, Chunk], carry: Carry
+) -> tuple[Carry, tuple[Int[Array, ""], Bool[Array, ""], PyTree]]:
     """Runs the pieces of a chunk, up to the first in which a member turns out to have failed at an unknown step.
 
     That piece leaves no trace, so that its parts can be run instead. Judging a piece as a whole leaves the loop over
     its steps as fast as one that looks at nothing.
 
-    **Returns:** the number of good pieces; and the outputs of full batches, last batches and validations, per piece.
+    A program that `halts` ends its chunk after a piece in which a member failed.
+
+    **Returns:** the number of good pieces; whether the next one has to be run in parts; and the outputs of full
+    batches, last batches and validations, per piece.
     """
     program, inputs, chunk = read
 
@@ -42,23 +50,27 @@ def run_chunk(read: tuple[Program, Inputs, Chunk], carry: Carry) -> tuple[Carry,
         full, rest, num_full, ends = rows
         after, outputs = program.steps(inputs, carry, full, num_full)
         moving, outputs, again = judged(carry.moving, after.moving, outputs, carry.step, num_full)
-        carry = Carry(moving, carry.selection, jnp.where(again, carry.step, after.step))
+        faults = jnp.any(moving.fault != carry.moving.fault)
+        step = jnp.where(again, carry.step, after.step)
+        carry = Carry(retired(moving, inputs.limits, step), carry.selection, step)
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(finish, carry, rest)[1])
         if blank[0] is not None:
             of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype), outputs)
             _check.same_outputs(of_one, blank[0])
+        before = carry.moving.fault
         carry, ending = jax.lax.cond(ends & ~again, finish, lambda carry, rest: (carry, blank), carry, rest)
-        return carry, (outputs, *ending), again
+        faults |= jnp.any(carry.moving.fault != before)
+        return carry, (again, outputs, *ending), again | (program.halts & faults)
 
     pieces = (chunk.full, chunk.rest, chunk.num_full, chunk.ends_epoch)
-    carry, outputs, done = scan(piece, carry, pieces, chunk.num_pieces)
-    return carry, (done, outputs)
+    carry, (again, *outputs), count = scan(piece, carry, pieces, chunk.num_pieces)
+    return carry, (count - jnp.sum(again), jnp.any(again), tuple(outputs))
 
 
 def run_batch(read: tuple[Program, Inputs, PyTree], carry: Carry) -> tuple[Carry, PyTree]:
     """One step of all members on a batch that is not taken from the run's own data."""
     program, inputs, batch = read
-    return program.judged_step(Inputs(inputs.fixed, inputs.shared, batch, None), carry, None)
+    return program.judged_step(dataclasses.replace(inputs, data=batch, validation=None), carry, None)
 
 
 def run_validation(read: tuple[Program, Inputs], carry: Carry) -> tuple[Carry, PyTree]:

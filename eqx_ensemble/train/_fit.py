@@ -1,29 +1,31 @@
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
-import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _axes, _check
+from .. import _check
 from .._ensemble import Ensemble, M
 from .._progress import members_in_words, progress_line
-from ..plan import AbstractPlan, AnyPlan
+from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot, explained_memory
 from ._arrays import run_arrays
 from ._data import chosen_rows, is_batches, on_device, unmarked
-from ._health import place_of_fault
+from ._finish import finished
 from ._interrupt import Interruption
-from ._loop import Loop, OnDiverge, run_batches
-from ._loss import as_loss
+from ._limits import limits_of
+from ._loop import Loop, run_batches
+from ._loss import Loss, as_loss
 from ._optimiser import Optimiser
 from ._program import Carry, Inputs, Program
+from ._revive import Revive, Reviver
 from ._roster import Roster
 from ._rows import ORDERS, Order, row_order
-from ._run import DivergedError, Record, Run, status_names
+from ._run import DivergedError, Record, Run
 from ._select import no_selection
 from ._state import DIVERGED, STATUS_NAMES, TrainState, first_state
 
@@ -41,13 +43,16 @@ def fit(
     score: Callable[..., Any] | None = None,
     patience: int | None = None,
     min_delta: float = 0.0,
+    target: Any = None,
+    max_steps: Any = None,
+    max_seconds: Any = None,
     state: eqx.nn.State | None = None,
     hyper: PyTree = None,
     rows: Any = None,
     order: Order = "each",
     has_aux: bool = False,
     trainable: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
-    on_diverge: OnDiverge = "freeze",
+    on_diverge: Literal["freeze", "revive", "raise"] | Revive = "freeze",
     plan: AnyPlan = None,
     progress: bool | None = None,
     key: Any,
@@ -83,6 +88,9 @@ def fit(
     - `validation`: like `data`, scored as one batch in inference mode at the end of every epoch.
     - `score`: called like `loss`, lower is better; the loss if not given.
     - `patience`: a member stops after this many validations without an improvement of more than `min_delta`.
+    - `target`: a member stops when its validation score is not above it; one number, or one each `(members,)`.
+    - `max_steps`, `max_seconds`: a member stops after so many steps, or at the end of the chunk (about a second) in
+        which so much time has passed since the call; one number, or one each `(members,)`.
     - `state`: the stacked `equinox.nn.State` of stateful members.
     - `hyper`: hyper-parameters, any PyTree of arrays `(members, ...)`.
     - `rows`: row indices `(members, n)` into `data`: a bootstrap, a fold, a subset of a member's own.
@@ -91,7 +99,8 @@ def fit(
     - `has_aux`: the loss returns auxiliary outputs after its other outputs; they are reported in the history.
     - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][].
     - `on_diverge`: what becomes of a member whose loss or weights stop being finite. `"freeze"`: it keeps its last good
-        weights, the others go on, and a warning names it at the end; `"raise"`: the run ends and raises
+        weights, the others go on, and a warning names it at the end; `"revive"`: it goes on as a copy of a healthy
+        member, and [`eqx_ensemble.train.Revive`][] lets it start afresh; `"raise"`: the run ends and raises
         [`eqx_ensemble.train.DivergedError`][], which holds the run so far.
     - `plan`: how the members are executed; `eqx_ensemble.plan.Vmap()` if not given. `"auto"` tries what makes sense
         for the program while it trains: [`eqx_ensemble.plan.Auto`][].
@@ -104,79 +113,66 @@ def fit(
     """
     plan = as_plan(plan)
     lengths = {"epochs": epochs, "steps": steps, "patience": patience}
-    _check.fit_options(order, ORDERS, validation=validation, on_diverge=on_diverge, **lengths)
+    how = Revive() if on_diverge == "revive" else on_diverge
+    _check.fit_options(order, ORDERS, validation=validation, on_diverge=how, target=target, **lengths)
     first = first_state(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, name="fit", key=key)
-    stateful = state is not None
-    loss_of_one = as_loss(loss, stateful=stateful, has_aux=has_aux, hyper=hyper, name="fit")
-    score_of_one = None
+    limits = limits_of(max_steps, target, first.num_members)
+    max_seconds = _check.limit(max_seconds, "max_seconds", first.num_members, name="fit")
+    losses = _losses(first, loss, score, has_aux=has_aux, has_validation=validation is not None)
     if validation is not None:
         if score is None and not is_batches(data):
             _check.same_structure(unmarked(validation), unmarked(data))
-        score_aux = has_aux and score is None
-        score_of_one = as_loss(score or loss, stateful=stateful, has_aux=score_aux, hyper=hyper, name="fit")
         validation, _ = on_device(validation, first.num_members, argument="validation", name="fit")
+    own_rows, revives = order == "each" or rows is not None, isinstance(how, Revive)
+    program = Program(*losses, optimiser, plan, patience, float(min_delta), own_rows, revives)
     if hyper is not None:
-        wants_hyper = loss_of_one.wants_hyper or (score_of_one is not None and score_of_one.wants_hyper)
-        _check.used_hyper(optimiser, wants_hyper=wants_hyper, name="fit")
-    own_rows = order == "each" or rows is not None
-    program = Program(loss_of_one, score_of_one, optimiser, plan, patience, float(min_delta), own_rows)
+        _check.used_hyper(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses), name="fit")
     carry = Carry(first.moving, None if validation is None else no_selection(first.moving), first.step)
-    record = Record()
-
+    inputs = Inputs(first.fixed, first.shared, None, validation, limits)
+    reviver = Reviver(how, optimiser, first.shared, first.ids, key=key) if isinstance(how, Revive) else None
+    pilot, record = Pilot(plan, name="fit"), Record()
     words = members_in_words(first.num_members)
-    pilot = Pilot(plan, name="fit")
     with (
         Interruption() as interruption,
         progress_line(show=progress, description=words, unit="step") as line,
         explained_memory(pilot, first.num_members, name="fit"),
     ):
+        start = lambda inputs: Loop(
+            program, pilot, Roster(carry, inputs), interruption, record, line,
+            reviver=reviver, raises=how == "raise", max_seconds=max_seconds,
+        )  # fmt: skip
         if is_batches(data):
             _check.no_array_options(batch_size=batch_size, rows=rows, order=order, name="fit")
-            inputs = Inputs(first.fixed, first.shared, None, validation)
-            loop = Loop(program, pilot, Roster(carry, inputs), interruption, record, line, on_diverge)
+            loop = start(inputs)
             carry = run_batches(loop, inputs, carry, data, epochs=epochs, steps=steps)
         else:
             data, num_rows = on_device(data, first.num_members, argument="data", name="fit")
             rows = chosen_rows(rows, first.num_members, num_rows, name="fit")
             order_of_rows = row_order(key, first.ids, order, num_rows, rows)
-            inputs = Inputs(first.fixed, first.shared, data, validation)
-            loop = Loop(program, pilot, Roster(carry, inputs), interruption, record, line, on_diverge)
+            inputs = dataclasses.replace(inputs, data=data)
+            loop = start(inputs)
             carry = run_arrays(loop, inputs, carry, order_of_rows, batch_size=batch_size, epochs=epochs, steps=steps)
-    run = _finished(first, loop.roster.whole(carry), record, plan, interrupted=interruption.requested)
+    run = finished(first, loop, carry, plan, interrupted=interruption.requested)
     lost = run.status == STATUS_NAMES[DIVERGED]
     if lost.any():
         message = _check.diverged(np.asarray(first.ids)[lost], run.left[lost], run.fault[lost])
-        if on_diverge == "raise":
+        if how == "raise":
             raise DivergedError(message, run)
         warnings.warn(message, stacklevel=2)
     return run
 
 
-def _finished(first: TrainState[M], carry: Carry, record: Record, plan: AbstractPlan, *, interrupted: bool) -> Run[M]:
-    last = TrainState(carry.moving, first.fixed, first.shared, first.ids, carry.step)
-    moving, selection = carry.moving, carry.selection
-    params, state, best_step, best_score = moving.params, moving.model_state, None, None
-    if selection is not None:
-        best_step, best_score = np.asarray(selection.step), np.asarray(selection.score)
-        found = best_step >= 0
-        params, state = jax.tree.map(
-            lambda best, last: _axes.where_members(found, best, last),
-            (selection.params, selection.model_state),
-            (params, state),
-        )
-    status, left = np.asarray(moving.status), np.asarray(moving.left)
-    ensemble = Ensemble(eqx.combine(params, first.fixed.frozen), first.shared, first.ids)
-    faults = np.array([place_of_fault(fault, moving.params) for fault in np.asarray(moving.fault).tolist()])
-    return Run(
-        ensemble=ensemble,
-        state=state,
-        history=record.history(),
-        status=status_names(status),
-        left=left,
-        fault=faults,
-        best_step=best_step,
-        best_score=best_score,
-        train_state=last,
-        plan=plan,
-        interrupted=interrupted,
-    )
+def _losses(
+    first: TrainState,
+    loss: Callable[..., Any],
+    score: Callable[..., Any] | None,
+    *,
+    has_aux: bool,
+    has_validation: bool,
+) -> tuple[Loss, Loss | None]:
+    """The loss, and the score if there is something to judge."""
+    options = {"stateful": first.model_state is not None, "hyper": first.fixed.hyper, "name": "fit"}
+    loss_of_one = as_loss(loss, has_aux=has_aux, **options)
+    if not has_validation:
+        return loss_of_one, None
+    return loss_of_one, as_loss(score or loss, has_aux=has_aux and score is None, **options)

@@ -3,9 +3,10 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -15,15 +16,15 @@ from ..plan._pilot import Pilot
 from ._chunk import compiled_batch, compiled_validation
 from ._data import on_device
 from ._interrupt import Interruption
+from ._limits import stopped
 from ._program import Carry, Inputs, Program, step_under
+from ._revive import Reviver
 from ._roster import Roster
 from ._run import Record
 from ._state import DIVERGED, OK, STOPPED
 
 if TYPE_CHECKING:
     from tqdm.std import tqdm
-
-OnDiverge = Literal["freeze", "raise"]
 
 _SECONDS_PER_CHUNK = 1.0
 _SECONDS_PER_TRIAL = 0.1
@@ -42,7 +43,10 @@ class Loop:
         interruption: Interruption,
         record: Record,
         line: "tqdm",
-        on_diverge: OnDiverge,
+        *,
+        reviver: Reviver | None,
+        raises: bool,
+        max_seconds: np.ndarray | None,
     ):
         self._program = program
         self.pilot = pilot
@@ -50,7 +54,10 @@ class Loop:
         self.record = record
         self.line = line
         self._interruption = interruption
-        self._on_diverge = on_diverge
+        self.reviver = reviver
+        self._raises = raises
+        self._max_seconds = max_seconds
+        self._start = time.perf_counter()
         self._compiled_in: float | None = None
         self._fresh = True
         self._seconds_per_step = 0.0
@@ -78,7 +85,7 @@ class Loop:
     def over(self, carry: Carry) -> bool:
         """Whether the run ends here: interrupted, no member trains any more, or one has failed that must not."""
         status = np.asarray(carry.moving.status)
-        failed = self._on_diverge == "raise" and (status == DIVERGED).any()
+        failed = self._raises and (status == DIVERGED).any()
         return bool(self._interruption.requested or failed or not (status == OK).any())
 
     def last_validation(self, inputs: Inputs, carry: Carry) -> Carry:
@@ -125,6 +132,16 @@ class Loop:
             wanted /= max(self._seconds_per_step, 1e-6)
             self.steps_per_chunk = int(np.clip(wanted, 1, 4 * self.steps_per_chunk))
 
+    def care_for(self, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
+        """Stops members whose time is over, and brings back those that failed, as far as that was asked for."""
+        if self._max_seconds is not None:
+            late = time.perf_counter() - self._start >= self._max_seconds[self.roster.present]
+            if late.any():
+                carry = dataclasses.replace(carry, moving=stopped(carry.moving, jnp.asarray(late), carry.step))
+        if self.reviver is not None and (np.asarray(carry.moving.status) == DIVERGED).any():
+            inputs, carry = self.reviver.bring_back(self.roster, inputs, carry)
+        return inputs, carry
+
     def without_those_who_left(self, inputs: Inputs, carry: Carry, steps_left: int | None) -> tuple[Inputs, Carry]:
         """The arrays without members that no longer train, when that pays.
 
@@ -158,11 +175,12 @@ def run_batches(
             _warn_of_many_shapes(batch, seen)
             batch = loop.roster.own(batch)
             if loop.record.steps == 0:
-                loop.look(Inputs(inputs.fixed, inputs.shared, batch, None), carry, None, steps_inside=False)
+                loop.look(dataclasses.replace(inputs, data=batch), carry, None, steps_inside=False)
             carry, outputs = loop.call(compiled_batch, inputs, batch, carry=carry)
             loop.add_steps(jax.tree.map(lambda x: x[None], outputs))
             loop.pace(1, time.perf_counter() - start, steps and steps - loop.record.steps)
             loop.report(1, carry)
+            inputs, carry = loop.care_for(inputs, carry)
             if loop.over(carry) or loop.record.steps == steps:
                 if epoch == 0 and loop.program.patience is not None and loop.record.steps == steps:
                     warnings.warn(_check.IDLE_PATIENCE, stacklevel=3)

@@ -90,9 +90,20 @@ def _strongly_typed(new: Any, old: Any) -> Any:
 
 def _own_noise(path: tuple, x: Any, member_id: Int[Array, ""]) -> Any:
     """Noise keys in an optimiser's state become the member's own, or all members would draw the same noise."""
-    name = getattr(path[-1], "name", None) if path else None
-    legacy = name in ("key", "rng_key") and isinstance(x, jax.Array) and x.dtype == jnp.uint32 and x.shape == (2,)
-    if not (_check.is_typed_key(x) or legacy):
+    if not _is_noise(path, x):
         return x
     own = jax.random.fold_in(jax.random.fold_in(x, _keys.tag("optimiser")), member_id)
-    return jax.random.key_data(own) if legacy else own
+    return own if _check.is_typed_key(x) else jax.random.key_data(own)
+
+
+def keep_noise(state: PyTree, own: PyTree) -> PyTree:
+    """An optimiser's state with the noise keys of another one of the same structure."""
+    choose = lambda path, x, mine: mine if _is_noise(path, x) else x
+    return jax.tree_util.tree_map_with_path(choose, state, own)
+
+
+def _is_noise(path: tuple, x: Any) -> bool:
+    if _check.is_typed_key(x):
+        return True
+    name = getattr(path[-1], "name", None) if path else None
+    return name in ("key", "rng_key") and isinstance(x, jax.Array) and x.dtype == jnp.uint32 and x.shape[-1:] == (2,)

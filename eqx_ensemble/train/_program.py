@@ -12,6 +12,7 @@ from .. import _axes
 from ..plan import AbstractPlan
 from ..plan._traits import traits_of
 from ._health import judged_one
+from ._limits import Limits, retired
 from ._loss import Loss
 from ._member import member_step
 from ._optimiser import Optimiser
@@ -35,6 +36,7 @@ class Inputs(eqx.Module):
     shared: PyTree
     data: PyTree
     validation: PyTree
+    limits: Limits
 
 
 class Program(eqx.Module):
@@ -47,6 +49,7 @@ class Program(eqx.Module):
     patience: int | None = eqx.field(static=True)
     min_delta: float = eqx.field(static=True)
     own_rows: bool = eqx.field(static=True)
+    halts: bool = eqx.field(static=True)
 
     def step(self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None) -> tuple[Carry, PyTree]:
         """One step of all members on the given rows of the data; on the data themselves when `rows` is `None`.
@@ -104,7 +107,7 @@ class Program(eqx.Module):
         """One step of all members, after which the faulty keep their last good weights."""
         after, outputs = self.step(inputs, carry, rows)
         moving, outputs = judged_one(carry.moving, after.moving, outputs, carry.step)
-        return Carry(moving, carry.selection, after.step), outputs
+        return Carry(retired(moving, inputs.limits, after.step), carry.selection, after.step), outputs
 
     def end_epoch(self, inputs: Inputs, carry: Carry) -> tuple[Carry, PyTree]:
         """Scores every member on the validation data, keeps its best weights, stops it when its patience ends."""

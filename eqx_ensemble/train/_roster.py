@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _axes
 from ._program import Carry, Inputs
-from ._state import OK
+from ._state import OK, Fixed
 
 _FEWEST = 4  # below three members a compiler arranges sums differently, and leaving would show in the others' last bits
 
@@ -49,6 +50,16 @@ class Roster:
             return carry
         moving, selection = _put(self._last, (carry.moving, carry.selection), jnp.asarray(self.present))
         return Carry(moving, selection, carry.step)
+
+    @property
+    def fixed(self) -> Fixed:
+        """What all members bring along."""
+        return self._all_inputs.fixed
+
+    def keep(self, inputs: Inputs) -> None:
+        """Takes note that members present have been replaced, with what they bring along."""
+        fixed = inputs.fixed if self.complete else _put(self.fixed, inputs.fixed, jnp.asarray(self.present))
+        self._all_inputs = dataclasses.replace(self._all_inputs, fixed=fixed)
 
     def spread(self, outputs: PyTree) -> PyTree:
         """Outputs `(..., members, ...)` with the members on axis 1 in their places; NaN or zero for the absent."""
@@ -102,7 +113,8 @@ class Roster:
         index = jnp.asarray(self.present)
         moving, selection = _take(self._last, index)
         inputs = self._all_inputs
-        inputs = Inputs(_take(inputs.fixed, index), inputs.shared, self.own(inputs.data), self.own(inputs.validation))
+        fixed, limits = _take((inputs.fixed, inputs.limits), index)
+        inputs = Inputs(fixed, inputs.shared, self.own(inputs.data), self.own(inputs.validation), limits)
         return Carry(moving, selection, carry.step), inputs
 
 

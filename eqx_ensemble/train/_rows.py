@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from .. import _keys
+from ._limits import next_limit
 
 Order = Literal["each", "shared", "given"]
 ORDERS = ("each", "shared", "given")
@@ -82,9 +83,15 @@ class Piece:
 
 
 def pieces(
-    order: RowOrder, *, batch_size: int, num_steps: int, most: Callable[[], int], present: Callable[[], np.ndarray]
+    order: RowOrder,
+    *,
+    batch_size: int,
+    num_steps: int,
+    limits: np.ndarray,
+    most: Callable[[], int],
+    present: Callable[[], np.ndarray],
 ) -> Iterator[Piece]:
-    """The whole run in pieces of at most `most()` full batches, asked for each piece.
+    """The whole run in pieces of at most `most()` full batches, asked for each piece; none goes beyond a limit.
 
     Rows are drawn for the members `present()`, asked for each epoch.
 
@@ -98,20 +105,29 @@ def pieces(
         full = rows[..., : whole * batch_size].reshape(*rows.shape[:-1], whole, batch_size)
         full = np.moveaxis(full, -2, 0)[: num_steps - done]
         rest = rows[..., whole * batch_size :]
-        done += len(full)
-        ends = len(full) == whole and (remainder == 0 or done < num_steps)
-        done += ends and remainder > 0
+        after = done + len(full)
+        ends = len(full) == whole and (remainder == 0 or after < num_steps)
+        after += ends and remainder > 0
         start, last = 0, False
         while not last:
             stop = start + max(most(), 1)
+            limit = next_limit(limits, done + start)
+            stop = stop if limit is None else min(stop, limit - done)
             last = stop >= len(full)
             yield Piece(full[start:stop], rest, ends and last)
             start = stop
+        done = after
         epoch += 1
 
 
 def endless_pieces(
-    order: RowOrder, *, batch_size: int, num_steps: int, most: Callable[[], int], present: Callable[[], np.ndarray]
+    order: RowOrder,
+    *,
+    batch_size: int,
+    num_steps: int,
+    limits: np.ndarray,
+    most: Callable[[], int],
+    present: Callable[[], np.ndarray],
 ) -> Iterator[Piece]:
     """The same for a run in which nothing happens at the end of an epoch, not even a smaller batch.
 
@@ -124,6 +140,8 @@ def endless_pieces(
     nothing = waiting[0, ..., :0]
     while done < num_steps:
         steps = min(max(most(), 1), num_steps - done)
+        limit = next_limit(limits, done)
+        steps = steps if limit is None else min(steps, limit - done)
         parts, count = [waiting], len(waiting)
         while count < steps:
             parts.append(next(batches))

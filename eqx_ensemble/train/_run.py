@@ -1,3 +1,5 @@
+import warnings
+from collections.abc import Callable
 from typing import Any, Generic
 
 import equinox as eqx
@@ -5,9 +7,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from .. import _check
+from .. import _check, tree
 from .._ensemble import Ensemble, M
 from ..plan import AbstractPlan
+from ..predict import predict
+from ._revive import Revival
 from ._state import DIVERGED, STATUS_NAMES, TrainState
 
 
@@ -42,6 +46,7 @@ class Run(eqx.Module, Generic[M]):
     - `left`: `(members,)`, the step at which a member left; -1 for members that trained to the end.
     - `fault`: `(members,)`, what was first not finite in a member that diverged: `"loss"` or the path of a weight;
         empty for the others.
+    - `revived`: the members that diverged and came back, in order; see [`eqx_ensemble.train.Revive`][].
     - `best_step`, `best_score`: `(members,)`, when each member's validation score was best, and that score (-1 and
         infinity where there was none); `None` without validation data.
     - `train_state`: the last training state, to go on from with [`eqx_ensemble.train.make_step`][].
@@ -55,6 +60,7 @@ class Run(eqx.Module, Generic[M]):
     status: np.ndarray
     left: Int[np.ndarray, " members"]
     fault: np.ndarray
+    revived: list[Revival]
     best_step: Int[np.ndarray, " members"] | None
     best_score: Float[np.ndarray, " members"] | None
     train_state: TrainState[M]
@@ -66,6 +72,51 @@ class Run(eqx.Module, Generic[M]):
         """The trained ensemble without the members that diverged."""
         kept = self.status != STATUS_NAMES[DIVERGED]
         return self.ensemble if kept.all() else self.ensemble[kept]
+
+    def predict(
+        self,
+        x: PyTree,
+        *,
+        combine: Callable[..., Any] | None = None,
+        weights: Any = None,
+        strict: bool = False,
+        **options: Any,
+    ) -> PyTree:
+        """Predictions of the members that did not diverge; a warning names those that did.
+
+        ```python
+        def loss(model, batch, key):
+            x, y = batch
+            return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+        ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
+        x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
+        run = ee.fit(ensemble, loss, optax.adam(1e-3), (x, y), epochs=1, key=key)
+        run.predict(x).shape  # (4, 100, 1)
+        run.predict(x, combine=ee.combine.mean, weights=[0.1, 0.2, 0.3, 0.4]).shape  # (100, 1)
+        ```
+
+        **Arguments:**
+
+        - `x`, `options`: as for [`eqx_ensemble.predict`][]; the members' state is the run's own.
+        - `combine`: what makes one prediction of all, such as [`eqx_ensemble.combine.mixture`][]; it is called as
+            `combine(predictions, weights=weights)`.
+        - `weights`: for `combine`, one weight for each member of the run `(members,)`; those of members left out count
+            for nothing, and the rest is divided by its sum.
+        - `strict`: raise [`eqx_ensemble.train.DivergedError`][] instead of leaving members out.
+
+        **Returns:** the predictions, each array `(healthy members, rows, ...)`; what `combine` makes of them, if given.
+        """
+        healthy = self.status != STATUS_NAMES[DIVERGED]
+        weights = _check.weights_left(weights, healthy, combine, name="Run.predict")
+        if not healthy.all():
+            message = _check.left_out(np.asarray(self.ensemble.ids)[~healthy], healthy, name="Run.predict")
+            if strict or not healthy.any():
+                raise DivergedError(message, self)
+            warnings.warn(message, stacklevel=2)
+        state = self.state if self.state is None or healthy.all() else tree.take(self.state, healthy)
+        prediction = predict(self.healthy, x, state=state, **options)
+        return prediction if combine is None else combine(prediction, weights=weights)
 
     def table(self) -> dict[str, np.ndarray]:
         """One row a member, as plain columns `(members, ...)`: id, hyper-parameters, scores, status.

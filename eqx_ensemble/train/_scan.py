@@ -13,12 +13,12 @@ def scan(
 
     `length` is at least 1; a loop that can have only one step is no loop.
 
-    **Returns:** the carry; the outputs, zeros where nothing ran; and the number of bodies that ran and did not end it.
+    **Returns:** the carry; the outputs, zeros where nothing ran; and the number of bodies that ran.
     """
     most = jax.tree.leaves(xs)[0].shape[0]
     if most == 1:
-        carry, y, stop = body(carry, jax.tree.map(lambda x: x[0], xs))
-        return carry, jax.tree.map(lambda y: y[None], y), 1 - stop.astype(jnp.int32)
+        carry, y, _ = body(carry, jax.tree.map(lambda x: x[0], xs))
+        return carry, jax.tree.map(lambda y: y[None], y), jnp.int32(1)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
     out = jax.eval_shape(body, carry, one)[1]
     ys = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), out)
@@ -31,5 +31,5 @@ def scan(
         return i + 1, stop, carry, ys
 
     start = (jnp.int32(0), jnp.bool_(0), carry, ys)
-    count, stop, carry, ys = jax.lax.while_loop(lambda state: (state[0] < length) & ~state[1], step, start)
-    return carry, ys, count - stop.astype(jnp.int32)
+    count, _, carry, ys = jax.lax.while_loop(lambda state: (state[0] < length) & ~state[1], step, start)
+    return carry, ys, count

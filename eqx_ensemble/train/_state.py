@@ -129,14 +129,15 @@ def first_state(
     params, frozen, state, shared, ids = jax.tree.map(_copied, (params, frozen, state, ensemble.shared, ensemble.ids))
 
     count = ensemble.num_members
-    opt_state = _init_all(optimiser, params, hyper, ids)
+    opt_state = init_all(optimiser, params, hyper, ids)
     never = jnp.full(count, -1, jnp.int32)
     moving = Moving(params, opt_state, state, jnp.zeros(count, jnp.int8), never, never.copy())
     return TrainState(moving, Fixed(frozen, keys, hyper), shared, ids, jnp.zeros((), jnp.int32))
 
 
 @eqx.filter_jit
-def _init_all(optimiser: Optimiser, params: PyTree, hyper: PyTree, ids: Int[Array, " members"]) -> PyTree:
+def init_all(optimiser: Optimiser, params: PyTree, hyper: PyTree, ids: Int[Array, " members"]) -> PyTree:
+    """The optimiser's first state of every member, stacked."""
     return _axes.over_leading_axis(Vmap().run, lambda part: init_member(optimiser, *part), (params, hyper, ids))
 
 

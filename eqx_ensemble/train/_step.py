@@ -11,6 +11,7 @@ from .._ensemble import M
 from ..plan import AbstractPlan, AnyPlan, Auto, Vmap
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot
+from ._limits import Limits
 from ._loss import as_loss
 from ._optimiser import Optimiser
 from ._program import Carry, Inputs, Program
@@ -69,8 +70,9 @@ def _step_under(plan: AbstractPlan, step: Step, state: TrainState, batch: PyTree
 def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Inputs, Carry]:
     stateful = state.model_state is not None
     loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper, name="make_step")
-    program = Program(loss, None, step.optimiser, step.plan, None, 0.0, own_rows=False)
-    return program, Inputs(state.fixed, state.shared, batch, None), Carry(state.moving, None, state.step)
+    program = Program(loss, None, step.optimiser, step.plan, None, 0.0, own_rows=False, halts=False)
+    inputs = Inputs(state.fixed, state.shared, batch, None, Limits(None, None))
+    return program, inputs, Carry(state.moving, None, state.step)
 
 
 @eqx.filter_jit

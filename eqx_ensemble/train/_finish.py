@@ -1,0 +1,42 @@
+import equinox as eqx
+import jax
+import numpy as np
+
+from .. import _axes
+from .._ensemble import Ensemble, M
+from ..plan import AbstractPlan
+from ._health import place_of_fault
+from ._loop import Loop
+from ._program import Carry
+from ._run import Run, status_names
+from ._state import TrainState
+
+
+def finished(first: TrainState[M], loop: Loop, carry: Carry, plan: AbstractPlan, *, interrupted: bool) -> Run[M]:
+    """What a run returns: all members in their places, each at its best weights if there are any."""
+    carry, fixed = loop.roster.whole(carry), loop.roster.fixed
+    last = TrainState(carry.moving, fixed, first.shared, first.ids, carry.step)
+    moving, selection = carry.moving, carry.selection
+    params, state, best_step, best_score = moving.params, moving.model_state, None, None
+    if selection is not None:
+        best_step, best_score = np.asarray(selection.step), np.asarray(selection.score)
+        found = best_step >= 0
+        params, state = jax.tree.map(
+            lambda best, last: _axes.where_members(found, best, last),
+            (selection.params, selection.model_state),
+            (params, state),
+        )
+    return Run(
+        ensemble=Ensemble(eqx.combine(params, fixed.frozen), first.shared, first.ids),
+        state=state,
+        history=loop.record.history(),
+        status=status_names(moving.status),
+        left=np.asarray(moving.left),
+        fault=np.array([place_of_fault(fault, moving.params) for fault in np.asarray(moving.fault).tolist()]),
+        revived=[] if loop.reviver is None else loop.reviver.revivals,
+        best_step=best_step,
+        best_score=best_score,
+        train_state=last,
+        plan=plan,
+        interrupted=interrupted,
+    )

@@ -1,0 +1,46 @@
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from .. import _check
+from ._state import OK, STOPPED, Moving
+
+
+class Limits(eqx.Module):
+    """When a member has done enough; each `(members,)`, or `None`."""
+
+    steps: Int[Array, "*members"] | None
+    target: Float[Array, "*members"] | None
+
+
+def limits_of(max_steps: Any, target: Any, num_members: int) -> Limits:
+    """The limits that were asked for, one value for all members or one each, checked."""
+    steps = _check.limit(max_steps, "max_steps", num_members, name="fit", whole=True)
+    target = _check.limit(target, "target", num_members, name="fit")
+    return Limits(
+        None if steps is None else jnp.asarray(steps, jnp.int32),
+        None if target is None else jnp.asarray(target, jnp.float32),
+    )
+
+
+def retired(moving: Moving, limits: Limits, step: Int[Array, ""]) -> Moving:
+    """The members, of which those that have done their steps are stopped."""
+    if limits.steps is None:
+        return moving
+    return stopped(moving, limits.steps <= step, step)
+
+
+def stopped(moving: Moving, chosen: Any, step: Int[Array, ""]) -> Moving:
+    """The members, of which those `chosen` `(members,)` stop if they still train."""
+    stops = (moving.status == OK) & chosen
+    status = jnp.where(stops, jnp.int8(STOPPED), moving.status)
+    return eqx.tree_at(lambda m: (m.status, m.left), moving, (status, jnp.where(stops, step, moving.left)))
+
+
+def next_limit(limits: np.ndarray, step: int) -> int | None:
+    """The first of the sorted step limits after `step`, where a stretch of steps has to end."""
+    after = limits[np.searchsorted(limits, step, side="right") :]
+    return int(after[0]) if after.size else None

@@ -1,0 +1,217 @@
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Key, PyTree
+
+from .. import _axes, _check, _keys
+from .._build import build
+from .._ensemble import M
+from ._optimiser import Optimiser, keep_noise
+from ._program import Carry, Inputs
+from ._roster import Roster
+from ._select import forgotten
+from ._state import DIVERGED, OK, Fixed, Moving, TrainState, init_all
+
+
+def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
+    """A member's hyper-parameters, each floating-point array multiplied by 0.8 or by 1.2.
+
+    ??? cite
+
+        Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
+
+    **Arguments:**
+
+    - `hyper`: the hyper-parameters of one member.
+    - `key`: draws the factors, one per array.
+
+    **Returns:** the new hyper-parameters.
+    """
+    leaves, treedef = jax.tree.flatten(hyper)
+    factors = jnp.where(jax.random.bernoulli(key, shape=(len(leaves),)), 1.2, 0.8)
+    scaled = [x * f.astype(x.dtype) if eqx.is_inexact_array(x) else x for x, f in zip(leaves, factors, strict=True)]
+    return jax.tree.unflatten(treedef, scaled)
+
+
+class Revive(eqx.Module):
+    """What becomes of members that diverge: they start again. For `fit(..., on_diverge=Revive(...))`.
+
+    A member comes back right after the step at which it failed, its row order and random streams going on as if nothing
+    had happened; the others do not notice.
+
+    **Arguments:**
+
+    - `make`: a constructor of one member, as for [`eqx_ensemble.build`][]: the member starts from a fresh
+        initialisation. If not given, it becomes a copy of a healthy member drawn at random, with that one's optimiser
+        state and hyper-parameters.
+    - `perturb`: `perturb(hyper, key)` changes the hyper-parameters of one member that comes back, so that it need not
+        fail in the same way; [`eqx_ensemble.train.perturb`][] if not given, `None` to keep them.
+    - `most`: how often a member may come back before it stays frozen.
+    """
+
+    make: Callable[..., Any] | None = eqx.field(static=True, default=None)
+    perturb: Callable[[PyTree, Any], PyTree] | None = eqx.field(static=True, default=perturb, kw_only=True)
+    most: int = eqx.field(static=True, default=3, kw_only=True)
+
+    def __check_init__(self):
+        _check.revive(self.make, self.perturb, self.most)
+
+
+class Revival(NamedTuple):
+    """A member that diverged and came back.
+
+    **Attributes:**
+
+    - `member`: its id.
+    - `step`: the number of steps done when it came back.
+    - `donor`: the id of the member that it became a copy of; `None` for a fresh initialisation.
+    """
+
+    member: int
+    step: int
+    donor: int | None
+
+
+def revive(
+    state: TrainState[M], optimiser: Optimiser, how: Revive | None = None, *, key: Any
+) -> tuple[TrainState[M], list[Revival]]:
+    """Brings back the members of a training state that diverged; for your own loop, as `fit` does it.
+
+    ```python
+    def mse(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    make = lambda key: eqx.nn.Linear(3, 1, key=key)
+    ensemble, optimiser = ee.build(make, 4, key=key), optax.adam(1e-2)
+    state = ee.train.init(ensemble, optimiser, key=key)
+    step = ee.train.make_step(mse, optimiser)
+    state, metrics = step(state, (jnp.ones((8, 3)), jnp.zeros((8, 1))))
+    state, revived = ee.train.revive(state, optimiser, ee.train.Revive(make), key=key)
+    revived  # [], because all are well
+    ```
+
+    **Arguments:**
+
+    - `state`: the training state.
+    - `optimiser`: what was given to [`eqx_ensemble.train.init`][].
+    - `how`: fresh or from a donor, and with which hyper-parameters; `how.most` is yours to count.
+    - `key`: draws donors, factors and fresh initialisations.
+
+    **Returns:** the new training state, and who came back. Nobody does where no healthy donor is left.
+    """
+    _check.train_state(state, TrainState)
+    lost = np.flatnonzero(np.asarray(state.moving.status) == DIVERGED)
+    if len(lost) == 0:
+        return state, []
+    how, times = Revive() if how is None else how, np.full(len(lost), int(state.step))
+    moving, fixed, revived = brought_back(state, optimiser, how, lost, times, key=key)
+    return TrainState(moving, fixed, state.shared, state.ids, state.step), revived
+
+
+def brought_back(
+    state: TrainState, optimiser: Optimiser, how: Revive, lost: np.ndarray, times: np.ndarray, *, key: Any
+) -> tuple[Moving, Fixed, list[Revival]]:
+    """The members at the positions `lost` back in training; `times` says how often each came back before."""
+    keys = _own_keys(_keys.root(key, name="revive"), np.asarray(state.ids)[lost], times)
+    names, step = np.asarray(state.ids).tolist(), int(state.step)
+    if how.make is not None:
+        moving, fixed = _fresh(state, optimiser, how, how.make, lost, keys)
+        return moving, fixed, [Revival(names[i], step, None) for i in lost.tolist()]
+    healthy = np.flatnonzero(np.asarray(state.moving.status) == OK)
+    if len(healthy) == 0:
+        return state.moving, state.fixed, []
+    donors = healthy[np.asarray(jax.vmap(lambda key: jax.random.randint(key, (), 0, len(healthy)))(keys))]
+    moving, fixed = _copied(state, how, lost, donors, keys)
+    return moving, fixed, [Revival(names[i], step, names[j]) for i, j in zip(lost.tolist(), donors, strict=True)]
+
+
+def _copied(
+    state: TrainState, how: Revive, lost: np.ndarray, donors: np.ndarray, keys: Key[Array, " lost"]
+) -> tuple[Moving, Fixed]:
+    moving, fixed, sources = state.moving, state.fixed, np.arange(state.num_members)
+    sources[lost] = donors
+    params, opt_state, model_state, frozen, hyper = jax.tree.map(
+        lambda x: x[sources] if _axes.is_array(x) else x,
+        (moving.params, moving.opt_state, moving.model_state, fixed.frozen, fixed.hyper),
+    )
+    opt_state = keep_noise(opt_state, moving.opt_state)
+    hyper = _perturbed(hyper, how, lost, keys)
+    return _training(moving, (params, opt_state, model_state), lost), Fixed(frozen, fixed.key, hyper)
+
+
+def _fresh(
+    state: TrainState,
+    optimiser: Optimiser,
+    how: Revive,
+    make: Callable[..., Any],
+    lost: np.ndarray,
+    keys: Key[Array, " lost"],
+) -> tuple[Moving, Fixed]:
+    moving, fixed = state.moving, state.fixed
+    made = build(make, keys=keys)
+    new, model_state = made if isinstance(made, tuple) else (made, None)
+    _check.same_members([state.ensemble[0], new[0]], name="Revive(make)")
+    whole = eqx.combine(new.stacked, new.shared)
+    chosen = lambda kept: jax.tree.map(lambda x, y: None if x is None else y, kept, whole, is_leaf=lambda x: x is None)
+    params, frozen = chosen(moving.params), chosen(fixed.frozen)
+    hyper = _perturbed(fixed.hyper, how, lost, keys)
+    opt_state = init_all(optimiser, params, jax.tree.map(lambda x: x[lost], hyper), state.ids[lost])
+    put = lambda old, new: jnp.asarray(old).at[lost].set(new) if _axes.is_array(old) else old
+    params, opt_state, model_state, frozen = jax.tree.map(
+        put,
+        (moving.params, moving.opt_state, moving.model_state, fixed.frozen),
+        (params, opt_state, model_state, frozen),
+    )
+    return _training(moving, (params, opt_state, model_state), lost), Fixed(frozen, fixed.key, hyper)
+
+
+def _training(moving: Moving, trained: tuple[PyTree, PyTree, PyTree], members: np.ndarray) -> Moving:
+    status = moving.status.at[members].set(jnp.int8(OK))
+    return Moving(*trained, status, moving.left.at[members].set(-1), moving.fault.at[members].set(-1))
+
+
+def _perturbed(hyper: PyTree, how: Revive, lost: np.ndarray, keys: Key[Array, " lost"]) -> PyTree:
+    if hyper is None or how.perturb is None:
+        return hyper
+    for i, key in zip(lost.tolist(), keys, strict=True):
+        new = how.perturb(jax.tree.map(lambda x: x[i], hyper), jax.random.fold_in(key, 1))  # noqa: B023
+        hyper = jax.tree.map(lambda x, y: x.at[i].set(y), hyper, new)  # noqa: B023
+    return hyper
+
+
+def _own_keys(key: Key[Array, ""], ids: np.ndarray, times: np.ndarray) -> Key[Array, " lost"]:
+    own = lambda i, n: jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, _keys.tag("revive")), i), n)
+    return jax.vmap(own)(jnp.asarray(ids), jnp.asarray(times))
+
+
+class Reviver:
+    """The host's side of reviving during a run: counts, and puts new members among the compiled ones."""
+
+    def __init__(self, how: Revive, optimiser: Optimiser, shared: PyTree, ids: Array, *, key: Any):
+        self.revivals: list[Revival] = []
+        self._how, self._optimiser, self._shared = how, optimiser, shared
+        self._ids, self._key = np.asarray(ids), key
+        self._times = np.zeros(len(self._ids), int)
+
+    def bring_back(self, roster: Roster, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
+        """The run with the members back that failed, but for those that came back often enough."""
+        lost = np.flatnonzero(np.asarray(carry.moving.status) == DIVERGED)
+        lost = lost[self._times[roster.present[lost]] < self._how.most]
+        if len(lost) == 0:
+            return inputs, carry
+        ids, times = jnp.asarray(self._ids[roster.present]), self._times[roster.present[lost]]
+        state = TrainState(carry.moving, inputs.fixed, self._shared, ids, carry.step)
+        moving, fixed, revived = brought_back(state, self._optimiser, self._how, lost, times, key=self._key)
+        if revived:
+            self._times[roster.present[lost]] += 1
+            self.revivals += revived
+            inputs = dataclasses.replace(inputs, fixed=fixed)
+            roster.keep(inputs)
+            carry = Carry(moving, forgotten(carry.selection, moving, lost), carry.step)
+        return inputs, carry

@@ -1,0 +1,155 @@
+"""Members that have done enough: step and time budgets, target scores."""
+
+import itertools
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+
+from ..factories import assert_close
+
+KEY = jax.random.key(0)
+ADAM = optax.adam(1e-2)
+MEMBERS = 5
+
+
+def loss(model, batch, key):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
+
+
+def data(rows):
+    x = jax.random.normal(KEY, (rows, 3))
+    return x, jnp.sin(x[:, 0])
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    return ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), MEMBERS, key=KEY)
+
+
+def fitted(ensemble, rows=40, **options):
+    options = {"epochs": 6, "batch_size": 8} | options
+    return ee.fit(ensemble, loss, ADAM, data(rows), progress=False, key=KEY, **options)
+
+
+@pytest.mark.parametrize("rows", [40, 43])
+@pytest.mark.parametrize("with_validation", [False, True])
+def test_each_member_stops_at_its_own_step(ensemble, rows, with_validation):
+    """Also on the step before an epoch's smaller last batch, on that, and after the last; weights are those of then."""
+    options = {"validation": data(16)} if with_validation else {}
+    limits = np.array([3, 5, 6, 17, 1000])
+    run = fitted(ensemble, rows, max_steps=limits, **options)
+    total = 6 * -(-rows // 8)
+    assert run.left.tolist() == [3, 5, 6, 17, -1]
+    assert run.status.tolist() == ["stopped"] * 4 + ["ok"]
+    last = run.train_state.ensemble
+    for member, limit in enumerate(limits.clip(max=total)):
+        short = ee.fit(ensemble, loss, ADAM, data(rows), steps=int(limit), batch_size=8, progress=False, key=KEY)
+        assert_close(last[[member]], short.ensemble[[member]], 1e-6)  # another program, of another number of steps
+        assert np.isfinite(run.history.loss[member]).sum() == limit
+
+
+def test_in_batches_of_ones_own(ensemble):
+    x, y = data(40)
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)]
+    run = ee.fit(ensemble, loss, ADAM, batches, epochs=2, max_steps=[1, 2, 3, 4, 50], progress=False, key=KEY)
+    assert run.left.tolist() == [1, 2, 3, 4, -1]
+
+
+def test_one_budget_for_all_ends_the_run(ensemble):
+    run = fitted(ensemble, max_steps=12)
+    assert run.left.tolist() == [12] * MEMBERS
+    assert run.history.loss.shape == (MEMBERS, 12)
+
+
+def test_a_target_is_each_members_own(ensemble):
+    free = fitted(ensemble, validation=data(64), epochs=30)
+    scores = free.history.validation
+    targets = np.array([scores[i, epoch] for i, epoch in enumerate((3, 0, 29, 10, 5))])
+    run = fitted(ensemble, validation=data(64), epochs=30, target=targets.astype(np.float32))
+    first = np.argmax(scores <= targets[:, None], axis=1)  # the first epoch at which each reaches its own
+    assert run.left.tolist() == ((first + 1) * 5).tolist()
+    assert (run.status == "stopped").all()
+    assert np.all(run.best_score <= targets)
+
+
+def test_time_is_over(ensemble, monkeypatch):
+    ticks = itertools.count(step=0.5)
+    monkeypatch.setattr("eqx_ensemble.train._loop.time.perf_counter", lambda: next(ticks))
+    run = fitted(ensemble, epochs=10**7, max_seconds=[2.0, 2.0, 2.0, 2.0, 8.0])
+    assert (run.status == "stopped").all()
+    assert run.left[:4].tolist() == [run.left[0]] * 4
+    assert 0 < run.left[0] < run.left[4] < 10**5
+
+
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": 0.1}, "`fit` needs `validation=` data with `target`: a member stops when its score reaches it."),
+        ({"max_steps": [1, 2]}, "`fit` needs `max_steps` to be a whole number, or one each (5,), got [1, 2]."),
+        ({"max_steps": 1.5}, "`fit` needs `max_steps` to be a whole number, or one each (5,), got 1.5."),
+        ({"max_steps": 0}, "`fit` needs `max_steps` to be positive, got 0."),
+        ({"max_seconds": -1}, "`fit` needs `max_seconds` to be positive, got -1."),
+        ({"max_seconds": "1 h"}, "`fit` needs `max_seconds` to be a number, or one each (5,), got '1 h'."),
+    ],
+)
+def test_mistakes(ensemble, options, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        fitted(ensemble, **options)
+
+
+class TestPredictionsOfARun:
+    def run(self, faulty=(1, 3)):
+        ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), MEMBERS, key=KEY)
+        optimiser = lambda h: optax.sgd(h["lr"])
+        lr = jnp.full(MEMBERS, 1e-2).at[jnp.array(faulty, int)].set(jnp.inf)
+        with pytest.warns(UserWarning, match="diverged") if faulty else _nothing():
+            return ee.fit(ensemble, loss, optimiser, data(16), epochs=1, hyper={"lr": lr}, progress=False, key=KEY)
+
+    def test_the_dead_are_left_out_by_name(self):
+        run, (x, _) = self.run(), data(10)
+        with pytest.warns(UserWarning, match=r"`Run.predict` leaves out 2 member\(s\) that diverged: 1, 3\."):
+            out = run.predict(x)
+        np.testing.assert_array_equal(out, ee.predict(run.ensemble, x)[np.array([0, 2, 4])])
+        assert run.fault.tolist() == ["", ".layers[0].weight", "", ".layers[0].weight", ""]
+
+    def test_weights_are_renormalised(self):
+        run, (x, _) = self.run(), data(10)
+        weights = np.array([0.1, 0.4, 0.2, 0.2, 0.1])
+        with pytest.warns(UserWarning, match="leaves out"):
+            out = run.predict(x, combine=ee.combine.mean, weights=weights)
+        each = np.asarray(ee.predict(run.ensemble, x))
+        np.testing.assert_allclose(out, (0.1 * each[0] + 0.2 * each[2] + 0.1 * each[4]) / 0.4, rtol=1e-5)
+
+    def test_strict_raises(self):
+        run, (x, _) = self.run(), data(10)
+        with pytest.raises(ee.train.DivergedError, match="leaves out 2") as caught:
+            run.predict(x, strict=True)
+        assert caught.value.run is run
+
+    def test_all_are_dead(self):
+        run, (x, _) = self.run(range(MEMBERS)), data(10)
+        with pytest.raises(ee.train.DivergedError, match="all 5 members diverged"):
+            run.predict(x)
+
+    def test_nobody_is_dead(self):
+        run, (x, _) = self.run(()), data(10)
+        np.testing.assert_array_equal(run.predict(x), ee.predict(run.ensemble, x))
+        with pytest.raises(TypeError, match="needs `combine=` with `weights`"):
+            run.predict(x, weights=np.ones(MEMBERS))
+
+
+class _nothing:
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        pass
