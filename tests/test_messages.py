@@ -225,14 +225,14 @@ BAD = {
     "plan class": (
         lambda: ENSEMBLE.map(lambda m: m.bias, plan=ee.plan.Vmap),
         "TypeError: "
-        "`plan` must be one of `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got <class "
+        '`plan` must be one of `"auto"`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got <class '
         "'eqx_ensemble.plan._plans.Vmap'>.\n"
         "Pass an instance: `Vmap(...)`.",
     ),
     "plan name": (
         lambda: fit(plan="vmap"),
         "TypeError: "
-        "`plan` must be one of `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got 'vmap'.\n"
+        "`plan` must be one of `\"auto\"`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got 'vmap'.\n"
         "For example `eqx_ensemble.plan.Vmap()`.",
     ),
     "chunks of zero": (
@@ -506,7 +506,7 @@ BAD = {
     ),
     "fit another way to diverge": (
         lambda: fit(on_diverge="ignore"),
-        "ValueError: `fit` needs `on_diverge` to be one of 'freeze', 'raise', got 'ignore'.",
+        "ValueError: `fit` needs `on_diverge` to be one of 'freeze', 'revive', 'raise', got 'ignore'.",
     ),
     "fit aux of every row": (
         lambda: fit(loss=per_row, has_aux=True, batch_size=4),

@@ -184,7 +184,7 @@ def ensemble(value: Any, kind: type, *, name: str) -> None:
             "If it holds models, make an ensemble of them first: `eqx_ensemble.stack(models)`."
         )
     if type(value).__name__ == "Run":
-        raise TypeError(f"`{name}` needs an `Ensemble`, got a run: pass `run.ensemble`.")
+        raise TypeError(f"`{name}` needs an `Ensemble`, got a run: pass `run.ensemble`, or call `run.predict(x)`.")
     raise TypeError(
         f"`{name}` needs an `Ensemble`, got {kind_of(value)}.\n"
         "`stack([model, ...])` makes one of models, `from_stacked(model)` of a model that is stacked already."

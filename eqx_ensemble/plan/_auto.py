@@ -70,17 +70,6 @@ class Auto(AbstractPlan):
         found = traits_of(lambda plan, arrays: plan.run(fn, arrays), arrays)
         return candidates(found, num_members, steps_inside=False)[0].run(fn, arrays)
 
-    def search(
-        self, fn: Callable[..., Any], *args: PyTree, num_members: int, steps_inside: bool, name: str, unit: str
-    ) -> Search:
-        """A search for the plan of `fn(plan, *args)`, which goes on where an earlier one of the same program ended."""
-        leaves, treedef = jax.tree.flatten(args)
-        key = (fn, tuple((x.shape, x.dtype) if _axes.is_array(x) else x for x in leaves), treedef, self.scan)
-        look = lambda: traits_of(fn, *args)
-        book = book_of(key, look, num_members, scan=self.scan, steps_inside=steps_inside, unit=unit)
-        self.notes.searches[name] = Search(book, share=self.share, memory=self.memory)
-        return self.notes.searches[name]
-
     @property
     def chosen(self) -> AbstractPlan | None:
         """The plan that the latest search has come to; `None` before there is one."""
@@ -100,6 +89,18 @@ def as_plan(plan: AnyPlan) -> AbstractPlan:
     plan = Vmap() if plan is None else plan
     _check.plan(plan, AbstractPlan)
     return plan
+
+
+def search_for(
+    auto: Auto, fn: Callable[..., Any], *args: PyTree, num_members: int, steps_inside: bool, name: str, unit: str
+) -> Search:
+    """A search for the plan of `fn(plan, *args)`, which goes on where an earlier one of the same program ended."""
+    leaves, treedef = jax.tree.flatten(args)
+    key = (fn, tuple((x.shape, x.dtype) if _axes.is_array(x) else x for x in leaves), treedef, auto.scan)
+    look = lambda: traits_of(fn, *args)
+    book = book_of(key, look, num_members, scan=auto.scan, steps_inside=steps_inside, unit=unit)
+    auto.notes.searches[name] = Search(book, share=auto.share, memory=auto.memory)
+    return auto.notes.searches[name]
 
 
 def _explained(name: str, search: Search) -> str:

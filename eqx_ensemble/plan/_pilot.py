@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _axes, _check
-from ._auto import Auto
+from ._auto import Auto, search_for
 from ._candidates import smaller
 from ._memory import Peak, is_out_of_memory, peak
 from ._plans import AbstractPlan, in_words
@@ -40,7 +40,7 @@ class Pilot:
         """Looks at `fn(plan, *args)`, one `unit` of the work, if the plan is still to be chosen."""
         if isinstance(self.plan, Auto):
             options = {"num_members": num_members, "steps_inside": steps_inside, "name": self._name, "unit": unit}
-            self._search = self.plan.search(fn, *args, **options)
+            self._search = search_for(self.plan, fn, *args, **options)
             self.plan = self._search.plan
 
     def call(self, stretch: Callable[[AbstractPlan, Any], Any], carry: Any) -> Any:

@@ -64,7 +64,7 @@ def run_chunk(
 
     pieces = (chunk.full, chunk.rest, chunk.num_full, chunk.ends_epoch)
     carry, (again, *outputs), count = scan(piece, carry, pieces, chunk.num_pieces)
-    return carry, (count - jnp.sum(again), jnp.any(again), tuple(outputs))
+    return carry, (count - jnp.sum(again, dtype=jnp.int32), jnp.any(again), tuple(outputs))
 
 
 def run_batch(read: tuple[Program, Inputs, PyTree], carry: Carry) -> tuple[Carry, PyTree]:

@@ -55,7 +55,9 @@ class Revive(eqx.Module):
     """
 
     make: Callable[..., Any] | None = eqx.field(static=True, default=None)
-    perturb: Callable[[PyTree, Any], PyTree] | None = eqx.field(static=True, default=perturb, kw_only=True)
+    perturb: Callable[[PyTree, Any], PyTree] | None = eqx.field(
+        static=True, default_factory=lambda: perturb, kw_only=True
+    )
     most: int = eqx.field(static=True, default=3, kw_only=True)
 
     def __check_init__(self):

@@ -322,7 +322,7 @@ def test_a_diverged_member_is_frozen_and_named(ensemble):
 
     healthy = fitted([0.01, 0.02, 0.03])
     with pytest.warns(
-        UserWarning, match=r"1 member\(s\) diverged and keep their last finite weights .*: 3 at step 2\."
+        UserWarning, match=r"1 member\(s\) diverged and keep their last finite weights .*: 3 at step 2 \(`.*`\)\."
     ):
         run = fitted([0.01, 1e12, 0.03])
     assert run.status.tolist() == ["ok", "diverged", "ok"]

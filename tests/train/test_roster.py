@@ -9,6 +9,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.train import _loop
+from eqx_ensemble.train._limits import Limits
 from eqx_ensemble.train._program import Carry, Inputs
 from eqx_ensemble.train._roster import Roster
 
@@ -103,7 +104,9 @@ def test_leaving_is_invisible(case, widths, monkeypatch):
 def test_it_takes_what_pays():
     """By the time that is left, the time to compile, and how time depended on the number of members before."""
     state = ee.train.init(ENSEMBLE, optimiser, hyper=HYPER, key=KEY)
-    roster = Roster(Carry(state.moving, None, state.step), Inputs(state.fixed, state.shared, None, None))
+    roster = Roster(
+        Carry(state.moving, None, state.step), Inputs(state.fixed, state.shared, None, None, Limits(None, None))
+    )
     assert not roster.pays(11, seconds_left=1e9, seconds_to_compile=0.0), "nobody has left"
     assert roster.pays(6, seconds_left=10.0, seconds_to_compile=4.0)
     assert not roster.pays(6, seconds_left=10.0, seconds_to_compile=5.0)
