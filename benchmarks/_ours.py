@@ -12,7 +12,9 @@ from _problems import Problem
 import eqx_ensemble as ee
 
 
-def fit(problem: Problem, optimiser: optax.GradientTransformation, *, epochs: int, order: str) -> Callable[[], ee.Run]:
+def fit(
+    problem: Problem, optimiser: optax.GradientTransformation, *, epochs: int, order: str, plan: Any = None
+) -> Callable[[], ee.Run]:
     """A whole `fit`; with `order="given"` every member has rows of its own all the same, but none are drawn."""
     ensemble, key = problem.ensemble(), jax.random.key(0)
     rows = np.concatenate(list(next(problem.own_rows(1))), axis=1) if order == "given" else None
@@ -27,6 +29,7 @@ def fit(problem: Problem, optimiser: optax.GradientTransformation, *, epochs: in
             batch_size=problem.batch_size,
             order=order,
             rows=rows,
+            plan=plan,
             progress=False,
             key=key,
         )

@@ -1,6 +1,7 @@
 """The work that all contenders do: models, losses and data, written once for one member."""
 
 import dataclasses
+import functools as ft
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,40 +11,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _models import CNN, Block, Recurrent, mlp
 
 import eqx_ensemble as ee
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """An ensemble to train. Data are random NumPy arrays on the host, never zeros."""
+    """An ensemble to train. Data are random NumPy arrays on the host, never zeros.
+
+    `make(key)` is one member; `sizes` are those of the layers of an MLP, and empty for other models.
+    """
 
     name: str
-    sizes: tuple[int, ...]
+    make: Callable[[Any], eqx.Module]
     loss: Callable[[Any, Any, Any], jax.Array]
     x: np.ndarray
     y: np.ndarray
     num_members: int
     batch_size: int
     learning_rate: float = 1e-3
+    sizes: tuple[int, ...] = ()
 
     @property
     def steps_per_epoch(self) -> int:
         """Batches per epoch; all are full."""
         return len(self.x) // self.batch_size
 
-    def make(self, key: Any) -> eqx.nn.MLP:
-        """One member."""
-        inputs, *hidden, out = self.sizes
-        return eqx.nn.MLP(inputs, out, hidden[0], len(hidden), key=key)
-
-    def ensemble(self) -> ee.Ensemble[eqx.nn.MLP]:
+    def ensemble(self) -> ee.Ensemble:
         """All members; the same at every call."""
         return ee.build(self.make, self.num_members, key=jax.random.key(0))
 
     @property
     def layers(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of every layer."""
+        """Inputs and outputs of every layer of an MLP."""
+        if not self.sizes:
+            raise NotImplementedError(f"{self.name} is not an MLP: its layers are not known here")
         return list(itertools.pairwise(self.sizes))
 
     def flops_per_step(self) -> int:
@@ -84,13 +87,52 @@ def tiny(*, quick: bool) -> Problem:
     rows = 256 if quick else 2048
     x = generator.standard_normal((rows, 13), np.float32)
     y = np.sin(x[:, 0]) + 0.1 * generator.standard_normal(rows, np.float32)
-    return Problem("tiny", (13, 50, 1), mean_squared_error, x, y, 4 if quick else 64, 32)
+    return _of_mlps("tiny", (13, 50, 1), mean_squared_error, x, y, 4 if quick else 64, 32)
 
 
 def middle(*, quick: bool) -> Problem:
     """The middle MLP: one member keeps a core busy."""
+    x, y = _classes(256 if quick else 2048, 784)
+    return _of_mlps("middle", (784, 256, 256, 10), cross_entropy, x, y, 2 if quick else 16, 128)
+
+
+def deep(*, quick: bool) -> Problem:
+    """MLPs whose weights and intermediate arrays are big: what a plan holds of them at a time is its memory."""
+    num_members, width, rows = (2, 32, 64) if quick else (32, 256, 256)
+    x, y = _classes(rows, 16)
+    return _of_mlps("deep", (16, width, width, width, width, 10), cross_entropy, x, y, num_members, rows)
+
+
+def cnn(num_members: int, *, quick: bool) -> Problem:
+    """A small CNN on 28 x 28."""
+    channels, batch_size = (2, 4) if quick else (16, 32)
+    x, y = _classes(2 * batch_size, 1, 28, 28)
+    name = f"CNN, {num_members} members"
+    return Problem(name, lambda key: CNN(channels, key=key), cross_entropy, x, y, num_members, batch_size)
+
+
+def block(*, quick: bool) -> Problem:
+    """A small transformer block: many operations, each of them small."""
+    num_members, batch_size, length, width = (2, 4, 4, 8) if quick else (16, 32, 32, 64)
+    x, y = _classes(8 * batch_size, length, width)
+    return Problem("block", lambda key: Block(width, 4, key=key), cross_entropy, x, y, num_members, batch_size)
+
+
+def recurrent(*, quick: bool) -> Problem:
+    """A GRU: one small operation after another."""
+    num_members, batch_size, length, width = (2, 4, 4, 8) if quick else (16, 32, 32, 64)
+    x, y = _classes(8 * batch_size, length, width)
+    return Problem("GRU", lambda key: Recurrent(width, key=key), cross_entropy, x, y, num_members, batch_size)
+
+
+def _of_mlps(
+    name: str, sizes: tuple[int, ...], loss: Any, x: np.ndarray, y: np.ndarray, num_members: int, batch_size: int
+) -> Problem:
+    return Problem(name, ft.partial(mlp, sizes), loss, x, y, num_members, batch_size, sizes=sizes)
+
+
+def _classes(rows: int, *shape: int) -> tuple[np.ndarray, np.ndarray]:
+    """Examples of a shape, and one of ten classes for each."""
     generator = np.random.default_rng(1)
-    rows = 256 if quick else 2048
-    x = generator.standard_normal((rows, 784), np.float32)
-    y = generator.integers(0, 10, rows).astype(np.int32)
-    return Problem("middle", (784, 256, 256, 10), cross_entropy, x, y, 2 if quick else 16, 128)
+    x = generator.standard_normal((rows, *shape), np.float32)
+    return x, generator.integers(0, 10, rows).astype(np.int32)

@@ -1,9 +1,6 @@
 """Prediction: `predict` in batches of rows against one plain `vmap` over all rows."""
 
 import json
-import pathlib
-import resource
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +9,11 @@ import equinox as eqx
 import jax
 import numpy as np
 from _measure import ABSENT, Contender, Report, compared, interleaved, ratio_row, script
+from _memory import UNKNOWN, estimate, in_child, peak
 
 import eqx_ensemble as ee
 
 BATCH = 256
-STATUS = pathlib.Path("/proc/self/status")
-CLEAR = pathlib.Path("/proc/self/clear_refs")
 
 
 def measure(quick: bool) -> Report:
@@ -37,9 +33,10 @@ def measure(quick: bool) -> Report:
     report.rows += [cpu, time_row]
 
     rounds = 1 if quick else 7
-    peaks = [[_peak_in_child(name, quick=quick) for name in ways] for _ in range(rounds)]
+    child_size = "quick" if quick else "full"
+    peaks = [[in_child(__file__, name, child_size) for name in ways] for _ in range(rounds)]
     if peaks[0][0] is None:
-        report.facts["peak resident memory"] = f"{ABSENT}: this system does not tell the peak of a part of a run"
+        report.facts["peak resident memory"] = f"{ABSENT}: {UNKNOWN}"
     else:
         ours, plain = np.array(peaks, float).T
         question = f"{size}: peak resident memory"
@@ -79,18 +76,10 @@ def _estimates(ensemble: ee.Ensemble, x: jax.Array) -> str:
     }
     words = []
     for name, lowered in programs.items():
-        analysis = lowered.compile().compiled.memory_analysis()
-        if analysis is None:
-            words.append(f"{name} {ABSENT}")
-            continue
-        sizes = (analysis.temp_size_in_bytes / 2**20, analysis.output_size_in_bytes / 2**20)
-        words.append(f"{name} {sizes[0]:.2f} + {sizes[1]:.2f} MiB")
+        sizes = estimate(lowered.compile().compiled)
+        mebibytes = " + ".join(f"{size / 2**20:.2f}" for size in sizes.values()) + " MiB" if sizes else ABSENT
+        words.append(f"{name} {mebibytes}")
     return "; ".join(words)
-
-
-def _peak_in_child(name: str, *, quick: bool) -> int | None:
-    command = [sys.executable, __file__, "child", name, "quick" if quick else "full"]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def _child(name: str, size: str) -> None:
@@ -103,19 +92,7 @@ def _child(name: str, size: str) -> None:
     else:
         compiled = eqx.filter_jit(_all_rows).lower(ensemble, x).compile()
         run = lambda: compiled(ensemble, x)
-    if not CLEAR.exists():
-        print("null")
-        return
-    CLEAR.write_text("5")  # sets the peak back to the present size
-    before = _resident("VmHWM")
-    jax.block_until_ready(run())
-    print(max(_resident("VmHWM") - before, resource.getpagesize()))
-
-
-def _resident(field: str) -> int:
-    """A line of this process's status, in bytes."""
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field))
-    return 1024 * int(line.split()[1])
+    print(json.dumps(peak(run)))
 
 
 if __name__ == "__main__":

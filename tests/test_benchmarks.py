@@ -83,6 +83,17 @@ def test_seconds_are_per_unit(method):
     assert timing.cpu.max() < timing.wall.min()
 
 
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak of a part of a run"
+)
+def test_peak_is_what_a_call_holds_at_a_time(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    memory, megabytes = importlib.import_module("_memory"), 32
+    one = lambda: np.ones(megabytes * 2**17).sum()
+    for copies, run in ((1, lambda: [one(), one()]), (2, lambda: len([np.ones(megabytes * 2**17) for _ in range(2)]))):
+        assert memory.peak(run) == pytest.approx(copies * megabytes * 2**20, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("target", "verdict"), [(">= 2", "met"), (">= 2.1", "NOT MET"), ("<= 1.03", "NOT MET"), ("", "")]
 )
