@@ -121,8 +121,13 @@ def fitted(optimiser, plan, fault=None, *, models=None):
     )  # fmt: skip
 
 
+def part(tree, *index):
+    """What stands at `index` in every array of a tree, by path."""
+    return {path: x[index] for path, x in numbers(tree).items()}
+
+
 def same_bits(got, wanted):
-    got, wanted = numbers(got), numbers(wanted)
+    assert got, "there is nothing to compare"
     layout = lambda arrays: {path: (x.shape, x.dtype) for path, x in arrays.items()}
     return layout(got) == layout(wanted) and all(got[path].tobytes() == wanted[path].tobytes() for path in got)
 
@@ -144,22 +149,20 @@ def broken_promises(fault, left, clean, run):
     The auxiliary outputs are the weights before each step.
     """
     one, others, stays = fault.member, np.delete(np.arange(MEMBERS), fault.member), left < 0
-    of = lambda index, tree: jax.tree.map(lambda x: np.asarray(x)[index], tree)
+    moving, clean_moving = run.train_state.moving, clean.train_state.moving
     curves, clean_curves = ((r.history.loss, r.history.aux) for r in (run, clean))
-    losses, place = run.history.loss[one], int(run.train_state.moving.fault[one])
-    weights = of(one, run.train_state.moving.params)
-    came_otherwise = fault.kind == "weights"
+    losses, place, weights = run.history.loss[one], int(moving.fault[one]), part(moving.params, one)
     before = slice(0, fault.step)
     kept = {
-        OTHERS_STATE: same_bits(of(others, run.train_state.moving), of(others, clean.train_state.moving)),
-        OTHERS_CURVES: same_bits(of(others, curves), of(others, clean_curves)),
+        OTHERS_STATE: same_bits(part(moving, others), part(clean_moving, others)),
+        OTHERS_CURVES: same_bits(part(curves, others), part(clean_curves, others)),
         OTHERS_STAY: (run.status[others] == "ok").all() and (run.left[others] == -1).all(),
-        BEFORE: same_bits(of((one, before), curves), of((one, before), clean_curves)),
+        BEFORE: same_bits(part(curves, one, before), part(clean_curves, one, before)),
         IN_TIME: (run.left[one], run.status[one]) == (left, "ok" if stays else "diverged"),
         CURVE: np.isfinite(losses if stays else losses[:left]).all() and (stays or np.isnan(losses[left + 1 :]).all()),
         PLACE: place == -1 if stays else (place > 0 if np.isfinite(losses[left]) else place == 0),
-        LAST_GOOD: stays or same_bits(weights, of((one, left), run.history.aux)),
-        FINITE: all(np.isfinite(x).all() for x in numbers(weights).values()) != came_otherwise,
+        LAST_GOOD: stays or same_bits(weights, part(run.history.aux, one, left)),
+        FINITE: all(np.isfinite(x).all() for x in weights.values()) != (fault.kind == "weights"),
     }
     return [promise for promise in kept if not kept[promise]]
 
@@ -258,6 +261,7 @@ class Coupled(ee.plan.AbstractPlan):
         return jax.vmap(fn, axis_name="members")(arrays)
 
 
+@functools.cache
 def _clip_of_all_members():
     """What `optax.clip_by_global_norm` is on stacked parameters: one norm for all."""
 
@@ -294,6 +298,7 @@ _chunk_judged = _chunk.judged
 @pytest.mark.parametrize(
     ("judged", "noticed", "kept"),
     [(_judges_nobody, {IN_TIME, FINITE}, OTHERS_STATE), (_judges_all_for_one, {OTHERS_STATE, OTHERS_STAY}, FINITE)],
+    ids=["nobody", "all"],
 )
 def test_wrong_judgement_would_be_noticed(judged, noticed, kept, monkeypatch):
     monkeypatch.setattr(_chunk, "judged", judged)
