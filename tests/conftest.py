@@ -1,4 +1,7 @@
+import contextlib
+import logging
 import os
+import re
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -18,3 +21,19 @@ def unhooked():
     jaxtyping_config.update("jaxtyping_disable", True)
     yield
     jaxtyping_config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture
+def compiled(caplog):
+    """A context that gives the names of the programs that jax compiles inside it, complete when it ends."""
+
+    @contextlib.contextmanager
+    def watched():
+        names = []
+        caplog.clear()
+        with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
+            yield names
+        found = (re.search(r"Compiling jit\((.*?)\)", record.getMessage()) for record in caplog.records)
+        names += [match[1] for match in found if match]
+
+    return watched

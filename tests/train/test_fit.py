@@ -1,4 +1,3 @@
-import logging
 import os
 import random
 import signal
@@ -33,6 +32,7 @@ def loss(model, batch, key):
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
+PLANS = [ee.plan.Vmap(), ee.plan.Chunked(2), ee.plan.Sequential(), ee.plan.Unrolled()]
 SGD = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.05, momentum=0.9))
 ALONE = Alone(loss, SGD)
 
@@ -461,23 +461,63 @@ def test_marks_on_one_side_only(ensemble, marked):
     np.testing.assert_allclose(run.history.validation, expected.history.validation, rtol=1e-5)
 
 
-def compilations(caplog, name="run_chunk"):
-    return sum(f"Compiling jit({name})" in record.getMessage() for record in caplog.records)
+def fresh_loss():
+    """Not compiled by any other test."""
+    return lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
 
 
-def test_one_compile_for_a_run(ensemble, caplog):
-    def own_loss(model, batch, key):  # not seen by any other test, so not compiled yet
-        return loss(model, batch, key)
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_one_compile_for_a_run(ensemble, plan, compiled):
+    own_loss, first, second = fresh_loss(), dataset(), dataset(seed=9)
+    options = {"batch_size": BATCH, "epochs": 60, "validation": dataset(10, seed=1), "plan": plan, "key": KEY}
+    with compiled() as programs:
+        ee.fit(ensemble, own_loss, SGD, first, **options)
+    assert programs.count("run_chunk") == 1
+    with compiled() as programs:
+        ee.fit(ensemble, own_loss, SGD, second, **options)
+    assert programs == []
 
-    options = {"batch_size": BATCH, "epochs": 60, "validation": dataset(10, seed=1), "key": KEY}
-    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
-        ee.fit(ensemble, own_loss, SGD, dataset(), **options)
-        assert compilations(caplog) == 1
-        caplog.clear()
-        ee.fit(ensemble, own_loss, SGD, dataset(seed=9), **options)
-        assert compilations(caplog) == 0
-        ee.fit(ensemble, own_loss, optax.sgd(0.1), dataset(), **options)
-        assert compilations(caplog) == 1, "another program is noticed"
+
+def test_another_optimiser_is_another_program(ensemble, compiled):
+    own_loss, options = fresh_loss(), {"batch_size": 11, "epochs": 2, "key": KEY}
+    for _ in range(2):
+        with compiled() as programs:
+            ee.fit(ensemble, own_loss, optax.sgd(0.1), dataset(), **options)
+        assert programs.count("run_chunk") == 1
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_one_compile_for_batches_of_one_shape(ensemble, plan, compiled):
+    own_loss, batches = fresh_loss(), in_order(dataset(), BATCH, 2)  # the third would be smaller
+    options = {"epochs": 5, "validation": dataset(10, seed=1), "plan": plan, "key": KEY}
+    with compiled() as programs:
+        ee.fit(ensemble, own_loss, SGD, batches, **options)
+    assert programs.count("run_batch") == programs.count("run_validation") == 1
+    assert "run_chunk" not in programs
+    with compiled() as programs:
+        ee.fit(ensemble, own_loss, SGD, Anew(batches), **options)
+    assert programs == []
+
+
+@pytest.mark.filterwarnings("ignore:.*diverged:UserWarning")
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_a_fault_compiles_nothing(ensemble, plan, compiled):
+    """Nor do other hyper-parameters: its piece is run again in parts of the shape that there is."""
+    own_loss, optimiser = fresh_loss(), lambda h: optax.sgd(h["rate"])
+
+    def fitted(rates):
+        hyper = {"rate": np.array(rates, np.float32)}
+        return ee.fit(
+            ensemble, own_loss, optimiser, dataset(), batch_size=11, epochs=20, hyper=hyper, plan=plan, key=KEY
+        )
+
+    with compiled() as programs:
+        fitted([0.01, 0.02, 0.03])
+    assert programs.count("run_chunk") == 1
+    with compiled() as programs:
+        run = fitted([0.01, 1e12, 0.02])
+    assert run.status.tolist() == ["ok", "diverged", "ok"]
+    assert programs == []
 
 
 @pytest.fixture

@@ -101,6 +101,29 @@ def test_leaving_is_invisible(case, widths, monkeypatch):
         assert not run.history.aux["rows"][i, gone:].any()
 
 
+@pytest.mark.parametrize("plan", [ee.plan.Vmap(), ee.plan.Chunked(3), ee.plan.Sequential()], ids=repr)
+def test_one_compile_for_every_width(plan, widths, compiled):
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=KEY)
+    hyper = {"rate": np.array([0.01, 0.02, 0.03, 0.7, 0.8, 0.9, 1.0, 1.1], np.float32)}
+    validation = X[:7] + 1.0, Y[:7]
+    own_loss = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+
+    def stopping():
+        return ee.fit(
+            ensemble, own_loss, optimiser, (X, Y), hyper=hyper, validation=validation, batch_size=11, patience=2,
+            epochs=12, plan=plan, key=KEY,
+        )  # fmt: skip
+
+    with compiled() as programs:
+        run = stopping()
+    assert widths == [4]
+    assert programs.count("run_chunk") == 2
+    with compiled() as programs:
+        again = stopping()
+    assert programs == []
+    assert again.left.tolist() == run.left.tolist()
+
+
 def test_it_takes_what_pays():
     """By the time that is left, the time to compile, and how time depended on the number of members before."""
     state = ee.train.init(ENSEMBLE, optimiser, hyper=HYPER, key=KEY)
