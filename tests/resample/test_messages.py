@@ -225,7 +225,7 @@ BAD = {
         "Repeated rows belong to training only.",
     ),
     "counts of weights": (
-        lambda: resample.counts(np.ones((3, 10)), 10),
+        lambda: resample.counts(np.ones((3, 10), np.float32), 10),
         "TypeError: `eqx_ensemble.resample.counts` needs integer rows (members, n).\n"
         "  got float32 of shape (3, 10)\n"
         "Weights say themselves how often a row counts: they need no counting.",
@@ -243,7 +243,7 @@ BAD = {
         "Rows count from 0; `num_rows` is the length of the data that they index.",
     ),
     "weights of other data": (
-        lambda: resample.out_of_bag(np.ones((3, 9)), 10),
+        lambda: resample.out_of_bag(np.ones((3, 9), np.float32), 10),
         "ValueError: `eqx_ensemble.resample.out_of_bag` needs weights of shape (members, 10).\n"
         "  got float32 of shape (3, 9)\n"
         "Integers are taken as rows `(members, n)`, all other numbers as weights `(members, rows)`.",
@@ -267,7 +267,7 @@ BAD = {
         "One member? Add a leading axis: `predictions[None]`.",
     ),
     "predicted classes": (
-        lambda: resample.out_of_fold(PREDICTIONS.astype(int), FOLDS),
+        lambda: resample.out_of_fold(PREDICTIONS.astype(np.int32), FOLDS),
         "TypeError: `eqx_ensemble.resample.out_of_fold` needs floating-point `predictions`.\n"
         "  got dtype int32, shape (3, 10)\n"
         "Predictions come first, targets last; whole-numbered predictions need `.astype(float)`.",

@@ -95,7 +95,7 @@ def test_fit_with_counts_is_fit_on_the_rows():
     rows, sgd = resample.bootstrap(20, 3, key=KEY), optax.sgd(0.05, momentum=0.9)
     ensemble, options = ee.build(mlp, 3, key=KEY), {"steps": 10, "batch_size": 20, "key": KEY}
     repeated = ee.fit(ensemble, mse, sgd, (x, y), rows=rows, **options)
-    counts = resample.counts(rows, 20)
+    counts = resample.counts(rows, 20).astype(x.dtype)
     run = ee.fit(ensemble, weighted, sgd, (x, y, ee.Each(counts)), **options)
     assert_close(run.ensemble, repeated.ensemble, 1e-5)
     run = ee.fit(ensemble, weighted, sgd, (x, y, ee.Each(counts[::-1])), **options)
