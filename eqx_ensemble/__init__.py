@@ -1,5 +1,6 @@
 from . import combine as combine
 from . import plan as plan
+from . import resample as resample
 from . import scores as scores
 from . import testing as testing
 from . import train as train

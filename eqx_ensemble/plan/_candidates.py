@@ -21,9 +21,11 @@ def candidates(traits: Traits, num_members: int, *, steps_inside: bool, scan: bo
     on_cpu = jax.default_backend() == "cpu"
     some, each = Chunked(math.ceil(math.sqrt(num_members)), scan=scan), Sequential(scan=scan)
     if traits.convolutions:
-        # Grouped convolutions compile in a fraction of the time, so that they come first.
         apart: list[AbstractPlan] = [Unrolled(scan=scan)] if num_members <= _MOST_UNROLLED else []
-        return [everyone, *apart] if on_cpu else [everyone, *apart, some]
+        if not on_cpu:
+            return [everyone, *apart, some]
+        # `Sequential` is a compiled loop, where convolutions are slow, except in `fit`.
+        return [each, everyone, *apart] if steps_inside and scan is not True else [everyone, *apart]
     if not on_cpu:
         return [everyone, some, each]
     busy = traits.flops > _BUSY_FLOPS or traits.batched_products > 0

@@ -16,7 +16,8 @@ class AbstractPlan(eqx.Module):
 
     - `scan`: whether [`eqx_ensemble.fit`][] runs many steps in one compiled loop (`True`), each step as a compiled call
         of its own (`False`), or as the step suggests (`None`): XLA's convolutions are many times slower inside a
-        compiled loop on a CPU, everything else is faster there. Nothing but `fit` has steps.
+        compiled loop on a CPU, everything else is faster there. Under [`eqx_ensemble.plan.Sequential`][] a step outside
+        a loop is one compiled call for each member. Nothing but `fit` has steps.
     """
 
     scan: eqx.AbstractVar[bool | None]
@@ -61,7 +62,8 @@ class Sequential(AbstractPlan):
     """One member after another: the least memory; on one CPU device, bit for bit each member run alone.
 
     In [`eqx_ensemble.fit`][] each member does many steps before the next one's turn, with its weights in the
-    processor's cache: on a CPU this is the fastest for all but small models and convolutions.
+    processor's cache, or, for convolutions on a CPU, has a compiled call of its own for every step: on a CPU this is
+    the fastest for all but small models.
     """
 
     scan: bool | None = eqx.field(static=True, default=None, kw_only=True)
@@ -75,7 +77,8 @@ class Unrolled(AbstractPlan):
     """One member after another, each written out in the compiled program.
 
     The compiler sees every member's operations as they are alone, and loops over nothing: on a CPU this is the fastest
-    for convolutions, which `jax.vmap` turns into grouped ones. Compile time grows with the number of members.
+    way for convolutions in a single call, as in [`eqx_ensemble.predict`][]; `jax.vmap` turns them into grouped ones.
+    Compile time grows with the number of members.
     """
 
     scan: bool | None = eqx.field(static=True, default=None, kw_only=True)

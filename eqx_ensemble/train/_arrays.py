@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _check
+from ._apart import run_stepwise
 from ._chunk import Chunk, compiled_chunk
 from ._loop import Loop
 from ._program import Carry, Inputs, in_a_loop
@@ -83,7 +84,8 @@ def run_arrays(
     members = inputs.fixed.key.shape if loop.program.own_rows else ()
     rows = jax.ShapeDtypeStruct((*members, batch_size), np.int32)
     loop.look(inputs, carry, rows, steps_inside=True)
-    most = _most_steps(rows, num_steps) if in_a_loop(loop.program, inputs, carry, rows) else 1
+    looped = in_a_loop(loop.program, inputs, carry, rows)
+    most, compiled = (_most_steps(rows, num_steps), compiled_chunk) if looped else (1, run_stepwise)
     if loop.program.score is None and order.num_rows % batch_size == 0:
         cut, most_pieces = endless_pieces, min(most, _PIECES_OF_AN_ENDLESS_CHUNK)
         most_steps = most // most_pieces
@@ -104,7 +106,7 @@ def run_arrays(
     while batch := feed.take(loop.steps_per_chunk):
         start, before = time.perf_counter(), loop.record.steps
         chunk = feed.chunk(batch, loop.roster.present if own_rows else None)
-        carry, (done, again, outputs) = loop.call(compiled_chunk, inputs, chunk, carry=carry)
+        carry, (done, again, outputs) = loop.call(compiled, inputs, chunk, carry=carry)
         feed.draw(loop.steps_per_chunk)  # while the device works
         done, outputs = int(done), jax.tree.map(np.asarray, outputs)
         _record(loop, batch[:done], outputs)

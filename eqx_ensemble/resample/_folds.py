@@ -1,0 +1,180 @@
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+from .._check import (
+    check_draw_key,
+    check_num_folds,
+    check_num_rows,
+    check_one_length,
+    check_row_labels,
+    check_splits,
+    no_sklearn,
+)
+from ._streams import key_words
+
+Uneven = Literal["trim", "repeat"]
+Split = tuple[np.ndarray, np.ndarray]
+
+
+class Folds(NamedTuple):
+    """Who trains on which rows, and who is tested on which: one split of the data for each member.
+
+    `train` and `test` are rows, with one length for all members; `in_train` and `in_test` say the same of every row
+    of the data, and are exact where the parts of the members differ in length.
+
+    - `train`: rows `(members, train)` for `fit(..., rows=folds.train)`. Never a row of the member's test part.
+    - `test`: rows `(members, test)`; a shorter test part is filled up with its last row.
+    - `valid`: `(members, test)`, false where `test` was filled up.
+    - `in_train`: `(members, rows)`, the rows of the member's training part, also those that `train` had to leave out.
+    - `in_test`: `(members, rows)`, the rows of the member's test part.
+    """
+
+    train: Int32[Array, "members train"]
+    test: Int32[Array, "members test"]
+    valid: Bool[Array, "members test"]
+    in_train: Bool[Array, "members rows"]
+    in_test: Bool[Array, "members rows"]
+
+
+def folds(
+    num_rows: int,
+    num_folds: int,
+    *,
+    stratify: Any = None,
+    groups: Any = None,
+    uneven: Uneven | None = None,
+    key: Any = None,
+) -> Folds:
+    """Cross-validation: member `i` is tested on fold `i`, and trained on the other folds.
+
+    The folds are parts of the data of sizes that differ by at most one row, in the order of the data without a `key`,
+    of rows drawn at random with one. With `stratify` or `groups` they are scikit-learn's `StratifiedKFold`,
+    `GroupKFold` or `StratifiedGroupKFold` (`pip install 'eqx_ensemble[sklearn]'`).
+
+    No member trains on a row of its own fold. But `fit` trains all members on equally many rows: where `num_folds`
+    does not divide `num_rows`, some training parts have one row more than others, of which `train` leaves out one, at
+    another place for each member; `in_train` has it still. Groups may make parts that differ by more: these are
+    refused unless `uneven` says what to do. Weights train on exactly the rows of every split: give `fit` no `rows`,
+    but the data `(x, y, Each(folds.in_train.astype(float)))`, and weight the loss.
+
+    **Arguments:**
+
+    - `num_rows`: how many rows the data have, `len(x)`.
+    - `num_folds`: how many folds, which is also the number of members.
+    - `stratify`: discrete labels `(rows,)`: every fold has the classes' shares.
+    - `groups`: discrete labels `(rows,)`: all rows of a group are in one fold.
+    - `uneven`: what `train` does with training parts of several lengths. `"trim"`: longer ones leave rows out;
+        `"repeat"`: shorter ones repeat rows, each at most once more than another. Both spread evenly.
+    - `key`: one threefry key, typed or legacy, that draws the folds.
+
+    **Returns:** [`eqx_ensemble.resample.Folds`][], with one member per fold.
+
+    **Raises:**
+
+    - `TypeError` for what is not a count, a threefry key or discrete labels.
+    - `ValueError` for more folds than rows, than rows of a class or than groups; for labels of the wrong length; for
+        training parts that differ by more than a row, without `uneven`.
+    - `ImportError` for `stratify` and `groups` without scikit-learn.
+
+    ```python
+    x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 5, key=key)
+    loss = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+    folds = ee.resample.folds(len(x), 5, key=key)
+    run = ee.fit(ensemble, loss, optax.adam(1e-2), (x, y), epochs=2, rows=folds.train, key=key)
+    prediction = ee.predict(run.ensemble, x)
+    held_out = ee.resample.out_of_fold(prediction, folds).mean  # (100, 1): each row from the member that held it out
+    ```
+    """
+    fn = "resample.folds"
+    num_rows = check_num_rows(fn, num_rows)
+    classes = None if stratify is None else check_row_labels(fn, "stratify", stratify, num_rows)
+    of_group = None if groups is None else check_row_labels(fn, "groups", groups, num_rows)
+    num_folds = check_num_folds(fn, num_folds, num_rows, classes, of_group)
+    shuffle = None
+    if key is not None:
+        check_draw_key(fn, key)
+        shuffle = np.random.RandomState(key_words(key, 1, purpose="folds")[0])
+    if classes is not None or of_group is not None:
+        parts = _of_sklearn(fn, num_folds, classes and classes[1], of_group and of_group[1], shuffle)
+        return _folds(fn, parts, num_rows, uneven)
+
+    order = np.arange(num_rows) if shuffle is None else shuffle.permutation(num_rows)
+    fold_of = np.empty(num_rows, np.int32)
+    for i, part in enumerate(np.array_split(order, num_folds)):
+        fold_of[part] = i
+    parts = [(np.flatnonzero(fold_of != i), np.flatnonzero(fold_of == i)) for i in range(num_folds)]
+    return _folds(fn, parts, num_rows, uneven)
+
+
+def from_splits(splits: Iterable[tuple[Any, Any]], num_rows: int, *, uneven: Uneven | None = None) -> Folds:
+    """What a splitter of scikit-learn splits, or any `(train, test)` row indices: one split for each member.
+
+    `KFold`, `RepeatedKFold`, `ShuffleSplit`, `LeaveOneOut` and their like fit as they are. Splitters whose training
+    parts differ by more than a row, such as `TimeSeriesSplit` and `GroupKFold`, are refused unless `uneven` says what
+    to do; see [`eqx_ensemble.resample.folds`][].
+
+    **Arguments:**
+
+    - `splits`: an iterable of pairs of integer arrays `(train, test)`: what `splitter.split(x, y)` gives.
+    - `num_rows`: how many rows the data have, `len(x)`.
+    - `uneven`: as in [`eqx_ensemble.resample.folds`][].
+
+    **Returns:** [`eqx_ensemble.resample.Folds`][], with one member per split.
+
+    **Raises:**
+
+    - `TypeError` for what is not an iterable of pairs of integer arrays.
+    - `ValueError` for empty parts, a row in both parts of a split, test rows that repeat, and training parts that
+        differ by more than a row, without `uneven`.
+    - `IndexError` for rows outside the data.
+
+    ```python
+    from sklearn.model_selection import RepeatedStratifiedKFold
+
+    x, y = np.zeros((60, 3)), np.arange(60) % 3
+    splitter = RepeatedStratifiedKFold(n_splits=5, n_repeats=4, random_state=0)
+    folds = ee.resample.from_splits(splitter.split(x, y), len(x))
+    folds.train.shape, folds.test.shape  # (20, 48), (20, 12)
+    ```
+    """
+    fn = "resample.from_splits"
+    num_rows = check_num_rows(fn, num_rows)
+    return _folds(fn, check_splits(fn, splits, num_rows), num_rows, uneven)
+
+
+def _of_sklearn(
+    fn: str, num_folds: int, classes: np.ndarray | None, groups: np.ndarray | None, shuffle: Any
+) -> list[Split]:
+    try:
+        from sklearn.model_selection import GroupKFold, StratifiedGroupKFold, StratifiedKFold
+    except ImportError as error:
+        raise ImportError(no_sklearn(fn)) from error
+    kind = StratifiedKFold if groups is None else GroupKFold if classes is None else StratifiedGroupKFold
+    splitter = kind(num_folds, shuffle=shuffle is not None, random_state=shuffle)
+    labels = groups if classes is None else classes
+    return list(splitter.split(labels, labels, groups))
+
+
+def _folds(fn: str, splits: list[Split], num_rows: int, uneven: Uneven | None) -> Folds:
+    lengths = [len(train) for train, _ in splits]
+    check_one_length(fn, lengths, uneven)
+    length = max(lengths) if uneven == "repeat" else min(lengths)
+    train = [part[_spread(len(part), length, i / len(splits))] for i, (part, _) in enumerate(splits)]
+    longest = max(len(test) for _, test in splits)
+    test = [np.pad(part, (0, longest - len(part)), mode="edge") for _, part in splits]
+    valid = [np.arange(longest) < len(part) for _, part in splits]
+    in_train, in_test = np.zeros((2, len(splits), num_rows), bool)
+    for i, (train_part, test_part) in enumerate(splits):
+        in_train[i, train_part], in_test[i, test_part] = True, True
+    rows = [jnp.asarray(np.stack(part).astype(np.int32)) for part in (train, test)]
+    return Folds(*rows, *map(jnp.asarray, (np.stack(valid), in_train, in_test)))
+
+
+def _spread(length: int, wanted: int, start: float) -> np.ndarray:
+    """In order, `wanted` of `length` positions, what is left out or repeated being spread evenly from `start` on."""
+    return np.sort((np.arange(wanted) * length // wanted + int(start * length)) % length)

@@ -1,0 +1,185 @@
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
+
+from .._check import check_choice, check_drawn, check_folds, check_held_out, check_num_rows, check_weights
+from ._folds import Folds
+from ._weights import count_rows
+
+
+class HeldOut(NamedTuple):
+    """A prediction for every row by members that were not trained on it.
+
+    - `mean`: `(rows, ...)`, the mean over these members; NaN where there is none.
+    - `num_members`: `(rows,)`, how many they are.
+    """
+
+    mean: Float[Array, "rows ..."]
+    num_members: Int32[Array, " rows"]
+
+
+def out_of_bag(
+    drawn: Num[ArrayLike, "members n"] | Bool[ArrayLike, "members n"], num_rows: int
+) -> Bool[Array, "members rows"]:
+    """Which rows each member never saw.
+
+    **Arguments:**
+
+    - `drawn`: what the members were trained on: integers are row indices `(members, n)`; floats and booleans are
+        weights `(members, rows)`, of which 0 is out of bag. Make whole-numbered weights floats, as
+        [`eqx_ensemble.resample.counts`][] does.
+    - `num_rows`: how many rows the data have, `len(x)`.
+
+    **Returns:**
+
+    Booleans `(members, rows)`.
+
+    **Raises:**
+
+    - `ValueError` for shapes that do not fit, and for weights that are negative or not finite (where concrete).
+    - `IndexError` for rows outside the data (where concrete).
+
+    ```python
+    ee.resample.out_of_bag(jnp.array([[0, 2, 2]]), 4)  # [[False, True, False, True]]
+    ee.resample.out_of_bag(jnp.array([[0.5, 0.0, 2.5]]), 3)  # [[False, True, False]]
+    ```
+    """
+    fn = "resample.out_of_bag"
+    num_rows = check_num_rows(fn, num_rows)
+    return _unseen(check_drawn(fn, drawn, num_rows), num_rows)
+
+
+def out_of_bag_mean(
+    predictions: Float[ArrayLike, "members rows ..."],
+    drawn: Num[ArrayLike, "members n"] | Bool[ArrayLike, "members n"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> HeldOut:
+    """The mean over those members that never saw the row: an honest prediction of every row without held-out data.
+
+    Class probabilities are averaged, not logits: pass `jax.nn.softmax(logits)`.
+
+    **Arguments:**
+
+    - `predictions`: floating-point, `(members, rows, ...)`, of all rows by all members.
+    - `drawn`: what the members were trained on, as in [`eqx_ensemble.resample.out_of_bag`][].
+    - `weights`: convex weights over members, `(members,)`, divided for each row by their sum over the members that
+        never saw it. A member of weight zero is left out.
+
+    **Returns:** [`eqx_ensemble.resample.HeldOut`][]: `.mean` `(rows, ...)`, NaN where every member saw the row, and
+    `.num_members` `(rows,)`.
+
+    **Raises:**
+
+    - `TypeError` for predictions that are not floating-point.
+    - `ValueError` for shapes that do not fit, and for unfit weights.
+    - `IndexError` for rows outside the data (where concrete).
+
+    ```python
+    predictions = jnp.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])  # two members, three rows
+    rows = jnp.array([[0, 0], [0, 1]])  # what they were trained on
+    ee.resample.out_of_bag_mean(predictions, rows)  # mean [nan, 2, 16.5], num_members [0, 1, 2]
+    ```
+    """
+    fn = "resample.out_of_bag_mean"
+    checked = check_held_out(fn, predictions)
+    num_members, num_rows = checked.shape[:2]
+    sample = check_drawn(fn, drawn, num_rows, num_members=num_members)
+    convex = check_weights(fn, weights, num_members, checked.dtype)
+    return _held_out(checked, _unseen(sample, num_rows), convex)
+
+
+def out_of_fold(
+    predictions: Float[ArrayLike, "members rows ..."],
+    folds: Folds,
+    *,
+    of: Literal["all", "test"] = "all",
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> HeldOut:
+    """The prediction of every row by the member that was tested on it; their mean, where there are several.
+
+    **Arguments:**
+
+    - `predictions`: floating-point, `(members, rows, ...)` of all rows by all members, or `(members, test, ...)`.
+    - `folds`: what [`eqx_ensemble.resample.folds`][] or [`eqx_ensemble.resample.from_splits`][] returned.
+    - `of`: which rows the predictions are of: `"all"`, or `"test"`, each member's `folds.test` only, which
+        `predict(ensemble, Each(x[folds.test]))` gives at the cost of one model.
+    - `weights`: convex weights over members, `(members,)`, divided for each row by their sum over the members that
+        were tested on it. A member of weight zero is left out.
+
+    **Returns:** [`eqx_ensemble.resample.HeldOut`][]: `.mean` `(rows, ...)`, NaN for rows of no test part, and
+    `.num_members` `(rows,)`, 1 for k-fold cross-validation.
+
+    **Raises:**
+
+    - `TypeError` for predictions that are not floating-point.
+    - `ValueError` for shapes that do not fit, and for unfit weights.
+
+    ```python
+    x = jnp.arange(10.0).reshape(10, 1)
+    ensemble = ee.build(lambda key: eqx.nn.Linear(1, 1, key=key), 3, key=key)
+    folds = ee.resample.folds(10, 3, key=key)
+    ee.resample.out_of_fold(ee.predict(ensemble, x), folds).mean  # (10, 1)
+    ee.resample.out_of_fold(ee.predict(ensemble, ee.Each(x[folds.test])), folds, of="test").mean  # the same
+    ```
+    """
+    fn = "resample.out_of_fold"
+    check_folds(fn, folds, Folds)
+    check_choice(fn, "of", of, ("all", "test"))
+    shape, axes = (folds.in_test.shape, "rows") if of == "all" else (folds.test.shape, "test")
+    checked = check_held_out(fn, predictions, shape, axes)
+    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    return _held_out(checked, folds.in_test, convex) if of == "all" else _scattered(checked, folds, convex)
+
+
+@partial(jax.jit, static_argnames="num_rows")
+def _unseen(drawn: Num[Array, "members n"] | Bool[Array, "members n"], num_rows: int) -> Bool[Array, "members rows"]:
+    if jnp.issubdtype(drawn.dtype, jnp.integer):
+        return count_rows(drawn, num_rows) == 0
+    return ~drawn.astype(bool)
+
+
+@jax.jit
+def _held_out(
+    predictions: Float[Array, "members rows ..."],
+    unseen: Bool[Array, "members rows"],
+    weights: Float[Array, " members"] | None,
+) -> HeldOut:
+    share, used = _shares(unseen, weights, predictions.dtype)
+    total = jnp.sum(share, axis=0)
+    # Divided first: the share of a single member is exactly 1, and so its prediction is returned bit for bit.
+    share = _like(share / jnp.where(total == 0, 1, total)[None], predictions)
+    mean = jnp.sum(jnp.where(share == 0, 0, predictions) * share, axis=0)
+    num_members = jnp.sum(used, axis=0, dtype=jnp.int32)
+    return HeldOut(jnp.where(_like(num_members, mean) == 0, jnp.nan, mean), num_members)
+
+
+@jax.jit
+def _scattered(
+    predictions: Float[Array, "members test ..."], folds: Folds, weights: Float[Array, " members"] | None
+) -> HeldOut:
+    num_rows = folds.in_test.shape[1]
+    share, used = _shares(folds.valid, weights, predictions.dtype)
+    at_rows = lambda x: jnp.zeros((num_rows, *x.shape[2:]), x.dtype).at[folds.test].add(x)
+    total = at_rows(share)[folds.test]
+    share = _like(share / jnp.where(total == 0, 1, total), predictions)
+    mean = at_rows(jnp.where(share == 0, 0, predictions) * share)
+    num_members = at_rows(used.astype(jnp.int32))
+    return HeldOut(jnp.where(_like(num_members, mean) == 0, jnp.nan, mean), num_members)
+
+
+def _shares(
+    unseen: Bool[Array, "members n"], weights: Float[Array, " members"] | None, dtype: jnp.dtype
+) -> tuple[Float[Array, "members n"], Bool[Array, "members n"]]:
+    """The members' weights where they held out, and where these count."""
+    if weights is None:
+        return unseen.astype(dtype), unseen
+    share = jnp.where(unseen, weights[:, None], 0)
+    return share, share > 0
+
+
+def _like(values: Array, other: Array) -> Array:
+    return jnp.reshape(values, values.shape + (1,) * (other.ndim - values.ndim))

@@ -1,0 +1,155 @@
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float32, Int
+
+from .._check import check_draw, check_num_rows, check_rows
+from ._streams import generators
+
+
+def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Array, "members rows"]:
+    """Poisson(1) weights of every row for every member: a bootstrap whose rows are drawn independently.
+
+    Mean and variance are 1, as those of the bootstrap's counts are for many rows; but a member's sum varies about
+    `num_rows`, and for a handful of rows it may be 0. A row of weight 0 is out of bag. A member's weights follow from
+    the key and its number alone.
+
+    **Arguments:**
+
+    - `num_rows`: how many rows the data have, `len(x)`.
+    - `num_members`: how many members draw.
+    - `key`: one threefry key, typed or legacy. Draws are made on the host, outside `jax.jit`.
+
+    **Returns:**
+
+    float32 whole numbers `(members, rows)`, for `fit` as an [`eqx_ensemble.Each`][] beside the data.
+
+    **Raises:**
+
+    - `TypeError` for what is not a count or a threefry key.
+    - `ValueError` for counts below one.
+
+    ```python
+    x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
+
+
+    def loss(model, batch, key):
+        x, y, weight = batch
+        return jnp.mean(weight * jnp.mean((jax.vmap(model)(x) - y) ** 2, axis=1))
+
+
+    weights = ee.resample.poisson_weights(len(x), 8, key=key)
+    run = ee.fit(ensemble, loss, optax.adam(1e-2), (x, y, ee.Each(weights)), epochs=2, key=key)
+    ```
+
+    ??? cite
+        [Online Bagging and Boosting](https://proceedings.mlr.press/r3/oza01a.html)
+
+        ```bibtex
+        @inproceedings{oza2001online,
+            author={Nikunj C. Oza and Stuart Russell},
+            title={Online Bagging and Boosting},
+            booktitle={Artificial Intelligence and Statistics},
+            year={2001},
+        }
+        ```
+    """
+    num_rows, num_members = check_draw("resample.poisson_weights", num_rows, num_members, key)
+    streams = generators(key, num_members, purpose="poisson weights")
+    return _stacked([stream.poisson(size=num_rows) for stream in streams])
+
+
+def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Array, "members rows"]:
+    r"""Weights of the Bayesian bootstrap: `num_rows` times a draw from Dirichlet(1, ..., 1), for every member.
+
+    A member's weights sum to $n$, `num_rows`; each has mean 1 and variance $(n - 1) / (n + 1)$. No row has weight 0:
+    nothing is out of bag, and no class gets lost. A member's weights follow from the key and its number alone.
+
+    **Arguments:**
+
+    - `num_rows`: how many rows the data have, `len(x)`.
+    - `num_members`: how many members draw.
+    - `key`: one threefry key, typed or legacy. Draws are made on the host, outside `jax.jit`.
+
+    **Returns:**
+
+    float32 weights `(members, rows)`, for `fit` as an [`eqx_ensemble.Each`][] beside the data: see
+    [`eqx_ensemble.resample.poisson_weights`][].
+
+    **Raises:**
+
+    - `TypeError` for what is not a count or a threefry key.
+    - `ValueError` for counts below one.
+
+    ```python
+    weights = ee.resample.bayesian_weights(100, 8, key=key)
+    weights.shape, weights.sum(axis=1)  # (8, 100), 100 for every member
+    ```
+
+    ??? cite
+        [The Bayesian Bootstrap](https://doi.org/10.1214/aos/1176345338)
+
+        ```bibtex
+        @article{rubin1981bayesian,
+            author={Donald B. Rubin},
+            title={The Bayesian Bootstrap},
+            journal={The Annals of Statistics},
+            year={1981},
+        }
+        ```
+    """
+    num_rows, num_members = check_draw("resample.bayesian_weights", num_rows, num_members, key)
+    # Exponential variables divided by their sum have this law.
+    gaps = [
+        stream.standard_exponential(num_rows) for stream in generators(key, num_members, purpose="bayesian weights")
+    ]
+    return _stacked([num_rows * (gap / gap.sum()) for gap in gaps])
+
+
+def counts(rows: Int[ArrayLike, "members n"], num_rows: int) -> Float32[Array, "members rows"]:
+    """How often each row occurs among the rows of each member: rows as weights.
+
+    With the rows of groups instead of single rows, these are the weights of a bootstrap of whole groups, whose
+    number of rows varies: `counts(bootstrap(num_groups, ...), num_groups)[:, groups]`.
+
+    **Arguments:**
+
+    - `rows`: row indices `(members, n)`.
+    - `num_rows`: how many rows the data have, `len(x)`.
+
+    **Returns:**
+
+    float32 whole numbers `(members, rows)`; each member's sum to `n`.
+
+    **Raises:**
+
+    - `TypeError` for rows that are not integers.
+    - `ValueError` for rows that are not `(members, n)`.
+    - `IndexError` for rows outside the data (where concrete).
+
+    ```python
+    ee.resample.counts(jnp.array([[0, 2, 2]]), 4)  # [[1, 0, 2, 0]]
+
+    groups = np.array([0, 0, 0, 1, 2, 2])  # six rows of three patients
+    drawn = ee.resample.bootstrap(3, 8, key=key)
+    ee.resample.counts(drawn, 3)[:, groups]  # (8, 6): rows of one patient have one weight
+    ```
+    """
+    fn = "resample.counts"
+    num_rows = check_num_rows(fn, num_rows)
+    return count_rows(check_rows(fn, rows, num_rows), num_rows)
+
+
+@partial(jax.jit, static_argnames="num_rows")
+def count_rows(rows: Int[Array, "members n"], num_rows: int) -> Float32[Array, "members rows"]:
+    """The same of checked rows."""
+    one = lambda own: jnp.zeros(num_rows, jnp.float32).at[own].add(1)
+    return jax.vmap(one)(rows)
+
+
+def _stacked(drawn: list[np.ndarray]) -> Float32[Array, "members rows"]:
+    return jnp.asarray(np.stack(drawn).astype(np.float32))

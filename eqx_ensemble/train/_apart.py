@@ -1,0 +1,56 @@
+"""Steps outside compiled loops: one compiled call a step, and under `Sequential` one for each member."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree
+
+from .. import _axes
+from ..plan import Sequential, Unrolled
+from ._chunk import Chunk, compiled_chunk, run_chunk
+from ._program import Carry, Inputs, Program
+from ._select import Selection
+from ._state import Moving
+
+
+def run_stepwise(read: tuple[Program, Inputs, Chunk], carry: Carry) -> tuple[Carry, tuple[Any, Any, PyTree]]:
+    """A chunk of a single step, as [`run_chunk`][eqx_ensemble.train._chunk.run_chunk] runs and reports it.
+
+    Under `Sequential` each member's step is a call of the same program, compiled for one member: it stands in no loop,
+    its arrays stay small, and compiling does not take longer for more members.
+    """
+    program, inputs, chunk = read
+    if not isinstance(program.plan, Sequential):
+        return compiled_chunk(read, carry)
+    alone = dataclasses.replace(program, plan=Unrolled())
+    moving: tuple[Moving, Selection | None] = (carry.moving, carry.selection)
+    step, parts = carry.step, []
+    for member in range(carry.moving.status.shape[0]):
+        moving, step, outputs = _compiled_part((alone, inputs, chunk, carry.step, jnp.int32(member)), moving)
+        parts.append(outputs)
+    done, again, _ = parts[-1]
+    outputs = jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=1), *(outputs for _, _, outputs in parts))
+    return Carry(*moving, step), (done, again, outputs)
+
+
+def _run_part(
+    read: tuple[Program, Inputs, Chunk, Int[Array, ""], Int[Array, ""]], moving: tuple[Moving, Selection | None]
+) -> tuple[tuple[Moving, Selection | None], Int[Array, ""], PyTree]:
+    program, inputs, chunk, step, member = read
+    own = lambda tree, axis=0: jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, member, 1, axis), tree)
+    is_each = lambda x: isinstance(x, _axes.Each)
+    marked = lambda tree: jax.tree.map(lambda x: _axes.Each(own(x.value)) if is_each(x) else x, tree, is_leaf=is_each)
+    fixed, limits = own((inputs.fixed, inputs.limits))
+    part = Inputs(fixed, inputs.shared, marked(inputs.data), marked(inputs.validation), limits)
+    if program.own_rows:
+        chunk = dataclasses.replace(chunk, full=own(chunk.full, 1), rest=own(chunk.rest, 1))
+    own_moving, own_selection = own(moving)
+    after, outputs = run_chunk((program, part, chunk), Carry(own_moving, own_selection, step))
+    put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, member, 0)
+    return jax.tree.map(put, moving, (after.moving, after.selection)), after.step, outputs
+
+
+_compiled_part = eqx.filter_jit(_run_part, donate="all-except-first")
