@@ -1,3 +1,4 @@
+from . import checkpoint as checkpoint
 from . import combine as combine
 from . import plan as plan
 from . import resample as resample
@@ -9,12 +10,17 @@ from . import uncertainty as uncertainty
 from ._axes import Batch as Batch
 from ._axes import Each as Each
 from ._build import build as build
+from ._check import CheckpointCorruptError as CheckpointCorruptError
 from ._check import MemberMismatchError as MemberMismatchError
 from ._ensemble import Ensemble as Ensemble
 from ._ensemble import average as average
 from ._ensemble import concatenate as concatenate
 from ._ensemble import from_stacked as from_stacked
 from ._ensemble import stack as stack
+from ._files import export_members as export_members
+from ._files import load as load
+from ._files import load_members as load_members
+from ._files import save as save
 from ._keys import member_keys as member_keys
 from ._typing import Stacked as Stacked
 from .plan import map_members as map_members

@@ -1,2 +1,19 @@
 class MemberMismatchError(ValueError):
     """Members that cannot stand in one stacked tree: they differ in structure, shape, dtype or a static value."""
+
+
+class CheckpointCorruptError(ValueError):
+    """A checkpoint that is not what was saved: bits have changed, a file is cut short or missing.
+
+    **Attributes:**
+
+    - `file`: the path of the damaged file.
+    - `leaf`: the path of the damaged leaf in the tree; `None` where the damage is not in one leaf.
+    - `member`: the position of the damaged member; `None` where the damage is not in one member.
+    """
+
+    def __init__(self, message: str, file: str = "", leaf: str | None = None, member: int | None = None):
+        super().__init__(message)
+        self.file = file
+        self.leaf = leaf
+        self.member = member

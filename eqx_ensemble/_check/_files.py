@@ -1,0 +1,343 @@
+import contextlib
+import errno
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._errors import CheckpointCorruptError, MemberMismatchError
+from ._leaves import describe, is_member_array, is_traced, kind_of
+from ._trees import path_text
+
+KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
+"""The generators whose keys can be saved, and how many words a key of theirs has."""
+
+_JSON = "Metadata are dicts with string keys, lists, strings, numbers, booleans and `None`."
+_PLAIN = {"bool", "bfloat16", "complex64", "float8_e4m3fn", "float8_e5m2"}
+_PLAIN |= {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
+_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+
+
+def plain(text: Any) -> str:
+    """A text from a file as it may be printed: whatever could not be encoded is escaped."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
+
+
+def corrupt(file: Any, reason: str, *, leaf: str | None = None, member: int | None = None) -> CheckpointCorruptError:
+    """The error for a damaged file."""
+    place = f"`{plain(file)}`"
+    if leaf is not None:
+        place += f", at `{plain(leaf)}`" + (f", member {member}" if member is not None else "")
+    return CheckpointCorruptError(
+        f"A checkpoint is damaged: {place}: {plain(reason)}.\n"
+        "Load an older checkpoint or another copy: what is left of this one cannot be told from what was saved.",
+        plain(file),
+        leaf,
+        member,
+    )
+
+
+def no_checkpoint(path: Any, *, name: str) -> None:
+    """There is a folder at `path`."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(errno.ENOENT, f"`{name}` found no checkpoint at `{path}`")
+    if not os.path.isdir(path):
+        raise NotADirectoryError(
+            errno.ENOTDIR,
+            f"`{name}` needs the folder that `save` wrote, and `{path}` is a file.\nFiles of "
+            "`equinox.tree_serialise_leaves` and safetensors files are read by `eqx_ensemble.load_members`",
+        )
+
+
+def other_format(file: Any, version: Any, known: int) -> ValueError:
+    """The error for a file in a format that this version of the library does not know."""
+    return ValueError(
+        f"`{plain(file)}` has version {plain(version)[:20]} of the checkpoint format, and this eqx_ensemble reads "
+        f"version {known}.\nLoad it with the version of eqx_ensemble that wrote it, or a newer one."
+    )
+
+
+@contextlib.contextmanager
+def explained_writing(path: Any, needed: int | None = None) -> Iterator[None]:
+    """Adds path, needed and free bytes to whatever the operating system refuses."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        size = "" if needed is None else f" ({needed} bytes)"
+        text = f"Could not write the checkpoint `{path}`{size}: {reason}; {_free(path)}.\nWhat was there before "
+        text += "is still whole. " + (
+            "Free some space, or save elsewhere." if error.errno in _FULL else "Check the folder and its permissions."
+        )
+        raise OSError(error.errno, text) from error
+
+
+def _free(path: Any) -> str:
+    folder = Path(os.path.abspath(path))
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return f"{shutil.disk_usage(folder).free} bytes are free in `{folder}`"
+    except OSError:
+        return "how much is free could not be found out"
+
+
+def own_folder(path: Any, *, is_checkpoint: bool) -> None:
+    """What stands at the path to be written is a checkpoint, or nothing."""
+    if not is_checkpoint:
+        raise FileExistsError(
+            errno.EEXIST, f"`{path}` exists and is not a checkpoint, so nothing is overwritten.\nChoose another path"
+        )
+
+
+def savable(leaf: Any, path: str) -> None:
+    """A leaf whose numbers are at hand."""
+    if is_traced(leaf):
+        raise TypeError(
+            f"A checkpoint holds numbers, and the leaf at `{path}` is traced: save outside `jax.jit` and other "
+            "transformations."
+        )
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise NotImplementedError(
+            f"The leaf at `{path}` is spread over several processes, and this one sees a part of it only.\nGather it "
+            "first: `jax.experimental.multihost_utils.process_allgather(tree, tiled=True)`."
+        )
+
+
+def savable_dtype(dtype: Any, path: str, *, known: bool) -> None:
+    """A dtype that the format has a place for."""
+    if not known:
+        raise TypeError(f"The leaf at `{path}` is of dtype {dtype}, which cannot be saved: cast it to a dtype of jax.")
+
+
+def known_key(kind: str, path: str) -> None:
+    """A generator whose keys jax can make again from their data."""
+    if kind not in KEY_WORDS:
+        raise TypeError(
+            f"The keys at `{path}` are of the generator {kind!r}, which cannot be saved: use one of "
+            f"{', '.join(KEY_WORDS)}."
+        )
+
+
+def saved_rows(shape: tuple[int, ...], num_members: int | None, path: str) -> None:
+    """A leaf said to have one value per member has as many as there are members."""
+    if num_members is None or shape[:1] != (num_members,):
+        raise MemberMismatchError(
+            f"The leaf at `{path}` is marked as one value per member: expected ({num_members}, ...), got {shape}.\n"
+            "`ids` has one id for each member, and `per_member` marks the leaves with the leading axis."
+        )
+
+
+def json_value(value: Any, path: str = "meta") -> None:
+    """A value that JSON gives back as it was, tuples aside."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if type(key) is not str:
+                raise TypeError(f"`{path}` has the key {key!r}, which JSON would make a string.\n{_JSON}")
+            json_value(item, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            json_value(item, f"{path}[{i}]")
+    elif not (value is None or type(value) in (str, int, float, bool)):
+        array = is_member_array(value) or isinstance(value, jax.Array)
+        hint = " Write `array.tolist()` for its numbers." if array else ""
+        raise TypeError(f"`{path}` cannot be written as JSON: it is {kind_of(value)}.\n{_JSON}{hint}")
+
+
+def manifest_size(size: int, limit: int, path: Any) -> None:
+    """The manifest is one that a reader accepts."""
+    if size > limit:
+        raise ValueError(
+            f"The description of the checkpoint `{path}` takes {size} bytes, and a reader takes at most {limit}.\n"
+            "Keep `meta` short, and stack small arrays into larger ones."
+        )
+
+
+class Gap(tuple):
+    """A leaf that differs: its path, what was saved, and what is expected."""
+
+    __slots__ = ()
+
+    def __new__(cls, path: str, saved: str, expected: str):
+        """**Arguments:** the three texts."""
+        return tuple.__new__(cls, (path, saved, expected))
+
+
+def same_leaves(gaps: Sequence[Gap], path: Any, *, only_dtypes: bool, name: str) -> None:
+    """No leaf of `like` differs from what was saved."""
+    if not gaps:
+        return
+    verb = "differs" if len(gaps) == 1 else "differ"
+    fix = "`like` is what was saved, in shape and dtype: make it as the model was made that was saved."
+    if only_dtypes:
+        fix = "Pass `cast='like'` to cast floats to floats and integers to integers, or give `like` the saved dtypes."
+    raise MemberMismatchError(
+        f"`{name}` needs a `like` with the leaves saved in `{path}`; {len(gaps)} {verb}.\n{_listed(gaps)}\n{fix}"
+    )
+
+
+def structure_text(gaps: Sequence[Gap], path: Any, *, name: str) -> str:
+    """How the static parts of `like` differ from those that were saved."""
+    return (
+        f"`{name}` found the leaves of `{path}` alike, but what is not an array differs from what was saved.\n"
+        f"{_listed(gaps)}"
+    )
+
+
+def same_structure_as_saved(gaps: Sequence[Gap], path: Any, *, name: str) -> None:
+    """What is not an array is in `like` as it was saved."""
+    if gaps:
+        raise MemberMismatchError(
+            f"{structure_text(gaps, path, name=name)}\nMake `like` as the model was made that was saved, or pass "
+            "`strict=False` to take these parts from `like` as they are."
+        )
+
+
+def _listed(gaps: Sequence[Gap]) -> str:
+    lines = [f"  at `{where}`: saved {saved}, expected {expected}" for where, saved, expected in gaps]
+    return plain("\n".join(lines))
+
+
+def castable(saved: Any, expected: Any, path: str, *, fits: bool) -> None:
+    """A cast keeps every number finite and in range."""
+    if not fits:
+        raise ValueError(
+            f"The leaf saved at `{plain(path)}` as {saved} holds numbers outside {expected}: casting would change them "
+            "into others.\nLoad it as it was saved, or rescale it first."
+        )
+
+
+def jax_dtype(dtype: Any, path: str) -> None:
+    """A dtype that jax arrays can have now."""
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"The leaf at `{plain(path)}` is {dtype}, and jax has 64-bit types switched off.\nEnable them "
+            "(`jax.config.update('jax_enable_x64', True)`), or pass `cast='like'` with a `like` of 32 bits."
+        )
+
+
+def has_members(members: Any, path: Any, *, name: str) -> None:
+    """The checkpoint was saved with members that can be chosen among."""
+    if members is None:
+        raise ValueError(
+            f"`{name}` cannot choose members of `{path}`: it was saved without any.\n"
+            "Members are those of an `Ensemble` or an `Each` in the tree that was saved."
+        )
+
+
+def member_selection(members: Any, *, name: str) -> None:
+    """Several members, by their positions."""
+    if isinstance(members, int):
+        raise TypeError(
+            f"`{name}` needs a list of positions as `members`, got {members}.\n"
+            f"Write `load(path, like, members=[{members}])[0]` for one model."
+        )
+
+
+def cast_option(cast: Any, *, name: str) -> None:
+    """`None`, or `"like"`."""
+    if cast not in (None, "like"):
+        raise ValueError(f"`{name}` needs `cast=None` (nothing is cast) or `cast='like'`, got {cast!r}.")
+
+
+def like_given(like: Any, *, name: str) -> None:
+    """Something that says what is to be loaded."""
+    if like is None:
+        raise TypeError(
+            f"`{name}` needs `like`: the function that makes one member, an ensemble, or the shapes from "
+            "`equinox.filter_eval_shape`.\nThe file holds the numbers; the model's code is yours."
+        )
+
+
+def step_number(step: Any) -> None:
+    """A step that can number a checkpoint."""
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"`Checkpoints` needs an integer `step`, got {step!r}.\nWrite `int(step)` for an array.")
+    if not 0 <= step < 10**12:
+        raise ValueError(f"`Checkpoints` needs `step` from 0 to 10**12 - 1, got {step}.")
+
+
+def retention(last: Any, best: Any, every: Any) -> None:
+    """How many checkpoints to keep."""
+    for argument, value, least in (("last", last, 1), ("best", best, 0), ("every", every, 1)):
+        if value is None and argument == "every":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"`Checkpoints` needs an integer `{argument}`, got {value!r}.")
+        if value < least:
+            raise ValueError(f"`Checkpoints` needs `{argument}` of at least {least}, got {value}.")
+
+
+def no_step(folder: Any, step: int | None, steps: Sequence[int]) -> None:
+    """The checkpoint asked for is there."""
+    if step is None and not steps:
+        raise FileNotFoundError(errno.ENOENT, f"`Checkpoints.restore` found no checkpoint in `{folder}`")
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise FileNotFoundError(
+            errno.ENOENT, f"`Checkpoints.restore` found no checkpoint of step {step} in `{folder}`; there are: {there}"
+        )
+
+
+def fell_back(bad: Sequence[tuple[int, Exception]], step: int) -> str:
+    """What to say when the newest checkpoints are damaged."""
+    damaged = "\n".join(f"  step {number}: {str(error).splitlines()[0]}" for number, error in bad)
+    return f"`Checkpoints.restore` went back to step {step}, because what is newer is damaged.\n{damaged}"
+
+
+def all_damaged(bad: Sequence[tuple[int, Exception]], folder: Any) -> CheckpointCorruptError:
+    """The error when no checkpoint can be read."""
+    damaged = "\n".join(f"  step {number}: {str(error).splitlines()[0]}" for number, error in bad)
+    first = bad[0][1]
+    file, leaf = getattr(first, "file", str(folder)), getattr(first, "leaf", None)
+    return CheckpointCorruptError(f"All checkpoints in `{folder}` are damaged.\n{damaged}", file, leaf)
+
+
+def described(shape: Sequence[int], dtype: Any) -> str:
+    """`f32[4,2]` for an array that was saved."""
+    return describe(jax.ShapeDtypeStruct(tuple(shape), dtype))
+
+
+def bytes_of(shape: Sequence[int], itemsize: int) -> int:
+    """The size of an array, as a Python int, which does not wrap around."""
+    return math.prod(shape) * itemsize
+
+
+def file_format(format: Any, *, name: str) -> None:
+    """A format that members are exported to."""
+    if format not in ("eqx", "safetensors"):
+        raise ValueError(f"`{name}` needs `format='eqx'` or `format='safetensors'`, got {format!r}.")
+
+
+def no_typed_keys(tree: Any, reason: str, *, name: str) -> None:
+    """No leaf is an array of typed keys."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key):
+            raise TypeError(
+                f"`{name}` found typed keys at `{path_text(path)}`: {reason}.\nUse `eqx_ensemble.save` and "
+                "`eqx_ensemble.load`, or keep `jax.random.key_data(key)` in the model."
+            )
+
+
+def plain_dtype(dtype: Any, path: str, *, name: str) -> None:
+    """A dtype that plain safetensors files have."""
+    if dtype.name not in _PLAIN:
+        raise TypeError(
+            f"`{name}` cannot write the array `{path}` of dtype {dtype.name}: safetensors has no such type.\n"
+            "Cast it, or use `format='eqx'` or `eqx_ensemble.save`."
+        )
+
+
+def several_paths(paths: Any, *, name: str) -> list:
+    """At least one path, and not one string."""
+    if isinstance(paths, str | os.PathLike):
+        raise TypeError(f"`{name}` needs a list of paths, one per member, got the single path {str(paths)!r}.")
+    listed = list(paths)
+    if not listed:
+        raise ValueError(f"`{name}` needs at least one path, got none.")
+    return listed

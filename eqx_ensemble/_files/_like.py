@@ -1,0 +1,62 @@
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .. import _check
+from .._ensemble import Ensemble
+from ..checkpoint._manifest import Manifest
+from ..checkpoint._structure import is_array_like
+
+
+def is_maker(like: Any) -> bool:
+    """Whether `like` is a function of a key; Modules can be called too, but are models."""
+    return callable(like) and not isinstance(like, eqx.Module)
+
+
+def made(make: Any) -> Any:
+    """What a maker makes, as shapes; where it cannot be traced, or hides arrays, as what it really makes."""
+    key = jax.random.key(0)
+    try:
+        shapes = eqx.filter_eval_shape(make, key)
+        _check.no_tracers(shapes, name="eqx_ensemble.load")
+    except (jax.errors.JAXTypeError, _check.MemberMismatchError):
+        return make(key)
+    return shapes
+
+
+def as_like(like: Any, manifest: Manifest) -> Any:
+    """The tree that was saved, of which a maker makes one member only."""
+    if not is_maker(like):
+        return like
+    one = made(like)
+    if manifest.members is None:
+        return one
+    if _is_ensemble(manifest, "<root>"):
+        return _stacked(one, manifest, "")
+    if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], eqx.nn.State) and _is_ensemble(manifest, "[0]"):
+        state = jax.tree.map(lambda leaf: _with_axis(leaf, len(manifest.members or ())), one[1])
+        return _stacked(one[0], manifest, "[0]"), state
+    return one
+
+
+def _is_ensemble(manifest: Manifest, path: str) -> bool:
+    return manifest.structure.get(path) == Ensemble.__name__
+
+
+def _stacked(one: Any, manifest: Manifest, start: str) -> Ensemble[Any]:
+    """An ensemble of shapes; what its members share is what they shared when it was saved."""
+    shared = {entry.path for entry in manifest.entries if entry.path.startswith(f"{start}.shared")}
+    keyed, treedef = jtu.tree_flatten_with_path(one)
+    mask = [is_array_like(leaf) and f"{start}.shared{jtu.keystr(path)}" not in shared for path, leaf in keyed]
+    stacked, rest = eqx.partition(one, jtu.tree_unflatten(treedef, mask))
+    count = len(manifest.members or ())
+    stacked = jax.tree.map(lambda leaf: _with_axis(leaf, count), stacked)
+    return eqx.filter_eval_shape(Ensemble, stacked, rest, jax.ShapeDtypeStruct((count,), jnp.int32))
+
+
+def _with_axis(leaf: Any, count: int) -> jax.ShapeDtypeStruct:
+    dtype = _check.member_dtype(leaf) if _check.is_member_array(leaf) else leaf.dtype
+    return jax.ShapeDtypeStruct((count, *leaf.shape), dtype)

@@ -1,0 +1,100 @@
+import io
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import equinox as eqx
+
+from .. import _check
+from .._ensemble import Ensemble, stack
+from ..checkpoint._write import write_file
+from ._like import is_maker, made
+from ._save_load import PathLike, load
+from ._single import read_equinox, read_safetensors, to_safetensors
+
+
+def export_members(
+    ensemble: Ensemble[Any], folder: PathLike, *, format: Literal["eqx", "safetensors"] = "eqx"
+) -> list[Path]:
+    """Writes every member into a file of its own, for those who do not use this library.
+
+    ```python
+    import tempfile
+
+    make = lambda key: eqx.nn.Linear(3, 1, key=key)
+    ensemble = ee.build(make, 2, key=key)
+    paths = ee.export_members(ensemble, tempfile.mkdtemp())
+    eqx.tree_deserialise_leaves(paths[0], make(key))  # the first member
+    ee.load_members(paths, make)  # the ensemble
+    ```
+
+    **Arguments:**
+
+    - `ensemble`: the ensemble.
+    - `folder`: where to write; files in it with the same names are replaced.
+    - `format`: `"eqx"` for files that `equinox.tree_deserialise_leaves` reads; `"safetensors"` for the arrays by name,
+        as `layers.0.weight`, which many languages and frameworks read.
+
+    **Returns:** the paths, `member-000003.eqx` for the member with id 3, in the order of the members.
+
+    **Raises:** TypeError for arrays that the format cannot hold: typed keys in either, complex128 in safetensors.
+    """
+    name = "export_members"
+    _check.ensemble(ensemble, Ensemble, name=name)
+    _check.file_format(format, name=name)
+    paths = []
+    for i, member_id in enumerate(ensemble.ids.tolist()):
+        paths.append(Path(os.path.abspath(folder)) / f"member-{member_id:06d}.{format}")
+        write_file(paths[-1], _encoded(ensemble[i], format, name))
+    return paths
+
+
+def _encoded(model: Any, format: str, name: str) -> bytes:
+    if format == "safetensors":
+        return to_safetensors(model, name=name)
+    _check.no_typed_keys(model, "`equinox.tree_serialise_leaves` cannot write them", name=name)
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, model)
+    return file.getvalue()
+
+
+def load_members(paths: Iterable[PathLike], like: Any, *, ids: Any = None) -> Ensemble[Any]:
+    """Loads many files of one model each into one [`eqx_ensemble.Ensemble`][].
+
+    ```python
+    import tempfile
+
+    folder = tempfile.mkdtemp()
+    make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
+    for i in range(4):
+        eqx.tree_serialise_leaves(f"{folder}/{i}.eqx", make(jax.random.key(i)))
+    ensemble = ee.load_members([f"{folder}/{i}.eqx" for i in range(4)], make)
+    ```
+
+    **Arguments:**
+
+    - `paths`: files of `equinox.tree_serialise_leaves`, files `.safetensors` with the names that
+        [`eqx_ensemble.export_members`][] gives them, or folders of [`eqx_ensemble.save`][]. Only the last kind has
+        checksums; in the others, a changed bit cannot be noticed.
+    - `like`: what one file holds: a function that makes it from a key, a model, or its shapes.
+    - `ids`: the members' ids; `0, 1, 2, ...` if not given.
+
+    **Raises:** `MemberMismatchError` that lists every leaf of a file that differs from `like`;
+    `CheckpointCorruptError` for files that are cut short or no such files.
+    """
+    name = "load_members"
+    paths = _check.several_paths(paths, name=name)
+    _check.like_given(like, name=name)
+    like = made(like) if is_maker(like) else like
+    return stack([_one(Path(path), like, name) for path in paths], ids=ids)
+
+
+def _one(path: Path, like: Any, name: str) -> Any:
+    if path.is_dir():
+        return load(path, like)
+    if path.suffix == ".safetensors":
+        return read_safetensors(path, like, name=name)
+    if not path.exists() and path.suffix == "":
+        path = path.with_suffix(".eqx")  # as equinox does
+    return read_equinox(path, like, name=name)

@@ -1,0 +1,145 @@
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from .. import _axes, _check
+from .._ensemble import Ensemble
+from ..checkpoint._read import Reader
+from ..checkpoint._restore import restore
+from ..checkpoint._snapshot import snapshot
+from ..checkpoint._write import write
+from ._like import as_like
+
+PathLike = str | os.PathLike[str]
+
+
+def save(path: PathLike, tree: PyTree, *, meta: Any = None) -> None:
+    """Saves an ensemble, a model or any other PyTree.
+
+    Arrays (also typed keys) and Python numbers are saved, each with a checksum, those of an ensemble with one for each
+    member; functions, strings and static fields are described, so that loading into another model is noticed. Nothing
+    is pickled. `path` becomes a folder with a manifest in JSON and the arrays in the safetensors format. It is there
+    whole or not at all; a checkpoint that stands there already is replaced, and stays whole until the new one is.
+
+    ```python
+    import tempfile
+
+    path = f"{tempfile.mkdtemp()}/ensemble"
+    make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)
+    ee.save(path, ee.build(make, 8, key=key), meta={"data": "boston"})
+    ensemble = ee.load(path, make)
+    ```
+
+    **Arguments:**
+
+    - `path`: the folder to write. Folders on the way to it are made.
+    - `tree`: any PyTree.
+    - `meta`: dicts, lists, strings and numbers to keep with it, as JSON: [`eqx_ensemble.checkpoint.contents`][]
+        gives them back.
+
+    **Raises:** OSError that says how many bytes are needed and free, when the disk is full or cannot be written;
+    FileExistsError when something that is not a checkpoint stands at `path`; TypeError for traced arrays and metadata
+    that JSON cannot hold.
+    """
+    marked = marks(tree)
+    write(Path(path), snapshot(tree, per_member=marked.per_member, ids=marked.ids, meta=meta))
+
+
+def load(
+    path: PathLike,
+    like: Any,
+    *,
+    members: Any = None,
+    cast: Literal["like"] | None = None,
+    strict: bool = True,
+) -> Any:
+    """Loads what [`eqx_ensemble.save`][] saved.
+
+    The numbers come from the file, checked; the code and everything else that is not a number comes from `like`.
+
+    ```python
+    import tempfile
+
+    path = f"{tempfile.mkdtemp()}/ensemble"
+    make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)
+    ee.save(path, ee.build(make, 8, key=key))
+    ee.load(path, make)  # all eight
+    ee.load(path, make, members=[0, 3])  # two, the others are not read; they keep their ids
+    more = ee.build(make, ids=[8, 9], key=key)
+    ee.concatenate([ee.load(path, make), more])  # the same as ee.build(make, 10, key=key)
+    ```
+
+    **Arguments:**
+
+    - `path`: the folder.
+    - `like`: what was saved, in one of three ways: the function that makes one member from a key, as given to
+        [`eqx_ensemble.build`][] (also one that returns a model and its `equinox.nn.State`); a tree like the one saved;
+        or its shapes, from `equinox.filter_eval_shape`. Arrays come back as NumPy arrays where `like` has them, else
+        as jax arrays, on several devices where those of `like` are.
+    - `members`: positions of the members to read, as in `ensemble[members]`: a list, a slice or a mask. How many
+        members `like` has does not matter then.
+    - `cast`: `"like"` casts floats to floats, integers to integers and complex to complex numbers of another
+        precision, if none of them becomes infinite or wraps around. Without it, nothing is cast.
+    - `strict`: `False` warns instead of raising when functions, strings or static fields differ from those saved.
+
+    **Raises:** `MemberMismatchError` that lists every leaf that differs, with what was saved and what is expected;
+    `CheckpointCorruptError` that names file, leaf and member of what is damaged; FileNotFoundError.
+    """
+    name = "eqx_ensemble.load"
+    _check.like_given(like, name=name)
+    with Reader(Path(path), name=name) as reader:
+        rows = None if members is None else _rows(members, reader, path, name)
+        like = as_like(like, reader.manifest)
+        return restore(reader, like, rows=rows, cast=cast, strict=strict, name=name)
+
+
+class Marks(NamedTuple):
+    """Which leaves of a tree carry the members axis, and the members' ids."""
+
+    per_member: PyTree[bool]
+    ids: np.ndarray | None
+
+
+def marks(tree: PyTree) -> Marks:
+    """What the ensembles, states and inputs marked `Each` in a tree say of its members.
+
+    Where a tree has several sets of members, the first one counts.
+    """
+    nodes = jax.tree.leaves(tree, is_leaf=_axes.is_per_member)
+    ids = next((np.asarray(node.ids) for node in nodes if isinstance(node, Ensemble) and node.ids is not None), None)
+    if ids is None:
+        counts = [_count(node) for node in nodes if isinstance(node, _axes.Each)]
+        ids = next((np.arange(count) for count in counts if count is not None), None)
+    flags = [flag for node in nodes for flag in _flags(node, ids)]
+    return Marks(jax.tree.unflatten(jax.tree.structure(tree), flags), ids)
+
+
+def _flags(node: Any, ids: np.ndarray | None) -> Iterable[bool]:
+    if isinstance(node, Ensemble):
+        own = ids is not None and node.ids is not None and np.array_equal(np.asarray(node.ids), ids)
+        stacked, shared, its_ids = (len(jax.tree.leaves(part)) for part in (node.stacked, node.shared, node.ids))
+        return [own] * stacked + [False] * shared + [own] * its_ids
+    own = ids is not None and _axes.is_per_member(node) and _count(node) == len(ids)
+    return [own] * len(jax.tree.leaves(node))
+
+
+def _count(node: Any) -> int | None:
+    """The length of the leading axis on which all arrays of a node agree."""
+    shapes = {x.shape[:1] for x in jax.tree.leaves(eqx.filter(node, _check.is_member_array))}
+    return shapes.pop()[0] if len(shapes) == 1 and () not in shapes else None
+
+
+def _rows(members: Any, reader: Reader, path: PathLike, name: str) -> list[int]:
+    ids = reader.manifest.members
+    _check.has_members(ids, path, name=name)
+    _check.member_selection(members, name=name)
+    members = list(members) if isinstance(members, range) else members
+    rows = _check.member_index(members, len(ids or ()), name=name)
+    _check.distinct_members(rows, name=name)
+    return [int(row) for row in rows]

@@ -1,0 +1,96 @@
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import _check
+from ._dtypes import DTYPES, key_dtype
+from ._manifest import Entry
+from ._read import Reader
+
+
+class Contents(NamedTuple):
+    """What a checkpoint says of itself.
+
+    **Attributes:**
+
+    - `ids`: the members' ids; `None` for a tree without members.
+    - `leaves`: by path, the arrays as `f32[8,50,13]` and the Python numbers.
+    - `structure`: by path, what else the tree is made of: types, static fields, functions by name.
+    - `meta`, `step`, `score`: what was saved with it.
+    - `versions`: those of Python and of the libraries that wrote it.
+    - `num_bytes`: the size of its arrays.
+    """
+
+    ids: tuple[int, ...] | None
+    leaves: dict[str, str]
+    structure: dict[str, str]
+    meta: Any
+    step: int | None
+    score: float | None
+    versions: dict[str, str]
+    num_bytes: int
+
+
+def contents(path: str | os.PathLike[str]) -> Contents:
+    """What is in a checkpoint, without reading its arrays and without the model's code.
+
+    ```python
+    import tempfile
+
+    path = f"{tempfile.mkdtemp()}/model"
+    ee.save(path, eqx.nn.Linear(3, 1, key=key), meta={"note": "an example"})
+    ee.checkpoint.contents(path).leaves  # {".weight": "f32[1,3]", ".bias": "f32[1]"}
+    ```
+
+    **Raises:** `CheckpointCorruptError` for a manifest that is damaged, or a file of arrays of the wrong size;
+    FileNotFoundError when there is no checkpoint.
+    """
+    with Reader(Path(path), name="checkpoint.contents") as reader:
+        return _contents(reader)
+
+
+def verify(path: str | os.PathLike[str]) -> Contents:
+    """Reads a whole checkpoint and checks every number in it, without the model's code.
+
+    ```python
+    import tempfile
+
+    path = f"{tempfile.mkdtemp()}/model"
+    ee.save(path, eqx.nn.Linear(3, 1, key=key))
+    ee.checkpoint.verify(path).num_bytes  # 16
+    ```
+
+    **Returns:** what [`eqx_ensemble.checkpoint.contents`][] returns.
+
+    **Raises:** `CheckpointCorruptError` that names the file, the leaf and the member, if anything is not as it was
+    saved.
+    """
+    with Reader(Path(path), name="checkpoint.verify") as reader:
+        for entry in reader.manifest.entries:
+            if entry.tensor == entry.path:
+                reader.array(entry)
+        return _contents(reader)
+
+
+def _contents(reader: Reader) -> Contents:
+    manifest = reader.manifest
+    leaves = {entry.path: _text(entry) for entry in manifest.entries}
+    leaves |= {number.path: repr(number.value) for number in manifest.numbers}
+    tensors = [entry for entry in manifest.entries if entry.tensor == entry.path]
+    num_bytes = sum(_check.bytes_of(entry.shape, DTYPES[entry.dtype].itemsize) for entry in tensors)
+    return Contents(
+        manifest.members,
+        leaves,
+        manifest.structure,
+        manifest.meta,
+        manifest.step,
+        manifest.score,
+        manifest.versions,
+        num_bytes,
+    )
+
+
+def _text(entry: Entry) -> str:
+    if entry.key is not None:
+        return _check.described(entry.shape[:-1], key_dtype(entry.key))
+    return _check.described(entry.shape, DTYPES[entry.dtype])

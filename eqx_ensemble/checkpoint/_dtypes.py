@@ -1,0 +1,77 @@
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _check
+
+_NATIVE = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+}
+# Safetensors has no name for these, or readers in other languages have none: they are stored as their bytes.
+_AS_BYTES = ("complex128", "int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3")
+_AS_BYTES += ("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_AS_BYTES += ("float8_e8m0fnu",)
+
+DTYPES = {"bool": np.dtype(bool)}
+DTYPES |= {name: np.dtype(getattr(jnp, name)) for name in (*_NATIVE, *_AS_BYTES) if name != "bool"}
+"""The dtypes that a file may name. Nothing is looked up by a name from a file but in this table."""
+
+
+class Stored(NamedTuple):
+    """How an array stands in a safetensors file."""
+
+    code: str
+    shape: tuple[int, ...]
+
+
+def stored(dtype: str, shape: tuple[int, ...]) -> Stored:
+    """The safetensors dtype and shape of an array."""
+    if dtype in _NATIVE:
+        return Stored(_NATIVE[dtype], shape)
+    return Stored("U8", (*shape, DTYPES[dtype].itemsize))
+
+
+class HostArray(NamedTuple):
+    """An array in host memory, C-ordered and little-endian; of PRNG keys their data, with the generator's name."""
+
+    data: np.ndarray
+    key: str | None
+
+
+def to_host(leaf: Any, path: str, *, copy: bool) -> HostArray:
+    """The numbers of an array leaf. Without `copy` they may be the leaf's own memory, which jax may reuse."""
+    _check.savable(leaf, path)
+    key = None
+    if _check.is_key(leaf):
+        key = str(jax.random.key_impl(leaf))
+        _check.known_key(key, path)
+        leaf = jax.random.key_data(leaf)
+    data = np.array(leaf, order="C") if copy else np.asarray(leaf, order="C")
+    _check.savable_dtype(data.dtype, path, known=data.dtype.name in DTYPES)
+    little = data.dtype.newbyteorder("<") if data.dtype.kind in "iufc" else data.dtype
+    return HostArray(data.astype(little, copy=False), key)
+
+
+def raw(data: np.ndarray) -> memoryview:
+    """The bytes of a C-ordered array, without a copy."""
+    return data.reshape(-1).view(np.uint8).data
+
+
+def key_dtype(kind: str) -> Any:
+    """The dtype of typed keys of a generator."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=kind)).dtype

@@ -1,0 +1,201 @@
+import errno
+import os
+import re
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+from .. import _check
+from .._check import CheckpointCorruptError
+from ._read import Reader, read_manifest
+from ._restore import restore
+from ._snapshot import Snapshot, snapshot
+from ._worker import Worker
+from ._write import clean, remove, write
+
+_STEP = re.compile(r"step-([0-9]{12})")
+_NAME = "Checkpoints.restore"
+
+
+class Restored(NamedTuple):
+    """What [`eqx_ensemble.checkpoint.Checkpoints.restore`][] gives back.
+
+    **Attributes:**
+
+    - `tree`: the tree that was saved.
+    - `step`: its step number.
+    - `score`: the score saved with it, or `None`.
+    - `meta`: the metadata saved with it, or `None`.
+    """
+
+    tree: Any
+    step: int
+    score: float | None
+    meta: Any
+
+
+class Checkpoints:
+    """A folder of checkpoints of one run, numbered by step.
+
+    Each is a folder `step-000000000100` that is complete or absent, whatever happens to the process or the machine.
+    Their order is that of the step numbers. After each save, old ones go: what stays are the `last` newest, the `best`
+    ones by score, and those whose step is a multiple of `every`.
+
+    ```python
+    import tempfile
+
+    model = eqx.nn.Linear(3, 1, key=key)
+    with ee.checkpoint.Checkpoints(tempfile.mkdtemp(), last=2, best=1, asynchronous=True) as checkpoints:
+        for step in range(0, 500, 100):
+            checkpoints.save(step, model, score=1 / (1 + step), meta={"note": "an example"})
+    checkpoints.steps  # [300, 400]
+    restored = checkpoints.restore(model)
+    restored.tree, restored.step, restored.meta
+    ```
+
+    Used in a `with` statement, it waits at the end for a save that is still being written.
+
+    **Arguments:**
+
+    - `folder`: the run's folder, made with the first save.
+    - `last`: how many of the newest to keep, at least 1.
+    - `best`: how many of the best to keep: those with the lowest scores.
+    - `every`: keep those whose step is a multiple of this, for good.
+    - `asynchronous`: copy the tree to host memory, and write it in another thread. One save is in flight at a time:
+        the next one waits for it. If it fails, the error is raised by the next `save` or by `wait`, and where neither
+        comes, printed when Python exits.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        last: int = 3,
+        best: int = 0,
+        every: int | None = None,
+        asynchronous: bool = False,
+    ):
+        _check.retention(last, best, every)
+        self._folder = Path(os.path.abspath(folder))
+        self._keep = last, best, every
+        self._asynchronous = asynchronous
+        self._worker = Worker()
+        self._scores: dict[int, float | None] = {}
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.wait()
+
+    def __repr__(self) -> str:
+        last, best, every = self._keep
+        return f"Checkpoints({str(self._folder)!r}, {last=}, {best=}, {every=}, asynchronous={self._asynchronous})"
+
+    @property
+    def steps(self) -> list[int]:
+        """The step numbers of the complete checkpoints, in order."""
+        if not self._folder.is_dir():
+            return []
+        names = [_STEP.fullmatch(entry.name) for entry in os.scandir(self._folder) if entry.is_dir()]
+        return sorted(int(match[1]) for match in names if match)
+
+    def path(self, step: int) -> Path:
+        """The folder of one checkpoint, which [`eqx_ensemble.load`][] reads too."""
+        _check.step_number(step)
+        return self._folder / f"step-{step:012d}"
+
+    def save(
+        self, step: int, tree: Any, *, per_member: Any = False, ids: Any = None, score: Any = None, meta: Any = None
+    ) -> None:
+        """Saves a tree under a step number; one that is there under this number is replaced.
+
+        **Arguments:**
+
+        - `step`: the number, a Python int.
+        - `tree`: any PyTree. Its arrays and Python numbers are saved; everything else is described.
+        - `per_member`: which leaves carry the leading members axis, so that single members can be read: a bool, or a
+            PyTree of bools that is a prefix of `tree`.
+        - `ids`: the members' ids, needed with `per_member`.
+        - `score`: the lower, the better; NaN is never best.
+        - `meta`: dicts, lists, strings and numbers to keep with it, as JSON.
+
+        **Raises:** OSError that says how many bytes are needed and free, when the disk is full or cannot be written;
+        what was there stays usable. With `asynchronous`, the error of the save before.
+        """
+        self.wait()
+        path = self.path(step)
+        content = snapshot(
+            tree, per_member=per_member, ids=ids, meta=meta, step=step, score=score, copy=self._asynchronous
+        )
+        if self._asynchronous:
+            self._worker.start(lambda: self._write(step, path, content))
+        else:
+            self._write(step, path, content)
+
+    def wait(self) -> None:
+        """Returns when nothing is being written. Raises the error of an asynchronous save that failed."""
+        self._worker.wait()
+
+    def restore(
+        self, like: Any, *, step: int | None = None, cast: Literal["like"] | None = None, strict: bool = True
+    ) -> Restored:
+        """The newest checkpoint that is not damaged. If it is not the newest of all, a warning names what is damaged.
+
+        **Arguments:**
+
+        - `like`: a tree like the one that was saved, of arrays or of shapes from `equinox.filter_eval_shape`.
+        - `step`: the number of the one checkpoint to read, instead of the newest.
+        - `cast`, `strict`: as in [`eqx_ensemble.load`][].
+
+        **Raises:** `CheckpointCorruptError` when no checkpoint is whole, or the one asked for is not; FileNotFoundError
+        when there is none; `MemberMismatchError` that lists all leaves in which `like` differs.
+        """
+        self.wait()
+        steps = self.steps
+        _check.no_step(self._folder, step, steps)
+        bad: list[tuple[int, Exception]] = []
+        for number in reversed(steps) if step is None else [step]:
+            try:
+                with Reader(self.path(number), name=_NAME) as reader:
+                    tree = restore(reader, like, rows=None, cast=cast, strict=strict, name=_NAME)
+                    manifest = reader.manifest
+            except (CheckpointCorruptError, OSError) as error:
+                # A disk may also refuse to read; and another process may have removed an old checkpoint meanwhile.
+                if step is not None or (isinstance(error, OSError) and error.errno not in (errno.EIO, errno.ENOENT)):
+                    raise
+                bad.append((number, error))
+            else:
+                if bad:
+                    warnings.warn(_check.fell_back(bad, number), stacklevel=2)
+                return Restored(tree, number, manifest.score, manifest.meta)
+        raise _check.all_damaged(bad, self._folder)
+
+    def _write(self, step: int, path: Path, content: Snapshot) -> None:
+        write(path, content)
+        self._scores[step] = content.manifest.score
+        try:
+            clean(self._folder, ".step-")
+            for old in self._superfluous(step):
+                remove(self.path(old))
+        except OSError as error:
+            warnings.warn(f"Step {step} is saved, but an old checkpoint could not be removed: {error}", stacklevel=2)
+
+    def _superfluous(self, newest: int) -> list[int]:
+        """The steps to remove. One whose manifest cannot be read counts for nothing, and is left where it is."""
+        last, best, every = self._keep
+        scores = {step: score for step in self.steps for score in self._score(step)}
+        kept = {newest, *sorted(scores)[-last:]}
+        scored = [(score, -step) for step, score in scores.items() if score is not None]
+        kept |= {-step for _, step in sorted(scored)[:best]}
+        return [step for step in scores if step not in kept and not (every and step % every == 0)]
+
+    def _score(self, step: int) -> list[float | None]:
+        """The score of a step as a list of one, empty if its manifest cannot be read."""
+        if step not in self._scores:
+            try:
+                self._scores[step] = read_manifest(self.path(step)).score
+            except (ValueError, OSError):
+                return []
+        return [self._scores[step]]

@@ -1,0 +1,50 @@
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .. import _check
+from ._dtypes import DTYPES, stored
+from ._manifest import TABLE, Entry
+
+DIGEST = 32
+
+
+class Span(NamedTuple):
+    """Where a tensor stands in the file of arrays: its first byte and its number of bytes."""
+
+    start: int
+    size: int
+
+
+class Layout(NamedTuple):
+    """The file of arrays, as it follows from the leaves: nothing of it is taken from the file itself."""
+
+    header: bytes
+    order: tuple[Entry, ...]
+    spans: dict[str, Span]
+    rows: dict[str, int]
+    size: int
+
+
+def layout(entries: Sequence[Entry]) -> Layout:
+    """Where everything stands: large items first, so that each is aligned to its own size, the checksums last."""
+    tensors = {entry.tensor: entry for entry in entries}.values()
+    order = tuple(sorted(tensors, key=lambda entry: -DTYPES[entry.dtype].itemsize))
+    fields, ends, end = {}, {}, 0
+    for entry in order:
+        start, end = end, end + _check.bytes_of(entry.shape, DTYPES[entry.dtype].itemsize)
+        code, shape = stored(entry.dtype, entry.shape)
+        fields[entry.tensor] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
+        ends[entry.tensor] = Span(start, end - start)
+    rows, count = {}, 0
+    for entry in order:
+        if entry.kind == "members":
+            rows[entry.tensor] = count
+            count += entry.shape[0]
+    ends[TABLE] = Span(end, count * DIGEST)
+    fields[TABLE] = {"dtype": "U8", "shape": [count, DIGEST], "data_offsets": [end, end + count * DIGEST]}
+    text = json.dumps(fields, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    spans = {tensor: Span(len(header) + span.start, span.size) for tensor, span in ends.items()}
+    return Layout(header, order, spans, rows, len(header) + end + count * DIGEST)

@@ -1,0 +1,162 @@
+import errno
+import hashlib
+import io
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from .. import _check
+from ._dtypes import DTYPES, raw
+from ._layout import DIGEST, layout
+from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, decode
+
+_ATTEMPTS = 5
+_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+class Reader:
+    """A checkpoint opened for reading: its manifest is whole, and its file of arrays has the size it should have.
+
+    Numbers are checked as they are read. Memory is taken for one array at a time, which the size of the file bounds.
+    """
+
+    def __init__(self, path: Path, *, name: str):
+        """**Arguments:** `path`, the folder; `name`, the function on whose behalf it is opened."""
+        _check.no_checkpoint(path, name=name)
+        for _ in range(_ATTEMPTS):
+            self.manifest = read_manifest(path)
+            self.file = path / self.manifest.file
+            try:
+                self._file = _open(self.file)
+                break
+            except FileNotFoundError:
+                # Overwritten between the two files: the manifest that is there now names another one.
+                if read_manifest(path) == self.manifest:
+                    raise _check.corrupt(self.file, "the file is missing", leaf=_first(self.manifest)) from None
+        else:
+            raise _check.corrupt(path, "it is replaced faster than it can be read")
+        try:
+            self._layout = layout(self.manifest.entries)
+            self._check_file()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def array(self, entry: Entry, rows: Sequence[int] | None = None) -> np.ndarray:
+        """The array of a leaf, or of some of its members, checked."""
+        if entry.kind == "shared":
+            data = self._read(entry, 0, entry.shape)
+            self._expect(hashlib.sha256(raw(data)).hexdigest() == entry.checksum, "the checksum does not match", entry)
+            return data
+        digests = self._digests(entry)
+        count, *inner = entry.shape
+        if rows is None:
+            data = self._read(entry, 0, entry.shape)
+            self._expect_members(entry, raw(data), digests, range(count))
+            return data
+        data = np.empty((len(rows), *inner), DTYPES[entry.dtype])
+        for i, row in enumerate(rows):
+            one = self._read(entry, row, (1, *inner))
+            self._expect_members(entry, raw(one), digests, [row])
+            data[i] = one[0]
+        return data
+
+    def _check_file(self) -> None:
+        size, expected = os.fstat(self._file.fileno()).st_size, self._layout.size
+        if size != expected:
+            raise _check.corrupt(self.file, f"it has {size} bytes, not {expected}", leaf=self._leaf_at(size))
+        header = self._layout.header
+        if self._bytes(0, len(header)) != header:
+            raise _check.corrupt(self.file, "its header is not the one that follows from the manifest")
+
+    def _leaf_at(self, size: int) -> str | None:
+        """The first leaf that does not fit a file of this size."""
+        for entry in self._layout.order:
+            start, length = self._layout.spans[entry.tensor]
+            if start + length > size:
+                return entry.path
+        return None
+
+    def _expect(self, condition: bool, reason: str, entry: Entry, member: int | None = None) -> None:  # noqa: FBT001
+        if not condition:
+            raise _check.corrupt(self.file, reason, leaf=entry.path, member=member)
+
+    def _expect_members(self, entry: Entry, data: memoryview, digests: bytes, rows: Sequence[int]) -> None:
+        size = len(data) // max(1, len(rows))
+        for i, row in enumerate(rows):
+            digest = hashlib.sha256(data[i * size : (i + 1) * size]).digest()
+            same = digest == digests[row * DIGEST : (row + 1) * DIGEST]
+            self._expect(same, "the checksum does not match", entry, row)
+
+    def _digests(self, entry: Entry) -> bytes:
+        start = self._layout.spans[TABLE].start + self._layout.rows[entry.tensor] * DIGEST
+        digests = self._bytes(start, entry.shape[0] * DIGEST)
+        same = hashlib.sha256(digests).hexdigest() == entry.checksum
+        self._expect(same, "the members' checksums have changed", entry)
+        return digests
+
+    def _read(self, entry: Entry, first_row: int, shape: Sequence[int]) -> np.ndarray:
+        data = np.empty(shape, DTYPES[entry.dtype])
+        view = raw(data)
+        self._file.seek(self._layout.spans[entry.tensor].start + first_row * len(view))
+        while view:
+            count = self._file.readinto(view)
+            self._expect(bool(count), "the file ends too early", entry)
+            view = view[count:]
+        if entry.dtype == "bool":  # NumPy takes any byte for a boolean, and then calculates with it
+            self._expect(not (data.view(np.uint8) > 1).any(), "a boolean is neither true nor false", entry)
+        return data
+
+    def _bytes(self, start: int, size: int) -> bytes:
+        self._file.seek(start)
+        parts = []
+        while size > 0 and (part := self._file.read(size)):
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint in a folder."""
+    file = path / NAME
+    try:
+        with _open(file) as handle:
+            size = os.fstat(handle.fileno()).st_size
+            if size > LIMIT:
+                raise _check.corrupt(file, f"it has {size} bytes, more than the {LIMIT} that are read")
+            data = handle.read(LIMIT + 1)
+    except FileNotFoundError:
+        raise _check.corrupt(file, "the file is missing") from None
+    return decode(data, file)
+
+
+def _open(file: Path) -> io.FileIO:
+    """Opens a regular file, and neither what a link leads to nor a pipe."""
+    try:
+        handle = os.open(file, _FLAGS)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise _check.corrupt(file, "it is a symbolic link, which is not followed") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise _check.corrupt(file, "it is no ordinary file")
+    return io.FileIO(handle, "rb")
+
+
+def _first(manifest: Manifest) -> str | None:
+    return manifest.entries[0].path if manifest.entries else None

@@ -1,0 +1,148 @@
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .. import _check
+from ._dtypes import DTYPES, key_dtype
+from ._manifest import Entry, Manifest
+from ._read import Reader
+from ._structure import is_array_like, is_number, saved_leaves, structure, unlike
+
+_NOTHING = "nothing"
+
+
+def restore(reader: Reader, like: Any, *, rows: Sequence[int] | None, cast: str | None, strict: bool, name: str) -> Any:
+    """The tree that was saved: arrays and numbers from the file, everything else from `like`.
+
+    All that differs is found before any number is read. With `rows`, only these members are read, and the number of
+    members in `like` does not matter.
+    """
+    _check.cast_option(cast, name=name)
+    manifest = reader.manifest
+    leaves = saved_leaves(like)
+    _compare(manifest, leaves, reader.file.parent, any_count=rows is not None, cast=cast, name=name)
+    _compare_structure(manifest, like, reader.file.parent, strict=strict, name=name)
+    entries = {entry.path: entry for entry in manifest.entries}
+    numbers = {number.path: number.value for number in manifest.numbers}
+    done: dict[tuple, Any] = {}
+    restored = []
+    for path, leaf in leaves:
+        if is_number(leaf):
+            restored.append(numbers[path])
+        elif is_array_like(leaf):
+            tied = entries[path].tensor, type(leaf), leaf.dtype
+            if tied not in done:
+                done[tied] = _leaf(reader, entries[path], leaf, rows)
+            restored.append(done[tied])
+        else:
+            restored.append(leaf)
+    return jtu.tree_unflatten(jtu.tree_structure(like), restored)
+
+
+def _leaf(reader: Reader, entry: Entry, like: Any, rows: Sequence[int] | None) -> Any:
+    if entry.key is None and not isinstance(like, np.ndarray | np.generic):
+        _check.jax_dtype(like.dtype, entry.path)
+    data = reader.array(entry, rows if entry.kind == "members" else None)
+    if entry.key is not None:
+        return _placed(jax.random.wrap_key_data(jnp.asarray(data), impl=entry.key), like)
+    data = _cast(data, _native(like.dtype), entry)
+    if isinstance(like, np.generic):
+        return data[()]
+    if isinstance(like, np.ndarray):
+        return data
+    return _placed(jnp.asarray(data), like)
+
+
+def _native(dtype: Any) -> Any:
+    """The dtype in this machine's byte order, in which everything comes back."""
+    return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype
+
+
+def _placed(leaf: jax.Array, like: Any) -> jax.Array:
+    """On the devices of `like`, if it lies on several and the shape is the same."""
+    sharding = getattr(like, "sharding", None)
+    if sharding is None or len(sharding.device_set) < 2 or leaf.shape != like.shape:
+        return leaf
+    return jax.device_put(leaf, sharding)
+
+
+def _cast(data: np.ndarray, dtype: Any, entry: Entry) -> np.ndarray:
+    if data.dtype == dtype:
+        return data
+    with np.errstate(over="ignore"):
+        new = data.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        fits = bool(np.all(np.isfinite(new) == np.isfinite(data)))
+    else:
+        fits = bool(np.all(new.astype(object) == data.astype(object)))
+    _check.castable(data.dtype, np.dtype(dtype), entry.path, fits=fits)
+    return new
+
+
+def _compare(
+    manifest: Manifest, leaves: list[tuple[str, Any]], path: Any, *, any_count: bool, cast: str | None, name: str
+) -> None:
+    saved: dict[str, Any] = {entry.path: entry for entry in manifest.entries}
+    saved |= {number.path: number for number in manifest.numbers}
+    gaps, dtypes = [], []
+    for where, leaf in leaves:
+        if not (is_number(leaf) or is_array_like(leaf)):
+            continue
+        found = saved.pop(where, None)
+        same_shape, same_dtype = _same(found, leaf, any_count=any_count, cast=cast)
+        if not (same_shape and same_dtype):
+            gaps.append(_check.Gap(where, _saved_text(found), _expected_text(leaf)))
+            dtypes.append(same_shape)
+    gaps += [_check.Gap(where, _saved_text(found), _NOTHING) for where, found in saved.items()]
+    only_dtypes = len(dtypes) == len(gaps) and all(dtypes)
+    _check.same_leaves(gaps, path, only_dtypes=only_dtypes and cast is None, name=name)
+
+
+def _same(found: Any, leaf: Any, *, any_count: bool, cast: str | None) -> tuple[bool, bool]:
+    """Whether shape and dtype of what was saved are those of the leaf."""
+    if is_number(leaf):
+        same = not (found is None or isinstance(found, Entry)) and type(found.value) is type(leaf)
+        return same, same
+    if not isinstance(found, Entry):
+        return False, False
+    shape = found.shape if found.key is None else found.shape[:-1]
+    start = 1 if any_count and found.kind == "members" else 0
+    same_shape = len(shape) == len(leaf.shape) and shape[start:] == leaf.shape[start:]
+    dtype = DTYPES[found.dtype] if found.key is None else key_dtype(found.key)
+    expected = _native(leaf.dtype)
+    if dtype == expected or found.key is not None or jnp.issubdtype(expected, jax.dtypes.extended):
+        return same_shape, dtype == expected
+    kinds = jnp.floating, jnp.integer, jnp.complexfloating
+    castable = any(jnp.issubdtype(dtype, kind) and jnp.issubdtype(expected, kind) for kind in kinds)
+    return same_shape, cast == "like" and castable
+
+
+def _saved_text(found: Any) -> str:
+    if found is None:
+        return _NOTHING
+    if not isinstance(found, Entry):
+        return f"the {type(found.value).__name__} {found.value!r}"
+    if found.key is not None:
+        return _check.described(found.shape[:-1], key_dtype(found.key))
+    return _check.described(found.shape, DTYPES[found.dtype])
+
+
+def _expected_text(leaf: Any) -> str:
+    return f"{_check.kind_of(leaf)}" if is_number(leaf) else _check.described(leaf.shape, leaf.dtype)
+
+
+def _compare_structure(manifest: Manifest, like: Any, path: Any, *, strict: bool, name: str) -> None:
+    expected = structure(like)
+    gaps = [
+        _check.Gap(where, manifest.structure.get(where, _NOTHING), expected.get(where, _NOTHING))
+        for where in unlike(manifest.structure, expected)
+    ]
+    if strict:
+        _check.same_structure_as_saved(gaps, path, name=name)
+    elif gaps:
+        warnings.warn(_check.structure_text(gaps, path, name=name), stacklevel=4)

@@ -1,0 +1,85 @@
+import importlib.metadata
+import math
+import platform
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .. import _check
+from ._dtypes import to_host
+from ._manifest import Entry, Manifest, Number
+from ._structure import is_array_like, is_number, saved_leaves, structure
+
+_PACKAGES = ("eqx_ensemble", "jax", "jaxlib", "equinox", "optax", "numpy")
+
+
+class Snapshot(NamedTuple):
+    """All that will be written: the manifest, still without a file and checksums, and the arrays by tensor."""
+
+    manifest: Manifest
+    arrays: dict[str, np.ndarray]
+
+
+def snapshot(
+    tree: Any,
+    *,
+    per_member: Any = False,
+    ids: Any = None,
+    meta: Any = None,
+    step: int | None = None,
+    score: Any = None,
+    copy: bool = False,
+) -> Snapshot:
+    """The content of a checkpoint, in host memory.
+
+    **Arguments:**
+
+    - `tree`: any PyTree. Arrays (also typed keys) and Python numbers are saved.
+    - `per_member`: a bool, or a PyTree of bools that is a prefix of `tree`: which leaves carry the leading members
+        axis.
+    - `ids`: the members' ids.
+    - `meta`: what JSON can hold.
+    - `copy`: take copies, for a writer in another thread; without it, arrays on the CPU stand where they are.
+    """
+    _check.json_value(meta)
+    members = None if ids is None else tuple(int(i) for i in np.asarray(ids))
+    flags = jax.tree.leaves(jax.tree.broadcast(per_member, tree))
+    entries, numbers, arrays, firsts = [], [], {}, {}
+    for (path, leaf), flag in zip(saved_leaves(tree), flags, strict=True):
+        if is_number(leaf):
+            numbers.append(Number(path, leaf))
+        elif _check.is_member_array(leaf):
+            first = firsts.get((id(leaf), bool(flag)))
+            if first is not None:  # one array at two places stays one array
+                entries.append(first._replace(path=path))
+                continue
+            data, key = to_host(leaf, path, copy=copy)
+            if flag:
+                _check.saved_rows(data.shape, None if members is None else len(members), path)
+            arrays[path] = data
+            entry = Entry(path, path, "members" if flag else "shared", data.dtype.name, data.shape, key)
+            firsts[id(leaf), bool(flag)] = entry
+            entries.append(entry)
+        elif is_array_like(leaf):
+            _check.savable_dtype("shapes only", path, known=False)
+    manifest = Manifest(
+        "", members, tuple(entries), tuple(numbers), structure(tree), meta, step, _score(score), _versions()
+    )
+    return Snapshot(manifest, arrays)
+
+
+def _score(score: Any) -> float | None:
+    if score is None:
+        return None
+    return None if math.isnan(value := float(score)) else value
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "unknown"
+    return versions

@@ -1,0 +1,91 @@
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from .. import _check
+from ._manifest import TABLE
+
+STATIC = ": "
+"""Stands between the path of a node and the name of one of its static fields."""
+
+_LONGEST = 200
+
+
+def saved_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree in order, each with a path of its own."""
+    taken = {TABLE: 0}
+    leaves = []
+    for keys, leaf in jtu.tree_flatten_with_path(tree)[0]:
+        path = _check.path_text(keys)
+        number = taken[path] = taken.get(path, -1) + 1  # a node of the user's own may give two children one name
+        leaves.append((path if number == 0 else f"{path}#{number}", leaf))
+    return leaves
+
+
+def is_array_like(leaf: Any) -> bool:
+    """Whether a leaf is saved as an array, or stands for one."""
+    return _check.is_member_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is saved as a Python number."""
+    return type(leaf) in (bool, int, float, complex)
+
+
+def structure(tree: Any) -> dict[str, str]:
+    """What a tree is made of beside its arrays and numbers, in readable texts by path.
+
+    Types of nodes with their static fields, and leaves that are neither arrays nor numbers. Functions stand by their
+    name, other objects by their type: what is equal may have equal texts in another process and another version.
+    """
+    return dict(_visit((), tree))
+
+
+def _visit(path: tuple, node: Any) -> Iterator[tuple[str, str]]:
+    keyed, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    if len(keyed) == 1 and keyed[0][0] == ():
+        if not (is_array_like(node) or is_number(node)):
+            yield _check.path_text(path), _text(node)
+        return
+    where = _check.path_text(path)
+    yield where, "None" if node is None else type(node).__name__
+    if dataclasses.is_dataclass(node):
+        for field in dataclasses.fields(node):
+            if field.metadata.get("static", False):
+                yield f"{where}{STATIC}{field.name}", _text(getattr(node, field.name, None))
+    for keys, child in keyed:
+        yield from _visit(path + keys, child)
+
+
+def unlike(saved: dict[str, str], expected: dict[str, str]) -> list[str]:
+    """The paths at which two structures differ.
+
+    Static fields that one of them does not have are let through: versions of a class differ by them.
+    """
+    paths = [*saved, *(path for path in expected if path not in saved)]
+    differ = [path for path in paths if saved.get(path) != expected.get(path)]
+    return [path for path in differ if (path in saved and path in expected) or STATIC not in path]
+
+
+def _text(value: Any) -> str:
+    return _long_text(value)[:_LONGEST]
+
+
+def _long_text(value: Any) -> str:
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return repr(value)
+    if isinstance(value, type | np.dtype):
+        return np.dtype(value).name if isinstance(value, np.dtype) else value.__name__
+    if type(value) in (tuple, list):
+        inside = ", ".join(map(_text, value))
+        return f"({inside})" if type(value) is tuple else f"[{inside}]"
+    if type(value) is dict:
+        return "{" + ", ".join(f"{_text(key)}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, np.ndarray) and value.dtype.kind in "US":
+        return repr(value.tolist())
+    name = getattr(value, "__name__", None)  # functions, also those that jax has wrapped
+    return name if isinstance(name, str) else type(value).__name__

@@ -1,0 +1,44 @@
+import atexit
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+_unseen: set[Future] = set()
+"""Jobs that run, and jobs whose failure nobody has seen."""
+
+
+class Worker:
+    """A thread that does one job at a time, and keeps the error of one that failed until somebody asks."""
+
+    def __init__(self):
+        self._pool: ThreadPoolExecutor | None = None
+        self._job: Future | None = None
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Runs the job in the thread. The one before it must have been waited for."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eqx_ensemble.checkpoint")
+        self._job = self._pool.submit(job)
+        _unseen.add(self._job)
+        self._job.add_done_callback(_forget_if_done)
+
+    def wait(self) -> None:
+        """Returns when the job is done; raises its error, once."""
+        job, self._job = self._job, None
+        if job is not None:
+            try:
+                job.result()
+            finally:
+                _unseen.discard(job)
+
+
+def _forget_if_done(job: Future) -> None:
+    if job.exception() is None:
+        _unseen.discard(job)
+
+
+@atexit.register
+def _raise_unseen() -> None:
+    """By now all threads have ended. Raising here makes Python print the error as it exits."""
+    for job in list(_unseen):
+        _unseen.discard(job)
+        job.result()

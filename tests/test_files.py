@@ -1,0 +1,393 @@
+"""Saving and loading ensembles: what comes back is what was saved, or an error that lists all that differs."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file
+
+import eqx_ensemble as ee
+from eqx_ensemble.checkpoint._read import Reader
+
+from .factories import CASES, Attention, IntegersAndKeys, mlp, numbers
+
+KEY = jax.random.key(5)
+
+
+def linear(key):
+    return eqx.nn.Linear(3, 2, key=key)
+
+
+def assert_same(got, expected):
+    """Bit for bit, also in the leaves that are no arrays."""
+    a, b = numbers(got), numbers(expected)
+    assert list(a) == list(b)
+    for path, x in a.items():
+        assert (x.dtype, x.shape, x.tobytes()) == (b[path].dtype, b[path].shape, b[path].tobytes()), path
+    plain = lambda tree: [x for x in jax.tree.leaves(tree) if isinstance(x, bool | int | float | str)]
+    assert plain(got) == plain(expected)
+
+
+@ft.cache
+def built(name):
+    """An ensemble of three, with its state where there is one: compiled once for all tests."""
+    return ee.build(CASES[name].make, ids=[2, 0, 7], key=KEY)
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    return ee.build(linear, ids=[3, 1, 8, 5], key=KEY)
+
+
+@pytest.fixture
+def path(tmp_path, ensemble):
+    ee.save(tmp_path / "e", ensemble)
+    return tmp_path / "e"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_model(name, tmp_path):
+    make, made = CASES[name].make, built(name)
+    ee.save(tmp_path / "e", made)
+    assert ee.checkpoint.verify(tmp_path / "e").ids == (2, 0, 7)
+    shapes = eqx.filter_eval_shape(lambda key: ee.build(make, 3, key=key), KEY)
+    for like in (make, made, shapes):
+        assert_same(ee.load(tmp_path / "e", like), made)
+    for like in (make, made):
+        some = numbers(ee.load(tmp_path / "e", like, members=[2, 0]))
+        for path, x in numbers(made).items():
+            np.testing.assert_array_equal(some[path], x[[2, 0]])
+
+
+def test_shared_leaves(tmp_path):
+    stacked = built("mlp").stacked
+    trunk = jax.tree.map(lambda x: x[0], stacked.layers[0])
+    model = eqx.combine(eqx.tree_at(lambda model: model.layers[0], stacked, trunk), built("mlp").shared)
+    made = ee.from_stacked(model, shared=lambda model: model.layers[0])
+    ee.save(tmp_path / "e", made)
+    got = ee.load(tmp_path / "e", mlp, members=[1])
+    assert_same(got.shared, made.shared)
+    np.testing.assert_array_equal(got.stacked.layers[1].weight, made.stacked.layers[1].weight[1:2])
+
+
+def test_ensembles_of_ensembles(tmp_path):
+    make = lambda key: ee.build(linear, 2, key=key)
+    made = ee.build(make, 3, key=KEY)
+    ee.save(tmp_path / "e", made)
+    assert_same(ee.load(tmp_path / "e", made, members=[2]), made[[2]])
+    assert_same(ee.load(tmp_path / "e", make), made)
+
+
+def test_members_in_any_way_an_ensemble_is_indexed(path, ensemble):
+    mask = np.array([True, False, False, True])
+    for index in ([0, 3], slice(1, None, 2), mask, np.array([-1, 0]), jnp.array([2]), range(2)):
+        rows = list(index) if isinstance(index, range) else index
+        assert_same(ee.load(path, linear, members=index), ensemble[rows])
+
+
+def test_one_member_is_read_without_the_others(path, ensemble, monkeypatch):
+    read, rows = Reader._read, []
+
+    def reading(self, entry, first_row, shape):
+        rows.append((entry.path, first_row, shape[0]))
+        return read(self, entry, first_row, shape)
+
+    monkeypatch.setattr(Reader, "_read", reading)
+    ee.load(path, linear, members=[2])
+    assert rows == [(where, 2, 1) for where in (".stacked.weight", ".stacked.bias", ".ids")]
+
+
+def test_growing_is_as_having_built_more(tmp_path):
+    ee.save(tmp_path / "e", ee.build(linear, 3, key=KEY))
+    grown = ee.concatenate([ee.load(tmp_path / "e", linear), ee.build(linear, ids=[3, 4], key=KEY)])
+    assert_same(grown, ee.build(linear, 5, key=KEY))
+
+
+def test_merging_runs(tmp_path):
+    parts = [ee.build(linear, 2, key=jax.random.key(i)) for i in range(2)]
+    for i, part in enumerate(parts):
+        ee.save(tmp_path / str(i), part)
+    merged = ee.concatenate([ee.load(tmp_path / str(i), linear) for i in range(2)], renumber=True)
+    assert_same(merged, ee.concatenate(parts, renumber=True))
+
+
+def test_one_model(tmp_path):
+    model = Attention(KEY)
+    ee.save(tmp_path / "m", model)
+    for like in (Attention, model, eqx.filter_eval_shape(Attention, KEY)):
+        assert_same(ee.load(tmp_path / "m", like), model)
+    with pytest.raises(ValueError, match="cannot choose members of .*: it was saved without any"):
+        ee.load(tmp_path / "m", Attention, members=[0])
+
+
+def test_a_training_state(tmp_path, ensemble):
+    state = ee.train.init(ensemble, optax.adam(1e-3), key=KEY)
+    ee.save(tmp_path / "s", state)
+    assert_same(ee.load(tmp_path / "s", state), state)
+
+
+def test_trees_around_ensembles(tmp_path, ensemble):
+    tree = {"e": ensemble, "x": ee.Each(jnp.arange(8).reshape(4, 2)), "other": ee.Each(jnp.ones(3)), "lr": 0.1}
+    ee.save(tmp_path / "t", tree)
+    got = ee.load(tmp_path / "t", tree, members=[1, 2])
+    assert_same(got["e"], ensemble[[1, 2]])
+    assert got["x"].value.tolist() == [[2, 3], [4, 5]]
+    assert got["other"].value.shape == (3,)
+    ee.save(tmp_path / "x", ee.Each(np.arange(3)))
+    assert ee.checkpoint.contents(tmp_path / "x").ids == (0, 1, 2)
+
+
+def test_saved_numbers_win(tmp_path):
+    ee.save(tmp_path / "m", eqx.nn.Dropout(0.3, inference=True))
+    got = ee.load(tmp_path / "m", eqx.nn.Dropout(0.5))
+    assert (got.p, got.inference) == (0.3, True)
+
+
+def test_a_maker_that_cannot_be_traced(tmp_path):
+    def make(key):
+        return eqx.tree_at(lambda m: m.bias, linear(key), jnp.asarray(np.asarray(jax.random.normal(key, (2,)))))
+
+    made = ee.stack([make(key) for key in jax.random.split(KEY, 2)])
+    ee.save(tmp_path / "e", made)
+    assert_same(ee.load(tmp_path / "e", make), made)
+
+
+def test_arrays_that_a_maker_hides_are_no_tracers(tmp_path):
+    def make(key):
+        table = jnp.arange(2.0)
+        return eqx.nn.Sequential([linear(key), eqx.nn.Lambda(lambda x: x + table)])
+
+    model = make(KEY)
+    ee.save(tmp_path / "m", model)
+    np.testing.assert_array_equal(ee.load(tmp_path / "m", make)(jnp.ones(3)), model(jnp.ones(3)))
+
+
+def test_arrays_come_back_on_the_devices_of_like(tmp_path):
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("members",)), PartitionSpec("members"))
+    stacked = ee.build(linear, 4, key=KEY)
+    spread = jax.tree.map(lambda x: jax.device_put(x, sharding), stacked)
+    ee.save(tmp_path / "e", spread)
+    got = ee.load(tmp_path / "e", spread)
+    assert got.stacked.weight.sharding == sharding
+    assert_same(got, stacked)
+    assert len(ee.load(tmp_path / "e", linear).stacked.weight.devices()) == 1
+
+
+def narrow(key):
+    return eqx.nn.MLP(3, 1, 4, 1, key=key)
+
+
+def wide(key):
+    return eqx.nn.MLP(3, 1, 5, 1, use_bias=False, key=key)
+
+
+def test_every_leaf_that_differs_is_listed(tmp_path, unhooked):
+    ee.save(tmp_path / "e", ee.build(narrow, 2, key=KEY))
+    with pytest.raises(ee.MemberMismatchError) as caught:
+        ee.load(tmp_path / "e", wide)
+    assert str(caught.value) == (
+        f"`eqx_ensemble.load` needs a `like` with the leaves saved in `{tmp_path}/e`; 3 differ.\n"
+        "  at `.stacked.layers[0].weight`: saved f32[2,4,3], expected f32[2,5,3]\n"
+        "  at `.stacked.layers[1].weight`: saved f32[2,1,4], expected f32[2,1,5]\n"
+        "  at `.stacked.layers[0].bias`: saved f32[2,4], expected nothing\n"
+        "`like` is what was saved, in shape and dtype: make it as the model was made that was saved."
+    )
+
+
+def test_a_different_function_is_noticed(tmp_path, unhooked):
+    tanh = lambda key: eqx.nn.MLP(3, 1, 4, 1, activation=jnp.tanh, key=key)
+    ee.save(tmp_path / "e", ee.build(narrow, 2, key=KEY))
+    with pytest.raises(ee.MemberMismatchError) as caught:
+        ee.load(tmp_path / "e", tanh)
+    text = (
+        f"`eqx_ensemble.load` found the leaves of `{tmp_path}/e` alike, but what is not an array differs from what was "
+        "saved.\n  at `.shared.activation`: saved relu, expected tanh"
+    )
+    assert str(caught.value) == text + (
+        "\nMake `like` as the model was made that was saved, or pass `strict=False` to take these parts from `like` as "
+        "they are."
+    )
+    with pytest.warns(UserWarning, match="what is not an array differs") as warned:
+        got = ee.load(tmp_path / "e", tanh, strict=False)
+    assert str(warned[0].message) == text
+    assert got.shared.activation is jnp.tanh
+
+
+def test_more_or_fewer_layers_are_noticed(tmp_path):
+    deep = lambda key: eqx.nn.MLP(3, 1, 4, 6, key=key)
+    shallow = lambda key: eqx.nn.MLP(3, 1, 4, 3, key=key)
+    ee.save(tmp_path / "e", deep(KEY))
+    with pytest.raises(ee.MemberMismatchError, match="expected nothing"):
+        ee.load(tmp_path / "e", shallow)
+
+
+def test_another_number_of_members_is_noticed(path, ensemble):
+    with pytest.raises(ee.MemberMismatchError, match=r"saved f32\[4,2,3\], expected f32\[3,2,3\]"):
+        ee.load(path, ensemble[:3])
+    assert ee.load(path, ensemble[:3], members=[0, 1]).num_members == 2
+
+
+def test_keys_of_another_generator_are_noticed(tmp_path):
+    ee.save(tmp_path / "k", {"key": jax.random.key(0)})
+    with pytest.raises(ee.MemberMismatchError, match=r"saved key<fry>\[\], expected key<rbg>\[\]"):
+        ee.load(tmp_path / "k", {"key": jax.random.key(0, impl="rbg")})
+
+
+KINDS = {
+    "a float": 0.5,
+    "an array": jnp.ones(()),
+    "an int": 3,
+    "a bool": True,
+    "a key": jax.random.key(0),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("expected", KINDS)
+@pytest.mark.parametrize("saved", ["a float", "an array", "a bool"])
+def test_other_kinds_of_leaves_are_noticed(saved, expected, tmp_path):
+    ee.save(tmp_path / "x", {"x": KINDS[saved]})
+    if saved == expected:
+        ee.load(tmp_path / "x", {"x": KINDS[expected]})
+    else:
+        with pytest.raises(ee.MemberMismatchError, match=r"at `\['x'\]`: saved .*, expected "):
+            ee.load(tmp_path / "x", {"x": KINDS[expected]}, cast="like")
+
+
+CASTS = [
+    (np.float64([1.5]), jnp.zeros(1), True),
+    (np.float32([1.5]), jnp.zeros(1, jnp.bfloat16), True),
+    (np.float32([np.inf, np.nan]), jnp.zeros(2, jnp.float16), True),
+    (np.float64([1e300]), jnp.zeros(1), False),
+    (np.int64([7]), jnp.zeros(1, jnp.int8), True),
+    (np.int64([300]), jnp.zeros(1, jnp.int8), False),
+    (np.int32([-1]), jnp.zeros(1, jnp.uint32), False),
+    (np.complex128([1j]), jnp.zeros(1, jnp.complex64), True),
+    (np.int32([1]), jnp.zeros(1), None),
+    (np.float32([1]), jnp.zeros(1, jnp.int32), None),
+    (np.float32([1]), jnp.zeros(1, jnp.complex64), None),
+    (np.array([True]), jnp.zeros(1, jnp.int32), None),
+]
+
+
+@pytest.mark.parametrize(("saved", "like", "fits"), CASTS, ids=lambda x: str(getattr(x, "dtype", x)))
+def test_cast(saved, like, fits, tmp_path):
+    ee.save(tmp_path / "x", [saved])
+    text = "Pass `cast='like'`" if fits is not None else "expected"
+    with pytest.raises(ee.MemberMismatchError, match="1 differs"):
+        ee.load(tmp_path / "x", [like])
+    if fits is None:
+        with pytest.raises(ee.MemberMismatchError, match=text):
+            ee.load(tmp_path / "x", [like], cast="like")
+    elif fits:
+        (got,) = ee.load(tmp_path / "x", [like], cast="like")
+        assert got.dtype == like.dtype
+        np.testing.assert_array_equal(np.asarray(got), saved.astype(like.dtype))
+    else:
+        with pytest.raises(ValueError, match="holds numbers outside"):
+            ee.load(tmp_path / "x", [like], cast="like")
+
+
+BAD = {
+    "members of an int": (lambda p: ee.load(p, linear, members=1), TypeError, r"members=\[1\]\)\[0\]` for one model"),
+    "members out of range": (lambda p: ee.load(p, linear, members=[4]), IndexError, "index 4 is out of range"),
+    "members twice": (lambda p: ee.load(p, linear, members=[1, 1]), ValueError, "1"),
+    "no member": (lambda p: ee.load(p, linear, members=[]), ValueError, "selects no member"),
+    "no like": (lambda p: ee.load(p, None), TypeError, "needs `like`: the function that makes one member"),
+    "cast to a dtype": (lambda p: ee.load(p, linear, cast=jnp.float32), ValueError, "`cast=None` .* or `cast='like'`"),
+    "one path": (lambda p: ee.load_members(str(p), linear), TypeError, "needs a list of paths"),
+    "no path": (lambda p: ee.load_members([], linear), ValueError, "needs at least one path"),
+    "export of a model": (lambda p: ee.export_members(linear(KEY), p), TypeError, "needs an `Ensemble`"),
+    "a format": (lambda p: ee.export_members(ee.load(p, linear), p, format="pt"), ValueError, "got 'pt'"),
+    "meta": (lambda p: ee.save(p, linear(KEY), meta=np.ones(2)), TypeError, r"Write `array.tolist\(\)`"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_message(unhooked, name, path):
+    call, kind, text = BAD[name]
+    with pytest.raises(kind, match=text):
+        call(path)
+
+
+EXPORTED = [name for name in CASES if name not in ("integers and keys", "conv and batch norm")]
+
+
+@pytest.mark.parametrize("format", ["eqx", "safetensors"])
+@pytest.mark.parametrize("name", EXPORTED)
+def test_export_and_load_members(name, format, tmp_path):
+    made = built(name)
+    paths = ee.export_members(made, tmp_path / "members", format=format)
+    assert [path.name for path in paths] == [f"member-{i:06d}.{format}" for i in (2, 0, 7)]
+    assert_same(ee.load_members(paths, CASES[name].make, ids=[2, 0, 7]), made)
+    if format == "eqx":
+        assert_same(eqx.tree_deserialise_leaves(paths[1], made[0]), made[1])
+
+
+def test_safetensors_have_plain_names(tmp_path):
+    made = ee.build(narrow, 1, key=KEY)
+    (path,) = ee.export_members(made, tmp_path, format="safetensors")
+    arrays = load_file(path)
+    assert sorted(arrays) == ["layers.0.bias", "layers.0.weight", "layers.1.bias", "layers.1.weight"]
+    np.testing.assert_array_equal(arrays["layers.0.weight"], made[0].layers[0].weight)
+
+
+@pytest.mark.parametrize("format", ["eqx", "safetensors"])
+def test_typed_keys_are_not_exported(format, tmp_path):
+    made = built("integers and keys")
+    with pytest.raises(TypeError, match="found typed keys at `.noise`"):
+        ee.export_members(made, tmp_path, format=format)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_members_from_many_checkpoints(tmp_path):
+    models = [IntegersAndKeys(key) for key in jax.random.split(KEY, 3)]
+    for i, model in enumerate(models):
+        ee.save(tmp_path / str(i), model)
+    assert_same(ee.load_members([tmp_path / str(i) for i in range(3)], IntegersAndKeys), ee.stack(models))
+
+
+def test_a_file_of_another_model_is_noticed(tmp_path, unhooked):
+    """Equinox itself loads the six layers into three without a word."""
+    deep, shallow = (eqx.nn.MLP(2, 2, 2, depth, key=KEY) for depth in (5, 2))
+    eqx.tree_serialise_leaves(tmp_path / "m.eqx", deep)
+    eqx.tree_deserialise_leaves(tmp_path / "m.eqx", shallow)
+    with pytest.raises(ee.MemberMismatchError) as caught:
+        ee.load_members([tmp_path / "m.eqx"], shallow)
+    assert str(caught.value).split("\n")[:2] == [
+        f"`load_members` needs a `like` with the leaves saved in `{tmp_path}/m.eqx`; 6 differ.",
+        "  at `<after the last leaf>`: saved float32[2, 2], expected nothing",
+    ]
+    with pytest.raises(ee.MemberMismatchError, match="saved nothing, expected float32"):
+        ee.load_members([tmp_path / "m.eqx"], eqx.nn.MLP(2, 2, 2, 7, key=KEY))
+    ee.export_members(ee.stack([deep]), tmp_path, format="safetensors")
+    with pytest.raises(ee.MemberMismatchError, match="at `layers.3.weight`: saved F32"):
+        ee.load_members([tmp_path / "member-000000.safetensors"], shallow)
+
+
+@pytest.mark.parametrize("format", ["eqx", "safetensors"])
+def test_files_cut_short(format, tmp_path):
+    (path,) = ee.export_members(ee.build(linear, 1, key=KEY), tmp_path, format=format)
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        with pytest.raises((ee.CheckpointCorruptError, ee.MemberMismatchError)):
+            ee.load_members([path], linear)
+
+
+def test_a_file_that_claims_a_terabyte(tmp_path):
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }"
+    header = header.ljust(118 - 1) + b"\n"
+    (tmp_path / "m.eqx").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    with pytest.raises(ee.CheckpointCorruptError, match="the file ends too early"):
+        ee.load_members([tmp_path / "m.eqx"], linear)
+
+
+def test_equinox_adds_its_suffix(tmp_path):
+    eqx.tree_serialise_leaves(str(tmp_path / "m"), linear(KEY))
+    assert ee.load_members([tmp_path / "m"], linear).num_members == 1
