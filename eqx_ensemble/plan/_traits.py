@@ -1,7 +1,7 @@
 import functools as ft
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from .. import _axes
 from ._plans import AbstractPlan
 
 
-class Traits(eqx.Module):
+class Traits(NamedTuple):
     """What a function of one member looks like to someone who has to choose a plan for it.
 
     **Attributes:**

@@ -1,4 +1,3 @@
-from statistics import NormalDist
 from typing import NamedTuple
 
 import jax
@@ -45,6 +44,8 @@ def gaussian_interval(
     lower, upper  # [-1.96], [1.96]
     ```
     """
+    from statistics import NormalDist  # here, because it is a thirtieth of this library's import
+
     fn = "uncertainty.gaussian_interval"
     check_level(fn, level)
     means, variances = check_moments(fn, mean, variance, members=False)
