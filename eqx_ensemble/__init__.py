@@ -3,6 +3,7 @@ from . import combine as combine
 from . import plan as plan
 from . import resample as resample
 from . import scores as scores
+from . import sweep as sweep
 from . import testing as testing
 from . import train as train
 from . import tree as tree
@@ -25,5 +26,6 @@ from ._keys import member_keys as member_keys
 from ._typing import Stacked as Stacked
 from .plan import map_members as map_members
 from .predict import predict as predict
+from .sweep import grid as grid
 from .train import Run as Run
 from .train import fit as fit

@@ -123,6 +123,13 @@ from ._stacked import member_type as member_type
 from ._stacked import not_stacked as not_stacked
 from ._stacked import stacked_arguments as stacked_arguments
 from ._stacked import stacked_use as stacked_use
+from ._sweep import ends as ends
+from ._sweep import enough_to_rank as enough_to_rank
+from ._sweep import missing_extra as missing_extra
+from ._sweep import one_length as one_length
+from ._sweep import ranges as ranges
+from ._sweep import scores_to_rank as scores_to_rank
+from ._sweep import sweep_values as sweep_values
 from ._training import ensemble as ensemble
 from ._training import hyper as hyper
 from ._training import loss_output as loss_output

@@ -14,7 +14,7 @@ from .._check import (
     check_splits,
     no_sklearn,
 )
-from ._streams import key_words
+from .._streams import key_words
 
 Uneven = Literal["trim", "repeat"]
 Split = tuple[np.ndarray, np.ndarray]

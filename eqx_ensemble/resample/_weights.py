@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float32, Int
 
 from .._check import check_draw, check_num_rows, check_rows
-from ._streams import generators
+from .._streams import generators
 
 
 def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Array, "members rows"]:

@@ -118,10 +118,45 @@ class Run(eqx.Module, Generic[M]):
         prediction = predict(self.healthy, x, state=state, **options)
         return prediction if combine is None else combine(prediction, weights=weights)
 
-    def table(self) -> dict[str, np.ndarray]:
+    def best(self, count: int = 1, *, by: Any = None) -> Ensemble[M]:
+        """The best members, the best one first; those that diverged are never among them.
+
+        ```python
+        def loss(model, batch, key):
+            x, y = batch
+            return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+        ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
+        data = jnp.ones((100, 3)), jnp.zeros((100, 1))
+        run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=1, validation=data, key=key)
+        run.best(3).ids  # (3,)
+        ```
+
+        **Arguments:**
+
+        - `count`: how many.
+        - `by`: a score for each member `(members,)`, lower is better; `best_score` if not given.
+
+        **Returns:** the ensemble of these members.
+
+        **Raises:** TypeError without validation scores and `by`, because training losses do not tell which member is
+        better; ValueError when fewer members are left.
+        """
+        scores = _check.scores_to_rank(self.best_score if by is None else by, len(self.status), name="Run.best")
+        scores = np.where(self.status == STATUS_NAMES[DIVERGED], np.inf, scores)
+        order = np.argsort(np.where(np.isnan(scores), np.inf, scores), kind="stable")
+        _check.enough_to_rank(count, int(np.isfinite(scores).sum()), name="Run.best")
+        return self.ensemble[order[:count]]
+
+    def table(self, *, as_frame: bool = False) -> Any:
         """One row a member, as plain columns `(members, ...)`: id, hyper-parameters, scores, status.
 
-        `pandas.DataFrame(run.table())` makes a data frame of it where every hyper-parameter is a number.
+        **Arguments:**
+
+        - `as_frame`: return a `pandas.DataFrame` (extra `pandas`), a hyper-parameter of several numbers as several
+            columns.
+
+        **Returns:** a dict from column to values; a data frame if asked.
         """
         columns = {"member": np.asarray(self.ensemble.ids)}
         for path, values in jax.tree_util.tree_flatten_with_path(self.train_state.fixed.hyper)[0]:
@@ -130,7 +165,8 @@ class Run(eqx.Module, Generic[M]):
         if self.best_score is not None and self.best_step is not None:
             columns["validation"] = self.best_score
             columns["best_step"] = self.best_step
-        return columns | {"status": self.status, "left": self.left}
+        columns |= {"status": self.status, "left": self.left}
+        return _frame(columns) if as_frame else columns
 
 
 class DivergedError(ArithmeticError):
@@ -139,6 +175,18 @@ class DivergedError(ArithmeticError):
     def __init__(self, message: str, run: Run):
         super().__init__(message)
         self.run = run
+
+
+def _frame(columns: dict[str, np.ndarray]) -> Any:
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError(_check.missing_extra("Run.table(as_frame=True)", "pandas", "pandas")) from error
+    flat = {}
+    for name, values in columns.items():
+        for place in np.ndindex(values.shape[1:]):
+            flat[name + "".join(f"[{i}]" for i in place)] = values[:, *place]
+    return pandas.DataFrame(flat)
 
 
 def status_names(status: Array | np.ndarray) -> np.ndarray:

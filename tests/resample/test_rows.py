@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eqx_ensemble as ee
-from eqx_ensemble import resample
-from eqx_ensemble.resample import _streams
+from eqx_ensemble import _streams, resample
 
 from ..factories import Alone, assert_close, distance, in_order, mlp, mse, step_key
 

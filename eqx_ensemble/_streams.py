@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._check import is_typed_key
+from ._check import is_typed_key
 
 
 def key_words(key: Any, num_members: int, *, purpose: str) -> np.ndarray:
