@@ -223,6 +223,8 @@ COMBINATIONS = [(name, plan) for name in TRAINED for plan in PLANS]
 )
 def test_a_fault_stays_with_its_member(name, plan):
     lines = wrong(name, plan)
+    if plan == list(PLANS)[-1] and name != ALL_PLANS:
+        jax.clear_caches()  # five hundred programs would take gigabytes
     assert not lines, "\n".join(lines)
 
 
