@@ -337,14 +337,14 @@ BAD = {
         "ValueError: "
         "`fit` needs finite numbers; the array at `data[0]` holds 1 NaN or infinite values, the "
         "first at index (2, 1).\n"
-        "Every member would diverge: drop or impute those rows.",
+        "Members that see them would diverge: drop or impute those rows.",
     ),
     "fit NaN in validation": (
         lambda: fit(validation=(X, Y.at[0].set(jnp.inf))),
         "ValueError: "
         "`fit` needs finite numbers; the array at `validation[1]` holds 1 NaN or infinite values, "
         "the first at index (0, 0).\n"
-        "Every member would diverge: drop or impute those rows.",
+        "Members that see them would diverge: drop or impute those rows.",
     ),
     "fit different lengths": (
         lambda: fit(data=(X, Y[:4])),

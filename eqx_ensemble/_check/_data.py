@@ -71,7 +71,7 @@ def _finite(x: Any, place: str, *, name: str) -> None:
     first = tuple(int(i) for i in np.argwhere(bad)[0])
     raise ValueError(
         f"`{name}` needs finite numbers; the array at `{place}` holds {int(bad.sum())} NaN or infinite values, the "
-        f"first at index {first}.\nEvery member would diverge: drop or impute those rows."
+        f"first at index {first}.\nMembers that see them would diverge: drop or impute those rows."
     )
 
 
