@@ -15,7 +15,6 @@ from _problems import Problem, block, cnn, middle, recurrent, tiny
 
 import eqx_ensemble as ee
 
-HAS_AUTO = hasattr(ee.plan, "Auto")
 LOOPS = ("Vmap", "Chunked", "Sequential")
 ALL = (*LOOPS, "Unrolled")
 
@@ -61,7 +60,7 @@ def _measure_case(report: Report, case: Case, *, rounds: int) -> None:
     plans = _plans(problem, case.plans)
     fits = {
         name: _ours.fit(problem, optimiser, epochs=case.epochs[0], order="given", plan=plan)
-        for name, plan in (plans | _auto(problem)).items()
+        for name, plan in (plans | {"auto": "auto"}).items()
     }
     _first_runs(report, problem, optimiser, fits)
     steps, slow_steps = (problem.steps_per_epoch * epochs for epochs in case.epochs)
@@ -92,11 +91,6 @@ def _plans(problem: Problem, names: tuple[str, ...]) -> dict[str, Any]:
         "Unrolled": ee.plan.Unrolled(),
     }
     return {f"Chunked({size})" if name == "Chunked" else name: known[name] for name in names}
-
-
-def _auto(problem: Problem) -> dict[str, Any]:
-    """The plan that `fit` finds by itself."""
-    return {"auto": "auto"} if HAS_AUTO else {}
 
 
 def _first_runs(report: Report, problem: Problem, optimiser: Any, fits: dict[str, Callable[[], ee.Run]]) -> None:
