@@ -1,4 +1,4 @@
-"""`python -m benchmarks [--quick]`: runs every script in a process of its own and prints one table."""
+"""`python -m benchmarks [--quick] [NAME ...]`: runs scripts in processes of their own and prints one table."""
 
 import json
 import pathlib
@@ -15,10 +15,14 @@ SCRIPTS = ("training", "plans", "stopping", "memory", "prediction", "vmap_or_loo
 
 
 def main() -> int:
-    options = flags().parse_args()
+    parser = flags()
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(SCRIPTS)}; all if not given")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(SCRIPTS):
+        parser.error(f"no such script: {', '.join(sorted(unknown))}")
     results, failed = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for name in SCRIPTS:
+        for name in options.names or SCRIPTS:
             path = pathlib.Path(folder, f"{name}.json")
             command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(path), "--cores", str(options.cores)]
             done = subprocess.run(command + ["--quick"] * options.quick)
