@@ -156,4 +156,8 @@ def in_a_loop(program: Program, inputs: Inputs, carry: Carry, rows: jax.ShapeDty
 
 @ft.lru_cache(maxsize=64)
 def _step_has_convolution(leaves: tuple, treedef: Any) -> bool:
-    return traits_of(step_under, *jax.tree.unflatten(treedef, leaves)).convolutions > 0
+    return traits_of(_own_step, *jax.tree.unflatten(treedef, leaves)).convolutions > 0
+
+
+def _own_step(_: AbstractPlan, program: Program, *rest: Any) -> tuple[Carry, PyTree]:
+    return program.step(*rest)  # under its own plan, on which a step may depend
