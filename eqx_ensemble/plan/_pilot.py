@@ -49,10 +49,10 @@ class Pilot:
         A plan's first call may find too little memory. It is then called again under a smaller one, with the carry from
         a copy on the host, because a donated one is gone.
         """
-        if self._search is None or not (self._search.watching or self._search.untested):
+        if self._search is None or not (self._search.watching or self._search.risky):
             return stretch(self.plan, carry)
         while True:
-            kept = _on_host(carry) if self._search.untested else None
+            kept = _on_host(carry) if self._search.risky else None
             try:
                 with peak() as self._peak:
                     return jax.block_until_ready(stretch(self.plan, carry))

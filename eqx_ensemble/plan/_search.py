@@ -95,8 +95,13 @@ class Search:
 
     @property
     def untested(self) -> bool:
-        """Whether the present plan has not run here yet, so that nobody knows whether its memory is there."""
+        """Whether the present plan has not run here yet, so that the next stretch may be the compiler's."""
         return self.plan not in self._compiled_here
+
+    @property
+    def risky(self) -> bool:
+        """Whether the present plan never ran for this program, so that nobody knows whether its memory is there."""
+        return self._trial.first_call is None
 
     @property
     def seconds(self) -> float:
