@@ -79,12 +79,12 @@ class Search:
     def __init__(self, book: Book, *, share: float, memory: int | None):
         self.book = book
         self._share = share
-        self._free = free_bytes()
-        self._budget = memory if memory is not None or self._free is None else int(_SAFETY * self._free)
+        free = free_bytes() if memory is None else None
+        self._budget = memory if free is None else int(_SAFETY * free)
         self._start = time.perf_counter()
         self.spent = 0.0
         self._compiled_here: set[AbstractPlan] = set()
-        self._trial = self._first(strict=memory is not None)
+        self._trial = self._first()
         self._calls, self._seconds = 0, 0.0
         self.watching = self._trial.rounds == 0
 
@@ -159,13 +159,12 @@ class Search:
         self.book.trials.append(Trial(plan))
         return self.book.trials[-1]
 
-    def _first(self, *, strict: bool) -> Trial:
+    def _first(self) -> Trial:
         best = self._best()
         if best is not None:
             return best
         most = self.book.traits.bytes * self.book.num_members
-        safe = self._budget is None or most <= self._budget
-        if safe or not (strict or self._free is not None):
+        if self._budget is None or most <= self._budget:
             return next(trial for trial in self.book.trials if not trial.refused)
         # From one member at a time, the memory of larger plans can be foretold.
         return self._trial_of(Sequential(scan=self.book.trials[0].plan.scan))

@@ -1,5 +1,6 @@
 """Members that have done enough: step and time budgets, target scores."""
 
+import contextlib
 import itertools
 import re
 
@@ -111,7 +112,7 @@ class TestPredictionsOfARun:
         ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), MEMBERS, key=KEY)
         optimiser = lambda h: optax.sgd(h["lr"])
         lr = jnp.full(MEMBERS, 1e-2).at[jnp.array(faulty, int)].set(jnp.inf)
-        with pytest.warns(UserWarning, match="diverged") if faulty else _nothing():
+        with pytest.warns(UserWarning, match="diverged") if faulty else contextlib.nullcontext():
             return ee.fit(ensemble, loss, optimiser, data(16), epochs=1, hyper={"lr": lr}, progress=False, key=KEY)
 
     def test_the_dead_are_left_out_by_name(self):
@@ -145,11 +146,3 @@ class TestPredictionsOfARun:
         np.testing.assert_array_equal(run.predict(x), ee.predict(run.ensemble, x))
         with pytest.raises(TypeError, match="needs `combine=` with `weights`"):
             run.predict(x, weights=np.ones(MEMBERS))
-
-
-class _nothing:
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *_):
-        pass
