@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble import _keys
+from eqx_ensemble import _streams
 
 KEY = jax.random.key(0)
 
@@ -74,7 +74,7 @@ def test_keys_of_a_call():
 
 def test_rows_drawn_on_the_host():
     data = bits(ee.member_keys(KEY, 2, purpose="rows"))
-    stream = _keys.HostStream()
+    stream = _streams.HostStream()
     draw = lambda member, epoch: stream.permutation(data[member], epoch, 100)
     np.testing.assert_array_equal(draw(0, 3), draw(0, 3))
     assert (draw(0, 3) != draw(1, 3)).any()

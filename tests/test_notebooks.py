@@ -11,6 +11,8 @@ import jupytext
 import nbformat
 import pytest
 
+pytestmark = pytest.mark.xdist_group("notebooks")  # where groups are asked for, one process runs them once
+
 NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
 SCRIPTS = sorted(NOTEBOOKS.glob("*.py"))
 HOOK = "%load_ext jaxtyping\n%jaxtyping.typechecker beartype.beartype"

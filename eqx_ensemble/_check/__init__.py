@@ -35,6 +35,7 @@ from ._data import rows_of_data as rows_of_data
 from ._data import same_structure as same_structure
 from ._errors import CheckpointCorruptError as CheckpointCorruptError
 from ._errors import MemberMismatchError as MemberMismatchError
+from ._extras import missing_extra as missing_extra
 from ._files import KEY_WORDS as KEY_WORDS
 from ._files import all_damaged as all_damaged
 from ._files import corrupt as corrupt
@@ -118,14 +119,12 @@ from ._resample import check_row_labels as check_row_labels
 from ._resample import check_rows as check_rows
 from ._resample import check_shares as check_shares
 from ._resample import check_splits as check_splits
-from ._resample import no_sklearn as no_sklearn
 from ._stacked import member_type as member_type
 from ._stacked import not_stacked as not_stacked
 from ._stacked import stacked_arguments as stacked_arguments
 from ._stacked import stacked_use as stacked_use
 from ._sweep import ends as ends
 from ._sweep import enough_to_rank as enough_to_rank
-from ._sweep import missing_extra as missing_extra
 from ._sweep import one_length as one_length
 from ._sweep import ranges as ranges
 from ._sweep import scores_to_rank as scores_to_rank

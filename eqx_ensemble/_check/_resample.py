@@ -107,14 +107,6 @@ def check_num_folds(fn: str, num_folds: Any, num_rows: int, classes: Labels | No
     return count
 
 
-def no_sklearn(fn: str) -> str:
-    """What is missing, and how to get it."""
-    return (
-        f"`eqx_ensemble.{fn}` needs scikit-learn for `stratify` and `groups`.\n"
-        "Install it: `pip install 'eqx_ensemble[sklearn]'`."
-    )
-
-
 def check_splits(fn: str, pairs: Any, num_rows: int) -> list[Split]:
     """Pairs of row indices: each part holds a row, the two have none in common, and no row is tested twice."""
     if not isinstance(pairs, Iterable):

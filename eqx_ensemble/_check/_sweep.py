@@ -69,11 +69,6 @@ def enough_to_rank(count: Any, available: int, *, name: str) -> None:
         raise ValueError(f"`{name}` was asked for {count} members, but only {available} are healthy and have a score.")
 
 
-def missing_extra(what: str, package: str, extra: str) -> str:
-    """The message that names the extra to install."""
-    return f"`{what}` needs {package}: `pip install 'eqx_ensemble[{extra}]'`."
-
-
 def ranges(value: Any, kind: type, *, name: str) -> None:
     """Names with what each is drawn from."""
     if not isinstance(value, Mapping) or not value:

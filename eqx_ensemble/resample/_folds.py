@@ -12,7 +12,7 @@ from .._check import (
     check_one_length,
     check_row_labels,
     check_splits,
-    no_sklearn,
+    missing_extra,
 )
 from .._streams import key_words
 
@@ -153,7 +153,9 @@ def _of_sklearn(
     try:
         from sklearn.model_selection import GroupKFold, StratifiedGroupKFold, StratifiedKFold
     except ImportError as error:
-        raise ImportError(no_sklearn(fn)) from error
+        raise ImportError(
+            missing_extra(f"eqx_ensemble.{fn}(stratify=..., groups=...)", "scikit-learn", "sklearn")
+        ) from error
     kind = StratifiedKFold if groups is None else GroupKFold if classes is None else StratifiedGroupKFold
     splitter = kind(num_folds, shuffle=shuffle is not None, random_state=shuffle)
     labels = groups if classes is None else classes

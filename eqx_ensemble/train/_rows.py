@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from .. import _keys
+from .. import _keys, _streams
 from ._limits import next_limit
 
 Order = Literal["each", "shared", "given"]
@@ -26,7 +26,7 @@ class RowOrder:
     order: Order
     num_rows: int
     rows: np.ndarray | None
-    stream: _keys.HostStream
+    stream: _streams.HostStream
 
     def epoch(self, epoch: int, present: np.ndarray) -> np.ndarray:
         """The rows of one epoch in order: `(members, rows)`, or `(rows,)` when members share their batches.
@@ -54,7 +54,7 @@ def row_order(key: Any, ids: jax.Array, order: Order, num_rows: int, rows: np.nd
     else:
         keys = _keys.member_keys(key, 1, purpose="shared rows")
     per_epoch = num_rows if rows is None else rows.shape[1]
-    return RowOrder(np.asarray(jax.random.key_data(keys)), order, per_epoch, rows, _keys.HostStream())
+    return RowOrder(np.asarray(jax.random.key_data(keys)), order, per_epoch, rows, _streams.HostStream())
 
 
 @dataclasses.dataclass(frozen=True)

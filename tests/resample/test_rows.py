@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eqx_ensemble as ee
-from eqx_ensemble import _streams, resample
+from eqx_ensemble import resample
 
 from ..factories import Alone, assert_close, distance, in_order, mlp, mse, step_key
 
@@ -51,7 +51,6 @@ def test_a_legacy_key_is_the_typed_key(name):
 
 def test_streams_are_those_of_member_keys():
     words = jax.random.key_data(ee.member_keys(KEY, 5, purpose="bootstrap"))
-    np.testing.assert_array_equal(_streams.key_words(KEY, 5, purpose="bootstrap"), words)
     high, low = (int(word) for word in words[4])
     expected = np.random.Generator(np.random.Philox(key=high * 2**32 + low)).integers(10, size=10)
     np.testing.assert_array_equal(resample.bootstrap(10, 5, key=KEY)[4], expected)
