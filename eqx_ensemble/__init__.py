@@ -1,5 +1,6 @@
 from . import checkpoint as checkpoint
 from . import combine as combine
+from . import methods as methods
 from . import plan as plan
 from . import resample as resample
 from . import scores as scores

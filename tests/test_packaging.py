@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "eqx_ensemble").rglob("*.py"))
 
-HEAVY = ("matplotlib", "sklearn", "pandas", "orbax", "scoringrules", "flax", "torch", "IPython", "ipywidgets")
+HEAVY = ("matplotlib", "sklearn", "pandas", "orbax", "scoringrules", "flax", "torch", "IPython", "ipywidgets", "optuna")
 HEAVY += ("tqdm.auto", "tqdm.autonotebook", "tqdm.notebook", "tqdm.rich", "tqdm.contrib")
 
 

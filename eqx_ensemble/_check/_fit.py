@@ -181,3 +181,38 @@ def diverged(ids: Any, left: Any, faults: Any) -> str:
         f"{len(ids)} member(s) diverged and keep their last finite weights (id, step, what was not finite): {listed}.\n"
         "`run.healthy` leaves them out; a smaller learning rate or gradient clipping often helps."
     )
+
+
+def nothing_twice(given: list[str]) -> None:
+    """A training state has its model state and hyper-parameters already."""
+    if given:
+        words = ", ".join(f"`{name}`" for name in given)
+        raise TypeError(
+            f"`fit` goes on from a training state, which has its own: leave out {words}.\n"
+            "To change hyper-parameters: `equinox.tree_at(lambda s: s.fixed.hyper, state, new)`."
+        )
+
+
+def goes_on(training: np.ndarray, *, ids: np.ndarray) -> None:
+    """Somebody still trains."""
+    if not training.any():
+        raise ValueError(
+            f"`fit` has nothing to go on with: all {len(ids)} members have stopped or diverged.\n"
+            "To train their weights anew, pass the ensemble: `fit(run.ensemble, ...)`."
+        )
+
+
+FORGETS_THE_BEST = (
+    "`fit` goes on from a run whose members have their best weights by a validation score, and needs `validation=` "
+    "again.\nTo go on from the last weights and forget the best: `fit(run.train_state, ...)`."
+)
+
+
+def state_of_optimiser(found: Any, expected: Any) -> None:
+    """The optimiser is the one that made the state."""
+    shapes = lambda tree: [(path, x.shape, x.dtype) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    if jax.tree.structure(found) != jax.tree.structure(expected) or shapes(found) != shapes(expected):
+        raise TypeError(
+            "`fit` goes on from a training state that another optimiser made: its optimiser state is\n"
+            f"{jax.tree.structure(found)}, this optimiser's would be\n{jax.tree.structure(expected)}."
+        )

@@ -76,3 +76,11 @@ def ranges(value: Any, kind: type, *, name: str) -> None:
     for word, one in value.items():
         if not isinstance(one, kind):
             raise TypeError(f"`{name}` needs a range in `{word}`, such as `LogUniform(1e-4, 1e-1)`, got {one!r}.")
+
+
+def schedule(value: Any, length: Any, *, name: str) -> None:
+    """A schedule, and how long it is."""
+    if not callable(value):
+        raise TypeError(f"`{name}` needs a schedule, a function of a step; got {value!r}.")
+    if isinstance(length, bool) or not isinstance(length, int | float) or not length > 0:
+        raise ValueError(f"`{name}` needs the schedule's own length as a positive number, got {length!r}.")

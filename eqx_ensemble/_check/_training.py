@@ -52,6 +52,14 @@ def optimiser(value: Any, *, hyper: Any, name: str) -> None:
         )
 
 
+LOOKS_AT_HYPER = (
+    "The function that makes a member's optimiser looks at the value of a hyper-parameter, which a compiled program "
+    "does not have yet. Optax does so with the length of a schedule.\n"
+    "Stretch one of fixed length: `eqx_ensemble.sweep.stretched(optax.cosine_decay_schedule(lr, 1000), 1000, length)`; "
+    "write other choices with `jax.numpy.where`."
+)
+
+
 def made_optimiser(value: Any, *, name: str) -> None:
     """What a function of `hyper` returned is an optimiser."""
     if not isinstance(value, optax.GradientTransformation):

@@ -2,13 +2,14 @@ import contextlib
 import pathlib
 import re
 import threading
+import time
 from collections.abc import Iterator
 
 import jax
 
 _STATM = pathlib.Path("/proc/self/statm")
 _MEMINFO = pathlib.Path("/proc/meminfo")
-_SECONDS_BETWEEN_LOOKS = 2e-3
+_SECONDS_BETWEEN_LOOKS, _PART_BETWEEN_LOOKS = 2e-3, 0.02
 
 
 class Peak:
@@ -22,7 +23,7 @@ def peak() -> Iterator[Peak]:
     """Watches the memory of the default device, or of the process where that is the device's.
 
     An accelerator reports its peak itself, which never falls: a later, smaller one is not seen. A process is looked at
-    every other millisecond, so that what lives for less is missed.
+    every other millisecond, and less and less often, because looking takes time: what lives for less is missed.
     """
     found = Peak()
     before = _device_stats()
@@ -32,7 +33,7 @@ def peak() -> Iterator[Peak]:
         if after is not None and after["peak_bytes_in_use"] > before["peak_bytes_in_use"]:
             found.bytes = after["peak_bytes_in_use"] - before["bytes_in_use"]
         return
-    start = _resident()
+    start, begun = _resident(), time.perf_counter()
     if start is None:
         yield found
         return
@@ -40,7 +41,7 @@ def peak() -> Iterator[Peak]:
 
     def look() -> None:
         nonlocal most
-        while not over.wait(_SECONDS_BETWEEN_LOOKS):
+        while not over.wait(max(_SECONDS_BETWEEN_LOOKS, _PART_BETWEEN_LOOKS * (time.perf_counter() - begun))):
             most = max(most, _resident() or 0)
 
     watch = threading.Thread(target=look, daemon=True)

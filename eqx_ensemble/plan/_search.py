@@ -10,6 +10,8 @@ from ._plans import AbstractPlan, Chunked, Sequential, Unrolled, in_words
 from ._traits import Traits
 
 _ENOUGH_CALLS, _ENOUGH_SECONDS = 3, 0.2
+_PLENTY_OF_SECONDS = 0.6  # for one call to tell
+_SURELY_COMPILED_BEFORE = 0.5  # of the time that a unit of the very first call took
 _ROUNDS = 2  # because a shared machine may be slow just while one plan is tried
 _SAFETY = 0.9  # of the memory that there is
 _SEEN_BYTES = 2**25  # a process keeps smaller blocks for its next call, so that they do not show
@@ -118,9 +120,11 @@ class Search:
             self._compiled_here.add(trial.plan)
             if trial.first_call is None:
                 trial.first_call, trial.first_units = seconds, units
-            if len(self._compiled_here) > 1:
-                self._lost(units, seconds)
-            return False
+            first = trial.first_call / trial.first_units
+            if seconds / units > _SURELY_COMPILED_BEFORE * first:
+                if len(self._compiled_here) > 1:
+                    self._lost(units, seconds)
+                return False
         if peak is not None and peak.bytes is not None:
             trial.peak = max(trial.peak or 0, peak.bytes)
         if self.watching:
@@ -128,7 +132,8 @@ class Search:
             now = seconds / units
             trial.per_unit = now if trial.per_unit is None else min(trial.per_unit, now)
             self._calls, self._seconds = self._calls + 1, self._seconds + seconds
-            if self._calls < _ENOUGH_CALLS or self._seconds < _ENOUGH_SECONDS:
+            enough = self._calls >= _ENOUGH_CALLS and self._seconds >= _ENOUGH_SECONDS
+            if not enough and self._seconds < _PLENTY_OF_SECONDS:
                 return False
             trial.rounds += 1
         upcoming = self._next(seconds_left)

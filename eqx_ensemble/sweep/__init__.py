@@ -4,3 +4,4 @@ from ._draw import Uniform as Uniform
 from ._draw import draw as draw
 from ._grid import grid as grid
 from ._grid import zipped as zipped
+from ._schedule import stretched as stretched

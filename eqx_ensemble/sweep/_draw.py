@@ -18,6 +18,10 @@ class AbstractRange(abc.ABC):
     def draw(self, generator: np.random.Generator) -> Any:
         """One value."""
 
+    @abc.abstractmethod
+    def nearest(self, value: float) -> Any:
+        """The value of the range that is nearest to `value`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Uniform(AbstractRange):
@@ -37,6 +41,10 @@ class Uniform(AbstractRange):
     def draw(self, generator: np.random.Generator) -> float:
         """One value."""
         return generator.uniform(self.low, self.high)
+
+    def nearest(self, value: float) -> float:
+        """The value of the range that is nearest to `value`."""
+        return min(max(value, self.low), self.high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +66,10 @@ class LogUniform(AbstractRange):
         """One value."""
         return math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
 
+    def nearest(self, value: float) -> float:
+        """The value of the range that is nearest to `value`."""
+        return min(max(value, self.low), self.high)
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice(AbstractRange):
@@ -76,6 +88,10 @@ class Choice(AbstractRange):
     def draw(self, generator: np.random.Generator) -> Any:
         """One value."""
         return self.values[int(generator.integers(len(self.values)))]
+
+    def nearest(self, value: float) -> Any:
+        """The value of the range that is nearest to `value`."""
+        return min(self.values, key=lambda one: abs(one - value))
 
 
 def draw(ranges: Mapping[str, AbstractRange], num_members: int, *, key: Any) -> dict[str, Shaped[Array, " members"]]:

@@ -11,10 +11,10 @@ from ._apart import run_stepwise
 from ._chunk import Chunk, compiled_chunk
 from ._loop import Loop
 from ._program import Carry, Inputs, in_a_loop
-from ._rows import Piece, RowOrder, endless_pieces, pieces
+from ._rows import Cut, Piece, RowOrder
 from ._state import OK
 
-_MOST_STEPS = 2048
+_FEWEST_STEPS, _MOST_STEPS = 32, 2048
 _PIECES_OF_AN_ENDLESS_CHUNK = 4  # room for the parts of one with a fault
 _MOST_BYTES_OF_ROWS = 2**25
 
@@ -86,21 +86,18 @@ def run_arrays(
     loop.look(inputs, carry, rows, steps_inside=True)
     looped = in_a_loop(loop.program, inputs, carry, rows)
     most, compiled = (_most_steps(rows, num_steps), compiled_chunk) if looped else (1, run_stepwise)
-    if loop.program.score is None and order.num_rows % batch_size == 0:
-        cut, most_pieces = endless_pieces, min(most, _PIECES_OF_AN_ENDLESS_CHUNK)
+    endless = loop.program.score is None and order.num_rows % batch_size == 0
+    if endless:
+        most_pieces = min(most, _PIECES_OF_AN_ENDLESS_CHUNK)
         most_steps = most // most_pieces
     else:
-        cut, most_pieces = pieces, max(1, min(most // per_epoch, -(-num_steps // per_epoch)))
+        most_pieces = max(1, most // per_epoch)
         most_steps = min(order.num_rows // batch_size, most)
-    drawn = cut(
-        order,
-        batch_size=batch_size,
-        num_steps=num_steps,
-        limits=np.unique([] if inputs.limits.steps is None else inputs.limits.steps),
-        most=lambda: min(most_steps, loop.steps_per_chunk),
-        present=lambda: loop.roster.present,
-    )
-    feed = Feed(drawn, most_pieces, most_steps)
+    first_step, last_step = loop.record.steps, loop.record.steps + num_steps
+    limits = np.unique([] if inputs.limits.steps is None else inputs.limits.steps)
+    most_now, present = lambda: min(most_steps, loop.steps_per_chunk), lambda: loop.roster.present
+    cut = Cut(order, batch_size, first_step, last_step, limits, most_now, present)
+    feed = Feed(cut.endless() if endless else cut.epochs(), most_pieces, most_steps)
     own_rows = loop.program.own_rows
     loop.line.total = num_steps
     while batch := feed.take(loop.steps_per_chunk):
@@ -118,19 +115,23 @@ def run_arrays(
             feed.give_back(batch[done:])
         else:
             steps_done = loop.record.steps - before
-            loop.pace(steps_done, time.perf_counter() - start, num_steps - loop.record.steps)
+            loop.pace(steps_done, time.perf_counter() - start, last_step - loop.record.steps)
         if done > 0:
             loop.report(loop.record.steps - before, carry)
         inputs, carry = loop.care_for(inputs, carry)
         if loop.over(carry):
             break
-        inputs, carry = loop.without_those_who_left(inputs, carry, num_steps - loop.record.steps)
+        inputs, carry = loop.without_those_who_left(inputs, carry, last_step - loop.record.steps)
     return loop.last_validation(inputs, carry)
 
 
 def _most_steps(rows: jax.ShapeDtypeStruct, num_steps: int) -> int:
-    """How many steps a chunk may hold, so that their rows take little memory."""
-    return int(np.clip(min(_MOST_BYTES_OF_ROWS // (4 * rows.size), num_steps), 1, _MOST_STEPS))
+    """How many steps a chunk may hold, so that their rows take little memory.
+
+    They are a power of two, so that runs of similar lengths have one program.
+    """
+    wanted = min(max(2 ** (num_steps - 1).bit_length(), _FEWEST_STEPS), _MOST_STEPS)
+    return max(min(_MOST_BYTES_OF_ROWS // (4 * rows.size), wanted), 1)
 
 
 def _first_fault(losses: np.ndarray, carry: Carry) -> int:
@@ -143,7 +144,8 @@ def _first_fault(losses: np.ndarray, carry: Carry) -> int:
 def _record(loop: Loop, batch: list[Piece], outputs: PyTree) -> None:
     full, last, scores = outputs
     for i, piece in enumerate(batch):
-        loop.add_steps(jax.tree.map(lambda x: np.moveaxis(x[i, :, : len(piece.full)], 1, 0), full))  # noqa: B023
+        if len(piece.full):
+            loop.add_steps(jax.tree.map(lambda x: np.moveaxis(x[i, :, : len(piece.full)], 1, 0), full))  # noqa: B023
         if piece.ends_epoch and last is not None:
             loop.add_steps(jax.tree.map(lambda x: x[i : i + 1], last))  # noqa: B023
         if piece.ends_epoch and scores is not None:

@@ -3,17 +3,19 @@ import jax
 import numpy as np
 
 from .. import _axes
-from .._ensemble import Ensemble, M
+from .._ensemble import Ensemble
 from ..plan import AbstractPlan
 from ._health import place_of_fault
 from ._loop import Loop
 from ._program import Carry
 from ._run import Run, status_names
+from ._start import Start
 from ._state import TrainState
 
 
-def finished(first: TrainState[M], loop: Loop, carry: Carry, plan: AbstractPlan, *, interrupted: bool) -> Run[M]:
+def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, *, interrupted: bool) -> Run:
     """What a run returns: all members in their places, each at its best weights if there are any."""
+    first = start.state
     carry, fixed = loop.roster.whole(carry), loop.roster.fixed
     last = TrainState(carry.moving, fixed, first.shared, first.ids, carry.step)
     moving, selection = carry.moving, carry.selection
@@ -33,10 +35,11 @@ def finished(first: TrainState[M], loop: Loop, carry: Carry, plan: AbstractPlan,
         status=status_names(moving.status),
         left=np.asarray(moving.left),
         fault=np.array([place_of_fault(fault, moving.params) for fault in np.asarray(moving.fault).tolist()]),
-        revived=[] if loop.reviver is None else loop.reviver.revivals,
+        revived=start.revived if loop.reviver is None else loop.reviver.revivals,
         best_step=best_step,
         best_score=best_score,
         train_state=last,
+        selection=selection,
         plan=plan,
         interrupted=interrupted,
     )

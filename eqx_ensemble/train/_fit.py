@@ -25,13 +25,13 @@ from ._program import Carry, Inputs, Program
 from ._revive import Revive, Reviver
 from ._roster import Roster
 from ._rows import ORDERS, Order, row_order
-from ._run import DivergedError, Record, Run
-from ._select import no_selection
-from ._state import DIVERGED, STATUS_NAMES, TrainState, first_state
+from ._run import DivergedError, Run
+from ._start import start_of
+from ._state import DIVERGED, STATUS_NAMES, TrainState
 
 
 def fit(
-    ensemble: Ensemble[M],
+    ensemble: Ensemble[M] | TrainState[M] | Run[M],
     loss: Callable[..., Any],
     optimiser: Optimiser,
     data: PyTree | Iterable[PyTree],
@@ -76,21 +76,23 @@ def fit(
 
     **Arguments:**
 
-    - `ensemble`: what to train; it stays as it is.
+    - `ensemble`: what to train; it stays as it is. A training state or a run goes on from where it stands, with its
+        own `state` and `hyper`: with the same key, data and batch size, two runs over whole epochs equal one of their
+        sum, up to the rounding of a program compiled for another length.
     - `loss`: `loss(model, batch, key) -> value` of one member on one batch `(batch, ...)`; for stateful members
         `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's own.
     - `optimiser`: an optax optimiser; with `hyper`, a function of a member's hyper-parameters that makes one.
     - `data`: any PyTree of arrays `(rows, ...)` shared by all members, parts marked [`eqx_ensemble.Each`][] being
         `(members, rows, ...)`; or an iterable of batches, iterated once an epoch.
-    - `epochs` or `steps`: the length of the run.
+    - `epochs` or `steps`: the length of the run; of what is added to a run that goes on.
     - `batch_size`: rows per step; the last batch of an epoch may be smaller and is exact. 32 if not given, or all
         rows if they are fewer.
     - `validation`: like `data`, scored as one batch in inference mode at the end of every epoch.
     - `score`: called like `loss`, lower is better; the loss if not given.
     - `patience`: a member stops after this many validations without an improvement of more than `min_delta`.
     - `target`: a member stops when its validation score is not above it; one number, or one each `(members,)`.
-    - `max_steps`, `max_seconds`: a member stops after so many steps, or at the end of the chunk (about a second) in
-        which so much time has passed since the call; one number, or one each `(members,)`.
+    - `max_steps`, `max_seconds`: a member stops after so many steps (of all its runs), or at the end of the chunk
+        (about a second) in which so much time has passed since the call; one number, or one each `(members,)`.
     - `state`: the stacked `equinox.nn.State` of stateful members.
     - `hyper`: hyper-parameters, any PyTree of arrays `(members, ...)`.
     - `rows`: row indices `(members, n)` into `data`: a bootstrap, a fold, a subset of a member's own.
@@ -115,44 +117,50 @@ def fit(
     lengths = {"epochs": epochs, "steps": steps, "patience": patience}
     how = Revive() if on_diverge == "revive" else on_diverge
     _check.fit_options(order, ORDERS, validation=validation, on_diverge=how, target=target, **lengths)
-    first = first_state(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, name="fit", key=key)
+    has_validation = validation is not None
+    start = start_of(
+        ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, has_validation=has_validation, key=key
+    )
+    first = start.state
     limits = limits_of(max_steps, target, first.num_members)
     max_seconds = _check.limit(max_seconds, "max_seconds", first.num_members, name="fit")
-    losses = _losses(first, loss, score, has_aux=has_aux, has_validation=validation is not None)
+    losses = _losses(first, loss, score, has_aux=has_aux, has_validation=has_validation)
     if validation is not None:
         if score is None and not is_batches(data):
             _check.same_structure(unmarked(validation), unmarked(data))
         validation, _ = on_device(validation, first.num_members, argument="validation", name="fit")
-    own_rows, revives = order == "each" or rows is not None, isinstance(how, Revive)
-    program = Program(*losses, optimiser, plan, patience, float(min_delta), own_rows, revives)
-    if hyper is not None:
+    own_rows = order == "each" or rows is not None
+    program = Program(*losses, optimiser, plan, patience, float(min_delta), own_rows, isinstance(how, Revive))
+    if first.fixed.hyper is not None:
         _check.used_hyper(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses), name="fit")
-    carry = Carry(first.moving, None if validation is None else no_selection(first.moving), first.step)
+    carry = Carry(first.moving, start.selection, first.step)
     inputs = Inputs(first.fixed, first.shared, None, validation, limits)
-    reviver = Reviver(how, optimiser, first.shared, first.ids, key=key) if isinstance(how, Revive) else None
-    pilot, record = Pilot(plan, name="fit"), Record()
+    reviver = None
+    if isinstance(how, Revive):
+        reviver = Reviver(how, optimiser, first.shared, first.ids, start.revived, key=key)
+    pilot = Pilot(plan, name="fit")
     words = members_in_words(first.num_members)
     with (
         Interruption() as interruption,
         progress_line(show=progress, description=words, unit="step") as line,
         explained_memory(pilot, first.num_members, name="fit"),
     ):
-        start = lambda inputs: Loop(
-            program, pilot, Roster(carry, inputs), interruption, record, line,
+        looped = lambda inputs: Loop(
+            program, pilot, Roster(carry, inputs), interruption, start.record, line,
             reviver=reviver, raises=how == "raise", max_seconds=max_seconds,
         )  # fmt: skip
         if is_batches(data):
             _check.no_array_options(batch_size=batch_size, rows=rows, order=order, name="fit")
-            loop = start(inputs)
+            loop = looped(inputs)
             carry = run_batches(loop, inputs, carry, data, epochs=epochs, steps=steps)
         else:
             data, num_rows = on_device(data, first.num_members, argument="data", name="fit")
             rows = chosen_rows(rows, first.num_members, num_rows, name="fit")
             order_of_rows = row_order(key, first.ids, order, num_rows, rows)
             inputs = dataclasses.replace(inputs, data=data)
-            loop = start(inputs)
+            loop = looped(inputs)
             carry = run_arrays(loop, inputs, carry, order_of_rows, batch_size=batch_size, epochs=epochs, steps=steps)
-    run = finished(first, loop, carry, plan, interrupted=interruption.requested)
+    run = finished(start, loop, carry, plan, interrupted=interruption.requested)
     lost = run.status == STATUS_NAMES[DIVERGED]
     if lost.any():
         message = _check.diverged(np.asarray(first.ids)[lost], run.left[lost], run.fault[lost])

@@ -166,6 +166,8 @@ def run_batches(
     """Runs over an iterable of batches, one compiled step per batch."""
     num_members = inputs.fixed.key.shape[0]
     loop.line.total = steps
+    first_step = loop.record.steps
+    last_step = None if steps is None else first_step + steps
     seen: set[Any] = set()
     for epoch in itertools.count() if epochs is None else range(epochs):
         before = loop.record.steps
@@ -174,18 +176,19 @@ def run_batches(
             batch, _ = on_device(batch, num_members, argument="batch", name="fit")
             _warn_of_many_shapes(batch, seen)
             batch = loop.roster.own(batch)
-            if loop.record.steps == 0:
+            if loop.record.steps == first_step:
                 loop.look(dataclasses.replace(inputs, data=batch), carry, None, steps_inside=False)
             carry, outputs = loop.call(compiled_batch, inputs, batch, carry=carry)
             loop.add_steps(jax.tree.map(lambda x: x[None], outputs))
-            loop.pace(1, time.perf_counter() - start, steps and steps - loop.record.steps)
+            steps_left = None if last_step is None else last_step - loop.record.steps
+            loop.pace(1, time.perf_counter() - start, steps_left)
             loop.report(1, carry)
             inputs, carry = loop.care_for(inputs, carry)
-            if loop.over(carry) or loop.record.steps == steps:
-                if epoch == 0 and loop.program.patience is not None and loop.record.steps == steps:
+            if loop.over(carry) or steps_left == 0:
+                if epoch == 0 and loop.program.patience is not None and steps_left == 0:
                     warnings.warn(_check.IDLE_PATIENCE, stacklevel=3)
                 return loop.last_validation(inputs, carry)
-            inputs, carry = loop.without_those_who_left(inputs, carry, steps and steps - loop.record.steps)
+            inputs, carry = loop.without_those_who_left(inputs, carry, steps_left)
         _check.some_batches(loop.record.steps - before, epoch, name="fit")
         if loop.program.score is not None:
             carry, scores = compiled_validation((loop.program, inputs), carry)

@@ -66,7 +66,10 @@ def resolve(optimiser: Optimiser, hyper: PyTree) -> optax.GradientTransformation
     """The optimiser of one member."""
     if isinstance(optimiser, optax.GradientTransformation):
         return optimiser
-    made = optimiser(hyper)
+    try:
+        made = optimiser(hyper)
+    except jax.errors.TracerBoolConversionError as error:
+        raise TypeError(_check.LOOKS_AT_HYPER) from error
     _check.made_optimiser(made, name="fit")
     return made
 

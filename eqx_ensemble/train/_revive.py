@@ -11,6 +11,7 @@ from jaxtyping import Array, Key, PyTree
 from .. import _axes, _check, _keys
 from .._build import build
 from .._ensemble import M
+from ._hyper import changed_hyper
 from ._optimiser import Optimiser, keep_noise
 from ._program import Carry, Inputs
 from ._roster import Roster
@@ -181,10 +182,8 @@ def _training(moving: Moving, trained: tuple[PyTree, PyTree, PyTree], members: n
 def _perturbed(hyper: PyTree, how: Revive, lost: np.ndarray, keys: Key[Array, " lost"]) -> PyTree:
     if hyper is None or how.perturb is None:
         return hyper
-    for i, key in zip(lost.tolist(), keys, strict=True):
-        new = how.perturb(jax.tree.map(lambda x: x[i], hyper), jax.random.fold_in(key, 1))  # noqa: B023
-        hyper = jax.tree.map(lambda x, y: x.at[i].set(y), hyper, new)  # noqa: B023
-    return hyper
+    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 1)
+    return changed_hyper(hyper, how.perturb, lost, keys, name="Revive(perturb=...)")
 
 
 def _own_keys(key: Key[Array, ""], ids: np.ndarray, times: np.ndarray) -> Key[Array, " lost"]:
@@ -195,11 +194,13 @@ def _own_keys(key: Key[Array, ""], ids: np.ndarray, times: np.ndarray) -> Key[Ar
 class Reviver:
     """The host's side of reviving during a run: counts, and puts new members among the compiled ones."""
 
-    def __init__(self, how: Revive, optimiser: Optimiser, shared: PyTree, ids: Array, *, key: Any):
-        self.revivals: list[Revival] = []
+    def __init__(
+        self, how: Revive, optimiser: Optimiser, shared: PyTree, ids: Array, before: list[Revival], *, key: Any
+    ):
+        self.revivals = list(before)
         self._how, self._optimiser, self._shared = how, optimiser, shared
         self._ids, self._key = np.asarray(ids), key
-        self._times = np.zeros(len(self._ids), int)
+        self._times = (self._ids[:, None] == [revival.member for revival in before]).sum(axis=1)
 
     def bring_back(self, roster: Roster, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
         """The run with the members back that failed, but for those that came back often enough."""

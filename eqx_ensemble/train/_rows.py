@@ -82,71 +82,70 @@ class Piece:
         ]
 
 
-def pieces(
-    order: RowOrder,
-    *,
-    batch_size: int,
-    num_steps: int,
-    limits: np.ndarray,
-    most: Callable[[], int],
-    present: Callable[[], np.ndarray],
-) -> Iterator[Piece]:
-    """The whole run in pieces of at most `most()` full batches, asked for each piece; none goes beyond a limit.
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A run's rows in pieces that hold at most `most()` full batches, asked for each piece; none goes beyond a limit.
 
-    Rows are drawn for the members `present()`, asked for each epoch.
+    The run goes from `first_step` to before `last_step`, both counted from the first epoch on; `limits` are steps in
+    order. Rows are drawn for the members `present()`, asked for each epoch.
 
-    `full` has shape `(steps, ..., batch_size)` and `rest` `(..., remainder)`, where `...` is `members` unless members
-    share their batches. A run that ends in the middle of an epoch has an empty `rest` and does not end the epoch.
+    A piece's `full` has shape `(steps, ..., batch_size)` and its `rest` `(..., remainder)`, where `...` is `members`
+    unless members share their batches.
     """
-    whole, remainder = divmod(order.num_rows, batch_size)
-    done, epoch = 0, 0
-    while done < num_steps:
-        rows = order.epoch(epoch, present())
-        full = rows[..., : whole * batch_size].reshape(*rows.shape[:-1], whole, batch_size)
-        full = np.moveaxis(full, -2, 0)[: num_steps - done]
-        rest = rows[..., whole * batch_size :]
-        after = done + len(full)
-        ends = len(full) == whole and (remainder == 0 or after < num_steps)
-        after += ends and remainder > 0
-        start, last = 0, False
-        while not last:
-            stop = start + max(most(), 1)
-            limit = next_limit(limits, done + start)
-            stop = stop if limit is None else min(stop, limit - done)
-            last = stop >= len(full)
-            yield Piece(full[start:stop], rest, ends and last)
-            start = stop
-        done = after
-        epoch += 1
 
+    order: RowOrder
+    batch_size: int
+    first_step: int
+    last_step: int
+    limits: np.ndarray
+    most: Callable[[], int]
+    present: Callable[[], np.ndarray]
 
-def endless_pieces(
-    order: RowOrder,
-    *,
-    batch_size: int,
-    num_steps: int,
-    limits: np.ndarray,
-    most: Callable[[], int],
-    present: Callable[[], np.ndarray],
-) -> Iterator[Piece]:
-    """The same for a run in which nothing happens at the end of an epoch, not even a smaller batch.
+    def epochs(self) -> Iterator[Piece]:
+        """Pieces of one epoch each. A run that ends within an epoch leaves that one's `rest` and end out."""
+        whole, remainder = divmod(self.order.num_rows, self.batch_size)
+        per_epoch = whole + (remainder > 0)
+        step = self.first_step
+        while step < self.last_step:
+            epoch, done = divmod(step, per_epoch)
+            rows = self.order.epoch(epoch, self.present())
+            batches, rest = self._batches(rows), rows[..., whole * self.batch_size :]
+            last = min(whole, done + self.last_step - step)
+            ends = last == whole and (epoch + 1) * per_epoch <= self.last_step
+            while True:
+                stop = min(done + self._end(step) - step, last)
+                yield Piece(batches[done:stop], rest, ends and stop == last)
+                step, done = step + stop - done, stop
+                if stop == last:
+                    break
+            step += ends and remainder > 0
 
-    A piece then goes on into the next epoch, so that there are fewer of them.
-    """
-    whole = order.num_rows // batch_size
-    epochs = (order.epoch(epoch, present()) for epoch in itertools.count())
-    batches = (np.moveaxis(rows.reshape(*rows.shape[:-1], whole, batch_size), -2, 0) for rows in epochs)
-    waiting, done = next(batches), 0
-    nothing = waiting[0, ..., :0]
-    while done < num_steps:
-        steps = min(max(most(), 1), num_steps - done)
-        limit = next_limit(limits, done)
-        steps = steps if limit is None else min(steps, limit - done)
-        parts, count = [waiting], len(waiting)
-        while count < steps:
-            parts.append(next(batches))
-            count += len(parts[-1])
-        waiting = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        yield Piece(waiting[:steps], nothing, ends_epoch=False)
-        waiting = waiting[steps:]
-        done += steps
+    def endless(self) -> Iterator[Piece]:
+        """The same where nothing happens at the end of an epoch, not even a smaller batch.
+
+        A piece then goes on into the next epoch, so that there are fewer of them.
+        """
+        epoch, done = divmod(self.first_step, self.order.num_rows // self.batch_size)
+        batches = (self._batches(self.order.epoch(epoch, self.present())) for epoch in itertools.count(epoch))
+        waiting, step = next(batches)[done:], self.first_step
+        nothing = waiting[0, ..., :0]
+        while step < self.last_step:
+            steps = self._end(step) - step
+            parts, count = [waiting], len(waiting)
+            while count < steps:
+                parts.append(next(batches))
+                count += len(parts[-1])
+            waiting = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            yield Piece(waiting[:steps], nothing, ends_epoch=False)
+            waiting = waiting[steps:]
+            step += steps
+
+    def _batches(self, rows: np.ndarray) -> np.ndarray:
+        whole = rows.shape[-1] // self.batch_size
+        full = rows[..., : whole * self.batch_size].reshape(*rows.shape[:-1], whole, self.batch_size)
+        return np.moveaxis(full, -2, 0)
+
+    def _end(self, step: int) -> int:
+        """The step before which a piece that begins at `step` ends at the latest."""
+        end, limit = min(step + max(self.most(), 1), self.last_step), next_limit(self.limits, step)
+        return end if limit is None else min(end, limit)

@@ -12,6 +12,7 @@ from .._ensemble import Ensemble, M
 from ..plan import AbstractPlan
 from ..predict import predict
 from ._revive import Revival
+from ._select import Selection
 from ._state import DIVERGED, STATUS_NAMES, TrainState
 
 
@@ -20,7 +21,8 @@ class History(eqx.Module):
 
     **Attributes:**
 
-    - `loss`: `(members, steps)`, the training loss before each step's update; NaN after a member has left.
+    - `loss`: `(members, steps)`, the training loss before each step's update; NaN after a member has left. A run that
+        went on from a training state has the steps of its own only.
     - `aux`: the loss's auxiliary outputs, each `(members, steps, ...)`, NaN (zero for integers) after a member has
         left; `None` without `has_aux`.
     - `validation`: `(members, validations)`, NaN after a member has left; `None` without validation data.
@@ -49,7 +51,10 @@ class Run(eqx.Module, Generic[M]):
     - `revived`: the members that diverged and came back, in order; see [`eqx_ensemble.train.Revive`][].
     - `best_step`, `best_score`: `(members,)`, when each member's validation score was best, and that score (-1 and
         infinity where there was none); `None` without validation data.
-    - `train_state`: the last training state, to go on from with [`eqx_ensemble.train.make_step`][].
+    - `train_state`: the last training state, to go on from with [`eqx_ensemble.fit`][] or
+        [`eqx_ensemble.train.make_step`][].
+    - `selection`: each member's best weights and how long it has waited for better ones; `None` without validation
+        data.
     - `plan`: how the members were executed; after `plan="auto"`, `run.plan.explain()` says why.
     - `interrupted`: whether Ctrl-C ended the run early.
     """
@@ -64,6 +69,7 @@ class Run(eqx.Module, Generic[M]):
     best_step: Int[np.ndarray, " members"] | None
     best_score: Float[np.ndarray, " members"] | None
     train_state: TrainState[M]
+    selection: Selection | None
     plan: AbstractPlan
     interrupted: bool
 
@@ -203,12 +209,17 @@ def _last_finite(curves: np.ndarray) -> np.ndarray:
 class Record:
     """Collects a run's outputs on the host, piece by piece."""
 
-    def __init__(self):
+    def __init__(self, *, first_step: int = 0, history: History | None = None):
         self._outputs: list[Any] = []
         self._scores: list[np.ndarray] = []
         self._score_steps: list[int] = []
         self._latest: np.ndarray | None = None
-        self.steps = 0
+        self._first_step = self.steps = first_step
+        if history is not None:
+            self.add_steps(jax.tree.map(lambda curves: np.moveaxis(curves, 1, 0), (history.loss, history.aux)))
+            if history.validation is not None:
+                self._scores = list(history.validation.T)
+                self._score_steps = history.validation_step.tolist()
 
     def add_steps(self, outputs: PyTree) -> None:
         """Outputs of consecutive steps, each `(steps, members, ...)`."""
@@ -243,5 +254,6 @@ class Record:
         trained = max(int(np.flatnonzero(np.isfinite(loss).any(axis=0)).max(initial=-1)) + 1, 1)
         loss, aux = jax.tree.map(lambda curves: curves[:, :trained], (loss, aux))
         steps = np.array(self._score_steps, np.int64)
-        validation = np.stack(self._scores, axis=1)[:, steps <= trained] if self._scores else None
-        return History(loss, aux, validation, steps[steps <= trained])
+        kept = steps <= self._first_step + trained
+        validation = np.stack(self._scores, axis=1)[:, kept] if self._scores else None
+        return History(loss, aux, validation, steps[kept])

@@ -126,7 +126,7 @@ def first_state(
     key = _keys.root(key, name=name)
     keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
 
-    params, frozen, state, shared, ids = jax.tree.map(_copied, (params, frozen, state, ensemble.shared, ensemble.ids))
+    params, frozen, state, shared, ids = copied((params, frozen, state, ensemble.shared, ensemble.ids))
 
     count = ensemble.num_members
     opt_state = init_all(optimiser, params, hyper, ids)
@@ -141,8 +141,12 @@ def init_all(optimiser: Optimiser, params: PyTree, hyper: PyTree, ids: Int[Array
     return _axes.over_leading_axis(Vmap().run, lambda part: init_member(optimiser, *part), (params, hyper, ids))
 
 
+def copied(tree: PyTree) -> PyTree:
+    """Copies that a step may donate, strongly typed because a step's results are."""
+    return jax.tree.map(_copied, tree)
+
+
 def _copied(x: Any) -> Any:
-    """A copy that a step may donate, strongly typed because a step's results are."""
     if not eqx.is_array(x):
         return x
     return x.copy() if _check.is_typed_key(x) else jnp.array(x, dtype=x.dtype)

@@ -1,0 +1,97 @@
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._leaves import kind_of
+from ._marks import positive_int
+
+
+def places(values: Any, num_members: int, *, name: str, once: bool = False) -> np.ndarray:
+    """Places among the members, each at most once where that is asked for."""
+    found = np.asarray(values)
+    if found.ndim != 1 or found.dtype.kind not in "iu" or len(found) == 0:
+        raise TypeError(f"`{name}` needs places among the members, a list of whole numbers; got {values!r}.")
+    if found.min() < 0 or found.max() >= num_members:
+        raise ValueError(
+            f"`{name}` needs places from 0 to {num_members - 1}, got {found.min()} to {found.max()}.\n"
+            "A place is where a member stands in the ensemble, not its id."
+        )
+    if once and len(np.unique(found)) < len(found):
+        raise ValueError(
+            f"`{name}` needs every member at most once, because ids are unique; got {found.tolist()}.\n"
+            "`population.clone` makes members copies of others."
+        )
+    return found
+
+
+def one_donor_each(donors: np.ndarray, able: np.ndarray, ids: np.ndarray) -> None:
+    """A donor for each member, none of them lost."""
+    if len(donors) != len(able):
+        raise ValueError(f"`population.clone` needs one donor per member ({len(able)},), got ({len(donors)},).")
+    unfit = np.unique(donors[(donors != np.arange(len(able))) & ~able[donors]])
+    if len(unfit):
+        raise ValueError(
+            "`population.clone` needs donors that train; these have diverged or stopped: members "
+            f"{', '.join(map(str, ids[unfit].tolist()))}."
+        )
+
+
+def part_of_members(fraction: Any, *, name: str) -> None:
+    """A part of the members, at most half of them."""
+    if not isinstance(fraction, int | float) or not 0 < fraction <= 0.5:
+        raise ValueError(f"`{name}` needs `fraction` to be above 0 and at most 0.5, got {fraction!r}.")
+
+
+def names_in(names: Iterable[str], hyper: Any, *, name: str) -> None:
+    """Ranges belong to hyper-parameters that are there."""
+    if not isinstance(hyper, dict) or set(names) - set(hyper):
+        found = f"names {sorted(hyper)}" if isinstance(hyper, dict) else kind_of(hyper)
+        raise ValueError(f"`{name}` has ranges of {sorted(names)}, but the hyper-parameters are {found}.")
+
+
+def has_hyper(hyper: Any, *, name: str) -> None:
+    """There is something to change."""
+    if hyper is None:
+        raise TypeError(
+            f"`{name}` needs a training state with hyper-parameters: pass `hyper=` to `fit` or `train.init`."
+        )
+
+
+def same_hyper(old: Any, new: Any, *, name: str) -> None:
+    """A member's new hyper-parameters have the structure and the shapes of its old ones."""
+    shapes = lambda tree: [jnp.shape(x) for x in jax.tree.leaves(tree)]
+    if jax.tree.structure(old) != jax.tree.structure(new) or shapes(old) != shapes(new):
+        raise TypeError(
+            f"`{name}` needs a function that returns hyper-parameters like those it is given: expected "
+            f"{jax.tree.structure(old)} of shapes {shapes(old)}, got {jax.tree.structure(new)} of {shapes(new)}."
+        )
+
+
+def judged(hyper: Any, validation: Any, *, name: str) -> None:
+    """There is something to search, and something to judge by."""
+    if hyper is None:
+        raise TypeError(f"`{name}` needs `hyper`, the hyper-parameters that it is to improve.")
+    if validation is None:
+        raise TypeError(f"`{name}` needs `validation=` data: members are compared by their score on it.")
+
+
+def halving(factor: Any, rungs: Any, *, name: str) -> None:
+    """Fewer members at every rung."""
+    if not isinstance(factor, int | float) or factor <= 1:
+        raise ValueError(f"`{name}` needs `factor` to be above 1, got {factor!r}.")
+    if rungs is not None:
+        positive_int(rungs, "rungs", name=name)
+
+
+def one_length_of(name: str, **lengths: Any) -> tuple[str, int]:
+    """The one of some lengths that was given: its name, and what it says."""
+    given = {unit: length for unit, length in lengths.items() if length is not None}
+    if len(given) != 1:
+        words = " or ".join(f"`{unit}`" for unit in lengths)
+        raise TypeError(f"`{name}` needs either {words}, got {'both' if given else 'neither'}.")
+    ((unit, length),) = given.items()
+    positive_int(length, unit, name=name)
+    return unit, length

@@ -1,0 +1,5 @@
+from . import population as population
+from ._halving import hyperband as hyperband
+from ._halving import successive_halving as successive_halving
+from ._pbt import Population as Population
+from ._pbt import population_based_training as population_based_training

@@ -1,0 +1,167 @@
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import PyTree
+
+from .. import _check
+from .._build import build
+from .._ensemble import Ensemble, M
+from ..sweep import draw
+from ..sweep._draw import AbstractRange
+from ..train import Run, fit
+from ..train._optimiser import Optimiser
+from ..train._state import OK
+from . import population
+
+
+def successive_halving(
+    ensemble: Ensemble[M],
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: PyTree,
+    *,
+    validation: PyTree,
+    epochs: int | None = None,
+    steps: int | None = None,
+    factor: float | int = 3,
+    rungs: int | None = None,
+    key: Any,
+    **options: Any,
+) -> Run[M]:
+    """Trains all members a little, the best of them longer, the best of those longer still.
+
+    At each rung the best `1 / factor` of the members that are left, rounded down, go on until they have trained
+    `factor` times as long; the others stop, and leave the compiled arrays when that pays.
+
+    ??? cite
+
+        Jamieson and Talwalkar, *Non-stochastic Best Arm Identification and Hyperparameter Optimization*, AISTATS 2016.
+
+    ```python
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    hyper = ee.grid({"lr": jnp.logspace(-4, -1, 9)})
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 9, key=key)
+    data = jnp.ones((64, 3)), jnp.zeros((64, 1))
+    run = ee.methods.successive_halving(
+        ensemble, loss, lambda hyper: optax.adam(hyper["lr"]), data, hyper=hyper, validation=data, epochs=1, key=key
+    )
+    run.left  # two, six and eighteen steps: (9,)
+    ```
+
+    **Arguments:**
+
+    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
+    - `epochs` or `steps`: the length of the first rung; rung `i`, counted from 0, ends when members have trained
+        `factor ** i` times as long, rounded up.
+    - `factor`: 2 halves the members at each rung.
+    - `rungs`: how many; as many as it takes to have one member left, if not given.
+    - `key`: the root key.
+
+    **Returns:** the run: members that were dropped are `"stopped"`, at the step in `left`, each at its best weights.
+    """
+    _check.judged((), validation, name="successive_halving")
+    _check.halving(factor, rungs, name="successive_halving")
+    _check.ensemble(ensemble, Ensemble, name="successive_halving")
+    count = ensemble.num_members
+    rungs = 1 + math.floor(math.log(count, factor) + 1e-9) if rungs is None else rungs
+    unit, shortest = _check.one_length_of("successive_halving", epochs=epochs, steps=steps)
+    first = {word: options.pop(word) for word in ("hyper", "state", "trainable") if word in options}
+    totals = [math.ceil(shortest * factor**i) for i in range(rungs)]
+    options |= {"validation": validation, "key": key}
+    lengths: list[dict[str, Any]] = [{unit: more} for more in np.diff(totals, prepend=0).tolist()]
+    run = fit(ensemble, loss, optimiser, data, **options, **first, **lengths[0])
+    for length in lengths[1:]:
+        left = np.asarray(run.train_state.moving.status) == OK
+        if run.interrupted or not left.any():
+            break
+        assert run.history.validation is not None
+        order = population.rank(run.history.validation[:, -1], healthy=left)
+        dropped = order[max(1, math.floor(left.sum() / factor + 1e-9)) : left.sum()]
+        if len(dropped):
+            run = dataclasses.replace(run, train_state=population.stop(run.train_state, dropped))
+        run = fit(run, loss, optimiser, data, **options, **length)
+    return run
+
+
+def hyperband(
+    make: Callable[..., M],
+    ranges: Mapping[str, AbstractRange],
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: PyTree,
+    *,
+    validation: PyTree,
+    epochs: int,
+    factor: float | int = 3,
+    key: Any,
+    **options: Any,
+) -> list[Run[M]]:
+    """Successive halving several times, from many members trained shortly to a few trained in full.
+
+    Nobody knows beforehand how early bad hyper-parameters show: each bracket stakes as much time on another answer.
+
+    ??? cite
+
+        Li et al., *Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization*, JMLR 18, 2018.
+
+    ```python
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
+    ranges = {"lr": ee.sweep.LogUniform(1e-4, 1e-1)}
+    data = jnp.ones((64, 3)), jnp.zeros((64, 1))
+    runs = ee.methods.hyperband(
+        make, ranges, loss, lambda hyper: optax.adam(hyper["lr"]), data, validation=data, epochs=9, key=key
+    )
+    winners = ee.concatenate([run.best() for run in runs])  # one of each bracket
+    ```
+
+    **Arguments:**
+
+    - `make`: the constructor of one member, as for [`eqx_ensemble.build`][].
+    - `ranges`: what to draw hyper-parameters from, as for [`eqx_ensemble.sweep.draw`][].
+    - `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
+    - `epochs`: the most that any member trains.
+    - `factor`: of members dropped at each rung, and of time added.
+    - `key`: the root key.
+
+    **Returns:** a run for each bracket, the one of most members first; ids are unique among all.
+    """
+    _check.positive_int(epochs, "epochs", name="hyperband")
+    _check.halving(factor, None, name="hyperband")
+    most = math.floor(math.log(epochs, factor) + 1e-9)
+    sizes = [math.ceil((most + 1) / (s + 1) * factor**s - 1e-9) for s in range(most, -1, -1)]
+    ends = np.cumsum(sizes).tolist()
+    hyper = draw(ranges, ends[-1], key=key)
+    runs = []
+    for s, size, end in zip(range(most, -1, -1), sizes, ends, strict=True):
+        places = np.arange(end - size, end)
+        made = build(make, ids=places, key=key)
+        ensemble, state = made if isinstance(made, tuple) else (made, None)
+        runs.append(
+            successive_halving(
+                ensemble,
+                loss,
+                optimiser,
+                data,
+                validation=validation,
+                epochs=max(1, round(epochs / factor**s)),
+                factor=factor,
+                rungs=s + 1,
+                hyper={name: x[places] for name, x in hyper.items()},
+                state=state,
+                key=key,
+                **options,
+            )  # fmt: skip
+        )
+        if runs[-1].interrupted:
+            break
+    return runs

@@ -1,0 +1,63 @@
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from .. import _check
+from .._ensemble import Ensemble
+from ._optimiser import Optimiser
+from ._revive import Revival
+from ._run import Record, Run
+from ._select import Selection, no_selection
+from ._state import OK, TrainState, copied, first_state, init_all
+
+
+class Start(NamedTuple):
+    """Where a run starts, and what is known from before."""
+
+    state: TrainState
+    selection: Selection | None
+    record: Record
+    revived: list[Revival]
+
+
+def start_of(
+    begun: Ensemble | TrainState | Run,
+    optimiser: Optimiser,
+    *,
+    state: eqx.nn.State | None,
+    hyper: PyTree,
+    trainable: PyTree | Callable[[Any], bool],
+    has_validation: bool,
+    key: Any,
+) -> Start:
+    """A run's start: from the weights of an ensemble, or where a training state or another run stands.
+
+    The arrays are copies, because a run donates its own.
+    """
+    if not isinstance(begun, TrainState | Run):
+        first = first_state(begun, optimiser, state=state, hyper=hyper, trainable=trainable, name="fit", key=key)
+        return Start(first, no_selection(first.moving) if has_validation else None, Record(), [])
+    given = {"state": state is not None, "hyper": hyper is not None, "trainable": trainable is not eqx.is_inexact_array}
+    _check.nothing_twice([name for name, there in given.items() if there])
+    run, first = (begun, begun.train_state) if isinstance(begun, Run) else (None, begun)
+    _check.goes_on(np.asarray(first.moving.status) == OK, ids=np.asarray(first.ids))
+    if run is not None and run.selection is not None and not has_validation:
+        raise TypeError(_check.FORGETS_THE_BEST)
+    hyper = first.fixed.hyper
+    _check.optimiser(optimiser, hyper=hyper, name="fit")
+    expected = eqx.filter_eval_shape(init_all, optimiser, first.moving.params, hyper, first.ids)
+    _check.state_of_optimiser(first.moving.opt_state, expected)
+    first = copied(first)
+    selection = run.selection if run is not None and has_validation else None
+    if has_validation:
+        selection = no_selection(first.moving) if selection is None else jax.tree.map(lambda x: x.copy(), selection)
+    step = int(first.step)
+    if run is None:
+        return Start(first, selection, Record(first_step=step), [])
+    return Start(
+        first, selection, Record(first_step=step - run.history.loss.shape[1], history=run.history), run.revived
+    )

@@ -1,0 +1,169 @@
+"""Runs that go on where another run, a training state or one's own loop stopped."""
+
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+from eqx_ensemble.train import Revive
+
+from ..factories import assert_close, assert_same
+
+KEY = jax.random.key(0)
+MEMBERS = 4
+ADAM = optax.adam(1e-2)
+
+
+def make(key):
+    return eqx.nn.MLP(3, 1, 8, 1, key=key)
+
+
+def loss(model, batch, key):
+    x, y = batch
+    keep = jax.random.bernoulli(key, 0.8, x.shape)  # so that a stream that started again would be seen
+    return jnp.mean((jax.vmap(model)(jnp.where(keep, x, 0.0))[:, 0] - y) ** 2)
+
+
+def data(rows):
+    x = jax.random.normal(KEY, (rows, 3))
+    return x, jnp.sin(x[:, 0])
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    return ee.build(make, MEMBERS, key=KEY)
+
+
+def fitted(begun, rows=40, **options):
+    return ee.fit(begun, loss, ADAM, data(rows), **({"batch_size": 8, "progress": False, "key": KEY} | options))
+
+
+def assert_same_run(run, whole):
+    assert_same(run.ensemble, whole.ensemble)
+    assert_same(run.train_state, whole.train_state)
+    assert_same(run.selection, whole.selection)
+    assert_same(run.history, whole.history)
+    assert run.status.tolist() == whole.status.tolist()
+    assert run.left.tolist() == whole.left.tolist()
+
+
+class TestAsIfItHadNotStopped:
+    @pytest.mark.parametrize("order", ["each", "shared", "given"])
+    @pytest.mark.parametrize("rows", [40, 43])
+    def test_after_whole_epochs(self, ensemble, rows, order):
+        whole = fitted(ensemble, rows, order=order, epochs=5)
+        run = fitted(fitted(ensemble, rows, order=order, epochs=2), rows, order=order, epochs=3)
+        assert_same_run(run, whole)
+
+    @pytest.mark.parametrize("rows", [40, 43])
+    def test_after_any_step(self, ensemble, rows):
+        """Also where only an epoch's smaller last batch is left."""
+        per_epoch = -(-rows // 8)
+        whole = fitted(ensemble, rows, epochs=3)
+        cuts = [0, 1, per_epoch - 1, per_epoch, 2 * per_epoch - 2, 3 * per_epoch]
+        run = ensemble
+        for start, stop in itertools.pairwise(cuts):
+            run = fitted(run, rows, steps=stop - start)
+        assert_same_run(run, whole)
+
+    def test_with_validation_and_patience(self, ensemble):
+        options = {"validation": data(16), "patience": 2, "min_delta": 0.02}
+        whole = fitted(ensemble, epochs=12, **options)
+        assert len(set(whole.left.tolist())) > 1
+        run = fitted(fitted(ensemble, epochs=3, **options), epochs=9, **options)
+        assert_same_run(run, whole)
+        assert run.best_step.tolist() == whole.best_step.tolist()
+
+    def test_members_stop_at_steps_of_all_runs(self, ensemble):
+        limits = [2, 7, 12, 100]
+        whole = fitted(ensemble, epochs=4, max_steps=limits)
+        run = fitted(fitted(ensemble, epochs=2, max_steps=limits), epochs=2, max_steps=limits)
+        assert_same_run(run, whole)
+        assert run.left.tolist() == [2, 7, 12, -1]
+
+    def test_with_hyper_parameters_and_revivals(self, ensemble):
+        def faulty(model, batch, key, hyper):
+            return jnp.where(hyper["lr"] > 0.5, jnp.nan, loss(model, batch, key))
+
+        optimiser = lambda hyper: optax.adam(hyper["lr"])
+        how = Revive(perturb=lambda hyper, key: hyper | {"lr": 0.7 + jax.random.uniform(key) * 0.1}, most=2)
+        options = {"on_diverge": how, "batch_size": 8, "progress": False, "key": KEY}
+        fit = lambda begun, **more: ee.fit(begun, faulty, optimiser, data(40), **options, **more)
+        with pytest.warns(UserWarning, match="diverged"):
+            run = fit(ensemble, epochs=1, hyper={"lr": jnp.array([0.1, 0.9, 0.1, 0.1])})
+        assert len(run.revived) == 2
+        with pytest.warns(UserWarning, match="diverged"):
+            again = fit(run, epochs=1)
+        assert again.revived == run.revived  # it came back as often as it may
+        assert again.history.loss.shape == (MEMBERS, 10)
+
+    def test_over_batches_of_ones_own(self, ensemble):
+        x, y = data(40)
+        batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)]
+        fit = lambda begun, **more: ee.fit(begun, loss, ADAM, batches, progress=False, key=KEY, **more)
+        whole = fit(ensemble, steps=15)
+        assert_same_run(fit(fit(ensemble, epochs=1), steps=10), whole)
+
+    def test_under_other_plans(self, ensemble):
+        for plan in (ee.plan.Chunked(2), ee.plan.Sequential()):
+            whole = fitted(ensemble, epochs=2, plan=plan)
+            assert_same_run(fitted(fitted(ensemble, steps=3, plan=plan), steps=7, plan=plan), whole)
+
+    def test_what_it_started_from_stays(self, ensemble):
+        run = fitted(ensemble, epochs=1, validation=data(16))
+        before = jax.tree.map(np.array, (run.train_state.moving, run.selection, run.history))
+        fitted(run, epochs=1, validation=data(16))
+        assert_same((run.train_state.moving, run.selection, run.history), before)
+
+
+class TestFromATrainingState:
+    def test_of_ones_own_loop(self, ensemble):
+        step, state = ee.train.make_step(loss, ADAM), ee.train.init(ensemble, ADAM, key=KEY)
+        x, y = data(40)
+        for i in range(0, 40, 8):
+            state, _ = step(state, (x[i : i + 8], y[i : i + 8]))
+        run = fitted(state, order="given", epochs=1)
+        whole = fitted(ensemble, order="given", epochs=2)
+        assert_close(run.ensemble, whole.ensemble, 1e-6)  # a step per call is another program than a loop of steps
+        np.testing.assert_allclose(run.history.loss, whole.history.loss[:, 5:], rtol=1e-5)
+
+    def test_its_history_is_its_own(self, ensemble):
+        state = fitted(ensemble, epochs=2, validation=data(16)).train_state
+        run = fitted(state, epochs=2, validation=data(16))
+        assert run.history.loss.shape == (MEMBERS, 10)
+        assert run.history.validation_step.tolist() == [15, 20]
+        assert (run.best_step > 10).all()
+
+    def test_changed_hyper_parameters(self, ensemble):
+        optimiser = lambda hyper: optax.sgd(hyper)
+        run = ee.fit(ensemble, loss, optimiser, data(40), hyper=jnp.full(MEMBERS, 0.1), epochs=1, key=KEY)
+        state = eqx.tree_at(lambda s: s.fixed.hyper, run.train_state, jnp.zeros(MEMBERS))
+        assert_same(ee.fit(state, loss, optimiser, data(40), epochs=1, key=KEY).ensemble, run.ensemble)
+
+
+class TestRefused:
+    def test_what_the_state_has_already(self, ensemble):
+        state = ee.train.init(ensemble, ADAM, key=KEY)
+        with pytest.raises(TypeError, match="leave out `hyper`, `trainable`"):
+            fitted(state, epochs=1, hyper=jnp.ones(MEMBERS), trainable=lambda x: True)
+
+    def test_another_optimiser(self, ensemble):
+        state = ee.train.init(ensemble, optax.sgd(0.1), key=KEY)
+        with pytest.raises(TypeError, match="another optimiser made"):
+            fitted(state, epochs=1)
+
+    def test_nobody_trains(self, ensemble):
+        run = fitted(ensemble, epochs=2, max_steps=3)
+        with pytest.raises(ValueError, match="all 4 members have stopped or diverged"):
+            fitted(run, epochs=1)
+
+    def test_best_weights_would_be_forgotten(self, ensemble):
+        run = fitted(ensemble, epochs=1, validation=data(16))
+        with pytest.raises(TypeError, match=r"fit\(run.train_state"):
+            fitted(run, epochs=1)
+        assert fitted(run.train_state, epochs=1).selection is None
