@@ -5,6 +5,8 @@ import re
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Tests compile much more than they run. CI repeats those that compare bits as users run them, with `XLA_FLAGS=`.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

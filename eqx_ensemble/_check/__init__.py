@@ -59,6 +59,7 @@ from ._fit import IDLE_PATIENCE as IDLE_PATIENCE
 from ._fit import diverged as diverged
 from ._fit import fit_options as fit_options
 from ._fit import goes_on as goes_on
+from ._fit import goes_on_with_data as goes_on_with_data
 from ._fit import left_out as left_out
 from ._fit import limit as limit
 from ._fit import many_shapes as many_shapes
@@ -132,6 +133,9 @@ from ._resample import check_row_labels as check_row_labels
 from ._resample import check_rows as check_rows
 from ._resample import check_shares as check_shares
 from ._resample import check_splits as check_splits
+from ._resample import drawn_rows as drawn_rows
+from ._resample import folds_of_members as folds_of_members
+from ._resample import whole_folds as whole_folds
 from ._stacked import member_type as member_type
 from ._stacked import not_stacked as not_stacked
 from ._stacked import stacked_arguments as stacked_arguments

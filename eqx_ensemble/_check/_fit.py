@@ -216,3 +216,13 @@ def state_of_optimiser(found: Any, expected: Any) -> None:
             "`fit` goes on from a training state that another optimiser made: its optimiser state is\n"
             f"{jax.tree.structure(found)}, this optimiser's would be\n{jax.tree.structure(expected)}."
         )
+
+
+def goes_on_with_data(*, able: bool) -> None:
+    """Batches can be taken up where another run stopped."""
+    if not able:
+        raise TypeError(
+            "`fit` goes on from a run that stopped within an epoch of an iterator that can be set to a place "
+            "(`set_state`, `load_state_dict`), but these batches cannot.\n"
+            "Pass an iterator of the same kind; or go on from `run.train_state`, with an epoch from its beginning."
+        )

@@ -228,3 +228,30 @@ def _in_range(fn: str, rows: np.ndarray, num_rows: int, words: str) -> None:
     if wrong.any():
         fix = "Rows count from 0; `num_rows` is the length of the data that they index."
         _fail(fn, f"rows from 0 to {num_rows - 1}", _first(rows, wrong) + words, fix, IndexError)
+
+
+def drawn_rows(drawn: Any, rows: Any) -> Any:
+    """What members were trained on: what is given, or the rows that `fit` was given."""
+    if drawn is None and rows is None:
+        raise TypeError(
+            "`Run.out_of_bag` needs to know what the members were trained on: `fit` was given no `rows`.\n"
+            "Pass their weights `(members, rows)` as `drawn`; without either, every member saw every row."
+        )
+    return rows if drawn is None else drawn
+
+
+def folds_of_members(num_folds: int, num_members: int, *, name: str) -> None:
+    """One fold per member."""
+    if num_folds != num_members:
+        raise ValueError(f"`{name}` needs one fold per member, got {num_folds} folds and {num_members} members.")
+
+
+def whole_folds(num_folds: int, num_members: int, *, name: str) -> int:
+    """How many members each fold has."""
+    times, rest = divmod(num_members, num_folds)
+    if rest or times == 0:
+        raise ValueError(
+            f"`{name}` needs one member per fold, or the same number for each: got {num_members} members and "
+            f"{num_folds} folds."
+        )
+    return times

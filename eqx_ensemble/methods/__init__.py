@@ -1,4 +1,6 @@
 from . import population as population
+from ._cross_fit import CrossFit as CrossFit
+from ._cross_fit import cross_fit as cross_fit
 from ._halving import hyperband as hyperband
 from ._halving import successive_halving as successive_halving
 from ._pbt import Population as Population

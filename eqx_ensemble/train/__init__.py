@@ -1,10 +1,10 @@
 from ._fit import fit as fit
+from ._record import History as History
 from ._revive import Revival as Revival
 from ._revive import Revive as Revive
 from ._revive import perturb as perturb
 from ._revive import revive as revive
 from ._run import DivergedError as DivergedError
-from ._run import History as History
 from ._run import Run as Run
 from ._state import TrainState as TrainState
 from ._state import init as init

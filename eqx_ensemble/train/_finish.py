@@ -1,3 +1,5 @@
+from typing import Any
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ from ._start import Start
 from ._state import TrainState
 
 
-def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, *, interrupted: bool) -> Run:
+def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, rows: Any, *, interrupted: bool) -> Run:
     """What a run returns: all members in their places, each at its best weights if there are any."""
     first = start.state
     carry, fixed = loop.roster.whole(carry), loop.roster.fixed
@@ -40,6 +42,8 @@ def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, *, inte
         best_score=best_score,
         train_state=last,
         selection=selection,
+        rows=rows,
+        data_state=loop.data_state,
         plan=plan,
         interrupted=interrupted,
     )

@@ -14,11 +14,12 @@ from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot, explained_memory
 from ._arrays import run_arrays
+from ._batches import run_batches
 from ._data import chosen_rows, is_batches, on_device, unmarked
 from ._finish import finished
 from ._interrupt import Interruption
 from ._limits import limits_of
-from ._loop import Loop, run_batches
+from ._loop import Loop
 from ._loss import Loss, as_loss
 from ._optimiser import Optimiser
 from ._program import Carry, Inputs, Program
@@ -152,7 +153,7 @@ def fit(
         if is_batches(data):
             _check.no_array_options(batch_size=batch_size, rows=rows, order=order, name="fit")
             loop = looped(inputs)
-            carry = run_batches(loop, inputs, carry, data, epochs=epochs, steps=steps)
+            carry = run_batches(loop, inputs, carry, data, data_state=start.data_state, epochs=epochs, steps=steps)
         else:
             data, num_rows = on_device(data, first.num_members, argument="data", name="fit")
             rows = chosen_rows(rows, first.num_members, num_rows, name="fit")
@@ -160,7 +161,7 @@ def fit(
             inputs = dataclasses.replace(inputs, data=data)
             loop = looped(inputs)
             carry = run_arrays(loop, inputs, carry, order_of_rows, batch_size=batch_size, epochs=epochs, steps=steps)
-    run = finished(start, loop, carry, plan, interrupted=interruption.requested)
+    run = finished(start, loop, carry, plan, rows, interrupted=interruption.requested)
     lost = run.status == STATUS_NAMES[DIVERGED]
     if lost.any():
         message = _check.diverged(np.asarray(first.ids)[lost], run.left[lost], run.fault[lost])

@@ -1,8 +1,6 @@
 import dataclasses
-import itertools
 import time
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,17 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _check
 from ..plan import Vmap
 from ..plan._pilot import Pilot
-from ._chunk import compiled_batch, compiled_validation
-from ._data import on_device
+from ._chunk import compiled_validation
 from ._interrupt import Interruption
 from ._limits import stopped
 from ._program import Carry, Inputs, Program, step_under
+from ._record import Record
 from ._revive import Reviver
 from ._roster import Roster
-from ._run import Record
 from ._state import DIVERGED, OK, STOPPED
 
 if TYPE_CHECKING:
@@ -29,7 +25,6 @@ if TYPE_CHECKING:
 _SECONDS_PER_CHUNK = 1.0
 _SECONDS_PER_TRIAL = 0.1
 _FIRST_STEPS = 32
-_MANY_SHAPES = 8
 
 
 class Loop:
@@ -57,6 +52,7 @@ class Loop:
         self.reviver = reviver
         self._raises = raises
         self._max_seconds = max_seconds
+        self.data_state: Any = None
         self._start = time.perf_counter()
         self._compiled_in: float | None = None
         self._fresh = True
@@ -158,52 +154,6 @@ class Loop:
         self.pilot.settle()
         carry, inputs = self.roster.shrink(carry, width)
         return inputs, carry
-
-
-def run_batches(
-    loop: Loop, inputs: Inputs, carry: Carry, batches: Iterable[PyTree], *, epochs: int | None, steps: int | None
-) -> Carry:
-    """Runs over an iterable of batches, one compiled step per batch."""
-    num_members = inputs.fixed.key.shape[0]
-    loop.line.total = steps
-    first_step = loop.record.steps
-    last_step = None if steps is None else first_step + steps
-    seen: set[Any] = set()
-    for epoch in itertools.count() if epochs is None else range(epochs):
-        before = loop.record.steps
-        for batch in batches:
-            start = time.perf_counter()
-            batch, _ = on_device(batch, num_members, argument="batch", name="fit")
-            _warn_of_many_shapes(batch, seen)
-            batch = loop.roster.own(batch)
-            if loop.record.steps == first_step:
-                loop.look(dataclasses.replace(inputs, data=batch), carry, None, steps_inside=False)
-            carry, outputs = loop.call(compiled_batch, inputs, batch, carry=carry)
-            loop.add_steps(jax.tree.map(lambda x: x[None], outputs))
-            steps_left = None if last_step is None else last_step - loop.record.steps
-            loop.pace(1, time.perf_counter() - start, steps_left)
-            loop.report(1, carry)
-            inputs, carry = loop.care_for(inputs, carry)
-            if loop.over(carry) or steps_left == 0:
-                if epoch == 0 and loop.program.patience is not None and steps_left == 0:
-                    warnings.warn(_check.IDLE_PATIENCE, stacklevel=3)
-                return loop.last_validation(inputs, carry)
-            inputs, carry = loop.without_those_who_left(inputs, carry, steps_left)
-        _check.some_batches(loop.record.steps - before, epoch, name="fit")
-        if loop.program.score is not None:
-            carry, scores = compiled_validation((loop.program, inputs), carry)
-            loop.add_scores(scores)
-        if loop.over(carry):
-            break
-    return carry
-
-
-def _warn_of_many_shapes(batch: PyTree, seen: set[Any]) -> None:
-    shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(batch))
-    before = len(seen)
-    seen.add(shapes)
-    if before < len(seen) == _MANY_SHAPES:
-        warnings.warn(_check.many_shapes(seen), stacklevel=4)
 
 
 def _mean(values: np.ndarray) -> float:

@@ -4,35 +4,19 @@ from typing import Any, Generic
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from .. import _check, tree
+from .. import _axes, _check, tree
 from .._ensemble import Ensemble, M
 from ..plan import AbstractPlan
 from ..predict import predict
+from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
+from ._record import History, last_finite
 from ._revive import Revival
 from ._select import Selection
 from ._state import DIVERGED, STATUS_NAMES, TrainState
-
-
-class History(eqx.Module):
-    """The curves of a run, on the host.
-
-    **Attributes:**
-
-    - `loss`: `(members, steps)`, the training loss before each step's update; NaN after a member has left. A run that
-        went on from a training state has the steps of its own only.
-    - `aux`: the loss's auxiliary outputs, each `(members, steps, ...)`, NaN (zero for integers) after a member has
-        left; `None` without `has_aux`.
-    - `validation`: `(members, validations)`, NaN after a member has left; `None` without validation data.
-    - `validation_step`: `(validations,)`, the number of steps done at each validation.
-    """
-
-    loss: Float[np.ndarray, "members steps"]
-    aux: PyTree
-    validation: Float[np.ndarray, "members validations"] | None
-    validation_step: Int[np.ndarray, " validations"]
 
 
 class Run(eqx.Module, Generic[M]):
@@ -55,6 +39,9 @@ class Run(eqx.Module, Generic[M]):
         [`eqx_ensemble.train.make_step`][].
     - `selection`: each member's best weights and how long it has waited for better ones; `None` without validation
         data.
+    - `rows`: what was given to `fit` as `rows`, `(members, n)`; `None` without.
+    - `data_state`: where an iterator of batches stood after the last step, if it says that (`get_state` or
+        `state_dict`); another run goes on from there. `None` at the end of an epoch, and for arrays.
     - `plan`: how the members were executed; after `plan="auto"`, `run.plan.explain()` says why.
     - `interrupted`: whether Ctrl-C ended the run early.
     """
@@ -70,6 +57,8 @@ class Run(eqx.Module, Generic[M]):
     best_score: Float[np.ndarray, " members"] | None
     train_state: TrainState[M]
     selection: Selection | None
+    rows: Int[np.ndarray, "members n"] | None
+    data_state: Any
     plan: AbstractPlan
     interrupted: bool
 
@@ -124,6 +113,72 @@ class Run(eqx.Module, Generic[M]):
         prediction = predict(self.healthy, x, state=state, **options)
         return prediction if combine is None else combine(prediction, weights=weights)
 
+    def out_of_bag(self, x: PyTree, drawn: Any = None, *, weights: Any = None, **options: Any) -> HeldOut:
+        """A prediction for every row of the training data, by the members that never saw it.
+
+        ```python
+        def loss(model, batch, key):
+            x, y = batch
+            return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+        ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, key=key)
+        x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
+        rows = ee.resample.bootstrap(len(x), 8, key=key)
+        run = ee.fit(ensemble, loss, optax.adam(1e-3), (x, y), epochs=1, rows=rows, key=key)
+        run.out_of_bag(x).mean.shape  # (100, 1)
+        ```
+
+        **Arguments:**
+
+        - `x`: what [`eqx_ensemble.predict`][] takes, of all rows of the training data in their order.
+        - `drawn`: what the members were trained on, as for [`eqx_ensemble.resample.out_of_bag`][]; the rows that `fit`
+            was given, if not given.
+        - `weights`: convex weights over members `(members,)`.
+        - `options`: as for [`eqx_ensemble.predict`][]. Class probabilities are averaged, not logits:
+            `fn=lambda model, x: jax.nn.softmax(model(x))`.
+
+        **Returns:** [`eqx_ensemble.resample.HeldOut`][]. Members that diverged count for nothing; a warning names them.
+        """
+        drawn = _check.drawn_rows(drawn, self.rows)
+        weights = self._weights_of_the_healthy(weights, name="Run.out_of_bag")
+        return out_of_bag_mean(predict(self.ensemble, x, state=self.state, **options), drawn, weights=weights)
+
+    def out_of_fold(self, x: PyTree, folds: Folds, *, weights: Any = None, **options: Any) -> HeldOut:
+        """A prediction for every row of the data, by the member that was tested on it.
+
+        Each member predicts its own fold only, which costs as much as one model on all rows.
+
+        **Arguments:**
+
+        - `x`: what [`eqx_ensemble.predict`][] takes, of all rows of the data in their order.
+        - `folds`: what the members were trained on: `fit(..., rows=folds.train)`.
+        - `weights`, `options`: as for [`eqx_ensemble.train.Run.out_of_bag`][].
+
+        **Returns:** [`eqx_ensemble.resample.HeldOut`][]; see [`eqx_ensemble.methods.cross_fit`][] for an example.
+        """
+        _check.check_folds("Run.out_of_fold", folds, Folds)
+        _check.folds_of_members(folds.test.shape[0], len(self.status), name="Run.out_of_fold")
+        weights = self._weights_of_the_healthy(weights, name="Run.out_of_fold")
+        is_each = lambda node: isinstance(node, _axes.Each)
+        own = lambda node: (
+            _axes.Each(jax.vmap(lambda x, rows: x[rows])(node.value, folds.test)) if is_each(node) else
+            _axes.Each(jnp.asarray(node)[folds.test])
+        )  # fmt: skip
+        tested = predict(self.ensemble, jax.tree.map(own, x, is_leaf=is_each), state=self.state, **options)
+        return out_of_fold(tested, folds, of="test", weights=weights)
+
+    def _weights_of_the_healthy(self, weights: Any, *, name: str) -> np.ndarray | None:
+        """Weights `(members,)` in which members that diverged have none, or `None` where all are equal."""
+        healthy = self.status != STATUS_NAMES[DIVERGED]
+        if healthy.all():
+            return weights
+        message = _check.left_out(np.asarray(self.ensemble.ids)[~healthy], healthy, name=name)
+        if not healthy.any():
+            raise DivergedError(message, self)
+        warnings.warn(message, stacklevel=3)
+        kept = np.where(healthy, np.ones(len(healthy)) if weights is None else np.asarray(weights, float), 0.0)
+        return kept / kept.sum()
+
     def best(self, count: int = 1, *, by: Any = None) -> Ensemble[M]:
         """The best members, the best one first; those that diverged are never among them.
 
@@ -167,7 +222,7 @@ class Run(eqx.Module, Generic[M]):
         columns = {"member": np.asarray(self.ensemble.ids)}
         for path, values in jax.tree_util.tree_flatten_with_path(self.train_state.fixed.hyper)[0]:
             columns[jax.tree_util.keystr(path, simple=True, separator=".") or "hyper"] = np.asarray(values)
-        columns["loss"] = _last_finite(self.history.loss)
+        columns["loss"] = last_finite(self.history.loss)
         if self.best_score is not None and self.best_step is not None:
             columns["validation"] = self.best_score
             columns["best_step"] = self.best_step
@@ -198,62 +253,3 @@ def _frame(columns: dict[str, np.ndarray]) -> Any:
 def status_names(status: Array | np.ndarray) -> np.ndarray:
     """The status of every member in words."""
     return np.array(STATUS_NAMES)[np.asarray(status)]
-
-
-def _last_finite(curves: np.ndarray) -> np.ndarray:
-    finite = np.isfinite(curves)
-    last = curves.shape[1] - 1 - np.argmax(finite[:, ::-1], axis=1)
-    return np.where(finite.any(axis=1), np.take_along_axis(curves, last[:, None], axis=1)[:, 0], np.nan)
-
-
-class Record:
-    """Collects a run's outputs on the host, piece by piece."""
-
-    def __init__(self, *, first_step: int = 0, history: History | None = None):
-        self._outputs: list[Any] = []
-        self._scores: list[np.ndarray] = []
-        self._score_steps: list[int] = []
-        self._latest: np.ndarray | None = None
-        self._first_step = self.steps = first_step
-        if history is not None:
-            self.add_steps(jax.tree.map(lambda curves: np.moveaxis(curves, 1, 0), (history.loss, history.aux)))
-            if history.validation is not None:
-                self._scores = list(history.validation.T)
-                self._score_steps = history.validation_step.tolist()
-
-    def add_steps(self, outputs: PyTree) -> None:
-        """Outputs of consecutive steps, each `(steps, members, ...)`."""
-        outputs = jax.tree.map(np.asarray, outputs)
-        if self._outputs:
-            _check.same_outputs(*(jax.tree.map(lambda x: x[0], part) for part in (self._outputs[0], outputs)))
-        self._outputs.append(outputs)
-        self.steps += outputs[0].shape[0]
-        last = _last_finite(outputs[0].T)
-        self._latest = last if self._latest is None else np.where(np.isfinite(last), last, self._latest)
-
-    def add_scores(self, scores: Any) -> None:
-        """The members' validation scores `(members,)` after the steps so far."""
-        self._scores.append(np.asarray(scores))
-        self._score_steps.append(self.steps)
-
-    @property
-    def latest(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Each member's latest loss `(members,)` and best validation score `(members,)`, also when it has left."""
-        assert self._latest is not None
-        return self._latest, np.fmin.reduce(self._scores) if self._scores else None
-
-    @property
-    def validated(self) -> bool:
-        """Whether the present weights have their score."""
-        return self._score_steps[-1:] == [self.steps]
-
-    def history(self) -> History:
-        """The curves, `members` first."""
-        loss, aux = jax.tree.map(lambda *parts: np.moveaxis(np.concatenate(parts), 0, 1), *self._outputs)
-        # The chunk in which the last member left may have gone on without anyone.
-        trained = max(int(np.flatnonzero(np.isfinite(loss).any(axis=0)).max(initial=-1)) + 1, 1)
-        loss, aux = jax.tree.map(lambda curves: curves[:, :trained], (loss, aux))
-        steps = np.array(self._score_steps, np.int64)
-        kept = steps <= self._first_step + trained
-        validation = np.stack(self._scores, axis=1)[:, kept] if self._scores else None
-        return History(loss, aux, validation, steps[kept])

@@ -9,8 +9,9 @@ from jaxtyping import PyTree
 from .. import _check
 from .._ensemble import Ensemble
 from ._optimiser import Optimiser
+from ._record import Record
 from ._revive import Revival
-from ._run import Record, Run
+from ._run import Run
 from ._select import Selection, no_selection
 from ._state import OK, TrainState, copied, first_state, init_all
 
@@ -22,6 +23,7 @@ class Start(NamedTuple):
     selection: Selection | None
     record: Record
     revived: list[Revival]
+    data_state: Any
 
 
 def start_of(
@@ -40,7 +42,7 @@ def start_of(
     """
     if not isinstance(begun, TrainState | Run):
         first = first_state(begun, optimiser, state=state, hyper=hyper, trainable=trainable, name="fit", key=key)
-        return Start(first, no_selection(first.moving) if has_validation else None, Record(), [])
+        return Start(first, no_selection(first.moving) if has_validation else None, Record(), [], None)
     given = {"state": state is not None, "hyper": hyper is not None, "trainable": trainable is not eqx.is_inexact_array}
     _check.nothing_twice([name for name, there in given.items() if there])
     run, first = (begun, begun.train_state) if isinstance(begun, Run) else (None, begun)
@@ -55,9 +57,7 @@ def start_of(
     selection = run.selection if run is not None and has_validation else None
     if has_validation:
         selection = no_selection(first.moving) if selection is None else jax.tree.map(lambda x: x.copy(), selection)
-    step = int(first.step)
     if run is None:
-        return Start(first, selection, Record(first_step=step), [])
-    return Start(
-        first, selection, Record(first_step=step - run.history.loss.shape[1], history=run.history), run.revived
-    )
+        return Start(first, selection, Record(first_step=int(first.step)), [], None)
+    record = Record(first_step=int(first.step) - run.history.loss.shape[1], history=run.history)
+    return Start(first, selection, record, run.revived, run.data_state)

@@ -1,0 +1,75 @@
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .. import _check
+from .._ensemble import Ensemble, M
+from ..resample import Folds, HeldOut
+from ..train import Run, fit
+from ..train._optimiser import Optimiser
+
+
+class CrossFit(NamedTuple):
+    """What [`eqx_ensemble.methods.cross_fit`][] returns.
+
+    **Attributes:**
+
+    - `run`: the run of all folds.
+    - `held_out`: a prediction for every row by members that were not trained on it.
+    """
+
+    run: Run
+    held_out: HeldOut
+
+
+def cross_fit(
+    ensemble: Ensemble[M],
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: PyTree,
+    folds: Folds,
+    *,
+    x: PyTree,
+    fn: Callable[..., Any] | None = None,
+    key: Any,
+    **options: Any,
+) -> CrossFit:
+    """Trains all folds of a cross-validation in one program, and predicts every row by who was not trained on it.
+
+    ??? cite
+
+        Chernozhukov et al., *Double/Debiased Machine Learning for Treatment and Structural Parameters*,
+        The Econometrics Journal 21, 2018.
+
+    ```python
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 10, key=key)
+    folds = ee.resample.folds(len(x), 5, key=key)
+    run, held_out = ee.methods.cross_fit(ensemble, loss, optax.adam(1e-3), (x, y), folds, x=x, epochs=2, key=key)
+    held_out.mean.shape  # (100, 1): each row by the two members of its fold
+    ```
+
+    **Arguments:**
+
+    - `ensemble`: one member per fold, or several: member `i` has fold `i % num_folds`.
+    - `loss`, `optimiser`, `data`, `options`: as for [`eqx_ensemble.fit`][].
+    - `folds`: what [`eqx_ensemble.resample.folds`][] or [`eqx_ensemble.resample.from_splits`][] returned.
+    - `x`: what the members predict from, as for [`eqx_ensemble.predict`][], of all rows of the data in their order.
+    - `fn`: how, as for [`eqx_ensemble.predict`][]: class probabilities are averaged, not logits.
+    - `key`: the root key.
+
+    **Returns:** the run, and the held-out predictions.
+    """
+    _check.ensemble(ensemble, Ensemble, name="cross_fit")
+    _check.check_folds("methods.cross_fit", folds, Folds)
+    times = _check.whole_folds(folds.test.shape[0], ensemble.num_members, name="cross_fit")
+    own = jax.tree.map(lambda part: jnp.tile(part, (times, 1)), folds)
+    run = fit(ensemble, loss, optimiser, data, rows=own.train, key=key, **options)
+    return CrossFit(run, run.out_of_fold(x, own, fn=fn))

@@ -1,0 +1,87 @@
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Float, Int, PyTree
+
+from .. import _check
+
+
+class History(eqx.Module):
+    """The curves of a run, on the host.
+
+    **Attributes:**
+
+    - `loss`: `(members, steps)`, the training loss before each step's update; NaN after a member has left. A run that
+        went on from a training state has the steps of its own only.
+    - `aux`: the loss's auxiliary outputs, each `(members, steps, ...)`, NaN (zero for integers) after a member has
+        left; `None` without `has_aux`.
+    - `validation`: `(members, validations)`, NaN after a member has left; `None` without validation data.
+    - `validation_step`: `(validations,)`, the number of steps done at each validation.
+    """
+
+    loss: Float[np.ndarray, "members steps"]
+    aux: PyTree
+    validation: Float[np.ndarray, "members validations"] | None
+    validation_step: Int[np.ndarray, " validations"]
+
+
+class Record:
+    """Collects a run's outputs on the host, piece by piece."""
+
+    def __init__(self, *, first_step: int = 0, history: History | None = None):
+        self._outputs: list[Any] = []
+        self._scores: list[np.ndarray] = []
+        self._score_steps: list[int] = []
+        self._latest: np.ndarray | None = None
+        self._first_step = self.steps = first_step
+        if history is not None:
+            self.add_steps(jax.tree.map(lambda curves: np.moveaxis(curves, 1, 0), (history.loss, history.aux)))
+            if history.validation is not None:
+                self._scores = list(history.validation.T)
+                self._score_steps = history.validation_step.tolist()
+
+    def add_steps(self, outputs: PyTree) -> None:
+        """Outputs of consecutive steps, each `(steps, members, ...)`."""
+        outputs = jax.tree.map(np.asarray, outputs)
+        if self._outputs:
+            _check.same_outputs(*(jax.tree.map(lambda x: x[0], part) for part in (self._outputs[0], outputs)))
+        self._outputs.append(outputs)
+        self.steps += outputs[0].shape[0]
+        last = last_finite(outputs[0].T)
+        self._latest = last if self._latest is None else np.where(np.isfinite(last), last, self._latest)
+
+    def add_scores(self, scores: Any) -> None:
+        """The members' validation scores `(members,)` after the steps so far."""
+        self._scores.append(np.asarray(scores))
+        self._score_steps.append(self.steps)
+
+    @property
+    def latest(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Each member's latest loss `(members,)` and best validation score `(members,)`, also when it has left."""
+        assert self._latest is not None
+        return self._latest, np.fmin.reduce(self._scores) if self._scores else None
+
+    @property
+    def validated(self) -> bool:
+        """Whether the present weights have their score."""
+        return self._score_steps[-1:] == [self.steps]
+
+    def history(self) -> History:
+        """The curves, `members` first."""
+        loss, aux = jax.tree.map(lambda *parts: np.moveaxis(np.concatenate(parts), 0, 1), *self._outputs)
+        # The chunk in which the last member left may have gone on without anyone.
+        trained = max(int(np.flatnonzero(np.isfinite(loss).any(axis=0)).max(initial=-1)) + 1, 1)
+        loss, aux = jax.tree.map(lambda curves: curves[:, :trained], (loss, aux))
+        steps = np.array(self._score_steps, np.int64)
+        kept = steps <= self._first_step + trained
+        validation = np.stack(self._scores, axis=1)[:, kept] if self._scores else None
+        return History(loss, aux, validation, steps[kept])
+
+
+def last_finite(curves: np.ndarray) -> np.ndarray:
+    """The last finite number of each row of `(members, steps)`; NaN where there is none."""
+    finite = np.isfinite(curves)
+    last = curves.shape[1] - 1 - np.argmax(finite[:, ::-1], axis=1)
+    return np.where(finite.any(axis=1), np.take_along_axis(curves, last[:, None], axis=1)[:, 0], np.nan)

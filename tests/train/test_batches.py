@@ -1,0 +1,131 @@
+"""Iterables of batches: fetched ahead, and taken up where they stood."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+from eqx_ensemble.train._loop import Loop
+
+from ..factories import assert_same
+
+KEY = jax.random.key(0)
+MEMBERS = 3
+SGD = optax.sgd(0.05, momentum=0.9)
+X = np.asarray(jax.random.normal(KEY, (40, 3)))
+Y = np.sin(X[:, :1])
+
+
+def loss(model, batch, key):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    return ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), MEMBERS, key=KEY)
+
+
+def fitted(begun, batches, **options):
+    return ee.fit(begun, loss, SGD, batches, progress=False, key=KEY, **options)
+
+
+class Batches:
+    """Eight batches a pass; counts what was drawn."""
+
+    def __init__(self):
+        self.drawn = 0
+
+    def __iter__(self):
+        for i in range(0, 40, 5):
+            self.drawn += 1
+            yield X[i : i + 5], Y[i : i + 5]
+
+
+class Resumable:
+    """As grain's iterators and torchdata's loaders: they say where they stand, and can be set there."""
+
+    def __init__(self, get="get_state", put="set_state"):
+        self.place = 0
+        setattr(self, get, lambda: {"place": self.place})
+        setattr(self, put, lambda state: setattr(self, "place", state["place"]))
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.place == 8:
+            raise StopIteration
+        self.place += 1
+        return X[5 * self.place - 5 : 5 * self.place], Y[5 * self.place - 5 : 5 * self.place]
+
+
+class Loader:
+    """A new iterator for each pass."""
+
+    def __iter__(self):
+        return Resumable()
+
+
+def test_no_more_are_drawn_than_used(ensemble):
+    for steps in (1, 7, 8, 11):
+        batches = Batches()
+        fitted(ensemble, batches, steps=steps)
+        assert batches.drawn == steps
+
+
+def test_a_generator_can_be_shared_by_runs(ensemble):
+    source = iter(Batches())
+    first = fitted(ensemble, source, steps=3)
+    second = fitted(first, source, steps=5)
+    assert_same(second.ensemble, fitted(ensemble, Batches(), epochs=1).ensemble)
+
+
+def test_the_next_is_drawn_while_the_device_works(ensemble, monkeypatch):
+    """Before the host waits for a step's results, it has asked for the next batch."""
+    events, waits = [], Loop.add_steps
+
+    def batches():
+        for i in range(3):
+            events.append(f"draw {i}")
+            yield X[:5], Y[:5]
+
+    monkeypatch.setattr(Loop, "add_steps", lambda *args: (events.append("wait"), waits(*args))[1])
+    fitted(ensemble, batches(), epochs=1)
+    assert events == ["draw 0", "draw 1", "wait", "draw 2", "wait", "wait"]
+
+
+@pytest.mark.parametrize("names", [("get_state", "set_state"), ("state_dict", "load_state_dict")])
+@pytest.mark.parametrize("cut", [1, 5, 7])
+def test_goes_on_where_the_iterator_stood(ensemble, names, cut):
+    whole = fitted(ensemble, Resumable(*names), epochs=1)
+    first = fitted(ensemble, Resumable(*names), steps=cut)
+    assert first.data_state == {"place": cut}
+    second = fitted(first, Resumable(*names), epochs=1)
+    assert_same(second.ensemble, whole.ensemble)
+    assert_same(second.history, whole.history)
+    assert second.data_state is None
+
+
+@pytest.mark.parametrize("cut", [3, 8, 11, 16])
+def test_in_any_epoch(ensemble, cut):
+    whole = fitted(ensemble, Loader(), epochs=3)
+    first = fitted(ensemble, Loader(), steps=cut)
+    assert first.train_state.step == cut
+    second = fitted(first, Loader(), steps=24 - cut)
+    assert_same(second.ensemble.stacked, whole.train_state.ensemble.stacked)
+
+
+def test_batches_that_cannot_be_set(ensemble):
+    first = fitted(ensemble, Loader(), steps=3)
+    with pytest.raises(TypeError, match="set_state"):
+        fitted(first, Batches(), steps=3)
+    assert fitted(first.train_state, Batches(), steps=3).train_state.step == 6
+
+
+def test_arrays_have_no_place(ensemble):
+    assert fitted(ensemble, (X, Y), steps=3).data_state is None
+    assert fitted(ensemble, Batches(), steps=3).data_state is None
