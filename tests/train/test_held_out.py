@@ -101,7 +101,7 @@ class TestOutOfFold:
         fn = lambda model, x: model(x[0]) * x[1]
         scale = jnp.arange(1.0, 5.0)[:, None] * jnp.ones((4, ROWS))
         found = run.out_of_fold((X, ee.Each(scale)), self.folds, fn=fn).mean
-        number = 1.0 + np.argmax(self.folds.in_test, axis=0)
+        number = 1.0 + np.argmax(np.asarray(self.folds.in_test), axis=0).astype(np.float32)
         expected = run.out_of_fold(X, self.folds).mean * number[:, None]
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
