@@ -49,6 +49,7 @@ def run(command, folder):
     fresh = {name: value for name, value in os.environ.items() if not name.startswith(("JAXTYPING_", "PYTEST_"))}
     # On a bare machine the folders of Jupyter and Matplotlib do not exist either.
     fresh |= {"HOME": str(folder), "JAX_PLATFORMS": "cpu", "QUICKSTART_FIGURES": str(folder / "figures")}
+    fresh |= {"POPULATION_FIGURES": str(folder / "figures")}
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=folder, env=fresh)
 
 
@@ -61,21 +62,29 @@ def as_script(tmp_path_factory):
     return done.stdout, folder / "figures"
 
 
-@pytest.fixture(scope="module")
-def as_notebook(tmp_path_factory):
-    """The same of the notebook."""
-    folder = tmp_path_factory.mktemp("notebook")
-    copy = folder / "quickstart.ipynb"
-    notebook = nbformat.read(NOTEBOOKS / "quickstart.ipynb", as_version=4)
-    notebook.cells.append(nbformat.v4.new_code_cell(NEGATIVE_CONTROL))
+def executed(name, folder, *more):
+    """What a notebook prints, with more cells at its end, and the folder where it draws."""
+    copy = folder / f"{name}.ipynb"
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    notebook.cells += map(nbformat.v4.new_code_cell, more)
     nbformat.write(notebook, copy)
     options = ["--nbmake", "--nbmake-timeout=600", "--overwrite", "-p", "no:cacheprovider", "-q"]
     done = run(["-m", "pytest", *options, str(copy)], folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    executed = nbformat.read(copy, as_version=4)
-    outputs = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
+    outputs = [
+        output
+        for cell in nbformat.read(copy, as_version=4).cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    ]
     text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
     return text, folder / "figures"
+
+
+@pytest.fixture(scope="module")
+def as_notebook(tmp_path_factory):
+    """The same of the notebook."""
+    return executed("quickstart", tmp_path_factory.mktemp("notebook"), NEGATIVE_CONTROL)
 
 
 def rows(text, title):
@@ -159,3 +168,17 @@ def test_the_figure_is_drawn(way, request):
     picture = (figures / "quickstart.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 50_000
+
+
+@pytest.mark.slow
+def test_a_search_ends_with_a_decision(tmp_path):
+    text, figures = executed("population", tmp_path)
+    table = text[text.index("THE DECISION") :].splitlines()[1:6]
+    found = [[float(number) for number in re.findall(r"\d\.\d{4}", line)] for line in table]
+    validation, nll, accuracy = zip(*found, strict=True)
+    (chosen,) = [i for i, line in enumerate(table) if line.endswith("<- chosen")]
+    assert validation[chosen] == min(validation)
+    assert max(nll) < 0.2
+    assert min(accuracy) > 0.95
+    assert "descends from" in text
+    assert (figures / "population.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,220 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A search: thirty-two configurations in one program, and what to do with them
+#
+# Which learning rate, which weight decay, how much dropout? We try thirty-two answers at once on handwritten digits,
+# then spend the same time more cleverly: by dropping the worst early, and by making the worst copies of the best.
+# At the end stands a decision, taken on validation data and judged on test data that nobody has looked at before.
+#
+# This page is a notebook and a program: `python notebooks/population.py` prints the tables and writes the figure. It
+# needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on two cores.
+
+# %% [markdown]
+# In a notebook, these two lines check the shape annotations of every function below while it runs. (In the program
+# they are comments.)
+
+# %%
+# %load_ext jaxtyping
+# %jaxtyping.typechecker beartype.beartype
+
+# %%
+import os
+import pathlib
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, Key
+from sklearn.datasets import load_digits
+
+import eqx_ensemble as ee
+
+in_notebook = "ipykernel" in sys.modules
+if not in_notebook:
+    matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+here = pathlib.Path.cwd() if in_notebook else pathlib.Path(__file__).parent
+figures = pathlib.Path(os.environ.get("POPULATION_FIGURES", here / "figures"))
+
+# %% [markdown]
+# ## Data
+#
+# 1,797 digits of 8 x 8 pixels, a third of them for training so that the choice matters.
+
+# %%
+NUM_MEMBERS, EPOCHS, BATCH = 32, 48, 50
+key = jax.random.key(0)
+
+pixels, digits = load_digits(return_X_y=True)
+order = np.random.default_rng(0).permutation(len(digits))
+x, y = (pixels[order] / 16).astype(np.float32), digits[order].astype(np.int32)
+train, validation, test = ((x[part], y[part]) for part in (slice(0, 600), slice(600, 1200), slice(1200, None)))
+
+# %% [markdown]
+# ## One member
+#
+# Model and loss are those of one member. How much it drops is a number that its constructor gets; the learning rate and
+# the weight decay go to its optimiser.
+
+
+# %%
+class Classifier(eqx.Module):
+    first: eqx.nn.Linear
+    last: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, dropout, *, key):
+        first, last = jax.random.split(key)
+        self.first, self.last = eqx.nn.Linear(64, 64, key=first), eqx.nn.Linear(64, 10, key=last)
+        self.dropout = eqx.nn.Dropout(dropout)
+
+    def __call__(self, x: Float[Array, "64"], *, key: Key[Array, ""] | None = None) -> Float[Array, "10"]:
+        return self.last(self.dropout(jax.nn.relu(self.first(x)), key=key))
+
+
+def loss(
+    model: Classifier, batch: tuple[Float[Array, "rows 64"], Int[Array, " rows"]], key: Key[Array, ""]
+) -> Float[Array, ""]:
+    x, y = batch
+    logits = jax.vmap(lambda x, key: model(x, key=key))(x, jax.random.split(key, len(x)))
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
+
+
+def optimiser(hyper):
+    return optax.adamw(hyper["lr"], weight_decay=hyper["decay"])
+
+
+# %% [markdown]
+# ## Thirty-two configurations, drawn at random
+#
+# Each member is validated after every epoch, stops when it has not improved for ten of them, and ends at its own best
+# weights.
+
+# %%
+ranges = {
+    "lr": ee.sweep.LogUniform(1e-5, 3e-1),
+    "decay": ee.sweep.LogUniform(1e-4, 1.0),
+    "dropout": ee.sweep.Uniform(0.0, 0.7),
+}
+hyper = ee.sweep.draw(ranges, NUM_MEMBERS, key=key)
+ensemble = ee.build(lambda key, dropout: Classifier(dropout, key=key), zip={"dropout": hyper["dropout"]}, key=key)
+options = {"hyper": hyper, "validation": validation, "batch_size": BATCH, "key": key}
+run = ee.fit(ensemble, loss, optimiser, train, epochs=EPOCHS, patience=10, **options)
+
+
+def print_best(title: str, run: ee.Run, count: int = 5) -> None:
+    columns = run.table()
+    best = np.argsort(columns["validation"])[:count]
+    print(f"\n{title}\n{'member':>8}{'lr':>10}{'decay':>10}{'dropout':>9}{'validation':>12}{'steps':>7}  status")
+    for i in best.tolist():
+        print(
+            f"{columns['member'][i]:8d}{columns['lr'][i]:10.5f}{columns['decay'][i]:10.4f}{columns['dropout'][i]:9.2f}"
+            f"{columns['validation'][i]:12.4f}{columns['best_step'][i]:7d}  {columns['status'][i]}"
+        )
+
+
+print_best("RANDOM SEARCH: the best five of thirty-two", run)
+
+# %% [markdown]
+# ## Fewer and fewer
+#
+# Successive halving stops most members early and gives their time to the promising ones.
+
+# %%
+halved = ee.methods.successive_halving(
+    ensemble, loss, optimiser, train, epochs=EPOCHS // 8, factor=2, rungs=4, **options
+)
+print_best("HALVING: the best five of thirty-two", halved)
+
+# %% [markdown]
+# ## Copies of the best
+#
+# Population-based training replaces the worst by copies of the best, which then explore other rates. What it finds is
+# not a number but a schedule.
+
+# %%
+moving = {name: ranges[name] for name in ("lr", "decay")}
+population = ee.methods.population_based_training(
+    ensemble, loss, optimiser, train, rounds=8, epochs=EPOCHS // 8,
+    explore=ee.methods.population.explore(moving), **options,
+)  # fmt: skip
+print_best("POPULATION: the best five of thirty-two", population.run)
+
+# %%
+best = int(np.argmin(population.run.best_score))
+line = population.ancestors(best)
+rates = [float(population.hyper["lr"][r, member]) for r, member in enumerate(line)]
+print(f"\nmember {best} descends from {' -> '.join(map(str, dict.fromkeys(line.tolist())))}")
+print("learning rates that made it:", ", ".join(f"{rate:.4f}" for rate in rates))
+
+# %% [markdown]
+# ## The picture
+
+# %%
+figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+for i in range(NUM_MEMBERS):
+    left.plot(run.history.validation[i], color="0.8", linewidth=0.8)
+winner = int(np.argmin(run.best_score))
+left.plot(run.history.validation[winner], color="black", linewidth=2, label=f"member {winner}")
+left.set(xlabel="epoch", ylabel="validation loss, nats", yscale="log", title="Random search: every member's curve")
+left.legend()
+points = middle.scatter(hyper["lr"], run.best_score, c=hyper["dropout"], cmap="viridis", edgecolors="black")
+middle.set(xlabel="learning rate", ylabel="best validation loss, nats", xscale="log", yscale="log")
+middle.set_title("What the learning rate decides")
+figure.colorbar(points, ax=middle, label="dropout")
+for i in range(NUM_MEMBERS):
+    right.plot(population.hyper["lr"][:, i], color="0.8", linewidth=0.8)
+right.plot(rates, color="black", linewidth=2, marker="o", label=f"ancestors of member {best}")
+right.set(xlabel="round", ylabel="learning rate", yscale="log", title="Population: the schedule of the best")
+right.legend()
+figures.mkdir(parents=True, exist_ok=True)
+figure.savefig(figures / "population.png", dpi=150)
+print(f"figure: {figures / 'population.png'}")
+
+# %% [markdown]
+# ## The decision
+#
+# One model, or the best five of a search together? Validation data decide; test data say whether that was right.
+
+
+# %%
+def judged(chosen: ee.Ensemble, data: tuple[np.ndarray, np.ndarray]) -> tuple[float, float]:
+    """Negative log-likelihood in nats and accuracy of the mean of the members' probabilities."""
+    x, y = data
+    log_probs = ee.combine.mixture(ee.predict(chosen, x))
+    return float(ee.scores.nll(log_probs[None], y)), float(np.mean(np.argmax(log_probs, axis=-1) == y))
+
+
+choices = {
+    "random search, the best": run.best(1),
+    "random search, the best five": run.best(5),
+    "halving, the best": halved.best(1),
+    "population, the best": population.run.best(1),
+    "population, the best five": population.run.best(5),
+}
+on_validation = {name: judged(chosen, validation)[0] for name, chosen in choices.items()}
+decision = min(on_validation, key=on_validation.__getitem__)
+print(f"\n{'THE DECISION':32}{'validation NLL':>16}{'test NLL':>10}{'test accuracy':>15}")
+for name, chosen in choices.items():
+    nll, accuracy = judged(chosen, test)
+    mark = "  <- chosen" if name == decision else ""
+    print(f"{name:32}{on_validation[name]:16.4f}{nll:10.4f}{accuracy:15.4f}{mark}")
