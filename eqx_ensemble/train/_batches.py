@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
-from .. import _check
+from .. import _axes, _check
 from ._chunk import compiled_batch, compiled_validation
 from ._data import on_device
 from ._loop import Loop
@@ -53,7 +54,13 @@ class BatchFeed:
         if batch is None:
             self._over = True
             return
+        batch = jax.tree.map(_as_numpy, batch)
         self._waiting, _ = on_device(batch, self._num_members, argument="batch", name="fit")
+
+
+def _as_numpy(x: Any) -> Any:
+    """Arrays of other frameworks, such as the tensors of a torch loader, as NumPy arrays."""
+    return np.asarray(x) if hasattr(x, "__dlpack__") and not _axes.is_array(x) else x
 
 
 def _with_state(*candidates: Any) -> tuple[Any, tuple[str, str]]:

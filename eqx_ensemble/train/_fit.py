@@ -84,7 +84,8 @@ def fit(
         `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's own.
     - `optimiser`: an optax optimiser; with `hyper`, a function of a member's hyper-parameters that makes one.
     - `data`: any PyTree of arrays `(rows, ...)` shared by all members, parts marked [`eqx_ensemble.Each`][] being
-        `(members, rows, ...)`; or an iterable of batches, iterated once an epoch.
+        `(members, rows, ...)`; or an iterable of batches (a generator, a loader of torch or grain), iterated once an
+        epoch, of which the next is fetched while the device works on the last.
     - `epochs` or `steps`: the length of the run; of what is added to a run that goes on.
     - `batch_size`: rows per step; the last batch of an epoch may be smaller and is exact. 32 if not given, or all
         rows if they are fewer.

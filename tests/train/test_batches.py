@@ -1,5 +1,8 @@
 """Iterables of batches: fetched ahead, and taken up where they stood."""
 
+import os
+import pathlib
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -129,3 +132,28 @@ def test_batches_that_cannot_be_set(ensemble):
 def test_arrays_have_no_place(ensemble):
     assert fitted(ensemble, (X, Y), steps=3).data_state is None
     assert fitted(ensemble, Batches(), steps=3).data_state is None
+
+
+def test_a_torch_loader(ensemble):
+    torch = pytest.importorskip("torch")
+    rows = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    run = fitted(ensemble, torch.utils.data.DataLoader(rows, batch_size=5), epochs=2)
+    assert_same(run.ensemble, fitted(ensemble, Batches(), epochs=2).ensemble)
+
+
+def test_memory_stays_flat(ensemble):
+    """Batches of 8 MiB, of which a few are there at a time; all of them would take 1.6 GiB."""
+    pages = pathlib.Path("/proc/self/statm")
+    if not pages.exists():
+        pytest.skip("Linux tells the memory of a process")
+    resident, size = [], 2**20 * 8 // 12
+
+    def batches():
+        generator = np.random.default_rng(0)
+        for _ in range(200):
+            resident.append(int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+            x = generator.standard_normal((size, 3), np.float32)
+            yield x, np.ones((size, 1), np.float32)
+
+    fitted(ensemble, batches(), epochs=1)
+    assert max(resident[20:]) - resident[10] < 200 * 2**20

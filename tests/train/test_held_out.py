@@ -86,6 +86,33 @@ class TestOutOfBag:
         assert_same(found.num_members, expected.num_members)
 
 
+def test_of_least_squares_beside_scikit_learn():
+    """Its bagged linear regressions on the very rows that it drew; ours are trained to the bottom of the same loss."""
+    ensemble = pytest.importorskip("sklearn.ensemble")
+    from sklearn.linear_model import LinearRegression
+
+    x, noise = np.asarray(X), np.random.default_rng(0).standard_normal((ROWS, 1))
+    y = x @ np.array([[1.0], [-2.0], [0.5]]) + 0.3 * noise
+    theirs = ensemble.BaggingRegressor(LinearRegression(), n_estimators=12, oob_score=True, random_state=0)
+    theirs.fit(x, y[:, 0])
+    rows = np.stack(theirs.estimators_samples_)
+    ours = ee.fit(
+        ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 12, key=KEY), loss, optax.adam(0.05),
+        (X, jnp.asarray(y, jnp.float32)), rows=rows, epochs=1500, batch_size=ROWS, order="given", progress=False,
+        key=KEY,
+    )  # fmt: skip
+    found = ours.out_of_bag(X)
+    assert (found.num_members > 0).all()
+    # Fifteen hundred steps of Adam end within this distance of the minimum.
+    np.testing.assert_allclose(found.mean[:, 0], theirs.oob_prediction_, atol=1e-3)
+    error = lambda prediction: np.mean((prediction - y[:, 0]) ** 2)
+    np.testing.assert_allclose(error(np.asarray(found.mean[:, 0])), error(theirs.oob_prediction_), rtol=1e-3)
+    np.testing.assert_raises(
+        AssertionError, np.testing.assert_allclose, ee.predict(ours.ensemble, X).mean(0)[:, 0],
+        theirs.oob_prediction_, atol=1e-3,
+    )  # fmt: skip
+
+
 class TestOutOfFold:
     folds = ee.resample.folds(ROWS, 4, key=KEY)
 

@@ -1,0 +1,103 @@
+"""Whatever a hyper-parameter belongs to: a member of the sweep is the single run with its values as constants."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+
+from ..factories import assert_close
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (24, 3))
+Y = jnp.sin(X[:, :1])
+OPTIONS = {"epochs": 5, "batch_size": 8, "progress": False, "key": KEY}
+
+
+class Model(eqx.Module):
+    layer: eqx.nn.Linear
+    last: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, dropout, *, key):
+        first, last = jax.random.split(key)
+        self.layer, self.last = eqx.nn.Linear(3, 8, key=first), eqx.nn.Linear(8, 1, key=last)
+        self.dropout = eqx.nn.Dropout(dropout)
+
+    def __call__(self, x, *, key):
+        return self.last(self.dropout(jax.nn.tanh(self.layer(x)), key=key))
+
+
+def loss(model, batch, key, *, weight=0.01):
+    x, y = batch
+    prediction = jax.vmap(lambda x, key: model(x, key=key))(x, jax.random.split(key, len(x)))
+    return jnp.mean((prediction - y) ** 2) + weight * jnp.sum(model.layer.weight**2)
+
+
+def of_loss(model, batch, key, hyper):
+    return loss(model, batch, key, weight=hyper["weight"])
+
+
+COSINE = optax.cosine_decay_schedule(0.05, 100)
+
+# The optimiser as a function of the hyper-parameter, and as someone with one model writes it.
+OPTIMISERS = {
+    "adamw lr": ([1e-3, 1e-2, 3e-2], lambda v: optax.adamw(v)),
+    "adamw b1": ([0.0, 0.5, 0.9], lambda v: optax.adamw(1e-2, b1=v)),
+    "adamw b2": ([0.9, 0.99, 0.999], lambda v: optax.adamw(1e-2, b2=v)),
+    "adamw eps": ([1e-8, 1e-4, 1e-2], lambda v: optax.adamw(1e-2, eps=v)),
+    "adamw weight decay": ([0.0, 0.1, 1.0], lambda v: optax.adamw(1e-2, weight_decay=v)),
+    "sgd lr": ([1e-3, 1e-2, 1e-1], lambda v: optax.sgd(v, momentum=0.9)),
+    "sgd momentum": ([0.0, 0.5, 0.9], lambda v: optax.sgd(1e-2, momentum=v)),
+    "clip": ([1e-3, 1e-1, 10.0], lambda v: optax.chain(optax.clip_by_global_norm(v), optax.sgd(0.1))),
+    "cosine length": ([5.0, 10.0, 40.0], lambda v: optax.sgd(ee.sweep.stretched(COSINE, 100, v))),
+}
+ALONE = {"cosine length": lambda v: optax.sgd(optax.cosine_decay_schedule(0.05, v))}
+
+
+def fitted(ensemble, loss, optimiser, **options):
+    return ee.fit(ensemble, loss, optimiser, (X, Y), **OPTIONS, **options)
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    return ee.build(lambda key: Model(0.2, key=key), 3, key=KEY)
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_of_the_optimiser(ensemble, name):
+    values, optimiser = OPTIMISERS[name]
+    run = fitted(ensemble, loss, optimiser, hyper=jnp.asarray(values))
+    for i, value in enumerate(values):
+        alone = fitted(ensemble[[i]], loss, ALONE.get(name, optimiser)(value))
+        assert_close(run.ensemble[[i]], alone.ensemble, 1e-5)
+    assert_differ(run, values)
+
+
+def test_of_the_loss(ensemble):
+    weights = [0.0, 0.01, 0.3]
+    run = fitted(ensemble, of_loss, optax.sgd(0.05), hyper={"weight": jnp.asarray(weights)})
+    for i, weight in enumerate(weights):
+        own = lambda model, batch, key, weight=weight: loss(model, batch, key, weight=weight)
+        assert_close(run.ensemble[[i]], fitted(ensemble[[i]], own, optax.sgd(0.05)).ensemble, 1e-5)
+    assert_differ(run, weights)
+
+
+def test_of_the_constructor():
+    rates = [0.0, 0.3, 0.6]
+    made = ee.build(lambda key, dropout: Model(dropout, key=key), zip={"dropout": jnp.asarray(rates)}, key=KEY)
+    run = fitted(made, loss, optax.sgd(0.05))
+    for i, rate in enumerate(rates):
+        alone = ee.build(lambda key, rate=rate: Model(rate, key=key), ids=[i], key=KEY)
+        trained = fitted(alone, loss, optax.sgd(0.05)).ensemble
+        assert_close(run.ensemble[[i]].stacked.layer, trained.stacked.layer, 1e-5)
+    assert_differ(run, rates)
+
+
+def assert_differ(run, values):
+    """A sweep whose values reach nothing would pass any comparison with itself."""
+    last = np.asarray(run.history.loss[:, -1])
+    assert len(np.unique(last)) == len(values)
