@@ -114,12 +114,17 @@ from ._members import member_index as member_index
 from ._population import halving as halving
 from ._population import has_hyper as has_hyper
 from ._population import judged as judged
+from ._population import member_scores as member_scores
 from ._population import names_in as names_in
+from ._population import no_options as no_options
 from ._population import one_donor_each as one_donor_each
 from ._population import one_length_of as one_length_of
+from ._population import own_revival as own_revival
 from ._population import part_of_members as part_of_members
 from ._population import places as places
 from ._population import same_hyper as same_hyper
+from ._population import who_is_healthy as who_is_healthy
+from ._population import whole_epochs as whole_epochs
 from ._resample import check_draw as check_draw
 from ._resample import check_draw_key as check_draw_key
 from ._resample import check_draw_size as check_draw_size
@@ -135,6 +140,8 @@ from ._resample import check_shares as check_shares
 from ._resample import check_splits as check_splits
 from ._resample import drawn_rows as drawn_rows
 from ._resample import folds_of_members as folds_of_members
+from ._resample import no_copies as no_copies
+from ._resample import rows_of_folds as rows_of_folds
 from ._resample import whole_folds as whole_folds
 from ._stacked import member_type as member_type
 from ._stacked import not_stacked as not_stacked

@@ -85,12 +85,12 @@ IDLE_PATIENCE = (
 )
 
 
-def patience_fits(patience: Any, num_steps: int, per_epoch: int, *, name: str) -> None:
+def patience_fits(patience: Any, num_steps: int, per_epoch: int, first_step: int, *, name: str) -> None:
     """At least one epoch ends, so that patience can act."""
-    if patience is not None and num_steps < per_epoch:
+    if patience is not None and first_step % per_epoch + num_steps < per_epoch:
         raise ValueError(
             f"`{name}` cannot use `patience`: it counts validations, which are made at the end of every epoch, and "
-            f"the {num_steps} steps asked for end within the first epoch of {per_epoch}."
+            f"the {num_steps} steps asked for end within an epoch of {per_epoch}."
         )
 
 

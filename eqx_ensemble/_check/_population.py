@@ -1,4 +1,5 @@
-from collections.abc import Iterable
+import numbers
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ def one_donor_each(donors: np.ndarray, able: np.ndarray, ids: np.ndarray) -> Non
 
 def part_of_members(fraction: Any, *, name: str) -> None:
     """A part of the members, at most half of them."""
-    if not isinstance(fraction, int | float) or not 0 < fraction <= 0.5:
+    if not isinstance(fraction, numbers.Real) or not 0 < float(fraction) <= 0.5:
         raise ValueError(f"`{name}` needs `fraction` to be above 0 and at most 0.5, got {fraction!r}.")
 
 
@@ -61,13 +62,19 @@ def has_hyper(hyper: Any, *, name: str) -> None:
 
 
 def same_hyper(old: Any, new: Any, *, name: str) -> None:
-    """A member's new hyper-parameters have the structure and the shapes of its old ones."""
+    """A member's new hyper-parameters have the structure, the shapes and the kinds of its old ones."""
     shapes = lambda tree: [jnp.shape(x) for x in jax.tree.leaves(tree)]
     if jax.tree.structure(old) != jax.tree.structure(new) or shapes(old) != shapes(new):
         raise TypeError(
             f"`{name}` needs a function that returns hyper-parameters like those it is given: expected "
             f"{jax.tree.structure(old)} of shapes {shapes(old)}, got {jax.tree.structure(new)} of {shapes(new)}."
         )
+    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(old)[0], jax.tree.leaves(new), strict=True):
+        if not jnp.issubdtype(x.dtype, jnp.inexact) and np.asarray(y).dtype.kind == "f":
+            raise TypeError(
+                f"`{name}` needs whole numbers where there were whole numbers; at `{jax.tree_util.keystr(path)}`: "
+                f"got {y!r} for {x.dtype}.\nRound it in the function that changes it, or make it a float in `hyper`."
+            )
 
 
 def judged(hyper: Any, validation: Any, *, name: str) -> None:
@@ -80,7 +87,7 @@ def judged(hyper: Any, validation: Any, *, name: str) -> None:
 
 def halving(factor: Any, rungs: Any, *, name: str) -> None:
     """Fewer members at every rung."""
-    if not isinstance(factor, int | float) or factor <= 1:
+    if not isinstance(factor, numbers.Real) or float(factor) <= 1:
         raise ValueError(f"`{name}` needs `factor` to be above 1, got {factor!r}.")
     if rungs is not None:
         positive_int(rungs, "rungs", name=name)
@@ -95,3 +102,47 @@ def one_length_of(name: str, **lengths: Any) -> tuple[str, int]:
     ((unit, length),) = given.items()
     positive_int(length, unit, name=name)
     return unit, length
+
+
+def member_scores(scores: Any, *, name: str) -> np.ndarray:
+    """One score per member."""
+    found = np.asarray(scores, float)
+    if found.ndim != 1 or len(found) == 0:
+        raise ValueError(f"`{name}` needs one score per member `(members,)`, got shape {found.shape}.")
+    return found
+
+
+def who_is_healthy(healthy: Any, num_members: int, *, name: str) -> np.ndarray:
+    """One boolean per member."""
+    found = np.ones(num_members, bool) if healthy is None else np.asarray(healthy)
+    if found.shape != (num_members,) or found.dtype != bool:
+        raise TypeError(
+            f"`{name}` needs one boolean per member in `healthy` ({num_members},), got {found.dtype} of shape "
+            f'{found.shape}.\nFrom a run: `run.status == "ok"`.'
+        )
+    return found
+
+
+def no_options(options: Mapping[str, Any], names: Iterable[str], why: str, *, name: str) -> None:
+    """Options of `fit` that make no sense here."""
+    given = [f"`{word}`" for word in names if options.get(word) is not None]
+    if given:
+        raise TypeError(f"`{name}` does not take {', '.join(given)}: {why}.")
+
+
+def whole_epochs(steps: Any, *, is_batches: bool, name: str) -> None:
+    """An iterable begins anew in every round."""
+    if is_batches and steps is not None:
+        raise TypeError(
+            f"`{name}` needs `epochs`, not `steps`, with an iterable of batches: it begins anew with every round, so "
+            "that rounds of a few steps would see the same few batches again and again."
+        )
+
+
+def own_revival(on_diverge: Any) -> None:
+    """A population replaces members that diverge itself."""
+    if on_diverge not in (None, "freeze", "raise"):
+        raise TypeError(
+            "`population_based_training` does not take `on_diverge` to revive members: it replaces those that diverged "
+            "after each round."
+        )

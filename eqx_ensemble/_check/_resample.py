@@ -255,3 +255,31 @@ def whole_folds(num_folds: int, num_members: int, *, name: str) -> int:
             f"{num_folds} folds."
         )
     return times
+
+
+def no_copies(revived: list[Any], *, name: str) -> None:
+    """Nobody goes on with weights that another member's rows have trained."""
+    copied = [event for event in revived if event.donor is not None]
+    if copied:
+        words = ", ".join(f"{event.member} of {event.donor}" for event in copied)
+        raise ValueError(
+            f"`{name}` cannot tell what members have seen: some became copies of others ({words}), which trained on "
+            "other rows.\nLet members that diverge start afresh, with `on_diverge=train.Revive(make)`, or freeze them."
+        )
+
+
+def rows_of_folds(num_rows: int, folds: Any, rows: Any, *, name: str) -> None:
+    """The folds are those of the data, and no member trained on its own."""
+    expected = folds.in_test.shape[1]
+    if num_rows != expected:
+        raise ValueError(
+            f"`{name}` needs all rows of the data that the folds are of: expected {expected}, got {num_rows}."
+        )
+    if rows is None:
+        return
+    for member, (seen, tested) in enumerate(zip(np.asarray(rows), np.asarray(folds.in_test), strict=True)):
+        if tested[seen].any():
+            raise ValueError(
+                f"`{name}` was given other folds than `fit`: the member at place {member} trained on "
+                f"{int(tested[np.unique(seen)].sum())} rows that it would be tested on."
+            )

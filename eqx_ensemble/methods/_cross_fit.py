@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .. import _check
+from .. import _axes, _check
 from .._ensemble import Ensemble, M
+from ..predict import predict
 from ..resample import Folds, HeldOut
 from ..train import Run, fit
 from ..train._optimiser import Optimiser
@@ -71,5 +72,14 @@ def cross_fit(
     _check.check_folds("methods.cross_fit", folds, Folds)
     times = _check.whole_folds(folds.test.shape[0], ensemble.num_members, name="cross_fit")
     own = jax.tree.map(lambda part: jnp.tile(part, (times, 1)), folds)
+    num_rows = _check.rows_of_data(x, _axes.Each, ensemble.num_members, argument="x", name="cross_fit", finite=False)
+    _check.rows_of_folds(num_rows, own, None, name="cross_fit")
+    predict(ensemble, _first_row(x), state=options.get("state"), fn=fn)  # what is wrong with it shows before training
     run = fit(ensemble, loss, optimiser, data, rows=own.train, key=key, **options)
     return CrossFit(run, run.out_of_fold(x, own, fn=fn))
+
+
+def _first_row(x: PyTree) -> PyTree:
+    is_each = lambda node: isinstance(node, _axes.Each)
+    first = lambda node: _axes.Each(jax.tree.map(lambda x: x[:, :1], node.per_member())) if is_each(node) else node[:1]
+    return jax.tree.map(first, x, is_leaf=is_each)

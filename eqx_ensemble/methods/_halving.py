@@ -12,9 +12,11 @@ from .._ensemble import Ensemble, M
 from ..sweep import draw
 from ..sweep._draw import AbstractRange
 from ..train import Run, fit
+from ..train._data import is_batches
 from ..train._optimiser import Optimiser
 from ..train._state import OK
 from . import population
+from ._scores import last_scores
 
 
 def successive_halving(
@@ -51,7 +53,7 @@ def successive_halving(
     run = ee.methods.successive_halving(
         ensemble, loss, lambda hyper: optax.adam(hyper["lr"]), data, hyper=hyper, validation=data, epochs=1, key=key
     )
-    run.left  # two, six and eighteen steps: (9,)
+    run.left  # (9,): six members left after two steps, two after six, and -1 for the one that was never dropped
     ```
 
     **Arguments:**
@@ -68,21 +70,47 @@ def successive_halving(
     _check.judged((), validation, name="successive_halving")
     _check.halving(factor, rungs, name="successive_halving")
     _check.ensemble(ensemble, Ensemble, name="successive_halving")
-    count = ensemble.num_members
-    rungs = 1 + math.floor(math.log(count, factor) + 1e-9) if rungs is None else rungs
     unit, shortest = _check.one_length_of("successive_halving", epochs=epochs, steps=steps)
+    _check.whole_epochs(steps, is_batches=is_batches(data), name="successive_halving")
+    rungs = _rungs(ensemble.num_members, factor) if rungs is None else rungs
+    totals = [math.ceil(shortest * factor**i - 1e-9) for i in range(rungs)]
+    return _halved(
+        ensemble, loss, optimiser, data, unit, sorted(set(totals)), factor, **options, validation=validation, key=key
+    )
+
+
+def _rungs(count: int, factor: float | int) -> int:
+    """How many rungs it takes to have one member left."""
+    rungs = 1
+    while count > 1:
+        count, rungs = _fewer(count, factor), rungs + 1
+    return rungs
+
+
+def _fewer(count: int, factor: float | int) -> int:
+    return max(1, math.floor(count / factor + 1e-9))
+
+
+def _halved(
+    ensemble: Ensemble[M],
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: PyTree,
+    unit: str,
+    totals: list[int],
+    factor: float | int,
+    **options: Any,
+) -> Run[M]:
+    """Successive halving with rungs that end at the given totals."""
     first = {word: options.pop(word) for word in ("hyper", "state", "trainable") if word in options}
-    totals = [math.ceil(shortest * factor**i) for i in range(rungs)]
-    options |= {"validation": validation, "key": key}
     lengths: list[dict[str, Any]] = [{unit: more} for more in np.diff(totals, prepend=0).tolist()]
     run = fit(ensemble, loss, optimiser, data, **options, **first, **lengths[0])
     for length in lengths[1:]:
         left = np.asarray(run.train_state.moving.status) == OK
         if run.interrupted or not left.any():
             break
-        assert run.history.validation is not None
-        order = population.rank(run.history.validation[:, -1], healthy=left)
-        dropped = order[max(1, math.floor(left.sum() / factor + 1e-9)) : left.sum()]
+        order = population.rank(last_scores(run), healthy=left)
+        dropped = order[left[order]][_fewer(int(left.sum()), factor) :]
         if len(dropped):
             run = dataclasses.replace(run, train_state=population.stop(run.train_state, dropped))
         run = fit(run, loss, optimiser, data, **options, **length)
@@ -136,6 +164,9 @@ def hyperband(
     **Returns:** a run for each bracket, the one of most members first; ids are unique among all.
     """
     _check.positive_int(epochs, "epochs", name="hyperband")
+    _check.judged((), validation, name="hyperband")
+    refused = ("steps", "hyper", "state", "rungs")
+    _check.no_options(options, refused, "it decides about these itself", name="hyperband")
     _check.halving(factor, None, name="hyperband")
     most = math.floor(math.log(epochs, factor) + 1e-9)
     sizes = [math.ceil((most + 1) / (s + 1) * factor**s - 1e-9) for s in range(most, -1, -1)]
@@ -146,16 +177,17 @@ def hyperband(
         places = np.arange(end - size, end)
         made = build(make, ids=places, key=key)
         ensemble, state = made if isinstance(made, tuple) else (made, None)
+        totals = [max(1, math.floor(epochs * factor ** (i - s) + 1e-9)) for i in range(s + 1)]
         runs.append(
-            successive_halving(
+            _halved(
                 ensemble,
                 loss,
                 optimiser,
                 data,
+                "epochs",
+                sorted(set(totals)),
+                factor,
                 validation=validation,
-                epochs=max(1, round(epochs / factor**s)),
-                factor=factor,
-                rungs=s + 1,
                 hyper={name: x[places] for name, x in hyper.items()},
                 state=state,
                 key=key,

@@ -5,16 +5,21 @@ from typing import Any, Generic
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Key, PyTree
 
 from .. import _check
 from .._ensemble import Ensemble, M
 from ..train import Run, fit, perturb
+from ..train._data import is_batches
 from ..train._optimiser import Optimiser
 from ..train._select import forgotten
 from ..train._state import OK
 from . import population
+from ._scores import last_scores
+
+_STOPS = ("patience", "target", "max_steps", "max_seconds")
 
 
 class Population(eqx.Module, Generic[M]):
@@ -91,8 +96,8 @@ def population_based_training(
 
     **Arguments:**
 
-    - `ensemble`, `loss`, `optimiser`, `data`, `hyper`, `validation`, `options`: as for [`eqx_ensemble.fit`][]. The
-        hyper-parameters may be those of the optimiser, of the loss, or of both.
+    - `ensemble`, `loss`, `optimiser`, `data`, `hyper`, `validation`, `options`: as for [`eqx_ensemble.fit`][], but for
+        what makes members stop. The hyper-parameters may be those of the optimiser, of the loss, or of both.
     - `rounds`: how often to train and compare.
     - `epochs` or `steps`: the length of one round.
     - `fraction`: of the members, how many are replaced after a round, rounded up.
@@ -105,6 +110,12 @@ def population_based_training(
     _check.positive_int(rounds, "rounds", name="population_based_training")
     _check.judged(hyper, validation, name="population_based_training")
     _check.part_of_members(fraction, name="population_based_training")
+    _check.no_options(options, _STOPS, "a population trains as long as it lasts", name="population_based_training")
+    _check.own_revival(options.get("on_diverge"))
+    _check.whole_epochs(steps, is_batches=is_batches(data), name="population_based_training")
+    hyper = jax.tree.map(jnp.asarray, hyper, is_leaf=lambda x: isinstance(x, list))
+    one = jax.tree.map(lambda x: x[0], hyper)
+    _check.same_hyper(one, explore(one, jax.random.split(key, 1)[0]), name="explore")
     run, scores, lineage, hypers = ensemble, [], [], []
     keys = jax.random.split(key, rounds)
     first = {"hyper": hyper, **{name: options.pop(name) for name in ("state", "trainable") if name in options}}
@@ -116,13 +127,15 @@ def population_based_training(
                 run, loss, optimiser, data, validation=validation, epochs=epochs, steps=steps, key=key,
                 **(options if scores else options | first),
             )  # fmt: skip
-        assert run.history.validation is not None
-        scores.append(run.history.validation[:, -1])
+        scores.append(last_scores(run))
         lineage.append(np.asarray(run.train_state.ids))
         hypers.append(jax.tree.map(np.asarray, run.train_state.fixed.hyper))
         able = np.asarray(run.train_state.moving.status) == OK
         if len(scores) == rounds or run.interrupted or not able.any():
+            if len(scores) < rounds and not able.any():
+                warnings.warn(_check.diverged(lineage[-1], run.left, run.fault), stacklevel=2)
             stacked = jax.tree.map(lambda *parts: np.stack(parts), *hypers)
+            run = dataclasses.replace(run, rows=None)  # a copy has seen the rows of others
             return Population(run, np.stack(scores), np.stack(lineage), stacked)
         donors = population.truncation(scores[-1], able, fraction=fraction, key=keys[len(scores)])
         lineage[-1] = lineage[-1][donors]

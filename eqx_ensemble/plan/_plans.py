@@ -55,7 +55,17 @@ class Chunked(AbstractPlan):
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Maps `fn` over chunks of members, one chunk after another."""
-        return jax.lax.map(fn, arrays, batch_size=self.size)
+        # `jax.lax.map(..., batch_size=)` does the same, but fails on arrays of size zero.
+        num_members = jax.tree.leaves(arrays)[0].shape[0]
+        whole = num_members // self.size * self.size
+        parts = []
+        if whole:
+            chunked = lambda x: x[:whole].reshape(whole // self.size, self.size, *x.shape[1:])
+            chunks = jax.lax.map(jax.vmap(fn), jax.tree.map(chunked, arrays))
+            parts.append(jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), chunks))
+        if whole < num_members:
+            parts.append(jax.vmap(fn)(jax.tree.map(lambda x: x[whole:], arrays)))
+        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
 
 
 class Sequential(AbstractPlan):

@@ -19,8 +19,8 @@ class AbstractRange(abc.ABC):
         """One value."""
 
     @abc.abstractmethod
-    def nearest(self, value: float) -> Any:
-        """The value of the range that is nearest to `value`."""
+    def moved(self, value: float, factor: float) -> Any:
+        """A value of the range, `factor` times `value` or as near as there is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Uniform(AbstractRange):
         """One value."""
         return generator.uniform(self.low, self.high)
 
-    def nearest(self, value: float) -> float:
-        """The value of the range that is nearest to `value`."""
-        return min(max(value, self.low), self.high)
+    def moved(self, value: float, factor: float) -> float:
+        """`factor` times `value`, at most at an end."""
+        return min(max(value * factor, self.low), self.high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +66,9 @@ class LogUniform(AbstractRange):
         """One value."""
         return math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
 
-    def nearest(self, value: float) -> float:
-        """The value of the range that is nearest to `value`."""
-        return min(max(value, self.low), self.high)
+    def moved(self, value: float, factor: float) -> float:
+        """`factor` times `value`, at most at an end."""
+        return min(max(value * factor, self.low), self.high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +89,11 @@ class Choice(AbstractRange):
         """One value."""
         return self.values[int(generator.integers(len(self.values)))]
 
-    def nearest(self, value: float) -> Any:
-        """The value of the range that is nearest to `value`."""
-        return min(self.values, key=lambda one: abs(one - value))
+    def moved(self, value: float, factor: float) -> Any:
+        """The next larger value for a factor above 1, the next smaller one below; at most at an end."""
+        values = sorted(self.values)
+        place = min(range(len(values)), key=lambda i: abs(values[i] - value))
+        return values[min(max(place + (factor > 1) - (factor < 1), 0), len(values) - 1)]
 
 
 def draw(ranges: Mapping[str, AbstractRange], num_members: int, *, key: Any) -> dict[str, Shaped[Array, " members"]]:

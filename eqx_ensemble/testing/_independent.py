@@ -12,13 +12,13 @@ from .. import _check, _keys
 from .. import tree as _tree
 from .._build import build
 from .._ensemble import Ensemble
-from ..plan import AbstractPlan, Chunked, Sequential, Vmap
+from ..plan import AbstractPlan, Chunked, Sequential, Unrolled, Vmap
 from ..plan._plans import in_words
 from ..train import fit
 from ..train._optimiser import Optimiser, init_member, resolve, standard_promotion
 from ._report import Check, raised, same
 
-_PLANS = (Vmap(), Chunked(2), Sequential())
+_PLANS = (Vmap(), Chunked(2), Sequential(), Unrolled())
 
 
 def check_independent(

@@ -80,7 +80,7 @@ def run_arrays(
     _check.batch_fits(batch_size, order.num_rows, name="fit")
     per_epoch = -(-order.num_rows // batch_size)
     num_steps = int(steps or 0) if epochs is None else epochs * per_epoch
-    _check.patience_fits(loop.program.patience, num_steps, per_epoch, name="fit")
+    _check.patience_fits(loop.program.patience, num_steps, per_epoch, loop.record.steps, name="fit")
     members = inputs.fixed.key.shape if loop.program.own_rows else ()
     rows = jax.ShapeDtypeStruct((*members, batch_size), np.int32)
     loop.look(inputs, carry, rows, steps_inside=True)

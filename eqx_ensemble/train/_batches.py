@@ -1,5 +1,4 @@
 import dataclasses
-import itertools
 import time
 import warnings
 from collections.abc import Iterable
@@ -28,6 +27,8 @@ class BatchFeed:
         if state is not None:
             _check.goes_on_with_data(able=self._holder is not None)
             getattr(self._holder, self._names[1])(state)
+            if self._holder is not self._iterator:  # a loader goes on with the next iterator that it makes
+                self._iterator = iter(batches)
         self._waiting: PyTree = None
         self._drawn = self._over = False
         self._before: Any = None
@@ -88,9 +89,11 @@ def run_batches(
     first_step = loop.record.steps
     last_step = None if steps is None else first_step + steps
     seen: set[Any] = set()
-    for epoch in itertools.count() if epochs is None else range(epochs):
+    done, resumed = 0, data_state
+    while epochs is None or done < epochs:
         before = loop.record.steps
-        feed = BatchFeed(batches, num_members, data_state if epoch == 0 else None)
+        feed = BatchFeed(batches, num_members, resumed)
+        resuming, resumed = resumed is not None, None
         while (batch := feed.take()) is not None:
             start = time.perf_counter()
             _warn_of_many_shapes(batch, seen)
@@ -107,13 +110,15 @@ def run_batches(
             loop.report(1, carry)
             inputs, carry = loop.care_for(inputs, carry)
             if loop.over(carry) or steps_left == 0:
-                if epoch == 0 and loop.program.patience is not None and steps_left == 0:
+                if done == 0 and loop.program.patience is not None and steps_left == 0:
                     warnings.warn(_check.IDLE_PATIENCE, stacklevel=3)
                 return loop.last_validation(inputs, carry)
             inputs, carry = loop.without_those_who_left(inputs, carry, steps_left)
         loop.data_state = None
-        if epoch > 0 or data_state is None:  # a run may have stopped at the very end of an epoch
-            _check.some_batches(loop.record.steps - before, epoch, name="fit")
+        if resuming and loop.record.steps == before:
+            continue  # the run before had stopped at the very end of an epoch
+        _check.some_batches(loop.record.steps - before, done, name="fit")
+        done += 1
         if loop.program.score is not None:
             carry, scores = compiled_validation((loop.program, inputs), carry)
             loop.add_scores(scores)

@@ -42,8 +42,15 @@ def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, rows: A
         best_score=best_score,
         train_state=last,
         selection=selection,
-        rows=rows,
+        rows=_rows_of_all(start.rows, rows),
         data_state=loop.data_state,
         plan=plan,
         interrupted=interrupted,
     )
+
+
+def _rows_of_all(before: np.ndarray | None, now: np.ndarray | None) -> np.ndarray | None:
+    """The rows that members have seen in this run and in those before it; `None` where that is all of them."""
+    if before is None or now is None:
+        return None
+    return now if before.size == 0 or np.array_equal(before, now) else np.concatenate([before, now], axis=1)

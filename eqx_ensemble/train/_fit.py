@@ -18,7 +18,7 @@ from ._batches import run_batches
 from ._data import chosen_rows, is_batches, on_device, unmarked
 from ._finish import finished
 from ._interrupt import Interruption
-from ._limits import limits_of
+from ._limits import limits_of, retired
 from ._loop import Loop
 from ._loss import Loss, as_loss
 from ._optimiser import Optimiser
@@ -28,7 +28,7 @@ from ._roster import Roster
 from ._rows import ORDERS, Order, row_order
 from ._run import DivergedError, Run
 from ._start import start_of
-from ._state import DIVERGED, STATUS_NAMES, TrainState
+from ._state import DIVERGED, OK, STATUS_NAMES, TrainState
 
 
 def fit(
@@ -86,7 +86,8 @@ def fit(
     - `data`: any PyTree of arrays `(rows, ...)` shared by all members, parts marked [`eqx_ensemble.Each`][] being
         `(members, rows, ...)`; or an iterable of batches (a generator, a loader of torch or grain), iterated once an
         epoch, of which the next is fetched while the device works on the last.
-    - `epochs` or `steps`: the length of the run; of what is added to a run that goes on.
+    - `epochs` or `steps`: the length of the run; of what is added to a run that goes on, where the rest of an
+        iterator's epoch counts as one.
     - `batch_size`: rows per step; the last batch of an epoch may be smaller and is exact. 32 if not given, or all
         rows if they are fewer.
     - `validation`: like `data`, scored as one batch in inference mode at the end of every epoch.
@@ -135,12 +136,14 @@ def fit(
     program = Program(*losses, optimiser, plan, patience, float(min_delta), own_rows, isinstance(how, Revive))
     if first.fixed.hyper is not None:
         _check.used_hyper(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses), name="fit")
-    carry = Carry(first.moving, start.selection, first.step)
+    moving = retired(first.moving, limits, first.step)
+    _check.goes_on(np.asarray(moving.status) == OK, ids=np.asarray(first.ids))
+    carry = Carry(moving, start.selection, first.step)
     inputs = Inputs(first.fixed, first.shared, None, validation, limits)
     reviver = None
     if isinstance(how, Revive):
         reviver = Reviver(how, optimiser, first.shared, first.ids, start.revived, key=key)
-    pilot = Pilot(plan, name="fit")
+    pilot, before = Pilot(plan, name="fit"), np.asarray(moving.status)
     words = members_in_words(first.num_members)
     with (
         Interruption() as interruption,
@@ -166,7 +169,7 @@ def fit(
     lost = run.status == STATUS_NAMES[DIVERGED]
     if lost.any():
         message = _check.diverged(np.asarray(first.ids)[lost], run.left[lost], run.fault[lost])
-        if how == "raise":
+        if how == "raise" and (lost & (before != DIVERGED)).any():
             raise DivergedError(message, run)
         warnings.warn(message, stacklevel=2)
     return run

@@ -51,6 +51,7 @@ class Loop:
         self._interruption = interruption
         self.reviver = reviver
         self._raises = raises
+        self._lost_before = roster.num_lost
         self._max_seconds = max_seconds
         self.data_state: Any = None
         self._start = time.perf_counter()
@@ -81,7 +82,7 @@ class Loop:
     def over(self, carry: Carry) -> bool:
         """Whether the run ends here: interrupted, no member trains any more, or one has failed that must not."""
         status = np.asarray(carry.moving.status)
-        failed = self._raises and (status == DIVERGED).any()
+        failed = self._raises and (self.roster.status(carry) == DIVERGED).sum() > self._lost_before
         return bool(self._interruption.requested or failed or not (status == OK).any())
 
     def last_validation(self, inputs: Inputs, carry: Carry) -> Carry:

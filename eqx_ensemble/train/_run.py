@@ -39,9 +39,10 @@ class Run(eqx.Module, Generic[M]):
         [`eqx_ensemble.train.make_step`][].
     - `selection`: each member's best weights and how long it has waited for better ones; `None` without validation
         data.
-    - `rows`: what was given to `fit` as `rows`, `(members, n)`; `None` without.
+    - `rows`: what was given to `fit` as `rows`, `(members, n)`, in all runs that this one went on from; `None` where a
+        run was given none.
     - `data_state`: where an iterator of batches stood after the last step, if it says that (`get_state` or
-        `state_dict`); another run goes on from there. `None` at the end of an epoch, and for arrays.
+        `state_dict`); another run goes on from there. `None` where it is known to be at its end, and for arrays.
     - `plan`: how the members were executed; after `plan="auto"`, `run.plan.explain()` says why.
     - `interrupted`: whether Ctrl-C ended the run early.
     """
@@ -140,6 +141,7 @@ class Run(eqx.Module, Generic[M]):
         **Returns:** [`eqx_ensemble.resample.HeldOut`][]. Members that diverged count for nothing; a warning names them.
         """
         drawn = _check.drawn_rows(drawn, self.rows)
+        _check.no_copies(self.revived, name="Run.out_of_bag")
         weights = self._weights_of_the_healthy(weights, name="Run.out_of_bag")
         return out_of_bag_mean(predict(self.ensemble, x, state=self.state, **options), drawn, weights=weights)
 
@@ -158,6 +160,11 @@ class Run(eqx.Module, Generic[M]):
         """
         _check.check_folds("Run.out_of_fold", folds, Folds)
         _check.folds_of_members(folds.test.shape[0], len(self.status), name="Run.out_of_fold")
+        _check.no_copies(self.revived, name="Run.out_of_fold")
+        num_rows = _check.rows_of_data(
+            x, _axes.Each, len(self.status), argument="x", name="Run.out_of_fold", finite=False
+        )
+        _check.rows_of_folds(num_rows, folds, self.rows, name="Run.out_of_fold")
         weights = self._weights_of_the_healthy(weights, name="Run.out_of_fold")
         is_each = lambda node: isinstance(node, _axes.Each)
         own = lambda node: (
@@ -176,8 +183,10 @@ class Run(eqx.Module, Generic[M]):
         if not healthy.any():
             raise DivergedError(message, self)
         warnings.warn(message, stacklevel=3)
-        kept = np.where(healthy, np.ones(len(healthy)) if weights is None else np.asarray(weights, float), 0.0)
-        return kept / kept.sum()
+        kept = np.zeros(len(healthy))
+        given = np.ones(len(healthy)) if weights is None else weights
+        kept[healthy] = _check.weights_left(given, healthy, out_of_bag_mean, name=name)
+        return kept
 
     def best(self, count: int = 1, *, by: Any = None) -> Ensemble[M]:
         """The best members, the best one first; those that diverged are never among them.

@@ -13,17 +13,18 @@ from ._record import Record
 from ._revive import Revival
 from ._run import Run
 from ._select import Selection, no_selection
-from ._state import OK, TrainState, copied, first_state, init_all
+from ._state import TrainState, copied, first_state, init_all
 
 
 class Start(NamedTuple):
-    """Where a run starts, and what is known from before."""
+    """Where a run starts, and what is known from before: `rows` are `None` where all have been seen."""
 
     state: TrainState
     selection: Selection | None
     record: Record
     revived: list[Revival]
     data_state: Any
+    rows: np.ndarray | None
 
 
 def start_of(
@@ -42,11 +43,11 @@ def start_of(
     """
     if not isinstance(begun, TrainState | Run):
         first = first_state(begun, optimiser, state=state, hyper=hyper, trainable=trainable, name="fit", key=key)
-        return Start(first, no_selection(first.moving) if has_validation else None, Record(), [], None)
+        selection = no_selection(first.moving) if has_validation else None
+        return Start(first, selection, Record(), [], None, _no_rows(first))
     given = {"state": state is not None, "hyper": hyper is not None, "trainable": trainable is not eqx.is_inexact_array}
     _check.nothing_twice([name for name, there in given.items() if there])
     run, first = (begun, begun.train_state) if isinstance(begun, Run) else (None, begun)
-    _check.goes_on(np.asarray(first.moving.status) == OK, ids=np.asarray(first.ids))
     if run is not None and run.selection is not None and not has_validation:
         raise TypeError(_check.FORGETS_THE_BEST)
     hyper = first.fixed.hyper
@@ -58,6 +59,10 @@ def start_of(
     if has_validation:
         selection = no_selection(first.moving) if selection is None else jax.tree.map(lambda x: x.copy(), selection)
     if run is None:
-        return Start(first, selection, Record(first_step=int(first.step)), [], None)
+        return Start(first, selection, Record(first_step=int(first.step)), [], None, _no_rows(first))
     record = Record(first_step=int(first.step) - run.history.loss.shape[1], history=run.history)
-    return Start(first, selection, record, run.revived, run.data_state)
+    return Start(first, selection, record, run.revived, run.data_state, run.rows)
+
+
+def _no_rows(state: TrainState) -> np.ndarray:
+    return np.zeros((state.num_members, 0), np.int32)

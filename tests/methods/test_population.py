@@ -1,5 +1,7 @@
 """Populations: decisions between runs, and the same decisions replayed by a loop over single members."""
 
+import signal
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -187,6 +189,14 @@ class TestTruncation:
         assert population.truncation([1.0, 2.0], [False, False], key=KEY).tolist() == [0, 1]
         assert population.truncation([1.0], key=KEY).tolist() == [0]
 
+    def test_a_fraction_is_not_rounded_twice(self):
+        donors = population.truncation(np.arange(50.0), fraction=0.14, key=KEY)
+        assert (donors != np.arange(50)).sum() == 7
+
+    def test_words_are_no_booleans(self, unhooked):
+        with pytest.raises(TypeError, match='run.status == "ok"'):
+            population.truncation([1.0, 2.0], np.array(["ok", "diverged"]), key=KEY)
+
     @pytest.mark.parametrize("fraction", [0, 0.6, "half"])
     def test_refused(self, fraction, unhooked):
         with pytest.raises(ValueError, match="above 0 and at most 0.5"):
@@ -201,7 +211,7 @@ class TestExplore:
         found = [fn(own, jax.random.key(seed)) for seed in range(30)]
         rates = sorted({round(float(one["lr"]), 6) for one in found})
         assert rates == [0.072, 0.1]  # 0.9 * 1.2 lies outside
-        assert {one["width"] for one in found} <= {8, 16, 32}
+        assert {one["width"] for one in found} == {8, 32}  # a choice moves to a neighbour
         assert all(one["other"] == 3.0 for one in found)
 
     def test_drawn_anew(self):
@@ -220,6 +230,13 @@ class TestExplore:
         ratio = np.asarray(new / state.fixed.hyper["lr"])
         assert ratio[[0, 2, 4, 5]].tolist() == [1.0] * 4
         np.testing.assert_allclose(np.minimum(abs(ratio[[1, 3]] - 0.8), abs(ratio[[1, 3]] - 1.2)), 0.0, atol=1e-6)
+
+    def test_whole_numbers_stay_whole(self, ensemble):
+        state = ee.train.init(ensemble, lambda h: optax.sgd(0.1), hyper={"n": jnp.full(MEMBERS, 3)}, key=KEY)
+        double = population.change(state, [0], lambda hyper, key: {"n": 2 * hyper["n"]}, key=KEY)
+        assert double.fixed.hyper["n"].tolist() == [6, 3, 3, 3, 3, 3]
+        with pytest.raises(TypeError, match="whole numbers"):
+            population.change(state, [0], lambda hyper, key: {"n": 1.2 * float(hyper["n"])}, key=KEY)
 
     def test_a_function_that_returns_something_else(self, state):
         with pytest.raises(TypeError, match="returns hyper-parameters like those it is given"):
@@ -314,12 +331,55 @@ class TestPopulationBasedTraining:
             ({"validation": None}, "needs `validation=`"),
             ({"rounds": 0}, "`rounds`"),
             ({"fraction": 0.9}, "at most 0.5"),
+            ({"patience": 2}, "does not take `patience`"),
+            ({"on_diverge": "revive"}, "replaces those that diverged"),
+            ({"explore": lambda hyper, key: None}, "`explore` needs a function that returns hyper-parameters"),
         ],
     )
     def test_refused(self, ensemble, changes, message, unhooked):
         options = {"hyper": hyper(), "validation": data(16, 1), "rounds": 2, "epochs": 1} | OPTIONS | changes
         with pytest.raises((TypeError, ValueError), match=message):
             ee.methods.population_based_training(ensemble, loss, OPTIMISER, data(), **options)
+
+    def test_rounds_of_steps_over_batches_are_refused(self, ensemble):
+        options = OPTIONS | {"order": "each", "batch_size": None}
+        with pytest.raises(TypeError, match="needs `epochs`, not `steps`"):
+            ee.methods.population_based_training(
+                ensemble,
+                loss,
+                OPTIMISER,
+                [data(8)],
+                hyper=hyper(),
+                validation=data(16, 1),
+                rounds=2,
+                steps=1,
+                **options,
+            )  # fmt: skip
+
+    @pytest.mark.parametrize("rounds", [1, 3])
+    def test_all_diverge(self, ensemble, rounds):
+        faulty = lambda model, batch, key: jnp.nan * loss(model, batch, key)
+        with pytest.warns(UserWarning, match=r"6 member\(s\) diverged"):
+            found = ee.methods.population_based_training(
+                ensemble, faulty, OPTIMISER, data(), hyper=hyper(), validation=data(16, 1), rounds=rounds, epochs=1,
+                **OPTIONS,
+            )  # fmt: skip
+        assert found.run.status.tolist() == ["diverged"] * MEMBERS
+        assert found.scores.shape == (1, MEMBERS)
+
+    def test_interrupted_before_the_first_validation(self, ensemble):
+        def batches():
+            yield data(8)
+            signal.raise_signal(signal.SIGINT)
+            yield data(8)
+            yield data(8)
+
+        found = ee.methods.population_based_training(
+            ensemble, loss, OPTIMISER, batches(), hyper=hyper(), validation=data(16, 1), rounds=3, epochs=1,
+            progress=False, key=KEY,
+        )  # fmt: skip
+        assert found.run.interrupted
+        assert found.scores.shape == (1, MEMBERS)
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +406,7 @@ class TestSuccessiveHalving:
             member.train(45 if run.left[i] == -1 else int(run.left[i]), float(run.table()["lr"][i]))
             assert_close(last[i], member.model, 2e-5)  # up to 45 steps of Adam in another program
 
-    @pytest.mark.parametrize(("factor", "rungs", "left"), [(2, None, 1), (2, 2, 4), (4, None, 2)])
+    @pytest.mark.parametrize(("factor", "rungs", "left"), [(2, None, 1), (2, 2, 4), (4, None, 1), (1.4, None, 1)])
     def test_other_factors(self, factor, rungs, left):
         ensemble = ee.build(make, 9, key=KEY)
         run = ee.methods.successive_halving(
@@ -368,6 +428,35 @@ class TestSuccessiveHalving:
         options = {"hyper": hyper(), "validation": data(16, 1), "epochs": 1} | OPTIONS | changes
         with pytest.raises((TypeError, ValueError), match=message):
             ee.methods.successive_halving(ensemble, loss, OPTIMISER, data(), **options)
+
+
+def test_a_score_that_is_no_number_is_dropped_first():
+    ensemble = ee.build(make, 8, key=KEY)
+
+    def judged(model, batch, key, hyper):
+        return jnp.where(hyper["member"] == 3, jnp.nan, score(model, batch, key))
+
+    run = ee.methods.successive_halving(
+        ensemble, loss, optax.sgd(0.05), data(), hyper={"member": jnp.arange(8)}, validation=data(16, 1), epochs=1,
+        factor=2, **(OPTIONS | {"score": judged}),
+    )  # fmt: skip
+    assert sorted(run.left.tolist()) == [-1, 5, 5, 5, 5, 10, 10, 20]
+    assert run.left[3] == 5
+
+
+@pytest.mark.parametrize(("epochs", "longest"), [(5, [5, 5]), (8, [8, 8]), (10, [10, 10, 10])])
+def test_nobody_trains_longer_than_asked_for(epochs, longest):
+    runs = ee.methods.hyperband(
+        make, RANGES, loss, OPTIMISER, data(8), validation=data(16, 1), epochs=epochs, **OPTIONS
+    )
+    assert [run.history.loss.shape[1] for run in runs] == longest
+
+
+def test_hyperband_decides_itself(unhooked):
+    with pytest.raises(TypeError, match="does not take `steps`"):
+        ee.methods.hyperband(
+            make, RANGES, loss, OPTIMISER, data(8), validation=data(16, 1), epochs=3, steps=4, **OPTIONS
+        )
 
 
 def test_hyperband_brackets():

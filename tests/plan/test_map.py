@@ -125,3 +125,12 @@ def test_typed_keys_and_integers_pass():
     expected = jnp.stack([jax.random.fold_in(key, i) for i, key in enumerate(keys.value)])
     assert (out[0] == expected).all()
     np.testing.assert_array_equal(out[1], np.arange(1, 6))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_arrays_without_elements_pass(ensemble, plan):
+    """Some optimisers keep such arrays in their state."""
+    empty = jnp.zeros((ensemble.num_members, 0, 3))
+    found = ee.map_members(lambda model, x, y: (x, y + 1), plan=plan)(ensemble, ee.Each(empty), jnp.zeros(2))
+    assert found[0].shape == empty.shape
+    np.testing.assert_array_equal(found[1], np.ones((ensemble.num_members, 2)))

@@ -73,6 +73,24 @@ class Loader:
         return Resumable()
 
 
+class Loading:
+    """As torchdata's loader with workers: what it is set to counts for the next iterator that it makes."""
+
+    def __init__(self):
+        self._start = self._place = 0
+
+    def state_dict(self):
+        return {"place": self._place}
+
+    def load_state_dict(self, state):
+        self._start = state["place"]
+
+    def __iter__(self):
+        start, self._start = self._start, 0
+        for self._place in range(start + 1, 9):
+            yield X[5 * self._place - 5 : 5 * self._place], Y[5 * self._place - 5 : 5 * self._place]
+
+
 def test_no_more_are_drawn_than_used(ensemble):
     for steps in (1, 7, 8, 11):
         batches = Batches()
@@ -111,6 +129,19 @@ def test_goes_on_where_the_iterator_stood(ensemble, names, cut):
     assert_same(second.ensemble, whole.ensemble)
     assert_same(second.history, whole.history)
     assert second.data_state is None
+
+
+@pytest.mark.parametrize("cut", [1, 5])
+def test_a_loader_that_is_set_itself(ensemble, cut):
+    whole = fitted(ensemble, Loading(), epochs=1)
+    second = fitted(fitted(ensemble, Loading(), steps=cut), Loading(), steps=8 - cut)
+    assert_same(second.ensemble, whole.ensemble)
+
+
+def test_an_epoch_that_was_over_is_not_validated_twice(ensemble):
+    first = fitted(ensemble, Loader(), steps=8, validation=(X, Y))
+    second = fitted(first, Loader(), epochs=1, validation=(X, Y))
+    assert second.history.validation_step.tolist() == [8, 16]
 
 
 @pytest.mark.parametrize("cut", [3, 8, 11, 16])

@@ -146,6 +146,29 @@ class TestFromATrainingState:
         assert_same(ee.fit(state, loss, optimiser, data(40), epochs=1, key=KEY).ensemble, run.ensemble)
 
 
+def test_a_budget_that_is_over_is_not_exceeded(ensemble):
+    run = fitted(fitted(ensemble, epochs=2), steps=10, max_steps=[5, 5, 100, 100])
+    assert run.left.tolist() == [10, 10, -1, -1]
+
+
+def test_an_old_fault_is_not_raised_again(ensemble):
+    faulty = lambda model, batch, key, hyper: jnp.where(hyper == 1, jnp.nan, loss(model, batch, key))
+    options = {"on_diverge": "raise", "batch_size": 8, "progress": False, "key": KEY}
+    with pytest.raises(ee.train.DivergedError) as caught:
+        ee.fit(ensemble, faulty, ADAM, data(40), hyper=jnp.arange(MEMBERS), epochs=2, **options)
+    with pytest.warns(UserWarning, match="diverged"):
+        run = ee.fit(caught.value.run, faulty, ADAM, data(40), epochs=1, **options)
+    assert run.status.tolist() == ["ok", "diverged", "ok", "ok"]
+
+
+def test_patience_counts_epochs_that_end(ensemble):
+    options = {"validation": data(16), "patience": 50}
+    run = fitted(fitted(ensemble, steps=5, **options), steps=4, validation=data(16))
+    with pytest.raises(ValueError, match="end within an epoch of 5"):
+        fitted(ensemble, steps=4, **options)
+    assert fitted(run, steps=2, **options).train_state.step == 11
+
+
 class TestRefused:
     def test_what_the_state_has_already(self, ensemble):
         state = ee.train.init(ensemble, ADAM, key=KEY)

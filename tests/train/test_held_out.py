@@ -1,5 +1,7 @@
 """Predictions of rows by members that never saw them, straight from a run."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -69,6 +71,15 @@ class TestOutOfBag:
         with pytest.raises(TypeError, match="given no `rows`"):
             run.out_of_bag(X)
 
+    def test_of_several_runs(self):
+        """A run that goes on has seen the rows of both."""
+        both = fitted(self.rows)
+        other = np.asarray(ee.resample.bootstrap(ROWS, MEMBERS, key=jax.random.key(5)))
+        went_on = lambda rows: ee.fit(both, loss, ADAM, (X, Y), rows=rows, epochs=1, progress=False, key=KEY)
+        assert_same(went_on(self.rows).rows, self.rows)
+        assert_same(went_on(other).rows, np.concatenate([self.rows, other], axis=1))
+        assert went_on(None).rows is None
+
     @pytest.mark.filterwarnings("ignore:.*diverged")
     def test_members_that_diverged_count_for_nothing(self):
         def faulty(model, batch, key, hyper):
@@ -132,6 +143,18 @@ class TestOutOfFold:
         expected = run.out_of_fold(X, self.folds).mean * number[:, None]
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
+    def test_what_would_leak_is_refused(self):
+        run = fitted(self.folds.train, members=4)
+        with pytest.raises(ValueError, match="other folds than `fit`"):
+            run.out_of_fold(X, ee.resample.folds(ROWS, 4, key=jax.random.key(1)))
+        with pytest.raises(ValueError, match="expected 31, got 10"):
+            run.out_of_fold(X[:10], self.folds)
+        copied = dataclasses.replace(run, revived=[ee.train.Revival(2, 5, 3)])
+        with pytest.raises(ValueError, match="2 of 3"):
+            copied.out_of_fold(X, self.folds)
+        with pytest.raises(ValueError, match="2 of 3"):
+            copied.out_of_bag(X)
+
     def test_other_folds(self):
         run = fitted(self.folds.train, members=4)
         with pytest.raises(ValueError, match="one fold per member, got 5 folds and 4 members"):
@@ -159,6 +182,12 @@ class TestCrossFit:
             expected[test] += np.asarray(ee.predict(alone.ensemble, X[test])[0]) / 2
         np.testing.assert_allclose(held_out.mean, expected, rtol=1e-4, atol=1e-5)
         assert (held_out.num_members == 2).all()
+
+    def test_a_wrong_x_is_found_before_training(self):
+        never = lambda model, batch, key: pytest.fail("it trained")
+        folds = ee.resample.folds(ROWS, 3, key=KEY)
+        with pytest.raises(Exception, match="dot_general|shape"):
+            ee.methods.cross_fit(ee.build(make, 3, key=KEY), never, ADAM, (X, Y), folds, x=X[:, :2], epochs=1, key=KEY)
 
     def test_refused(self):
         folds = ee.resample.folds(ROWS, 4, key=KEY)

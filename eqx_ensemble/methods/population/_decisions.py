@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,12 +38,12 @@ def truncation(
     **Returns:** for [`eqx_ensemble.methods.population.clone`][]: a donor's place for each member `(members,)`, its own
     for those that stay.
     """
-    scores = _check.scores_to_rank(scores, np.size(scores), name="population.truncation")
+    scores = _check.member_scores(scores, name="population.truncation")
     _check.part_of_members(fraction, name="population.truncation")
     count = len(scores)
-    able = ~np.isnan(scores) & (True if healthy is None else np.asarray(healthy, bool))
+    able = ~np.isnan(scores) & _check.who_is_healthy(healthy, count, name="population.truncation")
     order, donors = rank(scores, healthy=able), np.arange(count)
-    most = int(np.ceil(fraction * count)) if count > 1 else 0
+    most = math.ceil(fraction * count - 1e-9) if count > 1 else 0
     best = order[: min(most, able.sum())]
     if len(best) == 0:
         return donors
@@ -69,7 +70,7 @@ def explore(
     **Arguments:**
 
     - `ranges`: what to draw from, by name, as for [`eqx_ensemble.sweep.draw`][]. Other names stay as they are, and
-        nothing leaves its range.
+        nothing leaves its range; of a choice, the next larger or smaller value is taken.
     - `resample`: the probability that a name is drawn anew.
     - `factors`: one of them, each as likely as the other.
 
@@ -83,7 +84,7 @@ def explore(
         new = dict(hyper)
         for name, one in ranges.items():
             factor, anew = generator.choice(factors), generator.random() < resample
-            new[name] = one.draw(generator) if anew else one.nearest(float(hyper[name]) * factor)
+            new[name] = one.draw(generator) if anew else one.moved(float(hyper[name]), factor)
         return new
 
     return explored

@@ -26,8 +26,8 @@ def rank(scores: Any, *, healthy: Any = None) -> Int[np.ndarray, " members"]:
 
     **Returns:** places `(members,)`, int64. Equal scores stay in order.
     """
-    scores = _check.scores_to_rank(scores, np.size(scores), name="population.rank")
-    bad = np.isnan(scores) | (False if healthy is None else ~np.asarray(healthy, bool))
+    scores = _check.member_scores(scores, name="population.rank")
+    bad = np.isnan(scores) | ~_check.who_is_healthy(healthy, len(scores), name="population.rank")
     return np.lexsort((scores, bad))
 
 

@@ -1,0 +1,12 @@
+import numpy as np
+from jaxtyping import Float
+
+from ..train import Run
+
+
+def last_scores(run: Run) -> Float[np.ndarray, " members"]:
+    """The validation scores of the members' present weights `(members,)`; NaN where these have none."""
+    scores, steps = run.history.validation, run.history.validation_step
+    if scores is None or len(steps) == 0 or steps[-1] != int(run.train_state.step):
+        return np.full(len(run.status), np.nan)
+    return scores[:, -1]
