@@ -8,12 +8,13 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.plan import _search
 from eqx_ensemble.train import _loop
 from eqx_ensemble.train._limits import Limits
 from eqx_ensemble.train._program import Carry, Inputs
 from eqx_ensemble.train._roster import Roster
 
-from ..factories import assert_same
+from ..factories import assert_close, assert_same
 
 MEMBERS, ROWS, BATCH = 11, 22, 8
 KEY = jax.random.key(0)
@@ -60,8 +61,8 @@ CASES = {
 
 
 def fitted(data, **options):
-    options = {"validation": VALIDATION, "batch_size": BATCH} | options
-    return ee.fit(ENSEMBLE, loss, optimiser, data, hyper=HYPER, patience=2, epochs=12, has_aux=True, key=KEY, **options)
+    options = {"validation": VALIDATION, "batch_size": BATCH, "patience": 2, "epochs": 12} | options
+    return ee.fit(ENSEMBLE, loss, optimiser, data, hyper=HYPER, has_aux=True, key=KEY, **options)
 
 
 @pytest.fixture
@@ -99,6 +100,22 @@ def test_leaving_is_invisible(case, widths, monkeypatch):
         gone = run.left[i] + (run.status[i] == "diverged")  # the step of a fault is reported
         assert np.isnan(run.history.aux["double"][i, gone:]).all()
         assert not run.history.aux["rows"][i, gone:].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*diverged:UserWarning")
+def test_under_a_plan_that_is_still_searched_for(widths, monkeypatch):
+    """The search ends before members leave the arrays, since its times were those of all of them."""
+    monkeypatch.setattr(_loop, "_SECONDS_PER_TRIAL", 0)
+    monkeypatch.setattr(_search, "_ENOUGH_CALLS", 1)
+    monkeypatch.setattr(_search, "_ENOUGH_SECONDS", 0.0)
+    options = CASES["shared rows"] | {"patience": 6, "epochs": 40}
+    expected = fitted(**options)
+    widths.clear()
+    run = fitted(**options, plan=ee.plan.Auto(share=1.0))
+    assert widths
+    assert len([line for line in run.plan.explain().splitlines() if "ms a step" in line]) > 1
+    assert run.left.tolist() == expected.left.tolist()
+    assert_close(run.ensemble, expected.ensemble, 1e-4)  # plans agree within rounding
 
 
 @pytest.mark.parametrize("plan", [ee.plan.Vmap(), ee.plan.Chunked(3), ee.plan.Sequential()], ids=repr)
