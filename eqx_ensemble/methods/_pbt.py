@@ -113,7 +113,9 @@ def population_based_training(
     _check.no_options(options, _STOPS, "a population trains as long as it lasts", name="population_based_training")
     _check.own_revival(options.get("on_diverge"))
     _check.whole_epochs(steps, is_batches=is_batches(data), name="population_based_training")
+    _check.ensemble(ensemble, Ensemble, name="population_based_training")
     hyper = jax.tree.map(jnp.asarray, hyper, is_leaf=lambda x: isinstance(x, list))
+    _check.hyper(hyper, ensemble.num_members, name="population_based_training")
     one = jax.tree.map(lambda x: x[0], hyper)
     _check.same_hyper(one, explore(one, jax.random.split(key, 1)[0]), name="explore")
     run, scores, lineage, hypers = ensemble, [], [], []

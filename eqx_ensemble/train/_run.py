@@ -154,7 +154,7 @@ class Run(eqx.Module, Generic[M]):
 
         - `x`: what [`eqx_ensemble.predict`][] takes, of all rows of the data in their order.
         - `folds`: what the members were trained on: `fit(..., rows=folds.train)`.
-        - `weights`, `options`: as for [`eqx_ensemble.train.Run.out_of_bag`][].
+        - `weights`, `options`: as for [`eqx_ensemble.Run.out_of_bag`][].
 
         **Returns:** [`eqx_ensemble.resample.HeldOut`][]; see [`eqx_ensemble.methods.cross_fit`][] for an example.
         """

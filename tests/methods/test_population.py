@@ -328,6 +328,7 @@ class TestPopulationBasedTraining:
         ("changes", "message"),
         [
             ({"hyper": None}, "needs `hyper`"),
+            ({"hyper": {"lr": 0.1}}, "hyper"),
             ({"validation": None}, "needs `validation=`"),
             ({"rounds": 0}, "`rounds`"),
             ({"fraction": 0.9}, "at most 0.5"),
