@@ -29,11 +29,11 @@ def optimiser(hyper: Any) -> optax.GradientTransformation:
     return optax.adam(hyper["lr"])
 
 
-def _fit(problem: Problem, epochs: int, lr: Any, ids: Any) -> ee.Run:
+def _fit(problem: Problem, epochs: int, lr: Any, ids: Any, plan: Any = None) -> ee.Run:
     ensemble = ee.build(problem.make, ids=ids, key=jax.random.key(0))
     return ee.fit(
         ensemble, problem.loss, optimiser, (problem.x, problem.y), hyper={"lr": jnp.asarray(lr)}, epochs=epochs,
-        batch_size=problem.batch_size, progress=False, key=jax.random.key(0),
+        batch_size=problem.batch_size, plan=plan, progress=False, key=jax.random.key(0),
     )  # fmt: skip
 
 
@@ -44,8 +44,14 @@ def _configurations(report: Report, problem: Problem, *, count: int, epochs: int
     def loop() -> list[ee.Run]:
         return [_fit(problem, epochs, lr[i : i + 1], [i]) for i in range(tried)]
 
+    one_by_one = ee.plan.Sequential()
     contenders = [
         Contender(f"{problem.name}: one program", lambda: _fit(problem, epochs, lr, range(count)), count),
+        Contender(
+            f"{problem.name}: one program, Sequential",
+            lambda: _fit(problem, epochs, lr, range(count), one_by_one),
+            count,
+        ),
         Contender(f"{problem.name}: loop of fits", loop, tried),
     ]
     studied = _optuna(problem, epochs, tried)
@@ -56,9 +62,10 @@ def _configurations(report: Report, problem: Problem, *, count: int, epochs: int
     report.facts[f"{problem.name}: largest difference of a loss between one program and single fits"] = f"{apart:.1e}"
     times = interleaved(contenders, rounds=rounds)
     report.timings += times.values()
-    ours, fits, *optuna = times.values()
+    ours, sequential, fits, *optuna = times.values()
     report.rows += [
         compared(f"{problem.name}: {count} configurations, loop of fits / one program", fits, ours),
+        compared(f"{problem.name}: loop of fits / one program, Sequential", fits, sequential),
         compared(f"{problem.name}: optuna and fits / one program", optuna[0] if optuna else None, ours),
     ]
 
@@ -87,7 +94,10 @@ def _halving(report: Report, problem: Problem, *, count: int, epochs: int, round
     }  # fmt: skip
     train = (ensemble, problem.loss, optimiser, (problem.x[:half], problem.y[:half]))
     full = ft.partial(ee.fit, *train, epochs=epochs, **options)
-    halved = ft.partial(ee.methods.successive_halving, *train, epochs=max(1, epochs // 27), **options)
+    rungs = 2 if epochs < 27 else 4  # the last of them as long as the run without
+    halved = ft.partial(
+        ee.methods.successive_halving, *train, epochs=epochs // 3 ** (rungs - 1), rungs=rungs, **options
+    )
     for name, run in (("no halving", full()), ("halving", halved())):
         longest = run.history.loss.shape[1]
         report.facts[f"{problem.name}: best validation loss, {name}"] = f"{run.best_score.min():.5f} in {longest} steps"
