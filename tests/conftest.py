@@ -2,6 +2,7 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -45,3 +46,11 @@ def compiled(caplog):
         names += [match[1] for match in found if match]
 
     return watched
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises `KeyboardInterrupt`, as in a shell, whatever the test runner made of it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -526,7 +526,7 @@ BAD = {
         lambda: fit(validation=(X, Y), patience=1, batch_size=3),
         "ValueError: "
         "`fit` cannot use `patience`: it counts validations, which are made at the end of every epoch, and the 1 steps "
-        "asked for end within the first epoch of 2.",
+        "asked for end within an epoch of 2.",
     ),
     "fit data of three for four": (
         lambda: fit(data=(ee.Each(jnp.ones((4, 6, 2))), Y)),

@@ -368,7 +368,7 @@ class TestPopulationBasedTraining:
         assert found.run.status.tolist() == ["diverged"] * MEMBERS
         assert found.scores.shape == (1, MEMBERS)
 
-    def test_interrupted_before_the_first_validation(self, ensemble):
+    def test_interrupted_before_the_first_validation(self, ensemble, interruptible):
         def batches():
             yield data(8)
             signal.raise_signal(signal.SIGINT)

@@ -520,14 +520,6 @@ def test_a_fault_compiles_nothing(ensemble, plan, compiled):
     assert programs == []
 
 
-@pytest.fixture
-def interruptible():
-    """Ctrl-C raises `KeyboardInterrupt`, as in a shell, whatever the test runner made of it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def interrupt_after(seconds):
     """Sends SIGINT so long after a run has taken over the handling of it."""
 
