@@ -113,7 +113,7 @@ class TestSelect:
     def test_they_train_on_as_before(self, state):
         fit = lambda state: ee.fit(state, loss, OPTIMISER, data(), steps=7, batch_size=BATCH, progress=False, key=KEY)
         whole, some = fit(state), fit(population.select(state, [4, 0, 2, 5]))
-        assert_same(some.ensemble, whole.ensemble[[4, 0, 2, 5]])
+        assert_close(some.ensemble, whole.ensemble[[4, 0, 2, 5]], 1e-6)  # compiled for another number of members
 
     @pytest.mark.parametrize(
         ("members", "message"),
