@@ -298,6 +298,24 @@ class TestPopulationBasedTraining:
             since = 2 * STEPS * (copied_in[-1] + 1) if copied_in else 0
             assert found.run.best_step[place] > since
 
+    def test_what_a_copy_found_before_is_forgotten(self, ensemble):
+        """A score that nothing after the copying can reach."""
+
+        def judged(model, batch, key, hyper):
+            fresh = jnp.all(model.layers[0].bias == 0.125)  # only before any training
+            return jnp.where(fresh, -1.0, score(model, batch, key) + hyper["rank"])
+
+        made = ee.build(lambda key: eqx.tree_at(lambda m: m.layers[0].bias, make(key), jnp.full(8, 0.125)), 4, key=KEY)
+        hyper = {"rank": jnp.arange(4.0), "lr": jnp.array([0.01, 0.01, 0.01, 0.0])}
+        found = ee.methods.population_based_training(
+            made, loss, OPTIMISER, data(), hyper=hyper, validation=data(16, 1), rounds=2, epochs=1, fraction=0.25,
+            explore=lambda hyper, key: hyper | {"lr": jnp.array(0.01)}, **(OPTIONS | {"score": judged}),
+        )  # fmt: skip
+        replaced = int(np.flatnonzero(found.lineage[0] != np.arange(4))[0])
+        assert replaced != 3  # it never moved, has the best score of all, and is the donor
+        assert found.run.best_score[3] == -1.0
+        assert found.run.best_step[replaced] == 2 * STEPS
+
     def test_one_program_for_all_rounds(self, ensemble, compiled):
         optimiser = lambda hyper: optax.sgd(hyper["lr"])
         with compiled() as names:
