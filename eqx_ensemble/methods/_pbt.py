@@ -117,9 +117,9 @@ def population_based_training(
     hyper = jax.tree.map(jnp.asarray, hyper, is_leaf=lambda x: isinstance(x, list))
     _check.hyper(hyper, ensemble.num_members, name="population_based_training")
     one = jax.tree.map(lambda x: x[0], hyper)
-    _check.same_hyper(one, explore(one, jax.random.split(key, 1)[0]), name="explore")
-    run, scores, lineage, hypers = ensemble, [], [], []
     keys = jax.random.split(key, rounds)
+    _check.same_hyper(one, explore(one, keys[0]), name="explore")
+    run, scores, lineage, hypers = ensemble, [], [], []
     first = {"hyper": hyper, **{name: options.pop(name) for name in ("state", "trainable") if name in options}}
     while True:
         with warnings.catch_warnings():

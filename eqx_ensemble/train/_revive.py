@@ -137,15 +137,27 @@ def brought_back(
 def _copied(
     state: TrainState, how: Revive, lost: np.ndarray, donors: np.ndarray, keys: Key[Array, " lost"]
 ) -> tuple[Moving, Fixed]:
-    moving, fixed, sources = state.moving, state.fixed, np.arange(state.num_members)
+    sources = np.arange(state.num_members)
     sources[lost] = donors
-    params, opt_state, model_state, frozen, hyper = jax.tree.map(
-        lambda x: x[sources] if _axes.is_array(x) else x,
-        (moving.params, moving.opt_state, moving.model_state, fixed.frozen, fixed.hyper),
+    moving, fixed = copies(state.moving, state.fixed, sources)
+    return moving, Fixed(fixed.frozen, fixed.key, _perturbed(fixed.hyper, how, lost, keys))
+
+
+def copies(moving: Moving, fixed: Fixed, donors: np.ndarray) -> tuple[Moving, Fixed]:
+    """Every member as a copy of its donor `(members,)`, itself or another, but for its own noise and random stream.
+
+    Those that are copies of another train.
+    """
+    params, opt_state, model_state, frozen, hyper = gathered(
+        (moving.params, moving.opt_state, moving.model_state, fixed.frozen, fixed.hyper), donors
     )
-    opt_state = keep_noise(opt_state, moving.opt_state)
-    hyper = _perturbed(hyper, how, lost, keys)
-    return _training(moving, (params, opt_state, model_state), lost), Fixed(frozen, fixed.key, hyper)
+    opt_state, copied = keep_noise(opt_state, moving.opt_state), np.flatnonzero(donors != np.arange(len(donors)))
+    return _training(moving, (params, opt_state, model_state), copied), Fixed(frozen, fixed.key, hyper)
+
+
+def gathered(tree: PyTree, places: np.ndarray) -> PyTree:
+    """The members at some places, in the order given."""
+    return jax.tree.map(lambda x: x[places] if _axes.is_array(x) else x, tree)
 
 
 def _fresh(

@@ -167,10 +167,10 @@ class Run(eqx.Module, Generic[M]):
         _check.rows_of_folds(num_rows, folds, self.rows, name="Run.out_of_fold")
         weights = self._weights_of_the_healthy(weights, name="Run.out_of_fold")
         is_each = lambda node: isinstance(node, _axes.Each)
-        own = lambda node: (
-            _axes.Each(jax.vmap(lambda x, rows: x[rows])(node.value, folds.test)) if is_each(node) else
-            _axes.Each(jnp.asarray(node)[folds.test])
-        )  # fmt: skip
+        of_each = lambda x: jax.vmap(lambda x, rows: x[rows])(jnp.asarray(x), folds.test)
+        own = lambda node: _axes.Each(
+            jax.tree.map(of_each, node.per_member()) if is_each(node) else jnp.asarray(node)[folds.test]
+        )
         tested = predict(self.ensemble, jax.tree.map(own, x, is_leaf=is_each), state=self.state, **options)
         return out_of_fold(tested, folds, of="test", weights=weights)
 

@@ -1,15 +1,14 @@
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import Int
 
-from ... import _axes, _check
+from ... import _check
 from ..._ensemble import M
 from ...train import TrainState
-from ...train._optimiser import keep_noise
-from ...train._state import OK, STOPPED, Fixed, Moving
+from ...train._limits import stopped
+from ...train._revive import copies, gathered
+from ...train._state import OK
 
 
 def rank(scores: Any, *, healthy: Any = None) -> Int[np.ndarray, " members"]:
@@ -51,7 +50,7 @@ def select(state: TrainState[M], members: Any) -> TrainState[M]:
     """
     _check.train_state(state, TrainState)
     members = _check.places(members, state.num_members, name="population.select", once=True)
-    moving, fixed, ids = _gathered((state.moving, state.fixed, state.ids), members)
+    moving, fixed, ids = gathered((state.moving, state.fixed, state.ids), members)
     return TrainState(moving, fixed, state.shared, ids, state.step)
 
 
@@ -80,19 +79,8 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
     count, moving, fixed = state.num_members, state.moving, state.fixed
     donors = _check.places(donors, count, name="population.clone")
     _check.one_donor_each(donors, np.asarray(moving.status) == OK, np.asarray(state.ids))
-    copied = donors != np.arange(count)
-    parts = (moving.params, moving.opt_state, moving.model_state, fixed.frozen, fixed.hyper)
-    params, opt_state, model_state, frozen, hyper = _gathered(parts, donors)
-    anew = lambda old, value: jnp.where(copied, jnp.asarray(value, old.dtype), old)
-    moving = Moving(
-        params,
-        keep_noise(opt_state, moving.opt_state),
-        model_state,
-        anew(moving.status, OK),
-        anew(moving.left, -1),
-        anew(moving.fault, -1),
-    )
-    return TrainState(moving, Fixed(frozen, fixed.key, hyper), state.shared, state.ids, state.step)
+    moving, fixed = copies(moving, fixed, donors)
+    return TrainState(moving, fixed, state.shared, state.ids, state.step)
 
 
 def stop(state: TrainState[M], members: Any) -> TrainState[M]:
@@ -107,12 +95,6 @@ def stop(state: TrainState[M], members: Any) -> TrainState[M]:
     """
     _check.train_state(state, TrainState)
     members, moving = _check.places(members, state.num_members, name="population.stop"), state.moving
-    stops = np.isin(np.arange(state.num_members), members) & (np.asarray(moving.status) == OK)
-    status = jnp.where(stops, jnp.int8(STOPPED), moving.status)
-    left = jnp.where(stops, state.step.astype(moving.left.dtype), moving.left)
-    moving = Moving(moving.params, moving.opt_state, moving.model_state, status, left, moving.fault)
+    chosen = np.isin(np.arange(state.num_members), members)
+    moving = stopped(moving, chosen, state.step)
     return TrainState(moving, state.fixed, state.shared, state.ids, state.step)
-
-
-def _gathered(tree: PyTree, places: np.ndarray) -> PyTree:
-    return jax.tree.map(lambda x: x[places] if _axes.is_array(x) else x, tree)
