@@ -1,5 +1,7 @@
 """Member i of an ensemble is the model that one gets by training it alone."""
 
+import os
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -85,7 +87,9 @@ def test_every_model_with_adam(name, num_members):
 def test_every_optimiser_with_an_mlp(name, num_members):
     """A line search decides by comparing, which blows rounding up, with a single member too."""
     case, optimiser = CASES["mlp"], OPTIMISERS[name](1e-8)
-    case = case._replace(rtol=5e-3) if name == "lbfgs" else case
+    if name == "lbfgs" and os.environ["XLA_FLAGS"]:
+        pytest.skip("compiled with little optimisation it rounds more: run with `XLA_FLAGS=`, as CI does")
+    case = case._replace(rtol=1e-3) if name == "lbfgs" else case
     assert_alone(case, optimiser, *fitted(case, optimiser, num_members))
 
 
