@@ -117,6 +117,7 @@ from ._population import judged as judged
 from ._population import member_scores as member_scores
 from ._population import names_in as names_in
 from ._population import no_options as no_options
+from ._population import no_saving as no_saving
 from ._population import one_donor_each as one_donor_each
 from ._population import one_length_of as one_length_of
 from ._population import own_revival as own_revival
@@ -143,6 +144,15 @@ from ._resample import folds_of_members as folds_of_members
 from ._resample import no_copies as no_copies
 from ._resample import rows_of_folds as rows_of_folds
 from ._resample import whole_folds as whole_folds
+from ._resume import checkpoint_options as checkpoint_options
+from ._resume import not_beyond as not_beyond
+from ._resume import not_saved as not_saved
+from ._resume import of_fit as of_fit
+from ._resume import other_versions as other_versions
+from ._resume import place_not_savable as place_not_savable
+from ._resume import same_batches as same_batches
+from ._resume import same_call as same_call
+from ._resume import something_to_resume as something_to_resume
 from ._stacked import member_type as member_type
 from ._stacked import not_stacked as not_stacked
 from ._stacked import stacked_arguments as stacked_arguments

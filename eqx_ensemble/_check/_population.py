@@ -130,6 +130,11 @@ def no_options(options: Mapping[str, Any], names: Iterable[str], why: str, *, na
         raise TypeError(f"`{name}` does not take {', '.join(given)}: {why}.")
 
 
+def no_saving(options: Mapping[str, Any], *, name: str) -> None:
+    """A search that is made of several runs does not save itself."""
+    no_options(options, ("checkpoint", "every"), "it is made of several runs; save what it returns", name=name)
+
+
 def whole_epochs(steps: Any, *, is_batches: bool, name: str) -> None:
     """An iterable begins anew in every round."""
     if is_batches and steps is not None:

@@ -46,7 +46,7 @@ def contents(path: str | os.PathLike[str]) -> Contents:
     FileNotFoundError when there is no checkpoint.
     """
     with Reader(Path(path), name="checkpoint.contents") as reader:
-        return _contents(reader)
+        return contents_of(reader)
 
 
 def verify(path: str | os.PathLike[str]) -> Contents:
@@ -69,10 +69,11 @@ def verify(path: str | os.PathLike[str]) -> Contents:
         for entry in reader.manifest.entries:
             if entry.tensor == entry.path:
                 reader.array(entry)
-        return _contents(reader)
+        return contents_of(reader)
 
 
-def _contents(reader: Reader) -> Contents:
+def contents_of(reader: Reader) -> Contents:
+    """What the manifest of an open checkpoint says."""
     manifest = reader.manifest
     leaves = {entry.path: _text(entry) for entry in manifest.entries}
     leaves |= {number.path: repr(number.value) for number in manifest.numbers}

@@ -1,4 +1,5 @@
 import errno
+import inspect
 import os
 import re
 import warnings
@@ -8,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from .. import _check
 from .._check import CheckpointCorruptError
+from ._contents import contents_of
 from ._read import Reader, read_manifest
 from ._restore import restore
 from ._snapshot import Snapshot, snapshot
@@ -145,7 +147,8 @@ class Checkpoints:
 
         **Arguments:**
 
-        - `like`: a tree like the one that was saved, of arrays or of shapes from `equinox.filter_eval_shape`.
+        - `like`: a tree like the one that was saved, of arrays or of shapes from `equinox.filter_eval_shape`; or a
+            function that makes one from what a checkpoint says of itself, [`eqx_ensemble.checkpoint.Contents`][].
         - `step`: the number of the one checkpoint to read, instead of the newest.
         - `cast`, `strict`: as in [`eqx_ensemble.load`][].
 
@@ -159,7 +162,8 @@ class Checkpoints:
         for number in reversed(steps) if step is None else [step]:
             try:
                 with Reader(self.path(number), name=_NAME) as reader:
-                    tree = restore(reader, like, rows=None, cast=cast, strict=strict, name=_NAME)
+                    expected = like(contents_of(reader)) if inspect.isroutine(like) else like
+                    tree = restore(reader, expected, rows=None, cast=cast, strict=strict, name=_NAME)
                     manifest = reader.manifest
             except (CheckpointCorruptError, OSError) as error:
                 # A disk may also refuse to read; and another process may have removed an old checkpoint meanwhile.

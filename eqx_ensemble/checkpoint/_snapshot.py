@@ -64,7 +64,7 @@ def snapshot(
         elif is_array_like(leaf):
             _check.savable_dtype("shapes only", path, known=False)
     manifest = Manifest(
-        "", members, tuple(entries), tuple(numbers), structure(tree), meta, step, _score(score), _versions()
+        "", members, tuple(entries), tuple(numbers), structure(tree), meta, step, _score(score), versions()
     )
     return Snapshot(manifest, arrays)
 
@@ -75,11 +75,12 @@ def _score(score: Any) -> float | None:
     return None if math.isnan(value := float(score)) else value
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Those of Python and of the libraries that decide what is computed."""
+    found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            versions[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[package] = "unknown"
-    return versions
+            found[package] = "unknown"
+    return found

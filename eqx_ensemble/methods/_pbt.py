@@ -97,7 +97,8 @@ def population_based_training(
     **Arguments:**
 
     - `ensemble`, `loss`, `optimiser`, `data`, `hyper`, `validation`, `options`: as for [`eqx_ensemble.fit`][], but for
-        what makes members stop. The hyper-parameters may be those of the optimiser, of the loss, or of both.
+        `checkpoint` and what makes members stop. The hyper-parameters may be those of the optimiser, of the loss, or
+        of both.
     - `rounds`: how often to train and compare.
     - `epochs` or `steps`: the length of one round.
     - `fraction`: of the members, how many are replaced after a round, rounded up.
@@ -111,6 +112,7 @@ def population_based_training(
     _check.judged(hyper, validation, name="population_based_training")
     _check.part_of_members(fraction, name="population_based_training")
     _check.no_options(options, _STOPS, "a population trains as long as it lasts", name="population_based_training")
+    _check.no_saving(options, name="population_based_training")
     _check.own_revival(options.get("on_diverge"))
     _check.whole_epochs(steps, is_batches=is_batches(data), name="population_based_training")
     _check.ensemble(ensemble, Ensemble, name="population_based_training")

@@ -1,6 +1,9 @@
+import dataclasses
+import functools as ft
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -9,7 +12,11 @@ from jaxtyping import PyTree
 from .. import _check
 from ._apart import run_stepwise
 from ._chunk import Chunk, compiled_chunk
+from ._data import shapes_of_one
+from ._identity import data_texts, digest_of
+from ._limits import next_limit
 from ._loop import Loop
+from ._place import Length
 from ._program import Carry, Inputs, in_a_loop
 from ._rows import Cut, Piece, RowOrder
 from ._state import OK
@@ -30,7 +37,7 @@ class Feed:
 
     def draw(self, steps: int) -> None:
         """Has pieces of at least `steps` steps waiting, as far as a chunk holds them and the run goes."""
-        while len(self._waiting) < self._most_pieces and sum(len(piece.full) for piece in self._waiting) < steps:
+        while len(self._waiting) < self._most_pieces and sum(piece.num_steps for piece in self._waiting) < steps:
             piece = next(self._drawn, None)
             if piece is None:
                 return
@@ -40,7 +47,7 @@ class Feed:
         """The next pieces of at least `steps` steps; none at the end of the run."""
         self.draw(steps)
         taken: list[Piece] = []
-        while self._waiting and len(taken) < self._most_pieces and sum(len(piece.full) for piece in taken) < steps:
+        while self._waiting and len(taken) < self._most_pieces and sum(piece.num_steps for piece in taken) < steps:
             taken.append(self._waiting.popleft())
         return taken
 
@@ -65,64 +72,98 @@ class Feed:
         return Chunk(*jax.device_put((full, rest, num_full, ends, np.array(len(batch), np.int32))))
 
 
-def run_arrays(
-    loop: Loop,
-    inputs: Inputs,
-    carry: Carry,
-    order: RowOrder,
-    *,
-    batch_size: int | None,
-    epochs: int | None,
-    steps: int | None,
-) -> Carry:
-    """Runs over in-memory arrays in compiled chunks of steps."""
+class Arrays(NamedTuple):
+    """Data in memory, on the device, and the order in which members see its rows."""
+
+    data: PyTree
+    order: RowOrder
+    batch_size: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The number of batches in an epoch."""
+        return -(-self.order.num_rows // self.batch_size)
+
+    @property
+    def rows(self) -> np.ndarray | None:
+        """The rows `(members, n)` that members see; `None` where each sees all."""
+        return self.order.rows
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """What the data are, in short texts."""
+        order = {"order": self.order.order, "rows": digest_of(self.rows), "batch_size": str(self.batch_size)}
+        return data_texts(self.data, "data") | order
+
+    def batch(self) -> PyTree:
+        """The shapes of a batch as one member sees it."""
+        return shapes_of_one(self.data, rows=self.batch_size)
+
+    def run(self, loop: Loop, inputs: Inputs, carry: Carry, length: Length) -> Carry:
+        """Runs in compiled chunks of steps."""
+        num_steps = int(length.steps or 0) if length.epochs is None else length.epochs * self.steps_per_epoch
+        _check.patience_fits(loop.program.patience, num_steps, self.steps_per_epoch, length.begun, name="fit")
+        inputs = dataclasses.replace(inputs, data=self.data)
+        loop.begin(inputs, carry)
+        first_step, last_step = loop.record.steps, length.begun + num_steps
+        _check.not_beyond(first_step, last_step, "steps")
+        feed, compiled = self._feed(loop, inputs, carry, num_steps, last_step)
+        own_rows = loop.program.own_rows
+        loop.line.total, loop.line.n = num_steps, first_step - length.begun
+        while not loop.over(carry) and (batch := feed.take(steps := loop.steps_in_a_row())):
+            start, before = time.perf_counter(), loop.record.steps
+            chunk = feed.chunk(batch, loop.roster.present if own_rows else None)
+            carry, (done, again, outputs) = loop.call(compiled, inputs, chunk, carry=carry)
+            feed.draw(steps)  # while the device works
+            done, outputs = int(done), jax.tree.map(np.asarray, outputs)
+            _record(loop, batch[:done], outputs)
+            if again:
+                (losses, _), _, _ = outputs
+                fault = _first_fault(losses[done, :, : len(batch[done].full)], carry)
+                feed.give_back([*batch[done].around(fault), *batch[done + 1 :]])
+            elif done < len(batch):
+                feed.give_back(batch[done:])
+            else:
+                steps_done = loop.record.steps - before
+                loop.pace(steps_done, time.perf_counter() - start, last_step - loop.record.steps)
+            if done > 0:
+                loop.report(loop.record.steps - before, carry)
+            inputs, carry = loop.care_for(inputs, carry)
+            loop.save(carry, if_due=True)
+            if not loop.over(carry):
+                inputs, carry = loop.without_those_who_left(inputs, carry, last_step - loop.record.steps)
+        loop.save(carry, if_due=False)
+        return loop.last_validation(inputs, carry)
+
+    def _feed(
+        self, loop: Loop, inputs: Inputs, carry: Carry, num_steps: int, last_step: int
+    ) -> tuple[Feed, Callable[..., tuple[Carry, PyTree]]]:
+        """The pieces of the run in the shape of its chunks, and what runs one; both follow from the whole length."""
+        members = inputs.fixed.key.shape if loop.program.own_rows else ()
+        rows = jax.ShapeDtypeStruct((*members, self.batch_size), np.int32)
+        loop.look(inputs, carry, rows, steps_inside=True)
+        looped = in_a_loop(loop.program, inputs, carry, rows)
+        most, compiled = (_most_steps(rows, num_steps), compiled_chunk) if looped else (1, run_stepwise)
+        num_rows = self.order.num_rows
+        endless = loop.program.score is None and num_rows % self.batch_size == 0
+        if endless:
+            most_pieces = min(most, _PIECES_OF_AN_ENDLESS_CHUNK)
+            most_steps = most // most_pieces
+        else:
+            most_pieces = max(1, most // self.steps_per_epoch)
+            most_steps = min(num_rows // self.batch_size, most)
+        limits = np.unique(np.asarray([] if inputs.limits.steps is None else inputs.limits.steps, np.int64))
+        most_now, present = lambda: min(most_steps, loop.steps_per_chunk), lambda: loop.roster.present
+        limit_after = ft.partial(next_limit, limits, loop.save_every)
+        cut = Cut(self.order, self.batch_size, loop.record.steps, last_step, limit_after, most_now, present)
+        return Feed(cut.endless() if endless else cut.epochs(), most_pieces, most_steps), compiled
+
+
+def arrays_of(data: PyTree, order: RowOrder, *, batch_size: int | None) -> Arrays:
+    """Data that are on the device already, in batches of a given size, 32 or as many as there are."""
     batch_size = min(32, order.num_rows) if batch_size is None else batch_size
     _check.batch_fits(batch_size, order.num_rows, name="fit")
-    per_epoch = -(-order.num_rows // batch_size)
-    num_steps = int(steps or 0) if epochs is None else epochs * per_epoch
-    _check.patience_fits(loop.program.patience, num_steps, per_epoch, loop.record.steps, name="fit")
-    members = inputs.fixed.key.shape if loop.program.own_rows else ()
-    rows = jax.ShapeDtypeStruct((*members, batch_size), np.int32)
-    loop.look(inputs, carry, rows, steps_inside=True)
-    looped = in_a_loop(loop.program, inputs, carry, rows)
-    most, compiled = (_most_steps(rows, num_steps), compiled_chunk) if looped else (1, run_stepwise)
-    endless = loop.program.score is None and order.num_rows % batch_size == 0
-    if endless:
-        most_pieces = min(most, _PIECES_OF_AN_ENDLESS_CHUNK)
-        most_steps = most // most_pieces
-    else:
-        most_pieces = max(1, most // per_epoch)
-        most_steps = min(order.num_rows // batch_size, most)
-    first_step, last_step = loop.record.steps, loop.record.steps + num_steps
-    limits = np.unique([] if inputs.limits.steps is None else inputs.limits.steps)
-    most_now, present = lambda: min(most_steps, loop.steps_per_chunk), lambda: loop.roster.present
-    cut = Cut(order, batch_size, first_step, last_step, limits, most_now, present)
-    feed = Feed(cut.endless() if endless else cut.epochs(), most_pieces, most_steps)
-    own_rows = loop.program.own_rows
-    loop.line.total = num_steps
-    while batch := feed.take(loop.steps_per_chunk):
-        start, before = time.perf_counter(), loop.record.steps
-        chunk = feed.chunk(batch, loop.roster.present if own_rows else None)
-        carry, (done, again, outputs) = loop.call(compiled, inputs, chunk, carry=carry)
-        feed.draw(loop.steps_per_chunk)  # while the device works
-        done, outputs = int(done), jax.tree.map(np.asarray, outputs)
-        _record(loop, batch[:done], outputs)
-        if again:
-            (losses, _), _, _ = outputs
-            fault = _first_fault(losses[done, :, : len(batch[done].full)], carry)
-            feed.give_back([*batch[done].around(fault), *batch[done + 1 :]])
-        elif done < len(batch):
-            feed.give_back(batch[done:])
-        else:
-            steps_done = loop.record.steps - before
-            loop.pace(steps_done, time.perf_counter() - start, last_step - loop.record.steps)
-        if done > 0:
-            loop.report(loop.record.steps - before, carry)
-        inputs, carry = loop.care_for(inputs, carry)
-        if loop.over(carry):
-            break
-        inputs, carry = loop.without_those_who_left(inputs, carry, last_step - loop.record.steps)
-    return loop.last_validation(inputs, carry)
+    return Arrays(data, order, batch_size)
 
 
 def _most_steps(rows: jax.ShapeDtypeStruct, num_steps: int) -> int:

@@ -10,8 +10,10 @@ from jaxtyping import PyTree
 
 from .. import _axes, _check
 from ._chunk import compiled_batch, compiled_validation
-from ._data import on_device
+from ._data import on_device, shapes_of_one
+from ._identity import digest_of
 from ._loop import Loop
+from ._place import Length, Place
 from ._program import Carry, Inputs
 
 _MANY_SHAPES = 8
@@ -19,7 +21,7 @@ _SAVES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))  # of g
 
 
 class BatchFeed:
-    """One pass over an iterable of batches, which can have the next one on the device before it is asked for."""
+    """One pass over an iterable of batches, which can have the next one, `waiting`, on the device early."""
 
     def __init__(self, batches: Iterable[PyTree], num_members: int, state: Any):
         self._iterator, self._num_members = iter(batches), num_members
@@ -29,22 +31,29 @@ class BatchFeed:
             getattr(self._holder, self._names[1])(state)
             if self._holder is not self._iterator:  # a loader goes on with the next iterator that it makes
                 self._iterator = iter(batches)
-        self._waiting: PyTree = None
+        self.waiting: PyTree = None
         self._drawn = self._over = False
         self._before: Any = None
 
     @property
     def state(self) -> Any:
-        """Where the iterator stood after the batch taken last, if it says that; `None` at the end."""
-        if self._over or self._holder is None:
+        """Where the iterator stood after the batch taken last, if it says that; at its end, just before it."""
+        if self._holder is None:
             return None
         return self._before if self._drawn else getattr(self._holder, self._names[0])()
 
     def take(self) -> PyTree:
         """The next batch on the device, checked; `None` at the end."""
         self.draw()
-        batch, self._waiting, self._drawn = self._waiting, None, False
+        batch, self.waiting, self._drawn = self.waiting, None, self._over
         return batch
+
+    def pass_over(self) -> bool:
+        """Draws a batch without using it. Returns whether there was one."""
+        if self._drawn:
+            self.waiting, self._drawn = None, False
+            return not self._over
+        return next(self._iterator, None) is not None
 
     def draw(self) -> None:
         """Has the next batch waiting, if there is one."""
@@ -56,7 +65,7 @@ class BatchFeed:
             self._over = True
             return
         batch = jax.tree.map(_as_numpy, batch)
-        self._waiting, _ = on_device(batch, self._num_members, argument="batch", name="fit")
+        self.waiting, _ = on_device(batch, self._num_members, argument="batch", name="fit")
 
 
 def _as_numpy(x: Any) -> Any:
@@ -73,58 +82,91 @@ def _with_state(*candidates: Any) -> tuple[Any, tuple[str, str]]:
     return None, ("", "")
 
 
-def run_batches(
-    loop: Loop,
-    inputs: Inputs,
-    carry: Carry,
-    batches: Iterable[PyTree],
-    *,
-    data_state: Any,
-    epochs: int | None,
-    steps: int | None,
-) -> Carry:
-    """Runs over an iterable of batches, one compiled step per batch, the next one being fetched meanwhile."""
-    num_members = inputs.fixed.key.shape[0]
-    loop.line.total = steps
-    first_step = loop.record.steps
-    last_step = None if steps is None else first_step + steps
-    seen: set[Any] = set()
-    done, resumed = 0, data_state
-    while epochs is None or done < epochs:
-        before = loop.record.steps
-        feed = BatchFeed(batches, num_members, resumed)
-        resuming, resumed = resumed is not None, None
-        while (batch := feed.take()) is not None:
-            start = time.perf_counter()
-            _warn_of_many_shapes(batch, seen)
-            batch = loop.roster.own(batch)
-            if loop.record.steps == first_step:
-                loop.look(dataclasses.replace(inputs, data=batch), carry, None, steps_inside=False)
-            carry, outputs = loop.call(compiled_batch, inputs, batch, carry=carry)
-            if loop.record.steps + 1 != last_step:
-                feed.draw()  # while the device works
-            loop.data_state = feed.state
-            loop.add_steps(jax.tree.map(lambda x: x[None], outputs))
-            steps_left = None if last_step is None else last_step - loop.record.steps
-            loop.pace(1, time.perf_counter() - start, steps_left)
-            loop.report(1, carry)
-            inputs, carry = loop.care_for(inputs, carry)
-            if loop.over(carry) or steps_left == 0:
-                if done == 0 and loop.program.patience is not None and steps_left == 0:
-                    warnings.warn(_check.IDLE_PATIENCE, stacklevel=3)
-                return loop.last_validation(inputs, carry)
-            inputs, carry = loop.without_those_who_left(inputs, carry, steps_left)
-        loop.data_state = None
-        if resuming and loop.record.steps == before:
-            continue  # the run before had stopped at the very end of an epoch
-        _check.some_batches(loop.record.steps - before, done, name="fit")
-        done += 1
-        if loop.program.score is not None:
-            carry, scores = compiled_validation((loop.program, inputs), carry)
-            loop.add_scores(scores)
-        if loop.over(carry):
-            break
-    return carry
+class Batches:
+    """An iterable of batches, iterated once an epoch."""
+
+    rows = None
+
+    def __init__(self, batches: Iterable[PyTree], num_members: int):
+        self._batches, self._num_members = batches, num_members
+        self._first: BatchFeed | None = None
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """What is known of the data beforehand: nothing."""
+        return {}
+
+    def batch(self) -> PyTree:
+        """The shapes of the first batch as one member sees it."""
+        self._first = self._feed()
+        self._first.draw()
+        _check.some_batches(int(self._first.waiting is not None), 0, name="fit")
+        return shapes_of_one(self._first.waiting)
+
+    def run(self, loop: Loop, inputs: Inputs, carry: Carry, length: Length) -> Carry:
+        """Runs one compiled step per batch, the next one being fetched meanwhile."""
+        loop.line.total, loop.line.n = length.steps, loop.record.steps - length.begun
+        first_step = loop.record.steps
+        last_step = None if length.steps is None else length.begun + length.steps
+        _check.not_beyond(first_step, last_step, "steps")
+        seen: set[Any] = set()
+        loop.begin(inputs, carry)
+        done, taken, state, _ = loop.place
+        _check.not_beyond(done, length.epochs, "epochs")
+        going_on, feed = state is not None, None
+        while not (loop.over(carry) or done == length.epochs or loop.record.steps == last_step):
+            feed = self._feed_from(loop.place) if feed is None else self._feed()
+            while (batch := feed.take()) is not None:
+                start = time.perf_counter()
+                _warn_of_many_shapes(batch, seen)
+                own = loop.roster.own(batch)
+                if loop.record.steps == first_step:
+                    loop.look(dataclasses.replace(inputs, data=own), carry, None, steps_inside=False)
+                carry, outputs = loop.call(compiled_batch, inputs, own, carry=carry)
+                if loop.record.steps + 1 != last_step:
+                    feed.draw()  # while the device works
+                taken += 1
+                loop.place, loop.batch = Place(done, taken, feed.state), batch
+                loop.add_steps(jax.tree.map(lambda x: x[None], outputs))
+                steps_left = None if last_step is None else last_step - loop.record.steps
+                loop.pace(1, time.perf_counter() - start, steps_left)
+                loop.report(1, carry)
+                inputs, carry = loop.care_for(inputs, carry)
+                loop.save(carry, if_due=True)
+                if loop.over(carry) or steps_left == 0:
+                    break
+                inputs, carry = loop.without_those_who_left(inputs, carry, steps_left)
+            else:
+                if taken > 0 or not going_on:  # or the run before had stopped at the very end of an epoch
+                    _check.some_batches(taken, done, name="fit")
+                    done += 1
+                    if loop.program.score is not None:
+                        carry, scores = compiled_validation((loop.program, inputs), carry)
+                        loop.add_scores(scores)
+                taken, going_on, loop.place = 0, False, Place(done, 0, feed.state)
+        loop.save(carry, if_due=False)
+        if done == 0 and loop.program.patience is not None and loop.record.steps == last_step:
+            warnings.warn(_check.IDLE_PATIENCE, stacklevel=3)
+        return loop.last_validation(inputs, carry)
+
+    def _feed(self, state: Any = None) -> BatchFeed:
+        return BatchFeed(self._batches, self._num_members, state)
+
+    def _feed_from(self, place: Place) -> BatchFeed:
+        """Batches from the place on; what cannot say where it stands is drawn again from its beginning."""
+        feed, self._first = self._first, None
+        if place.state is not None:
+            return self._feed(place.state)
+        feed = self._feed() if feed is None else feed
+        for _ in range(place.epochs):
+            while feed.pass_over():
+                pass
+            feed = self._feed()
+        for _ in range(place.batches - 1):
+            feed.pass_over()
+        if place.batches > 0:
+            _check.same_batches(digest_of(feed.take()), place.digest)
+        return feed
 
 
 def _warn_of_many_shapes(batch: PyTree, seen: set[Any]) -> None:

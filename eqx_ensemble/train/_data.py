@@ -48,3 +48,12 @@ def chosen_rows(rows: Any, num_members: int, num_rows: int, *, name: str) -> np.
     rows = np.asarray(rows.value if isinstance(rows, _axes.Each) else rows)
     _check.row_indices(rows, num_members, num_rows, name=name)
     return rows.astype(np.int32)
+
+
+def shapes_of_one(data: PyTree, *, rows: int | None = None) -> PyTree:
+    """The shapes of what one member sees of some data on the device, or of a batch of so many of their rows."""
+    shape = lambda x, own: x.shape[own:] if rows is None else (rows, *x.shape[own + 1 :])
+    of_one = lambda x, own: jax.ShapeDtypeStruct(shape(x, own), x.dtype) if eqx.is_array(x) else x
+    of = lambda tree, own: jax.tree.map(lambda x: of_one(x, own), tree)
+    is_each = lambda x: isinstance(x, _axes.Each)
+    return jax.tree.map(lambda x: of(x.value, 1) if is_each(x) else of(x, 0), data, is_leaf=is_each)

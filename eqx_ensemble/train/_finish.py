@@ -43,7 +43,7 @@ def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, rows: A
         train_state=last,
         selection=selection,
         rows=_rows_of_all(start.rows, rows),
-        data_state=loop.data_state,
+        data_state=loop.place.state if loop.place.batches > 0 else None,
         plan=plan,
         interrupted=interrupted,
     )

@@ -1,4 +1,4 @@
-import dataclasses
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -9,25 +9,24 @@ from jaxtyping import PyTree
 
 from .. import _check
 from .._ensemble import Ensemble, M
-from .._progress import members_in_words, progress_line
+from ..checkpoint import Checkpoints
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
-from ..plan._pilot import Pilot, explained_memory
-from ._arrays import run_arrays
-from ._batches import run_batches
+from ._arrays import Arrays, arrays_of
+from ._batches import Batches
 from ._data import chosen_rows, is_batches, on_device, unmarked
-from ._finish import finished
-from ._interrupt import Interruption
+from ._identity import identity
+from ._job import Job, carried_out
 from ._limits import limits_of, retired
-from ._loop import Loop
 from ._loss import Loss, as_loss
 from ._optimiser import Optimiser
-from ._program import Carry, Inputs, Program
-from ._revive import Revive, Reviver
-from ._roster import Roster
+from ._place import Length
+from ._program import Program
+from ._resume import Saver
+from ._revive import Revive
 from ._rows import ORDERS, Order, row_order
-from ._run import DivergedError, Run
-from ._start import start_of
+from ._run import DivergedError, NotSavedError, Run
+from ._start import Start, start_of
 from ._state import DIVERGED, OK, STATUS_NAMES, TrainState
 
 
@@ -55,6 +54,9 @@ def fit(
     trainable: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
     on_diverge: Literal["freeze", "revive", "raise"] | Revive = "freeze",
     plan: AnyPlan = None,
+    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
+    every: int | None = None,
+    resume: Literal["auto", "must", "never"] = "auto",
     progress: bool | None = None,
     key: Any,
 ) -> Run[M]:
@@ -109,17 +111,29 @@ def fit(
         [`eqx_ensemble.train.DivergedError`][], which holds the run so far.
     - `plan`: how the members are executed; `eqx_ensemble.plan.Vmap()` if not given. `"auto"` tries what makes sense
         for the program while it trains: [`eqx_ensemble.plan.Auto`][].
+    - `checkpoint`: a folder to save the run in, or [`eqx_ensemble.checkpoint.Checkpoints`][]. The same call then goes
+        on where the last good checkpoint stands, bit for bit, whatever ended it; a run that is finished comes back at
+        once. Another loss, optimiser, ensemble, key, data or option is an error that says what differs; the length,
+        `plan`, `max_seconds` and how often to save may be changed. Iterators of batches are saved where they stand, if
+        they say that (`get_state` or `state_dict`); other iterables are drawn again from their beginning, and have to
+        give the same batches.
+    - `every`: steps between two checkpoints; about a minute if not given. There is one at the end too.
+    - `resume`: `"auto"`: go on if there is a checkpoint; `"must"`: else raise an error; `"never"`: raise one if there
+        is.
     - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `key`: the root key. A member's streams follow from it and the member's id.
 
     **Returns:** [`eqx_ensemble.Run`][]. Ctrl-C ends the run at the next boundary and returns what there is.
 
-    **Raises:** before anything is compiled, for arguments that do not fit together or data that are not finite.
+    **Raises:** before anything is compiled, for arguments that do not fit together or data that are not finite; and
+    [`eqx_ensemble.train.NotSavedError`][], which holds the run so far, when a checkpoint cannot be written.
     """
     plan = as_plan(plan)
     lengths = {"epochs": epochs, "steps": steps, "patience": patience}
     how = Revive() if on_diverge == "revive" else on_diverge
     _check.fit_options(order, ORDERS, validation=validation, on_diverge=how, target=target, **lengths)
+    _check.checkpoint_options(checkpoint, (str, os.PathLike, Checkpoints), every, resume)
+    saver = None if checkpoint is None else Saver(checkpoint, every=every, resume=resume)
     has_validation = validation is not None
     start = start_of(
         ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, has_validation=has_validation, key=key
@@ -136,43 +150,41 @@ def fit(
     program = Program(*losses, optimiser, plan, patience, float(min_delta), own_rows, isinstance(how, Revive))
     if first.fixed.hyper is not None:
         _check.used_hyper(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses), name="fit")
-    moving = retired(first.moving, limits, first.step)
-    _check.goes_on(np.asarray(moving.status) == OK, ids=np.asarray(first.ids))
-    carry = Carry(moving, start.selection, first.step)
-    inputs = Inputs(first.fixed, first.shared, None, validation, limits)
-    reviver = None
-    if isinstance(how, Revive):
-        reviver = Reviver(how, optimiser, first.shared, first.ids, start.revived, key=key)
-    pilot, before = Pilot(plan, name="fit"), np.asarray(moving.status)
-    words = members_in_words(first.num_members)
-    with (
-        Interruption() as interruption,
-        progress_line(show=progress, description=words, unit="step") as line,
-        explained_memory(pilot, first.num_members, name="fit"),
-    ):
-        looped = lambda inputs: Loop(
-            program, pilot, Roster(carry, inputs), interruption, start.record, line,
-            reviver=reviver, raises=how == "raise", max_seconds=max_seconds,
-        )  # fmt: skip
-        if is_batches(data):
-            _check.no_array_options(batch_size=batch_size, rows=rows, order=order, name="fit")
-            loop = looped(inputs)
-            carry = run_batches(loop, inputs, carry, data, data_state=start.data_state, epochs=epochs, steps=steps)
-        else:
-            data, num_rows = on_device(data, first.num_members, argument="data", name="fit")
-            rows = chosen_rows(rows, first.num_members, num_rows, name="fit")
-            order_of_rows = row_order(key, first.ids, order, num_rows, rows)
-            inputs = dataclasses.replace(inputs, data=data)
-            loop = looped(inputs)
-            carry = run_arrays(loop, inputs, carry, order_of_rows, batch_size=batch_size, epochs=epochs, steps=steps)
-    run = finished(start, loop, carry, plan, rows, interrupted=interruption.requested)
+    source = _source(data, start, rows=rows, order=order, batch_size=batch_size, key=key)
+    if saver is not None:
+        options = {"key": key, "max_steps": max_steps, "target": target, "on_diverge": how}
+        here = identity(program, start, source.batch(), validation, source.texts, options)
+        start = saver.resumed(start, here)
+    if saver is None or saver.step < 0:  # a run that was saved may have ended
+        training = np.asarray(retired(first.moving, limits, first.step).status) == OK
+        _check.goes_on(training, ids=np.asarray(first.ids))
+    length, lost_before = Length(int(first.step), epochs, steps), np.asarray(first.moving.status) == DIVERGED
+    run = carried_out(
+        Job(program, start, source, length, limits, validation, how, lost_before, max_seconds, saver, key),
+        progress=progress,
+    )
+    if saver is not None and saver.failed is not None:
+        raise NotSavedError(saver.failed, run) from saver.failed
     lost = run.status == STATUS_NAMES[DIVERGED]
     if lost.any():
         message = _check.diverged(np.asarray(first.ids)[lost], run.left[lost], run.fault[lost])
-        if how == "raise" and (lost & (before != DIVERGED)).any():
+        if how == "raise" and (lost & ~lost_before).any():
             raise DivergedError(message, run)
         warnings.warn(message, stacklevel=2)
     return run
+
+
+def _source(
+    data: PyTree | Iterable[PyTree], start: Start, *, rows: Any, order: Order, batch_size: int | None, key: Any
+) -> Arrays | Batches:
+    """Where a run's batches come from."""
+    num_members = start.state.num_members
+    if is_batches(data):
+        _check.no_array_options(batch_size=batch_size, rows=rows, order=order, name="fit")
+        return Batches(data, num_members)
+    data, num_rows = on_device(data, num_members, argument="data", name="fit")
+    rows = chosen_rows(rows, num_members, num_rows, name="fit")
+    return arrays_of(data, row_order(key, start.state.ids, order, num_rows, rows), batch_size=batch_size)
 
 
 def _losses(

@@ -40,7 +40,9 @@ def stopped(moving: Moving, chosen: Any, step: Int[Array, ""]) -> Moving:
     return eqx.tree_at(lambda m: (m.status, m.left), moving, (status, jnp.where(stops, step, moving.left)))
 
 
-def next_limit(limits: np.ndarray, step: int) -> int | None:
-    """The first of the sorted step limits after `step`, where a stretch of steps has to end."""
-    after = limits[np.searchsorted(limits, step, side="right") :]
-    return int(after[0]) if after.size else None
+def next_limit(limits: np.ndarray, every: int | None, step: int) -> int | None:
+    """The first of the sorted step limits and the multiples of `every` after `step`: there a stretch has to end."""
+    after = limits[np.searchsorted(limits, step, side="right") :][:1].tolist()
+    if every is not None:
+        after.append(step - step % every + every)
+    return min(after, default=None)

@@ -11,10 +11,13 @@ from jaxtyping import PyTree
 from ..plan import Vmap
 from ..plan._pilot import Pilot
 from ._chunk import compiled_validation
+from ._identity import digest_of
 from ._interrupt import Interruption
 from ._limits import stopped
+from ._place import Place
 from ._program import Carry, Inputs, Program, step_under
 from ._record import Record
+from ._resume import Saver
 from ._revive import Reviver
 from ._roster import Roster
 from ._state import DIVERGED, OK, STOPPED
@@ -34,31 +37,38 @@ class Loop:
         self,
         program: Program,
         pilot: Pilot,
-        roster: Roster,
         interruption: Interruption,
         record: Record,
         line: "tqdm",
         *,
         reviver: Reviver | None,
         raises: bool,
+        lost_before: int,
         max_seconds: np.ndarray | None,
+        saver: Saver | None,
+        place: Place,
     ):
         self._program = program
         self.pilot = pilot
-        self.roster = roster
         self.record = record
         self.line = line
         self._interruption = interruption
         self.reviver = reviver
         self._raises = raises
-        self._lost_before = roster.num_lost
+        self._lost_before = lost_before
         self._max_seconds = max_seconds
-        self.data_state: Any = None
-        self._start = time.perf_counter()
+        self.place = place
+        self.batch: PyTree = None
+        self._saver = saver
+        self._start = time.perf_counter() - (0.0 if saver is None else saver.seconds_before)
         self._compiled_in: float | None = None
         self._fresh = True
         self._seconds_per_step = 0.0
         self.steps_per_chunk = _FIRST_STEPS
+
+    def begin(self, inputs: Inputs, carry: Carry) -> None:
+        """Notes who is there at the beginning."""
+        self.roster = Roster(carry, inputs)
 
     @property
     def program(self) -> Program:
@@ -79,9 +89,39 @@ class Loop:
             step_under, program, inputs, carry, rows, num_members=count, unit="step", steps_inside=steps_inside
         )
 
+    def steps_in_a_row(self) -> int:
+        """How many steps to run before the next look around: about a second's, or less if a checkpoint is due."""
+        if self.save_every is None:
+            return self.steps_per_chunk
+        return min(self.steps_per_chunk, self.save_every - self.record.steps % self.save_every)
+
+    @property
+    def save_every(self) -> int | None:
+        """The number of steps between two checkpoints, if that is given."""
+        return None if self._saver is None else self._saver.every
+
+    def save(self, carry: Carry, *, if_due: bool) -> None:
+        """Saves the run as it stands, if that is asked for and not done yet."""
+        if self._saver is None or self._saver.step == self.record.steps:
+            return
+        if not if_due or self._saver.due(self.record.steps):
+            place = self.place
+            if place.batches > 0 and place.state is None:
+                place = place._replace(digest=digest_of(self.batch))
+            self._saver.save(
+                self.roster.whole(carry),
+                self.roster.fixed,
+                self.record,
+                revived=None if self.reviver is None else self.reviver.revivals,
+                place=place,
+                seconds=time.perf_counter() - self._start,
+            )
+
     def over(self, carry: Carry) -> bool:
         """Whether the run ends here: interrupted, no member trains any more, or one has failed that must not."""
         status = np.asarray(carry.moving.status)
+        if self._saver is not None and self._saver.failed is not None:
+            return True
         failed = self._raises and (self.roster.status(carry) == DIVERGED).sum() > self._lost_before
         return bool(self._interruption.requested or failed or not (status == OK).any())
 

@@ -1,6 +1,8 @@
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ._loss import Loss
 from ._optimiser import Optimiser, update_member
@@ -19,13 +21,27 @@ def member_step(
 ) -> tuple[Moving, tuple[Float[Array, ""], PyTree]]:
     """One step of one member, not yet judged; every plan runs this function and no other."""
     key = jax.random.fold_in(fixed.key, step)
-
-    def objective(params: PyTree) -> tuple[Float[Array, ""], tuple[PyTree, PyTree]]:
-        model = eqx.combine(params, fixed.frozen, shared)
-        return loss(model, moving.model_state, batch, key, fixed.hyper)
-
+    objective = _objective(moving, fixed, shared, batch, key, loss=loss)
     (value, (model_state, aux)), grads = jax.value_and_grad(objective, has_aux=True)(moving.params)
     params, opt_state = update_member(
         optimiser, moving.params, moving.opt_state, grads, value, lambda p: objective(p)[0], fixed.hyper
     )
     return Moving(params, opt_state, model_state, moving.status, moving.left, moving.fault), (value, aux)
+
+
+def member_gradient(
+    moving: Moving, fixed: Fixed, shared: PyTree, batch: PyTree, key: Key[Array, ""], *, loss: Loss
+) -> tuple[tuple[Float[Array, ""], tuple[PyTree, PyTree]], PyTree]:
+    """One member's loss with its state and auxiliary outputs, and the gradient."""
+    objective = _objective(moving, fixed, shared, batch, key, loss=loss)
+    return jax.value_and_grad(objective, has_aux=True)(moving.params)
+
+
+def _objective(
+    moving: Moving, fixed: Fixed, shared: PyTree, batch: PyTree, key: Key[Array, ""], *, loss: Loss
+) -> Callable[[PyTree], tuple[Float[Array, ""], tuple[PyTree, PyTree]]]:
+    def objective(params: PyTree) -> tuple[Float[Array, ""], tuple[PyTree, PyTree]]:
+        model = eqx.combine(params, fixed.frozen, shared)
+        return loss(model, moving.model_state, batch, key, fixed.hyper)
+
+    return objective

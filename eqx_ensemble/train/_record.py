@@ -35,7 +35,7 @@ class Record:
         self._scores: list[np.ndarray] = []
         self._score_steps: list[int] = []
         self._latest: np.ndarray | None = None
-        self._first_step = self.steps = first_step
+        self.first_step = self.steps = first_step
         if history is not None:
             self.add_steps(jax.tree.map(lambda curves: np.moveaxis(curves, 1, 0), (history.loss, history.aux)))
             if history.validation is not None:
@@ -68,16 +68,20 @@ class Record:
         """Whether the present weights have their score."""
         return self._score_steps[-1:] == [self.steps]
 
-    def history(self) -> History:
-        """The curves, `members` first."""
+    def curves(self) -> History:
+        """All that was added, `members` first."""
         loss, aux = jax.tree.map(lambda *parts: np.moveaxis(np.concatenate(parts), 0, 1), *self._outputs)
-        # The chunk in which the last member left may have gone on without anyone.
-        trained = max(int(np.flatnonzero(np.isfinite(loss).any(axis=0)).max(initial=-1)) + 1, 1)
-        loss, aux = jax.tree.map(lambda curves: curves[:, :trained], (loss, aux))
-        steps = np.array(self._score_steps, np.int64)
-        kept = steps <= self._first_step + trained
-        validation = np.stack(self._scores, axis=1)[:, kept] if self._scores else None
-        return History(loss, aux, validation, steps[kept])
+        validation = np.stack(self._scores, axis=1) if self._scores else None
+        return History(loss, aux, validation, np.array(self._score_steps, np.int64))
+
+    def history(self) -> History:
+        """The curves as far as anyone trained: the chunk in which the last member left may have gone on."""
+        history = self.curves()
+        trained = max(int(np.flatnonzero(np.isfinite(history.loss).any(axis=0)).max(initial=-1)) + 1, 1)
+        loss, aux = jax.tree.map(lambda curves: curves[:, :trained], (history.loss, history.aux))
+        kept = history.validation_step <= self.first_step + trained
+        validation = None if history.validation is None else history.validation[:, kept]
+        return History(loss, aux, validation, history.validation_step[kept])
 
 
 def last_finite(curves: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _axes
 from ._program import Carry, Inputs
-from ._state import DIVERGED, OK, Fixed
+from ._state import OK, Fixed
 
 _FEWEST = 4  # below three members a compiler arranges sums differently, and leaving would show in the others' last bits
 
@@ -24,7 +24,6 @@ class Roster:
 
     def __init__(self, carry: Carry, inputs: Inputs):
         self.num_members = len(np.asarray(carry.moving.status))
-        self.num_lost = int((np.asarray(carry.moving.status) == DIVERGED).sum())
         self.present = np.arange(self.num_members)
         self._all_inputs = inputs
         self._last: tuple[PyTree, PyTree] | None = None  # of all members; out of date for those present

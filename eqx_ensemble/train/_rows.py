@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from .. import _keys, _streams
-from ._limits import next_limit
 
 Order = Literal["each", "shared", "given"]
 ORDERS = ("each", "shared", "given")
@@ -65,6 +64,11 @@ class Piece:
     rest: np.ndarray
     ends_epoch: bool
 
+    @property
+    def num_steps(self) -> int:
+        """The number of its steps."""
+        return len(self.full) + (self.ends_epoch and self.rest.size > 0)
+
     def around(self, step: int) -> "list[Piece]":
         """The piece in parts, so that a fault that shows at `step` will lie in a part of one step.
 
@@ -86,8 +90,8 @@ class Piece:
 class Cut:
     """A run's rows in pieces that hold at most `most()` full batches, asked for each piece; none goes beyond a limit.
 
-    The run goes from `first_step` to before `last_step`, both counted from the first epoch on; `limits` are steps in
-    order. Rows are drawn for the members `present()`, asked for each epoch.
+    The run goes from `first_step` to before `last_step`, both counted from the first epoch on; `limit_after` gives the
+    next limit after a step. Rows are drawn for the members `present()`, asked for each epoch.
 
     A piece's `full` has shape `(steps, ..., batch_size)` and its `rest` `(..., remainder)`, where `...` is `members`
     unless members share their batches.
@@ -97,7 +101,7 @@ class Cut:
     batch_size: int
     first_step: int
     last_step: int
-    limits: np.ndarray
+    limit_after: Callable[[int], int | None]
     most: Callable[[], int]
     present: Callable[[], np.ndarray]
 
@@ -147,5 +151,5 @@ class Cut:
 
     def _end(self, step: int) -> int:
         """The step before which a piece that begins at `step` ends at the latest."""
-        end, limit = min(step + max(self.most(), 1), self.last_step), next_limit(self.limits, step)
+        end, limit = min(step + max(self.most(), 1), self.last_step), self.limit_after(step)
         return end if limit is None else min(end, limit)

@@ -42,7 +42,7 @@ class Run(eqx.Module, Generic[M]):
     - `rows`: what was given to `fit` as `rows`, `(members, n)`, in all runs that this one went on from; `None` where a
         run was given none.
     - `data_state`: where an iterator of batches stood after the last step, if it says that (`get_state` or
-        `state_dict`); another run goes on from there. `None` where it is known to be at its end, and for arrays.
+        `state_dict`); another run goes on from there. `None` at the end of an epoch, and for arrays.
     - `plan`: how the members were executed; after `plan="auto"`, `run.plan.explain()` says why.
     - `interrupted`: whether Ctrl-C ended the run early.
     """
@@ -244,6 +244,14 @@ class DivergedError(ArithmeticError):
 
     def __init__(self, message: str, run: Run):
         super().__init__(message)
+        self.run = run
+
+
+class NotSavedError(OSError):
+    """Raised by [`eqx_ensemble.fit`][] when a checkpoint cannot be written; `run` is the run so far."""
+
+    def __init__(self, error: OSError, run: Run):
+        super().__init__(error.errno, _check.not_saved(error, int(run.train_state.step)))
         self.run = run
 
 

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 from .. import _check
 from .._ensemble import Ensemble
 from ._optimiser import Optimiser
+from ._place import Place
 from ._record import Record
 from ._revive import Revival
 from ._run import Run
@@ -23,7 +24,7 @@ class Start(NamedTuple):
     selection: Selection | None
     record: Record
     revived: list[Revival]
-    data_state: Any
+    place: Place
     rows: np.ndarray | None
 
 
@@ -44,7 +45,7 @@ def start_of(
     if not isinstance(begun, TrainState | Run):
         first = first_state(begun, optimiser, state=state, hyper=hyper, trainable=trainable, name="fit", key=key)
         selection = no_selection(first.moving) if has_validation else None
-        return Start(first, selection, Record(), [], None, _no_rows(first))
+        return Start(first, selection, Record(), [], Place(), _no_rows(first))
     given = {"state": state is not None, "hyper": hyper is not None, "trainable": trainable is not eqx.is_inexact_array}
     _check.nothing_twice([name for name, there in given.items() if there])
     run, first = (begun, begun.train_state) if isinstance(begun, Run) else (None, begun)
@@ -59,9 +60,9 @@ def start_of(
     if has_validation:
         selection = no_selection(first.moving) if selection is None else jax.tree.map(lambda x: x.copy(), selection)
     if run is None:
-        return Start(first, selection, Record(first_step=int(first.step)), [], None, _no_rows(first))
+        return Start(first, selection, Record(first_step=int(first.step)), [], Place(), _no_rows(first))
     record = Record(first_step=int(first.step) - run.history.loss.shape[1], history=run.history)
-    return Start(first, selection, record, run.revived, run.data_state, run.rows)
+    return Start(first, selection, record, run.revived, Place(state=run.data_state), run.rows)
 
 
 def _no_rows(state: TrainState) -> np.ndarray:

@@ -351,6 +351,7 @@ class TestPopulationBasedTraining:
             ({"rounds": 0}, "`rounds`"),
             ({"fraction": 0.9}, "at most 0.5"),
             ({"patience": 2}, "does not take `patience`"),
+            ({"checkpoint": "a"}, "does not take `checkpoint`: it is made of several runs"),
             ({"on_diverge": "revive"}, "replaces those that diverged"),
             ({"explore": lambda hyper, key: None}, "`explore` needs a function that returns hyper-parameters"),
         ],

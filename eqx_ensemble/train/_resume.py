@@ -1,0 +1,179 @@
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from .. import _check
+from ..checkpoint import Checkpoints, Contents
+from ..checkpoint._snapshot import versions
+from ._identity import Identity
+from ._place import Place, decoded, encoded
+from ._program import Carry
+from ._record import History, Record
+from ._revive import Revival
+from ._start import Start
+from ._state import Fixed, TrainState
+
+_SECONDS_BETWEEN = 60.0
+_PER_MEMBER = ("moving", "fixed", "ids", "selection", "loss", "aux", "validation")
+
+
+class Saver:
+    """Saves a run at boundaries of its chunks, and says where it stands that was saved last.
+
+    **Attributes:**
+
+    - `every`: the number of steps between two checkpoints; about a minute if `None`.
+    - `step`: the step saved last.
+    - `failed`: the error of a save that failed, after which the run ends.
+    - `seconds_before`: what the run has taken before this process.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str] | Checkpoints,
+        *,
+        every: int | None,
+        resume: Literal["auto", "must", "never"],
+    ):
+        own = isinstance(checkpoint, Checkpoints)
+        self._checkpoints = checkpoint if own else Checkpoints(checkpoint, asynchronous=True)
+        self.every = every
+        self.step = -1
+        self.failed: OSError | None = None
+        self.seconds_before = 0.0
+        self._saved_at = time.perf_counter()
+        _check.something_to_resume(self._checkpoints.steps, self.folder, resume)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self._checkpoints.path(0).parent
+
+    def resumed(self, start: Start, identity: Identity) -> Start:
+        """Where the last good checkpoint stands, or the start of a run that has none yet."""
+        self._identity, self._begun = identity, int(start.state.step)
+        self._shared, self._ids = start.state.shared, start.state.ids
+        if not self._checkpoints.steps:
+            return start
+        restored = self._checkpoints.restore(lambda contents: self._like(start, contents))
+        self.step, meta = restored.step, restored.meta["fit"]
+        self.seconds_before = meta["seconds"]
+        tree = restored.tree
+        history = History(tree["loss"], tree["aux"], tree["validation"], tree["validation_step"])
+        revived = meta["revived"]
+        place = Place(*meta["place"])
+        return start._replace(
+            state=TrainState(tree["moving"], tree["fixed"], tree["shared"], tree["ids"], tree["step"]),
+            selection=tree["selection"],
+            record=Record(first_step=start.record.first_step, history=history),
+            revived=start.revived if revived is None else [Revival(*each) for each in revived],
+            place=place._replace(state=decoded(place.state)),
+        )
+
+    def _like(self, start: Start, contents: Contents) -> dict[str, Any]:
+        """What a checkpoint of this run holds, as shapes; refuses that of another one."""
+        meta, now = _check.of_fit(contents.meta, self.folder), _conditions()
+        texts = dict(self._identity.texts)
+        saved = meta["identity"]
+        if meta["conditions"] != now:
+            warnings.warn(_check.other_versions(meta["conditions"], now, self.folder), stacklevel=5)
+            saved, texts = ({k: v for k, v in t.items() if k not in self._identity.traced} for t in (saved, texts))
+        _check.same_call(saved, texts, self.folder)
+        state, steps = start.state, meta["steps"]
+        along = lambda x: np.empty((state.num_members, steps, *x.shape), x.dtype)
+        scores = meta["validations"]
+        return _tree(
+            Carry(state.moving, start.selection, state.step),
+            state.fixed,
+            state.shared,
+            state.ids,
+            History(
+                along(self._identity.value),
+                jax.tree.map(along, self._identity.aux),
+                np.empty((state.num_members, scores), np.float32) if scores else None,
+                np.empty(scores, np.int64),
+            ),
+        )
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be written after `step`."""
+        if self.every is None:
+            return time.perf_counter() - self._saved_at >= _SECONDS_BETWEEN
+        last = max(self.step, self._begun)
+        return step // self.every > last // self.every
+
+    def save(
+        self,
+        carry: Carry,
+        fixed: Fixed,
+        record: Record,
+        *,
+        revived: list[Revival] | None,
+        place: Place,
+        seconds: float,
+    ) -> None:
+        """Saves all members as they are. An error waits in `failed`, so that the run can end in order."""
+        history = record.curves()
+        tree = _tree(carry, fixed, self._shared, self._ids, history)
+        scores = history.validation
+        meta = {
+            "identity": self._identity.texts,
+            "conditions": _conditions(),
+            "steps": history.loss.shape[1],
+            "validations": 0 if scores is None else scores.shape[1],
+            "revived": None if revived is None else [list(each) for each in revived],
+            "place": list(place._replace(state=encoded(place.state))),
+            "seconds": seconds,
+        }
+        try:
+            self._checkpoints.save(
+                record.steps,
+                tree,
+                per_member={name: name in _PER_MEMBER for name in tree},
+                ids=self._ids,
+                score=None if scores is None else _mean(scores[:, -1]),
+                meta={"fit": meta},
+            )
+        except OSError as error:
+            self.failed = error
+        self.step, self._saved_at = record.steps, time.perf_counter()
+
+    def wait(self) -> None:
+        """Returns when the last save is done."""
+        try:
+            self._checkpoints.wait()
+        except OSError as error:
+            self.failed = error
+
+
+def _tree(carry: Carry, fixed: Fixed, shared: PyTree, ids: Array, history: History) -> dict[str, Any]:
+    """What is saved of a run, plainly named."""
+    return {
+        "moving": carry.moving,
+        "selection": carry.selection,
+        "step": carry.step,
+        "fixed": fixed,
+        "shared": shared,
+        "ids": ids,
+        "loss": history.loss,
+        "aux": history.aux,
+        "validation": history.validation,
+        "validation_step": history.validation_step,
+    }
+
+
+def _conditions() -> dict[str, str]:
+    """What decides the last bits of a run, beside the call itself."""
+    packages = {name: version for name, version in versions().items() if name not in ("python", "numpy")}
+    return packages | {"backend": jax.default_backend(), "x64": str(jax.config.read("jax_enable_x64"))}
+
+
+def _mean(scores: np.ndarray) -> float | None:
+    finite = scores[np.isfinite(scores)]
+    return float(finite.mean()) if finite.size else None

@@ -1,0 +1,28 @@
+"""Trains, saves, prints a digest of the run; run by `test_resume` in a process of its own: `resuming.py [FOLDER]`."""
+
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+import eqx_ensemble as ee
+from eqx_ensemble.train._identity import digest_of
+
+key = jax.random.key(0)
+x = jax.random.normal(key, (203, 3))
+
+
+def loss(model, batch, key):
+    x, y = batch
+    keep = jax.random.bernoulli(key, 0.8, x.shape)
+    return jnp.mean((jax.vmap(model)(jnp.where(keep, x, 0.0))[:, 0] - y) ** 2)
+
+
+ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key), 5, key=key)
+options = {"checkpoint": sys.argv[1], "every": 20} if len(sys.argv) > 1 else {}
+optimiser = optax.adam(optax.cosine_decay_schedule(1e-2, 1100))
+data = x, jnp.sin(x[:, 0])
+run = ee.fit(ensemble, loss, optimiser, data, validation=data, patience=150, epochs=150, key=key, **options)
+print(digest_of((run.ensemble.stacked, run.train_state, run.selection, run.history.loss, run.history.validation)))

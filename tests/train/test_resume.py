@@ -1,0 +1,494 @@
+"""Runs that save themselves: the same call goes on, bit for bit, whatever ended it; another call is refused."""
+
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+from eqx_ensemble.checkpoint import Checkpoints
+from eqx_ensemble.train import NotSavedError, Revive
+from eqx_ensemble.train import _resume as resume_module
+from eqx_ensemble.train._loop import Loop
+from eqx_ensemble.train._place import decoded, encoded
+
+from ..factories import assert_same
+
+KEY = jax.random.key(0)
+MEMBERS = 4
+ADAM = optax.adam(1e-2)
+X = jax.random.normal(KEY, (43, 3))
+DATA = X, jnp.sin(X[:, 0])
+ROWS = ee.resample.bootstrap(43, MEMBERS, key=KEY)
+LRS = {"lr": jnp.array([1e-3, 1e-2, 1e-1, 3e38])}
+
+
+def make(key):
+    return eqx.nn.MLP(3, 1, 8, 1, key=key)
+
+
+def loss(model, batch, key):
+    x, y = batch
+    keep = jax.random.bernoulli(key, 0.8, x.shape)  # so that a stream that started again would be seen
+    return jnp.mean((jax.vmap(model)(jnp.where(keep, x, 0.0))[:, 0] - y) ** 2)
+
+
+def loss_with_aux(model, batch, key):
+    value = loss(model, batch, key)
+    return value, {"twice": 2 * value, "pair": jnp.stack([value, value])}
+
+
+def by_lr(hyper):
+    return optax.adam(hyper["lr"])
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    return ee.build(make, MEMBERS, key=KEY)
+
+
+def fitted(begun, *, data=DATA, fn=loss, optimiser=ADAM, **options):
+    defaults = {"progress": False, "key": KEY} | ({"batch_size": 8} if data is DATA else {})
+    return ee.fit(begun, fn, optimiser, data, **(defaults | options))
+
+
+def assert_same_run(run, whole):
+    for part in ("ensemble", "train_state", "selection", "history", "data_state"):
+        assert_same(getattr(run, part), getattr(whole, part))
+    for part in ("status", "left", "fault", "revived", "best_step", "best_score"):
+        np.testing.assert_array_equal(getattr(run, part), getattr(whole, part))
+
+
+def assert_resumes(folder, every, call):
+    """Every checkpoint that a run writes is the beginning of the same run."""
+    whole = call()
+    saved = call(checkpoint=Checkpoints(folder / "all", last=99), every=every)
+    assert_same_run(saved, whole)
+    steps = Checkpoints(folder / "all").steps
+    assert len(steps) > 1
+    for step in steps:
+        one = folder / f"from {step}"
+        shutil.copytree(Checkpoints(folder / "all").path(step), Checkpoints(one).path(step))
+        assert_same_run(call(checkpoint=one, every=every, resume="must"), whole)
+    return steps
+
+
+OPTIONS = {
+    "steps": {"steps": 23},
+    "epochs": {"epochs": 4},
+    "validation": {"epochs": 4, "validation": DATA, "patience": 2},
+    "validation, ends within an epoch": {"steps": 21, "validation": DATA},
+    "aux": {"epochs": 4, "fn": loss_with_aux, "has_aux": True},
+    "own rows": {"epochs": 4, "rows": ROWS},
+    "one order": {"epochs": 4, "order": "shared"},
+    "members stop": {"epochs": 4, "max_steps": np.array([3, 9, 14, 99])},
+    "diverging": {"epochs": 4, "optimiser": by_lr, "hyper": LRS},
+    "reviving": {"epochs": 4, "optimiser": by_lr, "hyper": LRS, "on_diverge": Revive(most=2)},
+    "one by one": {"epochs": 3, "plan": ee.plan.Sequential()},
+    "one by one, step by step": {"steps": 9, "plan": ee.plan.Sequential(scan=False)},
+    "chunks": {"epochs": 3, "plan": ee.plan.Chunked(2)},
+    "lbfgs": {"steps": 9, "optimiser": optax.lbfgs(), "order": "given"},
+    "noise": {"steps": 20, "optimiser": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(5)), optax.sgd(0.01))},
+}
+
+
+class TestTheSameCallGoesOn:
+    @pytest.mark.filterwarnings("ignore:.*diverged")
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_from_every_checkpoint(self, ensemble, tmp_path, name):
+        steps = assert_resumes(tmp_path, 5, lambda **more: fitted(ensemble, **OPTIONS[name], **more))
+        assert all(0 <= step % 5 <= 1 for step in steps[:-1])
+
+    def test_of_stateful_members(self, tmp_path):
+        def make(key):
+            return eqx.nn.MLP(3, 1, 4, 1, key=key), eqx.nn.BatchNorm(1, "batch", mode="batch")
+
+        class Model(eqx.Module):
+            linear: eqx.nn.Linear
+            norm: eqx.nn.BatchNorm
+
+            def __init__(self, key):
+                self.linear = eqx.nn.Linear(3, 1, key=key)
+                self.norm = eqx.nn.BatchNorm(1, "batch", mode="batch")
+
+            def __call__(self, x, state):
+                return self.norm(self.linear(x), state)
+
+        def loss(model, state, batch, key):
+            x, y = batch
+            out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+            return jnp.mean((out[:, 0] - y) ** 2), state
+
+        ensemble, state = ee.build(eqx.nn.make_with_state(Model), MEMBERS, key=KEY)
+        assert_resumes(tmp_path, 4, lambda **more: fitted(ensemble, fn=loss, state=state, epochs=2, **more))
+
+    def test_of_a_run_that_went_on(self, ensemble, tmp_path):
+        before = fitted(ensemble, steps=7, validation=DATA)
+        assert_resumes(tmp_path, 5, lambda **more: fitted(before, steps=16, validation=DATA, **more))
+
+    def test_of_ones_own_state(self, ensemble, tmp_path):
+        state = ee.train.init(ensemble, ADAM, key=KEY)
+        assert_resumes(tmp_path, 5, lambda **more: fitted(state, steps=16, **more))
+
+    def test_with_members_out_of_the_arrays(self, tmp_path):
+        members = 16
+        ensemble = ee.build(make, members, key=KEY)
+        limits = np.where(np.arange(members) < 12, 6, 40)
+        assert_resumes(tmp_path, 10, lambda **more: fitted(ensemble, steps=40, max_steps=limits, **more))
+
+    def test_after_what_is_finished(self, ensemble, tmp_path, monkeypatch):
+        whole = fitted(ensemble, epochs=3, checkpoint=tmp_path / "a")
+        monkeypatch.delattr(Loop, "call")  # no step is made
+        assert_same_run(fitted(ensemble, epochs=3, checkpoint=tmp_path / "a", resume="must"), whole)
+
+    def test_where_all_had_stopped(self, ensemble, tmp_path):
+        call = lambda: fitted(ensemble, epochs=9, max_steps=4, checkpoint=tmp_path / "a")
+        assert_same_run(call(), call())
+
+    def test_for_longer(self, ensemble, tmp_path):
+        fitted(ensemble, epochs=3, validation=DATA, checkpoint=tmp_path / "a")
+        longer = fitted(ensemble, epochs=4, validation=DATA, checkpoint=tmp_path / "a")
+        assert_same_run(longer, fitted(ensemble, epochs=4, validation=DATA))
+
+    def test_after_ctrl_c(self, ensemble, tmp_path, interruptible, monkeypatch):
+        whole = fitted(ensemble, epochs=6)
+        with monkeypatch.context() as patched:
+            record = Loop.report
+
+            def report(self, steps, carry):
+                record(self, steps, carry)
+                if self.record.steps >= 10:
+                    signal.raise_signal(signal.SIGINT)
+
+            patched.setattr(Loop, "report", report)
+            part = fitted(ensemble, epochs=6, checkpoint=tmp_path / "a", every=5)
+        assert part.interrupted
+        assert 10 <= part.history.loss.shape[1] < whole.history.loss.shape[1]
+        assert_same_run(fitted(ensemble, epochs=6, checkpoint=tmp_path / "a"), whole)
+
+    def test_what_was_raised_is_raised_again(self, ensemble, tmp_path):
+        options = {"optimiser": by_lr, "hyper": LRS, "on_diverge": "raise", "checkpoint": tmp_path / "a"}
+        with pytest.raises(ee.train.DivergedError) as first:
+            fitted(ensemble, steps=20, **options)
+        with pytest.raises(ee.train.DivergedError) as again:
+            fitted(ensemble, steps=20, **options)
+        assert_same_run(again.value.run, first.value.run)
+
+    def test_the_time_before_counts(self, ensemble, tmp_path):
+        fitted(ensemble, steps=5, checkpoint=tmp_path / "a")
+        meta = ee.checkpoint.contents(Checkpoints(tmp_path / "a").path(5)).meta
+        spent = meta["fit"]["seconds"]
+        run = fitted(ensemble, steps=10_000, checkpoint=tmp_path / "a", max_seconds=spent)
+        assert run.status.tolist() == ["stopped"] * MEMBERS
+        assert (run.left < 5 + 64).all()
+
+
+class Stateful:
+    """Batches that say where they stand, drawn by a generator that an epoch does not start anew."""
+
+    def __init__(self):
+        self._generator = np.random.default_rng(3)
+        self._left = None
+
+    def __iter__(self):
+        self._left = 5 if self._left is None else self._left
+        return self
+
+    def __next__(self):
+        if self._left == 0:
+            self._left = None
+            raise StopIteration
+        self._left -= 1
+        rows = self._generator.integers(0, len(X), 8)
+        return X[rows], DATA[1][rows]
+
+    def get_state(self):
+        return {"left": self._left, "generator": self._generator.bit_generator.state}
+
+    def set_state(self, state):
+        self._left = state["left"]
+        self._generator.bit_generator.state = state["generator"]
+
+
+def listed():
+    return [(X[i : i + 8], DATA[1][i : i + 8]) for i in range(0, 40, 8)]
+
+
+def endless():
+    generator = np.random.default_rng(4)
+    while True:
+        rows = generator.integers(0, len(X), 8)
+        yield X[rows], DATA[1][rows]
+
+
+class TestOverBatches:
+    @pytest.mark.parametrize("batches", [listed, Stateful])
+    def test_for_epochs(self, ensemble, tmp_path, batches):
+        assert_resumes(tmp_path, 3, lambda **more: fitted(ensemble, data=batches(), epochs=3, validation=DATA, **more))
+
+    @pytest.mark.parametrize("batches", [listed, Stateful, endless])
+    def test_for_steps(self, ensemble, tmp_path, batches):
+        assert_resumes(tmp_path, 3, lambda **more: fitted(ensemble, data=batches(), steps=12, **more))
+
+    def test_a_run_that_went_on(self, ensemble, tmp_path):
+        before = fitted(ensemble, data=Stateful(), steps=7)
+        assert before.data_state["left"] == 3
+        assert_resumes(tmp_path, 3, lambda **more: fitted(before, data=Stateful(), steps=11, **more))
+
+    def test_other_batches_than_before(self, ensemble, tmp_path):
+        fitted(ensemble, data=endless(), steps=6, checkpoint=tmp_path / "a")
+        others = endless()
+        next(others)
+        with pytest.raises(ValueError, match="the iterable gives other batches than it gave before"):
+            fitted(ensemble, data=others, steps=9, checkpoint=tmp_path / "a")
+
+    def test_fewer_batches_than_before(self, ensemble, tmp_path):
+        fitted(ensemble, data=listed(), steps=4, checkpoint=tmp_path / "a")
+        with pytest.raises(ValueError, match="the iterable gives other batches than it gave before"):
+            fitted(ensemble, data=listed()[:2], steps=9, checkpoint=tmp_path / "a")
+
+    def test_batches_of_another_shape(self, ensemble, tmp_path):
+        fitted(ensemble, data=listed(), steps=4, checkpoint=tmp_path / "a")
+        smaller = [(x[:4], y[:4]) for x, y in listed()]
+        with pytest.raises(ValueError, match=r"`batch`: saved \[0\] f32\[8,3\], \[1\] f32\[8\], now"):
+            fitted(ensemble, data=smaller, steps=9, checkpoint=tmp_path / "a")
+
+    def test_a_place_that_cannot_be_saved(self, ensemble, tmp_path):
+        class Odd(Stateful):
+            def get_state(self):
+                return {"where": [object()]}
+
+        with pytest.raises(TypeError, match=re.escape("its state at `['where'][0]` is")):
+            fitted(ensemble, data=Odd(), steps=4, checkpoint=tmp_path / "a", every=1)
+
+
+class TestPlaces:
+    @pytest.mark.parametrize(
+        "state",
+        [
+            None, 3, "a", 0.5, True, b"\x00\xff", (1, (2, "b")), [1, [2]], {"a": {"b": [1, (2,)]}},
+            {3: "x", (1, 2): b"y"}, {"": "an empty name"}, 2**100,
+        ],
+    )  # fmt: skip
+    def test_come_back_as_they_were(self, state):
+        assert decoded(encoded(state)) == state
+        assert repr(decoded(encoded(state))) == repr(state)
+
+    def test_arrays(self):
+        array = np.arange(6, dtype=np.uint64).reshape(2, 3)
+        back = decoded(encoded({"generator": array}))["generator"]
+        assert back.dtype == array.dtype
+        np.testing.assert_array_equal(back, array)
+
+    def test_tensors(self):
+        torch = pytest.importorskip("torch")
+        state = torch.Generator().manual_seed(3).get_state()
+        back = decoded(encoded(state))
+        assert isinstance(back, torch.Tensor)
+        assert torch.equal(back, state)
+
+
+@pytest.fixture(scope="module")
+def folder(ensemble, tmp_path_factory):
+    """Where a run of ten steps is saved."""
+    folder = tmp_path_factory.mktemp("saved") / "a"
+    fitted(ensemble, steps=10, validation=DATA, patience=3, checkpoint=folder)
+    return folder
+
+
+class TestAnotherCallIsRefused:
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            ({"fn": lambda model, batch, key: 2 * loss(model, batch, key), "score": loss}, "loss"),
+            ({"score": lambda model, batch, key: 2 * loss(model, batch, key)}, "score"),
+            ({"optimiser": optax.adam(1e-3)}, "optimiser"),
+            ({"data": (X + 1, DATA[1]), "batch_size": 8}, "data[0]"),
+            ({"validation": (X, DATA[1] + 1)}, "validation[1]"),
+            ({"batch_size": 4}, "batch_size"),
+            ({"order": "shared"}, "order"),
+            ({"rows": ROWS}, "rows"),
+            ({"patience": 4}, "patience"),
+            ({"min_delta": 0.1}, "min_delta"),
+            ({"target": 0.1}, "target"),
+            ({"max_steps": [1, 2, 3, 4]}, "max_steps"),
+            ({"on_diverge": "revive"}, "on_diverge"),
+            ({"key": jax.random.key(1)}, "key"),
+        ],
+    )
+    def test_and_the_difference_named(self, ensemble, folder, change, named):
+        options = {"steps": 12, "validation": DATA, "patience": 3} | change
+        with pytest.raises(ValueError, match=rf"this call is not the one that wrote it(.|\n)*`{re.escape(named)}`: "):
+            fitted(ensemble, checkpoint=folder, **options)
+
+    def test_another_ensemble(self, folder):
+        other = ee.build(make, MEMBERS, key=jax.random.key(1))
+        with pytest.raises(ValueError, match="`weights`: not the same as saved"):
+            fitted(other, steps=12, validation=DATA, patience=3, checkpoint=folder)
+
+    def test_another_kind_of_model(self, folder):
+        other = ee.build(lambda key: eqx.nn.MLP(3, 1, 9, 1, key=key), MEMBERS, key=KEY)
+        with pytest.raises(ValueError, match="`loss`: not the same as saved"):
+            fitted(other, steps=12, validation=DATA, patience=3, checkpoint=folder)
+
+    def test_constants_inside_the_loss(self, ensemble, tmp_path):
+        def weighted(weights):
+            def inner(carry, x):
+                return carry + jnp.sum(x * weights), None
+
+            return lambda model, batch, key: loss(model, batch, key) + jax.lax.scan(inner, 0.0, batch[0])[0]
+
+        fitted(ensemble, fn=weighted(np.ones(3, np.float32)), steps=5, checkpoint=tmp_path / "a")
+        fitted(ensemble, fn=weighted(np.ones(3, np.float32)), steps=5, checkpoint=tmp_path / "a")
+        with pytest.raises(ValueError, match="`loss`: not the same as saved"):
+            fitted(ensemble, fn=weighted(np.full(3, 2, np.float32)), steps=5, checkpoint=tmp_path / "a")
+
+    def test_other_hyper_parameters(self, ensemble, tmp_path):
+        call = lambda lrs: fitted(
+            ensemble, optimiser=by_lr, hyper={"lr": jnp.array(lrs)}, steps=5, checkpoint=tmp_path / "a"
+        )
+        call([1e-3, 1e-2, 1e-3, 1e-4])
+        with pytest.raises(ValueError, match="`hyper`: not the same as saved"):
+            call([1e-3, 1e-2, 1e-3, 2e-4])
+
+    def test_fewer_steps_than_are_done(self, ensemble, folder):
+        with pytest.raises(ValueError, match="10 steps are done, and the call asks for 9 in all"):
+            fitted(ensemble, steps=9, validation=DATA, patience=3, checkpoint=folder)
+
+    def test_checkpoints_of_others(self, ensemble, tmp_path):
+        Checkpoints(tmp_path).save(3, ensemble)
+        with pytest.raises(ValueError, match="were not written by `fit`"):
+            fitted(ensemble, steps=4, checkpoint=tmp_path)
+
+    def test_under_other_versions_it_goes_on(self, ensemble, folder, tmp_path, monkeypatch):
+        shutil.copytree(folder, tmp_path / "a")
+        now = resume_module._conditions()
+        monkeypatch.setattr(resume_module, "_conditions", lambda: now | {"jax": "9.9"})
+        options = {"steps": 12, "validation": DATA, "patience": 3, "checkpoint": tmp_path / "a"}
+        with pytest.warns(UserWarning, match=r"goes on, but not bit for bit") as caught:
+            fitted(ensemble, **options)
+        assert f"(jax {jax.__version__} -> 9.9)" in str(caught[0].message)
+        with pytest.raises(ValueError, match="`min_delta`"), pytest.warns(UserWarning, match="bit for bit"):
+            fitted(ensemble, min_delta=0.5, **(options | {"checkpoint": folder}))
+
+
+class TestOptions:
+    def test_resume(self, ensemble, tmp_path):
+        with pytest.raises(FileNotFoundError, match="must resume, and found no checkpoint in"):
+            fitted(ensemble, steps=4, checkpoint=tmp_path / "a", resume="must")
+        fitted(ensemble, steps=4, checkpoint=tmp_path / "a", resume="never")
+        with pytest.raises(FileExistsError, match=r"holds checkpoints \(up to step 4\)"):
+            fitted(ensemble, steps=4, checkpoint=tmp_path / "a", resume="never")
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"every": 3}, TypeError, "takes `every` with `checkpoint=`"),
+            ({"resume": "must"}, TypeError, "takes `resume` with `checkpoint=`"),
+            ({"checkpoint": 3}, TypeError, "needs `checkpoint` to be a path or `Checkpoints`, got"),
+            ({"checkpoint": "a", "resume": "yes"}, ValueError, "`resume` to be one of 'auto', 'must', 'never'"),
+            ({"checkpoint": "a", "every": 0}, ValueError, "`every`"),
+        ],
+    )
+    def test_that_make_no_sense(self, ensemble, tmp_path, monkeypatch, options, error, message, unhooked):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(error, match=message):
+            fitted(ensemble, steps=4, **options)
+        assert not list(tmp_path.iterdir())
+
+    def test_of_ones_own_checkpoints(self, ensemble, tmp_path):
+        checkpoints = Checkpoints(tmp_path, last=1, best=1)
+        run = fitted(ensemble, steps=30, validation=DATA, checkpoint=checkpoints, every=6)
+        assert len(checkpoints.steps) in (1, 2)
+        assert checkpoints.steps[-1] == run.train_state.step
+        scores = [ee.checkpoint.contents(checkpoints.path(step)).score for step in checkpoints.steps]
+        assert all(isinstance(score, float) for score in scores)
+
+    def test_a_minute_without_every(self, ensemble, tmp_path, monkeypatch):
+        fitted(ensemble, steps=300, checkpoint=Checkpoints(tmp_path / "a", last=99))
+        assert Checkpoints(tmp_path / "a").steps == [300]
+        monkeypatch.setattr(resume_module, "_SECONDS_BETWEEN", 0.0)
+        fitted(ensemble, steps=300, checkpoint=Checkpoints(tmp_path / "b", last=99))
+        assert len(Checkpoints(tmp_path / "b").steps) > 1
+
+
+class TestNothingIsLost:
+    def test_a_damaged_checkpoint(self, ensemble, tmp_path):
+        whole = fitted(ensemble, steps=20, checkpoint=tmp_path / "a", every=5)
+        (arrays,) = Checkpoints(tmp_path / "a").path(20).glob("*.safetensors")
+        data = bytearray(arrays.read_bytes())
+        data[-40] ^= 1
+        arrays.write_bytes(data)
+        with pytest.warns(UserWarning, match="went back to step 15"):
+            again = fitted(ensemble, steps=20, checkpoint=tmp_path / "a", every=5)
+        assert_same_run(again, whole)
+        assert_same_run(fitted(ensemble, steps=20, checkpoint=tmp_path / "a", every=5), whole)
+
+    @pytest.mark.parametrize("asynchronous", [True, False])
+    def test_a_disk_that_is_full(self, ensemble, tmp_path, monkeypatch, asynchronous):
+        whole = fitted(ensemble, steps=20)
+        checkpoints = Checkpoints(tmp_path / "a", asynchronous=asynchronous)
+        write = Checkpoints._write
+
+        def full(self, step, path, content):
+            if step > 6:
+                raise OSError(28, "Could not write the checkpoint: No space left on device")
+            write(self, step, path, content)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Checkpoints, "_write", full)
+            with pytest.raises(NotSavedError, match="No space left on device") as caught:
+                fitted(ensemble, steps=20, checkpoint=checkpoints, every=5)
+        part = caught.value.run
+        assert caught.value.errno == 28
+        assert 5 < part.history.loss.shape[1] < 20
+        np.testing.assert_array_equal(part.history.loss, whole.history.loss[:, : part.history.loss.shape[1]])
+        assert checkpoints.steps == [6]
+        assert_same_run(fitted(ensemble, steps=20, checkpoint=checkpoints, every=5), whole)
+
+    def test_a_last_save_that_fails(self, ensemble, tmp_path, monkeypatch):
+        whole = fitted(ensemble, steps=20)
+
+        def full(self, step, path, content):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Checkpoints, "_write", full)
+        with pytest.raises(NotSavedError) as caught:
+            fitted(ensemble, steps=20, checkpoint=tmp_path / "a")
+        assert_same_run(caught.value.run, whole)
+
+    def test_a_folder_that_is_a_file(self, ensemble, tmp_path):
+        pathlib.Path(tmp_path / "a").write_text("mine")
+        with pytest.raises(NotSavedError):
+            fitted(ensemble, steps=4, checkpoint=tmp_path / "a")
+        assert pathlib.Path(tmp_path / "a").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_a_killed_process(tmp_path):
+    """A process that is killed in the middle, twice, ends with the bits of one that nobody killed."""
+    script = [sys.executable, str(pathlib.Path(__file__).with_name("resuming.py"))]
+    whole = subprocess.run(script, check=True, capture_output=True, text=True).stdout
+    assert len(whole) == 65
+    for more in (1, 200):
+        process = subprocess.Popen([*script, str(tmp_path / "a")], stdout=subprocess.PIPE, text=True)
+        before = Checkpoints(tmp_path / "a").steps[-1:] or [0]
+        while (Checkpoints(tmp_path / "a").steps[-1:] or [0])[0] < before[0] + more:
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.kill()
+        assert process.communicate()[0] == ""
+        assert process.returncode == -signal.SIGKILL
+    assert 0 < Checkpoints(tmp_path / "a").steps[-1] < 1050
+    resumed = subprocess.run([*script, str(tmp_path / "a")], check=True, capture_output=True, text=True).stdout
+    assert resumed == whole
