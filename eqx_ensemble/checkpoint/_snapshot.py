@@ -64,7 +64,7 @@ def snapshot(
         elif is_array_like(leaf):
             _check.savable_dtype("shapes only", path, known=False)
     manifest = Manifest(
-        "", members, tuple(entries), tuple(numbers), structure(tree), meta, step, _score(score), _versions()
+        "", members, tuple(entries), tuple(numbers), structure(tree), meta, step, _score(score), versions()
     )
     return Snapshot(manifest, arrays)
 
@@ -75,7 +75,7 @@ def _score(score: Any) -> float | None:
     return None if math.isnan(value := float(score)) else value
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

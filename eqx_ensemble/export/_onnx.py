@@ -1,0 +1,81 @@
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+from jaxtyping import PyTree
+
+from .. import _check
+from .._ensemble import Ensemble
+from ..checkpoint._snapshot import versions
+from ._about import described
+from ._served import batches, served
+
+
+def export_onnx(
+    ensemble: Ensemble[Any],
+    *,
+    shapes: PyTree,
+    combine: Callable[..., Any] | None = None,
+    weights: Any = None,
+    batch_size: int | None = None,
+    state: Any = None,
+    fn: Callable[..., Any] | None = None,
+    inference: bool = True,
+) -> Any:
+    """Converts an ensemble into one ONNX model, for ONNX Runtime and others that know nothing of jax.
+
+    Needs the extra `onnx`. The conversion is done by jax2onnx, which has no ONNX for random numbers and for some less
+    common operations, and raises then; there is no such limit to [`eqx_ensemble.export`][].
+
+    Inputs are named `x`, or `x.image` for `shapes={"image": ...}`, outputs likewise `out`.
+
+    **Arguments:**
+
+    - `ensemble`, `shapes`, `combine`, `weights`, `batch_size`, `state`, `fn`, `inference`: as for
+        [`eqx_ensemble.export`][].
+
+    **Returns:** an `onnx.ModelProto`: `onnx.save(model, path)` writes it to a file.
+
+    **Raises:** ImportError without jax2onnx; NotImplementedError for operations that it does not know.
+    """
+    name = "export_onnx"
+    _check.installed("jax2onnx", what="eqx_ensemble.export_onnx", extra="onnx")
+    asked = dict(shapes=shapes, combine=combine, weights=weights, state=state, fn=fn, inference=inference)
+    job = served(ensemble, name=name, plan=None, key=None, **asked)
+    constants = {text: jnp.asarray(array) for text, array in job.packed.arrays.items()}
+    x, _ = batches(job.row, batch_size, name=name)
+
+    with _check.explained_export(job.row, name=name):
+        traced = jax.jit(lambda x: job.run(job.packed.unpack(constants), x)).trace(x)
+    _check.no_callbacks(traced.jaxpr, name=name)
+    names = (
+        [entry["name"] for entry in described(x, "x")],
+        [entry["name"] for entry in described(traced.out_info, "out")],
+    )
+    with _check.explained_onnx():
+        model = _converted(traced.jaxpr, jax.tree.leaves(x), *names)
+    model.metadata_props.add(
+        key="eqx_ensemble", value=json.dumps({"ids": ensemble.ids.tolist(), "versions": versions()})
+    )
+    return model
+
+
+def _converted(closed: ClosedJaxpr, inputs: list[Any], input_names: list[str], output_names: list[str]) -> Any:
+    """The model of a traced program: jax2onnx sees jax's operations, and none of the layers that made them."""
+    from jax2onnx import to_onnx
+
+    # Random keys that inference does not use are still there, and have no ONNX.
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    program = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
+    return to_onnx(
+        lambda *x: tuple(program(*x)),
+        jax.tree.leaves(x),
+        model_name="ensemble",
+        input_names=[entry["name"] for entry in described(x, "x")],
+        output_names=[entry["name"] for entry in described(out, "out")],
+        enable_double_precision=bool(jax.config.jax_enable_x64),
+    )
