@@ -43,6 +43,7 @@ from ._export import fits_inside as fits_inside
 from ._export import leaves_option as leaves_option
 from ._export import named_parts as named_parts
 from ._export import no_callbacks as no_callbacks
+from ._export import no_search as no_search
 from ._export import plain_dtypes as plain_dtypes
 from ._export import platforms as platforms
 from ._export import row_shapes as row_shapes
@@ -89,6 +90,7 @@ from ._hidden import no_tracers as no_tracers
 from ._keys import is_typed_key as is_typed_key
 from ._keys import many_keys as many_keys
 from ._keys import one_key as one_key
+from ._leaves import Size as Size
 from ._leaves import describe as describe
 from ._leaves import is_key as is_key
 from ._leaves import is_member_array as is_member_array

@@ -109,6 +109,15 @@ def platforms(values: Any, *, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(listed))
 
 
+def no_search(plan: Any, auto: type, *, name: str) -> None:
+    """A plan that is known: there is nothing to try."""
+    if isinstance(plan, auto):
+        raise TypeError(
+            f'`{name}` needs a plan that is known, got `plan="auto"`: what is fastest can be tried only where the '
+            "program runs.\nPass `Vmap()`, or what `predict` chose with `plan=eqx_ensemble.plan.Auto()`: `plan.chosen`."
+        )
+
+
 def fits_inside(num_bytes: int, *, name: str) -> None:
     """Leaves that are few enough to be constants of a program."""
     if num_bytes >= _MOST_INSIDE:
@@ -118,7 +127,7 @@ def fits_inside(num_bytes: int, *, name: str) -> None:
         )
 
 
-def plain_dtypes(arrays: Mapping[str, np.ndarray], *, name: str) -> None:
+def plain_dtypes(arrays: Mapping[str, Any], *, name: str) -> None:
     """Leaves whose dtypes a safetensors file has."""
     for path, array in arrays.items():
         if array.dtype.name not in PLAIN_DTYPES:
@@ -153,15 +162,16 @@ def explained_export(row: Any, *, name: str) -> Iterator[None]:
     """Adds to errors of a member or of `combine` what they were called with."""
     try:
         yield
-    except jax.errors.InconclusiveDimensionOperation as error:
-        error.add_note(
-            f"`{name}` leaves the number of rows open, and that of the members with `symbolic_members=True`: decisions "
-            "in Python about these sizes cannot be exported. Pass `batch_size=`, or a fixed number of members."
-        )
-        raise
-    except (TypeError, ValueError) as error:
-        listed = ", ".join(describe(leaf) for leaf in jax.tree.leaves(row))
-        error.add_note(f"`{name}` calls a member with one row of the input, here {listed}, as `shapes` says.")
+    except (TypeError, ValueError, jax.errors.InconclusiveDimensionOperation) as error:
+        if isinstance(error, jax.errors.InconclusiveDimensionOperation) or "_DimExpr" in str(error):
+            error.add_note(
+                f"`{name}` leaves the number of rows open, and that of the members with `symbolic_members=True`: Python "
+                "can neither decide by these sizes nor print what has them. Take out `jax.debug.print` and the like; "
+                "pass `batch_size=`, or a fixed number of members."
+            )
+        else:
+            listed = ", ".join(describe(leaf) for leaf in jax.tree.leaves(row))
+            error.add_note(f"`{name}` calls a member with one row of the input, here {listed}, as `shapes` says.")
         raise
 
 

@@ -2,17 +2,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import export as jax_export
 from jaxtyping import PyTree
 
 from .. import _check
 from .._ensemble import Ensemble
-from ..plan import AnyPlan
+from ..plan import AbstractPlan
+from ..predict._predict import Call
 from ._about import about
 from ._artefact import Artefact
 from ._leaves import Packed
-from ._served import Served, batches, served
+from ._served import batches, served, with_constants
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 
@@ -30,7 +31,7 @@ def export(
     state: Any = None,
     fn: Callable[..., Any] | None = None,
     inference: bool = True,
-    plan: AnyPlan = None,
+    plan: AbstractPlan | None = None,
     key: Any = None,
 ) -> Artefact:
     """Exports an ensemble as one StableHLO program, which runs without this library and without the model's code.
@@ -64,7 +65,7 @@ def export(
     - `symbolic_members`: any number of members, for `leaves="beside"`.
     - `platforms`: what the program can run on: any of `"cpu"`, `"cuda"`, `"tpu"`, `"rocm"`.
     - `state`, `fn`, `inference`: as for [`eqx_ensemble.predict`][].
-    - `plan`: how the members are executed. Programs for any number of members run under `Vmap()` and `Sequential()`.
+    - `plan`: how the members are executed, not `"auto"`. Any number of members runs under `Vmap()` or `Sequential()`.
     - `key`: as for [`eqx_ensemble.predict`][]. It is a constant of the program: every call draws the same.
 
     **Returns:** an [`eqx_ensemble.Artefact`][].
@@ -76,28 +77,36 @@ def export(
     _check.installed("flatbuffers", what="eqx_ensemble.export", extra="export")
     _check.leaves_option(leaves, symbolic_members=symbolic_members, name=name)
     platforms = _check.platforms(platforms, name=name)
-    asked = dict(shapes=shapes, combine=combine, weights=weights, state=state, fn=fn, inference=inference)
-    job = served(ensemble, name=name, plan=plan, key=key, **asked)
+    job = served(
+        ensemble,
+        Call(fn, inference),
+        name=name,
+        shapes=shapes,
+        combine=combine,
+        weights=weights,
+        state=state,
+        plan=plan,
+        key=key,
+    )
     packed = job.packed
     x, symbolic = batches(job.row, batch_size, name=name)
     if leaves == "inside":
         _check.fits_inside(sum(array.nbytes for array in packed.arrays.values()), name=name)
-        program = _exported(_with_constants(job), (x,), platforms, job.row)
+        program = _exported(with_constants(job), (x,), platforms, job.row)
         return Artefact(program, None, about(program, ensemble, symbolic_members=False))
     _check.plain_dtypes(packed.arrays, name=name)
     specs = _specs(packed, symbolic if symbolic_members else ensemble.num_members)
     program = _exported(lambda leaves, x: job.run(packed.unpack(leaves), x), (specs, x), platforms, job.row)
-    return Artefact(program, packed.arrays, about(program, ensemble, symbolic_members=symbolic_members))
-
-
-def _with_constants(job: Served) -> Callable[[PyTree], PyTree]:
-    constants = {text: jnp.asarray(array) for text, array in job.packed.arrays.items()}
-    return lambda x: job.run(job.packed.unpack(constants), x)
+    host = {text: np.asarray(array) for text, array in packed.arrays.items()}
+    return Artefact(program, host, about(program, ensemble, symbolic_members=symbolic_members))
 
 
 def _specs(packed: Packed, num_members: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    shape = lambda text, array: (num_members, *array.shape[1:]) if text in packed.stacked else array.shape
-    return {text: jax.ShapeDtypeStruct(shape(text, x), x.dtype) for text, x in packed.arrays.items()}
+    def spec(text: str, x: Any) -> jax.ShapeDtypeStruct:
+        shape = (num_members, *x.shape[1:]) if text in packed.stacked else x.shape
+        return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+    return {text: spec(text, x) for text, x in packed.arrays.items()}
 
 
 def _exported(

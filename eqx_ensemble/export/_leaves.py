@@ -21,7 +21,7 @@ class Parts(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The arrays of some parts by name, on the host.
+    """The arrays of some parts by name.
 
     **Attributes:**
 
@@ -30,7 +30,7 @@ class Packed(NamedTuple):
     - `unpack`: makes the parts again, of these arrays or of others with the same names.
     """
 
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, jax.Array | np.ndarray]
     stacked: frozenset[str]
     unpack: Callable[[dict[str, Any]], Parts]
 
@@ -45,7 +45,8 @@ def pack(parts: Parts, *, name: str) -> Packed:
         if _check.is_member_array(leaf):
             text = _distinct(jtu.keystr(path[1:], simple=True, separator="."), arrays)
             _check.exportable(leaf, text, name=name)
-            arrays[text], generator = _to_host(leaf)
+            generator = str(jax.random.key_impl(leaf)) if _check.is_key(leaf) else None
+            arrays[text] = _plain(leaf) if generator is None else jax.random.key_data(leaf)
             places[text] = place, generator
             if path[0] == jtu.SequenceKey(0):
                 stacked.add(text)
@@ -64,10 +65,9 @@ def pack(parts: Parts, *, name: str) -> Packed:
     return Packed(arrays, frozenset(stacked), unpack)
 
 
-def _to_host(leaf: Any) -> tuple[np.ndarray, str | None]:
-    if _check.is_key(leaf):
-        return np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf))
-    return np.asarray(leaf, dtype=_check.member_dtype(leaf)), None
+def _plain(leaf: Any) -> jax.Array | np.ndarray:
+    """A leaf of the dtype that it has in a program."""
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype=_check.member_dtype(leaf))
 
 
 def _distinct(text: str, taken: dict[str, Any]) -> str:

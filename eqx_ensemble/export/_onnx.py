@@ -11,8 +11,9 @@ from jaxtyping import PyTree
 from .. import _check
 from .._ensemble import Ensemble
 from ..checkpoint._snapshot import versions
+from ..predict._predict import Call
 from ._about import described
-from ._served import batches, served
+from ._served import batches, served, with_constants
 
 
 def export_onnx(
@@ -44,29 +45,22 @@ def export_onnx(
     """
     name = "export_onnx"
     _check.installed("jax2onnx", what="eqx_ensemble.export_onnx", extra="onnx")
-    asked = dict(shapes=shapes, combine=combine, weights=weights, state=state, fn=fn, inference=inference)
-    job = served(ensemble, name=name, plan=None, key=None, **asked)
-    constants = {text: jnp.asarray(array) for text, array in job.packed.arrays.items()}
+    call = Call(fn, inference)
+    job = served(ensemble, call, name=name, shapes=shapes, combine=combine, weights=weights, state=state)
     x, _ = batches(job.row, batch_size, name=name)
-
     with _check.explained_export(job.row, name=name):
-        traced = jax.jit(lambda x: job.run(job.packed.unpack(constants), x)).trace(x)
+        traced = jax.jit(with_constants(job)).trace(x)
     _check.no_callbacks(traced.jaxpr, name=name)
-    names = (
-        [entry["name"] for entry in described(x, "x")],
-        [entry["name"] for entry in described(traced.out_info, "out")],
-    )
     with _check.explained_onnx():
-        model = _converted(traced.jaxpr, jax.tree.leaves(x), *names)
-    model.metadata_props.add(
-        key="eqx_ensemble", value=json.dumps({"ids": ensemble.ids.tolist(), "versions": versions()})
-    )
+        model = _converted(traced.jaxpr, x, traced.out_info)
+    origin = {"ids": ensemble.ids.tolist(), "versions": versions()}
+    model.metadata_props.add(key="eqx_ensemble", value=json.dumps(origin))
     return model
 
 
-def _converted(closed: ClosedJaxpr, inputs: list[Any], input_names: list[str], output_names: list[str]) -> Any:
+def _converted(closed: ClosedJaxpr, x: PyTree, out: PyTree) -> Any:
     """The model of a traced program: jax2onnx sees jax's operations, and none of the layers that made them."""
-    from jax2onnx import to_onnx
+    from jax2onnx import to_onnx  # pyright: ignore[reportMissingImports] (an extra)
 
     # Random keys that inference does not use are still there, and have no ONNX.
     jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
@@ -77,5 +71,5 @@ def _converted(closed: ClosedJaxpr, inputs: list[Any], input_names: list[str], o
         model_name="ensemble",
         input_names=[entry["name"] for entry in described(x, "x")],
         output_names=[entry["name"] for entry in described(out, "out")],
-        enable_double_precision=bool(jax.config.jax_enable_x64),
+        enable_double_precision=jnp.result_type(float) == jnp.float64,
     )

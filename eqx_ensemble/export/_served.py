@@ -9,7 +9,8 @@ from jaxtyping import PyTree
 
 from .. import _check, _keys
 from .._ensemble import Ensemble
-from ..plan._auto import AnyPlan, as_plan
+from ..plan import AbstractPlan, Auto
+from ..plan._auto import as_plan
 from ..predict._predict import Call, predict_batch
 from ._leaves import Packed, Parts, pack
 from ._plain import plain
@@ -32,16 +33,15 @@ class Served(NamedTuple):
 
 def served(
     ensemble: Ensemble[Any],
+    call: Call,
     *,
     name: str,
     shapes: PyTree,
     combine: Callable[..., Any] | None,
     weights: Any,
     state: Any,
-    fn: Callable[..., Any] | None,
-    inference: bool,
-    plan: AnyPlan,
-    key: Any,
+    plan: AbstractPlan | None = None,
+    key: Any = None,
 ) -> Served:
     """What is exported, all of it checked."""
     _check.ensemble(ensemble, Ensemble, name=name)
@@ -50,7 +50,8 @@ def served(
     _check.model_state(state, ensemble.num_members, name=name)
     convex = _check.weights_left(weights, np.ones(ensemble.num_members, bool), combine, name=name)
     keys = None if key is None else _keys.member_keys(_keys.root(key, name=name), ensemble.ids, purpose="predict")
-    plan, call = as_plan(plan), Call(fn, inference)
+    plan = as_plan(plan)
+    _check.no_search(plan, Auto, name=name)
 
     def run(parts: Parts, x: PyTree) -> PyTree:
         rows = jnp.arange(jax.tree.leaves(x)[0].shape[0])
@@ -61,6 +62,13 @@ def served(
 
     convex = None if convex is None else jnp.asarray(convex)
     return Served(run, pack(Parts(ensemble, state, convex, keys), name=name), row)
+
+
+def with_constants(job: Served) -> Callable[[PyTree], PyTree]:
+    """The prediction for a batch, with all arrays inside."""
+    # Put on one device, as they may be spread over several, and not by way of NumPy, which knows no weak types.
+    constants = jax.device_put(job.packed.arrays, jax.local_devices()[0])
+    return lambda x: job.run(job.packed.unpack(constants), x)
 
 
 def batches(row: PyTree, batch_size: int | None, *, name: str) -> tuple[PyTree, Any]:
