@@ -43,6 +43,7 @@ from ._export import fits_inside as fits_inside
 from ._export import leaves_option as leaves_option
 from ._export import named_parts as named_parts
 from ._export import no_callbacks as no_callbacks
+from ._export import no_random_numbers as no_random_numbers
 from ._export import no_search as no_search
 from ._export import plain_dtypes as plain_dtypes
 from ._export import platforms as platforms

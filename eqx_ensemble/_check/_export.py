@@ -137,14 +137,24 @@ def plain_dtypes(arrays: Mapping[str, Any], *, name: str) -> None:
             )
 
 
-def no_callbacks(closed: Any, *, name: str) -> None:
+def no_callbacks(jaxpr: Jaxpr, *, name: str) -> None:
     """No part of a program calls back into Python, which will not be there."""
-    for found in _primitives(closed.jaxpr):
+    for found in _primitives(jaxpr):
         if "callback" in found or found == "debug_print":
             raise TypeError(
                 f"`{name}` cannot export a program that calls Python while it runs: found `{found}`.\nTake out "
                 "`jax.debug`, `jax.pure_callback` and the like. Checks of `equinox.error_if` are left out when the "
                 "environment variable `EQX_ON_ERROR=off` is set."
+            )
+
+
+def no_random_numbers(jaxpr: Jaxpr, *, name: str) -> None:
+    """No part of a program draws random numbers: ONNX has only such that follow from no key."""
+    for found in _primitives(jaxpr):
+        if found.startswith(("random_", "rng_", "threefry")):
+            raise NotImplementedError(
+                f"`{name}` cannot convert random numbers: found `{found}`. In ONNX they would be others.\nDraw them "
+                "before, and pass them as an input; or use `eqx_ensemble.export`."
             )
 
 
@@ -165,9 +175,9 @@ def explained_export(row: Any, *, name: str) -> Iterator[None]:
     except (TypeError, ValueError, jax.errors.InconclusiveDimensionOperation) as error:
         if isinstance(error, jax.errors.InconclusiveDimensionOperation) or "_DimExpr" in str(error):
             error.add_note(
-                f"`{name}` leaves the number of rows open, and that of the members with `symbolic_members=True`: Python "
-                "can neither decide by these sizes nor print what has them. Take out `jax.debug.print` and the like; "
-                "pass `batch_size=`, or a fixed number of members."
+                f"`{name}` leaves the number of rows open, and with `symbolic_members=True` that of the members. "
+                "Python can neither decide by these sizes nor print what has them: take out `jax.debug.print` and the "
+                "like, or pass `batch_size=` and a fixed number of members."
             )
         else:
             listed = ", ".join(describe(leaf) for leaf in jax.tree.leaves(row))

@@ -115,5 +115,5 @@ def _exported(
     fn.__name__ = "ensemble"  # for error messages where the program is called
     jitted = jax.jit(fn)
     with _check.explained_export(row, name="export"):
-        _check.no_callbacks(jitted.trace(*specs).jaxpr, name="export")
+        _check.no_callbacks(jitted.trace(*specs).jaxpr.jaxpr, name="export")
         return jax_export.export(jitted, platforms=platforms)(*specs)

@@ -50,9 +50,12 @@ def export_onnx(
     x, _ = batches(job.row, batch_size, name=name)
     with _check.explained_export(job.row, name=name):
         traced = jax.jit(with_constants(job)).trace(x)
-    _check.no_callbacks(traced.jaxpr, name=name)
+    # Random keys that inference asks for and does not use would still be there.
+    jaxpr, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars), instantiate=True)
+    _check.no_callbacks(jaxpr, name=name)
+    _check.no_random_numbers(jaxpr, name=name)
     with _check.explained_onnx():
-        model = _converted(traced.jaxpr, x, traced.out_info)
+        model = _converted(ClosedJaxpr(jaxpr, traced.jaxpr.consts), x, traced.out_info)
     origin = {"ids": ensemble.ids.tolist(), "versions": versions()}
     model.metadata_props.add(key="eqx_ensemble", value=json.dumps(origin))
     return model
@@ -62,9 +65,7 @@ def _converted(closed: ClosedJaxpr, x: PyTree, out: PyTree) -> Any:
     """The model of a traced program: jax2onnx sees jax's operations, and none of the layers that made them."""
     from jax2onnx import to_onnx  # pyright: ignore[reportMissingImports] (an extra)
 
-    # Random keys that inference does not use are still there, and have no ONNX.
-    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    program = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
+    program = jaxpr_as_fun(closed)
     return to_onnx(
         lambda *x: tuple(program(*x)),
         jax.tree.leaves(x),

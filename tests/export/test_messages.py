@@ -209,7 +209,7 @@ def test_decisions_on_what_is_left_open_are_explained(options):
     kind = TypeError if "fn" in options else jax.errors.InconclusiveDimensionOperation
     with pytest.raises(kind) as caught:
         export(**options)
-    assert "Take out `jax.debug.print` and the like; pass `batch_size=`, or a fixed" in notes(caught.value)
+    assert "take out `jax.debug.print` and the like, or pass `batch_size=` and a fixed" in notes(caught.value)
     if kind is not TypeError:
         export(**{name: value for name, value in options.items() if name not in SYMBOLIC}, batch_size=4)
 
