@@ -95,7 +95,7 @@ def is_per_member(x: Any) -> bool:
     return isinstance(x, AbstractPerMember | eqx.nn.State)
 
 
-def split_members(tree: PyTree, *, name: str) -> tuple[PyTree, Callable[[PyTree], PyTree], int]:
+def split_members(tree: PyTree, *, name: str) -> tuple[PyTree, Callable[[PyTree], PyTree], _check.Size]:
     """Parts `tree` into what is mapped over members and what is shared.
 
     **Returns:** the tree to map, with the `members` axis in front of its array leaves; the function that turns one

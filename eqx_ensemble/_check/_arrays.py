@@ -7,6 +7,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from ._leaves import Size
+
 Shape = tuple[int, ...]
 
 
@@ -115,7 +117,7 @@ def check_regression(fn: str, targets: ArrayLike, *, members: bool, **prediction
     return promoted(*arrays.values(), array)
 
 
-def check_weights(fn: str, weights: ArrayLike | None, num_members: int, dtype: jnp.dtype) -> Array | None:
+def check_weights(fn: str, weights: ArrayLike | None, num_members: Size, dtype: jnp.dtype) -> Array | None:
     """Convex weights: one per member, finite, not negative, not all zero; divided by their sum."""
     if weights is None:
         return None

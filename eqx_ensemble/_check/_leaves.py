@@ -10,6 +10,9 @@ from jax.core import Tracer
 
 _LONGEST = 60
 
+Size = Any
+"""The length of an axis: an int, or a symbol in a program that is exported for any length."""
+
 
 def is_member_array(leaf: Any) -> bool:
     """Whether `leaf` can carry a `members` axis: a jax array, or a NumPy array of a dtype that jax knows."""

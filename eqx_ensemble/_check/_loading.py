@@ -11,8 +11,8 @@ from ._files import plain
 from ._leaves import describe
 from ._trees import path_text
 
-_PLAIN = {"bool", "bfloat16", "complex64", "float8_e4m3fn", "float8_e5m2"}
-_PLAIN |= {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
+PLAIN_DTYPES = {"bool", "bfloat16", "complex64", "float8_e4m3fn", "float8_e5m2"}
+PLAIN_DTYPES |= {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
 
 
 class Gap(tuple):
@@ -139,7 +139,7 @@ def no_typed_keys(tree: Any, reason: str, *, name: str) -> None:
 
 def plain_dtype(dtype: Any, path: str, *, name: str) -> None:
     """A dtype that plain safetensors files have."""
-    if dtype.name not in _PLAIN:
+    if dtype.name not in PLAIN_DTYPES:
         raise TypeError(
             f"`{name}` cannot write the array `{path}` of dtype {dtype.name}: safetensors has no such type.\n"
             "Cast it, or use `format='eqx'` or `eqx_ensemble.save`."

@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import describe, is_member_array, is_traced
+from ._leaves import Size, describe, is_member_array, is_traced
 from ._trees import path_text
 
 _STACK = "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`."
@@ -19,7 +19,7 @@ def array_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(path_text(path), x) for path, x in jtu.tree_flatten_with_path(tree)[0] if is_member_array(x)]
 
 
-def _sizes(tree: Any, axis: int, name: str) -> dict[int, list[str]]:
+def _sizes(tree: Any, axis: int, name: str) -> dict[Size, list[str]]:
     sizes: dict[int, list[str]] = {}
     for path, x in array_leaves(tree):
         if not -x.ndim <= axis < x.ndim:
@@ -31,7 +31,7 @@ def _sizes(tree: Any, axis: int, name: str) -> dict[int, list[str]]:
     return sizes
 
 
-def per_member_leaves(value: Any, *, axis: int, name: str) -> int:
+def per_member_leaves(value: Any, *, axis: int, name: str) -> Size:
     """Every array leaf has the members axis, of one length, which is returned."""
     if isinstance(axis, bool) or not isinstance(axis, int):
         raise TypeError(f"`{name}` needs an integer `axis`, got {axis!r}.")
@@ -51,7 +51,7 @@ def per_member_leaves(value: Any, *, axis: int, name: str) -> int:
     return next(iter(sizes))
 
 
-def one_member_count(parts: dict[int, Any], arguments: Any, *, name: str) -> int:
+def one_member_count(parts: dict[int, Any], arguments: Any, *, name: str) -> Size:
     """All parts that carry members have the same number of them."""
     if not parts:
         hint = "Mark inputs with one value per member: `eqx_ensemble.Each(x)`."

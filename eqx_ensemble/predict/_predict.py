@@ -65,7 +65,7 @@ def predict(
     nodes, treedef = jax.tree.flatten(x, is_leaf=lambda x: isinstance(x, _axes.Each))
     batch_size = min(batch_size, num_rows)
     keys = None if key is None else _keys.member_keys(_keys.root(key, name="predict"), ensemble.ids, purpose="predict")
-    call = _Call(fn, inference)
+    call = Call(fn, inference)
     pilot = Pilot(plan, name="predict")
 
     parts = []
@@ -79,7 +79,7 @@ def predict(
             rows = np.minimum(np.arange(start, start + batch_size), num_rows - 1)
             batch = jax.tree.unflatten(treedef, [_rows_of(node, rows) for node in nodes])
             read = (call, ensemble, batch, state, keys, jnp.asarray(rows))
-            pilot.look(_predict_batch, *read, num_members=ensemble.num_members, unit="batch")
+            pilot.look(predict_batch, *read, num_members=ensemble.num_members, unit="batch")
             began, trial = time.perf_counter(), pilot.watching
             parts.append(pilot.call(lambda plan, read: _compiled_batch(plan, *read), read))
             seconds = time.perf_counter() - began
@@ -89,13 +89,13 @@ def predict(
     return jax.tree.map(lambda *outs: jnp.concatenate(outs, axis=1)[:, :num_rows], *parts)
 
 
-class _Call(eqx.Module):
+class Call(eqx.Module):
     fn: Callable[..., Any] | None = eqx.field(static=True)
     inference: bool = eqx.field(static=True)
 
 
-def _predict_batch(
-    plan: AbstractPlan, call: _Call, ensemble: Ensemble, batch: PyTree, state: PyTree, keys: Any, rows: jax.Array
+def predict_batch(
+    plan: AbstractPlan, call: Call, ensemble: Ensemble, batch: PyTree, state: PyTree, keys: Any, rows: jax.Array
 ) -> PyTree:
     inputs = (ensemble, batch, state, None if keys is None else _axes.Each(keys))
     own, view, _ = _axes.split_members(inputs, name="predict")
@@ -118,7 +118,7 @@ def _predict_batch(
     return _axes.over_leading_axis(plan.run, one, own)
 
 
-_compiled_batch = eqx.filter_jit(_predict_batch)
+_compiled_batch = eqx.filter_jit(predict_batch)
 
 
 def _rows_of(node: Any, rows: np.ndarray) -> Any:

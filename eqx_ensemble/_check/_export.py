@@ -1,0 +1,198 @@
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from ._leaves import describe, is_traced, kind_of
+from ._loading import PLAIN_DTYPES
+
+_PLATFORMS = ("cpu", "cuda", "tpu", "rocm")
+_MOST_INSIDE = 2**31  # what the file format of `jax.export` can hold
+_CONTAINERS = "dicts with string keys, lists and tuples"
+
+
+def row_shapes(shapes: Any, *, name: str) -> Any:
+    """The shapes of one row of the input: the tree with a `jax.ShapeDtypeStruct` for each."""
+    rows = _row_shapes(shapes, "shapes", name)
+    if not jax.tree.leaves(rows):
+        raise TypeError(f"`{name}` needs the shape of at least one array in `shapes`, got {shapes!r}.")
+    return rows
+
+
+def _row_shapes(node: Any, path: str, name: str) -> Any:
+    if node is None:
+        return None
+    if type(node) is tuple and all(isinstance(size, int) for size in node):
+        return _row(node, np.dtype(float), path, name)
+    if isinstance(node, jax.ShapeDtypeStruct):
+        return _row(node.shape, node.dtype, path, name)
+    if type(node) is dict:
+        named_parts(node, path, name=name)
+        return {key: _row_shapes(value, f"{path}[{key!r}]", name) for key, value in node.items()}
+    if type(node) in (list, tuple) and not any(isinstance(part, int) for part in node):
+        return type(node)(_row_shapes(part, f"{path}[{i}]", name) for i, part in enumerate(node))
+    fix = f"Inputs are arrays in {_CONTAINERS}: other types would have to be there where the program is loaded."
+    if getattr(node, "shape", None) is not None and getattr(node, "dtype", None) is not None:
+        fix = "For a batch `x` pass `jax.ShapeDtypeStruct(x.shape[1:], x.dtype)`: the shape of one row."
+    elif isinstance(node, int | list):
+        fix = "Write a shape as a tuple: `shapes=(13,)`."
+    raise TypeError(
+        f"`{name}` needs shapes of one row, such as `(13,)`, or `jax.ShapeDtypeStruct`s; at `{path}`: "
+        f"{describe(node) if getattr(node, 'shape', None) is not None else kind_of(node)}.\n{fix}"
+    )
+
+
+def _row(shape: tuple, dtype: Any, path: str, name: str) -> jax.ShapeDtypeStruct:
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in shape):
+        raise ValueError(
+            f"`{name}` needs sizes of zero or more in `shapes`; at `{path}`: got {shape}.\n"
+            "Only the number of rows, which is not part of the shape, and that of the members can be left open."
+        )
+    if not isinstance(dtype, np.dtype):
+        raise TypeError(
+            f"`{name}` needs inputs of plain dtypes in `shapes`; at `{path}`: got {dtype}.\nPass the data of keys "
+            "(`jax.random.key_data`), and make keys of them again in `fn`, by `jax.random.wrap_key_data`."
+        )
+    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
+
+
+def named_parts(node: Mapping[Any, Any], path: str, *, name: str) -> None:
+    """A dict whose keys have names that a file can hold."""
+    for key in node:
+        if not isinstance(key, str):
+            raise TypeError(
+                f"`{name}` needs strings as the keys of dicts; at `{path or '<root>'}`: got the key {key!r}."
+            )
+
+
+def exported_output(value: Any, path: str, *, name: str) -> None:
+    """A part of the output that a program can return: an array or a number."""
+    if not isinstance(value, bool | int | float | complex):
+        raise TypeError(
+            f"`{name}` needs outputs that are arrays in {_CONTAINERS}; at `{path or '<root>'}`: {kind_of(value)}.\n"
+            "Named tuples are returned as dicts. Take other types apart in `fn` or `combine`: where the program is "
+            "loaded they do not exist."
+        )
+
+
+def exportable(leaf: Any, path: str, *, name: str) -> None:
+    """A leaf whose numbers are at hand."""
+    if is_traced(leaf):
+        raise TypeError(f"`{name}` needs numbers, and the leaf `{path}` is traced: export outside `jax.jit`.")
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise NotImplementedError(
+            f"`{name}` needs all numbers in one process, and the leaf `{path}` is spread over several.\nGather it "
+            "first: `jax.experimental.multihost_utils.process_allgather(tree, tiled=True)`."
+        )
+
+
+def leaves_option(leaves: Any, *, symbolic_members: bool, name: str) -> None:
+    """Where the leaves are; any number of members cannot be constants."""
+    if leaves not in ("inside", "beside"):
+        raise ValueError(f"`{name}` needs `leaves='inside'` or `leaves='beside'`, got {leaves!r}.")
+    if symbolic_members and leaves == "inside":
+        raise ValueError(
+            f"`{name}` needs `leaves='beside'` with `symbolic_members=True`: a program for any number of members gets "
+            "their arrays as an argument."
+        )
+
+
+def platforms(values: Any, *, name: str) -> tuple[str, ...]:
+    """Names of platforms, at least one, each once."""
+    listed = tuple(values) if isinstance(values, Sequence) and not isinstance(values, str) else ()
+    if not listed or any(value not in _PLATFORMS for value in listed):
+        hint = "\nA GPU is `'cuda'` or `'rocm'`." if "gpu" in (values, *listed) else ""
+        raise ValueError(f"`{name}` needs `platforms` as a list of {', '.join(_PLATFORMS)}; got {values!r}.{hint}")
+    return tuple(dict.fromkeys(listed))
+
+
+def no_search(plan: Any, auto: type, *, name: str) -> None:
+    """A plan that is known: there is nothing to try."""
+    if isinstance(plan, auto):
+        raise TypeError(
+            f'`{name}` needs a plan that is known, got `plan="auto"`: what is fastest can be tried only where the '
+            "program runs.\nPass `Vmap()`, or what `predict` chose with `plan=eqx_ensemble.plan.Auto()`: `plan.chosen`."
+        )
+
+
+def fits_inside(num_bytes: int, *, name: str) -> None:
+    """Leaves that are few enough to be constants of a program."""
+    if num_bytes >= _MOST_INSIDE:
+        raise ValueError(
+            f"`{name}` can keep less than {_MOST_INSIDE} bytes of leaves inside a program; these have {num_bytes}.\n"
+            "Pass `leaves='beside'`."
+        )
+
+
+def plain_dtypes(arrays: Mapping[str, Any], *, name: str) -> None:
+    """Leaves whose dtypes a safetensors file has."""
+    for path, array in arrays.items():
+        if array.dtype.name not in PLAIN_DTYPES:
+            raise TypeError(
+                f"`{name}` cannot put the leaf `{path}` of dtype {array.dtype.name} beside the program: safetensors "
+                "has no such type.\nPass `leaves='inside'`, or cast it."
+            )
+
+
+def no_callbacks(jaxpr: Jaxpr, *, name: str) -> None:
+    """No part of a program calls back into Python, which will not be there."""
+    for found in _primitives(jaxpr):
+        if "callback" in found or found == "debug_print":
+            raise TypeError(
+                f"`{name}` cannot export a program that calls Python while it runs: found `{found}`.\nTake out "
+                "`jax.debug`, `jax.pure_callback` and the like. Checks of `equinox.error_if` are left out when the "
+                "environment variable `EQX_ON_ERROR=off` is set."
+            )
+
+
+def no_random_numbers(jaxpr: Jaxpr, *, name: str) -> None:
+    """No part of a program draws random numbers: ONNX has only such that follow from no key."""
+    for found in _primitives(jaxpr):
+        if found.startswith(("random_", "rng_", "threefry")):
+            raise NotImplementedError(
+                f"`{name}` cannot convert random numbers: found `{found}`. In ONNX they would be others.\nDraw them "
+                "before, and pass them as an input; or use `eqx_ensemble.export`."
+            )
+
+
+def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
+    is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        for part in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr):
+            if is_jaxpr(part):
+                yield from _primitives(part.jaxpr if isinstance(part, ClosedJaxpr) else part)
+
+
+@contextlib.contextmanager
+def explained_export(row: Any, *, name: str) -> Iterator[None]:
+    """Adds to errors of a member or of `combine` what they were called with."""
+    try:
+        yield
+    except (TypeError, ValueError, jax.errors.InconclusiveDimensionOperation) as error:
+        if isinstance(error, jax.errors.InconclusiveDimensionOperation) or "_DimExpr" in str(error):
+            error.add_note(
+                f"`{name}` leaves the number of rows open, and with `symbolic_members=True` that of the members. "
+                "Python can neither decide by these sizes nor print what has them: take out `jax.debug.print` and the "
+                "like, or pass `batch_size=` and a fixed number of members."
+            )
+        else:
+            listed = ", ".join(describe(leaf) for leaf in jax.tree.leaves(row))
+            error.add_note(f"`{name}` calls a member with one row of the input, here {listed}, as `shapes` says.")
+        raise
+
+
+@contextlib.contextmanager
+def explained_onnx() -> Iterator[None]:
+    """Adds to the errors of a converter what else can be done."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            "`export_onnx` converts with jax2onnx, which does not know every operation of jax. `eqx_ensemble.export` "
+            "does; or write the part with other operations in `fn` or `combine`."
+        )
+        raise

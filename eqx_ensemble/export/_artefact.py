@@ -1,0 +1,65 @@
+import dataclasses
+import io
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.export import Exported
+from jaxtyping import PyTree
+from safetensors.numpy import save as safetensors_bytes
+
+from ..checkpoint._write import write_file
+
+PROGRAM, LEAVES, ABOUT = "program.bin", "leaves.safetensors", "export.json"
+"""The files in the archive."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Artefact:
+    """An ensemble as a program that runs without this library and without the model's code.
+
+    Made by [`eqx_ensemble.export`][].
+
+    **Attributes:**
+
+    - `program`: the `jax.export.Exported`; `program.serialize()` are the bytes that `jax.export.deserialize` reads, and
+        `program.mlir_module()` is the StableHLO as a text.
+    - `leaves`: the arrays by name, that the program takes as its first argument; `None` where they are inside.
+    - `about`: what is in it, as saved in `export.json`: the members' ids; name, dtype and shape of inputs, outputs and
+        leaves; platforms; versions.
+    """
+
+    program: Exported
+    leaves: dict[str, np.ndarray] | None
+    about: dict[str, Any]
+
+    def __call__(self, x: PyTree) -> PyTree:
+        """What the program gives for a batch of rows `(batch, ...)`, to try it where it was made."""
+        return self.program.call(x) if self.leaves is None else self.program.call(self.leaves, x)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes one zip archive: `program.bin`, `export.json` and, where there are any, `leaves.safetensors`.
+
+        The file is there whole or not at all, and one that it replaces stays until then. Nothing in it is compressed;
+        each part has a checksum, which whatever reads zip archives looks at. The same artefact gives the same bytes.
+
+        **Raises:** OSError that says how many bytes are needed and free.
+        """
+        files = {PROGRAM: bytes(self.program.serialize())}
+        if self.leaves is not None:
+            files[LEAVES] = safetensors_bytes(self.leaves)
+        files[ABOUT] = json.dumps(self.about, indent=1).encode()
+        write_file(Path(path), _archive(files))
+
+
+def _archive(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in files.items():
+            entry = zipfile.ZipInfo(name)  # with a date of its own, so that equal content gives equal bytes
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, data)
+    return buffer.getvalue()

@@ -1,0 +1,119 @@
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax import export as jax_export
+from jaxtyping import PyTree
+
+from .. import _check
+from .._ensemble import Ensemble
+from ..plan import AbstractPlan
+from ..predict._predict import Call
+from ._about import about
+from ._artefact import Artefact
+from ._leaves import Packed
+from ._served import batches, served, with_constants
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+
+
+def export(
+    ensemble: Ensemble[Any],
+    *,
+    shapes: PyTree,
+    combine: Callable[..., Any] | None = None,
+    weights: Any = None,
+    batch_size: int | None = None,
+    leaves: Literal["inside", "beside"] = "inside",
+    symbolic_members: bool = False,
+    platforms: Sequence[str] = PLATFORMS,
+    state: Any = None,
+    fn: Callable[..., Any] | None = None,
+    inference: bool = True,
+    plan: AbstractPlan | None = None,
+    key: Any = None,
+) -> Artefact:
+    """Exports an ensemble as one StableHLO program, which runs without this library and without the model's code.
+
+    The program takes a batch of rows and returns what `combine` makes of the predictions of all members: the same as
+    [`eqx_ensemble.predict`][] and `combine` give here. jax alone loads and calls it (`jax.export`).
+
+    ```python
+    import tempfile
+
+    path = f"{tempfile.mkdtemp()}/ensemble.zip"
+    ensemble = ee.build(lambda key: eqx.nn.MLP(13, 3, 50, 2, key=key), 8, key=key)
+    artefact = ee.export(ensemble, shapes=(13,), combine=ee.combine.mixture)
+    artefact(jnp.ones((5, 13))).shape  # (5, 3)
+    artefact.save(path)
+    ```
+
+    **Arguments:**
+
+    - `ensemble`: members are functions of one example. Of a run take `run.healthy`.
+    - `shapes`: the shape of one row of the input, `(13,)`, or a `jax.ShapeDtypeStruct` where its dtype is not the
+        default float; for an input of several arrays, dicts, lists and tuples of these.
+    - `combine`: what makes one prediction of all, such as [`eqx_ensemble.combine.mixture`][] or a function of your own,
+        called as `combine(predictions)` with arrays `(members, batch, ...)`. If not given, these are returned.
+    - `weights`: for `combine`, which is then called as `combine(predictions, weights=weights)`: one weight for each
+        member `(members,)`, divided by their sum.
+    - `batch_size`: rows in a batch; if not given, any number of rows.
+    - `leaves`: `"inside"`: the members' arrays are constants of the program, called as `program(x)`. `"beside"`: they
+        are its first argument, a dict of arrays by name, so that one program serves any members of this architecture:
+        `program(leaves, x)`.
+    - `symbolic_members`: any number of members, for `leaves="beside"`.
+    - `platforms`: what the program can run on: any of `"cpu"`, `"cuda"`, `"tpu"`, `"rocm"`.
+    - `state`, `fn`, `inference`: as for [`eqx_ensemble.predict`][].
+    - `plan`: how the members are executed, not `"auto"`. Any number of members runs under `Vmap()` or `Sequential()`.
+    - `key`: as for [`eqx_ensemble.predict`][]. It is a constant of the program: every call draws the same.
+
+    **Returns:** an [`eqx_ensemble.Artefact`][].
+
+    **Raises:** TypeError for host callbacks (`jax.debug.print` and the like), and for inputs and outputs that are not
+    arrays in dicts, lists and tuples; ValueError for more leaves than fit inside.
+    """
+    name = "export"
+    _check.installed("flatbuffers", what="eqx_ensemble.export", extra="export")
+    _check.leaves_option(leaves, symbolic_members=symbolic_members, name=name)
+    platforms = _check.platforms(platforms, name=name)
+    job = served(
+        ensemble,
+        Call(fn, inference),
+        name=name,
+        shapes=shapes,
+        combine=combine,
+        weights=weights,
+        state=state,
+        plan=plan,
+        key=key,
+    )
+    packed = job.packed
+    x, symbolic = batches(job.row, batch_size, name=name)
+    if leaves == "inside":
+        _check.fits_inside(sum(array.nbytes for array in packed.arrays.values()), name=name)
+        program = _exported(with_constants(job), (x,), platforms, job.row)
+        return Artefact(program, None, about(program, ensemble, symbolic_members=False))
+    _check.plain_dtypes(packed.arrays, name=name)
+    specs = _specs(packed, symbolic if symbolic_members else ensemble.num_members)
+    program = _exported(lambda leaves, x: job.run(packed.unpack(leaves), x), (specs, x), platforms, job.row)
+    host = {text: np.asarray(array) for text, array in packed.arrays.items()}
+    return Artefact(program, host, about(program, ensemble, symbolic_members=symbolic_members))
+
+
+def _specs(packed: Packed, num_members: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    def spec(text: str, x: Any) -> jax.ShapeDtypeStruct:
+        shape = (num_members, *x.shape[1:]) if text in packed.stacked else x.shape
+        return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+    return {text: spec(text, x) for text, x in packed.arrays.items()}
+
+
+def _exported(
+    fn: Callable[..., PyTree], specs: tuple[PyTree, ...], platforms: tuple[str, ...], row: PyTree
+) -> jax_export.Exported:
+    fn.__name__ = "ensemble"  # for error messages where the program is called
+    jitted = jax.jit(fn)
+    with _check.explained_export(row, name="export"):
+        _check.no_callbacks(jitted.trace(*specs).jaxpr.jaxpr, name="export")
+        return jax_export.export(jitted, platforms=platforms)(*specs)

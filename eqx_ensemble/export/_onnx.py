@@ -1,0 +1,76 @@
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+from jaxtyping import PyTree
+
+from .. import _check
+from .._ensemble import Ensemble
+from ..checkpoint._snapshot import versions
+from ..predict._predict import Call
+from ._about import described
+from ._served import batches, served, with_constants
+
+
+def export_onnx(
+    ensemble: Ensemble[Any],
+    *,
+    shapes: PyTree,
+    combine: Callable[..., Any] | None = None,
+    weights: Any = None,
+    batch_size: int | None = None,
+    state: Any = None,
+    fn: Callable[..., Any] | None = None,
+    inference: bool = True,
+) -> Any:
+    """Converts an ensemble into one ONNX model, for ONNX Runtime and others that know nothing of jax.
+
+    Needs the extra `onnx`. The conversion is done by jax2onnx, which has no ONNX for random numbers and for some less
+    common operations, and raises then; there is no such limit to [`eqx_ensemble.export`][].
+
+    Inputs are named `x`, or `x.image` for `shapes={"image": ...}`, outputs likewise `out`.
+
+    **Arguments:**
+
+    - `ensemble`, `shapes`, `combine`, `weights`, `batch_size`, `state`, `fn`, `inference`: as for
+        [`eqx_ensemble.export`][].
+
+    **Returns:** an `onnx.ModelProto`: `onnx.save(model, path)` writes it to a file.
+
+    **Raises:** ImportError without jax2onnx; NotImplementedError for operations that it does not know.
+    """
+    name = "export_onnx"
+    _check.installed("jax2onnx", what="eqx_ensemble.export_onnx", extra="onnx")
+    call = Call(fn, inference)
+    job = served(ensemble, call, name=name, shapes=shapes, combine=combine, weights=weights, state=state)
+    x, _ = batches(job.row, batch_size, name=name)
+    with _check.explained_export(job.row, name=name):
+        traced = jax.jit(with_constants(job)).trace(x)
+    # Random keys that inference asks for and does not use would still be there.
+    jaxpr, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars), instantiate=True)
+    _check.no_callbacks(jaxpr, name=name)
+    _check.no_random_numbers(jaxpr, name=name)
+    with _check.explained_onnx():
+        model = _converted(ClosedJaxpr(jaxpr, traced.jaxpr.consts), x, traced.out_info)
+    origin = {"ids": ensemble.ids.tolist(), "versions": versions()}
+    model.metadata_props.add(key="eqx_ensemble", value=json.dumps(origin))
+    return model
+
+
+def _converted(closed: ClosedJaxpr, x: PyTree, out: PyTree) -> Any:
+    """The model of a traced program: jax2onnx sees jax's operations, and none of the layers that made them."""
+    from jax2onnx import to_onnx  # pyright: ignore[reportMissingImports] (an extra)
+
+    program = jaxpr_as_fun(closed)
+    return to_onnx(
+        lambda *x: tuple(program(*x)),
+        jax.tree.leaves(x),
+        model_name="ensemble",
+        input_names=[entry["name"] for entry in described(x, "x")],
+        output_names=[entry["name"] for entry in described(out, "out")],
+        enable_double_precision=jnp.result_type(float) == jnp.float64,
+    )

@@ -1,0 +1,79 @@
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.export import symbolic_shape
+from jaxtyping import PyTree
+
+from .. import _check, _keys
+from .._ensemble import Ensemble
+from ..plan import AbstractPlan, Auto
+from ..plan._auto import as_plan
+from ..predict._predict import Call, predict_batch
+from ._leaves import Packed, Parts, pack
+from ._plain import plain
+
+
+class Served(NamedTuple):
+    """What is exported.
+
+    **Attributes:**
+
+    - `run`: the prediction of all members for a batch, combined, in plain containers.
+    - `packed`: the arrays of what `run` is called with.
+    - `row`: shapes and dtypes of one row of the input.
+    """
+
+    run: Callable[[Parts, PyTree], PyTree]
+    packed: Packed
+    row: PyTree
+
+
+def served(
+    ensemble: Ensemble[Any],
+    call: Call,
+    *,
+    name: str,
+    shapes: PyTree,
+    combine: Callable[..., Any] | None,
+    weights: Any,
+    state: Any,
+    plan: AbstractPlan | None = None,
+    key: Any = None,
+) -> Served:
+    """What is exported, all of it checked."""
+    _check.ensemble(ensemble, Ensemble, name=name)
+    row = _check.row_shapes(shapes, name=name)
+    _check.model_state_missing(ensemble.stacked, state, name=name)
+    _check.model_state(state, ensemble.num_members, name=name)
+    convex = _check.weights_left(weights, np.ones(ensemble.num_members, bool), combine, name=name)
+    keys = None if key is None else _keys.member_keys(_keys.root(key, name=name), ensemble.ids, purpose="predict")
+    plan = as_plan(plan)
+    _check.no_search(plan, Auto, name=name)
+
+    def run(parts: Parts, x: PyTree) -> PyTree:
+        rows = jnp.arange(jax.tree.leaves(x)[0].shape[0])
+        out = predict_batch(plan, call, parts.ensemble, x, parts.state, parts.keys, rows)
+        if combine is not None:
+            out = combine(out) if parts.weights is None else combine(out, weights=parts.weights)
+        return plain(out, name=name)
+
+    convex = None if convex is None else jnp.asarray(convex)
+    return Served(run, pack(Parts(ensemble, state, convex, keys), name=name), row)
+
+
+def with_constants(job: Served) -> Callable[[PyTree], PyTree]:
+    """The prediction for a batch, with all arrays inside."""
+    # Put on one device, as they may be spread over several, and not by way of NumPy, which knows no weak types.
+    constants = jax.device_put(job.packed.arrays, jax.local_devices()[0])
+    return lambda x: job.run(job.packed.unpack(constants), x)
+
+
+def batches(row: PyTree, batch_size: int | None, *, name: str) -> tuple[PyTree, Any]:
+    """The shapes of a batch of rows, of any number of them where none is given; and a symbol for the members."""
+    batch, members = symbolic_shape("batch, members")
+    if batch_size is not None:
+        batch = _check.positive_int(batch_size, "batch_size", name=name)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape), x.dtype), row), members
