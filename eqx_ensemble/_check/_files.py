@@ -73,6 +73,8 @@ def explained_writing(path: Any, needed: int | None = None) -> Iterator[None]:
 
 
 def _free(path: Any) -> str:
+    if "://" in str(path):
+        return "its object store does not say how much is free"
     folder = Path(os.path.abspath(path))
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

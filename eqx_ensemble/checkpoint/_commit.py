@@ -11,7 +11,7 @@ from .. import _check
 from .._check import CheckpointCorruptError
 from . import _disk
 from ._manifest import LIMIT, NAME
-from ._place import has_manifest
+from ._place import has_manifest, listed
 from ._read import read_manifest
 
 SAVING = "saving"
@@ -22,19 +22,19 @@ _FOLDER = re.compile(r"orbax-([0-9]{1,9})(?:\..*)?")  # Orbax adds something to 
 
 def check_own(path: Any) -> None:
     """Refuses to write where something stands that is not a checkpoint, nor what is left of one."""
-    known = path.is_dir() and (has_manifest(path) or not any(path.iterdir()) or is_unfinished(path))
+    known = path.is_dir() and (has_manifest(path) or not listed(path) or is_unfinished(path))
     _check.own_folder(path, is_checkpoint=known)
 
 
 def is_unfinished(path: Any) -> bool:
     """Whether a folder holds arrays of Orbax for which there is no manifest, and nothing else."""
-    names = [entry.name for entry in path.iterdir()]
+    names = [entry.name for entry in listed(path)]
     return bool(names) and all(_FOLDER.fullmatch(name) or name == _UNFINISHED for name in names)
 
 
 def next_number(path: Any) -> int:
     """A number that no arrays in a folder have yet."""
-    return 1 + max((_number(entry.name) for entry in path.iterdir()), default=0)
+    return 1 + max((_number(entry.name) for entry in listed(path)), default=0)
 
 
 def _number(name: str) -> int:
@@ -64,7 +64,7 @@ def remove_unused(path: Any) -> None:
     """Removes the arrays that the manifest which is there now does not name; which ones these are, only it can tell."""
     with contextlib.suppress(OSError, CheckpointCorruptError):
         used = read_manifest(path).file
-        for entry in list(path.iterdir()):
+        for entry in listed(path):
             if entry.name == _UNFINISHED or (_number(entry.name) and entry.name != used):
                 _disk.remove_folder(entry) if entry.is_dir() else _disk.remove(entry)
 
@@ -74,10 +74,10 @@ def give_up(path: Any, name: str) -> None:
     if has_manifest(path):
         return remove_unused(path)
     with contextlib.suppress(OSError):
-        for entry in list(path.iterdir()):
+        for entry in listed(path):
             if entry.name == _UNFINISHED or entry.name.partition(".")[0] == name:
                 _disk.remove_folder(entry) if entry.is_dir() else _disk.remove(entry)
-        if not any(path.iterdir()):
+        if path.exists() and not listed(path):
             _disk.remove_folder(path)
     return None
 

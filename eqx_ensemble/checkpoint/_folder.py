@@ -13,7 +13,7 @@ from .._check import CheckpointCorruptError
 from ._commit import is_unfinished
 from ._formats import FORMATS, FormatName
 from ._open import opened
-from ._place import absolute, located
+from ._place import absolute, listed, located
 from ._read import read_manifest
 from ._restore import restore
 from ._snapshot import snapshot
@@ -108,8 +108,6 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """The step numbers of the complete checkpoints, in order."""
-        if not self._folder.is_dir():
-            return []
         return sorted(step for step, entry in self._folders() if self._format.stands(entry))
 
     def path(self, step: int) -> Path | Any:
@@ -192,7 +190,7 @@ class Checkpoints:
 
     def _folders(self) -> list[tuple[int, Any]]:
         """The folders of checkpoints, also of those that were never finished, with their steps."""
-        matches = [(_STEP.fullmatch(entry.name), entry) for entry in self._folder.iterdir() if entry.is_dir()]
+        matches = [(_STEP.fullmatch(entry.name), entry) for entry in listed(self._folder) if entry.is_dir()]
         return [(int(match[1]), entry) for match, entry in matches if match]
 
     def _finish(self, step: int, write: Callable[[], None], score: float | None) -> None:

@@ -36,10 +36,7 @@ def begin(path: Any, content: Snapshot) -> Callable[[], None]:
     manifest = encode(content.manifest._replace(file=name, entries=entries, versions=versions))
     _check.manifest_size(len(manifest), LIMIT, path)
     arrays = {tensor: data for tensor, data in content.arrays.items() if data.size} | {TABLE: table}
-    with (
-        _writing(path, name),
-        ocp.Context(),
-    ):  # not the context around the call, whose options may be meant for other trees
+    with _writing(path, name), ocp.Context():  # without the options around the call, which are meant for other trees
         response = ocp.save_async(str(path / name), arrays) if entries else None
 
     def finish() -> None:
@@ -68,7 +65,8 @@ def _agreed_number(path: Any) -> int:
             if path.exists():
                 check_own(path)
             with _check.explained_writing(path):
-                make_parents(path) if is_on_disk(path) else path.mkdir(parents=True, exist_ok=True)
+                if is_on_disk(path):
+                    make_parents(path)
                 number = next_number(path)
         except OSError as failure:
             error = failure

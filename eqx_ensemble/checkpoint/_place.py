@@ -32,3 +32,11 @@ def is_on_disk(path: Any) -> bool:
 def has_manifest(path: Any) -> bool:
     """Whether a checkpoint stands there: without a manifest, it is one that is still written or was never finished."""
     return (path / NAME).exists()
+
+
+def listed(path: Any) -> list[Any]:
+    """What is in a folder. One that is not there holds nothing: an object store has no folders without objects."""
+    try:
+        return list(path.iterdir())
+    except FileNotFoundError:
+        return []
