@@ -53,9 +53,7 @@ def explained_orbax(path: Any) -> Iterator[None]:
 def finished(path: Any, finished: bool, *, name: str) -> None:  # noqa: FBT001
     """What stands at the path has a manifest, which is written last."""
     if not finished:
-        raise FileNotFoundError(
-            errno.ENOENT, f"`{name}` found no checkpoint at `{path}`, at most one that was never finished"
-        )
+        raise FileNotFoundError(errno.ENOENT, f"`{name}` found no checkpoint at `{path}` that was finished")
 
 
 def same_in_all_processes(same: bool, path: str) -> None:  # noqa: FBT001

@@ -22,14 +22,13 @@ _FOLDER = re.compile(r"orbax-([0-9]{1,9})(?:\..*)?")  # Orbax adds something to 
 
 def check_own(path: Any) -> None:
     """Refuses to write where something stands that is not a checkpoint, nor what is left of one."""
-    known = path.is_dir() and (has_manifest(path) or not listed(path) or is_unfinished(path))
+    known = path.is_dir() and (has_manifest(path) or is_unfinished(path))
     _check.own_folder(path, is_checkpoint=known)
 
 
 def is_unfinished(path: Any) -> bool:
-    """Whether a folder holds arrays of Orbax for which there is no manifest, and nothing else."""
-    names = [entry.name for entry in listed(path)]
-    return bool(names) and all(_FOLDER.fullmatch(name) or name == _UNFINISHED for name in names)
+    """Whether a folder holds nothing but arrays of Orbax for which there is no manifest, or nothing at all yet."""
+    return all(_FOLDER.fullmatch(entry.name) or entry.name == _UNFINISHED for entry in listed(path))
 
 
 def next_number(path: Any) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -55,6 +56,14 @@ def _orbax() -> Any:
     except ImportError:
         raise ImportError(_check.missing_extra('format="orbax"', "orbax-checkpoint", "orbax")) from None
     return v1
+
+
+def _other_threads_have(dtype: Any) -> bool:
+    """Whether jax has a dtype in the threads of Orbax, where `with jax.enable_x64(True)` has no effect."""
+    if np.dtype(dtype).itemsize < 8:
+        return True
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(jax.dtypes.canonicalize_dtype, dtype).result() == dtype
 
 
 def _agreed_number(path: Any) -> int:
@@ -156,17 +165,17 @@ class OrbaxReader:
         like: dict[str, Any] = {TABLE: np.ndarray}
         loaded: dict[str, Any] = {}
         for entry, sharding in wanted:
-            dtype, first = DTYPES[entry.dtype], like.get(entry.tensor)
+            struct = jax.ShapeDtypeStruct(entry.shape, DTYPES[entry.dtype], sharding=sharding)
             if 0 in entry.shape:
-                loaded[entry.tensor] = np.empty(entry.shape, dtype)  # which Orbax does not save
-            elif sharding is None or (first is not None and getattr(first, "sharding", None) != sharding):
+                loaded[entry.tensor] = np.empty(entry.shape, struct.dtype)  # which Orbax does not save
+            elif sharding is None or like.get(entry.tensor, struct) != struct or not _other_threads_have(struct.dtype):
                 like[entry.tensor] = np.ndarray
             else:
-                like[entry.tensor] = jax.ShapeDtypeStruct(entry.shape, dtype, sharding=sharding)
+                like[entry.tensor] = struct
         ocp = _orbax()
         try:
             with ocp.Context():
-                return loaded | (ocp.load(str(self.file), like) if wanted else {})
+                return loaded | (ocp.load(str(absolute(self.file)), like) if wanted else {})
         except MemoryError:
             raise
         except Exception as error:
