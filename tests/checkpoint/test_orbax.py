@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint import _disk
+from eqx_ensemble.checkpoint import _disk, _orbax
 from eqx_ensemble.checkpoint._read import read_manifest
 
 from ..factories import CASES, mlp
@@ -187,6 +187,28 @@ def test_onto_another_mesh(name, kind, tmp_path):
     assert got["ids"].devices() == {jax.devices()[0]}
 
 
+def test_orbax_is_told_where_every_array_goes(tmp_path, monkeypatch):
+    """So that no device and no host holds all of an array of which it needs a part."""
+    told = {}
+
+    class Told:
+        Context = ocp.Context
+
+        @staticmethod
+        def load(path, like):
+            told.update(like)
+            return ocp.load(path, like)
+
+    key = jax.random.split(KEY, 4)
+    made = {"a": spread(jnp.ones(8), mesh(4)), "b": jnp.ones(2), "c": np.ones(2), "key": spread(key, mesh(4))}
+    save(tmp_path / "x", made)
+    monkeypatch.setattr(_orbax, "_orbax", lambda: Told)
+    like = made | {"a": spread(jnp.ones(8), mesh(2))}
+    assert_same(ee.load(tmp_path / "x", like), like)
+    assert (told["['a']"].sharding, told["['key']"].sharding) == (like["a"].sharding, made["key"].sharding)
+    assert [told[name] for name in ("['b']", "['c']", "<checksums>")] == [np.ndarray] * 3
+
+
 def test_orbax_alone_takes_the_devices_it_was_saved_from(tmp_path):
     """The control: that is what happens where it is not told another place."""
     save(tmp_path / "x", {"x": spread(jnp.arange(8.0), mesh(4))})
@@ -291,8 +313,14 @@ def test_options_around_the_call_change_nothing(tmp_path):
     context = ocp.Context()
     context.array.saving.storage_options = type(context.array.saving.storage_options)(dtype=jnp.bfloat16)
     with context:
-        assert_same(roundtrip(made, tmp_path / "x"), made)
+        save(tmp_path / "x", made)
         ocp.save(tmp_path / "control", made)
+    assert_same(ee.load(tmp_path / "x", made), made)
+    context = ocp.Context(checkpoint_layout="safetensors")
+    with context:
+        assert_same(ee.load(tmp_path / "x", made), made)
+        with pytest.raises(Exception, match="x"):
+            ocp.load(tmp_path / "control", {"x": np.ndarray})
     assert ocp.load(tmp_path / "control", {"x": np.ndarray})["x"].dtype == jnp.bfloat16
 
 
