@@ -60,6 +60,7 @@ from ._files import known_key as known_key
 from ._files import manifest_size as manifest_size
 from ._files import no_checkpoint as no_checkpoint
 from ._files import no_step as no_step
+from ._files import not_traced as not_traced
 from ._files import other_format as other_format
 from ._files import own_folder as own_folder
 from ._files import plain as plain
@@ -87,6 +88,14 @@ from ._fit import smaller_plan as smaller_plan
 from ._fit import some_batches as some_batches
 from ._fit import state_of_optimiser as state_of_optimiser
 from ._fit import weights_left as weights_left
+from ._formats import checkpoint_format as checkpoint_format
+from ._formats import explained_orbax as explained_orbax
+from ._formats import failed_elsewhere as failed_elsewhere
+from ._formats import finished as finished
+from ._formats import object_store as object_store
+from ._formats import orbax_dtype as orbax_dtype
+from ._formats import same_in_all_processes as same_in_all_processes
+from ._formats import sharding_fits as sharding_fits
 from ._hidden import no_tracers as no_tracers
 from ._keys import is_typed_key as is_typed_key
 from ._keys import many_keys as many_keys

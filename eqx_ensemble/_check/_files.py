@@ -73,6 +73,8 @@ def explained_writing(path: Any, needed: int | None = None) -> Iterator[None]:
 
 
 def _free(path: Any) -> str:
+    if "://" in str(path):
+        return "its object store does not say how much is free"
     folder = Path(os.path.abspath(path))
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -90,17 +92,23 @@ def own_folder(path: Any, *, is_checkpoint: bool) -> None:
         )
 
 
-def savable(leaf: Any, path: str) -> None:
+def not_traced(leaf: Any, path: str) -> None:
     """A leaf whose numbers are at hand."""
     if is_traced(leaf):
         raise TypeError(
             f"A checkpoint holds numbers, and the leaf at `{path}` is traced: save outside `jax.jit` and other "
             "transformations."
         )
+
+
+def savable(leaf: Any, path: str) -> None:
+    """A leaf whose numbers this process has all at hand."""
+    not_traced(leaf, path)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise NotImplementedError(
-            f"The leaf at `{path}` is spread over several processes, and this one sees a part of it only.\nGather it "
-            "first: `jax.experimental.multihost_utils.process_allgather(tree, tiled=True)`."
+            f"The leaf at `{path}` is spread over several processes, and this one sees a part of it only.\nPass "
+            "`format='orbax'`, or gather it first: "
+            "`jax.experimental.multihost_utils.process_allgather(tree, tiled=True)`."
         )
 
 

@@ -1,6 +1,5 @@
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -10,16 +9,19 @@ from jaxtyping import PyTree
 
 from .. import _axes, _check
 from .._ensemble import Ensemble
-from ..checkpoint._read import Reader
+from ..checkpoint._formats import FORMATS, FormatName
+from ..checkpoint._manifest import Manifest
+from ..checkpoint._open import opened
+from ..checkpoint._place import located
+from ..checkpoint._processes import everywhere
 from ..checkpoint._restore import restore
 from ..checkpoint._snapshot import snapshot
-from ..checkpoint._write import write
 from ._like import as_like
 
 PathLike = str | os.PathLike[str]
 
 
-def save(path: PathLike, tree: PyTree, *, meta: Any = None) -> None:
+def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName = "safetensors") -> None:
     """Saves an ensemble, a model or any other PyTree.
 
     Arrays (also typed keys) and Python numbers are saved, each with a checksum, those of an ensemble with one for each
@@ -42,13 +44,18 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None) -> None:
     - `tree`: any PyTree.
     - `meta`: dicts, lists, strings and numbers to keep with it, as JSON: [`eqx_ensemble.checkpoint.contents`][]
         gives them back.
+    - `format`: `"safetensors"`; or `"orbax"` (extra `orbax`) for arrays on the devices of several processes, which all
+        of them call this with, and for object stores, where `path` is like `"gs://bucket/run"`.
+        [`eqx_ensemble.load`][] finds out by itself. [What is different](#orbax).
 
     **Raises:** OSError that says how many bytes are needed and free, when the disk is full or cannot be written;
     FileExistsError when something that is not a checkpoint stands at `path`; TypeError for traced arrays and metadata
     that JSON cannot hold.
     """
-    marked = marks(tree)
-    write(Path(path), snapshot(tree, per_member=marked.per_member, ids=marked.ids, meta=meta))
+    _check.checkpoint_format(format, path, name="eqx_ensemble.save")
+    how, marked = FORMATS[format], marks(tree)
+    content = snapshot(tree, per_member=marked.per_member, ids=marked.ids, meta=meta, take=how.take)
+    how.settle(how.begin(located(path), content))
 
 
 def load(
@@ -93,8 +100,8 @@ def load(
     """
     name = "eqx_ensemble.load"
     _check.like_given(like, name=name)
-    with Reader(Path(path), name=name) as reader:
-        rows = None if members is None else _rows(members, reader, path, name)
+    with opened(located(path), name=name) as reader:
+        rows = None if members is None else _rows(members, reader.manifest, path, name)
         like = as_like(like, reader.manifest)
         return restore(reader, like, rows=rows, cast=cast, strict=strict, name=name)
 
@@ -112,7 +119,7 @@ def marks(tree: PyTree) -> Marks:
     Where a tree has several sets of members, the first one counts.
     """
     nodes = jax.tree.leaves(tree, is_leaf=_axes.is_per_member)
-    ids = next((np.asarray(node.ids) for node in nodes if isinstance(node, Ensemble) and node.ids is not None), None)
+    ids = next((everywhere(node.ids) for node in nodes if isinstance(node, Ensemble) and node.ids is not None), None)
     if ids is None:
         counts = [_count(node) for node in nodes if isinstance(node, _axes.Each)]
         ids = next((np.arange(count) for count in counts if count is not None), None)
@@ -122,7 +129,7 @@ def marks(tree: PyTree) -> Marks:
 
 def _flags(node: Any, ids: np.ndarray | None) -> Iterable[bool]:
     if isinstance(node, Ensemble):
-        own = ids is not None and node.ids is not None and np.array_equal(np.asarray(node.ids), ids)
+        own = ids is not None and node.ids is not None and np.array_equal(everywhere(node.ids), ids)
         stacked, shared, its_ids = (len(jax.tree.leaves(part)) for part in (node.stacked, node.shared, node.ids))
         return [own] * stacked + [False] * shared + [own] * its_ids
     own = ids is not None and _axes.is_per_member(node) and _count(node) == len(ids)
@@ -135,8 +142,8 @@ def _count(node: Any) -> int | None:
     return shapes.pop()[0] if len(shapes) == 1 and () not in shapes else None
 
 
-def _rows(members: Any, reader: Reader, path: PathLike, name: str) -> list[int]:
-    ids = reader.manifest.members
+def _rows(members: Any, manifest: Manifest, path: PathLike, name: str) -> list[int]:
+    ids = manifest.members
     _check.has_members(ids, path, name=name)
     _check.member_selection(members, name=name)
     members = list(members) if isinstance(members, range) else members

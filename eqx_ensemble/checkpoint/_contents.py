@@ -1,11 +1,13 @@
 import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import _check
 from ._dtypes import DTYPES, key_dtype
-from ._manifest import Entry
-from ._read import Reader
+from ._manifest import Entry, Manifest, is_orbax
+from ._open import opened
+from ._orbax import OrbaxReader
+from ._place import located
+from ._read import Reader, Wanted
 
 
 class Contents(NamedTuple):
@@ -19,6 +21,9 @@ class Contents(NamedTuple):
     - `meta`, `step`, `score`: what was saved with it.
     - `versions`: those of Python and of the libraries that wrote it.
     - `num_bytes`: the size of its arrays.
+    - `format`: `"safetensors"` or `"orbax"`.
+    - `unchecked`: the paths of leaves without a checksum, in which a changed bit cannot be noticed. There are none but
+        in the format `"orbax"`, where no process held all of a leaf, or all of one member's part of it.
     """
 
     ids: tuple[int, ...] | None
@@ -29,6 +34,8 @@ class Contents(NamedTuple):
     score: float | None
     versions: dict[str, str]
     num_bytes: int
+    format: str
+    unchecked: tuple[str, ...]
 
 
 def contents(path: str | os.PathLike[str]) -> Contents:
@@ -45,7 +52,7 @@ def contents(path: str | os.PathLike[str]) -> Contents:
     **Raises:** `CheckpointCorruptError` for a manifest that is damaged, or a file of arrays of the wrong size;
     FileNotFoundError when there is no checkpoint.
     """
-    with Reader(Path(path), name="checkpoint.contents") as reader:
+    with opened(located(path), name="checkpoint.contents") as reader:
         return contents_of(reader)
 
 
@@ -65,20 +72,23 @@ def verify(path: str | os.PathLike[str]) -> Contents:
     **Raises:** `CheckpointCorruptError` that names the file, the leaf and the member, if anything is not as it was
     saved.
     """
-    with Reader(Path(path), name="checkpoint.verify") as reader:
-        for entry in reader.manifest.entries:
-            if entry.tensor == entry.path:
-                reader.array(entry)
+    with opened(located(path), name="checkpoint.verify") as reader:
+        for _ in reader.arrays([Wanted(entry, None) for entry in _tensors(reader.manifest)]):
+            pass
         return contents_of(reader)
 
 
-def contents_of(reader: Reader) -> Contents:
+def _tensors(manifest: Manifest) -> list[Entry]:
+    """The arrays, each once."""
+    return [entry for entry in manifest.entries if entry.tensor == entry.path]
+
+
+def contents_of(reader: Reader | OrbaxReader) -> Contents:
     """What the manifest of an open checkpoint says."""
     manifest = reader.manifest
     leaves = {entry.path: _text(entry) for entry in manifest.entries}
     leaves |= {number.path: repr(number.value) for number in manifest.numbers}
-    tensors = [entry for entry in manifest.entries if entry.tensor == entry.path]
-    num_bytes = sum(_check.bytes_of(entry.shape, DTYPES[entry.dtype].itemsize) for entry in tensors)
+    num_bytes = sum(_check.bytes_of(entry.shape, DTYPES[entry.dtype].itemsize) for entry in _tensors(manifest))
     return Contents(
         manifest.members,
         leaves,
@@ -88,6 +98,8 @@ def contents_of(reader: Reader) -> Contents:
         manifest.score,
         manifest.versions,
         num_bytes,
+        "orbax" if is_orbax(manifest.file) else "safetensors",
+        tuple(entry.path for entry in manifest.entries if entry.checksum == ""),
     )
 
 

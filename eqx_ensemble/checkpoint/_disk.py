@@ -9,6 +9,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 try:
     import fcntl
@@ -57,14 +58,17 @@ def replace(old: Path, new: Path) -> None:
     os.replace(old, new)
 
 
-def remove(path: Path) -> None:
-    """Removes a file."""
-    os.unlink(path)
+def remove(path: Any) -> None:
+    """Removes a file, also one in an object store."""
+    path.unlink()
 
 
-def remove_folder(path: Path) -> None:
-    """Removes a folder with all that is in it."""
-    shutil.rmtree(path)
+def remove_folder(path: Any) -> None:
+    """Removes a folder with all that is in it, also one in an object store."""
+    if isinstance(path, Path):
+        shutil.rmtree(path)
+    else:
+        path.rmtree()
 
 
 def write_all(file: int, data: bytes | memoryview) -> None:

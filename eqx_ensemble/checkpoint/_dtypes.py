@@ -46,25 +46,47 @@ def stored(dtype: str, shape: tuple[int, ...]) -> Stored:
     return Stored("U8", (*shape, DTYPES[dtype].itemsize))
 
 
-class HostArray(NamedTuple):
-    """An array in host memory, C-ordered and little-endian; of PRNG keys their data, with the generator's name."""
+class Numbers(NamedTuple):
+    """The numbers of an array, C-ordered and little-endian; of PRNG keys their data, with the generator's name."""
 
-    data: np.ndarray
+    data: Any
     key: str | None
 
 
-def to_host(leaf: Any, path: str, *, copy: bool) -> HostArray:
-    """The numbers of an array leaf. Without `copy` they may be the leaf's own memory, which jax may reuse."""
+def to_host(leaf: Any, path: str, *, copy: bool) -> Numbers:
+    """The numbers of an array leaf, in host memory. Without `copy` they may be the leaf's own, which jax may reuse."""
     _check.savable(leaf, path)
-    key = None
-    if _check.is_key(leaf):
-        key = str(jax.random.key_impl(leaf))
-        _check.known_key(key, path)
-        leaf = jax.random.key_data(leaf)
+    leaf, key = _without_keys(leaf, path)
     data = np.array(leaf, order="C") if copy else np.asarray(leaf, order="C")
+    return Numbers(_little(data, path), key)
+
+
+def in_place(leaf: Any, path: str, *, copy: bool) -> Numbers:
+    """The numbers of an array leaf, where they are: on one or more devices, of one or more processes.
+
+    Orbax copies them when it takes them, also without `copy`.
+    """
+    _check.not_traced(leaf, path)
+    leaf, key = _without_keys(leaf, path)
+    _check.orbax_dtype(leaf.dtype, path)
+    if isinstance(leaf, jax.Array) and (jax.process_count() == 1 or not leaf.is_fully_addressable):
+        _check.savable_dtype(leaf.dtype, path, known=leaf.dtype.name in DTYPES)
+        return Numbers(leaf, key)
+    return Numbers(_little(np.asarray(leaf, order="C"), path), key)  # Orbax refuses the arrays of one process of many
+
+
+def _without_keys(leaf: Any, path: str) -> tuple[Any, str | None]:
+    if not _check.is_key(leaf):
+        return leaf, None
+    key = str(jax.random.key_impl(leaf))
+    _check.known_key(key, path)
+    return jax.random.key_data(leaf), key
+
+
+def _little(data: np.ndarray, path: str) -> np.ndarray:
     _check.savable_dtype(data.dtype, path, known=data.dtype.name in DTYPES)
     little = data.dtype.newbyteorder("<") if data.dtype.kind in "iufc" else data.dtype
-    return HostArray(data.astype(little, copy=False), key)
+    return data.astype(little, copy=False)
 
 
 def raw(data: np.ndarray) -> memoryview:

@@ -1,20 +1,26 @@
 import errno
+import functools as ft
 import inspect
 import os
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from .. import _check
 from .._check import CheckpointCorruptError
+from ._commit import is_unfinished
 from ._contents import contents_of
-from ._read import Reader, read_manifest
+from ._formats import FORMATS, FormatName
+from ._open import opened
+from ._place import absolute, listed, located
+from ._read import read_manifest
 from ._restore import restore
-from ._snapshot import Snapshot, snapshot
+from ._snapshot import snapshot
 from ._worker import Worker
-from ._write import clean, remove, write
+from ._write import clean, remove
 
 _STEP = re.compile(r"step-([0-9]{12})")
 _NAME = "Checkpoints.restore"
@@ -67,6 +73,9 @@ class Checkpoints:
     - `asynchronous`: copy the tree to host memory, and write it in another thread. One save is in flight at a time:
         the next one waits for it. If it fails, the error is raised by the next `save` or by `wait`, and where neither
         comes, printed when Python exits.
+    - `format`: as in [`eqx_ensemble.save`][]. With `"orbax"`, arrays may lie on the devices of several processes, and
+        `folder` in an object store. All processes then call each method, with equal arguments but for what they hold of
+        the arrays; what is damaged for one of them is passed over by all.
     """
 
     def __init__(
@@ -77,9 +86,12 @@ class Checkpoints:
         best: int = 0,
         every: int | None = None,
         asynchronous: bool = False,
+        format: FormatName = "safetensors",
     ):
         _check.retention(last, best, every)
-        self._folder = Path(os.path.abspath(folder))
+        _check.checkpoint_format(format, folder, name="Checkpoints")
+        self._format = FORMATS[format]
+        self._folder = absolute(located(folder))
         self._keep = last, best, every
         self._asynchronous = asynchronous
         self._worker = Worker()
@@ -98,13 +110,13 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """The step numbers of the complete checkpoints, in order."""
-        if not self._folder.is_dir():
-            return []
-        names = [_STEP.fullmatch(entry.name) for entry in os.scandir(self._folder) if entry.is_dir()]
-        return sorted(int(match[1]) for match in names if match)
+        return sorted(step for step, entry in self._folders() if self._format.stands(entry))
 
-    def path(self, step: int) -> Path:
-        """The folder of one checkpoint, which [`eqx_ensemble.load`][] reads too."""
+    def path(self, step: int) -> Path | Any:
+        """The folder of one checkpoint, which [`eqx_ensemble.load`][] reads too.
+
+        In an object store, an `etils.epath.Path`.
+        """
         _check.step_number(step)
         return self._folder / f"step-{step:012d}"
 
@@ -128,17 +140,21 @@ class Checkpoints:
         """
         self.wait()
         path = self.path(step)
+        copy, take = self._asynchronous, self._format.take
         content = snapshot(
-            tree, per_member=per_member, ids=ids, meta=meta, step=step, score=score, copy=self._asynchronous
+            tree, per_member=per_member, ids=ids, meta=meta, step=step, score=score, copy=copy, take=take
         )
+        score, write = content.manifest.score, self._format.begin(path, content)
+        job = ft.partial(self._finish, step, write, score)
         if self._asynchronous:
-            self._worker.start(lambda: self._write(step, path, content))
+            self._worker.start(job)
         else:
-            self._write(step, path, content)
+            self._format.settle(job)
 
     def wait(self) -> None:
         """Returns when nothing is being written. Raises the error of an asynchronous save that failed."""
-        self._worker.wait()
+        if self._worker.has_job:
+            self._format.settle(self._worker.wait)
 
     def restore(
         self, like: Any, *, step: int | None = None, cast: Literal["like"] | None = None, strict: bool = True
@@ -161,7 +177,7 @@ class Checkpoints:
         bad: list[tuple[int, Exception]] = []
         for number in reversed(steps) if step is None else [step]:
             try:
-                with Reader(self.path(number), name=_NAME) as reader:
+                with opened(self.path(number), name=_NAME) as reader:
                     expected = like(contents_of(reader)) if inspect.isroutine(like) else like
                     tree = restore(reader, expected, rows=None, cast=cast, strict=strict, name=_NAME)
                     manifest = reader.manifest
@@ -176,15 +192,29 @@ class Checkpoints:
                 return Restored(tree, number, manifest.score, manifest.meta)
         raise _check.all_damaged(bad, self._folder)
 
-    def _write(self, step: int, path: Path, content: Snapshot) -> None:
-        write(path, content)
-        self._scores[step] = content.manifest.score
+    def _folders(self) -> list[tuple[int, Any]]:
+        """The folders of checkpoints, also of those that were never finished, with their steps."""
+        matches = [(_STEP.fullmatch(entry.name), entry) for entry in listed(self._folder) if entry.is_dir()]
+        return [(int(match[1]), entry) for match, entry in matches if match]
+
+    def _finish(self, step: int, write: Callable[[], None], score: float | None) -> None:
+        write()
+        self._scores[step] = score
+        if not self._format.leads():
+            return
         try:
-            clean(self._folder, ".step-")
+            self._clean()
             for old in self._superfluous(step):
                 remove(self.path(old))
         except OSError as error:
             warnings.warn(f"Step {step} is saved, but an old checkpoint could not be removed: {error}", stacklevel=2)
+
+    def _clean(self) -> None:
+        """Removes what processes that were killed left."""
+        clean(self._folder, ".step-")
+        for _, entry in self._folders():
+            if is_unfinished(entry):
+                remove(entry)
 
     def _superfluous(self, newest: int) -> list[int]:
         """The steps to remove. One whose manifest cannot be read counts for nothing, and is left where it is."""

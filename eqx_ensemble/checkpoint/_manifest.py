@@ -142,12 +142,18 @@ def _is_texts(value: Any) -> bool:
     return type(value) is dict and all(type(item) is str for item in value.values())
 
 
+def is_orbax(name: str) -> bool:
+    """Whether the arrays of a manifest stand in a folder of Orbax, and not in a safetensors file."""
+    return name.startswith("orbax-")
+
+
 def _is_file(name: Any) -> bool:
-    """Only one kind of name is ever opened, which leads out of no folder."""
-    if type(name) is not str or not (name.startswith("arrays-") and name.endswith(".safetensors")):
+    """Only two kinds of names are ever opened, which lead out of no folder."""
+    if type(name) is not str:
         return False
-    number = name[len("arrays-") : -len(".safetensors")]
-    return number.isascii() and number.isdigit() and len(number) <= 12
+    start, end = ("orbax-", "") if is_orbax(name) else ("arrays-", ".safetensors")
+    number = name[len(start) : len(name) - len(end)]
+    return name == start + number + end and number.isascii() and number.isdigit() and len(number) <= 12
 
 
 def _entries(listed: list[dict], members: tuple[int, ...] | None) -> tuple[Entry, ...]:

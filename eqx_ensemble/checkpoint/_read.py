@@ -3,19 +3,28 @@ import hashlib
 import io
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from .. import _check
 from ._dtypes import DTYPES, raw
 from ._layout import DIGEST, layout
 from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, decode
+from ._place import is_on_disk
 
-_ATTEMPTS = 5
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+class Wanted(NamedTuple):
+    """A leaf to read, and where its array should lie; `None` for the memory of the host."""
+
+    entry: Entry
+    sharding: jax.sharding.Sharding | None
 
 
 class Reader:
@@ -24,21 +33,9 @@ class Reader:
     Numbers are checked as they are read. Memory is taken for one array at a time, which the size of the file bounds.
     """
 
-    def __init__(self, path: Path, *, name: str):
-        """**Arguments:** `path`, the folder; `name`, the function on whose behalf it is opened."""
-        _check.no_checkpoint(path, name=name)
-        for _ in range(_ATTEMPTS):
-            self.manifest = read_manifest(path)
-            self.file = path / self.manifest.file
-            try:
-                self._file = _open(self.file)
-                break
-            except FileNotFoundError:
-                # Overwritten between the two files: the manifest that is there now names another one.
-                if read_manifest(path) == self.manifest:
-                    raise _check.corrupt(self.file, "the file is missing", leaf=_first(self.manifest)) from None
-        else:
-            raise _check.corrupt(path, "it is replaced faster than it can be read")
+    def __init__(self, path: Path, manifest: Manifest):
+        self.folder, self.manifest, self.file = path, manifest, path / manifest.file
+        self._file = _open(self.file)
         try:
             self._layout = layout(self.manifest.entries)
             self._check_file()
@@ -56,8 +53,12 @@ class Reader:
         """Closes the file."""
         self._file.close()
 
-    def array(self, entry: Entry, rows: Sequence[int] | None = None) -> np.ndarray:
-        """The array of a leaf, or of some of its members, checked."""
+    def arrays(self, wanted: Sequence[Wanted], rows: Sequence[int] | None = None) -> Iterator[np.ndarray]:
+        """The arrays of leaves, checked, one at a time; of those with members, `rows` only."""
+        for entry, _ in wanted:
+            yield self._array(entry, rows)
+
+    def _array(self, entry: Entry, rows: Sequence[int] | None = None) -> np.ndarray:
         if entry.kind == "shared":
             data = self._read(entry, 0, entry.shape)
             self._expect(hashlib.sha256(raw(data)).hexdigest() == entry.checksum, "the checksum does not match", entry)
@@ -130,17 +131,16 @@ class Reader:
         return b"".join(parts)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Any) -> Manifest:
     """The manifest of the checkpoint in a folder."""
     file = path / NAME
     try:
-        with _open(file) as handle:
-            size = os.fstat(handle.fileno()).st_size
-            if size > LIMIT:
-                raise _check.corrupt(file, f"it has {size} bytes, more than the {LIMIT} that are read")
+        with _open(file) if is_on_disk(file) else file.open("rb") as handle:
             data = handle.read(LIMIT + 1)
     except FileNotFoundError:
         raise _check.corrupt(file, "the file is missing") from None
+    if len(data) > LIMIT:
+        raise _check.corrupt(file, f"its bytes are more than the {LIMIT} that are read")
     return decode(data, file)
 
 
@@ -156,7 +156,3 @@ def _open(file: Path) -> io.FileIO:
         os.close(handle)
         raise _check.corrupt(file, "it is no ordinary file")
     return io.FileIO(handle, "rb")
-
-
-def _first(manifest: Manifest) -> str | None:
-    return manifest.entries[0].path if manifest.entries else None

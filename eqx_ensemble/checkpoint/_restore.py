@@ -10,46 +10,70 @@ import numpy as np
 from .. import _check
 from ._dtypes import DTYPES, key_dtype
 from ._manifest import Entry, Manifest
-from ._read import Reader
+from ._orbax import OrbaxReader
+from ._read import Reader, Wanted
 from ._structure import is_array_like, is_number, saved_leaves, structure, unlike
 
 _NOTHING = "nothing"
 
 
-def restore(reader: Reader, like: Any, *, rows: Sequence[int] | None, cast: str | None, strict: bool, name: str) -> Any:
+def restore(
+    reader: Reader | OrbaxReader, like: Any, *, rows: Sequence[int] | None, cast: str | None, strict: bool, name: str
+) -> Any:
     """The tree that was saved: arrays and numbers from the file, everything else from `like`.
 
     All that differs is found before any number is read. With `rows`, only these members are read, and the number of
     members in `like` does not matter.
     """
     _check.cast_option(cast, name=name)
-    manifest = reader.manifest
-    leaves = saved_leaves(like)
-    _compare(manifest, leaves, reader.file.parent, any_count=rows is not None, cast=cast, name=name)
-    _compare_structure(manifest, like, reader.file.parent, strict=strict, name=name)
+    manifest, leaves = reader.manifest, saved_leaves(like)
+    _compare(manifest, leaves, reader.folder, any_count=rows is not None, cast=cast, name=name)
+    _compare_structure(manifest, like, reader.folder, strict=strict, name=name)
     entries = {entry.path: entry for entry in manifest.entries}
+    wanted: dict[tuple, tuple[Entry, Any]] = {}
+    for path, leaf in leaves:
+        if is_array_like(leaf):
+            _check_like(entries[path], leaf)
+            wanted.setdefault(_identity(entries[path], leaf), (entries[path], leaf))
+    arrays = reader.arrays([Wanted(entry, _sharding(entry, leaf, rows)) for entry, leaf in wanted.values()], rows)
+    done = {which: _leaf(next(arrays), entry, leaf) for which, (entry, leaf) in wanted.items()}
     numbers = {number.path: number.value for number in manifest.numbers}
-    done: dict[tuple, Any] = {}
     restored = []
     for path, leaf in leaves:
         if is_number(leaf):
             restored.append(numbers[path])
         elif is_array_like(leaf):
-            tied = entries[path].tensor, type(leaf), leaf.dtype
-            if tied not in done:
-                done[tied] = _leaf(reader, entries[path], leaf, rows)
-            restored.append(done[tied])
+            restored.append(done[_identity(entries[path], leaf)])
         else:
             restored.append(leaf)
     return jtu.tree_unflatten(jtu.tree_structure(like), restored)
 
 
-def _leaf(reader: Reader, entry: Entry, like: Any, rows: Sequence[int] | None) -> Any:
+def _identity(entry: Entry, like: Any) -> tuple:
+    """What leaves have in common that are one array, before and after."""
+    return entry.tensor, type(like), like.dtype
+
+
+def _check_like(entry: Entry, like: Any) -> None:
     if entry.key is None and not isinstance(like, np.ndarray | np.generic):
         _check.jax_dtype(like.dtype, entry.path)
-    data = reader.array(entry, rows if entry.kind == "members" else None)
+
+
+def _sharding(entry: Entry, like: Any, rows: Sequence[int] | None) -> Any:
+    """Where an array can lie from the start: on the devices of `like`, if these are several and it stays as saved."""
+    sharding = getattr(like, "sharding", None)
+    as_saved = rows is None and (entry.key is not None or DTYPES[entry.dtype] == like.dtype)
+    if not (as_saved and isinstance(sharding, jax.sharding.NamedSharding) and len(sharding.device_set) > 1):
+        return None
+    _check.sharding_fits(sharding, like.shape, entry.path)
+    return sharding
+
+
+def _leaf(data: np.ndarray | jax.Array, entry: Entry, like: Any) -> Any:
     if entry.key is not None:
         return _placed(jax.random.wrap_key_data(jnp.asarray(data), impl=entry.key), like)
+    if isinstance(data, jax.Array):
+        return data
     data = _cast(data, _native(like.dtype), entry)
     if isinstance(like, np.generic):
         return data[()]

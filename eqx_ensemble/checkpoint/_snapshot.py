@@ -1,14 +1,15 @@
 import importlib.metadata
 import math
 import platform
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from .. import _check
-from ._dtypes import to_host
+from ._dtypes import Numbers, to_host
 from ._manifest import Entry, Manifest, Number
+from ._processes import everywhere
 from ._structure import is_array_like, is_number, saved_leaves, structure
 
 _PACKAGES = ("eqx_ensemble", "jax", "jaxlib", "equinox", "optax", "numpy")
@@ -18,7 +19,7 @@ class Snapshot(NamedTuple):
     """All that will be written: the manifest, still without a file and checksums, and the arrays by tensor."""
 
     manifest: Manifest
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, Any]
 
 
 def snapshot(
@@ -30,8 +31,9 @@ def snapshot(
     step: int | None = None,
     score: Any = None,
     copy: bool = False,
+    take: Callable[..., Numbers] = to_host,
 ) -> Snapshot:
-    """The content of a checkpoint, in host memory.
+    """The content of a checkpoint, in host memory or where `take` leaves it.
 
     **Arguments:**
 
@@ -41,9 +43,10 @@ def snapshot(
     - `ids`: the members' ids.
     - `meta`: what JSON can hold.
     - `copy`: take copies, for a writer in another thread; without it, arrays on the CPU stand where they are.
+    - `take`: what gives the numbers of an array leaf.
     """
     _check.json_value(meta)
-    members = None if ids is None else tuple(int(i) for i in np.asarray(ids))
+    members = None if ids is None else tuple(int(i) for i in everywhere(ids))
     flags = jax.tree.leaves(jax.tree.broadcast(per_member, tree))
     entries, numbers, arrays, firsts = [], [], {}, {}
     for (path, leaf), flag in zip(saved_leaves(tree), flags, strict=True):
@@ -54,7 +57,7 @@ def snapshot(
             if first is not None:  # one array at two places stays one array
                 entries.append(first._replace(path=path))
                 continue
-            data, key = to_host(leaf, path, copy=copy)
+            data, key = take(leaf, path, copy=copy)
             if flag:
                 _check.saved_rows(data.shape, None if members is None else len(members), path)
             arrays[path] = data

@@ -21,6 +21,11 @@ class Worker:
         _unseen.add(self._job)
         self._job.add_done_callback(_forget_if_done)
 
+    @property
+    def has_job(self) -> bool:
+        """Whether there is a job that nobody has waited for."""
+        return self._job is not None
+
     def wait(self) -> None:
         """Returns when the job is done; raises its error, once."""
         job, self._job = self._job, None

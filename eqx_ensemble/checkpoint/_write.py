@@ -5,17 +5,18 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .. import _check
-from .._check import CheckpointCorruptError
 from . import _disk
+from ._commit import SAVING, check_own, commit, make_parents, new_file, next_number, remove_unused, write_manifest
 from ._dtypes import raw
 from ._layout import Layout, layout
-from ._manifest import LIMIT, NAME, Entry, encode
-from ._read import read_manifest
+from ._manifest import NAME, Entry, encode
+from ._place import is_on_disk
 from ._snapshot import Snapshot
 
-SAVING, REMOVING = "saving", "removing"
+REMOVING = "removing"
 _LEFT = re.compile(rf"\.({SAVING}|{REMOVING})-[0-9a-f]{{8}}$")
 _CHUNK = 2**20
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EACCES}
@@ -30,11 +31,10 @@ def write(path: Path, content: Snapshot) -> None:
     """
     path = Path(os.path.abspath(path))
     if os.path.lexists(path):
-        known = path.is_dir() and (not any(path.iterdir()) or (path / NAME).is_file())
-        _check.own_folder(path, is_checkpoint=known)
+        check_own(path)
     plan = layout(content.manifest.entries)
     with _check.explained_writing(path, plan.size):
-        _make_parents(path.parent)
+        make_parents(path.parent)
         clean(path.parent, f".{path.name}.")
         if not os.path.lexists(path):
             try:
@@ -45,15 +45,22 @@ def write(path: Path, content: Snapshot) -> None:
         return _overwrite(path, content, plan)
 
 
-def remove(path: Path) -> None:
+def remove(path: Any) -> None:
     """Removes a checkpoint, so that no part of it ever stands under its name."""
+    if not is_on_disk(path):
+        with contextlib.suppress(FileNotFoundError):
+            _disk.remove(path / NAME)  # without it, the rest is no checkpoint
+        _disk.remove_folder(path)
+        return
     gone = path.parent / f".{path.name}.{REMOVING}-{_disk.token()}"
     _disk.rename(path, gone)
     _disk.remove_folder(gone)
 
 
-def clean(parent: Path, start: str) -> None:
+def clean(parent: Any, start: str) -> None:
     """Removes what processes that were killed left under names with this start. What a living one writes is locked."""
+    if not is_on_disk(parent):
+        return
     for left in [Path(entry.path) for entry in os.scandir(parent) if entry.name.startswith(start)]:
         if _LEFT.search(left.name):
             with _disk.locked(left, wait=False) as stale, contextlib.suppress(FileNotFoundError):
@@ -65,10 +72,10 @@ def write_file(path: Path, data: bytes) -> None:
     """Writes one file as a checkpoint is written: `path` holds what was there or the new bytes, whole."""
     path = Path(os.path.abspath(path))
     with _check.explained_writing(path, len(data)):
-        _make_parents(path.parent)
+        make_parents(path.parent)
         temporary = path.parent / f".{path.name}.{SAVING}-{_disk.token()}"
         try:
-            with _new_file(temporary) as file:
+            with new_file(temporary) as file:
                 _disk.write_all(file, data)
                 _disk.sync(file)
             _disk.replace(temporary, path)
@@ -79,20 +86,10 @@ def write_file(path: Path, data: bytes) -> None:
         _disk.sync_folder(path.parent)
 
 
-def _make_parents(folder: Path) -> None:
-    if folder.is_dir():
-        return
-    _make_parents(folder.parent)
-    with contextlib.suppress(FileExistsError):
-        _disk.make_folder(folder)
-    _disk.sync_folder(folder.parent)
-
-
 def _write_new(path: Path, content: Snapshot, plan: Layout) -> None:
     with _temporary(path) as temporary:
         _write_files(temporary, 1, content, plan)
-        _disk.replace(temporary / f"{NAME}.{SAVING}", temporary / NAME)
-        _disk.sync_folder(temporary)
+        commit(temporary)
         _disk.rename(temporary, path)
         _disk.sync_folder(path.parent)
 
@@ -119,54 +116,21 @@ def _temporary(path: Path) -> Iterator[Path]:
 
 def _overwrite(path: Path, content: Snapshot, plan: Layout) -> None:
     with _disk.locked(path):
-        number = 1 + max((_number(file.name) for file in path.iterdir()), default=0)
         try:
-            _write_files(path, number, content, plan)
+            _write_files(path, next_number(path), content, plan)
             _disk.sync_folder(path)  # the arrays' name is on the disk before the manifest that names them
-            _disk.replace(path / f"{NAME}.{SAVING}", path / NAME)
-            _disk.sync_folder(path)
+            commit(path)
         finally:
-            with contextlib.suppress(OSError, CheckpointCorruptError):
-                _remove_unused(path)
-
-
-def _number(name: str) -> int:
-    """The number of a file of arrays, 0 for other files."""
-    number = name.removeprefix("arrays-").removesuffix(".safetensors")
-    return int(number) if name == f"arrays-{number}.safetensors" and number.isdecimal() and len(number) < 10 else 0
-
-
-def _remove_unused(path: Path) -> None:
-    """Removes the files that the manifest which is there now does not name; which one that is, only it can tell."""
-    used = read_manifest(path).file
-    for file in list(path.iterdir()):
-        if file.name == f"{NAME}.{SAVING}" or (_number(file.name) and file.name != used):
-            _disk.remove(file)
+            remove_unused(path)
 
 
 def _write_files(folder: Path, number: int, content: Snapshot, plan: Layout) -> None:
     name = f"arrays-{number:04d}.safetensors"
-    with _new_file(folder / name) as file:
+    with new_file(folder / name) as file:
         checksums = _write_arrays(file, content, plan)
         _disk.sync(file)
     entries = tuple(entry._replace(checksum=checksums[entry.tensor]) for entry in content.manifest.entries)
-    manifest = encode(content.manifest._replace(file=name, entries=entries))
-    _check.manifest_size(len(manifest), LIMIT, folder)
-    unfinished = folder / f"{NAME}.{SAVING}"
-    with contextlib.suppress(FileNotFoundError):
-        _disk.remove(unfinished)
-    with _new_file(unfinished) as file:
-        _disk.write_all(file, manifest)
-        _disk.sync(file)
-
-
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[int]:
-    file = _disk.create(path)
-    try:
-        yield file
-    finally:
-        os.close(file)
+    write_manifest(folder, encode(content.manifest._replace(file=name, entries=entries)))
 
 
 def _write_arrays(file: int, content: Snapshot, plan: Layout) -> dict[str, str]:

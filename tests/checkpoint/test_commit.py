@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint import _disk, _read
+from eqx_ensemble.checkpoint import _disk, _open
 
 OPERATIONS = ("make_folder", "create", "write", "sync", "sync_folder", "rename", "replace", "remove", "remove_folder")
 HERE = pathlib.Path(__file__).parent
@@ -316,7 +316,7 @@ def test_two_that_save_the_same_path_for_the_first_time(tmp_path, monkeypatch):
 
 def test_overwritten_while_it_is_opened(tmp_path, monkeypatch):
     ee.save(tmp_path / "x", tree(1))
-    read, saves = _read.read_manifest, iter([2])
+    read, saves = _open.read_manifest, iter([2])
 
     def slower(path):
         manifest = read(path)
@@ -324,7 +324,7 @@ def test_overwritten_while_it_is_opened(tmp_path, monkeypatch):
             ee.save(tmp_path / "x", tree(version))
         return manifest
 
-    monkeypatch.setattr(_read, "read_manifest", slower)
+    monkeypatch.setattr(_open, "read_manifest", slower)
     assert version_at(tmp_path / "x") == 2
 
 

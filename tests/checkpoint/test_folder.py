@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint import Checkpoints, _disk, _folder
+from eqx_ensemble.checkpoint import Checkpoints, _disk, _folder, _formats
 
 
 def tree(value):
@@ -130,14 +130,14 @@ def test_a_disk_that_cannot_be_read_is_damage_too(folder, monkeypatch):
     checkpoints = Checkpoints(folder)
     checkpoints.save(1, tree(1))
     checkpoints.save(2, tree(2))
-    reader = _folder.Reader
+    opened = _folder.opened
 
     def failing(path, *, name):
         if path.name.endswith("2"):
             raise OSError(5, "Input/output error")
-        return reader(path, name=name)
+        return opened(path, name=name)
 
-    monkeypatch.setattr(_folder, "Reader", failing)
+    monkeypatch.setattr(_folder, "opened", failing)
     with pytest.warns(UserWarning, match="Input/output error"):
         assert checkpoints.restore(tree(0)).step == 1
 
@@ -200,14 +200,14 @@ class Gate:
 
     def __init__(self, monkeypatch):
         self.event, self.threads = threading.Event(), []
-        write = _folder.write
+        write = _formats.write
 
         def waiting(path, content):
             self.threads.append(threading.current_thread())
             assert self.event.wait(30)
             write(path, content)
 
-        monkeypatch.setattr(_folder, "write", waiting)
+        monkeypatch.setattr(_formats, "write", waiting)
 
 
 def test_asynchronous_saves_are_copies(folder, monkeypatch):
@@ -244,13 +244,13 @@ def test_one_save_is_in_flight_at_a_time(folder, monkeypatch):
 
 
 def failing_once(monkeypatch):
-    write = _folder.write
+    write = _formats.write
 
     def failing(path, content):
-        monkeypatch.setattr(_folder, "write", write)
+        monkeypatch.setattr(_formats, "write", write)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_folder, "write", failing)
+    monkeypatch.setattr(_formats, "write", failing)
 
 
 ASK = {

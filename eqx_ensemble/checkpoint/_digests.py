@@ -1,0 +1,70 @@
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from ._dtypes import raw
+from ._manifest import Entry
+
+SIZE = 32
+
+
+def digests(leaf: np.ndarray | jax.Array, *, per_member: bool) -> dict[int, bytes]:
+    """By member, the SHA-256 of its part of an array; for a shared array that of all of it, as if of member 0.
+
+    Of an array that lies on several devices or in several processes, those that this process holds in one piece.
+    """
+    found = {}
+    for first, block in _blocks(leaf, per_member=per_member):
+        data, count = raw(block), block.shape[0] if per_member else 1
+        size = len(data) // max(1, count)
+        for i in range(count):
+            found[first + i] = hashlib.sha256(data[i * size : (i + 1) * size]).digest()
+    return found
+
+
+def _blocks(leaf: np.ndarray | jax.Array, *, per_member: bool) -> Iterator[tuple[int, np.ndarray]]:
+    """Whole members of an array in host memory, each block with the position of the first of them."""
+    if isinstance(leaf, np.ndarray):
+        yield 0, leaf
+        return
+    axis, shards = int(per_member), {}
+    for shard in leaf.addressable_shards:
+        if shard.data.shape[axis:] == leaf.shape[axis:]:
+            first = (shard.index[0].start or 0) if per_member else 0
+            shards.setdefault(first, shard)
+    covered = sum(shard.data.shape[0] for shard in shards.values()) == leaf.shape[0] if per_member else bool(shards)
+    if leaf.is_fully_addressable and not covered:
+        whole = np.empty(leaf.shape, leaf.dtype)  # `np.asarray(leaf)` would stay in memory as long as the leaf
+        for shard in leaf.addressable_shards:
+            whole[shard.index] = shard.data
+        yield 0, whole
+    else:
+        for first, shard in shards.items():
+            yield first, np.asarray(shard.data, order="C")
+
+
+class Rows(NamedTuple):
+    """Where the checksums of an array stand in a table with a row for each of its members, or one if it is shared."""
+
+    entry: Entry
+    first: int
+    count: int
+
+
+def rows_of(entries: Sequence[Entry]) -> list[Rows]:
+    """The places of all arrays in such a table, in the order of the entries."""
+    listed, first = [], 0
+    for entry in entries:
+        if entry.tensor == entry.path:
+            count = entry.shape[0] if entry.kind == "members" else 1
+            listed.append(Rows(entry, first, count))
+            first += count
+    return listed
+
+
+def checksum(entry: Entry, digests: bytes) -> str:
+    """What the manifest says of an array whose rows of the table these are."""
+    return digests.hex() if entry.kind == "shared" else hashlib.sha256(digests).hexdigest()

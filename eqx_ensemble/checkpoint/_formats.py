@@ -1,0 +1,55 @@
+import functools as ft
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from . import _orbax
+from ._dtypes import in_place, to_host
+from ._place import has_manifest
+from ._processes import is_first, together
+from ._snapshot import Snapshot
+from ._write import write
+
+FormatName = Literal["safetensors", "orbax"]
+
+
+class Format(NamedTuple):
+    """How checkpoints are written: all in which the formats differ."""
+
+    take: Callable[..., Any]
+    """Gives the numbers of an array leaf, for a `Snapshot`."""
+
+    begin: Callable[[Any, Snapshot], Callable[[], None]]
+    """Starts to write one, and returns what does the rest, in any thread."""
+
+    stands: Callable[[Any], bool]
+    """Whether a checkpoint stands at a path, and not something that is still written."""
+
+    settle: Callable[[Callable[[], None]], None]
+    """Runs what may fail. All processes that write one checkpoint together call it."""
+
+    leads: Callable[[], bool]
+    """Whether this process does what only one of them must do."""
+
+
+def _begin(path: Any, content: Snapshot) -> Callable[[], None]:
+    return ft.partial(write, path, content)
+
+
+def _run(job: Callable[[], None]) -> None:
+    job()
+
+
+def _run_together(job: Callable[[], None]) -> None:
+    error = None
+    try:
+        job()
+    except Exception as failure:
+        error = failure
+    together(error)
+
+
+FORMATS: dict[str, Format] = {
+    "safetensors": Format(to_host, _begin, Path.is_dir, _run, lambda: True),
+    "orbax": Format(in_place, _orbax.begin, has_manifest, _run_together, is_first),
+}

@@ -1,0 +1,30 @@
+from typing import Any
+
+from .. import _check
+from ._commit import is_unfinished
+from ._manifest import is_orbax
+from ._orbax import OrbaxReader
+from ._place import has_manifest, is_on_disk
+from ._read import Reader, read_manifest
+
+_ATTEMPTS = 5
+
+
+def opened(path: Any, *, name: str) -> Reader | OrbaxReader:
+    """A checkpoint opened for reading, in whichever format it is.
+
+    **Arguments:** `path`, the folder, from `located`; `name`, the function on whose behalf it is opened.
+    """
+    if is_on_disk(path):
+        _check.no_checkpoint(path, name=name)
+    _check.finished(path, not is_unfinished(path) if is_on_disk(path) else has_manifest(path), name=name)
+    for _ in range(_ATTEMPTS):
+        manifest = read_manifest(path)
+        try:
+            return OrbaxReader(path, manifest) if is_orbax(manifest.file) else Reader(path, manifest)
+        except FileNotFoundError:
+            # Overwritten between the two: the manifest that is there now names other arrays.
+            if read_manifest(path) == manifest:
+                first = manifest.entries[0].path if manifest.entries else None
+                raise _check.corrupt(path / manifest.file, "the file is missing", leaf=first) from None
+    raise _check.corrupt(path, "it is replaced faster than it can be read")

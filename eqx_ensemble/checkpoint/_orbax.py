@@ -1,0 +1,202 @@
+"""The one place that knows Orbax, which writes and reads the arrays. The manifest and the checksums are ours."""
+
+import contextlib
+import importlib.metadata
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _check
+from .._check import CheckpointCorruptError
+from . import _disk
+from ._commit import check_own, commit, give_up, make_parents, next_number, remove_unused, write_manifest
+from ._digests import SIZE, checksum, digests, rows_of
+from ._dtypes import DTYPES
+from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, encode
+from ._place import absolute, is_on_disk
+from ._processes import gathered, is_first, together
+from ._read import Wanted
+from ._snapshot import Snapshot
+
+
+def begin(path: Any, content: Snapshot) -> Callable[[], None]:
+    """Starts to write a checkpoint at `path`, and returns when all arrays are copied. What it returns does the rest.
+
+    Orbax writes into a folder of its own inside, beside the one of a checkpoint that stands there already. The
+    manifest, which says which of them is meant, is replaced in one step, on disks and in object stores alike: until
+    then, `path` is what it was. All processes must call both functions.
+    """
+    ocp = _orbax()
+    path = absolute(path)
+    name = f"orbax-{_agreed_number(path):04d}"
+    entries, table = _with_checksums(content)
+    versions = content.manifest.versions | {"orbax-checkpoint": importlib.metadata.version("orbax-checkpoint")}
+    manifest = encode(content.manifest._replace(file=name, entries=entries, versions=versions))
+    _check.manifest_size(len(manifest), LIMIT, path)
+    arrays = {tensor: data for tensor, data in content.arrays.items() if data.size} | {TABLE: table}
+    with _writing(path, name), ocp.Context():  # without the options around the call, which are meant for other trees
+        response = ocp.save_async(str(path / name), arrays) if entries else None
+
+    def finish() -> None:
+        with _writing(path, name):
+            if response is not None:
+                response.result()
+            if is_first():
+                _commit(path, name, manifest)
+
+    return finish
+
+
+def _orbax() -> Any:
+    try:
+        from orbax.checkpoint.experimental import v1
+    except ImportError:
+        raise ImportError(_check.missing_extra('format="orbax"', "orbax-checkpoint", "orbax")) from None
+    return v1
+
+
+def _other_threads_have(dtype: Any) -> bool:
+    """Whether jax has a dtype in the threads of Orbax, where `with jax.enable_x64(True)` has no effect."""
+    if np.dtype(dtype).itemsize < 8:
+        return True
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(jax.dtypes.canonicalize_dtype, dtype).result() == dtype
+
+
+def _agreed_number(path: Any) -> int:
+    """The number of the folder to write. The first process chooses it, once it may write there."""
+    number, error = 0, None
+    if is_first():
+        try:
+            if path.exists():
+                check_own(path)
+            with _check.explained_writing(path):
+                if is_on_disk(path):
+                    make_parents(path)
+                number = next_number(path)
+        except OSError as failure:
+            error = failure
+    together(error)
+    return int(gathered(np.array([number], np.int32))[0, 0])
+
+
+def _with_checksums(content: Snapshot) -> tuple[tuple[Entry, ...], np.ndarray]:
+    """The entries with their checksums, and the table of the checksums of their members.
+
+    Each process knows those of the members it holds in one piece. A leaf some of whose members no process holds in one
+    piece has none. What several processes hold must be the same.
+    """
+    places = rows_of(content.manifest.entries)
+    known = np.zeros((sum(place.count for place in places), 1 + SIZE), np.uint8)
+    for entry, first, _ in places:
+        for row, digest in digests(content.arrays[entry.tensor], per_member=entry.kind == "members").items():
+            known[first + row] = 1, *digest
+    of_all = gathered(known)
+    is_known = of_all[..., 0] > 0
+    table = of_all[is_known.argmax(axis=0), np.arange(len(known)), 1:]
+    differs = (is_known & (of_all[..., 1:] != table).any(axis=-1)).any(axis=0)
+    checksums = {}
+    for entry, first, count in places:
+        rows = slice(first, first + count)
+        _check.same_in_all_processes(not differs[rows].any(), entry.path)
+        checksums[entry.tensor] = checksum(entry, table[rows].tobytes()) if is_known[:, rows].any(axis=0).all() else ""
+    return tuple(entry._replace(checksum=checksums[entry.tensor]) for entry in content.manifest.entries), table
+
+
+@contextlib.contextmanager
+def _writing(path: Any, name: str) -> Iterator[None]:
+    try:
+        with _check.explained_orbax(path):
+            yield
+    except BaseException:
+        if is_first():
+            give_up(path, name)
+        raise
+
+
+def _commit(path: Any, name: str, manifest: bytes) -> None:
+    if is_on_disk(path):
+        for entry in [*(path / name).rglob("*"), path / name]:  # Orbax leaves to the system when it writes them
+            if entry.exists():
+                _disk.sync_folder(entry)
+        write_manifest(path, manifest)
+        _disk.sync_folder(path)
+        commit(path)
+    else:
+        (path / NAME).write_bytes(manifest)  # an object is there whole or not at all
+    remove_unused(path)
+
+
+class OrbaxReader:
+    """A checkpoint whose arrays Orbax wrote, opened for reading. Numbers are checked as they are read, all at once."""
+
+    def __init__(self, path: Any, manifest: Manifest):
+        self.folder, self.manifest, self.file = path, manifest, path / manifest.file
+        if manifest.entries and not self.file.exists():
+            raise FileNotFoundError(self.file)
+
+    def __enter__(self) -> "OrbaxReader":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def arrays(self, wanted: Sequence[Wanted], rows: Sequence[int] | None = None) -> Iterator[np.ndarray | jax.Array]:
+        """The arrays of leaves, checked, on the devices they are wanted on; of those with members, `rows` only.
+
+        All processes must ask for the same leaves. If one of them finds damage, all raise.
+        """
+        loaded, error = {}, None
+        try:
+            loaded = self._load(wanted)
+            self._verify(loaded)
+        except (CheckpointCorruptError, OSError) as failure:
+            error = failure
+        together(error)
+        for entry, _ in wanted:
+            data = loaded[entry.tensor]
+            yield data if rows is None or entry.kind == "shared" else data[np.asarray(rows, int)]
+
+    def _load(self, wanted: Sequence[Wanted]) -> dict[str, Any]:
+        """All arrays. Orbax is told of each where it goes, or it would take the devices on which it was saved."""
+        like: dict[str, Any] = {TABLE: np.ndarray}
+        loaded: dict[str, Any] = {}
+        for entry, sharding in wanted:
+            struct = jax.ShapeDtypeStruct(entry.shape, DTYPES[entry.dtype], sharding=sharding)
+            if 0 in entry.shape:
+                loaded[entry.tensor] = np.empty(entry.shape, struct.dtype)  # which Orbax does not save
+            elif sharding is None or like.get(entry.tensor, struct) != struct or not _other_threads_have(struct.dtype):
+                like[entry.tensor] = np.ndarray
+            else:
+                like[entry.tensor] = struct
+        ocp = _orbax()
+        try:
+            with ocp.Context():
+                return loaded | (ocp.load(str(absolute(self.file)), like) if wanted else {})
+        except MemoryError:
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                raise
+            raise _check.corrupt(self.file, f"Orbax cannot read it: {error}") from error
+
+    def _verify(self, loaded: dict[str, Any]) -> None:
+        """What this process holds of each array is what was saved."""
+        for entry, first, count in rows_of(self.manifest.entries):
+            data = loaded[entry.tensor]
+            same = data.shape == entry.shape and data.dtype == DTYPES[entry.dtype]
+            self._expect(same, f"it is {_check.described(data.shape, data.dtype)} there", entry)
+            rows = loaded[TABLE][first : first + count].tobytes()
+            if entry.checksum == "":
+                continue
+            self._expect(checksum(entry, rows) == entry.checksum, "its checksums have changed", entry)
+            for row, digest in digests(data, per_member=entry.kind == "members").items():
+                same = digest == rows[row * SIZE : (row + 1) * SIZE]
+                self._expect(same, "the checksum does not match", entry, row if entry.kind == "members" else None)
+
+    def _expect(self, condition: bool, reason: str, entry: Entry, member: int | None = None) -> None:  # noqa: FBT001
+        if not condition:
+            raise _check.corrupt(self.file, reason, leaf=entry.path, member=member)

@@ -1,0 +1,42 @@
+import os
+from pathlib import Path
+from typing import Any
+
+from .. import _check
+from ._manifest import NAME
+
+
+def located(path: str | os.PathLike[str]) -> Any:
+    """Where a path leads: a `Path`, or for an object store (`gs://...`) what Orbax takes for one."""
+    text = os.fspath(path)
+    if "://" not in text:
+        return Path(text)
+    _check.object_store(text)
+    try:
+        from etils import epath
+    except ImportError:
+        raise ImportError(_check.missing_extra(text, "orbax-checkpoint", "orbax")) from None
+    return epath.Path(text)
+
+
+def absolute(path: Any) -> Any:
+    """The whole path; that of an object store is whole already."""
+    return Path(os.path.abspath(path)) if is_on_disk(path) else path
+
+
+def is_on_disk(path: Any) -> bool:
+    """Whether a path from `located` leads to this machine's file systems, and not to an object store."""
+    return isinstance(path, Path)
+
+
+def has_manifest(path: Any) -> bool:
+    """Whether a checkpoint stands there: without a manifest, it is one that is still written or was never finished."""
+    return (path / NAME).exists()
+
+
+def listed(path: Any) -> list[Any]:
+    """What is in a folder. One that is not there holds nothing: an object store has no folders without objects."""
+    try:
+        return list(path.iterdir())
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,40 @@
+"""What the processes that save one checkpoint together tell each other. With one process, nothing is sent."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _check
+
+
+def is_first() -> bool:
+    """Whether this is the process that does what only one must do."""
+    return jax.process_index() == 0
+
+
+def gathered(values: np.ndarray) -> np.ndarray:
+    """The arrays of all processes, in order, as one with a new leading axis. All processes must call it."""
+    if jax.process_count() == 1 or values.size == 0:
+        return values[None]
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(values))
+
+
+def together(error: Exception | None) -> None:
+    """Raises if something failed in any of the processes, so that all go on or none. All processes must call it."""
+    failed = np.flatnonzero(gathered(np.array([error is not None])))
+    if error is not None:
+        raise error
+    if failed.size:
+        raise _check.failed_elsewhere([int(process) for process in failed])
+
+
+def everywhere(array: Any) -> np.ndarray:
+    """A small array in host memory, also one that is spread over the processes. All processes must call it."""
+    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        from jax.experimental import multihost_utils
+
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
