@@ -1,4 +1,4 @@
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ _WIDE = 100
 
 
 def parallel_coordinates(
-    table: Mapping[str, Any],
+    table: Any,
     *,
     columns: Sequence[str] | None = None,
     score: str | None = None,
@@ -28,8 +28,8 @@ def parallel_coordinates(
 
     **Arguments:**
 
-    - `table`: columns `(members,)`, or `(members, ...)` for several columns each, as [`eqx_ensemble.Run.table`][] gives
-        them; a data frame serves as well.
+    - `table`: columns by name, `(members,)`, or `(members, ...)` for several columns each: the dict that
+        [`eqx_ensemble.Run.table`][] returns, or a data frame.
     - `columns`: their names, from left to right. If not given, the hyper-parameters and the score.
     - `score`: what the lines are shaded by; `"validation"` if not given, or `"loss"` where there is none.
     - `log`: the columns on a logarithmic scale. If not given, those of positive numbers whose highest is at least
@@ -91,7 +91,7 @@ def parallel_coordinates(
     return ax
 
 
-def _flat(table: Mapping[str, Any], names: Sequence[str]) -> dict[str, np.ndarray]:
+def _flat(table: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
     """The columns, one of several numbers a member as several columns."""
     flat = {}
     for name in names:

@@ -14,7 +14,7 @@ def training_curves(
     *,
     of: Literal["loss", "validation"] = "loss",
     every: int = 1,
-    level: float = 0.9,
+    level: float = 0.5,
     first_step: int = 0,
     unit: str | None = None,
     ax: Axes | None = None,
