@@ -171,12 +171,8 @@ print("learning rates that made it:", ", ".join(f"{rate:.4f}" for rate in rates)
 
 # %%
 figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-for i in range(NUM_MEMBERS):
-    left.plot(run.history.validation[i], color="0.8", linewidth=0.8)
-winner = int(np.argmin(run.best_score))
-left.plot(run.history.validation[winner], color="black", linewidth=2, label=f"member {winner}")
-left.set(xlabel="epoch", ylabel="validation loss, nats", yscale="log", title="Random search: every member's curve")
-left.legend()
+ee.plot.training_curves(run, of="validation", unit="nats", color="black", ax=left)
+left.set(yscale="log", title="Random search: every member's curve")
 points = middle.scatter(hyper["lr"], run.best_score, c=hyper["dropout"], cmap="viridis", edgecolors="black")
 middle.set(xlabel="learning rate", ylabel="best validation loss, nats", xscale="log", yscale="log")
 middle.set_title("What the learning rate decides")

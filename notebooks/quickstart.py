@@ -439,7 +439,7 @@ print(f"the mixture is right on {ee.scores.accuracy(of_digits, labels):.1%} and 
 
 
 # %%
-LIGHT, TEXT, DARK, NOVEL = "#a3a8ad", "#5c6166", "#16325c", "#c25400"
+LIGHT, TEXT, DARK = "#a3a8ad", "#5c6166", "#16325c"
 plt.rcParams |= {
     "font.size": 10.5,
     "axes.spines.top": False,
@@ -448,35 +448,6 @@ plt.rcParams |= {
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
 }
-
-
-def draw_curves(ax, history, best_step):
-    """The members' curves; a dot where each was best on the validation set."""
-    per_epoch = history.validation_step[0]
-    epochs = int(np.isfinite(history.validation).any(axis=0).sum())
-    x = np.arange(1, epochs + 1)
-    training = history.loss[:, : epochs * per_epoch].reshape(-1, epochs, per_epoch).mean(axis=-1)
-    validation = history.validation[:, :epochs]
-    best = best_step // per_epoch
-    ax.fill_between(x, np.nanmin(training, axis=0), np.nanmax(training, axis=0), color=LIGHT, alpha=0.5, lw=0)
-    ax.plot(x, validation.T, color=DARK, lw=0.6, alpha=0.6)
-    ax.plot(best, validation[np.arange(len(best)), best - 1], "o", color=DARK, ms=4.5)
-    ax.text(0.35 * epochs, 0.25, "validation, one line a member;\na dot where its weights are kept", color=DARK)
-    ax.text(0.42 * epochs, 0.02, "training, from the lowest\nto the highest member", color=TEXT, ha="right")
-    ax.set(yscale="log", xlabel="epoch", ylabel="negative log-likelihood, nats", xlim=(1, epochs))
-    ax.set_title("Sixteen members, one program")
-
-
-def draw_disagreement(ax, known, novel):
-    """Histograms of the disagreement on one logarithmic axis; the first bin holds what is smaller as well."""
-    bins = np.geomspace(1e-5, 1, 21)
-    per_cent_known, per_cent_novel = (np.full(len(values), 100 / len(values)) for values in (known, novel))
-    ax.hist(np.clip(known, 1e-5, 1), bins, weights=per_cent_known, color=LIGHT, alpha=0.8)
-    ax.hist(np.clip(novel, 1e-5, 1), bins, weights=per_cent_novel, color=NOVEL, histtype="step", lw=2.4)
-    ax.text(0.04, 0.46, f"{len(known)} other\ntest digits", color=TEXT, transform=ax.transAxes)
-    ax.text(0.60, 0.80, f"{len(novel)} nines", color=NOVEL, ha="right", transform=ax.transAxes)
-    ax.set(xscale="log", xlabel="disagreement (mutual information), nats", ylabel="% of the images", xlim=(1e-5, 1))
-    ax.set_title(f"Nines, never seen: AUROC {auroc(known, novel):.2f}")
 
 
 def draw_images(axes, title, images, captions):
@@ -500,21 +471,6 @@ def draw_reliability(ax, confidence, right, *, detailed, **style):
         ax.text(x[i], 0.36, text, color=style["color"], ha="right" if x[i] > 0.95 else "center")
 
 
-def draw_band(ax, mean, band, targets):
-    """Patients in the order of their prediction, those outside of the band in another colour and shape."""
-    order = np.argsort(mean)
-    x = np.arange(len(order))
-    mean, lower, upper, targets = (np.asarray(values)[order] for values in (mean, *band, targets))
-    inside = (lower <= targets) & (targets <= upper)
-    ax.fill_between(x, lower, upper, color=LIGHT, alpha=0.4, lw=0)
-    ax.plot(x, mean, color=DARK, lw=2)
-    ax.plot(x[inside], targets[inside], "o", color=DARK, ms=3.5)
-    ax.plot(x[~inside], targets[~inside], "D", mfc="white", mec=NOVEL, mew=1.8, ms=6)
-    ax.text(0.02, 0.93, "band: 90 %; line: mean; diamonds: patients outside", color=TEXT, transform=ax.transAxes)
-    ax.set(xlabel="test patients, in the order of their prediction", ylabel="disease progression", xlim=(-1, len(x)))
-    ax.set_title(f"Diabetes: the band holds {np.sum(inside)} of {len(x)} test patients")
-
-
 # %%
 says, says_of_nines = (np.argmax(ee.combine.mixture(logits), axis=-1) for logits in (of_digits, of_nines))
 right_of_members, right = np.argmax(of_digits, axis=-1) == np.asarray(labels), says == np.asarray(labels)
@@ -523,10 +479,19 @@ divided, nines_divided = np.argsort(known.epistemic)[::-1], np.argsort(novel.epi
 figure = plt.figure(figsize=(13.5, 9.5), layout="constrained")
 figure.get_layout_engine().set(h_pad=0.1, w_pad=0.1)
 grid = figure.add_gridspec(2, 2, width_ratios=[1, 1.3])
-draw_curves(figure.add_subplot(grid[0, 0]), run.history, run.best_step)
+ax = figure.add_subplot(grid[0, 0])
+per_epoch = int(run.history.validation_step[0])
+ee.plot.training_curves(run, every=per_epoch, color=TEXT, ax=ax)
+ee.plot.training_curves(run, of="validation", unit="nats", color=DARK, ax=ax)
+ax.set(yscale="log", title="Sixteen members, one program")
 
 cell = grid[0, 1].subgridspec(3, 4, width_ratios=[4.2, 1, 1, 1])
-draw_disagreement(figure.add_subplot(cell[:, 0]), np.asarray(known.epistemic), np.asarray(novel.epistemic))
+ax = figure.add_subplot(cell[:, 0])
+names = (f"{len(images)} other test digits", f"{len(nines)} nines")
+bins = np.geomspace(1e-5, 1, 21)  # the first bin holds what is smaller as well
+ee.plot.uncertainty_histogram(known.epistemic, novel.epistemic, bins=bins, labels=names, ax=ax)
+ax.set(xscale="log", xlabel="disagreement (mutual information), nats", xlim=(1e-5, 1))
+ax.set_title(f"Nines, never seen: AUROC {auroc(known.epistemic, novel.epistemic):.2f}")
 thumbnails = [[figure.add_subplot(cell[i, j]) for j in (1, 2, 3)] for i in range(3)]
 top, fooled, others = nines_divided[:3], nines_divided[-3:], divided[:3]
 draw_images(thumbnails[0], "nines that divide them most", nines[top], [f"says {i}" for i in says_of_nines[top]])
@@ -544,7 +509,11 @@ ax.text(0.72, 0.62, f"members together,\nmean ECE {ece_of_members:.3f}", color=T
 ax.set(xlim=(0.3, 1), ylim=(0.34, 1.04), xlabel="confidence", ylabel="share that is right")
 ax.set_title("Calibration: averaging makes a prediction more modest")
 
-draw_band(figure.add_subplot(grid[1, 1]), matched.mean, band, y_test)
+ax = figure.add_subplot(grid[1, 1])
+ee.plot.prediction_bands(matched.mean[None], intervals={0.9: band}, targets=y_test, color=DARK, ax=ax)
+inside = int(np.sum((band.lower <= y_test) & (y_test <= band.upper)))
+ax.set(xlabel="test patients, in the order of their prediction", ylabel="disease progression")
+ax.set_title(f"Diabetes: the band holds {inside} of {len(y_test)} test patients")
 
 figures.mkdir(parents=True, exist_ok=True)
 figure.savefig(figures / "quickstart.png", dpi=120)

@@ -6,6 +6,7 @@ import signal
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("MPLBACKEND", "Agg")
 # Tests compile much more than they run. CI repeats those that compare bits as users run them, with `XLA_FLAGS=`.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
 

@@ -135,6 +135,16 @@ from ._marks import share as share
 from ._members import distinct_members as distinct_members
 from ._members import leading_axes as leading_axes
 from ._members import member_index as member_index
+from ._plot import check_axes as check_axes
+from ._plot import check_bands as check_bands
+from ._plot import check_bin_edges as check_bin_edges
+from ._plot import check_columns as check_columns
+from ._plot import check_counts as check_counts
+from ._plot import check_curves as check_curves
+from ._plot import check_lines as check_lines
+from ._plot import check_pairs as check_pairs
+from ._plot import check_plotted as check_plotted
+from ._plot import check_risk_coverage as check_risk_coverage
 from ._population import halving as halving
 from ._population import has_hyper as has_hyper
 from ._population import judged as judged

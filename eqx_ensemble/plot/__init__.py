@@ -1,0 +1,10 @@
+"""Plots that read well in grey: each draws on the Axes that it is given, and returns them."""
+
+from ._bands import prediction_bands as prediction_bands
+from ._calibration import rank_histogram as rank_histogram
+from ._calibration import reliability_diagram as reliability_diagram
+from ._similarity import member_similarity as member_similarity
+from ._sweep import parallel_coordinates as parallel_coordinates
+from ._training import training_curves as training_curves
+from ._uncertainty import risk_coverage as risk_coverage
+from ._uncertainty import uncertainty_histogram as uncertainty_histogram

@@ -1,0 +1,55 @@
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from .. import _check
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes as Axes
+else:
+    Axes = Any  # matplotlib is optional: nothing of it is imported before something is drawn
+
+_MARKERS = ("None", "o", "s", "^", "D", "v")
+_LINES = ("-", "--", "-.", ":")
+
+
+def axes_for(fn: str, ax: Axes | None) -> Axes:
+    """The Axes to draw on: a new figure's if none was passed."""
+    try:
+        from matplotlib.axes import Axes as Kind
+    except ImportError as error:
+        raise ImportError(_check.missing_extra(f"eqx_ensemble.{fn}", "matplotlib", "plot")) from error
+    if ax is None:
+        from matplotlib import pyplot
+
+        return pyplot.subplots()[1]
+    _check.check_axes(fn, ax, Kind)
+    return ax
+
+
+def of_line(ax: Axes, options: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Options of a new line, in a style that no line on `ax` has yet, so that it is told apart without its colour."""
+    from matplotlib.cbook import normalize_kwargs
+    from matplotlib.lines import Line2D
+
+    given = normalize_kwargs(options, Line2D)
+    used = [(line.get_linestyle(), line.get_marker()) for line in ax.lines]
+    styles = ((line, marker) for marker, line in itertools.product(_MARKERS, _LINES))
+    line, marker = next((style for style in styles if style not in used), ("-", "x"))
+    return {"linestyle": line, "marker": marker, "markevery": 0.1} | defaults | given
+
+
+def of_patch(options: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Options of a bar or an area, under their long names."""
+    from matplotlib.cbook import normalize_kwargs
+    from matplotlib.patches import Patch
+
+    given = normalize_kwargs(options, Patch)
+    if "color" in given:  # matplotlib lets `color` and `facecolor` fight
+        defaults.pop("facecolor", None)
+        defaults.pop("edgecolor", None)
+    return defaults | given
+
+
+def with_unit(name: str, unit: str | None) -> str:
+    """A label, with its unit if it has one."""
+    return name if unit is None else f"{name}, {unit}"

@@ -1,0 +1,85 @@
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import ArrayLike, Float, Real
+
+from .. import _check
+from ..combine import mean
+from ._axes import Axes, axes_for, of_line, with_unit
+
+
+def prediction_bands(
+    predictions: Float[ArrayLike, "members batch"],
+    *,
+    x: Real[ArrayLike, " batch"] | None = None,
+    targets: Real[ArrayLike, " batch"] | None = None,
+    intervals: Mapping[float, Any] | None = None,
+    levels: tuple[float, ...] = (0.5, 0.9),
+    unit: str | None = None,
+    ax: Axes | None = None,
+    **options: Any,
+) -> Axes:
+    """The members' mean prediction, in bands that hold central parts of what may be.
+
+    Without `intervals` a band holds the central part of the members' predictions, between their quantiles
+    `(1 - level) / 2` and `(1 + level) / 2`: what the members disagree on, and no noise. Pass `intervals` for bands that
+    should hold targets. Targets outside of the widest band are hollow diamonds.
+
+    **Arguments:**
+
+    - `predictions`: one number per member and row, `(members, batch)`.
+    - `x`: where to draw the rows, `(batch,)`, in any order. If not given, they stand in the order of their mean
+        prediction.
+    - `targets`: `(batch,)`, drawn as points.
+    - `intervals`: bands instead of those of the members: a dict from their level to `(lower, upper)`, each `(batch,)`,
+        such as `{0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`.
+    - `levels`: the levels of the bands without `intervals`.
+    - `unit`: of the prediction, for the label of the axis.
+    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
+    - `options`: of the line of the mean, for `matplotlib.axes.Axes.plot`; its colour is that of the bands.
+
+    **Returns:**
+
+    The Axes.
+
+    **Raises:**
+
+    - `ValueError` for shapes that do not fit, numbers that are not finite, levels outside of 0 to 1, and intervals
+        whose lower end is above the upper one.
+    - `TypeError` for intervals that are not a dict.
+    - `ImportError` without matplotlib (extra `plot`).
+
+    ```python
+    x = jnp.linspace(-1, 1, 50)
+    predictions = x + 0.3 * jax.random.normal(key, (8, 1)) * x**2
+    ax = ee.plot.prediction_bands(predictions, x=x, targets=x)
+    ```
+    """
+    fn = "plot.prediction_bands"
+    members, places, points, bands = _check.check_bands(fn, predictions, x, targets, intervals, levels)
+    centre = np.asarray(mean(members))
+    for level in levels if intervals is None else ():
+        ends = np.quantile(members, [(1 - level) / 2, (1 + level) / 2], axis=0, method="inverted_cdf")
+        bands[level] = ends[0], ends[1]
+
+    ax = axes_for(fn, ax)
+    order = np.argsort(centre if places is None else places, kind="stable")
+    at = np.arange(len(order)) if places is None else places[order]
+    (line,) = ax.plot(at, centre[order], **of_line(ax, options, label="mean of the members", zorder=2.5))
+    widest_first = sorted(bands, reverse=True)
+    for level, alpha in zip(widest_first, np.linspace(0.2, 0.45, max(len(bands), 2)), strict=False):
+        lower, upper = bands[level]
+        face, label = (line.get_color(), float(alpha)), f"central {100 * level:g} %"
+        ax.fill_between(at, lower[order], upper[order], facecolor=face, linewidth=0, label=label)
+    if points is not None:
+        lower, upper = bands[widest_first[0]] if bands else (-np.inf, np.inf)
+        inside = ((lower <= points) & (points <= upper))[order]
+        ax.plot(at[inside], points[order][inside], "o", color="black", markersize=3, label="target", zorder=3)
+        if not inside.all():
+            hollow: dict[str, Any] = {"markersize": 5, "markerfacecolor": "none", "zorder": 3}
+            ax.plot(at[~inside], points[order][~inside], "D", color="black", label="target outside", **hollow)
+    label = "rows, in the order of their mean prediction" if places is None else "x"
+    ax.set(xlabel=label, ylabel=with_unit("prediction", unit))
+    ax.legend()
+    return ax

@@ -1,0 +1,156 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import ArrayLike, Float, Integer, Real
+
+from .. import _check
+from ..combine import mixture
+from ..scores import ece
+from ._axes import Axes, axes_for, of_patch
+
+
+def reliability_diagram(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    num_bins: int = 15,
+    weights: Real[ArrayLike, " members"] | None = None,
+    show_members: bool = False,
+    ax: Axes | None = None,
+    **options: Any,
+) -> Axes:
+    r"""How often the mixture of the members is right, beside how sure it is.
+
+    Rows are put into bins by their confidence, as [`eqx_ensemble.scores.ece`][] does, whose value stands in the legend.
+    A bar is as high as the share of its rows that is right; what is hatched is the gap to the mean confidence of these
+    rows. Above the bar's foot stands how many rows it has: a bar of few rows means little.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are. Rows of all batch axes count.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `num_bins`: the number of bins of equal width.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `show_members`: also draw each member's own curve, from bin to bin, as a thin line.
+    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
+    - `options`: of the bars, for `matplotlib.axes.Axes.bar`.
+
+    **Returns:**
+
+    The Axes.
+
+    **Raises:**
+
+    - As [`eqx_ensemble.scores.ece`][], and `ValueError` for predictions that are not finite.
+    - `ImportError` without matplotlib (extra `plot`).
+
+    ```python
+    logits = 3 * jax.random.normal(key, (8, 500, 4))
+    ax = ee.plot.reliability_diagram(logits, jnp.argmax(logits[0], axis=-1), num_bins=10)
+    ```
+
+    ??? cite
+        [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599)
+
+        ```bibtex
+        @inproceedings{guo2017calibration,
+            author={Chuan Guo and Geoff Pleiss and Yu Sun and Kilian Q. Weinberger},
+            title={On Calibration of Modern Neural Networks},
+            booktitle={International Conference on Machine Learning},
+            year={2017},
+        }
+        ```
+    """
+    fn = "plot.reliability_diagram"
+    checked = _check.check_logits(fn, logits)
+    targets = np.asarray(_check.check_labels(fn, labels, checked))
+    convex = _check.check_weights(fn, weights, checked.shape[0], checked.dtype)
+    _check.check_num_bins(fn, num_bins)
+    probabilities = _check.check_plotted(fn, "logits", jnp.exp(mixture(checked, weights=convex)))
+    error = ece(checked, targets, num_bins=num_bins, weights=convex)
+
+    ax = axes_for(fn, ax)
+    bins, counts, confidence, right = _binned(probabilities, targets, num_bins)
+    left, width = bins / num_bins, 1 / num_bins
+    bars = {"align": "edge", "facecolor": "0.75", "edgecolor": "black", "linewidth": 0.8}
+    label = f"share that is right (ECE {float(error):.3f})"
+    ax.bar(left, right, width, **of_patch(options, label=label, **bars))
+    gaps = {"align": "edge", "fill": False, "edgecolor": "0.3", "linewidth": 0.5, "hatch": "///"}
+    ax.bar(left, confidence - right, width, bottom=right, label="gap to the mean confidence", **gaps)
+    ax.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1, label="calibrated")
+    for x, count in zip(left + width / 2, counts, strict=True):
+        rotation = 90 if num_bins > 10 else 0
+        ax.text(x, 0.01, str(count), ha="center", va="bottom", fontsize="x-small", rotation=rotation)
+    if show_members:
+        present = np.arange(len(checked)) if convex is None else np.flatnonzero(np.asarray(convex))
+        for i in present.tolist():
+            own = np.asarray(jax.nn.softmax(checked[i]))
+            _, _, confidence, right = _binned(own, targets, num_bins)
+            label = "a member" if i == present[0] else "_nolegend_"
+            ax.plot(confidence, right, color="0.45", linewidth=0.6, label=label)
+    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="share of rows that is right")
+    ax.legend()
+    return ax
+
+
+def rank_histogram(counts: Real[ArrayLike, " ranks"], *, ax: Axes | None = None, **options: Any) -> Axes:
+    r"""How often the target has each rank among the members' predictions: flat if these are calibrated.
+
+    Low in the middle says that the members are too alike, high in the middle that they are too different, a slope that
+    all lie on one side. Of $n$ rows and $k$ ranks, the line at $n / k$ is what is expected of a calibrated ensemble;
+    the band around it is two standard deviations, $\sqrt{n (1 - 1/k) / k}$, of one bar, rows being independent.
+
+    **Arguments:**
+
+    - `counts`: `(members + 1,)`, how many targets lie below all members, above one of them, and so on. The counts of a
+        histogram of probability integral transforms are drawn likewise.
+    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
+    - `options`: of the bars, for `matplotlib.axes.Axes.bar`.
+
+    **Returns:**
+
+    The Axes.
+
+    **Raises:**
+
+    - `ValueError` for counts that are not `(ranks,)`, negative, or all zero.
+    - `ImportError` without matplotlib (extra `plot`).
+
+    ```python
+    members, targets = jax.random.normal(key, (9, 1000)), jax.random.normal(jax.random.key(1), (1000,))
+    ranks = jnp.sum(members < targets, axis=0)
+    ax = ee.plot.rank_histogram(jnp.bincount(ranks, length=10))
+    ```
+
+    ??? cite
+        [Interpretation of Rank Histograms for Verifying Ensemble
+        Forecasts](https://doi.org/10.1175/1520-0493(2001)129%3C0550:IORHFV%3E2.0.CO;2)
+    """
+    fn = "plot.rank_histogram"
+    heights = _check.check_counts(fn, counts)
+
+    ax = axes_for(fn, ax)
+    total, ranks = heights.sum(), len(heights)
+    expected, spread = total / ranks, np.sqrt(total * (1 - 1 / ranks) / ranks)
+    bars = {"width": 1.0, "facecolor": "0.75", "edgecolor": "black", "linewidth": 0.8}
+    ax.bar(np.arange(ranks), heights, **of_patch(options, **bars))
+    ax.axhline(expected, color="black", linestyle="--", linewidth=1, label="calibrated")
+    label = "two standard deviations of one bar"
+    ax.axhspan(expected - 2 * spread, expected + 2 * spread, color="black", alpha=0.15, linewidth=0, label=label)
+    ax.set(xlabel="rank of the target among the members", ylabel="rows")
+    ax.legend()
+    return ax
+
+
+def _binned(
+    probabilities: np.ndarray, labels: np.ndarray, num_bins: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The bins that hold rows: which they are, how many rows, their mean confidence, the share that is right."""
+    confidence, right = np.ravel(probabilities.max(-1)), np.ravel(probabilities.argmax(-1) == labels)
+    edges = np.linspace(0, 1, num_bins + 1)[1:-1].astype(np.float32)
+    bins, position, counts = np.unique(
+        np.searchsorted(edges, confidence.astype(np.float32), side="left"), return_inverse=True, return_counts=True
+    )
+    return bins, counts, np.bincount(position, confidence) / counts, np.bincount(position, right) / counts

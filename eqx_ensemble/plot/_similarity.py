@@ -1,0 +1,71 @@
+from typing import Any
+
+import numpy as np
+from jaxtyping import ArrayLike, Real
+
+from .. import _check
+from ._axes import Axes, axes_for
+
+_MOST_TO_WRITE_OUT = 12
+
+
+def member_similarity(
+    matrix: Real[ArrayLike, "members members"],
+    *,
+    ids: Any = None,
+    label: str = "disagreement",
+    colorbar: bool = True,
+    ax: Axes | None = None,
+    **options: Any,
+) -> Axes:
+    """How alike any two members are: a square for each pair, darker for higher numbers.
+
+    The numbers of up to twelve members are written into the squares.
+
+    **Arguments:**
+
+    - `matrix`: one number for each pair `(members, members)`: the share of rows on which they disagree, the correlation
+        of their errors, a distance. Pairs of which it is NaN stay blank.
+    - `ids`: the members' names `(members,)`, such as `ensemble.ids`; their places if not given.
+    - `label`: what the numbers are, with their unit.
+    - `colorbar`: whether to draw the scale, which takes its room from `ax`.
+    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
+    - `options`: for `matplotlib.axes.Axes.imshow`, such as `vmin`, `vmax` and `cmap`.
+
+    **Returns:**
+
+    The Axes.
+
+    **Raises:**
+
+    - `TypeError` for what are not real numbers.
+    - `ValueError` for a matrix that is not square, and ids that do not fit.
+    - `ImportError` without matplotlib (extra `plot`).
+
+    ```python
+    errors = jax.random.normal(key, (5, 100)) + jax.random.normal(jax.random.key(1), (1, 100))
+    ax = ee.plot.member_similarity(jnp.corrcoef(errors), label="correlation of errors", vmin=0, vmax=1)
+    ```
+    """
+    fn = "plot.member_similarity"
+    square, names = _check.check_pairs(fn, matrix, ids)
+
+    ax = axes_for(fn, ax)
+    image = ax.imshow(square, **{"cmap": "Greys", **options})
+    if colorbar:
+        ax.figure.colorbar(image, ax=ax, label=label)
+    places = range(len(names))
+    if len(names) <= _MOST_TO_WRITE_OUT:
+        for i, j in zip(*np.nonzero(np.isfinite(square)), strict=True):
+            red, green, blue, _ = image.cmap(image.norm(square[i, j]))
+            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
+            color = "white" if dark else "black"
+            ax.text(j, i, f"{square[i, j]:.2g}", ha="center", va="center", fontsize="small", color=color)
+        ax.set_xticks(places, names)
+        ax.set_yticks(places, names)
+    elif ids is not None:
+        shown = np.linspace(0, len(names) - 1, _MOST_TO_WRITE_OUT).round().astype(int).tolist()
+        ax.set_xticks(shown, [names[i] for i in shown])
+        ax.set_yticks(shown, [names[i] for i in shown])
+    ax.set(xlabel="member", ylabel="member" if colorbar else f"member ({label})")
+    return ax

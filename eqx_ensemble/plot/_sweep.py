@@ -1,0 +1,116 @@
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import _check
+from ._axes import Axes, axes_for, of_line
+
+_NOT_HYPER = ("member", "loss", "validation", "best_step", "status", "left")
+_WIDE = 100
+
+
+def parallel_coordinates(
+    table: Any,
+    *,
+    columns: Sequence[str] | None = None,
+    score: str | None = None,
+    log: Sequence[str] | None = None,
+    cmap: str = "gray",
+    ax: Axes | None = None,
+    **options: Any,
+) -> Axes:
+    """A sweep as parallel lines: a member is a line through its hyper-parameters to its score.
+
+    Every column has its own scale, from its lowest value at the bottom to its highest at the top; both stand beside it.
+    The better the score (lower is better), the darker the line; the best member's is thick and dashed, those of members
+    that diverged are dotted.
+
+    **Arguments:**
+
+    - `table`: columns by name, `(members,)`, or `(members, ...)` for several columns each: the dict that
+        [`eqx_ensemble.Run.table`][] returns, or a data frame.
+    - `columns`: their names, from left to right. If not given, the hyper-parameters and the score.
+    - `score`: what the lines are shaded by; `"validation"` if not given, or `"loss"` where there is none.
+    - `log`: the columns on a logarithmic scale. If not given, those of positive numbers whose highest is at least
+        a hundred times the lowest.
+    - `cmap`: the matplotlib colour map of the scores, whose beginning is the best.
+    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
+    - `options`: of the lines, for `matplotlib.axes.Axes.plot`.
+
+    **Returns:**
+
+    The Axes.
+
+    **Raises:**
+
+    - `TypeError` for what is not a table, and columns that are not numbers.
+    - `ValueError` for names that are not in the table, fewer than two columns, columns without a finite number, and
+        numbers that have no logarithm.
+    - `ImportError` without matplotlib (extra `plot`).
+
+    ```python
+    table = {"lr": np.geomspace(1e-4, 1e-1, 8), "dropout": np.linspace(0, 0.5, 8), "loss": np.linspace(1, 2, 8) ** 2}
+    ax = ee.plot.parallel_coordinates(table)
+    ```
+
+    ??? cite
+        [The Plane with Parallel Coordinates](https://doi.org/10.1007/BF01898350)
+    """
+    fn = "plot.parallel_coordinates"
+    score = _check.check_columns(fn, table, columns, log, score)
+    names = [name for name in table if name not in _NOT_HYPER and name != score] + [score]
+    lines = _check.check_lines(fn, _flat(table, names if columns is None else columns), log)
+    scores = _check.check_plotted(fn, score, table[score], "(members,)", finite=False)
+    # Their order, not their size: one bad score would make all others alike.
+    place = np.argsort(np.argsort(np.where(np.isfinite(scores), scores, np.inf), kind="stable"), kind="stable")
+    diverged = np.asarray(table["status"]) == "diverged" if "status" in table else ~np.isfinite(scores)
+    heights = np.stack([_height(x, _is_log(name, x, log)) for name, x in lines.items()], axis=1)
+
+    ax = axes_for(fn, ax)
+    from matplotlib import colormaps
+
+    shades = colormaps[cmap](0.8 * place / max(len(place) - 1, 1))
+    for i in np.argsort(-place).tolist():
+        style = {"color": shades[i], "linewidth": 1.0, "linestyle": ":" if diverged[i] else "-", "label": None}
+        if diverged[i] and i == np.argmax(diverged):
+            style["label"] = "diverged"
+        elif place[i] == 0:
+            member = np.asarray(table["member"])[i] if "member" in table else i
+            style |= {"linewidth": 2.5, "linestyle": "--", "label": f"lowest {score}: member {member}"}
+        ax.plot(heights[i], **of_line(ax, options, **style, marker="None"))
+    for i, (name, x) in enumerate(lines.items()):
+        ax.axvline(i, color="0.6", linewidth=0.8, zorder=1)
+        finite = x[np.isfinite(x)]
+        ax.text(i, -0.03, f"{finite.min():.3g}", ha="center", va="top", fontsize="small")
+        scale = "\n(log)" if _is_log(name, x, log) else ""
+        ax.text(i, 1.03, f"{finite.max():.3g}{scale}", ha="center", va="bottom", fontsize="small")
+    ax.set_xticks(range(len(lines)), list(lines))
+    ax.set(ylim=(-0.12, 1.16), yticks=[], ylabel="each from its lowest value to its highest")
+    ax.legend()
+    return ax
+
+
+def _flat(table: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """The columns, one of several numbers a member as several columns."""
+    flat = {}
+    for name in names:
+        values = np.asarray(table[name])
+        for place in np.ndindex(values.shape[1:]):
+            flat[name + "".join(f"[{i}]" for i in place)] = values[:, *place]
+    return flat
+
+
+def _is_log(name: str, values: np.ndarray, log: Sequence[str] | None) -> bool:
+    if log is not None:
+        return name.split("[")[0] in log
+    finite = values[np.isfinite(values)]
+    return bool(finite.min() > 0 and finite.max() >= _WIDE * finite.min())
+
+
+def _height(values: np.ndarray, log: bool) -> np.ndarray:  # noqa: FBT001
+    """From 0, the lowest, to 1, the highest; all in the middle if they are equal, NaN where not finite."""
+    values = np.where(np.isfinite(values), values, np.nan)
+    values = np.log(values) if log else values
+    low, high = np.nanmin(values), np.nanmax(values)
+    return (values - low) / (high - low) if high > low else 0.5 + 0 * values

@@ -1,0 +1,95 @@
+from typing import Any, Literal
+
+import numpy as np
+
+from .. import _check
+from ..train import History, Run
+from ._axes import Axes, axes_for, of_line, with_unit
+
+_NAMES = {"loss": "training", "validation": "validation"}
+
+
+def training_curves(
+    run: Run | History,
+    *,
+    of: Literal["loss", "validation"] = "loss",
+    every: int = 1,
+    level: float = 0.5,
+    first_step: int = 0,
+    unit: str | None = None,
+    ax: Axes | None = None,
+    **options: Any,
+) -> Axes:
+    """How members learned: a thin line each, their median, and a band that holds the central part of them.
+
+    Median and band are of the members that were still training; numbers that are not finite are left out. Validation
+    curves of a run have a dot where each member's weights were kept. Call it twice to draw training and validation on
+    one Axes: the second call takes another style of line.
+
+    **Arguments:**
+
+    - `run`: what [`eqx_ensemble.fit`][] returned, or its `history`.
+    - `of`: `"loss"`, the training loss of every step, or `"validation"`, the scores on validation data.
+    - `every`: show means over this many consecutive points: a loss of single batches is noisy.
+    - `level`: the share of the members in the band, between the quantiles `(1 - level) / 2` and `(1 + level) / 2`.
+    - `first_step`: for losses, the steps that were done before this history began.
+    - `unit`: of the loss, such as `"nats"`, for the label of the axis.
+    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
+    - `options`: of the line of the median, for `matplotlib.axes.Axes.plot`; its colour is that of all.
+
+    **Returns:**
+
+    The Axes.
+
+    **Raises:**
+
+    - `TypeError` for what is not a run or a history, and an `every` that is not a whole number.
+    - `ValueError` for validation curves of a run without, curves without a finite number, an unfit level.
+    - `ImportError` without matplotlib (extra `plot`).
+
+    ```python
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
+    data = jnp.ones((100, 3)), jnp.zeros((100, 1))
+    run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=5, validation=data, key=key)
+    ax = ee.plot.training_curves(run)
+    ax = ee.plot.training_curves(run, of="validation", ax=ax)
+    ```
+    """
+    fn = "plot.training_curves"
+    _check.check_curves(fn, run, (Run, History), of)
+    _check.positive_int(every, "every", name=f"eqx_ensemble.{fn}")
+    _check.check_level(fn, level)
+    history = run.history if isinstance(run, Run) else run
+    steps = np.arange(1, history.loss.shape[1] + 1) + first_step if of == "loss" else history.validation_step
+    steps, curves = _means(np.asarray(steps), np.asarray(getattr(history, of), np.float64), every)
+    lower, upper = np.nanquantile(curves, [(1 - level) / 2, (1 + level) / 2], axis=0, method="inverted_cdf")
+
+    ax = axes_for(fn, ax)
+    label = f"{_NAMES[of]}, median of {len(curves)} members"
+    (median,) = ax.plot(steps, np.nanmedian(curves, axis=0), **of_line(ax, options, label=label, zorder=2.5))
+    color, style = median.get_color(), median.get_linestyle()
+    ax.plot(steps, curves.T, color=color, linestyle=style, linewidth=0.6, alpha=0.5)
+    edges: dict[str, Any] = {"edgecolor": color, "linestyle": style, "linewidth": 0.8}
+    label = f"{_NAMES[of]}, central {100 * level:g} %"
+    ax.fill_between(steps, lower, upper, facecolor=(color, 0.15), label=label, **edges)
+    if isinstance(run, Run) and of == "validation" and run.best_step is not None and run.best_score is not None:
+        kept = np.isin(run.best_step, history.validation_step)
+        ax.plot(run.best_step[kept], run.best_score[kept], "o", color=color, markersize=4, label="weights kept")
+    ax.set(xlabel="step", ylabel=with_unit("loss", unit))
+    ax.legend()
+    return ax
+
+
+def _means(steps: np.ndarray, curves: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
+    """Means of `every` consecutive finite numbers of `(members, steps)`, at the last of these steps, where any are."""
+    starts = np.arange(0, len(steps), every)
+    finite = np.isfinite(curves)
+    total = np.add.reduceat(np.where(finite, curves, 0), starts, axis=1)
+    count = np.add.reduceat(finite, starts, axis=1, dtype=int)
+    means = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    some = (count > 0).any(axis=0)
+    return steps[np.minimum(starts + every, len(steps)) - 1][some], means[:, some]

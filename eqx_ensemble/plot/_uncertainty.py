@@ -1,0 +1,115 @@
+from typing import Any
+
+import numpy as np
+from jaxtyping import ArrayLike, Real
+
+from .. import _check
+from ._axes import Axes, axes_for, of_line, of_patch, with_unit
+
+
+def uncertainty_histogram(
+    in_distribution: Real[ArrayLike, "..."],
+    out_of_distribution: Real[ArrayLike, "..."],
+    *,
+    bins: Any = 20,
+    labels: tuple[str, str] = ("in distribution", "out of distribution"),
+    unit: str | None = None,
+    ax: Axes | None = None,
+    **options: Any,
+) -> Axes:
+    """Uncertainties of data like the training data, filled, and of other data, as an outline, in common bins.
+
+    Each histogram shows shares of its own rows, so that sets of different sizes compare. What lies beyond the outer
+    edges counts in the outer bins.
+
+    **Arguments:**
+
+    - `in_distribution`, `out_of_distribution`: one uncertainty per row, of any shapes, such as `.epistemic` of
+        [`eqx_ensemble.uncertainty.decompose_entropy`][].
+    - `bins`: how many bins from the lowest to the highest of all values, or the edges of the bins.
+    - `labels`: the names of the two in the legend.
+    - `unit`: of the uncertainty, such as `"nats"`, for the label of the axis.
+    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
+    - `options`: of both histograms, for `matplotlib.axes.Axes.stairs`.
+
+    **Returns:**
+
+    The Axes.
+
+    **Raises:**
+
+    - `TypeError` for what are not real numbers.
+    - `ValueError` for no rows, numbers that are not finite, and edges that do not rise.
+    - `ImportError` without matplotlib (extra `plot`).
+
+    ```python
+    seen, unseen = 4 * jax.random.normal(key, (8, 300, 5)), jax.random.normal(key, (8, 200, 5))
+    known, novel = ee.uncertainty.decompose_entropy(seen), ee.uncertainty.decompose_entropy(unseen)
+    ax = ee.plot.uncertainty_histogram(known.total, novel.total, unit="nats")
+    ```
+    """
+    fn = "plot.uncertainty_histogram"
+    known = np.ravel(_check.check_plotted(fn, "in_distribution", in_distribution))
+    novel = np.ravel(_check.check_plotted(fn, "out_of_distribution", out_of_distribution))
+    edges = np.histogram_bin_edges(np.concatenate([known, novel]), _check.check_bin_edges(fn, bins))
+
+    ax = axes_for(fn, ax)
+    filled = {"fill": True, "facecolor": "0.8", "edgecolor": "0.3", "hatch": "///", "linewidth": 0.8}
+    outline = {"edgecolor": "black", "linewidth": 2}
+    for values, label, style in zip((known, novel), labels, (filled, outline), strict=True):
+        counts, _ = np.histogram(np.clip(values, edges[0], edges[-1]), edges)
+        ax.stairs(100 * counts / len(values), edges, **of_patch(options, label=label, **style))
+    ax.set(xlabel=with_unit("uncertainty", unit), ylabel="rows, %")
+    ax.legend()
+    return ax
+
+
+def risk_coverage(
+    coverage: Real[ArrayLike, " rows"],
+    risk: Real[ArrayLike, " rows"],
+    *,
+    unit: str | None = None,
+    ax: Axes | None = None,
+    **options: Any,
+) -> Axes:
+    """The mean loss of the rows that are predicted, against their share, when the least certain are refused.
+
+    Call it again with the same `ax` to compare: every curve takes another style of line. The dotted line is the risk of
+    predicting all rows, which refusing at random would not change; a good uncertainty lies well below it.
+
+    **Arguments:**
+
+    - `coverage`: shares of the rows that are predicted, rising, `(rows,)`.
+    - `risk`: their mean loss, `(rows,)`.
+    - `unit`: of the loss, such as `"nats"`, for the label of the axis.
+    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
+    - `options`: of the curve, for `matplotlib.axes.Axes.plot`, such as `label`.
+
+    **Returns:**
+
+    The Axes.
+
+    **Raises:**
+
+    - `ValueError` for shapes that differ, numbers that are not finite, and coverages that fall or leave 0 to 1.
+    - `ImportError` without matplotlib (extra `plot`).
+
+    ```python
+    uncertainty, wrong = np.array([0.1, 0.7, 0.3, 0.9]), np.array([0.0, 0.0, 0.0, 1.0])
+    count = np.arange(1, 5)
+    ax = ee.plot.risk_coverage(count / 4, np.cumsum(wrong[np.argsort(uncertainty)]) / count, label="entropy")
+    ```
+
+    ??? cite
+        [Selective Classification for Deep Neural Networks](https://arxiv.org/abs/1705.08500)
+    """
+    fn = "plot.risk_coverage"
+    coverages, risks = _check.check_risk_coverage(fn, coverage, risk)
+
+    ax = axes_for(fn, ax)
+    (line,) = ax.plot(coverages, risks, **of_line(ax, options))
+    ax.hlines(risks[-1], 0, 1, color=line.get_color(), linestyle=":", linewidth=0.8)
+    ax.set(xlim=(0, 1), xlabel="coverage, share of rows that are predicted", ylabel=with_unit("risk, mean loss", unit))
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend()
+    return ax

@@ -1,0 +1,280 @@
+"""What all plots have in common: the Axes they draw on, what they leave alone, what they refuse."""
+
+import builtins
+import inspect
+import sys
+
+import jax
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+
+from eqx_ensemble import plot, train
+
+RNG = np.random.default_rng(0)
+LOGITS, LABELS = RNG.normal(size=(4, 50, 3)).astype(np.float32), RNG.integers(3, size=50)
+HISTORY = train.History(np.ones((4, 10), np.float32), None, np.ones((4, 2), np.float32), np.array([5, 10]))
+TABLE = {"lr": np.arange(1.0, 5.0), "loss": np.arange(4.0)}
+
+CASES = {
+    "reliability_diagram": ((LOGITS, LABELS), {"color": "0.5"}),
+    "rank_histogram": ((np.array([3, 4, 5]),), {"color": "0.5"}),
+    "training_curves": ((HISTORY,), {"lw": 3}),
+    "prediction_bands": ((LOGITS[..., 0],), {"c": "red"}),
+    "uncertainty_histogram": ((LOGITS[..., 0], LOGITS[..., 1]), {"lw": 3}),
+    "risk_coverage": ((np.array([0.5, 1.0]), np.array([0.1, 0.2])), {"ls": "--"}),
+    "parallel_coordinates": ((TABLE,), {"alpha": 0.5}),
+    "member_similarity": ((np.eye(4),), {"vmax": 2.0}),
+}
+each = pytest.mark.parametrize("name", CASES)
+
+
+def test_every_plot_is_here():
+    assert set(CASES) == {name for name, value in vars(plot).items() if inspect.isfunction(value)}
+
+
+def draw(name, **more):
+    arguments, options = CASES[name]
+    return getattr(plot, name)(*arguments, **options, **more)
+
+
+@each
+def test_draws_on_the_axes_and_returns_them(name):
+    figure, (ax, other) = plt.subplots(1, 2)
+    assert draw(name, ax=ax) is ax
+    assert ax.has_data()
+    assert not other.has_data()
+    assert plt.get_fignums() == [figure.number]
+    figure.canvas.draw()
+    assert ax.get_xlabel() or name == "parallel_coordinates"  # its columns are named one by one
+    assert ax.get_ylabel()
+
+
+@each
+def test_makes_one_figure_if_none_is_given(name, monkeypatch):
+    monkeypatch.setattr(plt, "show", lambda *_, **__: pytest.fail("shown"))
+    settings = dict(mpl.rcParams)
+    ax = draw(name)
+    assert plt.get_fignums() == [ax.figure.number]
+    assert dict(mpl.rcParams) == settings
+
+
+@each
+def test_figures_without_pyplot_will_do(name):
+    ax = mpl.figure.Figure().subplots()
+    assert draw(name, ax=ax) is ax
+    assert plt.get_fignums() == []
+
+
+@each
+def test_names_the_extra_without_matplotlib(name, monkeypatch):
+    import_module = builtins.__import__
+
+    def blocked(module, *arguments, **options):
+        if module.split(".")[0] == "matplotlib":
+            raise ImportError(module)
+        return import_module(module, *arguments, **options)
+
+    for module in [module for module in sys.modules if module.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, module)
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", blocked)
+        with pytest.raises(ImportError) as error:
+            draw(name)
+    assert str(error.value) == (
+        f"`eqx_ensemble.plot.{name}` needs matplotlib.\nInstall it: `pip install 'eqx_ensemble[plot]'`."
+    )
+
+
+@each
+def test_other_things_are_no_axes(name):
+    with pytest.raises(TypeError, match=r"one matplotlib Axes as `ax`.\n  got .*\n.*pass one of them, `axes\[0\]`"):
+        draw(name, ax=plt.subplots(1, 2)[1])
+
+
+def test_options_reach_matplotlib():
+    assert {bar.get_facecolor()[:3] for bar in draw("reliability_diagram").containers[0]} == {to_rgb("0.5")}
+    assert {bar.get_facecolor()[:3] for bar in draw("rank_histogram").containers[0]} == {to_rgb("0.5")}
+    assert draw("training_curves").lines[0].get_linewidth() == 3
+    ax = draw("prediction_bands")
+    assert ax.lines[0].get_color() == "red"
+    assert to_rgb(ax.collections[0].get_facecolor()[0][:3]) == to_rgb("red")
+    assert {patch.get_linewidth() for patch in draw("uncertainty_histogram").patches} == {3}
+    assert draw("risk_coverage").lines[0].get_linestyle() == "--"
+    assert draw("parallel_coordinates").lines[0].get_alpha() == 0.5
+    assert draw("member_similarity").images[0].norm.vmax == 2
+
+
+def luminance(color):
+    return round(float(np.dot(to_rgb(color), [0.299, 0.587, 0.114])), 6)
+
+
+def looks(line):
+    return line.get_linestyle(), line.get_marker()
+
+
+def test_curves_on_one_axes_differ_without_colour():
+    coverage, ax = np.array([0.5, 1.0]), plt.subplots()[1]
+    for i in range(10):
+        plot.risk_coverage(coverage, coverage * i, label=str(i), ax=ax)
+    assert len({looks(line) for line in ax.lines}) == 10
+    # matplotlib by itself changes hue only.
+    control = plt.subplots()[1]
+    for i in range(10):
+        control.plot(coverage, coverage * i)
+    assert len({looks(line) for line in control.lines}) == 1
+
+
+def test_training_and_validation_differ_without_colour():
+    ax = plot.training_curves(HISTORY)
+    plot.training_curves(HISTORY, of="validation", ax=ax)
+    training, validation = ax.lines[0], ax.lines[5]
+    assert looks(training) != looks(validation)
+    assert looks(ax.lines[1]) == looks(training)
+    assert ax.lines[1].get_linewidth() < training.get_linewidth()
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "training, median of 4 members",
+        "training, central 50 %",
+        "validation, median of 4 members",
+        "validation, central 50 %",
+    ]
+
+
+def test_bands_and_targets_differ_without_colour():
+    ax = plot.prediction_bands(LOGITS[..., 0], targets=10 * LOGITS[0, :, 1])
+    opacity = [collection.get_facecolor()[0][3] for collection in ax.collections]
+    assert opacity[1] > opacity[0] + 0.1
+    _, inside, outside = ax.lines
+    assert {inside.get_marker(), outside.get_marker()} == {"o", "D"}
+    assert outside.get_markerfacecolor() == "none"
+
+
+def test_bars_and_histograms_differ_without_colour():
+    bars, gaps = plot.reliability_diagram(LOGITS, LABELS).containers
+    assert (bars[0].get_hatch(), gaps[0].get_hatch()) == (None, "///")
+    assert bars[0].get_fill()
+    assert not gaps[0].get_fill()
+    known, novel = plot.uncertainty_histogram(LOGITS[..., 0], LOGITS[..., 1]).patches
+    assert (known.get_hatch(), novel.get_hatch()) == ("///", None)
+    assert (known.get_fill(), novel.get_fill()) == (True, False)
+
+
+def test_members_are_shaded_by_their_score():
+    ax = plot.parallel_coordinates(TABLE)
+    shades = [luminance(line.get_color()) for line in ax.lines[:4]]
+    assert shades == sorted(shades, reverse=True)
+    assert shades[0] - shades[-1] > 0.7
+    assert len(set(shades)) == 4
+
+
+def test_numbers_can_be_read_on_their_squares():
+    ax = plot.member_similarity(np.array([[0.0, 1.0], [1.0, 0.0]]), colorbar=False)
+    assert {(text.get_text(), luminance(text.get_color())) for text in ax.texts} == {("0", 0.0), ("1", 1.0)}
+
+
+def test_many_members_are_not_written_out():
+    ax = plot.member_similarity(np.eye(30), ids=np.arange(100, 130))
+    assert not ax.texts
+    assert [label.get_text() for label in ax.get_xticklabels()][::11] == ["100", "129"]
+
+
+BAD = {
+    "one_member": (
+        lambda: plot.prediction_bands(LOGITS[0, :, 0]),
+        r"`predictions` of shape \(members, batch\).\n  got shape \(50,\)\n.*`predictions\[None\]`",
+    ),
+    "trailing_axis": (lambda: plot.prediction_bands(LOGITS), r"got shape \(4, 50, 3\)\n.*`predictions\[..., 0\]`"),
+    "other_rows": (
+        lambda: plot.prediction_bands(LOGITS[..., 0], targets=np.ones(4)),
+        r"one number per row in `targets`.\n  expected \(50,\), as `predictions` are \(members, batch\); got \(4,\)",
+    ),
+    "x": (lambda: plot.prediction_bands(LOGITS[..., 0], x=np.ones((50, 1))), r"`x` of shape \(batch,\)"),
+    "level": (lambda: plot.prediction_bands(LOGITS[..., 0], levels=(90.0,)), "a `level` between 0 and 1"),
+    "swapped_ends": (
+        lambda: plot.prediction_bands(LOGITS[..., 0], intervals={0.9: (np.ones(50), np.zeros(50))}),
+        "at or below its upper end.\n  got 1.0 at index .*, the first of 50 such\nSwapped",
+    ),
+    "nan": (
+        lambda: plot.prediction_bands(np.array([[1.0, np.nan]])),
+        r"finite `predictions`.\n  got nan at index \(0, 1\), the first of 1 such\nLeave diverged members",
+    ),
+    "labels": (lambda: plot.reliability_diagram(LOGITS, LABELS[:-1]), "one label per row"),
+    "num_bins": (lambda: plot.reliability_diagram(LOGITS, LABELS, num_bins=0), "`num_bins` of one or more"),
+    "nan_logits": (lambda: plot.reliability_diagram(LOGITS * np.nan, LABELS), "finite `logits`"),
+    "ranks": (lambda: plot.rank_histogram(np.ones((2, 3))), r"`counts` of shape \(ranks,\)"),
+    "negative": (lambda: plot.rank_histogram(np.array([1, -1])), "`counts` of zero or more"),
+    "no_rows": (lambda: plot.rank_histogram(np.zeros(3)), "`counts` of at least one row"),
+    "one_rank": (lambda: plot.rank_histogram(np.ones(1)), "at least two ranks"),
+    "of": (lambda: plot.training_curves(HISTORY, of="val"), "`of` to be 'loss' or 'validation'"),
+    "every": (lambda: plot.training_curves(HISTORY, every=0), "`every`"),
+    "no_validation": (
+        lambda: plot.training_curves(train.History(np.ones((4, 2)), None, None, np.zeros(0, int)), of="validation"),
+        "validation scores.\n  got a run without\nTrain with `validation=` data",
+    ),
+    "all_nan": (
+        lambda: plot.training_curves(train.History(np.full((4, 2), np.nan), None, None, np.zeros(0, int))),
+        "a finite number in `history.loss`",
+    ),
+    "empty": (lambda: plot.uncertainty_histogram(np.zeros(0), np.ones(3)), "at least one number in `in_distribution`"),
+    "bins": (lambda: plot.uncertainty_histogram(np.ones(3), np.ones(3), bins=0), "`bins` of one or more"),
+    "edges": (lambda: plot.uncertainty_histogram(np.ones(3), np.ones(3), bins=[1.0, 0.0]), "two or more rising edges"),
+    "one_curve": (lambda: plot.risk_coverage(np.ones(3), np.ones(4)), "`coverage` and `risk` of one shape"),
+    "swapped": (lambda: plot.risk_coverage(np.array([0.2, 0.1]), np.array([0.5, 1.0])), "`coverage` that rises"),
+    "no_column": (
+        lambda: plot.parallel_coordinates(TABLE, columns=["lr", "wd"]),
+        "names of columns in `columns`.\n  got 'wd'\nName what stands in the table: `lr`, `loss`.",
+    ),
+    "one_column": (lambda: plot.parallel_coordinates({"loss": np.ones(3)}), r"two or more columns.\n  got \['loss'\]"),
+    "uneven": (
+        lambda: plot.parallel_coordinates({"lr": np.ones(2), "loss": np.ones(3)}),
+        "one number per member in every column.\n  got 2 in `lr`, 3 in `loss`",
+    ),
+    "log": (
+        lambda: plot.parallel_coordinates({"lr": np.arange(3.0), "loss": np.ones(3)}, log=["lr"]),
+        "positive numbers in column `lr`.\n  got 0\nZero has no logarithm.",
+    ),
+    "no_finite": (
+        lambda: plot.parallel_coordinates({"lr": np.ones(3), "loss": np.full(3, np.nan)}),
+        "a finite number in column `loss`",
+    ),
+    "square": (lambda: plot.member_similarity(np.ones((2, 3))), r"`matrix` of shape \(members, members\).\n  got"),
+    "ids": (lambda: plot.member_similarity(np.eye(3), ids=[1]), "one id per member in `ids`.\n  expected 3, got 1"),
+}
+
+WRONG_KINDS = {
+    "run": (lambda: plot.training_curves(TABLE), "a `Run` or its `History`.\n  got a dict"),
+    "table": (lambda: plot.parallel_coordinates(HISTORY), r"a table, a dict .*\n  got .*\nPass `run.table\(\)`."),
+    "words": (
+        lambda: plot.parallel_coordinates({"lr": np.array(["a", "b"]), "loss": np.ones(2)}),
+        "real numbers in `lr`",
+    ),
+    "one_name": (lambda: plot.parallel_coordinates(TABLE, columns="lr"), r"Pass `columns=\['lr'\]`"),
+    "intervals": (
+        lambda: plot.prediction_bands(LOGITS[..., 0], intervals=(np.ones(50), np.ones(50))),
+        "a dict from level to",
+    ),
+    "traced": (
+        lambda: jax.jit(lambda counts: plot.rank_histogram(counts) and counts)(np.ones(3)),
+        "`counts` whose values are known on this host",
+    ),
+}
+
+
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_before_anything_is_drawn(case):
+    call, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert plt.get_fignums() == []
+
+
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize("case", WRONG_KINDS)
+def test_wrong_kinds_are_refused_before_anything_is_drawn(case):
+    call, message = WRONG_KINDS[case]
+    with pytest.raises(TypeError, match=message):
+        call()
+    assert plt.get_fignums() == []

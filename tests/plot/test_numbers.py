@@ -1,0 +1,249 @@
+"""What is drawn is what NumPy computes."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matplotlib.collections import LineCollection
+
+from eqx_ensemble import plot, scores, train, uncertainty
+
+RNG = np.random.default_rng(0)
+
+
+def softmax(logits):
+    powers = np.exp(np.asarray(logits, np.float64))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def bins_of(probabilities, labels, num_bins):
+    """One bin after another, `lower < confidence <= upper`: its edge, rows, mean confidence and share that is right."""
+    confidence, right = probabilities.max(-1).ravel(), (probabilities.argmax(-1) == labels).ravel()
+    found = []
+    for k in range(num_bins):
+        inside = (confidence > k / num_bins) & (confidence <= (k + 1) / num_bins)
+        if inside.any():
+            found.append((k / num_bins, inside.sum(), confidence[inside].mean(), right[inside].mean()))
+    return map(np.array, zip(*found, strict=True))
+
+
+def heights(container):
+    return np.array([bar.get_height() for bar in container])
+
+
+def band(collection):
+    """The lower and the upper edge of a filled band, by its place."""
+    vertices = collection.get_paths()[0].vertices
+    places = np.unique(vertices[:, 0])
+    return np.array([[f(vertices[vertices[:, 0] == x, 1]) for x in places] for f in (np.min, np.max)])
+
+
+@pytest.mark.parametrize("weights", [None, np.array([0.1, 0.6, 0.3, 0.0])])
+def test_reliability_diagram(ax, weights):
+    labels = RNG.integers(3, size=(20, 15))
+    logits = (2 * RNG.normal(size=(4, 20, 15, 3)) + np.eye(3)[labels]).astype(np.float32)
+    mixture = np.average(softmax(logits), axis=0, weights=weights)
+    left, counts, confidence, right = bins_of(mixture, labels, 7)
+    plot.reliability_diagram(logits, labels, num_bins=7, weights=weights, show_members=True, ax=ax)
+    bars, gaps = ax.containers
+    np.testing.assert_allclose([bar.get_x() for bar in bars], left, atol=1e-12)
+    np.testing.assert_allclose([bar.get_width() for bar in bars], 1 / 7)
+    np.testing.assert_allclose(heights(bars), right)
+    np.testing.assert_allclose([bar.get_y() for bar in gaps], right)
+    np.testing.assert_allclose(heights(gaps), confidence - right, rtol=1e-4, atol=1e-6)
+    assert [text.get_text() for text in ax.texts] == [str(count) for count in counts]
+    # What the bars show sums up to the error that the legend names.
+    error = scores.ece(logits, labels, num_bins=7, weights=weights)
+    np.testing.assert_allclose(np.sum(counts * np.abs(heights(gaps))) / counts.sum(), error, rtol=1e-4)
+    assert f"ECE {float(error):.3f}" in bars.get_label()
+    # Bins of one member are other bins, and so is one more or less of them.
+    assert not np.array_equal(counts, list(bins_of(softmax(logits[0]), labels, 7))[1])
+    curves = ax.lines[1:]
+    assert len(curves) == (4 if weights is None else 3)
+    for member, curve in zip(softmax(logits), curves, strict=False):
+        _, _, confidence, right = bins_of(member, labels, 7)
+        np.testing.assert_allclose(curve.get_xdata(), confidence, rtol=1e-5)
+        np.testing.assert_allclose(curve.get_ydata(), right)
+
+
+def test_edges_of_bins_are_those_of_the_calibration_error(ax):
+    # 0.5 is an edge of four bins: in (0.25, 0.5] it stands alone.
+    logits = np.log(np.array([[[0.5, 0.5], [0.6, 0.4]]], np.float32))
+    plot.reliability_diagram(logits, np.array([1, 0]), num_bins=4, ax=ax)
+    assert [bar.get_x() for bar in ax.containers[0]] == [0.25, 0.5]
+    assert heights(ax.containers[0]).tolist() == [0, 1]
+
+
+def test_rank_histogram(ax):
+    counts = jnp.array([3, 0, 5, 2, 10])
+    plot.rank_histogram(counts, ax=ax)
+    np.testing.assert_array_equal(heights(ax.containers[0]), counts)
+    assert [bar.get_x() + bar.get_width() / 2 for bar in ax.containers[0]] == [0, 1, 2, 3, 4]
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), 4)
+    low, high = ax.patches[-1].get_y(), ax.patches[-1].get_y() + ax.patches[-1].get_height()
+    np.testing.assert_allclose([low, high], 4 + np.array([-2, 2]) * np.sqrt(20 * 0.2 * 0.8))
+
+
+def history(loss, validation=None, steps=()):
+    return train.History(np.asarray(loss, np.float32), None, validation, np.array(steps, np.int64))
+
+
+LOSS = np.abs(RNG.normal(size=(9, 10))).astype(np.float32)
+LOSS[2, 4:], LOSS[5, 7] = np.nan, np.inf
+
+
+def test_training_curves_of_every_step(ax):
+    plot.training_curves(history(LOSS), level=0.6, first_step=100, ax=ax)
+    median, *members = ax.lines
+    finite = [LOSS[np.isfinite(LOSS[:, step]), step] for step in range(10)]
+    np.testing.assert_array_equal(median.get_xdata(), np.arange(101, 111))
+    np.testing.assert_allclose(median.get_ydata(), [np.median(column) for column in finite])
+    assert not np.allclose(median.get_ydata(), [np.mean(column) for column in finite], rtol=1e-2)
+    for line, curve in zip(members, LOSS, strict=True):
+        np.testing.assert_allclose(line.get_ydata(), np.where(np.isfinite(curve), curve, np.nan))
+    for edge, q in zip(band(ax.collections[0]), (0.2, 0.8), strict=True):
+        # The smallest of the sorted numbers up to which this share of them lies.
+        want = [np.sort(column)[int(np.ceil(q * len(column) - 1e-9)) - 1] for column in finite]
+        np.testing.assert_allclose(edge, want)
+
+
+def test_training_curves_of_means(ax):
+    plot.training_curves(history(LOSS), every=4, ax=ax)
+    median, *members = ax.lines
+    parts = [slice(0, 4), slice(4, 8), slice(8, 10)]
+    np.testing.assert_array_equal(median.get_xdata(), [4, 8, 10])
+    for line, curve in zip(members, LOSS, strict=True):
+        want = [np.mean(curve[part][np.isfinite(curve[part])]) if np.isfinite(curve[part]).any() else np.nan
+                for part in parts]  # fmt: skip
+        np.testing.assert_allclose(line.get_ydata(), want, rtol=1e-6)
+
+
+def test_points_that_no_member_has_are_left_out(ax):
+    loss = LOSS.copy()
+    loss[:, 3] = np.nan
+    plot.training_curves(history(loss), ax=ax)
+    assert 4 not in ax.lines[0].get_xdata()
+    assert len(ax.lines[0].get_xdata()) == 9
+
+
+def test_validation_curves_stand_at_their_steps(ax):
+    validation = np.arange(6.0).reshape(2, 3)
+    plot.training_curves(history(LOSS[:2], validation, [4, 8, 12]), of="validation", ax=ax)
+    assert ax.lines[0].get_xdata().tolist() == [4, 8, 12]
+    assert ax.lines[0].get_ydata().tolist() == [1.5, 2.5, 3.5]
+    assert len(ax.lines) == 3  # a history does not say which weights were kept
+
+
+@pytest.mark.parametrize("x", [None, np.array([3.0, 1.0, 2.0, 0.0])])
+def test_prediction_bands(ax, x):
+    predictions = RNG.normal(size=(10, 4)).astype(np.float32)
+    centre = predictions.mean(0)
+    targets = np.array([centre[0], 9.0, centre[2], -9.0])
+    plot.prediction_bands(predictions, x=x, targets=targets, levels=(0.4, 0.8), ax=ax)
+    order = np.argsort(centre if x is None else x)
+    at = np.arange(4) if x is None else np.sort(x)
+    line, inside, outside = ax.lines
+    np.testing.assert_array_equal(line.get_xdata(), at)
+    np.testing.assert_allclose(line.get_ydata(), centre[order], rtol=1e-5)
+    # Of ten members the quantile of level q is the one in place 10 q, counted from one.
+    ranked = np.sort(predictions, axis=0)[:, order]
+    wide, narrow = ax.collections
+    np.testing.assert_allclose(band(wide), ranked[[0, 8]], rtol=1e-6)
+    np.testing.assert_allclose(band(narrow), ranked[[2, 6]], rtol=1e-6)
+    for points, rows in ((inside, {0, 2}), (outside, {1, 3})):
+        places = [i for i, row in enumerate(order) if row in rows]
+        np.testing.assert_array_equal(points.get_xdata(), at[places])
+        np.testing.assert_array_equal(points.get_ydata(), targets[order][places])
+
+
+def test_bands_that_are_given_are_drawn(ax):
+    mean, variance = np.array([1.0, 0.0, 2.0], np.float32), np.array([1.0, 4.0, 9.0], np.float32)
+    intervals = {level: uncertainty.gaussian_interval(mean, variance, level=level) for level in (0.5, 0.9)}
+    plot.prediction_bands(mean[None], intervals=intervals, ax=ax)
+    order = np.argsort(mean)
+    for collection, (z, level) in zip(ax.collections, [(1.6449, "90 %"), (0.6745, "50 %")], strict=True):
+        want = mean[order] + np.array([[-z], [z]]) * np.sqrt(variance)[order]
+        np.testing.assert_allclose(band(collection), want, atol=1e-3)
+        assert collection.get_label() == f"central {level}"
+
+
+def test_uncertainty_histogram(ax):
+    known, novel = RNG.gamma(1, 0.2, size=(30, 10)), RNG.gamma(4, 0.2, size=70)
+    plot.uncertainty_histogram(known, novel, bins=12, ax=ax)
+    edges = np.linspace(min(known.min(), novel.min()), max(known.max(), novel.max()), 13)
+    for patch, values in zip(ax.patches, (known, novel), strict=True):
+        data = patch.get_data()
+        np.testing.assert_allclose(data.edges, edges)
+        np.testing.assert_allclose(data.values, np.histogram(values, edges)[0] / values.size * 100)
+        np.testing.assert_allclose(data.values.sum(), 100)
+
+
+def test_values_beyond_the_edges_count_in_the_outer_bins(ax):
+    plot.uncertainty_histogram(np.array([-5.0, 0.2, 0.8, 0.9]), np.array([0.1, 7.0]), bins=[0, 0.5, 1], ax=ax)
+    assert [patch.get_data().values.tolist() for patch in ax.patches] == [[50, 50], [50, 50]]
+
+
+def test_risk_coverage(ax):
+    coverage, risk = np.arange(1, 6) / 5, np.array([0.0, 0.1, 0.1, 0.3, 0.4])
+    plot.risk_coverage(coverage, risk, label="entropy", ax=ax)
+    np.testing.assert_array_equal(ax.lines[0].get_xydata(), np.stack([coverage, risk], axis=1))
+    (reference,) = (collection for collection in ax.collections if isinstance(collection, LineCollection))
+    assert reference.get_segments()[0].tolist() == [[0, 0.4], [1, 0.4]]
+    assert ax.get_legend().get_texts()[0].get_text() == "entropy"
+
+
+TABLE = {
+    "member": np.array([7, 8, 9, 10]),
+    "lr": np.array([1e-4, 1e-2, 1e-3, 1e-1]),
+    "betas": np.array([[0.5, 0.9], [0.6, 0.9], [0.7, 0.9], [0.9, 0.9]]),
+    "loss": np.array([1.0, 2.0, 3.0, 4.0]),
+    "validation": np.array([3.0, 1.0, 2.0, np.inf]),
+    "best_step": np.array([1, 2, 3, -1]),
+    "status": np.array(["ok", "stopped", "ok", "diverged"]),
+    "left": np.array([-1, 3, -1, 2]),
+}
+
+
+def member_lines(ax):
+    return [line for line in ax.lines if len(line.get_xdata()) > 2]
+
+
+def test_parallel_coordinates(ax):
+    plot.parallel_coordinates(TABLE, ax=ax)
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["lr", "betas[0]", "betas[1]", "validation"]
+    # A logarithm from 1e-4 to 1e-1, a linear scale, equal values in the middle, and what is not finite left out.
+    want = {
+        7: [0, 0, 0.5, 1],
+        8: [2 / 3, 0.25, 0.5, 0],
+        9: [1 / 3, 0.5, 0.5, 0.5],
+        10: [1, 1, 0.5, np.nan],
+    }
+    drawn = np.array([line.get_ydata() for line in member_lines(ax)])
+    worst_first = [10, 7, 9, 8]
+    np.testing.assert_allclose(drawn, [want[member] for member in worst_first], atol=1e-9)
+    styles = [line.get_linestyle() for line in member_lines(ax)]
+    assert styles == [":", "-", "-", "--"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["diverged", "lowest validation: member 8"]
+    assert {"0.0001", "0.1\n(log)", "0.5", "0.9", "1", "3"} <= {text.get_text() for text in ax.texts}
+
+
+def test_parallel_coordinates_of_some_columns(ax):
+    frame = pytest.importorskip("pandas").DataFrame({"lr": TABLE["lr"], "width": [1, 2, 3, 5], "loss": TABLE["loss"]})
+    plot.parallel_coordinates(frame, columns=["loss", "lr", "width"], log=[], ax=ax)
+    first = next(line for line in member_lines(ax) if line.get_linestyle() == "--")
+    np.testing.assert_allclose(member_lines(ax)[0].get_ydata(), [1, 1, 1])
+    np.testing.assert_allclose(first.get_ydata(), [0, 0, 0])
+    np.testing.assert_allclose(
+        sorted(line.get_ydata()[1] for line in member_lines(ax)), (np.sort(TABLE["lr"]) - 1e-4) / (1e-1 - 1e-4)
+    )
+
+
+def test_member_similarity(ax):
+    matrix = np.array([[0.0, 0.25, np.nan], [0.25, 0.0, 0.75], [np.nan, 0.75, 0.0]])
+    plot.member_similarity(matrix, ids=jnp.array([4, 5, 9]), label="share of rows", ax=ax)
+    (image,) = ax.images
+    np.testing.assert_array_equal(np.ma.filled(image.get_array(), np.nan), matrix)
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["4", "5", "9"]
+    written = {text.get_position(): text.get_text() for text in ax.texts}
+    assert written[1, 2] == written[2, 1] == "0.75"
+    assert (2, 0) not in written
+    assert image.colorbar.ax.get_ylabel() == "share of rows"
