@@ -147,7 +147,7 @@ def _product(
     limit = (least == 0) | (least == jnp.inf)
     of_equals = (variance == least[None]).astype(variance.dtype)
     safe = jnp.where(limit[None], 1, variance)
-    precision = jnp.where(limit[None], of_equals, jnp.where(limit, 1, least)[None] / safe)
+    precision = jnp.where(limit[None], of_equals, 1 / (safe / jnp.where(limit, 1, least)[None]))
     total = weighted_mean(precision, weights)
     centre = weighted_mean(mean, weights)
     deviation = weighted_mean(precision * (mean - centre[None]), weights) / total

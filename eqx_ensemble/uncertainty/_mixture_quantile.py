@@ -135,26 +135,32 @@ def _bracketed(
     alone = mean + sigma * ndtri(level)
     low = jnp.min(blank_unweighted(alone, weights, fill=jnp.inf), axis=0)
     high = jnp.max(blank_unweighted(alone, weights, fill=-jnp.inf), axis=0)
-    least = jnp.min(sigma, axis=0)
+    eps, least = jnp.finfo(mean.dtype).eps, jnp.min(sigma, axis=0)
 
-    def going_on(state: tuple) -> Bool[Array, ""]:
-        *_, done, number = state
-        return ~jnp.all(done) & (number < 400)
+    def at(x: Array) -> tuple[Array, Array]:
+        return _share_below(x, mean, sigma, weights) - level, _density(x, mean, sigma, weights)
 
+    def goes_on(state: tuple) -> Bool[Array, "*batch"]:
+        _, _, before, x, excess, _ = state
+        still = jnp.abs(x - before) > 2 * eps * jnp.maximum(jnp.abs(x), least)
+        return still & (jnp.abs(excess) > 4 * eps * level)
+
+    # A step decides by what the last one computed and stored: computed anew, it may be rounded otherwise in each place
+    # where it is used, and one part of the step would see the root on another side than the next.
     def step(state: tuple) -> tuple:
-        low, high, x, length, done, number = state
-        excess = _share_below(x, mean, sigma, weights) - level
+        low, high, before, x, excess, density = state
         low, high = jnp.where(excess < 0, x, low), jnp.where(excess < 0, high, x)
-        newton = x - excess / _density(x, mean, sigma, weights)
+        newton = x - excess / density
         # A step that does not become shorter fast enough, as where no member has any density, gives way to a halving.
-        useful = (low <= newton) & (newton <= high) & (jnp.abs(newton - x) <= 0.5 * length)
-        moved = jnp.where(done, x, jnp.where(useful, newton, low + 0.5 * (high - low)))
-        length = jnp.abs(moved - x)
-        finished = length <= 2 * jnp.finfo(x.dtype).eps * jnp.maximum(jnp.abs(moved), least)
-        return low, high, moved, length, done | finished | jnp.isnan(excess), number + 1
+        useful = (low <= newton) & (newton <= high) & (jnp.abs(newton - x) <= 0.5 * jnp.abs(x - before))
+        moved = jnp.where(useful, newton, low + 0.5 * (high - low))
+        new = (low, high, x, moved, *at(moved))
+        going_on = goes_on(state)
+        return tuple(jnp.where(going_on, one, other) for one, other in zip(new, state, strict=True))
 
     x = low + 0.5 * (high - low)
-    return jax.lax.while_loop(going_on, step, (low, high, x, high - low, jnp.isnan(x), 0))[2]
+    start = (low, high, jnp.full_like(x, jnp.inf), x, *at(x))
+    return jax.lax.while_loop(lambda state: jnp.any(goes_on(state)), step, start)[3]
 
 
 def _share_below(x: Array, mean: Array, sigma: Array, weights: Array | None) -> Float[Array, "*batch"]:
