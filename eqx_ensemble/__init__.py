@@ -25,6 +25,7 @@ from ._files import load as load
 from ._files import load_members as load_members
 from ._files import save as save
 from ._keys import member_keys as member_keys
+from ._prune import prune as prune
 from ._typing import Stacked as Stacked
 from .export import Artefact as Artefact
 from .export import export as export

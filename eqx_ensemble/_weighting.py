@@ -1,4 +1,4 @@
-"""Sums over the `members` axis that combining, scoring and uncertainty share; weights come checked and normalised."""
+"""What combining, scoring and uncertainty do over the `members` axis alike; weights come checked and normalised."""
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,45 @@ def moments(
     deviation = mean - rough[None]
     correction = weighted_mean(deviation, weights)
     return rough + correction, weighted_mean((deviation - correction[None]) ** 2, weights)
+
+
+def votes(
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+) -> Float[Array, "*batch classes"]:
+    """The share of the votes that each class gets; NaN where a member that votes has a NaN."""
+    voting = blank_unweighted(logits, weights)
+    chosen = jax.nn.one_hot(jnp.argmax(voting, axis=-1), voting.shape[-1], dtype=voting.dtype)
+    unknown = jnp.any(jnp.isnan(voting), axis=-1, keepdims=True)
+    return weighted_mean(jnp.where(unknown, jnp.nan, chosen), weights)
+
+
+def ordered(
+    values: Float[Array, "members ..."], weights: Float[Array, " members"] | None
+) -> tuple[Float[Array, "members ..."], Float[Array, "members ..."]]:
+    """The values sorted over members, and the weight of each and all below it. Members of weight zero come last."""
+    num_members = values.shape[0]
+    if weights is None:
+        count = jnp.arange(1, num_members + 1, dtype=values.dtype)
+        return jnp.sort(values, axis=0), jnp.broadcast_to(_spread(count / num_members, values), values.shape)
+    blanked = blank_unweighted(values, weights, fill=jnp.inf)
+    spread = jnp.broadcast_to(_spread(weights, values), values.shape)
+    in_order, reordered = jax.lax.sort((blanked, spread), dimension=0, num_keys=1)
+    share = jnp.cumsum(reordered, axis=0)
+    return in_order, share / share[-1:]
+
+
+def quantile(
+    values: Float[Array, "members ..."], level: Float[Array, ""], weights: Float[Array, " members"] | None
+) -> Float[Array, "..."]:
+    """Where the weight of the values at or below reaches the level; midway to the next where it meets it exactly."""
+    in_order, share = ordered(values, weights)
+    rounding = 4 * jnp.finfo(values.dtype).eps
+    lower = jnp.sum(share < level - rounding, axis=0)
+    upper = jnp.sum(share <= level + rounding, axis=0)
+    upper = jnp.where(upper < values.shape[0], upper, lower)
+    low, high = (jnp.take_along_axis(in_order, index[None], axis=0)[0] for index in (lower, upper))
+    unknown = jnp.any(jnp.isnan(blank_unweighted(values, weights)), axis=0)
+    return jnp.where(unknown, jnp.nan, jnp.where(lower == upper, low, 0.5 * low + 0.5 * high))
 
 
 def _spread(weights: Float[Array, " members"], values: Float[Array, "members ..."]) -> Float[Array, "members ..."]:

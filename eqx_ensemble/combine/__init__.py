@@ -1,5 +1,11 @@
+from . import weights as weights
+from ._classes import mean_logits as mean_logits
 from ._classes import mixture as mixture
 from ._classes import vote as vote
 from ._gaussian import Gaussian as Gaussian
 from ._gaussian import gaussian as gaussian
+from ._gaussian import product_gaussian as product_gaussian
 from ._mean import mean as mean
+from ._mean import mean_densities as mean_densities
+from ._robust import median as median
+from ._robust import trimmed_mean as trimmed_mean

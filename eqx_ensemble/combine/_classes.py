@@ -3,7 +3,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_logits, check_weights
-from .._weighting import blank_unweighted, log_mixture, weighted_mean
+from .._weighting import blank_unweighted, log_mixture, votes, weighted_mean
 
 
 def mixture(
@@ -43,6 +43,58 @@ def mixture(
     checked = check_logits(fn, logits)
     convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
     return _mixture(checked, convex)
+
+
+def mean_logits(
+    logits: Float[ArrayLike, "members *batch classes"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, "*batch classes"]:
+    r"""Log-probabilities of the mean of the members' logits: the geometric mean of their probabilities, normalised.
+
+    $\mathrm{log\,softmax}(\sum_m w_m \, \mathrm{logits}_m)$, also called the logarithmic opinion pool. Of all
+    distributions it is the one with the smallest mean divergence to the members, $\sum_m w_m \mathrm{KL}(p \| p_m)$.
+    A member that is sure moves it more than it moves the mean of the probabilities,
+    [`eqx_ensemble.combine.mixture`][]: one that rules a class out, rules it out for all.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`; log-probabilities give the same.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    Log-probabilities `(*batch, classes)`. A row is NaN where the members together rule every class out. Members that
+    count as independent observers have their logits added, not averaged: `log_softmax(num_members * ...)` of this.
+
+    **Raises:**
+
+    As [`eqx_ensemble.combine.mixture`][].
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import combine
+
+    logits = jnp.log(jnp.array([[0.9, 0.1], [0.5, 0.5]]))  # two members, one row
+    jnp.exp(combine.mean_logits(logits))  # [0.75, 0.25]: the odds 9 and 1 have the geometric mean 3
+    ```
+
+    ??? cite
+        [Training Products of Experts by Minimizing Contrastive Divergence](https://doi.org/10.1162/089976602760128018)
+
+        ```bibtex
+        @article{hinton2002training,
+            author={Geoffrey E. Hinton},
+            title={Training Products of Experts by Minimizing Contrastive Divergence},
+            journal={Neural Computation},
+            year={2002},
+        }
+        ```
+    """
+    fn = "combine.mean_logits"
+    checked = check_logits(fn, logits)
+    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    return _mean_logits(checked, convex)
 
 
 def vote(
@@ -91,10 +143,14 @@ def _mixture(
 
 
 @jax.jit
-def _vote(
+def _mean_logits(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
 ) -> Float[Array, "*batch classes"]:
-    voting = blank_unweighted(logits, weights)
-    votes = jax.nn.one_hot(jnp.argmax(voting, axis=-1), voting.shape[-1], dtype=voting.dtype)
-    unknown = jnp.any(jnp.isnan(voting), axis=-1, keepdims=True)
-    return weighted_mean(jnp.where(unknown, jnp.nan, votes), weights)
+    logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
+    # Infinities are taken out and put back, or the weights would have NaN gradients.
+    absent = logs == -jnp.inf
+    pooled = weighted_mean(jnp.where(absent, 0, logs), weights)
+    return jax.nn.log_softmax(jnp.where(jnp.any(absent, axis=0), -jnp.inf, pooled), axis=-1)
+
+
+_vote = jax.jit(votes)

@@ -1,9 +1,10 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from .._check import check_moments, check_weights
+from .._check import check_moments, check_power, check_weights
 from .._weighting import blank_unweighted, moments, weighted_mean
 
 
@@ -66,9 +67,88 @@ def gaussian(
     return _gaussian(means, variances, convex)
 
 
+def product_gaussian(
+    mean: Float[ArrayLike, "members ..."],
+    variance: Float[ArrayLike, "members ..."],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+    power: Real[ArrayLike, ""] = 1.0,
+) -> Gaussian:
+    r"""The Gaussian proportional to the product of the members' Gaussians, each to the power of its weight.
+
+    The precision is $\sigma^{-2} = a \sum_m w_m \sigma_m^{-2}$ and the mean
+    $\mu = a \, \sigma^2 \sum_m w_m \mu_m / \sigma_m^2$, entry by entry, with $a$ the `power`: the sum of all
+    exponents. With 1 it is the geometric mean of the densities, as sure as a member when all agree. With the number of
+    members it is the plain product, right for members whose errors are independent: every further one narrows it.
+
+    **Arguments:**
+
+    - `mean`, `variance`: `(members, ...)`, of one shape. A member of infinite variance says nothing; beside members
+        of variance zero, which are certain, the others do not count.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `power`: the sum of the exponents, above zero.
+
+    **Returns:**
+
+    A named tuple with `.mean` and `.variance`, of the shape of one member's mean. Unlike that of the mixture,
+    [`eqx_ensemble.combine.gaussian`][], this variance ignores how far apart the means are.
+
+    **Raises:**
+
+    As [`eqx_ensemble.combine.gaussian`][], and `ValueError` for a power that is not above zero (where concrete).
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import combine
+
+    mean, variance = jnp.array([[0.0], [3.0]]), jnp.array([[1.0], [2.0]])
+    combine.product_gaussian(mean, variance, power=2)  # mean 1.0, variance 2/3
+    ```
+
+    ??? cite
+        [Generalized Product of Experts for Automatic and Principled Fusion of Gaussian Process
+        Predictions](https://arxiv.org/abs/1410.7827)
+
+        ```bibtex
+        @article{cao2014generalized,
+            author={Yanshuai Cao and David J. Fleet},
+            title={Generalized Product of Experts for Automatic and Principled Fusion of {G}aussian Process
+                   Predictions},
+            journal={arXiv: 1410.7827},
+            year={2014},
+        }
+        ```
+    """
+    fn = "combine.product_gaussian"
+    means, variances = check_moments(fn, mean, variance)
+    convex = check_weights(fn, weights, means.shape[0], means.dtype)
+    return _product(means, variances, convex, check_power(fn, power, means.dtype))
+
+
 @jax.jit
 def _gaussian(
     mean: Float[Array, "members ..."], variance: Float[Array, "members ..."], weights: Float[Array, " members"] | None
 ) -> Gaussian:
     centre, between = moments(blank_unweighted(mean, weights), weights)
     return Gaussian(centre, weighted_mean(blank_unweighted(variance, weights), weights) + between)
+
+
+@jax.jit
+def _product(
+    mean: Float[Array, "members ..."],
+    variance: Float[Array, "members ..."],
+    weights: Float[Array, " members"] | None,
+    power: Float[Array, ""],
+) -> Gaussian:
+    mean = blank_unweighted(mean, weights)
+    variance = blank_unweighted(variance, weights, fill=jnp.inf)
+    # Precisions relative to the largest: they neither overflow nor, where a member is certain, divide zero by zero.
+    least = jax.lax.stop_gradient(jnp.min(variance, axis=0))
+    limit = (least == 0) | (least == jnp.inf)
+    of_equals = (variance == least[None]).astype(variance.dtype)
+    safe = jnp.where(limit[None], 1, variance)
+    precision = jnp.where(limit[None], of_equals, 1 / (safe / jnp.where(limit, 1, least)[None]))
+    total = weighted_mean(precision, weights)
+    centre = weighted_mean(mean, weights)
+    deviation = weighted_mean(precision * (mean - centre[None]), weights) / total
+    return Gaussian(centre + deviation, least / total / power)

@@ -2,7 +2,7 @@ import jax
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_values, check_weights
-from .._weighting import blank_unweighted, weighted_mean
+from .._weighting import blank_unweighted, log_mixture, weighted_mean
 
 
 def mean(
@@ -44,6 +44,49 @@ def mean(
     return _mean(checked, convex)
 
 
+def mean_densities(
+    log_densities: Float[ArrayLike, "members ..."],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, "..."]:
+    r"""The logarithm of the mixture of the members' densities, $\log \sum_m w_m \exp(\mathrm{log\_density}_m)$.
+
+    For densities of any kind, each evaluated where the mixture is wanted. Nothing is normalised: distributions over
+    classes have [`eqx_ensemble.combine.mixture`][], Gaussians [`eqx_ensemble.scores.nll_gaussian_mixture`][].
+
+    **Arguments:**
+
+    - `log_densities`: natural logarithms of densities or probabilities, `(members, ...)`.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    Log-densities, of the shape of one member's.
+
+    **Raises:**
+
+    As [`eqx_ensemble.combine.mean`][].
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import combine
+
+    combine.mean_densities(jnp.log(jnp.array([[0.5], [0.1]])))  # log(0.3)
+    ```
+    """
+    fn = "combine.mean_densities"
+    checked = check_values(fn, "log_densities", log_densities)
+    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    return _mean_densities(checked, convex)
+
+
 @jax.jit
 def _mean(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:
     return weighted_mean(blank_unweighted(values, weights), weights)
+
+
+@jax.jit
+def _mean_densities(
+    log_densities: Float[Array, "members ..."], weights: Float[Array, " members"] | None
+) -> Float[Array, "..."]:
+    return log_mixture(blank_unweighted(log_densities, weights), weights)

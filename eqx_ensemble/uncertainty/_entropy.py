@@ -95,9 +95,14 @@ def _parts(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
     logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
-    aleatoric = weighted_mean(_entropy(logs), weights)
-    epistemic = weighted_mean(_divergence(logs, log_mixture(logs, weights)[None]), weights)
-    return aleatoric, epistemic
+    return weighted_mean(_entropy(logs), weights), mean_divergence(logs, weights)
+
+
+def mean_divergence(
+    logs: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+) -> Float[Array, "*batch"]:
+    """Mean divergence of the members from their mixture, of log-probabilities."""
+    return weighted_mean(_divergence(logs, log_mixture(logs, weights)[None]), weights)
 
 
 @jax.jit

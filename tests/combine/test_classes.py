@@ -113,3 +113,37 @@ def test_unfit_logits(rule):
         rule(np.zeros((0, 4, 2)))
     with pytest.raises(TypeError, match="floating-point `logits`"):
         rule(np.zeros((3, 4, 2), int))
+
+
+@pytest.mark.parametrize("weights", [None, np.array([0.1, 0.4, 0.2, 0.2, 0.1])])
+def test_mean_logits_is_the_normalised_geometric_mean(weights):
+    logits = _logits()
+    pooled = np.exp(np.average(np.log(_softmax(logits)), axis=0, weights=weights))
+    want = pooled / pooled.sum(-1, keepdims=True)
+    np.testing.assert_allclose(np.exp(combine.mean_logits(logits, weights=weights)), want, rtol=1e-5)
+    np.testing.assert_allclose(
+        np.exp(combine.mean_logits(jax.nn.log_softmax(logits), weights=weights)), want, rtol=1e-5
+    )
+    # The mean of the probabilities would not pass.
+    assert not np.allclose(np.average(_softmax(logits), axis=0, weights=weights), want, rtol=1e-2)
+
+
+def test_mean_logits_of_two_odds_has_their_geometric_mean():
+    odds = np.array([9.0, 1 / 4])
+    logits = np.log(np.stack([odds / (1 + odds), 1 / (1 + odds)], axis=-1)).astype(np.float32)
+    got = combine.mean_logits(logits)
+    np.testing.assert_allclose(np.exp(got[0] - got[1]), np.sqrt(9 / 4), rtol=1e-5)
+
+
+def test_mean_logits_a_class_that_one_member_rules_out():
+    logits = jnp.log(jnp.array([[[0.5, 0.5, 0.0]], [[0.2, 0.3, 0.5]]]))
+    want = np.array([np.sqrt(0.1), np.sqrt(0.15), 0])
+    np.testing.assert_allclose(np.exp(combine.mean_logits(logits))[0], want / want.sum(), rtol=1e-5)
+    loss = lambda x, w: combine.mean_logits(x, weights=w)[0, 0]
+    for gradient in _gradient(loss, (0, 1))(logits, jnp.array([0.5, 0.5])):
+        assert np.isfinite(gradient).all()
+    np.testing.assert_allclose(
+        combine.mean_logits(logits, weights=np.array([0, 1])), jax.nn.log_softmax(logits[1]), rtol=1e-5
+    )
+    disjoint = jnp.log(jnp.array([[1.0, 0.0], [0.0, 1.0]]))
+    assert np.isnan(combine.mean_logits(disjoint)).all()

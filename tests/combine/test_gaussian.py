@@ -103,3 +103,70 @@ def test_messages():
     with pytest.raises(ValueError, match="one weight per member"):
         combine.gaussian(mean, variance, weights=np.ones(6))
     combine.gaussian(mean, np.zeros_like(mean))
+
+
+@pytest.mark.parametrize("power", [1.0, 5.0])
+@pytest.mark.parametrize("weights", [None, np.array([0.1, 0.4, 0.2, 0.2, 0.1])])
+def test_product_is_the_product_of_the_densities(weights, power):
+    mean, variance = _moments()
+    got = combine.product_gaussian(mean, variance, weights=weights, power=power)
+    exponents = power * (np.full(5, 0.2) if weights is None else weights)[:, None]
+    precision = np.sum(exponents / np.asarray(variance, np.float64), axis=0)
+    np.testing.assert_allclose(got.variance, 1 / precision, rtol=1e-5)
+    centre = np.sum(exponents * np.asarray(mean, np.float64) / variance, axis=0) / precision
+    np.testing.assert_allclose(got.mean, centre, rtol=1e-5, atol=1e-6)
+    # Log-densities: the product and the result differ by a constant in y.
+    y = np.linspace(-2, 2, 5)[:, None, None]
+    log_density = lambda m, v: -0.5 * (np.log(v) + (y - m) ** 2 / v)
+    product = np.sum(exponents * log_density(np.asarray(mean), np.asarray(variance)), axis=1)
+    gap = product - log_density(np.asarray(got.mean)[None], np.asarray(got.variance)[None])[:, 0]
+    np.testing.assert_allclose(gap - gap[:1], 0, atol=1e-4)
+    # The mixture's moments would not pass.
+    mixture = combine.gaussian(mean, variance, weights=weights)
+    assert not np.allclose(mixture.variance, got.variance, rtol=1e-2)
+    assert not np.allclose(mixture.mean, got.mean, rtol=1e-2)
+
+
+def test_product_with_a_large_offset():
+    rng = np.random.default_rng(0)
+    mean = (1e4 + rng.normal(size=(16, 40))).astype(np.float32)
+    variance = rng.uniform(0.5, 2, size=(16, 40)).astype(np.float32)
+    want = np.average(mean.astype(np.float64), axis=0, weights=1 / variance.astype(np.float64))
+    np.testing.assert_allclose(combine.product_gaussian(mean, variance).mean, want, rtol=1.2e-7)
+
+
+def test_product_of_the_very_sure_and_the_clueless():
+    mean = np.float32([[0.0, 0.0, 0.0, 0.0, 2.0], [1.0, 1.0, 1.0, 1.0, 4.0]])
+    variance = np.float32([[0.0, 1e-36, np.inf, 0.0, np.inf], [1.0, 1e36, 2.0, 0.0, np.inf]])
+    got = combine.product_gaussian(mean, variance, power=2.0)
+    np.testing.assert_allclose(got.mean, [0, 0, 1, 0.5, 3], atol=1e-6)
+    np.testing.assert_allclose(got.variance, [0, 1e-36, 2, 0, np.inf], rtol=1e-5)
+    loss = lambda m, v: jnp.sum(combine.product_gaussian(m, v).mean)
+    for gradient in _gradient(loss, (0, 1))(mean, variance):
+        assert np.isfinite(gradient).all()
+
+
+def test_product_gradients_are_those_of_the_formula():
+    mean, variance = _moments((3, 4))
+    plain = lambda m, v: jnp.sum(1 / jnp.mean(1 / v, axis=0) + jnp.sum(m / v, axis=0) / jnp.sum(1 / v, axis=0))
+    ours = lambda m, v: sum(jnp.sum(part) for part in combine.product_gaussian(m, v))
+    for got, want in zip(
+        _gradient(ours, (0, 1))(mean, variance), _gradient(plain, (0, 1))(mean, variance), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_product_leaves_out_weight_zero():
+    mean, variance = _moments((3, 6))
+    want = combine.product_gaussian(mean[:2], variance[:2])
+    broken = jnp.asarray(mean).at[2].set(jnp.nan), jnp.asarray(variance).at[2].set(jnp.nan)
+    got = combine.product_gaussian(*broken, weights=np.array([1, 1, 0]))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_product_messages():
+    mean, variance = _moments((3, 6))
+    with pytest.raises(ValueError, match="combine.product_gaussian` needs a `power` above zero.\n  got 0.0"):
+        combine.product_gaussian(mean, variance, power=0.0)

@@ -1,0 +1,109 @@
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from .._check import check_cut, check_values, check_weights
+from .._weighting import blank_unweighted, ordered, quantile
+
+
+def median(
+    values: Float[ArrayLike, "members ..."],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, "..."]:
+    r"""The weighted median over members, entry by entry: members that are far off do not move it.
+
+    The value at which half of the weight is reached; the midpoint to the next value where exactly half lies at or
+    below. For equal weights this is the usual median.
+
+    **Arguments:**
+
+    - `values`: floating-point, `(members, ...)`. Medians of the probabilities of several classes do not sum to one.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    The median, of the shape of one member's values; NaN where a member is NaN. Other levels are
+    [`eqx_ensemble.uncertainty.quantile`][].
+
+    **Raises:**
+
+    As [`eqx_ensemble.combine.mean`][].
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import combine
+
+    values = jnp.array([[1.0], [2.0], [1e9]])
+    combine.median(values)  # [2.0]
+    combine.median(values, weights=jnp.array([3, 1, 1]))  # [1.0]
+    ```
+    """
+    fn = "combine.median"
+    checked = check_values(fn, "values", values)
+    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    return _median(checked, convex)
+
+
+def trimmed_mean(
+    values: Float[ArrayLike, "members ..."],
+    *,
+    cut: Real[ArrayLike, ""] = 0.1,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, "..."]:
+    r"""The mean over members without the lowest and the highest, entry by entry.
+
+    $\frac{1}{1 - 2c} \int_c^{1 - c} Q(u) \, du$ with $Q$ the quantiles of the members and $c$ the `cut`: of the weight
+    in the order of the values, the share $c$ is cut off at either end. A member at the edge counts in part, so that the
+    result is continuous in `cut`, and does not change when a member is split into two of half the weight. Where $c$
+    times the number of members is whole, whole members go, as in `scipy.stats.trim_mean`.
+
+    **Arguments:**
+
+    - `values`: floating-point, `(members, ...)`.
+    - `cut`: the share that is cut off at each end, from 0 (the mean) to below 0.5 (the median).
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    The mean, of the shape of one member's values; NaN where a member is NaN, also one that would be cut off.
+
+    **Raises:**
+
+    As [`eqx_ensemble.combine.mean`][], and `ValueError` for a `cut` out of range (where concrete).
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import combine
+
+    values = jnp.array([[-1e9], [1.0], [2.0], [3.0], [1e9]])
+    combine.trimmed_mean(values, cut=0.2)  # [2.0]
+    ```
+    """
+    fn = "combine.trimmed_mean"
+    checked = check_values(fn, "values", values)
+    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    return _trimmed_mean(checked, check_cut(fn, cut, checked.dtype), convex)
+
+
+@jax.jit
+def _median(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:
+    return quantile(values, jnp.asarray(0.5, values.dtype), weights)
+
+
+@jax.jit
+def _trimmed_mean(
+    values: Float[Array, "members ..."], cut: Float[Array, ""], weights: Float[Array, " members"] | None
+) -> Float[Array, "..."]:
+    in_order, share = ordered(values, weights)
+    inside = jnp.clip(share, cut, 1 - cut)
+    kept = jnp.diff(inside, axis=0, prepend=jnp.broadcast_to(cut, inside[:1].shape))
+    # A share that is left by rounding alone must not bring back a member that is far off.
+    rounding = jnp.minimum(8 * jnp.finfo(values.dtype).eps, jnp.max(kept, axis=0) / 2)
+    kept = jnp.where(kept < rounding[None], 0, kept)
+    kept = kept / jnp.sum(kept, axis=0)[None]
+    in_order = jnp.where(kept == 0, 0, in_order)
+    rough = jnp.sum(kept * in_order, axis=0)
+    correction = jnp.sum(kept * (in_order - rough[None]), axis=0)
+    unknown = jnp.any(jnp.isnan(blank_unweighted(values, weights)), axis=0)
+    return jnp.where(unknown, jnp.nan, rough + correction)

@@ -1,0 +1,56 @@
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float
+
+from ..._check import check_log_scores
+
+
+def bayesian(
+    log_scores: Float[ArrayLike, " members *batch"], *, mask: Bool[ArrayLike, "*batch"] | None = None
+) -> Float[Array, " members"]:
+    r"""The posterior probabilities of the members, equally probable before: weights of Bayesian model averaging.
+
+    $w_m \propto \exp \sum_i \ell_{mi}$ with $\ell_{mi}$ the log-likelihood of row $i$ under member $m$. Differences
+    between members are summed, so that large log-likelihoods lose no digits to their common part. With many rows nearly
+    all weight is on the single best member, since one of the members is taken to be the truth; weights that predict
+    well when none of them is are those of [`eqx_ensemble.combine.weights.stacking`][].
+
+    **Arguments:**
+
+    - `log_scores`: the members' log evidences `(members,)`, or their log-likelihoods of each row `(members, *batch)`.
+        Likelihoods of the rows that members were trained on favour those that overfit: they are evidence only for
+        members whose parameters were fixed before. A prior is added to evidences: `log_evidences + jnp.log(prior)`.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:**
+
+    Convex weights `(members,)`.
+
+    **Raises:**
+
+    As [`eqx_ensemble.combine.weights.stacking`][].
+
+    ```python
+    ee.combine.weights.bayesian(jnp.log(jnp.array([2.0, 1.0, 1.0])))  # [0.5, 0.25, 0.25]
+    ```
+
+    ??? cite
+        [Bayesian Model Averaging: A Tutorial](https://doi.org/10.1214/ss/1009212519)
+
+        ```bibtex
+        @article{hoeting1999bayesian,
+            author={Jennifer A. Hoeting and David Madigan and Adrian E. Raftery and Chris T. Volinsky},
+            title={Bayesian Model Averaging: A Tutorial},
+            journal={Statistical Science},
+            year={1999},
+        }
+        ```
+    """
+    return _bayesian(*check_log_scores("combine.weights.bayesian", log_scores, mask))
+
+
+@jax.jit
+def _bayesian(logs: Float[Array, " members *batch"], mask: Bool[Array, "*batch"] | None) -> Float[Array, " members"]:
+    logs = logs if mask is None else jnp.where(mask[None], logs, 0)
+    behind = logs - jax.lax.stop_gradient(jnp.max(logs, axis=0))[None]
+    return jax.nn.softmax(jnp.sum(behind, axis=tuple(range(1, logs.ndim))))

@@ -1,0 +1,198 @@
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Int32
+
+from ..._check import check_log_scores, check_tolerance, warn_of_gap
+
+
+class Stacking(NamedTuple):
+    """Weights that were found, and the proof of how good they are.
+
+    - `weights`: `(members,)`, convex.
+    - `gap`: no other weights have a mean log score that is higher by more than this, in nats.
+    - `num_steps`: how many steps it took.
+    """
+
+    weights: Float[Array, " members"]
+    gap: Float[Array, ""]
+    num_steps: Int32[Array, ""]
+
+
+def stacking(
+    log_scores: Float[ArrayLike, " members *batch"],
+    *,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    tolerance: float | None = None,
+    max_steps: int = 100,
+) -> Stacking:
+    r"""The weights whose mixture of the members has the best mean log score: stacking of predictive distributions.
+
+    Maximises $f(w) = \frac1n \sum_i \log \sum_m w_m p_{mi}$ over convex weights, where $p_{mi}$ is the probability or
+    density that member $m$ gave to what was observed in row $i$. The problem is convex: the mixture is unique, and so
+    are the weights unless members are mixtures of others. With $g = \nabla f(w)$ no weights are better than $w$ by more
+    than $\max_m g_m - 1$, the `gap`: the search, a primal-dual interior-point method, ends when that is proven to be at
+    most `tolerance`. Members that do not help get the weight zero.
+
+    **Arguments:**
+
+    - `log_scores`: natural logarithms of $p_{mi}$, `(members, *batch)`, of rows that no member was trained on: for
+        classes `-scores.per_member(scores.nll, logits, labels, reduction="none")`. A constant per row changes nothing.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `tolerance`: in nats; 1e-6 in float32 and 1e-10 in float64 if not given.
+    - `max_steps`: the search ends here at the latest, with a warning. It usually takes 5 to 15 steps.
+
+    **Returns:**
+
+    [`eqx_ensemble.combine.weights.Stacking`][]. There is no gradient through the search.
+
+    **Raises:**
+
+    - `TypeError` for log scores that are not floating-point, or a mask that is not boolean.
+    - `ValueError` for log scores that are NaN or infinite, and rows where every member has -inf (where concrete).
+
+    ```python
+    log_scores = jnp.log(jnp.array([[0.9, 0.8, 0.1, 0.2], [0.1, 0.2, 0.9, 0.3], [0.1, 0.1, 0.1, 0.1]]))
+    found = ee.combine.weights.stacking(log_scores)
+    found.weights, found.gap  # about [0.62, 0.38, 0.0], at most 1e-6
+    ```
+
+    ??? cite
+        [Using Stacking to Average Bayesian Predictive Distributions](https://doi.org/10.1214/17-BA1091)
+
+        ```bibtex
+        @article{yao2018using,
+            author={Yuling Yao and Aki Vehtari and Daniel Simpson and Andrew Gelman},
+            title={Using Stacking to Average {B}ayesian Predictive Distributions},
+            journal={Bayesian Analysis},
+            year={2018},
+        }
+        ```
+    """
+    fn = "combine.weights.stacking"
+    check_tolerance(fn, tolerance)
+    logs, rows = check_log_scores(fn, log_scores, mask)
+    if tolerance is None:
+        tolerance = 1e-10 if logs.dtype == jnp.float64 else 1e-6
+    found = _stacking(logs, rows, tolerance, max_steps)
+    warn_of_gap(fn, found.gap, tolerance)
+    return found
+
+
+class _Point(NamedTuple):
+    weights: Float[Array, " members"]
+    slack: Float[Array, " members"]  # the dual variables: one minus the gradient at the solution
+    step: Int32[Array, ""]
+    best: Float[Array, " members"]
+    gap: Float[Array, ""]  # of the best
+
+
+_BLOCK = 512
+"""Sums over rows are made in blocks: a long float32 sum rounds by more than the gap that is to be proven."""
+
+
+@jax.jit
+def _stacking(
+    logs: Float[Array, " members *batch"],
+    mask: Bool[Array, "*batch"] | None,
+    tolerance: float | Float[Array, ""],
+    max_steps: int | Int[Array, ""],
+) -> Stacking:
+    num_members = logs.shape[0]
+    logs = jnp.reshape(logs, (num_members, -1))
+    counted = jnp.any(logs > -jnp.inf, axis=0)
+    counted = counted if mask is None else counted & jnp.ravel(mask)
+    logs = jnp.where(counted[None], logs, 0)
+    likelihood = _blocks(jnp.exp(logs - jnp.max(logs, axis=0)[None]), fill=1)
+    share = _blocks(counted.astype(logs.dtype)[None] / jnp.sum(counted, dtype=logs.dtype), fill=0)[:, 0]
+
+    equal = jnp.full(num_members, 1 / num_members, logs.dtype)
+    start = _Point(equal, jnp.ones_like(equal), jnp.int32(0), equal, _gap(likelihood, share, equal))
+    end = jax.lax.while_loop(
+        lambda point: (point.gap > tolerance) & (point.step < max_steps),
+        lambda point: _step(likelihood, share, point),
+        start,
+    )
+    # Interior weights are never zero: those that are smaller than their slack are on their way there.
+    slack = 1 - _gradient(likelihood, share, end.best)
+    cleared = jnp.where(end.best < slack, 0, end.best)
+    cleared = cleared / jnp.sum(cleared)
+    gap = _gap(likelihood, share, cleared)
+    good = gap <= jnp.maximum(end.gap, tolerance)
+    return Stacking(jnp.where(good, cleared, end.best), jnp.where(good, gap, end.gap), end.step)
+
+
+def _step(likelihood: Float[Array, "blocks members rows"], share: Float[Array, "blocks rows"], point: _Point) -> _Point:
+    """One Newton step towards a tenth of the present duality; one of expectation-maximisation where that fails."""
+    weights, slack = point.weights, point.slack
+    mixed = _mixed(likelihood, weights)
+    gradient = _gradient(likelihood, share, weights)
+    value = _mean_log(share, mixed)
+
+    # Scaled by the roots of the weights, the system stays well conditioned as weights go to zero.
+    root = jnp.sqrt(weights)
+    scaled = root[None, :, None] * likelihood * (jnp.sqrt(share) / mixed)[:, None]
+    curvature = jnp.einsum("bmr,bnr->mn", scaled, scaled, precision="highest") + jnp.diag(slack)
+    aim = 0.1 * jnp.dot(weights, slack) / weights.size
+    factor = jax.scipy.linalg.cho_factor(curvature)
+    change = root * jax.scipy.linalg.cho_solve(factor, root * (gradient - 1) + aim / root)
+    slack_change = aim / weights - slack - slack / weights * change
+
+    moved = weights + _length(weights, change) * change
+    moved = moved / jnp.sum(moved)
+    new_slack = slack + _length(slack, slack_change) * slack_change
+    rounding = 8 * jnp.finfo(weights.dtype).eps * (1 + jnp.abs(value))
+    better = _mean_log(share, _mixed(likelihood, moved)) >= value - rounding
+    good = better & jnp.all(jnp.isfinite(new_slack))
+    moved = jnp.where(good, moved, weights * gradient)
+    gap = _gap(likelihood, share, moved)
+    return _Point(
+        moved,
+        jnp.where(good, new_slack, slack),
+        point.step + 1,
+        jnp.where(gap < point.gap, moved, point.best),
+        jnp.minimum(gap, point.gap),
+    )
+
+
+def _blocks(values: Float[Array, "members rows"], *, fill: int) -> Float[Array, "blocks members block_rows"]:
+    num_members, num_rows = values.shape
+    width = min(_BLOCK, num_rows)
+    padded = jnp.pad(values, ((0, 0), (0, -num_rows % width)), constant_values=fill)
+    return jnp.swapaxes(jnp.reshape(padded, (num_members, -1, width)), 0, 1)
+
+
+def _mixed(
+    likelihood: Float[Array, "blocks members rows"], weights: Float[Array, " members"]
+) -> Float[Array, "blocks rows"]:
+    return jnp.einsum("m,bmr->br", weights, likelihood, precision="highest")
+
+
+def _mean_log(share: Float[Array, "blocks rows"], mixed: Float[Array, "blocks rows"]) -> Float[Array, ""]:
+    return jnp.sum(jnp.einsum("br,br->b", share, jnp.log(mixed), precision="highest"))
+
+
+def _gradient(
+    likelihood: Float[Array, "blocks members rows"],
+    share: Float[Array, "blocks rows"],
+    weights: Float[Array, " members"],
+) -> Float[Array, " members"]:
+    per_block = jnp.einsum("bmr,br->bm", likelihood, share / _mixed(likelihood, weights), precision="highest")
+    gradient = jnp.sum(per_block, axis=0)
+    # Its mean over the weights is one: what the sums lose to rounding is much the same for all members.
+    return gradient / jnp.dot(weights, gradient)
+
+
+def _gap(
+    likelihood: Float[Array, "blocks members rows"],
+    share: Float[Array, "blocks rows"],
+    weights: Float[Array, " members"],
+) -> Float[Array, ""]:
+    return jnp.max(_gradient(likelihood, share, weights)) - 1
+
+
+def _length(values: Float[Array, " members"], change: Float[Array, " members"]) -> Float[Array, ""]:
+    """How far to go, the whole way at most, so that positive values stay positive."""
+    falls = change < 0
+    return jnp.minimum(1, 0.99 * jnp.min(jnp.where(falls, -values / jnp.where(falls, change, -1), jnp.inf)))

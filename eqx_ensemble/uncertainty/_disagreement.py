@@ -1,0 +1,250 @@
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
+
+from .._check import check_logits, check_mask, check_rows_of_members, check_weights
+from .._weighting import votes
+
+
+def variation_ratio(
+    logits: Float[ArrayLike, "members *batch classes"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, "*batch"]:
+    """The share of the members' votes that did not go to the class with most of them.
+
+    From 0, all agree, to 1 - 1 / `classes`. A member votes for its most likely class, the lowest of those that tie.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
+    - `weights`: the members' voting weights, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    Shares `(*batch,)`; NaN where a member that votes has a NaN. They have no useful gradient.
+
+    **Raises:**
+
+    - `TypeError` for logits that are not floating-point.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for unfit weights.
+
+    ```python
+    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row
+    ee.uncertainty.variation_ratio(logits)  # 1/3
+    ```
+    """
+    fn = "uncertainty.variation_ratio"
+    checked = check_logits(fn, logits)
+    return _variation_ratio(checked, check_weights(fn, weights, checked.shape[0], checked.dtype))
+
+
+def disagreement(
+    logits: Float[ArrayLike, "members *batch classes"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, "*batch"]:
+    r"""The probability that two members, each drawn by its weight, vote for different classes.
+
+    $1 - \sum_c v_c^2$ with $v_c$ the share of the votes for class $c$. Pairs of a member with itself count, and agree:
+    for equal weights the share of the pairs of different members is `num_members / (num_members - 1)` times this. For
+    every pair of members over all rows see [`eqx_ensemble.uncertainty.pairwise_disagreement`][].
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
+    - `weights`: the members' voting weights, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    Probabilities `(*batch,)`; NaN where a member that votes has a NaN. They have no useful gradient.
+
+    **Raises:**
+
+    As [`eqx_ensemble.uncertainty.variation_ratio`][].
+
+    ```python
+    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row
+    ee.uncertainty.disagreement(logits)  # 4/9, or 2/3 of the pairs of different members
+    ```
+    """
+    fn = "uncertainty.disagreement"
+    checked = check_logits(fn, logits)
+    return _disagreement(checked, check_weights(fn, weights, checked.shape[0], checked.dtype))
+
+
+def pairwise_disagreement(
+    logits: Float[ArrayLike, "members *batch classes"], *, mask: Bool[ArrayLike, "*batch"] | None = None
+) -> Float[Array, "members members"]:
+    """The share of the rows on which two members vote for different classes, for every pair of members.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:**
+
+    A symmetric matrix `(members, members)` with zeros on its diagonal. The rows and columns of a member with a NaN in
+    a row that counts are NaN.
+
+    **Raises:**
+
+    - `TypeError` for logits that are not floating-point, or a mask that is not boolean.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and a mask that does not fit.
+
+    ```python
+    logits = jnp.array([[[2.0, 1.0], [0.0, 3.0]], [[2.0, 1.0], [4.0, 3.0]]])  # two members, two rows
+    ee.uncertainty.pairwise_disagreement(logits)  # [[0, 0.5], [0.5, 0]]
+    ```
+
+    ??? cite
+        [Deep Ensembles: A Loss Landscape Perspective](https://arxiv.org/abs/1912.02757)
+
+        ```bibtex
+        @article{fort2019deep,
+            author={Stanislav Fort and Huiyi Hu and Balaji Lakshminarayanan},
+            title={Deep Ensembles: A Loss Landscape Perspective},
+            journal={arXiv: 1912.02757},
+            year={2019},
+        }
+        ```
+    """
+    fn = "uncertainty.pairwise_disagreement"
+    checked = check_logits(fn, logits)
+    return _pairwise_disagreement(checked, check_mask(fn, mask, checked.shape[1:-1]))
+
+
+def q_statistic(
+    correct: Real[ArrayLike, " members *batch"] | Bool[ArrayLike, " members *batch"],
+    *,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Float[Array, "members members"]:
+    r"""Yule's Q of every pair of members: do they fail on the same rows?
+
+    $Q = \frac{N_{11} N_{00} - N_{10} N_{01}}{N_{11} N_{00} + N_{10} N_{01}}$, where $N_{ab}$ counts the rows that are
+    right (1) or wrong (0) for the one and the other. 1 where one is never right without the other, or all are right
+    together, 0 for errors that are independent, below 0 where members fail on different rows.
+
+    **Arguments:**
+
+    - `correct`: `(members, *batch)`, one where the member is right and zero where it is wrong:
+        `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:**
+
+    A symmetric matrix `(members, members)`. NaN where numerator and denominator are both zero, as for a member that is
+    never wrong, and for a member with a NaN in a row that counts.
+
+    **Raises:**
+
+    - `TypeError` for a mask that is not boolean.
+    - `ValueError` for shapes that do not fit, and for numbers other than 0, 1 and NaN (where concrete).
+
+    ```python
+    correct = jnp.array([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0]])
+    ee.uncertainty.q_statistic(correct)  # [[1, 0], [0, 1]]
+    ```
+
+    ??? cite
+        [Measures of Diversity in Classifier Ensembles and Their Relationship with the Ensemble
+        Accuracy](https://doi.org/10.1023/A:1022859003006)
+
+        ```bibtex
+        @article{kuncheva2003measures,
+            author={Ludmila I. Kuncheva and Christopher J. Whitaker},
+            title={Measures of Diversity in Classifier Ensembles and Their Relationship with the Ensemble Accuracy},
+            journal={Machine Learning},
+            year={2003},
+        }
+        ```
+    """
+    return _q_statistic(*check_rows_of_members("uncertainty.q_statistic", "correct", correct, mask, binary=True))
+
+
+def error_correlation(
+    errors: Float[ArrayLike, " members *batch"], *, mask: Bool[ArrayLike, "*batch"] | None = None
+) -> Float[Array, "members members"]:
+    r"""Pearson's correlation over rows of the errors of every pair of members.
+
+    Members whose errors are independent gain most from being combined: the variance of the mean of $M$ errors of equal
+    variance $\sigma^2$ and correlation $\rho$ is $\sigma^2 (1 + (M - 1) \rho) / M$.
+
+    **Arguments:**
+
+    - `errors`: `(members, *batch)`, such as `predictions - targets[None]`, or, for classes,
+        `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:**
+
+    A symmetric matrix `(members, members)` with ones on its diagonal. NaN for a member whose errors are all the same,
+    and for one with a NaN in a row that counts.
+
+    **Raises:**
+
+    - `TypeError` for errors that are not floating-point, or a mask that is not boolean.
+    - `ValueError` for shapes that do not fit.
+
+    ```python
+    errors = jnp.array([[1.0, -1.0, 2.0, 0.0], [2.0, -2.0, 4.0, 0.0]])
+    ee.uncertainty.error_correlation(errors)  # all ones
+    ```
+    """
+    return _error_correlation(*check_rows_of_members("uncertainty.error_correlation", "errors", errors, mask))
+
+
+@jax.jit
+def _variation_ratio(
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+) -> Float[Array, "*batch"]:
+    return 1 - jnp.max(votes(logits, weights), axis=-1)
+
+
+@jax.jit
+def _disagreement(
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+) -> Float[Array, "*batch"]:
+    shares = votes(logits, weights)
+    # Not 1 - sum of squares: members that agree would disagree by rounding.
+    return jnp.sum(shares * (1 - shares), axis=-1)
+
+
+@jax.jit
+def _pairwise_disagreement(
+    logits: Float[Array, "members *batch classes"], mask: Bool[Array, "*batch"] | None
+) -> Float[Array, "members members"]:
+    voted = jnp.reshape(jnp.argmax(logits, axis=-1), (logits.shape[0], -1))
+    broken = jnp.reshape(jnp.any(jnp.isnan(logits), axis=-1), voted.shape)
+    counted = jnp.ones(voted.shape[1:], bool) if mask is None else jnp.ravel(mask)
+    of_one = lambda row: jnp.sum((voted != row[None]) & counted[None], axis=1, dtype=logits.dtype)
+    shares = jax.lax.map(of_one, voted) / jnp.sum(counted, dtype=logits.dtype)
+    unknown = jnp.any(broken & counted[None], axis=1)
+    return jnp.where(unknown[None] | unknown[:, None], jnp.nan, shares)
+
+
+@jax.jit
+def _q_statistic(
+    correct: Float[Array, "members rows"], counted: Bool[Array, " rows"]
+) -> Float[Array, "members members"]:
+    right = jnp.where(counted[None], correct, 0)
+    wrong = jnp.where(counted[None], 1 - correct, 0)
+    share = lambda one, other: jnp.matmul(one, other.T, precision="highest") / jnp.sum(counted, dtype=one.dtype)
+    alike = share(right, right) * share(wrong, wrong)
+    unlike = share(right, wrong) * share(wrong, right)
+    return (alike - unlike) / (alike + unlike)
+
+
+@jax.jit
+def _error_correlation(
+    errors: Float[Array, "members rows"], counted: Bool[Array, " rows"]
+) -> Float[Array, "members members"]:
+    over_rows = lambda x: jnp.sum(x, axis=1, keepdims=True) / jnp.sum(counted, dtype=x.dtype)
+    rough = over_rows(jnp.where(counted[None], errors, 0))
+    deviation = jnp.where(counted[None], errors - rough, 0)
+    deviation = jnp.where(counted[None], deviation - over_rows(deviation), 0)
+    # Divided by the largest first, or the squares of very large and very small errors would leave the range.
+    deviation = deviation / jnp.max(jnp.abs(deviation), axis=1, keepdims=True)
+    scaled = deviation / jnp.sqrt(jnp.sum(deviation**2, axis=1, keepdims=True))
+    return jnp.clip(jnp.matmul(scaled, scaled.T, precision="highest"), -1, 1)

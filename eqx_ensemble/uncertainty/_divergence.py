@@ -1,0 +1,131 @@
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from .._check import check_logits, check_weights
+from .._weighting import blank_unweighted, weighted_mean
+from ._entropy import mean_divergence
+
+
+def jensen_shannon(
+    logits: Float[ArrayLike, "members *batch classes"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, "*batch"]:
+    r"""The Jensen-Shannon divergence of the members, in nats: their mean divergence from their mixture.
+
+    $\sum_m w_m \mathrm{KL}(p_m \| p)$ with $p = \sum_m w_m p_m$, from 0 to the entropy of the weights. It is the mutual
+    information between label and member, the `epistemic` part of [`eqx_ensemble.uncertainty.decompose_entropy`][], and
+    half of the symmetric forms that divide by one member only.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    Divergences `(*batch,)`, never below zero.
+
+    **Raises:**
+
+    - `TypeError` for logits that are not floating-point.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for unfit weights.
+
+    ```python
+    logits = jnp.log(jnp.array([[1.0, 0.0], [0.0, 1.0]]))  # two members, one row
+    ee.uncertainty.jensen_shannon(logits)  # log(2)
+    ```
+
+    ??? cite
+        [Divergence Measures Based on the Shannon Entropy](https://doi.org/10.1109/18.61115)
+
+        ```bibtex
+        @article{lin1991divergence,
+            author={Jianhua Lin},
+            title={Divergence Measures Based on the {S}hannon Entropy},
+            journal={IEEE Transactions on Information Theory},
+            year={1991},
+        }
+        ```
+    """
+    fn = "uncertainty.jensen_shannon"
+    checked = check_logits(fn, logits)
+    return _jensen_shannon(checked, check_weights(fn, weights, checked.shape[0], checked.dtype))
+
+
+def pairwise_kl(
+    logits: Float[ArrayLike, "members *batch classes"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, "*batch"]:
+    r"""The mean KL divergence, in nats, between two members, each drawn by its weight.
+
+    $\sum_{mn} w_m w_n \mathrm{KL}(p_m \| p_n) = \sum_c \mathrm{Cov}_m(p_{mc}, \log p_{mc})$, an upper bound of
+    [`eqx_ensemble.uncertainty.jensen_shannon`][] in time linear in the members. Added to the mean entropy of the
+    members it gives their mean cross-entropy: the total uncertainty when a member, not the mixture, predicts. Pairs of
+    a member with itself count, with nothing: for equal weights the mean over pairs of different members is
+    `num_members / (num_members - 1)` times this.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    Divergences `(*batch,)`, never below zero; infinite where a member rules out what another one does not.
+
+    **Raises:**
+
+    As [`eqx_ensemble.uncertainty.jensen_shannon`][].
+
+    ```python
+    logits = jnp.log(jnp.array([[0.9, 0.1], [0.1, 0.9]]))  # two members, one row
+    ee.uncertainty.pairwise_kl(logits)  # 0.4 * log(9) = 0.879
+    ```
+
+    ??? cite
+        [Introducing an Improved Information-Theoretic Measure of Predictive
+        Uncertainty](https://arxiv.org/abs/2311.08309)
+
+        ```bibtex
+        @article{schweighofer2023introducing,
+            author={Kajetan Schweighofer and Lukas Aichberger and Mykyta Ielanskyi and Sepp Hochreiter},
+            title={Introducing an Improved Information-Theoretic Measure of Predictive Uncertainty},
+            journal={arXiv: 2311.08309},
+            year={2023},
+        }
+        ```
+    """
+    fn = "uncertainty.pairwise_kl"
+    checked = check_logits(fn, logits)
+    return _pairwise_kl(checked, check_weights(fn, weights, checked.shape[0], checked.dtype))
+
+
+@jax.jit
+def _jensen_shannon(
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+) -> Float[Array, "*batch"]:
+    return mean_divergence(jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1), weights)
+
+
+@jax.jit
+def _pairwise_kl(
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+) -> Float[Array, "*batch"]:
+    logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
+    absent = logs == -jnp.inf
+    finite = jnp.where(absent, 0, logs)
+    product = _centred(jnp.where(absent, 0, jnp.exp(finite)), weights) * _centred(finite, weights)
+    # Members of weight zero are blank, and so never absent.
+    nowhere = weighted_mean(jnp.where(absent, 0, jnp.ones_like(logs)), weights) == 0
+    disputed = jnp.any(absent, axis=0) & ~nowhere
+    return jnp.sum(jnp.where(disputed, jnp.inf, jnp.maximum(weighted_mean(product, weights), 0)), axis=-1)
+
+
+def _centred(
+    values: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+) -> Float[Array, "members *batch classes"]:
+    deviation = values - weighted_mean(values, weights)[None]
+    return deviation - weighted_mean(deviation, weights)[None]

@@ -1,0 +1,120 @@
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from .._check import check_logits, check_temperature, check_weights
+from .._weighting import blank_unweighted, log_mixture, weighted_mean
+
+
+def least_confidence(
+    logits: Float[ArrayLike, "members *batch classes"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, "*batch"]:
+    r"""One minus the largest probability of the mixture of the members, $1 - \max_c \sum_m w_m p_{mc}$.
+
+    A score for data that are unlike those of training, and for predictions that are wrong; higher is less sure. It is
+    the sum of the other probabilities, so that rows which are nearly certain keep their order.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    `(*batch,)`, from 0 to 1 - 1 / `classes`.
+
+    **Raises:**
+
+    - `TypeError` for logits that are not floating-point.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for unfit weights.
+
+    ```python
+    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.7, 0.3]]]))
+    ee.uncertainty.least_confidence(logits)  # 0.2
+    ```
+
+    ??? cite
+        [A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural
+        Networks](https://arxiv.org/abs/1610.02136)
+
+        ```bibtex
+        @inproceedings{hendrycks2017baseline,
+            author={Dan Hendrycks and Kevin Gimpel},
+            title={A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural Networks},
+            booktitle={International Conference on Learning Representations},
+            year={2017},
+        }
+        ```
+    """
+    fn = "uncertainty.least_confidence"
+    checked = check_logits(fn, logits)
+    return _least_confidence(checked, check_weights(fn, weights, checked.shape[0], checked.dtype))
+
+
+def energy(
+    logits: Float[ArrayLike, "members *batch classes"],
+    *,
+    temperature: Real[ArrayLike, ""] = 1.0,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, "*batch"]:
+    r"""The mean over members of the free energy of their logits, $-T \log \sum_c \exp(f_c / T)$.
+
+    A score for data that are unlike those of training; higher is less like them. It sees how large the logits are,
+    which probabilities do not.
+
+    **Arguments:**
+
+    - `logits`: raw logits `(members, *batch, classes)`. Log-probabilities have the energy zero.
+    - `temperature`: $T$, above zero.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    Energies `(*batch,)`, in the unit of the logits.
+
+    **Raises:**
+
+    As [`eqx_ensemble.uncertainty.least_confidence`][], and `ValueError` for a temperature that is not above zero (where
+    concrete).
+
+    ```python
+    ee.uncertainty.energy(jnp.array([[[0.0, 0.0], [9.0, 0.0]]]))  # [-0.69, -9.0]
+    ```
+
+    ??? cite
+        [Energy-based Out-of-distribution Detection](https://arxiv.org/abs/2010.03759)
+
+        ```bibtex
+        @inproceedings{liu2020energy,
+            author={Weitang Liu and Xiaoyun Wang and John D. Owens and Yixuan Li},
+            title={Energy-based Out-of-distribution Detection},
+            booktitle={Advances in Neural Information Processing Systems},
+            year={2020},
+        }
+        ```
+    """
+    fn = "uncertainty.energy"
+    checked = check_logits(fn, logits)
+    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    return _energy(checked, check_temperature(fn, temperature, checked.dtype), convex)
+
+
+@jax.jit
+def _least_confidence(
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+) -> Float[Array, "*batch"]:
+    logs = log_mixture(jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1), weights)
+    best = jax.nn.one_hot(jnp.argmax(logs, axis=-1), logs.shape[-1], dtype=bool)
+    return jnp.sum(jnp.where(best & ~jnp.isnan(logs), 0, jnp.exp(logs)), axis=-1)
+
+
+@jax.jit
+def _energy(
+    logits: Float[Array, "members *batch classes"],
+    temperature: Float[Array, ""],
+    weights: Float[Array, " members"] | None,
+) -> Float[Array, "*batch"]:
+    scaled = blank_unweighted(logits, weights) / temperature
+    return -temperature * weighted_mean(jax.nn.logsumexp(scaled, axis=-1), weights)

@@ -1,0 +1,106 @@
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from .. import _weighting
+from .._check import check_level, check_levels, check_values, check_weights
+from ._interval import Interval
+
+
+def quantile(
+    values: Float[ArrayLike, "members ..."],
+    levels: Real[ArrayLike, "..."],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, "..."]:
+    r"""Quantiles over members of the members' values, taken as a weighted sample, entry by entry.
+
+    The value at which the weight at or below reaches the level; the midpoint to the next value where it meets the level
+    exactly. This is the estimator that NumPy calls `"averaged_inverted_cdf"` (definition 2 of Hyndman and Fan), which
+    is also right with weights: a member of weight 2 counts as two members. Values between those of two members, which
+    `jnp.quantile(values, levels, axis=0)` interpolates, have no such definition with weights.
+
+    **Arguments:**
+
+    - `values`: floating-point, `(members, ...)`. For Gaussian members their mixture has quantiles of its own,
+        [`eqx_ensemble.uncertainty.gaussian_mixture_quantile`][].
+    - `levels`: a number from 0 to 1, or several `(levels,)`.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    `(...)` for one level, `(levels, ...)` for several; NaN where a member is NaN.
+
+    **Raises:**
+
+    - `TypeError` for values that are not floating-point.
+    - `ValueError` for levels outside 0 to 1 (where concrete), values without a member, and unfit weights.
+
+    ```python
+    values = jnp.array([[1.0], [2.0], [3.0], [4.0]])
+    ee.uncertainty.quantile(values, jnp.array([0.25, 0.9]))  # [[1.5], [4.0]]
+    ```
+
+    ??? cite
+        [Sample Quantiles in Statistical Packages](https://doi.org/10.1080/00031305.1996.10473566)
+
+        ```bibtex
+        @article{hyndman1996sample,
+            author={Rob J. Hyndman and Yanan Fan},
+            title={Sample Quantiles in Statistical Packages},
+            journal={The American Statistician},
+            year={1996},
+        }
+        ```
+    """
+    fn = "uncertainty.quantile"
+    checked = check_values(fn, "values", values)
+    wanted, _ = check_levels(fn, levels, checked.dtype, ends=True)
+    return _quantile(checked, wanted, check_weights(fn, weights, checked.shape[0], checked.dtype))
+
+
+def interval(
+    values: Float[ArrayLike, "members ..."],
+    *,
+    level: float = 0.9,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Interval:
+    r"""The central interval of the members' values, taken as a weighted sample, entry by entry.
+
+    From the quantile of level $(1 - \mathrm{level}) / 2$ to that of $(1 + \mathrm{level}) / 2$, by the estimator of
+    [`eqx_ensemble.uncertainty.quantile`][]. It holds what the members say and no noise: for members that predict a
+    variance see [`eqx_ensemble.uncertainty.gaussian_mixture_interval`][]. Of fewer than `2 / (1 - level)` members it is
+    the whole range.
+
+    **Arguments:**
+
+    - `values`: floating-point, `(members, ...)`.
+    - `level`: the probability inside, a Python number between 0 and 1.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    A named tuple with `.lower` and `.upper`, of the shape of one member's values.
+
+    **Raises:**
+
+    As [`eqx_ensemble.uncertainty.quantile`][].
+
+    ```python
+    values = jnp.arange(10.0)[:, None]
+    ee.uncertainty.interval(values, level=0.5)  # [2.0], [7.0]
+    ```
+    """
+    fn = "uncertainty.interval"
+    checked = check_values(fn, "values", values)
+    check_level(fn, level)
+    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    return Interval(*_quantile(checked, jnp.asarray([(1 - level) / 2, (1 + level) / 2], checked.dtype), convex))
+
+
+@jax.jit
+def _quantile(
+    values: Float[Array, "members ..."], levels: Float[Array, "*levels"], weights: Float[Array, " members"] | None
+) -> Float[Array, "..."]:
+    one = lambda level: _weighting.quantile(values, level, weights)
+    return jax.vmap(one)(levels) if levels.ndim else one(levels)

@@ -1,0 +1,183 @@
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
+
+from .._check import check_level, check_ranking
+
+
+def auroc(
+    scores: Float[ArrayLike, "*batch"],
+    positives: Bool[ArrayLike, "*batch"],
+    *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Float[Array, ""]:
+    """Area under the ROC curve: the probability that a positive row has a higher score than a negative one.
+
+    Ties count one half, exactly. 0.5 is chance, 1 a perfect ranking.
+
+    **Arguments:**
+
+    - `scores`: one number per row `(*batch,)`, higher where positive is more likely: any measure of uncertainty.
+    - `positives`: booleans `(*batch,)`: rows from elsewhere, or rows that are predicted wrongly.
+    - `row_weights`: finite, of zero or more; how often each row counts.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:**
+
+    A scalar. NaN if a row that counts has a NaN score, and while tracing also where one of the two kinds is missing.
+    Several scores, such as those of every member, are mapped over by `jax.vmap`.
+
+    **Raises:**
+
+    - `TypeError` for scores that are not floating-point, and positives or a mask that are not boolean.
+    - `ValueError` for shapes that differ, and where only one of the two kinds counts (where concrete).
+
+    ```python
+    inside, outside = jnp.array([0.1, 0.2, 0.3]), jnp.array([0.2, 0.9])
+    scores = jnp.concatenate([inside, outside])
+    ee.uncertainty.auroc(scores, jnp.arange(5) >= 3)  # 4.5 of 6 pairs: 0.75
+    ```
+
+    ??? cite
+        [The Meaning and Use of the Area under a Receiver Operating Characteristic (ROC)
+        Curve](https://doi.org/10.1148/radiology.143.1.7063747)
+
+        ```bibtex
+        @article{hanley1982meaning,
+            author={James A. Hanley and Barbara J. McNeil},
+            title={The Meaning and Use of the Area under a Receiver Operating Characteristic ({ROC}) Curve},
+            journal={Radiology},
+            year={1982},
+        }
+        ```
+    """
+    return _auroc(*check_ranking("uncertainty.auroc", scores, positives, row_weights, mask))
+
+
+def aupr(
+    scores: Float[ArrayLike, "*batch"],
+    positives: Bool[ArrayLike, "*batch"],
+    *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Float[Array, ""]:
+    r"""Area under the precision-recall curve, as average precision, $\sum_k (R_k - R_{k-1}) P_k$ over thresholds.
+
+    Recall $R_k$ and precision $P_k$ are those of all rows at or above the $k$-th highest score, so rows that tie are
+    taken together. Nothing is interpolated, which would be too optimistic. Chance is the share of positive rows: areas
+    of data sets with other shares, or with the two kinds swapped, do not compare.
+
+    **Arguments:**
+
+    - `scores`, `positives`, `row_weights`, `mask`: as for [`eqx_ensemble.uncertainty.auroc`][].
+
+    **Returns:**
+
+    A scalar, as for [`eqx_ensemble.uncertainty.auroc`][].
+
+    **Raises:**
+
+    As [`eqx_ensemble.uncertainty.auroc`][].
+
+    ```python
+    scores, positives = jnp.array([0.9, 0.8, 0.7]), jnp.array([True, False, True])
+    ee.uncertainty.aupr(scores, positives)  # 1/2 * 1 + 1/2 * 2/3 = 0.833
+    ```
+
+    ??? cite
+        [The Relationship Between Precision-Recall and ROC Curves](https://doi.org/10.1145/1143844.1143874)
+
+        ```bibtex
+        @inproceedings{davis2006relationship,
+            author={Jesse Davis and Mark Goadrich},
+            title={The Relationship Between Precision-Recall and {ROC} Curves},
+            booktitle={International Conference on Machine Learning},
+            year={2006},
+        }
+        ```
+    """
+    return _aupr(*check_ranking("uncertainty.aupr", scores, positives, row_weights, mask))
+
+
+def fpr_at_tpr(
+    scores: Float[ArrayLike, "*batch"],
+    positives: Bool[ArrayLike, "*batch"],
+    *,
+    level: float = 0.95,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Float[Array, ""]:
+    """The share of the negative rows that are called positive where at least `level` of the positive ones are: FPR95.
+
+    At the highest threshold that finds so many; rows at the threshold are called positive, and nothing is interpolated.
+
+    **Arguments:**
+
+    - `scores`, `positives`, `row_weights`, `mask`: as for [`eqx_ensemble.uncertainty.auroc`][]. Papers on
+        out-of-distribution data differ in which kind is positive. Where the familiar data are, 95 % of them are to be
+        accepted: pass `-scores, ~positives` of scores that are high for unfamiliar data.
+    - `level`: the share of the positive rows to find, a Python number between 0 and 1.
+
+    **Returns:**
+
+    A scalar, as for [`eqx_ensemble.uncertainty.auroc`][]; lower is better.
+
+    **Raises:**
+
+    As [`eqx_ensemble.uncertainty.auroc`][], and `ValueError` for a level that is not between 0 and 1.
+
+    ```python
+    scores, positives = jnp.array([0.9, 0.8, 0.7, 0.1]), jnp.array([True, False, True, False])
+    ee.uncertainty.fpr_at_tpr(scores, positives)  # 0.5: at the threshold 0.7
+    ```
+    """
+    fn = "uncertainty.fpr_at_tpr"
+    check_level(fn, level)
+    return _fpr_at_tpr(*check_ranking(fn, scores, positives, row_weights, mask), level)
+
+
+def _rates(
+    scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
+) -> tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, " rows"]]:
+    """Shares of positive and negative rows, and the weight of all, at or above the score of each row, highest first."""
+    scores = jnp.where(weights == 0, -jnp.inf, scores)
+    order = jnp.argsort(-scores)
+    ranked = -scores[order]
+    positive = jnp.where(positives, weights, 0)[order]
+    total = jnp.cumsum(positive), jnp.cumsum(weights[order] - positive)
+    # The last row of those that tie stands for all of them.
+    last = jnp.searchsorted(ranked, ranked, side="right") - 1
+    hits, false = total[0][last], total[1][last]
+    broken = jnp.any(jnp.isnan(scores))
+    found = jnp.where(broken, jnp.nan, hits / total[0][-1])
+    return found, jnp.where(broken, jnp.nan, false / total[1][-1]), jnp.where(hits == 0, 0, hits / (hits + false))
+
+
+@jax.jit
+def _auroc(
+    scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
+) -> Float[Array, ""]:
+    hits, false, _ = _rates(scores, positives, weights)
+    middle = (hits + jnp.concatenate([jnp.zeros_like(hits[:1]), hits[:-1]])) / 2
+    return jnp.sum(jnp.diff(false, prepend=0) * middle)
+
+
+@jax.jit
+def _aupr(
+    scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
+) -> Float[Array, ""]:
+    hits, _, precision = _rates(scores, positives, weights)
+    return jnp.sum(jnp.diff(hits, prepend=0) * precision)
+
+
+@jax.jit
+def _fpr_at_tpr(
+    scores: Float[Array, " rows"],
+    positives: Bool[Array, " rows"],
+    weights: Float[Array, " rows"],
+    level: float | Float[Array, ""],
+) -> Float[Array, ""]:
+    hits, false, _ = _rates(scores, positives, weights)
+    enough = hits >= level - 4 * jnp.finfo(hits.dtype).eps
+    return jnp.min(jnp.where(enough | jnp.isnan(hits), false, 1))

@@ -1,0 +1,144 @@
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Int32, Key, Real
+
+from .. import _keys
+from .._check import check_logits, check_moments, check_weights, positive_int
+
+
+def sample_gaussian_mixture(
+    mean: Float[ArrayLike, " members *batch"],
+    variance: Float[ArrayLike, " members *batch"],
+    num_samples: int,
+    *,
+    joint: bool = False,
+    weights: Real[ArrayLike, " members"] | None = None,
+    key: Any,
+) -> Float[Array, " samples *batch"]:
+    """Draws from the mixture of the members' Gaussians: a member by its weight, then a number from its Gaussian.
+
+    **Arguments:**
+
+    - `mean`, `variance`: `(members, *batch)`, of one shape.
+    - `num_samples`: how many samples of every entry.
+    - `joint`: draw one member for all entries of a sample, so that a sample follows one model throughout; otherwise
+        every entry draws its own, and entries are independent. Each entry alone has the same distribution either way.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `key`: one threefry key, typed or legacy.
+
+    **Returns:**
+
+    Samples `(samples, *batch)`, differentiable in mean and variance (not in the weights).
+
+    **Raises:**
+
+    - `TypeError` for arrays that are not floating-point, and for what is not one threefry key.
+    - `ValueError` for shapes that differ, negative variances (where concrete), unfit weights, and no samples.
+
+    ```python
+    mean, variance = jnp.array([[-3.0], [3.0]]), jnp.ones((2, 1))
+    ee.uncertainty.sample_gaussian_mixture(mean, variance, 100, key=key).shape  # (100, 1)
+    ```
+    """
+    fn = "uncertainty.sample_gaussian_mixture"
+    means, variances = check_moments(fn, mean, variance)
+    convex = check_weights(fn, weights, means.shape[0], means.dtype)
+    num_samples = positive_int(num_samples, "num_samples", name=f"eqx_ensemble.{fn}")
+    return _gaussian(means, variances, convex, num_samples, joint, _keys.root(key, name=f"eqx_ensemble.{fn}"))
+
+
+def sample_class_mixture(
+    logits: Float[ArrayLike, "members *batch classes"],
+    num_samples: int,
+    *,
+    joint: bool = False,
+    weights: Real[ArrayLike, " members"] | None = None,
+    key: Any,
+) -> Int32[Array, " samples *batch"]:
+    """Draws labels from the mixture of the members: a member by its weight, then a class by its probabilities.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
+    - `num_samples`: how many samples of every row.
+    - `joint`: draw one member for all rows of a sample, so that a sample follows one model throughout; otherwise every
+        row draws its own, and rows are independent. Each row alone has the same distribution either way.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `key`: one threefry key, typed or legacy.
+
+    **Returns:**
+
+    Labels `(samples, *batch)`, from 0 to classes - 1.
+
+    **Raises:**
+
+    - `TypeError` for logits that are not floating-point, and for what is not one threefry key.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, unfit weights, and no samples.
+
+    ```python
+    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.5, 0.5]]]))  # two members, one row
+    jnp.mean(ee.uncertainty.sample_class_mixture(logits, 1000, key=key))  # about 0.3
+    ```
+    """
+    fn = "uncertainty.sample_class_mixture"
+    checked = check_logits(fn, logits)
+    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    num_samples = positive_int(num_samples, "num_samples", name=f"eqx_ensemble.{fn}")
+    return _classes(checked, convex, num_samples, joint, _keys.root(key, name=f"eqx_ensemble.{fn}"))
+
+
+@partial(jax.jit, static_argnames=("num_samples", "joint"))
+def _gaussian(
+    mean: Float[Array, " members *batch"],
+    variance: Float[Array, " members *batch"],
+    weights: Float[Array, " members"] | None,
+    num_samples: int,
+    joint: bool,  # noqa: FBT001
+    key: Key[Array, ""],
+) -> Float[Array, " samples *batch"]:
+    which, noise = jax.random.split(key)
+    members = _members(mean.shape[0], weights, (num_samples, *mean.shape[1:]), joint, which)
+    point = variance == 0
+    sigma = jnp.where(point, 0, jnp.sqrt(jnp.where(point, 1, variance)))
+    drawn = jax.random.normal(noise, members.shape, mean.dtype)
+    return jnp.take_along_axis(mean, members, axis=0) + jnp.take_along_axis(sigma, members, axis=0) * drawn
+
+
+@partial(jax.jit, static_argnames=("num_samples", "joint"))
+def _classes(
+    logits: Float[Array, "members *batch classes"],
+    weights: Float[Array, " members"] | None,
+    num_samples: int,
+    joint: bool,  # noqa: FBT001
+    key: Key[Array, ""],
+) -> Int32[Array, " samples *batch"]:
+    which, noise = jax.random.split(key)
+    shape = (num_samples, *logits.shape[1:-1])
+    members = _members(logits.shape[0], weights, shape, joint, which)
+
+    def one(sample: tuple[Array, Array]) -> Array:
+        members, key = sample
+        chosen = jnp.take_along_axis(logits, members[None, ..., None], axis=0)[0]
+        return jax.random.categorical(key, chosen, axis=-1)
+
+    # One sample at a time: all of their logits together would be large.
+    return jax.lax.map(one, (members, jax.random.split(noise, num_samples))).astype(jnp.int32)
+
+
+def _members(
+    num_members: int,
+    weights: Float[Array, " members"] | None,
+    shape: tuple[int, ...],
+    joint: bool,  # noqa: FBT001
+    key: Key[Array, ""],
+) -> Int32[Array, " samples *batch"]:
+    """Which member each entry of each sample is drawn from."""
+    drawn = (shape[0],) + (1,) * (len(shape) - 1) if joint else shape
+    if weights is None:
+        members = jax.random.randint(key, drawn, 0, num_members)
+    else:
+        members = jax.random.choice(key, num_members, drawn, p=weights)
+    return jnp.broadcast_to(members.astype(jnp.int32), shape)

@@ -1,0 +1,61 @@
+"""Elites and pruning: which members are left."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_ensemble import combine
+
+
+def test_elites_are_the_best():
+    scores = np.float32([0.3, 0.1, np.nan, 0.2, -np.inf])
+    np.testing.assert_array_equal(combine.weights.elites(scores, 1), [0, 0, 0, 0, 1])
+    np.testing.assert_allclose(combine.weights.elites(scores, 3), [0, 1 / 3, 0, 1 / 3, 1 / 3], rtol=1e-6)
+    assert combine.weights.elites(scores, 4)[2] == 0
+    np.testing.assert_array_equal(combine.weights.elites(np.array([2, 1, 1, 1]), 2), [0, 0.5, 0.5, 0])  # the first ones
+    jitted = jax.jit(lambda x: combine.weights.elites(x, 2))(scores)
+    np.testing.assert_array_equal(jitted, [0, 0.5, 0, 0, 0.5])
+    np.testing.assert_array_equal(jax.vmap(lambda x: combine.weights.elites(x, 2))(scores[None])[0], jitted)
+
+
+def test_pruned_weights():
+    weights = np.array([0.5, 0.0, 0.125, 0.375])
+    members, kept = combine.weights.prune(weights)
+    np.testing.assert_array_equal(members, [0, 2, 3])
+    np.testing.assert_allclose(kept, [0.5, 0.125, 0.375], rtol=1e-6)
+    members, kept = combine.weights.prune(3 * weights, above=0.125)  # not those at 0.125 itself
+    np.testing.assert_array_equal(members, [0, 3])
+    np.testing.assert_allclose(kept, [4 / 7, 3 / 7], rtol=1e-6)
+    np.testing.assert_array_equal(combine.weights.prune(weights, num_members=1).members, [0])
+    np.testing.assert_array_equal(combine.weights.prune(weights, num_members=9).members, [0, 2, 3])
+    np.testing.assert_array_equal(combine.weights.prune(np.array([1, 2, 2, 2]), num_members=2).members, [1, 2])
+    assert kept.dtype == jnp.float32
+
+
+def test_a_pruned_combination_is_the_weighted_one():
+    values, weights = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32), np.array([0.5, 0.0, 0.1, 0.4])
+    members, kept = combine.weights.prune(weights)
+    want = combine.mean(values, weights=weights)
+    np.testing.assert_allclose(combine.mean(values[members], weights=kept), want, rtol=1e-6)
+    assert not np.allclose(combine.mean(values[members]), want, rtol=1e-2)
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_messages():
+    with pytest.raises(ValueError, match=r"elites` needs one score per member, `\(members,\)`.\n  got shape \(2, 2\)"):
+        combine.weights.elites(np.ones((2, 2)), 1)
+    with pytest.raises(ValueError, match="`count` of at most the number of members.\n  got 3 of 2"):
+        combine.weights.elites(np.ones(2), 3)
+    with pytest.raises(ValueError, match="`count` members with a score that is not NaN.\n  got 1, need 2"):
+        combine.weights.elites(np.array([1.0, np.nan]), 2)
+    with pytest.raises(TypeError, match="needs an integer `count`, got 1.5"):
+        combine.weights.elites(np.ones(2), 1.5)
+    with pytest.raises(TypeError, match="weights whose values are known.\n  got a traced array\nPrune outside"):
+        jax.jit(lambda w: combine.weights.prune(w).weights)(np.ones(2))
+    with pytest.raises(ValueError, match="finite `weights` of zero or more"):
+        combine.weights.prune(np.array([1.0, -1.0]))
+    with pytest.raises(ValueError, match=r"leaves a member.\n  got above=0.6; the largest weight is 0.5 of a sum of 1"):
+        combine.weights.prune(np.ones(2), above=0.6)
+    with pytest.raises(ValueError, match=r"one weight per member, `\(members,\)`.\n  got shape \(\)"):
+        combine.weights.prune(np.float32(1))
