@@ -91,7 +91,7 @@ def _raced(report: Report, question: str, ways: dict[str, Callable[[], Any] | No
 def _beside_torchmetrics(report: Report, logits: np.ndarray, labels: np.ndarray, *, quick: bool) -> None:
     """The calibration error of the mixture, which is a score that torchmetrics has too."""
     mixed = jax.block_until_ready(ee.combine.mixture(jnp.asarray(logits)))
-    ours = lambda: ee.scores.ece(mixed, jnp.asarray(labels))
+    ours = lambda: ee.scores.ece(mixed[None], jnp.asarray(labels))
     try:
         import torch
         from torchmetrics.functional.classification import multiclass_calibration_error

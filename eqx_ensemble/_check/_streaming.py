@@ -56,7 +56,7 @@ def pair_of_moments(predictions: Any, *, name: str) -> tuple[Any, Any]:
             got = f"a {type(predictions).__name__} of {len(predictions)}"
         raise TypeError(
             f"`eqx_ensemble.{name}` needs predictions that are a pair `(mean, variance)`, got {got}.\n"
-            "Other outputs become a pair by `predict(..., fn=lambda model, x: (mean, variance))`; for point predictions "
+            "Other outputs become a pair by `predict(..., fn=lambda model, x: (mean, variance))`; for points "
             "take `reduce.Moments()`."
         )
     return predictions[0], predictions[1]
@@ -112,8 +112,8 @@ def nothing_traced(tree: Any) -> None:
 def budget_too_small(need: int, memory: int) -> str:
     """The message that not even one row of one member fits."""
     return (
-        f"`predict` needs about {in_bytes(need)} for one row and one member beside the inputs and the result, more than "
-        f"`memory={memory}` ({in_bytes(memory)})."
+        f"`predict` needs about {in_bytes(need)} for one row and one member beside the inputs and the result, more "
+        f"than `memory={memory}` ({in_bytes(memory)})."
     )
 
 

@@ -57,9 +57,9 @@ def predict(
     - `x`: any PyTree of arrays `(rows, ...)`, parts marked [`eqx_ensemble.Each`][] being `(members, rows, ...)`; a
         member is called with one row of it.
     - `combine`: what is made of the members' predictions for a batch of rows, `(members, rows, ...)`: any function that
-        treats rows apart and returns arrays `(rows, ...)`, called as `combine(predictions)`, or as `combine(predictions,
-        weights=weights)` where there are weights; or a reduction of `eqx_ensemble.reduce`, which
-        takes some members at a time where `memory` has no room for all.
+        treats rows apart and returns arrays `(rows, ...)`, called as `combine(predictions)`, with weights as
+        `combine(predictions, weights=weights)`; or a [reduction][eqx_ensemble.reduce.AbstractReduction], which takes
+        some members at a time where `memory` has no room for all.
     - `weights`: for `combine`, one weight for each member `(members,)`.
     - `batch_size`: rows at a time; with `memory`, the most.
     - `memory`: a budget in bytes for what is needed at the peak beside inputs and result. Fewer rows and, if need be,
