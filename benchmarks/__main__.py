@@ -11,7 +11,17 @@ sys.path.insert(0, str(FOLDER))  # the scripts are run, not imported, and share 
 
 from _measure import Row, environment_lines, flags, rows_table, saved  # noqa: E402
 
-SCRIPTS = ("training", "plans", "stopping", "populations", "memory", "prediction", "vmap_or_loop", "imports")
+SCRIPTS = (
+    "training",
+    "plans",
+    "stopping",
+    "populations",
+    "memory",
+    "prediction",
+    "uncertainty",
+    "vmap_or_loop",
+    "imports",
+)
 
 
 def main() -> int:

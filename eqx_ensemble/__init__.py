@@ -3,6 +3,7 @@ from . import combine as combine
 from . import methods as methods
 from . import plan as plan
 from . import plot as plot
+from . import reduce as reduce
 from . import resample as resample
 from . import scores as scores
 from . import sweep as sweep

@@ -206,6 +206,16 @@ from ._stacked import member_type as member_type
 from ._stacked import not_stacked as not_stacked
 from ._stacked import stacked_arguments as stacked_arguments
 from ._stacked import stacked_use as stacked_use
+from ._streaming import budget_too_small as budget_too_small
+from ._streaming import chunk_weights as chunk_weights
+from ._streaming import combiner as combiner
+from ._streaming import members_of_chunk as members_of_chunk
+from ._streaming import members_seen as members_seen
+from ._streaming import nothing_traced as nothing_traced
+from ._streaming import pair_of_moments as pair_of_moments
+from ._streaming import quantile_levels as quantile_levels
+from ._streaming import result_too_large as result_too_large
+from ._streaming import rows_in_front as rows_in_front
 from ._sweep import ends as ends
 from ._sweep import enough_to_rank as enough_to_rank
 from ._sweep import one_length as one_length

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from .. import _check
 from .._ensemble import Ensemble
 from ..plan import AbstractPlan
-from ..predict._predict import Call
+from ..predict._batch import Call
 from ._about import about
 from ._artefact import Artefact
 from ._leaves import Packed

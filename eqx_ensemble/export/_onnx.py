@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from .. import _check
 from .._ensemble import Ensemble
 from ..checkpoint._snapshot import versions
-from ..predict._predict import Call
+from ..predict._batch import Call
 from ._about import described
 from ._served import batches, served, with_constants
 

@@ -11,7 +11,7 @@ from .. import _check, _keys
 from .._ensemble import Ensemble
 from ..plan import AbstractPlan, Auto
 from ..plan._auto import as_plan
-from ..predict._predict import Call, predict_batch
+from ..predict._batch import Call, Inputs, predict_batch
 from ._leaves import Packed, Parts, pack
 from ._plain import plain
 
@@ -55,7 +55,7 @@ def served(
 
     def run(parts: Parts, x: PyTree) -> PyTree:
         rows = jnp.arange(jax.tree.leaves(x)[0].shape[0])
-        out = predict_batch(plan, call, parts.ensemble, x, parts.state, parts.keys, rows)
+        out = predict_batch(plan, call, Inputs(parts.ensemble, x, parts.state, parts.keys), rows)
         if combine is not None:
             out = combine(out) if parts.weights is None else combine(out, weights=parts.weights)
         return plain(out, name=name)

@@ -1,6 +1,6 @@
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,16 +11,23 @@ from jaxtyping import PyTree
 from .. import _axes, _check, _keys
 from .._ensemble import Ensemble
 from .._progress import members_in_words, progress_line
-from ..plan import AbstractPlan, AnyPlan
+from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot, explained_memory
+from ..reduce import AbstractReduction
+from ._batch import Call, Inputs, arguments, compiled_batch, members_first, predict_batch
+from ._filled import Filled
+from ._sizes import Sizes, measured
 
 
 def predict(
     ensemble: Ensemble,
     x: PyTree,
     *,
+    combine: Callable[..., Any] | None = None,
+    weights: Any = None,
     batch_size: int = 256,
+    memory: int | None = None,
     state: eqx.nn.State | None = None,
     fn: Callable[..., Any] | None = None,
     inference: bool = True,
@@ -31,11 +38,17 @@ def predict(
     """Predictions of every member for every row, in bounded memory.
 
     Rows go through the members `batch_size` at a time, so that the intermediate arrays of a batch are all that is
-    held beside the result; batches of a few hundred rows stay in a processor's cache.
+    held beside the result; batches of a few hundred rows stay in a processor's cache. With `combine` the predictions
+    of all members are never there for more than one batch: what is needed grows with neither members nor rows, inputs
+    and result aside.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 16, 2, key=key), 4, key=key)
-    ee.predict(ensemble, jnp.ones((1000, 3))).shape  # (4, 1000, 2)
+    x = jnp.ones((1000, 3))
+    ee.predict(ensemble, x).shape  # (4, 1000, 2)
+    ee.predict(ensemble, x, combine=ee.combine.mixture).shape  # (1000, 2)
+    parts = ee.predict(ensemble, x, combine=ee.reduce.DecomposeEntropy(), memory=2**26)
+    parts.epistemic.shape  # (1000,)
     ```
 
     **Arguments:**
@@ -43,7 +56,18 @@ def predict(
     - `ensemble`: members are functions of one example.
     - `x`: any PyTree of arrays `(rows, ...)`, parts marked [`eqx_ensemble.Each`][] being `(members, rows, ...)`; a
         member is called with one row of it.
-    - `batch_size`: rows at a time.
+    - `combine`: what is made of the members' predictions for a batch of rows, `(members, rows, ...)`: any function that
+        treats rows apart and returns arrays `(rows, ...)`, called as `combine(predictions)`, with weights as
+        `combine(predictions, weights=weights)`; or a [reduction][eqx_ensemble.reduce.AbstractReduction], which takes
+        some members at a time where `memory` has no room for all.
+    - `weights`: for `combine`, one weight for each member `(members,)`.
+    - `batch_size`: rows at a time; with `memory`, the most.
+    - `memory`: a budget in bytes for what is needed at the peak beside inputs and result. Fewer rows and, if need be,
+        fewer members go through the program at a time; how many follows from measuring the first batches, since
+        compilers' own estimates can be many times too low. On a CPU the process is watched: on Linux, what it keeps
+        from earlier work and uses again does not count; elsewhere, and for a model's own scratch memory on an
+        accelerator that once needed more, only the arrays that the compiler counts do. What compiling takes is left
+        out. `plan="auto"` then goes by a look at the program.
     - `state`: the stacked `equinox.nn.State` of stateful members, which are called as `model(x, state)` and whose new
         states are dropped.
     - `fn`: called instead of the member as `fn(model, x)`, `fn(model, x, state)`, `fn(model, x, key=key)`, for models
@@ -53,7 +77,10 @@ def predict(
     - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `key`: if given, members are called with `key=`, a key of their own for every row: Monte-Carlo dropout.
 
-    **Returns:** the predictions, each array `(members, rows, ...)`.
+    **Returns:** the predictions, each array `(members, rows, ...)`; with `combine`, what it makes of them, each array
+    `(rows, ...)`.
+
+    **Raises:** `MemoryError` when one row of one member needs more than `memory`, and when the result has no place.
     """
     _check.ensemble(ensemble, Ensemble, name="predict")
     plan = as_plan(plan)
@@ -62,66 +89,93 @@ def predict(
     _check.model_state(state, ensemble.num_members, name="predict")
     _check.no_batch_mark(x, _axes.Batch)
     num_rows = _check.rows_of_data(x, _axes.Each, ensemble.num_members, argument="x", name="predict", finite=False)
-    nodes, treedef = jax.tree.flatten(x, is_leaf=lambda x: isinstance(x, _axes.Each))
+    weights = _check.combiner(combine, weights, ensemble.num_members)
     batch_size = min(batch_size, num_rows)
     keys = None if key is None else _keys.member_keys(_keys.root(key, name="predict"), ensemble.ids, purpose="predict")
-    call = Call(fn, inference)
+    inputs = Inputs(ensemble, members_first(x), state, keys)
     pilot = Pilot(plan, name="predict")
+    work = _Work(pilot, Call(fn, inference), inputs, num_rows, batch_size, lambda parts: _made(parts, combine, weights))
+    if memory is not None:
+        _check.positive_int(memory, "memory", name="predict")
+        _check.nothing_traced((inputs, weights))
 
-    parts = []
+    filled = Filled(num_rows, axis=1 if combine is None else 0)
     described = f"predict, {members_in_words(ensemble.num_members)}"
     with (
         progress_line(show=progress, description=described, total=num_rows, unit="row") as line,
-        _check.explained_rows(x, _axes.Each),
         explained_memory(pilot, ensemble.num_members, name="predict"),
     ):
-        for start in range(0, num_rows, batch_size):
-            rows = np.minimum(np.arange(start, start + batch_size), num_rows - 1)
-            batch = jax.tree.unflatten(treedef, [_rows_of(node, rows) for node in nodes])
-            read = (call, ensemble, batch, state, keys, jnp.asarray(rows))
-            pilot.look(predict_batch, *read, num_members=ensemble.num_members, unit="batch")
+        for rows, out in _batches(work) if memory is None else _batches_within(memory, work):
+            if combine is not None:
+                _check.rows_in_front(out, len(rows))
+            filled.write(out, int(rows[0]))
+            line.update(int(rows[-1]) + 1 - line.n)
+    return filled.value
+
+
+class _Work(NamedTuple):
+    pilot: Pilot
+    call: Call
+    inputs: Inputs
+    num_rows: int
+    batch_size: int
+    made: Callable[[Iterable[tuple[slice, PyTree]]], PyTree]
+
+    def rows(self, start: int, count: int) -> np.ndarray:
+        """So many rows from `start`; at the end of the data the last ones, some of them once more."""
+        start = min(start, self.num_rows - count)
+        return np.arange(start, start + count)
+
+
+def _batches(work: _Work) -> Iterator[tuple[np.ndarray, PyTree]]:
+    """The rows in batches of one size, with what is made of the predictions for them."""
+    pilot, num_members = work.pilot, work.inputs.ensemble.num_members
+    for start in range(0, work.num_rows, work.batch_size):
+        rows = work.rows(start, work.batch_size)
+        read = arguments(work.call, work.inputs, rows)
+        with _check.explained_rows(work.inputs.x, _axes.Each):
+            pilot.look(predict_batch, *read, num_members=num_members, unit="batch")
             began, trial = time.perf_counter(), pilot.watching
-            parts.append(pilot.call(lambda plan, read: _compiled_batch(plan, *read), read))
-            seconds = time.perf_counter() - began
-            batches_left = (num_rows - 1 - start) // batch_size
-            pilot.note(1, seconds, seconds_left=batches_left * seconds if trial else 0.0)
-            line.update(min(batch_size, num_rows - start))
-    return jax.tree.map(lambda *outs: jnp.concatenate(outs, axis=1)[:, :num_rows], *parts)
+            out = pilot.call(lambda plan, read: compiled_batch(plan, *read), read)
+        seconds = time.perf_counter() - began
+        batches_left = (work.num_rows - 1 - start) // work.batch_size
+        pilot.note(1, seconds, seconds_left=batches_left * seconds if trial else 0.0)
+        yield rows, work.made([(slice(None), out)])
 
 
-class Call(eqx.Module):
-    fn: Callable[..., Any] | None = eqx.field(static=True)
-    inference: bool = eqx.field(static=True)
+def _batches_within(memory: int, work: _Work) -> Iterator[tuple[np.ndarray, PyTree]]:
+    """The same within a budget of memory: the sizes of batches follow from what the first ones need."""
+    plan, call, inputs = work.pilot.plan, work.call, work.inputs
+    with _check.explained_rows(inputs.x, _axes.Each):
+        sizes = Sizes(memory, call, inputs, most_rows=work.batch_size)
+    start = 0
+    while start < work.num_rows:
+        members, count = sizes.block
+        rows = work.rows(start, count)
+        chunks = [slice(i, i + members) for i in range(0, inputs.ensemble.num_members, members)]
+        # A batch waits for the one before: what is not done yet would hold its memory too.
+        some = lambda chunk, rows=rows: jax.block_until_ready(
+            compiled_batch(plan, *arguments(call, inputs, rows, members=chunk))
+        )
+        of_rows = lambda chunks=chunks, some=some: work.made((chunk, some(chunk)) for chunk in chunks)
+        if sizes.settled:
+            out = jax.block_until_ready(of_rows())
+        else:
+            out, need = measured(plan, call, inputs, rows, of_rows, members=members)
+            sizes.note(need)
+        yield rows, out
+        start += count
 
 
-def predict_batch(
-    plan: AbstractPlan, call: Call, ensemble: Ensemble, batch: PyTree, state: PyTree, keys: Any, rows: jax.Array
-) -> PyTree:
-    inputs = (ensemble, batch, state, None if keys is None else _axes.Each(keys))
-    own, view, _ = _axes.split_members(inputs, name="predict")
-
-    def one(part: PyTree) -> PyTree:
-        model, batch, state, key = view(part)
-        model = eqx.nn.inference_mode(model) if call.inference else model
-        row_keys = None if key is None else jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
-
-        def row(x: PyTree, key: Any) -> PyTree:
-            before = () if state is None else (state,)
-            named = {} if key is None else {"key": key}
-            if call.fn is not None:
-                return call.fn(model, x, *before, **named)
-            out = model(x, *before, **named)
-            return out if state is None else out[0]
-
-        return jax.vmap(row)(batch, row_keys)
-
-    return _axes.over_leading_axis(plan.run, one, own)
-
-
-_compiled_batch = eqx.filter_jit(predict_batch)
-
-
-def _rows_of(node: Any, rows: np.ndarray) -> Any:
-    if isinstance(node, _axes.Each):
-        return _axes.Each(jax.tree.map(lambda x: x[:, rows], node.per_member()))
-    return node[rows]
+def _made(parts: Iterable[tuple[slice, PyTree]], combine: Any, weights: Any) -> PyTree:
+    """What `combine` makes of the predictions of all members, which come some members at a time."""
+    if isinstance(combine, AbstractReduction):
+        partial = None
+        for chosen, part in parts:
+            partial = combine.update(partial, part, weights=None if weights is None else weights[chosen])
+        return combine.finish(partial)
+    held = [part for _, part in parts]
+    predictions = held[0] if len(held) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *held)
+    if combine is None:
+        return predictions
+    return combine(predictions) if weights is None else combine(predictions, weights=weights)

@@ -1,7 +1,6 @@
 import os
 import time
 import warnings
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -51,7 +50,7 @@ class Saver:
         _check.something_to_resume(self._checkpoints.steps, self.folder, resume)
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Any:
         """The folder of the run."""
         return self._checkpoints.path(0).parent
 

@@ -95,8 +95,8 @@ class Run(eqx.Module, Generic[M]):
         **Arguments:**
 
         - `x`, `options`: as for [`eqx_ensemble.predict`][]; the members' state is the run's own.
-        - `combine`: what makes one prediction of all, such as [`eqx_ensemble.combine.mixture`][]; it is called as
-            `combine(predictions, weights=weights)`.
+        - `combine`: what makes one prediction of all, such as [`eqx_ensemble.combine.mixture`][], batch by batch of
+            rows, as for [`eqx_ensemble.predict`][].
         - `weights`: for `combine`, one weight for each member of the run `(members,)`; those of members left out count
             for nothing, and the rest is divided by its sum.
         - `strict`: raise [`eqx_ensemble.train.DivergedError`][] instead of leaving members out.
@@ -111,8 +111,7 @@ class Run(eqx.Module, Generic[M]):
                 raise DivergedError(message, self)
             warnings.warn(message, stacklevel=2)
         state = self.state if self.state is None or healthy.all() else tree.take(self.state, healthy)
-        prediction = predict(self.healthy, x, state=state, **options)
-        return prediction if combine is None else combine(prediction, weights=weights)
+        return predict(self.healthy, x, combine=combine, weights=weights, state=state, **options)
 
     def out_of_bag(self, x: PyTree, drawn: Any = None, *, weights: Any = None, **options: Any) -> HeldOut:
         """A prediction for every row of the training data, by the members that never saw it.

@@ -1,0 +1,150 @@
+"""Uncertainty: reductions over members beside NumPy and torchmetrics, and the memory of streaming predictions."""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _measure import ABSENT, Contender, Report, Timing, compared, interleaved, ratio_row, script
+from _memory import UNKNOWN, in_child, peak
+
+import eqx_ensemble as ee
+
+MEBIBYTE = 2**20
+
+
+def measure(quick: bool) -> Report:
+    report = Report("Uncertainty")
+    shape = (8, 1000, 10) if quick else (64, 100_000, 10)
+    logits = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    labels = np.random.default_rng(1).integers(shape[-1], size=shape[1])
+    size = f"{shape[0]} members, {shape[1]:,} rows, {shape[2]} classes"
+    for name, (ours, theirs) in _reductions(logits).items():
+        _agree(name, ours(), theirs())
+        _raced(report, f"{name}, {size}", {"eqx_ensemble": ours, "numpy": theirs}, quick=quick)
+    _beside_torchmetrics(report, logits, labels, quick=quick)
+    _peaks(report, quick=quick)
+    return report
+
+
+def _reductions(logits: np.ndarray) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    on_device = jnp.asarray(logits)
+    chunks = np.array_split(np.arange(len(logits)), 4)
+
+    def streamed(reduction: ee.reduce.AbstractReduction) -> Any:
+        partial = None
+        for chunk in chunks:
+            partial = reduction.update(partial, on_device[chunk[0] : chunk[-1] + 1])
+        return reduction.finish(partial)
+
+    ways = {
+        "mean and variance": (ee.reduce.Moments(), lambda: (logits.mean(0), logits.var(0))),
+        "entropies": (ee.reduce.DecomposeEntropy(), lambda: _entropies(logits)),
+        "votes": (ee.reduce.Vote(), lambda: _votes(logits)),
+    }
+    found = {}
+    for name, (reduction, by_numpy) in ways.items():
+        found[name] = (lambda reduction=reduction: reduction(on_device), by_numpy)
+        found[f"{name}, {len(chunks)} chunks of members"] = (
+            lambda reduction=reduction: streamed(reduction),
+            by_numpy,
+        )
+    return found
+
+
+def _probabilities(logits: np.ndarray) -> np.ndarray:
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+def _entropies(logits: np.ndarray) -> tuple[np.ndarray, ...]:
+    p = _probabilities(logits)
+    mixed = p.mean(0)
+    total, aleatoric = -(mixed * np.log(mixed)).sum(-1), -(p * np.log(p)).sum(-1).mean(0)
+    return total, aleatoric, total - aleatoric
+
+
+def _votes(logits: np.ndarray) -> np.ndarray:
+    voted = logits.argmax(-1)
+    return np.stack([(voted == c).mean(0) for c in range(logits.shape[-1])], -1)
+
+
+def _agree(name: str, ours: Any, theirs: Any) -> None:
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        far = np.max(np.abs(np.asarray(one, np.float64) - other))
+        if far > 1e-5:
+            raise AssertionError(f"{name} differs from the peer by {far:.1e}")
+
+
+def _raced(report: Report, question: str, ways: dict[str, Callable[[], Any] | None], *, quick: bool) -> None:
+    present = [Contender(name, run) for name, run in ways.items() if run is not None]
+    times = interleaved(present, rounds=3 if quick else 7)
+    report.timings += [Timing(f"{question}: {name}", time.wall, time.cpu) for name, time in times.items()]
+    ours, peer = ways
+    report.rows.append(compared(f"{question}: time", times.get(peer), times[ours]))
+
+
+def _beside_torchmetrics(report: Report, logits: np.ndarray, labels: np.ndarray, *, quick: bool) -> None:
+    """The calibration error of the mixture, which is a score that torchmetrics has too."""
+    mixed = jax.block_until_ready(ee.combine.mixture(jnp.asarray(logits)))
+    ours = lambda: ee.scores.ece(mixed[None], jnp.asarray(labels))
+    try:
+        import torch
+        from torchmetrics.functional.classification import multiclass_calibration_error
+    except ImportError:
+        theirs = None
+    else:
+        p, y = torch.tensor(np.exp(np.asarray(mixed))), torch.tensor(labels)
+        theirs = lambda: multiclass_calibration_error(p, y, num_classes=p.shape[-1], n_bins=15).item()
+        _agree("calibration error", ours(), theirs())
+    question = f"calibration error, {logits.shape[1]:,} rows"
+    _raced(report, question, {"eqx_ensemble": ours, "torchmetrics": theirs}, quick=quick)
+
+
+def _sizes(*, quick: bool) -> dict[str, tuple[int, int]]:
+    members, rows = (4, 2_000) if quick else (16, 25_000)
+    return {"few": (members, rows), "more rows": (members, 8 * rows), "more members": (4 * members, rows)}
+
+
+def _budget(*, quick: bool) -> int:
+    return (32 if quick else 64) * MEBIBYTE
+
+
+def _peaks(report: Report, *, quick: bool) -> None:
+    """Peaks above inputs and result, each in a process of its own."""
+    rounds, child_size = 1 if quick else 3, "quick" if quick else "full"
+    peaks = {name: [in_child(__file__, name, child_size) for _ in range(rounds)] for name in _sizes(quick=quick)}
+    if peaks["few"][0] is None:
+        report.facts["peak resident memory"] = f"{ABSENT}: {UNKNOWN}"
+        return
+    budget = _budget(quick=quick)
+    for name, found in peaks.items():
+        members, rows = _sizes(quick=quick)[name]
+        question = f"streaming entropies, {members} members, {rows:,} rows: peak resident memory"
+        report.rows.append(ratio_row(question, "peak / budget", np.array(found) / budget, target="<= 1"))
+    words = ", ".join(f"{name} {np.median(found) / MEBIBYTE:.1f}" for name, found in peaks.items())
+    report.facts["peak resident memory above inputs and result, MiB"] = f"{words}; the budget {budget // MEBIBYTE}"
+
+
+def _child(name: str, size: str) -> None:
+    """Prints the bytes by which a prediction, compiled before, raises this process's peak resident size."""
+    quick = size == "quick"
+    members, rows = _sizes(quick=quick)[name]
+    ensemble = ee.build(lambda key: eqx.nn.MLP(13, 10, 128, 2, key=key), members, key=jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(rows, 13)).astype(np.float32)
+    options = {"combine": ee.reduce.DecomposeEntropy(), "batch_size": 2**13, "memory": _budget(quick=quick)}
+    run = lambda: ee.predict(ensemble, x, progress=False, **options)
+    result = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.block_until_ready(run())))
+    found = peak(run)
+    print(json.dumps(None if found is None else max(found - result, 4096)))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["child"]:
+        _child(*sys.argv[2:])
+    else:
+        script(measure)

@@ -1,0 +1,86 @@
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .. import _axes, tree
+from .._ensemble import Ensemble
+from ..plan import AbstractPlan
+
+
+class Call(eqx.Module):
+    """How a member is called with a row."""
+
+    fn: Callable[..., Any] | None = eqx.field(static=True)
+    inference: bool = eqx.field(static=True)
+
+
+class Inputs(eqx.Module):
+    """All that a prediction reads: the members, the rows, and what belongs to them."""
+
+    ensemble: Ensemble
+    x: PyTree
+    state: PyTree
+    keys: Any
+
+    def of_rows(self, rows: np.ndarray) -> "Inputs":
+        """The inputs of some of the rows."""
+        x = _of_nodes(
+            lambda node: _axes.Each(jax.tree.map(lambda x: x[:, rows], node.value)), lambda x: x[rows], self.x
+        )
+        return Inputs(self.ensemble, x, self.state, self.keys)
+
+    def of_members(self, chosen: slice) -> "Inputs":
+        """The inputs of some of the members."""
+        if len(range(*chosen.indices(self.ensemble.num_members))) == self.ensemble.num_members:
+            return self
+        x = _of_nodes(lambda node: _axes.Each(tree.take(node.value, chosen)), lambda x: x, self.x)
+        state = None if self.state is None else tree.take(self.state, chosen)
+        return Inputs(self.ensemble[chosen], x, state, None if self.keys is None else self.keys[chosen])
+
+
+def predict_batch(plan: AbstractPlan, call: Call, inputs: Inputs, rows: jax.Array) -> PyTree:
+    """The predictions of all members for all rows of `inputs`, whose places in the data are `rows`."""
+    read = (inputs.ensemble, inputs.x, inputs.state, None if inputs.keys is None else _axes.Each(inputs.keys))
+    own, view, _ = _axes.split_members(read, name="predict")
+
+    def one(part: PyTree) -> PyTree:
+        model, batch, state, key = view(part)
+        model = eqx.nn.inference_mode(model) if call.inference else model
+        row_keys = None if key is None else jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
+
+        def row(x: PyTree, key: Any) -> PyTree:
+            before = () if state is None else (state,)
+            named = {} if key is None else {"key": key}
+            if call.fn is not None:
+                return call.fn(model, x, *before, **named)
+            out = model(x, *before, **named)
+            return out if state is None else out[0]
+
+        return jax.vmap(row)(batch, row_keys)
+
+    return _axes.over_leading_axis(plan.run, one, own)
+
+
+compiled_batch = eqx.filter_jit(predict_batch)
+
+
+def arguments(
+    call: Call, inputs: Inputs, rows: np.ndarray, *, members: slice = slice(None)
+) -> tuple[Call, Inputs, jax.Array]:
+    """What `predict_batch` takes, beside the plan, for some rows and members."""
+    return call, inputs.of_rows(rows).of_members(members), jnp.asarray(rows)
+
+
+def members_first(x: PyTree) -> PyTree:
+    """The inputs with the `members` axis in front wherever there is one."""
+    return _of_nodes(lambda node: _axes.Each(node.per_member()), lambda x: x, x)
+
+
+def _of_nodes(own: Callable[[Any], Any], shared: Callable[[Any], Any], x: PyTree) -> PyTree:
+    is_each = lambda node: isinstance(node, _axes.Each)
+    return jax.tree.map(lambda node: own(node) if is_each(node) else shared(node), x, is_leaf=is_each)

@@ -1,0 +1,58 @@
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from .. import _check
+from ..plan._memory import free_bytes
+
+
+class Filled:
+    """A result that is filled some rows at a time, in place: beside it, no second copy is ever held.
+
+    **Attributes:**
+
+    - `value`: the result; `None` before the first rows came.
+    """
+
+    def __init__(self, num_rows: int, *, axis: int):
+        self.value: Any = None
+        self._num_rows, self._axis = num_rows, axis
+
+    def write(self, part: PyTree, start: int) -> None:
+        """Writes the result of the rows from `start`; the first part is to begin with row 0."""
+        if self.value is not None:
+            traced = any(map(_check.is_traced, jax.tree.leaves((self.value, part))))
+            self.value = (_written if traced else _written_over)(self.value, part, start, self._axis)
+            return
+        rows = jax.tree.leaves(part)[0].shape[self._axis]
+        self._check_room(part, rows)
+        # Made from the first part, the result lies on the devices where this lies.
+        self.value = part if rows == self._num_rows else _opened(part, self._num_rows, self._axis)
+
+    def _check_room(self, part: PyTree, rows: int) -> None:
+        leaves, free = jax.tree.leaves(part), free_bytes()
+        if free is None or any(map(_check.is_traced, leaves)):
+            return
+        need = sum(leaf.nbytes for leaf in leaves) // rows * self._num_rows
+        if need > free:
+            whole = lambda x: (*x.shape[: self._axis], self._num_rows, *x.shape[self._axis + 1 :])
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(whole(x), x.dtype), part)
+            raise MemoryError(_check.result_too_large(need, free, shapes, combined=self._axis == 0))
+
+
+def _open(part: PyTree, num_rows: int, axis: int) -> PyTree:
+    def longer(x: jax.Array) -> jax.Array:
+        padding = [(0, num_rows - size if i == axis else 0, 0) for i, size in enumerate(x.shape)]
+        return jax.lax.pad(x, jax.numpy.zeros((), x.dtype), padding)
+
+    return jax.tree.map(longer, part)
+
+
+def _write(whole: PyTree, part: PyTree, start: Any, axis: int) -> PyTree:
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, axis), whole, part)
+
+
+_opened = jax.jit(_open, static_argnums=(1, 2))
+_written = jax.jit(_write, static_argnums=3)
+_written_over = jax.jit(_write, static_argnums=3, donate_argnums=0)

@@ -1,0 +1,9 @@
+from ._classes import DecomposeEntropy as DecomposeEntropy
+from ._classes import Disagreement as Disagreement
+from ._classes import Mixture as Mixture
+from ._classes import Vote as Vote
+from ._moments import DecomposeVariance as DecomposeVariance
+from ._moments import Mean as Mean
+from ._moments import Moments as Moments
+from ._quantiles import Quantiles as Quantiles
+from ._reduction import AbstractReduction as AbstractReduction

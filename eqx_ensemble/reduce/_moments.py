@@ -1,0 +1,107 @@
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, PyTree
+
+from .. import _check, _weighting, combine, uncertainty
+from ..combine import Gaussian
+from ..uncertainty import Decomposition
+from ._reduction import AbstractSummary
+
+
+class Mean(AbstractSummary):
+    """The mean over members, as [`eqx_ensemble.combine.mean`][], of predictions `(members, ...)`.
+
+    ```python
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 8, 1, key=key), 4, key=key)
+    ee.predict(ensemble, jnp.ones((100, 3)), combine=ee.reduce.Mean()).shape  # (100, 2)
+    ```
+    """
+
+    def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "..."]:
+        """The mean of members."""
+        return combine.mean(predictions, weights=weights)
+
+    def of_groups(self, summaries: PyTree, weights: Any) -> Float[Array, "..."]:
+        """The mean of means."""
+        return combine.mean(summaries, weights=weights)
+
+    def result(self, summary: PyTree) -> Float[Array, "..."]:
+        """The mean."""
+        return summary
+
+
+class Moments(AbstractSummary):
+    r"""Mean and variance (ddof 0) over members of point predictions `(members, ...)`.
+
+    Groups of members with weights $w_g$, means $\mu_g$ and variances $v_g$ merge into $\mu = \sum_g w_g \mu_g$ and
+    $\sum_g w_g (v_g + (\mu_g - \mu)^2)$ (Chan et al.; member by member this is Welford's method): deviations are formed
+    before they are squared, so that a large common offset costs no precision. The result is an
+    [`eqx_ensemble.combine.Gaussian`][], a named tuple with `.mean` and `.variance`. For members that predict a variance
+    themselves see [`eqx_ensemble.reduce.DecomposeVariance`][].
+
+    ```python
+    ee.reduce.Moments()(jnp.array([[1.0], [3.0]]))  # mean [2.0], variance [1.0]
+    ```
+
+    ??? cite
+        [Updating Formulae and a Pairwise Algorithm for Computing Sample
+        Variances](https://doi.org/10.1007/978-3-642-51461-6_3)
+
+        ```bibtex
+        @inproceedings{chan1982updating,
+            author={Tony F. Chan and Gene H. Golub and Randall J. LeVeque},
+            title={Updating Formulae and a Pairwise Algorithm for Computing Sample Variances},
+            booktitle={COMPSTAT 1982},
+            year={1982},
+        }
+        ```
+    """
+
+    def of_members(self, predictions: PyTree, weights: Any) -> Gaussian:
+        """Mean and variance of members."""
+        fn = "reduce.Moments"
+        checked = _check.check_values(fn, "predictions", predictions)
+        return _moments(checked, _check.check_weights(fn, weights, checked.shape[0], checked.dtype))
+
+    def of_groups(self, summaries: PyTree, weights: Any) -> Gaussian:
+        """Mean and variance of groups from theirs."""
+        return combine.gaussian(*summaries, weights=weights)
+
+    def result(self, summary: PyTree) -> Gaussian:
+        """Mean and variance."""
+        return summary
+
+
+class DecomposeVariance(AbstractSummary):
+    """The variance of the mixture in two parts, as [`eqx_ensemble.uncertainty.decompose_variance`][].
+
+    Predictions are a pair of a mean and a variance, each `(members, ...)`; the result is an
+    [`eqx_ensemble.uncertainty.Decomposition`][].
+
+    ```python
+    mean, variance = jnp.array([[1.0], [3.0]]), jnp.array([[0.5], [0.7]])
+    ee.reduce.DecomposeVariance()((mean, variance))  # total [1.6], aleatoric [0.6], epistemic [1.0]
+    ```
+    """
+
+    def of_members(self, predictions: PyTree, weights: Any) -> tuple[Gaussian, Array]:
+        """The moments of the members' means, and the mean of their variances."""
+        means, variances = _check.pair_of_moments(predictions, name="reduce.DecomposeVariance")
+        parts = uncertainty.decompose_variance(means, variances, weights=weights)
+        return Gaussian(combine.mean(means, weights=weights), parts.epistemic), parts.aleatoric
+
+    def of_groups(self, summaries: PyTree, weights: Any) -> tuple[Gaussian, Array]:
+        """The same of groups."""
+        means, variances = summaries
+        return combine.gaussian(*means, weights=weights), combine.mean(variances, weights=weights)
+
+    def result(self, summary: PyTree) -> Decomposition:
+        """The two parts and their sum."""
+        (_, epistemic), aleatoric = summary
+        return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
+
+
+@jax.jit
+def _moments(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Gaussian:
+    return Gaussian(*_weighting.moments(_weighting.blank_unweighted(values, weights), weights))

@@ -1,0 +1,257 @@
+import contextlib
+import importlib
+import math
+import pathlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+from eqx_ensemble.plan import _memory
+from eqx_ensemble.predict import _filled, _sizes
+
+KEY, MEMBERS, ROWS = jax.random.key(0), 5, 11
+WEIGHTS = np.array([0.5, 0.0, 2.0, 1.0, 1.5])
+BENCHMARKS = pathlib.Path(__file__).parent.parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    return ee.build(lambda key: eqx.nn.MLP(3, 4, 8, 1, key=key), MEMBERS, key=KEY)
+
+
+def rows(count=ROWS):
+    return jax.random.normal(jax.random.key(1), (count, 3))
+
+
+def assert_close(found, want):
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
+
+
+COMBINE = {
+    "mixture": ee.combine.mixture,
+    "decompose_entropy": ee.uncertainty.decompose_entropy,
+    "reduction": ee.reduce.DecomposeEntropy(),
+    "numpy": lambda p, weights=None: np.average(p, axis=0, weights=weights),
+}
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
+@pytest.mark.parametrize("case", COMBINE)
+def test_combined_by_batches_is_combined_on_the_whole(ensemble, case, weights):
+    combine = COMBINE[case]
+    named = {} if weights is None else {"weights": weights}
+    want = combine(ee.predict(ensemble, rows()), **named)
+    for batch_size in (4, 256):  # an uneven last batch, and one batch
+        assert_close(ee.predict(ensemble, rows(), combine=combine, batch_size=batch_size, **named), want)
+    other = ee.predict(ensemble[::-1], rows()[::-1], combine=combine, batch_size=4, **named)
+    assert not np.allclose(jax.tree.leaves(other)[0], jax.tree.leaves(want)[0], rtol=1e-3)
+
+
+def test_a_function_without_weights_is_called_without(ensemble):
+    found = ee.predict(ensemble, rows(), combine=lambda p: jnp.median(p, axis=0), batch_size=4)
+    np.testing.assert_allclose(found, np.median(ee.predict(ensemble, rows()), axis=0), rtol=1e-6)
+
+
+def test_combined_in_a_compiled_program(ensemble):
+    combined = lambda ensemble, x, weights: ee.predict(ensemble, x, combine=ee.reduce.Mean(), weights=weights)
+    weights = jnp.asarray(WEIGHTS, jnp.float32)
+    assert_close(eqx.filter_jit(combined)(ensemble, rows(), weights), combined(ensemble, rows(), weights))
+
+
+def test_differentiable(ensemble):
+    def total(x, batch_size):
+        return jnp.sum(ee.predict(ensemble, x, combine=ee.combine.mean, batch_size=batch_size) ** 2)
+
+    assert_close(jax.grad(total)(rows(), 4), jax.grad(total)(rows(), 256))
+
+
+def test_of_a_run(ensemble):
+    def loss(model, batch, key):
+        return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+
+    data = rows(), jnp.zeros((ROWS, 4))
+    run = ee.fit(ensemble, loss, optax.sgd(0.1), data, epochs=1, batch_size=ROWS, progress=False, key=KEY)
+    want = ee.combine.mean(ee.predict(run.ensemble, rows()), weights=WEIGHTS)
+    for options in ({"batch_size": 4}, {"memory": 2**26}):
+        assert_close(run.predict(rows(), combine=ee.combine.mean, weights=WEIGHTS, **options), want)
+
+
+@pytest.fixture
+def needing(monkeypatch):
+    """A context in which every block is said to need so many bytes; gives the blocks that were measured."""
+
+    @contextlib.contextmanager
+    def said(need):
+        seen, note = [], _sizes.Sizes.note
+
+        def noted(sizes, _):
+            seen.append(sizes.block)
+            note(sizes, need(sizes.block))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(_sizes.Sizes, "note", noted)
+            yield seen
+
+    return said
+
+
+OPTIONS = {
+    "plain": {},
+    "function": {"combine": ee.combine.mixture, "weights": WEIGHTS},
+    "reduction": {"combine": ee.reduce.Mixture(), "weights": WEIGHTS.tolist()},
+    "quantiles": {"combine": ee.reduce.Quantiles([0.2, 0.5]), "weights": WEIGHTS},
+    "auto": {"plan": "auto"},
+    "sequential": {"plan": ee.plan.Sequential()},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_small_blocks_change_nothing(ensemble, needing, case):
+    options = OPTIONS[case]
+    want = ee.predict(ensemble, rows(21), **options | {"plan": None})
+    for memory, last in ((2**20 * 5 // 2, (1, 2)), (2**20 * 20, (2, 8))):
+        with needing(lambda block: 2**20 * block.members * block.rows) as seen:
+            found = ee.predict(ensemble, rows(21), memory=memory, batch_size=8, **options)
+        assert seen == [(MEMBERS, 8), last]
+        assert_close(found, want)
+
+
+def test_small_blocks_of_members_with_inputs_state_and_keys_of_their_own(needing):
+    class Counting(eqx.Module):
+        weight: jax.Array
+        index: eqx.nn.StateIndex
+
+        def __init__(self, key):
+            self.weight = jax.random.normal(key, (3,))
+            self.index = eqx.nn.StateIndex(jax.random.normal(key, ()))
+
+    fn = lambda model, x, state, key: x * model.weight + state.get(model.index) + jax.random.normal(key, (3,))
+    ensemble, state = ee.build(eqx.nn.make_with_state(Counting), MEMBERS, key=KEY)
+    own = ee.Each(jax.random.normal(KEY, (ROWS, MEMBERS, 3)), axis=1)
+    want = ee.predict(ensemble, own, state=state, key=KEY, fn=fn)
+    with needing(lambda block: 2**20 * block.members * block.rows) as seen:
+        found = ee.predict(ensemble, own, state=state, key=KEY, fn=fn, memory=5 * 2**20, batch_size=4)
+    assert seen == [(5, 4), (1, 4)]
+    assert_close(found, want)
+
+
+def test_a_block_grows_to_what_fits(ensemble, needing, monkeypatch):
+    monkeypatch.setattr(_sizes, "_bound", lambda call, inputs: lambda block: math.inf)
+    with needing(lambda block: 2**20 * block.members * block.rows) as seen:
+        found = ee.predict(ensemble, rows(200), memory=2**20 * MEMBERS * 64 * 5 // 4)
+    assert seen == [(1, 1), (1, 4), (1, 16), (2, 32), (5, 32), (5, 64)]
+    assert_close(found, ee.predict(ensemble, rows(200)))
+
+
+@pytest.mark.parametrize(("members", "most"), [(1, 1), (1, 7), (5, 11), (64, 256), (3, 1000)])
+def test_the_ladder(members, most):
+    blocks = _sizes._ladder(_sizes.Block(members, most))
+    assert blocks[0] == (members, most)
+    assert blocks[-1] == (1, 1)
+    cells = [block.members * block.rows for block in blocks]
+    assert all(1 < before / after <= 2 for before, after in zip(cells, cells[1:], strict=False))
+
+
+def test_what_is_known_counts_where_nothing_can_be_seen(ensemble, monkeypatch):
+    """A process that nobody can look into: inputs, weights, outputs and what the compiler says are known."""
+    monkeypatch.setattr(_memory, "_resident", lambda: None)
+    x = jnp.zeros((4096, 3))
+    copying = lambda model, x: jnp.broadcast_to(model(x), (256, 4))
+    seen, note = [], _sizes.Sizes.note
+    monkeypatch.setattr(_sizes.Sizes, "note", lambda sizes, need: (seen.append((sizes.block, need)), note(sizes, need)))
+    kept = ee.predict(ensemble, x, fn=copying, combine=lambda p: p[0, :, 0], batch_size=4096, memory=2**20)
+    assert kept.shape == (4096, 4)
+    block, need = seen[-1]
+    assert block.members * block.rows * 256 * 4 * 4 <= need <= 2**20
+
+
+def test_one_row_of_one_member_does_not_fit(ensemble, needing):
+    message = r"needs about 3 MiB for one row and one member .* more than `memory=1048576` \(1 MiB\)"
+    with needing(lambda _: 3 * 2**20) as seen, pytest.raises(MemoryError, match=message):
+        ee.predict(ensemble, rows(30), memory=2**20, batch_size=8)
+    assert seen[-1] == (1, 1)
+
+
+def test_the_result_does_not_fit(ensemble, monkeypatch):
+    monkeypatch.setattr(_filled, "free_bytes", lambda: MEMBERS * ROWS * 4 * 4 - 1)
+    with pytest.raises(MemoryError, match=r"no place for its result \(5, 11, 4\): 880 bytes.*\n.*eqx_ensemble.reduce"):
+        ee.predict(ensemble, rows(), batch_size=4)
+    assert ee.predict(ensemble, rows(), combine=ee.combine.mean, batch_size=4).shape == (ROWS, 4)
+    monkeypatch.setattr(_filled, "free_bytes", lambda: ROWS * 4 * 4 - 1)
+    with pytest.raises(MemoryError, match=r"\(11, 4\): 176 bytes.*\nPredict some rows"):
+        ee.predict(ensemble, rows(), combine=ee.combine.mean, batch_size=4)
+
+
+def test_a_result_stays_where_its_parts_are(ensemble):
+    mesh = jax.make_mesh((4,), ("members",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("members"))
+    spread = ee.concatenate([ensemble, ensemble[:3]], renumber=True)
+    want = ee.predict(spread, rows())
+    spread = jax.tree.map(lambda x: jax.device_put(x, sharding) if eqx.is_array(x) else x, spread)
+    for options in ({"batch_size": 4}, {"memory": 2**26}):
+        found = ee.predict(spread, rows(), **options)
+        assert {shard.data.shape[0] for shard in found.addressable_shards} == {2}
+        assert_close(found, want)
+        combined = ee.predict(spread, rows(), combine=ee.reduce.Mean(), **options)
+        assert_close(combined, np.mean(want, axis=0))
+
+
+BAD = {
+    "rows": ({"combine": lambda p: jnp.mean(p)}, ValueError, r"needs arrays `\(rows, ...\)` from it; it gave \(\)"),
+    "another axis in front": (
+        {"combine": lambda p: jnp.quantile(p, jnp.array([0.1, 0.9]), axis=0)},
+        ValueError,
+        r"it gave \(2, 11, 4\) for 11 rows.\nTo move an axis",
+    ),
+    "weights of nothing": ({"weights": WEIGHTS}, TypeError, "needs `combine=` with `weights`"),
+    "too few weights": ({"combine": ee.reduce.Mean(), "weights": [1.0]}, ValueError, r"expected shape \(5,\)"),
+    "zeros": ({"combine": ee.reduce.Mean(), "weights": [0.0] * 5}, ValueError, "not all zero"),
+    "a class": ({"combine": ee.reduce.Mean}, TypeError, r"Pass `Mean\(...\)` instead of the class"),
+    "no function": ({"combine": "mean"}, TypeError, "a function or a reduction, got 'mean'"),
+    "no bytes": ({"memory": 0}, ValueError, "`memory` of at least 1"),
+    "words": ({"memory": "2 GiB"}, TypeError, "an integer `memory`"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.usefixtures("unhooked")
+def test_mistakes(ensemble, case):
+    options, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        ee.predict(ensemble, rows(), **options)
+
+
+def test_no_budget_in_a_compiled_program(ensemble):
+    with pytest.raises(TypeError, match="cannot inside `jax.jit`"):
+        jax.jit(lambda x: ee.predict(ensemble, x, memory=2**20))(rows())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak of a part of a run"
+)
+def test_peak_is_flat_in_rows_and_members_and_within_the_budget(monkeypatch):
+    """Predictions of all members would be 250 MiB for the most rows, and a layer of one batch of them 500."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    peak = importlib.import_module("_memory").peak
+    reduction, mebibyte = ee.reduce.DecomposeEntropy(), 2**20
+    needed = {}
+    for members in (16, 64):
+        ensemble = ee.build(lambda key: eqx.nn.MLP(3, 10, 128, 2, key=key), members, key=KEY)
+        for count in (10_000, 100_000):
+            x = np.random.default_rng(0).normal(size=(count, 3)).astype(np.float32)
+            run = lambda ensemble=ensemble, x=x: ee.predict(
+                ensemble, x, combine=reduction, batch_size=16_384, memory=64 * mebibyte
+            )
+            jax.block_until_ready(run())  # compiles
+            needed[members, count] = peak(run) - 3 * 4 * count  # the result
+    assert max(needed.values()) < 64 * mebibyte
+    assert needed[64, 100_000] < 2 * needed[16, 10_000] + 16 * mebibyte
+    whole = peak(lambda: ee.predict(ensemble, x, batch_size=16_384))
+    assert whole > 3 * 64 * mebibyte

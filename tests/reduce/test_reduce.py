@@ -1,0 +1,196 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_ensemble import combine, reduce, uncertainty
+
+MEMBERS = 7
+WEIGHTS = np.array([0.5, 3.0, 0.0, 1.0, 0.2, 2.0, 1.5])
+CUTS = {"one by one": range(1, MEMBERS), "uneven": [3, 6], "all at once": [], "one, then the rest": [1]}
+
+
+def logits(seed=0, offset=0.0):
+    drawn = 2 * np.random.default_rng(seed).normal(size=(MEMBERS, 5, 3)) + offset
+    return jnp.asarray(drawn, jnp.float32)
+
+
+def streamed(reduction, predictions, weights=None, cuts=(3, 6), by=lambda fn: fn):
+    partial, edges = None, [0, *cuts, MEMBERS]
+    update = by(lambda partial, part, weights: reduction.update(partial, part, weights=weights))
+    for first, last in zip(edges[:-1], edges[1:], strict=True):
+        part = jax.tree.map(lambda x, first=first, last=last: x[first:last], predictions)
+        partial = update(partial, part, None if weights is None else weights[first:last])
+    return reduction.finish(partial)
+
+
+def as_moments(values, weights):
+    values = np.asarray(values, np.float64)
+    mean = np.average(values, axis=0, weights=weights)
+    return mean, np.average((values - mean) ** 2, axis=0, weights=weights)
+
+
+def as_disagreement(values, weights):
+    votes, count = np.argmax(np.asarray(values), -1), len(values)
+    share = np.full(count, 1 / count) if weights is None else weights / weights.sum()
+    return sum(share[i] * share[j] * (votes[i] != votes[j]) for i in range(count) for j in range(count))
+
+
+def pair(values):
+    return values, jnp.exp(values)
+
+
+# A reduction, what it takes, and what it is on the whole: NumPy in float64, or the array function of another room.
+CASES = {
+    "mean": (reduce.Mean(), lambda x: x, lambda x, w: np.average(np.asarray(x, np.float64), axis=0, weights=w)),
+    "moments": (reduce.Moments(), lambda x: x, as_moments),
+    "mixture": (reduce.Mixture(), lambda x: x, lambda x, w: combine.mixture(x, weights=w)),
+    "vote": (reduce.Vote(), lambda x: x, lambda x, w: combine.vote(x, weights=w)),
+    "disagreement": (reduce.Disagreement(), lambda x: x, as_disagreement),
+    "entropy": (reduce.DecomposeEntropy(), lambda x: x, lambda x, w: uncertainty.decompose_entropy(x, weights=w)),
+    "variance": (reduce.DecomposeVariance(), pair, lambda x, w: uncertainty.decompose_variance(*x, weights=w)),
+}
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
+@pytest.mark.parametrize("case", CASES)
+def test_is_the_array_function_of_the_whole(case, weights):
+    reduction, prepared, whole = CASES[case]
+    predictions = prepared(logits())
+    want = jax.tree.leaves(whole(predictions, weights))
+    for cuts in CUTS.values():
+        found = jax.tree.leaves(streamed(reduction, predictions, weights, cuts))
+        for got, expected in zip(found, want, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.tree.leaves(reduction(predictions, weights=weights))[0], want[0], rtol=2e-5)
+    other = jax.tree.map(lambda x: x.at[0].set(x[0, ::-1, ::-1]), predictions)
+    found = jax.tree.leaves(streamed(reduction, other, weights))
+    assert any(not np.allclose(got, expected, rtol=1e-3) for got, expected in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled(case):
+    reduction, prepared, _ = CASES[case]
+    predictions, weights = prepared(logits()), jnp.asarray(WEIGHTS, jnp.float32)
+    found = streamed(reduction, predictions, weights, [2, 3, 5], by=jax.jit)  # the third member alone has weight zero
+    want = streamed(reduction, predictions, weights)
+    assert WEIGHTS[2] == 0
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_member_and_merging(case):
+    reduction, prepared, whole = CASES[case]
+    predictions = prepared(logits())
+    alone = jax.tree.map(lambda x: x[:1], predictions)
+    for got, expected in zip(*map(jax.tree.leaves, (reduction(alone), whole(alone, None))), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    first, second = (jax.tree.map(lambda x, s=s: x[s], predictions) for s in (slice(0, 2), slice(2, None)))
+    parts = reduction.update(None, first), reduction.update(None, second)
+    for merged in (reduction.merge(*parts), reduction.merge(*parts[::-1])):
+        for got, expected in zip(
+            jax.tree.leaves(reduction.finish(merged)), jax.tree.leaves(reduction(predictions)), strict=True
+        ):
+            np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
+    assert reduction.merge(None, parts[0]) is parts[0]
+    assert reduction.merge(parts[0], None) is parts[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_member_of_weight_zero_may_be_nan(case):
+    reduction, prepared, _ = CASES[case]
+    broken = jax.tree.map(lambda x: x.at[2].set(jnp.nan), prepared(logits()))
+    want = streamed(reduction, prepared(logits()), WEIGHTS)
+    for cuts in ([2, 3], [4]):
+        found = streamed(reduction, broken, WEIGHTS, cuts)
+        for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
+    assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(streamed(reduction, broken)))
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
+def test_variance_survives_an_offset(weights):
+    values = jnp.asarray(np.random.default_rng(0).normal(size=(MEMBERS, 50)) + 1e4, jnp.float32)
+    mean, variance = as_moments(values, weights)
+    found = streamed(reduce.Moments(), values, weights, range(1, MEMBERS))
+    np.testing.assert_allclose(found.mean, mean, rtol=3e-7)
+    # Each of six merges rounds the mean, of 1e4, to a thousandth: that of two neighbours differs by this much.
+    np.testing.assert_allclose(found.variance, variance, rtol=5e-3)
+    naive = jnp.mean(values**2, axis=0) - jnp.mean(values, axis=0) ** 2
+    assert not np.allclose(naive, variance, rtol=0.5)
+
+
+def test_small_mutual_information_keeps_its_digits():
+    base = np.random.default_rng(0).normal(size=(1, 20, 3))
+    near = base + 1e-3 * np.random.default_rng(1).normal(size=(MEMBERS, 20, 3))
+    p = np.exp(near) / np.exp(near).sum(-1, keepdims=True)
+    mixed = p.mean(0)
+    want = np.mean(np.sum(p * (np.log(p) - np.log(mixed)), -1), 0)
+    parts = streamed(reduce.DecomposeEntropy(), jnp.asarray(near, jnp.float32), None, range(1, MEMBERS))
+    assert want.max() < 1e-6
+    # Float32 logits near 1 are known to 1e-7, their differences here of 1e-3 to 1e-4.
+    np.testing.assert_allclose(parts.epistemic, want, rtol=1e-2)
+    difference = np.asarray(uncertainty.entropy(jnp.asarray(np.log(mixed), jnp.float32))) - parts.aleatoric
+    assert not np.allclose(difference, want, rtol=1e-1)
+
+
+LEVELS = [0.0, 0.1, 0.25, 0.5, 0.9, 1.0]
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS * 10], ids=["equal", "weighted"])
+def test_quantiles_are_exact_for_few_members(weights):
+    values = logits()
+    counts = np.ones(MEMBERS, int) if weights is None else weights.astype(int)
+    repeated = np.repeat(np.asarray(values), counts, axis=0)
+    want = np.quantile(repeated, LEVELS, axis=0, method="averaged_inverted_cdf")
+    for cuts in CUTS.values():
+        found = streamed(reduce.Quantiles(LEVELS), values, weights, cuts)
+        np.testing.assert_array_equal(found, np.moveaxis(want, 0, -1))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_quantiles_of_many_members(chunk):
+    size, count, levels = 16, 600, [0.05, 0.3, 0.5, 0.99]
+    values = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32)
+    reduction, partial = reduce.Quantiles(levels, size=size), None
+    for start in range(0, count, chunk):
+        partial = reduction.update(partial, values[start : start + chunk])
+    assert sum(items.values.shape[0] for items in partial.floors) < 2 * size * len(partial.floors) < 250
+    found = np.asarray(reduction.finish(partial))
+    bound = count * np.floor(np.log2(count / size)) / (2 * size) + 1  # one more for the midpoint
+    ranks = (values[:, :, None] <= found[None]).sum(0)
+    assert np.abs(ranks - count * np.array(levels)).max() <= bound
+    assert np.abs(ranks - count * np.array(levels)).max() > 0
+    ranks = (values[:, :, None] <= np.asarray(reduce.Quantiles(levels, size=1)(values))[None]).sum(0)
+    assert np.abs(ranks - count * np.array(levels)).max() > bound
+
+
+def test_quantiles_of_nan():
+    values = logits().at[1, 2, 0].set(jnp.nan)
+    found = np.asarray(streamed(reduce.Quantiles([0.5]), values))
+    assert np.isnan(found[2, 0]).all()
+    assert np.isnan(found).sum() == 1
+    assert np.isfinite(streamed(reduce.Quantiles([0.5]), values, np.eye(MEMBERS)[0] + np.eye(MEMBERS)[3])).all()
+
+
+BAD = {
+    "no member": (lambda: reduce.Mean().finish(None), ValueError, "`eqx_ensemble.reduce.Mean` has nothing to finish"),
+    "only zeros": (lambda: reduce.Vote()(logits(), weights=np.zeros(7)), ValueError, "none of a weight above zero"),
+    "weights": (lambda: reduce.Mean()(logits(), weights=[1.0, 2.0]), ValueError, r"expected shape \(7,\), got \(2,\)"),
+    "negative": (lambda: reduce.Mean()(logits(), weights=-WEIGHTS), ValueError, "finite `weights` of zero or more"),
+    "no axis": (lambda: reduce.Mean()(jnp.float32(1)), ValueError, "leading `members` axis"),
+    "no pair": (lambda: reduce.DecomposeVariance()(logits()), TypeError, r"a pair `\(mean, variance\)`, got"),
+    "three": (lambda: reduce.DecomposeVariance()((logits(),) * 3), TypeError, "got a tuple of 3"),
+    "levels": (lambda: reduce.Quantiles([0.5, 1.2]), ValueError, "`levels` from 0 to 1"),
+    "one level": (lambda: reduce.Quantiles(0.5), TypeError, "a list of `levels`"),
+    "size": (lambda: reduce.Quantiles([0.5], size=0), ValueError, "`size` of at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.usefixtures("unhooked")
+def test_mistakes(case):
+    do, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        do()
