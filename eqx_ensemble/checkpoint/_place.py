@@ -38,5 +38,5 @@ def listed(path: Any) -> list[Any]:
     """What is in a folder. One that is not there holds nothing: an object store has no folders without objects."""
     try:
         return list(path.iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []

@@ -47,6 +47,7 @@ class Saver:
         self.failed: OSError | None = None
         self.seconds_before = 0.0
         self._saved_at = time.perf_counter()
+        _check.own_folder(self.folder, is_checkpoint=not self.folder.exists() or self.folder.is_dir())
         _check.something_to_resume(self._checkpoints.steps, self.folder, resume)
 
     @property
