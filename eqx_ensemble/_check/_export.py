@@ -1,4 +1,5 @@
 import contextlib
+import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -192,7 +193,7 @@ def explained_onnx() -> Iterator[None]:
         yield
     except Exception as error:
         error.add_note(
-            "`export_onnx` converts with jax2onnx, which does not know every operation of jax. `eqx_ensemble.export` "
-            "does; or write the part with other operations in `fn` or `combine`."
+            f"`export_onnx` converts with jax2onnx {importlib.metadata.version('jax2onnx')}, which does not know every "
+            f"operation of jax, and may not know jax {jax.__version__} yet. `eqx_ensemble.export` has no such limit."
         )
         raise

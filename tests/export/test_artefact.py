@@ -45,6 +45,7 @@ def test_what_is_in_it(artefact, saved):
     with zipfile.ZipFile(BytesIO(saved)) as archive:
         assert archive.namelist() == ["program.bin", "export.json"]
         assert archive.testzip() is None
+        assert {entry.date_time[0] for entry in archive.infolist()} == {1980}  # none, so that bytes are the same
     assert read(saved) == bytes(artefact.program.serialize())
     about = json.loads(read(saved, "export.json"))
     assert about == artefact.about
