@@ -3,7 +3,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .. import combine, uncertainty
+from .. import _check, combine, uncertainty
 from ..uncertainty import Decomposition
 from ._reduction import AbstractSummary
 
@@ -18,6 +18,10 @@ class Mixture(AbstractSummary):
     ee.predict(ensemble, jnp.ones((100, 3)), combine=ee.reduce.Mixture()).shape  # (100, 5)
     ```
     """
+
+    def checked(self, predictions: PyTree) -> PyTree:
+        """Logits as they are computed with."""
+        return _check.check_logits("reduce.Mixture", predictions)
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
         """The mixture of members."""
@@ -41,6 +45,10 @@ class Vote(AbstractSummary):
     ee.reduce.Vote()(jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]]))  # [0.667, 0.333]
     ```
     """
+
+    def checked(self, predictions: PyTree) -> PyTree:
+        """Logits as they are computed with."""
+        return _check.check_logits("reduce.Vote", predictions)
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
         """The shares of members."""
@@ -67,6 +75,10 @@ class Disagreement(AbstractSummary):
     ee.reduce.Disagreement()(logits)  # 4/9
     ```
     """
+
+    def checked(self, predictions: PyTree) -> PyTree:
+        """Logits as they are computed with."""
+        return _check.check_logits("reduce.Disagreement", predictions)
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
         """The shares of votes of members."""
@@ -103,6 +115,10 @@ class DecomposeEntropy(AbstractSummary):
     parts.epistemic.shape  # (100,)
     ```
     """
+
+    def checked(self, predictions: PyTree) -> PyTree:
+        """Logits as they are computed with."""
+        return _check.check_logits("reduce.DecomposeEntropy", predictions)
 
     def of_members(self, predictions: PyTree, weights: Any) -> _Parts:
         """The mixture of members and the two parts of its entropy."""

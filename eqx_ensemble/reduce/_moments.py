@@ -1,6 +1,5 @@
 from typing import Any
 
-import jax
 from jaxtyping import Array, Float, PyTree
 
 from .. import _check, _weighting, combine, uncertainty
@@ -17,6 +16,10 @@ class Mean(AbstractSummary):
     ee.predict(ensemble, jnp.ones((100, 3)), combine=ee.reduce.Mean()).shape  # (100, 2)
     ```
     """
+
+    def checked(self, predictions: PyTree) -> PyTree:
+        """Predictions as they are computed with."""
+        return _check.check_values("reduce.Mean", "predictions", predictions)
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "..."]:
         """The mean of members."""
@@ -58,11 +61,14 @@ class Moments(AbstractSummary):
         ```
     """
 
+    def checked(self, predictions: PyTree) -> PyTree:
+        """Predictions as they are computed with."""
+        return _check.check_values("reduce.Moments", "predictions", predictions)
+
     def of_members(self, predictions: PyTree, weights: Any) -> Gaussian:
         """Mean and variance of members."""
-        fn = "reduce.Moments"
-        checked = _check.check_values(fn, "predictions", predictions)
-        return _moments(checked, _check.check_weights(fn, weights, checked.shape[0], checked.dtype))
+        convex = _check.check_weights("reduce.Moments", weights, predictions.shape[0], predictions.dtype)
+        return Gaussian(*_weighting.moments(_weighting.blank_unweighted(predictions, convex), convex))
 
     def of_groups(self, summaries: PyTree, weights: Any) -> Gaussian:
         """Mean and variance of groups from theirs."""
@@ -85,9 +91,14 @@ class DecomposeVariance(AbstractSummary):
     ```
     """
 
+    def checked(self, predictions: PyTree) -> PyTree:
+        """Predictions as they are computed with."""
+        fn = "reduce.DecomposeVariance"
+        return _check.check_moments(fn, *_check.pair_of_moments(predictions, name=fn))
+
     def of_members(self, predictions: PyTree, weights: Any) -> tuple[Gaussian, Array]:
         """The moments of the members' means, and the mean of their variances."""
-        means, variances = _check.pair_of_moments(predictions, name="reduce.DecomposeVariance")
+        means, variances = predictions
         parts = uncertainty.decompose_variance(means, variances, weights=weights)
         return Gaussian(combine.mean(means, weights=weights), parts.epistemic), parts.aleatoric
 
@@ -100,8 +111,3 @@ class DecomposeVariance(AbstractSummary):
         """The two parts and their sum."""
         (_, epistemic), aleatoric = summary
         return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
-
-
-@jax.jit
-def _moments(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Gaussian:
-    return Gaussian(*_weighting.moments(_weighting.blank_unweighted(values, weights), weights))

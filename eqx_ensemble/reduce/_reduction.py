@@ -64,6 +64,10 @@ class AbstractSummary(AbstractReduction):
     """A reduction whose summaries of groups of members are themselves combined as if each group were a member."""
 
     @abc.abstractmethod
+    def checked(self, predictions: PyTree) -> PyTree:
+        """Predictions in the dtype that is computed in, if they are what this reduction takes."""
+
+    @abc.abstractmethod
     def of_members(self, predictions: PyTree, weights: Any) -> PyTree:
         """The summary of members."""
 
@@ -78,22 +82,31 @@ class AbstractSummary(AbstractReduction):
     def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
         """The partial with some more members."""
         weights, total = chunk_weights(self, predictions, weights)
-        if total is None:
-            return partial
-        return self.merge(partial, Partial(total, self.of_members(predictions, weights)))
+        return partial if total is None else _updated(self, partial, self.checked(predictions), weights, total)
 
     def merge(self, first: Any, second: Any) -> Any:
         """The partial of the members of two partials."""
         if first is None or second is None:
             return second if first is None else first
-        weights = jnp.stack([first.weight, second.weight])
-        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), first.summary, second.summary)
-        return Partial(jnp.sum(weights), self.of_groups(stacked, _some(weights)))
+        return _merged(self, first, second)
 
     def finish(self, partial: Any) -> PyTree:
         """The result for all members seen."""
         _check.members_seen(partial, name=name_of(self))
         return self.result(partial.summary)
+
+
+@eqx.filter_jit
+def _updated(reduction: AbstractSummary, partial: Any, predictions: PyTree, weights: Any, total: Array) -> Any:
+    new = Partial(total, reduction.of_members(predictions, weights))
+    return new if partial is None else _merged(reduction, partial, new)
+
+
+@eqx.filter_jit
+def _merged(reduction: AbstractSummary, first: Partial, second: Partial) -> Partial:
+    weights = jnp.stack([first.weight, second.weight])
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), first.summary, second.summary)
+    return Partial(jnp.sum(weights), reduction.of_groups(stacked, _some(weights)))
 
 
 def chunk_weights(reduction: AbstractReduction, predictions: PyTree, weights: Any) -> tuple[Any, Array | None]:
@@ -103,7 +116,7 @@ def chunk_weights(reduction: AbstractReduction, predictions: PyTree, weights: An
         return None, jnp.asarray(np.float64(count))
     weights = _check.chunk_weights(weights, count, name=name_of(reduction))
     if isinstance(weights, np.ndarray):
-        return (weights, jnp.asarray(weights.sum())) if weights.any() else (weights, None)
+        return (jnp.asarray(weights), jnp.asarray(weights.sum())) if weights.any() else (weights, None)
     return _some(weights), jnp.sum(weights)
 
 

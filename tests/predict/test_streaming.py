@@ -249,7 +249,8 @@ def test_peak_is_flat_in_rows_and_members_and_within_the_budget(monkeypatch):
             run = lambda ensemble=ensemble, x=x: ee.predict(
                 ensemble, x, combine=reduction, batch_size=16_384, memory=64 * mebibyte
             )
-            jax.block_until_ready(run())  # compiles
+            for _ in range(2):  # the first compiles, and where that showed, the second takes larger blocks
+                jax.block_until_ready(run())
             needed[members, count] = peak(run) - 3 * 4 * count  # the result
     assert max(needed.values()) < 64 * mebibyte
     assert needed[64, 100_000] < 2 * needed[16, 10_000] + 16 * mebibyte

@@ -182,6 +182,17 @@ BAD = {
     "no axis": (lambda: reduce.Mean()(jnp.float32(1)), ValueError, "leading `members` axis"),
     "no pair": (lambda: reduce.DecomposeVariance()(logits()), TypeError, r"a pair `\(mean, variance\)`, got"),
     "three": (lambda: reduce.DecomposeVariance()((logits(),) * 3), TypeError, "got a tuple of 3"),
+    "a negative variance": (
+        lambda: reduce.DecomposeVariance()((logits(), logits())),
+        ValueError,
+        "`eqx_ensemble.reduce.DecomposeVariance` needs variances of zero or more",
+    ),
+    "integers": (lambda: reduce.Mean()(np.ones((2, 3), int)), TypeError, "floating-point `predictions`"),
+    "one class": (
+        lambda: reduce.Vote()(jnp.ones((2, 3, 1))),
+        ValueError,
+        "`eqx_ensemble.reduce.Vote` needs at least two",
+    ),
     "levels": (lambda: reduce.Quantiles([0.5, 1.2]), ValueError, "`levels` from 0 to 1"),
     "one level": (lambda: reduce.Quantiles(0.5), TypeError, "a list of `levels`"),
     "size": (lambda: reduce.Quantiles([0.5], size=0), ValueError, "`size` of at least 1"),
