@@ -1,4 +1,4 @@
-"""Finds the neighbours: `_measure` one folder up, and what the tests of checkpoints and of resumed runs share with us."""
+"""Finds the neighbours: `_measure` one folder up, and what the tests of checkpoints and of runs share with us."""
 
 import pathlib
 import sys
