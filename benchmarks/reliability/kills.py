@@ -46,7 +46,7 @@ class Tally:
 
 
 def measure(quick: bool, kills: int) -> Report:
-    epochs, steps = (9, 9) if quick else (150, 30)
+    epochs, steps = (9, 9) if quick else (40, 15)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         control = _in_a_child(lambda: killed_often(folder, 10 if quick else 100, "in place"))
@@ -84,7 +84,7 @@ def _killed_at_random(folder: pathlib.Path, kills: int, epochs: int) -> Tally:
         elif not _is_whole(run, saved):
             tally.lost += 1
             shutil.rmtree(run)
-        if (tally.kills + tally.ends) % 100 == 0:
+        if (tally.kills + tally.ends) % 10 == 0:
             print(tally, flush=True)
     if run.exists():  # what the last kill left must go on too
         tally.ends += 1

@@ -117,4 +117,4 @@ def _size(path: pathlib.Path) -> int:
 
 
 if __name__ == "__main__":
-    script(measure)
+    script(measure, cores=0)
