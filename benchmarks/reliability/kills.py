@@ -15,6 +15,7 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,8 @@ def measure(quick: bool, kills: int) -> Report:
     epochs, steps = (9, 9) if quick else (40, 15)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
+        # The child that is forked there uses no jax.
+        warnings.filterwarnings("ignore", message="os.fork")
         control = _in_a_child(lambda: killed_often(folder, 10 if quick else 100, "in place"))
         jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
