@@ -1,4 +1,7 @@
-"""`python -m benchmarks [--quick] [NAME ...]`: runs scripts in processes of their own and prints one table."""
+"""`python -m benchmarks [--quick] [NAME ...]`: runs scripts in processes of their own and prints one table.
+
+Those of `reliability` take hours, and run only when they are named.
+"""
 
 import json
 import pathlib
@@ -22,20 +25,25 @@ SCRIPTS = (
     "vmap_or_loop",
     "imports",
 )
+RELIABILITY = tuple(f"reliability/{name}" for name in ("kills", "flips", "disks", "hostile", "saving"))
+KNOWN = SCRIPTS + RELIABILITY
 
 
 def main() -> int:
     parser = flags()
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(SCRIPTS)}; all if not given")
+    text = f"some of {', '.join(KNOWN)}; all but those of reliability if not given"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=text)
     options = parser.parse_args()
-    if unknown := set(options.names) - set(SCRIPTS):
+    if unknown := set(options.names) - set(KNOWN):
         parser.error(f"no such script: {', '.join(sorted(unknown))}")
     results, failed = [], []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.names or SCRIPTS:
-            path = pathlib.Path(folder, f"{name}.json")
-            command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(path), "--cores", str(options.cores)]
-            done = subprocess.run(command + ["--quick"] * options.quick)
+            path = pathlib.Path(folder, f"{pathlib.Path(name).name}.json")
+            command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(path)]
+            command += ["--quick"] * options.quick
+            command += [] if options.cores is None else ["--cores", str(options.cores)]
+            done = subprocess.run(command)
             if done.returncode:
                 failed.append(name)
                 continue

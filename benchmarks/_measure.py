@@ -109,6 +109,11 @@ def ratio_row(question: str, ratio_of: str, ratios: Any, *, target: str = "") ->
     return Row(question, ratio_of, float(median), float(low), float(high), None, target)
 
 
+def counted(question: str, what: str, found: int, tries: int, *, target: str = "") -> Row:
+    """A row that counts how many of so many tries went some way."""
+    return Row(question, f"{what}, of {tries}", float(found), None, None, None, target)
+
+
 def gemm(name: str, rows: int, inner: int, columns: int) -> tuple[Contender, int]:
     """The machine's own matrix product `(rows, inner) @ (inner, columns)`, and its floating-point operations."""
     a, b = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(((rows, inner), (inner, columns))))
@@ -233,20 +238,31 @@ def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="smallest sizes, few rounds: does it run at all?")
     parser.add_argument("--save", action="store_true", help=f"write JSON to {RESULTS.name}/")
-    parser.add_argument("--cores", type=int, default=1, help="stay on so many cores; 0: all (default: 1)")
+    parser.add_argument("--cores", type=int, help="stay on so many cores; 0: all (default: 1, few scripts need all)")
     return parser
 
 
-def script(measure: Callable[[bool], Report]) -> None:
-    """The `main` of a script: measures, prints, and writes JSON if asked to."""
+def script(measure: Callable[..., Report], *, amount: tuple[str, float, float] | None = None, cores: int = 1) -> None:
+    """The `main` of a script: measures, prints, and writes JSON if asked to.
+
+    With `amount`, a flag of this name, its default and its default with `--quick`, the script is told how much to do.
+    """
     name = pathlib.Path(measure.__code__.co_filename).stem
     parser = flags()
     parser.add_argument("--json", type=pathlib.Path, help="also write JSON to this file")
+    if amount is not None:
+        flag, usual, quick = amount
+        text = f"how many (default: {usual}; {quick} with --quick)"
+        parser.add_argument(f"--{flag}", type=type(usual), dest="amount", help=text)
     options = parser.parse_args()
-    stay_on(options.cores)
-    report = measure(options.quick)
+    stay_on(cores if options.cores is None else options.cores)
+    if amount is None:
+        report = measure(options.quick)
+    else:
+        usual = quick if options.quick else usual
+        report = measure(options.quick, usual if options.amount is None else options.amount)
     if options.quick:  # the smallest sizes say nothing about speed
-        report.rows = [dataclasses.replace(row, target="") for row in report.rows]
+        report.rows = [row if row.low is None else dataclasses.replace(row, target="") for row in report.rows]
     found = environment()
     printed(report, found)
     if options.json is not None:

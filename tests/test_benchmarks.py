@@ -13,6 +13,7 @@ import pytest
 
 FOLDER = pathlib.Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
+RELIABILITY = sorted(path.stem for path in (FOLDER / "reliability").glob("[!_]*.py"))
 
 
 @pytest.fixture
@@ -47,6 +48,17 @@ def test_script(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", RELIABILITY)
+def test_nothing_is_lost(name, tmp_path):
+    run_script(f"reliability/{name}", "--json", str(tmp_path / "found.json"), cwd=tmp_path)
+    rows = json.loads((tmp_path / "found.json").read_text())["results"]["rows"]
+    assert rows
+    for row in rows:
+        assert row["verdict"] in ("met", "", "absent"), row
+        assert row["ratio"] or not row["question"].startswith("control"), row
+
+
+@pytest.mark.slow
 def test_several_scripts_in_one_table(tmp_path):
     printed = run_script("__main__", "stopping", "imports", cwd=tmp_path)
     table = printed[printed.index("All questions") :]
@@ -56,7 +68,7 @@ def test_several_scripts_in_one_table(tmp_path):
 
 def test_every_script_has_its_place():
     main = (FOLDER / "__main__.py").read_text()
-    for name in SCRIPTS:
+    for name in SCRIPTS + RELIABILITY:
         assert f'"{name}"' in main
 
 

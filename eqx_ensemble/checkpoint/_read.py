@@ -13,10 +13,12 @@ import numpy as np
 
 from .. import _check
 from ._dtypes import DTYPES, raw
+from ._hashing import Digests
 from ._layout import DIGEST, layout
 from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, decode
 from ._place import is_on_disk
 
+_PART = 2**20
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -60,19 +62,19 @@ class Reader:
 
     def _array(self, entry: Entry, rows: Sequence[int] | None = None) -> np.ndarray:
         if entry.kind == "shared":
-            data = self._read(entry, 0, entry.shape)
-            self._expect(hashlib.sha256(raw(data)).hexdigest() == entry.checksum, "the checksum does not match", entry)
+            data, found = self._read(entry, 0, entry.shape, 1)
+            self._expect(found[0].hex() == entry.checksum, "the checksum does not match", entry)
             return data
         digests = self._digests(entry)
         count, *inner = entry.shape
         if rows is None:
-            data = self._read(entry, 0, entry.shape)
-            self._expect_members(entry, raw(data), digests, range(count))
+            data, found = self._read(entry, 0, entry.shape, count)
+            self._expect_members(entry, found, digests, range(count))
             return data
         data = np.empty((len(rows), *inner), DTYPES[entry.dtype])
         for i, row in enumerate(rows):
-            one = self._read(entry, row, (1, *inner))
-            self._expect_members(entry, raw(one), digests, [row])
+            one, found = self._read(entry, row, (1, *inner), 1)
+            self._expect_members(entry, found, digests, [row])
             data[i] = one[0]
         return data
 
@@ -96,10 +98,8 @@ class Reader:
         if not condition:
             raise _check.corrupt(self.file, reason, leaf=entry.path, member=member)
 
-    def _expect_members(self, entry: Entry, data: memoryview, digests: bytes, rows: Sequence[int]) -> None:
-        size = len(data) // max(1, len(rows))
-        for i, row in enumerate(rows):
-            digest = hashlib.sha256(data[i * size : (i + 1) * size]).digest()
+    def _expect_members(self, entry: Entry, found: Sequence[bytes], digests: bytes, rows: Sequence[int]) -> None:
+        for digest, row in zip(found, rows, strict=True):
             same = digest == digests[row * DIGEST : (row + 1) * DIGEST]
             self._expect(same, "the checksum does not match", entry, row)
 
@@ -110,17 +110,29 @@ class Reader:
         self._expect(same, "the members' checksums have changed", entry)
         return digests
 
-    def _read(self, entry: Entry, first_row: int, shape: Sequence[int]) -> np.ndarray:
+    def _read(self, entry: Entry, first_row: int, shape: Sequence[int], count: int) -> tuple[np.ndarray, list[bytes]]:
+        """Numbers as they stand in the file, and the SHA-256 of each of `count` equal pieces of them."""
         data = np.empty(shape, DTYPES[entry.dtype])
         view = raw(data)
         self._file.seek(self._layout.spans[entry.tensor].start + first_row * len(view))
+        size = len(view) // count
+        step = max(1, _PART // max(1, size))
+        found = []
+        with Digests(len(view) if count > step else 0) as digests:
+            for first in range(0, count, step):
+                pieces = min(step, count - first)
+                part = view[first * size : (first + pieces) * size]
+                self._fill(part, entry)
+                found.append(digests.add(part, pieces))
+        if entry.dtype == "bool":  # NumPy takes any byte for a boolean, and then calculates with it
+            self._expect(not (data.view(np.uint8) > 1).any(), "a boolean is neither true nor false", entry)
+        return data, [digest for part in found for digest in part]
+
+    def _fill(self, view: memoryview, entry: Entry) -> None:
         while view:
             count = self._file.readinto(view)
             self._expect(bool(count), "the file ends too early", entry)
             view = view[count:]
-        if entry.dtype == "bool":  # NumPy takes any byte for a boolean, and then calculates with it
-            self._expect(not (data.view(np.uint8) > 1).any(), "a boolean is neither true nor false", entry)
-        return data
 
     def _bytes(self, start: int, size: int) -> bytes:
         self._file.seek(start)

@@ -1,3 +1,4 @@
+import functools as ft
 import importlib.metadata
 import math
 import platform
@@ -80,10 +81,12 @@ def _score(score: Any) -> float | None:
 
 def versions() -> dict[str, str]:
     """Those of Python and of the libraries that decide what is computed."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "unknown"
-    return found
+    return {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES}
+
+
+@ft.cache  # looking one up takes longer than writing a small checkpoint
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -11,8 +11,9 @@ from .. import _check
 from . import _disk
 from ._commit import SAVING, check_own, commit, make_parents, new_file, next_number, remove_unused, write_manifest
 from ._dtypes import raw
+from ._hashing import Digests
 from ._layout import Layout, layout
-from ._manifest import NAME, Entry, encode
+from ._manifest import NAME, encode
 from ._place import is_on_disk
 from ._snapshot import Snapshot
 
@@ -135,30 +136,33 @@ def _write_files(folder: Path, number: int, content: Snapshot, plan: Layout) -> 
 
 def _write_arrays(file: int, content: Snapshot, plan: Layout) -> dict[str, str]:
     """Writes header, tensors and the table of checksums, in large pieces. Returns each tensor's checksum."""
-    pending = bytearray(plan.header)
-    table = bytearray()
-    checksums = {}
+    with Digests(plan.size) as digests:
+        found = {}
+        for entry in plan.order:
+            pieces = entry.shape[0] if entry.kind == "members" else 1
+            found[entry.tensor] = digests.add(raw(content.arrays[entry.tensor]), pieces)
+        rest = _write_tensors(file, content, plan)
+    table, checksums = bytearray(), {}
     for entry in plan.order:
-        data = raw(content.arrays[entry.tensor])
-        checksums[entry.tensor], digests = checksum(entry, data)
-        table += digests
-        if len(data) >= _CHUNK:
-            _disk.write_all(file, memoryview(pending))
-            _disk.write_all(file, data)
-            pending = bytearray()
-        else:
-            pending += data
-            if len(pending) >= _CHUNK:
-                _disk.write_all(file, memoryview(pending))
-                pending = bytearray()
-    _disk.write_all(file, memoryview(pending + table))
+        joined = b"".join(found[entry.tensor])
+        if entry.kind == "members":
+            table += joined
+            joined = hashlib.sha256(joined).digest()
+        checksums[entry.tensor] = joined.hex()
+    _disk.write_all(file, memoryview(rest + table))
     return checksums
 
 
-def checksum(entry: Entry, data: memoryview) -> tuple[str, bytes]:
-    """The SHA-256 of a shared leaf; of one with members, that of the members' SHA-256, which come along."""
-    if entry.kind == "shared":
-        return hashlib.sha256(data).hexdigest(), b""
-    size = len(data) // entry.shape[0]
-    digests = b"".join(hashlib.sha256(data[i * size : (i + 1) * size]).digest() for i in range(entry.shape[0]))
-    return hashlib.sha256(digests).hexdigest(), digests
+def _write_tensors(file: int, content: Snapshot, plan: Layout) -> bytearray:
+    """Writes header and tensors; returns what is to be written with what follows."""
+    pending = bytearray(plan.header)
+    for entry in plan.order:
+        data = raw(content.arrays[entry.tensor])
+        if len(data) < _CHUNK:
+            pending += data
+            data = memoryview(b"")
+        if data or len(pending) >= _CHUNK:
+            _disk.write_all(file, memoryview(pending))
+            _disk.write_all(file, data)
+            pending = bytearray()
+    return pending

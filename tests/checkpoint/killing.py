@@ -56,7 +56,8 @@ def finished(pipe):
     return count, int.from_bytes(versions[8 * count - 8 : 8 * count], "little") if count else 0
 
 
-def main(folder, kills, mode):
+def killed_often(folder, kills, mode):
+    """How often it killed, how many saves were finished, and how many times something was lost."""
     moments = random.Random(0)
     killed = saves = lost = version = 0
     while killed < kills:
@@ -84,8 +85,8 @@ def main(folder, kills, mode):
             now = -1
         lost += now < last
         version = max(now, last)
-    print(json.dumps({"killed": killed, "saves": saves, "lost": lost}))
+    return {"killed": killed, "saves": saves, "lost": lost}
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    print(json.dumps(killed_often(pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])))

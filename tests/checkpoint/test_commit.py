@@ -15,7 +15,8 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import _disk, _open
 
-OPERATIONS = ("make_folder", "create", "write", "sync", "sync_folder", "rename", "replace", "remove", "remove_folder")
+from .faults import HOWS, Killed, Layer
+
 HERE = pathlib.Path(__file__).parent
 
 
@@ -30,71 +31,20 @@ def version_at(path):
     return version
 
 
-class Killed(BaseException):
-    """The process is gone: nothing after it runs."""
-
-
-class Layer:
-    """Under the writer: counts what reaches the disk, records it, and stops at one place."""
-
-    def __init__(self, monkeypatch, *, stop=None, how="before", error=None):
-        self.count, self.stop, self.how, self.error = 0, stop, how, error
-        self.log, self.open, self.dead = [], {}, False
-        for name in OPERATIONS:
-            monkeypatch.setattr(_disk, name, self.wrapped(name, getattr(_disk, name)))
-
-    def wrapped(self, name, operation):
-        def run(*args):
-            if self.dead:
-                raise Killed
-            self.count += 1
-            if self.count - 1 == self.stop:
-                if self.error is not None:
-                    raise OSError(self.error, os.strerror(self.error))
-                self.dead = True
-                if self.how == "amid":
-                    self.amid(name, operation, args)
-                elif self.how == "after":
-                    operation(*args)
-                raise Killed
-            done = operation(*args)
-            self.record(name, args, done)
-            return done
-
-        return run
-
-    def amid(self, name, operation, args):
-        if name == "write":
-            operation(args[0], args[1][: len(args[1]) // 2])
-        elif name == "remove_folder":
-            for file in sorted(args[0].iterdir())[:1]:
-                file.unlink()
-
-    def record(self, name, args, done):
-        if name == "create":
-            self.open[done] = args[0]
-        if name in ("write", "sync"):
-            args = (self.open[args[0]], *(bytes(part[:done]) for part in args[1:]))
-        self.log.append((name, *args))
-
-
-def operations_of(save, monkeypatch):
-    with monkeypatch.context() as patch:
-        layer = Layer(patch)
+def operations_of(save):
+    with Layer() as layer:
         save()
     return layer
 
 
-def kill(save, monkeypatch, **where):
-    with monkeypatch.context() as patch:
-        Layer(patch, **where)
-        with pytest.raises(Killed):
-            save()
+def kill(save, **where):
+    with Layer(**where), pytest.raises(Killed):
+        save()
 
 
-@pytest.mark.parametrize("how", ["before", "amid", "after"])
+@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("old", [None, 1], ids=["new", "overwrite"])
-def test_killed_at_every_boundary(old, how, tmp_path, monkeypatch):
+def test_killed_at_every_boundary(old, how, tmp_path):
     path = tmp_path / "run" / "x"
 
     def start():
@@ -103,12 +53,12 @@ def test_killed_at_every_boundary(old, how, tmp_path, monkeypatch):
             ee.save(path, tree(old))
 
     start()
-    count = operations_of(lambda: ee.save(path, tree(2)), monkeypatch).count
+    count = operations_of(lambda: ee.save(path, tree(2))).count
     assert count >= 10
     seen = set()
     for stop in range(count):
         start()
-        kill(lambda: ee.save(path, tree(2)), monkeypatch, stop=stop, how=how)
+        kill(lambda: ee.save(path, tree(2)), stop=stop, how=how)
         seen.add(version_at(path) if path.exists() else None)
         # The next process saves as if nothing had been, and leaves nothing behind.
         ee.save(path, tree(3))
@@ -120,15 +70,14 @@ def test_killed_at_every_boundary(old, how, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EACCES])
 @pytest.mark.parametrize("old", [None, 1], ids=["new", "overwrite"])
-def test_an_error_at_every_boundary(old, error, tmp_path, monkeypatch):
+def test_an_error_at_every_boundary(old, error, tmp_path):
     path = tmp_path / "run" / "x"
     path.parent.mkdir()
     if old is not None:
         ee.save(path, tree(old))
     stop, failed = 0, 0
     while True:
-        with monkeypatch.context() as patch:
-            layer = Layer(patch, stop=stop, error=error)
+        with Layer(stop=stop, error=error) as layer:
             try:
                 ee.save(path, tree(2))
             except OSError as caught:
@@ -220,13 +169,13 @@ def outcomes(log, root, before, tmp_path, old):
 
 @pytest.mark.parametrize("old", [None, 1], ids=["new", "overwrite"])
 @pytest.mark.parametrize("syncs", [True, False], ids=["ours", "without fsync"])
-def test_power_cut_at_every_moment(syncs, old, tmp_path, monkeypatch):
+def test_power_cut_at_every_moment(syncs, old, tmp_path):
     root, before = tmp_path / "run", tmp_path / "before"
     root.mkdir()
     if old is not None:
         ee.save(root / "x", tree(old))
     shutil.copytree(root, before)
-    log = operations_of(lambda: ee.save(root / "x", tree(2)), monkeypatch).log
+    log = operations_of(lambda: ee.save(root / "x", tree(2))).log
     log = [operation for operation in log if syncs or operation[0] not in ("sync", "sync_folder")]
     found = outcomes(log, root, before, tmp_path, old)
     if syncs:
@@ -236,7 +185,7 @@ def test_power_cut_at_every_moment(syncs, old, tmp_path, monkeypatch):
         assert (True, "damaged") in found
 
 
-def test_overwriting_in_place_loses_some(tmp_path, monkeypatch):
+def test_overwriting_in_place_loses_some(tmp_path):
     """The control: the same kill under a writer that writes where the old file is."""
     path = tmp_path / "x"
 
@@ -249,7 +198,7 @@ def test_overwriting_in_place_loses_some(tmp_path, monkeypatch):
             os.close(file)
 
     save(1)
-    kill(lambda: save(2), monkeypatch, stop=1, how="amid")
+    kill(lambda: save(2), stop=1, how="amid")
     assert path.stat().st_size == 4000
 
 

@@ -10,9 +10,6 @@ import optax
 import eqx_ensemble as ee
 from eqx_ensemble.train._identity import digest_of
 
-key = jax.random.key(0)
-x = jax.random.normal(key, (203, 3))
-
 
 def loss(model, batch, key):
     x, y = batch
@@ -20,9 +17,22 @@ def loss(model, batch, key):
     return jnp.mean((jax.vmap(model)(jnp.where(keep, x, 0.0))[:, 0] - y) ** 2)
 
 
-ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key), 5, key=key)
-options = {"checkpoint": sys.argv[1], "every": 20} if len(sys.argv) > 1 else {}
-optimiser = optax.adam(optax.cosine_decay_schedule(1e-2, 1100))
-data = x, jnp.sin(x[:, 0])
-run = ee.fit(ensemble, loss, optimiser, data, validation=data, patience=150, epochs=150, key=key, **options)
-print(digest_of((run.ensemble.stacked, run.train_state, run.selection, run.history.loss, run.history.validation)))
+def trainer():
+    """A function of the other options of `fit`, whose calls share their compiled programs."""
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (203, 3))
+    data = x, jnp.sin(x[:, 0])
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key), 5, key=key)
+    optimiser = optax.adam(optax.cosine_decay_schedule(1e-2, 1100))
+    return lambda **options: ee.fit(ensemble, loss, optimiser, data, validation=data, patience=150, key=key, **options)
+
+
+def digest(run):
+    """Says everything that a run ends with: weights, optimiser state, best weights, history."""
+    history = run.history.loss, run.history.validation
+    return digest_of((run.ensemble.stacked, run.train_state, run.selection, history))
+
+
+if __name__ == "__main__":
+    saving = {"checkpoint": sys.argv[1], "every": 20} if len(sys.argv) > 1 else {}
+    print(digest(trainer()(epochs=150, **saving)))

@@ -1,0 +1,93 @@
+"""Checksums computed in other threads are those of hashlib, whatever becomes of the threads."""
+
+import hashlib
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import eqx_ensemble as ee
+from eqx_ensemble.checkpoint._hashing import Digests
+
+DATA = np.random.default_rng(0).bytes(6 * 2**20)
+
+
+def pieces(data, count):
+    size = len(data) // count
+    return [hashlib.sha256(data[i * size : (i + 1) * size]).digest() for i in range(count)]
+
+
+def digests_of(num_bytes, counts):
+    with Digests(num_bytes) as digests:
+        return [digests.add(memoryview(DATA), count) for count in counts]
+
+
+@pytest.mark.parametrize("num_bytes", [0, len(DATA)], ids=["no threads", "threads"])
+def test_digests(num_bytes):
+    counts = [1, 2, 3, 6, 512, 2**12]
+    before = threading.active_count()
+    assert digests_of(num_bytes, counts) == [pieces(DATA, count) for count in counts]
+    assert threading.active_count() == before
+
+
+def test_of_nothing():
+    with Digests(0) as digests:
+        found = digests.add(memoryview(b""), 3)
+    assert found == [hashlib.sha256().digest()] * 3
+
+
+def test_threads_do_the_work(monkeypatch):
+    seen = set()
+    true = hashlib.sha256
+
+    def noted(data):
+        seen.add(threading.current_thread().name)
+        return true(data)
+
+    monkeypatch.setattr(hashlib, "sha256", noted)
+    digests = Digests(len(DATA))
+    with digests:
+        digests.add(memoryview(DATA), 6)
+        while len(seen) == 0:
+            pass
+    assert "eqx_ensemble.digests" in seen
+
+
+def test_where_no_thread_starts(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert digests_of(len(DATA), [6]) == [pieces(DATA, 6)]
+
+
+def test_an_error_ends_the_threads():
+    before = threading.active_count()
+
+    def write():
+        with Digests(len(DATA)) as digests:
+            for _ in range(50):
+                digests.add(memoryview(DATA), 6)
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        write()
+    assert threading.active_count() == before
+
+
+def test_a_large_save_goes_on_while_python_exits(tmp_path):
+    code = (
+        "import sys, time, numpy as np, eqx_ensemble as ee; from eqx_ensemble.checkpoint import _folder\n"
+        "write = _folder.write\n"
+        "def later(*args):\n    time.sleep(1)\n    write(*args)\n"
+        "_folder.write = later\n"
+        "tree = {'a': np.arange(2**20, dtype=np.int64)}\n"
+        "ee.checkpoint.Checkpoints(sys.argv[1], asynchronous=True).save(1, tree)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    tree = {"a": np.zeros(2**20, np.int64)}
+    restored = ee.checkpoint.Checkpoints(tmp_path / "run").restore(tree).tree
+    np.testing.assert_array_equal(restored["a"], np.arange(2**20))
