@@ -52,7 +52,7 @@ def prediction_bands(
 
     ```python
     x = jnp.linspace(-1, 1, 50)
-    predictions = x + 0.3 * jax.random.normal(key, (8, 1)) * x**2
+    predictions = x[None] + 0.3 * jax.random.normal(key, (8, 1)) * x[None] ** 2
     ax = ee.plot.prediction_bands(predictions, x=x, targets=x)
     ```
     """

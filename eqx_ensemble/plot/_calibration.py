@@ -120,7 +120,7 @@ def rank_histogram(counts: Real[ArrayLike, " ranks"], *, ax: Axes | None = None,
 
     ```python
     members, targets = jax.random.normal(key, (9, 1000)), jax.random.normal(jax.random.key(1), (1000,))
-    ranks = jnp.sum(members < targets, axis=0)
+    ranks = jnp.sum(members < targets[None], axis=0)
     ax = ee.plot.rank_histogram(jnp.bincount(ranks, length=10))
     ```
 
