@@ -79,10 +79,10 @@ def test_an_error_ends_the_threads():
 
 def test_a_large_save_goes_on_while_python_exits(tmp_path):
     code = (
-        "import sys, time, numpy as np, eqx_ensemble as ee; from eqx_ensemble.checkpoint import _folder\n"
-        "write = _folder.write\n"
-        "def later(*args):\n    time.sleep(1)\n    write(*args)\n"
-        "_folder.write = later\n"
+        "import sys, time, numpy as np, eqx_ensemble as ee\n"
+        "finish = ee.checkpoint.Checkpoints._finish\n"
+        "def later(*args):\n    time.sleep(1)\n    finish(*args)\n"
+        "ee.checkpoint.Checkpoints._finish = later\n"
         "tree = {'a': np.arange(2**20, dtype=np.int64)}\n"
         "ee.checkpoint.Checkpoints(sys.argv[1], asynchronous=True).save(1, tree)\n"
     )
