@@ -1,5 +1,6 @@
 """The documented names are the public names, and every example in the documentation runs."""
 
+import importlib.util
 import inspect
 import pathlib
 import pkgutil
@@ -19,6 +20,7 @@ import eqx_ensemble
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
+HAS_ORBAX = importlib.util.find_spec("orbax") is not None
 DIRECTIVE = re.compile(r"^::: (\S+)(?:\n(?:    .*)?)*", re.MULTILINE)
 MEMBERS = re.compile(r"^ +members: \[(.*)\]$", re.MULTILINE)
 EXAMPLE = re.compile(r"^([ \t]*)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
@@ -101,6 +103,8 @@ def run(blocks, filename):
     namespace = {"jax": jax, "jnp": jnp, "eqx": eqx, "optax": optax, "ee": eqx_ensemble, "np": np}
     namespace |= {"key": jax.random.key(0), "__name__": "example"}
     for number, block in enumerate(blocks):
+        if 'format="orbax"' in block and not HAS_ORBAX:
+            continue
         exec(compile(block, f"<{filename}, example {number}>", "exec"), namespace)
 
 

@@ -8,6 +8,7 @@ import equinox as eqx
 
 from .. import _check
 from .._ensemble import Ensemble, stack
+from ..checkpoint._place import is_on_disk, located
 from ..checkpoint._write import write_file
 from ._like import is_maker, made
 from ._save_load import PathLike, load
@@ -87,11 +88,11 @@ def load_members(paths: Iterable[PathLike], like: Any, *, ids: Any = None) -> En
     paths = _check.several_paths(paths, name=name)
     _check.like_given(like, name=name)
     like = made(like) if is_maker(like) else like
-    return stack([_one(Path(path), like, name) for path in paths], ids=ids)
+    return stack([_one(located(path), like, name) for path in paths], ids=ids)
 
 
-def _one(path: Path, like: Any, name: str) -> Any:
-    if path.is_dir():
+def _one(path: Any, like: Any, name: str) -> Any:
+    if not is_on_disk(path) or path.is_dir():
         return load(path, like)
     if path.suffix == ".safetensors":
         return read_safetensors(path, like, name=name)

@@ -268,6 +268,14 @@ def store(monkeypatch):
     return pretended
 
 
+def test_members_from_an_object_store(store, tmp_path):
+    models = [eqx.nn.Linear(2, 1, key=jax.random.key(i)) for i in range(2)]
+    save("gs://bucket/0", models[0])
+    ee.save(tmp_path / "1", models[1])
+    got = ee.load_members(["gs://bucket/0", tmp_path / "1"], models[0])
+    assert_same_model(got, ee.stack(models))
+
+
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_object_stores(scheme, store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
