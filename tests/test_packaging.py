@@ -23,7 +23,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "eqx_ensemble").rglob("*.py"))
 
 HEAVY = ("matplotlib", "sklearn", "pandas", "orbax", "scoringrules", "flax", "torch", "IPython", "ipywidgets", "optuna")
-HEAVY += ("flatbuffers", "jax2onnx", "onnx", "onnxruntime")
+HEAVY += ("jax2onnx", "onnx", "onnxruntime")
 HEAVY += ("etils", "tensorstore")
 HEAVY += ("tqdm.auto", "tqdm.autonotebook", "tqdm.notebook", "tqdm.rich", "tqdm.contrib")
 

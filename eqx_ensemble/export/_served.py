@@ -66,9 +66,7 @@ def served(
 
 def with_constants(job: Served) -> Callable[[PyTree], PyTree]:
     """The prediction for a batch, with all arrays inside."""
-    # Put on one device, as they may be spread over several, and not by way of NumPy, which knows no weak types.
-    constants = jax.device_put(job.packed.arrays, jax.local_devices()[0])
-    return lambda x: job.run(job.packed.unpack(constants), x)
+    return lambda x: job.run(job.packed.unpack(job.packed.arrays), x)
 
 
 def batches(row: PyTree, batch_size: int | None, *, name: str) -> tuple[PyTree, Any]:

@@ -72,7 +72,7 @@ def decoded(text: Any) -> Any:
     array = np.frombuffer(base64.b64decode(data), np.dtype(dtype)).reshape(shape).copy()
     if kind == "array":
         return array
-    import torch  # an iterator whose state held a tensor needs one back
+    import torch  # pyright: ignore[reportMissingImports] (the iterator's own: its state held a tensor)
 
     return torch.from_numpy(array)
 

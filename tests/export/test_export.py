@@ -293,6 +293,20 @@ def test_numpy_leaves_of_two_names(ensemble):
     assert_near(np.asarray(artefact(rows()))[1], x + 2 + np.argmax(x, -1)[:, None])
 
 
+def test_keys_keep_their_generator():
+    class Keyed(eqx.Module):
+        key: jax.Array
+
+        def __call__(self, x):
+            assert str(jax.random.key_impl(self.key)) == "rbg"  # not of numbers, which are taken for threefry keys
+            return x + jax.random.uniform(self.key)
+
+    ensemble = ee.stack([Keyed(jax.random.key(i, impl="rbg")) for i in range(2)])
+    for leaves in ("inside", "beside"):
+        got = ee.export(ensemble, shapes=(3,), leaves=leaves)(rows())
+        np.testing.assert_array_equal(got, ee.predict(ensemble, rows()))
+
+
 @pytest.mark.parametrize("form", [{}, {"leaves": "beside"}, {"leaves": "beside", "symbolic_members": True}], ids=str)
 def test_weak_types_stay_weak(form):
     class Scaled(eqx.Module):
