@@ -2,11 +2,6 @@ from ._ambiguity import Ambiguity as Ambiguity
 from ._ambiguity import decompose_nll as decompose_nll
 from ._ambiguity import decompose_squared_error as decompose_squared_error
 from ._decomposition import Decomposition as Decomposition
-from ._disagreement import disagreement as disagreement
-from ._disagreement import error_correlation as error_correlation
-from ._disagreement import pairwise_disagreement as pairwise_disagreement
-from ._disagreement import q_statistic as q_statistic
-from ._disagreement import variation_ratio as variation_ratio
 from ._divergence import jensen_shannon as jensen_shannon
 from ._divergence import pairwise_kl as pairwise_kl
 from ._entropy import decompose_entropy as decompose_entropy
@@ -17,6 +12,9 @@ from ._mixture_quantile import gaussian_mixture_interval as gaussian_mixture_int
 from ._mixture_quantile import gaussian_mixture_quantile as gaussian_mixture_quantile
 from ._out_of_distribution import energy as energy
 from ._out_of_distribution import least_confidence as least_confidence
+from ._pairs import error_correlation as error_correlation
+from ._pairs import pairwise_disagreement as pairwise_disagreement
+from ._pairs import q_statistic as q_statistic
 from ._quantile import interval as interval
 from ._quantile import quantile as quantile
 from ._ranking import aupr as aupr
@@ -29,3 +27,5 @@ from ._selective import aurc as aurc
 from ._selective import excess_aurc as excess_aurc
 from ._selective import risk_coverage as risk_coverage
 from ._variance import decompose_variance as decompose_variance
+from ._votes import disagreement as disagreement
+from ._votes import variation_ratio as variation_ratio

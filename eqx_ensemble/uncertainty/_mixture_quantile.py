@@ -135,14 +135,16 @@ def _bracketed(
     alone = mean + sigma * ndtri(level)
     low = jnp.min(blank_unweighted(alone, weights, fill=jnp.inf), axis=0)
     high = jnp.max(blank_unweighted(alone, weights, fill=-jnp.inf), axis=0)
-    eps, least = jnp.finfo(mean.dtype).eps, jnp.min(sigma, axis=0)
+    eps = jnp.finfo(mean.dtype).eps
+    least = jnp.min(blank_unweighted(sigma, weights, fill=jnp.inf), axis=0)
+    scale = jnp.maximum(least, eps * (high - low))
 
     def at(x: Array) -> tuple[Array, Array]:
         return _share_below(x, mean, sigma, weights) - level, _density(x, mean, sigma, weights)
 
     def goes_on(state: tuple) -> Bool[Array, "*batch"]:
         _, _, before, x, excess, _ = state
-        still = jnp.abs(x - before) > 2 * eps * jnp.maximum(jnp.abs(x), least)
+        still = jnp.abs(x - before) > 2 * eps * jnp.maximum(jnp.abs(x), scale)
         return still & (jnp.abs(excess) > 4 * eps * level)
 
     # A step decides by what the last one computed and stored: computed anew, it may be rounded otherwise in each place

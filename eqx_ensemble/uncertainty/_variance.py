@@ -16,7 +16,8 @@ def decompose_variance(
 
     `aleatoric` is the mean of the members' variances, $\sum_m w_m \sigma_m^2$; `epistemic` is the variance of their
     means, $\sum_m w_m (\mu_m - \mu)^2$ (ddof 0); `total` is the sum, the variance that
-    [`eqx_ensemble.combine.gaussian`][] gives. All in the squared unit of the target.
+    [`eqx_ensemble.combine.gaussian`][] gives. All in the squared unit of the target. For the probabilities `p` of
+    classes pass `p` and `p * (1 - p)`, the variance of each class's indicator, and sum the parts over classes.
 
     **Arguments:**
 

@@ -36,6 +36,13 @@ def test_is_the_law_of_total_variance(weights):
     assert not np.allclose(np.var(mean, axis=0, ddof=1), epistemic, rtol=1e-2)
 
 
+def test_variance_of_the_indicators_of_classes():
+    p = np.random.default_rng(0).dirichlet(np.ones(4), size=(5, 7)).astype(np.float32)
+    parts = uncertainty.decompose_variance(p, p * (1 - p))
+    np.testing.assert_allclose(parts.total, p.mean(0) * (1 - p.mean(0)), rtol=1e-5)
+    assert not np.allclose(parts.aleatoric, parts.total, rtol=1e-2)
+
+
 def test_a_large_offset_costs_no_precision():
     mean = (1e4 + np.random.default_rng(0).normal(size=(64, 50))).astype(np.float32)
     parts = uncertainty.decompose_variance(mean, np.zeros_like(mean))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Int32
 
-from ..._check import check_log_scores, check_tolerance, warn_of_gap
+from ..._check import check_log_scores, check_tolerance, positive_int, warn_of_gap
 
 
 class Stacking(NamedTuple):
@@ -75,7 +75,7 @@ def stacking(
     logs, rows = check_log_scores(fn, log_scores, mask)
     if tolerance is None:
         tolerance = 1e-10 if logs.dtype == jnp.float64 else 1e-6
-    found = _stacking(logs, rows, tolerance, max_steps)
+    found = _stacking(logs, rows, tolerance, positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}"))
     warn_of_gap(fn, found.gap, tolerance)
     return found
 
@@ -124,7 +124,7 @@ def _stacking(
 
 
 def _step(likelihood: Float[Array, "blocks members rows"], share: Float[Array, "blocks rows"], point: _Point) -> _Point:
-    """One Newton step towards a tenth of the present duality; one of expectation-maximisation where that fails."""
+    """One Newton step to a tenth of the product of weights and slack; one of expectation-maximisation if that fails."""
     weights, slack = point.weights, point.slack
     mixed = _mixed(likelihood, weights)
     gradient = _gradient(likelihood, share, weights)

@@ -30,7 +30,7 @@ def test_pruned_weights():
     np.testing.assert_array_equal(combine.weights.prune(weights, num_members=1).members, [0])
     np.testing.assert_array_equal(combine.weights.prune(weights, num_members=9).members, [0, 2, 3])
     np.testing.assert_array_equal(combine.weights.prune(np.array([1, 2, 2, 2]), num_members=2).members, [1, 2])
-    assert kept.dtype == jnp.float32
+    assert combine.weights.prune(weights.astype(np.float32)).weights.dtype == jnp.float32
 
 
 def test_a_pruned_combination_is_the_weighted_one():

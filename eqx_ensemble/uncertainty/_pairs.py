@@ -2,75 +2,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_logits, check_mask, check_rows_of_members, check_weights
-from .._weighting import votes
-
-
-def variation_ratio(
-    logits: Float[ArrayLike, "members *batch classes"],
-    *,
-    weights: Real[ArrayLike, " members"] | None = None,
-) -> Float[Array, "*batch"]:
-    """The share of the members' votes that did not go to the class with most of them.
-
-    From 0, all agree, to 1 - 1 / `classes`. A member votes for its most likely class, the lowest of those that tie.
-
-    **Arguments:**
-
-    - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: the members' voting weights, `(members,)`; divided by their sum. A member of weight zero is left out.
-
-    **Returns:**
-
-    Shares `(*batch,)`; NaN where a member that votes has a NaN. They have no useful gradient.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for unfit weights.
-
-    ```python
-    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row
-    ee.uncertainty.variation_ratio(logits)  # 1/3
-    ```
-    """
-    fn = "uncertainty.variation_ratio"
-    checked = check_logits(fn, logits)
-    return _variation_ratio(checked, check_weights(fn, weights, checked.shape[0], checked.dtype))
-
-
-def disagreement(
-    logits: Float[ArrayLike, "members *batch classes"],
-    *,
-    weights: Real[ArrayLike, " members"] | None = None,
-) -> Float[Array, "*batch"]:
-    r"""The probability that two members, each drawn by its weight, vote for different classes.
-
-    $1 - \sum_c v_c^2$ with $v_c$ the share of the votes for class $c$. Pairs of a member with itself count, and agree:
-    for equal weights the share of the pairs of different members is `num_members / (num_members - 1)` times this. For
-    every pair of members over all rows see [`eqx_ensemble.uncertainty.pairwise_disagreement`][].
-
-    **Arguments:**
-
-    - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: the members' voting weights, `(members,)`; divided by their sum. A member of weight zero is left out.
-
-    **Returns:**
-
-    Probabilities `(*batch,)`; NaN where a member that votes has a NaN. They have no useful gradient.
-
-    **Raises:**
-
-    As [`eqx_ensemble.uncertainty.variation_ratio`][].
-
-    ```python
-    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row
-    ee.uncertainty.disagreement(logits)  # 4/9, or 2/3 of the pairs of different members
-    ```
-    """
-    fn = "uncertainty.disagreement"
-    checked = check_logits(fn, logits)
-    return _disagreement(checked, check_weights(fn, weights, checked.shape[0], checked.dtype))
+from .._check import check_logits, check_mask, check_rows_of_members
 
 
 def pairwise_disagreement(
@@ -193,22 +125,6 @@ def error_correlation(
     ```
     """
     return _error_correlation(*check_rows_of_members("uncertainty.error_correlation", "errors", errors, mask))
-
-
-@jax.jit
-def _variation_ratio(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
-) -> Float[Array, "*batch"]:
-    return 1 - jnp.max(votes(logits, weights), axis=-1)
-
-
-@jax.jit
-def _disagreement(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
-) -> Float[Array, "*batch"]:
-    shares = votes(logits, weights)
-    # Not 1 - sum of squares: members that agree would disagree by rounding.
-    return jnp.sum(shares * (1 - shares), axis=-1)
 
 
 @jax.jit

@@ -1,7 +1,6 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,34 +14,6 @@ def _logits(shape=(5, 40, 3), seed=0):
 def _correct(members=4, rows=200, seed=0):
     rng = np.random.default_rng(seed)
     return (rng.uniform(size=(members, rows)) < 0.7 + 0.2 * rng.uniform(size=rows)).astype(np.float32)
-
-
-@pytest.mark.parametrize("weights", [None, np.array([1, 4, 2, 2, 1])])
-def test_votes_that_differ_are_counted(weights):
-    logits = _logits()
-    counts = np.ones(5) if weights is None else weights
-    labels = logits.argmax(-1)
-    ratio, pairs = [], []
-    for row in labels.T:
-        shares = [counts[row == c].sum() / counts.sum() for c in range(3)]
-        ratio.append(1 - max(shares))
-        pairs.append(sum(counts[i] * counts[j] for i in range(5) for j in range(5) if row[i] != row[j]))
-    np.testing.assert_allclose(uncertainty.variation_ratio(logits, weights=weights), ratio, rtol=1e-5, atol=1e-6)
-    want = np.array(pairs) / counts.sum() ** 2
-    np.testing.assert_allclose(uncertainty.disagreement(logits, weights=weights), want, rtol=1e-5, atol=1e-6)
-    # Pairs of different members only, and the ratio itself, would not pass.
-    assert not np.allclose(want * 5 / 4, want, rtol=1e-2)
-    assert not np.allclose(ratio, want, rtol=1e-2)
-
-
-def test_votes_in_closed_form():
-    classes = 4
-    opposed = 5 * jnp.eye(classes)  # every member votes for a class of its own
-    np.testing.assert_allclose(uncertainty.variation_ratio(opposed), 1 - 1 / classes, rtol=1e-6)
-    np.testing.assert_allclose(uncertainty.disagreement(opposed), 1 - 1 / classes, rtol=1e-6)
-    agreed = np.broadcast_to(opposed[:1], (7, classes))
-    assert uncertainty.variation_ratio(agreed) == 0
-    assert uncertainty.disagreement(agreed) == 0
 
 
 def test_pairwise_disagreement_is_counted():
@@ -130,17 +101,11 @@ def test_takes_what_the_scores_give():
     assert uncertainty.q_statistic(correct).shape == (5, 5)
 
 
-def test_transforms_of_votes():
+def test_transforms_of_disagreement():
     logits = _logits()
-    for function in (uncertainty.variation_ratio, uncertainty.disagreement, uncertainty.pairwise_disagreement):
-        want = function(logits)
-        np.testing.assert_allclose(jax.jit(function)(logits), want, rtol=1e-6)
-        np.testing.assert_allclose(jax.vmap(function)(logits[None])[0], want, rtol=1e-6)
-    broken = jnp.asarray(logits).at[1].set(jnp.nan)
-    for function in (uncertainty.variation_ratio, uncertainty.disagreement):
-        weights = np.array([1, 0, 1, 1, 1])
-        np.testing.assert_allclose(function(broken, weights=weights), function(logits[weights > 0]), atol=1e-6)
-        assert np.isnan(function(broken)).all()
+    want = uncertainty.pairwise_disagreement(logits)
+    np.testing.assert_allclose(jax.jit(uncertainty.pairwise_disagreement)(logits), want, rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(uncertainty.pairwise_disagreement)(logits[None])[0], want, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("unhooked")
@@ -155,5 +120,3 @@ def test_messages():
         uncertainty.error_correlation(np.ones((2, 3)), mask=np.ones((2, 3), bool))
     with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.pairwise_disagreement` needs one `mask` entry"):
         uncertainty.pairwise_disagreement(_logits(), mask=np.ones(3, bool))
-    with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.variation_ratio` needs at least two classes"):
-        uncertainty.variation_ratio(np.zeros((4, 1)))
