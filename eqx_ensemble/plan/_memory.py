@@ -54,6 +54,16 @@ def peak() -> Iterator[Peak]:
     found.bytes = max(most, _resident() or 0) - start
 
 
+def give_back() -> None:
+    """Gives the system what this process has freed and kept, where it can, so that its next use shows in `peak`."""
+    import ctypes
+    import sys
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
 def free_bytes() -> int | None:
     """What the default device has left, or the machine where that is the device's; `None` where nobody can say."""
     stats = _device_stats()

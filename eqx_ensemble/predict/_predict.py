@@ -64,10 +64,9 @@ def predict(
     - `batch_size`: rows at a time; with `memory`, the most.
     - `memory`: a budget in bytes for what is needed at the peak beside inputs and result. Fewer rows and, if need be,
         fewer members go through the program at a time; how many follows from measuring the first batches, since
-        compilers' own estimates can be many times too low. On a CPU the process is watched: on Linux, what it keeps
-        from earlier work and uses again does not count; elsewhere, and for a model's own scratch memory on an
-        accelerator that once needed more, only the arrays that the compiler counts do. What compiling takes is left
-        out. `plan="auto"` then goes by a look at the program.
+        compilers' own estimates can be many times too low. On a CPU the process is watched, which Linux allows;
+        elsewhere, and on an accelerator that needed more before, only what the compiler counts is known. What compiling
+        takes is left out. `plan="auto"` then goes by a look at the program.
     - `state`: the stacked `equinox.nn.State` of stateful members, which are called as `model(x, state)` and whose new
         states are dropped.
     - `fn`: called instead of the member as `fn(model, x)`, `fn(model, x, state)`, `fn(model, x, key=key)`, for models

@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from .. import _axes, _check
 from ..plan import AbstractPlan
-from ..plan._memory import peak
+from ..plan._memory import give_back, peak
 from ..plan._traits import traits_of
 from ._batch import Call, Inputs, arguments, compiled_batch, predict_batch
 
@@ -69,11 +69,12 @@ def measured(
 ) -> tuple[Any, int]:
     """`of_rows()`, which predicts `rows` in blocks of `members`, and the bytes that it needed at its peak.
 
-    What a process keeps for itself from earlier work and uses again does not show, so that the arrays that are known to
-    be there are counted. Compiling is not part of it.
+    A peak may be too short to be seen, so that the arrays that are known to be there are counted. Compiling is not part
+    of it.
     """
     read = arguments(call, inputs, rows, members=slice(0, members))
     compiled = compiled_batch.lower(plan, *read).compile().compiled
+    give_back()
     with peak() as of_block:
         out = jax.block_until_ready(compiled_batch(plan, *read))
     num_members, analysis = inputs.ensemble.num_members, compiled.memory_analysis()
@@ -81,6 +82,7 @@ def measured(
     known += _bytes(read[1].ensemble) if members < num_members else 0
     del out, read
     jax.block_until_ready(of_rows())
+    give_back()
     with peak() as of_all:
         result = jax.block_until_ready(of_rows())
     return result, max(known, of_block.bytes or 0, of_all.bytes or 0)

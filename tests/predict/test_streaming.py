@@ -237,14 +237,14 @@ def test_no_budget_in_a_compiled_program(ensemble):
     not pathlib.Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak of a part of a run"
 )
 def test_peak_is_flat_in_rows_and_members_and_within_the_budget(monkeypatch):
-    """Predictions of all members would be 250 MiB for the most rows, and a layer of one batch of them 500."""
+    """A layer of one batch of all members is 256 MiB, their predictions for all rows 73."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     peak = importlib.import_module("_memory").peak
     reduction, mebibyte = ee.reduce.DecomposeEntropy(), 2**20
     needed = {}
-    for members in (16, 64):
+    for members in (8, 32):
         ensemble = ee.build(lambda key: eqx.nn.MLP(3, 10, 128, 2, key=key), members, key=KEY)
-        for count in (10_000, 100_000):
+        for count in (10_000, 60_000):
             x = np.random.default_rng(0).normal(size=(count, 3)).astype(np.float32)
             run = lambda ensemble=ensemble, x=x: ee.predict(
                 ensemble, x, combine=reduction, batch_size=16_384, memory=64 * mebibyte
@@ -253,6 +253,6 @@ def test_peak_is_flat_in_rows_and_members_and_within_the_budget(monkeypatch):
                 jax.block_until_ready(run())
             needed[members, count] = peak(run) - 3 * 4 * count  # the result
     assert max(needed.values()) < 64 * mebibyte
-    assert needed[64, 100_000] < 2 * needed[16, 10_000] + 16 * mebibyte
+    assert needed[32, 60_000] < needed[8, 10_000] + 16 * mebibyte
     whole = peak(lambda: ee.predict(ensemble, x, batch_size=16_384))
-    assert whole > 3 * 64 * mebibyte
+    assert whole > 256 * mebibyte
