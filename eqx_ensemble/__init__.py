@@ -1,3 +1,4 @@
+from . import calibrate as calibrate
 from . import checkpoint as checkpoint
 from . import combine as combine
 from . import methods as methods

@@ -25,6 +25,14 @@ from ._building import one_member as one_member
 from ._building import per_member_arguments as per_member_arguments
 from ._building import selected as selected
 from ._building import stacked_leaves as stacked_leaves
+from ._calibrate import check_best_temperature as check_best_temperature
+from ._calibrate import check_calibrated_members as check_calibrated_members
+from ._calibrate import check_finite_logits as check_finite_logits
+from ._calibrate import check_of as check_of
+from ._calibrate import check_penalties as check_penalties
+from ._calibrate import check_scale as check_scale
+from ._calibrate import check_untraced as check_untraced
+from ._calibrate import warn_no_minimum as warn_no_minimum
 from ._data import batch_fits as batch_fits
 from ._data import explained_rows as explained_rows
 from ._data import no_batch_mark as no_batch_mark

@@ -14,11 +14,12 @@ Binning = Literal["width", "mass"]
 
 
 class Bins(NamedTuple):
-    """The bin of every row; the number of rows in every bin, their mean probability and their share of hits.
+    """The inner edges of the bins, and the bin of every row; how many rows a bin has, their mean probability and hits.
 
     The means of an empty bin are zero.
     """
 
+    edges: Float[Array, " edges"]
     index: Int[Array, " rows"]
     count: Float[Array, " bins"]
     probability: Float[Array, " bins"]
@@ -35,11 +36,12 @@ def binned(
     """Bins of equal width or of equal mass; rows that the mask leaves out count nowhere."""
     kept = jnp.ones_like(probability) if mask is None else mask.astype(probability.dtype)
     edges = _of_width(num_bins, probability.dtype) if binning == "width" else _of_mass(probability, mask, num_bins)
-    index = jnp.searchsorted(jax.lax.stop_gradient(edges), probability, side="left")
+    edges = jax.lax.stop_gradient(edges)
+    index = jnp.searchsorted(edges, probability, side="left")
     total = lambda values: jax.ops.segment_sum(values * kept, index, num_segments=num_bins)
     count = total(jnp.ones_like(probability))
     filled = jnp.maximum(count, 1)
-    return Bins(index, count, total(probability) / filled, total(hits) / filled)
+    return Bins(edges, index, count, total(probability) / filled, total(hits) / filled)
 
 
 def by_class(
