@@ -33,6 +33,17 @@ from ._calibrate import check_penalties as check_penalties
 from ._calibrate import check_scale as check_scale
 from ._calibrate import check_untraced as check_untraced
 from ._calibrate import warn_no_minimum as warn_no_minimum
+from ._conformal import check_conformal_held_out as check_conformal_held_out
+from ._conformal import check_conformal_logits as check_conformal_logits
+from ._conformal import check_conformal_rows as check_conformal_rows
+from ._conformal import check_conformal_targets as check_conformal_targets
+from ._conformal import check_conformal_weights as check_conformal_weights
+from ._conformal import check_num_free as check_num_free
+from ._conformal import check_of_folds as check_of_folds
+from ._conformal import check_rows_of_folds as check_rows_of_folds
+from ._conformal import check_scales as check_scales
+from ._conformal import count_rows_kept as count_rows_kept
+from ._conformal import warn_infinite as warn_infinite
 from ._data import batch_fits as batch_fits
 from ._data import explained_rows as explained_rows
 from ._data import no_batch_mark as no_batch_mark
