@@ -165,15 +165,22 @@ def _fit_vector(rows: Rows, max_steps: int) -> tuple[Array, Array, Array]:
 def _fit_matrix(rows: Rows, penalties: Float[Array, "2"], max_steps: int) -> tuple[Array, Array, Array]:
     num_classes = rows.logs.shape[-1]
     diagonal = jnp.eye(num_classes, dtype=bool)
+    per_entry = penalties / jnp.asarray([num_classes * (num_classes - 1), num_classes], penalties.dtype)
+    # Parameters in units in which a penalty bends the loss about as much as the rows do: L-BFGS then takes few steps.
+    unit = 1 / jnp.sqrt(1 + 2 * per_entry)
 
     def of_group(logs: Array) -> tuple[Array, Array, Array]:
-        def loss(params: tuple[Array, Array]) -> Array:
-            matrix, bias = params
-            off = jnp.sum(jnp.where(diagonal, 0, matrix) ** 2) / (num_classes * (num_classes - 1))
-            return _loss(_by_matrix(logs, *params), rows) + penalties[0] * off + penalties[1] * jnp.mean(bias**2)
+        def parameters(scaled: tuple[Array, Array]) -> tuple[Array, Array]:
+            return jnp.where(diagonal, scaled[0], scaled[0] * unit[0]), scaled[1] * unit[1]
+
+        def loss(scaled: tuple[Array, Array]) -> Array:
+            matrix, bias = parameters(scaled)
+            squares = jnp.sum(jnp.where(diagonal, 0, matrix) ** 2), jnp.sum(bias**2)
+            return _loss(_by_matrix(logs, matrix, bias), rows) + per_entry[0] * squares[0] + per_entry[1] * squares[1]
 
         start = (jnp.eye(num_classes, dtype=logs.dtype), jnp.zeros(num_classes, logs.dtype))
-        (matrix, bias), flat = minimise(loss, start, _size(logs, rows), max_steps)
+        scaled, flat = minimise(loss, start, _size(logs, rows), max_steps)
+        matrix, bias = parameters(scaled)
         return matrix, bias, flat & ~_separated(_by_matrix(logs, matrix, bias), rows)
 
     return jax.vmap(of_group)(rows.logs)
