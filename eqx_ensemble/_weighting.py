@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Bool, Float, Shaped
 
 
 def blank_unweighted(
@@ -12,6 +12,16 @@ def blank_unweighted(
     if weights is None:
         return values
     return jnp.where(_spread(weights, values) == 0, fill, values)
+
+
+def blank_masked(
+    values: Shaped[Array, "..."], mask: Bool[Array, "*batch"] | None, *, before: int = 0, fill: ArrayLike = 0
+) -> Shaped[Array, "..."]:
+    """The values, overwritten in rows that are left out; `before` is the number of axes in front of the rows."""
+    if mask is None:
+        return values
+    shape = (1,) * before + mask.shape + (1,) * (values.ndim - before - mask.ndim)
+    return jnp.where(jnp.reshape(mask, shape), values, fill)
 
 
 def weighted_mean(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:

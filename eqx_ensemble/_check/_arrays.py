@@ -53,24 +53,32 @@ def check_logits(fn: str, logits: ArrayLike, *, members: bool = True) -> Array:
     return promoted(array)[0]
 
 
-def check_labels(fn: str, labels: ArrayLike, logits: Array) -> Array:
+def check_labels(
+    fn: str,
+    labels: ArrayLike,
+    logits: Array,
+    mask: ArrayLike | None = None,
+    *,
+    name: str = "logits",
+    members: bool = True,
+) -> Array:
     """Integer labels, one per row of checked logits `(members, *batch, classes)`; a range check where concrete."""
     array = jnp.asarray(labels)
-    rows, classes = logits.shape[1:-1], logits.shape[-1]
+    rows, classes = logits.shape[int(members) : -1], logits.shape[-1]
     if not jnp.issubdtype(array.dtype, jnp.integer):
         one_hot = array.shape == (*rows, classes)
         fix = "One-hot labels? Pass `jnp.argmax(labels, axis=-1)`." if one_hot else "Pass `labels.astype(int)`."
         _fail(fn, "integer class labels", f"got dtype {array.dtype}, shape {array.shape}", fix, error=TypeError)
     if array.shape != rows:
-        fix = _row_fix("labels", array.shape, "logits", logits.shape[:-1], members=True)
+        fix = _row_fix("labels", array.shape, name, logits.shape[:-1], members=members)
         if array.shape == (*rows, classes):
             fix = "One-hot labels? Pass `jnp.argmax(labels, axis=-1)`."
-        got = f"expected {rows}, as `logits` are (members, *batch, classes) = {logits.shape}; got {array.shape}"
-        _fail(fn, "one label per row of the logits", got, fix)
-    host = concrete(labels)
-    if host is not None and host.size and (host.min() < 0 or host.max() >= classes):
-        wrong = (host < 0) | (host >= classes)
-        fix = "Drop rows that carry a mark such as -1, and count classes from 0."
+        axes = "(members, *batch, classes)" if members else "(*batch, classes)"
+        got = f"expected {rows}, as `{name}` are {axes} = {logits.shape}; got {array.shape}"
+        _fail(fn, f"one label per row of the {name}", got, fix)
+    host, kept = concrete(labels), _kept(mask)
+    if host is not None and kept is not None and (wrong := ((host < 0) | (host >= classes)) & kept).any():
+        fix = "Leave rows that carry a mark such as -1 out (`mask`), and count classes from 0."
         _fail(fn, f"labels from 0 to {classes - 1}, as there are {classes} classes", _first(host, wrong), fix)
     # Smaller integers could not hold the number of classes that they are compared with.
     return array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
@@ -85,12 +93,33 @@ def check_moments(fn: str, mean: ArrayLike, variance: ArrayLike, *, members: boo
     return promoted(means, variances)
 
 
-def check_variance(fn: str, variance: ArrayLike, *, positive: bool) -> None:
+def check_mask(fn: str, mask: ArrayLike | None, rows: Shape) -> Array | None:
+    """Booleans, one per row, that leave at least one row (where concrete)."""
+    if mask is None:
+        return None
+    array = jnp.asarray(mask)
+    if array.dtype != bool:
+        fix = "True keeps a row: pass `mask.astype(bool)`."
+        _fail(fn, "a boolean `mask`", f"got dtype {array.dtype}, shape {array.shape}", fix, error=TypeError)
+    if array.shape != rows:
+        _fail(fn, "one `mask` entry per row", f"expected {rows}, got {array.shape}", "Masks have no `members` axis.")
+    host = concrete(mask)
+    if host is not None and host.size and not host.any():
+        _fail(fn, "a `mask` that leaves a row", f"got {host.size} times False", "True keeps a row. Inverted?")
+    return array
+
+
+def _kept(mask: ArrayLike | None) -> np.ndarray | None:
+    """Which rows count; `None` where that cannot be read."""
+    return np.ones((), bool) if mask is None else concrete(mask)
+
+
+def check_variance(fn: str, variance: ArrayLike, *, positive: bool, mask: ArrayLike | None = None) -> None:
     """No negative variance, and no zero where `positive`; only where the values are concrete."""
-    host = concrete(variance)
-    if host is None:
+    host, kept = concrete(variance), _kept(mask)
+    if host is None or kept is None:
         return
-    wrong = host <= 0 if positive else host < 0
+    wrong = (host <= 0 if positive else host < 0) & kept
     if wrong.any():
         needs = "variances above zero" if positive else "variances of zero or more"
         fix = "A log-variance? Pass `jnp.exp(log_variance)`. A variance that shrinks to zero? Add a floor such as 1e-6."
@@ -153,49 +182,20 @@ def check_choice(fn: str, name: str, value: str, choices: tuple[str, ...]) -> No
         _fail(fn, f"`{name}` to be {listed}", f"got {value!r}", "Options are passed by name.")
 
 
-def check_fair(fn: str, num_members: int, *, weighted: bool) -> None:
-    """The fair estimator is defined for two or more equally weighted members."""
-    if num_members < 2:
-        _fail(fn, 'at least two members for estimator="fair"', f"got {num_members}", 'Use `estimator="nrg"`.')
-    if weighted:
-        _fail(
-            fn, 'equally weighted members for estimator="fair"', "got `weights`", 'Drop them, or use `estimator="nrg"`.'
-        )
-
-
-def check_num_bins(fn: str, num_bins: int) -> None:
-    """A positive count."""
-    if num_bins < 1:
-        _fail(fn, "`num_bins` of one or more", f"got {num_bins}", "15 is usual.")
-
-
 def check_level(fn: str, level: float) -> None:
     """A probability strictly between zero and one."""
     if not 0 < level < 1:
         _fail(fn, "a `level` between 0 and 1", f"got {level}", "Write 90 % as `level=0.9`.")
 
 
-def check_interval(fn: str, lower: ArrayLike, upper: ArrayLike) -> None:
+def check_interval(fn: str, lower: ArrayLike, upper: ArrayLike, mask: ArrayLike | None = None) -> None:
     """No lower end above its upper end; only where the values are concrete."""
-    low, high = concrete(lower), concrete(upper)
-    if low is not None and high is not None and (low > high).any():
-        _fail(fn, "`lower` ends at or below `upper` ends", _first(low, low > high), "Swapped? `lower` comes first.")
-
-
-def check_per_member(fn: str, arrays: tuple[ArrayLike, ...], options: dict[str, object]) -> tuple[Array, ...]:
-    """One or more predictions with equally many members, then the target."""
-    if len(arrays) < 2:
-        _fail(fn, "predictions, then the target", f"got {len(arrays)} arrays", "`per_member(nll, logits, labels)`.")
-    if "weights" in options:
-        fix = "Each member is scored alone: weight the result, or call the score itself."
-        _fail(fn, "no `weights`", "got `weights`", fix)
-    predictions = tuple(jnp.asarray(values) for values in arrays[:-1])
-    counts = {prediction.shape[:1] for prediction in predictions}
-    if len(counts) > 1 or counts & {(), (0,)}:
-        shapes = ", ".join(str(prediction.shape) for prediction in predictions)
-        fix = "All arrays but the last are predictions with a leading `members` axis; the last is the target."
-        _fail(fn, "predictions with equally many members, at least one", f"got shapes {shapes}", fix)
-    return predictions
+    low, high, kept = concrete(lower), concrete(upper), _kept(mask)
+    if low is None or high is None or kept is None:
+        return
+    wrong = (low > high) & kept
+    if wrong.any():
+        _fail(fn, "`lower` ends at or below `upper` ends", _first(low, wrong), "Swapped? `lower` comes first.")
 
 
 def _floating(fn: str, name: str, values: ArrayLike) -> Array:

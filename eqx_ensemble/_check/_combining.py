@@ -9,10 +9,10 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _fail, _first, check_values, check_weights, concrete
+from ._arrays import _fail, _first, check_mask, check_values, check_weights, concrete
 from ._leaves import is_traced
 from ._marks import positive_int
-from ._rows import check_mask, check_scalar
+from ._rows import check_scalar
 
 _HOW_TO_SCORE = "They are `-scores.per_member(scores.nll, logits, labels, reduction='none')` and the like."
 

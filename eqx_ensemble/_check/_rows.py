@@ -5,23 +5,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _fail, _first, _floating, concrete, promoted
-
-
-def check_mask(fn: str, mask: ArrayLike | None, rows: tuple[int, ...]) -> Array | None:
-    """Booleans, one per row, that leave at least one row (where concrete)."""
-    if mask is None:
-        return None
-    array = jnp.asarray(mask)
-    if array.dtype != bool:
-        fix = "True keeps a row: pass `mask.astype(bool)`."
-        _fail(fn, "a boolean `mask`", f"got dtype {array.dtype}, shape {array.shape}", fix, error=TypeError)
-    if array.shape != rows:
-        _fail(fn, "one `mask` entry per row", f"expected {rows}, got {array.shape}", "Masks have no `members` axis.")
-    host = concrete(mask)
-    if host is not None and host.size and not host.any():
-        _fail(fn, "a `mask` that leaves a row", f"got {host.size} times False", "True keeps a row. Inverted?")
-    return array
+from ._arrays import _fail, _first, _floating, check_mask, concrete, promoted
 
 
 def check_scalar(fn: str, name: str, value: ArrayLike, dtype: jnp.dtype) -> Array:

@@ -12,8 +12,8 @@ from ..checkpoint._structure import is_array_like
 
 
 def is_maker(like: Any) -> bool:
-    """Whether `like` is a function of a key; Modules can be called too, but are models."""
-    return callable(like) and not isinstance(like, eqx.Module)
+    """Whether `like` is a function of a key; Modules and named tuples can be called too, but are trees."""
+    return callable(like) and not isinstance(like, eqx.Module | tuple)
 
 
 def made(make: Any) -> Any:

@@ -2,11 +2,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Integer, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_labels, check_logits, check_num_bins, check_reduction, check_weights
-from .._weighting import blank_unweighted, log_mixture
+from .._check import check_choice, check_num_bins
+from ._binning import Binning, binned, by_class, mean_gap, of_top_label
+from ._classification import checked_classes
 
 
 def ece(
@@ -14,21 +14,29 @@ def ece(
     labels: Integer[ArrayLike, "*batch"],
     *,
     num_bins: int = 15,
+    binning: Binning = "width",
+    debiased: bool = False,
     weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Expected calibration error of the mixture of the members, from 0 to 1; lower is better.
 
-    The rows are put into bins of equal width, $(k / K, (k + 1) / K]$, by their confidence, the largest probability of
-    the mixture; then $\sum_k \frac{n_k}{n} |\mathrm{accuracy}_k - \mathrm{confidence}_k|$. The estimate is of the top
-    label only (the l1 norm of torchmetrics' multi-class calibration error), depends on the bins, and is biased upwards
-    when bins hold few rows.
+    The rows are put into $K$ bins by their confidence, the largest probability of the mixture; then
+    $\sum_k \frac{n_k}{n} |\mathrm{accuracy}_k - \mathrm{confidence}_k|$. The estimate is of the top label only (the l1
+    norm of torchmetrics' multi-class calibration error), depends on the bins, and is biased upwards when bins hold few
+    rows: `debiased` takes off the excess that the noise in the labels gives on average, were the accuracy of a bin
+    Gaussian around the one that is seen.
 
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are. Rows of all batch axes count.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `num_bins`: the number of bins $K$.
+    - `binning`: `"width"`, bins $(k / K, (k + 1) / K]$; or `"mass"`, the adaptive error: bins of equally many rows,
+        rows of one confidence being in one bin.
+    - `debiased`: whether to take the expected excess off; the result may then be a little below zero.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
 
     **Returns:**
 
@@ -47,7 +55,9 @@ def ece(
     ```
 
     ??? cite
-        [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599)
+        [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599); adaptive bins after [Posterior
+        calibration and exploratory analysis for natural language processing models](https://arxiv.org/abs/1508.05154);
+        debiased after [Verified Uncertainty Calibration](https://arxiv.org/abs/1909.10155)
 
         ```bibtex
         @inproceedings{guo2017calibration,
@@ -58,27 +68,177 @@ def ece(
         }
         ```
     """
-    fn = "scores.ece"
-    checked = check_logits(fn, logits)
-    targets = check_labels(fn, labels, checked)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    checked = _checked("scores.ece", logits, labels, num_bins, binning, weights, mask)
+    return _ece(*checked, num_bins, binning, debiased)
+
+
+def classwise_ece(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    num_bins: int = 15,
+    binning: Binning = "width",
+    debiased: bool = False,
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Float[Array, ""]:
+    r"""Calibration error of every class's probability under the mixture of the members, on average over classes.
+
+    For each class $c$ the rows are put into bins by the probability $p_c$, and
+    $\sum_k \frac{n_k}{n} |\mathrm{frequency}_k - \mathrm{probability}_k|$ compares it with how often the class occurs.
+    From 0 to 1; lower is better. It sees what [`eqx_ensemble.scores.ece`][], which looks at the top label, does not;
+    with many classes most probabilities are close to zero, and bins of equal mass say more. With them, this is the
+    adaptive calibration error (ACE).
+
+    **Arguments:** as [`eqx_ensemble.scores.ece`][].
+
+    **Returns:**
+
+    A scalar. NaN if any row of the mixture is.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    logits = jnp.log(jnp.array([[[0.6, 0.3, 0.1], [0.6, 0.3, 0.1]]]))
+    scores.classwise_ece(logits, jnp.array([0, 2]))  # (|0.5 - 0.6| + |0 - 0.3| + |0.5 - 0.1|) / 3 = 0.267
+    ```
+
+    ??? cite
+        [Beyond temperature scaling: Obtaining well-calibrated multiclass probabilities with Dirichlet
+        calibration](https://arxiv.org/abs/1910.12656)
+
+        ```bibtex
+        @inproceedings{kull2019beyond,
+            author={Meelis Kull and Miquel Perello-Nieto and Markus K{\"a}ngsepp and Telmo Silva Filho and
+                    Hao Song and Peter Flach},
+            title={Beyond temperature scaling: Obtaining well-calibrated multiclass probabilities with {D}irichlet
+                   calibration},
+            booktitle={Advances in Neural Information Processing Systems},
+            year={2019},
+        }
+        ```
+    """
+    checked = _checked("scores.classwise_ece", logits, labels, num_bins, binning, weights, mask)
+    return _classwise_ece(*checked, num_bins, binning, debiased)
+
+
+def squared_calibration_error(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    num_bins: int = 15,
+    binning: Binning = "mass",
+    debiased: bool = True,
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Float[Array, ""]:
+    r"""Mean squared calibration error of the mixture's top label, without bias for the given bins; lower is better.
+
+    $\sum_k \frac{n_k}{n} \left((a_k - c_k)^2 - \frac{a_k (1 - a_k)}{n_k - 1}\right)$ with the accuracy $a_k$ and the
+    mean confidence $c_k$ of bin $k$. The last term, which `debiased=False` leaves out, is what the noise in the labels
+    adds on average: without it a perfectly calibrated model has an error above zero, which shrinks only with more rows.
+
+    **Arguments:**
+
+    - `binning`: `"mass"`, bins of equally many rows, or `"width"`; see [`eqx_ensemble.scores.ece`][], also for the
+        other arguments.
+    - `debiased`: whether to take off the expected excess. Bins of a single row then count as zero.
+
+    **Returns:**
+
+    A scalar, a probability squared; below zero now and then where the model is well calibrated. For the l2 calibration
+    error take `jnp.sqrt(jnp.maximum(x, 0))`.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))
+    scores.squared_calibration_error(logits, jnp.array([0, 1]), debiased=False)  # 0.3**2 = 0.09
+    scores.squared_calibration_error(logits, jnp.array([0, 1]))  # 0.09 - 0.25 = -0.16
+    ```
+
+    ??? cite
+        [Verified Uncertainty Calibration](https://arxiv.org/abs/1909.10155)
+
+        ```bibtex
+        @inproceedings{kumar2019verified,
+            author={Ananya Kumar and Percy Liang and Tengyu Ma},
+            title={Verified Uncertainty Calibration},
+            booktitle={Advances in Neural Information Processing Systems},
+            year={2019},
+        }
+        ```
+    """
+    checked = _checked("scores.squared_calibration_error", logits, labels, num_bins, binning, weights, mask)
+    return _squared(*checked, num_bins, binning, debiased)
+
+
+def _checked(
+    fn: str,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    num_bins: int,
+    binning: Binning,
+    weights: ArrayLike | None,
+    mask: ArrayLike | None,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    checked = checked_classes(fn, logits, labels, weights, mask, "mean")
     check_num_bins(fn, num_bins)
-    check_reduction(fn, "mean", targets.shape)
-    return _ece(checked, targets, convex, num_bins)
+    check_choice(fn, "binning", binning, ("width", "mass"))
+    return checked
 
 
-@partial(jax.jit, static_argnames="num_bins")
+@partial(jax.jit, static_argnames=("num_bins", "binning", "debiased"))
 def _ece(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, " members"] | None,
+    mask: Bool[Array, "*batch"] | None,
     num_bins: int,
+    binning: Binning,
+    debiased: bool,  # noqa: FBT001
 ) -> Float[Array, ""]:
-    logs = log_mixture(jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1), weights)
-    confidence = jnp.ravel(jnp.exp(jnp.max(logs, axis=-1)))
-    right = jnp.ravel(jnp.argmax(logs, axis=-1).astype(labels.dtype) == labels).astype(confidence.dtype)
-    # Inner edges only: a confidence that rounding puts above one stays in the last bin.
-    edges = jnp.asarray(np.linspace(0, 1, num_bins + 1)[1:-1], confidence.dtype)
-    bins = jnp.searchsorted(edges, confidence, side="left")
-    gaps = jax.ops.segment_sum(right - confidence, bins, num_segments=num_bins)
-    return jnp.sum(jnp.abs(gaps)) / confidence.size
+    return mean_gap(of_top_label(logits, labels, weights, mask, num_bins, binning), debiased=debiased)
+
+
+@partial(jax.jit, static_argnames=("num_bins", "binning", "debiased"))
+def _classwise_ece(
+    logits: Float[Array, "members *batch classes"],
+    labels: Integer[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+    mask: Bool[Array, "*batch"] | None,
+    num_bins: int,
+    binning: Binning,
+    debiased: bool,  # noqa: FBT001
+) -> Float[Array, ""]:
+    probabilities, truth, kept = by_class(logits, labels, weights, mask)
+    of_class = lambda p, hits: mean_gap(binned(p, hits, kept, num_bins, binning), debiased=debiased)
+    return jnp.mean(jax.vmap(of_class)(probabilities, truth))
+
+
+@partial(jax.jit, static_argnames=("num_bins", "binning", "debiased"))
+def _squared(
+    logits: Float[Array, "members *batch classes"],
+    labels: Integer[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+    mask: Bool[Array, "*batch"] | None,
+    num_bins: int,
+    binning: Binning,
+    debiased: bool,  # noqa: FBT001
+) -> Float[Array, ""]:
+    bins = of_top_label(logits, labels, weights, mask, num_bins, binning)
+    errors = (bins.frequency - bins.probability) ** 2
+    if debiased:
+        noise = bins.frequency * (1 - bins.frequency) / jnp.maximum(bins.count - 1, 1)
+        errors = jnp.where(bins.count < 2, 0 * errors, errors - noise)  # times zero, so that NaN stays NaN
+    return jnp.sum(bins.count * errors) / jnp.sum(bins.count)

@@ -2,10 +2,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Integer, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_labels, check_logits, check_reduction, check_weights
-from .._weighting import blank_unweighted, log_mixture, weighted_mean
+from .._check import check_labels, check_logits, check_mask, check_reduction, check_weights
+from .._weighting import blank_masked, blank_unweighted, log_mixture, weighted_mean
 from ._reduce import Reduction, reduce
 
 
@@ -14,6 +14,7 @@ def nll(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Negative log-likelihood, in nats, of the labels under the mixture of the members; lower is better.
@@ -27,6 +28,7 @@ def nll(
         them unchanged; for probabilities `p` pass `jnp.log(p)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
     **Returns:**
@@ -47,58 +49,7 @@ def nll(
     scores.nll(logits, jnp.array([0]))  # -log(0.6) = 0.511
     ```
     """
-    return _nll(*_checked("scores.nll", logits, labels, weights, reduction), reduction)
-
-
-def brier(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
-    *,
-    weights: Real[ArrayLike, " members"] | None = None,
-    reduction: Reduction = "mean",
-) -> Float[Array, "..."]:
-    r"""Brier score of the mixture of the members, from 0 to 2; lower is better.
-
-    $\sum_c (p_c - [c = y])^2$ for each row: the original sum over all classes, so that for two classes it is twice the
-    score that looks at one class only.
-
-    **Arguments:**
-
-    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
-
-    **Returns:**
-
-    A scalar, or `(*batch,)`. While tracing, a label out of range makes its row NaN.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll`][].
-
-    ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
-    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.3, 0.7]]]))
-    scores.brier(logits, jnp.array([0]))  # 0.4**2 + 0.4**2 = 0.32
-    ```
-
-    ??? cite
-        [Verification of Forecasts Expressed in Terms of
-        Probability](https://doi.org/10.1175/1520-0493(1950)078%3C0001:VOFEIT%3E2.0.CO;2)
-
-        ```bibtex
-        @article{brier1950verification,
-            author={Glenn W. Brier},
-            title={Verification of Forecasts Expressed in Terms of Probability},
-            journal={Monthly Weather Review},
-            year={1950},
-        }
-        ```
-    """
-    return _brier(*_checked("scores.brier", logits, labels, weights, reduction), reduction)
+    return _nll(*checked_classes("scores.nll", logits, labels, weights, mask, reduction), reduction)
 
 
 def accuracy(
@@ -106,6 +57,7 @@ def accuracy(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Share of the rows whose most likely class under the mixture of the members is the label; higher is better.
@@ -115,6 +67,7 @@ def accuracy(
     - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
     - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (right) or 0.0 (wrong) per row.
 
     **Returns:**
@@ -134,7 +87,7 @@ def accuracy(
     scores.mean_member_accuracy(logits, jnp.array([0]))  # 0.5
     ```
     """
-    return _accuracy(*_checked("scores.accuracy", logits, labels, weights, reduction), reduction)
+    return _accuracy(*checked_classes("scores.accuracy", logits, labels, weights, mask, reduction), reduction)
 
 
 def mean_member_accuracy(
@@ -142,6 +95,7 @@ def mean_member_accuracy(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Mean over members of each member's own accuracy; higher is better.
@@ -153,6 +107,7 @@ def mean_member_accuracy(
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same result.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
     - `reduction`: `"mean"` over all rows, or `"none"` for the share of members that are right on each row.
 
     **Returns:**
@@ -172,18 +127,25 @@ def mean_member_accuracy(
     ```
     """
     return _mean_member_accuracy(
-        *_checked("scores.mean_member_accuracy", logits, labels, weights, reduction), reduction
+        *checked_classes("scores.mean_member_accuracy", logits, labels, weights, mask, reduction), reduction
     )
 
 
-def _checked(
-    fn: str, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None, reduction: Reduction
-) -> tuple[Array, Array, Array | None]:
+def checked_classes(
+    fn: str,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    weights: ArrayLike | None,
+    mask: ArrayLike | None,
+    reduction: Reduction,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """Logits, labels, weights and mask; rows that the mask leaves out hold numbers that every score is finite at."""
     checked = check_logits(fn, logits)
-    targets = check_labels(fn, labels, checked)
+    kept = check_mask(fn, mask, checked.shape[1:-1])
+    targets = check_labels(fn, labels, checked, mask)
     convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
     check_reduction(fn, reduction, targets.shape)
-    return checked, targets, convex
+    return blank_masked(checked, kept, before=1), blank_masked(targets, kept), convex, kept
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -191,26 +153,14 @@ def _nll(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, " members"] | None,
+    mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
     in_range = (labels >= 0) & (labels < logits.shape[-1])
     index = jnp.where(in_range, labels, 0)[None, ..., None]
     chosen = jnp.take_along_axis(logs, index, axis=-1)[..., 0]
-    return reduce(jnp.where(in_range, -log_mixture(chosen, weights), jnp.nan), reduction)
-
-
-@partial(jax.jit, static_argnames="reduction")
-def _brier(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
-    probabilities = jnp.exp(_mixture(logits, weights))
-    truth = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
-    in_range = (labels >= 0) & (labels < logits.shape[-1])
-    return reduce(jnp.where(in_range, jnp.sum((probabilities - truth) ** 2, axis=-1), jnp.nan), reduction)
+    return reduce(jnp.where(in_range, -log_mixture(chosen, weights), jnp.nan), reduction, mask)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -218,9 +168,10 @@ def _accuracy(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, " members"] | None,
+    mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    return reduce(_correct(_mixture(logits, weights), labels), reduction)
+    return reduce(_correct(mixture(logits, weights), labels), reduction, mask)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -228,15 +179,17 @@ def _mean_member_accuracy(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, " members"] | None,
+    mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     right = _correct(blank_unweighted(logits, weights), labels[None])
-    return reduce(weighted_mean(right, weights), reduction)
+    return reduce(weighted_mean(right, weights), reduction, mask)
 
 
-def _mixture(
+def mixture(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
 ) -> Float[Array, "*batch classes"]:
+    """Log-probabilities of the mixture of the members."""
     return log_mixture(jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1), weights)
 
 

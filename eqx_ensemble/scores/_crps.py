@@ -3,10 +3,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_choice, check_fair, check_reduction, check_regression, check_weights
-from .._weighting import blank_unweighted
+from .._check import check_choice, check_fair, check_mask, check_reduction, check_regression, check_weights
+from .._weighting import blank_masked, blank_unweighted
 from ._reduce import Reduction, reduce
 
 
@@ -16,6 +16,7 @@ def crps(
     *,
     estimator: Literal["nrg", "fair"] = "nrg",
     weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Continuous ranked probability score of the members' point predictions, taken as samples; lower is better.
@@ -32,6 +33,7 @@ def crps(
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `estimator`: `"nrg"` or `"fair"`; always say which one you report.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Only with `"nrg"`.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -72,9 +74,10 @@ def crps(
     if estimator == "fair":
         check_fair(fn, num_members, weighted=weights is not None)
     convex = check_weights(fn, weights, num_members, points.dtype)
+    kept = check_mask(fn, mask, observed.shape)
     check_reduction(fn, reduction, observed.shape)
-
-    return _sample(points, observed, convex, estimator == "fair", reduction)
+    points, observed = blank_masked(points, kept, before=1), blank_masked(observed, kept)
+    return _sample(points, observed, convex, kept, estimator == "fair", reduction)
 
 
 @partial(jax.jit, static_argnames=("fair", "reduction"))
@@ -82,6 +85,7 @@ def _sample(
     samples: Float[Array, " members *batch"],
     targets: Float[Array, "*batch"],
     weights: Float[Array, " members"] | None,
+    mask: Bool[Array, "*batch"] | None,
     fair: bool,  # noqa: FBT001
     reduction: Reduction,
 ) -> Float[Array, "..."]:
@@ -93,7 +97,7 @@ def _sample(
     score = under + over + jnp.maximum(errors[0], 0) + jnp.maximum(-errors[-1], 0)
     if fair:
         score = score - jnp.sum(below * (1 - below) * gaps, axis=0) / (samples.shape[0] - 1)
-    return reduce(score, reduction)
+    return reduce(score, reduction, mask)
 
 
 def _distribution(

@@ -3,10 +3,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_reduction, check_regression, check_variance, check_weights
+from .._check import check_reduction, check_weights
 from .._weighting import blank_unweighted, weighted_mean
+from ._gaussian import checked_gaussian
 from ._reduce import Reduction, reduce
 
 
@@ -15,6 +16,7 @@ def crps_gaussian(
     variance: Float[ArrayLike, "*batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Continuous ranked probability score of ONE Gaussian per entry, in closed form; lower is better.
@@ -26,6 +28,7 @@ def crps_gaussian(
 
     - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. At variance zero the score is the
         absolute error.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -58,10 +61,9 @@ def crps_gaussian(
         ```
     """
     fn = "scores.crps_gaussian"
-    centre, spread, observed = check_regression(fn, targets, members=False, mean=mean, variance=variance)
-    check_variance(fn, variance, positive=False)
-    check_reduction(fn, reduction, observed.shape)
-    return _single(centre, spread, observed, reduction)
+    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=False, positive=False)
+    check_reduction(fn, reduction, arrays[-1].shape)
+    return _single(*arrays, kept, reduction)
 
 
 def crps_gaussian_mixture(
@@ -70,6 +72,7 @@ def crps_gaussian_mixture(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Continuous ranked probability score of the mixture of the members' Gaussians, in closed form.
@@ -83,6 +86,7 @@ def crps_gaussian_mixture(
     - `mean`, `variance`: `(members, *batch)`, of one shape. Members of variance zero are points.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -116,11 +120,10 @@ def crps_gaussian_mixture(
         ```
     """
     fn = "scores.crps_gaussian_mixture"
-    centre, spread, observed = check_regression(fn, targets, members=True, mean=mean, variance=variance)
-    check_variance(fn, variance, positive=False)
-    convex = check_weights(fn, weights, centre.shape[0], centre.dtype)
-    check_reduction(fn, reduction, observed.shape)
-    return _mixture(centre, spread, observed, convex, reduction)
+    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=True, positive=False)
+    convex = check_weights(fn, weights, arrays[0].shape[0], arrays[0].dtype)
+    check_reduction(fn, reduction, arrays[-1].shape)
+    return _mixture(*arrays, kept, convex, reduction)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -128,10 +131,11 @@ def _single(
     mean: Float[Array, "*batch"],
     variance: Float[Array, "*batch"],
     targets: Float[Array, "*batch"],
+    mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    within = _expected_distance(jnp.zeros_like(mean), 2 * variance)
-    return reduce(_expected_distance(targets - mean, variance) - 0.5 * within, reduction)
+    within = expected_distance(jnp.zeros_like(mean), 2 * variance)
+    return reduce(expected_distance(targets - mean, variance) - 0.5 * within, reduction, mask)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -139,12 +143,13 @@ def _mixture(
     mean: Float[Array, " members *batch"],
     variance: Float[Array, " members *batch"],
     targets: Float[Array, "*batch"],
+    mask: Bool[Array, "*batch"] | None,
     weights: Float[Array, " members"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights)
-    outside = weighted_mean(_expected_distance(targets[None] - mean, variance), weights)
-    return reduce(outside - 0.5 * _distance_between(mean, variance, weights), reduction)
+    outside = weighted_mean(expected_distance(targets[None] - mean, variance), weights)
+    return reduce(outside - 0.5 * _distance_between(mean, variance, weights), reduction, mask)
 
 
 def _distance_between(
@@ -154,12 +159,12 @@ def _distance_between(
 
     @jax.checkpoint  # or its gradient would keep an array for every pair of members
     def to_all(one: tuple[Array, Array]) -> Array:
-        return weighted_mean(_expected_distance(mean - one[0][None], variance + one[1][None]), weights)
+        return weighted_mean(expected_distance(mean - one[0][None], variance + one[1][None]), weights)
 
     return weighted_mean(jax.lax.map(to_all, (mean, variance)), weights)
 
 
-def _expected_distance(distance: Float[Array, "*batch"], variance: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
+def expected_distance(distance: Float[Array, "*batch"], variance: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
     """Mean of $|X|$ for a Gaussian X of that mean and variance; its gradient is finite at variance zero too."""
     point = variance == 0
     safe = jnp.where(point, 1, variance)

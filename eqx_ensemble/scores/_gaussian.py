@@ -3,10 +3,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_reduction, check_regression, check_variance, check_weights
-from .._weighting import blank_unweighted, log_mixture
+from .._check import check_mask, check_reduction, check_regression, check_variance, check_weights
+from .._weighting import blank_masked, blank_unweighted, log_mixture
 from ._reduce import Reduction, reduce
 
 
@@ -15,6 +15,7 @@ def nll_gaussian(
     variance: Float[ArrayLike, "*batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Negative log-density, in nats, of the targets under ONE Gaussian per entry; lower is better.
@@ -26,6 +27,7 @@ def nll_gaussian(
     **Arguments:**
 
     - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. Variances above zero.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -50,10 +52,9 @@ def nll_gaussian(
         [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
     """
     fn = "scores.nll_gaussian"
-    centre, spread, observed = check_regression(fn, targets, members=False, mean=mean, variance=variance)
-    check_variance(fn, variance, positive=True)
-    check_reduction(fn, reduction, observed.shape)
-    return _nll(centre, spread, observed, reduction)
+    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=False, positive=True)
+    check_reduction(fn, reduction, arrays[-1].shape)
+    return _nll(*arrays, kept, reduction)
 
 
 def nll_gaussian_mixture(
@@ -62,6 +63,7 @@ def nll_gaussian_mixture(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Negative log-density, in nats, of the targets under the mixture of the members' Gaussians; lower is better.
@@ -73,6 +75,7 @@ def nll_gaussian_mixture(
     - `mean`, `variance`: `(members, *batch)`, of one shape. Variances above zero.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -92,11 +95,29 @@ def nll_gaussian_mixture(
     ```
     """
     fn = "scores.nll_gaussian_mixture"
-    centre, spread, observed = check_regression(fn, targets, members=True, mean=mean, variance=variance)
-    check_variance(fn, variance, positive=True)
-    convex = check_weights(fn, weights, centre.shape[0], centre.dtype)
-    check_reduction(fn, reduction, observed.shape)
-    return _nll_mixture(centre, spread, observed, convex, reduction)
+    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=True, positive=True)
+    convex = check_weights(fn, weights, arrays[0].shape[0], arrays[0].dtype)
+    check_reduction(fn, reduction, arrays[-1].shape)
+    return _nll_mixture(*arrays, kept, convex, reduction)
+
+
+def checked_gaussian(
+    fn: str,
+    mean: ArrayLike,
+    variance: ArrayLike,
+    targets: ArrayLike,
+    mask: ArrayLike | None,
+    *,
+    members: bool,
+    positive: bool,
+) -> tuple[Array, Array, Array, Array | None]:
+    """Means, variances, targets and mask; rows that the mask leaves out hold numbers that every score is finite at."""
+    centre, spread, observed = check_regression(fn, targets, members=members, mean=mean, variance=variance)
+    kept = check_mask(fn, mask, observed.shape)
+    check_variance(fn, variance, positive=positive, mask=mask)
+    centre = blank_masked(centre, kept, before=int(members))
+    spread = blank_masked(spread, kept, before=int(members), fill=1)
+    return centre, spread, blank_masked(observed, kept), kept
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -104,9 +125,10 @@ def _nll(
     mean: Float[Array, "*batch"],
     variance: Float[Array, "*batch"],
     targets: Float[Array, "*batch"],
+    mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    return reduce(-_log_density(mean, variance, targets), reduction)
+    return reduce(-_log_density(mean, variance, targets), reduction, mask)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -114,11 +136,12 @@ def _nll_mixture(
     mean: Float[Array, " members *batch"],
     variance: Float[Array, " members *batch"],
     targets: Float[Array, "*batch"],
+    mask: Bool[Array, "*batch"] | None,
     weights: Float[Array, " members"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights, fill=1.0)
-    return reduce(-log_mixture(_log_density(mean, variance, targets[None]), weights), reduction)
+    return reduce(-log_mixture(_log_density(mean, variance, targets[None]), weights), reduction, mask)
 
 
 def _log_density(

@@ -1,11 +1,22 @@
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 Reduction = Literal["mean", "none"]
 
 
-def reduce(rows: Float[Array, "*batch"], reduction: Reduction) -> Float[Array, "..."]:
-    """The mean over rows, or the rows as they are."""
-    return jnp.mean(rows) if reduction == "mean" else rows
+def reduce(
+    rows: Float[Array, "*batch"], reduction: Reduction, mask: Bool[Array, "*batch"] | None = None
+) -> Float[Array, "..."]:
+    """The mean over rows, or the rows as they are; those that the mask leaves out are NaN."""
+    if reduction == "none":
+        return rows if mask is None else jnp.where(mask, rows, jnp.nan)
+    return masked_mean(rows, mask)
+
+
+def masked_mean(rows: Float[Array, "*batch"], mask: Bool[Array, "*batch"] | None) -> Float[Array, ""]:
+    """The mean over the rows that the mask does not leave out."""
+    if mask is None:
+        return jnp.mean(rows)
+    return jnp.sum(jnp.where(mask, rows, 0)) / jnp.sum(mask).astype(rows.dtype)

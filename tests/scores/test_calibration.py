@@ -86,6 +86,112 @@ def test_gradient_sharpens_or_softens():
     assert slope(jnp.float32(3.0)) > 0
 
 
+def _equal_mass(values, num_bins):
+    """Bin numbers by the edges that `numpy.quantile` finds, which belong to the bin below."""
+    edges = np.quantile(values, np.arange(1, num_bins) / num_bins, method="lower")
+    return np.searchsorted(edges, values, side="left")
+
+
+def _gaps(probability, hits, index, num_bins):
+    """Rows, mean probability and frequency of the bins that hold any."""
+    found = [k for k in range(num_bins) if (index == k).any()]
+    return np.array([[(index == k).sum(), probability[index == k].mean(), hits[index == k].mean()] for k in found]).T
+
+
+def _mixture(logits):
+    exponentials = np.exp(np.asarray(logits, np.float64))
+    return (exponentials / exponentials.sum(-1, keepdims=True)).mean(0)
+
+
+@pytest.mark.parametrize("num_bins", [1, 7, 20])
+def test_bins_of_equal_mass(num_bins):
+    logits, labels = _data()
+    p = _mixture(logits)
+    confidence, right = p.max(-1), p.argmax(-1) == labels
+    count, sure, accurate = _gaps(confidence, right, _equal_mass(confidence, num_bins), num_bins)
+    assert max(count) - min(count) <= 1
+    want = np.sum(count * np.abs(accurate - sure)) / count.sum()
+    got = scores.ece(logits, labels, num_bins=num_bins, binning="mass")
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    if num_bins > 1:
+        assert not np.allclose(scores.ece(logits, labels, num_bins=num_bins), want, rtol=1e-3)
+
+
+def test_rows_of_one_confidence_stay_in_one_bin():
+    # Two bins of three rows each would tear 0.7, 0.7 apart: right and wrong ones, whose errors would not cancel.
+    confidence = np.array([0.6, 0.7, 0.7, 0.7, 0.7, 0.8])
+    labels = np.array([0, 0, 0, 0, 1, 0])
+    logits = np.log(np.stack([confidence, 1 - confidence], axis=-1))[None].astype(np.float32)
+    first, second = abs(5 * 1 - 1 - (0.6 + 4 * 0.7)), abs(1 - 0.8)
+    got = scores.ece(logits, labels, num_bins=2, binning="mass")
+    np.testing.assert_allclose(got, (first + second) / 6, rtol=1e-5)
+    torn = abs(3 - 2.0) + abs(2 - 2.2)
+    assert not np.allclose(got, torn / 6, rtol=1e-2)
+
+
+def test_classwise_is_the_mean_over_classes():
+    logits, labels = _data()
+    p, each = _mixture(logits), []
+    for c in range(4):
+        index = np.searchsorted(np.arange(1, 10) / 10, p[:, c], side="left")
+        count, probability, frequency = _gaps(p[:, c], labels == c, index, 10)
+        each.append(np.sum(count * np.abs(frequency - probability)) / count.sum())
+    got = scores.classwise_ece(logits, labels, num_bins=10)
+    np.testing.assert_allclose(got, np.mean(each), rtol=1e-5)
+    assert not np.allclose(scores.ece(logits, labels, num_bins=10), got, rtol=1e-2)
+
+
+def _perfect(num_rows, seed):
+    """One member whose probabilities are those that the labels are drawn with."""
+    rng = np.random.default_rng(seed)
+    p = rng.uniform(0.5, 1, size=num_rows)
+    labels = (rng.uniform(size=num_rows) > p).astype(int)
+    return np.log(np.stack([p, 1 - p], axis=-1))[None].astype(np.float32), labels
+
+
+def test_debiased_errors_of_a_perfect_model_are_about_zero():
+    # 300 data sets of 200 rows: the plain errors are far above zero, the debiased ones are not.
+    repeats = 300
+    data = [_perfect(200, seed) for seed in range(repeats)]
+    logits, labels = np.stack([one for one, _ in data]), np.stack([two for _, two in data])
+
+    def over_all(score, **options):
+        values = np.asarray(jax.vmap(lambda x, y: score(x, y, **options))(logits, labels), np.float64)
+        return values.mean(), values.std() / np.sqrt(repeats)
+
+    mean, error = over_all(scores.squared_calibration_error)
+    assert abs(mean) < 6 * error  # unbiased but for the bins: a false alarm in a billion
+    plain, error = over_all(scores.squared_calibration_error, debiased=False)
+    assert plain > 6 * error
+    plain, _ = over_all(scores.ece, binning="mass")
+    mean, error = over_all(scores.ece, binning="mass", debiased=True)
+    # Of the l1 error the excess is known approximately only, and less than all of it is taken off.
+    assert 0 < mean < 0.75 * plain - 6 * error
+
+
+def test_debiased_ece_takes_off_the_mean_over_resampled_frequencies():
+    logits, labels = _data()
+    p = _mixture(logits)
+    confidence, right = p.max(-1), p.argmax(-1) == labels
+    index = np.searchsorted(np.arange(1, 10) / 10, confidence, side="left")
+    count, sure, accurate = _gaps(confidence, right, index, 10)
+    plain = np.sum(count * np.abs(accurate - sure)) / count.sum()
+    rng = np.random.default_rng(0)
+    drawn = rng.normal(accurate, np.sqrt(accurate * (1 - accurate) / count), size=(200_000, len(count)))
+    resampled = np.sum(count * np.abs(drawn - sure), axis=-1) / count.sum()
+    got = scores.ece(logits, labels, num_bins=10, debiased=True)
+    assert abs(got - (2 * plain - resampled.mean())) < 6 * resampled.std() / np.sqrt(200_000) + 1e-6
+    assert plain - got > 1e-3
+
+
+def test_bins_of_a_single_row_are_left_out_of_the_debiased_square():
+    logits = np.log(np.array([[[0.9, 0.1], [0.6, 0.4], [0.62, 0.38]]], np.float32))
+    got = scores.squared_calibration_error(logits, np.array([1, 0, 1]), num_bins=2, binning="width")
+    np.testing.assert_allclose(got, 3 / 3 * ((1 / 3 - 2.12 / 3) ** 2 - (1 / 3) * (2 / 3) / 2), rtol=1e-4)
+    got = scores.squared_calibration_error(logits, np.array([1, 0, 1]), num_bins=4, binning="width")
+    np.testing.assert_allclose(got, 2 / 3 * ((1 / 2 - 1.22 / 2) ** 2 - (1 / 2) * (1 / 2)), rtol=1e-4)
+
+
 @pytest.mark.usefixtures("unhooked")
 def test_unfit_bins():
     logits, labels = _data((2, 30, 4))
@@ -93,3 +199,5 @@ def test_unfit_bins():
         ValueError, match="`eqx_ensemble.scores.ece` needs `num_bins` of one or more.\n  got 0\n15 is us"
     ):
         scores.ece(logits, labels, num_bins=0)
+    with pytest.raises(ValueError, match="`binning` to be 'width' or 'mass'.\n  got 'equal'"):
+        scores.classwise_ece(logits, labels, binning="equal")

@@ -1,5 +1,6 @@
 """What every score promises alike: jit, vmap, gradients, weights and dtypes."""
 
+import functools
 import inspect
 
 import jax
@@ -14,6 +15,7 @@ LABELS = RNG.integers(4, size=20)
 LOGITS = (2 * RNG.normal(size=(3, 20, 4))).astype(np.float32)
 MEAN, VARIANCE = RNG.normal(size=(3, 20)).astype(np.float32), RNG.uniform(0.1, 3, size=(3, 20)).astype(np.float32)
 TARGETS = RNG.normal(size=20).astype(np.float32)
+VECTORS, VECTOR_TARGETS = RNG.normal(size=(3, 20, 2)).astype(np.float32), RNG.normal(size=(20, 2)).astype(np.float32)
 
 MEMBERS = {
     "nll": (LOGITS, LABELS),
@@ -21,42 +23,67 @@ MEMBERS = {
     "accuracy": (LOGITS, LABELS),
     "mean_member_accuracy": (LOGITS, LABELS),
     "ece": (LOGITS, LABELS),
+    "classwise_ece": (LOGITS, LABELS),
+    "squared_calibration_error": (LOGITS, LABELS),
+    "ranked_probability": (LOGITS, LABELS),
     "nll_gaussian_mixture": (MEAN, VARIANCE, TARGETS),
     "crps": (MEAN, TARGETS),
     "crps_gaussian_mixture": (MEAN, VARIANCE, TARGETS),
     "rmse": (MEAN, TARGETS),
     "mean_member_rmse": (MEAN, TARGETS),
+    "energy": (VECTORS, VECTOR_TARGETS),
 }
 SINGLE = {
     "nll_gaussian": (MEAN[0], VARIANCE[0], TARGETS),
     "crps_gaussian": (MEAN[0], VARIANCE[0], TARGETS),
     "coverage": (MEAN[0] - 1, MEAN[0] + 1, TARGETS),
+    "width": (MEAN[0] - VARIANCE[0], MEAN[0] + VARIANCE[1]),
+    "interval_score": (MEAN[0] - 1, MEAN[0] + 1, TARGETS),
+    "pinball": (MEAN[0], TARGETS),
+    "dawid_sebastiani": (MEAN, TARGETS),
 }
 ALL = MEMBERS | SINGLE
+OTHERS = {"bootstrap", "decompose_brier", "per_member", "pit", "pit_gaussian_mixture", "pit_histogram"}
+OTHERS |= {"rank_histogram", "set_coverage", "set_size"}
+OPTIONS = {"interval_score": {"level": 0.8}, "pinball": {"level": 0.8}, "squared_calibration_error": {"num_bins": 2}}
+STEPS = {"accuracy", "mean_member_accuracy", "coverage"}
+
+
+def score_of(name):
+    if name in ("energy", "interval_score", "pinball", "dawid_sebastiani"):
+        pytest.importorskip("scoringrules")
+    options = {
+        "interval_score": {"level": 0.8},
+        "pinball": {"level": 0.8},
+        "squared_calibration_error": {"num_bins": 2},
+    }
+    return functools.partial(getattr(scores, name), **options.get(name, {}))
 
 
 def test_no_score_is_left_out():
     public = {name for name, value in vars(scores).items() if inspect.isfunction(value)}
-    assert public == set(ALL) | {"per_member"}
+    assert public == set(ALL) | OTHERS
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_jit_vmap_and_gradient(name):
-    score, arguments = getattr(scores, name), ALL[name]
+    score, arguments = score_of(name), ALL[name]
     eager = score(*arguments)
     assert eager.shape == ()
     assert eager.dtype == jnp.float32
-    value, slope = jax.jit(jax.value_and_grad(score))(*arguments)
-    np.testing.assert_allclose(value, eager, rtol=1e-5)
-    assert np.isfinite(slope).all()
-    assert name in ("accuracy", "mean_member_accuracy", "coverage") or np.abs(slope).max() > 0
+    np.testing.assert_allclose(jax.jit(score)(*arguments), eager, rtol=1e-5)
+    if name != "energy":
+        value, slope = jax.jit(jax.value_and_grad(score))(*arguments)
+        np.testing.assert_allclose(value, eager, rtol=1e-5)
+        assert np.isfinite(slope).all()
+        assert name in STEPS or np.abs(slope).max() > 0
     twice = jax.vmap(score)(*(np.stack([array, array]) for array in arguments))
     np.testing.assert_allclose(twice, [eager, eager], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_weights(name):
-    score, (*predictions, target) = getattr(scores, name), MEMBERS[name]
+    score, (*predictions, target) = score_of(name), MEMBERS[name]
     plain = score(*predictions, target)
     np.testing.assert_allclose(score(*predictions, target, weights=np.ones(3)), plain, rtol=1e-5)
     doubled = score(*(array[[0, 0, 1, 2]] for array in predictions), target)
@@ -69,7 +96,7 @@ def test_weights(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_precisions(name):
-    score, arguments = getattr(scores, name), ALL[name]
+    score, arguments = score_of(name), ALL[name]
     half = [array if array.dtype.kind == "i" else jnp.asarray(array, jnp.bfloat16) for array in arguments]
     widened = [array if array.dtype.kind == "i" else array.astype(jnp.float32) for array in half]
     got = score(*half)
@@ -80,3 +107,31 @@ def test_precisions(name):
         wide = score(*double)
         assert wide.dtype == jnp.float64
     np.testing.assert_allclose(score(*arguments), wide, rtol=1e-5)
+
+
+KEPT = np.arange(20) % 3 > 0
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_masks(name):
+    score, arguments = score_of(name), ALL[name]
+    before = [int(name in MEMBERS or name == "dawid_sebastiani")] * (len(arguments) - 1) + [0]
+    rows_at = lambda array, axis, rows: np.moveaxis(np.moveaxis(array, axis, 0)[rows], 0, axis)
+    want = score(*(rows_at(array, axis, KEPT) for array, axis in zip(arguments, before, strict=True)))
+    spoilt = []
+    for array, axis in zip(arguments, before, strict=True):
+        copy = np.array(array)
+        np.moveaxis(copy, axis, 0)[~KEPT] = -7 if array.dtype.kind == "i" else np.nan
+        spoilt.append(copy)
+    np.testing.assert_allclose(score(*spoilt, mask=KEPT), want, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(lambda mask, *arrays: score(*arrays, mask=mask))(KEPT, *spoilt), want, rtol=1e-5)
+    np.testing.assert_allclose(score(*arguments, mask=np.ones(20, bool)), score(*arguments), rtol=1e-5)
+    assert not np.allclose(score(*arguments, mask=~KEPT), want, rtol=1e-3) or name == "coverage"
+    if name != "energy":
+        slope = jax.jit(jax.grad(lambda x: score(x, *spoilt[1:], mask=KEPT)))(spoilt[0])
+        assert np.isfinite(slope).all()
+        assert not np.moveaxis(np.asarray(slope), before[0], 0)[~KEPT].any()
+    if "reduction" in inspect.signature(score).parameters:
+        rows = np.asarray(score(*spoilt, mask=KEPT, reduction="none"))
+        assert np.isnan(rows[~KEPT]).all()
+        np.testing.assert_allclose(rows[KEPT].mean(), want, rtol=1e-5)

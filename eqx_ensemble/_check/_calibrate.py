@@ -1,0 +1,95 @@
+import warnings
+
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from ._arrays import _fail, _kept, check_choice, concrete
+from ._leaves import is_traced
+
+
+def check_of(fn: str, of: str, *, weighted: bool) -> None:
+    """Before or after combination, and weights only where there is a combination."""
+    check_choice(fn, "of", of, ("members", "mixture"))
+    if weighted and of == "members":
+        fix = "Every member is calibrated by itself: weight the members when you combine them."
+        _fail(fn, '`weights` only with `of="mixture"`', 'got both `weights` and `of="members"`', fix)
+
+
+def check_calibrated_members(fn: str, expected: int, got: int) -> None:
+    """The members that were calibrated."""
+    if got != expected:
+        fix = "A calibration belongs to the ensemble that it was fitted on: fit it anew."
+        _fail(fn, "predictions of the members that it was fitted on", f"expected {expected} members, got {got}", fix)
+
+
+def check_finite_logits(fn: str, logits: Array, weights: ArrayLike | None, mask: ArrayLike | None) -> None:
+    """Finite logits of members and rows that count; only where they are concrete."""
+    host, kept, share = concrete(logits), _kept(mask), None if weights is None else concrete(weights)
+    if host is None or kept is None or (weights is not None and share is None):
+        return
+    counts = np.broadcast_to(kept, host.shape[1:-1])[None, ..., None]
+    if share is not None:
+        counts = counts & (share > 0).reshape((-1,) + (1,) * (host.ndim - 1))
+    wrong = ~np.isfinite(host) & counts
+    if wrong.any():
+        place = tuple(int(i) for i in np.argwhere(wrong)[0])
+        fix = "Probabilities of zero? Mix a little of the uniform distribution in before you take their logarithm."
+        _fail(fn, "finite `logits`", f"got {host[place]} at index {place}, the first of {int(wrong.sum())} such", fix)
+
+
+def check_best_temperature(fn: str, of: str, separated: ArrayLike, hopeless: ArrayLike) -> None:
+    """A finite temperature above zero is best for all; only where that is concrete."""
+    for flags, got, fix in (
+        (
+            separated,
+            "every label is the most likely class already, so that ever smaller temperatures are better",
+            "Fit on more rows: one that the prediction gets wrong is enough.",
+        ),
+        (
+            hopeless,
+            "the labels are not more likely than by chance, so that ever larger temperatures are better",
+            "Are the labels those of these rows, in their order?",
+        ),
+    ):
+        host = concrete(flags)
+        if host is not None and host.any():
+            _fail(fn, "labels for which one temperature is best", f"{_who(of, host)}{got}", fix)
+
+
+def check_scale(fn: str, of: str, scale: ArrayLike) -> None:
+    """A factor above zero; only where it is concrete."""
+    host = concrete(scale)
+    if host is not None and (host == 0).any():
+        fix = "Are the targets the predictions themselves?"
+        _fail(fn, "targets that differ from their means", f"{_who(of, host == 0)}every target is hit exactly", fix)
+
+
+def check_penalties(fn: str, **penalties: float) -> None:
+    """Penalties of zero or more."""
+    for name, value in penalties.items():
+        if not 0 <= value < float("inf"):
+            _fail(fn, f"a finite `{name}` of zero or more", f"got {value}", "Zero is no penalty.")
+
+
+def check_untraced(fn: str, **arrays: ArrayLike | None) -> None:
+    """Arrays whose values are known."""
+    for name, values in arrays.items():
+        if is_traced(values):
+            fix = "Fit before `jax.jit`; what is fitted can be called inside."
+            _fail(fn, f"`{name}` whose values are known", "got a traced array", fix, TypeError)
+
+
+def warn_no_minimum(fn: str, of: str, flat: ArrayLike) -> None:
+    """Says where L-BFGS did not get to a minimum; only where that is concrete."""
+    host = concrete(flat)
+    if host is not None and not host.all():
+        warnings.warn(
+            f"`eqx_ensemble.{fn}`: {_who(of, ~host)}no minimum was reached. Where the rows can be told apart without "
+            "error there is none: fit on more rows, take a calibration with fewer parameters, or a penalty.",
+            stacklevel=3,
+        )
+
+
+def _who(of: str, flags: np.ndarray) -> str:
+    return f"member {int(np.argmax(flags))}: " if of == "members" else ""

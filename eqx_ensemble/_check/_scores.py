@@ -1,0 +1,132 @@
+from typing import Any, NoReturn
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from ._arrays import _check_alike, _fail, _floating, concrete, promoted
+from ._keys import one_key
+from ._marks import positive_int
+
+
+def check_fair(fn: str, num_members: int, *, weighted: bool) -> None:
+    """The fair estimator is defined for two or more equally weighted members."""
+    if num_members < 2:
+        _fail(fn, 'at least two members for estimator="fair"', f"got {num_members}", 'Use `estimator="nrg"`.')
+    if weighted:
+        _fail(
+            fn, 'equally weighted members for estimator="fair"', "got `weights`", 'Drop them, or use `estimator="nrg"`.'
+        )
+
+
+def check_num_bins(fn: str, num_bins: int) -> None:
+    """A positive count."""
+    if num_bins < 1:
+        _fail(fn, "`num_bins` of one or more", f"got {num_bins}", "15 is usual.")
+
+
+def check_per_member(fn: str, arrays: tuple[ArrayLike, ...], options: dict[str, object]) -> tuple[Array, ...]:
+    """One or more predictions with equally many members, then the target."""
+    if len(arrays) < 2:
+        _fail(fn, "predictions, then the target", f"got {len(arrays)} arrays", "`per_member(nll, logits, labels)`.")
+    if "weights" in options:
+        fix = "Each member is scored alone: weight the result, or call the score itself."
+        _fail(fn, "no `weights`", "got `weights`", fix)
+    predictions = tuple(jnp.asarray(values) for values in arrays[:-1])
+    counts = {prediction.shape[:1] for prediction in predictions}
+    if len(counts) > 1 or counts & {(), (0,)}:
+        shapes = ", ".join(str(prediction.shape) for prediction in predictions)
+        fix = "All arrays but the last are predictions with a leading `members` axis; the last is the target."
+        _fail(fn, "predictions with equally many members, at least one", f"got shapes {shapes}", fix)
+    return predictions
+
+
+def check_ends(fn: str, lower: ArrayLike, upper: ArrayLike) -> tuple[Array, ...]:
+    """The ends of intervals, of one shape and in one dtype."""
+    ends = {"lower": _floating(fn, "lower", lower), "upper": _floating(fn, "upper", upper)}
+    _check_alike(fn, **ends)
+    return promoted(*ends.values())
+
+
+def check_sets(fn: str, sets: ArrayLike) -> Array:
+    """Booleans `(*batch, classes)`."""
+    array = jnp.asarray(sets)
+    if array.dtype != bool:
+        fix = "One boolean per class says whether the set holds it."
+        _fail(fn, "boolean `sets`", f"got dtype {array.dtype}, shape {array.shape}", fix, error=TypeError)
+    if array.ndim < 1:
+        _fail(fn, "`sets` of shape (*batch, classes)", f"got shape {array.shape}", "Classes are on the last axis.")
+    return array
+
+
+def check_outputs(fn: str, samples: Array) -> None:
+    """Samples `(members, *batch, out)`."""
+    if samples.ndim < 2:
+        fix = "One output? That is `crps`; with `samples[..., None]` it is the same score."
+        _fail(fn, "`samples` of shape (members, *batch, out)", f"got shape {samples.shape}", fix)
+
+
+def check_two_members(fn: str, num_members: int) -> None:
+    """Members that have a variance."""
+    if num_members < 2:
+        fix = "One member with a variance of its own is judged by `nll_gaussian`."
+        _fail(fn, "at least two members, whose variance is taken", f"got {num_members}", fix)
+
+
+def check_known_weights(fn: str, weights: ArrayLike | None) -> None:
+    """Weights that can be read."""
+    if weights is not None and concrete(weights) is None:
+        fix = "Close over the weights instead of passing them into `jax.jit`."
+        _fail(fn, "`weights` whose values are known, because scoringrules reads them", "got a traced array", fix)
+
+
+def check_random(fn: str, key: Any) -> None:
+    """One threefry key."""
+    one_key(key, name=f"eqx_ensemble.{fn}")
+
+
+def check_known(fn: str, name: str, values: ArrayLike, mask: ArrayLike | None) -> None:
+    """No NaN in rows that count; only where the values are concrete."""
+    host, kept = concrete(values), None if mask is None else concrete(mask)
+    if host is None or (mask is not None and kept is None):
+        return
+    wrong = np.isnan(host.astype(np.float64)) & (True if kept is None else kept)
+    if wrong.any():
+        fix = "Leave these rows out: `mask=~jnp.isnan(...)`."
+        _fail(fn, f"`{name}` without NaN", f"got {int(wrong.sum())} of them", fix)
+
+
+def check_rows_of_scores(fn: str, values: ArrayLike, row_weights: ArrayLike | None) -> tuple[Array, Array | None]:
+    """Scores `(..., rows)`, rows on the last axis, and one weight per row."""
+    array = promoted(_floating(fn, "values", values))[0]
+    if array.ndim < 1 or array.shape[-1] == 0:
+        fix = 'Pass one score per row, what `reduction="none"` gives.'
+        _fail(fn, "`values` with at least one row on the last axis", f"got shape {array.shape}", fix)
+    if row_weights is None:
+        return array, None
+    weights = jnp.asarray(row_weights)
+    if weights.shape != array.shape[-1:]:
+        got = f"expected shape {array.shape[-1:]}, got {weights.shape}"
+        _fail(fn, "one of `row_weights` per row", got, "Rows are on the last axis of `values`.")
+    host = concrete(row_weights)
+    if host is not None:
+        wrong = ~np.isfinite(host.astype(np.float64)) | (host < 0)
+        if wrong.any() or not host.any():
+            fix = "A row of weight zero does not count, but is drawn; `mask` leaves rows out."
+            _fail(fn, "finite `row_weights` of zero or more, not all zero", f"got {host}", fix)
+    return array, weights.astype(array.dtype)
+
+
+def check_num_draws(fn: str, num_draws: int) -> None:
+    """A number of draws that have a spread."""
+    if positive_int(num_draws, "num_draws", name=f"eqx_ensemble.{fn}") < 2:
+        _fail(fn, "`num_draws` of two or more", f"got {num_draws}", "1,000 is usual.")
+
+
+def no_gradient(fn: str) -> NoReturn:
+    """A score that cannot be differentiated."""
+    raise NotImplementedError(
+        f"`eqx_ensemble.{fn}` has no gradient: where members meet, that of scoringrules is NaN.\n"
+        "Train on `scores.crps` of each output, and judge by this score."
+    )

@@ -1,0 +1,12 @@
+from ._affine import Matrix as Matrix
+from ._affine import Vector as Vector
+from ._affine import matrix as matrix
+from ._affine import vector as vector
+from ._histogram import Histogram as Histogram
+from ._histogram import histogram as histogram
+from ._isotonic import Isotonic as Isotonic
+from ._isotonic import isotonic as isotonic
+from ._temperature import Temperature as Temperature
+from ._temperature import temperature as temperature
+from ._variance import Variance as Variance
+from ._variance import variance as variance

@@ -1,0 +1,211 @@
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+
+from .. import _check
+from ._minimise import minimise
+from ._pooling import Of, Pooling, Rows, fit_rows
+
+
+class Vector(eqx.Module):
+    """Vector scaling, fitted: call it on the logits of the same members.
+
+    **Attributes:**
+
+    - `scale`, `bias`: `(groups, classes)`, one group per member or one for the mixture: log-probabilities are
+        multiplied by the first, then the second is added.
+    - `pooling`: what it calibrates: `.of`, and the `.weights` of the mixture.
+    """
+
+    scale: Float[Array, "groups classes"]
+    bias: Float[Array, "groups classes"]
+    pooling: Pooling
+
+    def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
+        """Calibrated log-probabilities: of every member `(members, *batch, classes)`; of the mixture `(1, ...)`."""
+        return jax.vmap(_by_vector)(self.pooling.logs("calibrate.Vector", logits), self.scale, self.bias)
+
+
+class Matrix(eqx.Module):
+    """Matrix (Dirichlet) scaling, fitted: call it on the logits of the same members.
+
+    **Attributes:**
+
+    - `matrix`: `(groups, classes, classes)`, one group per member or one for the mixture; its product with the
+        log-probabilities of a row, plus `bias`, are the calibrated logits.
+    - `bias`: `(groups, classes)`.
+    - `pooling`: what it calibrates: `.of`, and the `.weights` of the mixture.
+    """
+
+    matrix: Float[Array, "groups classes classes"]
+    bias: Float[Array, "groups classes"]
+    pooling: Pooling
+
+    def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
+        """Calibrated log-probabilities: of every member `(members, *batch, classes)`; of the mixture `(1, ...)`."""
+        return jax.vmap(_by_matrix)(self.pooling.logs("calibrate.Matrix", logits), self.matrix, self.bias)
+
+
+def vector(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    of: Of,
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    max_steps: int = 1000,
+) -> Vector:
+    r"""Vector scaling: every class's log-probability gets a factor and an offset that make held-out labels most likely.
+
+    The mean of $-\log \mathrm{softmax}(w \odot \log p + b)_y$ over rows is convex in $w$ and $b$, and is minimised by
+    optax's L-BFGS from $w = 1, b = 0$. Log-probabilities and not logits are scaled, so that an arbitrary offset of a
+    row's logits changes nothing, and members and mixtures are treated alike.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
+        passed as they are.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `of`: `"members"`: every member is calibrated by itself; combine them afterwards. `"mixture"`: the members are
+        combined first, and the mixture is calibrated.
+    - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `max_steps`: how many steps L-BFGS may take.
+
+    **Returns:** [`eqx_ensemble.calibrate.Vector`][], a Module: `fitted(logits)` gives log-probabilities with a leading
+    axis of the members, or of length one for the mixture.
+
+    **Raises:**
+
+    As [`eqx_ensemble.calibrate.temperature`][]. Warns where the steps did not lead to a minimum, of which there is none
+    when the rows can be told apart without error.
+
+    ```python
+    logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4 + [[0.2, 0.8]] * 4]))
+    fitted = ee.calibrate.vector(logits, jnp.array([0, 0, 0, 1, 0, 0, 1, 1]), of="mixture")
+    jnp.exp(fitted(logits))[0, ::4]  # [[0.75, 0.25], [0.5, 0.5]]
+    ```
+
+    ??? cite
+        [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599)
+    """
+    fn = "calibrate.vector"
+    steps = _check.positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}")
+    pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
+    scale, bias, found = _fit_vector(rows, steps)
+    _check.warn_no_minimum(fn, of, found)
+    return Vector(scale, bias, pooling)
+
+
+def matrix(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    of: Of,
+    off_diagonal_penalty: float = 0.0,
+    bias_penalty: float = 0.0,
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    max_steps: int = 1000,
+) -> Matrix:
+    r"""Matrix scaling of log-probabilities, which is Dirichlet calibration.
+
+    The mean of $-\log \mathrm{softmax}(W \log p + b)_y$ over rows, plus $\lambda$ times the mean square of the entries
+    of $W$ off its diagonal and $\mu$ times that of $b$, is convex; optax's L-BFGS minimises it from the identity.
+    With many classes and few rows it fits noise unless the penalties keep it near vector scaling.
+
+    **Arguments:**
+
+    - `off_diagonal_penalty`, `bias_penalty`: $\lambda$ and $\mu$, zero or more: choose them by cross-validation.
+    - the others as for [`eqx_ensemble.calibrate.vector`][].
+
+    **Returns:** [`eqx_ensemble.calibrate.Matrix`][], a Module: `fitted(logits)` gives log-probabilities with a leading
+    axis of the members, or of length one for the mixture. Without penalties a number added to a column of the matrix or
+    to the bias changes no prediction.
+
+    **Raises:**
+
+    As [`eqx_ensemble.calibrate.vector`][], and `ValueError` for negative penalties.
+
+    ```python
+    logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4 + [[0.2, 0.8]] * 4]))
+    fitted = ee.calibrate.matrix(logits, jnp.array([0, 0, 0, 1, 0, 0, 1, 1]), of="mixture")
+    jnp.exp(fitted(logits))[0, ::4]  # [[0.75, 0.25], [0.5, 0.5]]
+    ```
+
+    ??? cite
+        [Beyond temperature scaling: Obtaining well-calibrated multiclass probabilities with Dirichlet
+        calibration](https://arxiv.org/abs/1910.12656)
+    """
+    fn = "calibrate.matrix"
+    steps = _check.positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}")
+    _check.check_penalties(fn, off_diagonal_penalty=off_diagonal_penalty, bias_penalty=bias_penalty)
+    pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
+    penalties = jnp.asarray([off_diagonal_penalty, bias_penalty], rows.logs.dtype)
+    fitted, bias, found = _fit_matrix(rows, penalties, steps)
+    _check.warn_no_minimum(fn, of, found)
+    return Matrix(fitted, bias, pooling)
+
+
+@partial(jax.jit, static_argnames="max_steps")
+def _fit_vector(rows: Rows, max_steps: int) -> tuple[Array, Array, Array]:
+    def of_group(logs: Array) -> tuple[Array, Array, Array]:
+        loss = lambda params: _loss(_by_vector(logs, *params), rows)
+        start = (jnp.ones(logs.shape[-1], logs.dtype), jnp.zeros(logs.shape[-1], logs.dtype))
+        (scale, bias), flat = minimise(loss, start, _size(logs, rows), max_steps)
+        return scale, bias, flat & ~_separated(_by_vector(logs, scale, bias), rows)
+
+    return jax.vmap(of_group)(rows.logs)
+
+
+@partial(jax.jit, static_argnames="max_steps")
+def _fit_matrix(rows: Rows, penalties: Float[Array, "2"], max_steps: int) -> tuple[Array, Array, Array]:
+    num_classes = rows.logs.shape[-1]
+    diagonal = jnp.eye(num_classes, dtype=bool)
+    per_entry = penalties / jnp.asarray([num_classes * (num_classes - 1), num_classes], penalties.dtype)
+    # Parameters in units in which a penalty bends the loss about as much as the rows do: L-BFGS then takes few steps.
+    unit = 1 / jnp.sqrt(1 + 2 * per_entry)
+
+    def of_group(logs: Array) -> tuple[Array, Array, Array]:
+        def parameters(scaled: tuple[Array, Array]) -> tuple[Array, Array]:
+            return jnp.where(diagonal, scaled[0], scaled[0] * unit[0]), scaled[1] * unit[1]
+
+        def loss(scaled: tuple[Array, Array]) -> Array:
+            matrix, bias = parameters(scaled)
+            squares = jnp.sum(jnp.where(diagonal, 0, matrix) ** 2), jnp.sum(bias**2)
+            return _loss(_by_matrix(logs, matrix, bias), rows) + per_entry[0] * squares[0] + per_entry[1] * squares[1]
+
+        start = (jnp.eye(num_classes, dtype=logs.dtype), jnp.zeros(num_classes, logs.dtype))
+        scaled, flat = minimise(loss, start, _size(logs, rows), max_steps)
+        matrix, bias = parameters(scaled)
+        return matrix, bias, flat & ~_separated(_by_matrix(logs, matrix, bias), rows)
+
+    return jax.vmap(of_group)(rows.logs)
+
+
+def _by_vector(logs: Array, scale: Array, bias: Array) -> Float[Array, "*batch classes"]:
+    along = lambda x: jnp.reshape(x, (1,) * (logs.ndim - 1) + x.shape)
+    return jax.nn.log_softmax(logs * along(scale) + along(bias), axis=-1)
+
+
+def _by_matrix(logs: Array, matrix: Array, bias: Array) -> Float[Array, "*batch classes"]:
+    along = jnp.reshape(bias, (1,) * (logs.ndim - 1) + bias.shape)
+    product = jnp.matmul(logs, matrix.T, precision=jax.lax.Precision.HIGHEST)
+    return jax.nn.log_softmax(product + along, axis=-1)
+
+
+def _loss(logs: Float[Array, "rows classes"], rows: Rows) -> Float[Array, ""]:
+    return -jnp.sum(rows.share * jnp.take_along_axis(logs, rows.labels[:, None], axis=-1)[:, 0])
+
+
+def _separated(logs: Float[Array, "rows classes"], rows: Rows) -> Bool[Array, ""]:
+    """Whether every label is the most likely class: the loss then falls for ever as all parameters grow."""
+    return jnp.all((jnp.argmax(logs, axis=-1).astype(rows.labels.dtype) == rows.labels) | (rows.share == 0))
+
+
+def _size(logs: Float[Array, "rows classes"], rows: Rows) -> Float[Array, ""]:
+    """The size of slopes that are not small: that of the mean log-probability."""
+    return 1 + jnp.sum(rows.share[:, None] * jnp.abs(logs)) / logs.shape[-1]

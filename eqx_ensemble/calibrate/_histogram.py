@@ -1,0 +1,122 @@
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+
+from .. import _check
+from ..scores._binning import Binning, binned
+from ._pooling import Of, Pooling, Rows, fit_rows
+
+
+class Histogram(eqx.Module):
+    """Histogram binning, fitted: call it on the logits of the same members.
+
+    **Attributes:**
+
+    - `edges`: the inner edges of the bins `(groups, classes, bins - 1)`; an edge belongs to the bin below it.
+    - `frequency`: `(groups, classes, bins)`, how often the class occurred in each bin; NaN where a bin was empty.
+    - `pooling`: what it calibrates: `.of`, and the `.weights` of the mixture.
+    """
+
+    edges: Float[Array, "groups classes edges"]
+    frequency: Float[Array, "groups classes bins"]
+    pooling: Pooling
+
+    def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
+        """Calibrated log-probabilities: of every member `(members, *batch, classes)`; of the mixture `(1, ...)`."""
+        probabilities = jnp.exp(self.pooling.logs("calibrate.Histogram", logits))
+        return by_class(_frequency_of, probabilities, self.edges, self.frequency)
+
+
+def histogram(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    of: Of,
+    num_bins: int = 15,
+    binning: Binning = "mass",
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Histogram:
+    """Histogram binning: every probability becomes how often the class occurred in its bin of held-out rows.
+
+    Class by class, against all others; the results of a row are then divided by their sum, and where all are zero every
+    class gets the same. Of two classes only the second is binned. A probability in an empty bin stays as it is.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
+        passed as they are.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `of`: `"members"`: every member is calibrated by itself; combine them afterwards. `"mixture"`: the members are
+        combined first, and the mixture is calibrated.
+    - `num_bins`: how many bins a class has.
+    - `binning`: `"mass"`, bins of equally many rows; `"width"`, bins of equal width. See [`eqx_ensemble.scores.ece`][].
+    - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:** [`eqx_ensemble.calibrate.Histogram`][], a Module: `fitted(logits)` gives log-probabilities with a
+    leading axis of the members, or of length one for the mixture; minus infinity where the frequency is zero.
+
+    **Raises:**
+
+    As [`eqx_ensemble.calibrate.temperature`][], but for what no temperature can do; `ValueError` for no bin.
+
+    ```python
+    logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))
+    fitted = ee.calibrate.histogram(logits, jnp.array([0, 0, 0, 1]), of="mixture", num_bins=1)
+    jnp.exp(fitted(logits))[0, 0]  # [0.75, 0.25]
+    ```
+
+    ??? cite
+        [Obtaining calibrated probability estimates from decision trees and naive Bayesian
+        classifiers](https://dl.acm.org/doi/10.5555/645530.655658)
+
+        ```bibtex
+        @inproceedings{zadrozny2001obtaining,
+            author={Bianca Zadrozny and Charles Elkan},
+            title={Obtaining calibrated probability estimates from decision trees and naive {B}ayesian classifiers},
+            booktitle={International Conference on Machine Learning},
+            year={2001},
+        }
+        ```
+    """
+    fn = "calibrate.histogram"
+    _check.check_num_bins(fn, num_bins)
+    _check.check_choice(fn, "binning", binning, ("width", "mass"))
+    pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
+    edges, frequency = _fit(rows, num_bins, binning)
+    return Histogram(edges, frequency, pooling)
+
+
+@partial(jax.jit, static_argnames=("num_bins", "binning"))
+def _fit(rows: Rows, num_bins: int, binning: Binning) -> tuple[Array, Array]:
+    truth = jax.nn.one_hot(rows.labels, rows.logs.shape[-1], dtype=rows.logs.dtype)
+
+    def of_class(p: Array, hits: Array) -> tuple[Array, Array]:
+        bins = binned(p, hits, rows.share > 0, num_bins, binning)
+        return bins.edges, jnp.where(bins.count == 0, jnp.nan, bins.frequency)
+
+    each = jax.vmap(of_class, in_axes=(1, 1))
+    return jax.vmap(each, in_axes=(0, None))(jnp.exp(rows.logs), truth)
+
+
+def _frequency_of(p: Float[Array, "*batch"], edges: Float[Array, " edges"], frequency: Float[Array, " bins"]) -> Array:
+    found = frequency[jnp.searchsorted(edges, p, side="left")]
+    return jnp.where(jnp.isnan(found), p, found)
+
+
+@partial(jax.jit, static_argnames="calibrated")
+def by_class(
+    calibrated, probabilities: Float[Array, "groups *batch classes"], first: Array, second: Array
+) -> Float[Array, "groups *batch classes"]:
+    """Log-probabilities from every class's probability calibrated against all others."""
+    each = jax.vmap(jax.vmap(calibrated, in_axes=(-1, 0, 0), out_axes=-1))
+    if probabilities.shape[-1] == 2:
+        second_class = each(probabilities[..., 1:], first[:, 1:], second[:, 1:])
+        return jnp.log(jnp.concatenate([1 - second_class, second_class], axis=-1))
+    values = each(probabilities, first, second)
+    total = jnp.sum(values, axis=-1, keepdims=True)
+    return jnp.log(jnp.where(total == 0, 1 / values.shape[-1], values / jnp.where(total == 0, 1, total)))

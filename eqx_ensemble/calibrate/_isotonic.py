@@ -1,0 +1,106 @@
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+
+from .. import _check
+from ._histogram import by_class
+from ._pooling import Of, Pooling, Rows, fit_rows
+
+
+class Isotonic(eqx.Module):
+    """Isotonic calibration, fitted: call it on the logits of the same members.
+
+    **Attributes:**
+
+    - `knots`, `values`: the rising function of every class `(groups, classes, knots)`: straight lines between knots,
+        constant beyond the first and the last, which is repeated where a class has fewer.
+    - `pooling`: what it calibrates: `.of`, and the `.weights` of the mixture.
+    """
+
+    knots: Float[Array, "groups classes knots"]
+    values: Float[Array, "groups classes knots"]
+    pooling: Pooling
+
+    def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
+        """Calibrated log-probabilities: of every member `(members, *batch, classes)`; of the mixture `(1, ...)`."""
+        probabilities = jnp.exp(self.pooling.logs("calibrate.Isotonic", logits))
+        return by_class(jnp.interp, probabilities, self.knots, self.values)
+
+
+def isotonic(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    of: Of,
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Isotonic:
+    """Isotonic calibration: probabilities go through the rising function that fits held-out labels best.
+
+    Class by class, against all others, by scikit-learn's `IsotonicRegression` (`pip install 'eqx_ensemble[sklearn]'`);
+    the results of a row are then divided by their sum, and where all are zero every class gets the same, as
+    scikit-learn's `CalibratedClassifierCV` does. Of two classes only the second is fitted. What is fitted is plain
+    arrays: calling it needs no scikit-learn.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
+        passed as they are. Their values must be known: fit outside `jax.jit`.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `of`: `"members"`: every member is calibrated by itself; combine them afterwards. `"mixture"`: the members are
+        combined first, and the mixture is calibrated.
+    - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:** [`eqx_ensemble.calibrate.Isotonic`][], a Module: `fitted(logits)` gives log-probabilities with a
+    leading axis of the members, or of length one for the mixture; minus infinity where the probability is zero.
+
+    **Raises:**
+
+    As [`eqx_ensemble.calibrate.temperature`][], but for what no temperature can do; `TypeError` for traced arrays, and
+    `ImportError` without scikit-learn.
+
+    ```python
+    logits = jnp.log(jnp.array([[[0.9, 0.1]] * 3 + [[0.4, 0.6]] * 2]))
+    fitted = ee.calibrate.isotonic(logits, jnp.array([0, 0, 1, 1, 1]), of="mixture")
+    jnp.exp(fitted(logits))[0, ::3]  # [[0.667, 0.333], [0.0, 1.0]]
+    ```
+
+    ??? cite
+        [Transforming classifier scores into accurate multiclass probability
+        estimates](https://doi.org/10.1145/775047.775151)
+
+        ```bibtex
+        @inproceedings{zadrozny2002transforming,
+            author={Bianca Zadrozny and Charles Elkan},
+            title={Transforming classifier scores into accurate multiclass probability estimates},
+            booktitle={International Conference on Knowledge Discovery and Data Mining},
+            year={2002},
+        }
+        ```
+    """
+    fn = "calibrate.isotonic"
+    _check.check_untraced(fn, logits=logits, labels=labels, weights=weights, mask=mask)
+    pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
+    knots, values = _fit(fn, rows)
+    return Isotonic(knots, values, pooling)
+
+
+def _fit(fn: str, rows: Rows) -> tuple[Array, Array]:
+    try:
+        from sklearn.isotonic import IsotonicRegression
+    except ImportError as error:
+        raise ImportError(_check.missing_extra(f"eqx_ensemble.{fn}", "scikit-learn", "sklearn")) from error
+    kept = np.asarray(rows.share) > 0
+    probabilities, labels = np.asarray(jnp.exp(rows.logs))[:, kept], np.asarray(rows.labels)[kept]
+    curves = []
+    for group in probabilities:
+        for c, p in enumerate(group.T):
+            fitted = IsotonicRegression(out_of_bounds="clip").fit(p, labels == c)
+            curves.append((fitted.X_thresholds_, fitted.y_thresholds_))
+    longest = max(len(knots) for knots, _ in curves)
+    shape = (*probabilities.shape[::2], longest)
+    padded = [[np.pad(part, (0, longest - len(part)), mode="edge") for part in parts] for parts in zip(*curves)]  # noqa: B905
+    knots, values = (jnp.asarray(np.reshape(part, shape), rows.logs.dtype) for part in padded)
+    return knots, values

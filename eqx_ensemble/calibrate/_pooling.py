@@ -1,0 +1,74 @@
+from typing import Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer
+
+from .. import _check
+from .._weighting import blank_masked, blank_unweighted, log_mixture
+
+Of = Literal["members", "mixture"]
+
+
+class Pooling(eqx.Module):
+    """What is calibrated: every member by itself, or their mixture, which then is an ensemble of one.
+
+    **Attributes:**
+
+    - `of`: `"members"` or `"mixture"`.
+    - `num_members`: how many members predict.
+    - `weights`: those of the mixture `(members,)`, if it has any.
+    """
+
+    of: Of = eqx.field(static=True)
+    num_members: int = eqx.field(static=True)
+    weights: Float[Array, " members"] | None
+
+    def logs(self, fn: str, logits: ArrayLike) -> Float[Array, "groups *batch classes"]:
+        """The log-probabilities to calibrate, with one group per member, or one of all."""
+        checked = _check.check_logits(fn, logits)
+        _check.check_calibrated_members(fn, self.num_members, checked.shape[0])
+        return _logs(checked, self.weights, self.of)
+
+
+class Rows(NamedTuple):
+    """Log-probabilities, labels and shares in the mean of all rows in one axis."""
+
+    logs: Float[Array, "groups rows classes"]
+    labels: Integer[Array, " rows"]
+    share: Float[Array, " rows"]
+
+
+def fit_rows(
+    fn: str, logits: ArrayLike, labels: ArrayLike, of: Of, weights: ArrayLike | None, mask: ArrayLike | None
+) -> tuple[Pooling, Rows]:
+    """What to calibrate, and the rows to fit on; rows that the mask leaves out have no share."""
+    checked = _check.check_logits(fn, logits)
+    kept = _check.check_mask(fn, mask, checked.shape[1:-1])
+    targets = _check.check_labels(fn, labels, checked, mask)
+    pooling = pooled(fn, of, weights, checked)
+    _check.check_reduction(fn, "mean", targets.shape)
+    _check.check_finite_logits(fn, checked, pooling.weights, mask)
+    logs = _logs(blank_masked(checked, kept, before=1), pooling.weights, of)
+    rows = jnp.ravel(blank_masked(targets, kept))
+    share = jnp.full(rows.shape, 1 / rows.size, logs.dtype) if kept is None else _shares(kept, logs.dtype)
+    return pooling, Rows(jnp.reshape(logs, (logs.shape[0], -1, logs.shape[-1])), rows, share)
+
+
+def pooled(fn: str, of: Of, weights: ArrayLike | None, predictions: Array) -> Pooling:
+    """What to calibrate of predictions with a leading `members` axis."""
+    _check.check_of(fn, of, weighted=weights is not None)
+    num_members = predictions.shape[0]
+    return Pooling(of, num_members, _check.check_weights(fn, weights, num_members, predictions.dtype))
+
+
+def _shares(kept: Bool[Array, "*batch"], dtype: jnp.dtype) -> Float[Array, " rows"]:
+    return jnp.ravel(kept).astype(dtype) / jnp.sum(kept).astype(dtype)
+
+
+def _logs(
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None, of: Of
+) -> Float[Array, "groups *batch classes"]:
+    logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
+    return logs if of == "members" else log_mixture(logs, weights)[None]

@@ -1,0 +1,126 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+
+from .. import _check
+from ._pooling import Of, Pooling, Rows, fit_rows
+
+
+class Temperature(eqx.Module):
+    """Temperature scaling, fitted: call it on the logits of the same members.
+
+    **Attributes:**
+
+    - `temperature`: `(members,)`, or `(1,)` for the mixture; above 1 where the predictions were too sure.
+    - `pooling`: what it calibrates: `.of`, and the `.weights` of the mixture.
+    """
+
+    temperature: Float[Array, " groups"]
+    pooling: Pooling
+
+    def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
+        """Calibrated log-probabilities: of every member `(members, *batch, classes)`; of the mixture `(1, ...)`."""
+        logs = self.pooling.logs("calibrate.Temperature", logits)
+        return jax.nn.log_softmax(logs / jnp.reshape(self.temperature, (-1,) + (1,) * (logs.ndim - 1)), axis=-1)
+
+
+def temperature(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    of: Of,
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Temperature:
+    r"""Temperature scaling: logits are divided by the number that makes held-out labels most likely.
+
+    The mean of $-\log \mathrm{softmax}(z / T)_y$ over rows is convex in $1 / T$; Newton's method, kept inside a
+    bracket, finds its minimum to the last digits. No prediction changes its most likely class. Calibrating every member
+    and combining them afterwards is not calibrating their mixture: that of calibrated members tends to be less sure
+    than it should be. So `of` has to be said.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
+        passed as they are.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `of`: `"members"`: every member gets the temperature that is best for itself; combine them afterwards.
+        `"mixture"`: the members are combined first, and the mixture's log-probabilities are divided by one temperature.
+    - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:** [`eqx_ensemble.calibrate.Temperature`][], a Module: `fitted(logits)` gives log-probabilities with a
+    leading axis of the members, or of length one for the mixture, for everything that takes logits.
+
+    **Raises:**
+
+    - `TypeError` for logits that are not floating-point or labels that are not integers.
+    - `ValueError` for shapes that do not fit, labels out of range, infinite logits, weights with `of="members"`, and
+        where no temperature is best: all labels are the most likely class, or they are less likely than by chance.
+
+    ```python
+    logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))  # one member that is 90 % sure, and right in three of four rows
+    fitted = ee.calibrate.temperature(logits, jnp.array([0, 0, 0, 1]), of="mixture")
+    jnp.exp(fitted(logits))[0, 0]  # [0.75, 0.25], at the temperature log(9) / log(3) = 2
+    ```
+
+    ??? cite
+        [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599); before or after combination:
+        [Uncertainty Quantification and Deep Ensembles](https://arxiv.org/abs/2007.08792)
+
+        ```bibtex
+        @inproceedings{rahaman2021uncertainty,
+            author={Rahul Rahaman and Alexandre H. Thiery},
+            title={Uncertainty Quantification and Deep Ensembles},
+            booktitle={Advances in Neural Information Processing Systems},
+            year={2021},
+        }
+        ```
+    """
+    fn = "calibrate.temperature"
+    pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
+    inverse, separated, hopeless = _fit(rows)
+    _check.check_best_temperature(fn, of, separated, hopeless)
+    return Temperature(1 / inverse, pooling)
+
+
+@jax.jit
+def _fit(rows: Rows) -> tuple[Float[Array, " groups"], Bool[Array, " groups"], Bool[Array, " groups"]]:
+    # Relative to the label's own: the loss of a row is logsumexp(beta * gaps), and gaps say what no beta can do.
+    of_label = jnp.take_along_axis(rows.logs, rows.labels[None, :, None], axis=-1)
+    gaps = rows.logs - of_label
+    counted = jnp.reshape(rows.share > 0, (1, -1, 1))
+    separated = jnp.all((gaps <= 0) | ~counted, axis=(1, 2))
+    hopeless = jnp.sum(jnp.mean(gaps, axis=-1) * rows.share[None], axis=-1) >= 0
+    return jax.vmap(_inverse_temperature, in_axes=(0, None))(gaps, rows.share), separated, hopeless
+
+
+def _inverse_temperature(gaps: Float[Array, "rows classes"], share: Float[Array, " rows"]) -> Float[Array, ""]:
+    """The root of the slope of the mean loss, which never falls: Newton's steps while they shrink, else halving."""
+
+    def slope_and_curvature(beta: Array) -> tuple[Array, Array]:
+        p = jax.nn.softmax(beta * gaps, axis=-1)
+        mean = jnp.sum(p * gaps, axis=-1)
+        spread = jnp.sum(p * (gaps - mean[:, None]) ** 2, axis=-1)
+        return jnp.sum(share * mean), jnp.sum(share * spread)
+
+    def step(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        log_beta, low, high, last, count = state
+        beta = jnp.exp(log_beta)
+        slope, curvature = slope_and_curvature(beta)
+        low, high = jnp.where(slope < 0, log_beta, low), jnp.where(slope < 0, high, log_beta)
+        ratio = slope / jnp.where(curvature > 0, beta * curvature, 1)
+        newton = log_beta + jnp.log1p(-jnp.minimum(ratio, 0.9))
+        inside = (low < newton) & (newton < high) & (curvature > 0)
+        new = jnp.where(inside & (jnp.abs(newton - log_beta) < 0.5 * jnp.abs(last)), newton, 0.5 * (low + high))
+        new = jnp.where(slope == 0, log_beta, new)
+        return new, low, high, new - log_beta, count + 1
+
+    def goes_on(state: tuple[Array, ...]) -> Array:
+        log_beta, low, high, last, count = state
+        return (jnp.abs(last) > jnp.finfo(gaps.dtype).eps) & (high > low) & (count < 200)
+
+    zero = jnp.zeros((), gaps.dtype)
+    log_beta, *_ = jax.lax.while_loop(goes_on, step, (zero, zero - 20, zero + 20, zero + 40, jnp.zeros((), jnp.int32)))
+    return jnp.where(jnp.all(jnp.isfinite(gaps)), jnp.exp(log_beta), jnp.nan)

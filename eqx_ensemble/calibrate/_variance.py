@@ -1,0 +1,117 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
+
+from .. import _check
+from .._weighting import blank_masked
+from ..combine import Gaussian, gaussian
+from ._pooling import Of, Pooling, pooled
+
+
+class Variance(eqx.Module):
+    """Variance scaling, fitted: call it on the means and variances of the same members.
+
+    **Attributes:**
+
+    - `scale`: what variances are multiplied by, `(members,)`, or `(1,)` for the combination; above 1 where the
+        predictions were too sure.
+    - `pooling`: what it calibrates: `.of`, and the `.weights` of the combination.
+    """
+
+    scale: Float[Array, " groups"]
+    pooling: Pooling
+
+    def __call__(
+        self, mean: Float[ArrayLike, " members *batch"], variance: Float[ArrayLike, " members *batch"]
+    ) -> Gaussian:
+        """Means and calibrated variances: of every member `(members, *batch)`; of the combination `(1, *batch)`."""
+        fn = "calibrate.Variance"
+        means, variances = _check.check_moments(fn, mean, variance)
+        _check.check_calibrated_members(fn, self.pooling.num_members, means.shape[0])
+        means, variances = _moments(means, variances, self.pooling)
+        return Gaussian(means, variances * jnp.reshape(self.scale, (-1,) + (1,) * (means.ndim - 1)))
+
+
+def variance(
+    mean: Float[ArrayLike, " members *batch"],
+    variance: Float[ArrayLike, " members *batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    of: Of,
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Variance:
+    r"""Variance scaling: variances are multiplied by the number that makes held-out targets most likely.
+
+    Of a Gaussian that is the mean of $(y - \mu)^2 / \sigma^2$ over all entries, in closed form. Means stay as they are.
+
+    **Arguments:**
+
+    - `mean`, `variance`: `(members, *batch)`, of one shape, for rows that the members were not trained on. Variances
+        above zero.
+    - `targets`: `(*batch,)`; nothing is broadcast. All entries share the factor: for one per output fit each by itself.
+    - `of`: `"members"`: every member gets the factor that is best for itself; combine them afterwards. `"mixture"`: the
+        members are combined to one Gaussian first, as [`eqx_ensemble.combine.gaussian`][] does, whose variance holds
+        their disagreement too.
+    - `weights`: convex weights over members, `(members,)`, of the combination; kept for when it is called.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:** [`eqx_ensemble.calibrate.Variance`][], a Module: `fitted(mean, variance)` gives a named tuple with
+    `.mean` and `.variance`, with a leading axis of the members, or of length one for the combination.
+
+    **Raises:**
+
+    - `TypeError` for means or variances that are not floating-point.
+    - `ValueError` for shapes that do not fit, variances that are not above zero, targets that are all hit exactly
+        (where concrete), and weights with `of="members"`.
+
+    ```python
+    mean, variance, targets = jnp.zeros((1, 2)), jnp.ones((1, 2)), jnp.array([2.0, -2.0])
+    fitted = ee.calibrate.variance(mean, variance, targets, of="mixture")
+    fitted(mean, variance).variance  # [[4.0, 4.0]]
+    ```
+
+    ??? cite
+        [Well-Calibrated Regression Uncertainty in Medical Imaging with Deep Learning](https://arxiv.org/abs/2104.12376)
+
+        ```bibtex
+        @inproceedings{laves2020well,
+            author={Max-Heinrich Laves and Sontje Ihler and Jacob F. Fast and L{\"u}der A. Kahrs and Tobias Ortmaier},
+            title={Well-Calibrated Regression Uncertainty in Medical Imaging with Deep Learning},
+            booktitle={Medical Imaging with Deep Learning},
+            year={2020},
+        }
+        ```
+    """
+    fn = "calibrate.variance"
+    means, variances, observed = _check.check_regression(fn, targets, members=True, mean=mean, variance=variance)
+    kept = _check.check_mask(fn, mask, observed.shape)
+    _check.check_variance(fn, variance, positive=True, mask=mask)
+    _check.check_reduction(fn, "mean", observed.shape)
+    pooling = pooled(fn, of, weights, means)
+    means, variances = blank_masked(means, kept, before=1), blank_masked(variances, kept, before=1, fill=1)
+    scale = _fit(*_moments(means, variances, pooling), blank_masked(observed, kept), kept)
+    _check.check_scale(fn, of, scale)
+    return Variance(scale, pooling)
+
+
+def _moments(mean: Array, variance: Array, pooling: Pooling) -> tuple[Array, Array]:
+    if pooling.of == "members":
+        return mean, variance
+    combined = gaussian(mean, variance, weights=pooling.weights)
+    return combined.mean[None], combined.variance[None]
+
+
+@jax.jit
+def _fit(
+    mean: Float[Array, " groups *batch"],
+    variance: Float[Array, " groups *batch"],
+    targets: Float[Array, "*batch"],
+    mask: Bool[Array, "*batch"] | None,
+) -> Float[Array, " groups"]:
+    errors = (targets[None] - mean) ** 2 / variance
+    entries = tuple(range(1, errors.ndim))
+    if mask is None:
+        return jnp.mean(errors, axis=entries)
+    return jnp.sum(jnp.where(mask[None], errors, 0), axis=entries) / jnp.sum(mask).astype(errors.dtype)

@@ -1,0 +1,15 @@
+from ._classes import RandomisedSets as RandomisedSets
+from ._classes import Sets as Sets
+from ._classes import aps as aps
+from ._classes import raps as raps
+from ._cqr import Cqr as Cqr
+from ._cqr import cqr as cqr
+from ._jackknife import JackknifePlus as JackknifePlus
+from ._jackknife import cv_plus as cv_plus
+from ._jackknife import jackknife_plus_after_bootstrap as jackknife_plus_after_bootstrap
+from ._quantile import quantile as quantile
+from ._quantile import weighted_quantile as weighted_quantile
+from ._split import Normalised as Normalised
+from ._split import Split as Split
+from ._split import normalised as normalised
+from ._split import split as split

@@ -1,0 +1,229 @@
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key
+
+from .._check import (
+    check_conformal_logits,
+    check_labels,
+    check_level,
+    check_logits,
+    check_mask,
+    check_num_free,
+    check_penalties,
+    check_random,
+)
+from .._keys import member_keys
+from .._weighting import blank_masked
+from ._rank import fraction, rank_of, ranked_jit
+
+
+class Sets(NamedTuple):
+    """Adaptive prediction sets, fitted: call it on logits.
+
+    - `threshold`: a class is in the set if the probability down to it, itself included, and its penalty are at most
+        this.
+    - `penalty`, `num_free`: each class beyond the first `num_free` costs `penalty`.
+    """
+
+    threshold: Float[Array, ""]
+    penalty: Float[Array, ""]
+    num_free: Int32[Array, ""]
+
+    def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
+        """Which classes are in the set of each row."""
+        checked = check_logits("conformal.Sets", logits, members=False)
+        return _sets(checked, None, *self)
+
+
+class RandomisedSets(NamedTuple):
+    """Randomised adaptive prediction sets, fitted: call it on logits, with a key.
+
+    - `threshold`: a class is in the set if the probability above it, a random share of its own, and its penalty are at
+        most this.
+    - `penalty`, `num_free`: each class beyond the first `num_free` costs `penalty`.
+    """
+
+    threshold: Float[Array, ""]
+    penalty: Float[Array, ""]
+    num_free: Int32[Array, ""]
+
+    def __call__(self, logits: Float[ArrayLike, "*batch classes"], *, key: Any) -> Bool[Array, "*batch classes"]:
+        """Which classes are in the set of each row; `key` is one threefry key, which draws every row's share."""
+        fn = "conformal.RandomisedSets"
+        checked = check_logits(fn, logits, members=False)
+        check_random(fn, key)
+        return _sets(checked, member_keys(key, 1, purpose="conformal.RandomisedSets"), *self)
+
+
+def aps(
+    logits: Float[ArrayLike, "rows classes"],
+    labels: Integer[ArrayLike, " rows"],
+    *,
+    level: float,
+    mask: Bool[ArrayLike, " rows"] | None = None,
+    key: Any = None,
+) -> Sets | RandomisedSets:
+    r"""Adaptive prediction sets: the likeliest classes, more of them where the prediction is unsure.
+
+    A class's score is the probability of all likelier classes plus its own; the set holds the classes whose score is
+    at most [`eqx_ensemble.conformal.quantile`][] of the labels' scores on held-out rows, and so holds a new label with
+    probability `level` or more. With a `key`, its own probability counts with a random share: the sets are smaller,
+    some of them empty, and their coverage is exact, not merely enough.
+
+    **Arguments:**
+
+    - `logits`: `(rows, classes)`, of the combined prediction for rows that no member was trained on: pass what
+        [`eqx_ensemble.combine.mixture`][] returns. No `members` axis.
+    - `labels`: integers `(rows,)` from 0 to classes - 1.
+    - `level`: the probability, a Python number between 0 and 1.
+    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+    - `key`: one threefry key, typed or legacy, for randomised sets; none for deterministic ones.
+
+    **Returns:** [`eqx_ensemble.conformal.Sets`][]: `fitted(logits)` gives booleans `(*batch, classes)`. With a key,
+    [`eqx_ensemble.conformal.RandomisedSets`][]: `fitted(logits, key=key)`.
+
+    **Raises:**
+
+    - `TypeError` for logits that are not floating-point, labels that are not integers, what is not a threefry key.
+    - `ValueError` for shapes that do not fit, labels out of range, and a level outside 0 to 1. Warns where the rows are
+        too few, so that all classes are in all sets.
+
+    ```python
+    logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
+    fitted = ee.conformal.aps(logits, jnp.array([0, 0, 0, 0, 0, 1, 1, 1, 2]), level=0.8)
+    fitted(logits[:1])  # [[True, True, False]]
+    ```
+
+    ??? cite
+        [Classification with Valid and Adaptive Coverage](https://arxiv.org/abs/2006.02544)
+
+        ```bibtex
+        @inproceedings{romano2020classification,
+            author={Yaniv Romano and Matteo Sesia and Emmanuel J. Cand{\`e}s},
+            title={Classification with Valid and Adaptive Coverage},
+            booktitle={Advances in Neural Information Processing Systems},
+            year={2020},
+        }
+        ```
+    """
+    return _fitted("conformal.aps", logits, labels, level, 0.0, 0, mask, key)
+
+
+def raps(
+    logits: Float[ArrayLike, "rows classes"],
+    labels: Integer[ArrayLike, " rows"],
+    *,
+    level: float,
+    penalty: float,
+    num_free: int,
+    mask: Bool[ArrayLike, " rows"] | None = None,
+    key: Any = None,
+) -> Sets | RandomisedSets:
+    r"""Regularised adaptive prediction sets: as [`eqx_ensemble.conformal.aps`][], but large sets cost extra.
+
+    To a class's score comes $\lambda \max(0, o - k)$, where $o$ is how many classes are as likely as it is or likelier:
+    with many classes, whose small probabilities are noise, this keeps the sets small. Coverage is the same; choose
+    `penalty` and `num_free` on other rows than these.
+
+    **Arguments:**
+
+    - `penalty`: $\lambda$, zero or more.
+    - `num_free`: $k$, how many classes cost nothing extra.
+    - the others as for [`eqx_ensemble.conformal.aps`][].
+
+    **Returns:** as [`eqx_ensemble.conformal.aps`][].
+
+    **Raises:** as [`eqx_ensemble.conformal.aps`][], and `ValueError` for a negative penalty or number.
+
+    ```python
+    logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
+    fitted = ee.conformal.raps(logits, jnp.array([0, 0, 0, 0, 0, 1, 1, 1, 2]), level=0.8, penalty=0.1, num_free=1)
+    fitted.threshold, fitted(logits[:1])  # 0.9 + 0.1 = 1.0, [[True, True, False]]
+    ```
+
+    ??? cite
+        [Uncertainty Sets for Image Classifiers using Conformal Prediction](https://arxiv.org/abs/2009.14193)
+
+        ```bibtex
+        @inproceedings{angelopoulos2021uncertainty,
+            author={Anastasios Angelopoulos and Stephen Bates and Jitendra Malik and Michael I. Jordan},
+            title={Uncertainty Sets for Image Classifiers using Conformal Prediction},
+            booktitle={International Conference on Learning Representations},
+            year={2021},
+        }
+        ```
+    """
+    fn = "conformal.raps"
+    check_penalties(fn, penalty=penalty)
+    check_num_free(fn, num_free)
+    return _fitted(fn, logits, labels, level, penalty, num_free, mask, key)
+
+
+def _fitted(
+    fn: str,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    level: float,
+    penalty: float,
+    num_free: int,
+    mask: ArrayLike | None,
+    key: Any,
+) -> Sets | RandomisedSets:
+    checked = check_conformal_logits(fn, logits)
+    kept = check_mask(fn, mask, checked.shape[:-1])
+    targets = check_labels(fn, labels, checked, mask, members=False)
+    check_level(fn, level)
+    keys = None
+    if key is not None:
+        check_random(fn, key)
+        keys = member_keys(key, 1, purpose="conformal.aps")
+    extra = jnp.asarray(penalty, checked.dtype), jnp.asarray(num_free, jnp.int32)
+    scores = _scores(blank_masked(checked, kept), keys, *extra)
+    of_label = _of_label(scores, blank_masked(targets, kept))
+    threshold = ranked_jit(of_label, kept, rank_of(fn, fraction(level), of_label.size, kept, stacklevel=5))
+    return (Sets if key is None else RandomisedSets)(threshold, *extra)
+
+
+@jax.jit
+def _of_label(scores: Float[Array, "rows classes"], labels: Integer[Array, " rows"]) -> Float[Array, " rows"]:
+    in_range = (labels >= 0) & (labels < scores.shape[-1])
+    found = jnp.take_along_axis(scores, jnp.where(in_range, labels, 0)[:, None], axis=-1)[:, 0]
+    return jnp.where(in_range, found, jnp.nan)
+
+
+@jax.jit
+def _scores(
+    logits: Float[Array, "*batch classes"], keys: Key[Array, "1"] | None, penalty: Array, num_free: Array
+) -> Float[Array, "*batch classes"]:
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    ordered = jnp.sort(probabilities, axis=-1)
+    # Sums over the likeliest classes: element i is the probability of all but the i least likely ones.
+    above = jnp.flip(jnp.cumsum(jnp.flip(ordered, axis=-1), axis=-1), axis=-1)
+    above = jnp.concatenate([above, jnp.zeros_like(above[..., :1])], axis=-1)
+    # Counted, not taken from the order of sorting: classes of one probability have one score.
+    less, most = _places(ordered, probabilities, "left"), _places(ordered, probabilities, "right")
+    share = 1.0 if keys is None else jax.random.uniform(keys[0], (*logits.shape[:-1], 1), logits.dtype)
+    extra = jnp.maximum(logits.shape[-1] - less - num_free, 0).astype(logits.dtype) * penalty
+    return jnp.take_along_axis(above, most, axis=-1) + share * probabilities + extra
+
+
+def _places(
+    ordered: Float[Array, "*batch classes"], values: Float[Array, "*batch classes"], side: str
+) -> Int32[Array, "*batch classes"]:
+    find = lambda row, wanted: jnp.searchsorted(row, wanted, side=side)
+    return jnp.vectorize(find, signature="(c),(c)->(c)")(ordered, values).astype(jnp.int32)
+
+
+@jax.jit
+def _sets(
+    logits: Float[Array, "*batch classes"],
+    keys: Key[Array, "1"] | None,
+    threshold: Array,
+    penalty: Array,
+    num_free: Array,
+) -> Bool[Array, "*batch classes"]:
+    scores = _scores(logits, keys, penalty, num_free)
+    # Where the rows were too few everything is in the set, what cannot be scored as well.
+    return (scores <= threshold) | (threshold == jnp.inf)

@@ -1,0 +1,87 @@
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
+
+from .._check import check_choice, check_conformal_targets, check_ends, check_level, check_mask
+from ..uncertainty import Interval
+from ._rank import fraction, rank_of, ranked_jit
+
+
+class Cqr(NamedTuple):
+    """Conformalised intervals, fitted: call it on intervals.
+
+    `below` and `above` are what they are widened by at their ends, or narrowed by where negative.
+    """
+
+    below: Float[Array, ""]
+    above: Float[Array, ""]
+
+    def __call__(self, lower: Float[ArrayLike, "*batch"], upper: Float[ArrayLike, "*batch"]) -> Interval:
+        """The conformalised intervals, of any shape; ends that would change places meet in the middle."""
+        low, high = check_ends("conformal.Cqr", lower, upper)
+        low, high = low - self.below, high + self.above
+        middle = low / 2 + high / 2
+        return Interval(jnp.where(low > high, middle, low), jnp.where(low > high, middle, high))
+
+
+def cqr(
+    lower: Float[ArrayLike, " rows"],
+    upper: Float[ArrayLike, " rows"],
+    targets: Real[ArrayLike, " rows"],
+    *,
+    level: float,
+    ends: Literal["together", "each"] = "together",
+    mask: Bool[ArrayLike, " rows"] | None = None,
+) -> Cqr:
+    r"""Conformalised quantile regression: moves the ends of intervals until they hold new targets as often as said.
+
+    With `ends="together"` both ends move by [`eqx_ensemble.conformal.quantile`][] of $\max(l_i - y_i, y_i - u_i)$ on
+    held-out rows. With `"each"`, every end moves by the quantile of its own error, at $(1 + \mathrm{level}) / 2$:
+    targets are then below and above with at most half of the rest each, for somewhat wider intervals. New targets are
+    inside with probability `level` or more, on the terms of [`eqx_ensemble.conformal.split`][].
+
+    **Arguments:**
+
+    - `lower`, `upper`: `(rows,)`, ends for rows that no member was trained on: two predicted quantiles, or what
+        [`eqx_ensemble.uncertainty.gaussian_interval`][] returns. Predicted quantiles may cross.
+    - `targets`: `(rows,)`; nothing is broadcast.
+    - `level`: the probability, a Python number between 0 and 1.
+    - `ends`: `"together"` or `"each"`.
+    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:** [`eqx_ensemble.conformal.Cqr`][]: `fitted(lower, upper)` gives `.lower` and `.upper`.
+
+    **Raises:**
+
+    As [`eqx_ensemble.conformal.split`][].
+
+    ```python
+    lower, upper, targets = jnp.zeros(9), jnp.ones(9), jnp.arange(1.0, 10.0)
+    fitted = ee.conformal.cqr(lower, upper, targets, level=0.8)
+    fitted(jnp.array([0.0]), jnp.array([2.0]))  # -7 to 9
+    ```
+
+    ??? cite
+        [Conformalized Quantile Regression](https://arxiv.org/abs/1905.03222)
+
+        ```bibtex
+        @inproceedings{romano2019conformalized,
+            author={Yaniv Romano and Evan Patterson and Emmanuel J. Cand{\`e}s},
+            title={Conformalized Quantile Regression},
+            booktitle={Advances in Neural Information Processing Systems},
+            year={2019},
+        }
+        ```
+    """
+    fn = "conformal.cqr"
+    low, high, observed = check_conformal_targets(fn, targets, lower=lower, upper=upper)
+    kept = check_mask(fn, mask, observed.shape)
+    check_level(fn, level)
+    check_choice(fn, "ends", ends, ("together", "each"))
+    wanted = fraction(level) if ends == "together" else (1 + fraction(level)) / 2
+    rank = rank_of(fn, wanted, observed.size, kept)
+    if ends == "together":
+        margin = ranked_jit(jnp.maximum(low - observed, observed - high), kept, rank)
+        return Cqr(margin, margin)
+    return Cqr(ranked_jit(low - observed, kept, rank), ranked_jit(observed - high, kept, rank))

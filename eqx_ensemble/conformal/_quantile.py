@@ -1,0 +1,132 @@
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
+
+from .._check import check_conformal_rows, check_conformal_weights, check_level, check_mask
+from ._rank import fraction, rank_of, ranked_jit
+
+
+def quantile(
+    scores: Float[ArrayLike, " rows"], *, level: float, mask: Bool[ArrayLike, " rows"] | None = None
+) -> Float[Array, ""]:
+    r"""The conformal quantile: what one more score is at or below with probability `level` or more.
+
+    Of $n$ scores the $\lceil (n + 1) \, \mathrm{level} \rceil$ smallest, and infinity where that is more than $n$. A
+    decimal level is taken for the fraction that it stands for: of 9 scores 0.9 takes the ninth. If the new score is
+    exchangeable with these, and no two are equal, the probability that it is below is
+    $\lceil (n + 1) \, \mathrm{level} \rceil / (n + 1)$; given these $n$ it follows a Beta law about that.
+
+    **Arguments:**
+
+    - `scores`: `(rows,)`, how unusual each held-out row is, by any measure.
+    - `level`: the probability, a Python number between 0 and 1.
+    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:**
+
+    A scalar. NaN if a score is.
+
+    **Raises:**
+
+    - `TypeError` for scores that are not floating-point.
+    - `ValueError` for scores that are not one per row, and a level outside 0 to 1. Warns where the rows are too few for
+        a finite quantile.
+
+    ```python
+    ee.conformal.quantile(jnp.arange(1.0, 10.0), level=0.9)  # of 1, ..., 9 the ninth, 9
+    ```
+
+    ??? cite
+        [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
+
+        ```bibtex
+        @article{lei2018distribution,
+            author={Jing Lei and Max G'Sell and Alessandro Rinaldo and Ryan J. Tibshirani and Larry Wasserman},
+            title={Distribution-Free Predictive Inference For Regression},
+            journal={Journal of the American Statistical Association},
+            year={2018},
+        }
+        ```
+    """
+    fn = "conformal.quantile"
+    (checked,) = check_conformal_rows(fn, scores=scores)
+    kept = check_mask(fn, mask, checked.shape)
+    check_level(fn, level)
+    return ranked_jit(checked, kept, rank_of(fn, fraction(level), checked.size, kept))
+
+
+def weighted_quantile(
+    scores: Float[ArrayLike, " rows"],
+    row_weights: Real[ArrayLike, " rows"],
+    new_weights: Real[ArrayLike, "*batch"],
+    *,
+    level: float,
+    mask: Bool[ArrayLike, " rows"] | None = None,
+) -> Float[Array, "*batch"]:
+    r"""The conformal quantile where new rows come from another distribution of inputs than the held-out ones.
+
+    The smallest score $s$ with $\sum_i w_i [s_i \le s] \ge \mathrm{level} \, (\sum_i w_i + w_\mathrm{new})$, where the
+    weights are how much more often such an input comes up among new rows than among held-out ones, up to a common
+    factor; infinity where there is none. With equal weights it is [`eqx_ensemble.conformal.quantile`][].
+
+    **Arguments:**
+
+    - `scores`: `(rows,)`, how unusual each held-out row is, by any measure.
+    - `row_weights`: `(rows,)`, finite and not negative.
+    - `new_weights`: `(*batch,)`, the weights of the new rows.
+    - `level`: the probability, a Python number between 0 and 1.
+    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:**
+
+    One quantile for each new row, `(*batch,)`. NaN if a score is.
+
+    **Raises:**
+
+    - `TypeError` for scores that are not floating-point.
+    - `ValueError` for shapes that do not fit, negative weights, and a level outside 0 to 1.
+
+    ```python
+    scores = jnp.arange(1.0, 10.0)
+    weights = jnp.where(scores > 5, 3.0, 1.0)  # inputs with high scores come up three times as often now
+    ee.conformal.weighted_quantile(scores, weights, jnp.ones(1), level=0.5)  # half of 18 is reached at 7
+    ```
+
+    ??? cite
+        [Conformal Prediction Under Covariate Shift](https://arxiv.org/abs/1904.06019)
+
+        ```bibtex
+        @inproceedings{tibshirani2019conformal,
+            author={Ryan J. Tibshirani and Rina Foygel Barber and Emmanuel J. Cand{\`e}s and Aaditya Ramdas},
+            title={Conformal Prediction Under Covariate Shift},
+            booktitle={Advances in Neural Information Processing Systems},
+            year={2019},
+        }
+        ```
+    """
+    fn = "conformal.weighted_quantile"
+    (checked,) = check_conformal_rows(fn, scores=scores)
+    kept = check_mask(fn, mask, checked.shape)
+    own, new = check_conformal_weights(fn, row_weights, new_weights, checked, mask)
+    check_level(fn, level)
+    return _weighted(checked, own, new, kept, float(level))
+
+
+@jax.jit
+def _weighted(
+    scores: Float[Array, " rows"],
+    row_weights: Float[Array, " rows"],
+    new_weights: Float[Array, "*batch"],
+    mask: Bool[Array, " rows"] | None,
+    level: float | Float[Array, ""],
+) -> Float[Array, "*batch"]:
+    counted = scores if mask is None else jnp.where(mask, scores, jnp.inf)
+    weights = row_weights if mask is None else jnp.where(mask, row_weights, 0)
+    ordered, reordered = jax.lax.sort((counted, weights), num_keys=1)
+    reached = jnp.cumsum(reordered)
+    # What the rounding of a sum can take away must not count as not reached: with equal weights ranks are exact.
+    slack = 1 - 4 * jnp.finfo(scores.dtype).eps * jnp.sqrt(jnp.asarray(scores.size, scores.dtype))
+    wanted = jnp.asarray(level, scores.dtype) * slack * (reached[-1] + new_weights)
+    place = jnp.searchsorted(reached, jnp.ravel(wanted), side="left")
+    found = jnp.append(ordered, jnp.inf)[jnp.reshape(place, new_weights.shape)]
+    return jnp.where(jnp.any(jnp.isnan(counted)), jnp.nan, found)

@@ -1,0 +1,47 @@
+"""Which of the sorted scores is the quantile, in whole numbers: a rank that rounding moves by one is another law."""
+
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32
+
+from .._check import count_rows_kept, warn_infinite
+
+
+def fraction(level: float) -> Fraction:
+    """The fraction that is meant: 0.9 is 9/10, which no float is."""
+    return Fraction(float(level)).limit_denominator(10**9)
+
+
+def rank_of(
+    fn: str, level: Fraction, num_rows: int, mask: Array | None, *, infinite: int = 0, stacklevel: int = 4
+) -> Int32[Array, ""]:
+    r"""$\lceil (n + 1) \mathrm{level} \rceil$ for the $n$ rows that count; warns where no finite score has it."""
+    if mask is None or (count := count_rows_kept(mask)) is not None:
+        kept = num_rows if mask is None else count
+        rank = _rank(level, kept)
+        warn_infinite(fn, rank, kept, infinite, level, stacklevel=stacklevel)
+        return jnp.asarray(rank, jnp.int32)
+    table = np.asarray([_rank(level, kept) for kept in range(num_rows + 1)], np.int32)
+    return jnp.asarray(table)[jnp.sum(mask)]
+
+
+def _rank(level: Fraction, num_rows: int) -> int:
+    return max(math.ceil((num_rows + 1) * level), 1)
+
+
+def ranked(
+    scores: Float[Array, " rows"], mask: Bool[Array, " rows"] | None, rank: Int32[Array, ""]
+) -> Float[Array, ""]:
+    """The score of that rank among those that count, infinite beyond the last; NaN if one of them is."""
+    count = scores.size if mask is None else jnp.sum(mask, dtype=jnp.int32)
+    counted = scores if mask is None else jnp.where(mask, scores, jnp.inf)
+    found = jnp.sort(counted)[jnp.clip(rank - 1, 0, scores.size - 1)]
+    found = jnp.where(rank > count, jnp.inf, found)
+    return jnp.where(jnp.any(jnp.isnan(counted)), jnp.nan, found)
+
+
+ranked_jit = jax.jit(ranked)

@@ -1,0 +1,127 @@
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
+
+from .._check import (
+    check_conformal_targets,
+    check_level,
+    check_mask,
+    check_regression,
+    check_scales,
+)
+from ..uncertainty import Interval
+from ._rank import fraction, rank_of, ranked_jit
+
+
+class Split(NamedTuple):
+    """Split-conformal intervals, fitted: call it on predictions. `radius` is half their width."""
+
+    radius: Float[Array, ""]
+
+    def __call__(self, predictions: Float[ArrayLike, "*batch"]) -> Interval:
+        """The intervals of predictions of any shape, `predictions - radius` to `predictions + radius`."""
+        centre = jnp.asarray(predictions)
+        return Interval(centre - self.radius, centre + self.radius)
+
+
+class Normalised(NamedTuple):
+    """Split-conformal intervals with a scale, fitted: call it on predictions and scales. `factor` is in scales."""
+
+    factor: Float[Array, ""]
+
+    def __call__(self, predictions: Float[ArrayLike, "*batch"], scale: Float[ArrayLike, "*batch"]) -> Interval:
+        """The intervals of predictions of any shape, `factor * scale` to either side."""
+        fn = "conformal.Normalised"
+        scales, centre = check_regression(fn, predictions, members=False, scale=scale)
+        check_scales(fn, scale)
+        return Interval(centre - self.factor * scales, centre + self.factor * scales)
+
+
+def split(
+    predictions: Float[ArrayLike, " rows"],
+    targets: Real[ArrayLike, " rows"],
+    *,
+    level: float,
+    mask: Bool[ArrayLike, " rows"] | None = None,
+) -> Split:
+    r"""Intervals of one width that hold a new target with probability `level` or more, whatever the model.
+
+    Split conformal prediction: half the width is [`eqx_ensemble.conformal.quantile`][] of the absolute errors
+    $|y_i - x_i|$ on held-out rows. That holds if new rows are exchangeable with the held-out ones, on average over
+    both; no model, distribution or number of rows is assumed.
+
+    **Arguments:**
+
+    - `predictions`: `(rows,)`, the combined prediction for rows that no member was trained on. Several outputs are
+        fitted one by one.
+    - `targets`: `(rows,)`; nothing is broadcast.
+    - `level`: the probability, a Python number between 0 and 1.
+    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:** [`eqx_ensemble.conformal.Split`][]: `fitted(predictions)` gives `.lower` and `.upper`.
+
+    **Raises:**
+
+    - `TypeError` for predictions that are not floating-point.
+    - `ValueError` for shapes that do not fit and a level outside 0 to 1. Warns where the rows are too few for finite
+        intervals.
+
+    ```python
+    fitted = ee.conformal.split(jnp.zeros(9), jnp.arange(1.0, 10.0), level=0.8)
+    fitted(jnp.array([5.0]))  # 5 -+ 8
+    ```
+
+    ??? cite
+        [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
+    """
+    fn = "conformal.split"
+    centre, observed = check_conformal_targets(fn, targets, predictions=predictions)
+    kept = check_mask(fn, mask, observed.shape)
+    check_level(fn, level)
+    rank = rank_of(fn, fraction(level), observed.size, kept)
+    return Split(ranked_jit(jnp.abs(observed - centre), kept, rank))
+
+
+def normalised(
+    predictions: Float[ArrayLike, " rows"],
+    scale: Float[ArrayLike, " rows"],
+    targets: Real[ArrayLike, " rows"],
+    *,
+    level: float,
+    mask: Bool[ArrayLike, " rows"] | None = None,
+) -> Normalised:
+    r"""Intervals as wide as a scale of each row says, that hold a new target with probability `level` or more.
+
+    As [`eqx_ensemble.conformal.split`][], with the quantile of $|y_i - x_i| / \sigma_i$: rows on which the members
+    disagree, or whose predicted variance is large, get wider intervals.
+
+    **Arguments:**
+
+    - `predictions`: `(rows,)`, the combined prediction for rows that no member was trained on.
+    - `scale`: `(rows,)`, above zero: a standard deviation, say.
+    - `targets`: `(rows,)`; nothing is broadcast.
+    - `level`: the probability, a Python number between 0 and 1.
+    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:** [`eqx_ensemble.conformal.Normalised`][]: `fitted(predictions, scale)` gives `.lower` and `.upper`.
+
+    **Raises:**
+
+    As [`eqx_ensemble.conformal.split`][], and `ValueError` for scales that are not above zero (where concrete).
+
+    ```python
+    fitted = ee.conformal.normalised(jnp.zeros(9), jnp.full(9, 2.0), jnp.arange(1.0, 10.0), level=0.8)
+    fitted(jnp.array([5.0]), jnp.array([1.0]))  # 5 -+ 4
+    ```
+
+    ??? cite
+        [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
+    """
+    fn = "conformal.normalised"
+    centre, scales, observed = check_conformal_targets(fn, targets, predictions=predictions, scale=scale)
+    kept = check_mask(fn, mask, observed.shape)
+    check_scales(fn, scale, mask)
+    check_level(fn, level)
+    rank = rank_of(fn, fraction(level), observed.size, kept)
+    return Normalised(ranked_jit(jnp.abs(observed - centre) / scales, kept, rank))

@@ -1,0 +1,100 @@
+"""Rows put into bins by a probability, which calibration errors and the parts of the Brier score share."""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Integer
+
+from ._classification import mixture
+from ._crps_gaussian import expected_distance
+
+Binning = Literal["width", "mass"]
+
+
+class Bins(NamedTuple):
+    """The inner edges of the bins, and the bin of every row; how many rows a bin has, their mean probability and hits.
+
+    The means of an empty bin are zero.
+    """
+
+    edges: Float[Array, " edges"]
+    index: Int[Array, " rows"]
+    count: Float[Array, " bins"]
+    probability: Float[Array, " bins"]
+    frequency: Float[Array, " bins"]
+
+
+def binned(
+    probability: Float[Array, " rows"],
+    hits: Float[Array, " rows"],
+    mask: Bool[Array, " rows"] | None,
+    num_bins: int,
+    binning: Binning,
+) -> Bins:
+    """Bins of equal width or of equal mass; rows that the mask leaves out count nowhere."""
+    kept = jnp.ones_like(probability) if mask is None else mask.astype(probability.dtype)
+    edges = _of_width(num_bins, probability.dtype) if binning == "width" else _of_mass(probability, mask, num_bins)
+    edges = jax.lax.stop_gradient(edges)
+    index = jnp.searchsorted(edges, probability, side="left")
+    total = lambda values: jax.ops.segment_sum(values * kept, index, num_segments=num_bins)
+    count = total(jnp.ones_like(probability))
+    filled = jnp.maximum(count, 1)
+    return Bins(edges, index, count, total(probability) / filled, total(hits) / filled)
+
+
+def by_class(
+    logits: Float[Array, "members *batch classes"],
+    labels: Integer[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+    mask: Bool[Array, "*batch"] | None,
+) -> tuple[Float[Array, "classes rows"], Float[Array, "classes rows"], Bool[Array, " rows"] | None]:
+    """The mixture's probabilities and what came true, class by class, of all rows in one axis."""
+    num_classes = logits.shape[-1]
+    logs = mixture(logits, weights)
+    probabilities = jnp.reshape(jnp.exp(logs), (-1, num_classes))
+    truth = jax.nn.one_hot(jnp.ravel(labels), num_classes, dtype=probabilities.dtype)
+    return probabilities.T, truth.T, None if mask is None else jnp.ravel(mask)
+
+
+def of_top_label(
+    logits: Float[Array, "members *batch classes"],
+    labels: Integer[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+    mask: Bool[Array, "*batch"] | None,
+    num_bins: int,
+    binning: Binning,
+) -> Bins:
+    """Bins of the confidence, the mixture's largest probability; a hit is a label that has it."""
+    logs = mixture(logits, weights)
+    confidence = jnp.ravel(jnp.exp(jnp.max(logs, axis=-1)))
+    right = jnp.ravel(jnp.argmax(logs, axis=-1).astype(labels.dtype) == labels).astype(confidence.dtype)
+    return binned(confidence, right, None if mask is None else jnp.ravel(mask), num_bins, binning)
+
+
+def mean_gap(bins: Bins, *, debiased: bool) -> Float[Array, ""]:
+    """The mean over rows of the distance between a bin's probability and frequency, without its expected excess."""
+    gaps = bins.frequency - bins.probability
+    errors = jnp.abs(gaps)
+    if debiased:
+        variance = bins.frequency * (1 - bins.frequency) / jnp.maximum(bins.count, 1)
+        errors = 2 * errors - expected_distance(gaps, variance)
+    return jnp.sum(bins.count * errors) / jnp.sum(bins.count)
+
+
+def _of_width(num_bins: int, dtype: jnp.dtype) -> Float[Array, " edges"]:
+    # Inner edges only: a probability that rounding puts above one stays in the last bin.
+    return jnp.asarray(np.linspace(0, 1, num_bins + 1)[1:-1], dtype)
+
+
+def _of_mass(
+    probability: Float[Array, " rows"], mask: Bool[Array, " rows"] | None, num_bins: int
+) -> Float[Array, " edges"]:
+    """Sorted value number (n - 1) k / K, rounded down. An edge that is a value keeps all rows of it together."""
+    ordered = jnp.sort(probability if mask is None else jnp.where(mask, probability, jnp.inf))
+    last = probability.size - 1 if mask is None else jnp.sum(mask) - 1
+    inner = jnp.arange(1, num_bins)
+    # In two parts, because the product may be more than 32-bit integers hold.
+    place = last // num_bins * inner + last % num_bins * inner // num_bins
+    return ordered[place]

@@ -1,0 +1,134 @@
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Key, Real
+
+from .._check import check_level, check_mask, check_num_draws, check_random, check_rows_of_scores
+from .._keys import member_keys
+
+
+class Bootstrap(NamedTuple):
+    """A statistic of the rows and how far other rows would have moved it: arrays of the statistic's shape.
+
+    - `estimate`: the statistic of the rows as they are.
+    - `standard_error`: its standard deviation over the draws (ddof 1).
+    - `lower`, `upper`: the quantiles of the draws between which a share `level` of them lies.
+    """
+
+    estimate: Float[Array, "..."]
+    standard_error: Float[Array, "..."]
+    lower: Float[Array, "..."]
+    upper: Float[Array, "..."]
+
+
+def bootstrap(
+    values: Float[ArrayLike, "*scores rows"],
+    statistic: Callable[[Array], Array] | None = None,
+    *,
+    row_weights: Real[ArrayLike, " rows"] | None = None,
+    mask: Bool[ArrayLike, " rows"] | None = None,
+    level: float = 0.9,
+    num_draws: int = 1000,
+    key: Any,
+) -> Bootstrap:
+    r"""Standard error and interval of the mean of any score over rows, by drawing the rows again with replacement.
+
+    Two models are compared on the same rows: the difference of their scores, row by row, has a far smaller standard
+    error than either of them. Several scores `(*scores, rows)` are judged on the same draws.
+
+    **Arguments:**
+
+    - `values`: one score per row, `(*scores, rows)`: what the scores give with `reduction="none"`. Rows that belong
+        together (repeated measurements, neighbours in time) are averaged first.
+    - `statistic`: a function of the means `(*scores,)`, if more than these is asked for; JAX must be able to trace it.
+        `jnp.sqrt` of squared errors gives the root mean squared error; `lambda m: jnp.sqrt(m[0]) - jnp.sqrt(m[1])` the
+        difference of two.
+    - `row_weights`: weights of the rows, zero or more, which they keep when drawn:
+        $\sum_i w_i v_i / \sum_i w_i$ over the rows of a draw.
+    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+    - `level`: the share of the draws between `lower` and `upper`, a Python number between 0 and 1.
+    - `num_draws`: how many draws. The standard error itself is uncertain by one part in $\sqrt{2 \, \mathrm{draws}}$.
+    - `key`: one threefry key, typed or legacy.
+
+    **Returns:** [`eqx_ensemble.scores.Bootstrap`][], with `.estimate`, `.standard_error`, `.lower` and `.upper`.
+
+    **Raises:**
+
+    - `TypeError` for values that are not floating-point, and for what is not a threefry key.
+    - `ValueError` for no rows, weights and masks that do not fit, a level outside 0 to 1, fewer than two draws.
+
+    ```python
+    import jax
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    targets = jnp.linspace(-1, 1, 50)
+    one, other = (scores.crps_gaussian(targets * 0, targets * 0 + v, targets, reduction="none") for v in (0.3, 1.0))
+    gain = scores.bootstrap(other - one, key=jax.random.key(0))
+    gain.estimate, gain.standard_error  # below zero by several standard errors: the second would be the better one
+    ```
+
+    ??? cite
+        [Bootstrap Methods: Another Look at the Jackknife](https://doi.org/10.1214/aos/1176344552)
+
+        ```bibtex
+        @article{efron1979bootstrap,
+            author={Bradley Efron},
+            title={Bootstrap Methods: Another Look at the Jackknife},
+            journal={The Annals of Statistics},
+            year={1979},
+        }
+        ```
+    """
+    fn = "scores.bootstrap"
+    rows, weights = check_rows_of_scores(fn, values, row_weights)
+    kept = check_mask(fn, mask, rows.shape[-1:])
+    check_level(fn, level)
+    check_num_draws(fn, num_draws)
+    check_random(fn, key)
+    keys = member_keys(key, num_draws, purpose="scores.bootstrap")
+    return _bootstrap(rows, weights, kept, keys, level, statistic)
+
+
+@partial(jax.jit, static_argnames=("level", "statistic"))
+def _bootstrap(
+    values: Float[Array, "*scores rows"],
+    weights: Float[Array, " rows"] | None,
+    mask: Bool[Array, " rows"] | None,
+    keys: Key[Array, " draws"],
+    level: float,
+    statistic: Callable[[Array], Array] | None,
+) -> Bootstrap:
+    num_rows = values.shape[-1]
+    share = jnp.ones(num_rows, values.dtype) if weights is None else weights
+    if mask is not None:
+        values, share = jnp.where(_along(mask, values), values, 0), jnp.where(mask, share, 0)
+    mean = jnp.sum(values * _along(share, values), axis=-1) / jnp.sum(share)
+    # A large common offset is taken off, or the small differences between draws would drown in its rounding.
+    rest = (values - mean[..., None]) * _along(share, values)
+    num_kept = num_rows if mask is None else jnp.sum(mask, dtype=jnp.int32)
+    places = jnp.arange(num_rows) if mask is None else jnp.argsort(~mask, stable=True)
+
+    def shift(key: Array) -> Array:
+        drawn = places[jax.random.randint(key, (num_rows,), 0, num_kept)]
+        counts = (jnp.arange(num_rows) < num_kept).astype(values.dtype)
+        total = jnp.sum(share[drawn] * counts)
+        return jnp.sum(rest[..., drawn] * _along(counts, values), axis=-1) / total
+
+    shifts = jax.lax.map(shift, keys)
+    if statistic is None:
+        estimate, draws, offset = mean, shifts, mean
+    else:
+        estimate = statistic(mean)
+        draws, offset = jax.vmap(lambda moved: statistic(mean + moved))(shifts), 0
+    tail = (1 - level) / 2
+    lower, upper = jnp.quantile(draws, jnp.asarray([tail, 1 - tail], draws.dtype), axis=0)
+    return Bootstrap(estimate, jnp.std(draws, axis=0, ddof=1), lower + offset, upper + offset)
+
+
+def _along(row: Array, values: Array) -> Array:
+    """One number per row beside scores `(*scores, rows)`."""
+    return jnp.reshape(row, (1,) * (values.ndim - 1) + row.shape)

@@ -1,0 +1,183 @@
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+
+from .._check import check_choice, check_num_bins
+from ._binning import Binning, binned, by_class
+from ._classification import checked_classes, mixture
+from ._reduce import Reduction, masked_mean, reduce
+
+
+class BrierDecomposition(NamedTuple):
+    """What a Brier score is made of: it is `reliability - resolution + uncertainty + within_bins`.
+
+    - `reliability`: how far the probabilities are from the frequencies in their bins; 0 if calibrated, lower is better.
+    - `resolution`: how far the frequencies in the bins are from those of all rows; higher is better.
+    - `uncertainty`: the score of who always predicts the frequencies of all rows; not the model's doing.
+    - `within_bins`: what bins hide: the spread of the probabilities within their bin, less what it gains; 0 where all
+        rows of a bin have one probability.
+    """
+
+    reliability: Float[Array, ""]
+    resolution: Float[Array, ""]
+    uncertainty: Float[Array, ""]
+    within_bins: Float[Array, ""]
+
+
+def brier(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Brier score of the mixture of the members, from 0 to 2; lower is better.
+
+    $\sum_c (p_c - [c = y])^2$ for each row: the original sum over all classes, so that for two classes it is twice the
+    score that looks at one class only.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. While tracing, a label out of range makes its row NaN.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.nll`][].
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.3, 0.7]]]))
+    scores.brier(logits, jnp.array([0]))  # 0.4**2 + 0.4**2 = 0.32
+    ```
+
+    ??? cite
+        [Verification of Forecasts Expressed in Terms of
+        Probability](https://doi.org/10.1175/1520-0493(1950)078%3C0001:VOFEIT%3E2.0.CO;2)
+
+        ```bibtex
+        @article{brier1950verification,
+            author={Glenn W. Brier},
+            title={Verification of Forecasts Expressed in Terms of Probability},
+            journal={Monthly Weather Review},
+            year={1950},
+        }
+        ```
+    """
+    return _brier(*checked_classes("scores.brier", logits, labels, weights, mask, reduction), reduction)
+
+
+def decompose_brier(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    num_bins: int = 15,
+    binning: Binning = "width",
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> BrierDecomposition:
+    r"""Murphy's parts of the Brier score of the mixture of the members: calibration, sharpness and what is given.
+
+    For one class, with the rows in bins by its probability $p$, bins of $n_k$ rows with mean probability $\bar p_k$ and
+    frequency $\bar o_k$, and $\bar o$ the frequency in all rows: reliability is $\sum_k \frac{n_k}{n} (\bar p_k - \bar
+    o_k)^2$, resolution $\sum_k \frac{n_k}{n} (\bar o_k - \bar o)^2$, uncertainty $\bar o (1 - \bar o)$; what is left,
+    $\frac1n \sum_i (p_i - \bar p_{k(i)}) (p_i - \bar p_{k(i)} - 2 (o_i - \bar o_{k(i)}))$, is `within_bins`. Each
+    is the sum over classes, as the score itself.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are. Rows of all batch axes count.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `num_bins`: the number of bins.
+    - `binning`: `"width"`, bins of equal width; or `"mass"`, bins of equally many rows. See
+        [`eqx_ensemble.scores.ece`][].
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+
+    **Returns:** [`eqx_ensemble.scores.BrierDecomposition`][], of scalars: `reliability - resolution + uncertainty +
+    within_bins` is [`eqx_ensemble.scores.brier`][] up to rounding.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))
+    parts = scores.decompose_brier(logits, jnp.array([0, 1]))
+    parts.reliability, parts.resolution, parts.uncertainty  # 2 * 0.3**2 = 0.18, 0, 2 * 0.25 = 0.5
+    ```
+
+    ??? cite
+        [A New Vector Partition of the Probability
+        Score](https://doi.org/10.1175/1520-0450(1973)012%3C0595:ANVPOT%3E2.0.CO;2); the part within bins after [Two
+        Extra Components in the Brier Score Decomposition](https://doi.org/10.1175/2007WAF2006116.1)
+
+        ```bibtex
+        @article{murphy1973new,
+            author={Allan H. Murphy},
+            title={A New Vector Partition of the Probability Score},
+            journal={Journal of Applied Meteorology},
+            year={1973},
+        }
+        ```
+    """
+    fn = "scores.decompose_brier"
+    checked = checked_classes(fn, logits, labels, weights, mask, "mean")
+    check_num_bins(fn, num_bins)
+    check_choice(fn, "binning", binning, ("width", "mass"))
+    return _decompose(*checked, num_bins, binning)
+
+
+@partial(jax.jit, static_argnames="reduction")
+def _brier(
+    logits: Float[Array, "members *batch classes"],
+    labels: Integer[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+    mask: Bool[Array, "*batch"] | None,
+    reduction: Reduction,
+) -> Float[Array, "..."]:
+    probabilities = jnp.exp(mixture(logits, weights))
+    truth = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+    in_range = (labels >= 0) & (labels < logits.shape[-1])
+    return reduce(jnp.where(in_range, jnp.sum((probabilities - truth) ** 2, axis=-1), jnp.nan), reduction, mask)
+
+
+@partial(jax.jit, static_argnames=("num_bins", "binning"))
+def _decompose(
+    logits: Float[Array, "members *batch classes"],
+    labels: Integer[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+    mask: Bool[Array, "*batch"] | None,
+    num_bins: int,
+    binning: Binning,
+) -> BrierDecomposition:
+    probabilities, truth, kept = by_class(logits, labels, weights, mask)
+
+    def of_class(p: Array, hits: Array) -> BrierDecomposition:
+        bins = binned(p, hits, kept, num_bins, binning)
+        share, overall = bins.count / jnp.sum(bins.count), masked_mean(hits, kept)
+        off, surprise = p - bins.probability[bins.index], hits - bins.frequency[bins.index]
+        return BrierDecomposition(
+            reliability=jnp.sum(share * (bins.probability - bins.frequency) ** 2),
+            resolution=jnp.sum(share * (bins.frequency - overall) ** 2),
+            uncertainty=overall * (1 - overall),
+            within_bins=masked_mean(off * (off - 2 * surprise), kept),
+        )
+
+    return jax.tree.map(jnp.sum, jax.vmap(of_class)(probabilities, truth))

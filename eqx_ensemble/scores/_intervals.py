@@ -1,0 +1,200 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+
+from .._check import (
+    check_ends,
+    check_interval,
+    check_labels,
+    check_mask,
+    check_reduction,
+    check_regression,
+    check_sets,
+)
+from .._weighting import blank_masked
+from ._reduce import Reduction, reduce
+
+
+def coverage(
+    lower: Float[ArrayLike, "*batch"],
+    upper: Float[ArrayLike, "*batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    """Share of the targets that lie in their interval, ends included; best close to the interval's level.
+
+    **Arguments:**
+
+    - `lower`, `upper`: the ends, as [`eqx_ensemble.uncertainty.gaussian_interval`][] returns them; no `members` axis.
+    - `targets`: of the same shape; nothing is broadcast.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `reduction`: `"mean"` over all entries, or `"none"` for 1.0 (inside) or 0.0 (outside) per entry.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. Where an end or the target is NaN the entry is NaN, not outside.
+
+    **Raises:**
+
+    - `TypeError` for ends that are not floating-point.
+    - `ValueError` for shapes that differ, and for a lower end above its upper end (where concrete).
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    scores.coverage(jnp.zeros(2), jnp.ones(2), jnp.array([0.5, 3.0]))  # 0.5
+    ```
+    """
+    fn = "scores.coverage"
+    low, high, observed = check_regression(fn, targets, members=False, lower=lower, upper=upper)
+    kept = check_mask(fn, mask, observed.shape)
+    check_interval(fn, lower, upper, mask=mask)
+    check_reduction(fn, reduction, observed.shape)
+    return _coverage(low, high, observed, kept, reduction)
+
+
+def width(
+    lower: Float[ArrayLike, "*batch"],
+    upper: Float[ArrayLike, "*batch"],
+    *,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    """Width of intervals, in the unit of the target; of two that cover alike the narrower is better.
+
+    **Arguments:**
+
+    - `lower`, `upper`: the ends, of one shape; no `members` axis.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`.
+
+    **Raises:**
+
+    - `TypeError` for ends that are not floating-point.
+    - `ValueError` for shapes that differ, and for a lower end above its upper end (where concrete).
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    scores.width(jnp.zeros(2), jnp.array([1.0, 3.0]))  # 2.0
+    ```
+    """
+    fn = "scores.width"
+    low, high = check_ends(fn, lower, upper)
+    kept = check_mask(fn, mask, low.shape)
+    check_interval(fn, lower, upper, mask=mask)
+    check_reduction(fn, reduction, low.shape)
+    return reduce(blank_masked(high, kept) - blank_masked(low, kept), reduction, kept)
+
+
+def set_coverage(
+    sets: Bool[ArrayLike, "*batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    """Share of the labels that are in their prediction set; best close to the sets' level.
+
+    **Arguments:**
+
+    - `sets`: booleans `(*batch, classes)`, as [`eqx_ensemble.conformal.aps`][] makes them; no `members` axis.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (inside) or 0.0 (outside) per row.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. While tracing, a label out of range makes its row NaN.
+
+    **Raises:**
+
+    - `TypeError` for sets that are not booleans or labels that are not integers.
+    - `ValueError` for shapes that do not fit, and labels out of range (where concrete).
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    sets = jnp.array([[True, True, False], [True, False, False]])
+    scores.set_coverage(sets, jnp.array([1, 2])), scores.set_size(sets)  # 0.5, 1.5
+    ```
+    """
+    fn = "scores.set_coverage"
+    chosen = check_sets(fn, sets)
+    kept = check_mask(fn, mask, chosen.shape[:-1])
+    targets = check_labels(fn, labels, chosen, mask, name="sets", members=False)
+    check_reduction(fn, reduction, targets.shape)
+    return _set_coverage(chosen, blank_masked(targets, kept), kept, reduction)
+
+
+def set_size(
+    sets: Bool[ArrayLike, "*batch classes"],
+    *,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    """Number of classes in prediction sets; of two kinds that cover alike the smaller is better.
+
+    **Arguments:**
+
+    - `sets`: booleans `(*batch, classes)`; no `members` axis.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`.
+
+    **Raises:**
+
+    - `TypeError` for sets that are not booleans.
+    - `ValueError` for sets without a class axis.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    scores.set_size(jnp.array([[True, True, False], [True, False, False]]))  # 1.5
+    ```
+    """
+    fn = "scores.set_size"
+    chosen = check_sets(fn, sets)
+    kept = check_mask(fn, mask, chosen.shape[:-1])
+    check_reduction(fn, reduction, chosen.shape[:-1])
+    return reduce(jnp.sum(chosen, axis=-1).astype(float), reduction, kept)
+
+
+@partial(jax.jit, static_argnames="reduction")
+def _coverage(
+    lower: Float[Array, "*batch"],
+    upper: Float[Array, "*batch"],
+    targets: Float[Array, "*batch"],
+    mask: Bool[Array, "*batch"] | None,
+    reduction: Reduction,
+) -> Float[Array, "..."]:
+    inside = ((lower <= targets) & (targets <= upper)).astype(lower.dtype)
+    unknown = jnp.isnan(lower) | jnp.isnan(upper) | jnp.isnan(targets)
+    return reduce(jnp.where(unknown, jnp.nan, inside), reduction, mask)
+
+
+@partial(jax.jit, static_argnames="reduction")
+def _set_coverage(
+    sets: Bool[Array, "*batch classes"],
+    labels: Integer[Array, "*batch"],
+    mask: Bool[Array, "*batch"] | None,
+    reduction: Reduction,
+) -> Float[Array, "..."]:
+    in_range = (labels >= 0) & (labels < sets.shape[-1])
+    inside = jnp.take_along_axis(sets, jnp.where(in_range, labels, 0)[..., None], axis=-1)[..., 0]
+    return reduce(jnp.where(in_range, inside.astype(float), jnp.nan), reduction, mask)

@@ -1,0 +1,182 @@
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Key, Real
+
+from .._check import check_mask, check_num_bins, check_random, check_regression, check_values, check_weights
+from .._keys import member_keys
+from .._weighting import blank_unweighted, weighted_mean
+from ._gaussian import checked_gaussian
+
+
+def pit(
+    samples: Float[ArrayLike, " members *batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    key: Any = None,
+) -> Float[Array, "*batch"]:
+    r"""Probability integral transform of the targets under the members' empirical distribution.
+
+    $\sum_m w_m [x_m < y] + V \sum_m w_m [x_m = y]$, where $V$ is uniform between 0 and 1 with a `key`, and one half
+    without. Of a calibrated forecast the values are spread evenly from 0 to 1: too many at the ends say that the
+    members are too close together, too many in the middle that they are too far apart.
+
+    **Arguments:**
+
+    - `samples`: `(members, *batch)`, one number per member and entry.
+    - `targets`: `(*batch,)`; nothing is broadcast.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `mask`: booleans `(*batch,)`; rows where it is false are NaN, whatever they hold.
+    - `key`: one threefry key, typed or legacy, that spreads targets which equal members evenly over their step: for
+        counts and other discrete targets.
+
+    **Returns:**
+
+    `(*batch,)`. Without ties, multiples of the members' weights: for a test of uniformity with few members take
+    [`eqx_ensemble.scores.rank_histogram`][]. NaN where a member or the target is.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.crps`][], and `TypeError` for what is not a threefry key.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    scores.pit(jnp.array([[0.0], [1.0], [1.0], [4.0]]), jnp.array([1.0]))  # 0.25 + 0.5 / 2 = 0.5
+    ```
+
+    ??? cite
+        [Predictive Model Assessment for Count Data](https://doi.org/10.1111/j.1541-0420.2009.01191.x)
+
+        ```bibtex
+        @article{czado2009predictive,
+            author={Claudia Czado and Tilmann Gneiting and Leonhard Held},
+            title={Predictive Model Assessment for Count Data},
+            journal={Biometrics},
+            year={2009},
+        }
+        ```
+    """
+    fn = "scores.pit"
+    points, observed = check_regression(fn, targets, members=True, samples=samples)
+    convex = check_weights(fn, weights, points.shape[0], points.dtype)
+    kept = check_mask(fn, mask, observed.shape)
+    if key is not None:
+        check_random(fn, key)
+    return _pit(points, observed, convex, kept, None if key is None else member_keys(key, 1, purpose="pit"))
+
+
+def pit_gaussian_mixture(
+    mean: Float[ArrayLike, " members *batch"],
+    variance: Float[ArrayLike, " members *batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Float[Array, "*batch"]:
+    r"""Probability integral transform of the targets under the mixture of the members' Gaussians.
+
+    $\sum_m w_m \Phi((y - \mu_m) / \sigma_m)$, spread evenly from 0 to 1 if the mixture is calibrated.
+
+    **Arguments:**
+
+    - `mean`, `variance`: `(members, *batch)`, of one shape. Variances above zero.
+    - `targets`: `(*batch,)`; nothing is broadcast.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `mask`: booleans `(*batch,)`; rows where it is false are NaN, whatever they hold.
+
+    **Returns:**
+
+    `(*batch,)`, for [`eqx_ensemble.scores.pit_histogram`][].
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.nll_gaussian_mixture`][].
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    mean, variance = jnp.array([[-1.0], [1.0]]), jnp.ones((2, 1))
+    scores.pit_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 0.5
+    ```
+    """
+    fn = "scores.pit_gaussian_mixture"
+    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=True, positive=True)
+    convex = check_weights(fn, weights, arrays[0].shape[0], arrays[0].dtype)
+    return _pit_gaussian_mixture(*arrays, kept, convex)
+
+
+def pit_histogram(
+    values: Float[ArrayLike, "..."], *, num_bins: int = 10, mask: Bool[ArrayLike, "..."] | None = None
+) -> Int32[Array, " bins"]:
+    """How many values of a probability integral transform lie in each of equally wide bins; flat if calibrated.
+
+    **Arguments:**
+
+    - `values`: of any shape, from 0 to 1: what [`eqx_ensemble.scores.pit`][] and
+        [`eqx_ensemble.scores.pit_gaussian_mixture`][] return.
+    - `num_bins`: how many bins. Their upper ends belong to them, and 0 to the first.
+    - `mask`: booleans of the same shape; entries where it is false are left out, and so is NaN.
+
+    **Returns:**
+
+    int32 counts `(bins,)`.
+
+    **Raises:**
+
+    - `TypeError` for values that are not floating-point, `ValueError` for fewer than one bin.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    scores.pit_histogram(jnp.array([0.0, 0.1, 0.5, 0.9]), num_bins=2)  # [3, 1]
+    ```
+    """
+    fn = "scores.pit_histogram"
+    checked = jnp.ravel(check_values(fn, "values", values))
+    kept = check_mask(fn, mask, jnp.shape(values))
+    check_num_bins(fn, num_bins)
+    return _pit_histogram(checked, None if kept is None else jnp.ravel(kept), num_bins)
+
+
+@jax.jit
+def _pit(
+    samples: Float[Array, " members *batch"],
+    targets: Float[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+    mask: Bool[Array, "*batch"] | None,
+    keys: Key[Array, "1"] | None,
+) -> Float[Array, "*batch"]:
+    share = 0.5 if keys is None else jax.random.uniform(keys[0], targets.shape, targets.dtype)
+    below = weighted_mean((samples < targets[None]).astype(samples.dtype), weights)
+    level = weighted_mean((samples == targets[None]).astype(samples.dtype), weights)
+    unknown = jnp.any(jnp.isnan(blank_unweighted(samples, weights)), axis=0) | jnp.isnan(targets)
+    value = jnp.where(unknown, jnp.nan, jnp.minimum(below + share * level, 1))
+    return value if mask is None else jnp.where(mask, value, jnp.nan)
+
+
+@jax.jit
+def _pit_gaussian_mixture(
+    mean: Float[Array, " members *batch"],
+    variance: Float[Array, " members *batch"],
+    targets: Float[Array, "*batch"],
+    mask: Bool[Array, "*batch"] | None,
+    weights: Float[Array, " members"] | None,
+) -> Float[Array, "*batch"]:
+    mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights, fill=1.0)
+    value = weighted_mean(jax.scipy.special.ndtr((targets[None] - mean) / jnp.sqrt(variance)), weights)
+    return value if mask is None else jnp.where(mask, value, jnp.nan)
+
+
+@partial(jax.jit, static_argnames="num_bins")
+def _pit_histogram(values: Float[Array, " n"], mask: Bool[Array, " n"] | None, num_bins: int) -> Int32[Array, " bins"]:
+    edges = jnp.arange(1, num_bins, dtype=values.dtype) / num_bins
+    kept = ~jnp.isnan(values) if mask is None else mask & ~jnp.isnan(values)
+    return jax.ops.segment_sum(kept.astype(jnp.int32), jnp.searchsorted(edges, values, side="left"), num_bins)

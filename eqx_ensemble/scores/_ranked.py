@@ -1,0 +1,80 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+
+from ._classification import checked_classes, mixture
+from ._reduce import Reduction, reduce
+
+
+def ranked_probability(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Ranked probability score of the mixture of the members, for classes that have an order; lower is better.
+
+    $\sum_k (P_k - [y \le k])^2$ with the mixture's probability $P_k$ of class $k$ or a lower one: a probability on a
+    class far from the label costs more than on its neighbour. From 0 to classes - 1; not divided by it.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`, classes in their order; log-probabilities may be passed as they are.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. While tracing, a label out of range makes its row NaN.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.nll`][].
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    logits = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))
+    scores.ranked_probability(logits, jnp.array([0]))  # 0.5**2 + 0.2**2 = 0.29
+    scores.ranked_probability(logits, jnp.array([2]))  # 0.5**2 + 0.8**2 = 0.89
+    ```
+
+    ??? cite
+        [A Scoring System for Probability Forecasts of Ranked
+        Categories](https://doi.org/10.1175/1520-0450(1969)008%3C0985:ASSFPF%3E2.0.CO;2)
+
+        ```bibtex
+        @article{epstein1969scoring,
+            author={Edward S. Epstein},
+            title={A Scoring System for Probability Forecasts of Ranked Categories},
+            journal={Journal of Applied Meteorology},
+            year={1969},
+        }
+        ```
+    """
+    checked = checked_classes("scores.ranked_probability", logits, labels, weights, mask, reduction)
+    return _ranked_probability(*checked, reduction)
+
+
+# scoringrules has this score too, but reads the probabilities, so that it can neither be traced nor differentiated.
+@partial(jax.jit, static_argnames="reduction")
+def _ranked_probability(
+    logits: Float[Array, "members *batch classes"],
+    labels: Integer[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+    mask: Bool[Array, "*batch"] | None,
+    reduction: Reduction,
+) -> Float[Array, "..."]:
+    at_most = jnp.cumsum(jnp.exp(mixture(logits, weights)), axis=-1)[..., :-1]
+    classes = jnp.arange(logits.shape[-1] - 1, dtype=labels.dtype)
+    reached = labels[..., None] <= jnp.reshape(classes, (1,) * labels.ndim + (-1,))
+    in_range = (labels >= 0) & (labels < logits.shape[-1])
+    score = jnp.sum((at_most - reached.astype(at_most.dtype)) ** 2, axis=-1)
+    return reduce(jnp.where(in_range, score, jnp.nan), reduction, mask)

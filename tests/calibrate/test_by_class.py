@@ -1,0 +1,121 @@
+"""Isotonic calibration and histogram binning: every class against all others."""
+
+import builtins
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from eqx_ensemble import calibrate, combine
+
+STORED = json.loads((pathlib.Path(__file__).parents[1] / "scores" / "figures.json").read_text())
+LOGITS, LABELS = (np.asarray(STORED["data"][name]) for name in ("logits", "labels"))
+FIGURES = {name: np.asarray(value) for name, value in STORED["figures"].items()}
+
+
+def test_isotonic_is_scikit_learns():
+    pytest.importorskip("sklearn")
+    want = FIGURES["isotonic: probabilities"]
+    with jax.enable_x64(True):
+        fitted = calibrate.isotonic(LOGITS, LABELS, of="mixture")
+        np.testing.assert_allclose(np.exp(fitted(LOGITS)[0]), want, rtol=1e-6, atol=1e-12)
+        assert not np.allclose(np.exp(calibrate.isotonic(LOGITS, LABELS, of="members")(LOGITS)[0]), want, atol=1e-2)
+    single = calibrate.isotonic(LOGITS.astype(np.float32), LABELS, of="mixture")
+    # A probability that float32 moves across a step of the function lands on the other side of it.
+    assert np.mean(np.abs(np.exp(single(LOGITS)[0]) - want) < 1e-5) > 0.98
+
+
+def test_isotonic_of_two_classes_is_scikit_learns():
+    pytest.importorskip("sklearn")
+    want = FIGURES["isotonic of two classes: probabilities"]
+    with jax.enable_x64(True):
+        fitted = calibrate.isotonic(LOGITS[:1, :, :2], LABELS % 2, of="mixture")
+        np.testing.assert_allclose(np.exp(fitted(LOGITS[:1, :, :2])[0]), want, rtol=1e-6, atol=1e-12)
+        assert not np.allclose(np.exp(combine.mixture(LOGITS[:1, :, :2])), want, atol=1e-2)
+
+
+def test_isotonic_beyond_the_rows_it_was_fitted_on():
+    pytest.importorskip("sklearn")
+    log_p = lambda p: np.log(np.stack([1 - np.asarray(p), p], axis=-1))[None].astype(np.float32)
+    fitted = calibrate.isotonic(log_p([0.3, 0.4, 0.4, 0.6, 0.6]), np.array([0, 0, 1, 0, 1]), of="mixture")
+    # Pools: 0 at 0.3, one half at 0.4 and 0.6; straight in between, constant outside.
+    got = np.exp(fitted(log_p([0.1, 0.3, 0.35, 0.5, 0.9])))[0, :, 1]
+    np.testing.assert_allclose(got, [0, 0, 0.25, 0.5, 0.5], atol=1e-5)
+
+
+def _loop(p, labels, edges, fitted_on):
+    """Histogram binning, one class and one bin after another."""
+    values = np.zeros_like(p)
+    for c in range(p.shape[1]):
+        at_fit = np.searchsorted(edges[c], fitted_on[:, c], side="left")
+        for i, k in enumerate(np.searchsorted(edges[c], p[:, c], side="left")):
+            inside = at_fit == k
+            values[i, c] = np.mean(labels[inside] == c) if inside.any() else p[i, c]
+    total = values.sum(-1, keepdims=True)
+    return np.where(total == 0, 1 / p.shape[1], values / np.where(total == 0, 1, total))
+
+
+@pytest.mark.parametrize("binning", ["mass", "width"])
+def test_histogram_is_the_loop(binning):
+    with jax.enable_x64(True):
+        p = np.asarray(np.exp(combine.mixture(LOGITS)))
+        grid = np.arange(1, 6) / 6
+        edges = [np.quantile(one, grid, method="lower") if binning == "mass" else grid for one in p.T]
+        fitted = calibrate.histogram(LOGITS, LABELS, of="mixture", num_bins=6, binning=binning)
+        np.testing.assert_allclose(np.exp(fitted(LOGITS)[0]), _loop(p, LABELS, edges, p), rtol=1e-9, atol=1e-12)
+        new = LOGITS[:, ::-1] * 0.3
+        other = np.asarray(np.exp(combine.mixture(new)))
+        want = _loop(other, LABELS, edges, p)
+        np.testing.assert_allclose(np.exp(fitted(new)[0]), want, rtol=1e-9, atol=1e-12)
+        assert not np.allclose(other, want, atol=1e-1)
+
+
+def test_histogram_of_one_bin_predicts_the_frequencies():
+    fitted = calibrate.histogram(LOGITS, LABELS, of="members", num_bins=1)
+    share = np.bincount(LABELS, minlength=4) / 80
+    np.testing.assert_allclose(np.exp(fitted(LOGITS)), np.broadcast_to(share, LOGITS.shape), rtol=1e-5)
+    finer = calibrate.histogram(LOGITS, LABELS, of="members", num_bins=4)
+    assert not np.allclose(np.exp(finer(LOGITS)), share, atol=0.1)
+
+
+def test_histogram_of_two_classes():
+    p = np.array([0.2, 0.2, 0.2, 0.8, 0.8])
+    logits = np.log(np.stack([1 - p, p], axis=-1))[None].astype(np.float32)
+    fitted = calibrate.histogram(logits, np.array([0, 0, 1, 1, 1]), of="mixture", num_bins=2, binning="width")
+    np.testing.assert_allclose(np.exp(fitted(logits))[0, :, 1], [1 / 3] * 3 + [1] * 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fit", [calibrate.isotonic, calibrate.histogram])
+def test_masked_rows_change_nothing(fit):
+    if fit is calibrate.isotonic:
+        pytest.importorskip("sklearn")
+    mask = np.arange(80) % 4 > 0
+    spoilt, labels = LOGITS.copy(), LABELS.copy()
+    spoilt[:, ~mask], labels[~mask] = np.nan, -7
+    got = np.exp(fit(spoilt, labels, of="members", mask=mask)(LOGITS))
+    want = np.exp(fit(LOGITS[:, mask], LABELS[mask], of="members")(LOGITS))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert not np.allclose(np.exp(fit(LOGITS, LABELS, of="members")(LOGITS)), want, atol=1e-2)
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_messages():
+    with pytest.raises(TypeError, match="calibrate.isotonic` needs `logits` whose values are known"):
+        jax.jit(lambda x: calibrate.isotonic(x, LABELS, of="mixture"))(LOGITS)
+    with pytest.raises(ValueError, match="`num_bins` of one or more"):
+        calibrate.histogram(LOGITS, LABELS, of="mixture", num_bins=0)
+
+
+def test_without_scikit_learn(monkeypatch):
+    real = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.startswith("sklearn"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ImportError, match=r"`eqx_ensemble.calibrate.isotonic` needs scikit-learn.\n.*\[sklearn\]"):
+        calibrate.isotonic(LOGITS, LABELS, of="mixture")

@@ -1,0 +1,62 @@
+"""What every fitted calibration promises alike: jit, files, shapes, precisions."""
+
+import inspect
+
+import jax
+import numpy as np
+import pytest
+
+import eqx_ensemble as ee
+
+RNG = np.random.default_rng(0)
+LABELS = RNG.integers(3, size=50)
+LOGITS = (3 * RNG.normal(size=(2, 50, 3)) + 2 * np.eye(3)[LABELS]).astype(np.float32)
+KINDS = ["temperature", "vector", "matrix", "isotonic", "histogram"]
+
+
+def _fitted(kind, of):
+    if kind == "isotonic":
+        pytest.importorskip("sklearn")
+    return getattr(ee.calibrate, kind)(LOGITS, LABELS, of=of)
+
+
+def test_no_kind_is_left_out():
+    functions = {name for name, value in vars(ee.calibrate).items() if inspect.isfunction(value)}
+    assert functions == {*KINDS, "variance"}
+
+
+@pytest.mark.parametrize("of", ["members", "mixture"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_calling(kind, of):
+    fitted = _fitted(kind, of)
+    eager = np.asarray(fitted(LOGITS))
+    assert eager.shape == ((2 if of == "members" else 1), 50, 3)
+    assert eager.dtype == np.float32
+    np.testing.assert_allclose(np.exp(eager).sum(-1), 1, rtol=1e-5)
+    traced = jax.jit(lambda fitted, x: fitted(x))(fitted, LOGITS)
+    np.testing.assert_allclose(np.exp(traced), np.exp(eager), rtol=1e-4, atol=1e-6)
+    shaped = fitted(LOGITS.reshape(2, 5, 10, 3))
+    np.testing.assert_allclose(np.exp(shaped).reshape(eager.shape), np.exp(eager), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(np.exp(fitted(LOGITS[:, 7])), np.exp(eager[:, 7]), rtol=1e-4, atol=1e-6)
+    before = LOGITS if of == "members" else ee.combine.mixture(LOGITS)[None]
+    likelier = [ee.scores.per_member(ee.scores.nll, x, LABELS) for x in (eager, before)]
+    assert (likelier[0] < likelier[1] - 1e-3).all()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "variance"])
+def test_saving(kind, tmp_path):
+    weights = np.array([1.0, 3.0])
+    if kind == "variance":
+        arguments = LOGITS[..., 0], np.exp(LOGITS[..., 1]), LOGITS[0, :, 2]
+        fitted = ee.calibrate.variance(*arguments, of="mixture", weights=weights)
+    else:
+        _fitted(kind, "mixture")
+        arguments = LOGITS, LABELS
+        fitted = getattr(ee.calibrate, kind)(*arguments, of="mixture", weights=weights)
+    ee.save(tmp_path / "fitted", fitted)
+    blank = jax.tree.map(jax.numpy.ones_like, fitted)
+    loaded = ee.load(tmp_path / "fitted", blank)
+    called = fitted(*arguments[:-1])
+    for got, want in zip(jax.tree.leaves(loaded(*arguments[:-1])), jax.tree.leaves(called), strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert not np.array_equal(jax.tree.leaves(blank(*arguments[:-1]))[-1], jax.tree.leaves(called)[-1])

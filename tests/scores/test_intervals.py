@@ -1,0 +1,50 @@
+import jax
+import numpy as np
+import pytest
+
+from eqx_ensemble import scores
+
+LOWER, UPPER = np.array([0, 1, 2], np.float32), np.array([1, 4, 2], np.float32)
+SETS = np.array([[True, True, False], [True, False, False], [False, False, False]])
+
+
+def test_width():
+    assert scores.width(LOWER, UPPER) == np.float32(4 / 3)
+    np.testing.assert_array_equal(scores.width(LOWER, UPPER, reduction="none"), [1, 3, 0])
+    assert scores.width(LOWER, np.array([1, np.inf, 2], np.float32)) == np.inf
+    # The common offset is gone exactly.
+    assert scores.width(LOWER + 1e4, UPPER + 1e4) == np.float32(4 / 3)
+
+
+def test_sets():
+    labels = np.array([1, 2, 0])
+    np.testing.assert_array_equal(scores.set_coverage(SETS, labels, reduction="none"), [1, 0, 0])
+    np.testing.assert_allclose(scores.set_coverage(SETS, labels), 1 / 3, rtol=1e-6)
+    np.testing.assert_allclose(scores.set_coverage(SETS, labels * 0), 2 / 3, rtol=1e-6)
+    np.testing.assert_array_equal(scores.set_size(SETS, reduction="none"), [2, 1, 0])
+    mask = np.array([True, False, True])
+    assert scores.set_size(SETS, mask=mask) == 1
+    assert scores.set_coverage(SETS, np.array([1, -7, 0]), mask=mask) == 0.5
+    traced = jax.jit(lambda labels: scores.set_coverage(SETS, labels, reduction="none"))(np.array([1, 3, 0]))
+    np.testing.assert_array_equal(traced, [1, np.nan, 0])
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_messages():
+    with pytest.raises(ValueError, match="`eqx_ensemble.scores.width` needs `lower` ends at or below `upper` ends"):
+        scores.width(UPPER, LOWER)
+    with pytest.raises(ValueError, match="needs `lower` and `upper` of one shape"):
+        scores.width(LOWER, UPPER[:2])
+    with pytest.raises(TypeError, match="needs boolean `sets`.\n  got dtype int32"):
+        scores.set_size(SETS.astype(np.int32))
+    with pytest.raises(ValueError, match=r"one label per row of the sets.\n  expected \(3,\), as `sets` are"):
+        scores.set_coverage(SETS, np.array([1, 2]))
+    with pytest.raises(TypeError, match="needs a boolean `mask`.\n  got dtype float32"):
+        scores.width(LOWER, UPPER, mask=LOWER)
+    with pytest.raises(ValueError, match=r"needs one `mask` entry per row.\n  expected \(3,\), got \(2,\)"):
+        scores.width(LOWER, UPPER, mask=np.ones(2, bool))
+    with pytest.raises(ValueError, match="a `mask` that leaves a row.\n  got 3 times False"):
+        scores.width(LOWER, UPPER, mask=np.zeros(3, bool))
+    logits = np.zeros((1, 3, 4), np.float32)
+    with pytest.raises(ValueError, match="labels from 0 to 3, as there.*\n.*\nLeave rows that carry a mark"):
+        scores.nll(logits, np.array([0, -1, 0]))
