@@ -23,8 +23,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "eqx_ensemble").rglob("*.py"))
 
 HEAVY = ("matplotlib", "sklearn", "pandas", "orbax", "scoringrules", "flax", "torch", "IPython", "ipywidgets", "optuna")
-HEAVY += ("jax2onnx", "onnx", "onnxruntime")
-HEAVY += ("etils", "tensorstore")
+HEAVY += ("jax2onnx", "onnx", "onnxruntime", "tensorstore")
 HEAVY += ("tqdm.auto", "tqdm.autonotebook", "tqdm.notebook", "tqdm.rich", "tqdm.contrib")
 
 

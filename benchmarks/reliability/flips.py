@@ -68,7 +68,9 @@ def _random_flips(path: pathlib.Path, flips: int) -> int:
     silent = 0
     with open(files[0], "r+b") as first, open(files[1], "r+b") as second:
         maps = [mmap.mmap(file.fileno(), 0) for file in (first, second)]
-        for bit in np.random.default_rng(1).integers(0, 8 * ends[-1], flips).tolist():
+        for done, bit in enumerate(np.random.default_rng(1).integers(0, 8 * ends[-1], flips).tolist()):
+            if done % 10_000 == 0:
+                print(f"{done} random bits, {silent} silent", flush=True)
             which = int(bit >= 8 * ends[0])
             place, mask = bit // 8 - which * int(ends[0]), 1 << bit % 8
             maps[which][place] ^= mask

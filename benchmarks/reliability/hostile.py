@@ -150,6 +150,8 @@ def _fuzzed(folder: pathlib.Path, watch: Watch, seconds: float) -> tuple[collect
     draw, outcomes, begun = random.Random(0), collections.Counter(), time.process_time()
     kinds = (_change_bytes, _change_manifest, _change_both)
     while (spent := time.process_time() - begun) < seconds:
+        if (tries := sum(outcomes.values())) % 10_000 == 0:
+            print(f"{tries} random files: {dict(outcomes)}", flush=True)
         kind = draw.choice(kinds)
         outcomes[_outcome(folder, watch, lambda path, kind=kind: kind(path, draw))] += 1
     return outcomes, spent

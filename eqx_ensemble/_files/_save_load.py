@@ -90,7 +90,7 @@ def load(
         or its shapes, from `equinox.filter_eval_shape`. Arrays come back as NumPy arrays where `like` has them, else
         as jax arrays, on several devices where those of `like` are.
     - `members`: positions of the members to read, as in `ensemble[members]`: a list, a slice or a mask. How many
-        members `like` has does not matter then.
+        members `like` has does not matter then. With the format `"orbax"` all are read, and these are kept.
     - `cast`: `"like"` casts floats to floats, integers to integers and complex to complex numbers of another
         precision, if none of them becomes infinite or wraps around. Without it, nothing is cast.
     - `strict`: `False` warns instead of raising when functions, strings or static fields differ from those saved.

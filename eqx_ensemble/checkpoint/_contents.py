@@ -59,6 +59,9 @@ def contents(path: str | os.PathLike[str]) -> Contents:
 def verify(path: str | os.PathLike[str]) -> Contents:
     """Reads a whole checkpoint and checks every number in it, without the model's code.
 
+    In the format `"orbax"`, all arrays are read into host memory at once, and what has no checksum is not checked: its
+    paths are the `unchecked` of the contents.
+
     ```python
     import tempfile
 

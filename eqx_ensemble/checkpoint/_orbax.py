@@ -31,8 +31,8 @@ def begin(path: Any, content: Snapshot) -> Callable[[], None]:
     """
     ocp = _orbax()
     path = absolute(path)
-    name = f"orbax-{_agreed_number(path):04d}"
     entries, table = _with_checksums(content)
+    name = f"orbax-{_agreed_number(path):04d}"
     versions = content.manifest.versions | {"orbax-checkpoint": importlib.metadata.version("orbax-checkpoint")}
     manifest = encode(content.manifest._replace(file=name, entries=entries, versions=versions))
     _check.manifest_size(len(manifest), LIMIT, path)
@@ -93,7 +93,7 @@ def _with_checksums(content: Snapshot) -> tuple[tuple[Entry, ...], np.ndarray]:
     known = np.zeros((sum(place.count for place in places), 1 + SIZE), np.uint8)
     for entry, first, _ in places:
         for row, digest in digests(content.arrays[entry.tensor], per_member=entry.kind == "members").items():
-            known[first + row] = 1, *digest
+            known[first + row] = np.frombuffer(b"\1" + digest, np.uint8)
     of_all = gathered(known)
     is_known = of_all[..., 0] > 0
     table = of_all[is_known.argmax(axis=0), np.arange(len(known)), 1:]
@@ -187,8 +187,9 @@ class OrbaxReader:
         """What this process holds of each array is what was saved."""
         for entry, first, count in rows_of(self.manifest.entries):
             data = loaded[entry.tensor]
-            same = data.shape == entry.shape and data.dtype == DTYPES[entry.dtype]
-            self._expect(same, f"it is {_check.described(data.shape, data.dtype)} there", entry)
+            if data.shape != entry.shape or data.dtype != DTYPES[entry.dtype]:
+                found = _check.described(data.shape, data.dtype)
+                raise _check.corrupt(self.file, f"it is {found} there", leaf=entry.path)
             rows = loaded[TABLE][first : first + count].tobytes()
             if entry.checksum == "":
                 continue

@@ -14,7 +14,7 @@ from ._batch import Call, Inputs, arguments, compiled_batch, predict_batch
 
 _FEW_ROWS = 32  # below so many rows a batch, fewer members at a time are cheaper: weights are read for every batch
 _MOST_STEPS_UP = 2  # a factor of four: what a small block needed foretells only so much
-_SAFETY = 0.8  # of the budget
+_SAFETY = 0.6  # of the budget: what lives between two looks at the process is missed, by a third where it was measured
 
 
 class Block(NamedTuple):

@@ -21,7 +21,7 @@ from eqx_ensemble.checkpoint._manifest import encode
 from eqx_ensemble.checkpoint._read import read_manifest
 from eqx_ensemble.checkpoint._snapshot import snapshot
 
-from . import test_commit
+from . import faults
 from .orbax_tools import mesh, replaced, save, spread, tree, version_at
 from .test_roundtrip import assert_same
 
@@ -176,18 +176,17 @@ def test_names_that_lead_elsewhere(tmp_path):
 def test_killed_at_every_boundary(old, how, tmp_path, monkeypatch):
     path = tmp_path / "run" / "x"
     # How many files there are to sync depends on Orbax.
-    operations = tuple(name for name in test_commit.OPERATIONS if name != "sync_folder")
-    monkeypatch.setattr(test_commit, "OPERATIONS", operations)
+    operations = tuple(name for name in faults.OPERATIONS if name != "sync_folder")
+    monkeypatch.setattr(faults, "OPERATIONS", operations)
 
     def stopped(stop):
         shutil.rmtree(path.parent, ignore_errors=True)
         if old is not None:
             save(path, tree(old))
-        with monkeypatch.context() as patch:
-            layer = test_commit.Layer(patch, stop=stop, how=how)
+        with faults.Layer(stop=stop, how=how) as layer:
             try:
                 save(path, tree(2))
-            except test_commit.Killed:
+            except faults.Killed:
                 return True
         assert layer.count == stop
         return False

@@ -179,10 +179,14 @@ def test_two_processes(tmp_path):
         subprocess.Popen([*run, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
         for i in range(2)
     ]
-    for child in both:
-        out, err = child.communicate(timeout=300)
-        assert child.returncode == 0, out + err[-5000:]
-        assert out.split()[-1] == "done"
+    try:
+        for child in both:
+            out, err = child.communicate(timeout=300)
+            assert child.returncode == 0, out + err[-5000:]
+            assert out.split()[-1] == "done"
+    finally:
+        for child in both:
+            child.kill()
 
 
 class Bucket:

@@ -195,13 +195,13 @@ def test_named_tuples_become_dicts(ensemble):
 def test_inputs_may_be_trees(ensemble):
     shapes = {"a": (3,), "b": [(), jax.ShapeDtypeStruct((2, 1), np.int32)], "none": None}
     x = {"a": rows(), "b": [rows()[:, 0], jnp.ones((6, 2, 1), jnp.int32)], "none": None}
-    fn = lambda model, x: model(x["a"]) + x["b"][0] * x["b"][1].sum().astype(jnp.float32)
+    fn = lambda model, x: model(x["a"]) + x["b"][0] * x["b"][1].sum().astype(x["a"].dtype)
     artefact = ee.export(ensemble, shapes=shapes, fn=fn, combine=lambda out: out[0])
     wanted = looped(ensemble, rows())[0] + 2 * np.asarray(rows())[:, :1]
     assert_near(np.asarray(artefact(x)), wanted)
     assert artefact.about["inputs"] == [
-        {"name": "x.a", "dtype": "float32", "shape": ["batch", 3]},
-        {"name": "x.b.0", "dtype": "float32", "shape": ["batch"]},
+        {"name": "x.a", "dtype": str(x["a"].dtype), "shape": ["batch", 3]},
+        {"name": "x.b.0", "dtype": str(x["a"].dtype), "shape": ["batch"]},
         {"name": "x.b.1", "dtype": "int32", "shape": ["batch", 2, 1]},
     ]
 
@@ -209,8 +209,8 @@ def test_inputs_may_be_trees(ensemble):
 def test_integer_inputs():
     ensemble = ee.build(lambda key: eqx.nn.Embedding(7, 3, key=key), 2, key=KEY)
     artefact = ee.export(ensemble, shapes=jax.ShapeDtypeStruct((), jnp.int32))
-    tokens = jnp.array([0, 6, 3, 3, 1])
-    np.testing.assert_array_equal(artefact(tokens), looped(ensemble, tokens).astype(np.float32))
+    tokens = jnp.array([0, 6, 3, 3, 1], jnp.int32)
+    np.testing.assert_array_equal(artefact(tokens), looped(ensemble, tokens))
     with pytest.raises(ValueError, match="Dtype mismatch"):
         artefact(tokens.astype(jnp.float32))
 

@@ -14,6 +14,7 @@ import eqx_ensemble as ee
 from ..factories import CASES
 
 KEY = jax.random.key(0)
+BITS = 8 * jnp.result_type(float).itemsize
 ENSEMBLE = ee.build(lambda key: eqx.nn.MLP(3, 4, 8, 1, key=key), 2, key=KEY)
 STATEFUL, STATE = ee.build(CASES["conv and batch norm"].make, 2, key=KEY)
 Pair = collections.namedtuple("Pair", "a b")
@@ -192,7 +193,9 @@ def notes(error):
 def test_rows_of_another_shape_are_explained():
     with pytest.raises(TypeError) as caught:
         export(shapes=(5,))
-    assert "`export` calls a member with one row of the input, here f32[5], as `shapes` says." in notes(caught.value)
+    assert f"`export` calls a member with one row of the input, here f{BITS}[5], as `shapes` says." in notes(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,8 +218,9 @@ def test_decisions_on_what_is_left_open_are_explained(options):
 
 
 def test_too_much_to_be_inside(monkeypatch):
-    monkeypatch.setattr("eqx_ensemble._check._export._MOST_INSIDE", 543)  # (3 * 8 + 8 + 8 * 4 + 4) * 4 bytes * 2
-    with pytest.raises(ValueError, match=r"less than 543 bytes of leaves inside a program; these have 544"):
+    size = 2 * (3 * 8 + 8 + 8 * 4 + 4) * BITS // 8
+    monkeypatch.setattr("eqx_ensemble._check._export._MOST_INSIDE", size)
+    with pytest.raises(ValueError, match=f"less than {size} bytes of leaves inside a program; these have {size}"):
         export()
     assert export(leaves="beside")(jnp.ones((2, 3))).shape == (2, 2, 4)
 

@@ -68,6 +68,28 @@ def test_is_the_array_function_of_the_whole(case, weights):
     assert any(not np.allclose(got, expected, rtol=1e-3) for got, expected in zip(found, want, strict=True))
 
 
+def test_many_rows():
+    """A compiler may fuse large arrays otherwise: from 20,000 rows one got the second of two weighted means wrong."""
+    values = np.random.default_rng(0).normal(size=(4, 20_000, 10)).astype(np.float32)
+    weights = np.array([1.0, 3.0, 2.0, 2.0])
+    p = np.exp(values.astype(np.float64))
+    p /= p.sum(-1, keepdims=True)
+    mixed = np.average(p, axis=0, weights=weights)
+    aleatoric = np.average(-(p * np.log(p)).sum(-1), axis=0, weights=weights)
+    want = (-(mixed * np.log(mixed)).sum(-1), aleatoric, -(mixed * np.log(mixed)).sum(-1) - aleatoric)
+    reduction, moments, partial, moment = reduce.DecomposeEntropy(), reduce.Moments(), None, None
+    for chunk in (slice(0, 1), slice(1, 3), slice(3, 4)):
+        partial = reduction.update(partial, values[chunk], weights=weights[chunk])
+        moment = moments.update(moment, values[chunk], weights=weights[chunk])
+    whole = uncertainty.decompose_entropy(values, weights=weights)
+    for found in (reduction.finish(partial), reduction(values, weights=weights), whole):
+        for got, expected in zip(found, want, strict=True):
+            np.testing.assert_allclose(got, expected, atol=2e-6)
+    for found in (moments.finish(moment), moments(values, weights=weights)):
+        for got, expected in zip(found, as_moments(values, weights), strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_compiled(case):
     reduction, prepared, _ = CASES[case]
