@@ -87,7 +87,8 @@ def histogram(
     _check.check_num_bins(fn, num_bins)
     _check.check_choice(fn, "binning", binning, ("width", "mass"))
     pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
-    return Histogram(*_fit(rows, num_bins, binning), pooling)
+    edges, frequency = _fit(rows, num_bins, binning)
+    return Histogram(edges, frequency, pooling)
 
 
 @partial(jax.jit, static_argnames=("num_bins", "binning"))
