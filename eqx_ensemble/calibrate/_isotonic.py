@@ -94,13 +94,18 @@ def _fit(fn: str, rows: Rows) -> tuple[Array, Array]:
         raise ImportError(_check.missing_extra(f"eqx_ensemble.{fn}", "scikit-learn", "sklearn")) from error
     kept = np.asarray(rows.share) > 0
     probabilities, labels = np.asarray(jnp.exp(rows.logs))[:, kept], np.asarray(rows.labels)[kept]
-    curves = []
+    knots, values = [], []
     for group in probabilities:
         for c, p in enumerate(group.T):
             fitted = IsotonicRegression(out_of_bounds="clip").fit(p, labels == c)
-            curves.append((fitted.X_thresholds_, fitted.y_thresholds_))
-    longest = max(len(knots) for knots, _ in curves)
-    shape = (*probabilities.shape[::2], longest)
-    padded = [[np.pad(part, (0, longest - len(part)), mode="edge") for part in parts] for parts in zip(*curves)]  # noqa: B905
-    knots, values = (jnp.asarray(np.reshape(part, shape), rows.logs.dtype) for part in padded)
-    return knots, values
+            knots.append(fitted.X_thresholds_)
+            values.append(fitted.y_thresholds_)
+    shape = (*probabilities.shape[::2], -1)
+    return _filled_up(knots, shape, rows.logs.dtype), _filled_up(values, shape, rows.logs.dtype)
+
+
+def _filled_up(parts: list[np.ndarray], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """Parts of several lengths in one array; the last number of a shorter one is repeated."""
+    longest = max(map(len, parts))
+    padded = [np.pad(part, (0, longest - len(part)), mode="edge") for part in parts]
+    return jnp.asarray(np.reshape(padded, shape), dtype)

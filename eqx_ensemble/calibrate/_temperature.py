@@ -122,5 +122,5 @@ def _inverse_temperature(gaps: Float[Array, "rows classes"], share: Float[Array,
         return (jnp.abs(last) > jnp.finfo(gaps.dtype).eps) & (high > low) & (count < 200)
 
     zero = jnp.zeros((), gaps.dtype)
-    log_beta, *_ = jax.lax.while_loop(goes_on, step, (zero, zero - 20, zero + 20, zero + 40, jnp.zeros((), jnp.int32)))
+    log_beta, *_ = jax.lax.while_loop(goes_on, step, (zero, zero - 20, zero + 20, zero + 40, jnp.asarray(0)))
     return jnp.where(jnp.all(jnp.isfinite(gaps)), jnp.exp(log_beta), jnp.nan)

@@ -4,6 +4,7 @@ from ._classes import aps as aps
 from ._classes import raps as raps
 from ._cqr import Cqr as Cqr
 from ._cqr import cqr as cqr
+from ._jackknife import CvPlus as CvPlus
 from ._jackknife import JackknifePlus as JackknifePlus
 from ._jackknife import cv_plus as cv_plus
 from ._jackknife import jackknife_plus_after_bootstrap as jackknife_plus_after_bootstrap

@@ -1,10 +1,10 @@
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 
 from .._check import (
+    check_calibrated_members,
     check_conformal_held_out,
     check_conformal_targets,
     check_drawn,
@@ -18,17 +18,14 @@ from .._check import (
 )
 from ..resample import Folds, out_of_bag
 from ..uncertainty import Interval
-from ._rank import fraction, rank_of, ranked
-
-_CHUNK = 256
-"""How many new rows are compared with all held-out rows at a time."""
+from ._left_out import fitted, intervals
 
 
-class JackknifePlus(NamedTuple):
-    """Jackknife+ intervals, fitted: call it on the predictions of the same members.
+class CvPlus(NamedTuple):
+    """CV+ intervals, fitted: call it on the predictions of the same members.
 
-    - `residuals`: `(rows,)`, how far every row's held-out prediction was off; infinite for rows without one.
-    - `share`: `(folds, rows)` or `(members, rows)`, the weights of those that held the row out, which sum to one.
+    - `residuals`: `(rows,)`, how far every row's held-out prediction was off.
+    - `share`: `(folds, rows)`, the weights of the folds that held the row out, which sum to one.
     - `rank`: which of the sorted values is the end of an interval.
     - `mask`: booleans `(rows,)`, which rows count.
     """
@@ -43,10 +40,32 @@ class JackknifePlus(NamedTuple):
 
         Members of cross-fitting may be several times the folds: member `i` has fold `i % folds`.
         """
-        fn = "conformal.JackknifePlus"
+        fn = "conformal.CvPlus"
         checked = check_values(fn, "predictions", predictions)
         times = check_of_folds(fn, self.share.shape[0], checked.shape[0])
-        return _intervals(jnp.reshape(checked, (times, -1, *checked.shape[1:])), *self)
+        return intervals(jnp.reshape(checked, (times, -1, *checked.shape[1:])), *self)
+
+
+class JackknifePlus(NamedTuple):
+    """Jackknife+ intervals, fitted: call it on the predictions of the same members.
+
+    - `residuals`: `(rows,)`, how far every row's held-out prediction was off; infinite for rows without one.
+    - `share`: `(members, rows)`, the weights of those that held the row out, which sum to one.
+    - `rank`: which of the sorted values is the end of an interval.
+    - `mask`: booleans `(rows,)`, which rows count.
+    """
+
+    residuals: Float[Array, " rows"]
+    share: Float[Array, "members rows"]
+    rank: Int32[Array, ""]
+    mask: Bool[Array, " rows"]
+
+    def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
+        """The intervals `(*batch,)` from all members' predictions for new rows."""
+        fn = "conformal.JackknifePlus"
+        checked = check_values(fn, "predictions", predictions)
+        check_calibrated_members(fn, self.share.shape[0], checked.shape[0])
+        return intervals(checked[None], *self)
 
 
 def cv_plus(
@@ -56,7 +75,7 @@ def cv_plus(
     *,
     level: float,
     mask: Bool[ArrayLike, " rows"] | None = None,
-) -> JackknifePlus:
+) -> CvPlus:
     r"""CV+: intervals from one cross-fit run, without rows set aside for calibration.
 
     Row $i$ was predicted by who did not train on it, and was off by $R_i$; those same members predict $\mu_{-i}(x)$ for
@@ -74,8 +93,8 @@ def cv_plus(
     - `level`: a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
 
-    **Returns:** [`eqx_ensemble.conformal.JackknifePlus`][]: `fitted(predictions)` of all members, `(members, *batch)`,
-    gives `.lower` and `.upper`.
+    **Returns:** [`eqx_ensemble.conformal.CvPlus`][]: `fitted(predictions)` of all members, `(members, *batch)`, gives
+    `.lower` and `.upper`.
 
     **Raises:**
 
@@ -116,7 +135,7 @@ def cv_plus(
     check_level(fn, level)
     unseen = folds.in_test
     check_conformal_held_out(fn, held_out, unseen, mask, every_row=True)
-    return _fitted(fn, predicted, observed, unseen, None, kept, level, 0)
+    return CvPlus(*fitted(fn, predicted, observed, unseen, None, kept, level, 0))
 
 
 def jackknife_plus_after_bootstrap(
@@ -186,57 +205,4 @@ def jackknife_plus_after_bootstrap(
     convex = check_weights(fn, weights, unseen.shape[0], predicted.dtype)
     seen_by = unseen if convex is None else unseen & (convex > 0)[:, None]
     infinite = check_conformal_held_out(fn, held_out, seen_by, mask, every_row=False)
-    return _fitted(fn, predicted, observed, seen_by, convex, kept, level, infinite)
-
-
-def _fitted(
-    fn: str,
-    held_out: Array,
-    targets: Array,
-    unseen: Bool[Array, "folds rows"],
-    weights: Array | None,
-    mask: Array | None,
-    level: float,
-    infinite: int,
-) -> JackknifePlus:
-    rank = rank_of(fn, fraction(level), targets.size, mask, infinite=infinite, stacklevel=5)
-    kept = jnp.ones(targets.shape, bool) if mask is None else mask
-    residuals, share = _prepared(held_out, targets, unseen, weights)
-    return JackknifePlus(residuals, share, rank, kept)
-
-
-@jax.jit
-def _prepared(
-    held_out: Float[Array, " rows"],
-    targets: Float[Array, " rows"],
-    unseen: Bool[Array, "folds rows"],
-    weights: Float[Array, " folds"] | None,
-) -> tuple[Float[Array, " rows"], Float[Array, "folds rows"]]:
-    own = jnp.ones(unseen.shape[0], held_out.dtype) if weights is None else weights
-    share = jnp.where(unseen, own[:, None], 0)
-    total = jnp.sum(share, axis=0)
-    residuals = jnp.where(total == 0, jnp.inf, jnp.abs(targets - held_out))
-    return residuals, share / jnp.where(total == 0, 1, total)[None]
-
-
-@jax.jit
-def _intervals(
-    predictions: Float[Array, " times folds *batch"],
-    residuals: Float[Array, " rows"],
-    share: Float[Array, "folds rows"],
-    rank: Int32[Array, ""],
-    mask: Bool[Array, " rows"],
-) -> Interval:
-    mean = jnp.mean(predictions, axis=0)
-    flat = jnp.reshape(mean, (mean.shape[0], -1))
-    used = jnp.any(share > 0, axis=1)
-    flat = jnp.where(used[:, None], flat, 0)
-
-    def ends(of_row: Float[Array, " folds"]) -> tuple[Array, Array]:
-        # A common offset is taken off first: a sum of products of large numbers would round it differently row by row.
-        offset = jnp.sum(jnp.where(used, of_row, 0)) / jnp.sum(used).astype(of_row.dtype)
-        left_out = jnp.matmul(of_row - offset, share, precision=jax.lax.Precision.HIGHEST)
-        return offset - ranked(residuals - left_out, mask, rank), offset + ranked(residuals + left_out, mask, rank)
-
-    lower, upper = jax.lax.map(ends, flat.T, batch_size=_CHUNK)
-    return Interval(jnp.reshape(lower, mean.shape[1:]), jnp.reshape(upper, mean.shape[1:]))
+    return JackknifePlus(*fitted(fn, predicted, observed, seen_by, convex, kept, level, infinite))

@@ -1,6 +1,5 @@
 """Which of the sorted scores is the quantile, in whole numbers: a rank that rounding moves by one is another law."""
 
-import math
 from fractions import Fraction
 
 import jax
@@ -30,7 +29,7 @@ def rank_of(
 
 
 def _rank(level: Fraction, num_rows: int) -> int:
-    return max(math.ceil((num_rows + 1) * level), 1)
+    return max(-(-(num_rows + 1) * level.numerator // level.denominator), 1)
 
 
 def ranked(

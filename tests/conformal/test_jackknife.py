@@ -240,6 +240,11 @@ def test_messages():
         conformal.cv_plus(held_out[:29], TARGETS[:29], FOLDS, level=0.8)
     with pytest.raises(TypeError, match="`folds` to be a `Folds`"):
         conformal.cv_plus(held_out, TARGETS, FOLDS.in_test, level=0.8)
+    drawn = resample.bootstrap(ROWS, 5, key=KEY)
+    out_of_bag = resample.out_of_bag_mean(at_rows, drawn).mean
+    bagged = conformal.jackknife_plus_after_bootstrap(out_of_bag, TARGETS, drawn, level=0.5)
+    with pytest.raises(ValueError, match="the members that it was fitted on.\n  expected 5 members, got 10"):
+        bagged(np.zeros((10, 2), np.float32))
     held_out[3] = np.nan
     with pytest.raises(ValueError, match="`held_out` predictions without NaN.\n  got nan at index"):
         conformal.cv_plus(held_out, TARGETS, FOLDS, level=0.8)

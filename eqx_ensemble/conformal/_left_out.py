@@ -1,0 +1,63 @@
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from ..uncertainty import Interval
+from ._rank import fraction, rank_of, ranked
+
+_CHUNK = 256
+"""How many new rows are compared with all held-out rows at a time."""
+
+
+def fitted(
+    fn: str,
+    held_out: Array,
+    targets: Array,
+    unseen: Bool[Array, "folds rows"],
+    weights: Array | None,
+    mask: Array | None,
+    level: float,
+    infinite: int,
+) -> tuple[Array, Array, Array, Array]:
+    """Residuals, shares of those that did not see a row, the rank of the quantile, and which rows count."""
+    rank = rank_of(fn, fraction(level), targets.size, mask, infinite=infinite, stacklevel=5)
+    kept = jnp.ones(targets.shape, bool) if mask is None else mask
+    return *_prepared(held_out, targets, unseen, weights), rank, kept
+
+
+@jax.jit
+def _prepared(
+    held_out: Float[Array, " rows"],
+    targets: Float[Array, " rows"],
+    unseen: Bool[Array, "folds rows"],
+    weights: Float[Array, " folds"] | None,
+) -> tuple[Float[Array, " rows"], Float[Array, "folds rows"]]:
+    own = jnp.ones(unseen.shape[0], held_out.dtype) if weights is None else weights
+    share = jnp.where(unseen, own[:, None], 0)
+    total = jnp.sum(share, axis=0)
+    residuals = jnp.where(total == 0, jnp.inf, jnp.abs(targets - held_out))
+    return residuals, share / jnp.where(total == 0, 1, total)[None]
+
+
+@jax.jit
+def intervals(
+    predictions: Float[Array, " times folds *batch"],
+    residuals: Float[Array, " rows"],
+    share: Float[Array, "folds rows"],
+    rank: Int32[Array, ""],
+    mask: Bool[Array, " rows"],
+) -> Interval:
+    """The quantiles, over held-out rows, of what those who did not see the row predict, give or take its residual."""
+    mean = jnp.mean(predictions, axis=0)
+    flat = jnp.reshape(mean, (mean.shape[0], -1))
+    used = jnp.any(share > 0, axis=1)
+    flat = jnp.where(used[:, None], flat, 0)
+
+    def ends(of_row: Float[Array, " folds"]) -> tuple[Array, Array]:
+        # A common offset is taken off first: a sum of products of large numbers would round it differently row by row.
+        offset = jnp.sum(jnp.where(used, of_row, 0)) / jnp.sum(used).astype(of_row.dtype)
+        left_out = jnp.matmul(of_row - offset, share, precision=jax.lax.Precision.HIGHEST)
+        return offset - ranked(residuals - left_out, mask, rank), offset + ranked(residuals + left_out, mask, rank)
+
+    lower, upper = jax.lax.map(ends, flat.T, batch_size=_CHUNK)
+    return Interval(jnp.reshape(lower, mean.shape[1:]), jnp.reshape(upper, mean.shape[1:]))
