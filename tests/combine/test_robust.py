@@ -70,6 +70,18 @@ def test_members_that_are_far_off_move_nothing(weights):
     assert not np.allclose(combine.mean(far[:, :1]), combine.mean(values[:, :1]))
 
 
+@pytest.mark.parametrize("weights", [None, np.full(30, 0.1)])
+@pytest.mark.parametrize("cut", [0.1, 0.2, 0.4])
+def test_what_rounding_leaves_of_a_member_that_is_cut_off_does_not_count(cut, weights):
+    values, number = _values((30, 7)), round(30 * cut)
+    order = np.argsort(values, axis=0)
+    far = np.copy(values)
+    np.put_along_axis(far, order[:number], -1e30, axis=0)
+    np.put_along_axis(far, order[-number:], 1e29, axis=0)
+    want = combine.trimmed_mean(values, cut=cut, weights=weights)
+    np.testing.assert_allclose(combine.trimmed_mean(far, cut=cut, weights=weights), want, rtol=1e-5, atol=1e-6)
+
+
 def test_a_large_offset_costs_no_precision():
     values = (1e4 + _values((64, 50))).astype(np.float32)
     want = stats.trim_mean(values.astype(np.float64), 0.25, axis=0)

@@ -34,7 +34,8 @@ def test_masks_impossible_members_and_transforms():
     rows = np.random.default_rng(1).normal(size=(3, 6)).astype(np.float32)
     mask = np.array([True, True, False, True, False, True])
     want = combine.weights.bayesian(rows[:, mask])
-    np.testing.assert_allclose(combine.weights.bayesian(np.where(mask, rows, np.nan), mask=mask), want, rtol=1e-5)
+    for given in (rows, np.where(mask, rows, np.nan)):
+        np.testing.assert_allclose(combine.weights.bayesian(given, mask=mask), want, rtol=1e-5)
     rows[1, 0] = -np.inf
     found = combine.weights.bayesian(rows)
     assert found[1] == 0

@@ -108,8 +108,8 @@ def test_a_common_part_of_a_row_changes_nothing():
 def test_masked_rows_are_left_out_whatever_they_hold():
     log_scores, mask = _log_scores((5, 200)), np.arange(200) % 3 > 0
     want = combine.weights.stacking(log_scores[:, mask])
-    broken = np.where(mask, log_scores, np.nan)
-    np.testing.assert_allclose(combine.weights.stacking(broken, mask=mask).weights, want.weights, atol=1e-5)
+    for given in (log_scores, np.where(mask, log_scores, np.nan), np.where(mask, log_scores, np.inf)):
+        np.testing.assert_allclose(combine.weights.stacking(given, mask=mask).weights, want.weights, atol=1e-5)
     assert not np.allclose(combine.weights.stacking(log_scores).weights, want.weights, atol=1e-3)
 
 
