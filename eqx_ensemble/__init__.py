@@ -18,6 +18,7 @@ from ._axes import Each as Each
 from ._build import build as build
 from ._check import CheckpointCorruptError as CheckpointCorruptError
 from ._check import MemberMismatchError as MemberMismatchError
+from ._check import sums_are_right as _sums_are_right
 from ._ensemble import Ensemble as Ensemble
 from ._ensemble import average as average
 from ._ensemble import concatenate as concatenate
@@ -38,3 +39,5 @@ from .predict import predict as predict
 from .sweep import grid as grid
 from .train import Run as Run
 from .train import fit as fit
+
+_sums_are_right()

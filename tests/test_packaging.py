@@ -10,14 +10,16 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+import warnings
 import zipfile
 
 import jax.numpy as jnp
 import pytest
 from jaxtyping import TypeCheckError
 
-from eqx_ensemble import combine
+from eqx_ensemble import _check, combine
 
+SAFE = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
 ROOT = pathlib.Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "eqx_ensemble").rglob("*.py"))
@@ -103,7 +105,7 @@ def test_dependencies_have_lower_bounds_only():
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
     for requirement in [*project["dependencies"], *(r for rs in extras.values() for r in rs)]:
-        assert re.fullmatch(r"eqx_ensemble\[\w+\]|[\w-]+(\[\w+\])?>=[\d.]+", requirement), requirement
+        assert re.fullmatch(r"eqx_ensemble\[\w+\]|[\w-]+(\[\w+\])?>=[\d.]+(,!=[\d.]+)*", requirement), requirement
 
 
 @pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="building the wheel needs hatchling")
@@ -170,3 +172,14 @@ def test_unpickling_and_evaluating_would_be_noticed(source):
 
 def test_harmless_source_is_let_through():
     assert not unsafe_lines("jax.jit(f).lower(x).compile()\neqx.filter_eval_shape(f)\nnp.load(p, allow_pickle=False)")
+
+
+@pytest.mark.parametrize(("version", "flags", "count"), [("0.10.2", "", 1), ("0.10.2", SAFE, 0), ("0.10.1", "", 0)])
+def test_the_jaxlib_that_sums_wrongly(monkeypatch, version, flags, count):
+    monkeypatch.setattr("jaxlib.__version__", version)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _check.sums_are_right()
+    assert len(caught) == count
+    assert all(SAFE in str(warning.message) for warning in caught)
