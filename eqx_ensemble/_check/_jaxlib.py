@@ -1,7 +1,6 @@
+import importlib.metadata
 import os
 import warnings
-
-import jaxlib
 
 # Its CPU compiler hands such sums to a library that then reads the wrong rows; this keeps them out of its hands.
 _SAFE = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
@@ -9,7 +8,8 @@ _SAFE = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
 
 def sums_are_right() -> None:
     """Warn where jaxlib is the release that sums large arrays wrongly on CPUs, unless the user took precautions."""
-    if jaxlib.__version__ != "0.10.2" or "xla_cpu_experimental_ynn_fusion_type" in os.environ.get("XLA_FLAGS", ""):
+    told = "xla_cpu_experimental_ynn_fusion_type" in os.environ.get("XLA_FLAGS", "")
+    if told or importlib.metadata.version("jaxlib") != "0.10.2":
         return
     warnings.warn(
         "jaxlib 0.10.2 computes some sums over more than some 16,000 rows wrongly on CPUs, and says nothing: a loss, a "
