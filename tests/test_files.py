@@ -232,6 +232,19 @@ def test_another_number_of_members_is_noticed(path, ensemble):
     assert ee.load(path, ensemble[:3], members=[0, 1]).num_members == 2
 
 
+def test_a_model_where_an_ensemble_was_saved(path, unhooked):
+    with pytest.raises(ee.MemberMismatchError, match="An ensemble was saved, and `like` is none: pass the function"):
+        ee.load(path, linear(KEY))
+
+
+def test_the_maker_in_place_of_the_model_replaces_nothing(path, ensemble, unhooked):
+    with pytest.raises(
+        TypeError, match=r"`eqx_ensemble.save` got a function without any array(.|\n)*not what makes it"
+    ):
+        ee.save(path, linear)
+    assert_same(ee.load(path, linear), ensemble)
+
+
 def test_keys_of_another_generator_are_noticed(tmp_path):
     ee.save(tmp_path / "k", {"key": jax.random.key(0)})
     with pytest.raises(ee.MemberMismatchError, match=r"saved key<fry>\[\], expected key<rbg>\[\]"):

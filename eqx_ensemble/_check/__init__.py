@@ -94,6 +94,7 @@ from ._files import retention as retention
 from ._files import savable as savable
 from ._files import savable_dtype as savable_dtype
 from ._files import saved_rows as saved_rows
+from ._files import something_to_save as something_to_save
 from ._files import step_number as step_number
 from ._fit import FORGETS_THE_BEST as FORGETS_THE_BEST
 from ._fit import IDLE_PATIENCE as IDLE_PATIENCE

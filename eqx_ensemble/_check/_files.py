@@ -37,6 +37,15 @@ def corrupt(file: Any, reason: str, *, leaf: str | None = None, member: int | No
     )
 
 
+def something_to_save(tree: Any, *, name: str) -> None:
+    """Not a mere function, such as the one that makes the model: it would replace a checkpoint with nothing."""
+    leaves = jax.tree.leaves(tree)
+    if callable(tree) and all(callable(leaf) and not is_member_array(leaf) for leaf in leaves):
+        raise TypeError(
+            f"`{name}` got {kind_of(tree)} without any array.\nPass the ensemble or the model, not what makes it."
+        )
+
+
 def no_checkpoint(path: Any, *, name: str) -> None:
     """There is a folder at `path`."""
     if not os.path.exists(path):

@@ -33,6 +33,8 @@ def same_leaves(gaps: Sequence[Gap], path: Any, *, only_dtypes: bool, name: str)
     fix = "`like` is what was saved, in shape and dtype: make it as the model was made that was saved."
     if only_dtypes:
         fix = "Pass `cast='like'` to cast floats to floats and integers to integers, or give `like` the saved dtypes."
+    elif any(where == ".ids" and expected == "nothing" for where, _, expected in gaps):
+        fix = "An ensemble was saved, and `like` is none: pass the function that makes one member from a key."
     raise MemberMismatchError(
         f"`{name}` needs a `like` with the leaves saved in `{path}`; {len(gaps)} {verb}.\n{_listed(gaps)}\n{fix}"
     )
