@@ -3,7 +3,6 @@ import logging
 import os
 import re
 import signal
-import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -17,11 +16,6 @@ from jaxtyping import config as jaxtyping_config  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-
-# Many tests compile the same programs. Each process keeps its own, because jax does not write them at one stroke.
-_PROGRAMS = tempfile.TemporaryDirectory(prefix="eqx_ensemble_tests_")
-jax.config.update("jax_compilation_cache_dir", _PROGRAMS.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 
 @pytest.fixture
