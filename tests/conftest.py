@@ -1,6 +1,9 @@
 import contextlib
+import gc
+import itertools
 import logging
 import os
+import pathlib
 import re
 import signal
 
@@ -16,6 +19,19 @@ from jaxtyping import config as jaxtyping_config  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+_MOST_MAPPINGS = 30_000  # Linux allows a process 65,530; every compiled program takes some, and one too many is a crash
+_TESTS_BETWEEN_LOOKS = 25
+_tests = itertools.count(1)
+
+
+def pytest_runtest_teardown():
+    """Drops compiled programs before a long-lived process has too many."""
+    mappings = pathlib.Path("/proc/self/maps")
+    if next(_tests) % _TESTS_BETWEEN_LOOKS == 0 and mappings.exists():
+        if mappings.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+            jax.clear_caches()
+            gc.collect()
 
 
 @pytest.fixture
