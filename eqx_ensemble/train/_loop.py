@@ -123,7 +123,8 @@ class Loop:
         if self._saver is not None and self._saver.failed is not None:
             return True
         failed = self._raises and (self.roster.status(carry) == DIVERGED).sum() > self._lost_before
-        return bool(self._interruption.requested or failed or not (status == OK).any())
+        interrupted = self._interruption.requested and self.record.begun  # there is no run before its first step
+        return bool(interrupted or failed or not (status == OK).any())
 
     def last_validation(self, inputs: Inputs, carry: Carry) -> Carry:
         """Validates where a run ends within an epoch, so that no member's last weights go unjudged."""

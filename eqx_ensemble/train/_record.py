@@ -58,6 +58,11 @@ class Record:
         self._score_steps.append(self.steps)
 
     @property
+    def begun(self) -> bool:
+        """Whether there are steps to tell of."""
+        return bool(self._outputs)
+
+    @property
     def latest(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Each member's latest loss `(members,)` and best validation score `(members,)`, also when it has left."""
         assert self._latest is not None

@@ -558,6 +558,19 @@ def test_control_c_leaves_a_whole_run(ensemble, interruptible, moments, monkeypa
     assert int(state.step) == int(run.train_state.step) + 1
 
 
+def test_control_c_before_the_first_step(ensemble, interruptible, monkeypatch):
+    begin = _loop.Loop.begin
+
+    def interrupted(self, *args):
+        signal.raise_signal(signal.SIGINT)
+        begin(self, *args)
+
+    monkeypatch.setattr(_loop.Loop, "begin", interrupted)
+    run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, steps=3_000_000, key=KEY)
+    assert run.interrupted
+    assert 0 < run.history.loss.shape[1] < 10_000
+
+
 def test_control_c_between_batches(ensemble, interruptible):
     def batches():
         for i in range(100):
