@@ -12,6 +12,9 @@ from ._crps_gaussian import expected_distance
 
 Binning = Literal["width", "mass"]
 
+_BLOCK = 1024
+"""How many rows are added up one after another."""
+
 
 class Bins(NamedTuple):
     """The inner edges of the bins, and the bin of every row; how many rows a bin has, their mean probability and hits.
@@ -38,10 +41,13 @@ def binned(
     edges = _of_width(num_bins, probability.dtype) if binning == "width" else _of_mass(probability, mask, num_bins)
     edges = jax.lax.stop_gradient(edges)
     index = jnp.searchsorted(edges, probability, side="left")
-    total = lambda values: jax.ops.segment_sum(values * kept, index, num_segments=num_bins)
+    total = lambda values: _sum_by_bin(values * kept, index, num_bins)
     count = total(jnp.ones_like(probability))
     filled = jnp.maximum(count, 1)
-    return Bins(edges, index, count, total(probability) / filled, total(hits) / filled)
+    rough = total(probability) / filled
+    # Equal numbers are all rounded one way when they are added; their small deviations from the mean are not.
+    mean = rough + total(probability - rough[index]) / filled
+    return Bins(edges, index, count, mean, total(hits) / filled)
 
 
 def by_class(
@@ -81,6 +87,14 @@ def mean_gap(bins: Bins, *, debiased: bool) -> Float[Array, ""]:
         variance = bins.frequency * (1 - bins.frequency) / jnp.maximum(bins.count, 1)
         errors = 2 * errors - expected_distance(gaps, variance)
     return jnp.sum(bins.count * errors) / jnp.sum(bins.count)
+
+
+def _sum_by_bin(values: Float[Array, " rows"], index: Int[Array, " rows"], num_bins: int) -> Float[Array, " bins"]:
+    """The sum of every bin, block by block of rows, so that no small number is added to a very large one."""
+    num_blocks = max(-(-values.size // _BLOCK), 1)
+    place = index + num_bins * (jnp.arange(values.size, dtype=index.dtype) // _BLOCK)
+    sums = jax.ops.segment_sum(values, place, num_segments=num_bins * num_blocks)
+    return jnp.sum(jnp.reshape(sums, (num_blocks, num_bins)), axis=0)
 
 
 def _of_width(num_bins: int, dtype: jnp.dtype) -> Float[Array, " edges"]:
