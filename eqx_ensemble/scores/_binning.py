@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from ._classification import mixture
+from ._classification import correct, mixture
 from ._crps_gaussian import expected_distance
 
 Binning = Literal["width", "mass"]
@@ -60,7 +60,9 @@ def by_class(
     num_classes = logits.shape[-1]
     logs = mixture(logits, weights)
     probabilities = jnp.reshape(jnp.exp(logs), (-1, num_classes))
-    truth = jax.nn.one_hot(jnp.ravel(labels), num_classes, dtype=probabilities.dtype)
+    flat = jnp.ravel(labels)
+    in_range = (flat >= 0) & (flat < num_classes)
+    truth = jnp.where(in_range[:, None], jax.nn.one_hot(flat, num_classes, dtype=probabilities.dtype), jnp.nan)
     return probabilities.T, truth.T, None if mask is None else jnp.ravel(mask)
 
 
@@ -75,8 +77,9 @@ def of_top_label(
     """Bins of the confidence, the mixture's largest probability; a hit is a label that has it."""
     logs = mixture(logits, weights)
     confidence = jnp.ravel(jnp.exp(jnp.max(logs, axis=-1)))
-    right = jnp.ravel(jnp.argmax(logs, axis=-1).astype(labels.dtype) == labels).astype(confidence.dtype)
-    return binned(confidence, right, None if mask is None else jnp.ravel(mask), num_bins, binning)
+    return binned(
+        confidence, jnp.ravel(correct(logs, labels)), None if mask is None else jnp.ravel(mask), num_bins, binning
+    )
 
 
 def mean_gap(bins: Bins, *, debiased: bool) -> Float[Array, ""]:
