@@ -42,11 +42,11 @@ def check_per_member(fn: str, arrays: tuple[ArrayLike, ...], options: dict[str, 
     return predictions
 
 
-def check_ends(fn: str, lower: ArrayLike, upper: ArrayLike) -> tuple[Array, ...]:
-    """The ends of intervals, of one shape and in one dtype."""
-    ends = {"lower": _floating(fn, "lower", lower), "upper": _floating(fn, "upper", upper)}
-    _check_alike(fn, **ends)
-    return promoted(*ends.values())
+def check_of_one_shape(fn: str, **arrays: ArrayLike) -> tuple[Array, ...]:
+    """Floating arrays of one shape, in one dtype."""
+    checked = {name: _floating(fn, name, values) for name, values in arrays.items()}
+    _check_alike(fn, **checked)
+    return promoted(*checked.values())
 
 
 def check_sets(fn: str, sets: ArrayLike) -> Array:
