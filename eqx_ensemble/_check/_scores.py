@@ -22,6 +22,8 @@ def check_fair(fn: str, num_members: int, *, weighted: bool) -> None:
 
 def check_num_bins(fn: str, num_bins: int) -> None:
     """A positive count."""
+    if isinstance(num_bins, bool) or not isinstance(num_bins, int | np.integer):
+        _fail(fn, "an integer `num_bins`", f"got {num_bins!r}", "15 is usual.", TypeError)
     if num_bins < 1:
         _fail(fn, "`num_bins` of one or more", f"got {num_bins}", "15 is usual.")
 

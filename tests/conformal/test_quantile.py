@@ -135,6 +135,12 @@ def test_messages():
         conformal.quantile(SCORES.reshape(9, 11), level=0.9)
     with pytest.raises(ValueError, match="a `level` between 0 and 1"):
         conformal.quantile(SCORES, level=90)
+    with pytest.raises(TypeError, match=r"a Python number as `level`.\n  got array\(\[0.1, 0.9\]\)\nSeveral levels"):
+        conformal.quantile(SCORES, level=np.array([0.1, 0.9]))
+    with pytest.raises(TypeError, match="a Python number as `level`.\n  got '0.9'"):
+        conformal.quantile(SCORES, level="0.9")
+    with pytest.raises(TypeError, match="a Python number as `level`.\n  got a traced array"):
+        jax.jit(lambda level: conformal.quantile(SCORES, level=level))(0.9)
     with pytest.raises(ValueError, match=r"one of `row_weights` per score.\n  expected shape \(99,\), got \(9,\)"):
         conformal.weighted_quantile(SCORES, np.ones(9), np.ones(1), level=0.9)
     with pytest.raises(ValueError, match="finite `new_weights` of zero or more.\n  got -1.0 at index"):

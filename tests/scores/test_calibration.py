@@ -199,6 +199,8 @@ def test_unfit_bins():
         ValueError, match="`eqx_ensemble.scores.ece` needs `num_bins` of one or more.\n  got 0\n15 is us"
     ):
         scores.ece(logits, labels, num_bins=0)
+    with pytest.raises(TypeError, match="an integer `num_bins`.\n  got 15.0"):
+        scores.ece(logits, labels, num_bins=15.0)
     with pytest.raises(ValueError, match="`binning` to be 'width' or 'mass'.\n  got 'equal'"):
         scores.classwise_ece(logits, labels, binning="equal")
 
