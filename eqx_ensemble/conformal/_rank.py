@@ -27,9 +27,8 @@ def rank_of(
 
 def rank_among(level: Fraction, num_rows: int, mask: Array | None) -> Int32[Array, ""]:
     """As `rank_of`, without the warning."""
-    kept = num_rows if mask is None else count_rows_kept(mask)
-    if kept is not None:
-        return jnp.asarray(_rank(level, kept), jnp.int32)
+    if mask is None or (count := count_rows_kept(mask)) is not None:
+        return jnp.asarray(_rank(level, num_rows if mask is None else count), jnp.int32)
     table = np.asarray([_rank(level, kept) for kept in range(num_rows + 1)], np.int32)
     return jnp.asarray(table)[jnp.sum(mask)]
 
