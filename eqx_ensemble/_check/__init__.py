@@ -220,12 +220,12 @@ from ._rows import check_ranking as check_ranking
 from ._rows import check_rows_of_members as check_rows_of_members
 from ._rows import check_selection as check_selection
 from ._rows import check_temperature as check_temperature
-from ._scores import check_ends as check_ends
 from ._scores import check_fair as check_fair
 from ._scores import check_known as check_known
 from ._scores import check_known_weights as check_known_weights
 from ._scores import check_num_bins as check_num_bins
 from ._scores import check_num_draws as check_num_draws
+from ._scores import check_of_one_shape as check_of_one_shape
 from ._scores import check_outputs as check_outputs
 from ._scores import check_per_member as check_per_member
 from ._scores import check_random as check_random

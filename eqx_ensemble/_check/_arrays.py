@@ -184,6 +184,10 @@ def check_choice(fn: str, name: str, value: str, choices: tuple[str, ...]) -> No
 
 def check_level(fn: str, level: float) -> None:
     """A probability strictly between zero and one."""
+    host = concrete(level)
+    if host is None or host.ndim or not np.issubdtype(host.dtype, np.number):
+        got = "a traced array" if host is None else f"{level!r}"
+        _fail(fn, "a Python number as `level`", f"got {got}", "Several levels? Call it once for each.", TypeError)
     if not 0 < level < 1:
         _fail(fn, "a `level` between 0 and 1", f"got {level}", "Write 90 % as `level=0.9`.")
 

@@ -40,7 +40,7 @@ def ece(
 
     **Returns:**
 
-    A scalar. NaN if any row of the mixture is.
+    A scalar. NaN if any row of the mixture is, or, while tracing, a label out of range.
 
     **Raises:**
 
@@ -94,7 +94,7 @@ def classwise_ece(
 
     **Returns:**
 
-    A scalar. NaN if any row of the mixture is.
+    A scalar. NaN if any row of the mixture is, or, while tracing, a label out of range.
 
     **Raises:**
 
