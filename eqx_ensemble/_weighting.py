@@ -6,7 +6,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Shaped
 
 
 def blank_unweighted(
-    values: Float[Array, "members ..."], weights: Float[Array, " members"] | None, *, fill: float = 0.0
+    values: Float[Array, "members ..."], weights: Float[Array, " members"] | None, *, fill: ArrayLike = 0.0
 ) -> Float[Array, "members ..."]:
     """The values, overwritten for members of weight zero, so that their NaNs reach no value and no gradient."""
     if weights is None:
