@@ -63,6 +63,12 @@ def votes(
     return weighted_mean(jnp.where(unknown, jnp.nan, chosen), weights)
 
 
+def different_votes(shares: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
+    """The probability that two votes differ, from the share of each class."""
+    # Not 1 - sum of squares: members that agree would disagree by the rounding of their weights.
+    return jnp.sum(shares * (jnp.sum(shares, axis=-1, keepdims=True) - shares), axis=-1)
+
+
 def ordered(
     values: Float[Array, "members ..."], weights: Float[Array, " members"] | None
 ) -> tuple[Float[Array, "members ..."], Float[Array, "members ..."]]:

@@ -1,9 +1,8 @@
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .. import _check, combine, uncertainty
+from .. import _check, _weighting, combine, uncertainty
 from ..uncertainty import Decomposition
 from ._reduction import AbstractSummary
 
@@ -90,8 +89,7 @@ class Disagreement(AbstractSummary):
 
     def result(self, summary: PyTree) -> Float[Array, "*batch"]:
         """The probability of different votes."""
-        # Not 1 - sum of squares: members that agree would disagree by rounding.
-        return jnp.sum(summary * (1 - summary), axis=-1)
+        return _weighting.different_votes(summary)
 
 
 class _Parts(NamedTuple):

@@ -157,6 +157,14 @@ def test_small_mutual_information_keeps_its_digits():
     assert not np.allclose(difference, want, rtol=1e-1)
 
 
+def test_members_that_agree_do_not_disagree_by_rounding():
+    agreed = jnp.tile(jnp.array([1.0, 0.0, 0.0]), (MEMBERS, 1))
+    for seed in range(20):
+        weights = np.random.default_rng(seed).uniform(size=MEMBERS)
+        assert streamed(reduce.Disagreement(), agreed, weights) == 0
+        assert streamed(reduce.Disagreement(), agreed.at[0].set(jnp.array([0.0, 1.0, 0.0])), weights) > 0
+
+
 LEVELS = [0.0, 0.1, 0.25, 0.5, 0.9, 1.0]
 
 
