@@ -88,14 +88,21 @@ def quantile(
     values: Float[Array, "members ..."], level: Float[Array, ""], weights: Float[Array, " members"] | None
 ) -> Float[Array, "..."]:
     """Where the weight of the values at or below reaches the level; midway to the next where it meets it exactly."""
-    in_order, share = ordered(values, weights)
-    rounding = 4 * jnp.finfo(values.dtype).eps
+    unknown = jnp.any(jnp.isnan(blank_unweighted(values, weights)), axis=0)
+    return jnp.where(unknown, jnp.nan, quantile_in_order(*ordered(values, weights), level))
+
+
+def quantile_in_order(
+    in_order: Float[Array, "members ..."], share: Float[Array, "members ..."], level: Float[Array, ""]
+) -> Float[Array, "..."]:
+    """The same of sorted values, with the weight of each and all below it; NaN where there is no weight at all."""
+    rounding = 4 * jnp.finfo(in_order.dtype).eps
     lower = jnp.sum(share < level - rounding, axis=0)
     upper = jnp.sum(share <= level + rounding, axis=0)
-    upper = jnp.where(upper < values.shape[0], upper, lower)
+    upper = jnp.where(upper < in_order.shape[0], upper, lower)
     low, high = (jnp.take_along_axis(in_order, index[None], axis=0)[0] for index in (lower, upper))
-    unknown = jnp.any(jnp.isnan(blank_unweighted(values, weights)), axis=0)
-    return jnp.where(unknown, jnp.nan, jnp.where(lower == upper, low, 0.5 * low + 0.5 * high))
+    found = jnp.where(lower == upper, low, 0.5 * low + 0.5 * high)
+    return jnp.where(jnp.isnan(share[-1]), jnp.nan, found)
 
 
 def _spread(weights: Float[Array, " members"], values: Float[Array, "members ..."]) -> Float[Array, "members ..."]:

@@ -77,6 +77,8 @@ class Quantiles(AbstractReduction):
         """The sketch of the members of two."""
         if first is None:
             first, second = second, None
+        if first is None:
+            return None
         floors = list(first.floors)
         for i, items in enumerate(() if second is None else second.floors):
             if i < len(floors):
@@ -125,15 +127,6 @@ def _quantiles(sketch: _Sketch, levels: Array) -> Array:
     items = jax.tree.map(lambda *xs: jnp.concatenate(xs), *sketch.floors)
     values, weights = jax.lax.sort(tuple(items), dimension=0, num_keys=1)
     share = jnp.cumsum(weights, axis=0)
-    share = share / share[-1:]
-    rounding = 4 * jnp.finfo(values.dtype).eps
-
-    def one(level: Array) -> Array:
-        lower = jnp.sum(share < level - rounding, axis=0)
-        upper = jnp.sum(share <= level + rounding, axis=0)
-        upper = jnp.where(upper < values.shape[0], upper, lower)
-        low, high = (jnp.take_along_axis(values, index[None], axis=0)[0] for index in (lower, upper))
-        found = jnp.where(lower == upper, low, 0.5 * low + 0.5 * high)
-        return jnp.where(sketch.unknown, jnp.nan, found)
-
-    return jnp.stack([one(level) for level in levels], axis=-1)
+    one = lambda level: _weighting.quantile_in_order(values, share / share[-1:], level)
+    found = jnp.stack([one(level) for level in levels], axis=-1)
+    return jnp.where(sketch.unknown[..., None], jnp.nan, found)

@@ -196,6 +196,20 @@ def test_quantiles_of_many_members(chunk):
     assert np.abs(ranks - count * np.array(levels)).max() > bound
 
 
+def test_quantiles_of_compiled_chunks_of_no_weight():
+    reduction, values = reduce.Quantiles([0.5]), logits()
+    update = jax.jit(lambda partial, part, weights: reduction.update(partial, part, weights=weights))
+    partial = update(update(None, values[:3], jnp.ones(3)), values[3:], jnp.zeros(4))
+    np.testing.assert_array_equal(reduction.finish(partial), reduction(values[:3]))
+    assert not np.array_equal(reduction(values[:3]), reduction(values))
+    assert np.isnan(reduction.finish(update(None, values, jnp.zeros(MEMBERS)))).all()
+
+
+@pytest.mark.parametrize("reduction", [reduce.Quantiles([0.5]), reduce.Mean()], ids=["quantiles", "summary"])
+def test_nothing_merged_with_nothing_is_nothing(reduction):
+    assert reduction.merge(None, None) is None
+
+
 def test_quantiles_of_nan():
     values = logits().at[1, 2, 0].set(jnp.nan)
     found = np.asarray(streamed(reduce.Quantiles([0.5]), values))
