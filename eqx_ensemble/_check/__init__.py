@@ -243,6 +243,7 @@ from ._streaming import combiner as combiner
 from ._streaming import members_of_chunk as members_of_chunk
 from ._streaming import members_seen as members_seen
 from ._streaming import nothing_traced as nothing_traced
+from ._streaming import one_array as one_array
 from ._streaming import pair_of_moments as pair_of_moments
 from ._streaming import quantile_levels as quantile_levels
 from ._streaming import result_too_large as result_too_large

@@ -48,12 +48,23 @@ def members_seen(partial: Any, *, name: str) -> None:
         )
 
 
+def one_array(predictions: Any, *, name: str) -> Any:
+    """Predictions of one array, which NumPy would make of a tuple of them, with an axis too many."""
+    if isinstance(predictions, tuple | list | dict):
+        raise TypeError(
+            f"`eqx_ensemble.{name}` needs predictions that are one array, got {_several(predictions)}.\n"
+            "Pairs `(mean, variance)` are for `reduce.DecomposeVariance()`; to keep one of several outputs: "
+            "`predict(..., fn=lambda model, x: model(x)[0])`."
+        )
+    return predictions
+
+
 def pair_of_moments(predictions: Any, *, name: str) -> tuple[Any, Any]:
     """Predictions of a mean and a variance."""
     if not isinstance(predictions, tuple | list) or len(predictions) != 2:
         got = f"{type(predictions).__name__} of shape {np.shape(predictions)}"
         if isinstance(predictions, tuple | list | dict):
-            got = f"a {type(predictions).__name__} of {len(predictions)}"
+            got = _several(predictions)
         raise TypeError(
             f"`eqx_ensemble.{name}` needs predictions that are a pair `(mean, variance)`, got {got}.\n"
             "Other outputs become a pair by `predict(..., fn=lambda model, x: (mean, variance))`; for points "
@@ -135,3 +146,7 @@ def in_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count} bytes"
+
+
+def _several(predictions: Any) -> str:
+    return f"a {type(predictions).__name__} of {len(predictions)}"

@@ -20,7 +20,8 @@ class Mixture(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
-        return _check.check_logits("reduce.Mixture", predictions)
+        fn = "reduce.Mixture"
+        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
         """The mixture of members."""
@@ -47,7 +48,8 @@ class Vote(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
-        return _check.check_logits("reduce.Vote", predictions)
+        fn = "reduce.Vote"
+        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
         """The shares of members."""
@@ -77,7 +79,8 @@ class Disagreement(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
-        return _check.check_logits("reduce.Disagreement", predictions)
+        fn = "reduce.Disagreement"
+        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
         """The shares of votes of members."""
@@ -116,7 +119,8 @@ class DecomposeEntropy(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
-        return _check.check_logits("reduce.DecomposeEntropy", predictions)
+        fn = "reduce.DecomposeEntropy"
+        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
 
     def of_members(self, predictions: PyTree, weights: Any) -> _Parts:
         """The mixture of members and the two parts of its entropy."""

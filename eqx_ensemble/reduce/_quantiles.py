@@ -66,7 +66,8 @@ class Quantiles(AbstractReduction):
 
     def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
         """The sketch with some more members."""
-        values = _check.check_values("reduce.Quantiles", "predictions", predictions)
+        fn = "reduce.Quantiles"
+        values = _check.check_values(fn, "predictions", _check.one_array(predictions, name=fn))
         weights, total = chunk_weights(self, predictions, weights)
         if total is None:
             return partial

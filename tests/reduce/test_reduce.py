@@ -231,6 +231,9 @@ BAD = {
         ValueError,
         "`eqx_ensemble.reduce.DecomposeVariance` needs variances of zero or more",
     ),
+    "a pair": (lambda: reduce.Mean()((logits(), logits())), TypeError, "that are one array, got a tuple of 2"),
+    "a list": (lambda: reduce.Vote()([logits()] * 3), TypeError, "that are one array, got a list of 3"),
+    "quantiles of a pair": (lambda: reduce.Quantiles([0.5])((logits(), logits())), TypeError, "one array, got a tuple"),
     "integers": (lambda: reduce.Mean()(np.ones((2, 3), int)), TypeError, "floating-point `predictions`"),
     "one class": (
         lambda: reduce.Vote()(jnp.ones((2, 3, 1))),
