@@ -165,6 +165,8 @@ def check_weights(fn: str, weights: ArrayLike | None, num_members: Size, dtype: 
         exact = host.astype(np.float64)
         return jnp.asarray(exact / exact.sum(), dtype)
     converted = array.astype(dtype)
+    # What a weight of zero multiplies is blank, so that its own gradient would be wrong: it has none.
+    converted = jnp.where(converted == 0, 0, converted)
     return converted / jnp.sum(converted)
 
 
