@@ -75,6 +75,17 @@ def test_correlation_is_numpys():
     np.testing.assert_allclose(uncertainty.error_correlation(1e-30 * (offset - 1e4)), want, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [4, 15, 30])  # of 15 and of 30 times 0.1 the float32 mean is not 0.1
+def test_errors_that_are_all_the_same_correlate_with_none(count):
+    errors = np.stack([np.full(count, 0.1), np.arange(count)]).astype(np.float32)
+    errors[:, 1], mask = 7, np.arange(count) != 1
+    for found in (uncertainty.error_correlation(errors, mask=mask), uncertainty.error_correlation(errors[:, mask])):
+        assert np.isnan(found[0]).all()
+        assert np.isnan(found[1, 0])
+        np.testing.assert_allclose(found[1, 1], 1, rtol=1e-6)
+    assert np.isfinite(uncertainty.error_correlation(errors)).all()
+
+
 def test_correlation_says_what_combining_gains():
     errors = np.random.default_rng(0).normal(size=(6, 5000)) + np.random.default_rng(1).normal(size=5000)
     errors = (errors - errors.mean(1, keepdims=True)) / errors.std(1, keepdims=True)
