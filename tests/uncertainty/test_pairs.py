@@ -105,6 +105,13 @@ def test_masks_broken_members_and_transforms(function):
     np.testing.assert_allclose(jax.vmap(function)(correct[None, :, mask])[0], want, rtol=1e-4, atol=1e-6)
 
 
+def test_rows_left_out_may_hold_any_mark():
+    correct, mask = _correct(), np.arange(200) % 3 > 0
+    want = uncertainty.q_statistic(correct, mask=mask)
+    correct[:, ~mask] = -1
+    np.testing.assert_array_equal(uncertainty.q_statistic(correct, mask=mask), want)
+
+
 def test_takes_what_the_scores_give():
     logits = _logits()
     labels = np.random.default_rng(2).integers(3, size=40)
