@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _fail, _first, check_mask, check_values, check_weights, concrete
+from ._arrays import _fail, _first, check_mask, check_plain_weights, check_values, check_weights, concrete
 from ._leaves import is_traced
 from ._marks import positive_int
 from ._rows import check_scalar
@@ -116,6 +116,7 @@ def check_prune(fn: str, weights: ArrayLike, above: float, num_members: Any) -> 
     if is_traced(weights):
         fix = "Prune outside `jax.jit`: how many members are left depends on the weights."
         _fail(fn, "weights whose values are known", "got a traced array", fix, TypeError)
+    check_plain_weights(fn, weights)
     shape = np.shape(weights)
     if len(shape) != 1 or shape[0] < 1:
         _fail(fn, "one weight per member, `(members,)`", f"got shape {shape}", "Weights stand in the members' order.")

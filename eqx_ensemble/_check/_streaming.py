@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arrays import concrete
+from ._arrays import check_plain_weights, concrete
 from ._leaves import is_traced
 
 
@@ -22,6 +22,7 @@ def members_of_chunk(predictions: Any, *, name: str) -> int:
 
 def chunk_weights(weights: Any, num_members: int, *, name: str) -> Any:
     """Weights of the members of a chunk: finite and not negative; they may all be zero. Concrete ones are NumPy's."""
+    check_plain_weights(name, weights)
     host = concrete(weights)
     array = jnp.asarray(weights) if host is None else host
     if array.shape != (num_members,):
