@@ -173,6 +173,7 @@ from ._plot import check_lines as check_lines
 from ._plot import check_pairs as check_pairs
 from ._plot import check_plotted as check_plotted
 from ._plot import check_risk_coverage as check_risk_coverage
+from ._plot import check_weighted_members as check_weighted_members
 from ._population import halving as halving
 from ._population import has_hyper as has_hyper
 from ._population import judged as judged

@@ -200,6 +200,14 @@ BAD = {
         lambda: plot.prediction_bands(np.array([[1.0, np.nan]])),
         r"finite `predictions`.\n  got nan at index \(0, 1\), the first of 1 such\nLeave diverged members",
     ),
+    "weights": (
+        lambda: plot.prediction_bands(LOGITS[..., 0], weights=np.ones(3)),
+        r"one weight per member.\n  expected shape \(4,\), got \(3,\)",
+    ),
+    "nan_of_weight": (
+        lambda: plot.prediction_bands(np.array([[1.0], [np.nan], [np.nan]]), weights=np.array([1, 0, 2])),
+        r"finite `predictions`.\n  got nan at index \(2, 0\), the first of 1 such",
+    ),
     "labels": (lambda: plot.reliability_diagram(LOGITS, LABELS[:-1]), "one label per row"),
     "num_bins": (lambda: plot.reliability_diagram(LOGITS, LABELS, num_bins=0), "`num_bins` of one or more"),
     "nan_logits": (lambda: plot.reliability_diagram(LOGITS * np.nan, LABELS), "finite `logits`"),

@@ -144,15 +144,36 @@ def test_prediction_bands(ax, x):
     line, inside, outside = ax.lines
     np.testing.assert_array_equal(line.get_xdata(), at)
     np.testing.assert_allclose(line.get_ydata(), centre[order], rtol=1e-5)
-    # Of ten members the quantile of level q is the one in place 10 q, counted from one.
+    # Of ten members the quantile of level q is midway between those in place 10 q, counted from one, and after it.
     ranked = np.sort(predictions, axis=0)[:, order]
     wide, narrow = ax.collections
-    np.testing.assert_allclose(band(wide), ranked[[0, 8]], rtol=1e-6)
-    np.testing.assert_allclose(band(narrow), ranked[[2, 6]], rtol=1e-6)
+    np.testing.assert_allclose(band(wide), (ranked[[0, 8]] + ranked[[1, 9]]) / 2, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(band(narrow), (ranked[[2, 6]] + ranked[[3, 7]]) / 2, rtol=1e-5, atol=1e-6)
     for points, rows in ((inside, {0, 2}), (outside, {1, 3})):
         places = [i for i, row in enumerate(order) if row in rows]
         np.testing.assert_array_equal(points.get_xdata(), at[places])
         np.testing.assert_array_equal(points.get_ydata(), targets[order][places])
+
+
+def test_bands_of_weighted_members(ax):
+    predictions, weights = RNG.normal(size=(6, 5)).astype(np.float32), np.array([1, 4, 0, 2, 3, 3])
+    counted = np.repeat(predictions, weights, axis=0)  # 13: no quantile of 0.2 and 0.8 lies between two
+    predictions[2] = np.nan
+    plot.prediction_bands(predictions, weights=weights, levels=(0.6,), ax=ax)
+    order = np.argsort(counted.mean(0))
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), counted.mean(0)[order], rtol=1e-5, atol=1e-6)
+    want = np.quantile(counted, [0.2, 0.8], axis=0, method="averaged_inverted_cdf")[:, order]
+    np.testing.assert_allclose(band(ax.collections[0]), want, rtol=1e-5)
+    other = uncertainty.interval(np.delete(predictions, 2, axis=0), level=0.6)
+    assert not np.allclose(band(ax.collections[0]), np.stack(other)[:, order], rtol=1e-2)
+
+
+def test_intervals_of_the_members_are_the_bands_without(ax):
+    predictions = RNG.normal(size=(8, 5)).astype(np.float32)
+    given = {level: uncertainty.interval(predictions, level=level) for level in (0.5, 0.9)}
+    plot.prediction_bands(predictions, intervals=given, ax=ax)
+    for found, want in zip(ax.collections, plot.prediction_bands(predictions).collections, strict=True):
+        np.testing.assert_array_equal(band(found), band(want))
 
 
 def test_bands_that_are_given_are_drawn(ax):
