@@ -210,6 +210,8 @@ BAD = {
     ),
     "labels": (lambda: plot.reliability_diagram(LOGITS, LABELS[:-1]), "one label per row"),
     "num_bins": (lambda: plot.reliability_diagram(LOGITS, LABELS, num_bins=0), "`num_bins` of one or more"),
+    "binning": (lambda: plot.reliability_diagram(LOGITS, LABELS, binning="equal"), "`binning` to be 'width' or 'mass'"),
+    "mask": (lambda: plot.reliability_diagram(LOGITS, LABELS, mask=np.ones(3, bool)), "one `mask` entry per row"),
     "nan_logits": (lambda: plot.reliability_diagram(LOGITS * np.nan, LABELS), "finite `logits`"),
     "ranks": (lambda: plot.rank_histogram(np.ones((2, 3))), r"`counts` of shape \(ranks,\)"),
     "negative": (lambda: plot.rank_histogram(np.array([1, -1])), "`counts` of zero or more"),

@@ -46,9 +46,9 @@ def test_reliability_diagram(ax, weights):
     plot.reliability_diagram(logits, labels, num_bins=7, weights=weights, show_members=True, ax=ax)
     bars, gaps = ax.containers
     np.testing.assert_allclose([bar.get_x() for bar in bars], left, atol=1e-12)
-    np.testing.assert_allclose([bar.get_width() for bar in bars], 1 / 7)
-    np.testing.assert_allclose(heights(bars), right)
-    np.testing.assert_allclose([bar.get_y() for bar in gaps], right)
+    np.testing.assert_allclose([bar.get_width() for bar in bars], 1 / 7, rtol=1e-5)  # between float32 edges
+    np.testing.assert_allclose(heights(bars), right, rtol=1e-6)
+    np.testing.assert_allclose([bar.get_y() for bar in gaps], right, rtol=1e-6)
     np.testing.assert_allclose(heights(gaps), confidence - right, rtol=1e-4, atol=1e-6)
     assert [text.get_text() for text in ax.texts] == [str(count) for count in counts]
     # What the bars show sums up to the error that the legend names.
@@ -62,7 +62,33 @@ def test_reliability_diagram(ax, weights):
     for member, curve in zip(softmax(logits), curves, strict=False):
         _, _, confidence, right = bins_of(member, labels, 7)
         np.testing.assert_allclose(curve.get_xdata(), confidence, rtol=1e-5)
-        np.testing.assert_allclose(curve.get_ydata(), right)
+        np.testing.assert_allclose(curve.get_ydata(), right, rtol=1e-6)
+
+
+@pytest.mark.parametrize("binning", ["width", "mass"])
+def test_reliability_diagram_of_some_rows(ax, binning):
+    labels, mask = RNG.integers(3, size=(20, 15)), RNG.uniform(size=(20, 15)) < 0.7
+    logits = (2 * RNG.normal(size=(4, 20, 15, 3)) + np.eye(3)[labels]).astype(np.float32)
+    kept = logits[:, mask], labels[mask]
+    logits[:, ~mask], labels[~mask] = np.nan, -1
+    plot.reliability_diagram(logits, labels, num_bins=7, binning=binning, mask=mask, show_members=True, ax=ax)
+    bars, gaps = ax.containers
+    counts = np.array([int(text.get_text()) for text in ax.texts])
+    error = scores.ece(*kept, num_bins=7, binning=binning)
+    np.testing.assert_allclose(np.sum(counts * np.abs(heights(gaps))) / counts.sum(), error, rtol=1e-4)
+    assert f"ECE {float(error):.3f}" in bars.get_label()
+    confidence = np.mean(softmax(kept[0]), axis=0).max(-1)
+    left = np.array([bar.get_x() for bar in bars])
+    right = left + [bar.get_width() for bar in bars]
+    inside = (left[:, None] + 1e-6 < confidence) & (confidence <= right[:, None] + 1e-6)
+    np.testing.assert_array_equal(inside.sum(1), counts)
+    assert counts.sum() == mask.sum()
+    assert (np.ptp(counts) <= 2) == (binning == "mass")
+    for member, curve in enumerate(ax.lines[1:]):
+        assert len(curve.get_xdata()) <= 7
+        if binning == "mass":
+            alone = np.sort(softmax(kept[0][member]).max(-1))
+            np.testing.assert_allclose(np.mean(curve.get_xdata()), alone.mean(), rtol=2e-2)
 
 
 def test_edges_of_bins_are_those_of_the_calibration_error(ax):
