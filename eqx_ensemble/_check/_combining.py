@@ -1,5 +1,6 @@
 """What combinations of members and the search for their weights are given."""
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,8 @@ def check_cut(fn: str, cut: ArrayLike, dtype: jnp.dtype) -> Array:
 def check_log_scores(fn: str, log_scores: ArrayLike, mask: ArrayLike | None) -> tuple[Array, Array | None]:
     """Log scores `(members, *batch)`, each row with a member that allows it, and the mask over rows."""
     array = check_values(fn, "log_scores", log_scores)
+    if math.prod(array.shape) == 0:
+        _fail(fn, "at least one row in `log_scores`", f"got shape {array.shape}", "Was every row filtered out?")
     rows = check_mask(fn, mask, array.shape[1:])
     host, counted = concrete(log_scores), True if mask is None else concrete(mask)
     if host is None or counted is None:
