@@ -132,6 +132,16 @@ def test_training_curves_of_every_step(ax):
         np.testing.assert_allclose(edge, want)
 
 
+@pytest.mark.parametrize(("members", "level"), [(4, 0.5), (10, 0.8), (9, 0.5)])
+def test_the_band_of_training_curves_is_central(ax, members, level):
+    loss = RNG.normal(size=(members, 5)).astype(np.float32)
+    plot.training_curves(history(loss), level=level, ax=ax)
+    found = band(ax.collections[0])
+    np.testing.assert_allclose(found, np.stack(uncertainty.interval(loss, level=level)), rtol=1e-6)
+    turned = band(plot.training_curves(history(-loss), level=level).collections[0])
+    np.testing.assert_allclose(turned, -found[::-1], rtol=1e-6)
+
+
 def test_training_curves_of_means(ax):
     plot.training_curves(history(LOSS), every=4, ax=ax)
     median, *members = ax.lines
