@@ -54,8 +54,8 @@ def one_array(predictions: Any, *, name: str) -> Any:
     if isinstance(predictions, tuple | list | dict):
         raise TypeError(
             f"`eqx_ensemble.{name}` needs predictions that are one array, got {_several(predictions)}.\n"
-            "Pairs `(mean, variance)` are for `reduce.DecomposeVariance()`; to keep one of several outputs: "
-            "`predict(..., fn=lambda model, x: model(x)[0])`."
+            "Pairs `(mean, variance)` are for `reduce.Gaussian()` and `reduce.DecomposeVariance()`; to keep one of "
+            "several outputs: `predict(..., fn=lambda model, x: model(x)[0])`."
         )
     return predictions
 

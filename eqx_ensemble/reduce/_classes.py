@@ -36,6 +36,35 @@ class Mixture(AbstractSummary):
         return summary
 
 
+class MeanLogits(AbstractSummary):
+    """Log-probabilities of the mean of the members' logits, as [`eqx_ensemble.combine.mean_logits`][].
+
+    Predictions are logits `(members, *batch, classes)`; log-probabilities give the same. Those of a group are normalised
+    by one constant per row, which changes no mean over groups.
+
+    ```python
+    ee.reduce.MeanLogits()(jnp.log(jnp.array([[0.9, 0.1], [0.5, 0.5]])))  # log([0.75, 0.25])
+    ```
+    """
+
+    def checked(self, predictions: PyTree) -> PyTree:
+        """Logits as they are computed with."""
+        fn = "reduce.MeanLogits"
+        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
+
+    def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
+        """The normalised mean of members."""
+        return combine.mean_logits(predictions, weights=weights)
+
+    def of_groups(self, summaries: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
+        """The mean of means."""
+        return combine.mean_logits(summaries, weights=weights)
+
+    def result(self, summary: PyTree) -> Float[Array, "*batch classes"]:
+        """Log-probabilities."""
+        return summary
+
+
 class Vote(AbstractSummary):
     """The share of the members' votes that each class gets, as [`eqx_ensemble.combine.vote`][].
 

@@ -45,6 +45,8 @@ CASES = {
     "mean": (reduce.Mean(), lambda x: x, lambda x, w: np.average(np.asarray(x, np.float64), axis=0, weights=w)),
     "moments": (reduce.Moments(), lambda x: x, as_moments),
     "mixture": (reduce.Mixture(), lambda x: x, lambda x, w: combine.mixture(x, weights=w)),
+    "mean_logits": (reduce.MeanLogits(), lambda x: x, lambda x, w: combine.mean_logits(x, weights=w)),
+    "gaussian": (reduce.Gaussian(), pair, lambda x, w: combine.gaussian(*x, weights=w)),
     "vote": (reduce.Vote(), lambda x: x, lambda x, w: combine.vote(x, weights=w)),
     "disagreement": (reduce.Disagreement(), lambda x: x, as_disagreement),
     "entropy": (reduce.DecomposeEntropy(), lambda x: x, lambda x, w: uncertainty.decompose_entropy(x, weights=w)),

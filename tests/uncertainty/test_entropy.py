@@ -146,7 +146,9 @@ def test_messages():
 
 
 @pytest.mark.parametrize("low", [-np.inf, -200.0])
-@pytest.mark.parametrize("divergence", [uncertainty.jensen_shannon, lambda *x, **y: uncertainty.decompose_entropy(*x, **y).total])
+@pytest.mark.parametrize(
+    "divergence", [uncertainty.jensen_shannon, lambda *x, **y: uncertainty.decompose_entropy(*x, **y).total]
+)
 def test_a_member_of_weight_zero_may_be_infinitely_far_off(divergence, low):
     logits, weights = np.float32([[0.0, low], [0.0, 0.0]]), np.array([1.0, 0.0])
     np.testing.assert_allclose(divergence(logits, weights=weights), 0, atol=1e-6)
