@@ -39,8 +39,8 @@ class Mixture(AbstractSummary):
 class MeanLogits(AbstractSummary):
     """Log-probabilities of the mean of the members' logits, as [`eqx_ensemble.combine.mean_logits`][].
 
-    Predictions are logits `(members, *batch, classes)`; log-probabilities give the same. Those of a group are normalised
-    by one constant per row, which changes no mean over groups.
+    Predictions are logits `(members, *batch, classes)`; log-probabilities give the same. That those of a group
+    are normalised, by one constant per row, changes no mean over groups.
 
     ```python
     ee.reduce.MeanLogits()(jnp.log(jnp.array([[0.9, 0.1], [0.5, 0.5]])))  # log([0.75, 0.25])

@@ -7,7 +7,7 @@ from ._reduction import AbstractSummary
 
 
 class Gaussian(AbstractSummary):
-    """The Gaussian with the mean and the variance of the mixture of the members', as [`eqx_ensemble.combine.gaussian`][].
+    """The Gaussian with mean and variance of the mixture of the members', as [`eqx_ensemble.combine.gaussian`][].
 
     Predictions are a pair of a mean and a variance, each `(members, ...)`; the result is an
     [`eqx_ensemble.combine.Gaussian`][]. For the two parts of the variance see
