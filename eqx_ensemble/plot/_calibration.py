@@ -110,8 +110,9 @@ def rank_histogram(counts: Real[ArrayLike, " ranks"], *, ax: Axes | None = None,
 
     **Arguments:**
 
-    - `counts`: `(members + 1,)`, how many targets lie below all members, above one of them, and so on. The counts of a
-        histogram of probability integral transforms are drawn likewise.
+    - `counts`: `(members + 1,)`, how many targets lie below all members, above one of them, and so on, which
+        [`eqx_ensemble.scores.rank_histogram`][] counts. Those of [`eqx_ensemble.scores.pit_histogram`][] are drawn
+        likewise.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of the bars, for `matplotlib.axes.Axes.bar`.
 
@@ -126,8 +127,7 @@ def rank_histogram(counts: Real[ArrayLike, " ranks"], *, ax: Axes | None = None,
 
     ```python
     members, targets = jax.random.normal(key, (9, 1000)), jax.random.normal(jax.random.key(1), (1000,))
-    ranks = jnp.sum(members < targets[None], axis=0)
-    ax = ee.plot.rank_histogram(jnp.bincount(ranks, length=10))
+    ax = ee.plot.rank_histogram(ee.scores.rank_histogram(members, targets, key=key))
     ```
 
     ??? cite
