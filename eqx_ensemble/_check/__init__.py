@@ -173,6 +173,7 @@ from ._plot import check_lines as check_lines
 from ._plot import check_pairs as check_pairs
 from ._plot import check_plotted as check_plotted
 from ._plot import check_risk_coverage as check_risk_coverage
+from ._plot import check_weighted_members as check_weighted_members
 from ._population import halving as halving
 from ._population import has_hyper as has_hyper
 from ._population import judged as judged
@@ -243,6 +244,7 @@ from ._streaming import combiner as combiner
 from ._streaming import members_of_chunk as members_of_chunk
 from ._streaming import members_seen as members_seen
 from ._streaming import nothing_traced as nothing_traced
+from ._streaming import one_array as one_array
 from ._streaming import pair_of_moments as pair_of_moments
 from ._streaming import quantile_levels as quantile_levels
 from ._streaming import result_too_large as result_too_large

@@ -7,7 +7,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from ._leaves import Size
+from ._leaves import Size, kind_of
 
 Shape = tuple[int, ...]
 
@@ -150,6 +150,7 @@ def check_weights(fn: str, weights: ArrayLike | None, num_members: Size, dtype: 
     """Convex weights: one per member, finite, not negative, not all zero; divided by their sum."""
     if weights is None:
         return None
+    check_plain_weights(fn, weights)
     array = jnp.asarray(weights)
     if array.shape != (num_members,):
         fix = "Weights stand in the order of the members."
@@ -165,7 +166,16 @@ def check_weights(fn: str, weights: ArrayLike | None, num_members: Size, dtype: 
         exact = host.astype(np.float64)
         return jnp.asarray(exact / exact.sum(), dtype)
     converted = array.astype(dtype)
+    # What a weight of zero multiplies is blank, so that its own gradient would be wrong: it has none.
+    converted = jnp.where(converted == 0, 0, converted)
     return converted / jnp.sum(converted)
+
+
+def check_plain_weights(fn: str, weights: object) -> None:
+    """Weights themselves, not what a search returned with them."""
+    if hasattr(weights, "weights"):
+        got = f"got {kind_of(weights)}"
+        _fail(fn, "`weights` as an array `(members,)`", got, "Pass its weights alone: `found.weights`.", TypeError)
 
 
 def check_reduction(fn: str, reduction: str, rows: Shape) -> None:
