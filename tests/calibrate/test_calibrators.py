@@ -69,6 +69,7 @@ def test_rows_without_a_class_are_left_out_while_tracing(kind, label):
     labels[::5] = label
     got = jax.jit(lambda y: fit(LOGITS, y, of="mixture")(LOGITS))(labels)
     want = fit(LOGITS, LABELS, of="mixture", mask=labels == LABELS)(LOGITS)
-    np.testing.assert_allclose(np.exp(got), np.exp(want), atol=5e-3)
+    alike = lambda found: np.isclose(np.exp(found), np.exp(want), atol=1e-4).all(axis=-1).mean()
+    assert alike(got) >= 0.97  # a row on the edge of a bin of equal mass may fall to either side by rounding
     last = fit(LOGITS, np.where(labels == LABELS, labels, 2), of="mixture")(LOGITS)
-    assert not np.allclose(np.exp(last), np.exp(want), atol=2e-2)
+    assert alike(last) < 0.9
