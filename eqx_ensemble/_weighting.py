@@ -6,7 +6,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Shaped
 
 
 def blank_unweighted(
-    values: Float[Array, "members ..."], weights: Float[Array, " members"] | None, *, fill: float = 0.0
+    values: Float[Array, "members ..."], weights: Float[Array, " members"] | None, *, fill: ArrayLike = 0.0
 ) -> Float[Array, "members ..."]:
     """The values, overwritten for members of weight zero, so that their NaNs reach no value and no gradient."""
     if weights is None:
@@ -63,6 +63,12 @@ def votes(
     return weighted_mean(jnp.where(unknown, jnp.nan, chosen), weights)
 
 
+def different_votes(shares: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
+    """The probability that two votes differ, from the share of each class."""
+    # Not 1 - sum of squares: members that agree would disagree by the rounding of their weights.
+    return jnp.sum(shares * (jnp.sum(shares, axis=-1, keepdims=True) - shares), axis=-1)
+
+
 def ordered(
     values: Float[Array, "members ..."], weights: Float[Array, " members"] | None
 ) -> tuple[Float[Array, "members ..."], Float[Array, "members ..."]]:
@@ -82,14 +88,21 @@ def quantile(
     values: Float[Array, "members ..."], level: Float[Array, ""], weights: Float[Array, " members"] | None
 ) -> Float[Array, "..."]:
     """Where the weight of the values at or below reaches the level; midway to the next where it meets it exactly."""
-    in_order, share = ordered(values, weights)
-    rounding = 4 * jnp.finfo(values.dtype).eps
+    unknown = jnp.any(jnp.isnan(blank_unweighted(values, weights)), axis=0)
+    return jnp.where(unknown, jnp.nan, quantile_in_order(*ordered(values, weights), level))
+
+
+def quantile_in_order(
+    in_order: Float[Array, "members ..."], share: Float[Array, "members ..."], level: Float[Array, ""]
+) -> Float[Array, "..."]:
+    """The same of sorted values, with the weight of each and all below it; NaN where there is no weight at all."""
+    rounding = 4 * jnp.finfo(in_order.dtype).eps
     lower = jnp.sum(share < level - rounding, axis=0)
     upper = jnp.sum(share <= level + rounding, axis=0)
-    upper = jnp.where(upper < values.shape[0], upper, lower)
+    upper = jnp.where(upper < in_order.shape[0], upper, lower)
     low, high = (jnp.take_along_axis(in_order, index[None], axis=0)[0] for index in (lower, upper))
-    unknown = jnp.any(jnp.isnan(blank_unweighted(values, weights)), axis=0)
-    return jnp.where(unknown, jnp.nan, jnp.where(lower == upper, low, 0.5 * low + 0.5 * high))
+    found = jnp.where(lower == upper, low, 0.5 * low + 0.5 * high)
+    return jnp.where(jnp.isnan(share[-1]), jnp.nan, found)
 
 
 def _spread(weights: Float[Array, " members"], values: Float[Array, "members ..."]) -> Float[Array, "members ..."]:

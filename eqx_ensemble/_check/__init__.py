@@ -173,6 +173,7 @@ from ._plot import check_lines as check_lines
 from ._plot import check_pairs as check_pairs
 from ._plot import check_plotted as check_plotted
 from ._plot import check_risk_coverage as check_risk_coverage
+from ._plot import check_weighted_members as check_weighted_members
 from ._population import halving as halving
 from ._population import has_hyper as has_hyper
 from ._population import judged as judged
@@ -220,12 +221,12 @@ from ._rows import check_ranking as check_ranking
 from ._rows import check_rows_of_members as check_rows_of_members
 from ._rows import check_selection as check_selection
 from ._rows import check_temperature as check_temperature
-from ._scores import check_ends as check_ends
 from ._scores import check_fair as check_fair
 from ._scores import check_known as check_known
 from ._scores import check_known_weights as check_known_weights
 from ._scores import check_num_bins as check_num_bins
 from ._scores import check_num_draws as check_num_draws
+from ._scores import check_of_one_shape as check_of_one_shape
 from ._scores import check_outputs as check_outputs
 from ._scores import check_per_member as check_per_member
 from ._scores import check_random as check_random
@@ -243,6 +244,7 @@ from ._streaming import combiner as combiner
 from ._streaming import members_of_chunk as members_of_chunk
 from ._streaming import members_seen as members_seen
 from ._streaming import nothing_traced as nothing_traced
+from ._streaming import one_array as one_array
 from ._streaming import pair_of_moments as pair_of_moments
 from ._streaming import quantile_levels as quantile_levels
 from ._streaming import result_too_large as result_too_large

@@ -7,7 +7,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from ._leaves import Size
+from ._leaves import Size, kind_of
 
 Shape = tuple[int, ...]
 
@@ -150,6 +150,7 @@ def check_weights(fn: str, weights: ArrayLike | None, num_members: Size, dtype: 
     """Convex weights: one per member, finite, not negative, not all zero; divided by their sum."""
     if weights is None:
         return None
+    check_plain_weights(fn, weights)
     array = jnp.asarray(weights)
     if array.shape != (num_members,):
         fix = "Weights stand in the order of the members."
@@ -165,7 +166,16 @@ def check_weights(fn: str, weights: ArrayLike | None, num_members: Size, dtype: 
         exact = host.astype(np.float64)
         return jnp.asarray(exact / exact.sum(), dtype)
     converted = array.astype(dtype)
+    # What a weight of zero multiplies is blank, so that its own gradient would be wrong: it has none.
+    converted = jnp.where(converted == 0, 0, converted)
     return converted / jnp.sum(converted)
+
+
+def check_plain_weights(fn: str, weights: object) -> None:
+    """Weights themselves, not what a search returned with them."""
+    if hasattr(weights, "weights"):
+        got = f"got {kind_of(weights)}"
+        _fail(fn, "`weights` as an array `(members,)`", got, "Pass its weights alone: `found.weights`.", TypeError)
 
 
 def check_reduction(fn: str, reduction: str, rows: Shape) -> None:
@@ -184,6 +194,10 @@ def check_choice(fn: str, name: str, value: str, choices: tuple[str, ...]) -> No
 
 def check_level(fn: str, level: float) -> None:
     """A probability strictly between zero and one."""
+    host = concrete(level)
+    if host is None or host.ndim or not np.issubdtype(host.dtype, np.number):
+        got = "a traced array" if host is None else f"{level!r}"
+        _fail(fn, "a Python number as `level`", f"got {got}", "Several levels? Call it once for each.", TypeError)
     if not 0 < level < 1:
         _fail(fn, "a `level` between 0 and 1", f"got {level}", "Write 90 % as `level=0.9`.")
 

@@ -1,5 +1,6 @@
 """What combinations of members and the search for their weights are given."""
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _fail, _first, check_mask, check_values, check_weights, concrete
+from ._arrays import _fail, _first, check_mask, check_plain_weights, check_values, check_weights, concrete
 from ._leaves import is_traced
 from ._marks import positive_int
 from ._rows import check_scalar
@@ -38,6 +39,8 @@ def check_cut(fn: str, cut: ArrayLike, dtype: jnp.dtype) -> Array:
 def check_log_scores(fn: str, log_scores: ArrayLike, mask: ArrayLike | None) -> tuple[Array, Array | None]:
     """Log scores `(members, *batch)`, each row with a member that allows it, and the mask over rows."""
     array = check_values(fn, "log_scores", log_scores)
+    if math.prod(array.shape) == 0:
+        _fail(fn, "at least one row in `log_scores`", f"got shape {array.shape}", "Was every row filtered out?")
     rows = check_mask(fn, mask, array.shape[1:])
     host, counted = concrete(log_scores), True if mask is None else concrete(mask)
     if host is None or counted is None:
@@ -116,6 +119,7 @@ def check_prune(fn: str, weights: ArrayLike, above: float, num_members: Any) -> 
     if is_traced(weights):
         fix = "Prune outside `jax.jit`: how many members are left depends on the weights."
         _fail(fn, "weights whose values are known", "got a traced array", fix, TypeError)
+    check_plain_weights(fn, weights)
     shape = np.shape(weights)
     if len(shape) != 1 or shape[0] < 1:
         _fail(fn, "one weight per member, `(members,)`", f"got shape {shape}", "Weights stand in the members' order.")

@@ -4,7 +4,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ._arrays import _fail, _first, check_choice, check_level, concrete
+from ._arrays import _fail, _first, check_choice, check_level, check_weights, concrete
 from ._leaves import kind_of
 
 Bands = dict[float, tuple[np.ndarray, np.ndarray]]
@@ -40,12 +40,23 @@ def check_plotted(fn: str, name: str, values: Any, axes: str | None = None, *, f
     return host
 
 
+def check_weighted_members(fn: str, predictions: Any, weights: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    """Predictions `(members, batch)` of the members that count, and the weights of these."""
+    axes = "(members, batch)"
+    if weights is None:
+        return check_plotted(fn, "predictions", predictions, axes), None
+    every = check_plotted(fn, "predictions", predictions, axes, finite=False)
+    known = check_plotted(fn, "weights", weights, "(members,)", finite=False)
+    check_weights(fn, known, len(every), jnp.dtype("float32"))
+    counts = known > 0
+    check_plotted(fn, "predictions", np.where(counts[:, None], every, 0), axes)
+    return every[counts], known[counts]
+
+
 def check_bands(
-    fn: str, predictions: Any, x: Any, targets: Any, intervals: Any, levels: tuple[float, ...]
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, Bands]:
-    """Predictions `(members, batch)`, and one number per row of them in all else; the bands if they were passed."""
-    members = check_plotted(fn, "predictions", predictions, "(members, batch)")
-    rows = members.shape[1:]
+    fn: str, rows: tuple[int, ...], x: Any, targets: Any, intervals: Any, levels: tuple[float, ...]
+) -> tuple[np.ndarray | None, np.ndarray | None, Bands]:
+    """One number per row of the predictions, where there are any; the bands if they were passed."""
     per_row = {}
     for name, values in (("x", x), ("targets", targets)):
         per_row[name] = None if values is None else _per_row(fn, name, values, rows)
@@ -62,7 +73,7 @@ def check_bands(
             fix = "Swapped? `lower` comes first."
             _fail(fn, f"`{names[0]}` at or below its upper end", _first(lower, lower > upper), fix)
         bands[level] = lower, upper
-    return members, per_row["x"], per_row["targets"], bands
+    return per_row["x"], per_row["targets"], bands
 
 
 def check_risk_coverage(fn: str, coverage: Any, risk: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _fail, _first, _floating, check_mask, concrete, promoted
+from ._arrays import _fail, _first, _floating, _kept, check_mask, concrete, promoted
 
 
 def check_scalar(fn: str, name: str, value: ArrayLike, dtype: jnp.dtype) -> Array:
@@ -58,7 +58,7 @@ def check_ranking(
     else:
         array = jnp.asarray(row_weights)
         _same_rows(fn, "scores", values, "row_weights", array)
-        _not_negative(fn, "row_weights", row_weights)
+        _not_negative(fn, "row_weights", row_weights, mask)
         values, weights = promoted(values, array)
     weights = weights if rows is None else jnp.where(rows, weights, 0)
     counts = concrete(weights)
@@ -94,10 +94,10 @@ def check_rows_of_members(
     if array.ndim < 2 or array.shape[0] < 1:
         _fail(fn, f"`{name}` of shape (members, *batch)", f"got shape {array.shape}", "The members axis comes first.")
     rows = check_mask(fn, mask, array.shape[1:])
-    host = concrete(values)
-    if binary and host is not None:
+    host, kept = concrete(values), _kept(mask)
+    if binary and host is not None and kept is not None:
         exact = np.asarray(host, np.float64)
-        wrong = ~np.isin(exact, (0, 1)) & ~np.isnan(exact)
+        wrong = ~np.isin(exact, (0, 1)) & ~np.isnan(exact) & kept
         if wrong.any():
             fix = "They are `scores.per_member(scores.accuracy, logits, labels, reduction='none')`."
             _fail(fn, f"zeros and ones in `{name}`", _first(exact, wrong), fix)
@@ -112,7 +112,9 @@ def _same_rows(fn: str, name: str, values: Array, other: str, array: Array) -> N
         _fail(fn, f"`{name}` and `{other}` of one shape", got, fix)
 
 
-def _not_negative(fn: str, name: str, values: ArrayLike) -> None:
-    host = concrete(values)
-    if host is not None and (wrong := ~((host >= 0) & np.isfinite(host))).any():
+def _not_negative(fn: str, name: str, values: ArrayLike, mask: ArrayLike | None) -> None:
+    host, kept = concrete(values), _kept(mask)
+    if host is None or kept is None:
+        return
+    if (wrong := ~((host >= 0) & np.isfinite(host)) & kept).any():
         _fail(fn, f"finite `{name}` of zero or more", _first(np.asarray(host), wrong), "Zero leaves a row out.")

@@ -5,7 +5,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _check_alike, _fail, _floating, concrete, promoted
+from ._arrays import _check_alike, _fail, _floating, _kept, check_mask, concrete, promoted
 from ._keys import one_key
 from ._marks import positive_int
 
@@ -22,6 +22,8 @@ def check_fair(fn: str, num_members: int, *, weighted: bool) -> None:
 
 def check_num_bins(fn: str, num_bins: int) -> None:
     """A positive count."""
+    if isinstance(num_bins, bool) or not isinstance(num_bins, int | np.integer):
+        _fail(fn, "an integer `num_bins`", f"got {num_bins!r}", "15 is usual.", TypeError)
     if num_bins < 1:
         _fail(fn, "`num_bins` of one or more", f"got {num_bins}", "15 is usual.")
 
@@ -42,11 +44,11 @@ def check_per_member(fn: str, arrays: tuple[ArrayLike, ...], options: dict[str, 
     return predictions
 
 
-def check_ends(fn: str, lower: ArrayLike, upper: ArrayLike) -> tuple[Array, ...]:
-    """The ends of intervals, of one shape and in one dtype."""
-    ends = {"lower": _floating(fn, "lower", lower), "upper": _floating(fn, "upper", upper)}
-    _check_alike(fn, **ends)
-    return promoted(*ends.values())
+def check_of_one_shape(fn: str, **arrays: ArrayLike) -> tuple[Array, ...]:
+    """Floating arrays of one shape, in one dtype."""
+    checked = {name: _floating(fn, name, values) for name, values in arrays.items()}
+    _check_alike(fn, **checked)
+    return promoted(*checked.values())
 
 
 def check_sets(fn: str, sets: ArrayLike) -> Array:
@@ -97,25 +99,28 @@ def check_known(fn: str, name: str, values: ArrayLike, mask: ArrayLike | None) -
         _fail(fn, f"`{name}` without NaN", f"got {int(wrong.sum())} of them", fix)
 
 
-def check_rows_of_scores(fn: str, values: ArrayLike, row_weights: ArrayLike | None) -> tuple[Array, Array | None]:
-    """Scores `(..., rows)`, rows on the last axis, and one weight per row."""
+def check_rows_of_scores(
+    fn: str, values: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
+) -> tuple[Array, Array | None, Array | None]:
+    """Scores `(..., rows)`, rows on the last axis, one weight per row, and the mask over rows."""
     array = promoted(_floating(fn, "values", values))[0]
     if array.ndim < 1 or array.shape[-1] == 0:
         fix = 'Pass one score per row, what `reduction="none"` gives.'
         _fail(fn, "`values` with at least one row on the last axis", f"got shape {array.shape}", fix)
+    rows = check_mask(fn, mask, array.shape[-1:])
     if row_weights is None:
-        return array, None
+        return array, None, rows
     weights = jnp.asarray(row_weights)
     if weights.shape != array.shape[-1:]:
         got = f"expected shape {array.shape[-1:]}, got {weights.shape}"
         _fail(fn, "one of `row_weights` per row", got, "Rows are on the last axis of `values`.")
-    host = concrete(row_weights)
-    if host is not None:
+    host, kept = concrete(row_weights), _kept(mask)
+    if host is not None and kept is not None:
         wrong = ~np.isfinite(host.astype(np.float64)) | (host < 0)
-        if wrong.any() or not host.any():
+        if (wrong & kept).any() or not (host.astype(bool) & kept).any():
             fix = "A row of weight zero does not count, but is drawn; `mask` leaves rows out."
             _fail(fn, "finite `row_weights` of zero or more, not all zero", f"got {host}", fix)
-    return array, weights.astype(array.dtype)
+    return array, weights.astype(array.dtype), rows
 
 
 def check_num_draws(fn: str, num_draws: int) -> None:

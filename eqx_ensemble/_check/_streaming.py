@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arrays import concrete
+from ._arrays import check_plain_weights, concrete
 from ._leaves import is_traced
 
 
@@ -22,6 +22,7 @@ def members_of_chunk(predictions: Any, *, name: str) -> int:
 
 def chunk_weights(weights: Any, num_members: int, *, name: str) -> Any:
     """Weights of the members of a chunk: finite and not negative; they may all be zero. Concrete ones are NumPy's."""
+    check_plain_weights(name, weights)
     host = concrete(weights)
     array = jnp.asarray(weights) if host is None else host
     if array.shape != (num_members,):
@@ -48,12 +49,23 @@ def members_seen(partial: Any, *, name: str) -> None:
         )
 
 
+def one_array(predictions: Any, *, name: str) -> Any:
+    """Predictions of one array, which NumPy would make of a tuple of them, with an axis too many."""
+    if isinstance(predictions, tuple | list | dict):
+        raise TypeError(
+            f"`eqx_ensemble.{name}` needs predictions that are one array, got {_several(predictions)}.\n"
+            "Pairs `(mean, variance)` are for `reduce.Gaussian()` and `reduce.DecomposeVariance()`; to keep one of "
+            "several outputs: `predict(..., fn=lambda model, x: model(x)[0])`."
+        )
+    return predictions
+
+
 def pair_of_moments(predictions: Any, *, name: str) -> tuple[Any, Any]:
     """Predictions of a mean and a variance."""
     if not isinstance(predictions, tuple | list) or len(predictions) != 2:
         got = f"{type(predictions).__name__} of shape {np.shape(predictions)}"
         if isinstance(predictions, tuple | list | dict):
-            got = f"a {type(predictions).__name__} of {len(predictions)}"
+            got = _several(predictions)
         raise TypeError(
             f"`eqx_ensemble.{name}` needs predictions that are a pair `(mean, variance)`, got {got}.\n"
             "Other outputs become a pair by `predict(..., fn=lambda model, x: (mean, variance))`; for points "
@@ -135,3 +147,7 @@ def in_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count} bytes"
+
+
+def _several(predictions: Any) -> str:
+    return f"a {type(predictions).__name__} of {len(predictions)}"

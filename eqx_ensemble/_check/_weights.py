@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._arrays import check_plain_weights
 from ._leaves import describe, is_key, is_member_array, is_traced
 
 
@@ -30,6 +31,7 @@ def tree_weights(weights: Any, count: int, *, name: str, mean: bool = False) -> 
 
 def one_weight_each(weights: Any, num_members: int, *, name: str) -> None:
     """Weights of the members `(members,)`, or none."""
+    check_plain_weights(name, weights)
     if weights is not None and np.shape(weights) != (num_members,):
         raise ValueError(
             f"`{name}` needs one weight per member: expected shape ({num_members},), got {np.shape(weights)}."

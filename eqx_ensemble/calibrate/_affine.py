@@ -181,7 +181,9 @@ def _fit_matrix(rows: Rows, penalties: Float[Array, "2"], max_steps: int) -> tup
         start = (jnp.eye(num_classes, dtype=logs.dtype), jnp.zeros(num_classes, logs.dtype))
         scaled, flat = minimise(loss, start, _size(logs, rows), max_steps)
         matrix, bias = parameters(scaled)
-        return matrix, bias, flat & ~_separated(_by_matrix(logs, matrix, bias), rows)
+        # Only parameters without a penalty can grow for ever.
+        free = jnp.where(diagonal | (penalties[0] == 0), matrix, 0), jnp.where(penalties[1] == 0, bias, 0)
+        return matrix, bias, flat & ~_separated(_by_matrix(logs, *free), rows)
 
     return jax.vmap(of_group)(rows.logs)
 

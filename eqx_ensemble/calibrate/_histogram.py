@@ -113,7 +113,9 @@ def by_class(
     calibrated, probabilities: Float[Array, "groups *batch classes"], first: Array, second: Array
 ) -> Float[Array, "groups *batch classes"]:
     """Log-probabilities from every class's probability calibrated against all others."""
-    each = jax.vmap(jax.vmap(calibrated, in_axes=(-1, 0, 0), out_axes=-1))
+    # A search through knots or edges puts NaN behind the last of them.
+    known = lambda p, *fitted: jnp.where(jnp.isnan(p), p, calibrated(p, *fitted))
+    each = jax.vmap(jax.vmap(known, in_axes=(-1, 0, 0), out_axes=-1))
     if probabilities.shape[-1] == 2:
         second_class = each(probabilities[..., 1:], first[:, 1:], second[:, 1:])
         return jnp.log(jnp.concatenate([1 - second_class, second_class], axis=-1))

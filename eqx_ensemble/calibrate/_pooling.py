@@ -43,16 +43,18 @@ class Rows(NamedTuple):
 def fit_rows(
     fn: str, logits: ArrayLike, labels: ArrayLike, of: Of, weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Pooling, Rows]:
-    """What to calibrate, and the rows to fit on; rows that the mask leaves out have no share."""
+    """What to calibrate, and the rows to fit on; rows left out by the mask or without a class have no share."""
     checked = _check.check_logits(fn, logits)
     kept = _check.check_mask(fn, mask, checked.shape[1:-1])
     targets = _check.check_labels(fn, labels, checked, mask)
     pooling = pooled(fn, of, weights, checked)
     _check.check_reduction(fn, "mean", targets.shape)
     _check.check_finite_logits(fn, checked, pooling.weights, mask)
+    # While tracing, labels cannot be refused.
+    in_range = (targets >= 0) & (targets < checked.shape[-1])
+    kept = in_range if kept is None else kept & in_range
     logs = _logs(blank_masked(checked, kept, before=1), pooling.weights, of)
-    rows = jnp.ravel(blank_masked(targets, kept))
-    share = jnp.full(rows.shape, 1 / rows.size, logs.dtype) if kept is None else _shares(kept, logs.dtype)
+    rows, share = jnp.ravel(blank_masked(targets, kept)), _shares(kept, logs.dtype)
     return pooling, Rows(jnp.reshape(logs, (logs.shape[0], -1, logs.shape[-1])), rows, share)
 
 

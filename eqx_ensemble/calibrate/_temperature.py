@@ -44,7 +44,7 @@ def temperature(
 
     - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
         passed as they are.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with any other are left out.
     - `of`: `"members"`: every member gets the temperature that is best for itself; combine them afterwards.
         `"mixture"`: the members are combined first, and the mixture's log-probabilities are divided by one temperature.
     - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.

@@ -149,6 +149,7 @@ def _product(
     safe = jnp.where(limit[None], 1, variance)
     precision = jnp.where(limit[None], of_equals, 1 / (safe / jnp.where(limit, 1, least)[None]))
     total = weighted_mean(precision, weights)
-    centre = weighted_mean(mean, weights)
-    deviation = weighted_mean(precision * (mean - centre[None]), weights) / total
-    return Gaussian(centre + deviation, least / total / power)
+    # The first mean is one by precision too: one that a member of hardly any precision moved would be far off.
+    rough = weighted_mean(precision * mean, weights) / total
+    correction = weighted_mean(precision * (mean - rough[None]), weights) / total
+    return Gaussian(rough + correction, least / total / power)

@@ -18,7 +18,7 @@ def mean(
 
     - `values`: floating-point, `(members, ...)`. Half precision is computed and returned in float32.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. `None` is the same for all. A member
-        of weight zero is left out, even where its values are NaN, and gets no gradient.
+        of weight zero is left out, even where its values are NaN: neither they nor the weight get a gradient.
 
     **Returns:**
 

@@ -6,6 +6,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key
 
 from .._check import (
     check_conformal_logits,
+    check_known,
     check_labels,
     check_level,
     check_logits,
@@ -32,7 +33,7 @@ class Sets(NamedTuple):
     num_free: Int32[Array, ""]
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
-        """Which classes are in the set of each row."""
+        """Which classes are in the set of each row; all of them where the logits are NaN."""
         checked = check_logits("conformal.Sets", logits, members=False)
         return _sets(checked, None, *self)
 
@@ -50,7 +51,10 @@ class RandomisedSets(NamedTuple):
     num_free: Int32[Array, ""]
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"], *, key: Any) -> Bool[Array, "*batch classes"]:
-        """Which classes are in the set of each row; `key` is one threefry key, which draws every row's share."""
+        """Which classes are in the set of each row; all of them where the logits are NaN.
+
+        `key` is one threefry key, which draws every row's share.
+        """
         fn = "conformal.RandomisedSets"
         checked = check_logits(fn, logits, members=False)
         check_random(fn, key)
@@ -87,8 +91,8 @@ def aps(
     **Raises:**
 
     - `TypeError` for logits that are not floating-point, labels that are not integers, what is not a threefry key.
-    - `ValueError` for shapes that do not fit, labels out of range, and a level outside 0 to 1. Warns where the rows are
-        too few, so that all classes are in all sets.
+    - `ValueError` for shapes that do not fit, labels out of range, NaN, and a level outside 0 to 1. Warns where the
+        rows are too few, so that all classes are in all sets. While tracing, one NaN among the rows does the same.
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
@@ -182,6 +186,7 @@ def _fitted(
     extra = jnp.asarray(penalty, checked.dtype), jnp.asarray(num_free, jnp.int32)
     scores = _scores(blank_masked(checked, kept), keys, *extra)
     of_label = _of_label(scores, blank_masked(targets, kept))
+    check_known(fn, "logits", of_label, mask)
     threshold = ranked_jit(of_label, kept, rank_of(fn, fraction(level), of_label.size, kept, stacklevel=5))
     return (Sets if key is None else RandomisedSets)(threshold, *extra)
 
@@ -224,6 +229,5 @@ def _sets(
     penalty: Array,
     num_free: Array,
 ) -> Bool[Array, "*batch classes"]:
-    scores = _scores(logits, keys, penalty, num_free)
-    # Where the rows were too few everything is in the set, what cannot be scored as well.
-    return (scores <= threshold) | (threshold == jnp.inf)
+    # Only what has a score above the threshold is left out: what cannot be scored is in the set.
+    return ~(_scores(logits, keys, penalty, num_free) > threshold)

@@ -3,7 +3,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_choice, check_conformal_targets, check_ends, check_level, check_mask
+from .._check import check_choice, check_conformal_targets, check_level, check_mask, check_of_one_shape
 from ..uncertainty import Interval
 from ._rank import fraction, rank_of, ranked_jit
 
@@ -19,7 +19,7 @@ class Cqr(NamedTuple):
 
     def __call__(self, lower: Float[ArrayLike, "*batch"], upper: Float[ArrayLike, "*batch"]) -> Interval:
         """The conformalised intervals, of any shape; ends that would change places meet in the middle."""
-        low, high = check_ends("conformal.Cqr", lower, upper)
+        low, high = check_of_one_shape("conformal.Cqr", lower=lower, upper=upper)
         low, high = low - self.below, high + self.above
         middle = low / 2 + high / 2
         return Interval(jnp.where(low > high, middle, low), jnp.where(low > high, middle, high))

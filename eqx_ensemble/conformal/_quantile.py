@@ -1,9 +1,11 @@
+import math
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
 
 from .._check import check_conformal_rows, check_conformal_weights, check_level, check_mask
-from ._rank import fraction, rank_of, ranked_jit
+from ._rank import fraction, rank_among, rank_of, ranked, ranked_jit
 
 
 def quantile(
@@ -109,7 +111,7 @@ def weighted_quantile(
     kept = check_mask(fn, mask, checked.shape)
     own, new = check_conformal_weights(fn, row_weights, new_weights, checked, mask)
     check_level(fn, level)
-    return _weighted(checked, own, new, kept, float(level))
+    return _weighted(checked, own, new, kept, float(level), rank_among(fraction(level), checked.size, kept))
 
 
 @jax.jit
@@ -119,14 +121,19 @@ def _weighted(
     new_weights: Float[Array, "*batch"],
     mask: Bool[Array, " rows"] | None,
     level: float | Float[Array, ""],
+    rank: Int32[Array, ""],
 ) -> Float[Array, "*batch"]:
     counted = scores if mask is None else jnp.where(mask, scores, jnp.inf)
     weights = row_weights if mask is None else jnp.where(mask, row_weights, 0)
     ordered, reordered = jax.lax.sort((counted, weights), num_keys=1)
     reached = jnp.cumsum(reordered)
-    # What the rounding of a sum can take away must not count as not reached: with equal weights ranks are exact.
-    slack = 1 - 4 * jnp.finfo(scores.dtype).eps * jnp.sqrt(jnp.asarray(scores.size, scores.dtype))
+    # What the rounding of a sum can take away must not count as not reached.
+    slack = 1 - 4 * math.log2(2 * scores.size) * jnp.finfo(scores.dtype).eps
     wanted = jnp.asarray(level, scores.dtype) * slack * (reached[-1] + new_weights)
     place = jnp.searchsorted(reached, jnp.ravel(wanted), side="left")
     found = jnp.append(ordered, jnp.inf)[jnp.reshape(place, new_weights.shape)]
+    # Of many rows that slack is more than one: equal weights are counted instead.
+    alike = new_weights == (row_weights if mask is None else jnp.where(mask, row_weights, jnp.inf)).min()
+    alike = alike & (new_weights == weights.max()) & (new_weights > 0)
+    found = jnp.where(alike, ranked(scores, mask, rank), found)
     return jnp.where(jnp.any(jnp.isnan(counted)), jnp.nan, found)

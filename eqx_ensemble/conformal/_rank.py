@@ -19,11 +19,16 @@ def rank_of(
     fn: str, level: Fraction, num_rows: int, mask: Array | None, *, infinite: int = 0, stacklevel: int = 4
 ) -> Int32[Array, ""]:
     r"""$\lceil (n + 1) \mathrm{level} \rceil$ for the $n$ rows that count; warns where no finite score has it."""
+    kept = num_rows if mask is None else count_rows_kept(mask)
+    if kept is not None:
+        warn_infinite(fn, _rank(level, kept), kept, infinite, level, stacklevel=stacklevel)
+    return rank_among(level, num_rows, mask)
+
+
+def rank_among(level: Fraction, num_rows: int, mask: Array | None) -> Int32[Array, ""]:
+    """As `rank_of`, without the warning."""
     if mask is None or (count := count_rows_kept(mask)) is not None:
-        kept = num_rows if mask is None else count
-        rank = _rank(level, kept)
-        warn_infinite(fn, rank, kept, infinite, level, stacklevel=stacklevel)
-        return jnp.asarray(rank, jnp.int32)
+        return jnp.asarray(_rank(level, num_rows if mask is None else count), jnp.int32)
     table = np.asarray([_rank(level, kept) for kept in range(num_rows + 1)], np.int32)
     return jnp.asarray(table)[jnp.sum(mask)]
 

@@ -3,13 +3,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import (
-    check_conformal_targets,
-    check_level,
-    check_mask,
-    check_regression,
-    check_scales,
-)
+from .._check import check_conformal_targets, check_level, check_mask, check_of_one_shape, check_scales
 from ..uncertainty import Interval
 from ._rank import fraction, rank_of, ranked_jit
 
@@ -33,7 +27,7 @@ class Normalised(NamedTuple):
     def __call__(self, predictions: Float[ArrayLike, "*batch"], scale: Float[ArrayLike, "*batch"]) -> Interval:
         """The intervals of predictions of any shape, `factor * scale` to either side."""
         fn = "conformal.Normalised"
-        scales, centre = check_regression(fn, predictions, members=False, scale=scale)
+        centre, scales = check_of_one_shape(fn, predictions=predictions, scale=scale)
         check_scales(fn, scale)
         return Interval(centre - self.factor * scales, centre + self.factor * scales)
 

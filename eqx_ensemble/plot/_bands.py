@@ -6,6 +6,7 @@ from jaxtyping import ArrayLike, Float, Real
 
 from .. import _check
 from ..combine import mean
+from ..uncertainty import interval
 from ._axes import Axes, axes_for, of_line, with_unit
 
 
@@ -16,15 +17,16 @@ def prediction_bands(
     targets: Real[ArrayLike, " batch"] | None = None,
     intervals: Mapping[float, Any] | None = None,
     levels: tuple[float, ...] = (0.5, 0.9),
+    weights: Real[ArrayLike, " members"] | None = None,
     unit: str | None = None,
     ax: Axes | None = None,
     **options: Any,
 ) -> Axes:
     """The members' mean prediction, in bands that hold central parts of what may be.
 
-    Without `intervals` a band holds the central part of the members' predictions, between their quantiles
-    `(1 - level) / 2` and `(1 + level) / 2`: what the members disagree on, and no noise. Pass `intervals` for bands that
-    should hold targets. Targets outside of the widest band are hollow diamonds.
+    Without `intervals` a band is the [`eqx_ensemble.uncertainty.interval`][] of the members' predictions: what the
+    members disagree on, and no noise. Pass `intervals` for bands that should hold targets. Targets outside of the
+    widest band are hollow diamonds.
 
     **Arguments:**
 
@@ -33,8 +35,10 @@ def prediction_bands(
         prediction.
     - `targets`: `(batch,)`, drawn as points.
     - `intervals`: bands instead of those of the members: a dict from their level to `(lower, upper)`, each `(batch,)`,
-        such as `{0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`.
+        such as `{0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`; the intervals of any function will
+        do.
     - `levels`: the levels of the bands without `intervals`.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
     - `unit`: of the prediction, for the label of the axis.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of the line of the mean, for `matplotlib.axes.Axes.plot`; its colour is that of the bands.
@@ -45,8 +49,8 @@ def prediction_bands(
 
     **Raises:**
 
-    - `ValueError` for shapes that do not fit, numbers that are not finite, levels outside of 0 to 1, and intervals
-        whose lower end is above the upper one.
+    - `ValueError` for shapes that do not fit, numbers that are not finite, levels outside of 0 to 1, intervals whose
+        lower end is above the upper one, and unfit weights.
     - `TypeError` for intervals that are not a dict.
     - `ImportError` without matplotlib (extra `plot`).
 
@@ -57,11 +61,12 @@ def prediction_bands(
     ```
     """
     fn = "plot.prediction_bands"
-    members, places, points, bands = _check.check_bands(fn, predictions, x, targets, intervals, levels)
-    centre = np.asarray(mean(members))
+    members, convex = _check.check_weighted_members(fn, predictions, weights)
+    places, points, bands = _check.check_bands(fn, members.shape[1:], x, targets, intervals, levels)
+    centre = np.asarray(mean(members, weights=convex))
     for level in levels if intervals is None else ():
-        ends = np.quantile(members, [(1 - level) / 2, (1 + level) / 2], axis=0, method="inverted_cdf")
-        bands[level] = ends[0], ends[1]
+        lower, upper = interval(members, level=level, weights=convex)
+        bands[level] = np.asarray(lower), np.asarray(upper)
 
     ax = axes_for(fn, ax)
     order = np.argsort(centre if places is None else places, kind="stable")

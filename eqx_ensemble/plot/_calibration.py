@@ -1,13 +1,15 @@
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import ArrayLike, Float, Integer, Real
+from jaxtyping import ArrayLike, Bool, Float, Integer, Real
 
 from .. import _check
 from ..combine import mixture
-from ..scores import ece
+from ..scores._binning import Binning, mean_gap, of_top_label
+from ..scores._calibration import checked_bins
 from ._axes import Axes, axes_for, of_patch
 
 
@@ -16,7 +18,9 @@ def reliability_diagram(
     labels: Integer[ArrayLike, "*batch"],
     *,
     num_bins: int = 15,
+    binning: Binning = "width",
     weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
     show_members: bool = False,
     ax: Axes | None = None,
     **options: Any,
@@ -31,8 +35,10 @@ def reliability_diagram(
 
     - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are. Rows of all batch axes count.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `num_bins`: the number of bins of equal width.
+    - `num_bins`: the number of bins.
+    - `binning`: `"width"`, bins of equal width; or `"mass"`, bins of equally many rows.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
     - `show_members`: also draw each member's own curve, from bin to bin, as a thin line.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of the bars, for `matplotlib.axes.Axes.bar`.
@@ -64,32 +70,32 @@ def reliability_diagram(
         ```
     """
     fn = "plot.reliability_diagram"
-    checked = _check.check_logits(fn, logits)
-    targets = np.asarray(_check.check_labels(fn, labels, checked))
-    convex = _check.check_weights(fn, weights, checked.shape[0], checked.dtype)
-    _check.check_num_bins(fn, num_bins)
-    probabilities = _check.check_plotted(fn, "logits", jnp.exp(mixture(checked, weights=convex)))
-    error = ece(checked, targets, num_bins=num_bins, weights=convex)
+    checked, targets, convex, kept = checked_bins(fn, logits, labels, num_bins, binning, weights, mask)
+    _check.check_plotted(fn, "logits", jnp.exp(mixture(checked, weights=convex)))
+    bins = _binned(checked, targets, convex, kept, num_bins, binning)
 
     ax = axes_for(fn, ax)
-    bins, counts, confidence, right = _binned(probabilities, targets, num_bins)
-    left, width = bins / num_bins, 1 / num_bins
+    filled = np.flatnonzero(bins.count)
+    counts, confidence, right = (np.asarray(x)[filled] for x in (bins.count, bins.probability, bins.frequency))
+    edges = np.concatenate([[0], np.asarray(bins.edges), [1]])
+    left, width = edges[:-1][filled], np.diff(edges)[filled]
     bars = {"align": "edge", "facecolor": "0.75", "edgecolor": "black", "linewidth": 0.8}
-    label = f"share that is right (ECE {float(error):.3f})"
+    label = f"share that is right (ECE {float(mean_gap(bins, debiased=False)):.3f})"
     ax.bar(left, right, width, **of_patch(options, label=label, **bars))
     gaps = {"align": "edge", "fill": False, "edgecolor": "0.3", "linewidth": 0.5, "hatch": "///"}
     ax.bar(left, confidence - right, width, bottom=right, label="gap to the mean confidence", **gaps)
     ax.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1, label="calibrated")
     for x, count in zip(left + width / 2, counts, strict=True):
         rotation = 90 if num_bins > 10 else 0
-        ax.text(x, 0.01, str(count), ha="center", va="bottom", fontsize="x-small", rotation=rotation)
+        ax.text(x, 0.01, f"{count:.0f}", ha="center", va="bottom", fontsize="x-small", rotation=rotation)
     if show_members:
         present = np.arange(len(checked)) if convex is None else np.flatnonzero(np.asarray(convex))
         for i in present.tolist():
-            own = np.asarray(jax.nn.softmax(checked[i]))
-            _, _, confidence, right = _binned(own, targets, num_bins)
+            own = _binned(checked[i : i + 1], targets, None, kept, num_bins, binning)
+            filled = np.flatnonzero(own.count)
+            curve = np.asarray(own.probability)[filled], np.asarray(own.frequency)[filled]
             label = "a member" if i == present[0] else "_nolegend_"
-            ax.plot(confidence, right, color="0.45", linewidth=0.6, label=label)
+            ax.plot(*curve, color="0.45", linewidth=0.6, label=label)
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="share of rows that is right")
     ax.legend()
     return ax
@@ -104,8 +110,9 @@ def rank_histogram(counts: Real[ArrayLike, " ranks"], *, ax: Axes | None = None,
 
     **Arguments:**
 
-    - `counts`: `(members + 1,)`, how many targets lie below all members, above one of them, and so on. The counts of a
-        histogram of probability integral transforms are drawn likewise.
+    - `counts`: `(members + 1,)`, how many targets lie below all members, above one of them, and so on, which
+        [`eqx_ensemble.scores.rank_histogram`][] counts. Those of [`eqx_ensemble.scores.pit_histogram`][] are drawn
+        likewise.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of the bars, for `matplotlib.axes.Axes.bar`.
 
@@ -120,8 +127,7 @@ def rank_histogram(counts: Real[ArrayLike, " ranks"], *, ax: Axes | None = None,
 
     ```python
     members, targets = jax.random.normal(key, (9, 1000)), jax.random.normal(jax.random.key(1), (1000,))
-    ranks = jnp.sum(members < targets[None], axis=0)
-    ax = ee.plot.rank_histogram(jnp.bincount(ranks, length=10))
+    ax = ee.plot.rank_histogram(ee.scores.rank_histogram(members, targets, key=key))
     ```
 
     ??? cite
@@ -144,13 +150,4 @@ def rank_histogram(counts: Real[ArrayLike, " ranks"], *, ax: Axes | None = None,
     return ax
 
 
-def _binned(
-    probabilities: np.ndarray, labels: np.ndarray, num_bins: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The bins that hold rows: which they are, how many rows, their mean confidence, the share that is right."""
-    confidence, right = np.ravel(probabilities.max(-1)), np.ravel(probabilities.argmax(-1) == labels)
-    edges = np.linspace(0, 1, num_bins + 1)[1:-1].astype(np.float32)
-    bins, position, counts = np.unique(
-        np.searchsorted(edges, confidence.astype(np.float32), side="left"), return_inverse=True, return_counts=True
-    )
-    return bins, counts, np.bincount(position, confidence) / counts, np.bincount(position, right) / counts
+_binned = partial(jax.jit, static_argnames=("num_bins", "binning"))(of_top_label)

@@ -24,8 +24,9 @@ def member_similarity(
 
     **Arguments:**
 
-    - `matrix`: one number for each pair `(members, members)`: the share of rows on which they disagree, the correlation
-        of their errors, a distance. Pairs of which it is NaN stay blank.
+    - `matrix`: one number for each pair `(members, members)`: the share of rows on which they disagree,
+        [`eqx_ensemble.uncertainty.pairwise_disagreement`][], the correlation of their errors,
+        [`eqx_ensemble.uncertainty.error_correlation`][], a distance. Pairs of which it is NaN stay blank.
     - `ids`: the members' names `(members,)`, such as `ensemble.ids`; their places if not given.
     - `label`: what the numbers are, with their unit.
     - `colorbar`: whether to draw the scale, which takes its room from `ax`.
@@ -44,7 +45,8 @@ def member_similarity(
 
     ```python
     errors = jax.random.normal(key, (5, 100)) + jax.random.normal(jax.random.key(1), (1, 100))
-    ax = ee.plot.member_similarity(jnp.corrcoef(errors), label="correlation of errors", vmin=0, vmax=1)
+    matrix = ee.uncertainty.error_correlation(errors)
+    ax = ee.plot.member_similarity(matrix, label="correlation of errors", vmin=0, vmax=1)
     ```
     """
     fn = "plot.member_similarity"

@@ -31,7 +31,8 @@ def training_curves(
     - `run`: what [`eqx_ensemble.fit`][] returned, or its `history`.
     - `of`: `"loss"`, the training loss of every step, or `"validation"`, the scores on validation data.
     - `every`: show means over this many consecutive points: a loss of single batches is noisy.
-    - `level`: the share of the members in the band, between the quantiles `(1 - level) / 2` and `(1 + level) / 2`.
+    - `level`: the share of the members in the band, between their quantiles `(1 - level) / 2` and `(1 + level) / 2`, as
+        [`eqx_ensemble.uncertainty.interval`][] takes them.
     - `first_step`: for losses, the steps that were done before this history began.
     - `unit`: of the loss, such as `"nats"`, for the label of the axis.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
@@ -66,7 +67,9 @@ def training_curves(
     history = run.history if isinstance(run, Run) else run
     steps = np.arange(1, history.loss.shape[1] + 1) + first_step if of == "loss" else history.validation_step
     steps, curves = _means(np.asarray(steps), np.asarray(getattr(history, of), np.float64), every)
-    lower, upper = np.nanquantile(curves, [(1 - level) / 2, (1 + level) / 2], axis=0, method="inverted_cdf")
+    # Rounded, because (1 - 0.8) / 2 is less than 0.1 and would be the quantile of another member.
+    ends = np.round([(1 - level) / 2, (1 + level) / 2], 12)
+    lower, upper = np.nanquantile(curves, ends, axis=0, method="averaged_inverted_cdf")
 
     ax = axes_for(fn, ax)
     label = f"{_NAMES[of]}, median of {len(curves)} members"

@@ -80,7 +80,7 @@ def risk_coverage(
     **Arguments:**
 
     - `coverage`: shares of the rows that are predicted, rising, `(rows,)`.
-    - `risk`: their mean loss, `(rows,)`.
+    - `risk`: their mean loss, `(rows,)`. Both are what [`eqx_ensemble.uncertainty.risk_coverage`][] returns.
     - `unit`: of the loss, such as `"nats"`, for the label of the axis.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of the curve, for `matplotlib.axes.Axes.plot`, such as `label`.
@@ -95,9 +95,8 @@ def risk_coverage(
     - `ImportError` without matplotlib (extra `plot`).
 
     ```python
-    uncertainty, wrong = np.array([0.1, 0.7, 0.3, 0.9]), np.array([0.0, 0.0, 0.0, 1.0])
-    count = np.arange(1, 5)
-    ax = ee.plot.risk_coverage(count / 4, np.cumsum(wrong[np.argsort(uncertainty)]) / count, label="entropy")
+    uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([0.0, 0.0, 0.0, 1.0])
+    ax = ee.plot.risk_coverage(*ee.uncertainty.risk_coverage(uncertainty, wrong), label="entropy")
     ```
 
     ??? cite

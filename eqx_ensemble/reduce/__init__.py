@@ -1,7 +1,9 @@
 from ._classes import DecomposeEntropy as DecomposeEntropy
 from ._classes import Disagreement as Disagreement
+from ._classes import MeanLogits as MeanLogits
 from ._classes import Mixture as Mixture
 from ._classes import Vote as Vote
+from ._gaussian import Gaussian as Gaussian
 from ._moments import DecomposeVariance as DecomposeVariance
 from ._moments import Mean as Mean
 from ._moments import Moments as Moments

@@ -1,9 +1,8 @@
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .. import _check, combine, uncertainty
+from .. import _check, _weighting, combine, uncertainty
 from ..uncertainty import Decomposition
 from ._reduction import AbstractSummary
 
@@ -21,7 +20,8 @@ class Mixture(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
-        return _check.check_logits("reduce.Mixture", predictions)
+        fn = "reduce.Mixture"
+        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
         """The mixture of members."""
@@ -30,6 +30,35 @@ class Mixture(AbstractSummary):
     def of_groups(self, summaries: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
         """The mixture of mixtures."""
         return combine.mixture(summaries, weights=weights)
+
+    def result(self, summary: PyTree) -> Float[Array, "*batch classes"]:
+        """Log-probabilities."""
+        return summary
+
+
+class MeanLogits(AbstractSummary):
+    """Log-probabilities of the mean of the members' logits, as [`eqx_ensemble.combine.mean_logits`][].
+
+    Predictions are logits `(members, *batch, classes)`; log-probabilities give the same. That those of a group
+    are normalised, by one constant per row, changes no mean over groups.
+
+    ```python
+    ee.reduce.MeanLogits()(jnp.log(jnp.array([[0.9, 0.1], [0.5, 0.5]])))  # log([0.75, 0.25])
+    ```
+    """
+
+    def checked(self, predictions: PyTree) -> PyTree:
+        """Logits as they are computed with."""
+        fn = "reduce.MeanLogits"
+        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
+
+    def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
+        """The normalised mean of members."""
+        return combine.mean_logits(predictions, weights=weights)
+
+    def of_groups(self, summaries: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
+        """The mean of means."""
+        return combine.mean_logits(summaries, weights=weights)
 
     def result(self, summary: PyTree) -> Float[Array, "*batch classes"]:
         """Log-probabilities."""
@@ -48,7 +77,8 @@ class Vote(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
-        return _check.check_logits("reduce.Vote", predictions)
+        fn = "reduce.Vote"
+        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
         """The shares of members."""
@@ -78,7 +108,8 @@ class Disagreement(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
-        return _check.check_logits("reduce.Disagreement", predictions)
+        fn = "reduce.Disagreement"
+        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
         """The shares of votes of members."""
@@ -90,8 +121,7 @@ class Disagreement(AbstractSummary):
 
     def result(self, summary: PyTree) -> Float[Array, "*batch"]:
         """The probability of different votes."""
-        # Not 1 - sum of squares: members that agree would disagree by rounding.
-        return jnp.sum(summary * (1 - summary), axis=-1)
+        return _weighting.different_votes(summary)
 
 
 class _Parts(NamedTuple):
@@ -118,7 +148,8 @@ class DecomposeEntropy(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
-        return _check.check_logits("reduce.DecomposeEntropy", predictions)
+        fn = "reduce.DecomposeEntropy"
+        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
 
     def of_members(self, predictions: PyTree, weights: Any) -> _Parts:
         """The mixture of members and the two parts of its entropy."""

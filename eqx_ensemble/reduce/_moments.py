@@ -19,7 +19,8 @@ class Mean(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Predictions as they are computed with."""
-        return _check.check_values("reduce.Mean", "predictions", predictions)
+        fn = "reduce.Mean"
+        return _check.check_values(fn, "predictions", _check.one_array(predictions, name=fn))
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "..."]:
         """The mean of members."""
@@ -63,7 +64,8 @@ class Moments(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Predictions as they are computed with."""
-        return _check.check_values("reduce.Moments", "predictions", predictions)
+        fn = "reduce.Moments"
+        return _check.check_values(fn, "predictions", _check.one_array(predictions, name=fn))
 
     def of_members(self, predictions: PyTree, weights: Any) -> Gaussian:
         """Mean and variance of members."""

@@ -66,7 +66,8 @@ class Quantiles(AbstractReduction):
 
     def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
         """The sketch with some more members."""
-        values = _check.check_values("reduce.Quantiles", "predictions", predictions)
+        fn = "reduce.Quantiles"
+        values = _check.check_values(fn, "predictions", _check.one_array(predictions, name=fn))
         weights, total = chunk_weights(self, predictions, weights)
         if total is None:
             return partial
@@ -77,6 +78,8 @@ class Quantiles(AbstractReduction):
         """The sketch of the members of two."""
         if first is None:
             first, second = second, None
+        if first is None:
+            return None
         floors = list(first.floors)
         for i, items in enumerate(() if second is None else second.floors):
             if i < len(floors):
@@ -125,15 +128,6 @@ def _quantiles(sketch: _Sketch, levels: Array) -> Array:
     items = jax.tree.map(lambda *xs: jnp.concatenate(xs), *sketch.floors)
     values, weights = jax.lax.sort(tuple(items), dimension=0, num_keys=1)
     share = jnp.cumsum(weights, axis=0)
-    share = share / share[-1:]
-    rounding = 4 * jnp.finfo(values.dtype).eps
-
-    def one(level: Array) -> Array:
-        lower = jnp.sum(share < level - rounding, axis=0)
-        upper = jnp.sum(share <= level + rounding, axis=0)
-        upper = jnp.where(upper < values.shape[0], upper, lower)
-        low, high = (jnp.take_along_axis(values, index[None], axis=0)[0] for index in (lower, upper))
-        found = jnp.where(lower == upper, low, 0.5 * low + 0.5 * high)
-        return jnp.where(sketch.unknown, jnp.nan, found)
-
-    return jnp.stack([one(level) for level in levels], axis=-1)
+    one = lambda level: _weighting.quantile_in_order(values, share / share[-1:], level)
+    found = jnp.stack([one(level) for level in levels], axis=-1)
+    return jnp.where(sketch.unknown[..., None], jnp.nan, found)

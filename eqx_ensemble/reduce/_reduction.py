@@ -98,7 +98,7 @@ class AbstractSummary(AbstractReduction):
 
 @eqx.filter_jit
 def _updated(reduction: AbstractSummary, partial: Any, predictions: PyTree, weights: Any, total: Array) -> Any:
-    new = Partial(total, reduction.of_members(predictions, weights))
+    new = Partial(total, reduction.of_members(predictions, None if weights is None else _some(weights)))
     return new if partial is None else _merged(reduction, partial, new)
 
 
@@ -110,14 +110,14 @@ def _merged(reduction: AbstractSummary, first: Partial, second: Partial) -> Part
 
 
 def chunk_weights(reduction: AbstractReduction, predictions: PyTree, weights: Any) -> tuple[Any, Array | None]:
-    """Checked weights of a chunk, as they were given, and their sum; `None` for it where all of them are zero."""
+    """Checked weights of a chunk, and their sum; `None` for it where all of them are known to be zero."""
     count = _check.members_of_chunk(predictions, name=name_of(reduction))
     if weights is None:
         return None, jnp.asarray(np.float64(count))
     weights = _check.chunk_weights(weights, count, name=name_of(reduction))
     if isinstance(weights, np.ndarray):
-        return (jnp.asarray(weights), jnp.asarray(weights.sum())) if weights.any() else (weights, None)
-    return _some(weights), jnp.sum(weights)
+        return jnp.asarray(weights), jnp.asarray(weights.sum()) if weights.any() else None
+    return weights, jnp.sum(weights)
 
 
 def name_of(reduction: AbstractReduction) -> str:

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from ._classification import mixture
+from ._classification import correct, mixture
 from ._crps_gaussian import expected_distance
 
 Binning = Literal["width", "mass"]
+
+_BLOCK = 1024
+"""How many rows are added up one after another."""
 
 
 class Bins(NamedTuple):
@@ -38,10 +41,13 @@ def binned(
     edges = _of_width(num_bins, probability.dtype) if binning == "width" else _of_mass(probability, mask, num_bins)
     edges = jax.lax.stop_gradient(edges)
     index = jnp.searchsorted(edges, probability, side="left")
-    total = lambda values: jax.ops.segment_sum(values * kept, index, num_segments=num_bins)
+    total = lambda values: _sum_by_bin(values * kept, index, num_bins)
     count = total(jnp.ones_like(probability))
     filled = jnp.maximum(count, 1)
-    return Bins(edges, index, count, total(probability) / filled, total(hits) / filled)
+    rough = total(probability) / filled
+    # Equal numbers are all rounded one way when they are added; their small deviations from the mean are not.
+    mean = rough + total(probability - rough[index]) / filled
+    return Bins(edges, index, count, mean, total(hits) / filled)
 
 
 def by_class(
@@ -54,7 +60,9 @@ def by_class(
     num_classes = logits.shape[-1]
     logs = mixture(logits, weights)
     probabilities = jnp.reshape(jnp.exp(logs), (-1, num_classes))
-    truth = jax.nn.one_hot(jnp.ravel(labels), num_classes, dtype=probabilities.dtype)
+    flat = jnp.ravel(labels)
+    in_range = (flat >= 0) & (flat < num_classes)
+    truth = jnp.where(in_range[:, None], jax.nn.one_hot(flat, num_classes, dtype=probabilities.dtype), jnp.nan)
     return probabilities.T, truth.T, None if mask is None else jnp.ravel(mask)
 
 
@@ -69,8 +77,9 @@ def of_top_label(
     """Bins of the confidence, the mixture's largest probability; a hit is a label that has it."""
     logs = mixture(logits, weights)
     confidence = jnp.ravel(jnp.exp(jnp.max(logs, axis=-1)))
-    right = jnp.ravel(jnp.argmax(logs, axis=-1).astype(labels.dtype) == labels).astype(confidence.dtype)
-    return binned(confidence, right, None if mask is None else jnp.ravel(mask), num_bins, binning)
+    return binned(
+        confidence, jnp.ravel(correct(logs, labels)), None if mask is None else jnp.ravel(mask), num_bins, binning
+    )
 
 
 def mean_gap(bins: Bins, *, debiased: bool) -> Float[Array, ""]:
@@ -81,6 +90,14 @@ def mean_gap(bins: Bins, *, debiased: bool) -> Float[Array, ""]:
         variance = bins.frequency * (1 - bins.frequency) / jnp.maximum(bins.count, 1)
         errors = 2 * errors - expected_distance(gaps, variance)
     return jnp.sum(bins.count * errors) / jnp.sum(bins.count)
+
+
+def _sum_by_bin(values: Float[Array, " rows"], index: Int[Array, " rows"], num_bins: int) -> Float[Array, " bins"]:
+    """The sum of every bin, block by block of rows, so that no small number is added to a very large one."""
+    num_blocks = max(-(-values.size // _BLOCK), 1)
+    place = index + num_bins * (jnp.arange(values.size, dtype=index.dtype) // _BLOCK)
+    sums = jax.ops.segment_sum(values, place, num_segments=num_bins * num_blocks)
+    return jnp.sum(jnp.reshape(sums, (num_blocks, num_bins)), axis=0)
 
 
 def _of_width(num_bins: int, dtype: jnp.dtype) -> Float[Array, " edges"]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Key, Real
 
-from .._check import check_level, check_mask, check_num_draws, check_random, check_rows_of_scores
+from .._check import check_level, check_num_draws, check_random, check_rows_of_scores
 from .._keys import member_keys
 
 
@@ -47,7 +47,7 @@ def bootstrap(
         `jnp.sqrt` of squared errors gives the root mean squared error; `lambda m: jnp.sqrt(m[0]) - jnp.sqrt(m[1])` the
         difference of two.
     - `row_weights`: weights of the rows, zero or more, which they keep when drawn:
-        $\sum_i w_i v_i / \sum_i w_i$ over the rows of a draw.
+        $\sum_i w_i v_i / \sum_i w_i$ over the rows of a draw. What a row of weight zero holds does not count.
     - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
     - `level`: the share of the draws between `lower` and `upper`, a Python number between 0 and 1.
     - `num_draws`: how many draws. The standard error itself is uncertain by one part in $\sqrt{2 \, \mathrm{draws}}$.
@@ -84,8 +84,7 @@ def bootstrap(
         ```
     """
     fn = "scores.bootstrap"
-    rows, weights = check_rows_of_scores(fn, values, row_weights)
-    kept = check_mask(fn, mask, rows.shape[-1:])
+    rows, weights, kept = check_rows_of_scores(fn, values, row_weights, mask)
     check_level(fn, level)
     check_num_draws(fn, num_draws)
     check_random(fn, key)
@@ -104,8 +103,8 @@ def _bootstrap(
 ) -> Bootstrap:
     num_rows = values.shape[-1]
     share = jnp.ones(num_rows, values.dtype) if weights is None else weights
-    if mask is not None:
-        values, share = jnp.where(_along(mask, values), values, 0), jnp.where(mask, share, 0)
+    share = share if mask is None else jnp.where(mask, share, 0)
+    values = jnp.where(_along(share == 0, values), 0, values)
     mean = jnp.sum(values * _along(share, values), axis=-1) / jnp.sum(share)
     # A large common offset is taken off, or the small differences between draws would drown in its rounding.
     rest = (values - mean[..., None]) * _along(share, values)

@@ -40,7 +40,7 @@ def ece(
 
     **Returns:**
 
-    A scalar. NaN if any row of the mixture is.
+    A scalar. NaN if any row of the mixture is, or, while tracing, a label out of range.
 
     **Raises:**
 
@@ -68,7 +68,7 @@ def ece(
         }
         ```
     """
-    checked = _checked("scores.ece", logits, labels, num_bins, binning, weights, mask)
+    checked = checked_bins("scores.ece", logits, labels, num_bins, binning, weights, mask)
     return _ece(*checked, num_bins, binning, debiased)
 
 
@@ -94,7 +94,7 @@ def classwise_ece(
 
     **Returns:**
 
-    A scalar. NaN if any row of the mixture is.
+    A scalar. NaN if any row of the mixture is, or, while tracing, a label out of range.
 
     **Raises:**
 
@@ -123,7 +123,7 @@ def classwise_ece(
         }
         ```
     """
-    checked = _checked("scores.classwise_ece", logits, labels, num_bins, binning, weights, mask)
+    checked = checked_bins("scores.classwise_ece", logits, labels, num_bins, binning, weights, mask)
     return _classwise_ece(*checked, num_bins, binning, debiased)
 
 
@@ -179,11 +179,11 @@ def squared_calibration_error(
         }
         ```
     """
-    checked = _checked("scores.squared_calibration_error", logits, labels, num_bins, binning, weights, mask)
+    checked = checked_bins("scores.squared_calibration_error", logits, labels, num_bins, binning, weights, mask)
     return _squared(*checked, num_bins, binning, debiased)
 
 
-def _checked(
+def checked_bins(
     fn: str,
     logits: ArrayLike,
     labels: ArrayLike,

@@ -72,7 +72,8 @@ def accuracy(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Classes that tie count as the lowest of them. A NaN prediction is NaN, not wrong.
+    A scalar, or `(*batch,)`. Classes that tie count as the lowest of them. A NaN prediction is NaN, not wrong, and so
+    is, while tracing, a label out of range.
 
     **Raises:**
 
@@ -171,7 +172,7 @@ def _accuracy(
     mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    return reduce(_correct(mixture(logits, weights), labels), reduction, mask)
+    return reduce(correct(mixture(logits, weights), labels), reduction, mask)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -182,7 +183,7 @@ def _mean_member_accuracy(
     mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    right = _correct(blank_unweighted(logits, weights), labels[None])
+    right = correct(blank_unweighted(logits, weights), labels[None])
     return reduce(weighted_mean(right, weights), reduction, mask)
 
 
@@ -193,7 +194,9 @@ def mixture(
     return log_mixture(jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1), weights)
 
 
-def _correct(logits: Float[Array, "*rows classes"], labels: Integer[Array, "*labels"]) -> Float[Array, "*rows"]:
+def correct(logits: Float[Array, "*rows classes"], labels: Integer[Array, "*labels"]) -> Float[Array, "*rows"]:
+    """1.0 where the label is the most likely class, else 0.0; NaN where either is not known."""
     right = (jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels).astype(logits.dtype)
     # argmax takes NaN for the largest: without this a broken prediction would count as right now and then.
-    return jnp.where(jnp.any(jnp.isnan(logits), axis=-1), jnp.nan, right)
+    unknown = jnp.any(jnp.isnan(logits), axis=-1) | (labels < 0) | (labels >= logits.shape[-1])
+    return jnp.where(unknown, jnp.nan, right)

@@ -167,8 +167,9 @@ def _distance_between(
 def expected_distance(distance: Float[Array, "*batch"], variance: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
     """Mean of $|X|$ for a Gaussian X of that mean and variance; its gradient is finite at variance zero too."""
     point = variance == 0
-    safe = jnp.where(point, 1, variance)
-    sigma = jnp.sqrt(safe)
-    inner = distance * jax.scipy.special.erf(distance / (sigma * math.sqrt(2)))
-    outer = sigma * math.sqrt(2 / math.pi) * jnp.exp(-0.5 * distance**2 / safe)
+    sigma = jnp.sqrt(jnp.where(point, 1, variance))
+    # Nothing is divided by the variance, whose inverse square, in the gradient, is infinite where it is tiny.
+    z = distance / sigma
+    inner = distance * jax.scipy.special.erf(z / math.sqrt(2))
+    outer = sigma * math.sqrt(2 / math.pi) * jnp.exp(-0.5 * z**2)
     return jnp.where(point, jnp.abs(distance), inner + outer)

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._check import (
-    check_ends,
     check_interval,
     check_labels,
     check_mask,
+    check_of_one_shape,
     check_reduction,
     check_regression,
     check_sets,
@@ -90,7 +90,7 @@ def width(
     ```
     """
     fn = "scores.width"
-    low, high = check_ends(fn, lower, upper)
+    low, high = check_of_one_shape(fn, lower=lower, upper=upper)
     kept = check_mask(fn, mask, low.shape)
     check_interval(fn, lower, upper, mask=mask)
     check_reduction(fn, reduction, low.shape)

@@ -277,9 +277,11 @@ def dawid_sebastiani(
     check_reduction(fn, reduction, observed.shape)
     # Rows that are left out hold the members' numbers 0, 1, 2...: equal ones would have a NaN gradient.
     numbers = jnp.arange(points.shape[0], dtype=points.dtype)
-    points = blank_masked(points, kept, before=1, fill=jnp.reshape(numbers, (-1,) + (1,) * observed.ndim))
+    # Errors, not values: the mean of large numbers would be rounded.
+    errors = points - observed[None]
+    errors = blank_masked(errors, kept, before=1, fill=jnp.reshape(numbers, (-1,) + (1,) * observed.ndim))
     with _as_they_write():
-        rows = rules.dssuv_ensemble(blank_masked(observed, kept), points, m_axis=0, backend="jax")
+        rows = rules.dssuv_ensemble(jnp.zeros_like(observed), errors, m_axis=0, backend="jax")
     return reduce(rows, reduction, kept)
 
 

@@ -15,8 +15,8 @@ def jensen_shannon(
     r"""The Jensen-Shannon divergence of the members, in nats: their mean divergence from their mixture.
 
     $\sum_m w_m \mathrm{KL}(p_m \| p)$ with $p = \sum_m w_m p_m$, from 0 to the entropy of the weights. It is the mutual
-    information between label and member, the `epistemic` part of [`eqx_ensemble.uncertainty.decompose_entropy`][], and
-    half of the symmetric forms that divide by one member only.
+    information between label and member, the `epistemic` part of [`eqx_ensemble.uncertainty.decompose_entropy`][]. For
+    two members of equal weight it is half of Lin's $L$, the sum of their divergences from the mixture.
 
     **Arguments:**
 

@@ -102,7 +102,9 @@ def mean_divergence(
     logs: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
 ) -> Float[Array, "*batch"]:
     """Mean divergence of the members from their mixture, of log-probabilities."""
-    return weighted_mean(_divergence(logs, log_mixture(logs, weights)[None]), weights)
+    mixed = log_mixture(logs, weights)[None]
+    # A member of weight zero may be infinitely far from the mixture, and zero times infinity is NaN: it is put there.
+    return weighted_mean(_divergence(blank_unweighted(logs, weights, fill=mixed), mixed), weights)
 
 
 @jax.jit

@@ -160,6 +160,10 @@ def _error_correlation(
     rough = over_rows(jnp.where(counted[None], errors, 0))
     deviation = jnp.where(counted[None], errors - rough, 0)
     deviation = jnp.where(counted[None], deviation - over_rows(deviation), 0)
+    lowest = jnp.min(jnp.where(counted[None], errors, jnp.inf), axis=1, keepdims=True)
+    highest = jnp.max(jnp.where(counted[None], errors, -jnp.inf), axis=1, keepdims=True)
+    # Of errors that are all the same only rounding is left, which must not be taken for something that correlates.
+    deviation = jnp.where(lowest == highest, jnp.nan, deviation)
     # Divided by the largest first, or the squares of very large and very small errors would leave the range.
     deviation = deviation / jnp.max(jnp.abs(deviation), axis=1, keepdims=True)
     scaled = deviation / jnp.sqrt(jnp.sum(deviation**2, axis=1, keepdims=True))

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_logits, check_weights
-from .._weighting import votes
+from .._weighting import different_votes, votes
 
 
 def variation_ratio(
@@ -86,5 +86,4 @@ def _variation_ratio(
 def _disagreement(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
 ) -> Float[Array, "*batch"]:
-    shares = votes(logits, weights)
-    return jnp.sum(shares * (jnp.sum(shares, axis=-1, keepdims=True) - shares), axis=-1)
+    return different_votes(votes(logits, weights))

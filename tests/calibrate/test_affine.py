@@ -121,6 +121,20 @@ def test_warns_where_there_is_no_minimum():
         calibrate.matrix(SMALL, LABELS, of="mixture", max_steps=2)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_penalty_gives_a_minimum_where_rows_can_be_told_apart():
+    # Every class is taken for the next one: no scales and offsets tell them apart, a matrix does so without error.
+    labels = np.arange(30) % 3
+    logits = np.log(np.full((1, 30, 3), 0.1) + 0.7 * np.eye(3)[(labels + 1) % 3]).astype(np.float32)
+    fitted = calibrate.matrix(logits, labels, of="mixture", off_diagonal_penalty=0.01, bias_penalty=0.01)
+    np.testing.assert_array_equal(np.argmax(fitted(logits)[0], axis=-1), labels)
+    with pytest.warns(UserWarning, match="no minimum was reached"):
+        calibrate.matrix(logits, labels, of="mixture", max_steps=50)
+    sure = logits[:, :, [1, 2, 0]]  # and here scales alone do, which have no penalty
+    with pytest.warns(UserWarning, match="no minimum was reached"):
+        calibrate.matrix(sure, labels, of="mixture", off_diagonal_penalty=0.01, bias_penalty=0.01, max_steps=50)
+
+
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     with pytest.raises(ValueError, match="a finite `bias_penalty` of zero or more.\n  got -1"):

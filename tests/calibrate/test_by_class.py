@@ -100,6 +100,20 @@ def test_masked_rows_change_nothing(fit):
     assert not np.allclose(np.exp(fit(LOGITS, LABELS, of="members")(LOGITS)), want, atol=1e-2)
 
 
+@pytest.mark.parametrize("classes", [2, 4])
+@pytest.mark.parametrize("fit", [calibrate.isotonic, calibrate.histogram])
+def test_nan_stays_nan(fit, classes):
+    options = {"num_bins": 2, "binning": "width"} if fit is calibrate.histogram else {}
+    if not options:
+        pytest.importorskip("sklearn")
+    fitted = fit(LOGITS[..., :classes], LABELS % classes, of="mixture", **options)
+    spoilt = LOGITS[..., :classes].copy()
+    spoilt[1, 3] = np.nan
+    got, want = np.asarray(fitted(spoilt))[0], np.asarray(fitted(LOGITS[..., :classes]))[0]
+    assert np.isnan(got[3]).all()
+    np.testing.assert_array_equal(np.delete(got, 3, 0), np.delete(want, 3, 0))
+
+
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     with pytest.raises(TypeError, match="calibrate.isotonic` needs `logits` whose values are known"):

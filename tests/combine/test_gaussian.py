@@ -146,6 +146,14 @@ def test_product_of_the_very_sure_and_the_clueless():
         assert np.isfinite(gradient).all()
 
 
+def test_product_is_not_moved_by_who_says_nothing():
+    mean, variance = np.float32([[1.0, 1.0], [1e10, 1e10]]), np.float32([[1.0, 1.0], [np.inf, 1e30]])
+    np.testing.assert_allclose(combine.product_gaussian(mean, variance).mean, 1, rtol=1e-6)
+    with jax.numpy_dtype_promotion("standard"):
+        want = np.average(mean.astype(np.float64), axis=0, weights=1 / variance.astype(np.float64))
+    np.testing.assert_allclose(want, 1, rtol=1e-6)
+
+
 def test_product_gradients_are_those_of_the_formula():
     mean, variance = _moments((3, 4))
     plain = lambda m, v: jnp.sum(1 / jnp.mean(1 / v, axis=0) + jnp.sum(m / v, axis=0) / jnp.sum(1 / v, axis=0))

@@ -129,3 +129,9 @@ def test_mean_densities_leave_out_weight_zero():
     want = combine.mean_densities(logs[jnp.array([0, 2])])
     broken = jnp.asarray(logs).at[1].set(jnp.nan)
     np.testing.assert_allclose(combine.mean_densities(broken, weights=np.array([1, 0, 1])), want, rtol=1e-6)
+
+
+def test_a_weight_of_zero_has_no_gradient():
+    values, weights = np.float32([[np.nan], [3.0], [7.0]]), jnp.array([0.0, 1.0, 1.0])
+    gradient = _gradient(lambda w: combine.mean(values, weights=w)[0])(weights)
+    np.testing.assert_allclose(gradient, [0, -1, 1], rtol=1e-6)

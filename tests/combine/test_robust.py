@@ -129,3 +129,9 @@ def test_messages():
         combine.trimmed_mean(_values(), cut=np.array([0.1, 0.2]))
     with pytest.raises(TypeError, match="`eqx_ensemble.combine.median` needs floating-point `values`"):
         combine.median(np.arange(3))
+
+
+def test_weights_that_turn_out_to_be_all_zero():
+    values = jnp.arange(6.0).reshape(3, 2)
+    for f in (combine.mean, combine.median, combine.trimmed_mean):
+        assert np.isnan(jax.jit(lambda w: f(values, weights=w))(jnp.zeros(3))).all()  # noqa: B023

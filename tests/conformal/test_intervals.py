@@ -149,5 +149,8 @@ def test_messages():
         conformal.cqr(CENTRE, CENTRE, TARGETS, level=0.9, ends="both")
     with pytest.raises(ValueError, match="one target per row of the prediction"):
         conformal.split(CENTRE, TARGETS[:7], level=0.9)
+    fitted = conformal.normalised(CENTRE, SCALE, TARGETS, level=0.9)
+    with pytest.raises(ValueError, match=r"`predictions` and `scale` of one shape.\n  got `predictions` \(49,\),"):
+        fitted(CENTRE, SCALE[:7])
     with pytest.warns(UserWarning, match="`eqx_ensemble.conformal.split`: 49 rows say nothing at a level of 0.99"):
         conformal.split(CENTRE, TARGETS, level=0.99)

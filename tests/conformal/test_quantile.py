@@ -100,6 +100,23 @@ def test_equal_weights_are_no_weights(num_rows):
     assert conformal.weighted_quantile(SCORES[:9], np.ones(9), np.ones(()), level=0.95) == np.inf
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_equal_weights_of_many_rows(masked):
+    # The rounding of a sum of 100,000 weights is worth several ranks.
+    scores, rows = np.arange(1.0, 100_001, dtype=np.float32), 90_000 if masked else 100_000
+    mask = np.arange(100_000) < rows if masked else None
+    weights = np.where(np.arange(100_000) < rows, np.float32(0.1), -1)
+    new = np.array([0.1, 0.0, 100.0], np.float32)
+    for level in (0.5, 0.9, 0.95):
+        fitted = lambda mask, level=level: conformal.weighted_quantile(scores, weights, new, level=level, mask=mask)
+        got, rank = np.asarray(fitted(mask)), -(-(rows + 1) * round(100 * level) // 100)
+        assert got[0] == rank == conformal.quantile(scores, level=level, mask=mask)
+        # Other weights: as near as a sum in float32 can be.
+        np.testing.assert_allclose(got[1:], level * (rows + np.array([0, 1000])), rtol=1e-5)
+        if masked:
+            np.testing.assert_array_equal(jax.jit(fitted)(mask), got)
+
+
 def test_weights_undo_a_shift_of_the_inputs():
     # The score is the input, uniform in held-out rows and of density 2 x in new ones: the weight is the input.
     repeats, level = 4000, 0.8
@@ -118,6 +135,12 @@ def test_messages():
         conformal.quantile(SCORES.reshape(9, 11), level=0.9)
     with pytest.raises(ValueError, match="a `level` between 0 and 1"):
         conformal.quantile(SCORES, level=90)
+    with pytest.raises(TypeError, match=r"a Python number as `level`.\n  got array\(\[0.1, 0.9\]\)\nSeveral levels"):
+        conformal.quantile(SCORES, level=np.array([0.1, 0.9]))
+    with pytest.raises(TypeError, match="a Python number as `level`.\n  got '0.9'"):
+        conformal.quantile(SCORES, level="0.9")
+    with pytest.raises(TypeError, match="a Python number as `level`.\n  got a traced array"):
+        jax.jit(lambda level: conformal.quantile(SCORES, level=level))(0.9)
     with pytest.raises(ValueError, match=r"one of `row_weights` per score.\n  expected shape \(99,\), got \(9,\)"):
         conformal.weighted_quantile(SCORES, np.ones(9), np.ones(1), level=0.9)
     with pytest.raises(ValueError, match="finite `new_weights` of zero or more.\n  got -1.0 at index"):

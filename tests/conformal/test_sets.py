@@ -142,6 +142,22 @@ def test_too_few_rows_hold_every_class():
     assert np.asarray(fitted(LOGITS)).all()
 
 
+@pytest.mark.parametrize("key", [None, KEY])
+def test_what_cannot_be_scored_is_in_the_set(key):
+    options = {} if key is None else {"key": key}
+    fitted = conformal.aps(LOGITS, LABELS, level=0.5, key=key)
+    spoilt = LOGITS.copy()
+    spoilt[3] = np.nan
+    sets, want = np.asarray(fitted(spoilt, **options)), np.asarray(fitted(LOGITS, **options))
+    assert sets[3].all()
+    assert not want[3].all()
+    np.testing.assert_array_equal(np.delete(sets, 3, 0), np.delete(want, 3, 0))
+    with pytest.raises(ValueError, match="`eqx_ensemble.conformal.aps` needs `logits` without NaN.\n  got 1 of them"):
+        conformal.aps(spoilt, LABELS, level=0.5, key=key)
+    traced = jax.jit(lambda x: conformal.aps(x, LABELS, level=0.5, key=key)(LOGITS, **options))
+    assert np.asarray(traced(spoilt)).all()
+
+
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     with pytest.raises(ValueError, match=r"`logits` of shape \(rows, classes\), at least one row.\n  got"):

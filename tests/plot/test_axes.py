@@ -200,8 +200,18 @@ BAD = {
         lambda: plot.prediction_bands(np.array([[1.0, np.nan]])),
         r"finite `predictions`.\n  got nan at index \(0, 1\), the first of 1 such\nLeave diverged members",
     ),
+    "weights": (
+        lambda: plot.prediction_bands(LOGITS[..., 0], weights=np.ones(3)),
+        r"one weight per member.\n  expected shape \(4,\), got \(3,\)",
+    ),
+    "nan_of_weight": (
+        lambda: plot.prediction_bands(np.array([[1.0], [np.nan], [np.nan]]), weights=np.array([1, 0, 2])),
+        r"finite `predictions`.\n  got nan at index \(2, 0\), the first of 1 such",
+    ),
     "labels": (lambda: plot.reliability_diagram(LOGITS, LABELS[:-1]), "one label per row"),
     "num_bins": (lambda: plot.reliability_diagram(LOGITS, LABELS, num_bins=0), "`num_bins` of one or more"),
+    "binning": (lambda: plot.reliability_diagram(LOGITS, LABELS, binning="equal"), "`binning` to be 'width' or 'mass'"),
+    "mask": (lambda: plot.reliability_diagram(LOGITS, LABELS, mask=np.ones(3, bool)), "one `mask` entry per row"),
     "nan_logits": (lambda: plot.reliability_diagram(LOGITS * np.nan, LABELS), "finite `logits`"),
     "ranks": (lambda: plot.rank_histogram(np.ones((2, 3))), r"`counts` of shape \(ranks,\)"),
     "negative": (lambda: plot.rank_histogram(np.array([1, -1])), "`counts` of zero or more"),

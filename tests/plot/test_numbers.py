@@ -46,9 +46,9 @@ def test_reliability_diagram(ax, weights):
     plot.reliability_diagram(logits, labels, num_bins=7, weights=weights, show_members=True, ax=ax)
     bars, gaps = ax.containers
     np.testing.assert_allclose([bar.get_x() for bar in bars], left, atol=1e-12)
-    np.testing.assert_allclose([bar.get_width() for bar in bars], 1 / 7)
-    np.testing.assert_allclose(heights(bars), right)
-    np.testing.assert_allclose([bar.get_y() for bar in gaps], right)
+    np.testing.assert_allclose([bar.get_width() for bar in bars], 1 / 7, rtol=1e-5)  # between float32 edges
+    np.testing.assert_allclose(heights(bars), right, rtol=1e-6)
+    np.testing.assert_allclose([bar.get_y() for bar in gaps], right, rtol=1e-6)
     np.testing.assert_allclose(heights(gaps), confidence - right, rtol=1e-4, atol=1e-6)
     assert [text.get_text() for text in ax.texts] == [str(count) for count in counts]
     # What the bars show sums up to the error that the legend names.
@@ -62,7 +62,33 @@ def test_reliability_diagram(ax, weights):
     for member, curve in zip(softmax(logits), curves, strict=False):
         _, _, confidence, right = bins_of(member, labels, 7)
         np.testing.assert_allclose(curve.get_xdata(), confidence, rtol=1e-5)
-        np.testing.assert_allclose(curve.get_ydata(), right)
+        np.testing.assert_allclose(curve.get_ydata(), right, rtol=1e-6)
+
+
+@pytest.mark.parametrize("binning", ["width", "mass"])
+def test_reliability_diagram_of_some_rows(ax, binning):
+    labels, mask = RNG.integers(3, size=(20, 15)), RNG.uniform(size=(20, 15)) < 0.7
+    logits = (2 * RNG.normal(size=(4, 20, 15, 3)) + np.eye(3)[labels]).astype(np.float32)
+    kept = logits[:, mask], labels[mask]
+    logits[:, ~mask], labels[~mask] = np.nan, -1
+    plot.reliability_diagram(logits, labels, num_bins=7, binning=binning, mask=mask, show_members=True, ax=ax)
+    bars, gaps = ax.containers
+    counts = np.array([int(text.get_text()) for text in ax.texts])
+    error = scores.ece(*kept, num_bins=7, binning=binning)
+    np.testing.assert_allclose(np.sum(counts * np.abs(heights(gaps))) / counts.sum(), error, rtol=1e-4)
+    assert f"ECE {float(error):.3f}" in bars.get_label()
+    confidence = np.mean(softmax(kept[0]), axis=0).max(-1)
+    left = np.array([bar.get_x() for bar in bars])
+    right = left + [bar.get_width() for bar in bars]
+    inside = (left[:, None] + 1e-6 < confidence) & (confidence <= right[:, None] + 1e-6)
+    np.testing.assert_array_equal(inside.sum(1), counts)
+    assert counts.sum() == mask.sum()
+    assert (np.ptp(counts) <= 2) == (binning == "mass")
+    for member, curve in enumerate(ax.lines[1:]):
+        assert len(curve.get_xdata()) <= 7
+        if binning == "mass":
+            alone = np.sort(softmax(kept[0][member]).max(-1))
+            np.testing.assert_allclose(np.mean(curve.get_xdata()), alone.mean(), rtol=2e-2)
 
 
 def test_edges_of_bins_are_those_of_the_calibration_error(ax):
@@ -106,6 +132,16 @@ def test_training_curves_of_every_step(ax):
         np.testing.assert_allclose(edge, want)
 
 
+@pytest.mark.parametrize(("members", "level"), [(4, 0.5), (10, 0.8), (9, 0.5)])
+def test_the_band_of_training_curves_is_central(ax, members, level):
+    loss = RNG.normal(size=(members, 5)).astype(np.float32)
+    plot.training_curves(history(loss), level=level, ax=ax)
+    found = band(ax.collections[0])
+    np.testing.assert_allclose(found, np.stack(uncertainty.interval(loss, level=level)), rtol=1e-6)
+    turned = band(plot.training_curves(history(-loss), level=level).collections[0])
+    np.testing.assert_allclose(turned, -found[::-1], rtol=1e-6)
+
+
 def test_training_curves_of_means(ax):
     plot.training_curves(history(LOSS), every=4, ax=ax)
     median, *members = ax.lines
@@ -144,15 +180,36 @@ def test_prediction_bands(ax, x):
     line, inside, outside = ax.lines
     np.testing.assert_array_equal(line.get_xdata(), at)
     np.testing.assert_allclose(line.get_ydata(), centre[order], rtol=1e-5)
-    # Of ten members the quantile of level q is the one in place 10 q, counted from one.
+    # Of ten members the quantile of level q is midway between those in place 10 q, counted from one, and after it.
     ranked = np.sort(predictions, axis=0)[:, order]
     wide, narrow = ax.collections
-    np.testing.assert_allclose(band(wide), ranked[[0, 8]], rtol=1e-6)
-    np.testing.assert_allclose(band(narrow), ranked[[2, 6]], rtol=1e-6)
+    np.testing.assert_allclose(band(wide), (ranked[[0, 8]] + ranked[[1, 9]]) / 2, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(band(narrow), (ranked[[2, 6]] + ranked[[3, 7]]) / 2, rtol=1e-5, atol=1e-6)
     for points, rows in ((inside, {0, 2}), (outside, {1, 3})):
         places = [i for i, row in enumerate(order) if row in rows]
         np.testing.assert_array_equal(points.get_xdata(), at[places])
         np.testing.assert_array_equal(points.get_ydata(), targets[order][places])
+
+
+def test_bands_of_weighted_members(ax):
+    predictions, weights = RNG.normal(size=(6, 5)).astype(np.float32), np.array([1, 4, 0, 2, 3, 3])
+    counted = np.repeat(predictions, weights, axis=0)  # 13: no quantile of 0.2 and 0.8 lies between two
+    predictions[2] = np.nan
+    plot.prediction_bands(predictions, weights=weights, levels=(0.6,), ax=ax)
+    order = np.argsort(counted.mean(0))
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), counted.mean(0)[order], rtol=1e-5, atol=1e-6)
+    want = np.quantile(counted, [0.2, 0.8], axis=0, method="averaged_inverted_cdf")[:, order]
+    np.testing.assert_allclose(band(ax.collections[0]), want, rtol=1e-5)
+    other = uncertainty.interval(np.delete(predictions, 2, axis=0), level=0.6)
+    assert not np.allclose(band(ax.collections[0]), np.stack(other)[:, order], rtol=1e-2)
+
+
+def test_intervals_of_the_members_are_the_bands_without(ax):
+    predictions = RNG.normal(size=(8, 5)).astype(np.float32)
+    given = {level: uncertainty.interval(predictions, level=level) for level in (0.5, 0.9)}
+    plot.prediction_bands(predictions, intervals=given, ax=ax)
+    for found, want in zip(ax.collections, plot.prediction_bands(predictions).collections, strict=True):
+        np.testing.assert_array_equal(band(found), band(want))
 
 
 def test_bands_that_are_given_are_drawn(ax):

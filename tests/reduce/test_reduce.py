@@ -45,6 +45,8 @@ CASES = {
     "mean": (reduce.Mean(), lambda x: x, lambda x, w: np.average(np.asarray(x, np.float64), axis=0, weights=w)),
     "moments": (reduce.Moments(), lambda x: x, as_moments),
     "mixture": (reduce.Mixture(), lambda x: x, lambda x, w: combine.mixture(x, weights=w)),
+    "mean_logits": (reduce.MeanLogits(), lambda x: x, lambda x, w: combine.mean_logits(x, weights=w)),
+    "gaussian": (reduce.Gaussian(), pair, lambda x, w: combine.gaussian(*x, weights=w)),
     "vote": (reduce.Vote(), lambda x: x, lambda x, w: combine.vote(x, weights=w)),
     "disagreement": (reduce.Disagreement(), lambda x: x, as_disagreement),
     "entropy": (reduce.DecomposeEntropy(), lambda x: x, lambda x, w: uncertainty.decompose_entropy(x, weights=w)),
@@ -157,6 +159,14 @@ def test_small_mutual_information_keeps_its_digits():
     assert not np.allclose(difference, want, rtol=1e-1)
 
 
+def test_members_that_agree_do_not_disagree_by_rounding():
+    agreed = jnp.tile(jnp.array([1.0, 0.0, 0.0]), (MEMBERS, 1))
+    for seed in range(20):
+        weights = np.random.default_rng(seed).uniform(size=MEMBERS)
+        assert streamed(reduce.Disagreement(), agreed, weights) == 0
+        assert streamed(reduce.Disagreement(), agreed.at[0].set(jnp.array([0.0, 1.0, 0.0])), weights) > 0
+
+
 LEVELS = [0.0, 0.1, 0.25, 0.5, 0.9, 1.0]
 
 
@@ -188,6 +198,20 @@ def test_quantiles_of_many_members(chunk):
     assert np.abs(ranks - count * np.array(levels)).max() > bound
 
 
+def test_quantiles_of_compiled_chunks_of_no_weight():
+    reduction, values = reduce.Quantiles([0.5]), logits()
+    update = jax.jit(lambda partial, part, weights: reduction.update(partial, part, weights=weights))
+    partial = update(update(None, values[:3], jnp.ones(3)), values[3:], jnp.zeros(4))
+    np.testing.assert_array_equal(reduction.finish(partial), reduction(values[:3]))
+    assert not np.array_equal(reduction(values[:3]), reduction(values))
+    assert np.isnan(reduction.finish(update(None, values, jnp.zeros(MEMBERS)))).all()
+
+
+@pytest.mark.parametrize("reduction", [reduce.Quantiles([0.5]), reduce.Mean()], ids=["quantiles", "summary"])
+def test_nothing_merged_with_nothing_is_nothing(reduction):
+    assert reduction.merge(None, None) is None
+
+
 def test_quantiles_of_nan():
     values = logits().at[1, 2, 0].set(jnp.nan)
     found = np.asarray(streamed(reduce.Quantiles([0.5]), values))
@@ -209,6 +233,9 @@ BAD = {
         ValueError,
         "`eqx_ensemble.reduce.DecomposeVariance` needs variances of zero or more",
     ),
+    "a pair": (lambda: reduce.Mean()((logits(), logits())), TypeError, "that are one array, got a tuple of 2"),
+    "a list": (lambda: reduce.Vote()([logits()] * 3), TypeError, "that are one array, got a list of 3"),
+    "quantiles of a pair": (lambda: reduce.Quantiles([0.5])((logits(), logits())), TypeError, "one array, got a tuple"),
     "integers": (lambda: reduce.Mean()(np.ones((2, 3), int)), TypeError, "floating-point `predictions`"),
     "one class": (
         lambda: reduce.Vote()(jnp.ones((2, 3, 1))),

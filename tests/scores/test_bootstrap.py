@@ -96,8 +96,21 @@ def test_keys_and_jit():
     assert np.isnan(scores.bootstrap(np.append(VALUES, np.float32(np.nan)), key=KEY).standard_error)
 
 
+def test_rows_that_do_not_count_hold_anything():
+    weights, counts = np.arange(50, dtype=np.float32), np.arange(50) % 3 > 0
+    want = scores.bootstrap(VALUES, row_weights=np.where(counts, weights, 0), key=KEY)
+    spoilt = np.where(counts, VALUES, np.nan)
+    np.testing.assert_array_equal(scores.bootstrap(spoilt, row_weights=np.where(counts, weights, 0), key=KEY), want)
+    want = scores.bootstrap(VALUES, row_weights=weights, mask=counts, key=KEY)
+    got = scores.bootstrap(spoilt, row_weights=np.where(counts, weights, np.nan), mask=counts, key=KEY)
+    np.testing.assert_array_equal(got, want)
+    assert np.isfinite(want.standard_error)
+
+
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
+    with pytest.raises(ValueError, match="finite `row_weights` of zero or more, not all zero"):
+        scores.bootstrap(VALUES, row_weights=1.0 * (np.arange(50) == 0), mask=np.arange(50) > 0, key=KEY)
     with pytest.raises(ValueError, match=r"`values` with at least one row on the last axis.\n  got shape \(3, 0\)"):
         scores.bootstrap(np.zeros((3, 0), np.float32), key=KEY)
     with pytest.raises(ValueError, match=r"one of `row_weights` per row.\n  expected shape \(50,\), got \(49,\)"):

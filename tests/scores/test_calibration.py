@@ -199,5 +199,20 @@ def test_unfit_bins():
         ValueError, match="`eqx_ensemble.scores.ece` needs `num_bins` of one or more.\n  got 0\n15 is us"
     ):
         scores.ece(logits, labels, num_bins=0)
+    with pytest.raises(TypeError, match="an integer `num_bins`.\n  got 15.0"):
+        scores.ece(logits, labels, num_bins=15.0)
     with pytest.raises(ValueError, match="`binning` to be 'width' or 'mass'.\n  got 'equal'"):
         scores.classwise_ece(logits, labels, binning="equal")
+
+
+@pytest.mark.parametrize("binning", ["width", "mass"])
+def test_many_rows_of_one_confidence(binning):
+    # 100,000 equal numbers added one after another in float32 have a mean that is wrong by 7e-4.
+    logits = np.log(np.tile(np.array([0.97, 0.03], np.float32), (1, 100_000, 1)))
+    labels = (np.arange(100_000) % 100 >= 97).astype(int)
+    np.testing.assert_allclose(scores.ece(logits, labels, binning=binning), 0, atol=1e-6)
+    np.testing.assert_allclose(scores.ece(logits, 1 - labels, binning=binning), 0.94, rtol=1e-6)
+    parts = scores.decompose_brier(logits, labels, binning=binning)
+    np.testing.assert_allclose(parts, [0, 0, 2 * 0.97 * 0.03, 0], rtol=1e-5, atol=1e-9)
+    careless = np.cumsum(np.full(100_000, 0.97, np.float32))[-1] / 100_000
+    assert abs(careless - 0.97) > 1e-4

@@ -67,6 +67,14 @@ def test_members_without_variance_are_samples():
     assert all(np.isfinite(slope).all() for slope in slopes)
 
 
+@pytest.mark.parametrize("variance", [1e-18, 1e-20, 1e-30])
+def test_gradient_at_tiny_variances(variance):
+    # Far from a Gaussian the score is |y - mean| - sigma / sqrt(pi).
+    zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
+    slope = jax.grad(lambda v: scores.crps_gaussian(zero, v, one))(np.float32(variance) * one)
+    np.testing.assert_allclose(slope, -1 / (2 * np.sqrt(np.pi * variance)), rtol=1e-5)
+
+
 def test_gaussians_with_a_large_offset():
     mean, variance, targets = _gaussians()
     shifted = [np.float32(1e4) + array for array in (mean, targets)]

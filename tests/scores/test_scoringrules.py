@@ -93,8 +93,9 @@ def test_a_large_offset_costs_no_precision():
     samples, targets = samples + np.float32(1e4), targets + np.float32(1e4)
     mean, variance = np.float64(samples).mean(0), np.float64(samples).var(0, ddof=1)
     want = (targets - mean) ** 2 / variance + np.log(variance)
-    # The mean of 64 numbers near 1e4 is rounded to 1e-3, which moves the score by a few thousandths.
-    np.testing.assert_allclose(scores.dawid_sebastiani(samples, targets, reduction="none"), want, atol=1e-2)
+    np.testing.assert_allclose(scores.dawid_sebastiani(samples, targets, reduction="none"), want, rtol=1e-5, atol=1e-5)
+    rounded = (targets - samples.mean(0)) ** 2 / variance + np.log(variance)
+    assert not np.allclose(rounded, want, rtol=1e-5, atol=1e-5)
     careless = (samples**2).mean(0) - samples.mean(0) ** 2
     assert np.abs(careless / variance - 1).max() > 0.5
 

@@ -135,3 +135,19 @@ def test_masks(name):
         rows = np.asarray(score(*spoilt, mask=KEPT, reduction="none"))
         assert np.isnan(rows[~KEPT]).all()
         np.testing.assert_allclose(rows[KEPT].mean(), want, rtol=1e-5)
+
+
+CLASSES = [name for name, (predictions, *_) in MEMBERS.items() if predictions is LOGITS]
+
+
+@pytest.mark.parametrize("name", [*CLASSES, "decompose_brier"])
+@pytest.mark.parametrize("label", [-1, 4])
+def test_labels_out_of_range_are_not_taken_for_wrong(name, label):
+    # While tracing they cannot be refused.
+    score = score_of(name)
+    of_labels = jax.jit(lambda labels, mask: score(LOGITS, labels, mask=mask))
+    labels = jnp.asarray(LABELS).at[3].set(label)
+    got = of_labels(labels, jnp.ones(20, bool))
+    assert all(np.isnan(part) for part in jax.tree.leaves(got))
+    got = of_labels(labels, jnp.arange(20) != 3)
+    assert all(np.isfinite(part) for part in jax.tree.leaves(got))

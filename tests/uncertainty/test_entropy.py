@@ -143,3 +143,16 @@ def test_messages():
         uncertainty.decompose_entropy(np.zeros(4))
     with pytest.raises(ValueError, match="one weight per member"):
         uncertainty.decompose_entropy(np.zeros((4, 3)), weights=np.ones(3))
+
+
+@pytest.mark.parametrize("low", [-np.inf, -200.0])
+@pytest.mark.parametrize(
+    "divergence", [uncertainty.jensen_shannon, lambda *x, **y: uncertainty.decompose_entropy(*x, **y).total]
+)
+def test_a_member_of_weight_zero_may_be_infinitely_far_off(divergence, low):
+    logits, weights = np.float32([[0.0, low], [0.0, 0.0]]), np.array([1.0, 0.0])
+    np.testing.assert_allclose(divergence(logits, weights=weights), 0, atol=1e-6)
+    assert divergence(logits) > 0.1
+    gradient = _gradient(lambda x: jnp.sum(divergence(x, weights=weights)))(logits)
+    assert np.isfinite(gradient).all()
+    assert (gradient[1] == 0).all()

@@ -75,6 +75,17 @@ def test_correlation_is_numpys():
     np.testing.assert_allclose(uncertainty.error_correlation(1e-30 * (offset - 1e4)), want, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [4, 16, 31])  # of 15 and of 30 times 0.1 the float32 mean is not 0.1
+def test_errors_that_are_all_the_same_correlate_with_none(count):
+    errors = np.stack([np.full(count, 0.1), np.arange(count)]).astype(np.float32)
+    errors[:, 1], mask = 7, np.arange(count) != 1
+    for found in (uncertainty.error_correlation(errors, mask=mask), uncertainty.error_correlation(errors[:, mask])):
+        assert np.isnan(found[0]).all()
+        assert np.isnan(found[1, 0])
+        np.testing.assert_allclose(found[1, 1], 1, rtol=1e-6)
+    assert np.isfinite(uncertainty.error_correlation(errors)).all()
+
+
 def test_correlation_says_what_combining_gains():
     errors = np.random.default_rng(0).normal(size=(6, 5000)) + np.random.default_rng(1).normal(size=5000)
     errors = (errors - errors.mean(1, keepdims=True)) / errors.std(1, keepdims=True)
@@ -92,6 +103,13 @@ def test_masks_broken_members_and_transforms(function):
     np.testing.assert_array_equal(np.isnan(function(correct))[0], [False, False, True, False])
     np.testing.assert_allclose(jax.jit(function)(correct[:, mask]), want, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(jax.vmap(function)(correct[None, :, mask])[0], want, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_left_out_may_hold_any_mark():
+    correct, mask = _correct(), np.arange(200) % 3 > 0
+    want = uncertainty.q_statistic(correct, mask=mask)
+    correct[:, ~mask] = -1
+    np.testing.assert_array_equal(uncertainty.q_statistic(correct, mask=mask), want)
 
 
 def test_takes_what_the_scores_give():

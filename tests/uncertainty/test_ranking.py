@@ -110,6 +110,15 @@ def test_row_weights_count_rows_and_masks_leave_them_out(name):
 
 
 @pytest.mark.parametrize("name", METRICS)
+def test_rows_left_out_may_have_any_weight(name):
+    scores, positives, row_weights = _rows(distinct=3)
+    mask = np.arange(200) % 3 > 0
+    want = METRICS[name](scores, positives, row_weights=row_weights, mask=mask)
+    broken = np.where(mask, row_weights, np.nan).astype(np.float32)
+    np.testing.assert_array_equal(METRICS[name](scores, positives, row_weights=broken, mask=mask), want)
+
+
+@pytest.mark.parametrize("name", METRICS)
 def test_transforms_and_unknown_scores(name):
     metric = METRICS[name]
     scores, positives, _ = _rows(distinct=3)

@@ -52,5 +52,7 @@ def bayesian(
 @jax.jit
 def _bayesian(logs: Float[Array, " members *batch"], mask: Bool[Array, "*batch"] | None) -> Float[Array, " members"]:
     logs = logs if mask is None else jnp.where(mask[None], logs, 0)
-    behind = logs - jax.lax.stop_gradient(jnp.max(logs, axis=0))[None]
-    return jax.nn.softmax(jnp.sum(behind, axis=tuple(range(1, logs.ndim))))
+    total = lambda values: jnp.sum(values, axis=tuple(range(1, logs.ndim)))
+    best = jnp.argmax(total(logs - jnp.max(logs, axis=0)[None]))
+    # Beside the best member, not beside the best of each row, sums over many rows stay small and keep their digits.
+    return jax.nn.softmax(total(logs - jax.lax.stop_gradient(logs[best])[None]))

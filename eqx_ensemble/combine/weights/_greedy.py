@@ -101,14 +101,17 @@ def _greedy_log(
     logs = jnp.where(counted[None], logs, 0)
     level = jnp.max(logs, axis=0)
     num_rows = jnp.sum(counted, dtype=logs.dtype)
+    # Rows that no member taken so far explains: the fewer the better, where all scores are infinite.
+    impossible = float(jnp.finfo(logs.dtype).min) / (2 * counted.size)
 
     def judge(total: Array, count: Array) -> Array:
-        return -jnp.sum(jnp.where(counted, total - jnp.log(count), 0)) / num_rows
+        return -jnp.sum(jnp.where(counted, jnp.maximum(total - jnp.log(count), impossible), 0)) / num_rows
 
     # Differences to the best member of each row: what all members have in common is added to the scores at the end.
     nothing = jnp.full(level.shape, -jnp.inf, logs.dtype)
     found = _select(logs - level[None], nothing, jnp.logaddexp, judge, num_steps, num_initial)
-    return found._replace(scores=found.scores - jnp.sum(level) / num_rows)
+    scores = jnp.where(found.scores < -0.5 * impossible / num_rows, found.scores, jnp.inf)
+    return found._replace(scores=scores - jnp.sum(level) / num_rows)
 
 
 def _select(

@@ -51,3 +51,14 @@ def test_messages():
         combine.weights.bayesian(np.array([np.nan, 1.0]))
     with pytest.raises(ValueError, match=r"a member above -inf in every row.*\n  got none in row \(\)"):
         combine.weights.bayesian(np.array([-np.inf, -np.inf]))
+
+
+def test_many_rows_keep_their_digits():
+    rows = np.random.default_rng(0).normal(size=(2, 1_000_000)).astype(np.float32)
+    rows[0] -= np.float32(np.mean(rows[0].astype(np.float64) - rows[1]))  # so that neither has all of the weight
+    odds = np.sum(rows[0].astype(np.float64) - rows[1])
+    found = combine.weights.bayesian(rows)
+    np.testing.assert_allclose(np.log(found[0] / found[1]), odds, atol=5e-3)
+    # Sums beside the best of each row are near -6e5, where float32 numbers are 0.06 apart.
+    behind = np.sum(rows - rows.max(0), axis=1, dtype=np.float64).astype(np.float32)
+    assert np.spacing(np.abs(behind)).min() > 0.03

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_ensemble import combine
+from eqx_ensemble import combine, reduce
 
 
 def test_elites_are_the_best():
@@ -55,6 +55,14 @@ def test_messages():
         jax.jit(lambda w: combine.weights.prune(w).weights)(np.ones(2))
     with pytest.raises(ValueError, match="finite `weights` of zero or more"):
         combine.weights.prune(np.array([1.0, -1.0]))
+    found = combine.weights.Pruned(np.arange(2), np.ones(2))
+    for call in (
+        lambda: combine.weights.prune(found),
+        lambda: combine.mean(np.ones((2, 3)), weights=found),
+        lambda: reduce.Mean()(np.ones((2, 3)), weights=found),
+    ):
+        with pytest.raises(TypeError, match=r"as an array `\(members,\)`.\n  got a Pruned\nPass its weights alone"):
+            call()
     with pytest.raises(ValueError, match=r"leaves a member.\n  got above=0.6; the largest weight is 0.5 of a sum of 1"):
         combine.weights.prune(np.ones(2), above=0.6)
     with pytest.raises(ValueError, match=r"one weight per member, `\(members,\)`.\n  got shape \(\)"):

@@ -72,6 +72,13 @@ def test_log_scores_below_the_smallest_float():
     np.testing.assert_allclose(np.min(found.scores), 200 + np.log(2), rtol=1e-6)
 
 
+def test_members_that_explain_all_rows_only_together_are_found():
+    log_scores = np.where(np.repeat(np.eye(3), 2, axis=1) > 0, 0, -np.inf).astype(np.float32)
+    found = combine.weights.greedy(log_scores, num_steps=3)
+    np.testing.assert_array_equal(found.counts, [1, 1, 1])
+    np.testing.assert_allclose(found.scores, [np.inf, np.inf, np.log(3)], rtol=1e-6)
+
+
 def test_ties_go_to_the_first():
     predictions = np.float32([[3, 3], [1, 1], [1, 1]])
     found = combine.weights.greedy(predictions, lambda mean: jnp.sum(mean), num_steps=3)

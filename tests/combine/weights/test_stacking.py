@@ -182,6 +182,9 @@ def test_messages():
             ValueError, match=r"finite or -inf.\n  got (nan|inf) at index \(1, 2\), the first of 1 such"
         ):
             combine.weights.stacking(log_scores)
+    for search in (combine.weights.stacking, combine.weights.greedy, combine.weights.bayesian):
+        with pytest.raises(ValueError, match=r"at least one row in `log_scores`.\n  got shape \(3, 0\)"):
+            search(log_scores[:, :0])
     log_scores[:, 2] = -np.inf
     with pytest.raises(ValueError, match=r"a member above -inf in every row.*\n  got none in row \(2,\)"):
         combine.weights.stacking(log_scores)
