@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Shaped
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
 
 
 def blank_unweighted(
@@ -51,6 +51,18 @@ def moments(
     deviation = mean - rough[None]
     correction = weighted_mean(deviation, weights)
     return rough + correction, weighted_mean((deviation - correction[None]) ** 2, weights)
+
+
+def is_class(labels: Integer[Array, "*batch"], num_classes: int) -> Bool[Array, "*batch"]:
+    """Whether labels are classes: while tracing, others cannot be refused, and what follows from them is NaN."""
+    return (labels >= 0) & (labels < num_classes)
+
+
+def at_label(values: Float[Array, "*batch classes"], labels: Integer[Array, "*batch"]) -> Float[Array, "*batch"]:
+    """The value of each row at its label; NaN where that is no class."""
+    known = is_class(labels, values.shape[-1])
+    found = jnp.take_along_axis(values, jnp.where(known, labels, 0)[..., None], axis=-1)[..., 0]
+    return jnp.where(known, found, jnp.nan)
 
 
 def votes(

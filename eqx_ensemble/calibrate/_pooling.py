@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
 from .. import _check
-from .._weighting import blank_masked, blank_unweighted, log_mixture
+from .._weighting import blank_masked, blank_unweighted, is_class, log_mixture
 
 Of = Literal["members", "mixture"]
 
@@ -51,8 +51,8 @@ def fit_rows(
     _check.check_reduction(fn, "mean", targets.shape)
     _check.check_finite_logits(fn, checked, pooling.weights, mask)
     # While tracing, labels cannot be refused.
-    in_range = (targets >= 0) & (targets < checked.shape[-1])
-    kept = in_range if kept is None else kept & in_range
+    known = is_class(targets, checked.shape[-1])
+    kept = known if kept is None else kept & known
     logs = _logs(blank_masked(checked, kept, before=1), pooling.weights, of)
     rows, share = jnp.ravel(blank_masked(targets, kept)), _shares(kept, logs.dtype)
     return pooling, Rows(jnp.reshape(logs, (logs.shape[0], -1, logs.shape[-1])), rows, share)

@@ -16,7 +16,7 @@ from .._check import (
     check_random,
 )
 from .._keys import member_keys
-from .._weighting import blank_masked
+from .._weighting import at_label, blank_masked
 from ._rank import fraction, rank_of, ranked_jit
 
 
@@ -185,17 +185,10 @@ def _fitted(
         keys = member_keys(key, 1, purpose="conformal.aps")
     extra = jnp.asarray(penalty, checked.dtype), jnp.asarray(num_free, jnp.int32)
     scores = _scores(blank_masked(checked, kept), keys, *extra)
-    of_label = _of_label(scores, blank_masked(targets, kept))
+    of_label = at_label(scores, blank_masked(targets, kept))
     check_known(fn, "logits", of_label, mask)
     threshold = ranked_jit(of_label, kept, rank_of(fn, fraction(level), of_label.size, kept, stacklevel=5))
     return (Sets if key is None else RandomisedSets)(threshold, *extra)
-
-
-@jax.jit
-def _of_label(scores: Float[Array, "rows classes"], labels: Integer[Array, " rows"]) -> Float[Array, " rows"]:
-    in_range = (labels >= 0) & (labels < scores.shape[-1])
-    found = jnp.take_along_axis(scores, jnp.where(in_range, labels, 0)[:, None], axis=-1)[:, 0]
-    return jnp.where(in_range, found, jnp.nan)
 
 
 @jax.jit

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from .._weighting import is_class
 from ._classification import correct, mixture
 from ._crps_gaussian import expected_distance
 
@@ -61,8 +62,8 @@ def by_class(
     logs = mixture(logits, weights)
     probabilities = jnp.reshape(jnp.exp(logs), (-1, num_classes))
     flat = jnp.ravel(labels)
-    in_range = (flat >= 0) & (flat < num_classes)
-    truth = jnp.where(in_range[:, None], jax.nn.one_hot(flat, num_classes, dtype=probabilities.dtype), jnp.nan)
+    known = is_class(flat, num_classes)
+    truth = jnp.where(known[:, None], jax.nn.one_hot(flat, num_classes, dtype=probabilities.dtype), jnp.nan)
     return probabilities.T, truth.T, None if mask is None else jnp.ravel(mask)
 
 

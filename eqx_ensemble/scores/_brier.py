@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._check import check_choice, check_num_bins
+from .._weighting import is_class
 from ._binning import Binning, binned, by_class
 from ._classification import checked_classes, mixture
 from ._reduce import Reduction, masked_mean, reduce
@@ -154,8 +155,8 @@ def _brier(
 ) -> Float[Array, "..."]:
     probabilities = jnp.exp(mixture(logits, weights))
     truth = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
-    in_range = (labels >= 0) & (labels < logits.shape[-1])
-    return reduce(jnp.where(in_range, jnp.sum((probabilities - truth) ** 2, axis=-1), jnp.nan), reduction, mask)
+    known = is_class(labels, logits.shape[-1])
+    return reduce(jnp.where(known, jnp.sum((probabilities - truth) ** 2, axis=-1), jnp.nan), reduction, mask)
 
 
 @partial(jax.jit, static_argnames=("num_bins", "binning"))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._check import check_labels, check_logits, check_mask, check_reduction, check_weights
-from .._weighting import blank_masked, blank_unweighted, log_mixture, weighted_mean
+from .._weighting import blank_masked, blank_unweighted, is_class, log_mixture, weighted_mean
 from ._reduce import Reduction, reduce
 
 
@@ -158,10 +158,10 @@ def _nll(
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
-    in_range = (labels >= 0) & (labels < logits.shape[-1])
-    index = jnp.where(in_range, labels, 0)[None, ..., None]
+    known = is_class(labels, logits.shape[-1])
+    index = jnp.where(known, labels, 0)[None, ..., None]
     chosen = jnp.take_along_axis(logs, index, axis=-1)[..., 0]
-    return reduce(jnp.where(in_range, -log_mixture(chosen, weights), jnp.nan), reduction, mask)
+    return reduce(jnp.where(known, -log_mixture(chosen, weights), jnp.nan), reduction, mask)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -198,5 +198,5 @@ def correct(logits: Float[Array, "*rows classes"], labels: Integer[Array, "*labe
     """1.0 where the label is the most likely class, else 0.0; NaN where either is not known."""
     right = (jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels).astype(logits.dtype)
     # argmax takes NaN for the largest: without this a broken prediction would count as right now and then.
-    unknown = jnp.any(jnp.isnan(logits), axis=-1) | (labels < 0) | (labels >= logits.shape[-1])
+    unknown = jnp.any(jnp.isnan(logits), axis=-1) | ~is_class(labels, logits.shape[-1])
     return jnp.where(unknown, jnp.nan, right)

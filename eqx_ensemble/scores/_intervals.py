@@ -13,7 +13,7 @@ from .._check import (
     check_regression,
     check_sets,
 )
-from .._weighting import blank_masked
+from .._weighting import at_label, blank_masked
 from ._reduce import Reduction, reduce
 
 
@@ -195,6 +195,4 @@ def _set_coverage(
     mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    in_range = (labels >= 0) & (labels < sets.shape[-1])
-    inside = jnp.take_along_axis(sets, jnp.where(in_range, labels, 0)[..., None], axis=-1)[..., 0]
-    return reduce(jnp.where(in_range, inside.astype(float), jnp.nan), reduction, mask)
+    return reduce(at_label(sets.astype(float), labels), reduction, mask)

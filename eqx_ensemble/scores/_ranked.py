@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
+from .._weighting import is_class
 from ._classification import checked_classes, mixture
 from ._reduce import Reduction, reduce
 
@@ -75,6 +76,5 @@ def _ranked_probability(
     at_most = jnp.cumsum(jnp.exp(mixture(logits, weights)), axis=-1)[..., :-1]
     classes = jnp.arange(logits.shape[-1] - 1, dtype=labels.dtype)
     reached = labels[..., None] <= jnp.reshape(classes, (1,) * labels.ndim + (-1,))
-    in_range = (labels >= 0) & (labels < logits.shape[-1])
     score = jnp.sum((at_most - reached.astype(at_most.dtype)) ** 2, axis=-1)
-    return reduce(jnp.where(in_range, score, jnp.nan), reduction, mask)
+    return reduce(jnp.where(is_class(labels, logits.shape[-1]), score, jnp.nan), reduction, mask)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from .._check import check_labels, check_logits, check_regression, check_weights
-from .._weighting import blank_unweighted, moments, weighted_mean
+from .._weighting import at_label, blank_unweighted, is_class, moments, weighted_mean
 
 
 class Ambiguity(NamedTuple):
@@ -147,10 +147,8 @@ def _nll(
     absent = logs == -jnp.inf
     pooled = jnp.where(jnp.any(absent, axis=0), -jnp.inf, weighted_mean(jnp.where(absent, 0, logs), weights))
     pooled = jax.nn.log_softmax(pooled, axis=-1)
-    in_range = (labels >= 0) & (labels < logs.shape[-1])
-    chosen = jnp.take_along_axis(pooled, jnp.where(in_range, labels, 0)[..., None], axis=-1)[..., 0]
     ambiguity = weighted_mean(_divergence_to(pooled[None], logs), weights)
-    return jnp.where(in_range, -chosen, jnp.nan), jnp.where(in_range, ambiguity, jnp.nan)
+    return -at_label(pooled, labels), jnp.where(is_class(labels, logs.shape[-1]), ambiguity, jnp.nan)
 
 
 def _divergence_to(
