@@ -5,10 +5,12 @@ touching a file outside of the checkpoint. `python benchmarks/reliability/hostil
 """
 
 import collections
+import ctypes
 import json
 import os
 import pathlib
 import pickle
+import platform
 import random
 import resource
 import shutil
@@ -19,7 +21,6 @@ from collections.abc import Callable
 from typing import Any
 
 import _paths  # noqa: F401
-import jax
 from _measure import Report, counted, script
 from damage import HEADERS, HOSTILE, MANIFEST, arrays_file, forge, load, small, write_manifest
 
@@ -80,7 +81,8 @@ def measure(quick: bool, minutes: float) -> Report:
         report.rows.append(
             counted("files made by hand", "not refused as damaged", sum(bad.values()), known, target="<= 0")
         )
-        jax.devices()  # its threads take address space of their own
+        _one_heap()
+        _outcome(folder, watch, lambda path: None)  # threads that start in here take address space of their own
         before = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + BOUND, before[1]))
         fuzzed, seconds = _fuzzed(folder, watch, 60 * minutes)
@@ -242,6 +244,13 @@ def _peak(path: pathlib.Path, body: bytes) -> int:
     os.waitpid(child, 0)
     os.close(writing)
     return int(os.read(reading, 100))
+
+
+def _one_heap() -> None:
+    """glibc's heap for each new thread takes 64 MiB of address space, used or not: all threads share the first one."""
+    arena_max = -8
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(arena_max, 1)
 
 
 def _address_space() -> int:
