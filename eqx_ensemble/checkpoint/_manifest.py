@@ -96,7 +96,7 @@ def decode(data: bytes, file: Any) -> Manifest:
 
 
 class _Refused(Exception):
-    pass
+    """Why bytes are no manifest."""
 
 
 def _expect(condition: bool, reason: str) -> None:  # noqa: FBT001

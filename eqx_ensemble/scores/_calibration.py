@@ -192,6 +192,7 @@ def checked_bins(
     weights: ArrayLike | None,
     mask: ArrayLike | None,
 ) -> tuple[Array, Array, Array | None, Array | None]:
+    """As `checked_classes`, and bins that can be made."""
     checked = checked_classes(fn, logits, labels, weights, mask, "mean")
     check_num_bins(fn, num_bins)
     check_choice(fn, "binning", binning, ("width", "mass"))

@@ -39,19 +39,19 @@ def test_of_nothing():
 
 
 def test_threads_do_the_work(monkeypatch):
-    seen = set()
+    seen, worked = set(), threading.Event()
     true = hashlib.sha256
 
     def noted(data):
         seen.add(threading.current_thread().name)
+        worked.set()
         return true(data)
 
     monkeypatch.setattr(hashlib, "sha256", noted)
     digests = Digests(len(DATA))
     with digests:
         digests.add(memoryview(DATA), 6)
-        while len(seen) == 0:
-            pass
+        assert worked.wait(timeout=60)
     assert "eqx_ensemble.digests" in seen
 
 
