@@ -135,6 +135,7 @@ from ._leaves import is_member_array as is_member_array
 from ._leaves import is_traced as is_traced
 from ._leaves import kind_of as kind_of
 from ._leaves import member_dtype as member_dtype
+from ._leaves import number_text as number_text
 from ._loading import Gap as Gap
 from ._loading import bytes_of as bytes_of
 from ._loading import cast_option as cast_option

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ._errors import CheckpointCorruptError, MemberMismatchError
-from ._leaves import is_member_array, is_traced, kind_of
+from ._leaves import MOST_BITS, is_member_array, is_traced, kind_of
 
 KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 """The generators whose keys can be saved, and how many words a key of theirs has."""
@@ -159,6 +159,10 @@ def json_value(value: Any, path: str = "meta") -> None:
         array = is_member_array(value) or isinstance(value, jax.Array)
         hint = " Write `array.tolist()` for its numbers." if array else ""
         raise TypeError(f"`{path}` cannot be written as JSON: it is {kind_of(value)}.\n{_JSON}{hint}")
+    elif type(value) is int and value.bit_length() > MOST_BITS:
+        raise ValueError(
+            f"`{path}` is a number of {value.bit_length()} bits, which no reader takes.\nWrite `hex(value)`."
+        )
 
 
 def manifest_size(size: int, limit: int, path: Any) -> None:

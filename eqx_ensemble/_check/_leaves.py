@@ -10,6 +10,9 @@ from jax.core import Tracer
 
 _LONGEST = 60
 
+MOST_BITS = 2_000
+"""Python makes decimals of integers of 640 digits in any case, and of no more than it is told to, usually 4,300."""
+
 Size = Any
 """The length of an axis: an int, or a symbol in a program that is exported for any length."""
 
@@ -45,6 +48,11 @@ def kind_of(value: Any) -> str:
         return "`None`"
     word = type(value).__name__
     return f"{'an' if word[0] in 'AEIOUaeio' else 'a'} {word}"
+
+
+def number_text(value: Any) -> str:
+    """A Python number as text, hexadecimal where Python makes no decimals of it."""
+    return hex(value) if isinstance(value, int) and value.bit_length() > MOST_BITS else repr(value)
 
 
 def describe(value: Any) -> str:

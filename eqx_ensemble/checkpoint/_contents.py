@@ -90,7 +90,7 @@ def contents_of(reader: Reader | OrbaxReader) -> Contents:
     """What the manifest of an open checkpoint says."""
     manifest = reader.manifest
     leaves = {entry.path: _text(entry) for entry in manifest.entries}
-    leaves |= {number.path: repr(number.value) for number in manifest.numbers}
+    leaves |= {number.path: _check.number_text(number.value) for number in manifest.numbers}
     num_bytes = sum(_check.bytes_of(entry.shape, DTYPES[entry.dtype].itemsize) for entry in _tensors(manifest))
     return Contents(
         manifest.members,

@@ -150,7 +150,7 @@ def _saved_text(found: Any) -> str:
     if found is None:
         return _NOTHING
     if not isinstance(found, Entry):
-        return f"the {type(found.value).__name__} {found.value!r}"
+        return f"the {type(found.value).__name__} {_check.number_text(found.value)}"
     if found.key is not None:
         return _check.described(found.shape[:-1], key_dtype(found.key))
     return _check.described(found.shape, DTYPES[found.dtype])

@@ -76,7 +76,9 @@ def _text(value: Any) -> str:
 
 
 def _long_text(value: Any) -> str:
-    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+    if type(value) in (bool, int, float, complex):
+        return _check.number_text(value)
+    if value is None or type(value) in (str, bytes):
         return repr(value)
     if isinstance(value, type | np.dtype):
         return np.dtype(value).name if isinstance(value, np.dtype) else value.__name__

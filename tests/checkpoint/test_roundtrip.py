@@ -1,6 +1,7 @@
 """Whatever is written comes back bit for bit; and other programs can read the arrays."""
 
 import collections
+import dataclasses
 import functools as ft
 import json
 
@@ -193,6 +194,20 @@ def test_contents(tmp_path):
     assert contents.num_bytes == 4 * (12 + 4 + 2 + 2)
     assert contents.versions["jax"] == jax.__version__
     assert contents == ee.checkpoint.verify(tmp_path / "x")
+
+
+def test_a_number_of_more_digits_than_python_prints(tmp_path):
+    @dataclasses.dataclass
+    class Static:
+        size: int
+
+    jax.tree_util.register_dataclass(Static, [], ["size"])
+    ee.save(tmp_path / "x", {"a": 10**5000, "b": Static(10**5000)})
+    assert ee.checkpoint.verify(tmp_path / "x").leaves == {"['a']": hex(10**5000)}
+    with pytest.raises(ee.MemberMismatchError, match="the int 0x"):
+        ee.load(tmp_path / "x", {"a": 0.5})
+    with pytest.raises(ValueError, match=r"`meta\['n'\]` is a number of 16610 bits(.|\n)*hex"):
+        ee.save(tmp_path / "x", {}, meta={"n": 10**5000})
 
 
 arrays = hnp.arrays(
