@@ -176,7 +176,10 @@ class Case(NamedTuple):
 
 CASES = {
     "mlp": Case(mlp),
-    "conv and batch norm": Case(eqx.nn.make_with_state(ConvBatchNorm), mse_with_state, eps=1e-3, stateful=True),
+    # Statistics of a batch divide by small numbers: 1.0e-5 was seen without optimisation.
+    "conv and batch norm": Case(
+        eqx.nn.make_with_state(ConvBatchNorm), mse_with_state, eps=1e-3, rtol=3e-5, stateful=True
+    ),
     "recurrent": Case(Recurrent),
     "attention and dropout": Case(Attention, mse_with_keys, eps=1e-4),
     "tied weights": Case(Tied),

@@ -38,12 +38,18 @@ def loss(model, batch, key):
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
-@functools.cache
+def once_a_precision(make):
+    """Makes it once with 32 bits, and once with 64."""
+    made = functools.cache(lambda dtype: make())
+    return lambda: made(jnp.zeros(()).dtype)
+
+
+@once_a_precision
 def ensemble():
     return ee.build(Net, MEMBERS, key=jax.random.key(0))
 
 
-@functools.cache
+@once_a_precision
 def batches():
     """`(members, rows, ...)` for every step; the members' targets have scales of their own."""
     kx, ky = jax.random.split(jax.random.key(1))
@@ -131,9 +137,11 @@ def _left_alone(name):
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in TELLING else pytest.mark.slow) for n in TRAINED])
 def test_members_train_as_if_alone(name):
-    moved = [distance(expected, first) for expected, first in zip(alone(name), ensemble().unstack(), strict=True)]
-    assert (min(moved) > 1e-4) != _left_alone(name), "the reference has not moved"
-    assert _worst(together(name), name) <= 1e-5
+    # A line search decides by comparing: with float32 one rounding may send it elsewhere.
+    with jax.enable_x64("lbfgs" in name):
+        moved = [distance(expected, first) for expected, first in zip(alone(name), ensemble().unstack(), strict=True)]
+        assert (min(moved) > 1e-4) != _left_alone(name), "the reference has not moved"
+        assert _worst(together(name), name) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "lamb", "adafactor", "contrib.muon"])
