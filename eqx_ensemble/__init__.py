@@ -8,6 +8,7 @@ from . import plot as plot
 from . import reduce as reduce
 from . import resample as resample
 from . import scores as scores
+from . import sharding as sharding
 from . import sweep as sweep
 from . import testing as testing
 from . import train as train
@@ -36,6 +37,7 @@ from .export import export as export
 from .export import export_onnx as export_onnx
 from .plan import map_members as map_members
 from .predict import predict as predict
+from .sharding import make_mesh as make_mesh
 from .sweep import grid as grid
 from .train import Run as Run
 from .train import fit as fit

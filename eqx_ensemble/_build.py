@@ -1,4 +1,5 @@
 import itertools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
@@ -6,10 +7,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from . import _check, _keys
+from . import _axes, _check, _keys
 from ._ensemble import Ensemble, M, Where, from_stacked
+from .plan import Vmap
+from .plan._on_mesh import on_mesh
+from .sharding import Shard
+from .sharding._layout import Layout, as_layout, layout_for
 
 Arguments = Mapping[str, Any]
 """Per-member arguments of a constructor: a name and its values, one per member."""
@@ -25,6 +31,8 @@ def build(
     zip: Arguments | None = None,
     product: Arguments | None = None,
     shared: Where | None = None,
+    mesh: Mesh | None = None,
+    shard: Shard | None = None,
     key: Any = None,
 ) -> tuple[Ensemble[M], eqx.nn.State]: ...
 @overload
@@ -37,6 +45,8 @@ def build(
     zip: Arguments | None = None,
     product: Arguments | None = None,
     shared: Where | None = None,
+    mesh: Mesh | None = None,
+    shard: Shard | None = None,
     key: Any = None,
 ) -> Ensemble[M]: ...
 def build(
@@ -48,6 +58,8 @@ def build(
     zip: Arguments | None = None,
     product: Arguments | None = None,
     shared: Where | None = None,
+    mesh: Mesh | None = None,
+    shard: Shard | None = None,
     key: Any = None,
 ) -> Any:
     """Builds an [`eqx_ensemble.Ensemble`][] from the constructor of one member.
@@ -78,6 +90,12 @@ def build(
         (the last name varies fastest).
     - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
         are taken from the first member and kept once.
+    - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][]: every member is born where it will live, and
+        no device ever holds all of them. `make` is compiled for that; where it cannot be, it runs as without a mesh,
+        and a warning says so.
+    - `shard`: how to split the weights of a member over the mesh's axis `model`: `shard(path, shape, parts)` gives a
+        `PartitionSpec` for each of a member's arrays, or `None`;
+        [`eqx_ensemble.sharding.by_largest_axis`][] if not given. Arrays that it leaves alone lie as the compiler likes.
     - `key`: the root key; member keys are [`eqx_ensemble.member_keys`][]`(key, ids)`.
 
     **Returns:** the ensemble; with its stacked `equinox.nn.State` when `make` returns a state.
@@ -101,12 +119,40 @@ def build(
         _check.no_second_key(key)
         keys = keys if _check.is_typed_key(keys) else jax.random.wrap_key_data(jnp.asarray(keys))
 
+    layout = as_layout(mesh, name="build")
+    _check.shard_without_model(shard, layout)
     with _check.explained_constructor():
-        made = eqx.filter_vmap(lambda key, arguments: make(key, **arguments))(keys, arguments)
+        made = _made(make, keys, arguments) if layout is None else _born(make, keys, arguments, layout, shard)
     _check.no_tracers(made, name="build")
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State):
         return _held(made[0], ids, shared), made[1]
     return _held(made, ids, shared)
+
+
+def _made(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array]) -> Any:
+    return eqx.filter_vmap(lambda key, arguments: make(key, **arguments))(keys, arguments)
+
+
+def _born(
+    make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array], layout: Layout, shard: Shard | None
+) -> Any:
+    """The members, each on its own devices from the beginning."""
+    _check.uneven_members(len(keys), layout)
+
+    def build(layout: Layout, parts: tuple) -> Any:
+        one = lambda part: layout.holding(make(part[0], **part[1]))
+        return _axes.over_leading_axis(on_mesh(Vmap(), layout).run, one, parts)
+
+    try:
+        shapes = eqx.filter_eval_shape(build, layout, (keys, arguments))
+        layout = layout_for(layout, shapes, shard=shard, name="build")
+        made = eqx.filter_jit(build)(layout, layout.copied((keys, arguments)))
+        _check.no_tracers(made, name="build")
+    except (jax.errors.JAXTypeError, _check.MemberMismatchError) as error:
+        warnings.warn(_check.not_compiled(error), stacklevel=4)
+        made = _made(make, keys, arguments)
+        layout = layout_for(layout, made, shard=shard, name="build")
+    return layout.spread(made)
 
 
 def _held(stacked: Any, ids: jax.Array, shared: Where | None) -> Ensemble[Any]:

@@ -67,6 +67,8 @@ def _numeric(x: Any, place: str, *, name: str) -> None:
 def _finite(x: Any, place: str, *, name: str) -> None:
     if is_traced(x) or not jnp.issubdtype(x.dtype, jnp.floating) or _all_finite(x):
         return
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        raise ValueError(f"`{name}` needs finite numbers; the array at `{place}` holds NaN or infinite values.")
     bad = ~np.isfinite(np.asarray(x))
     first = tuple(int(i) for i in np.argwhere(bad)[0])
     raise ValueError(
@@ -76,7 +78,8 @@ def _finite(x: Any, place: str, *, name: str) -> None:
 
 
 def _all_finite(x: Any) -> bool:
-    if isinstance(x, jax.Array) and any(device.platform != "cpu" for device in x.devices()):  # stays where it is
+    far = isinstance(x, jax.Array) and (not x.is_fully_addressable or any(d.platform != "cpu" for d in x.devices()))
+    if far:  # stays where it is
         return bool(jnp.all(jnp.isfinite(x)))
     # A sum is not finite when an element is not; it may overflow without one, so that only then all are looked at.
     x = np.asarray(x)

@@ -4,13 +4,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import _axes
+from ..sharding._layout import as_layout
 from ._auto import AnyPlan, as_plan
+from ._on_mesh import on_mesh
 
 
-def map_members(fn: Callable[..., Any], *, plan: AnyPlan = None, out_axis: int = 0) -> Callable[..., PyTree]:
+def map_members(
+    fn: Callable[..., Any], *, plan: AnyPlan = None, mesh: Mesh | None = None, out_axis: int = 0
+) -> Callable[..., PyTree]:
     """Transforms a function of one member into a function of all members.
 
     Arguments that are an [`eqx_ensemble.Ensemble`][], an [`eqx_ensemble.Each`][] or an `equinox.nn.State`, at any
@@ -33,6 +38,7 @@ def map_members(fn: Callable[..., Any], *, plan: AnyPlan = None, out_axis: int =
     - `fn`: any function of one member; it may take and return any PyTree.
     - `plan`: how the members are executed: [`eqx_ensemble.plan.Vmap`][] (the default), `Chunked(size)` or
         `Sequential()`, `Unrolled()`; or `"auto"`, which looks at `fn`. It changes time and memory and nothing else.
+    - `mesh`: the devices to spread members over, from [`eqx_ensemble.make_mesh`][]; each runs its own under the plan.
     - `out_axis`: where the `members` axis stands in every array output.
 
     **Returns:** the function of all members.
@@ -40,7 +46,7 @@ def map_members(fn: Callable[..., Any], *, plan: AnyPlan = None, out_axis: int =
     **Raises:** (when called) `MemberMismatchError` when arguments disagree on the number of members; `TypeError`
     when no argument has members.
     """
-    plan = as_plan(plan)
+    plan = on_mesh(as_plan(plan), as_layout(mesh, name="map_members"))
     name = getattr(fn, "__name__", type(fn).__name__)
 
     @ft.wraps(fn)

@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _axes, tree
+from .. import _axes, _check, tree
 from .._ensemble import Ensemble
 from ..plan import AbstractPlan
+from ..plan._on_mesh import on_mesh
+from ..sharding._layout import Layout
 
 
 class Call(eqx.Module):
@@ -17,6 +20,7 @@ class Call(eqx.Module):
 
     fn: Callable[..., Any] | None = eqx.field(static=True)
     inference: bool = eqx.field(static=True)
+    layout: Layout | None = eqx.field(static=True, default=None)
 
 
 class Inputs(eqx.Module):
@@ -63,7 +67,7 @@ def predict_batch(plan: AbstractPlan, call: Call, inputs: Inputs, rows: jax.Arra
 
         return jax.vmap(row)(batch, row_keys)
 
-    return _axes.over_leading_axis(plan.run, one, own)
+    return _axes.over_leading_axis(on_mesh(plan, call.layout).run, one, own)
 
 
 compiled_batch = eqx.filter_jit(predict_batch)
@@ -73,7 +77,16 @@ def arguments(
     call: Call, inputs: Inputs, rows: np.ndarray, *, members: slice = slice(None)
 ) -> tuple[Call, Inputs, jax.Array]:
     """What `predict_batch` takes, beside the plan, for some rows and members."""
-    return call, inputs.of_rows(rows).of_members(members), jnp.asarray(rows)
+    some = inputs.of_rows(rows).of_members(members)
+    if call.layout is None or any(map(_check.is_traced, jax.tree.leaves(some.x))):
+        return call, some, jnp.asarray(rows)
+    return call, dataclasses.replace(some, x=call.layout.rows_spread(some.x)), call.layout.rows_spread(rows)
+
+
+def alone(read: tuple[Call, Inputs, jax.Array]) -> tuple[Call, Inputs, jax.Array]:
+    """The same as on one device, to be looked at."""
+    call, inputs, rows = read
+    return dataclasses.replace(call, layout=None), inputs, rows
 
 
 def members_first(x: PyTree) -> PyTree:

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import _axes, _check, _keys
@@ -15,7 +16,8 @@ from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot, explained_memory
 from ..reduce import AbstractReduction
-from ._batch import Call, Inputs, arguments, compiled_batch, members_first, predict_batch
+from ..sharding._layout import Layout, layout_for
+from ._batch import Call, Inputs, alone, arguments, compiled_batch, members_first, predict_batch
 from ._filled import Filled
 from ._sizes import Sizes, measured
 
@@ -32,6 +34,7 @@ def predict(
     fn: Callable[..., Any] | None = None,
     inference: bool = True,
     plan: AnyPlan = None,
+    mesh: Mesh | None = None,
     progress: bool | None = None,
     key: Any = None,
 ) -> PyTree:
@@ -73,6 +76,8 @@ def predict(
         that are called in another way.
     - `inference`: put the members into inference mode (`equinox.nn.inference_mode`) first.
     - `plan`: how the members are executed; `"auto"` tries what makes sense while it goes through the batches.
+    - `mesh`: the devices to predict on, from [`eqx_ensemble.make_mesh`][]; where an ensemble was built on a mesh, that
+        one. Members are spread over its axis `members`, the rows of a batch over `data`. Not with `memory`.
     - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `key`: if given, members are called with `key=`, a key of their own for every row: Monte-Carlo dropout.
 
@@ -91,9 +96,10 @@ def predict(
     weights = _check.combiner(combine, weights, ensemble.num_members)
     batch_size = min(batch_size, num_rows)
     keys = None if key is None else _keys.member_keys(_keys.root(key, name="predict"), ensemble.ids, purpose="predict")
-    inputs = Inputs(ensemble, members_first(x), state, keys)
+    inputs, layout = _on_mesh(Inputs(ensemble, members_first(x), state, keys), mesh, memory)
     pilot = Pilot(plan, name="predict")
-    work = _Work(pilot, Call(fn, inference), inputs, num_rows, batch_size, lambda parts: _made(parts, combine, weights))
+    made = lambda parts: _made(parts, combine, weights)
+    work = _Work(pilot, Call(fn, inference, layout), inputs, num_rows, batch_size, made)
     if memory is not None:
         _check.positive_int(memory, "memory", name="predict")
         _check.nothing_traced((inputs, weights))
@@ -112,6 +118,17 @@ def predict(
     return filled.value
 
 
+def _on_mesh(inputs: Inputs, mesh: Mesh | None, memory: int | None) -> tuple[Inputs, Layout | None]:
+    """The inputs on the devices of a mesh, if there is one."""
+    layout = layout_for(mesh, inputs.ensemble.stacked, name="predict")
+    if layout is None or any(map(_check.is_traced, jax.tree.leaves(inputs))):
+        return inputs, layout
+    _check.no_memory_on_mesh(memory)
+    ensemble, state, keys = layout.spread((inputs.ensemble, inputs.state, inputs.keys))
+    shared = layout.copied(inputs.ensemble.shared)
+    return Inputs(Ensemble(ensemble.stacked, shared, ensemble.ids), inputs.x, state, keys), layout
+
+
 class _Work(NamedTuple):
     pilot: Pilot
     call: Call
@@ -128,12 +145,13 @@ class _Work(NamedTuple):
 
 def _batches(work: _Work) -> Iterator[tuple[np.ndarray, PyTree]]:
     """The rows in batches of one size, with what is made of the predictions for them."""
-    pilot, num_members = work.pilot, work.inputs.ensemble.num_members
+    pilot, num_members, layout = work.pilot, work.inputs.ensemble.num_members, work.call.layout
+    num_members = num_members if layout is None else layout.per_device(num_members)
     for start in range(0, work.num_rows, work.batch_size):
         rows = work.rows(start, work.batch_size)
         read = arguments(work.call, work.inputs, rows)
         with _check.explained_rows(work.inputs.x, _axes.Each):
-            pilot.look(predict_batch, *read, num_members=num_members, unit="batch")
+            pilot.look(predict_batch, *alone(read), num_members=num_members, unit="batch")
             began, trial = time.perf_counter(), pilot.watching
             out = pilot.call(lambda plan, read: compiled_batch(plan, *read), read)
         seconds = time.perf_counter() - began

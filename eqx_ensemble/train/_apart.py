@@ -25,6 +25,8 @@ def run_stepwise(read: tuple[Program, Inputs, Chunk], carry: Carry) -> tuple[Car
     program, inputs, chunk = read
     if not isinstance(program.plan, Sequential):
         return compiled_chunk(read, carry)
+    if program.layout is not None:  # a call for one member would leave the other devices idle
+        return compiled_chunk((dataclasses.replace(program, plan=Unrolled()), inputs, chunk), carry)
     alone = dataclasses.replace(program, plan=Unrolled())
     moving: tuple[Moving, Selection | None] = (carry.moving, carry.selection)
     step, parts = carry.step, []

@@ -10,6 +10,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _check
+from ..distributed import fetch
+from ..sharding._layout import Layout
 from ._apart import run_stepwise
 from ._chunk import Chunk, compiled_chunk
 from ._data import shapes_of_one
@@ -55,10 +57,10 @@ class Feed:
         """Puts pieces in front."""
         self._waiting.extendleft(reversed(pieces))
 
-    def chunk(self, batch: list[Piece], present: np.ndarray | None) -> Chunk:
+    def chunk(self, batch: list[Piece], places: np.ndarray | None, layout: Layout | None) -> Chunk:
         """Pieces padded to the one shape, of the members present; `None` where members share their batches."""
-        if present is not None and len(present) < batch[0].rest.shape[0]:
-            batch = [Piece(piece.full[:, present], piece.rest[present], piece.ends_epoch) for piece in batch]
+        if places is not None and len(places) != batch[0].rest.shape[0]:
+            batch = [Piece(piece.full[:, places], piece.rest[places], piece.ends_epoch) for piece in batch]
         *members, batch_size = batch[0].full.shape[1:]
         full = np.zeros((self._most_pieces, *members, self._most_steps, batch_size), np.int32)
         rest = np.zeros((self._most_pieces, *batch[0].rest.shape), np.int32)
@@ -69,7 +71,11 @@ class Feed:
             rest[i] = piece.rest
             num_full[i] = len(piece.full)
             ends[i] = piece.ends_epoch
-        return Chunk(*jax.device_put((full, rest, num_full, ends, np.array(len(batch), np.int32))))
+        chunk = (full, rest, num_full, ends, np.array(len(batch), np.int32))
+        if layout is None:
+            return Chunk(*jax.device_put(chunk))
+        own = layout.everywhere if places is None else layout.along(None, "members")
+        return Chunk(*jax.device_put(chunk, (own, own, *[layout.everywhere] * 3)))
 
 
 class Arrays(NamedTuple):
@@ -103,8 +109,7 @@ class Arrays(NamedTuple):
         """Runs in compiled chunks of steps."""
         num_steps = int(length.steps or 0) if length.epochs is None else length.epochs * self.steps_per_epoch
         _check.patience_fits(loop.program.patience, num_steps, self.steps_per_epoch, length.begun, name="fit")
-        inputs = dataclasses.replace(inputs, data=self.data)
-        loop.begin(inputs, carry)
+        inputs, carry = loop.begin(dataclasses.replace(inputs, data=self.data), carry)
         first_step, last_step = loop.record.steps, length.begun + num_steps
         _check.not_beyond(first_step, last_step, "steps")
         feed, compiled = self._feed(loop, inputs, carry, num_steps, last_step)
@@ -112,10 +117,11 @@ class Arrays(NamedTuple):
         loop.line.total, loop.line.n = num_steps, first_step - length.begun
         while not loop.over(carry) and (batch := feed.take(steps := loop.steps_in_a_row())):
             start, before = time.perf_counter(), loop.record.steps
-            chunk = feed.chunk(batch, loop.roster.present if own_rows else None)
+            chunk = feed.chunk(batch, loop.roster.places if own_rows else None, loop.program.layout)
             carry, (done, again, outputs) = loop.call(compiled, inputs, chunk, carry=carry)
             feed.draw(steps)  # while the device works
-            done, outputs = int(done), jax.tree.map(np.asarray, outputs)
+            done, again, outputs = fetch((done, again, outputs))
+            done = int(done)
             _record(loop, batch[:done], outputs)
             if again:
                 (losses, _), _, _ = outputs
@@ -177,7 +183,7 @@ def _most_steps(rows: jax.ShapeDtypeStruct, num_steps: int) -> int:
 
 def _first_fault(losses: np.ndarray, carry: Carry) -> int:
     """The first of the steps `(members, steps)` whose loss shows that a member failed; their number if none does."""
-    training = np.asarray(carry.moving.status) == OK
+    training = fetch(carry.moving.status) == OK
     faulty = ~np.isfinite(losses[training]).all(axis=0)
     return int(np.argmax(faulty)) if faulty.any() else losses.shape[1]
 

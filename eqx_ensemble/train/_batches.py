@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _axes, _check
+from ..sharding._layout import Layout
 from ._chunk import compiled_batch, compiled_validation
 from ._data import on_device, shapes_of_one
 from ._identity import digest_of
@@ -23,8 +24,8 @@ _SAVES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))  # of g
 class BatchFeed:
     """One pass over an iterable of batches, which can have the next one, `waiting`, on the device early."""
 
-    def __init__(self, batches: Iterable[PyTree], num_members: int, state: Any):
-        self._iterator, self._num_members = iter(batches), num_members
+    def __init__(self, batches: Iterable[PyTree], num_members: int, state: Any, layout: Layout | None):
+        self._iterator, self._num_members, self._layout = iter(batches), num_members, layout
         self._holder, self._names = _with_state(self._iterator, batches)
         if state is not None:
             _check.goes_on_with_data(able=self._holder is not None)
@@ -65,7 +66,7 @@ class BatchFeed:
             self._over = True
             return
         batch = jax.tree.map(_as_numpy, batch)
-        self.waiting, _ = on_device(batch, self._num_members, argument="batch", name="fit")
+        self.waiting, _ = on_device(batch, self._num_members, argument="batch", name="fit", layout=self._layout)
 
 
 def _as_numpy(x: Any) -> Any:
@@ -87,8 +88,8 @@ class Batches:
 
     rows = None
 
-    def __init__(self, batches: Iterable[PyTree], num_members: int):
-        self._batches, self._num_members = batches, num_members
+    def __init__(self, batches: Iterable[PyTree], num_members: int, layout: Layout | None):
+        self._batches, self._num_members, self._layout = batches, num_members, layout
         self._first: BatchFeed | None = None
 
     @property
@@ -110,7 +111,7 @@ class Batches:
         last_step = None if length.steps is None else length.begun + length.steps
         _check.not_beyond(first_step, last_step, "steps")
         seen: set[Any] = set()
-        loop.begin(inputs, carry)
+        inputs, carry = loop.begin(inputs, carry)
         done, taken, state, _ = loop.place
         _check.not_beyond(done, length.epochs, "epochs")
         going_on, feed = state is not None, None
@@ -150,7 +151,7 @@ class Batches:
         return loop.last_validation(inputs, carry)
 
     def _feed(self, state: Any = None) -> BatchFeed:
-        return BatchFeed(self._batches, self._num_members, state)
+        return BatchFeed(self._batches, self._num_members, state, self._layout)
 
     def _feed_from(self, place: Place) -> BatchFeed:
         """Batches from the place on; what cannot say where it stands is drawn again from its beginning."""

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _axes, _check
+from ..sharding._layout import Layout
 
 
 def is_batches(data: Any) -> bool:
@@ -21,14 +22,19 @@ def is_batches(data: Any) -> bool:
     return isinstance(data, Iterable) and not is_tree
 
 
-def on_device(data: PyTree, num_members: int, *, argument: str, name: str) -> tuple[PyTree, int]:
+def on_device(
+    data: PyTree, num_members: int, *, argument: str, name: str, layout: Layout | None = None, whole: bool = False
+) -> tuple[PyTree, int]:
     """A data set on the device, checked, and its number of rows.
 
-    Arrays are `(rows, ...)`; those marked `Each` are `(members, rows, ...)`.
+    Arrays are `(rows, ...)`; those marked `Each` are `(members, rows, ...)`. On a mesh, rows are split over devices
+    where that is possible; every device has all of them if they are to be `whole`.
     """
     rows = _check.rows_of_data(data, _axes.Each, num_members, argument=argument, name=name)
     data = _map_marked(lambda each: _axes.Each(each.per_member()), data)
-    return jax.tree.map(jnp.asarray, data), rows
+    if layout is None:
+        return jax.tree.map(jnp.asarray, data), rows
+    return layout.rows_whole(data) if whole else layout.rows_spread(data), rows
 
 
 def unmarked(data: PyTree) -> PyTree:

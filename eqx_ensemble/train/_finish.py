@@ -6,6 +6,7 @@ import numpy as np
 
 from .. import _axes
 from .._ensemble import Ensemble
+from ..distributed import fetch
 from ..plan import AbstractPlan
 from ._health import place_of_fault
 from ._loop import Loop
@@ -23,7 +24,7 @@ def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, rows: A
     moving, selection = carry.moving, carry.selection
     params, state, best_step, best_score = moving.params, moving.model_state, None, None
     if selection is not None:
-        best_step, best_score = np.asarray(selection.step), np.asarray(selection.score)
+        best_step, best_score = fetch((selection.step, selection.score))
         found = best_step >= 0
         params, state = jax.tree.map(
             lambda best, last: _axes.where_members(found, best, last),
@@ -34,9 +35,9 @@ def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, rows: A
         ensemble=Ensemble(eqx.combine(params, fixed.frozen), first.shared, first.ids),
         state=state,
         history=loop.record.history(),
-        status=status_names(moving.status),
-        left=np.asarray(moving.left),
-        fault=np.array([place_of_fault(fault, moving.params) for fault in np.asarray(moving.fault).tolist()]),
+        status=status_names(fetch(moving.status)),
+        left=fetch(moving.left),
+        fault=np.array([place_of_fault(fault, moving.params) for fault in fetch(moving.fault).tolist()]),
         revived=start.revived if loop.reviver is None else loop.reviver.revivals,
         best_step=best_step,
         best_score=best_score,

@@ -4,14 +4,16 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import equinox as eqx
-import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import _check
 from .._ensemble import Ensemble, M
 from ..checkpoint import Checkpoints
+from ..distributed import fetch
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
+from ..sharding._layout import Layout
 from ._arrays import Arrays, arrays_of
 from ._batches import Batches
 from ._data import chosen_rows, is_batches, on_device, unmarked
@@ -26,7 +28,7 @@ from ._resume import Saver
 from ._revive import Revive
 from ._rows import ORDERS, Order, row_order
 from ._run import DivergedError, NotSavedError, Run
-from ._start import Start, start_of
+from ._start import Start, layout_of, start_of
 from ._state import DIVERGED, OK, STATUS_NAMES, TrainState
 
 
@@ -54,6 +56,7 @@ def fit(
     trainable: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
     on_diverge: Literal["freeze", "revive", "raise"] | Revive = "freeze",
     plan: AnyPlan = None,
+    mesh: Mesh | None = None,
     checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
     every: int | None = None,
     resume: Literal["auto", "must", "never"] = "auto",
@@ -111,10 +114,13 @@ def fit(
         [`eqx_ensemble.train.DivergedError`][], which holds the run so far.
     - `plan`: how the members are executed; `eqx_ensemble.plan.Vmap()` if not given. `"auto"` tries what makes sense
         for the program while it trains: [`eqx_ensemble.plan.Auto`][].
+    - `mesh`: the devices to train on, from [`eqx_ensemble.make_mesh`][]; where an ensemble was built on a mesh, that
+        one. Members are spread over its axis `members`, the rows of their batches over `data`; the results agree within
+        rounding. [How it works](../scale.md).
     - `checkpoint`: a folder to save the run in, or [`eqx_ensemble.checkpoint.Checkpoints`][]. The same call then goes
         on where the last good checkpoint stands, bit for bit, whatever ended it; a run that is finished comes back at
         once. Another loss, optimiser, ensemble, key, data or option is an error that says what differs; the length,
-        `plan`, `max_seconds` and how often to save may be changed. Iterators of batches are saved where they stand, if
+        `plan`, `mesh`, `max_seconds` and how often to save may be changed. Iterators of batches are saved where they stand, if
         they say that (`get_state` or `state_dict`); other iterables are drawn again from their beginning, and have to
         give the same batches.
     - `every`: steps between two checkpoints; about a minute if not given. There is one at the end too.
@@ -135,9 +141,11 @@ def fit(
     _check.checkpoint_options(checkpoint, (str, os.PathLike, Checkpoints), every, resume)
     saver = None if checkpoint is None else Saver(checkpoint, every=every, resume=resume)
     has_validation = validation is not None
+    layout = layout_of(mesh, ensemble)
     start = start_of(
-        ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, has_validation=has_validation, key=key
-    )
+        ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, layout=layout,
+        has_validation=has_validation, key=key,
+    )  # fmt: skip
     first = start.state
     limits = limits_of(max_steps, target, first.num_members)
     max_seconds = _check.limit(max_seconds, "max_seconds", first.num_members, name="fit")
@@ -145,20 +153,20 @@ def fit(
     if validation is not None:
         if score is None and not is_batches(data):
             _check.same_structure(unmarked(validation), unmarked(data))
-        validation, _ = on_device(validation, first.num_members, argument="validation", name="fit")
+        validation, _ = on_device(validation, first.num_members, argument="validation", name="fit", layout=layout)
     own_rows = order == "each" or rows is not None
-    program = Program(*losses, optimiser, plan, patience, float(min_delta), own_rows, isinstance(how, Revive))
+    program = Program(*losses, optimiser, plan, patience, float(min_delta), own_rows, isinstance(how, Revive), layout)
     if first.fixed.hyper is not None:
         _check.used_hyper(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses), name="fit")
-    source = _source(data, start, rows=rows, order=order, batch_size=batch_size, key=key)
+    source = _source(data, start, rows=rows, order=order, batch_size=batch_size, layout=layout, key=key)
     if saver is not None:
         options = {"key": key, "max_steps": max_steps, "target": target, "on_diverge": how}
         here = identity(program, start, source.batch(), validation, source.texts, options)
         start = saver.resumed(start, here)
     if saver is None or saver.step < 0:  # a run that was saved may have ended
-        training = np.asarray(retired(first.moving, limits, first.step).status) == OK
-        _check.goes_on(training, ids=np.asarray(first.ids))
-    length, lost_before = Length(int(first.step), epochs, steps), np.asarray(first.moving.status) == DIVERGED
+        training = fetch(retired(first.moving, limits, first.step).status) == OK
+        _check.goes_on(training, ids=fetch(first.ids))
+    length, lost_before = Length(int(first.step), epochs, steps), fetch(first.moving.status) == DIVERGED
     run = carried_out(
         Job(program, start, source, length, limits, validation, how, lost_before, max_seconds, saver, key),
         progress=progress,
@@ -167,7 +175,7 @@ def fit(
         raise NotSavedError(saver.failed, run) from saver.failed
     lost = run.status == STATUS_NAMES[DIVERGED]
     if lost.any():
-        message = _check.diverged(np.asarray(first.ids)[lost], run.left[lost], run.fault[lost])
+        message = _check.diverged(fetch(first.ids)[lost], run.left[lost], run.fault[lost])
         if how == "raise" and (lost & ~lost_before).any():
             raise DivergedError(message, run)
         warnings.warn(message, stacklevel=2)
@@ -175,14 +183,21 @@ def fit(
 
 
 def _source(
-    data: PyTree | Iterable[PyTree], start: Start, *, rows: Any, order: Order, batch_size: int | None, key: Any
+    data: PyTree | Iterable[PyTree],
+    start: Start,
+    *,
+    rows: Any,
+    order: Order,
+    batch_size: int | None,
+    layout: Layout | None,
+    key: Any,
 ) -> Arrays | Batches:
     """Where a run's batches come from."""
     num_members = start.state.num_members
     if is_batches(data):
         _check.no_array_options(batch_size=batch_size, rows=rows, order=order, name="fit")
-        return Batches(data, num_members)
-    data, num_rows = on_device(data, num_members, argument="data", name="fit")
+        return Batches(data, num_members, layout)
+    data, num_rows = on_device(data, num_members, argument="data", name="fit", layout=layout, whole=True)
     rows = chosen_rows(rows, num_members, num_rows, name="fit")
     return arrays_of(data, row_order(key, start.state.ids, order, num_rows, rows), batch_size=batch_size)
 

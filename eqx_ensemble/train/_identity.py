@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _axes, _check
+from ..distributed import fetch
 from ._data import shapes_of_one
 from ._loss import Loss
 from ._member import member_gradient
@@ -138,7 +139,7 @@ def data_texts(data: PyTree, name: str) -> dict[str, str]:
     """A text for every array of some data."""
     keyed, _ = jax.tree_util.tree_flatten_with_path(data)
     of = lambda x: f"{_check.described(x.shape, x.dtype)}, {digest_of(x)}"
-    return {f"{name}{jax.tree_util.keystr(path)}": of(np.asarray(x)) for path, x in keyed}
+    return {f"{name}{jax.tree_util.keystr(path)}": of(fetch(x)) for path, x in keyed}
 
 
 def digest_of(tree: PyTree) -> str:
@@ -153,6 +154,6 @@ def digest_of(tree: PyTree) -> str:
 def _add(digest: Any, path: str, leaf: Any) -> None:
     if _check.is_typed_key(leaf):
         path, leaf = f"{path} {jax.random.key_impl(leaf)}", jax.random.key_data(leaf)
-    array = np.ascontiguousarray(np.asarray(leaf))
+    array = np.ascontiguousarray(fetch(leaf))
     digest.update(f"{path} {array.dtype} {array.shape}".encode())
     digest.update(array.reshape(-1).view(np.uint8).data)

@@ -3,11 +3,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..distributed import agreed, fetch
 from ..plan import Vmap
 from ..plan._pilot import Pilot
 from ._chunk import compiled_validation
@@ -15,7 +15,7 @@ from ._identity import digest_of
 from ._interrupt import Interruption
 from ._limits import stopped
 from ._place import Place
-from ._program import Carry, Inputs, Program, step_under
+from ._program import Carry, Inputs, Program, on_one_device, step_under
 from ._record import Record
 from ._resume import Saver
 from ._revive import Reviver
@@ -66,9 +66,10 @@ class Loop:
         self._seconds_per_step = 0.0
         self.steps_per_chunk = _FIRST_STEPS
 
-    def begin(self, inputs: Inputs, carry: Carry) -> None:
-        """Notes who is there at the beginning."""
-        self.roster = Roster(carry, inputs)
+    def begin(self, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
+        """Notes who is there at the beginning, and puts them where they are computed."""
+        self.roster = Roster(carry, inputs, layout=self._program.layout)
+        return self.roster.first(inputs, carry)
 
     @property
     def program(self) -> Program:
@@ -83,8 +84,9 @@ class Loop:
 
     def look(self, inputs: Inputs, carry: Carry, rows: Any, *, steps_inside: bool) -> None:
         """Looks at a step on `rows`, if the plan is still to be chosen."""
-        program = dataclasses.replace(self._program, plan=Vmap())
-        count = carry.moving.status.shape[0]
+        program = on_one_device(dataclasses.replace(self._program, plan=Vmap()))
+        layout, count = self._program.layout, carry.moving.status.shape[0]
+        count = count if layout is None else layout.per_device(count)
         self.pilot.look(
             step_under, program, inputs, carry, rows, num_members=count, unit="step", steps_inside=steps_inside
         )
@@ -119,11 +121,11 @@ class Loop:
 
     def over(self, carry: Carry) -> bool:
         """Whether the run ends here: interrupted, no member trains any more, or one has failed that must not."""
-        status = np.asarray(carry.moving.status)
+        status = fetch(carry.moving.status)
         if self._saver is not None and self._saver.failed is not None:
             return True
         failed = self._raises and (self.roster.status(carry) == DIVERGED).sum() > self._lost_before
-        interrupted = self._interruption.requested and self.record.begun  # there is no run before its first step
+        interrupted = agreed(self._interruption.requested) and self.record.begun  # there is no run before its first step
         return bool(interrupted or failed or not (status == OK).any())
 
     def last_validation(self, inputs: Inputs, carry: Carry) -> Carry:
@@ -136,11 +138,11 @@ class Loop:
 
     def add_steps(self, outputs: PyTree) -> None:
         """Records outputs of consecutive steps, each `(steps, members, ...)` of the members present."""
-        self.record.add_steps(self.roster.spread(jax.tree.map(np.asarray, outputs)))
+        self.record.add_steps(self.roster.spread(fetch(outputs)))
 
     def add_scores(self, scores: Any) -> None:
         """Records validation scores `(members,)` of the members present."""
-        self.record.add_scores(self.roster.spread(np.asarray(scores)[None])[0])
+        self.record.add_scores(self.roster.spread(fetch(scores)[None])[0])
 
     def report(self, steps: int, carry: Carry) -> None:
         """Moves the progress line on by `steps`."""
@@ -157,7 +159,7 @@ class Loop:
 
     def pace(self, steps: int, seconds: float, steps_left: int | None) -> None:
         """Sets the next chunk's length from the last one's time; a new program's first time is the compiler's."""
-        first, self._fresh = self._fresh, False
+        first, self._fresh, seconds = self._fresh, False, agreed(seconds)
         if first:
             self._compiled_in = seconds if self._compiled_in is None else self._compiled_in
         else:
@@ -173,10 +175,10 @@ class Loop:
     def care_for(self, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
         """Stops members whose time is over, and brings back those that failed, as far as that was asked for."""
         if self._max_seconds is not None:
-            late = time.perf_counter() - self._start >= self._max_seconds[self.roster.present]
+            late = agreed(time.perf_counter() - self._start) >= self._max_seconds[self.roster.places]
             if late.any():
                 carry = dataclasses.replace(carry, moving=stopped(carry.moving, jnp.asarray(late), carry.step))
-        if self.reviver is not None and (np.asarray(carry.moving.status) == DIVERGED).any():
+        if self.reviver is not None and (fetch(carry.moving.status) == DIVERGED).any():
             inputs, carry = self.reviver.bring_back(self.roster, inputs, carry)
         return inputs, carry
 

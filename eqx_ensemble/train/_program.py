@@ -10,7 +10,9 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _axes
 from ..plan import AbstractPlan
+from ..plan._on_mesh import on_mesh
 from ..plan._traits import traits_of
+from ..sharding._layout import Layout
 from ._health import judged_one
 from ._limits import Limits, retired
 from ._loss import Loss
@@ -50,6 +52,7 @@ class Program(eqx.Module):
     min_delta: float = eqx.field(static=True)
     own_rows: bool = eqx.field(static=True)
     halts: bool = eqx.field(static=True)
+    layout: Layout | None = eqx.field(static=True, default=None)
 
     def step(self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None) -> tuple[Carry, PyTree]:
         """One step of all members on the given rows of the data; on the data themselves when `rows` is `None`.
@@ -94,12 +97,21 @@ class Program(eqx.Module):
 
             def step(moving: Moving, rows: PyTree, step: Int[Array, ""]) -> tuple:
                 batch = data if rows is None else take_rows(data, rows)
-                return member_step(moving, fixed, inputs.shared, batch, step, loss=self.loss, optimiser=self.optimiser)
+                batch = batch if self.layout is None else self.layout.rows_apart(batch)
+                moving, outputs = member_step(
+                    moving, fixed, inputs.shared, batch, step, loss=self.loss, optimiser=self.optimiser
+                )
+                return moving if self.layout is None else self.layout.holding(moving), outputs
 
             return run(step, moving, own_rows if self.own_rows else rows)
 
         own = (carry.moving, inputs.fixed, own_data, rows if self.own_rows else None)
-        return _axes.over_leading_axis(self.plan.run, one, own)
+        return _axes.over_leading_axis(self.everyone.run, one, own)
+
+    @property
+    def everyone(self) -> AbstractPlan:
+        """The plan on all devices."""
+        return on_mesh(self.plan, self.layout)
 
     def judged_step(
         self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None
@@ -119,7 +131,7 @@ class Program(eqx.Module):
             carry.selection,
             inputs,
             carry.step,
-            plan=self.plan,
+            plan=self.everyone,
             patience=self.patience,
             min_delta=self.min_delta,
         )
@@ -143,13 +155,18 @@ def step_under(
     return dataclasses.replace(program, plan=plan).step(inputs, carry, rows)
 
 
+def on_one_device(program: Program) -> Program:
+    """The program as it is without a mesh, to be looked at."""
+    return dataclasses.replace(program, layout=None)
+
+
 def in_a_loop(program: Program, inputs: Inputs, carry: Carry, rows: jax.ShapeDtypeStruct) -> bool:
     """Whether many steps run in one compiled loop: XLA's CPU convolutions are several times slower there."""
     if program.plan.scan is not None:
         return program.plan.scan
     if jax.default_backend() != "cpu":
         return True
-    leaves, treedef = jax.tree.flatten((program, inputs, carry, rows))
+    leaves, treedef = jax.tree.flatten((on_one_device(program), inputs, carry, rows))
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x for x in leaves)
     return not _step_has_convolution(shapes, treedef)
 

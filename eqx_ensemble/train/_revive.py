@@ -11,6 +11,7 @@ from jaxtyping import Array, Key, PyTree
 from .. import _axes, _check, _keys
 from .._build import build
 from .._ensemble import M
+from ..distributed import fetch
 from ._hyper import changed_hyper
 from ._optimiser import Optimiser, keep_noise
 from ._program import Carry, Inputs
@@ -109,7 +110,7 @@ def revive(
     **Returns:** the new training state, and who came back. Nobody does where no healthy donor is left.
     """
     _check.train_state(state, TrainState)
-    lost = np.flatnonzero(np.asarray(state.moving.status) == DIVERGED)
+    lost = np.flatnonzero(fetch(state.moving.status) == DIVERGED)
     if len(lost) == 0:
         return state, []
     how, times = Revive() if how is None else how, np.full(len(lost), int(state.step))
@@ -121,12 +122,13 @@ def brought_back(
     state: TrainState, optimiser: Optimiser, how: Revive, lost: np.ndarray, times: np.ndarray, *, key: Any
 ) -> tuple[Moving, Fixed, list[Revival]]:
     """The members at the positions `lost` back in training; `times` says how often each came back before."""
-    keys = _own_keys(_keys.root(key, name="revive"), np.asarray(state.ids)[lost], times)
-    names, step = np.asarray(state.ids).tolist(), int(state.step)
+    ids = fetch(state.ids)
+    keys = _own_keys(_keys.root(key, name="revive"), ids[lost], times)
+    names, step = ids.tolist(), int(state.step)
     if how.make is not None:
         moving, fixed = _fresh(state, optimiser, how, how.make, lost, keys)
         return moving, fixed, [Revival(names[i], step, None) for i in lost.tolist()]
-    healthy = np.flatnonzero(np.asarray(state.moving.status) == OK)
+    healthy = np.flatnonzero(fetch(state.moving.status) == OK)
     if len(healthy) == 0:
         return state.moving, state.fixed, []
     donors = healthy[np.asarray(jax.vmap(lambda key: jax.random.randint(key, (), 0, len(healthy)))(keys))]
@@ -211,16 +213,16 @@ class Reviver:
     ):
         self.revivals = list(before)
         self._how, self._optimiser, self._shared = how, optimiser, shared
-        self._ids, self._key = np.asarray(ids), key
+        self._ids, self._key = fetch(ids), key
         self._times = (self._ids[:, None] == [revival.member for revival in before]).sum(axis=1)
 
     def bring_back(self, roster: Roster, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
         """The run with the members back that failed, but for those that came back often enough."""
-        lost = np.flatnonzero(np.asarray(carry.moving.status) == DIVERGED)
+        lost = np.flatnonzero(fetch(carry.moving.status) == DIVERGED)
         lost = lost[self._times[roster.present[lost]] < self._how.most]
         if len(lost) == 0:
             return inputs, carry
-        ids, times = jnp.asarray(self._ids[roster.present]), self._times[roster.present[lost]]
+        ids, times = jnp.asarray(self._ids[roster.places]), self._times[roster.present[lost]]
         state = TrainState(carry.moving, inputs.fixed, self._shared, ids, carry.step)
         moving, fixed, revived = brought_back(state, self._optimiser, self._how, lost, times, key=self._key)
         if revived:
@@ -229,4 +231,5 @@ class Reviver:
             inputs = dataclasses.replace(inputs, fixed=fixed)
             roster.keep(inputs)
             carry = Carry(moving, forgotten(carry.selection, moving, lost), carry.step)
+            inputs, carry = roster.in_place(inputs, carry)
         return inputs, carry

@@ -6,11 +6,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Bool, Int, Int8, PyTree
 
 from .. import _axes
+from ..distributed import fetch
+from ..sharding._layout import Layout
 from ._program import Carry, Inputs
-from ._state import OK, Fixed
+from ._state import OK, STOPPED, Fixed
 
 _FEWEST = 4  # below three members a compiler arranges sums differently, and leaving would show in the others' last bits
 
@@ -22,13 +24,37 @@ class Roster:
     do not notice: their rows and their randomness follow from their ids.
     """
 
-    def __init__(self, carry: Carry, inputs: Inputs):
-        self.num_members = len(np.asarray(carry.moving.status))
+    def __init__(self, carry: Carry, inputs: Inputs, *, layout: Layout | None = None):
+        self.num_members = carry.moving.status.shape[0]
         self.present = np.arange(self.num_members)
+        self._layout = layout
         self._all_inputs = inputs
         self._last: tuple[PyTree, PyTree] | None = None  # of all members; out of date for those present
         self._speedup = 1.0
         self._before: tuple[int, float] | None = None
+
+    def first(self, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
+        """What the compiled arrays hold at the beginning: all members, and those that pad them on a mesh."""
+        if self._layout is None:
+            return inputs, carry
+        layout = self._layout
+        moving, selection, fixed, limits = layout.spread(
+            layout.padded((carry.moving, carry.selection, inputs.fixed, inputs.limits))
+        )
+        real = layout.spread(np.arange(len(self.places)) < self.num_members)
+        moving = dataclasses.replace(moving, status=_status_of(moving.status, real))
+        inputs = dataclasses.replace(inputs, fixed=fixed, limits=limits, shared=layout.copied(inputs.shared))
+        return inputs, Carry(moving, selection, layout.copied(carry.step))
+
+    def in_place(self, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
+        """What was changed outside of a compiled program, back on its devices."""
+        moving, selection, fixed = self._spread_out((carry.moving, carry.selection, inputs.fixed))
+        return dataclasses.replace(inputs, fixed=fixed), Carry(moving, selection, carry.step)
+
+    @property
+    def places(self) -> np.ndarray:
+        """The positions of the members in the compiled arrays; those that pad them are copies of the last one."""
+        return self.present if self._layout is None else self._layout.padded(self.present)
 
     @property
     def complete(self) -> bool:
@@ -37,18 +63,21 @@ class Roster:
 
     def status(self, carry: Carry) -> np.ndarray:
         """The status of all members `(members,)`."""
-        status = np.asarray(carry.moving.status)
+        status = fetch(carry.moving.status)[: len(self.present)]
         if self._last is None:
             return status
-        everyone = np.array(self._last[0].status)
+        everyone = np.array(fetch(self._last[0].status))
         everyone[self.present] = status
         return everyone
 
     def whole(self, carry: Carry) -> Carry:
         """The carry with all members in their places."""
-        if self._last is None:
+        padded = len(self.places) > len(self.present)
+        if self._last is None and not padded:
             return carry
-        moving, selection = _put(self._last, (carry.moving, carry.selection), jnp.asarray(self.present))
+        here = (carry.moving, carry.selection)
+        here = self._spread_out(_take(here, jnp.arange(len(self.present)))) if padded else here
+        moving, selection = here if self._last is None else _put(self._last, here, jnp.asarray(self.present))
         return Carry(moving, selection, carry.step)
 
     @property
@@ -58,14 +87,17 @@ class Roster:
 
     def keep(self, inputs: Inputs) -> None:
         """Takes note that members present have been replaced, with what they bring along."""
-        fixed = inputs.fixed if self.complete else _put(self.fixed, inputs.fixed, jnp.asarray(self.present))
+        fixed = inputs.fixed
+        if len(self.places) > len(self.present):
+            fixed = self._spread_out(_take(fixed, jnp.arange(len(self.present))))
+        fixed = fixed if self.complete else _put(self.fixed, fixed, jnp.asarray(self.present))
         self._all_inputs = dataclasses.replace(self._all_inputs, fixed=fixed)
 
     def spread(self, outputs: PyTree) -> PyTree:
         """Outputs `(..., members, ...)` with the members on axis 1 in their places; NaN or zero for the absent."""
-        if self.complete:
-            return outputs
-        return jax.tree.map(self._spread, outputs)
+        if len(self.places) > len(self.present):
+            outputs = jax.tree.map(lambda x: x[:, : len(self.present)], outputs)
+        return outputs if self.complete else jax.tree.map(self._spread, outputs)
 
     def _spread(self, x: np.ndarray) -> np.ndarray:
         fill = np.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0
@@ -78,44 +110,57 @@ class Roster:
         if self.complete:
             return data
         is_each = lambda x: isinstance(x, _axes.Each)
-        take = lambda x: _axes.Each(_take(x.value, jnp.asarray(self.present))) if is_each(x) else x
+        take = lambda x: _axes.Each(self._of_present(x.value)) if is_each(x) else x
         return jax.tree.map(take, data, is_leaf=is_each)
 
     def width_for(self, carry: Carry) -> int:
         """How many members the arrays would hold without those that left: half as many as before, or a quarter, ..."""
-        training = int((np.asarray(carry.moving.status) == OK).sum())
-        width = len(self.present)
-        while (half := math.ceil(width / 2)) >= max(training, _FEWEST):
+        training = int((fetch(carry.moving.status) == OK).sum())
+        width, whole = len(self.places), lambda count: count if self._layout is None else self._layout.width(count)
+        while max(training, _FEWEST) <= (half := whole(math.ceil(width / 2))) < width:
             width = half
         return width
 
     def pays(self, width: int, *, seconds_left: float, seconds_to_compile: float) -> bool:
         """Whether what fewer members save is more than another compiled program costs."""
-        if width == len(self.present):
+        before = len(self.places)
+        if width == before:
             return False
-        return seconds_left * (1 - (width / len(self.present)) ** self._speedup) > seconds_to_compile
+        return seconds_left * (1 - (width / before) ** self._speedup) > seconds_to_compile
 
     def measured(self, seconds_per_step: float) -> None:
         """Learns from the first step times after a change how time depends on the number of members."""
-        if self._before is not None and self._before[0] > len(self.present):
-            members, seconds = self._before
-            gain = math.log(seconds / max(seconds_per_step, 1e-9)) / math.log(members / len(self.present))
+        width = len(self.places)
+        if self._before is not None and self._before[0] > width:
+            before, seconds = self._before
+            gain = math.log(seconds / max(seconds_per_step, 1e-9)) / math.log(before / width)
             self._speedup = float(np.clip(gain, 0, 1))
-        self._before = (len(self.present), seconds_per_step)
+        self._before = (width, seconds_per_step)
 
     def shrink(self, carry: Carry, width: int) -> tuple[Carry, Inputs]:
         """The arrays of `width` members: those that train, and as many others as that takes."""
-        status = np.asarray(carry.moving.status)
+        status = fetch(carry.moving.status)[: len(self.present)]
         chosen = np.sort(np.argsort(status != OK, kind="stable")[:width])
         whole = self.whole(carry)
         self._last = (whole.moving, whole.selection)
         self.present = self.present[chosen]
-        index = jnp.asarray(self.present)
-        moving, selection = _take(self._last, index)
         inputs = self._all_inputs
-        fixed, limits = _take((inputs.fixed, inputs.limits), index)
+        moving, selection, fixed, limits = self._of_present((*self._last, inputs.fixed, inputs.limits))
         inputs = Inputs(fixed, inputs.shared, self.own(inputs.data), self.own(inputs.validation), limits)
         return Carry(moving, selection, carry.step), inputs
+
+    def _of_present(self, tree: PyTree) -> PyTree:
+        """What belongs to the members present, and to those that pad them."""
+        return self._spread_out(_take(tree, jnp.asarray(self.places)))
+
+    def _spread_out(self, tree: PyTree) -> PyTree:
+        return tree if self._layout is None else self._layout.spread(tree)
+
+
+@eqx.filter_jit
+def _status_of(status: Int8[Array, " members"], real: Bool[Array, " members"]) -> Int8[Array, " members"]:
+    """Members that pad others have stopped before they begin."""
+    return jnp.where(real, status, jnp.int8(STOPPED))
 
 
 @eqx.filter_jit

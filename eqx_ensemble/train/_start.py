@@ -4,10 +4,12 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import _check
 from .._ensemble import Ensemble
+from ..sharding._layout import Layout, layout_for
 from ._optimiser import Optimiser
 from ._place import Place
 from ._record import Record
@@ -28,6 +30,16 @@ class Start(NamedTuple):
     rows: np.ndarray | None
 
 
+def layout_of(mesh: Mesh | None, begun: Any) -> Layout | None:
+    """Where a run's members lie: on the mesh given, or where they lie already."""
+    state = begun.train_state if isinstance(begun, Run) else begun
+    weights = state.moving.params if isinstance(state, TrainState) else getattr(state, "stacked", None)
+    layout = layout_for(mesh, weights, name="fit")
+    if layout is not None and hasattr(state, "num_members"):
+        _check.uneven_members(state.num_members, layout)
+    return layout
+
+
 def start_of(
     begun: Ensemble | TrainState | Run,
     optimiser: Optimiser,
@@ -35,6 +47,7 @@ def start_of(
     state: eqx.nn.State | None,
     hyper: PyTree,
     trainable: PyTree | Callable[[Any], bool],
+    layout: Layout | None,
     has_validation: bool,
     key: Any,
 ) -> Start:
@@ -43,7 +56,8 @@ def start_of(
     The arrays are copies, because a run donates its own.
     """
     if not isinstance(begun, TrainState | Run):
-        first = first_state(begun, optimiser, state=state, hyper=hyper, trainable=trainable, name="fit", key=key)
+        options = {"state": state, "hyper": hyper, "trainable": trainable, "layout": layout}
+        first = first_state(begun, optimiser, **options, name="fit", key=key)
         selection = no_selection(first.moving) if has_validation else None
         return Start(first, selection, Record(), [], Place(), _no_rows(first))
     given = {"state": state is not None, "hyper": hyper is not None, "trainable": trainable is not eqx.is_inexact_array}
@@ -55,7 +69,7 @@ def start_of(
     _check.optimiser(optimiser, hyper=hyper, name="fit")
     expected = eqx.filter_eval_shape(init_all, optimiser, first.moving.params, hyper, first.ids)
     _check.state_of_optimiser(first.moving.opt_state, expected)
-    first = copied(first)
+    first = _spread(copied(first), layout)
     selection = run.selection if run is not None and has_validation else None
     if has_validation:
         selection = no_selection(first.moving) if selection is None else jax.tree.map(lambda x: x.copy(), selection)
@@ -63,6 +77,14 @@ def start_of(
         return Start(first, selection, Record(first_step=int(first.step)), [], Place(), _no_rows(first))
     record = Record(first_step=int(first.step) - run.history.loss.shape[1], history=run.history)
     return Start(first, selection, record, run.revived, Place(state=run.data_state), run.rows)
+
+
+def _spread(state: TrainState, layout: Layout | None) -> TrainState:
+    if layout is None:
+        return state
+    moving, fixed, ids = layout.spread((state.moving, state.fixed, state.ids))
+    shared, step = layout.copied((state.shared, state.step))
+    return TrainState(moving, fixed, shared, ids, step)
 
 
 def _no_rows(state: TrainState) -> np.ndarray:

@@ -4,11 +4,14 @@ from typing import Any, Generic
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Int, Int8, Key, PyTree
 
 from .. import _axes, _check, _keys
 from .._ensemble import Ensemble, M
 from ..plan import Vmap
+from ..plan._on_mesh import on_mesh
+from ..sharding._layout import Layout, layout_for
 from ._optimiser import Optimiser, init_member
 
 OK, STOPPED, DIVERGED = 0, 1, 2
@@ -75,6 +78,7 @@ def init(
     state: eqx.nn.State | None = None,
     hyper: PyTree = None,
     trainable: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    mesh: Mesh | None = None,
     key: Any,
 ) -> TrainState[M]:
     """The first training state: every member gets an optimiser state of its own.
@@ -96,11 +100,16 @@ def init(
     - `hyper`: hyper-parameters, any PyTree of arrays `(members, ...)`.
     - `trainable`: which leaves of a member are trained: a function of a leaf or a PyTree of booleans, as in
         `equinox.partition`. Shared leaves never are.
+    - `mesh`: the devices to spread members over, from [`eqx_ensemble.make_mesh`][]; where an ensemble was built on a
+        mesh, that one.
     - `key`: the root key of the run's random streams.
 
     **Returns:** the training state.
     """
-    return first_state(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, name="train.init", key=key)
+    _check.ensemble(ensemble, Ensemble, name="train.init")
+    layout = layout_for(mesh, ensemble.stacked, name="train.init")
+    options = {"state": state, "hyper": hyper, "trainable": trainable}
+    return first_state(ensemble, optimiser, **options, layout=layout, name="train.init", key=key)
 
 
 def first_state(
@@ -110,6 +119,7 @@ def first_state(
     state: eqx.nn.State | None,
     hyper: PyTree,
     trainable: PyTree | Callable[[Any], bool],
+    layout: Layout | None,
     name: str,
     key: Any,
 ) -> TrainState[M]:
@@ -129,16 +139,26 @@ def first_state(
     params, frozen, state, shared, ids = copied((params, frozen, state, ensemble.shared, ensemble.ids))
 
     count = ensemble.num_members
-    opt_state = init_all(optimiser, params, hyper, ids)
+    if layout is not None:
+        params, frozen, state, hyper, keys, ids = layout.spread((params, frozen, state, hyper, keys, ids))
+        shared = layout.copied(shared)
+    opt_state = init_all(optimiser, params, hyper, ids, layout=layout)
     never = jnp.full(count, -1, jnp.int32)
     moving = Moving(params, opt_state, state, jnp.zeros(count, jnp.int8), never, never.copy())
-    return TrainState(moving, Fixed(frozen, keys, hyper), shared, ids, jnp.zeros((), jnp.int32))
+    moving, step = (moving, jnp.zeros((), jnp.int32))
+    if layout is not None:
+        moving, step = layout.spread(moving), layout.copied(step)
+    return TrainState(moving, Fixed(frozen, keys, hyper), shared, ids, step)
 
 
 @eqx.filter_jit
-def init_all(optimiser: Optimiser, params: PyTree, hyper: PyTree, ids: Int[Array, " members"]) -> PyTree:
-    """The optimiser's first state of every member, stacked."""
-    return _axes.over_leading_axis(Vmap().run, lambda part: init_member(optimiser, *part), (params, hyper, ids))
+def init_all(
+    optimiser: Optimiser, params: PyTree, hyper: PyTree, ids: Int[Array, " members"], *, layout: Layout | None = None
+) -> PyTree:
+    """The optimiser's first state of every member, stacked, where its members are."""
+    one = lambda part: init_member(optimiser, *part)
+    held = one if layout is None else lambda part: layout.holding(one(part))
+    return _axes.over_leading_axis(on_mesh(Vmap(), layout).run, held, (params, hyper, ids))
 
 
 def copied(tree: PyTree) -> PyTree:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Generic
 
 import equinox as eqx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int8, PyTree
 
 from .. import _check
@@ -11,6 +12,7 @@ from .._ensemble import M
 from ..plan import AbstractPlan, AnyPlan, Auto, Vmap
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot
+from ..sharding._layout import Layout, as_layout, split_as_now
 from ._limits import Limits
 from ._loss import as_loss
 from ._optimiser import Optimiser
@@ -41,10 +43,13 @@ class Step(eqx.Module, Generic[M]):
     has_aux: bool = eqx.field(static=True)
     plan: AbstractPlan
     pilot: Pilot | None = eqx.field(static=True)
+    layout: Layout | None = eqx.field(static=True)
 
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """One step on one batch, shared by all members but for its parts marked [`eqx_ensemble.Each`][]."""
         _check.train_state(state, TrainState)
+        if self.layout is not None and self.layout.splits_weights:
+            self = dataclasses.replace(self, layout=split_as_now(self.layout, state.moving.params))
         if self.pilot is None:
             moving, step, metrics = _compiled_step(self, state, batch)
         else:
@@ -54,7 +59,9 @@ class Step(eqx.Module, Generic[M]):
 
 def _piloted(step: Step, pilot: Pilot, state: TrainState, batch: PyTree) -> tuple:
     plain = dataclasses.replace(step, plan=Vmap(), pilot=None)
-    pilot.look(_step_under, plain, state, batch, num_members=state.num_members, unit="step")
+    alone, layout = dataclasses.replace(plain, layout=None), step.layout
+    count = state.num_members if layout is None else layout.per_device(state.num_members)
+    pilot.look(_step_under, alone, state, batch, num_members=count, unit="step")
     start = time.perf_counter()
     under = lambda plan, state: _compiled_step(dataclasses.replace(plain, plan=plan), state, batch)
     out = pilot.call(under, state)
@@ -70,7 +77,7 @@ def _step_under(plan: AbstractPlan, step: Step, state: TrainState, batch: PyTree
 def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Inputs, Carry]:
     stateful = state.model_state is not None
     loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper, name="make_step")
-    program = Program(loss, None, step.optimiser, step.plan, None, 0.0, own_rows=False, halts=False)
+    program = Program(loss, None, step.optimiser, step.plan, None, 0.0, own_rows=False, halts=False, layout=step.layout)
     inputs = Inputs(state.fixed, state.shared, batch, None, Limits(None, None))
     return program, inputs, Carry(state.moving, None, state.step)
 
@@ -90,6 +97,7 @@ def make_step(
     *,
     has_aux: bool = False,
     plan: AnyPlan = None,
+    mesh: Mesh | None = None,
 ) -> Step:
     """A compiled step for your own loop: `state, metrics = step(state, batch)`.
 
@@ -118,9 +126,11 @@ def make_step(
     - `has_aux`: the loss returns auxiliary outputs after its other outputs.
     - `plan`: how the members are executed; `eqx_ensemble.plan.Vmap()` if not given. `"auto"` tries others as soon as
         your loop has lasted long enough to be worth it; `step.plan.explain()` says what was found.
+    - `mesh`: the devices to run on, from [`eqx_ensemble.make_mesh`][]: the one that was given to
+        [`eqx_ensemble.train.init`][].
 
     **Returns:** the step, a function of a training state and a batch.
     """
     plan = as_plan(plan)
     pilot = Pilot(plan, name="train.make_step") if isinstance(plan, Auto) else None
-    return Step(loss, optimiser, has_aux, plan, pilot)
+    return Step(loss, optimiser, has_aux, plan, pilot, as_layout(mesh, name="make_step"))

@@ -1,0 +1,38 @@
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from ..sharding._layout import Layout
+from ._plans import AbstractPlan
+
+
+class OnMesh(AbstractPlan):
+    """Members spread over the devices of a mesh; each device runs its own under the plan inside.
+
+    Members that do not divide evenly are padded with copies of the last one, whose results are dropped: a compiler
+    would else have every device compute all of them.
+    """
+
+    inner: AbstractPlan
+    layout: Layout = eqx.field(static=True)
+    scan: bool | None = eqx.field(static=True, default=None, kw_only=True)
+
+    def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
+        """Maps `fn` over the members of all devices at once."""
+        layout = self.layout
+        count = jax.tree.leaves(arrays)[0].shape[0]
+        arrays = layout.apart(layout.padded(arrays))
+        own = layout.apart(
+            jax.tree.map(lambda x: x.reshape(layout.members, x.shape[0] // layout.members, *x.shape[1:]), arrays)
+        )
+        # The name lets what is said about one member's layout go on under it.
+        out = jax.vmap(lambda some: self.inner.run(fn, some), spmd_axis_name="members")(own)
+        out = layout.apart(jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), out))
+        return out if layout.width(count) == count else jax.tree.map(lambda x: x[:count], out)
+
+
+def on_mesh(plan: AbstractPlan, layout: Layout | None) -> AbstractPlan:
+    """The plan on the devices of a layout, if there is one."""
+    return plan if layout is None or isinstance(plan, OnMesh) else OnMesh(plan, layout, scan=plan.scan)

@@ -1,0 +1,73 @@
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+_FOUND = re.compile(rf"= (?P<shape>.*?) (?P<kind>{_KINDS})(?:-start)?\(")
+_ARRAY = re.compile(r"\b(pred|[a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]")
+_BITS = re.compile(r"[0-9]+")
+
+
+class Collective(NamedTuple):
+    """What devices tell each other at one place of a compiled program.
+
+    **Attributes:**
+
+    - `kind`: such as `"all-reduce"`.
+    - `bytes`: of its result on one device.
+    """
+
+    kind: str
+    bytes: int
+
+
+def collectives(fn: Callable[..., Any], *args: PyTree) -> list[Collective]:
+    """What devices tell each other in `fn(*args)`, read off the program that the compiler made for them.
+
+    Nothing runs. What stands in a loop counts once.
+
+    ```python
+    mesh = ee.make_mesh()
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, mesh=mesh, key=key)
+    mean_square = ee.map_members(lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), mesh=mesh)
+    ee.sharding.collectives(mean_square, ensemble, jnp.ones((32, 3)))  # []: members need nothing of each other
+    ```
+
+    **Arguments:**
+
+    - `fn`: a function of arrays on a mesh; it may take and return any PyTree.
+    - `args`: what it is called with.
+
+    **Returns:** a [`eqx_ensemble.sharding.Collective`][eqx_ensemble.sharding.collectives] for each place, in the order
+    of the program.
+    """
+    return in_text(compiled_text(fn, *args))
+
+
+def compiled_text(fn: Callable[..., Any], *args: PyTree) -> str:
+    """The optimised program of `fn(*args)` for one device."""
+    arrays, rest = eqx.partition(args, eqx.is_array)
+
+    def on_arrays(arrays: PyTree) -> PyTree:
+        return eqx.filter(fn(*eqx.combine(arrays, rest)), eqx.is_array)
+
+    return jax.jit(on_arrays).lower(arrays).compile().as_text() or ""
+
+
+def in_text(text: str) -> list[Collective]:
+    """The collectives in a compiled program's text."""
+    return [Collective(found["kind"], _bytes(found["shape"])) for found in _FOUND.finditer(text)]
+
+
+def _bytes(shapes: str) -> int:
+    total = 0
+    for dtype, dims in _ARRAY.findall(shapes):
+        bits = _BITS.search(dtype)
+        sizes = [int(size) for size in dims.split(",") if size]
+        total += math.prod(sizes) * (int(bits[0]) if bits else 8) // 8
+    return total

@@ -1,0 +1,210 @@
+"""Where arrays lie on a mesh: the one place that knows `NamedSharding`."""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from .. import _axes, _check
+from ._weights import NOWHERE, Places, Shard, places_of, split_by, split_now
+
+FREE = PartitionSpec.UNCONSTRAINED
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh, and which arrays of a member are split over its axis `model`.
+
+    Members are padded to a multiple of the axis `members` wherever they are computed: one that does not divide evenly
+    would silently be held whole by every device.
+    """
+
+    mesh: Mesh
+    weights: Places = NOWHERE
+
+    @property
+    def members(self) -> int:
+        """Over how many devices members are spread."""
+        return self.mesh.shape["members"]
+
+    @property
+    def splits_weights(self) -> bool:
+        """Whether there is an axis over which the weights of a member are split."""
+        return self.mesh.shape.get("model", 1) > 1
+
+    @property
+    def row_parts(self) -> int:
+        """In how many parts a batch is split: devices that share a member's weights see different rows too."""
+        return self.mesh.shape.get("data", 1) * self.mesh.shape.get("model", 1)
+
+    def width(self, num_members: int) -> int:
+        """The number of members with those that pad them."""
+        return -(-num_members // self.members) * self.members
+
+    def per_device(self, num_members: int) -> int:
+        """How many members a device computes."""
+        return self.width(num_members) // self.members
+
+    def along(self, *axes: Any) -> NamedSharding:
+        """The sharding of an array whose axes lie along those of the mesh."""
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """Whole on every device."""
+        return self.along()
+
+    def row_axes(self, num_rows: int) -> tuple[str, ...] | None:
+        """The axes of the mesh that split so many rows; `None` where they do not divide evenly."""
+        names = tuple(name for name in ("data", "model") if self.mesh.shape.get(name, 1) > 1)
+        return names if names and num_rows % self.row_parts == 0 else None
+
+    def rows_apart(self, batch: PyTree) -> PyTree:
+        """Inside a program: the rows `(batch, ...)` of one member's batch, split over devices."""
+        split = lambda x: jax.lax.with_sharding_constraint(x, self.along(self.row_axes(x.shape[0])))
+        if self.row_parts == 1:
+            return batch
+        return jax.tree.map(lambda x: split(x) if _axes.is_array(x) and x.ndim and self.row_axes(len(x)) else x, batch)
+
+    def holding(self, tree: PyTree) -> PyTree:
+        """Inside a program: one member's arrays, those split over `model` kept so."""
+        if not self.weights:
+            return tree
+        hold = lambda x, spec: x if spec is None else jax.lax.with_sharding_constraint(x, self.along(*spec))
+        leaves, treedef = jax.tree.flatten(tree)
+        specs = places_of(tree, self.weights)
+        return jax.tree.unflatten(treedef, [hold(x, spec) for x, spec in zip(leaves, specs, strict=True)])
+
+    def apart(self, tree: PyTree, axis: int = 0) -> PyTree:
+        """Inside a program: arrays whose axis is as long as members and pads together, spread over devices."""
+        spec = lambda x: self.along(*[FREE] * axis, "members", *[FREE] * (x.ndim - axis - 1))
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec(x)), tree)
+
+    def padded(self, tree: PyTree) -> PyTree:
+        """Arrays `(members, ...)` and copies of the last member up to a multiple of the axis."""
+        return jax.tree.map(lambda x: _longer(x, self.width(x.shape[0])) if _axes.is_array(x) else x, tree)
+
+    def spread(self, tree: PyTree) -> PyTree:
+        """Arrays `(members, ...)` on their devices, each member on one, or its weights on those of `model`.
+
+        Members that do not divide evenly lie on as many devices as they do, and those on several.
+        """
+        specs = places_of(tree, self.weights, skip=1) if self.weights else None
+        return self._put(tree, specs, lambda x, spec: self._of_members(x.shape[0], spec))
+
+    def _of_members(self, count: int, spec: PartitionSpec | None) -> NamedSharding:
+        parts = math.gcd(count, self.members)
+        if parts == self.members:
+            return self.along("members", *(spec or ()))
+        mesh, names = _refined(self.mesh, parts)
+        return NamedSharding(mesh, PartitionSpec(names, *(spec or ())))
+
+    def copied(self, tree: PyTree) -> PyTree:
+        """Arrays whole on every device."""
+        return self._put(tree, None, lambda *_: self.everywhere)
+
+    def rows_spread(self, tree: PyTree) -> PyTree:
+        """Data `(rows, ...)` in parts where they divide evenly; those marked `Each` with their members too."""
+        return self._put_data(tree, self.row_axes)
+
+    def rows_whole(self, tree: PyTree) -> PyTree:
+        """Data `(rows, ...)` whole on every device; those marked `Each` with their members."""
+        return self._put_data(tree, lambda num_rows: None)
+
+    def _put_data(self, tree: PyTree, row_axes: Callable[[int], Any]) -> PyTree:
+        is_each = lambda x: isinstance(x, _axes.Each)
+        shared = lambda x: self._put(x, None, lambda x, _: self.along(row_axes(x.shape[0])))
+        own = lambda x: self._put(self.padded(x), None, lambda x, _: self.along("members", row_axes(x.shape[1])))
+        put = lambda x: _axes.Each(own(x.value)) if is_each(x) else shared(x)
+        return jax.tree.map(put, tree, is_leaf=is_each)
+
+    def _put(self, tree: PyTree, specs: list | None, sharding: Any) -> PyTree:
+        leaves, treedef = jax.tree.flatten(tree)
+        specs = [None] * len(leaves) if specs is None else specs
+        put = [_put(x, sharding(x, s)) if _axes.is_array(x) else x for x, s in zip(leaves, specs, strict=True)]
+        return jax.tree.unflatten(treedef, put)
+
+
+def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+        return x
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return _moved(sharding)(x)
+    if _check.is_typed_key(x):
+        data = jax.device_put(np.asarray(jax.random.key_data(x)), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.device_put(x, sharding)
+
+
+@ft.lru_cache(maxsize=256)
+def _moved(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda x: x, out_shardings=sharding)
+
+
+@ft.lru_cache(maxsize=64)
+def _refined(mesh: Mesh, parts: int) -> tuple[Mesh, Any]:
+    """The same devices, their axis `members` in two: one of so many parts, and one whose devices hold the same."""
+    count, *others = mesh.devices.shape
+    devices = mesh.devices.reshape(parts, count // parts, *others)
+    names = ("members", "copies", *mesh.axis_names[1:])
+    return Mesh(devices, names, axis_types=(mesh.axis_types[0],) * len(names)), "members" if parts > 1 else None
+
+
+def _longer(x: Any, width: int) -> Any:
+    if x.shape[0] == width:
+        return x
+    places = np.minimum(np.arange(width), x.shape[0] - 1)
+    return x[places] if isinstance(x, np.ndarray) else jnp.take(x, places, axis=0)
+
+
+def as_layout(mesh: Any, *, name: str) -> Layout | None:
+    """What was given as `mesh`, checked."""
+    if mesh is None or isinstance(mesh, Layout):
+        return mesh
+    _check.mesh(mesh, name=name)
+    return Layout(mesh)
+
+
+def layout_for(mesh: Any, tree: PyTree, *, shard: Shard | None = None, name: str) -> Layout | None:
+    """The layout for members `tree`, each array `(members, ...)`: their weights stay split as they are.
+
+    Where no mesh is given, members that lie on one stay there.
+    """
+    mesh = mesh_of(tree) if mesh is None else mesh
+    layout = as_layout(mesh, name=name)
+    if layout is None or not layout.splits_weights:
+        return layout
+    if shard is not None:
+        return Layout(layout.mesh, split_by(shard, tree, layout.mesh))
+    return split_as_now(layout, tree)
+
+
+def split_as_now(layout: Layout, tree: PyTree) -> Layout:
+    """The layout that splits weights as they are split; by their largest axes where they are not."""
+    return Layout(layout.mesh, split_now(tree, layout.mesh) or split_by(None, tree, layout.mesh))
+
+
+def mesh_of(tree: PyTree) -> Mesh | None:
+    """The mesh on whose axis `members` the arrays lie, if they do."""
+    for x in jax.tree.leaves(tree):
+        sharding = getattr(x, "sharding", None) if isinstance(x, jax.Array) and not _check.is_traced(x) else None
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        if isinstance(mesh, Mesh) and mesh.axis_names[:1] == ("members",) and mesh.size > 1:
+            return _whole(mesh)
+    return None
+
+
+def _whole(mesh: Mesh) -> Mesh:
+    """The mesh as it was before its axis `members` was taken in two."""
+    if mesh.axis_names[1:2] != ("copies",):
+        return mesh
+    first, second, *others = mesh.devices.shape
+    names = ("members", *mesh.axis_names[2:])
+    return Mesh(mesh.devices.reshape(first * second, *others), names, axis_types=mesh.axis_types[1:])

@@ -1,0 +1,55 @@
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from .. import _check
+
+AXES = ("members", "data", "model")
+
+
+def make_mesh(
+    members: int | None = None,
+    data: int = 1,
+    model: int = 1,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh of devices with the axes `members`, `data` and `model`, for the `mesh=` of other functions.
+
+    Members need nothing of each other: `members` says over how many devices they are spread, and costs no
+    communication in a step. `data` splits the rows of every batch, whose gradients are then summed over these devices.
+    `model` splits the weights of a member that does not fit one device.
+
+    Devices of one process lie together: `data` and `model`, which communicate at every step, stay inside a host as far
+    as they fit there, and `members` goes across.
+
+    ```python
+    mesh = ee.make_mesh()  # all devices there are, for different members
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, mesh=mesh, key=key)
+    ee.sharding.visualise(ensemble)
+    ```
+
+    **Arguments:**
+
+    - `members`: how many devices members are spread over; as many as are left by the other axes, if not given.
+    - `data`: how many devices share the rows of a batch.
+    - `model`: how many devices share the weights of a member.
+    - `devices`: which; all of all processes, if not given. Those of the product of the three are taken.
+
+    **Returns:** a `jax.sharding.Mesh` whose axes are all of the type `Auto`, so that compiled programs find their
+    layouts by themselves.
+
+    **Raises:** `ValueError` when there are fewer devices than asked for, or when they are left out of some process.
+    """
+    found = list(jax.devices() if devices is None else devices)
+    _check.positive_int(data, "data", name="make_mesh")
+    _check.positive_int(model, "model", name="make_mesh")
+    if members is not None:
+        _check.positive_int(members, "members", name="make_mesh")
+    members = _check.enough_devices(members, data, model, len(found))
+    found = sorted(found, key=lambda device: (device.process_index, device.id)) if devices is None else found
+    chosen = found[: members * data * model]
+    _check.every_process(chosen, jax.process_count())
+    return Mesh(np.array(chosen).reshape(members, data, model), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -1,0 +1,74 @@
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from .. import _check
+from ._layout import Layout, as_layout
+
+
+def local_rows(mesh: Mesh, num_rows: int) -> slice:
+    """Which of the rows of a batch this process has to bring: those that its devices work on.
+
+    Processes whose devices hold other members need the same rows, processes along the axis `data` different ones; the
+    sharding is asked, not the number of the process.
+
+    ```python
+    mesh = ee.make_mesh()
+    ee.sharding.local_rows(mesh, 32)  # slice(0, 32): one process needs them all
+    ```
+
+    **Arguments:**
+
+    - `mesh`: what [`eqx_ensemble.make_mesh`][] returned.
+    - `num_rows`: the rows of the whole batch.
+
+    **Returns:** a slice of consecutive rows.
+
+    **Raises:** `ValueError` when rows do not divide evenly over the mesh.
+    """
+    layout = as_layout(mesh, name="local_rows")
+    assert layout is not None
+    _check.rows_divide(num_rows, layout.row_parts, name="local_rows")
+    places = _rows_of(layout, num_rows).addressable_devices_indices_map((num_rows,)).values()
+    bounds = [index[0].indices(num_rows)[:2] for index in places if index is not None]
+    return slice(min(start for start, _ in bounds), max(stop for _, stop in bounds))
+
+
+def batch(mesh: Mesh, rows: PyTree, num_rows: int) -> PyTree:
+    """A batch on the devices of all processes, of which each process brings its own rows.
+
+    For iterables of batches given to [`eqx_ensemble.fit`][] by a loader that reads, in every process, only what
+    [`eqx_ensemble.sharding.local_rows`][] says.
+
+    ```python
+    mesh = ee.make_mesh()
+    own = ee.sharding.local_rows(mesh, 32)
+    x = ee.sharding.batch(mesh, np.ones((32, 3))[own], 32)  # (32, 3), over all processes
+    ```
+
+    **Arguments:**
+
+    - `mesh`: what [`eqx_ensemble.make_mesh`][] returned.
+    - `rows`: any PyTree of this process's rows, each array `(local rows, ...)`.
+    - `num_rows`: the rows of the whole batch.
+
+    **Returns:** the same tree of arrays `(num_rows, ...)`.
+    """
+    layout = as_layout(mesh, name="batch")
+    assert layout is not None
+    own = local_rows(mesh, num_rows)
+    _check.local_rows(rows, own.stop - own.start, num_rows)
+
+    def whole(x: Any) -> jax.Array:
+        x = np.asarray(x)
+        sharding = _rows_of(layout, num_rows)
+        return jax.make_array_from_process_local_data(sharding, x, (num_rows, *x.shape[1:]))
+
+    return jax.tree.map(whole, rows)
+
+
+def _rows_of(layout: Layout, num_rows: int) -> Any:
+    return layout.along(layout.row_axes(num_rows))

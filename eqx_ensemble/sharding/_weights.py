@@ -1,0 +1,80 @@
+"""Which axis of which array of a member is split over the devices of the mesh's axis `model`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from .. import _axes, _check
+
+Shard = Callable[[str, tuple[int, ...], int], PartitionSpec | None]
+"""A rule: `shard(path, shape, parts)` of one member's array, as a `PartitionSpec` over its axes, or `None`."""
+
+Places = tuple[tuple[str, tuple[int, ...], PartitionSpec], ...]
+"""The arrays of a member that are split: path, shape, and how."""
+
+NOWHERE: Places = ()
+
+
+def by_largest_axis(path: str, shape: tuple[int, ...], parts: int) -> PartitionSpec | None:
+    """The rule if none is given: the largest axis that divides evenly is split, as fully sharded data parallelism does.
+
+    **Arguments:**
+
+    - `path`: the array's path in the member, such as `".layers[0].weight"`.
+    - `shape`: its shape in one member.
+    - `parts`: the number of devices of the axis `model`.
+
+    **Returns:** which axis; `None` for arrays that have none that divides, which every device holds whole.
+    """
+    del path
+    fitting = [axis for axis, size in enumerate(shape) if size % parts == 0 and size >= parts]
+    if not fitting:
+        return None
+    largest = max(fitting, key=lambda axis: shape[axis])
+    return PartitionSpec(*["model" if axis == largest else None for axis in range(len(shape))])
+
+
+def split_by(rule: Shard | None, tree: PyTree, mesh: Mesh) -> Places:
+    """What a rule says of members `tree`, each array `(members, ...)`, checked."""
+    parts, rule, places = mesh.shape["model"], by_largest_axis if rule is None else rule, []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if not (_axes.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)):
+            continue
+        name, shape = jax.tree_util.keystr(path), x.shape[1:]
+        spec = rule(name, shape, parts)
+        if spec is not None and any(axis is not None for axis in spec):
+            _check.spec(spec, name, shape, parts)
+            places.append((name, shape, spec))
+    return tuple(places)
+
+
+def split_now(tree: PyTree, mesh: Mesh) -> Places:
+    """How members are split that lie on the mesh."""
+    places = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and "model" in sharding.mesh.axis_names:
+            spec = PartitionSpec(*sharding.spec[1:])
+            if "model" in spec and sharding.mesh.shape["model"] == mesh.shape["model"]:
+                places.append((jax.tree_util.keystr(path), x.shape[1:], spec))
+    return tuple(places)
+
+
+def places_of(tree: PyTree, places: Places, *, skip: int = 0) -> list[PartitionSpec | None]:
+    """How each leaf is split: like the weight whose path its own ends with, as in an optimiser's state."""
+    found = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        name, shape = jax.tree_util.keystr(path), np.shape(x)[skip:] if _axes.is_array(x) else None
+        fitting = (spec for end, of, spec in places if of == shape and name.endswith(end))
+        found.append(next(fitting, None))
+    return found
+
+
+def described_split(x: Any) -> str:
+    """How an array is split, in words: `members` and `model` with their axes."""
+    sharding = getattr(x, "sharding", None)
+    return str(sharding.spec) if isinstance(sharding, NamedSharding) else "one device"
