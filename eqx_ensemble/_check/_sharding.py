@@ -129,12 +129,14 @@ def not_compiled(error: Exception) -> str:
     )
 
 
-def uneven_rows(batch_size: int, parts: int) -> str:
-    """Batches whose rows do not divide evenly over a mesh."""
-    return (
-        f"Batches of {batch_size} rows do not divide over data x model = {parts} devices, each of which computes all "
-        f"of them.\nA multiple of {parts} rows would share the work."
-    )
+def uneven_rows(batch_size: int, layout: Any) -> None:
+    """Warns where the rows of a batch do not divide evenly over a mesh."""
+    if layout is not None and batch_size % layout.row_parts:
+        warnings.warn(
+            f"Batches of {batch_size} rows do not divide over data x model = {layout.row_parts} devices, each of which "
+            f"computes all of them.\nA multiple of {layout.row_parts} rows would share the work.",
+            stacklevel=4,
+        )
 
 
 def no_memory_on_mesh(memory: Any) -> None:

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 import equinox as eqx
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import _axes, _check
@@ -12,6 +13,7 @@ from .._ensemble import Ensemble
 from ..checkpoint._formats import FORMATS, FormatName
 from ..checkpoint._manifest import Manifest
 from ..checkpoint._open import opened
+from ..sharding._layout import Layout, as_layout, layout_for
 from ..checkpoint._place import located
 from ..checkpoint._processes import everywhere
 from ..checkpoint._restore import restore
@@ -66,6 +68,7 @@ def load(
     members: Any = None,
     cast: Literal["like"] | None = None,
     strict: bool = True,
+    mesh: Mesh | None = None,
 ) -> Any:
     """Loads what [`eqx_ensemble.save`][] saved.
 
@@ -94,6 +97,7 @@ def load(
         members `like` has does not matter then. With the format `"orbax"` all are read, and these are kept.
     - `cast`: `"like"` casts floats to floats, integers to integers and complex to complex numbers of another
         precision, if none of them becomes infinite or wraps around. Without it, nothing is cast.
+    - `mesh`: the devices to put ensembles on, from [`eqx_ensemble.make_mesh`][], whatever they were saved from.
     - `strict`: `False` warns instead of raising when functions, strings or static fields differ from those saved.
 
     **Raises:** `MemberMismatchError` that lists every leaf that differs, with what was saved and what is expected;
@@ -101,10 +105,24 @@ def load(
     """
     name = "eqx_ensemble.load"
     _check.like_given(like, name=name)
+    layout = as_layout(mesh, name=name)
     with opened(located(path), name=name) as reader:
         rows = None if members is None else _rows(members, reader.manifest, path, name)
         like = as_like(like, reader.manifest)
-        return restore(reader, like, rows=rows, cast=cast, strict=strict, name=name)
+        tree = restore(reader, like, rows=rows, cast=cast, strict=strict, name=name)
+    return tree if layout is None else _spread(tree, layout)
+
+
+def _spread(tree: Any, layout: Layout) -> Any:
+    """The members of ensembles and states on their devices, all else on every device."""
+
+    def put(node: Any) -> Any:
+        if not isinstance(node, Ensemble):
+            return layout.spread(node) if isinstance(node, eqx.nn.State) else layout.copied(node)
+        of_node = layout_for(layout, node.stacked, name="load")
+        return Ensemble(of_node.spread(node.stacked), of_node.copied(node.shared), of_node.spread(node.ids))
+
+    return jax.tree.map(put, tree, is_leaf=_axes.is_per_member)
 
 
 class Marks(NamedTuple):

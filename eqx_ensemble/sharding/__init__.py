@@ -1,3 +1,4 @@
+from ._collectives import Collective as Collective
 from ._collectives import collectives as collectives
 from ._describe import Placement as Placement
 from ._describe import describe as describe

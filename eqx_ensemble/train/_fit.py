@@ -199,7 +199,9 @@ def _source(
         return Batches(data, num_members, layout)
     data, num_rows = on_device(data, num_members, argument="data", name="fit", layout=layout, whole=True)
     rows = chosen_rows(rows, num_members, num_rows, name="fit")
-    return arrays_of(data, row_order(key, start.state.ids, order, num_rows, rows), batch_size=batch_size)
+    source = arrays_of(data, row_order(key, start.state.ids, order, num_rows, rows), batch_size=batch_size)
+    _check.uneven_rows(source.batch_size, layout)
+    return source
 
 
 def _losses(
