@@ -15,7 +15,7 @@ from ._ensemble import Ensemble, M, Where, from_stacked
 from .plan import Vmap
 from .plan._on_mesh import on_mesh
 from .sharding import Shard
-from .sharding._layout import Layout, as_layout, layout_for
+from .sharding._layout import Layout, as_layout
 
 Arguments = Mapping[str, Any]
 """Per-member arguments of a constructor: a name and its values, one per member."""
@@ -121,6 +121,8 @@ def build(
 
     layout = as_layout(mesh, name="build")
     _check.shard_without_model(shard, layout)
+    if layout is not None:
+        ids = layout.spread(ids)
     with _check.explained_constructor():
         made = _made(make, keys, arguments) if layout is None else _born(make, keys, arguments, layout, shard)
     _check.no_tracers(made, name="build")
@@ -145,13 +147,13 @@ def _born(
 
     try:
         shapes = eqx.filter_eval_shape(build, layout, (keys, arguments))
-        layout = layout_for(layout, shapes, shard=shard, name="build")
+        layout = layout.splitting(shapes, shard)
         made = eqx.filter_jit(build)(layout, layout.copied((keys, arguments)))
         _check.no_tracers(made, name="build")
     except (jax.errors.JAXTypeError, _check.MemberMismatchError) as error:
         warnings.warn(_check.not_compiled(error), stacklevel=4)
         made = _made(make, keys, arguments)
-        layout = layout_for(layout, made, shard=shard, name="build")
+        layout = layout.splitting(made, shard)
     return layout.spread(made)
 
 

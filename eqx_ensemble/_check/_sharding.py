@@ -46,7 +46,8 @@ def mesh(value: Any, *, name: str) -> None:
     if value.axis_names[:1] != ("members",) or not set(value.axis_names) <= set(_AXES):
         names = ", ".join(f"`{axis}`" for axis in value.axis_names)
         raise ValueError(
-            f"`{name}` needs a mesh with the axes `members`, and `data` and `model` if you like, in this order; got {names}.\n{hint}"
+            f"`{name}` needs a mesh with the axes `members`, and `data` and `model` if you like, in this order; got "
+            f"{names}.\n{hint}"
         )
     if any(kind != AxisType.Auto for kind in value.axis_types):
         raise ValueError(

@@ -13,11 +13,11 @@ from .._ensemble import Ensemble
 from ..checkpoint._formats import FORMATS, FormatName
 from ..checkpoint._manifest import Manifest
 from ..checkpoint._open import opened
-from ..sharding._layout import Layout, as_layout, layout_for
 from ..checkpoint._place import located
 from ..checkpoint._processes import everywhere
 from ..checkpoint._restore import restore
 from ..checkpoint._snapshot import snapshot
+from ..sharding._layout import Layout, as_layout
 from ._like import as_like
 
 PathLike = str | os.PathLike[str]
@@ -119,7 +119,7 @@ def _spread(tree: Any, layout: Layout) -> Any:
     def put(node: Any) -> Any:
         if not isinstance(node, Ensemble):
             return layout.spread(node) if isinstance(node, eqx.nn.State) else layout.copied(node)
-        of_node = layout_for(layout, node.stacked, name="load")
+        of_node = layout.splitting(node.stacked)
         return Ensemble(of_node.spread(node.stacked), of_node.copied(node.shared), of_node.spread(node.ids))
 
     return jax.tree.map(put, tree, is_leaf=_axes.is_per_member)

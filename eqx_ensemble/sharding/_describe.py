@@ -100,7 +100,7 @@ def visualise(tree: PyTree) -> None:
     try:
         import rich  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
     except ImportError:
-        print(describe(tree) if not _axes.is_array(tree) else largest.sharding)
+        print(getattr(tree, "sharding", None) or describe(tree))
         return
     jax.debug.visualize_array_sharding(largest.reshape(largest.shape[0], -1) if largest.ndim > 2 else largest)
 

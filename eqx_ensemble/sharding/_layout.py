@@ -44,6 +44,16 @@ class Layout:
         """In how many parts a batch is split: devices that share a member's weights see different rows too."""
         return self.mesh.shape.get("data", 1) * self.mesh.shape.get("model", 1)
 
+    def splitting(self, tree: PyTree, rule: Shard | None = None) -> "Layout":
+        """The layout that splits the weights of members `tree` by a rule; if none is given, as they are split.
+
+        Those that are not split yet are split by their largest axes.
+        """
+        if not self.splits_weights:
+            return self
+        now = split_now(tree, self.mesh) if rule is None else NOWHERE
+        return Layout(self.mesh, now or split_by(rule, tree, self.mesh))
+
     def width(self, num_members: int) -> int:
         """The number of members with those that pad them."""
         return -(-num_members // self.members) * self.members
@@ -110,18 +120,19 @@ class Layout:
         """Arrays whole on every device."""
         return self._put(tree, None, lambda *_: self.everywhere)
 
-    def rows_spread(self, tree: PyTree) -> PyTree:
-        """Data `(rows, ...)` in parts where they divide evenly; those marked `Each` with their members too."""
-        return self._put_data(tree, self.row_axes)
+    def rows_spread(self, tree: PyTree, *, pad: bool = True) -> PyTree:
+        """Data `(rows, ...)` in parts where they divide evenly; those marked `Each` with members."""
+        return self._put_data(tree, self.row_axes, pad=pad)
 
     def rows_whole(self, tree: PyTree) -> PyTree:
         """Data `(rows, ...)` whole on every device; those marked `Each` with their members."""
-        return self._put_data(tree, lambda num_rows: None)
+        return self._put_data(tree, lambda num_rows: None, pad=True)
 
-    def _put_data(self, tree: PyTree, row_axes: Callable[[int], Any]) -> PyTree:
+    def _put_data(self, tree: PyTree, row_axes: Callable[[int], Any], *, pad: bool) -> PyTree:
         is_each = lambda x: isinstance(x, _axes.Each)
         shared = lambda x: self._put(x, None, lambda x, _: self.along(row_axes(x.shape[0])))
-        own = lambda x: self._put(self.padded(x), None, lambda x, _: self.along("members", row_axes(x.shape[1])))
+        split = lambda x, _: self._of_members(x.shape[0], PartitionSpec(row_axes(x.shape[1])))
+        own = lambda x: self._put(self.padded(x) if pad else x, None, split)
         put = lambda x: _axes.Each(own(x.value)) if is_each(x) else shared(x)
         return jax.tree.map(put, tree, is_leaf=is_each)
 
@@ -172,23 +183,13 @@ def as_layout(mesh: Any, *, name: str) -> Layout | None:
     return Layout(mesh)
 
 
-def layout_for(mesh: Any, tree: PyTree, *, shard: Shard | None = None, name: str) -> Layout | None:
-    """The layout for members `tree`, each array `(members, ...)`: their weights stay split as they are.
+def layout_for(mesh: Any, tree: PyTree, *, name: str) -> Layout | None:
+    """The layout for members `tree`, each array `(members, ...)`.
 
-    Where no mesh is given, members that lie on one stay there.
+    Where no mesh is given, members that lie on one stay there, and weights that are split stay split as they are.
     """
-    mesh = mesh_of(tree) if mesh is None else mesh
-    layout = as_layout(mesh, name=name)
-    if layout is None or not layout.splits_weights:
-        return layout
-    if shard is not None:
-        return Layout(layout.mesh, split_by(shard, tree, layout.mesh))
-    return split_as_now(layout, tree)
-
-
-def split_as_now(layout: Layout, tree: PyTree) -> Layout:
-    """The layout that splits weights as they are split; by their largest axes where they are not."""
-    return Layout(layout.mesh, split_now(tree, layout.mesh) or split_by(None, tree, layout.mesh))
+    layout = as_layout(mesh_of(tree) if mesh is None else mesh, name=name)
+    return None if layout is None else layout.splitting(tree)
 
 
 def mesh_of(tree: PyTree) -> Mesh | None:

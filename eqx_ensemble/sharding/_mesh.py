@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ def make_mesh(
     data: int = 1,
     model: int = 1,
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """A mesh of devices with the axes `members`, `data` and `model`, for the `mesh=` of other functions.
 

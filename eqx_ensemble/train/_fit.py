@@ -120,9 +120,9 @@ def fit(
     - `checkpoint`: a folder to save the run in, or [`eqx_ensemble.checkpoint.Checkpoints`][]. The same call then goes
         on where the last good checkpoint stands, bit for bit, whatever ended it; a run that is finished comes back at
         once. Another loss, optimiser, ensemble, key, data or option is an error that says what differs; the length,
-        `plan`, `mesh`, `max_seconds` and how often to save may be changed. Iterators of batches are saved where they stand, if
-        they say that (`get_state` or `state_dict`); other iterables are drawn again from their beginning, and have to
-        give the same batches.
+        `plan`, `mesh`, `max_seconds` and how often to save may be changed. Iterators of batches are saved where they
+        stand, if they say that (`get_state` or `state_dict`); other iterables are drawn again from their beginning, and
+        have to give the same batches.
     - `every`: steps between two checkpoints; about a minute if not given. There is one at the end too.
     - `resume`: `"auto"`: go on if there is a checkpoint; `"must"`: else raise an error; `"never"`: raise one if there
         is.

@@ -125,7 +125,8 @@ class Loop:
         if self._saver is not None and self._saver.failed is not None:
             return True
         failed = self._raises and (self.roster.status(carry) == DIVERGED).sum() > self._lost_before
-        interrupted = agreed(self._interruption.requested) and self.record.begun  # there is no run before its first step
+        # There is no run before its first step.
+        interrupted = agreed(self._interruption.requested) and self.record.begun
         return bool(interrupted or failed or not (status == OK).any())
 
     def last_validation(self, inputs: Inputs, carry: Carry) -> Carry:

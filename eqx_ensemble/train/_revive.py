@@ -222,7 +222,7 @@ class Reviver:
         lost = lost[self._times[roster.present[lost]] < self._how.most]
         if len(lost) == 0:
             return inputs, carry
-        ids, times = jnp.asarray(self._ids[roster.places]), self._times[roster.present[lost]]
+        ids, times = jnp.asarray(roster.distinct(self._ids)), self._times[roster.present[lost]]
         state = TrainState(carry.moving, inputs.fixed, self._shared, ids, carry.step)
         moving, fixed, revived = brought_back(state, self._optimiser, self._how, lost, times, key=self._key)
         if revived:

@@ -56,6 +56,11 @@ class Roster:
         """The positions of the members in the compiled arrays; those that pad them are copies of the last one."""
         return self.present if self._layout is None else self._layout.padded(self.present)
 
+    def distinct(self, ids: np.ndarray) -> np.ndarray:
+        """The ids of what the compiled arrays hold, those that pad members among themselves."""
+        own = ids[self.present]
+        return np.concatenate([own, ids.max() + 1 + np.arange(len(self.places) - len(own), dtype=ids.dtype)])
+
     @property
     def complete(self) -> bool:
         """Whether all members are in the compiled arrays."""

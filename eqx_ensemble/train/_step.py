@@ -12,7 +12,7 @@ from .._ensemble import M
 from ..plan import AbstractPlan, AnyPlan, Auto, Vmap
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot
-from ..sharding._layout import Layout, as_layout, split_as_now
+from ..sharding._layout import Layout, as_layout
 from ._limits import Limits
 from ._loss import as_loss
 from ._optimiser import Optimiser
@@ -49,7 +49,7 @@ class Step(eqx.Module, Generic[M]):
         """One step on one batch, shared by all members but for its parts marked [`eqx_ensemble.Each`][]."""
         _check.train_state(state, TrainState)
         if self.layout is not None and self.layout.splits_weights:
-            self = dataclasses.replace(self, layout=split_as_now(self.layout, state.moving.params))
+            self = dataclasses.replace(self, layout=self.layout.splitting(state.moving.params))
         if self.pilot is None:
             moving, step, metrics = _compiled_step(self, state, batch)
         else:

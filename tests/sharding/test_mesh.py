@@ -1,6 +1,7 @@
 """Members and rows spread over devices: the same results as on one, and nothing sent that need not be."""
 
 import functools as ft
+import re
 import warnings
 
 import equinox as eqx
@@ -52,8 +53,11 @@ def on_one_device(num_members, optimiser="sgd", plan=None):
 
 
 def same_run(got, expected, rtol=1e-5):
-    for of in (lambda run: run.ensemble, lambda run: run.train_state.moving.opt_state, lambda run: run.selection):
-        assert_close(of(got), of(expected), rtol)
+    of = lambda run: (run.ensemble, run.train_state)
+    assert_close(of(got), of(expected), rtol)
+    if expected.selection is not None:
+        assert_close(got.selection.params, expected.selection.params, rtol)
+        np.testing.assert_allclose(got.best_score, expected.best_score, rtol=rtol)
     np.testing.assert_allclose(got.history.loss, expected.history.loss, rtol=rtol)
     assert got.status.tolist() == expected.status.tolist()
     assert got.left.tolist() == expected.left.tolist()
@@ -141,12 +145,14 @@ class TestBuild:
         assert "f32[8,64,64]" not in text
 
     def test_with_state_and_arguments(self):
-        stateful = eqx.nn.make_with_state(lambda key, size: eqx.nn.BatchNorm(3, "batch", momentum=size, mode="batch"))
-        options = {"zip": {"size": jnp.array([0.1, 0.2, 0.3, 0.4])}, "key": KEY}
-        got = ee.build(stateful, mesh=ee.make_mesh(), **options)
-        expected = ee.build(stateful, **options)
-        assert_same(got, expected)
-        assert len(jax.tree.leaves(got[1])[0].sharding.device_set) == 4
+        def model(key, p):
+            return [eqx.nn.BatchNorm(3, "batch", mode="batch"), eqx.nn.Dropout(p)]
+
+        options = {"zip": {"p": jnp.array([0.1, 0.2, 0.3, 0.4])}, "key": KEY}
+        got = ee.build(eqx.nn.make_with_state(model), mesh=ee.make_mesh(), **options)
+        assert_same(got, ee.build(eqx.nn.make_with_state(model), **options))
+        for x in jax.tree.leaves(eqx.filter(got, eqx.is_array)):
+            assert x.sharding.spec[0] == "members"
 
     def test_padding_is_told(self):
         with pytest.warns(UserWarning, match="5 members do not divide evenly over 4 devices: they are padded to 8"):
@@ -156,23 +162,11 @@ class TestBuild:
         """A constructor that looks at its numbers is run as without a mesh."""
 
         def looks(key):
-            linear = eqx.nn.Linear(2, 1, key=key)
-            assert np.isfinite(np.asarray(jax.random.key_data(jax.random.key(int(np.array(3)))))).all()
-            return eqx.tree_at(lambda m: m.bias, linear, jnp.asarray(np.asarray(linear.bias)))
-
-        with pytest.raises(jax.errors.TracerArrayConversionError):
-            ee.build(looks, 4, key=KEY)
-        hidden = []
-
-        def hides(key):
-            if not hidden and isinstance(jnp.zeros(()), jax.core.Tracer):
-                hidden.append(jnp.zeros(()))
-                raise jax.errors.TracerBoolConversionError(hidden[0])
+            assert float(jnp.ones(())) == 1.0  # is a tracer where this is compiled, and a number where it is not
             return make(key)
 
-        hidden.clear()
         with pytest.warns(UserWarning, match="cannot compile this constructor"):
-            got = ee.build(hides, 4, mesh=ee.make_mesh(), key=KEY)
+            got = ee.build(looks, 4, mesh=ee.make_mesh(), key=KEY)
         assert_same(got, ee.build(make, 4, key=KEY))
         assert len(bytes_by_device(got)) == 4
 
@@ -262,22 +256,21 @@ class TestFit:
         )
         got, expected = fit(ee.make_mesh(members=1, data=4)), fit(None)
         assert_close((got.ensemble, got.state), (expected.ensemble, expected.state), case.rtol)
-        of_parts = fit_on_parts = ee.fit(
-            ensemble, case.loss, OPTIMISERS["sgd"], (X, Y), state=state, epochs=2, batch_size=3, key=KEY
-        )
-        assert fit_on_parts is of_parts
+        of_parts = ee.fit(ensemble, case.loss, OPTIMISERS["sgd"], (X, Y), state=state, epochs=2, batch_size=3, key=KEY)
         with pytest.raises(AssertionError):  # statistics of parts would show
             assert_close(of_parts.state, expected.state, 1e-2)
 
     @uneven
     def test_leaving_the_arrays(self, monkeypatch):
-        expected = fitted(11, max_steps=[3] * 7 + [100] * 4, epochs=6, patience=None)
+        options = {"max_steps": [3] * 4 + [7] * 3 + [100] * 4, "epochs": 6, "patience": None}
+        expected = fitted(11, **options)
         widths, shrink = [], Roster.shrink
         monkeypatch.setattr(_loop, "_FIRST_STEPS", 1)
         monkeypatch.setattr(_loop, "_SECONDS_PER_CHUNK", 0)
         monkeypatch.setattr(Roster, "pays", lambda self, width, **_: width < len(self.places))
-        monkeypatch.setattr(Roster, "shrink", lambda self, carry, width: widths.append(width) or shrink(self, carry, width))
-        got = fitted(11, mesh=MESHES["4x1"], max_steps=[3] * 7 + [100] * 4, epochs=6, patience=None)
+        noted = lambda self, carry, width: widths.append(width) or shrink(self, carry, width)
+        monkeypatch.setattr(Roster, "shrink", noted)
+        got = fitted(11, mesh=MESHES["4x1"], **options)
         assert widths == [8, 4]
         same_run(got, expected)
 
@@ -438,9 +431,9 @@ class TestWhatIsSent:
                 step(eqx.combine(arrays, rest), (X, Y))[0], eqx.is_array
             )
             sizes.append(jax.jit(run).lower(arrays).compile().memory_analysis())
-        one, four = sizes
-        assert four.argument_size_in_bytes <= one.argument_size_in_bytes / 4 + 64
-        assert four.output_size_in_bytes <= one.output_size_in_bytes / 4 + 64
+        (one, four), small = sizes, 1024  # pointers, and the batch
+        assert four.argument_size_in_bytes <= one.argument_size_in_bytes / 4 + small
+        assert four.output_size_in_bytes <= one.output_size_in_bytes / 4 + small
         assert four.temp_size_in_bytes <= one.temp_size_in_bytes / 4 * 1.2
 
 
@@ -478,9 +471,7 @@ class TestModel:
         assert ensemble.stacked.layers[0].weight.sharding.spec == PartitionSpec("members")
         run = ee.fit(ensemble, loss, OPTIMISERS["sgd"], (X, Y), epochs=1, batch_size=8, key=KEY)
         assert run.ensemble.stacked.layers[1].weight.sharding.spec == PartitionSpec("members", None, "model")
-        expected = ee.fit(
-            ee.build(make, 4, key=KEY), loss, OPTIMISERS["sgd"], (X, Y), epochs=1, batch_size=8, key=KEY
-        )
+        expected = ee.fit(ee.build(make, 4, key=KEY), loss, OPTIMISERS["sgd"], (X, Y), epochs=1, batch_size=8, key=KEY)
         assert_close(run.ensemble, expected.ensemble, 1e-5)
 
     @pytest.mark.usefixtures("unhooked")
@@ -527,7 +518,7 @@ class TestDescribe:
 
     def test_visualise(self, capsys):
         ee.sharding.visualise(ee.build(make, 8, mesh=ee.make_mesh(), key=KEY))
-        assert "cpu:3" in capsys.readouterr().out.lower().replace(" ", "")
+        assert "cpu3" in re.sub(r"[ :]", "", capsys.readouterr().out.lower())
 
 
 class TestRows:
