@@ -2,6 +2,7 @@ from . import calibrate as calibrate
 from . import checkpoint as checkpoint
 from . import combine as combine
 from . import conformal as conformal
+from . import distributed as distributed
 from . import methods as methods
 from . import plan as plan
 from . import plot as plot

@@ -1,0 +1,138 @@
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from .. import _check
+
+_AT_ONCE = 2**26  # bytes that a program gathers: each device holds them whole
+
+
+def fetch(tree: PyTree) -> PyTree:
+    """The arrays of a tree as NumPy arrays in every process, also those that are spread over the processes.
+
+    All processes must call it, with the same arrays in the same order. Each array passes through each device whole,
+    some 64 MiB at a time, one array at least.
+
+    ```python
+    run = {"loss": jnp.zeros((8, 100)), "name": "a"}
+    ee.distributed.fetch(run)["loss"].mean()  # NumPy, in all processes
+    ```
+
+    **Arguments:**
+
+    - `tree`: any PyTree. What is no array stays what it is.
+
+    **Returns:** the tree with NumPy arrays. Typed keys come as their data, `jax.random.key_data`.
+
+    **Raises:** `TypeError` for traced arrays; `ValueError` for an array of which some process has no part.
+    """
+    found, structure = jtu.tree_flatten_with_path(tree)
+    for path, leaf in found:
+        _check.has_a_part(leaf, _check.path_text(path))
+    leaves = [jax.random.key_data(leaf) if _check.is_key(leaf) else leaf for _, leaf in found]
+    spread = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_at_hand(leaf)]
+    for places in _programs(leaves, spread):
+        for place, whole in zip(places, _gathered([leaves[i] for i in places]), strict=True):
+            leaves[place] = whole
+    return structure.unflatten([np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
+
+
+def _is_at_hand(array: jax.Array) -> bool:
+    return array.is_fully_addressable or array.is_fully_replicated
+
+
+def _programs(leaves: Sequence[Any], places: Sequence[int]) -> Iterator[list[int]]:
+    """Places of arrays in the given order, as many at a time as may be gathered by one program."""
+    together: list[int] = []
+    size = 0
+    for place in places:
+        if together and (
+            _copied(leaves[place]) != _copied(leaves[together[0]]) or size + leaves[place].nbytes > _AT_ONCE
+        ):
+            yield together
+            together, size = [], 0
+        together.append(place)
+        size += leaves[place].nbytes
+    if together:
+        yield together
+
+
+def _copied(array: jax.Array) -> NamedSharding:
+    """On the devices of an array, and whole on each."""
+    if isinstance(array.sharding, NamedSharding):
+        return NamedSharding(array.sharding.mesh, PartitionSpec())
+    devices = list(array.sharding.devices_indices_map(array.shape))
+    return NamedSharding(Mesh(np.array(devices), ("devices",)), PartitionSpec())
+
+
+def _gathered(arrays: list[jax.Array]) -> list[np.ndarray]:
+    """Arrays of which all processes have parts, whole, in each of them."""
+    copies = jax.jit(_same, out_shardings=_copied(arrays[0]))(arrays)
+    return [np.asarray(copy.addressable_data(0)) for copy in copies]
+
+
+def _same(arrays: list[jax.Array]) -> list[jax.Array]:
+    return arrays
+
+
+def agreed(value: Any) -> bool | int | float:
+    """A decision of process 0 for all: what it says is what every process gets.
+
+    Clocks, files and signals differ between processes. What follows from them and changes what is computed must be
+    the same in all, or they wait for each other for ever. All processes must call it; what others than process 0 pass
+    is not looked at.
+
+    ```python
+    import time
+
+    start = time.monotonic()
+    while ee.distributed.agreed(time.monotonic() - start < 0.01):
+        pass  # a step of training
+    ```
+
+    **Arguments:**
+
+    - `value`: a bool, an int of at most 64 bits or a float.
+
+    **Returns:** a bool, an int or a float of Python.
+
+    **Raises:** `TypeError`, in all processes, for anything else in process 0.
+    """
+    said = _packed(value) if jax.process_count() == 1 or jax.process_index() == 0 else b""
+    if jax.process_count() > 1:
+        said = _of_the_first(said)
+    kind, number = said[:1].decode(), said[1:9]
+    if kind == " ":
+        raise _check.decision(said[9:].rstrip(b"\0").decode())
+    return struct.unpack(f"<{kind}", number[: struct.calcsize(f"<{kind}")])[0]
+
+
+_LENGTH = 64  # bytes: what is sent has one length in all processes
+
+
+def _packed(value: Any) -> bytes:
+    """A number as bytes, after its kind; for what is none, the name of its type."""
+    if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0:
+        value = value.item()
+    kind = {bool: "?", int: "q", float: "d"}.get(type(value), " ")
+    if kind == "q" and not -(2**63) <= value < 2**63:
+        kind = " "
+    if kind == " ":
+        return b" " + bytes(8) + _check.kind_of(value).encode()[: _LENGTH - 9]
+    return kind.encode() + struct.pack(f"<{kind}", value)
+
+
+def _of_the_first(said: bytes) -> bytes:
+    """What process 0 said, in all processes: bytes, because no number of 64 bits passes where JAX has 32."""
+    firsts = {device.process_index: device for device in reversed(jax.devices())}
+    mesh = Mesh(np.array([firsts[number] for number in sorted(firsts)]), ("processes",))
+    mine = np.frombuffer(said.ljust(_LENGTH, b"\0"), np.uint8)[None]
+    spread = NamedSharding(mesh, PartitionSpec("processes"))
+    (everyone,) = _gathered([jax.make_array_from_process_local_data(spread, mine, (len(firsts), _LENGTH))])
+    return everyone[0].tobytes()

@@ -1,0 +1,128 @@
+"""What one of two processes, with two devices each, sees; run by `test_initialise` and `test_launch`.
+
+`together.py MODE [...]` prints `done` when everything was as it should be. The environment says who it is.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import eqx_ensemble as ee
+
+
+def everything():
+    jax.config.update("jax_num_cpu_devices", 2)
+    processes = ee.distributed.initialise(timeout=60)
+    assert processes == (int(os.environ["RANK"]), 2)
+    again = {"num_processes": 2, "process_id": processes.process_id}
+    assert processes == ee.distributed.initialise() == ee.distributed.initialise(**again)
+    with pytest.raises(RuntimeError, match="`num_processes`: it was 2, and is now 3"):
+        ee.distributed.initialise(num_processes=3)
+    assert ee.distributed.is_first() == (processes.process_id == 0)
+    assert (jax.device_count(), jax.local_device_count(), jax.process_count()) == (4, 2, 2)
+    arrays(processes.process_id)
+    decisions(processes.process_id)
+    ee.distributed.shutdown()
+
+
+def arrays(rank):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("members", "data"))
+    spread = lambda x, *axes: jax.make_array_from_callback(
+        x.shape, NamedSharding(mesh, PartitionSpec(*axes)), lambda index: x[index]
+    )
+    numbers = np.arange(24.0, dtype=np.float32).reshape(8, 3)
+    x = spread(numbers, ("members", "data"))
+    total = jax.jit(
+        jax.shard_map(
+            lambda x: jax.lax.psum(x.sum(), ("members", "data")),
+            mesh=mesh,
+            in_specs=PartitionSpec(("members", "data")),
+            out_specs=PartitionSpec(),
+        )
+    )(x)
+    keys = jax.random.split(jax.random.key(3), 4)
+    data = spread(np.asarray(jax.random.key_data(keys)), "members")
+    backwards = Mesh(np.array(jax.devices())[::-1], ("members",))
+    tree = {
+        "x": x,
+        "total": total,
+        "keys": jax.random.wrap_key_data(data),
+        "local": jnp.full(2, rank),
+        "columns": spread(np.arange(4, dtype=np.int8)[None], None, "data"),
+        "backwards": jax.device_put(numbers[:4], NamedSharding(backwards, PartitionSpec("members"))),
+        "numpy": np.arange(3),
+        "rest": (jnp.sin, "text", 3),
+    }
+    for most in (2**26, 1):
+        ee.distributed._arrays._AT_ONCE = most
+        got = ee.distributed.fetch(tree)
+        assert all(type(leaf) is np.ndarray for name in tree if name != "rest" for leaf in [got[name]])
+        np.testing.assert_array_equal(got["x"], numbers)
+        np.testing.assert_array_equal(got["total"], numbers.sum())
+        np.testing.assert_array_equal(got["keys"], jax.random.key_data(keys))
+        np.testing.assert_array_equal(got["local"], [rank, rank])
+        np.testing.assert_array_equal(got["columns"], [[0, 1, 2, 3]])
+        assert got["columns"].dtype == np.int8
+        np.testing.assert_array_equal(got["backwards"], numbers[:4])
+        assert got["rest"] == tree["rest"]
+    half = NamedSharding(Mesh(np.array(jax.local_devices()), ("members",)), PartitionSpec("members"))
+    mine = jax.device_put(np.arange(2), half)
+    np.testing.assert_array_equal(ee.distributed.fetch(mine), np.arange(2))
+    theirs = Mesh(np.array([d for d in jax.devices() if d.process_index == 0]), ("members",))
+    shape, sharding = (2,), NamedSharding(theirs, PartitionSpec("members"))
+    parts = [jax.device_put(np.ones(1), d) for d in jax.local_devices()] if rank == 0 else []
+    array = jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=np.float32)
+    if rank == 1:  # what is whole in process 0 needs nobody else
+        with pytest.raises(ValueError, match=r"process 1 has none of the leaf at `\['a'\]`"):
+            ee.distributed.fetch({"a": array})
+
+
+def decisions(rank):
+    for value in [True, False, 0, -3, 2**62 + 1, 0.1, float("inf"), np.float32(0.5), np.bool_(True), jnp.int32(7)]:
+        got = ee.distributed.agreed(value if rank == 0 else None)
+        expected = value if isinstance(value, bool | int | float) else value.item()
+        assert got == expected
+        assert type(got) is type(expected)
+    with pytest.raises(TypeError, match="which passed a str"):
+        ee.distributed.agreed("yes" if rank == 0 else True)
+
+
+def late():
+    """Process 0 has used JAX before."""
+    jnp.zeros(2)
+    ee.distributed.initialise()
+
+
+def missing():
+    ee.distributed.initialise(timeout=float(sys.argv[2]))
+
+
+def error():
+    """Process 1 ends with an exception, and process 0 has nothing to do with it."""
+    processes = ee.distributed.initialise(timeout=60)
+    if processes.process_id == 1:
+        print("about to fail", end="")
+        raise ArithmeticError("one of us")
+    time.sleep(float(sys.argv[2]))
+
+
+def killed():
+    """Process 1 is killed, and process 0 will not hear of it by itself."""
+    processes = ee.distributed.initialise(timeout=60)
+    if processes.process_id == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if len(sys.argv) > 3:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(float(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    {function.__name__: function for function in (everything, late, missing, error, killed)}[sys.argv[1]]()
+    print("done")
