@@ -122,7 +122,7 @@ def build(
     layout = as_layout(mesh, name="build")
     _check.shard_without_model(shard, layout)
     if layout is not None:
-        ids = layout.spread(ids)
+        ids = layout.copied(ids)
     with _check.explained_constructor():
         made = _made(make, keys, arguments) if layout is None else _born(make, keys, arguments, layout, shard)
     _check.no_tracers(made, name="build")

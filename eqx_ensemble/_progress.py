@@ -3,17 +3,23 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from .distributed import is_first
+
 if TYPE_CHECKING:
     from tqdm.std import tqdm
 
 
 @contextlib.contextmanager
 def progress_line(*, show: bool | None, description: str, unit: str, total: int | None = None) -> "Iterator[tqdm]":
-    """A line on standard error, shown after two seconds; by default where someone looks: a terminal or a notebook."""
+    """A line on standard error, shown after two seconds; by default where someone looks: a terminal or a notebook.
+
+    Of several processes, the first shows it.
+    """
     from tqdm.std import tqdm  # here, because it is a tenth of this library's import
 
     if show is None:
         show = sys.stderr.isatty() or "ipykernel" in sys.modules
+    show = show and is_first()
     with tqdm(total=total, desc=description, unit=unit, disable=not show, delay=2) as bar:
         yield bar
 

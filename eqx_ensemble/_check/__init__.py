@@ -254,10 +254,11 @@ from ._sharding import enough_devices as enough_devices
 from ._sharding import every_process as every_process
 from ._sharding import ids_of_members as ids_of_members
 from ._sharding import local_rows as local_rows
+from ._sharding import memory_of_one_process as memory_of_one_process
 from ._sharding import mesh as mesh
-from ._sharding import no_memory_on_mesh as no_memory_on_mesh
 from ._sharding import not_compiled as not_compiled
 from ._sharding import rows_divide as rows_divide
+from ._sharding import same_everywhere as same_everywhere
 from ._sharding import shard_without_model as shard_without_model
 from ._sharding import spec as spec
 from ._sharding import uneven_members as uneven_members

@@ -140,12 +140,22 @@ def uneven_rows(batch_size: int, layout: Any) -> None:
         )
 
 
-def no_memory_on_mesh(memory: Any) -> None:
-    """A budget of memory is measured on one device."""
-    if memory is not None:
+def memory_of_one_process(num_processes: int) -> None:
+    """A budget of memory is measured, which each process would do for itself."""
+    if num_processes > 1:
         raise NotImplementedError(
-            "`predict` measures `memory` on one device, and these members lie on a mesh.\n"
+            "`predict` measures `memory` in one process, and these members lie in several.\n"
             "Pass `batch_size`: what a device needs is in proportion to the rows of a batch."
+        )
+
+
+def same_everywhere(same: bool) -> None:  # noqa: FBT001
+    """What every process brings for devices of all of them."""
+    if not same:
+        raise ValueError(
+            "Processes brought different numbers for the same arrays: data, ensembles and keys have to be the same in "
+            "all of them.\nRead and draw them from the same files and seeds. Where each process reads rows of its own, "
+            "pass an iterable of batches made by `eqx_ensemble.sharding.batch`."
         )
 
 

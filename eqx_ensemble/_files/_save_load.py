@@ -14,9 +14,9 @@ from ..checkpoint._formats import FORMATS, FormatName
 from ..checkpoint._manifest import Manifest
 from ..checkpoint._open import opened
 from ..checkpoint._place import located
-from ..checkpoint._processes import everywhere
 from ..checkpoint._restore import restore
 from ..checkpoint._snapshot import snapshot
+from ..distributed import fetch
 from ..sharding._layout import Layout, as_layout
 from ._like import as_like
 
@@ -120,7 +120,7 @@ def _spread(tree: Any, layout: Layout) -> Any:
         if not isinstance(node, Ensemble):
             return layout.spread(node) if isinstance(node, eqx.nn.State) else layout.copied(node)
         of_node = layout.splitting(node.stacked)
-        return Ensemble(of_node.spread(node.stacked), of_node.copied(node.shared), of_node.spread(node.ids))
+        return Ensemble(of_node.spread(node.stacked), of_node.copied(node.shared), of_node.copied(node.ids))
 
     return jax.tree.map(put, tree, is_leaf=_axes.is_per_member)
 
@@ -138,7 +138,7 @@ def marks(tree: PyTree) -> Marks:
     Where a tree has several sets of members, the first one counts.
     """
     nodes = jax.tree.leaves(tree, is_leaf=_axes.is_per_member)
-    ids = next((everywhere(node.ids) for node in nodes if isinstance(node, Ensemble) and node.ids is not None), None)
+    ids = next((fetch(node.ids) for node in nodes if isinstance(node, Ensemble) and node.ids is not None), None)
     if ids is None:
         counts = [_count(node) for node in nodes if isinstance(node, _axes.Each)]
         ids = next((np.arange(count) for count in counts if count is not None), None)
@@ -148,7 +148,7 @@ def marks(tree: PyTree) -> Marks:
 
 def _flags(node: Any, ids: np.ndarray | None) -> Iterable[bool]:
     if isinstance(node, Ensemble):
-        own = ids is not None and node.ids is not None and np.array_equal(everywhere(node.ids), ids)
+        own = ids is not None and node.ids is not None and np.array_equal(fetch(node.ids), ids)
         stacked, shared, its_ids = (len(jax.tree.leaves(part)) for part in (node.stacked, node.shared, node.ids))
         return [own] * stacked + [False] * shared + [own] * its_ids
     own = ids is not None and _axes.is_per_member(node) and _count(node) == len(ids)

@@ -3,10 +3,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ..distributed import is_first
+from ..distributed._together import together
 from . import _orbax
 from ._dtypes import in_place, to_host
 from ._place import has_manifest
-from ._processes import is_first, together
 from ._snapshot import Snapshot
 from ._write import write
 

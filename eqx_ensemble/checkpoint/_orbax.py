@@ -11,13 +11,14 @@ import numpy as np
 
 from .. import _check
 from .._check import CheckpointCorruptError
+from ..distributed import is_first
+from ..distributed._together import gathered, together
 from . import _disk
 from ._commit import check_own, commit, give_up, make_parents, next_number, remove_unused, write_manifest
 from ._digests import SIZE, checksum, digests, rows_of
 from ._dtypes import DTYPES
 from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, encode
 from ._place import absolute, is_on_disk
-from ._processes import gathered, is_first, together
 from ._read import Wanted
 from ._snapshot import Snapshot
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _check
+from ..distributed import fetch
 from ._dtypes import Numbers, to_host
 from ._manifest import Entry, Manifest, Number
-from ._processes import everywhere
 from ._structure import is_array_like, is_number, saved_leaves, structure
 
 _PACKAGES = ("eqx_ensemble", "jax", "jaxlib", "equinox", "optax", "numpy")
@@ -47,7 +47,7 @@ def snapshot(
     - `take`: what gives the numbers of an array leaf.
     """
     _check.json_value(meta)
-    members = None if ids is None else tuple(int(i) for i in everywhere(ids))
+    members = None if ids is None else tuple(int(i) for i in fetch(ids))
     flags = jax.tree.leaves(jax.tree.broadcast(per_member, tree))
     entries, numbers, arrays, firsts = [], [], {}, {}
     for (path, leaf), flag in zip(saved_leaves(tree), flags, strict=True):

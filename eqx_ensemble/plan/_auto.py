@@ -33,7 +33,8 @@ class Auto(AbstractPlan):
     Plans agree within float rounding, and which is the fastest may differ from one run to the next: for the same bits
     again, pass `run.plan.chosen`.
 
-    Where nothing can be tried, in [`eqx_ensemble.map_members`][] and in a program of your own, the look decides alone.
+    Where nothing can be tried, in [`eqx_ensemble.map_members`][] and in a program of your own, the look decides alone;
+    in several processes too, because each would measure for itself.
 
     ```python
     def loss(model, batch, key):
@@ -101,6 +102,11 @@ def search_for(
     book = book_of(key, look, num_members, scan=auto.scan, steps_inside=steps_inside, unit=unit)
     auto.notes.searches[name] = Search(book, share=auto.share, memory=auto.memory)
     return auto.notes.searches[name]
+
+
+def suggested(auto: Auto, fn: Callable[..., Any], *args: PyTree, num_members: int, steps_inside: bool) -> AbstractPlan:
+    """The plan that a look at `fn(plan, *args)` suggests."""
+    return candidates(traits_of(fn, *args), num_members, steps_inside=steps_inside, scan=auto.scan)[0]
 
 
 def _explained(name: str, search: Search) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _axes, _check
-from ._auto import Auto, search_for
+from ._auto import Auto, search_for, suggested
 from ._candidates import smaller
 from ._memory import Peak, is_out_of_memory, peak
 from ._plans import AbstractPlan, in_words
@@ -38,7 +38,11 @@ class Pilot:
         self, fn: Callable[..., Any], *args: PyTree, num_members: int, unit: str, steps_inside: bool = False
     ) -> None:
         """Looks at `fn(plan, *args)`, one `unit` of the work, if the plan is still to be chosen."""
-        if isinstance(self.plan, Auto):
+        if not isinstance(self.plan, Auto):
+            return
+        if jax.process_count() > 1:  # each would measure for itself, and might choose another plan than the others
+            self.plan = suggested(self.plan, fn, *args, num_members=num_members, steps_inside=steps_inside)
+        else:
             options = {"num_members": num_members, "steps_inside": steps_inside, "name": self._name, "unit": unit}
             self._search = search_for(self.plan, fn, *args, **options)
             self.plan = self._search.plan

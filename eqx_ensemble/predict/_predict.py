@@ -77,7 +77,8 @@ def predict(
     - `inference`: put the members into inference mode (`equinox.nn.inference_mode`) first.
     - `plan`: how the members are executed; `"auto"` tries what makes sense while it goes through the batches.
     - `mesh`: the devices to predict on, from [`eqx_ensemble.make_mesh`][]; where an ensemble was built on a mesh, that
-        one. Members are spread over its axis `members`, the rows of a batch over `data`. Not with `memory`.
+        one. Members are spread over its axis `members`, the rows of a batch over `data`; with `memory`, not
+        padded, and in one process only.
     - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `key`: if given, members are called with `key=`, a key of their own for every row: Monte-Carlo dropout.
 
@@ -123,10 +124,13 @@ def _on_mesh(inputs: Inputs, mesh: Mesh | None, memory: int | None) -> tuple[Inp
     layout = layout_for(mesh, inputs.ensemble.stacked, name="predict")
     if layout is None or any(map(_check.is_traced, jax.tree.leaves(inputs))):
         return inputs, layout
-    _check.no_memory_on_mesh(memory)
-    ensemble, state, keys = layout.spread((inputs.ensemble, inputs.state, inputs.keys))
-    shared = layout.copied(inputs.ensemble.shared)
-    return Inputs(Ensemble(ensemble.stacked, shared, ensemble.ids), inputs.x, state, keys), layout
+    if memory is not None:
+        _check.memory_of_one_process(jax.process_count())
+    ensemble = inputs.ensemble
+    stacked, state, keys = layout.spread((ensemble.stacked, inputs.state, inputs.keys))
+    shared, ids = layout.copied((ensemble.shared, ensemble.ids))
+    # What is measured for a budget are blocks of members, which lie where their members are.
+    return Inputs(Ensemble(stacked, shared, ids), inputs.x, state, keys), layout if memory is None else None
 
 
 class _Work(NamedTuple):

@@ -5,6 +5,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _axes, _check
+from ..distributed import fetch
 
 
 class Placement(NamedTuple):
@@ -49,7 +50,7 @@ def describe(tree: PyTree) -> Placement:
     **Raises:** `TypeError` where there are no members.
     """
     ids = _check.ids_of_members(tree, name="sharding.describe")
-    names = _host(ids)
+    names = fetch(ids)
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     held: dict[Any, int] = {}
     rows: dict[Any, set[int]] = {}
@@ -59,7 +60,7 @@ def describe(tree: PyTree) -> Placement:
             sizes = [len(range(*part.indices(size))) for part, size in zip(index or (), x.shape, strict=False)]
             held[device] = held.get(device, 0) + int(np.prod(sizes, dtype=np.int64)) * x.dtype.itemsize
     splits = [x for x in arrays if x.ndim and x.shape[0] == len(names)]
-    for x in splits[:1]:
+    for x in sorted(splits, key=lambda x: -x.size)[:1]:
         for device, index in x.sharding.devices_indices_map(x.shape).items():
             rows.setdefault(device, set()).update(range(*index[0].indices(len(names))) if index else [])
     ordered = sorted(held, key=lambda device: (device.process_index, device.id))
@@ -103,10 +104,6 @@ def visualise(tree: PyTree) -> None:
         print(getattr(tree, "sharding", None) or describe(tree))
         return
     jax.debug.visualize_array_sharding(largest.reshape(largest.shape[0], -1) if largest.ndim > 2 else largest)
-
-
-def _host(ids: Any) -> np.ndarray:
-    return np.asarray(ids) if ids.is_fully_addressable or ids.is_fully_replicated else np.arange(ids.shape[0])
 
 
 def _ranges(ids: list[int]) -> str:

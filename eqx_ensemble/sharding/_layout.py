@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import math
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import _axes, _check
+from ..distributed._together import gathered
 from ._weights import NOWHERE, Places, Shard, places_of, split_by, split_now
 
 FREE = PartitionSpec.UNCONSTRAINED
@@ -138,6 +140,7 @@ class Layout:
 
     def _put(self, tree: PyTree, specs: list | None, sharding: Any) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
+        _check_same(leaves)
         specs = [None] * len(leaves) if specs is None else specs
         put = [_put(x, sharding(x, s)) if _axes.is_array(x) else x for x, s in zip(leaves, specs, strict=True)]
         return jax.tree.unflatten(treedef, put)
@@ -149,9 +152,24 @@ def _put(x: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return _moved(sharding)(x)
     if _check.is_typed_key(x):
-        data = jax.device_put(np.asarray(jax.random.key_data(x)), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jax.device_put(x, sharding)
+        return jax.random.wrap_key_data(_put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    if jax.process_count() == 1:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def _check_same(leaves: list[Any]) -> None:
+    """Every process brings the whole of what it spreads, and brings the same."""
+    if jax.process_count() == 1:
+        return
+    digest = 0
+    for x in leaves:
+        if _axes.is_array(x) and (isinstance(x, np.ndarray) or x.is_fully_addressable):
+            x = np.ascontiguousarray(jax.random.key_data(x) if _check.is_typed_key(x) else x)
+            digest = zlib.crc32(x.reshape(-1).view(np.uint8).data, digest)
+    digests = gathered(np.array([digest], np.uint32))
+    _check.same_everywhere(bool((digests == digests[0]).all()))
 
 
 @ft.lru_cache(maxsize=256)

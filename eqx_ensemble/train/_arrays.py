@@ -158,7 +158,7 @@ class Arrays(NamedTuple):
         else:
             most_pieces = max(1, most // self.steps_per_epoch)
             most_steps = min(num_rows // self.batch_size, most)
-        limits = np.unique(np.asarray([] if inputs.limits.steps is None else inputs.limits.steps, np.int64))
+        limits = np.unique(np.asarray([] if inputs.limits.steps is None else fetch(inputs.limits.steps), np.int64))
         most_now, present = lambda: min(most_steps, loop.steps_per_chunk), lambda: loop.roster.present
         limit_after = ft.partial(next_limit, limits, loop.save_every)
         cut = Cut(self.order, self.batch_size, loop.record.steps, last_step, limit_after, most_now, present)

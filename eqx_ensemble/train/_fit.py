@@ -148,6 +148,7 @@ def fit(
     )  # fmt: skip
     first = start.state
     limits = limits_of(max_steps, target, first.num_members)
+    limits = limits if layout is None else layout.spread(limits)
     max_seconds = _check.limit(max_seconds, "max_seconds", first.num_members, name="fit")
     losses = _losses(first, loss, score, has_aux=has_aux, has_validation=has_validation)
     if validation is not None:

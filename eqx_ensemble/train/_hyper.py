@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from .. import _check
+from ..distributed import fetch
 
 
 def changed_hyper(
@@ -17,7 +18,7 @@ def changed_hyper(
     name: str,
 ) -> PyTree:
     """Hyper-parameters `(members, ...)`, those of the chosen members being `fn(hyper, key)` of what they were."""
-    leaves, treedef = jax.tree.flatten(jax.tree.map(np.array, hyper))
+    leaves, treedef = jax.tree.flatten(jax.tree.map(np.array, fetch(hyper)))
     for member, key in zip(members.tolist(), keys, strict=True):
         own = jax.tree.unflatten(treedef, [jnp.asarray(x[member]) for x in leaves])
         new = fn(own, key)

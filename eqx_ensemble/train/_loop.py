@@ -3,7 +3,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -178,7 +177,7 @@ class Loop:
         if self._max_seconds is not None:
             late = agreed(time.perf_counter() - self._start) >= self._max_seconds[self.roster.places]
             if late.any():
-                carry = dataclasses.replace(carry, moving=stopped(carry.moving, jnp.asarray(late), carry.step))
+                carry = dataclasses.replace(carry, moving=stopped(carry.moving, late, carry.step))
         if self.reviver is not None and (fetch(carry.moving.status) == DIVERGED).any():
             inputs, carry = self.reviver.bring_back(self.roster, inputs, carry)
         return inputs, carry

@@ -9,7 +9,9 @@ from jaxtyping import Array, PyTree
 
 from .. import _check
 from ..checkpoint import Checkpoints, Contents
+from ..checkpoint._formats import FormatName
 from ..checkpoint._snapshot import versions
+from ..distributed import agreed
 from ._identity import Identity
 from ._place import Place, decoded, encoded
 from ._program import Carry
@@ -41,7 +43,9 @@ class Saver:
         resume: Literal["auto", "must", "never"],
     ):
         own = isinstance(checkpoint, Checkpoints)
-        self._checkpoints = checkpoint if own else Checkpoints(checkpoint, asynchronous=True)
+        # Arrays that lie in several processes are what Orbax writes.
+        kind: FormatName = "safetensors" if jax.process_count() == 1 else "orbax"
+        self._checkpoints = checkpoint if own else Checkpoints(checkpoint, asynchronous=True, format=kind)
         self.every = every
         self.step = -1
         self.failed: OSError | None = None
@@ -104,7 +108,7 @@ class Saver:
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after `step`."""
         if self.every is None:
-            return time.perf_counter() - self._saved_at >= _SECONDS_BETWEEN
+            return agreed(time.perf_counter() - self._saved_at) >= _SECONDS_BETWEEN
         last = max(self.step, self._begun)
         return step // self.every > last // self.every
 

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Int8, PyTree
+from jaxtyping import Array, Bool, Int8, PyTree
 
 from .. import _axes
 from ..distributed import fetch
@@ -81,8 +81,8 @@ class Roster:
         if self._last is None and not padded:
             return carry
         here = (carry.moving, carry.selection)
-        here = self._spread_out(_take(here, jnp.arange(len(self.present)))) if padded else here
-        moving, selection = here if self._last is None else _put(self._last, here, jnp.asarray(self.present))
+        here = self._spread_out(_take(here, np.arange(len(self.present)))) if padded else here
+        moving, selection = here if self._last is None else _put(self._last, here, self.present)
         return Carry(moving, selection, carry.step)
 
     @property
@@ -94,8 +94,8 @@ class Roster:
         """Takes note that members present have been replaced, with what they bring along."""
         fixed = inputs.fixed
         if len(self.places) > len(self.present):
-            fixed = self._spread_out(_take(fixed, jnp.arange(len(self.present))))
-        fixed = fixed if self.complete else _put(self.fixed, fixed, jnp.asarray(self.present))
+            fixed = self._spread_out(_take(fixed, np.arange(len(self.present))))
+        fixed = fixed if self.complete else _put(self.fixed, fixed, self.present)
         self._all_inputs = dataclasses.replace(self._all_inputs, fixed=fixed)
 
     def spread(self, outputs: PyTree) -> PyTree:
@@ -156,7 +156,7 @@ class Roster:
 
     def _of_present(self, tree: PyTree) -> PyTree:
         """What belongs to the members present, and to those that pad them."""
-        return self._spread_out(_take(tree, jnp.asarray(self.places)))
+        return self._spread_out(_take(tree, self.places))
 
     def _spread_out(self, tree: PyTree) -> PyTree:
         return tree if self._layout is None else self._layout.spread(tree)
@@ -169,12 +169,12 @@ def _status_of(status: Int8[Array, " members"], real: Bool[Array, " members"]) -
 
 
 @eqx.filter_jit
-def _take(tree: PyTree, index: Int[Array, " members"]) -> PyTree:
+def _take(tree: PyTree, index: Any) -> PyTree:
     return jax.tree.map(lambda x: x[index] if eqx.is_array(x) else x, tree)
 
 
 @eqx.filter_jit
-def _put(everyone: PyTree, present: PyTree, index: Int[Array, " members"]) -> PyTree:
+def _put(everyone: PyTree, present: PyTree, index: Any) -> PyTree:
     def put(x: Any, y: Any) -> Any:
         return x.at[index].set(y) if eqx.is_array(x) else x
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _axes, _check, tree
 from .._ensemble import Ensemble, M
+from ..distributed import fetch
 from ..plan import AbstractPlan
 from ..predict import predict
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
@@ -229,7 +230,7 @@ class Run(eqx.Module, Generic[M]):
         """
         columns = {"member": np.asarray(self.ensemble.ids)}
         for path, values in jax.tree_util.tree_flatten_with_path(self.train_state.fixed.hyper)[0]:
-            columns[jax.tree_util.keystr(path, simple=True, separator=".") or "hyper"] = np.asarray(values)
+            columns[jax.tree_util.keystr(path, simple=True, separator=".") or "hyper"] = fetch(values)
         columns["loss"] = last_finite(self.history.loss)
         if self.best_score is not None and self.best_step is not None:
             columns["validation"] = self.best_score

@@ -82,8 +82,8 @@ def start_of(
 def _spread(state: TrainState, layout: Layout | None) -> TrainState:
     if layout is None:
         return state
-    moving, fixed, ids = layout.spread((state.moving, state.fixed, state.ids))
-    shared, step = layout.copied((state.shared, state.step))
+    moving, fixed = layout.spread((state.moving, state.fixed))
+    shared, ids, step = layout.copied((state.shared, state.ids, state.step))
     return TrainState(moving, fixed, shared, ids, step)
 
 

@@ -140,12 +140,12 @@ def first_state(
 
     count = ensemble.num_members
     if layout is not None:
-        params, frozen, state, hyper, keys, ids = layout.spread((params, frozen, state, hyper, keys, ids))
-        shared = layout.copied(shared)
+        params, frozen, state, hyper, keys = layout.spread((params, frozen, state, hyper, keys))
+        shared, ids = layout.copied((shared, ids))
     opt_state = init_all(optimiser, params, hyper, ids, layout=layout)
     never = jnp.full(count, -1, jnp.int32)
     moving = Moving(params, opt_state, state, jnp.zeros(count, jnp.int8), never, never.copy())
-    moving, step = (moving, jnp.zeros((), jnp.int32))
+    step = jnp.zeros((), jnp.int32)
     if layout is not None:
         moving, step = layout.spread(moving), layout.copied(step)
     return TrainState(moving, Fixed(frozen, keys, hyper), shared, ids, step)

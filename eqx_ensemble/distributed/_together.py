@@ -1,16 +1,9 @@
-"""What the processes that save one checkpoint together tell each other. With one process, nothing is sent."""
-
-from typing import Any
+"""What processes that do something together tell each other. With one process, nothing is sent."""
 
 import jax
 import numpy as np
 
 from .. import _check
-
-
-def is_first() -> bool:
-    """Whether this is the process that does what only one must do."""
-    return jax.process_index() == 0
 
 
 def gathered(values: np.ndarray) -> np.ndarray:
@@ -29,12 +22,3 @@ def together(error: Exception | None) -> None:
         raise error
     if failed.size:
         raise _check.failed_elsewhere([int(process) for process in failed])
-
-
-def everywhere(array: Any) -> np.ndarray:
-    """A small array in host memory, also one that is spread over the processes. All processes must call it."""
-    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
-        from jax.experimental import multihost_utils
-
-        array = multihost_utils.process_allgather(array, tiled=True)
-    return np.asarray(array)

@@ -1,0 +1,138 @@
+"""What one or two processes on four devices compute; run by `test_processes`.
+
+`processes.py MODE FOLDER` leaves its results in `FOLDER/results.npz`. The environment says who it is.
+"""
+
+import os
+import pathlib
+import signal
+import sys
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import eqx_ensemble as ee
+
+KEY = jax.random.key
+MESHES = {"4x1": {"members": 4}, "2x2": {"members": 2, "data": 2}, "1x4": {"members": 1, "data": 4}}
+MODEL = {"members": 2, "model": 2}
+X = np.random.default_rng(0).normal(size=(36, 3)).astype(np.float32)
+Y = np.sin(X[:, :1])
+
+
+def make(key):
+    return eqx.nn.MLP(3, 1, 8, 1, key=key)
+
+
+def loss(model, batch, key):
+    x, y = batch
+    x = jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, 0)
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+def fitted(mesh, num_members=8, data=(X, Y), **options):
+    options = {"epochs": 3, "batch_size": 8, "validation": (X[:8], Y[:8]), "patience": 2, "progress": False} | options
+    options = {name: value for name, value in options.items() if value is not None}
+    ensemble = ee.build(make, num_members, mesh=mesh, key=KEY(0))
+    return ee.fit(ensemble, loss, optax.adam(1e-2), data, mesh=mesh, key=KEY(1), **options)
+
+
+def numbers(run):
+    """All that a run is, on every process."""
+    tree = eqx.filter((run.ensemble, run.train_state, run.selection), eqx.is_array)
+    leaves = jax.tree_util.tree_leaves_with_path(ee.distributed.fetch(tree))
+    named = {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+    return named | {"loss": run.history.loss, "left": run.left, "status": run.status}
+
+
+def everything(folder):
+    found = {}
+    for name, shape in MESHES.items():
+        mesh = ee.make_mesh(**shape)
+        for num_members in (5, 8):
+            run = fitted(mesh, num_members)
+            found |= {f"{name} {num_members} {key}": value for key, value in numbers(run).items()}
+            prediction = ee.predict(run.ensemble, X, mesh=mesh, batch_size=16)
+            found[f"{name} {num_members} prediction"] = ee.distributed.fetch(prediction)
+            assert str(ee.sharding.describe(run)).count("cpu") == 4
+    found |= {f"model {key}": value for key, value in numbers(fitted(ee.make_mesh(**MODEL), 4)).items()}
+    found |= streamed()
+    found |= {f"spoilt {key}": value for key, value in spoilt().items()}
+    saved(folder, found)
+
+
+def streamed():
+    """Each process brings the rows that its devices need."""
+    mesh = ee.make_mesh(data=2)
+    own = ee.sharding.local_rows(mesh, 12)
+    assert jax.process_count() == 1 or own.stop - own.start == 12, "members are apart first, rows inside a process"
+    across = jax.sharding.Mesh(mesh.devices.transpose(1, 0, 2), mesh.axis_names, axis_types=mesh.axis_types)
+    own = ee.sharding.local_rows(across, 12)
+    assert own.stop - own.start == 12 // jax.process_count()
+    batches = [ee.sharding.batch(across, (X[i : i + 12][own], Y[i : i + 12][own]), 12) for i in range(0, 36, 12)]
+    run = fitted(across, 4, batches, batch_size=None, validation=None, patience=None)
+    return {f"streamed {key}": value for key, value in numbers(run).items()}
+
+
+def spoilt():
+    """A member diverges, others stop, and the arrays get smaller: all processes do the same."""
+    hyper = {"spoil": np.array([0, 0, np.nan, 0, 0, 0, 0, 0], np.float32)}
+    mesh = ee.make_mesh()
+    fails = lambda model, batch, key, hyper: loss(model, batch, key) + hyper["spoil"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = ee.fit(
+            ee.build(make, 8, mesh=mesh, key=KEY(0)), fails, optax.adam(1e-2), (X, Y), hyper=hyper, epochs=8,
+            max_steps=[2, 2, 9, 2, 99, 99, 2, 99], max_seconds=1e3, batch_size=6, mesh=mesh, key=KEY(1), progress=False,
+        )  # fmt: skip
+    return numbers(run)
+
+
+class DiesAt:
+    """A schedule of the host: the process of this rank kills itself when so many checkpoints are there."""
+
+    def __init__(self, folder, count, rank):
+        self.folder, self.count, self.rank = folder, count, rank
+
+    def __call__(self):
+        if jax.process_index() == self.rank and len(list(self.folder.glob("*"))) >= self.count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def training(folder, *, dies=False, epochs=6):
+    """A run that saves itself; process 1 is killed within it, if it is to die."""
+    checkpoints = ee.checkpoint.Checkpoints(folder / "run", format="orbax")
+    if dies:
+        killer, save = DiesAt(folder / "run", 2, 1), ee.checkpoint.Checkpoints.save
+
+        def save_and_die(self, *args, **options):
+            killer()
+            return save(self, *args, **options)
+
+        ee.checkpoint.Checkpoints.save = save_and_die
+    shape = {"members": 2, "data": 2} if jax.device_count() == 4 else {}
+    mesh = ee.make_mesh(**shape)
+    run = fitted(mesh, 4, epochs=epochs, checkpoint=checkpoints, every=4, patience=None)
+    saved(folder, numbers(run))
+
+
+def saved(folder, found):
+    if ee.distributed.is_first():
+        np.savez(folder / "results.npz", **found)
+
+
+if __name__ == "__main__":
+    # Bits are compared between one process and two, which are compiled alike.
+    jax.config.update("jax_num_cpu_devices", int(os.environ["DEVICES"]))
+    processes = ee.distributed.initialise(timeout=120, heartbeat=10)
+    modes = {
+        "everything": everything,
+        "training": training,
+        "dying": lambda folder: training(folder, dies=True),
+    }
+    modes[sys.argv[1]](pathlib.Path(sys.argv[2]))
+    print("done")

@@ -1,0 +1,93 @@
+"""Two processes of two devices compute what one process of four does, bit for bit; one that dies ends the other."""
+
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("orbax.checkpoint", reason="checkpoints of several processes need the extra `orbax`")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
+SCRIPT = pathlib.Path(__file__).parent / "processes.py"
+LONGEST = 300  # seconds: a process that waits for another one would wait for ever
+
+
+def started(mode, folder, *, processes, devices):
+    """The processes, which together have so many devices."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "DEVICES": str(devices // processes)}
+    if processes > 1:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    return [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, mode, folder],
+            env=environment | ({"RANK": str(rank)} if processes > 1 else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+
+
+def finished(running):
+    printed = [process.communicate(timeout=LONGEST)[0] for process in running]
+    for process, text in zip(running, printed, strict=True):
+        assert process.returncode == 0, text
+        assert text.rstrip().endswith("done"), text
+
+
+def results(mode, folder, *, processes, devices=4):
+    folder.mkdir(exist_ok=True)
+    finished(started(mode, folder, processes=processes, devices=devices))
+    return dict(np.load(folder / "results.npz"))
+
+
+def same_bits(got, expected, *, but_for=()):
+    assert sorted(got) == sorted(expected)
+    assert len(got) > 10
+    for name, x in got.items():
+        if not name.startswith(tuple(but_for)):
+            np.testing.assert_array_equal(x, expected[name], err_msg=name)
+        elif x.dtype.kind == "f":  # sums over four devices in two processes are added in another order
+            np.testing.assert_allclose(x, expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_the_same_bits(tmp_path):
+    """Members spread, rows split, weights split, batches read in parts, members that leave: as in one process."""
+    two = results("everything", tmp_path / "two", processes=2)
+    one = results("everything", tmp_path / "one", processes=1)
+    same_bits(two, one, but_for=("1x4",))
+
+
+def test_a_process_that_dies(tmp_path):
+    """The other ends with an error in bounded time; the job goes on with two processes, with one, and on one device."""
+    whole = results("training", tmp_path / "whole", processes=2)
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    first, second = started("dying", folder, processes=2, devices=4)
+    assert second.wait(LONGEST) == -9
+    died = time.monotonic()
+    text = first.communicate(timeout=90)[0]
+    assert time.monotonic() - died < 60, "it is to notice that nobody answers"
+    assert first.returncode != 0
+    assert "process" in text.lower() or "gloo" in text.lower(), text
+    assert not (folder / "results.npz").exists()
+    left = sorted(path.name for path in (folder / "run").iterdir())
+    assert left, "nothing was saved before it died"
+    for name, options in {
+        "two": {"processes": 2},
+        "one": {"processes": 1},
+        "alone": {"processes": 1, "devices": 1},
+    }.items():
+        shutil.copytree(folder, tmp_path / name)
+        got = results("training", tmp_path / name, **options)
+        same_bits(got, whole, but_for=() if name != "alone" else ("",))
