@@ -86,7 +86,7 @@ def exportable(leaf: Any, path: str, *, name: str) -> None:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise NotImplementedError(
             f"`{name}` needs all numbers in one process, and the leaf `{path}` is spread over several.\nGather it "
-            "first: `jax.experimental.multihost_utils.process_allgather(tree, tiled=True)`."
+            "first: `eqx_ensemble.distributed.fetch(tree)`."
         )
 
 

@@ -94,10 +94,21 @@ class Layout:
         specs = places_of(tree, self.weights)
         return jax.tree.unflatten(treedef, [hold(x, spec) for x, spec in zip(leaves, specs, strict=True)])
 
-    def apart(self, tree: PyTree, axis: int = 0) -> PyTree:
-        """Inside a program: arrays whose axis is as long as members and pads together, spread over devices."""
-        spec = lambda x: self.along(*[FREE] * axis, "members", *[FREE] * (x.ndim - axis - 1))
+    def apart(self, tree: PyTree) -> PyTree:
+        """Inside a program: arrays of members and pads together, spread over devices; their other axes as they like."""
+        spec = lambda x: self.along("members", *[FREE] * (x.ndim - 1))
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec(x)), tree)
+
+    def in_place(self, tree: PyTree) -> PyTree:
+        """Inside a program: arrays of members and pads together, where they lie between programs.
+
+        A compiler would else be free to leave them in another way, and the next call would be another program.
+        """
+        leaves, treedef = jax.tree.flatten(tree)
+        specs = places_of(tree, self.weights, skip=1)
+        where = lambda spec: self.along("members", *(spec or ()))
+        keep = lambda x, spec: jax.lax.with_sharding_constraint(x, where(spec)) if _axes.is_array(x) else x
+        return jax.tree.unflatten(treedef, [keep(x, spec) for x, spec in zip(leaves, specs, strict=True)])
 
     def padded(self, tree: PyTree) -> PyTree:
         """Arrays `(members, ...)` and copies of the last member up to a multiple of the axis."""

@@ -64,19 +64,21 @@ def run_chunk(
 
     pieces = (chunk.full, chunk.rest, chunk.num_full, chunk.ends_epoch)
     carry, (again, *outputs), count = scan(piece, carry, pieces, chunk.num_pieces)
-    return carry, (count - jnp.sum(again, dtype=jnp.int32), jnp.any(again), tuple(outputs))
+    return program.placed(carry), (count - jnp.sum(again, dtype=jnp.int32), jnp.any(again), tuple(outputs))
 
 
 def run_batch(read: tuple[Program, Inputs, PyTree], carry: Carry) -> tuple[Carry, PyTree]:
     """One step of all members on a batch that is not taken from the run's own data."""
     program, inputs, batch = read
-    return program.judged_step(dataclasses.replace(inputs, data=batch, validation=None), carry, None)
+    carry, outputs = program.judged_step(dataclasses.replace(inputs, data=batch, validation=None), carry, None)
+    return program.placed(carry), outputs
 
 
 def run_validation(read: tuple[Program, Inputs], carry: Carry) -> tuple[Carry, PyTree]:
     """The validation at the end of an epoch."""
     program, inputs = read
-    return program.end_epoch(inputs, carry)
+    carry, scores = program.end_epoch(inputs, carry)
+    return program.placed(carry), scores
 
 
 compiled_chunk = eqx.filter_jit(run_chunk, donate="all-except-first")

@@ -108,6 +108,13 @@ class Program(eqx.Module):
         own = (carry.moving, inputs.fixed, own_data, rows if self.own_rows else None)
         return _axes.over_leading_axis(self.everyone.run, one, own)
 
+    def placed(self, carry: Carry) -> Carry:
+        """The carry on the devices of its members."""
+        if self.layout is None or carry.moving.status.shape[0] % self.layout.members:
+            return carry
+        moving, selection = self.layout.in_place((carry.moving, carry.selection))
+        return Carry(moving, selection, carry.step)
+
     @property
     def everyone(self) -> AbstractPlan:
         """The plan on all devices."""

@@ -88,6 +88,7 @@ def _compiled_step(step: Step, state: TrainState, batch: PyTree) -> tuple[Moving
     # signature at every call.
     program, inputs, carry = _parts(step, state, batch)
     carry, (value, aux) = program.judged_step(inputs, carry, None)
+    carry = program.placed(carry)
     return carry.moving, carry.step, Metrics(value, aux, carry.moving.status)
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import eqx_ensemble as ee
 
@@ -61,7 +62,8 @@ def everything(folder):
             assert str(ee.sharding.describe(run)).count("cpu") == 4
     found |= {f"model {key}": value for key, value in numbers(fitted(ee.make_mesh(**MODEL), 4)).items()}
     found |= streamed()
-    found |= {f"spoilt {key}": value for key, value in spoilt().items()}
+    for name, part in {"spoilt": spoilt, "population": population, "files": lambda: files(folder)}.items():
+        found |= {f"{name} {key}": value for key, value in part().items()}
     saved(folder, found)
 
 
@@ -90,6 +92,29 @@ def spoilt():
             max_steps=[2, 2, 9, 2, 99, 99, 2, 99], max_seconds=1e3, batch_size=6, mesh=mesh, key=KEY(1), progress=False,
         )  # fmt: skip
     return numbers(run)
+
+
+def population():
+    """The worst become copies of the best, wherever these are."""
+    mesh = ee.make_mesh()
+    found = ee.methods.population_based_training(
+        ee.build(make, 8, mesh=mesh, key=KEY(0)), loss, lambda h: optax.sgd(h["rate"]), (X, Y), mesh=mesh, rounds=3,
+        hyper={"rate": np.geomspace(1e-3, 0.3, 8, dtype=np.float32)}, validation=(X, Y), epochs=1, key=KEY(1),
+        progress=False,
+    )  # fmt: skip
+    return numbers(found.run) | {"lineage": found.lineage, "rates": found.hyper["rate"]}
+
+
+def files(folder):
+    """An ensemble is saved by all, and comes back onto another mesh."""
+    ensemble = ee.build(make, 8, mesh=ee.make_mesh(), key=KEY(0))
+    if jax.process_count() > 1:
+        with pytest.raises(NotImplementedError, match="format='orbax'"):
+            ee.save(folder / "refused", ensemble)
+    ee.save(folder / "ensemble", ensemble, format="orbax")
+    loaded = ee.load(folder / "ensemble", make, mesh=ee.make_mesh(data=2))
+    arrays = ee.distributed.fetch(eqx.filter(loaded, eqx.is_array))
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(arrays)}
 
 
 class DiesAt:

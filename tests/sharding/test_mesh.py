@@ -131,7 +131,8 @@ class TestBuild:
         whole = bytes_by_device(ee.build(make, 8, key=KEY))
         assert len(whole) == 1
         parts = bytes_by_device(ee.build(make, 8, mesh=ee.make_mesh(), key=KEY))
-        assert parts == [whole[0] // 4] * 4
+        ids = 8 * 4  # which every device has
+        assert parts == [(whole[0] - ids) // 4 + ids] * 4
 
     def test_no_device_holds_all_at_birth(self):
         """Not even inside the program that makes them."""
@@ -151,7 +152,7 @@ class TestBuild:
         options = {"zip": {"p": jnp.array([0.1, 0.2, 0.3, 0.4])}, "key": KEY}
         got = ee.build(eqx.nn.make_with_state(model), mesh=ee.make_mesh(), **options)
         assert_same(got, ee.build(eqx.nn.make_with_state(model), **options))
-        for x in jax.tree.leaves(eqx.filter(got, eqx.is_array)):
+        for x in jax.tree.leaves(eqx.filter((got[0].stacked, got[1]), eqx.is_array)):
             assert x.sharding.spec[0] == "members"
 
     def test_padding_is_told(self):
@@ -204,10 +205,12 @@ class TestFit:
         """What was trained, the optimiser's state, the best weights: a quarter of all on each device."""
         mesh = ee.make_mesh()
         state = ee.train.init(ee.build(make, 8, mesh=mesh, key=KEY), OPTIMISERS["adam"], mesh=mesh, key=KEY)
-        for x in jax.tree.leaves((state.moving, state.fixed, state.ids)):
+        for x in jax.tree.leaves((state.moving, state.fixed)):
             assert x.sharding.spec[0] == "members"
         run = fitted(8, "adam", mesh=MESHES["4x1"], epochs=1)
-        for x in jax.tree.leaves(eqx.filter((run.train_state.moving, run.selection, run.ensemble), eqx.is_array)):
+        for x in jax.tree.leaves(
+            eqx.filter((run.train_state.moving, run.selection, run.ensemble.stacked), eqx.is_array)
+        ):
             assert x.sharding.spec[0] == "members"
             assert x.addressable_shards[0].data.shape[0] == 2
 
@@ -293,6 +296,18 @@ class TestFit:
         assert got.status.tolist() == expected.status.tolist()
         assert got.revived == expected.revived
         assert_close(got.ensemble, expected.ensemble, 1e-5)
+
+    @uneven
+    @pytest.mark.parametrize("mesh", [*MESHES.values(), MODEL], ids=str)
+    def test_one_compile(self, mesh, compiled):
+        """Arrays come out of a program as they went in: the next chunk, and the next fit, find it compiled."""
+        options = {"mesh": mesh, "epochs": 3, "batch_size": 4, "order": "given", "num_members": 6}
+        with compiled() as programs:
+            fitted(**options)
+        assert programs.count("run_chunk") == 1
+        with compiled() as programs:
+            fitted(**options)
+        assert "run_chunk" not in programs
 
     def test_your_own_loop(self):
         mesh = ee.make_mesh(data=2)

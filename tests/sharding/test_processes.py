@@ -74,7 +74,8 @@ def test_a_process_that_dies(tmp_path):
     folder = tmp_path / "killed"
     folder.mkdir()
     first, second = started("dying", folder, processes=2, devices=4)
-    assert second.wait(LONGEST) == -9
+    second.communicate(timeout=LONGEST)
+    assert second.returncode == -9
     died = time.monotonic()
     text = first.communicate(timeout=90)[0]
     assert time.monotonic() - died < 60, "it is to notice that nobody answers"

@@ -563,7 +563,7 @@ def test_control_c_before_the_first_step(ensemble, interruptible, monkeypatch):
 
     def interrupted(self, *args):
         signal.raise_signal(signal.SIGINT)
-        begin(self, *args)
+        return begin(self, *args)
 
     monkeypatch.setattr(_loop.Loop, "begin", interrupted)
     run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, steps=3_000_000, key=KEY)
