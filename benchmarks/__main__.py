@@ -22,6 +22,7 @@ SCRIPTS = (
     "memory",
     "prediction",
     "uncertainty",
+    "scaling",
     "vmap_or_loop",
     "imports",
 )

@@ -13,10 +13,16 @@ import eqx_ensemble as ee
 
 
 def fit(
-    problem: Problem, optimiser: optax.GradientTransformation, *, epochs: int, order: str, plan: Any = None
+    problem: Problem,
+    optimiser: optax.GradientTransformation,
+    *,
+    epochs: int,
+    order: str,
+    plan: Any = None,
+    mesh: Any = None,
 ) -> Callable[[], ee.Run]:
     """A whole `fit`; with `order="given"` every member has rows of its own all the same, but none are drawn."""
-    ensemble, key = problem.ensemble(), jax.random.key(0)
+    ensemble, key = problem.ensemble(mesh), jax.random.key(0)
     rows = np.concatenate(list(next(problem.own_rows(1))), axis=1) if order == "given" else None
 
     def run() -> ee.Run:
@@ -30,6 +36,7 @@ def fit(
             order=order,
             rows=rows,
             plan=plan,
+            mesh=mesh,
             progress=False,
             key=key,
         )
@@ -37,13 +44,13 @@ def fit(
     return run
 
 
-def own_loop(problem: Problem, optimiser: optax.GradientTransformation) -> Train:
+def own_loop(problem: Problem, optimiser: optax.GradientTransformation, *, mesh: Any = None) -> Train:
     """The user's own loop around `make_step`, with batches made on the host."""
-    ensemble, key = problem.ensemble(), jax.random.key(0)
-    step = ee.train.make_step(problem.loss, optimiser)
+    ensemble, key = problem.ensemble(mesh), jax.random.key(0)
+    step = ee.train.make_step(problem.loss, optimiser, mesh=mesh)
 
     def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
-        state, losses = ee.train.init(ensemble, optimiser, key=key), []
+        state, losses = ee.train.init(ensemble, optimiser, mesh=mesh, key=key), []
         for rows in rows_of_epochs:
             for own in rows:
                 state, metrics = step(state, (ee.Each(problem.x[own]), ee.Each(problem.y[own])))

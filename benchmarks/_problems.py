@@ -38,9 +38,9 @@ class Problem:
         """Batches per epoch; all are full."""
         return len(self.x) // self.batch_size
 
-    def ensemble(self) -> ee.Ensemble:
+    def ensemble(self, mesh: Any = None) -> ee.Ensemble:
         """All members; the same at every call."""
-        return ee.build(self.make, self.num_members, key=jax.random.key(0))
+        return ee.build(self.make, self.num_members, mesh=mesh, key=jax.random.key(0))
 
     @property
     def layers(self) -> list[tuple[int, int]]:

@@ -1,0 +1,282 @@
+"""Scaling: one set of members on more devices, more members on more devices, more members on one; and what is sent.
+
+On a CPU the devices are virtual and share its cores. What its cores can do at all is measured beside them: a spin test
+of as many threads as there are devices. `docs/scale.md` explains the figures.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import _ours
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+from _measure import Contender, Report, Row, Timing, compared, interleaved, ratio_row, script
+from _problems import Problem, cnn, middle, tiny
+
+import eqx_ensemble as ee
+from eqx_ensemble.sharding._collectives import in_text
+from eqx_ensemble.train import _arrays
+from eqx_ensemble.train._rows import row_order
+
+COUNTS = (1, 2, 4)
+SPIN = bytes(2**20)
+MESHES = {
+    "members 4": {"members": 4},
+    "members 2, data 2": {"members": 2, "data": 2},
+    "data 4": {"members": 1, "data": 4},
+    "members 2, model 2": {"members": 2, "model": 2},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """Epochs per run of `fit` and of `make_step`, and rounds."""
+
+    fit: int
+    step: int
+    rounds: int
+
+
+def measure(quick: bool) -> Report:
+    jax.config.update("jax_num_cpu_devices", max(COUNTS))  # before jax is used; what is no CPU has as many as it has
+    report = Report("Scaling")
+    report.facts["devices"] = f"{jax.device_count()} ({jax.default_backend()})"
+    _ladder(report, quick=quick)
+    if quick:
+        _over_devices(report, "strong", dict.fromkeys((1, 4), tiny(quick=True)), Lengths(1, 1, 3))
+    else:
+        _tiny(report)
+        _middle(report)
+        _line_search(report)
+    _sent(report, quick=quick)
+    _row_orders(report, 100 if quick else 10_000)
+    return report
+
+
+def _tiny(report: Report) -> None:
+    problem, lengths = tiny(quick=False), Lengths(8, 2, 7)
+    _over_devices(report, "strong", dict.fromkeys(COUNTS, problem), lengths)
+    _over_devices(report, "64 a device", {n: _of(problem, 64 * n) for n in COUNTS}, lengths)
+
+
+def _middle(report: Report) -> None:
+    problem, lengths = middle(quick=False), Lengths(1, 1, 7)
+    _over_devices(report, "strong", dict.fromkeys(COUNTS, problem), lengths)
+    _over_devices(report, "4 a device", {n: _of(problem, 4 * n) for n in COUNTS}, lengths)
+    _over_devices(report, "rows over devices", dict.fromkeys(COUNTS, _of(problem, 4)), lengths, axis="data")
+
+
+def _of(problem: Problem, num_members: int) -> Problem:
+    return dataclasses.replace(problem, num_members=num_members)
+
+
+def _over_devices(
+    report: Report, what: str, problems: dict[int, Problem], lengths: Lengths, *, axis: str = "members"
+) -> None:
+    """The problem of each number of devices, per member and step, beside the first without a mesh, and a spin test."""
+    first, optimiser = problems[1], optax.adam(problems[1].learning_rate)
+    label = lambda name: f"{first.name}, {what}: {name}"
+    contenders = [*_spins(problems), *_ways(first, optimiser, lengths, None, "no mesh")]
+    for n, problem in problems.items():
+        if (mesh := _mesh(**{"members": 1, axis: n})) is not None:
+            _check_losses(problem, optimiser, mesh)
+            contenders += _ways(problem, optimiser, lengths, mesh, f"mesh of {n}")
+    times = interleaved([dataclasses.replace(c, name=label(c.name)) for c in contenders], rounds=lengths.rounds)
+    report.timings += times.values()
+    for way in ("fit", "make_step"):
+        timing = lambda name, way=way: times.get(label(f"{way}, {name}"))
+        alone = timing("no mesh")
+        report.rows.append(compared(label(f"{way}, a mesh of one device costs"), timing("mesh of 1"), alone))
+        for n in (n for n in problems if n > 1):
+            question = label(f"{way}, speed-up by {n} devices")
+            report.rows.append(compared(question, alone, timing(f"mesh of {n}")))
+            report.rows.append(_share(question, n, times, label, alone, timing(f"mesh of {n}")))
+
+
+def _ways(problem: Problem, optimiser: Any, lengths: Lengths, mesh: Any, where: str) -> list[Contender]:
+    fit = _ours.fit(problem, optimiser, epochs=lengths.fit, order="each", mesh=mesh)
+    loop = _ours.own_loop(problem, optimiser, mesh=mesh)
+    units = problem.steps_per_epoch * problem.num_members
+    return [
+        Contender(f"fit, {where}", fit, units * lengths.fit),
+        Contender(f"make_step, {where}", lambda: loop(problem.own_rows(lengths.step)), units * lengths.step),
+    ]
+
+
+def _share(
+    question: str, n: int, times: dict[str, Timing], label: Callable, alone: Timing | None, on_n: Timing | None
+) -> Row:
+    """The speed-up as a share of what so many threads do; of the number of devices where these are no CPU's."""
+    question = question.replace("speed-up", "share of what is there reached")
+    if alone is None or on_n is None:
+        return compared(question, on_n, alone)
+    one, many = (times.get(label(f"spin, {k} threads")) for k in (1, n))
+    there = np.full_like(alone.wall, n) if one is None or many is None else one.wall / many.wall
+    of = "devices" if one is None else f"a spin test's on {n} threads, {np.median(there):.3g}"
+    return ratio_row(question, f"speed-up / {of}", alone.wall / on_n.wall / there)
+
+
+def _spins(counts: Any) -> list[Contender]:
+    """Hashing in threads, which holds no lock: how many cores are really there. The CPU's only."""
+    if jax.default_backend() != "cpu":
+        return []
+    pool = ThreadPoolExecutor(max(counts))
+    work = lambda _: [hashlib.sha256(SPIN).digest() for _ in range(32)]
+    return [Contender(f"spin, {n} threads", lambda n=n: list(pool.map(work, range(n))) and None, n) for n in counts]
+
+
+def _mesh(**shape: int) -> Any:
+    """A mesh, or nothing where there are too few devices."""
+    needed = int(np.prod(list(shape.values())))
+    return ee.make_mesh(**shape) if needed <= jax.device_count() else None
+
+
+def _check_losses(problem: Problem, optimiser: Any, mesh: Any) -> None:
+    """Losses before times."""
+    losses = lambda mesh: _ours.fit(problem, optimiser, epochs=1, order="each", mesh=mesh)().history.loss
+    expected, found = losses(None), losses(mesh)
+    far = float(np.max(np.abs(found - expected) / np.abs(expected)))
+    if far > 1e-3:
+        raise AssertionError(f"{problem.name}: losses on {dict(mesh.shape)} are {far:.1e} from those without a mesh")
+
+
+def _ladder(report: Report, *, quick: bool) -> None:
+    """More and more members on the default device, beside one."""
+    on_cpu = jax.default_backend() == "cpu"
+    of = lambda problem, *counts: dict.fromkeys(counts[:2] if quick else counts, problem)
+    images = {n: cnn(n, quick=quick) for n in ((1,) if quick else (1, 4, 16))}
+    _rungs(report, of(tiny(quick=quick), 1, 16, 64, 256, 1024), 2 if quick else 48, order="each", target=not on_cpu)
+    if not quick:
+        _rungs(report, of(tiny(quick=False), 1, 64, 1024), 48, order="shared", target=not on_cpu)
+        _rungs(report, of(middle(quick=False), 1, 4, 16, 64), 3, order="each")
+    # Convolutions of several members at a time are slow on a CPU.
+    _rungs(report, images, 2, order="each", plan=ee.plan.Sequential() if on_cpu else None)
+
+
+def _rungs(
+    report: Report, problems: dict[int, Problem], epochs: int, *, order: str, plan: Any = None, target: bool = False
+) -> None:
+    first, contenders = problems[1], []
+    optimiser = optax.adam(first.learning_rate)
+    kind = "CNN" if first.name.startswith("CNN") else first.name
+    label = lambda n: f"{kind}, {'one batch for all, ' * (order == 'shared')}{n} member{'s' * (n > 1)}"
+    for n, problem in problems.items():
+        # On a CPU a run of many members is long enough sooner; elsewhere what a run costs beside its steps would show.
+        length = max(1, epochs * 16 // max(16, n)) if jax.default_backend() == "cpu" else epochs
+        fit = _ours.fit(_of(problem, n), optimiser, epochs=length, order=order, plan=plan)
+        contenders.append(Contender(label(n), fit, problem.steps_per_epoch * length))
+    times = interleaved(contenders, rounds=3 if len(problems) < 3 else 7)
+    report.timings += times.values()
+    for n in problems:
+        if n > 1:
+            limit = "<= 2" if target and n == 64 else ""
+            question = f"{label(n)}: a step of all beside a step of one"
+            report.rows.append(compared(question, times[label(n)], times[label(1)], target=limit))
+
+
+def _sent(report: Report, *, quick: bool) -> None:
+    """What the compiled step and the compiled stretch of `fit` send, and what a device holds."""
+    problem = _of(tiny(quick=True) if quick else middle(quick=False), 4)
+    optimiser = optax.adam(problem.learning_rate)
+    names = list(MESHES)[:1] if quick else list(MESHES)
+    batch = problem.x[: problem.batch_size], problem.y[: problem.batch_size]
+    for name in names:
+        mesh, label = _mesh(**MESHES[name]), f"{problem.name}, 4 members on {name}"
+        if mesh is None:
+            report.rows.append(compared(f"{label}: bytes sent a step", None, None))
+            continue
+        ensemble = problem.ensemble(mesh)
+        state = ee.train.init(ensemble, optimiser, mesh=mesh, key=jax.random.key(0))
+        step = ee.train.make_step(problem.loss, optimiser, mesh=mesh)
+        found = ee.sharding.collectives(step, state, batch)
+        apart = {axis: mesh.shape[axis] for axis in ("data", "model")}
+        weights = _bytes(ensemble) // mesh.shape["members"]
+        _say_sent(report, label, found, weights, **apart)
+        report.facts[f"{label}: the program of a stretch of `fit` sends"] = _in_fit(problem, mesh)
+        whole = _bytes(state)
+        held = max(ee.sharding.describe(state).bytes.values())
+        report.rows.append(ratio_row(f"{label}: state that a device holds", "a device's bytes / all", [held / whole]))
+
+
+def _say_sent(report: Report, label: str, found: list, weights: int, *, data: int, model: int) -> None:
+    parts = data * model
+    sent = sum(_by_ring(kind, size, parts) for kind, size in found)
+    report.facts[f"{label}: a step sends"] = f"{_shown(found)}; {sent:,.0f} bytes leave each device of a ring"
+    if parts == 1:
+        row = Row(f"{label}: bytes sent a step", "bytes", float(sent), None, None, None, "<= 0")
+    else:
+        # Gradients are summed; of split weights, weights are fetched once, and gradients summed and split: as much.
+        least = weights * 2 * (parts - 1) / parts
+        row = ratio_row(f"{label}: bytes sent a step", "sent / least for the gradients and weights", [sent / least])
+    report.rows.append(row)
+
+
+def _line_search(report: Report) -> None:
+    """A loop that goes on while any member does has to ask."""
+    problem, mesh, optimiser = _of(tiny(quick=False), 4), _mesh(members=4), optax.lbfgs()
+    if mesh is None:
+        return
+    state = ee.train.init(problem.ensemble(mesh), optimiser, mesh=mesh, key=jax.random.key(0))
+    step = ee.train.make_step(problem.loss, optimiser, mesh=mesh)
+    report.facts["tiny, 4 members on members 4: a step of L-BFGS sends, at each turn of its line search"] = _shown(
+        ee.sharding.collectives(step, state, (problem.x[:32], problem.y[:32]))
+    )
+
+
+def _row_orders(report: Report, num_members: int) -> None:
+    """What the host draws for an epoch; each process does for all members."""
+    order, rows = row_order(jax.random.key(0), np.arange(num_members), "each", 2048, None), np.arange(num_members)
+    timing = interleaved([Contender("orders", lambda: order.epoch(0, rows).sum(), num_members)], rounds=3)["orders"]
+    report.facts["row orders of 2,048 rows, drawn by the host"] = (
+        f"{np.median(timing.cpu) * 1e6:.0f} CPU microseconds a member"
+    )
+
+
+def _by_ring(kind: str, size: int, parts: int) -> float:
+    """The bytes that each of `parts` devices sends around a ring, whose result has `size` bytes on each of them."""
+    factor = {"all-reduce": 2 / parts, "all-gather": 1 / parts, "all-to-all": 1 / parts, "reduce-scatter": 1.0}
+    return size * factor.get(kind, 1 / max(parts - 1, 1)) * (parts - 1)
+
+
+def _in_fit(problem: Problem, mesh: Any) -> str:
+    """The collectives of the program that runs many steps."""
+    with _texts_of_chunks() as texts:
+        _ours.fit(problem, optax.adam(problem.learning_rate), epochs=1, order="each", mesh=mesh)()
+    return _shown(in_text(texts[0]))
+
+
+def _shown(found: list) -> str:
+    """The bytes of each kind."""
+    kinds = sorted({kind for kind, _ in found})
+    return ", ".join(f"{kind} of {sum(b for k, b in found if k == kind):,} B" for kind in kinds) or "nothing"
+
+
+@contextmanager
+def _texts_of_chunks() -> Iterator[list[str]]:
+    """The programs of the stretches that are run meanwhile."""
+    compiled, texts = _arrays.compiled_chunk, []
+
+    def noted(read: Any, carry: Any) -> Any:
+        if not texts:
+            texts.append(compiled.lower(read, carry).compile().compiled.as_text())
+        return compiled(read, carry)
+
+    _arrays.compiled_chunk = noted
+    try:
+        yield texts
+    finally:
+        _arrays.compiled_chunk = compiled
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array)))
+
+
+if __name__ == "__main__":
+    script(measure, cores=0)
