@@ -67,6 +67,8 @@ figures = pathlib.Path(os.environ.get("CONFORMAL_REGRESSION_FIGURES", here / "fi
 #
 # Targets are put on a convenient scale by round numbers that were fitted to nothing. Conformal guarantees rest on one
 # assumption, that new patients and calibration patients are *exchangeable*: what is fitted must not tell them apart.
+# (Scikit-learn has standardised the measurements over all 442 patients. That treats all of them alike, and so it does
+# no harm here; in use, scales come from the patients at hand.)
 
 # %%
 LEVEL, SPLITS, TRAIN, CALIBRATE = 0.9, 16, 200, 100
