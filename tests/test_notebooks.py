@@ -27,6 +27,13 @@ except jaxtyping.TypeCheckError:
     print("the hook is on")
 """
 
+# The same for the studies: each call goes wrong in its shapes alone, and has another error without the hook.
+WRONG_CALLS = {
+    "unseen_classes": "standard_error(jnp.zeros(3), jnp.zeros((2, 2), bool))",
+    "conformal_regression": "conformalised(jnp.zeros((4, 2)), jnp.zeros(4), jnp.zeros((1, 3)))",
+    "time_series": "scaled(np.zeros((2, 2), bool))",
+}
+
 HEADINGS = {
     "DIGITS": [
         "accuracy",
@@ -48,18 +55,22 @@ def run(command, folder):
     """Run `command` as a user does: with the library's defaults, and nothing written outside of `folder`."""
     fresh = {name: value for name, value in os.environ.items() if not name.startswith(("JAXTYPING_", "PYTEST_"))}
     # On a bare machine the folders of Jupyter and Matplotlib do not exist either.
-    fresh |= {"HOME": str(folder), "JAX_PLATFORMS": "cpu", "QUICKSTART_FIGURES": str(folder / "figures")}
-    fresh |= {"POPULATION_FIGURES": str(folder / "figures")}
+    fresh |= {"HOME": str(folder), "JAX_PLATFORMS": "cpu"}
+    fresh |= {f"{script.stem.upper()}_FIGURES": str(folder / "figures") for script in SCRIPTS}
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=folder, env=fresh)
+
+
+def printed(name, folder):
+    """What a script prints, and the folder where it draws."""
+    done = run(["-W", "error", str(NOTEBOOKS / f"{name}.py")], folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, folder / "figures"
 
 
 @pytest.fixture(scope="module")
 def as_script(tmp_path_factory):
-    """What the script prints, and the folder where it draws."""
-    folder = tmp_path_factory.mktemp("script")
-    done = run(["-W", "error", str(NOTEBOOKS / "quickstart.py")], folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, folder / "figures"
+    """What the script of the quickstart prints, and the folder where it draws."""
+    return printed("quickstart", tmp_path_factory.mktemp("script"))
 
 
 def executed(name, folder, *more):
@@ -151,8 +162,8 @@ def test_the_numbers_are_plausible(as_script):
 
 @pytest.mark.slow
 def test_script_and_notebook_give_the_same_numbers(as_script, as_notebook):
-    printed = [re.sub(r"figure: .*", "", text) for text, _ in (as_script, as_notebook)]
-    assert printed[1].removesuffix("the hook is on\n") == printed[0]
+    script, notebook = (re.sub(r"figure: .*", "", text) for text, _ in (as_script, as_notebook))
+    assert notebook.removesuffix("the hook is on\n") == script
 
 
 @pytest.mark.slow
@@ -182,3 +193,124 @@ def test_a_search_ends_with_a_decision(tmp_path):
     assert min(accuracy) > 0.95
     assert "descends from" in text
     assert (figures / "population.png").read_bytes().startswith(b"\x89PNG")
+
+
+def table(text, title):
+    """The rows of a table whose first line begins with `title`: the name of each, and its numbers."""
+    lines = [line.strip() for line in text[text.index(f"\n{title}") + 1 :].split("\n\n")[0].splitlines()[1:]]
+    found = {}
+    for line in lines:
+        name = re.split(r" {2,}", line)[0]
+        found[name] = [float(number) for number in re.findall(r"-?\d+\.?\d*", line[len(name) :])]
+    return {name: numbers for name, numbers in found.items() if numbers}
+
+
+def claims_of_unseen_classes(text):
+    scores = table(text, "UNSEEN DIGITS, by score")  # AUROC, its error, AUPR, FPR95
+    votes = scores.pop("share of other votes")
+    guessing = scores.pop("guessing")
+    assert votes[-1] == 1
+    for auroc, error, aupr, fpr95 in scores.values():
+        assert votes[0] + 0.05 < auroc < 1
+        assert 0.003 < error < 0.02
+        assert aupr > guessing[1] + 0.2
+        assert 0.2 < fpr95 < 0.6
+    assert max(scores, key=lambda name: scores[name][0]) == "energy of the logits"
+    pairs = table(text, "AUROC, by pair left out")  # total, aleatoric, epistemic, energy
+    assert all(numbers[2] > numbers[0] - 0.005 for numbers in pairs.values())
+    assert min(pairs["2 and 3"]) == pairs["2 and 3"][3]
+    assert min(pairs["4 and 5"]) == pairs["4 and 5"][3]
+    by_number = table(text, "AUROC, by number of members")
+    assert 0 < by_number["entropy, total"][-1] - by_number["entropy, total"][0] < 0.02
+    assert by_number["energy of the logits"][7] < by_number["energy of the logits"][1]
+    refusing = table(text, "REFUSING, AURC")  # mean member, their range, ensemble
+    assert all(refusing[name][3] < refusing[name][0] for name in ("digits 0 to 7", "all images"))
+    calibration = table(text, "CALIBRATION")  # accuracy, NLL, ECE, confidence in unseen digits, AUROC
+    nll = {name: numbers[1] for name, numbers in calibration.items()}
+    assert nll["not calibrated"] < nll["mean member, not calibrated"]  # a theorem
+    assert nll["combined, then the mixture"] < nll["not calibrated"]
+    assert 0.65 < calibration["combined, then the mixture"][3] < calibration["not calibrated"][3]
+
+
+def claims_of_conformal_regression(text):
+    found = table(
+        text, "COVERAGE AT 0.9"
+    )  # mean, std, lowest, width, splits that are narrower; low, middle, high third
+    law = found.pop("the law of split and CQR")
+    assert found["quantiles as predicted"][0] < 0.85
+    assert found["split, on training patients"][0] < 0.85
+    for name in ("split", "CQR", "CV+, 10 folds", "jackknife+, 25 bootstraps"):
+        assert 0.87 < found[name][0] < 0.95
+        assert law[1] / 2 < found[name][1] < law[1] * 1.5
+    assert found["CV+, 10 folds"][1] < found["split"][1]
+    assert found["CQR"][3] < found["split"][3]
+    assert found["CQR"][4] > 8
+    assert found["split"][5] > 0.92 > 0.89 > found["split"][7]
+    assert found["CQR"][5] - found["CQR"][7] < found["split"][5] - found["split"][7]
+    law = table(text, "THE LAW OF THE COVERAGE")
+    deals, exact, fixed = law.values()
+    assert abs(deals[0] - exact[0]) < 5 * exact[1] / math.sqrt(4000)
+    assert exact[2] > 1e-3
+    assert fixed[2] == 0
+    assert [row[1] for row in table(text, "PATIENTS TO CALIBRATE ON").values()] == [0.7839, 0.8482, 0.8773, 0.89]
+
+
+def claims_of_time_series(text):
+    crps = table(text, "CRPS, ppm, by weeks ahead")
+    for others in ("seasonal persistence", "mean member"):
+        assert all(a <= b for a, b in zip(crps["mixture, as it is"][:5], crps[others][:5], strict=True))
+    assert crps["mixture, as it is"][4] < 0.8 * crps["seasonal persistence"][4]
+    coverage = {name: row[4] for name, row in table(text, "COVERAGE AT 0.9, by weeks ahead").items()}
+    assert 0.75 < coverage["mixture, as it is"] < 0.83 < coverage["one factor"] < 0.9
+    assert abs(coverage["one factor"] - coverage["a factor for each horizon"]) < 0.01
+    by_year = table(text, "COVERAGE AT 0.9, by year")
+    coverage, growth = by_year["one factor"], by_year["growth, ppm a year"]
+    assert len(coverage) == 12
+    assert coverage.index(min(coverage)) == growth.index(max(growth)) == 1998 - 1990
+    claimed = table(text, "CLAIMED, AND FOUND")  # CRPS, coverage
+    assert claimed["shuffled: windows left out"][1] > claimed["shuffled: 1990 to 2001"][1] + 0.03
+    assert claimed["shuffled: windows left out"][1] > claimed["in time: 1985 to 1989"][1]
+
+
+CLAIMS = {
+    "unseen_classes": (claims_of_unseen_classes, "least confidence", "share of other votes"),
+    "conformal_regression": (claims_of_conformal_regression, "split, on training patients", "CV+, 10 folds"),
+    "time_series": (claims_of_time_series, "seasonal persistence", "mixture, as it is"),
+}
+
+
+@pytest.fixture(scope="module", params=CLAIMS)
+def study(request, tmp_path_factory):
+    """One of the studies: its name, and what its script and its notebook print and where they draw."""
+    name = request.param
+    control = NEGATIVE_CONTROL.replace(
+        "split_by_shape = auroc(jnp.zeros((2, 2)), jnp.zeros((2, 2)))", WRONG_CALLS[name]
+    )
+    assert WRONG_CALLS[name] in control
+    return (
+        name,
+        printed(name, tmp_path_factory.mktemp("script")),
+        executed(name, tmp_path_factory.mktemp("notebook"), control),
+    )
+
+
+@pytest.mark.slow
+def test_a_study_shows_what_its_text_claims(study):
+    name, (text, _), _ = study
+    claims, one, other = CLAIMS[name]
+    claims(text)
+    exchanged = text.replace(one, "THE OTHER").replace(other, one).replace("THE OTHER", other)
+    with pytest.raises(AssertionError):
+        claims(exchanged)
+
+
+@pytest.mark.slow
+def test_a_study_is_the_same_as_script_and_as_notebook(study):
+    name, *ways = study
+    script, notebook = (re.sub(r"figure: .*", "", text) for text, _ in ways)
+    assert notebook.endswith("the hook is on\n")
+    assert notebook.removesuffix("the hook is on\n") == script
+    for _, figures in ways:
+        picture = (figures / f"{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) > 50_000
