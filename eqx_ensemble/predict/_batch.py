@@ -80,7 +80,7 @@ def arguments(
     some = inputs.of_rows(rows).of_members(members)
     if call.layout is None or any(map(_check.is_traced, jax.tree.leaves(some.x))):
         return call, some, jnp.asarray(rows)
-    return call, dataclasses.replace(some, x=call.layout.rows_spread(some.x, pad=False)), call.layout.rows_spread(rows)
+    return call, dataclasses.replace(some, x=call.layout.rows_spread(some.x)), call.layout.rows_spread(rows)
 
 
 def alone(read: tuple[Call, Inputs, jax.Array]) -> tuple[Call, Inputs, jax.Array]:

@@ -133,20 +133,19 @@ class Layout:
         """Arrays whole on every device."""
         return self._put(tree, None, lambda *_: self.everywhere)
 
-    def rows_spread(self, tree: PyTree, *, pad: bool = True) -> PyTree:
-        """Data `(rows, ...)` in parts where they divide evenly; those marked `Each` with members."""
-        return self._put_data(tree, self.row_axes, pad=pad)
+    def rows_spread(self, tree: PyTree) -> PyTree:
+        """Data `(rows, ...)` in parts where they divide evenly; those marked `Each` with their members."""
+        return self._put_data(tree, self.row_axes)
 
     def rows_whole(self, tree: PyTree) -> PyTree:
         """Data `(rows, ...)` whole on every device; those marked `Each` with their members."""
-        return self._put_data(tree, lambda num_rows: None, pad=True)
+        return self._put_data(tree, lambda num_rows: None)
 
-    def _put_data(self, tree: PyTree, row_axes: Callable[[int], Any], *, pad: bool) -> PyTree:
+    def _put_data(self, tree: PyTree, row_axes: Callable[[int], Any]) -> PyTree:
         is_each = lambda x: isinstance(x, _axes.Each)
         shared = lambda x: self._put(x, None, lambda x, _: self.along(row_axes(x.shape[0])))
         split = lambda x, _: self._of_members(x.shape[0], PartitionSpec(row_axes(x.shape[1])))
-        own = lambda x: self._put(self.padded(x) if pad else x, None, split)
-        put = lambda x: _axes.Each(own(x.value)) if is_each(x) else shared(x)
+        put = lambda x: _axes.Each(self._put(x.value, None, split)) if is_each(x) else shared(x)
         return jax.tree.map(put, tree, is_leaf=is_each)
 
     def _put(self, tree: PyTree, specs: list | None, sharding: Any) -> PyTree:

@@ -43,7 +43,8 @@ class Roster:
         )
         real = layout.spread(np.arange(len(self.places)) < self.num_members)
         moving = dataclasses.replace(moving, status=_status_of(moving.status, real))
-        inputs = dataclasses.replace(inputs, fixed=fixed, limits=limits, shared=layout.copied(inputs.shared))
+        data, validation = self.own(inputs.data, whole=True), self.own(inputs.validation)
+        inputs = Inputs(fixed, layout.copied(inputs.shared), data, validation, limits)
         return inputs, Carry(moving, selection, layout.copied(carry.step))
 
     def in_place(self, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
@@ -110,13 +111,18 @@ class Roster:
         everyone[:, self.present] = x
         return everyone
 
-    def own(self, data: PyTree) -> PyTree:
-        """Data of which the parts marked `Each` hold the members present only."""
-        if self.complete:
+    def own(self, data: PyTree, *, whole: bool = False) -> PyTree:
+        """Data of which the parts marked `Each` hold what the compiled arrays do; with `whole` rows, or in parts."""
+        if len(self.places) == self.num_members:
             return data
         is_each = lambda x: isinstance(x, _axes.Each)
-        take = lambda x: _axes.Each(self._of_present(x.value)) if is_each(x) else x
+        take = lambda x: self._put_rows(_axes.Each(_take(x.value, self.places)), whole=whole) if is_each(x) else x
         return jax.tree.map(take, data, is_leaf=is_each)
+
+    def _put_rows(self, each: _axes.Each, *, whole: bool) -> _axes.Each:
+        if self._layout is None:
+            return each
+        return self._layout.rows_whole(each) if whole else self._layout.rows_spread(each)
 
     def width_for(self, carry: Carry) -> int:
         """How many members the arrays would hold without those that left: half as many as before, or a quarter, ..."""
@@ -151,7 +157,8 @@ class Roster:
         self.present = self.present[chosen]
         inputs = self._all_inputs
         moving, selection, fixed, limits = self._of_present((*self._last, inputs.fixed, inputs.limits))
-        inputs = Inputs(fixed, inputs.shared, self.own(inputs.data), self.own(inputs.validation), limits)
+        data, validation = self.own(inputs.data, whole=True), self.own(inputs.validation)
+        inputs = Inputs(fixed, inputs.shared, data, validation, limits)
         return Carry(moving, selection, carry.step), inputs
 
     def _of_present(self, tree: PyTree) -> PyTree:

@@ -33,9 +33,10 @@ class Start(NamedTuple):
 def layout_of(mesh: Mesh | None, begun: Any) -> Layout | None:
     """Where a run's members lie: on the mesh given, or where they lie already."""
     state = begun.train_state if isinstance(begun, Run) else begun
-    weights = state.moving.params if isinstance(state, TrainState) else getattr(state, "stacked", None)
-    layout = layout_for(mesh, weights, name="fit")
-    if layout is not None and hasattr(state, "num_members"):
+    if not isinstance(state, TrainState | Ensemble):
+        return None  # which is refused in a moment
+    layout = layout_for(mesh, state.moving.params if isinstance(state, TrainState) else state.stacked, name="fit")
+    if layout is not None:
         _check.uneven_members(state.num_members, layout)
     return layout
 

@@ -339,6 +339,19 @@ class TestGoingOn:
         fitted(6, epochs=2, checkpoint=tmp_path / "run", mesh=mesh(first))
         same_run(fitted(6, epochs=4, checkpoint=tmp_path / "run", mesh=mesh(then)), on_one_device(6))
 
+    @uneven
+    def test_with_data_of_their_own(self, tmp_path):
+        """What pads members is no part of what the data are."""
+        data = (ee.Each(jnp.stack([X + 0.01 * i for i in range(5)])), Y)
+        options = {"batch_size": 8, "checkpoint": tmp_path / "run", "key": KEY, "validation": data}
+        ensemble = ee.build(make, 5, key=KEY)
+        fit = lambda epochs, mesh: ee.fit(ensemble, loss, OPTIMISERS["sgd"], data, epochs=epochs, mesh=mesh, **options)
+        fit(1, ee.make_mesh())
+        fit(2, ee.make_mesh(members=2, data=2))
+        got = fit(3, None)
+        expected = ee.fit(ensemble, loss, OPTIMISERS["sgd"], data, epochs=3, **options | {"checkpoint": None})
+        same_run(got, expected)
+
     def test_a_run_goes_on(self):
         mesh = ee.make_mesh()
         run = fitted(4, mesh=MESHES["4x1"], epochs=2)
