@@ -196,8 +196,11 @@ from ._processes import decision as decision
 from ._processes import detection_failed as detection_failed
 from ._processes import did_not_come as did_not_come
 from ._processes import duration as duration
+from ._processes import ended as ended
 from ._processes import has_a_part as has_a_part
+from ._processes import has_process_groups as has_process_groups
 from ._processes import jax_not_used as jax_not_used
+from ._processes import launched as launched
 from ._processes import nobody_answered as nobody_answered
 from ._processes import not_started_elsewhere as not_started_elsewhere
 from ._processes import nothing_half_said as nothing_half_said

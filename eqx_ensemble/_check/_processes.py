@@ -3,6 +3,8 @@
 import errno
 import math
 import operator
+import os
+import signal
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -169,6 +171,37 @@ def nobody_answered(address: str, seconds: float, *, process_id: int, stranger: 
 def refused(reason: str, address: str) -> ValueError:
     """The error for a process that the first one does not know what to do with."""
     return ValueError(f"`initialise` was turned away by process 0 at {address}: {reason}.")
+
+
+def launched(processes: int, devices: int | None, grace: float, script: str | None) -> None:
+    """Something that can be started several times."""
+    if processes < 1:
+        raise ValueError(f"-n needs at least 1 process, got {processes}")
+    if devices is not None and devices < 1:
+        raise ValueError(f"--devices needs at least 1, got {devices}")
+    if not (math.isfinite(grace) and grace >= 0):
+        raise ValueError(f"--grace needs a number of seconds, got {grace:g}")
+    if script is not None and not os.path.isfile(script):
+        raise ValueError(f"there is no file {script!r}; a module is run by `-m`")
+
+
+def has_process_groups() -> None:
+    """A system on which a process ends with all that it has started."""
+    if not hasattr(os, "killpg"):
+        raise NotImplementedError(
+            "`eqx_ensemble.launch` ends processes in groups, which this system does not have.\nStart the processes "
+            "yourself, and pass `coordinator`, `num_processes` and `process_id` to `initialise`."
+        )
+
+
+def ended(process_id: int, code: int, *, others: int) -> str:
+    """The message that a process failed."""
+    how = f"failed with exit code {code}"
+    if code < 0:
+        known = {number.value: number.name for number in signal.Signals}
+        how = f"was ended by {known.get(-code, f'signal {-code}')}"
+    rest = f"; ending the {'other process' if others == 1 else f'{others} other processes'}" if others else ""
+    return f"eqx_ensemble.launch: process {process_id} {how}{rest}."
 
 
 def has_a_part(leaf: Any, path: str) -> None:

@@ -20,7 +20,7 @@ import eqx_ensemble as ee
 def everything():
     jax.config.update("jax_num_cpu_devices", 2)
     processes = ee.distributed.initialise(timeout=60)
-    assert processes == (int(os.environ["RANK"]), 2)
+    assert processes == (int(os.environ.get("RANK") or os.environ["EQX_ENSEMBLE_PROCESS_ID"]), 2)
     again = {"num_processes": 2, "process_id": processes.process_id}
     assert processes == ee.distributed.initialise() == ee.distributed.initialise(**again)
     with pytest.raises(RuntimeError, match="`num_processes`: it was 2, and is now 3"):

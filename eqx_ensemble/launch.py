@@ -1,0 +1,200 @@
+"""Several processes on this machine that run one program: `python -m eqx_ensemble.launch -n 2 script.py`."""
+
+import argparse
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from . import _check
+from .distributed._surroundings import OURS
+
+_LAST_WORDS = 2.0  # seconds for reading what processes have written before they ended
+
+
+class _Ended(NamedTuple):
+    process_id: int
+    code: int
+
+
+class _Signalled(NamedTuple):
+    number: int
+
+
+class _Children:
+    """The processes, what they say, and the news of them."""
+
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]):
+        self.news: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._readers: list[threading.Thread] = []
+        self._children: list[subprocess.Popen[Any]] = []
+        try:
+            for environment in environments:
+                self._start(command, environment)
+        except BaseException:
+            self.send(signal.SIGKILL)
+            raise
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,  # of its own: what it starts ends with it, and Ctrl-C comes from here alone
+        )
+        number = len(self._children)
+        self._children.append(child)
+        threading.Thread(target=self._wait_for, args=(number, child), daemon=True).start()
+        for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
+            prefix = f"[{number}] ".encode()
+            reader = threading.Thread(target=self._copy, args=(source, target, prefix), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def _wait_for(self, number: int, child: subprocess.Popen[Any]) -> None:
+        self.news.put(_Ended(number, child.wait()))
+
+    def _copy(self, source: Any, target: Any, prefix: bytes) -> None:
+        try:
+            with source:
+                for line in source:
+                    with self._lock:
+                        target.buffer.write(prefix + line.removesuffix(b"\n") + b"\n")
+                        target.buffer.flush()
+        except BrokenPipeError:  # nobody reads any longer; what is left must not fail once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
+            self.news.put(_Signalled(signal.SIGPIPE))
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the processes that still run, and to what they have started."""
+        for child in self._children:
+            if child.returncode is None:
+                try:
+                    os.killpg(child.pid, number)
+                except ProcessLookupError:
+                    pass  # it ended just now
+
+    def read_to_the_end(self) -> None:
+        """Waits for their last lines; not for ever, because what a process has left may hold its output open."""
+        deadline = time.monotonic() + _LAST_WORDS
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+
+
+def run(command: Sequence[str], environments: Sequence[Mapping[str, str]], *, grace: float) -> int:
+    """Runs the processes to their end and returns the exit code for all.
+
+    The first one that fails is named, and ends the others: by SIGTERM, and by SIGKILL if they still run `grace`
+    seconds later. The first Ctrl-C is passed on, the second ends them in the same way.
+    """
+    children = _Children(command, environments)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {
+        number: signal.signal(number, lambda number, frame: children.news.put(_Signalled(number))) for number in numbers
+    }
+    try:
+        return _watch(children, len(environments), grace)
+    finally:
+        children.send(signal.SIGKILL)
+        children.read_to_the_end()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(children: _Children, running: int, grace: float) -> int:
+    code, deadline, interrupted = 0, None, False
+    while running:
+        try:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            news = children.news.get(timeout=left)
+        except queue.Empty:
+            children.send(signal.SIGKILL)
+            deadline = None
+            continue
+        if isinstance(news, _Ended):
+            running -= 1
+            failed = news.code != 0 and code == 0
+            if failed:
+                code = news.code if news.code > 0 else 128 - news.code
+                print(_check.ended(news.process_id, news.code, others=running), file=sys.stderr, flush=True)
+        elif news.number == signal.SIGINT and not interrupted and deadline is None:
+            interrupted, code = True, 130
+            children.send(signal.SIGINT)
+            continue
+        else:
+            failed = deadline is None
+            code = code or 128 + news.number
+        if failed and running:
+            children.send(signal.SIGTERM)
+            deadline = time.monotonic() + grace
+    return code
+
+
+def surroundings(number: int, *, processes: int, devices: int | None, port: int) -> dict[str, str]:
+    """The environment of one process."""
+    variables = {name: value for name, value in os.environ.items() if name not in OURS}
+    if processes > 1:
+        variables |= dict(zip(OURS, (f"127.0.0.1:{port}", str(processes), str(number)), strict=True))
+        variables["PYTHONUNBUFFERED"] = "1"  # lines are shown when they are written
+    if devices is not None:
+        variables["JAX_NUM_CPU_DEVICES"] = str(devices)
+        variables.setdefault("JAX_PLATFORMS", "cpu")
+    elif processes > 1:
+        variables.setdefault("JAX_LOCAL_DEVICE_IDS", str(number))  # of GPUs, one each
+    return variables
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m eqx_ensemble.launch",
+        usage="%(prog)s -n PROCESSES [--devices DEVICES] [--grace SECONDS] [-m] PROGRAM [ARGUMENTS ...]",
+        description="Run a program in several processes on this machine that find each other, and show what they "
+        "write with their number in front. For programs that call `eqx_ensemble.distributed.initialise()`.",
+    )
+    parser.add_argument("-n", "--processes", type=int, required=True, help="how many processes")
+    parser.add_argument("--devices", type=int, help="how many virtual CPU devices each has (default: what JAX finds)")
+    parser.add_argument("--grace", type=float, default=5.0, help="seconds between SIGTERM and SIGKILL (default: 5)")
+    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as in `python -m`")
+    parser.add_argument("program", metavar="PROGRAM", help="the script")
+    parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="what is passed to it")
+    options = parser.parse_args(arguments)
+    try:
+        _check.launched(options.processes, options.devices, options.grace, None if options.module else options.program)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command, with the arguments of its line."""
+    options = _parsed(arguments)
+    program = ["-m", options.program] if options.module else [options.program]
+    command = [sys.executable, *program, *options.arguments]
+    if options.processes == 1:
+        os.execve(sys.executable, command, surroundings(0, processes=1, devices=options.devices, port=0))
+    _check.has_process_groups()
+    port = _free_port()
+    environments = [
+        surroundings(number, processes=options.processes, devices=options.devices, port=port)
+        for number in range(options.processes)
+    ]
+    return run(command, environments, grace=options.grace)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

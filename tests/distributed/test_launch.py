@@ -1,0 +1,277 @@
+"""`python -m eqx_ensemble.launch`: what it starts, shows, and ends."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from eqx_ensemble import _check, launch
+from eqx_ensemble.distributed._surroundings import OURS
+
+HERE = pathlib.Path(__file__).parent
+TOGETHER = str(HERE / "together.py")
+
+pytestmark = pytest.mark.xdist_group("processes")  # where groups are asked for, one process runs them in turn
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script, which need not know JAX, and gives its path."""
+
+    def written(text):
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return written
+
+
+def start(*arguments, **options):
+    """The command itself, which first imports the library."""
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent.parent)}
+    command = [sys.executable, "-m", "eqx_ensemble.launch", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
+    )
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Runs the command in this process, and gives its exit code and what was written."""
+    for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "JAX_LOCAL_DEVICE_IDS", *OURS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parent.parent))
+
+    def finished(*arguments):
+        return launch.main(arguments), *capfd.readouterr()
+
+    return finished
+
+
+@contextlib.contextmanager
+def signals(folder, *steps):
+    """Sends this process a signal whenever so many files of a name are there."""
+
+    def send():
+        for name, count, number in steps:
+            while len(list(folder.glob(f"{name}-*"))) < count:
+                time.sleep(0.02)
+            os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    yield
+    thread.join(10)
+
+
+def by_process(lines, number):
+    return [line.removeprefix(f"[{number}] ") for line in lines.splitlines() if line.startswith(f"[{number}] ")]
+
+
+def test_one_program_in_two_processes(run):
+    code, out, err = run("-n", "2", "--devices", "2", TOGETHER, "everything")
+    assert code == 0, out + err
+    for number in range(2):
+        assert by_process(out, number)[-1] == "done"
+
+
+def test_output_and_surroundings(script, run):
+    path = script("""
+        import os, sys
+        print(*sys.argv[1:], os.environ["JAX_NUM_CPU_DEVICES"], os.environ["JAX_PLATFORMS"])
+        print("warn", file=sys.stderr)
+        print(os.environ["EQX_ENSEMBLE_PROCESS_ID"], os.environ["EQX_ENSEMBLE_COORDINATOR"], end="")
+        assert sys.stdin.read() == ""
+    """)
+    code, out, err = run("-n", "3", "--devices", "4", path, "a", "-n", "--devices")
+    assert code == 0, err
+    addresses = set()
+    for number in range(3):
+        first, last = by_process(out, number)
+        assert first == "a -n --devices 4 cpu"
+        assert by_process(err, number) == ["warn"]
+        assert last.split()[0] == str(number)
+        addresses.add(last.split()[1])
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", addresses.pop())
+    assert not addresses
+
+
+def test_a_module(script, run, monkeypatch):
+    path = pathlib.Path(script("import sys\nprint(__name__, sys.argv[1:])"))
+    monkeypatch.chdir(path.parent)
+    code, out, err = run("-n", "2", "-m", "script", "-m")
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == ["[0] __main__ ['-m']", "[1] __main__ ['-m']"]
+
+
+FAILING = """
+    import os, signal, subprocess, sys, time
+    if os.environ["EQX_ENSEMBLE_PROCESS_ID"] == "1":
+        {how}
+    {deaf}
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    open({note!r}, "a").write(f"{{os.getpid()}} {{child.pid}} ")
+    time.sleep(60)
+"""
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+ENDS = {
+    "exits": ("sys.exit(3)", "", 3, "failed with exit code 3"),
+    "raises": ("raise ArithmeticError('mine')", "", 1, "failed with exit code 1"),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", "", 137, "was ended by SIGKILL"),
+    "is killed, the others are deaf": ("os.kill(os.getpid(), signal.SIGKILL)", DEAF, 137, "was ended by SIGKILL"),
+}
+
+
+def is_running(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_one_that_fails_ends_all(script, run, tmp_path, name):
+    how, deaf, expected, said = ENDS[name]
+    note = tmp_path / "pids"
+    late = f"while open({str(note)!r}, 'a+').seek(0, 2) < 1: time.sleep(0.02)\n        time.sleep(0.3); {how}"
+    path = script(FAILING.format(how=late, deaf=deaf, note=str(note)))
+    begin = time.monotonic()
+    code, out, err = run("-n", "2", "--grace", "1", path)
+    assert time.monotonic() - begin < 30
+    assert code == expected
+    assert f"eqx_ensemble.launch: process 1 {said}; ending the other process." in err.splitlines()
+    if "raises" in name:
+        assert by_process(err, 1)[-1] == "ArithmeticError: mine"
+    if pathlib.Path("/proc/self").exists():
+        time.sleep(0.2)
+        assert [pid for pid in note.read_text().split() if is_running(pid)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deaf", [[], ["deaf"]], ids=["", "deaf"])
+def test_one_of_jax_that_is_killed(run, deaf):
+    """JAX takes SIGTERM for the notice of a preemption, which ends nothing."""
+    begin = time.monotonic()
+    code, _, err = run("-n", "2", "--devices", "1", "--grace", "1", TOGETHER, "killed", "100", *deaf)
+    assert code == 137
+    assert "process 1 was ended by SIGKILL; ending the other process." in err
+    assert time.monotonic() - begin < 60
+
+
+INTERRUPTED = """
+    import os, pathlib, signal, time
+    folder, number = pathlib.Path({folder!r}), os.environ["EQX_ENSEMBLE_PROCESS_ID"]
+    try:
+        (folder / f"ready-{{number}}").touch()
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("interrupted")
+        (folder / f"interrupted-{{number}}").touch()
+        {then}
+"""
+
+
+def test_ctrl_c_is_passed_on_and_waited_for(script, run, tmp_path):
+    """As long as the processes need."""
+    path = script(INTERRUPTED.format(folder=str(tmp_path), then="time.sleep(1); print('saved')"))
+    with signals(tmp_path, ("ready", 2, signal.SIGINT)):
+        code, out, err = run("-n", "2", "--grace", "0.1", path)
+    assert (code, err) == (130, "")
+    for number in range(2):
+        assert by_process(out, number) == ["interrupted", "saved"]
+
+
+def test_the_second_ctrl_c_ends_them(script, run, tmp_path):
+    path = script(INTERRUPTED.format(folder=str(tmp_path), then=f"{DEAF}; time.sleep(60)"))
+    begin = time.monotonic()
+    with signals(tmp_path, ("ready", 2, signal.SIGINT), ("interrupted", 2, signal.SIGINT)):
+        code, _, _ = run("-n", "2", "--grace", "0.5", path)
+    assert code == 130
+    assert time.monotonic() - begin < 20
+
+
+def test_a_signal_ends_all(script, run, tmp_path):
+    path = script(INTERRUPTED.format(folder=str(tmp_path), then="pass"))
+    with signals(tmp_path, ("ready", 2, signal.SIGTERM)):
+        code, out, _ = run("-n", "2", path)
+    assert (code, out) == (143, "")
+
+
+@pytest.mark.slow
+def test_nobody_reads(script):
+    path = script("import time\nwhile True: print('x' * 1000); time.sleep(0.01)")
+    with start("-n", "2", path) as launcher:
+        launcher.stdout.readline()
+        launcher.stdout.close()
+        begin = time.monotonic()
+        assert launcher.wait(timeout=60) == 141
+        assert time.monotonic() - begin < 20
+        assert "Traceback" not in launcher.stderr.read()
+
+
+@pytest.mark.slow
+def test_one_process_is_a_plain_one(script):
+    path = script("""
+        import os, sys
+        print(sys.stdin.read(), *(name for name in os.environ if name.startswith("EQX_ENSEMBLE")))
+        sys.exit(4)
+    """)
+    with start("-n", "1", path, stdin=subprocess.PIPE) as launcher:
+        out, err = launcher.communicate("typed", timeout=60)
+    assert (launcher.returncode, out.split(), err) == (4, ["typed"], "")
+
+
+BAD = {
+    "no count": ([TOGETHER], "the following arguments are required: -n/--processes"),
+    "no process": (["-n", "0", TOGETHER], "error: -n needs at least 1 process, got 0"),
+    "no device": (["-n", "2", "--devices", "0", TOGETHER], "error: --devices needs at least 1, got 0"),
+    "no grace": (["-n", "2", "--grace", "nan", TOGETHER], "error: --grace needs a number of seconds, got nan"),
+    "no script": (["-n", "2", "nothing.py"], "error: there is no file 'nothing.py'; a module is run by `-m`"),
+    "no program": (["-n", "2"], "the following arguments are required: PROGRAM"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_message(name, capsys):
+    arguments, text = BAD[name]
+    with pytest.raises(SystemExit) as stopped:
+        launch.main(arguments)
+    assert stopped.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "others", "text"),
+    [
+        (-9, 3, "process 2 was ended by SIGKILL; ending the 3 other processes."),
+        (-250, 1, "process 2 was ended by signal 250; ending the other process."),
+        (1, 0, "process 2 failed with exit code 1."),
+    ],
+)
+def test_how_a_process_ended(code, others, text):
+    assert _check.ended(2, code, others=others) == f"eqx_ensemble.launch: {text}"
+
+
+def test_where_there_are_no_process_groups(monkeypatch):
+    monkeypatch.delattr(os, "killpg")
+    with pytest.raises(NotImplementedError, match="ends processes in groups, which this system does not have"):
+        launch.main(["-n", "2", TOGETHER])
+
+
+def test_devices_of_others_are_left_alone(monkeypatch):
+    for name in ("JAX_PLATFORMS", "JAX_LOCAL_DEVICE_IDS"):
+        monkeypatch.delenv(name, raising=False)
+    one = launch.surroundings(1, processes=2, devices=None, port=5)
+    assert one["JAX_LOCAL_DEVICE_IDS"] == "1"
+    assert "JAX_PLATFORMS" not in one
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")
+    assert launch.surroundings(1, processes=2, devices=None, port=5)["JAX_LOCAL_DEVICE_IDS"] == "0"
+    assert launch.surroundings(0, processes=1, devices=None, port=5) == dict(os.environ)
