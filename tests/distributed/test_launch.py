@@ -116,16 +116,16 @@ FAILING = """
     import os, signal, subprocess, sys, time
     if os.environ["EQX_ENSEMBLE_PROCESS_ID"] == "1":
         {how}
-    {deaf}
+    signal.signal(signal.SIGTERM, {deaf})
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     open({note!r}, "a").write(f"{{os.getpid()}} {{child.pid}} ")
     time.sleep(60)
 """
-DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+TIDY, DEAF = "lambda *_: sys.exit(print('tidy'))", "signal.SIG_IGN"
 ENDS = {
-    "exits": ("sys.exit(3)", "", 3, "failed with exit code 3"),
-    "raises": ("raise ArithmeticError('mine')", "", 1, "failed with exit code 1"),
-    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", "", 137, "was ended by SIGKILL"),
+    "exits": ("sys.exit(3)", TIDY, 3, "failed with exit code 3"),
+    "raises": ("raise ArithmeticError('mine')", TIDY, 1, "failed with exit code 1"),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", TIDY, 137, "was ended by SIGKILL"),
     "is killed, the others are deaf": ("os.kill(os.getpid(), signal.SIGKILL)", DEAF, 137, "was ended by SIGKILL"),
 }
 
@@ -148,6 +148,7 @@ def test_one_that_fails_ends_all(script, run, tmp_path, name):
     assert time.monotonic() - begin < 30
     assert code == expected
     assert f"eqx_ensemble.launch: process 1 {said}; ending the other process." in err.splitlines()
+    assert by_process(out, 0) == ([] if deaf is DEAF else ["tidy"])
     if "raises" in name:
         assert by_process(err, 1)[-1] == "ArithmeticError: mine"
     if pathlib.Path("/proc/self").exists():
@@ -190,7 +191,9 @@ def test_ctrl_c_is_passed_on_and_waited_for(script, run, tmp_path):
 
 
 def test_the_second_ctrl_c_ends_them(script, run, tmp_path):
-    path = script(INTERRUPTED.format(folder=str(tmp_path), then=f"{DEAF}; time.sleep(60)"))
+    path = script(
+        INTERRUPTED.format(folder=str(tmp_path), then="signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
+    )
     begin = time.monotonic()
     with signals(tmp_path, ("ready", 2, signal.SIGINT), ("interrupted", 2, signal.SIGINT)):
         code, _, _ = run("-n", "2", "--grace", "0.5", path)
