@@ -91,8 +91,8 @@ def build(
     - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
         are taken from the first member and kept once.
     - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][]: every member is born where it will live, and
-        where members divide evenly no device ever holds all of them. `make` is compiled for that; where it cannot be, it runs as without a mesh,
-        and a warning says so.
+        where members divide evenly no device ever holds all of them. `make` is compiled for that; where it cannot be,
+        it runs as without a mesh, and a warning says so.
     - `shard`: how to split the weights of a member over the mesh's axis `model`: `shard(path, shape, parts)` gives a
         `PartitionSpec` for each of a member's arrays, or `None`;
         [`eqx_ensemble.sharding.by_largest_axis`][] if not given. Arrays that it leaves alone lie as the compiler likes.

@@ -15,7 +15,7 @@ from .test_initialise import SOMEONE_SAYS, free_port
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "processes.md").read_text()
-SAID = "2 processes, 4 devices, 0 + 1 + ... = 6"
+SAID = "2 processes, 4 devices, weights (4, 1, 2)"
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
