@@ -152,17 +152,18 @@ class Layout:
         leaves, treedef = jax.tree.flatten(tree)
         _check_same(leaves)
         specs = [None] * len(leaves) if specs is None else specs
-        put = [_put(x, sharding(x, s)) if _axes.is_array(x) else x for x, s in zip(leaves, specs, strict=True)]
-        return jax.tree.unflatten(treedef, put)
+        there = [put(x, sharding(x, s)) if _axes.is_array(x) else x for x, s in zip(leaves, specs, strict=True)]
+        return jax.tree.unflatten(treedef, there)
 
 
-def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+def put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An array where the sharding says. Each process brings the whole of it; nobody checks here that it is the same."""
     if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return _moved(sharding)(x)
     if _check.is_typed_key(x):
-        return jax.random.wrap_key_data(_put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+        return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
     x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
@@ -173,11 +174,13 @@ def _check_same(leaves: list[Any]) -> None:
     """Every process brings the whole of what it spreads, and brings the same."""
     if jax.process_count() == 1:
         return
+    brought = [x for x in leaves if _axes.is_array(x) and (isinstance(x, np.ndarray) or x.is_fully_addressable)]
+    if not brought:
+        return
     digest = 0
-    for x in leaves:
-        if _axes.is_array(x) and (isinstance(x, np.ndarray) or x.is_fully_addressable):
-            x = np.ascontiguousarray(jax.random.key_data(x) if _check.is_typed_key(x) else x)
-            digest = zlib.crc32(x.reshape(-1).view(np.uint8).data, digest)
+    for x in brought:
+        x = np.ascontiguousarray(jax.random.key_data(x) if _check.is_typed_key(x) else x)
+        digest = zlib.crc32(x.reshape(-1).view(np.uint8).data, digest)
     digests = gathered(np.array([digest], np.uint32))
     _check.same_everywhere(bool((digests == digests[0]).all()))
 

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .. import _check
 from ..distributed import fetch
-from ..sharding._layout import Layout
+from ..sharding._layout import Layout, put
 from ._apart import run_stepwise
 from ._chunk import Chunk, compiled_chunk
 from ._data import shapes_of_one
@@ -75,7 +75,7 @@ class Feed:
         if layout is None:
             return Chunk(*jax.device_put(chunk))
         own = layout.everywhere if places is None else layout.along(None, "members")
-        return Chunk(*jax.device_put(chunk, (own, own, *[layout.everywhere] * 3)))
+        return Chunk(*map(put, chunk, (own, own, *[layout.everywhere] * 3)))
 
 
 class Arrays(NamedTuple):
@@ -149,7 +149,9 @@ class Arrays(NamedTuple):
         rows = jax.ShapeDtypeStruct((*members, self.batch_size), np.int32)
         loop.look(inputs, carry, rows, steps_inside=True)
         looped = in_a_loop(loop.program, inputs, carry, rows)
-        most, compiled = (_most_steps(rows, num_steps), compiled_chunk) if looped else (1, run_stepwise)
+        layout = loop.program.layout
+        devices = 1 if layout is None else layout.members
+        most, compiled = (_most_steps(rows, num_steps, devices), compiled_chunk) if looped else (1, run_stepwise)
         num_rows = self.order.num_rows
         endless = loop.program.score is None and num_rows % self.batch_size == 0
         if endless:
@@ -172,13 +174,13 @@ def arrays_of(data: PyTree, order: RowOrder, *, batch_size: int | None) -> Array
     return Arrays(data, order, batch_size)
 
 
-def _most_steps(rows: jax.ShapeDtypeStruct, num_steps: int) -> int:
-    """How many steps a chunk may hold, so that their rows take little memory.
+def _most_steps(rows: jax.ShapeDtypeStruct, num_steps: int, devices: int) -> int:
+    """How many steps a chunk may hold, so that their rows take little memory of each device.
 
     They are a power of two, so that runs of similar lengths have one program.
     """
     wanted = min(max(2 ** (num_steps - 1).bit_length(), _FEWEST_STEPS), _MOST_STEPS)
-    return max(min(_MOST_BYTES_OF_ROWS // (4 * rows.size), wanted), 1)
+    return max(min(_MOST_BYTES_OF_ROWS * devices // (4 * rows.size), wanted), 1)
 
 
 def _first_fault(losses: np.ndarray, carry: Carry) -> int:

@@ -62,7 +62,12 @@ def everything(folder):
             assert str(ee.sharding.describe(run)).count("cpu") == 4
     found |= {f"model {key}": value for key, value in numbers(fitted(ee.make_mesh(**MODEL), 4)).items()}
     found |= streamed()
-    for name, part in {"spoilt": spoilt, "population": population, "files": lambda: files(folder)}.items():
+    for name, part in {
+        "spoilt": spoilt,
+        "population": population,
+        "other": other_data,
+        "files": lambda: files(folder),
+    }.items():
         found |= {f"{name} {key}": value for key, value in part().items()}
     saved(folder, found)
 
@@ -92,6 +97,14 @@ def spoilt():
             max_steps=[2, 2, 9, 2, 99, 99, 2, 99], max_seconds=1e3, batch_size=6, mesh=mesh, key=KEY(1), progress=False,
         )  # fmt: skip
     return numbers(run)
+
+
+def other_data():
+    """Processes that read other files are told so, all of them."""
+    if jax.process_count() > 1:
+        with pytest.raises(ValueError, match="Processes brought different numbers"):
+            fitted(ee.make_mesh(), 4, (X + jax.process_index(), Y))
+    return {}
 
 
 def population():
