@@ -35,11 +35,14 @@ def loss(model, batch, key):
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
-def fitted(mesh, num_members=8, data=(X, Y), **options):
+ADAM = optax.adam(1e-2)
+
+
+def fitted(mesh, num_members=8, data=(X, Y), optimiser=ADAM, **options):
     options = {"epochs": 3, "batch_size": 8, "validation": (X[:8], Y[:8]), "patience": 2, "progress": False} | options
     options = {name: value for name, value in options.items() if value is not None}
     ensemble = ee.build(make, num_members, mesh=mesh, key=KEY(0))
-    return ee.fit(ensemble, loss, optax.adam(1e-2), data, mesh=mesh, key=KEY(1), **options)
+    return ee.fit(ensemble, loss, optimiser, data, mesh=mesh, key=KEY(1), **options)
 
 
 def numbers(run):
@@ -69,6 +72,23 @@ def everything(folder):
         "files": lambda: files(folder),
     }.items():
         found |= {f"{name} {key}": value for key, value in part().items()}
+    saved(folder, found)
+
+
+def eight(folder):
+    """On eight devices as on one: SGD, because Adam hides wrong gradients."""
+    assert jax.device_count() == 8
+    found, sgd = {}, optax.sgd(0.1)
+    for num_members in (3, 5, 8):
+        one = numbers(fitted(None, num_members, optimiser=sgd))
+        for shape in ({}, {"members": 4, "data": 2}, {"members": 2, "data": 2, "model": 2}):
+            got = numbers(fitted(ee.make_mesh(**shape), num_members, optimiser=sgd))
+            found |= {f"{shape} {num_members} {name}": x for name, x in got.items()}
+            for name, x in got.items():
+                if x.dtype.kind == "f":
+                    np.testing.assert_allclose(x, one[name], rtol=1e-4, atol=1e-6, err_msg=name)
+                else:
+                    np.testing.assert_array_equal(x, one[name], err_msg=name)
     saved(folder, found)
 
 
@@ -169,6 +189,7 @@ if __name__ == "__main__":
     processes = ee.distributed.initialise(timeout=120, heartbeat=10)
     modes = {
         "everything": everything,
+        "eight": eight,
         "training": training,
         "dying": lambda folder: training(folder, dies=True),
     }

@@ -68,6 +68,10 @@ def test_the_same_bits(tmp_path):
     same_bits(two, one, but_for=("1x4",))
 
 
+def test_eight_devices(tmp_path):
+    assert len(results("eight", tmp_path / "eight", processes=1, devices=8)) > 100
+
+
 def test_a_process_that_dies(tmp_path):
     """The other ends with an error in bounded time; the job goes on with two processes, with one, and on one device."""
     whole = results("training", tmp_path / "whole", processes=2)
