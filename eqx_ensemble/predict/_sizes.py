@@ -14,7 +14,8 @@ from ._batch import Call, Inputs, arguments, compiled_batch, predict_batch
 
 _FEW_ROWS = 32  # below so many rows a batch, fewer members at a time are cheaper: weights are read for every batch
 _MOST_STEPS_UP = 2  # a factor of four: what a small block needed foretells only so much
-_SAFETY = 0.6  # of the budget: what lives between two looks at the process is missed, by a third where it was measured
+_SAFETY = 0.5  # of the budget: what lives between two looks is missed, by up to two fifths on a busy machine
+_LOOKS = 3  # at each block: on a busy machine one may come too late
 
 
 class Block(NamedTuple):
@@ -81,11 +82,14 @@ def measured(
     known = _bytes(read[1].x) + _bytes(out) + (analysis.temp_size_in_bytes if analysis else 0)
     known += _bytes(read[1].ensemble) if members < num_members else 0
     del out, read
-    jax.block_until_ready(of_rows())
-    give_back()
-    with peak() as of_all:
-        result = jax.block_until_ready(of_rows())
-    return result, max(known, of_block.bytes or 0, of_all.bytes or 0)
+    result, needs = jax.block_until_ready(of_rows()), [known, of_block.bytes or 0]
+    for _ in range(_LOOKS):
+        del result
+        give_back()
+        with peak() as of_all:
+            result = jax.block_until_ready(of_rows())
+        needs.append(of_all.bytes or 0)
+    return result, max(needs)
 
 
 def _ladder(most: Block) -> list[Block]:
