@@ -115,7 +115,7 @@ OPTIONS = {
 def test_small_blocks_change_nothing(ensemble, needing, case):
     options = OPTIONS[case]
     want = ee.predict(ensemble, rows(21), **options | {"plan": None})
-    for memory, last in ((2**20 * 10 // 3 + 1, (1, 2)), (2**20 * 80 // 3 + 1, (2, 8))):
+    for memory, last in ((2**20 * 4 + 1, (1, 2)), (2**20 * 32 + 1, (2, 8))):
         with needing(lambda block: 2**20 * block.members * block.rows) as seen:
             found = ee.predict(ensemble, rows(21), memory=memory, batch_size=8, **options)
         assert seen == [(MEMBERS, 8), last]
@@ -136,7 +136,7 @@ def test_small_blocks_of_members_with_inputs_state_and_keys_of_their_own(needing
     own = ee.Each(jax.random.normal(KEY, (ROWS, MEMBERS, 3)), axis=1)
     want = ee.predict(ensemble, own, state=state, key=KEY, fn=fn)
     with needing(lambda block: 2**20 * block.members * block.rows) as seen:
-        found = ee.predict(ensemble, own, state=state, key=KEY, fn=fn, memory=20 * 2**20 // 3 + 1, batch_size=4)
+        found = ee.predict(ensemble, own, state=state, key=KEY, fn=fn, memory=8 * 2**20 + 1, batch_size=4)
     assert seen == [(5, 4), (1, 4)]
     assert_close(found, want)
 
@@ -144,7 +144,7 @@ def test_small_blocks_of_members_with_inputs_state_and_keys_of_their_own(needing
 def test_a_block_grows_to_what_fits(ensemble, needing, monkeypatch):
     monkeypatch.setattr(_sizes, "_bound", lambda call, inputs: lambda block: math.inf)
     with needing(lambda block: 2**20 * block.members * block.rows) as seen:
-        found = ee.predict(ensemble, rows(200), memory=2**20 * MEMBERS * 64 * 5 // 3 + 1)
+        found = ee.predict(ensemble, rows(200), memory=2**20 * MEMBERS * 64 * 2 + 1)
     assert seen == [(1, 1), (1, 4), (1, 16), (2, 32), (5, 32), (5, 64)]
     assert_close(found, ee.predict(ensemble, rows(200)))
 
