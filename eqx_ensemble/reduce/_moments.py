@@ -17,6 +17,8 @@ class Mean(AbstractSummary):
     ```
     """
 
+    in_blocks = False
+
     def checked(self, predictions: PyTree) -> PyTree:
         """Predictions as they are computed with."""
         fn = "reduce.Mean"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from eqx_ensemble import combine, reduce, uncertainty
+from eqx_ensemble.reduce import _blocks, _reduction
 
 MEMBERS = 7
 WEIGHTS = np.array([0.5, 3.0, 0.0, 1.0, 0.2, 2.0, 1.5])
@@ -68,6 +69,27 @@ def test_is_the_array_function_of_the_whole(case, weights):
     other = jax.tree.map(lambda x: x.at[0].set(x[0, ::-1, ::-1]), predictions)
     found = jax.tree.leaves(streamed(reduction, other, weights))
     assert any(not np.allclose(got, expected, rtol=1e-3) for got, expected in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
+@pytest.mark.parametrize("case", CASES)
+def test_rows_in_blocks(case, weights, monkeypatch):
+    """Six blocks of two rows and one row more: each row's result is its own."""
+    reduction, prepared, _ = CASES[case]
+    predictions = prepared(logits())
+    many = jax.tree.map(lambda x: jnp.tile(x, (1, 3, 1))[:, :13], predictions)
+    sizes = []
+    by_blocks = _blocks.by_blocks
+
+    def noted(fn, predictions):
+        return by_blocks(lambda part: sizes.append(jax.tree.leaves(part)[0].shape[1]) or fn(part), predictions)
+
+    monkeypatch.setattr(_blocks, "_BYTES", 2 * sum(x.nbytes for x in jax.tree.leaves(many)) // 13)
+    monkeypatch.setattr(_reduction, "by_blocks", noted)
+    got, want = reduction(many, weights=weights), reduction(predictions, weights=weights)
+    assert set(sizes) == (set() if case == "mean" else {13, 2, 1})  # 13 is for a look at the shapes
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, jnp.concatenate([y, y, y])[:13], rtol=2e-6, atol=1e-6)
 
 
 def test_many_rows():
