@@ -180,7 +180,7 @@ INTERRUPTED = """
 """
 
 
-def test_ctrl_c_is_passed_on_and_waited_for(script, run, tmp_path):
+def test_ctrl_c_is_passed_on_and_waited_for(script, run, tmp_path, interruptible):
     """As long as the processes need."""
     path = script(INTERRUPTED.format(folder=str(tmp_path), then="time.sleep(1); print('saved')"))
     with signals(tmp_path, ("ready", 2, signal.SIGINT)):
@@ -190,7 +190,7 @@ def test_ctrl_c_is_passed_on_and_waited_for(script, run, tmp_path):
         assert by_process(out, number) == ["interrupted", "saved"]
 
 
-def test_the_second_ctrl_c_ends_them(script, run, tmp_path):
+def test_the_second_ctrl_c_ends_them(script, run, tmp_path, interruptible):
     path = script(
         INTERRUPTED.format(folder=str(tmp_path), then="signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
     )
