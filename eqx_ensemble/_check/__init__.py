@@ -256,6 +256,7 @@ from ._scores import no_gradient as no_gradient
 from ._sharding import enough_devices as enough_devices
 from ._sharding import every_process as every_process
 from ._sharding import ids_of_members as ids_of_members
+from ._sharding import is_mesh as is_mesh
 from ._sharding import local_rows as local_rows
 from ._sharding import memory_of_one_process as memory_of_one_process
 from ._sharding import mesh as mesh

@@ -43,17 +43,26 @@ def mesh(value: Any, *, name: str) -> None:
     hint = "Make one with `eqx_ensemble.make_mesh(members=4, data=2)`."
     if not isinstance(value, Mesh):
         raise TypeError(f"`{name}` needs a `jax.sharding.Mesh` as `mesh`, got {kind_of(value)}.\n{hint}")
-    if value.axis_names[:1] != ("members",) or not set(value.axis_names) <= set(_AXES):
+    if not _has_axes(value):
         names = ", ".join(f"`{axis}`" for axis in value.axis_names)
         raise ValueError(
             f"`{name}` needs a mesh with the axes `members`, and `data` and `model` if you like, in this order; got "
             f"{names}.\n{hint}"
         )
-    if any(kind != AxisType.Auto for kind in value.axis_types):
+    if not is_mesh(value):
         raise ValueError(
             f"`{name}` needs a mesh whose axes are all of the type `Auto`, which `jax.make_mesh` does not make by "
             f"default, got {value.axis_types}.\n{hint}"
         )
+
+
+def is_mesh(value: Mesh) -> bool:
+    """Whether a mesh is one that members can be spread over."""
+    return _has_axes(value) and all(kind == AxisType.Auto for kind in value.axis_types)
+
+
+def _has_axes(value: Mesh) -> bool:
+    return value.axis_names[:1] == ("members",) and set(value.axis_names) <= set(_AXES)
 
 
 def shard_without_model(shard: Any, layout: Any) -> None:

@@ -35,4 +35,4 @@ class OnMesh(AbstractPlan):
 
 def on_mesh(plan: AbstractPlan, layout: Layout | None) -> AbstractPlan:
     """The plan on the devices of a layout, if there is one."""
-    return plan if layout is None or isinstance(plan, OnMesh) else OnMesh(plan, layout, scan=plan.scan)
+    return plan if layout is None else OnMesh(plan, layout, scan=plan.scan)

@@ -1,4 +1,4 @@
-"""Where arrays lie on a mesh: the one place that knows `NamedSharding`."""
+"""Where arrays of members and of data lie on a mesh."""
 
 import dataclasses
 import functools as ft
@@ -224,12 +224,13 @@ def layout_for(mesh: Any, tree: PyTree, *, name: str) -> Layout | None:
 
 
 def mesh_of(tree: PyTree) -> Mesh | None:
-    """The mesh on whose axis `members` the arrays lie, if they do."""
+    """The mesh on whose axis `members` the arrays lie, if they do; one of another kind is its owner's affair."""
     for x in jax.tree.leaves(tree):
         sharding = getattr(x, "sharding", None) if isinstance(x, jax.Array) and not _check.is_traced(x) else None
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        if isinstance(mesh, Mesh) and mesh.axis_names[:1] == ("members",) and mesh.size > 1:
-            return _whole(mesh)
+        whole = _whole(mesh) if isinstance(mesh, Mesh) and mesh.size > 1 else None
+        if whole is not None and _check.is_mesh(whole):
+            return whole
     return None
 
 

@@ -1,7 +1,6 @@
 """Which axis of which array of a member is split over the devices of the mesh's axis `model`."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -72,9 +71,3 @@ def places_of(tree: PyTree, places: Places, *, skip: int = 0) -> list[PartitionS
         fitting = (spec for end, of, spec in places if of == shape and name.endswith(end))
         found.append(next(fitting, None))
     return found
-
-
-def described_split(x: Any) -> str:
-    """How an array is split, in words: `members` and `model` with their axes."""
-    sharding = getattr(x, "sharding", None)
-    return str(sharding.spec) if isinstance(sharding, NamedSharding) else "one device"

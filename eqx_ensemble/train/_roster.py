@@ -78,11 +78,7 @@ class Roster:
 
     def whole(self, carry: Carry) -> Carry:
         """The carry with all members in their places."""
-        padded = len(self.places) > len(self.present)
-        if self._last is None and not padded:
-            return carry
-        here = (carry.moving, carry.selection)
-        here = self._spread_out(_take(here, np.arange(len(self.present)))) if padded else here
+        here = self._without_pads((carry.moving, carry.selection))
         moving, selection = here if self._last is None else _put(self._last, here, self.present)
         return Carry(moving, selection, carry.step)
 
@@ -93,9 +89,7 @@ class Roster:
 
     def keep(self, inputs: Inputs) -> None:
         """Takes note that members present have been replaced, with what they bring along."""
-        fixed = inputs.fixed
-        if len(self.places) > len(self.present):
-            fixed = self._spread_out(_take(fixed, np.arange(len(self.present))))
+        fixed = self._without_pads(inputs.fixed)
         fixed = fixed if self.complete else _put(self.fixed, fixed, self.present)
         self._all_inputs = dataclasses.replace(self._all_inputs, fixed=fixed)
 
@@ -164,6 +158,11 @@ class Roster:
     def _of_present(self, tree: PyTree) -> PyTree:
         """What belongs to the members present, and to those that pad them."""
         return self._spread_out(_take(tree, self.places))
+
+    def _without_pads(self, tree: PyTree) -> PyTree:
+        """What belongs to the members present only."""
+        count = len(self.present)
+        return tree if len(self.places) == count else self._spread_out(_take(tree, np.arange(count)))
 
     def _spread_out(self, tree: PyTree) -> PyTree:
         return tree if self._layout is None else self._layout.spread(tree)

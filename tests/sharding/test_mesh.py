@@ -114,6 +114,13 @@ class TestMakeMesh:
         with pytest.raises(error, match=message):
             calls[name](mesh())
 
+    def test_a_mesh_of_another_kind_is_left_alone(self):
+        """An ensemble that its owner has put somewhere else is used as it is there."""
+        mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("members", "mine"))
+        ensemble, there = ee.build(make, 4, key=KEY), NamedSharding(mesh, PartitionSpec("members"))
+        spread = jax.tree.map(lambda x: jax.device_put(x, there) if eqx.is_array(x) else x, ensemble)
+        assert_close(ee.predict(spread, X), ee.predict(ensemble, X), 1e-5)
+
     def test_a_mesh_of_your_own(self):
         mesh = Mesh(np.array(jax.devices()), ("members",))
         assert_same(ee.build(make, 4, mesh=mesh, key=KEY), ee.build(make, 4, key=KEY))
