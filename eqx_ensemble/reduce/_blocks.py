@@ -18,10 +18,14 @@ def pays(predictions: PyTree) -> bool:
     return bool(leaves) and here and all(device.platform == "cpu" for x in leaves for device in x.devices())
 
 
-def by_blocks(fn: Callable[[PyTree], PyTree], predictions: PyTree) -> PyTree:
-    """`fn(predictions)` of arrays `(members, rows, ...)`, where it treats rows apart and gives arrays `(rows, ...)`."""
+def by_blocks(fn: Callable[[PyTree], PyTree], predictions: PyTree, *, event_ndim: int) -> PyTree:
+    """`fn(predictions)` of arrays `(members, rows, ...)`, where it treats rows apart and gives arrays `(rows, ...)`.
+
+    The last `event_ndim` axes belong to one row, such as the classes of logits: without an axis before them there is
+    one row, which is never cut.
+    """
     leaves = jax.tree.leaves(predictions)
-    if not leaves or any(x.ndim < 2 or x.shape[1] != leaves[0].shape[1] for x in leaves):
+    if not leaves or any(x.ndim < 2 + event_ndim or x.shape[1] != leaves[0].shape[1] for x in leaves):
         return fn(predictions)
     rows, bytes_of_all = leaves[0].shape[1], sum(x.size * x.dtype.itemsize for x in leaves)
     size = max(_BYTES * rows // max(bytes_of_all, 1), 1)

@@ -18,6 +18,8 @@ class Mixture(AbstractSummary):
     ```
     """
 
+    event_ndim = 1
+
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
         fn = "reduce.Mixture"
@@ -47,6 +49,8 @@ class MeanLogits(AbstractSummary):
     ```
     """
 
+    event_ndim = 1
+
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
         fn = "reduce.MeanLogits"
@@ -74,6 +78,8 @@ class Vote(AbstractSummary):
     ee.reduce.Vote()(jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]]))  # [0.667, 0.333]
     ```
     """
+
+    event_ndim = 1
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
@@ -105,6 +111,8 @@ class Disagreement(AbstractSummary):
     ee.reduce.Disagreement()(logits)  # 4/9
     ```
     """
+
+    event_ndim = 1
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
@@ -145,6 +153,8 @@ class DecomposeEntropy(AbstractSummary):
     parts.epistemic.shape  # (100,)
     ```
     """
+
+    event_ndim = 1
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""

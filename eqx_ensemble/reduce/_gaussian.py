@@ -19,6 +19,8 @@ class Gaussian(AbstractSummary):
     ```
     """
 
+    event_ndim = 0
+
     def checked(self, predictions: PyTree) -> PyTree:
         """Predictions as they are computed with."""
         fn = "reduce.Gaussian"

@@ -18,6 +18,7 @@ class Mean(AbstractSummary):
     """
 
     in_blocks = False
+    event_ndim = 0
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Predictions as they are computed with."""
@@ -64,6 +65,8 @@ class Moments(AbstractSummary):
         ```
     """
 
+    event_ndim = 0
+
     def checked(self, predictions: PyTree) -> PyTree:
         """Predictions as they are computed with."""
         fn = "reduce.Moments"
@@ -94,6 +97,8 @@ class DecomposeVariance(AbstractSummary):
     ee.reduce.DecomposeVariance()((mean, variance))  # total [1.6], aleatoric [0.6], epistemic [1.0]
     ```
     """
+
+    event_ndim = 0
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Predictions as they are computed with."""

@@ -67,9 +67,12 @@ class AbstractSummary(AbstractReduction):
     **Attributes:**
 
     - `in_blocks`: whether rows are taken some at a time on a CPU, which is faster for all but plain sums.
+    - `event_ndim`: how many trailing axes belong to one row: one for `(members, *batch, classes)`, none where entries
+        are treated apart.
     """
 
     in_blocks: ClassVar[bool] = True
+    event_ndim: eqx.AbstractClassVar[int]
 
     @abc.abstractmethod
     def checked(self, predictions: PyTree) -> PyTree:
@@ -112,7 +115,8 @@ def _updated(
     reduction: AbstractSummary, partial: Any, predictions: PyTree, weights: Any, total: Array, *, in_blocks: bool
 ) -> Any:
     of_members = lambda predictions: reduction.of_members(predictions, None if weights is None else _some(weights))
-    new = Partial(total, by_blocks(of_members, predictions) if in_blocks else of_members(predictions))
+    cut = lambda predictions: by_blocks(of_members, predictions, event_ndim=reduction.event_ndim)
+    new = Partial(total, (cut if in_blocks else of_members)(predictions))
     return new if partial is None else _merged(reduction, partial, new)
 
 

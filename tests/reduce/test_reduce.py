@@ -81,8 +81,8 @@ def test_rows_in_blocks(case, weights, monkeypatch):
     want, sizes = reduction(predictions, weights=weights), []
     by_blocks = _blocks.by_blocks
 
-    def noted(fn, predictions):
-        return by_blocks(lambda part: sizes.append(jax.tree.leaves(part)[0].shape[1]) or fn(part), predictions)
+    def noted(fn, predictions, **named):
+        return by_blocks(lambda part: sizes.append(jax.tree.leaves(part)[0].shape[1]) or fn(part), predictions, **named)
 
     monkeypatch.setattr(_blocks, "_BYTES", 2 * sum(x.nbytes for x in jax.tree.leaves(many)) // 13)
     monkeypatch.setattr(_reduction, "by_blocks", noted)
@@ -90,6 +90,35 @@ def test_rows_in_blocks(case, weights, monkeypatch):
     assert set(sizes) == (set() if case == "mean" else {13, 2, 1})  # 13 is for a look at the shapes
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, jnp.concatenate([y, y, y])[:13], rtol=2e-6, atol=1e-6)
+
+
+def test_every_reduction_has_a_case():
+    public = {getattr(reduce, name) for name in dir(reduce) if not name.startswith("_")}
+    final = {cls for cls in public if isinstance(cls, type) and cls is not reduce.AbstractReduction}
+    assert {type(reduction) for reduction, *_ in CASES.values()} | {reduce.Quantiles} == final
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_of_any_size_of_any_shape_change_nothing(case, monkeypatch):
+    """What is cut are rows: `(members, classes)` is one row, however many classes there are."""
+    reduction, prepared, whole = CASES[case]
+    drawn = np.random.default_rng(len(case))
+    least = 1 + reduction.event_ndim
+    for axes in (least, least + 1, least + 2):
+        shape = (MEMBERS, *drawn.integers(2, 9, axes - 1))
+        predictions = prepared(jnp.asarray(2 * drawn.normal(size=shape), jnp.float32))
+        monkeypatch.setattr(_blocks, "_BYTES", int(drawn.integers(1, 4 * np.prod(shape) // 2)))
+        found = jax.tree.leaves(reduction(predictions, weights=WEIGHTS))
+        for got, expected in zip(found, jax.tree.leaves(whole(predictions, WEIGHTS)), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6, err_msg=str(shape))
+
+
+def test_many_classes_of_one_row():
+    """As large as blocks are for: more than 2 MiB."""
+    values = jnp.asarray(np.random.default_rng(0).normal(size=(3, 200_000)), jnp.float32)
+    assert values.nbytes > 2 * _blocks._BYTES
+    np.testing.assert_allclose(jnp.sum(jnp.exp(reduce.Mixture()(values))), 1, rtol=1e-5)
+    np.testing.assert_allclose(jnp.sum(reduce.Vote()(values)), 1, rtol=1e-5)
 
 
 def test_many_rows():
