@@ -20,18 +20,20 @@ def judged(
     A member whose loss or weights stopped being finite keeps its last good weights and is marked diverged; a member
     that had left keeps everything. Weights that are not finite stay so, since an update is added to them: looking at
     the last ones of `num_steps` steps is looking at all. When these are several, whose fault was at an unknown one,
-    nothing is kept of any member, and the steps have to be run again in smaller parts.
+    nothing is kept of any member, and the steps have to be run again in smaller parts. Of no steps nothing is kept
+    either: where a program has room for one step only, that one has run all the same.
 
     **Returns:** the members after the steps; their losses and auxiliary outputs `(members, steps, ...)`, NaN (or zero,
     for what holds no NaN) for members that had left; and whether to run again.
     """
     training = before.status == OK
+    some = jnp.asarray(num_steps) > 0
     finite = [jnp.all(jnp.isfinite(outputs[0]), axis=1), *map(_finite_members, jax.tree.leaves(after.params))]
     finite = jnp.stack(finite)
     good = jnp.all(finite, axis=0)
-    lost = training & ~good
+    lost = training & ~good & some
     again = (num_steps > 1) & jnp.any(lost)
-    keep = training & good & ~again
+    keep = training & good & ~again & some
     params, opt_state, model_state = jax.tree.map(
         lambda new, old: _axes.where_members(keep, new, old),
         (after.params, after.opt_state, after.model_state),

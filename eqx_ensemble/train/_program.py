@@ -69,6 +69,8 @@ class Program(eqx.Module):
     ) -> tuple[Carry, PyTree]:
         """The first `count` steps of `rows`, none of them judged. Outputs are `(members, steps, ...)`.
 
+        Where `rows` hold one step only, it runs even if `count` is 0, and is taken back when it is judged.
+
         A plan takes members from outside, their steps lie inside: under one that takes members one after another, each
         does all its steps with its weights in the processor's cache.
         """

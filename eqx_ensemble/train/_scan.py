@@ -11,7 +11,8 @@ def scan(
 ) -> tuple[PyTree, PyTree, Int[Array, ""]]:
     """`jax.lax.scan` over the first `length` of `xs`, known at run time only, and ended early by a body that says so.
 
-    `length` is at least 1; a loop that can have only one step is no loop.
+    A loop that can have only one step is no loop: XLA's CPU convolutions are slow inside of one, and as slow inside of
+    a condition. Where `xs` hold one, the body runs even if `length` is 0, and the caller takes it back.
 
     **Returns:** the carry; the outputs, zeros where nothing ran; and the number of bodies that ran.
     """

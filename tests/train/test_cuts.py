@@ -1,0 +1,161 @@
+"""A run that is cut anywhere and goes on equals the run that is not cut: no step more, none less, none twice."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+
+from ..factories import assert_close, assert_same
+
+KEY = jax.random.key(0)
+MEMBERS = 3
+EPOCHS = 3
+ADAM = optax.adam(1e-2)
+PLANS = [
+    plan(*size, scan=scan)
+    for plan, size in ((ee.plan.Vmap, ()), (ee.plan.Chunked, (2,)), (ee.plan.Sequential, ()))
+    for scan in (None, True, False)
+]
+
+
+def loss(model, batch, key):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
+
+
+def noisy_loss(model, batch, key):
+    x, y = batch
+    keep = jax.random.bernoulli(key, 0.8, x.shape)  # so that a stream that started again would be seen
+    return loss(model, (jnp.where(keep, x, 0.0), y), key)
+
+
+def data(rows):
+    x = jax.random.normal(KEY, (rows, 2))
+    return x, jnp.sin(x[:, 0])
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    return ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), MEMBERS, key=KEY)
+
+
+class Resumable:
+    """Batches that say where they stand; the last of a pass is smaller where `size` does not divide the rows."""
+
+    def __init__(self, data, size):
+        self._data, self._size, self._row = data, size, 0
+
+    def __iter__(self):
+        return Resumable(self._data, self._size)
+
+    def __next__(self):
+        start, self._row = self._row, self._row + self._size
+        if start >= len(self._data[0]):
+            raise StopIteration
+        return jax.tree.map(lambda x: x[start : start + self._size], self._data)
+
+    def get_state(self):
+        return {"row": self._row}
+
+    def set_state(self, state):
+        self._row = state["row"]
+
+
+def a_case(seed):
+    """A random call of `fit`: how often it is cut, over what."""
+    rng = np.random.default_rng(seed)
+    rows = int(rng.integers(2, 80))
+    batch_size = int(rng.integers(max(1, rows // 6), rows + 1))
+    options = {"plan": PLANS[rng.integers(len(PLANS))], "validation": data(8) if rng.random() < 0.5 else None}
+    if rng.random() < 0.25:
+        source = Resumable(data(rows), batch_size)
+    else:
+        source = data(rows)
+        options |= {"batch_size": batch_size, "order": rng.choice(["each", "shared", "given"]).item()}
+    return -(-rows // batch_size), lambda begun, **more: ee.fit(
+        begun, noisy_loss, ADAM, source, progress=False, key=KEY, **options, **more
+    )
+
+
+def assert_same_training(run, whole):
+    np.testing.assert_array_equal(run.train_state.moving.opt_state[0].count, int(whole.train_state.step))
+    assert_same(run.train_state, whole.train_state)
+    assert_same(run.history.loss, whole.history.loss)
+
+
+def check_cut_anywhere(ensemble, seed):
+    per_epoch, fit = a_case(seed)
+    whole = fit(ensemble, steps=EPOCHS * per_epoch)
+    run = ensemble
+    for _ in range(EPOCHS * per_epoch):
+        run = fit(run, steps=1)
+    assert_same_training(run, whole)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cut_at_every_step(ensemble, seed):
+    check_cut_anywhere(ensemble, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4, 60))
+def test_cut_at_every_step_of_many(ensemble, seed):
+    check_cut_anywhere(ensemble, seed)
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_resumed_at_every_step(ensemble, tmp_path, seed):
+    """The same call with one more step each time, from the checkpoint of the one before."""
+    per_epoch, fit = a_case(seed)
+    whole = fit(ensemble, steps=2 * per_epoch)
+    for steps in range(1, 2 * per_epoch + 1):
+        run = fit(ensemble, steps=steps, checkpoint=tmp_path / "run")
+    assert_same_training(run, whole)
+
+
+@pytest.mark.parametrize(("rows", "scan"), [(33, None), (40, False)])
+def test_is_what_optax_alone_does(ensemble, rows, scan):
+    """Every row once an epoch, at the default batch size, in a plain loop over single members."""
+    run = ensemble
+    for steps in (1, 1, 2):
+        run = ee.fit(
+            run,
+            loss,
+            ADAM,
+            data(rows),
+            steps=steps,
+            order="given",
+            plan=ee.plan.Vmap(scan=scan),
+            progress=False,
+            key=KEY,
+        )
+
+    @eqx.filter_jit
+    @jax.numpy_dtype_promotion("standard")  # optax raises a Python float to the count's power
+    def step(model, state, x, y):
+        updates, state = ADAM.update(eqx.filter_grad(loss)(model, (x, y), None), state)
+        return eqx.apply_updates(model, updates), state
+
+    x, y = data(rows)
+    members = []
+    for model in ensemble.unstack():
+        state = ADAM.init(eqx.filter(model, eqx.is_array))
+        for start in (0, 32, 0, 32):
+            model, state = step(model, state, x[start : start + 32], y[start : start + 32])
+        members.append(model)
+    assert_close(run.ensemble.stacked, ee.stack(members).stacked, 1e-5)  # as far as Vmap promises
+
+
+@pytest.mark.slow
+def test_halving_and_populations_make_the_steps_asked_for(ensemble):
+    hyper = {"lr": jnp.array([1e-2, 1e-3, 1e-4])}
+    optimiser = lambda hyper: optax.adam(hyper["lr"])
+    options = {"data": data(40), "hyper": hyper, "validation": data(8), "progress": False, "key": KEY}
+    halved = ee.methods.successive_halving(ensemble, loss, optimiser, steps=1, factor=2, rungs=3, **options)
+    assert halved.train_state.moving.opt_state[0].count.max() == 4
+    found = ee.methods.population_based_training(ensemble, loss, optimiser, steps=1, rounds=4, **options)
+    np.testing.assert_array_equal(found.run.train_state.moving.opt_state[0].count, 4)
