@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
-from jax.scipy.special import ndtr, ndtri
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jax.scipy.special import ndtr
+from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_level, check_levels, check_moments, check_weights
 from .._weighting import blank_unweighted, weighted_mean
@@ -17,9 +17,10 @@ def gaussian_mixture_quantile(
 ) -> Float[Array, "..."]:
     r"""Quantiles of the mixture of the members' Gaussians, entry by entry.
 
-    The solution $x$ of $\sum_m w_m \Phi((x - \mu_m) / \sigma_m) = \mathrm{level}$, found to rounding by Newton's method
-    kept inside a shrinking bracket. Levels above one half are solved for the upper tail, so that those close to one
-    keep their digits. The gradient is that of the implicit function.
+    The least $x$ with $\sum_m w_m \Phi((x - \mu_m) / \sigma_m) \ge \mathrm{level}$, found to rounding by bisection, so
+    that narrow members far apart cannot mislead it, and monotone in the level. Levels above one half are compared with
+    the upper tail, so that those close to one keep their digits; a level nearer to 0 or 1 than the dtype's least normal
+    number has an infinite quantile. The gradient is that of the implicit function.
 
     **Arguments:**
 
@@ -102,73 +103,76 @@ def _quantile(
     point = variance == 0
     sigma = jnp.where(point, 0, jnp.sqrt(jnp.where(point, 1, variance)))
     # Solved for deviations from the middle: a large common offset of the means costs no precision.
-    middle = jax.lax.stop_gradient(weighted_mean(mean, weights))
-    deviation = mean - middle[None]
-
-    def one(below: Array, over: Array) -> Array:
-        sign = jnp.where(over < below, -1, 1).astype(mean.dtype)
-        return middle + sign * _solve(sign * deviation, sigma, jnp.minimum(below, over), weights)
-
+    middle = jax.lax.stop_gradient(weighted_mean(jnp.where(jnp.isinf(mean), 0, mean), weights))
+    one = lambda below, over: middle + _solve(mean - middle[None], sigma, below, over, weights)
     return jax.vmap(one)(below, over) if below.ndim else one(below, over)
 
 
 def _solve(
     mean: Float[Array, " members *batch"],
     sigma: Float[Array, " members *batch"],
-    level: Float[Array, ""],
+    below: Float[Array, ""],
+    over: Float[Array, ""],
     weights: Float[Array, " members"] | None,
 ) -> Float[Array, "*batch"]:
-    fixed = jax.lax.stop_gradient((mean, sigma, level, weights))
-    x = _bracketed(*fixed)
-    # One more Newton step, of no length, that carries the gradient of the implicit function.
+    x = _bisect(*jax.lax.stop_gradient((mean, sigma, below, over, weights)))
+    # A Newton step of no length carries the gradient of the implicit function.
     density = jax.lax.stop_gradient(_density(x, mean, sigma, weights))
-    excess = _share_below(x, mean, sigma, weights) - level
+    excess = _tails(x, mean, sigma, weights)[0] - below
     return x - jnp.where(density > 0, (excess - jax.lax.stop_gradient(excess)) / jnp.where(density > 0, density, 1), 0)
 
 
-def _bracketed(
+def _bisect(
     mean: Float[Array, " members *batch"],
     sigma: Float[Array, " members *batch"],
-    level: Float[Array, ""],
+    below: Float[Array, ""],
+    over: Float[Array, ""],
     weights: Float[Array, " members"] | None,
 ) -> Float[Array, "*batch"]:
-    alone = mean + sigma * ndtri(level)
-    low = jnp.min(blank_unweighted(alone, weights, fill=jnp.inf), axis=0)
-    high = jnp.max(blank_unweighted(alone, weights, fill=-jnp.inf), axis=0)
-    eps = jnp.finfo(mean.dtype).eps
-    least = jnp.min(blank_unweighted(sigma, weights, fill=jnp.inf), axis=0)
-    scale = jnp.maximum(least, eps * (high - low))
+    """The least number with the level at or below it, by a binary search among all numbers of the dtype.
 
-    def at(x: Array) -> tuple[Array, Array]:
-        return _share_below(x, mean, sigma, weights) - level, _density(x, mean, sigma, weights)
+    Newton's method would stop inside a narrow component, where its steps are short, however wrong the level there. The
+    search asks the same numbers in the same order for every level, and what it asks is monotone in the level: so are
+    the quantiles, exactly, whatever the rounding of the distribution function.
+    """
+    dtype = mean.dtype
+    whole = jnp.int32 if dtype == jnp.float32 else jnp.int64
+    largest = jnp.iinfo(whole).max
 
-    def goes_on(state: tuple) -> Bool[Array, "*batch"]:
-        _, _, before, x, excess, _ = state
-        still = jnp.abs(x - before) > 2 * eps * jnp.maximum(jnp.abs(x), scale)
-        return still & (jnp.abs(excess) > 4 * eps * level)
+    # Bits of floating-point numbers, read as whole numbers, are in the order of the numbers; negative ones reversed.
+    def number(key: Array) -> Array:
+        return jax.lax.bitcast_convert_type(jnp.where(key < 0, key ^ largest, key), dtype)
 
-    # A step decides by what the last one computed and stored: computed anew, it may be rounded otherwise in each place
-    # where it is used, and one part of the step would see the root on another side than the next.
-    def step(state: tuple) -> tuple:
-        low, high, before, x, excess, density = state
-        low, high = jnp.where(excess < 0, x, low), jnp.where(excess < 0, high, x)
-        newton = x - excess / density
-        # A step that does not become shorter fast enough, as where no member has any density, gives way to a halving.
-        useful = (low <= newton) & (newton <= high) & (jnp.abs(newton - x) <= 0.5 * jnp.abs(x - before))
-        moved = jnp.where(useful, newton, low + 0.5 * (high - low))
-        new = (low, high, x, moved, *at(moved))
-        going_on = goes_on(state)
-        return tuple(jnp.where(going_on, one, other) for one, other in zip(new, state, strict=True))
+    infinity = jax.lax.bitcast_convert_type(jnp.asarray(jnp.inf, dtype), whole)
 
-    x = low + 0.5 * (high - low)
-    start = (low, high, jnp.full_like(x, jnp.inf), x, *at(x))
-    return jax.lax.while_loop(lambda state: jnp.any(goes_on(state)), step, start)[3]
+    def step(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = (low & high) + ((low ^ high) >> 1)  # the floor of the mean, without overflow
+        lower, upper = _tails(number(middle), mean, sigma, weights)
+        # Of the two tails the smaller has the digits.
+        short = jnp.where(lower <= upper, lower < below, upper > over)
+        return jnp.where(short, middle, low), jnp.where(short, high, middle)
+
+    shape = mean.shape[1:]
+    start = jnp.broadcast_to(~infinity, shape), jnp.broadcast_to(infinity, shape)
+    # One step more than there are bits: it asks minus infinity itself, where the answer is no number above it.
+    found = number(jax.lax.fori_loop(0, jnp.iinfo(whole).bits + 1, step, start)[1])
+    unknown = jnp.any(jnp.isnan(mean) | jnp.isnan(sigma), axis=0)
+    if weights is not None:
+        unknown = unknown | jnp.any(jnp.isnan(weights))
+    return jnp.where(unknown | jnp.isnan(below), jnp.nan, found)
 
 
-def _share_below(x: Array, mean: Array, sigma: Array, weights: Array | None) -> Float[Array, "*batch"]:
+def _tails(
+    x: Float[Array, "*batch"], mean: Array, sigma: Array, weights: Array | None
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+    """The probability at or below `x`, and that above it."""
     point = sigma == 0
-    smooth = ndtr((x[None] - mean) / jnp.where(point, 1, sigma))
-    return weighted_mean(jnp.where(point, (x[None] >= mean).astype(mean.dtype), smooth), weights)
+    above = x[None] >= mean
+    distance = (x[None] - mean) / jnp.where(point, 1, sigma)
+    tail = jnp.where(point, 0, ndtr(jnp.where(above, -distance, distance)))
+    lower = weighted_mean(jnp.where(above, 1 - tail, tail), weights)
+    return lower, weighted_mean(jnp.where(above, tail, 1 - tail), weights)
 
 
 def _density(x: Array, mean: Array, sigma: Array, weights: Array | None) -> Float[Array, "*batch"]:

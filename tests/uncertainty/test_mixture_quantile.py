@@ -82,6 +82,58 @@ def test_members_that_are_points_are_steps():
     np.testing.assert_allclose(got[:, 1], [0, 0, stats.norm.ppf(0.7)], atol=1e-6)
 
 
+def _narrow_mixtures(cases, members, seed):
+    """Means far apart, spreads from a millionth of the distance to all of it, some of them points; random weights."""
+    generator = np.random.default_rng(seed)
+    mean = generator.choice([1.0, 10.0, 100.0], cases) * generator.normal(size=(members, cases))
+    sigma = 10.0 ** generator.uniform(-7, 2, size=(members, cases)) * (generator.random((members, cases)) > 0.1)
+    weights = generator.dirichlet(np.ones(members)) if seed % 2 else None
+    return mean, sigma**2, weights
+
+
+def _below(x, mean, variance, weights):
+    """What the mixture has at or below `x`, and above it, in float64."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        distance = np.where(variance == 0, np.where(x >= mean, np.inf, -np.inf), (x - mean) / np.sqrt(variance))
+    return tuple(np.average(stats.norm.cdf(sign * distance), axis=0, weights=weights) for sign in (1, -1))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_level_lies_between_the_neighbours_of_the_quantile_and_order_is_kept(dtype, seed):
+    # Where a component is narrow, no x has the level itself: a little lower x has too little, a little higher enough.
+    with jax.enable_x64(True):
+        mean, variance, weights = _narrow_mixtures(200, 5, seed)
+        mean, variance = mean.astype(dtype), variance.astype(dtype)
+        levels = np.sort(np.concatenate([10.0 ** -np.arange(1, 30, 2.0), np.linspace(0.02, 0.98, 49), LEVELS]))
+        got = np.asarray(uncertainty.gaussian_mixture_quantile(mean, variance, levels, weights=weights))
+        assert got.dtype == dtype
+        assert (np.diff(got, axis=0) >= 0).all()
+        eps = np.finfo(dtype).eps
+        exact = mean.astype(np.float64), variance.astype(np.float64), weights
+        # Rounding of x and of the middle that is taken off; of a sum of five probabilities, each to some ulp.
+        reach = 8 * eps * (np.abs(got).astype(np.float64) + np.abs(exact[0]).max(0))
+        slack = 64 * eps
+        for level, x, apart in zip(levels, got.astype(np.float64), reach, strict=True):
+            below, over = _below(x - apart, *exact)
+            assert ((below <= level * (1 + slack)) | (over >= (1 - level) * (1 - slack))).all()
+            below, over = _below(x + apart, *exact)
+            assert ((below >= level * (1 - slack)) | (over <= (1 - level) * (1 + slack))).all()
+
+
+def test_narrow_members_do_not_stop_the_search():
+    mean, variance = np.float32([[0], [70], [20], [80], [50]]), np.full((5, 1), 1e-12, np.float32)
+    np.testing.assert_array_equal(uncertainty.gaussian_mixture_interval(mean, variance, level=0.9), [[0], [80]])
+
+
+def test_infinite_moments_have_infinite_quantiles_of_their_own_only():
+    mean, variance = np.float32([[0.0, 0.0], [1.0, 1.0], [np.inf, 2.0]]), np.float32([[0, 0], [0, 0], [1, np.inf]])
+    got = uncertainty.gaussian_mixture_quantile(mean, variance, np.array([1e-300, 0.1, 0.3, 0.6, 0.9]))
+    # A variance without bound has half of its member's third at either end.
+    np.testing.assert_array_equal(got[1:], [[0, -np.inf], [0, 0], [1, 1], [np.inf, np.inf]])
+    assert (got[0] == -np.inf).all()
+
+
 @pytest.mark.parametrize("level", [0.5, 0.9, 1 - 1e-7])
 def test_interval_is_central(level):
     mean, variance = _moments((4, 6))
