@@ -17,7 +17,7 @@ from .._check import (
 )
 from .._keys import member_keys
 from .._weighting import at_label, blank_masked
-from ._rank import fraction, rank_of, ranked_jit
+from ._rank import fraction, rank_of, ranked_pair
 
 
 class Sets(NamedTuple):
@@ -25,10 +25,13 @@ class Sets(NamedTuple):
 
     - `threshold`: a class is in the set if the probability down to it, itself included, and its penalty are at most
         this.
+    - `log_rest`: where they are equal to it, as where both round to one, if the logarithm of the probability that is
+        left is at least this.
     - `penalty`, `num_free`: each class beyond the first `num_free` costs `penalty`.
     """
 
     threshold: Float[Array, ""]
+    log_rest: Float[Array, ""]
     penalty: Float[Array, ""]
     num_free: Int32[Array, ""]
 
@@ -43,10 +46,13 @@ class RandomisedSets(NamedTuple):
 
     - `threshold`: a class is in the set if the probability above it, a random share of its own, and its penalty are at
         most this.
+    - `log_rest`: where they are equal to it, as where both round to one, if the logarithm of the probability that is
+        left is at least this.
     - `penalty`, `num_free`: each class beyond the first `num_free` costs `penalty`.
     """
 
     threshold: Float[Array, ""]
+    log_rest: Float[Array, ""]
     penalty: Float[Array, ""]
     num_free: Int32[Array, ""]
 
@@ -74,7 +80,8 @@ def aps(
     A class's score is the probability of all likelier classes plus its own; the set holds the classes whose score is
     at most [`eqx_ensemble.conformal.quantile`][] of the labels' scores on held-out rows, and so holds a new label with
     probability `level` or more. With a `key`, its own probability counts with a random share: the sets are smaller,
-    some of them empty, and their coverage is exact, not merely enough.
+    some of them empty, and their coverage is exact, not merely enough. Scores that round to one, as those of confident
+    predictions do, are told apart by the logarithm of the probability that is left.
 
     **Arguments:**
 
@@ -184,27 +191,32 @@ def _fitted(
         check_random(fn, key)
         keys = member_keys(key, 1, purpose="conformal.aps")
     extra = jnp.asarray(penalty, checked.dtype), jnp.asarray(num_free, jnp.int32)
-    scores = _scores(blank_masked(checked, kept), keys, *extra)
-    of_label = at_label(scores, blank_masked(targets, kept))
+    scores, log_rest = _scores(blank_masked(checked, kept), keys, *extra)
+    blanked = blank_masked(targets, kept)
+    of_label = at_label(scores, blanked)
     check_known(fn, "logits", of_label, mask)
-    threshold = ranked_jit(of_label, kept, rank_of(fn, fraction(level), of_label.size, kept, stacklevel=5))
-    return (Sets if key is None else RandomisedSets)(threshold, *extra)
+    rank = rank_of(fn, fraction(level), of_label.size, kept, stacklevel=5)
+    threshold, negative = ranked_pair(of_label, -at_label(log_rest, blanked), kept, rank)
+    return (Sets if key is None else RandomisedSets)(threshold, -negative, *extra)
 
 
 @jax.jit
 def _scores(
     logits: Float[Array, "*batch classes"], keys: Key[Array, "1"] | None, penalty: Array, num_free: Array
-) -> Float[Array, "*batch classes"]:
-    probabilities = jax.nn.softmax(logits, axis=-1)
-    ordered = jnp.sort(probabilities, axis=-1)
-    # Sums over the likeliest classes: element i is the probability of all but the i least likely ones.
-    above = jnp.flip(jnp.cumsum(jnp.flip(ordered, axis=-1), axis=-1), axis=-1)
-    above = jnp.concatenate([above, jnp.zeros_like(above[..., :1])], axis=-1)
+) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
+    """The scores, and the logarithm of the probability that is left, which tells scores apart that round to one."""
+    logs = jax.nn.log_softmax(logits, axis=-1)
+    ordered = jnp.sort(logs, axis=-1)
+    # Element i is the logarithm of the probability of the i least likely classes.
+    below = jax.lax.cumlogsumexp(ordered, axis=logs.ndim - 1)
+    below = jnp.concatenate([jnp.full_like(below[..., :1], -jnp.inf), below], axis=-1)
     # Counted, not taken from the order of sorting: classes of one probability have one score.
-    less, most = _places(ordered, probabilities, "left"), _places(ordered, probabilities, "right")
+    less, most = _places(ordered, logs, "left"), _places(ordered, logs, "right")
     share = 1.0 if keys is None else jax.random.uniform(keys[0], (*logits.shape[:-1], 1), logits.dtype)
+    own = jnp.log((most - less).astype(logits.dtype) - share) + logs
+    log_rest = jnp.minimum(jnp.logaddexp(jnp.take_along_axis(below, less, axis=-1), own), 0)
     extra = jnp.maximum(logits.shape[-1] - less - num_free, 0).astype(logits.dtype) * penalty
-    return jnp.take_along_axis(above, most, axis=-1) + share * probabilities + extra
+    return -jnp.expm1(log_rest) + extra, log_rest
 
 
 def _places(
@@ -219,8 +231,10 @@ def _sets(
     logits: Float[Array, "*batch classes"],
     keys: Key[Array, "1"] | None,
     threshold: Array,
+    log_rest: Array,
     penalty: Array,
     num_free: Array,
 ) -> Bool[Array, "*batch classes"]:
+    scores, rest = _scores(logits, keys, penalty, num_free)
     # Only what has a score above the threshold is left out: what cannot be scored is in the set.
-    return ~(_scores(logits, keys, penalty, num_free) > threshold)
+    return ~((scores > threshold) | ((scores == threshold) & (rest < log_rest)))

@@ -49,3 +49,16 @@ def ranked(
 
 
 ranked_jit = jax.jit(ranked)
+
+
+@jax.jit
+def ranked_pair(
+    scores: Float[Array, " rows"],
+    ties: Float[Array, " rows"],
+    mask: Bool[Array, " rows"] | None,
+    rank: Int32[Array, ""],
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """As `ranked`, of scores that `ties` bring into order where they are equal, and the value of `ties` there."""
+    counted = scores if mask is None else jnp.where(mask, scores, jnp.inf)
+    _, in_order = jax.lax.sort((counted, ties), num_keys=2)
+    return ranked(scores, mask, rank), in_order[jnp.clip(rank - 1, 0, scores.size - 1)]

@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,12 +56,12 @@ def test_equal_probabilities_have_equal_scores():
     np.testing.assert_array_equal(fitted(logits), [[False, True, False, True]])
     order = np.array([3, 2, 1, 0])
     for threshold in (0.29, 0.31, 0.79, 0.81):
-        sets = conformal.Sets(jnp.asarray(threshold), fitted.penalty, fitted.num_free)
+        sets = fitted._replace(threshold=jnp.asarray(threshold))
         np.testing.assert_array_equal(sets(logits[:, order]), sets(logits)[:, order])
         np.testing.assert_array_equal(sets(logits)[0, :2], [threshold > 0.8, threshold > 0.3])
 
 
-def _covered(key, repeats, held_out, new):
+def _covered(fit, key, repeats, held_out, new, sharpness=1.0):
     """How many of the new rows are covered, in many repetitions, for a model that is unsure of the wrong things."""
     rng = np.random.default_rng(0)
     logits = (1.5 * rng.normal(size=(repeats, held_out + new, 5))).astype(np.float32)
@@ -69,21 +71,34 @@ def _covered(key, repeats, held_out, new):
 
     def covered(x, y, key):
         if key is None:
-            sets = conformal.aps(x[:held_out], y[:held_out], level=0.8)(x[held_out:])
+            sets = fit(x[:held_out], y[:held_out], level=0.8)(x[held_out:])
         else:
             one, other = jax.random.split(key)
-            sets = conformal.aps(x[:held_out], y[:held_out], level=0.8, key=one)(x[held_out:], key=other)
+            sets = fit(x[:held_out], y[:held_out], level=0.8, key=one)(x[held_out:], key=other)
         return jnp.sum(scores.set_coverage(sets, y[held_out:], reduction="none"))
 
     keys = None if key is None else jax.random.split(key, repeats)
+    logits = (sharpness * logits).astype(np.float32)
     return np.asarray(jax.jit(jax.vmap(covered, in_axes=(0, 0, None if key is None else 0)))(logits, labels, keys))
 
 
-@pytest.mark.parametrize("key", [None, KEY], ids=["deterministic", "randomised"])
-def test_coverage_follows_its_beta_binomial_law(key):
+_PENALISED = partial(conformal.raps, penalty=0.1, num_free=0)
+
+
+@pytest.mark.parametrize(
+    ("fit", "key", "sharpness"),
+    [
+        (conformal.aps, None, 1.0),
+        (conformal.aps, KEY, 1.0),
+        # The probabilities of the likeliest classes round to one: by their sums alone, all rows would tie.
+        (conformal.aps, KEY, 1000.0),
+        pytest.param(_PENALISED, KEY, 1000.0, marks=pytest.mark.slow),
+    ],
+)
+def test_coverage_follows_its_beta_binomial_law(fit, key, sharpness):
     # Scores of random logits do not tie, so that coverage is as exact as that of intervals.
     held_out, new, repeats = 29, 20, 6000
-    counts = _covered(key, repeats, held_out, new)
+    counts = _covered(fit, key, repeats, held_out, new, sharpness)
     limit = np.sqrt(np.log(2e6) / (2 * repeats))
     grid = np.arange(new + 1)
     empirical = np.searchsorted(np.sort(counts), grid, side="right") / repeats
@@ -134,6 +149,15 @@ def test_masks_shapes_jit_and_files(tmp_path):
     traced = jax.jit(lambda y: conformal.aps(LOGITS, y, level=0.8).threshold)
     assert traced(LABELS) == conformal.aps(LOGITS, LABELS, level=0.8).threshold
     assert np.isnan(traced(LABELS - 1))
+
+
+def test_classes_that_are_hardly_possible_are_told_apart():
+    # The probability left beyond each class is exp(-200), exp(-500) and nothing: all three scores round to one.
+    logits = np.float32([200.0, 0.0, -np.inf, -300.0])
+    for label, want in [(0, [1, 0, 0, 0]), (1, [1, 1, 0, 0]), (2, [1, 1, 1, 1]), (3, [1, 1, 1, 1])]:
+        fitted = conformal.aps(np.tile(logits, (9, 1)), np.full(9, label), level=0.8)
+        assert fitted.threshold == 1
+        np.testing.assert_array_equal(fitted(logits), want)
 
 
 def test_too_few_rows_hold_every_class():
