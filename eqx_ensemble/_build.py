@@ -105,6 +105,7 @@ def build(
     """
     _check.maker(make)
     arguments, counted = _arguments(zip, product)
+    _check.maker_signature(make, arguments)
     count = _check.one_count(
         num_members=num_members,
         ids=None if ids is None else len(ids),

@@ -17,6 +17,7 @@ from ._building import equal_shared as equal_shared
 from ._building import explained_call as explained_call
 from ._building import explained_constructor as explained_constructor
 from ._building import maker as maker
+from ._building import maker_signature as maker_signature
 from ._building import no_attribute as no_attribute
 from ._building import no_second_index as no_second_index
 from ._building import no_second_key as no_second_key
@@ -33,6 +34,8 @@ from ._calibrate import check_penalties as check_penalties
 from ._calibrate import check_scale as check_scale
 from ._calibrate import check_untraced as check_untraced
 from ._calibrate import warn_no_minimum as warn_no_minimum
+from ._calls import explain_loss as explain_loss
+from ._calls import explain_optimiser as explain_optimiser
 from ._combining import check_cut as check_cut
 from ._combining import check_greedy as check_greedy
 from ._combining import check_log_scores as check_log_scores
@@ -55,6 +58,7 @@ from ._conformal import count_rows_kept as count_rows_kept
 from ._conformal import warn_infinite as warn_infinite
 from ._data import batch_fits as batch_fits
 from ._data import explained_rows as explained_rows
+from ._data import integers_in as integers_in
 from ._data import no_batch_mark as no_batch_mark
 from ._data import row_indices as row_indices
 from ._data import rows_of_data as rows_of_data

@@ -1,5 +1,6 @@
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -24,6 +25,27 @@ def maker(make: Any) -> None:
         raise TypeError("`build` makes members from a function; a list of models is stacked by `stack(models)`.")
     if not callable(make):
         raise TypeError(f"`build` needs a function that makes one member from a key, got {make!r}.")
+
+
+def maker_signature(make: Callable[..., Any], arguments: Iterable[str]) -> None:
+    """The function can be called with a key and the per-member arguments."""
+    try:
+        # Of decorated functions the outermost counts: the one inside may be called in another way.
+        signature = inspect.signature(make, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return
+    named = dict.fromkeys(arguments)
+    try:
+        signature.bind(None, **named)
+    except TypeError as error:
+        called = ", ".join(["key", *(f"{name}={name}" for name in named)])
+        inner = getattr(make, "func", make)
+        word = getattr(inner, "__name__", type(inner).__name__)
+        raise TypeError(
+            f"`build` makes a member as `make({called})`, with the key in the first place; `{word}` cannot be "
+            f"called so: {error}.\n"
+            f"Write a function: `lambda {', '.join(['key', *named])}: {word}(..., key=key)`."
+        ) from None
 
 
 def one_count(**counts: int | None) -> int:

@@ -86,6 +86,15 @@ def _all_finite(x: Any) -> bool:
     return bool(np.isfinite(x.sum(dtype=np.float64)) or np.isfinite(x).all())
 
 
+def integers_in(data: Any, each: type) -> list[str]:
+    """What may be class labels: the arrays of integers in a data set, with the range of their values."""
+    return [
+        f"`{place}` holds integers from {int(x.min())} to {int(x.max())}"
+        for place, x, axis in _data_leaves(data, each, "data")
+        if jnp.issubdtype(x.dtype, jnp.integer) and x.ndim - axis <= 2
+    ]
+
+
 def same_structure(validation: Any, data: Any) -> None:
     """The loss takes validation data apart as it does the training data."""
     expected, got = jax.tree.structure(data), jax.tree.structure(validation)

@@ -1,4 +1,4 @@
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -173,14 +173,23 @@ def out_of_memory(num_members: int, plan: str, less: str | None, error: str, *, 
     return f"`{name}` ran out of memory with {num_members} members under `{plan}`: {first}\n{hint}"
 
 
-def diverged(ids: Any, left: Any, faults: Any) -> str:
-    """The warning that names members which diverged."""
+def diverged(ids: Any, left: Any, faults: Any, *, first_step: int = -1, integers: Sequence[str] = ()) -> str:
+    """The warning that names members which diverged, in a run that began at `first_step`, on data with `integers`."""
     each = zip(ids.tolist(), left.tolist(), faults.tolist(), strict=True)
     listed = ", ".join(f"{member} at step {step} (`{fault}`)" for member, step, fault in each)
-    return (
-        f"{len(ids)} member(s) diverged and keep their last finite weights (id, step, what was not finite): {listed}.\n"
-        "`run.healthy` leaves them out; a smaller learning rate or gradient clipping often helps."
-    )
+    lines = [
+        f"{len(ids)} member(s) diverged and keep their last finite weights (id, step, what was not finite): {listed}.",
+        "`run.healthy` leaves them out; a smaller learning rate or gradient clipping often helps.",
+    ]
+    of_loss = faults == "loss"
+    if (of_loss & (left == first_step)).all():
+        lines[1] = (
+            "Their loss was not finite before any update: the cause lies in the loss, the model or the data, not in "
+            "the learning rate."
+        )
+    if of_loss.any() and integers:
+        lines.append(f"{'; '.join(integers)}: a class label beyond a model's outputs makes the loss NaN.")
+    return "\n".join(lines)
 
 
 def nothing_twice(given: list[str]) -> None:

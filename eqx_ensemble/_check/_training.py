@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from ._errors import MemberMismatchError
-from ._leaves import kind_of
+from ._leaves import describe, kind_of
 from ._marks import array_leaves
 
 
@@ -41,8 +41,16 @@ def optimiser(value: Any, *, hyper: Any, name: str) -> None:
     """An optax optimiser, or a function of one member's `hyper` that makes one."""
     if isinstance(value, optax.GradientTransformation):
         return
+    if isinstance(value, optax.MultiSteps):
+        raise TypeError(f"`{name}` needs an optax optimiser, got a MultiSteps.\n{_MULTI_STEPS}")
     if not callable(value):
-        raise TypeError(f"`{name}` needs an optax optimiser, got {value!r}.")
+        arrays = len(array_leaves(value))
+        if arrays:
+            raise TypeError(
+                f"`{name}` needs an optax optimiser, got {kind_of(value)} of {arrays} arrays: an optimiser's state?\n"
+                "Pass the optimiser itself, such as `optax.adam(1e-3)`; its state is made for every member."
+            )
+        raise TypeError(f"`{name}` needs an optax optimiser, got {describe(value)}.")
     if hyper is None:
         named = getattr(value, "__name__", type(value).__name__)
         raise TypeError(
@@ -51,6 +59,8 @@ def optimiser(value: Any, *, hyper: Any, name: str) -> None:
             "each member's hyper-parameters."
         )
 
+
+_MULTI_STEPS = "Pass `optax.MultiSteps(...).gradient_transformation()`."
 
 LOOKS_AT_HYPER = (
     "The function that makes a member's optimiser looks at the value of a hyper-parameter, which a compiled program "
@@ -63,8 +73,9 @@ LOOKS_AT_HYPER = (
 def made_optimiser(value: Any, *, name: str) -> None:
     """What a function of `hyper` returned is an optimiser."""
     if not isinstance(value, optax.GradientTransformation):
+        way = f"\n{_MULTI_STEPS}" if isinstance(value, optax.MultiSteps) else ""
         raise TypeError(
-            f"`{name}`: the optimiser function must return an optax optimiser, it returned {kind_of(value)}."
+            f"`{name}`: the optimiser function must return an optax optimiser, it returned {kind_of(value)}.{way}"
         )
 
 

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import _check
+from .._axes import Each
 from .._ensemble import Ensemble, M
 from ..checkpoint import Checkpoints
 from ..distributed import fetch
@@ -132,7 +133,9 @@ def fit(
     **Returns:** [`eqx_ensemble.Run`][]. Ctrl-C ends the run at the next boundary and returns what there is.
 
     **Raises:** before anything is compiled, for arguments that do not fit together or data that are not finite; and
-    [`eqx_ensemble.train.NotSavedError`][], which holds the run so far, when a checkpoint cannot be written.
+    [`eqx_ensemble.train.NotSavedError`][], which holds the run so far, when a checkpoint cannot be written. An error
+    inside the loss, the score or the model has a note with the function's place, the shapes of one member's arguments,
+    whether it ran in training or validation, and the likely cause.
     """
     plan = as_plan(plan)
     lengths = {"epochs": epochs, "steps": steps, "patience": patience}
@@ -176,7 +179,9 @@ def fit(
         raise NotSavedError(saver.failed, run) from saver.failed
     lost = run.status == STATUS_NAMES[DIVERGED]
     if lost.any():
-        message = _check.diverged(fetch(first.ids)[lost], run.left[lost], run.fault[lost])
+        integers = [] if is_batches(data) else _check.integers_in(data, Each)
+        where = (fetch(first.ids)[lost], run.left[lost], run.fault[lost])
+        message = _check.diverged(*where, first_step=length.begun, integers=integers)
         if how == "raise" and (lost & ~lost_before).any():
             raise DivergedError(message, run)
         warnings.warn(message, stacklevel=2)
@@ -218,4 +223,4 @@ def _losses(
     loss_of_one = as_loss(loss, has_aux=has_aux, **options)
     if not has_validation:
         return loss_of_one, None
-    return loss_of_one, as_loss(score or loss, has_aux=has_aux and score is None, **options)
+    return loss_of_one, as_loss(score or loss, has_aux=has_aux and score is None, purpose="in validation", **options)

@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -16,15 +16,18 @@ class Loss(eqx.Module):
     stateful: bool = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
     wants_hyper: bool = eqx.field(static=True)
+    name: str = eqx.field(static=True)
+    purpose: str = eqx.field(static=True)
 
     def __call__(
         self, model: PyTree, state: PyTree, batch: PyTree, key: Key[Array, ""], hyper: PyTree
     ) -> tuple[Float[Array, ""], tuple[PyTree, PyTree]]:
         """The loss's value, the new state of the model (`None` if it has none) and the auxiliary outputs."""
-        before = (model, state) if self.stateful else (model,)
+        arguments = (model, state, batch, key) if self.stateful else (model, batch, key)
         named = {"hyper": hyper} if self.wants_hyper else {}
-        out = self.fn(*before, batch, key, **named)
-        _check.loss_output(out, stateful=self.stateful, has_aux=self.has_aux)
+        with _check.explain_loss(self.fn, arguments, named.get("hyper"), name=self.name, purpose=self.purpose):
+            out = self.fn(*arguments, **named)
+            _check.loss_output(out, stateful=self.stateful, has_aux=self.has_aux)
         if not (self.stateful or self.has_aux):
             return out, (None, None)
         value, *more = out
@@ -33,7 +36,15 @@ class Loss(eqx.Module):
         return value, (state, aux)
 
 
-def as_loss(fn: Callable[..., Any], *, stateful: bool, has_aux: bool, hyper: PyTree, name: str) -> Loss:
+def as_loss(
+    fn: Callable[..., Any],
+    *,
+    stateful: bool,
+    has_aux: bool,
+    hyper: PyTree,
+    name: str,
+    purpose: Literal["in training", "in validation"] = "in training",
+) -> Loss:
     """The loss as the step calls it, its signature checked."""
     wants_hyper = _check.loss_signature(fn, stateful=stateful, hyper=hyper, name=name)
-    return Loss(fn, stateful, has_aux, wants_hyper)
+    return Loss(fn, stateful, has_aux, wants_hyper, name, purpose)

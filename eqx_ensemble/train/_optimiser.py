@@ -16,8 +16,9 @@ Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransfo
 
 def init_member(optimiser: Optimiser, params: PyTree, hyper: PyTree, member_id: Int[Array, ""]) -> PyTree:
     """The optimiser's first state for one member."""
-    with standard_promotion():
-        state = resolve(optimiser, hyper).init(params)
+    transformation = resolve(optimiser, hyper)
+    with standard_promotion(), _check.explain_optimiser("in the optimiser's `init`", transformation.init, hyper):
+        state = transformation.init(params)
     # optax starts some counters weakly typed (lbfgs); a step returns them strongly typed and would compile twice.
     state = jax.tree.map(lambda x: jnp.asarray(x, dtype=jnp.result_type(x)) if _is_number(x) else x, state)
     return jax.tree_util.tree_map_with_path(lambda path, x: _own_noise(path, x, member_id), state)
@@ -46,7 +47,7 @@ def update_member(
 
     transformation = optax.with_extra_args_support(resolve(optimiser, hyper))
     extra = {"value": value, "grad": grads, "value_fn": value_at, "obj_fn": value_fn, "grad_fn": grad_at}
-    with standard_promotion():
+    with standard_promotion(), _check.explain_optimiser("in the optimiser's `update`", transformation.update, hyper):
         updates, new_state = transformation.update(grads, opt_state, params, **_accepted(transformation.update, extra))
         new_params = optax.apply_updates(params, updates)
     _check.state_after(new_state, opt_state, what="optimiser's state")
@@ -67,7 +68,8 @@ def resolve(optimiser: Optimiser, hyper: PyTree) -> optax.GradientTransformation
     if isinstance(optimiser, optax.GradientTransformation):
         return optimiser
     try:
-        made = optimiser(hyper)
+        with _check.explain_optimiser("where the optimiser is made of `hyper`", optimiser, hyper):
+            made = optimiser(hyper)
     except jax.errors.TracerBoolConversionError as error:
         raise TypeError(_check.LOOKS_AT_HYPER) from error
     _check.made_optimiser(made, name="fit")
