@@ -39,7 +39,9 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         `shared=` of the constructors selected; `None` elsewhere. Shared arrays are constants in training: a trunk
         trained by all its members would couple them.
     - `ids`: the members' stable ids `(members,)`, from which their random streams follow. They travel with the
-        members through indexing and concatenation.
+        members through indexing and concatenation. They are an integer array among the leaves: code that
+        calculates with all arrays changes them, and the next use of the ensemble is then a `TypeError`. Select
+        weights with `equinox.is_inexact_array`, not `equinox.is_array`.
     """
 
     stacked: M
@@ -52,6 +54,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
 
     def per_member(self) -> PyTree:
         """The leaves that differ between members, and the members' ids."""
+        _check.integer_ids(self.ids)
         return self.stacked, self.ids
 
     def one(self, part: PyTree) -> M:
@@ -64,6 +67,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         """The number of members."""
         if self.ids is None:  # gradients, or what `equinox.filter` left
             return _check.per_member_leaves(self.stacked, axis=0, name="Ensemble")
+        _check.integer_ids(self.ids)
         return self.ids.shape[0]
 
     if not TYPE_CHECKING:  # a type checker knows by itself what there is
@@ -101,7 +105,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         _check.no_second_index(index)
         if self.ids is None:  # as above
             return self.one((_tree.take(self.stacked, _check.one_member(index)), None))
-        stacked, ids = _tree.take((self.stacked, self.ids), index)
+        stacked, ids = _tree.take(self.per_member(), index)
         if ids.ndim < self.ids.ndim:
             return self.one((stacked, ids))
         return Ensemble(stacked, self.shared, ids)
@@ -111,7 +115,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
 
     def unstack(self) -> list[M]:
         """The members as a list of ordinary models."""
-        parts = _tree.unstack((self.stacked, self.ids))
+        parts = _tree.unstack(self.per_member())
         return [self.one(part) for part in parts]
 
     def map(self, fn: Callable[..., Any], *args: Any, plan: AbstractPlan | None = None, **kwargs: Any) -> PyTree:
@@ -204,7 +208,7 @@ def concatenate(ensembles: Iterable[Ensemble[M]], *, renumber: bool = False) -> 
     the ensembles do not fit together.
     """
     ensembles = _check.ensembles(ensembles, Ensemble, name="concatenate")
-    stacked, ids = _tree.concatenate([(ensemble.stacked, ensemble.ids) for ensemble in ensembles])
+    stacked, ids = _tree.concatenate([ensemble.per_member() for ensemble in ensembles])
     shared = [ensemble.shared for ensemble in ensembles]
     rules = _check.Rules(needs="ensembles whose members share the same", noun="ensemble")
     _check.same_members(shared, name="concatenate", rules=rules)

@@ -158,12 +158,14 @@ from ._loading import several_paths as several_paths
 from ._loading import structure_text as structure_text
 from ._marks import distinct_ids as distinct_ids
 from ._marks import ids as ids
+from ._marks import integer_ids as integer_ids
 from ._marks import member_count as member_count
 from ._marks import one_batch_size as one_batch_size
 from ._marks import one_member_count as one_member_count
 from ._marks import per_member_leaves as per_member_leaves
 from ._marks import plan as plan
 from ._marks import positive_int as positive_int
+from ._marks import same_ids as same_ids
 from ._marks import share as share
 from ._members import distinct_members as distinct_members
 from ._members import leading_axes as leading_axes
@@ -306,6 +308,7 @@ from ._training import state_after as state_after
 from ._training import train_state as train_state
 from ._training import trainable as trainable
 from ._training import used_hyper as used_hyper
+from ._trees import AVERAGED as AVERAGED
 from ._trees import STACKED as STACKED
 from ._trees import SUMMED as SUMMED
 from ._trees import Columns as Columns
@@ -315,6 +318,7 @@ from ._trees import path_text as path_text
 from ._trees import replacement as replacement
 from ._trees import same_members as same_members
 from ._trees import sequence_of_trees as sequence_of_trees
+from ._weights import fraction as fraction
 from ._weights import one_weight_each as one_weight_each
 from ._weights import summable as summable
 from ._weights import tree_weights as tree_weights

@@ -4,6 +4,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -79,6 +80,7 @@ def one_batch_size(values: Iterable[Any]) -> None:
 
 def ids(values: Any) -> None:
     """Member ids: integers in one dimension, at least one, each from 0 to 2**31 - 1, no two alike."""
+    integer_ids(values)
     if is_traced(values):
         return
     array = np.asarray(values)
@@ -89,6 +91,44 @@ def ids(values: Any) -> None:
     if array.min() < 0 or array.max() >= 2**31:
         raise ValueError(f"Member ids lie in [0, 2**31), got {array.min()} to {array.max()}.")
     distinct_ids(array, "Give each member an id of its own.")
+
+
+def integer_ids(values: Any) -> None:
+    """Ids that no arithmetic has changed. Gradients and filtered trees have none.
+
+    Asked at every use and not once: `jax.tree.map` makes Modules without any check.
+    """
+    dtype = getattr(values, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            "`Ensemble` needs integer member ids, from which the members' random streams follow; at `.ids`: got "
+            f"{describe(values)}.\n"
+            "Arithmetic on all arrays of an ensemble changes its ids too: select the weights alone, with "
+            "`eqx.partition(ensemble, eqx.is_inexact_array)` or `eqx.filter`. For a moving average of ensembles write "
+            "`eqx_ensemble.tree.polyak(old, new, tau)`."
+        )
+
+
+def same_ids(old: Any, new: Any, *, name: str) -> None:
+    """The ensembles of two trees of one structure have the same members, in one order."""
+    for (path, first), (_, second) in zip(_nodes_with_ids(old), _nodes_with_ids(new), strict=True):
+        for node in (first, second):
+            integer_ids(node.ids)
+        if first.ids is second.ids or is_traced(first.ids) or is_traced(second.ids):
+            continue
+        a, b = np.asarray(first.ids), np.asarray(second.ids)
+        if not np.array_equal(a, b):
+            raise MemberMismatchError(
+                f"`{name}` needs the same members in both trees; at `{path_text(path)}.ids`: "
+                f"expected {a.tolist()}, got {b.tolist()}.\n"
+                "Take the members in one order first: `ensemble[positions]`."
+            )
+
+
+def _nodes_with_ids(tree: Any) -> list[tuple[tuple, Any]]:
+    """The ensembles and training states of a tree, by what they hold: their classes stand on higher floors."""
+    has_ids = lambda x: isinstance(getattr(x, "ids", None), jax.Array | np.ndarray)
+    return [(path, x) for path, x in jtu.tree_flatten_with_path(tree, is_leaf=has_ids)[0] if has_ids(x)]
 
 
 def distinct_ids(values: Any, fix: str) -> None:

@@ -8,7 +8,7 @@ import optax
 
 from ._errors import MemberMismatchError
 from ._leaves import describe, kind_of
-from ._marks import array_leaves
+from ._marks import array_leaves, integer_ids
 
 
 def loss_signature(fn: Any, *, stateful: bool, hyper: Any, name: str) -> bool:
@@ -196,6 +196,7 @@ def trainable(params: Any, *, name: str) -> None:
 def ensemble(value: Any, kind: type, *, name: str) -> None:
     """An ensemble, not a list of models, one model or a stacked model."""
     if isinstance(value, kind):
+        integer_ids(getattr(value, "ids", None))
         return
     if isinstance(value, list | tuple):
         raise TypeError(

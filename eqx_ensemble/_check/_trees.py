@@ -47,6 +47,7 @@ class Rules(NamedTuple):
 STACKED = Rules(
     needs="stacked trees of the same kind of member", noun="tree", shape=lambda first, own: (*own[:1], *first[1:])
 )
+AVERAGED = Rules(needs="trees that differ only in their arrays", who="`new`", reference="`old`", fixes=_FIXES_OF_SUMS)
 SUMMED = Rules(needs="trees that differ only in their numbers", noun="tree", scalars="numbers", fixes=_FIXES_OF_SUMS)
 
 

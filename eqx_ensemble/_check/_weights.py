@@ -38,6 +38,17 @@ def one_weight_each(weights: Any, num_members: int, *, name: str) -> None:
         )
 
 
+def fraction(value: Any, argument: str, *, name: str) -> None:
+    """One number from 0 to 1; only its shape and dtype if it is traced."""
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    real = is_array and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
+    if not (real and value.ndim == 0) and (isinstance(value, bool) or not isinstance(value, int | float)):
+        got = describe(value) if is_array else repr(value)
+        raise TypeError(f"`{name}` needs one number from 0 to 1 as `{argument}`, got {got}.")
+    if not is_traced(value) and not 0 <= float(value) <= 1:
+        raise ValueError(f"`{name}` needs one number from 0 to 1 as `{argument}`, got {float(value):g}.")
+
+
 def _values(weights: Any, name: str) -> Any:
     if isinstance(weights, (list, tuple)):
         if any(is_traced(w) for w in weights):

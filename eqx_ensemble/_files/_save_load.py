@@ -1,5 +1,5 @@
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -56,6 +56,8 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
     """
     _check.checkpoint_format(format, path, name="eqx_ensemble.save")
     _check.something_to_save(tree, name="eqx_ensemble.save")
+    for ensemble in _ensembles(tree):
+        _check.integer_ids(ensemble.ids)
     how, marked = FORMATS[format], marks(tree)
     content = snapshot(tree, per_member=marked.per_member, ids=marked.ids, meta=meta, take=how.take)
     how.settle(how.begin(located(path), content))
@@ -123,6 +125,14 @@ def _spread(tree: Any, layout: Layout) -> Any:
         return Ensemble(of_node.spread(node.stacked), of_node.copied(node.shared), of_node.copied(node.ids))
 
     return jax.tree.map(put, tree, is_leaf=_axes.is_per_member)
+
+
+def _ensembles(tree: PyTree) -> Iterator[Ensemble]:
+    """The ensembles of a tree, and those that are their members."""
+    for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Ensemble)):
+        if isinstance(node, Ensemble):
+            yield node
+            yield from _ensembles((node.stacked, node.shared))
 
 
 class Marks(NamedTuple):

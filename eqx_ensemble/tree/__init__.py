@@ -1,6 +1,7 @@
 from ._index import num_members as num_members
 from ._index import take as take
 from ._index import unstack as unstack
+from ._polyak import polyak as polyak
 from ._replace import replace as replace
 from ._stack import concatenate as concatenate
 from ._stack import stack as stack
