@@ -90,6 +90,15 @@ def is_array(x: Any) -> TypeGuard[jax.Array | np.ndarray]:
     return isinstance(x, jax.Array | np.ndarray)
 
 
+def map_each(own: Callable[[PyTree], Any], tree: PyTree, *, shared: Callable[[Any], Any] = lambda x: x) -> PyTree:
+    """The tree with `own(value)` in place of every `Each` and `shared(leaf)` in place of every other leaf.
+
+    A value comes with its `members` axis in front, wherever its mark says that it stands.
+    """
+    is_each = lambda x: isinstance(x, Each)
+    return jax.tree.map(lambda x: own(x.per_member()) if is_each(x) else shared(x), tree, is_leaf=is_each)
+
+
 def is_per_member(x: Any) -> bool:
     """Whether a node holds one value per member: a mark, an ensemble, or the state of stateful members."""
     return isinstance(x, AbstractPerMember | eqx.nn.State)
@@ -105,6 +114,7 @@ def split_members(tree: PyTree, *, name: str) -> tuple[PyTree, Callable[[PyTree]
     marked = {i: node for i, node in enumerate(nodes) if is_per_member(node)}
     parts = {i: node.per_member() if isinstance(node, AbstractPerMember) else node for i, node in marked.items()}
     num_members = _check.one_member_count(parts, tree, name=name)
+    _check.integers_fit(parts, argument="", name=name)
 
     def view(one_part: dict[int, PyTree]) -> PyTree:
         seen = list(nodes)
@@ -143,12 +153,31 @@ def over_batch(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
     parts = {i: _batch_first(node) for i, node in marked.items()}
     _check.one_batch_size(parts.values())
+    _check.integers_fit(parts, argument="", name="Batch")
 
     def call(one_part: dict[int, PyTree]) -> Any:
         args, kwargs = jax.tree.unflatten(treedef, [one_part.get(i, node) for i, node in enumerate(nodes)])
         return fn(*args, **kwargs)
 
     return over_leading_axis(lambda f, arrays: jax.vmap(f)(arrays), call, parts)
+
+
+def as_array(values: Any, *, path: str, name: str) -> jax.Array:
+    """Values as a jax array of a type of its own; integers that would wrap around are refused."""
+    _check.integers_fit(values, argument=path, name=name)
+    try:
+        return strongly_typed(jnp.asarray(values))
+    except OverflowError as error:  # Python's own integers
+        raise ValueError(_check.too_large(values, path=path, name=name)) from error
+
+
+def strongly_typed(tree: PyTree) -> PyTree:
+    """A tree whose jax arrays have types of their own.
+
+    `jnp.full(3, 0.1)` and `jnp.asarray(2.0)` are weakly typed: beside bfloat16 they count as bfloat16. What a compiled
+    program or a file gives back is not, so that one and the same array would calculate otherwise afterwards.
+    """
+    return jax.tree.map(lambda x: x.astype(x.dtype) if getattr(x, "weak_type", False) else x, tree)
 
 
 def where_members(chosen: Any, x: jax.Array, y: jax.Array) -> jax.Array:

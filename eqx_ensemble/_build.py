@@ -171,7 +171,9 @@ def _first(node: PyTree) -> PyTree:
 def _arguments(zip: Arguments | None, product: Arguments | None) -> tuple[dict[str, jax.Array], dict[str, int]]:
     """The stacked per-member arguments, and the number of members that each source of them asks for."""
     chosen = _check.per_member_arguments(zip, product)
-    arrays = {name: jnp.asarray(values) for name, values in chosen.items()}
+    option = "zip" if product is None else "product"
+    as_array = lambda name, values: _axes.as_array(values, path=f"{option}[{name!r}]", name="build")
+    arrays = {name: as_array(name, values) for name, values in chosen.items()}
     if product is None:
         return arrays, {f"zip[{name!r}]": len(values) for name, values in arrays.items()}
     grid = np.array(list(itertools.product(*(range(len(values)) for values in arrays.values()))))

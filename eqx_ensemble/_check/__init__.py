@@ -102,6 +102,7 @@ from ._files import something_to_save as something_to_save
 from ._files import step_number as step_number
 from ._fit import FORGETS_THE_BEST as FORGETS_THE_BEST
 from ._fit import IDLE_PATIENCE as IDLE_PATIENCE
+from ._fit import countable as countable
 from ._fit import diverged as diverged
 from ._fit import fit_options as fit_options
 from ._fit import goes_on as goes_on
@@ -134,12 +135,14 @@ from ._keys import many_keys as many_keys
 from ._keys import one_key as one_key
 from ._leaves import Size as Size
 from ._leaves import describe as describe
+from ._leaves import integers_fit as integers_fit
 from ._leaves import is_key as is_key
 from ._leaves import is_member_array as is_member_array
 from ._leaves import is_traced as is_traced
 from ._leaves import kind_of as kind_of
 from ._leaves import member_dtype as member_dtype
 from ._leaves import number_text as number_text
+from ._leaves import too_large as too_large
 from ._loading import Gap as Gap
 from ._loading import bytes_of as bytes_of
 from ._loading import cast_option as cast_option

@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import is_traced, kind_of
+from ._leaves import in_range, is_traced, kind_of
 from ._marks import positive_int
 
 
@@ -20,6 +20,7 @@ def rows_of_data(data: Any, each: type, num_members: int, *, argument: str, name
     sizes: dict[int, str] = {}
     for place, x, axis in _data_leaves(data, each, argument):
         _numeric(x, place, name=name)
+        in_range(x, name=name, path=place)
         if axis == 1 and x.shape[:1] != (num_members,):
             raise MemberMismatchError(
                 f"`{name}` needs one data set per member in the `Each` of `{argument}`; at `{place}`: expected "

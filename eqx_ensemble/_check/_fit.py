@@ -4,7 +4,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._marks import positive_int
+from ._marks import MOST_STEPS, counter, positive_int
 from ._trees import path_text
 from ._weights import one_weight_each
 
@@ -21,16 +21,16 @@ def _length(epochs: Any, steps: Any, *, name: str) -> None:
         got = "neither" if epochs is None else "both"
         raise TypeError(f"`{name}` needs either `epochs` or `steps`, got {got}.")
     if steps is None:
-        positive_int(epochs, "epochs", name=name)
+        counter(epochs, "epochs", name=name)
     else:
-        positive_int(steps, "steps", name=name)
+        counter(steps, "steps", name=name)
 
 
 def _patience(value: Any, validation: Any, *, name: str) -> None:
     """Stopping early needs something to judge by."""
     if value is None:
         return
-    positive_int(value, "patience", name=name)
+    counter(value, "patience", name=name)
     if validation is None:
         raise TypeError(f"`{name}` needs `validation=` data with `patience`: it stops on the validation score.")
 
@@ -68,7 +68,21 @@ def limit(value: Any, argument: str, num_members: int, *, name: str, whole: bool
         raise ValueError(
             f"`{name}` needs `{argument}` to be {'finite' if argument == 'target' else 'positive'}, got {value!r}."
         )
+    if whole and (numbers > MOST_STEPS).any():
+        raise ValueError(
+            f"`{name}` needs `{argument}` of at most {MOST_STEPS}, because compiled programs count in 32 bits; got "
+            f"{value!r}."
+        )
     return np.broadcast_to(numbers, (num_members,))
+
+
+def countable(last_step: int | None, *, name: str) -> None:
+    """The steps of a run can be counted."""
+    if last_step is not None and last_step > MOST_STEPS:
+        raise ValueError(
+            f"`{name}` counts at most {MOST_STEPS} steps, those of the runs before included; this call would end at "
+            f"step {last_step}.\nAsk for fewer: a run that is to end by `patience` or `target` needs no more."
+        )
 
 
 def revive(make: Any, perturb: Any, most: Any) -> None:

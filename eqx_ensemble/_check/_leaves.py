@@ -74,8 +74,10 @@ def in_range(leaf: Any, *, name: str, path: str) -> None:
     `jnp.asarray` turns 64-bit integers into 32-bit ones without a word when `jax_enable_x64` is off. The rounding
     of float64 is what every jax user expects; integers that come out as other integers are not.
     """
+    if not _is_wide(leaf):
+        return
     dtype = member_dtype(leaf)
-    if dtype == leaf.dtype or not np.issubdtype(leaf.dtype, np.integer) or leaf.size == 0:
+    if dtype == leaf.dtype or leaf.size == 0:
         return
     low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
     if leaf.min() < low or leaf.max() > high:
@@ -83,3 +85,22 @@ def in_range(leaf: Any, *, name: str, path: str) -> None:
             f"`{name}` makes jax arrays of NumPy leaves, and `{path}` holds integers outside {dtype}: from "
             f"{leaf.min()} to {leaf.max()}.\nEnable 64 bits (`jax.config.update('jax_enable_x64', True)`) or rescale."
         )
+
+
+def integers_fit(tree: Any, *, argument: str, name: str) -> None:
+    """No NumPy integer of a tree would wrap around when it becomes a jax array."""
+    if any(map(_is_wide, jax.tree.leaves(tree))):  # paths are made only where there is something to look at
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            in_range(leaf, name=name, path=argument + jax.tree_util.keystr(path))
+
+
+def too_large(value: Any, *, name: str, path: str) -> str:
+    """The message for Python integers that jax cannot hold."""
+    return (
+        f"`{name}` makes a jax array of `{path}`, and an integer in it is too large: got {value!r}.\n"
+        "Enable 64 bits (`jax.config.update('jax_enable_x64', True)`) or rescale."
+    )
+
+
+def _is_wide(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "iu" and leaf.dtype.itemsize == 8

@@ -161,6 +161,21 @@ def positive_int(value: Any, argument: str, *, name: str) -> int:
     return number
 
 
+MOST_STEPS = 2**31 - 1
+"""Steps are counted in 32 bits inside compiled programs."""
+
+
+def counter(value: Any, argument: str, *, name: str) -> int:
+    """A count of at least one that compiled programs can reach."""
+    number = positive_int(value, argument, name=name)
+    if number > MOST_STEPS:
+        raise ValueError(
+            f"`{name}` needs `{argument}` of at most {MOST_STEPS}, because compiled programs count in 32 bits; "
+            f"got {number}."
+        )
+    return number
+
+
 def plan(value: Any, kind: type) -> None:
     """An execution plan, not its class; its name only for `"auto"`, which the caller has made a plan of."""
     if isinstance(value, kind):

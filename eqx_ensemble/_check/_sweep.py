@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import kind_of
+from ._leaves import in_range, kind_of
 from ._marks import positive_int
 
 
@@ -25,6 +25,7 @@ def sweep_values(values: Any, *, name: str) -> dict[str, np.ndarray]:
             )
         if array.ndim == 0 or len(array) == 0:
             raise ValueError(f"`{name}` needs a list of values in `{word}`, got {given!r}.")
+        in_range(array, name=name, path=word)
         arrays[word] = array
     return arrays
 

@@ -80,6 +80,5 @@ def cross_fit(
 
 
 def _first_row(x: PyTree) -> PyTree:
-    is_each = lambda node: isinstance(node, _axes.Each)
-    first = lambda node: _axes.Each(jax.tree.map(lambda x: x[:, :1], node.per_member())) if is_each(node) else node[:1]
-    return jax.tree.map(first, x, is_leaf=is_each)
+    own = lambda value: _axes.Each(jax.tree.map(lambda x: x[:, :1], value))
+    return _axes.map_each(own, x, shared=lambda x: x[:1])

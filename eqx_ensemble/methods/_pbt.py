@@ -5,7 +5,6 @@ from typing import Any, Generic
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Key, PyTree
 
@@ -14,6 +13,7 @@ from .._ensemble import Ensemble, M
 from ..distributed import fetch
 from ..train import Run, fit, perturb
 from ..train._data import is_batches
+from ..train._hyper import hyper_arrays
 from ..train._optimiser import Optimiser
 from ..train._select import forgotten
 from ..train._state import OK
@@ -117,8 +117,7 @@ def population_based_training(
     _check.own_revival(options.get("on_diverge"))
     _check.whole_epochs(steps, is_batches=is_batches(data), name="population_based_training")
     _check.ensemble(ensemble, Ensemble, name="population_based_training")
-    hyper = jax.tree.map(jnp.asarray, hyper, is_leaf=lambda x: isinstance(x, list))
-    _check.hyper(hyper, ensemble.num_members, name="population_based_training")
+    hyper = hyper_arrays(hyper, ensemble.num_members, name="population_based_training")
     one = jax.tree.map(lambda x: x[0], hyper)
     keys = jax.random.split(key, rounds)
     _check.same_hyper(one, explore(one, keys[0]), name="explore")

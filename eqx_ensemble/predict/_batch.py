@@ -33,16 +33,15 @@ class Inputs(eqx.Module):
 
     def of_rows(self, rows: np.ndarray) -> "Inputs":
         """The inputs of some of the rows."""
-        x = _of_nodes(
-            lambda node: _axes.Each(jax.tree.map(lambda x: x[:, rows], node.value)), lambda x: x[rows], self.x
-        )
+        own = lambda value: _axes.Each(jax.tree.map(lambda x: x[:, rows], value))
+        x = _axes.map_each(own, self.x, shared=lambda x: x[rows])
         return Inputs(self.ensemble, x, self.state, self.keys)
 
     def of_members(self, chosen: slice) -> "Inputs":
         """The inputs of some of the members."""
         if len(range(*chosen.indices(self.ensemble.num_members))) == self.ensemble.num_members:
             return self
-        x = _of_nodes(lambda node: _axes.Each(tree.take(node.value, chosen)), lambda x: x, self.x)
+        x = _axes.map_each(lambda value: _axes.Each(tree.take(value, chosen)), self.x)
         state = None if self.state is None else tree.take(self.state, chosen)
         return Inputs(self.ensemble[chosen], x, state, None if self.keys is None else self.keys[chosen])
 
@@ -87,13 +86,3 @@ def alone(read: tuple[Call, Inputs, jax.Array]) -> tuple[Call, Inputs, jax.Array
     """The same as on one device, to be looked at."""
     call, inputs, rows = read
     return dataclasses.replace(call, layout=None), inputs, rows
-
-
-def members_first(x: PyTree) -> PyTree:
-    """The inputs with the `members` axis in front wherever there is one."""
-    return _of_nodes(lambda node: _axes.Each(node.per_member()), lambda x: x, x)
-
-
-def _of_nodes(own: Callable[[Any], Any], shared: Callable[[Any], Any], x: PyTree) -> PyTree:
-    is_each = lambda node: isinstance(node, _axes.Each)
-    return jax.tree.map(lambda node: own(node) if is_each(node) else shared(node), x, is_leaf=is_each)

@@ -17,7 +17,7 @@ from ..plan._auto import as_plan
 from ..plan._pilot import Pilot, explained_memory
 from ..reduce import AbstractReduction
 from ..sharding._layout import Layout, layout_for
-from ._batch import Call, Inputs, alone, arguments, compiled_batch, members_first, predict_batch
+from ._batch import Call, Inputs, alone, arguments, compiled_batch, predict_batch
 from ._filled import Filled
 from ._sizes import Sizes, measured
 
@@ -94,10 +94,11 @@ def predict(
     _check.model_state(state, ensemble.num_members, name="predict")
     _check.no_batch_mark(x, _axes.Batch)
     num_rows = _check.rows_of_data(x, _axes.Each, ensemble.num_members, argument="x", name="predict", finite=False)
+    _check.integers_fit((ensemble.stacked, ensemble.shared, state), argument="ensemble", name="predict")
     weights = _check.combiner(combine, weights, ensemble.num_members)
     batch_size = min(batch_size, num_rows)
     keys = None if key is None else _keys.member_keys(_keys.root(key, name="predict"), ensemble.ids, purpose="predict")
-    inputs, layout = _on_mesh(Inputs(ensemble, members_first(x), state, keys), mesh, memory)
+    inputs, layout = _on_mesh(Inputs(ensemble, _axes.map_each(_axes.Each, x), state, keys), mesh, memory)
     pilot = Pilot(plan, name="predict")
     made = lambda parts: _made(parts, combine, weights)
     work = _Work(pilot, Call(fn, inference, layout), inputs, num_rows, batch_size, made)

@@ -142,11 +142,9 @@ class Layout:
         return self._put_data(tree, lambda num_rows: None)
 
     def _put_data(self, tree: PyTree, row_axes: Callable[[int], Any]) -> PyTree:
-        is_each = lambda x: isinstance(x, _axes.Each)
         shared = lambda x: self._put(x, None, lambda x, _: self.along(row_axes(x.shape[0])))
         split = lambda x, _: self._of_members(x.shape[0], PartitionSpec(row_axes(x.shape[1])))
-        put = lambda x: _axes.Each(self._put(x.value, None, split)) if is_each(x) else shared(x)
-        return jax.tree.map(put, tree, is_leaf=is_each)
+        return _axes.map_each(lambda value: _axes.Each(self._put(value, None, split)), tree, shared=shared)
 
     def _put(self, tree: PyTree, specs: list | None, sharding: Any) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)

@@ -43,8 +43,7 @@ def _run_part(
 ) -> tuple[tuple[Moving, Selection | None], Int[Array, ""], PyTree]:
     program, inputs, chunk, step, member = read
     own = lambda tree, axis=0: jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, member, 1, axis), tree)
-    is_each = lambda x: isinstance(x, _axes.Each)
-    marked = lambda tree: jax.tree.map(lambda x: _axes.Each(own(x.value)) if is_each(x) else x, tree, is_leaf=is_each)
+    marked = lambda tree: _axes.map_each(lambda value: _axes.Each(own(value)), tree)
     fixed, limits = own((inputs.fixed, inputs.limits))
     part = Inputs(fixed, inputs.shared, marked(inputs.data), marked(inputs.validation), limits)
     if program.own_rows:

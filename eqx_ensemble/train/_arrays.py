@@ -112,6 +112,7 @@ class Arrays(NamedTuple):
         inputs, carry = loop.begin(dataclasses.replace(inputs, data=self.data), carry)
         first_step, last_step = loop.record.steps, length.begun + num_steps
         _check.not_beyond(first_step, last_step, "steps")
+        _check.countable(last_step, name="fit")
         feed, compiled = self._feed(loop, inputs, carry, num_steps, last_step)
         own_rows = loop.program.own_rows
         loop.line.total, loop.line.n = num_steps, first_step - length.begun

@@ -110,6 +110,7 @@ class Batches:
         first_step = loop.record.steps
         last_step = None if length.steps is None else length.begun + length.steps
         _check.not_beyond(first_step, last_step, "steps")
+        _check.countable(last_step, name="fit")
         seen: set[Any] = set()
         inputs, carry = loop.begin(inputs, carry)
         done, taken, state, _ = loop.place

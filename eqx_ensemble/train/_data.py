@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
@@ -31,7 +31,7 @@ def on_device(
     where that is possible; every device has all of them if they are to be `whole`.
     """
     rows = _check.rows_of_data(data, _axes.Each, num_members, argument=argument, name=name)
-    data = _map_marked(lambda each: _axes.Each(each.per_member()), data)
+    data = _axes.map_each(_axes.Each, data)
     if layout is None:
         return jax.tree.map(jnp.asarray, data), rows
     return layout.rows_whole(data) if whole else layout.rows_spread(data), rows
@@ -39,19 +39,14 @@ def on_device(
 
 def unmarked(data: PyTree) -> PyTree:
     """The data as a member's loss takes them apart."""
-    return _map_marked(lambda each: each.value, data)
-
-
-def _map_marked(fn: Callable[[_axes.Each], PyTree], data: PyTree) -> PyTree:
-    is_each = lambda x: isinstance(x, _axes.Each)
-    return jax.tree.map(lambda x: fn(x) if is_each(x) else x, data, is_leaf=is_each)
+    return _axes.map_each(lambda value: value, data)
 
 
 def chosen_rows(rows: Any, num_members: int, num_rows: int, *, name: str) -> np.ndarray | None:
     """The members' own rows `(members, n)` of the data, as int32 on the host."""
     if rows is None:
         return None
-    rows = np.asarray(rows.value if isinstance(rows, _axes.Each) else rows)
+    rows = np.asarray(_axes.map_each(lambda value: value, rows))
     _check.row_indices(rows, num_members, num_rows, name=name)
     return rows.astype(np.int32)
 
@@ -61,5 +56,4 @@ def shapes_of_one(data: PyTree, *, rows: int | None = None) -> PyTree:
     shape = lambda x, own: x.shape[own:] if rows is None else (rows, *x.shape[own + 1 :])
     of_one = lambda x, own: jax.ShapeDtypeStruct(shape(x, own), x.dtype) if eqx.is_array(x) else x
     of = lambda tree, own: jax.tree.map(lambda x: of_one(x, own), tree)
-    is_each = lambda x: isinstance(x, _axes.Each)
-    return jax.tree.map(lambda x: of(x.value, 1) if is_each(x) else of(x, 0), data, is_leaf=is_each)
+    return _axes.map_each(lambda value: of(value, 1), data, shared=lambda x: of(x, 0))

@@ -132,7 +132,8 @@ def fit(
 
     **Returns:** [`eqx_ensemble.Run`][]. Ctrl-C ends the run at the next boundary and returns what there is.
 
-    **Raises:** before anything is compiled, for arguments that do not fit together or data that are not finite; and
+    **Raises:** before anything is compiled, for arguments that do not fit together, data that are not finite, or
+    integers that jax would wrap around because 64-bit types are switched off; and
     [`eqx_ensemble.train.NotSavedError`][], which holds the run so far, when a checkpoint cannot be written. An error
     inside the loss, the score or the model has a note with the function's place, the shapes of one member's arguments,
     whether it ran in training or validation, and the likely cause.

@@ -5,8 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from .. import _check
+from .. import _axes, _check
 from ..distributed import fetch
+
+
+def hyper_arrays(hyper: PyTree, num_members: int, *, name: str) -> PyTree:
+    """Hyper-parameters as jax arrays `(members, ...)`, checked; lists of numbers and NumPy arrays become such."""
+    keyed, treedef = jax.tree_util.tree_flatten_with_path(
+        _axes.map_each(lambda value: value, hyper), is_leaf=lambda x: isinstance(x, list)
+    )
+    path_of = lambda path: f"hyper{jax.tree_util.keystr(path)}"
+    arrays = [_axes.as_array(values, path=path_of(path), name=name) for path, values in keyed]
+    hyper = jax.tree.unflatten(treedef, arrays)
+    _check.hyper(hyper, num_members, name=name)
+    return hyper
 
 
 def changed_hyper(

@@ -109,9 +109,8 @@ class Roster:
         """Data of which the parts marked `Each` hold what the compiled arrays do; with `whole` rows, or in parts."""
         if len(self.places) == self.num_members:
             return data
-        is_each = lambda x: isinstance(x, _axes.Each)
-        take = lambda x: self._put_rows(_axes.Each(_take(x.value, self.places)), whole=whole) if is_each(x) else x
-        return jax.tree.map(take, data, is_leaf=is_each)
+        take = lambda value: self._put_rows(_axes.Each(_take(value, self.places)), whole=whole)
+        return _axes.map_each(take, data)
 
     def _put_rows(self, each: _axes.Each, *, whole: bool) -> _axes.Each:
         if self._layout is None:

@@ -166,12 +166,10 @@ class Run(eqx.Module, Generic[M]):
         )
         _check.rows_of_folds(num_rows, folds, self.rows, name="Run.out_of_fold")
         weights = self._weights_of_the_healthy(weights, name="Run.out_of_fold")
-        is_each = lambda node: isinstance(node, _axes.Each)
         of_each = lambda x: jax.vmap(lambda x, rows: x[rows])(jnp.asarray(x), folds.test)
-        own = lambda node: _axes.Each(
-            jax.tree.map(of_each, node.per_member()) if is_each(node) else jnp.asarray(node)[folds.test]
-        )
-        tested = predict(self.ensemble, jax.tree.map(own, x, is_leaf=is_each), state=self.state, **options)
+        own = lambda value: _axes.Each(jax.tree.map(of_each, value))
+        rows_of_folds = _axes.map_each(own, x, shared=lambda x: _axes.Each(jnp.asarray(x)[folds.test]))
+        tested = predict(self.ensemble, rows_of_folds, state=self.state, **options)
         return out_of_fold(tested, folds, of="test", weights=weights)
 
     def _weights_of_the_healthy(self, weights: Any, *, name: str) -> np.ndarray | None:

@@ -12,6 +12,7 @@ from .._ensemble import Ensemble, M
 from ..plan import Vmap
 from ..plan._on_mesh import on_mesh
 from ..sharding._layout import Layout, layout_for
+from ._hyper import hyper_arrays
 from ._optimiser import Optimiser, init_member
 
 OK, STOPPED, DIVERGED = 0, 1, 2
@@ -125,10 +126,9 @@ def first_state(
 ) -> TrainState[M]:
     """[`eqx_ensemble.train.init`][] under the name of the function that the user called."""
     _check.ensemble(ensemble, Ensemble, name=name)
-    hyper = None if hyper is None else jax.tree.map(jnp.asarray, hyper, is_leaf=lambda x: isinstance(x, list))
+    _check.integers_fit((ensemble.stacked, ensemble.shared), argument="ensemble", name=name)
     _check.optimiser(optimiser, hyper=hyper, name=name)
-    if hyper is not None:
-        _check.hyper(hyper, ensemble.num_members, name=name)
+    hyper = None if hyper is None else hyper_arrays(hyper, ensemble.num_members, name=name)
     _check.model_state_missing(ensemble.stacked, state, name=name)
     _check.model_state(state, ensemble.num_members, name=name)
     params, frozen = eqx.partition(ensemble.stacked, trainable)

@@ -1,0 +1,174 @@
+"""Marks and values, wherever they enter: every function that takes them treats them alike."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import eqx_ensemble as ee
+from eqx_ensemble import _axes, _check
+
+KEY = jax.random.key(0)
+MEMBERS, ROWS = 3, 5  # which differ, so that an axis taken for the other one shows
+SGD = optax.sgd(0.1)
+ENSEMBLE = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), MEMBERS, key=KEY)
+X = np.array(jax.random.normal(KEY, (MEMBERS, ROWS, 2)))
+Y = np.array(jax.random.normal(jax.random.key(1), (MEMBERS, ROWS, 1)))
+INDICES = np.array(jax.random.randint(KEY, (MEMBERS, 4), 0, ROWS), np.int64)
+
+
+def mse(model, batch, key):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+def fitted(data, **options):
+    options = {"epochs": 2, "batch_size": 2, "key": KEY, "progress": False} | options
+    run = ee.fit(ENSEMBLE, mse, options.pop("optimiser", SGD), data, **options)
+    return run.ensemble.stacked, run.history.loss, run.history.validation
+
+
+def stepped(x):
+    state = ee.train.init(ENSEMBLE, SGD, key=KEY)
+    return ee.train.make_step(mse, SGD)(state, (x, ee.Each(Y)))[1].loss
+
+
+def of_folds(x, how):
+    folds = ee.resample.folds(ROWS, MEMBERS, key=KEY)
+    data = X[0], Y[0]
+    if how == "cross_fit":
+        return ee.methods.cross_fit(ENSEMBLE, mse, SGD, data, folds, x=x, steps=1, key=KEY).held_out
+    run = ee.fit(ENSEMBLE, mse, SGD, data, rows=folds.train, steps=1, key=KEY, progress=False)
+    return run.out_of_fold(x, folds)
+
+
+FOUR = ee.make_mesh(members=2, data=2)
+
+# Where a value of each member's own goes in: what it is, and what comes of it.
+ENTRIES = {
+    "map_members": (X, lambda x: ee.map_members(lambda x: 2 * x)(x)),
+    "an ensemble's call": (X[:, 0], lambda x: ENSEMBLE(x)),
+    "fit": (X, lambda x: fitted((x, ee.Each(Y)))),
+    "fit, one member a call": (X, lambda x: fitted((x, ee.Each(Y)), plan=ee.plan.Sequential())),
+    "fit on a mesh": (X, lambda x: fitted((x, ee.Each(Y)), mesh=FOUR)),
+    "validation": (X, lambda x: fitted((X[0], Y[0]), validation=(x, ee.Each(Y)))),
+    "batches": (X, lambda x: fitted([(x, ee.Each(Y))], epochs=1, batch_size=None)),
+    "rows": (INDICES, lambda rows: fitted((X[0], Y[0]), rows=rows)),
+    "make_step": (X, stepped),
+    "predict": (X, lambda x: ee.predict(ENSEMBLE, x, batch_size=2)),
+    "predict in a budget of memory": (X, lambda x: ee.predict(ENSEMBLE, x, memory=2**30)),
+    "predict on a mesh": (X, lambda x: ee.predict(ENSEMBLE, x, mesh=FOUR)),
+    "out_of_fold": (X, lambda x: of_folds(x, "out_of_fold").mean),
+    "cross_fit": (X, lambda x: of_folds(x, "cross_fit").mean),
+    "hyper": (
+        np.full((MEMBERS, ROWS), 0.1, np.float32),
+        lambda rates: fitted((X[0], Y[0]), optimiser=lambda h: optax.sgd(jnp.mean(h["rates"])), hyper={"rates": rates}),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*do not divide evenly")  # three members on a mesh for two
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_honours_the_axis_of_each(entry):
+    """The axis of a mark says where the values stand and nothing else: bit for bit what members in front give."""
+    values, call = ENTRIES[entry]
+    expected = call(ee.Each(values))
+    got = call(ee.Each(np.moveaxis(values, 0, 1), axis=1))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+class Counter(eqx.Module):
+    count: jax.Array
+
+    def __call__(self, x):
+        return x + self.count
+
+
+def of_integers(model, batch, key):
+    (x,) = batch
+    return jnp.mean(x.astype(jnp.float32)) * jnp.sum(model.weight)
+
+
+def fit_integers(x=INDICES[0], loss=of_integers, **options):
+    options = {"epochs": 1, "key": KEY, "progress": False} | options
+    return ee.fit(ENSEMBLE, loss, SGD, (x,), **options).left
+
+
+def of_hyper(model, batch, key, hyper):
+    return of_integers(model, batch, key) * hyper["n"].astype(jnp.float32)
+
+
+def counters(**options):
+    return ee.build(lambda key, n: Counter(n), key=KEY, **options).stacked.count
+
+
+# Where integers `(members,)` or `(rows,)` go in.
+INTEGERS = {
+    "data": lambda n: fit_integers(n),
+    "data of its own": lambda n: fit_integers(ee.Each(np.stack([n, n, n]))),
+    "validation": lambda n: fit_integers(validation=(n,)),
+    "batches": lambda n: ee.fit(ENSEMBLE, of_integers, SGD, [(n,)], epochs=1, key=KEY).left,
+    "rows": lambda n: fit_integers(rows=np.stack([n, n, n])),
+    "hyper": lambda n: fit_integers(loss=of_hyper, hyper={"n": n}),
+    "hyper as a list": lambda n: fit_integers(loss=of_hyper, hyper={"n": n.tolist()}),
+    "max_steps": lambda n: fit_integers(max_steps=n + 1),
+    "steps": lambda n: fit_integers(epochs=None, steps=int(n[-1]) + 1, max_steps=1),
+    "epochs": lambda n: fit_integers(epochs=int(n[-1]) + 1, max_steps=1),
+    "patience": lambda n: fit_integers(patience=int(n[-1]) + 1, validation=(INDICES[0],)),
+    "train.init": lambda n: ee.train.init(ENSEMBLE, lambda h: SGD, hyper={"n": n}, key=KEY).fixed.hyper,
+    "make_step": lambda n: ee.train.make_step(of_integers, SGD)(ee.train.init(ENSEMBLE, SGD, key=KEY), (n,))[1],
+    "zip": lambda n: counters(zip={"n": n}),
+    "product": lambda n: counters(product={"n": n.tolist()}),
+    "grid": lambda n: ee.grid({"n": n}),
+    "zipped": lambda n: ee.sweep.zipped({"n": n.tolist()}),
+    "ids": lambda n: ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), ids=n, key=KEY).ids,
+    "stack": lambda n: ee.stack([Counter(n), Counter(n)]).stacked,
+    "map_members": lambda n: ee.map_members(lambda n: n)(ee.Each(n)),
+    "a batch": lambda n: ee.from_stacked(Counter(jnp.zeros(3, jnp.int32)))(ee.Batch(n)),
+    "members that are counted": lambda n: ee.from_stacked(Counter(n))(1),
+    "predict": lambda n: ee.predict(ENSEMBLE, n, fn=lambda model, n: n),
+    "predict by members that count": lambda n: ee.predict(ee.from_stacked(Counter(n)), jnp.zeros(2, jnp.int32)),
+    "sharding.batch": lambda n: ee.sharding.batch(ee.make_mesh(members=1, data=1), n, 3),
+    "tree.take": lambda n: ee.tree.take({"x": jnp.arange(3)}, n),
+    "tree.replace": lambda n: ee.tree.replace({"x": jnp.arange(3)}, 1, {"x": np.array(n[2])}),
+}
+
+
+@pytest.mark.skipif(jax.config.read("jax_enable_x64"), reason="64-bit integers fit")
+@pytest.mark.parametrize("entry", INTEGERS)
+def test_integers_that_do_not_fit_are_refused(entry):
+    """`2**32 + 2` is 2 in 32 bits: a member that stops at 3, a row or an id that exists, a label that is one."""
+    call = INTEGERS[entry]
+    call(np.array([0, 1, 2]))
+    with pytest.raises((ValueError, IndexError), match=r"^`|^Member ids") as caught:
+        call(np.array([0, 1, 2**32 + 2]))
+    assert str(2**32 + 2) in str(caught.value) or str(2**32 + 3) in str(caught.value)
+
+
+def _fits(values):
+    bounds = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
+    return all(bounds.min <= value <= bounds.max for value in values)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(-(2**70), 2**70) | st.sampled_from([2**31 - 1, 2**31, -(2**31), 2**32]), min_size=1))
+def test_an_integer_stays_itself_or_is_refused(values):
+    for given_as in (values, np.array(values), [np.asarray(value)[()] for value in values]):
+        if np.asarray(given_as).dtype.kind not in "iu":  # NumPy itself made floats or objects of them
+            given_as = values
+        if _fits(values):
+            assert np.asarray(_axes.as_array(given_as, path="values", name="fit")).tolist() == values
+        else:
+            with pytest.raises(ValueError, match="64 bits"):
+                _axes.as_array(given_as, path="values", name="fit")
+
+
+def test_jax_arrays_and_small_types_are_not_looked_at(monkeypatch):
+    """A check of every element would be paid for at every step."""
+    monkeypatch.setattr(np, "iinfo", None)
+    _check.integers_fit((jnp.arange(3), np.zeros(3, np.int32), np.zeros(3), "x"), argument="x", name="fit")
