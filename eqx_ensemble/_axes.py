@@ -84,6 +84,9 @@ class Batch(eqx.Module):
     value: PyTree
     axis: int = eqx.field(static=True, default=0)
 
+    def __check_init__(self):
+        _check.batch_axis(self.value, self.axis)
+
 
 def is_array(x: Any) -> TypeGuard[jax.Array | np.ndarray]:
     """Whether a leaf is a JAX or NumPy array: the leaves that can carry an axis."""

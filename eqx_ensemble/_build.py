@@ -108,7 +108,7 @@ def build(
     _check.maker_signature(make, arguments)
     count = _check.one_count(
         num_members=num_members,
-        ids=None if ids is None else len(ids),
+        ids=None if ids is None else len(_check.check_sequence(ids, "ids", name="build", of="integers")),
         keys=None if keys is None else _check.many_keys(keys, name="build"),
         **counted,
     )

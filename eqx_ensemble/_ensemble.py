@@ -178,6 +178,7 @@ def stack(
     both values.
     """
     models = _check.sequence_of_trees(models, name="eqx_ensemble.stack")
+    _check.check_flag(promote_scalars, "promote_scalars", name="stack")
     rules = _check.Rules(scalars="floats" if promote_scalars else "equal")
     _check.same_members(models, name="eqx_ensemble.stack", rules=rules)
     stacked = _tree.stack(models, promote_scalars=promote_scalars)
@@ -213,7 +214,7 @@ def concatenate(ensembles: Iterable[Ensemble[M]], *, renumber: bool = False) -> 
     rules = _check.Rules(needs="ensembles whose members share the same", noun="ensemble")
     _check.same_members(shared, name="concatenate", rules=rules)
     _check.equal_shared(shared, name="concatenate")
-    if renumber:
+    if _check.check_flag(renumber, "renumber", name="concatenate"):
         ids = _keys.member_ids(ids.shape[0])
     else:
         _check.distinct_ids(ids, "Build new members with `build(make, ids=..., key=key)`, or pass `renumber=True`.")

@@ -38,6 +38,8 @@ def member_keys(key: Any, ids: Any, *, purpose: str = "build") -> Key[Array, " m
 
     **Raises:** `TypeError` for what is not one threefry key.
     """
+    if not isinstance(purpose, str):
+        raise TypeError(f"`member_keys` needs `purpose` to be a text, got {_check.kind_of(purpose)}.")
     return _member_keys(root(key, name="member_keys"), np.uint32(tag(purpose)), member_ids(ids))
 
 

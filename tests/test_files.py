@@ -312,7 +312,7 @@ BAD = {
     "members twice": (lambda p: ee.load(p, linear, members=[1, 1]), ValueError, "1"),
     "no member": (lambda p: ee.load(p, linear, members=[]), ValueError, "selects no member"),
     "no like": (lambda p: ee.load(p, None), TypeError, "needs `like`: the function that makes one member"),
-    "cast to a dtype": (lambda p: ee.load(p, linear, cast=jnp.float32), ValueError, "`cast=None` .* or `cast='like'`"),
+    "cast to a dtype": (lambda p: ee.load(p, linear, cast=jnp.float32), ValueError, "`cast` to be one of None"),
     "one path": (lambda p: ee.load_members(str(p), linear), TypeError, "needs a list of paths"),
     "no path": (lambda p: ee.load_members([], linear), ValueError, "needs at least one path"),
     "export of a model": (lambda p: ee.export_members(linear(KEY), p), TypeError, "needs an `Ensemble`"),

@@ -145,7 +145,7 @@ BAD = {
     ),
     "build of zero members": (
         lambda: ee.build(linear, 0, key=KEY),
-        "ValueError: An ensemble has at least one member, got num_members: 0.",
+        "ValueError: `build` makes at least one member, got `num_members` of 0.",
     ),
     "build of a model": (
         lambda: ee.build(MODELS[0], 3, key=KEY),

@@ -159,7 +159,9 @@ from ._loading import same_leaves as same_leaves
 from ._loading import same_structure_as_saved as same_structure_as_saved
 from ._loading import several_paths as several_paths
 from ._loading import structure_text as structure_text
+from ._marks import batch_axis as batch_axis
 from ._marks import distinct_ids as distinct_ids
+from ._marks import has_axis as has_axis
 from ._marks import ids as ids
 from ._marks import integer_ids as integer_ids
 from ._marks import member_count as member_count
@@ -173,6 +175,14 @@ from ._marks import share as share
 from ._members import distinct_members as distinct_members
 from ._members import leading_axes as leading_axes
 from ._members import member_index as member_index
+from ._options import check_axis as check_axis
+from ._options import check_flag as check_flag
+from ._options import check_function as check_function
+from ._options import check_number as check_number
+from ._options import check_optional_flag as check_optional_flag
+from ._options import check_path as check_path
+from ._options import check_sequence as check_sequence
+from ._options import check_word as check_word
 from ._plot import check_axes as check_axes
 from ._plot import check_bands as check_bands
 from ._plot import check_bin_edges as check_bin_edges
@@ -196,6 +206,7 @@ from ._population import one_length_of as one_length_of
 from ._population import own_revival as own_revival
 from ._population import part_of_members as part_of_members
 from ._population import places as places
+from ._population import positive_factors as positive_factors
 from ._population import same_hyper as same_hyper
 from ._population import who_is_healthy as who_is_healthy
 from ._population import whole_epochs as whole_epochs
@@ -262,6 +273,7 @@ from ._scores import check_rows_of_scores as check_rows_of_scores
 from ._scores import check_sets as check_sets
 from ._scores import check_two_members as check_two_members
 from ._scores import no_gradient as no_gradient
+from ._sharding import device_list as device_list
 from ._sharding import enough_devices as enough_devices
 from ._sharding import every_process as every_process
 from ._sharding import ids_of_members as ids_of_members
@@ -306,6 +318,7 @@ from ._training import loss_signature as loss_signature
 from ._training import made_optimiser as made_optimiser
 from ._training import model_state as model_state
 from ._training import model_state_missing as model_state_missing
+from ._training import optax_or_function as optax_or_function
 from ._training import optimiser as optimiser
 from ._training import state_after as state_after
 from ._training import train_state as train_state

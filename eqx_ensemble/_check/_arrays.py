@@ -187,7 +187,7 @@ def check_reduction(fn: str, reduction: str, rows: Shape) -> None:
 
 def check_choice(fn: str, name: str, value: str, choices: tuple[str, ...]) -> None:
     """One of the names that there are."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         listed = " or ".join(repr(choice) for choice in choices)
         _fail(fn, f"`{name}` to be {listed}", f"got {value!r}", "Options are passed by name.")
 

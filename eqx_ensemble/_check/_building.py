@@ -10,6 +10,7 @@ import numpy as np
 from ._errors import MemberMismatchError
 from ._leaves import is_key, is_traced, kind_of
 from ._marks import array_leaves, per_member_leaves
+from ._options import check_sequence
 
 T = TypeVar("T")
 
@@ -63,7 +64,7 @@ def one_count(**counts: int | None) -> int:
         raise ValueError(f"`build` was told different numbers of members: {listed}.")
     count = int(next(iter(given.values())))
     if count < 1:
-        raise ValueError(f"An ensemble has at least one member, got {next(iter(given))}: {count}.")
+        raise ValueError(f"`build` makes at least one member, got `{next(iter(given))}` of {count}.")
     return count
 
 
@@ -180,7 +181,7 @@ def callable_members(model: Any) -> None:
 
 def ensembles(values: Any, kind: type[T], *, name: str) -> list[T]:
     """At least one ensemble, and nothing else."""
-    values = [values] if isinstance(values, kind) else list(values)
+    values = [values] if isinstance(values, kind) else check_sequence(values, "ensembles", name=name, of="ensembles")
     if not values:
         raise ValueError(f"`{name}` needs at least one ensemble, got none.")
     for i, value in enumerate(values):

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from ._arrays import _fail, _first, check_mask, check_plain_weights, check_values, check_weights, concrete
 from ._leaves import is_traced
 from ._marks import positive_int
+from ._options import check_number
 from ._rows import check_scalar
 
 _HOW_TO_SCORE = "They are `-scores.per_member(scores.nll, logits, labels, reduction='none')` and the like."
@@ -128,6 +129,7 @@ def check_prune(fn: str, weights: ArrayLike, above: float, num_members: Any) -> 
         positive_int(num_members, "num_members", name=f"eqx_ensemble.{fn}")
     exact = np.asarray(weights, np.float64)
     exact = exact / exact.sum()
+    check_number(above, "above", name=f"eqx_ensemble.{fn}")
     if not 0 <= above < exact.max():
         got = f"got above={above}; the largest weight is {exact.max():.3g} of a sum of 1"
         _fail(fn, "`above` of zero or more that leaves a member", got, "Lower it.")

@@ -9,6 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from ._leaves import describe, is_traced, kind_of
 from ._loading import PLAIN_DTYPES
+from ._options import check_flag, check_word
 
 _PLATFORMS = ("cpu", "cuda", "tpu", "rocm")
 _MOST_INSIDE = 2**31  # what the file format of `jax.export` can hold
@@ -92,8 +93,8 @@ def exportable(leaf: Any, path: str, *, name: str) -> None:
 
 def leaves_option(leaves: Any, *, symbolic_members: bool, name: str) -> None:
     """Where the leaves are; any number of members cannot be constants."""
-    if leaves not in ("inside", "beside"):
-        raise ValueError(f"`{name}` needs `leaves='inside'` or `leaves='beside'`, got {leaves!r}.")
+    check_word(leaves, "leaves", ("inside", "beside"), name=name)
+    check_flag(symbolic_members, "symbolic_members", name=name)
     if symbolic_members and leaves == "inside":
         raise ValueError(
             f"`{name}` needs `leaves='beside'` with `symbolic_members=True`: a program for any number of members gets "
@@ -104,8 +105,9 @@ def leaves_option(leaves: Any, *, symbolic_members: bool, name: str) -> None:
 def platforms(values: Any, *, name: str) -> tuple[str, ...]:
     """Names of platforms, at least one, each once."""
     listed = tuple(values) if isinstance(values, Sequence) and not isinstance(values, str) else ()
-    if not listed or any(value not in _PLATFORMS for value in listed):
-        hint = "\nA GPU is `'cuda'` or `'rocm'`." if "gpu" in (values, *listed) else ""
+    if not listed or any(not isinstance(value, str) or value not in _PLATFORMS for value in listed):
+        texts = [value for value in (values, *listed) if isinstance(value, str)]
+        hint = "\nA GPU is `'cuda'` or `'rocm'`." if "gpu" in texts else ""
         raise ValueError(f"`{name}` needs `platforms` as a list of {', '.join(_PLATFORMS)}; got {values!r}.{hint}")
     return tuple(dict.fromkeys(listed))
 

@@ -5,14 +5,9 @@ import jax
 import numpy as np
 
 from ._marks import MOST_STEPS, counter, positive_int
+from ._options import check_word
 from ._trees import path_text
 from ._weights import one_weight_each
-
-
-def _one_of(value: Any, argument: str, choices: tuple[Any, ...], *, name: str) -> None:
-    """One of a few words."""
-    if value not in choices:
-        raise ValueError(f"`{name}` needs `{argument}` to be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def _length(epochs: Any, steps: Any, *, name: str) -> None:
@@ -47,9 +42,9 @@ def fit_options(
     on_diverge: Any,
 ) -> None:
     """The options of `fit` that can be judged by themselves."""
-    _one_of(order, "order", orders, name="fit")
+    check_word(order, "order", orders, name="fit")
     if type(on_diverge).__name__ != "Revive":
-        _one_of(on_diverge, "on_diverge", ("freeze", "revive", "raise"), name="fit")
+        check_word(on_diverge, "on_diverge", ("freeze", "revive", "raise"), name="fit")
     _length(epochs, steps, name="fit")
     _patience(patience, validation, name="fit")
     if target is not None and validation is None:

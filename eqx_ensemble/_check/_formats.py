@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ._files import explained_writing, plain
+from ._options import check_path, check_word
 
 _STORES = ("gs", "s3")
 _NOT_IN_ORBAX = {"uint2", "uint4", "float8_e4m3"}
@@ -14,8 +15,8 @@ _NOT_IN_ORBAX = {"uint2", "uint4", "float8_e4m3"}
 
 def checkpoint_format(format: Any, path: Any, *, name: str) -> None:
     """A format that is known, and that can be written at such a path."""
-    if format not in ("safetensors", "orbax"):
-        raise ValueError(f"`{name}` needs `format='safetensors'` or `format='orbax'`, got {format!r}.")
+    check_path(path, "path", name=name)
+    check_word(format, "format", ("safetensors", "orbax"), name=name)
     if format == "safetensors" and "://" in os.fspath(path):
         raise ValueError(
             f"`{name}` writes safetensors to disks only, and `{path}` is in an object store.\nPass `format='orbax'`."

@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._errors import MemberMismatchError
 from ._files import plain
 from ._leaves import describe
+from ._options import check_path, check_sequence, check_word
 from ._trees import path_text
 
 PLAIN_DTYPES = {"bool", "bfloat16", "complex64", "float8_e4m3fn", "float8_e5m2"}
@@ -91,7 +93,7 @@ def has_members(members: Any, path: Any, *, name: str) -> None:
 
 def member_selection(members: Any, *, name: str) -> None:
     """Several members, by their positions."""
-    if isinstance(members, int):
+    if isinstance(members, int | np.integer):
         raise TypeError(
             f"`{name}` needs a list of positions as `members`, got {members}.\n"
             f"Write `load(path, like, members=[{members}])[0]` for one model."
@@ -100,8 +102,7 @@ def member_selection(members: Any, *, name: str) -> None:
 
 def cast_option(cast: Any, *, name: str) -> None:
     """`None`, or `"like"`."""
-    if cast not in (None, "like"):
-        raise ValueError(f"`{name}` needs `cast=None` (nothing is cast) or `cast='like'`, got {cast!r}.")
+    check_word(cast, "cast", (None, "like"), name=name)
 
 
 def like_given(like: Any, *, name: str) -> None:
@@ -125,8 +126,7 @@ def bytes_of(shape: Sequence[int], itemsize: int) -> int:
 
 def file_format(format: Any, *, name: str) -> None:
     """A format that members are exported to."""
-    if format not in ("eqx", "safetensors"):
-        raise ValueError(f"`{name}` needs `format='eqx'` or `format='safetensors'`, got {format!r}.")
+    check_word(format, "format", ("eqx", "safetensors"), name=name)
 
 
 def no_typed_keys(tree: Any, reason: str, *, name: str) -> None:
@@ -152,7 +152,9 @@ def several_paths(paths: Any, *, name: str) -> list:
     """At least one path, and not one string."""
     if isinstance(paths, str | os.PathLike):
         raise TypeError(f"`{name}` needs a list of paths, one per member, got the single path {str(paths)!r}.")
-    listed = list(paths)
+    listed = check_sequence(paths, "paths", name=name, of="paths, one per member")
+    for path in listed:
+        check_path(path, "paths", name=name)
     if not listed:
         raise ValueError(f"`{name}` needs at least one path, got none.")
     return listed

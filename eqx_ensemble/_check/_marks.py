@@ -10,6 +10,7 @@ import numpy as np
 
 from ._errors import MemberMismatchError
 from ._leaves import Size, describe, is_member_array, is_traced
+from ._options import check_axis
 from ._trees import path_text
 
 _STACK = "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`."
@@ -34,8 +35,7 @@ def _sizes(tree: Any, axis: int, name: str) -> dict[Size, list[str]]:
 
 def per_member_leaves(value: Any, *, axis: int, name: str) -> Size:
     """Every array leaf has the members axis, of one length, which is returned."""
-    if isinstance(axis, bool) or not isinstance(axis, int):
-        raise TypeError(f"`{name}` needs an integer `axis`, got {axis!r}.")
+    check_axis(axis, "axis", name=name)
     if name == "Each" and _holds_list_of_models(value, eqx.Module):
         raise TypeError(f"`Each` needs one PyTree whose arrays carry the members axis, got a list of models.\n{_STACK}")
     sizes = _sizes(value, axis, name)
@@ -68,6 +68,21 @@ def one_member_count(parts: dict[int, Any], arguments: Any, *, name: str) -> Siz
     return counts[0]
 
 
+def has_axis(tree: Any, axis: int, argument: str, *, name: str) -> None:
+    """Every array has this axis."""
+    for path, x in array_leaves(tree):
+        if not -x.ndim <= axis < x.ndim:
+            raise ValueError(
+                f"`{name}` needs `{argument}` to be an axis of every array; at `{path or '<root>'}`: "
+                f"got {axis} for shape {x.shape}."
+            )
+
+
+def batch_axis(value: Any, axis: Any) -> None:
+    """An axis that every array has."""
+    has_axis(value, check_axis(axis, "axis", name="Batch"), "axis", name="Batch")
+
+
 def one_batch_size(values: Iterable[Any]) -> None:
     """All inputs marked as batches have the same number of examples."""
     sizes: set[int] = set()
@@ -85,11 +100,11 @@ def ids(values: Any) -> None:
         return
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise TypeError(f"Member ids are integers of shape (members,), got {array.dtype} of shape {array.shape}.")
+        raise TypeError(f"`ids` are integers of shape (members,), got {array.dtype} of shape {array.shape}.")
     if array.size == 0:
-        raise ValueError("An ensemble has at least one member, got no member ids.")
+        raise ValueError("`ids` must name at least one member, got none.")
     if array.min() < 0 or array.max() >= 2**31:
-        raise ValueError(f"Member ids lie in [0, 2**31), got {array.min()} to {array.max()}.")
+        raise ValueError(f"`ids` lie in [0, 2**31), got {array.min()} to {array.max()}.")
     distinct_ids(array, "Give each member an id of its own.")
 
 

@@ -1,3 +1,4 @@
+import math
 import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 
 from ._leaves import kind_of
 from ._marks import positive_int
+from ._options import check_number, check_sequence
 
 
 def places(values: Any, num_members: int, *, name: str, once: bool = False) -> np.ndarray:
@@ -44,6 +46,17 @@ def part_of_members(fraction: Any, *, name: str) -> None:
     """A part of the members, at most half of them."""
     if not isinstance(fraction, numbers.Real) or not 0 < float(fraction) <= 0.5:
         raise ValueError(f"`{name}` needs `fraction` to be above 0 and at most 0.5, got {fraction!r}.")
+
+
+def positive_factors(factors: Any, *, name: str) -> list[float]:
+    """At least one number above zero."""
+    listed = [
+        check_number(factor, "factors", name=name)
+        for factor in check_sequence(factors, "factors", name=name, of="numbers")
+    ]
+    if not listed or min(listed) <= 0:
+        raise ValueError(f"`{name}` needs `factors` to be positive numbers, such as `(0.8, 1.2)`; got {factors!r}.")
+    return listed
 
 
 def names_in(names: Iterable[str], hyper: Any, *, name: str) -> None:
@@ -85,12 +98,13 @@ def judged(hyper: Any, validation: Any, *, name: str) -> None:
         raise TypeError(f"`{name}` needs `validation=` data: members are compared by their score on it.")
 
 
-def halving(factor: Any, rungs: Any, *, name: str) -> None:
-    """Fewer members at every rung."""
-    if not isinstance(factor, numbers.Real) or float(factor) <= 1:
+def halving(factor: Any, rungs: Any, *, name: str) -> float | int:
+    """Fewer members at every rung: the factor as Python's number."""
+    if not isinstance(factor, int | float | np.number) or not 1 < float(factor) < math.inf:
         raise ValueError(f"`{name}` needs `factor` to be above 1, got {factor!r}.")
     if rungs is not None:
         positive_int(rungs, "rungs", name=name)
+    return int(factor) if float(factor).is_integer() else float(factor)
 
 
 def one_length_of(name: str, **lengths: Any) -> tuple[str, int]:
@@ -106,7 +120,10 @@ def one_length_of(name: str, **lengths: Any) -> tuple[str, int]:
 
 def member_scores(scores: Any, *, name: str) -> np.ndarray:
     """One score per member."""
-    found = np.asarray(scores, float)
+    try:
+        found = np.asarray(scores, float)
+    except (TypeError, ValueError):
+        raise TypeError(f"`{name}` needs one score per member as numbers `(members,)`, got {scores!r}.") from None
     if found.ndim != 1 or len(found) == 0:
         raise ValueError(f"`{name}` needs one score per member `(members,)`, got shape {found.shape}.")
     return found

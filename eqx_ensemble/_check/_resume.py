@@ -5,6 +5,7 @@ from typing import Any
 
 from ._leaves import kind_of
 from ._marks import positive_int
+from ._options import check_word
 
 RESUME = ("auto", "must", "never")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -13,14 +14,20 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 def checkpoint_options(checkpoint: Any, kinds: tuple[type, ...], every: Any, resume: Any) -> None:
     """Where to save, how often, and whether to go on from there."""
     if checkpoint is None:
-        given = [f"`{word}`" for word, there in (("every", every is not None), ("resume", resume != "auto")) if there]
+        given = [
+            f"`{word}`"
+            for word, there in (
+                ("every", every is not None),
+                ("resume", not isinstance(resume, str) or resume != "auto"),
+            )
+            if there
+        ]
         if given:
             raise TypeError(f"`fit` takes {', '.join(given)} with `checkpoint=`, the folder to save the run in.")
         return
     if not isinstance(checkpoint, kinds):
         raise TypeError(f"`fit` needs `checkpoint` to be a path or `Checkpoints`, got {kind_of(checkpoint)}.")
-    if resume not in RESUME:
-        raise ValueError(f"`fit` needs `resume` to be one of {', '.join(map(repr, RESUME))}, got {resume!r}.")
+    check_word(resume, "resume", RESUME, name="fit")
     if every is not None:
         positive_int(every, "every", name="fit")
 

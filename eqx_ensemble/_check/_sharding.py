@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ._leaves import kind_of
-from ._marks import array_leaves
+from ._options import check_sequence
 
 _AXES = ("members", "data", "model")
 
@@ -25,6 +25,18 @@ def enough_devices(members: int | None, data: int, model: int, num_devices: int)
             'On a CPU, `jax.config.update("jax_num_cpu_devices", n)` before the first use of jax makes n virtual ones.'
         )
     return members
+
+
+def device_list(devices: Any) -> list[Any]:
+    """Devices of jax, in a list."""
+    listed = check_sequence(devices, "devices", name="make_mesh", of="devices")
+    for device in listed:
+        if not isinstance(device, jax.Device):
+            raise TypeError(
+                f"`make_mesh` needs `devices` to be a list of devices, got {kind_of(device)} in it.\n"
+                "For example `jax.devices()[:4]`."
+            )
+    return listed
 
 
 def every_process(devices: Any, num_processes: int) -> None:
@@ -108,11 +120,12 @@ def rows_divide(num_rows: Any, parts: int, *, name: str) -> None:
 
 def local_rows(rows: Any, expected: int, num_rows: int) -> None:
     """The rows that a process has to bring."""
-    for path, x in array_leaves(rows):
-        if x.ndim == 0 or x.shape[0] != expected:
+    for place, x in jax.tree_util.tree_leaves_with_path(rows):
+        path = jax.tree_util.keystr(place)
+        if np.ndim(x) == 0 or len(x) != expected:
             raise ValueError(
                 f"`sharding.batch` needs this process's {expected} of {num_rows} rows, which "
-                f"`sharding.local_rows(mesh, {num_rows})` says, got {x.shape} at `{path or '<root>'}`."
+                f"`sharding.local_rows(mesh, {num_rows})` says, got {np.shape(x)} at `{path or '<root>'}`."
             )
 
 

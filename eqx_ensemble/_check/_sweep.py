@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import in_range, kind_of
+from ._leaves import in_range, is_traced, kind_of
 from ._marks import positive_int
+from ._options import check_number
 
 
 def sweep_values(values: Any, *, name: str) -> dict[str, np.ndarray]:
@@ -43,8 +44,7 @@ def one_length(arrays: Mapping[str, np.ndarray], *, name: str) -> None:
 def ends(low: Any, high: Any, *, name: str, positive: bool = False) -> None:
     """The ends of a range, in order."""
     for value in (low, high):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise TypeError(f"`{name}` needs finite numbers as its ends, got {value!r}.")
+        check_number(value, "low" if value is low else "high", name=name)
     if not low < high:
         raise ValueError(f"`{name}` needs its lower end first, got {low} and {high}.")
     if positive and low <= 0:
@@ -79,9 +79,13 @@ def ranges(value: Any, kind: type, *, name: str) -> None:
             raise TypeError(f"`{name}` needs a range in `{word}`, such as `LogUniform(1e-4, 1e-1)`, got {one!r}.")
 
 
-def schedule(value: Any, length: Any, *, name: str) -> None:
-    """A schedule, and how long it is."""
+def schedule(value: Any, length: Any, new_length: Any, *, name: str) -> None:
+    """A schedule, how long it is, and how long it is to be."""
     if not callable(value):
         raise TypeError(f"`{name}` needs a schedule, a function of a step; got {value!r}.")
-    if isinstance(length, bool) or not isinstance(length, int | float) or not length > 0:
+    if not check_number(length, "length", name=name) > 0:
         raise ValueError(f"`{name}` needs the schedule's own length as a positive number, got {length!r}.")
+    if not is_traced(new_length):
+        found = np.asarray(new_length)
+        if found.dtype.kind not in "iuf" or found.ndim or not 0 < found < math.inf:
+            raise ValueError(f"`{name}` needs `new_length` to be a positive number, got {new_length!r}.")

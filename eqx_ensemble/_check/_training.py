@@ -37,8 +37,8 @@ def loss_signature(fn: Any, *, stateful: bool, hyper: Any, name: str) -> bool:
     return wants_hyper
 
 
-def optimiser(value: Any, *, hyper: Any, name: str) -> None:
-    """An optax optimiser, or a function of one member's `hyper` that makes one."""
+def optax_or_function(value: Any, *, name: str) -> None:
+    """An optax optimiser, or a function."""
     if isinstance(value, optax.GradientTransformation):
         return
     if isinstance(value, optax.MultiSteps):
@@ -51,6 +51,13 @@ def optimiser(value: Any, *, hyper: Any, name: str) -> None:
                 "Pass the optimiser itself, such as `optax.adam(1e-3)`; its state is made for every member."
             )
         raise TypeError(f"`{name}` needs an optax optimiser, got {describe(value)}.")
+
+
+def optimiser(value: Any, *, hyper: Any, name: str) -> None:
+    """An optax optimiser, or a function of one member's `hyper` that makes one."""
+    optax_or_function(value, name=name)
+    if isinstance(value, optax.GradientTransformation):
+        return
     if hyper is None:
         named = getattr(value, "__name__", type(value).__name__)
         raise TypeError(

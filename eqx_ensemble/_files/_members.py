@@ -43,6 +43,7 @@ def export_members(
     """
     name = "export_members"
     _check.ensemble(ensemble, Ensemble, name=name)
+    _check.check_path(folder, "folder", name=name)
     _check.file_format(format, name=name)
     paths = []
     for i, member_id in enumerate(ensemble.ids.tolist()):

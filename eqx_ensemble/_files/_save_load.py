@@ -106,7 +106,9 @@ def load(
     `CheckpointCorruptError` that names file, leaf and member of what is damaged; FileNotFoundError.
     """
     name = "eqx_ensemble.load"
+    _check.check_path(path, "path", name=name)
     _check.like_given(like, name=name)
+    _check.check_flag(strict, "strict", name=name)
     layout = as_layout(mesh, name=name)
     with opened(located(path), name=name) as reader:
         rows = None if members is None else _rows(members, reader.manifest, path, name)

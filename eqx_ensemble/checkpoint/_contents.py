@@ -52,6 +52,7 @@ def contents(path: str | os.PathLike[str]) -> Contents:
     **Raises:** `CheckpointCorruptError` for a manifest that is damaged, or a file of arrays of the wrong size;
     FileNotFoundError when there is no checkpoint.
     """
+    _check.check_path(path, "path", name="checkpoint.contents")
     with opened(located(path), name="checkpoint.contents") as reader:
         return contents_of(reader)
 
@@ -75,6 +76,7 @@ def verify(path: str | os.PathLike[str]) -> Contents:
     **Raises:** `CheckpointCorruptError` that names the file, the leaf and the member, if anything is not as it was
     saved.
     """
+    _check.check_path(path, "path", name="checkpoint.verify")
     with opened(located(path), name="checkpoint.verify") as reader:
         for _ in reader.arrays([Wanted(entry, None) for entry in _tensors(reader.manifest)]):
             pass

@@ -90,6 +90,7 @@ class Checkpoints:
     ):
         _check.retention(last, best, every)
         _check.checkpoint_format(format, folder, name="Checkpoints")
+        _check.check_flag(asynchronous, "asynchronous", name="Checkpoints")
         self._format = FORMATS[format]
         self._folder = absolute(located(folder))
         self._keep = last, best, every

@@ -70,7 +70,7 @@ def successive_halving(
     """
     _check.judged((), validation, name="successive_halving")
     _check.no_saving(options, name="successive_halving")
-    _check.halving(factor, rungs, name="successive_halving")
+    factor = _check.halving(factor, rungs, name="successive_halving")
     _check.ensemble(ensemble, Ensemble, name="successive_halving")
     unit, shortest = _check.one_length_of("successive_halving", epochs=epochs, steps=steps)
     _check.whole_epochs(steps, is_batches=is_batches(data), name="successive_halving")
@@ -170,7 +170,7 @@ def hyperband(
     refused = ("steps", "hyper", "state", "rungs")
     _check.no_options(options, refused, "it decides about these itself", name="hyperband")
     _check.no_saving(options, name="hyperband")
-    _check.halving(factor, None, name="hyperband")
+    factor = _check.halving(factor, None, name="hyperband")
     most = math.floor(math.log(epochs, factor) + 1e-9)
     sizes = [math.ceil((most + 1) / (s + 1) * factor**s - 1e-9) for s in range(most, -1, -1)]
     ends = np.cumsum(sizes).tolist()

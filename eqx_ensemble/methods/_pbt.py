@@ -117,6 +117,8 @@ def population_based_training(
     _check.own_revival(options.get("on_diverge"))
     _check.whole_epochs(steps, is_batches=is_batches(data), name="population_based_training")
     _check.ensemble(ensemble, Ensemble, name="population_based_training")
+    _check.check_function(explore, "explore", name="population_based_training", example="eqx_ensemble.train.perturb")
+    _check.one_key(key, name="population_based_training")
     hyper = hyper_arrays(hyper, ensemble.num_members, name="population_based_training")
     one = jax.tree.map(lambda x: x[0], hyper)
     keys = jax.random.split(key, rounds)

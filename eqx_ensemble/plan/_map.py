@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .. import _axes
+from .. import _axes, _check
 from ..sharding._layout import as_layout
 from ._auto import AnyPlan, as_plan
 from ._on_mesh import on_mesh
@@ -46,6 +46,8 @@ def map_members(
     **Raises:** (when called) `MemberMismatchError` when arguments disagree on the number of members; `TypeError`
     when no argument has members.
     """
+    _check.check_function(fn, "fn", name="map_members", example="lambda model, x: model(x)")
+    out_axis = _check.check_axis(out_axis, "out_axis", name="map_members")
     plan = on_mesh(as_plan(plan), as_layout(mesh, name="map_members"))
     name = getattr(fn, "__name__", type(fn).__name__)
 
@@ -60,6 +62,7 @@ def map_members(
         out = _axes.over_leading_axis(plan.run, one, parts)
         if out_axis == 0:
             return out
+        _check.has_axis(out, out_axis, "out_axis", name="map_members")
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, out_axis) if _axes.is_array(x) else x, out)
 
     return mapped

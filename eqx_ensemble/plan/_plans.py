@@ -22,6 +22,9 @@ class AbstractPlan(eqx.Module):
 
     scan: eqx.AbstractVar[bool | None]
 
+    def __check_init__(self):
+        _check.check_optional_flag(self.scan, "scan", name=type(self).__name__)
+
     @abc.abstractmethod
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """`fn` of every member's part of `arrays`, a tree of arrays only; results gain the leading `members` axis."""

@@ -7,6 +7,8 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from .. import _check
+
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _FOUND = re.compile(rf"= (?P<shape>.*?) (?P<kind>{_KINDS})(?:-start)?\(")
 _ARRAY = re.compile(r"\b(pred|[a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]")
@@ -46,6 +48,7 @@ def collectives(fn: Callable[..., Any], *args: PyTree) -> list[Collective]:
     **Returns:** a [`eqx_ensemble.sharding.Collective`][eqx_ensemble.sharding.collectives] for each place, in the order
     of the program.
     """
+    _check.check_function(fn, "fn", name="sharding.collectives", example="lambda ensemble, x: ensemble(x)")
     return in_text(compiled_text(fn, *args))
 
 

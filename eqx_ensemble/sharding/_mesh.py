@@ -44,7 +44,7 @@ def make_mesh(
 
     **Raises:** `ValueError` when there are fewer devices than asked for, or when they are left out of some process.
     """
-    found = list(jax.devices() if devices is None else devices)
+    found = jax.devices() if devices is None else _check.device_list(devices)
     _check.positive_int(data, "data", name="make_mesh")
     _check.positive_int(model, "model", name="make_mesh")
     if members is not None:

@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import _check
-from ._layout import Layout, as_layout
+from ._layout import Layout
 
 
 def local_rows(mesh: Mesh, num_rows: int) -> slice:
@@ -29,8 +29,8 @@ def local_rows(mesh: Mesh, num_rows: int) -> slice:
 
     **Raises:** `ValueError` when rows do not divide evenly over the mesh.
     """
-    layout = as_layout(mesh, name="local_rows")
-    assert layout is not None
+    _check.mesh(mesh, name="sharding.local_rows")
+    layout = Layout(mesh)
     _check.rows_divide(num_rows, layout.row_parts, name="local_rows")
     places = _rows_of(layout, num_rows).addressable_devices_indices_map((num_rows,)).values()
     bounds = [index[0].indices(num_rows)[:2] for index in places if index is not None]
@@ -57,8 +57,8 @@ def batch(mesh: Mesh, rows: PyTree, num_rows: int) -> PyTree:
 
     **Returns:** the same tree of arrays `(num_rows, ...)`.
     """
-    layout = as_layout(mesh, name="batch")
-    assert layout is not None
+    _check.mesh(mesh, name="sharding.batch")
+    layout = Layout(mesh)
     own = local_rows(mesh, num_rows)
     _check.local_rows(rows, own.stop - own.start, num_rows)
     _check.integers_fit(rows, argument="rows", name="sharding.batch")

@@ -23,5 +23,5 @@ def stretched(schedule: Callable[[Any], Any], length: float | int, new_length: A
 
     **Returns:** the schedule.
     """
-    _check.schedule(schedule, length, name="sweep.stretched")
+    _check.schedule(schedule, length, new_length, name="sweep.stretched")
     return lambda step: schedule(step * (length / new_length))

@@ -4,7 +4,7 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import PyTree
 
-from .. import _keys
+from .. import _check, _keys
 from .. import tree as _tree
 from .._build import build
 from .._ensemble import Ensemble, concatenate, stack
@@ -34,6 +34,7 @@ def check_ensemble(
 
     **Raises:** `AssertionError` that lists all checks, when one fails.
     """
+    _check.check_number(rtol, "rtol", name="testing.check_ensemble", least=0)
     made = build(make, num_members, key=key)
     ensemble, state = made if isinstance(made, tuple) else (made, None)
     alone = [make(key) for key in _keys.member_keys(key, num_members)]

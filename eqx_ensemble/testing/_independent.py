@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from .. import _check, _keys
+from .. import _axes, _check, _keys
 from .. import tree as _tree
 from .._build import build
 from .._ensemble import Ensemble
 from ..plan import AbstractPlan, Chunked, Sequential, Unrolled, Vmap
+from ..plan._auto import as_plan
 from ..plan._plans import in_words
 from ..train import fit
 from ..train._optimiser import Optimiser, init_member, resolve, standard_promotion
@@ -63,10 +64,16 @@ def check_independent(
 
     **Raises:** `AssertionError` that lists all checks, when one fails.
     """
+    name = "testing.check_independent"
+    _check.check_number(rtol, "rtol", name=name, least=0)
+    _check.positive_int(steps, "steps", name=name)
+    _check.optimiser(optimiser, hyper=hyper, name=name)
+    plans = [as_plan(plan) for plan in _check.check_sequence(plans, "plans", name=name, of="plans")]
     made = build(make, num_members, key=key)
     ensemble, state = made if isinstance(made, tuple) else (made, None)
-    rows = len(jax.tree.leaves(data)[0])
+    rows = _check.rows_of_data(data, _axes.Each, num_members, argument="data", name=name)
     size = min(32, rows) if batch_size is None else batch_size
+    _check.batch_fits(size, rows, name=name)
 
     def trained(ensemble: Ensemble, plan: AbstractPlan) -> Any:
         with warnings.catch_warnings():

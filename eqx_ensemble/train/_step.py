@@ -133,6 +133,9 @@ def make_step(
 
     **Returns:** the step, a function of a training state and a batch.
     """
+    _check.check_function(loss, "loss", name="make_step", example="lambda model, batch, key: ...")
+    _check.optax_or_function(optimiser, name="make_step")
+    _check.check_flag(has_aux, "has_aux", name="make_step")
     plan = as_plan(plan)
     pilot = Pilot(plan, name="train.make_step") if isinstance(plan, Auto) else None
     return Step(loss, optimiser, has_aux, plan, pilot, as_layout(mesh, name="make_step"))

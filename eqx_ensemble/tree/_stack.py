@@ -45,6 +45,7 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
     ```
     """
     name = "eqx_ensemble.tree.stack"
+    _check.check_flag(promote_scalars, "promote_scalars", name="tree.stack")
     rules = _check.Rules(scalars="floats" if promote_scalars else "equal")
     columns = _check.same_members(_check.sequence_of_trees(trees, name=name), name=name, rules=rules)
     return map_columns(_stack_column, columns)

@@ -109,7 +109,7 @@ BAD = {
     ),
     "no such place for leaves": (
         lambda: export(leaves="outside"),
-        "ValueError: `export` needs `leaves='inside'` or `leaves='beside'`, got 'outside'.",
+        "ValueError: `export` needs `leaves` to be one of 'inside', 'beside', got 'outside'.",
     ),
     "any number of constants": (
         lambda: export(symbolic_members=True),

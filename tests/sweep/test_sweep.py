@@ -71,7 +71,7 @@ def test_more_members_and_more_names_change_nothing():
         ),
         (lambda: LogUniform(0.0, 1.0), "`LogUniform` needs positive ends, because zero has no logarithm"),
         (lambda: Uniform(2, 1), "`Uniform` needs its lower end first, got 2 and 1."),
-        (lambda: Uniform("a", 1), "`Uniform` needs finite numbers as its ends, got 'a'."),
+        (lambda: Uniform("a", 1), "`Uniform` needs `low` to be a number, got 'a'."),
         (lambda: draw({"lr": (1e-4, 1e-1)}, 3, key=KEY), "`sweep.draw` needs a range in `lr`, such as"),
         (lambda: draw(RANGES, 0, key=KEY), "needs `num_members` of at least 1, got 0."),
         (lambda: draw(RANGES, 3, key=0), "`sweep.draw`"),

@@ -76,14 +76,17 @@ def explore(
 
     **Returns:** `explore(hyper, key) -> hyper` of one member; [`eqx_ensemble.train.perturb`][] is a simpler one.
     """
-    _check.ranges(ranges, AbstractRange, name="population.explore")
+    name = "population.explore"
+    _check.ranges(ranges, AbstractRange, name=name)
+    _check.check_number(resample, "resample", name=name, least=0, most=1)
+    either = _check.positive_factors(factors, name=name)
 
     def explored(hyper: PyTree, key: Key[Any, ""]) -> PyTree:
         (generator,) = _streams.generators(key, 1, purpose="explore")
         _check.names_in(ranges, hyper, name="population.explore")
         new = dict(hyper)
         for name, one in ranges.items():
-            factor, anew = generator.choice(factors), generator.random() < resample
+            factor, anew = generator.choice(either), generator.random() < resample
             new[name] = one.draw(generator) if anew else one.moved(float(hyper[name]), factor)
         return new
 
@@ -114,6 +117,7 @@ def change(
     _check.train_state(state, TrainState)
     members = _check.places(members, state.num_members, name="population.change")
     _check.has_hyper(state.fixed.hyper, name="population.change")
+    _check.check_function(fn, "fn", name="population.change", example="lambda hyper, key: hyper")
     keys = _keys.member_keys(key, state.ids, purpose="population")[members]
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, state.step)
     hyper = changed_hyper(state.fixed.hyper, fn, members, keys, name="population.change")

@@ -1,0 +1,83 @@
+"""Options of any function: flags, words, functions, numbers, sequences and paths."""
+
+import math
+import os
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from ._leaves import kind_of
+
+
+def check_flag(value: Any, argument: str, *, name: str) -> bool:
+    """`True` or `False`: anything else has a truth value too, and was meant for another argument."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"`{name}` needs `{argument}` to be `True` or `False`, got {_shown(value)}.")
+    return bool(value)
+
+
+def check_optional_flag(value: Any, argument: str, *, name: str) -> None:
+    """`True`, `False` or `None`."""
+    if value is not None and not isinstance(value, bool | np.bool_):
+        raise TypeError(f"`{name}` needs `{argument}` to be `True`, `False` or `None`, got {_shown(value)}.")
+
+
+def check_word(value: Any, argument: str, choices: Collection[str | None], *, name: str) -> None:
+    """One of a few words. An array is none of them, and comparing it with one has no truth value."""
+    if not isinstance(value, str | None) or value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"`{name}` needs `{argument}` to be one of {listed}, got {_shown(value)}.")
+
+
+def check_function(value: Any, argument: str, *, name: str, example: str) -> None:
+    """Something that can be called."""
+    if not callable(value):
+        raise TypeError(f"`{name}` needs `{argument}` to be a function, got {_shown(value)}.\nFor example `{example}`.")
+
+
+def check_number(
+    value: Any, argument: str, *, name: str, least: float | int = -math.inf, most: float | int = math.inf
+) -> float:
+    """A finite number, Python's or NumPy's."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number) or np.iscomplexobj(value):
+        raise TypeError(f"`{name}` needs `{argument}` to be a number, got {_shown(value)}.")
+    if not math.isfinite(value) or not least <= value <= most:
+        if least == -math.inf and most == math.inf:
+            wanted = "finite"
+        elif most == math.inf:
+            wanted = f"at least {least:g} and finite"
+        else:
+            wanted = f"between {least:g} and {most:g}"
+        raise ValueError(f"`{name}` needs `{argument}` to be {wanted}, got {value!r}.")
+    return float(value)
+
+
+def check_axis(value: Any, argument: str, *, name: str) -> int:
+    """An axis: an integer, from the end if it is negative."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise TypeError(f"`{name}` needs `{argument}` to be an integer, got {_shown(value)}.")
+    return int(value)
+
+
+def check_sequence(values: Any, argument: str, *, name: str, of: str) -> list[Any]:
+    """Something that can be iterated over, and is no text."""
+    try:
+        iterator = None if isinstance(values, str | bytes) else iter(values)
+    except TypeError:
+        iterator = None
+    if iterator is None:
+        raise TypeError(f"`{name}` needs `{argument}` to be a list of {of}, got {_shown(values)}.")
+    return list(iterator)
+
+
+def check_path(value: Any, argument: str, *, name: str) -> None:
+    """A path: text, or an object that says its path."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"`{name}` needs `{argument}` to be a path, got {_shown(value)}.")
+    if not os.fspath(value):
+        raise ValueError(f"`{name}` needs `{argument}` to be a path, got an empty text.")
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, str | int | float | bool | None) else kind_of(value)
