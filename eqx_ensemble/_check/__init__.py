@@ -228,6 +228,7 @@ from ._processes import process_numbers as process_numbers
 from ._processes import refused as refused
 from ._processes import same_processes as same_processes
 from ._processes import variables_as_numbers as variables_as_numbers
+from ._promotion import warn_of_two_batch_axes as warn_of_two_batch_axes
 from ._resample import check_draw as check_draw
 from ._resample import check_draw_key as check_draw_key
 from ._resample import check_draw_size as check_draw_size

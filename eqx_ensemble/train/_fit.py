@@ -87,7 +87,9 @@ def fit(
         own `state` and `hyper`: with the same key, data and batch size, two runs over whole epochs equal one of their
         sum, up to the rounding of a program compiled for another length.
     - `loss`: `loss(model, batch, key) -> value` of one member on one batch `(batch, ...)`; for stateful members
-        `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's own.
+        `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's own. When
+        predictions `(batch, 1)` meet targets `(batch,)`, all pairs would be compared: a warning names the line. Axes
+        that the loss writes itself (`y[:, None]`, `keepdims`) are taken as meant.
     - `optimiser`: an optax optimiser; with `hyper`, a function of a member's hyper-parameters that makes one.
     - `data`: any PyTree of arrays `(rows, ...)` shared by all members, parts marked [`eqx_ensemble.Each`][] being
         `(members, rows, ...)`; or an iterable of batches (a generator, a loader of torch or grain), iterated once an

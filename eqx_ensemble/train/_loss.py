@@ -25,15 +25,23 @@ class Loss(eqx.Module):
         """The loss's value, the new state of the model (`None` if it has none) and the auxiliary outputs."""
         arguments = (model, state, batch, key) if self.stateful else (model, batch, key)
         named = {"hyper": hyper} if self.wants_hyper else {}
+        shapes = jax.tree.map(_shape, (arguments, named))  # taken now, because a state can be used only once
         with _check.explain_loss(self.fn, arguments, named.get("hyper"), name=self.name, purpose=self.purpose):
             out = self.fn(*arguments, **named)
             _check.loss_output(out, stateful=self.stateful, has_aux=self.has_aux)
+        _check.warn_of_two_batch_axes(self.fn, *shapes)
         if not (self.stateful or self.has_aux):
             return out, (None, None)
         value, *more = out
         state = more[0] if self.stateful else None
         aux = jax.tree.map(jnp.asarray, more[-1]) if self.has_aux else None
         return value, (state, aux)
+
+
+def _shape(x: Any) -> Any:
+    if not _check.is_member_array(x):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=isinstance(x, jax.Array) and x.weak_type)
 
 
 def as_loss(

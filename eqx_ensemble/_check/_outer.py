@@ -1,0 +1,237 @@
+"""Two batch axes made by implicit rank promotion: `(n, 1)` against `(n,)` is `(n, n)`, a wrong loss without a word.
+
+A program is read forward, and of each axis is known whether it holds one value only, and which call added it. An
+operation makes two batch axes when one operand has axis `i` and one value along `j`, and the other has `j` and was
+given `i` by the same call that combines them, which is what rank promotion does. An axis that is written in the loss
+(`x[:, None]`, `keepdims=True`, `reshape`) is meant to be there; one made under `jax.vmap` belongs to one example.
+"""
+
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jaxtyping
+import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+_PACKAGES = Path(jax.__file__).parent.parent
+_COMPUTING = tuple(f"{_PACKAGES / name}{os.sep}" for name in ("jax", "jaxlib"))
+_BETWEEN = [Path(str(module.__file__)).parent for module in (eqx, optax, jaxtyping)]
+_LIBRARIES = tuple(f"{path}{os.sep}" for path in (*_BETWEEN, _PACKAGES / "beartype", Path(__file__).parent.parent))
+
+
+class Axis(NamedTuple):
+    """One axis of an array: whether it has one value only, was written by the user, and which call added it."""
+
+    single: bool
+    written: bool = False
+    call: Any = None
+
+
+class Value(NamedTuple):
+    """An array: its axes, and which array it was taken from."""
+
+    axes: tuple[Axis, ...]
+    source: int
+
+
+class Outer(NamedTuple):
+    """An operation that makes two axes: the shapes before promotion, the axes' lengths, and the line it stands in."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, int]
+    file: str
+    line: int
+
+
+def outer_operations(jaxpr: Jaxpr) -> list[Outer]:
+    """The operations of a program that make two axes of lengths that met by rank promotion."""
+    reader = _Reader()
+    reader.read(jaxpr, [reader.fresh(var) for var in jaxpr.invars], mapped=False, caller=None)
+    return reader.found
+
+
+class _Reader:
+    """Reads a program forward and collects its outer operations."""
+
+    def __init__(self):
+        self.found: list[Outer] = []
+        self._count = 0
+
+    def fresh(self, var: Any, *, written: bool = False) -> Value:
+        """A new array: an input, or the result of an operation of which nothing is known."""
+        self._count += 1
+        shape = getattr(var.aval, "shape", ())
+        return Value(tuple(Axis(size == 1, written and size == 1) for size in shape), self._count)
+
+    def read(self, jaxpr: Jaxpr, inputs: list[Value], *, mapped: bool, caller: Any) -> list[Value]:
+        """The values of a program's results. `mapped` is set in what `jax.vmap` runs, `caller` in compiled parts."""
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
+        known |= {var: self.fresh(var, written=True) for var in jaxpr.constvars}
+        of = lambda var: self.fresh(var, written=True) if isinstance(var, Literal) else known[var]
+        for eqn in jaxpr.eqns:
+            values = [of(var) for var in eqn.invars]
+            inside = mapped or "vmap" in str(eqn.source_info.name_stack)
+            known |= dict(zip(eqn.outvars, self._results(eqn, values, mapped=inside, caller=caller), strict=True))
+        return [of(var) for var in jaxpr.outvars]
+
+    def _results(self, eqn: Any, values: list[Value], *, mapped: bool, caller: Any) -> list[Value]:
+        if not eqn.outvars:
+            return []
+        inner = list(_inner(eqn))
+        if inner:
+            return self._results_of_inner(eqn, inner, values, mapped=mapped, caller=caller)
+        out = self.fresh(eqn.outvars[0], written=eqn.primitive.name == "iota")
+        rest = [self.fresh(var) for var in eqn.outvars[1:]]
+        arrays = [value for value in values if value.axes]
+        axes = _moved(eqn, values, call=None if mapped else _call(caller or eqn))
+        if axes is not None:
+            return [Value(axes, values[0].source), *rest]
+        like = [value for value in arrays if len(value.axes) == len(out.axes)]
+        if eqn.primitive.name in _NEW or not like:
+            return [out, *rest]
+        if not mapped:
+            self._look(eqn, like, caller)
+        # A bias of one output says nothing of the axes that it is spread along.
+        wide = [value for value in like if not all(axis.single for axis in value.axes)] or like
+        axes = tuple(_joint([value.axes[k] for value in wide]) for k in range(len(out.axes)))
+        return [Value(axes, arrays[0].source if len(arrays) == 1 else out.source), *rest]
+
+    def _results_of_inner(
+        self, eqn: Any, inner: list[Jaxpr], values: list[Value], *, mapped: bool, caller: Any
+    ) -> list[Value]:
+        calls = eqn.primitive.name not in ("scan", "while", "cond") and len(inner) == 1
+        for jaxpr in inner:
+            if calls and len(jaxpr.invars) == len(values) and len(jaxpr.outvars) == len(eqn.outvars):
+                # What jax compiles itself may have been traced from another line.
+                at = eqn if caller is None and _is_of_jax(jaxpr) else caller
+                return self.read(jaxpr, values, mapped=mapped, caller=at)
+            # Axes from outside may have been written there.
+            unknown = [self.fresh(var, written=True) for var in jaxpr.invars]
+            self.read(jaxpr, unknown, mapped=mapped, caller=caller)
+        return [self.fresh(var) for var in eqn.outvars]
+
+    def _look(self, eqn: Any, values: list[Value], caller: Any) -> None:
+        """Notes an operation in which one operand has what the other was given by rank promotion."""
+        shape = _shape(eqn.outvars[0])
+        call = _call(caller or eqn)
+        if call is None or not any(axis.call == call for value in values for axis in value.axes):
+            return
+        for first in values:
+            for second in values:
+                if first.source == second.source:
+                    continue  # all pairs of one array
+                found = [
+                    (shape[i], shape[j])
+                    for i in range(len(shape))
+                    for j in range(len(shape))
+                    if not first.axes[i].single and first.axes[j].single and not first.axes[j].written
+                    if not second.axes[j].single and second.axes[i].single and second.axes[i].call == call
+                ]
+                if found:
+                    shapes = tuple(_before_promotion(value, shape, call) for value in (first, second))
+                    file, line = _line(caller or eqn)
+                    self.found.append(Outer(shapes, found[0], file, line))
+
+
+_NEW = ("dot_general", "conv_general_dilated", "gather", "scatter", "concatenate", "iota")
+
+
+def _moved(eqn: Any, values: list[Value], *, call: Any) -> tuple[Axis, ...] | None:
+    """The axes of a result that is another view of the first operand, or a reduction of it.
+
+    Axes that it adds were written in the `call`; there is none under `jax.vmap`.
+    """
+    params = eqn.params
+    axes: list[Axis] = [*values[0].axes] if values else []
+    # What is made of one number is no axis that somebody wrote.
+    added = Axis(single=True, written=True, call=call) if call and axes else Axis(single=True)
+    match eqn.primitive.name:
+        case "broadcast_in_dim":
+            back = {k: i for i, k in enumerate(params["broadcast_dimensions"])}
+            return tuple(axes[back[k]] if k in back else added for k in range(len(params["shape"])))
+        case "transpose":
+            return tuple(axes[k] for k in params["permutation"])
+        case "squeeze":
+            return _without(axes, params["dimensions"])
+        case "reshape":
+            return _reshaped(axes, _shape(eqn.invars[0]), _shape(eqn.outvars[0]), added)
+        case "slice" | "dynamic_slice":
+            return tuple(
+                axis if axis.single else Axis(size == 1)
+                for axis, size in zip(axes, _shape(eqn.outvars[0]), strict=True)
+            )
+        case _ if len(axes) > len(_shape(eqn.outvars[0])) and "axes" in params:
+            return _without(axes, params["axes"])
+    return None
+
+
+def _without(axes: list[Axis], gone: Collection[Any]) -> tuple[Axis, ...]:
+    return tuple(axis for k, axis in enumerate(axes) if k not in gone)
+
+
+def _reshaped(axes: list[Axis], old: tuple[int, ...], new: tuple[int, ...], added: Axis) -> tuple[Axis, ...]:
+    """Axes of length one may come and go in a reshape; other axes that change are new ones."""
+    if [size for size in old if size != 1] != [size for size in new if size != 1]:
+        return tuple(Axis(size == 1) for size in new)
+    left = list(zip(axes, old, strict=True))
+    result = []
+    for size in new:
+        while left and size != 1 and left[0][1] == 1:
+            left.pop(0)
+        same = bool(left) and left[0][1] == size
+        result.append(left.pop(0)[0] if same else added)
+    return tuple(result)
+
+
+def _joint(axes: list[Axis]) -> Axis:
+    """The axis of an elementwise result."""
+    if not all(axis.single for axis in axes):
+        return Axis(single=False)
+    return Axis(single=True, written=any(axis.written for axis in axes))
+
+
+def _before_promotion(value: Value, shape: tuple[int, ...], call: Any) -> tuple[int, ...]:
+    kept = [(axis, size) for axis, size in zip(value.axes, shape, strict=True) if axis.call != call]
+    return tuple(1 if axis.single else size for axis, size in kept)
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return getattr(var.aval, "shape", ())
+
+
+def _inner(eqn: Any) -> Iterator[Jaxpr]:
+    is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+    for part in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr):
+        if is_jaxpr(part):
+            yield part.jaxpr if isinstance(part, ClosedJaxpr) else part
+
+
+def _is_of_jax(jaxpr: Jaxpr) -> bool:
+    return any(folder in str(getattr(jaxpr.debug_info, "func_src_info", "")) for folder in _COMPUTING)
+
+
+def _frames(eqn: Any) -> Iterator[tuple[Any, int]]:
+    """The code that made an operation, and how far it was, from the inside out, jax's own left out."""
+    traceback = eqn.source_info.traceback
+    codes, positions = ((), ()) if traceback is None else traceback.raw_frames()
+    for code, position in zip(codes, positions, strict=True):
+        if not code.co_filename.startswith(_COMPUTING):
+            yield code, position
+
+
+def _call(eqn: Any) -> Any:
+    """The call outside of jax that an operation belongs to: two on one line differ."""
+    return next(_frames(eqn), None)
+
+
+def _line(eqn: Any) -> tuple[str, int]:
+    """The file and line of the user's code that an operation belongs to."""
+    frames = list(_frames(eqn))
+    own = [frame for frame in frames if not frame[0].co_filename.startswith(_LIBRARIES)]
+    code, position = (own or frames)[0]
+    lines = [line for start, end, line in code.co_lines() if start <= position < end and line]
+    return code.co_filename, lines[0] if lines else code.co_firstlineno
