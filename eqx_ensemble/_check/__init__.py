@@ -293,6 +293,7 @@ from ._stacked import member_type as member_type
 from ._stacked import not_stacked as not_stacked
 from ._stacked import stacked_arguments as stacked_arguments
 from ._stacked import stacked_use as stacked_use
+from ._statics import static_parts as static_parts
 from ._streaming import budget_too_small as budget_too_small
 from ._streaming import chunk_weights as chunk_weights
 from ._streaming import combiner as combiner

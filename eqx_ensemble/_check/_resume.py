@@ -8,7 +8,7 @@ from ._marks import positive_int
 from ._options import check_word
 
 RESUME = ("auto", "must", "never")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_DIGEST = re.compile(r",? ?[0-9a-f]{64}")
 
 
 def checkpoint_options(checkpoint: Any, kinds: tuple[type, ...], every: Any, resume: Any) -> None:
@@ -68,9 +68,9 @@ def same_call(saved: Mapping[str, str], now: Mapping[str, str], folder: Any) -> 
 def _difference(saved: str | None, now: str | None) -> str:
     if saved is None or now is None:
         return f"saved {'without' if saved is None else 'with'} it, now {'without' if now is None else 'with'} it"
-    before, after = (_DIGEST.sub("", text).rstrip(", ") for text in (saved, now))
-    if before != after and before and after:
-        return f"saved {before}, now {after}"
+    before, after = (_DIGEST.sub("", text) for text in (saved, now))
+    if before != after:
+        return f"saved {before or 'another one'}, now {after or 'another one'}"
     return f"{before + ', ' if before else ''}not the same as saved"
 
 

@@ -15,13 +15,13 @@ from ..sharding._layout import Layout, put
 from ._apart import run_stepwise
 from ._chunk import Chunk, compiled_chunk
 from ._data import shapes_of_one
-from ._identity import data_texts, digest_of
 from ._limits import next_limit
 from ._loop import Loop
 from ._place import Length
 from ._program import Carry, Inputs, in_a_loop
 from ._rows import Cut, Piece, RowOrder
 from ._state import OK
+from ._texts import array_text, array_texts
 
 _FEWEST_STEPS, _MOST_STEPS = 32, 2048
 _PIECES_OF_AN_ENDLESS_CHUNK = 4  # room for the parts of one with a fault
@@ -98,8 +98,12 @@ class Arrays(NamedTuple):
     @property
     def texts(self) -> dict[str, str]:
         """What the data are, in short texts."""
-        order = {"order": self.order.order, "rows": digest_of(self.rows), "batch_size": str(self.batch_size)}
-        return data_texts(self.data, "data") | order
+        order = {
+            "order": self.order.order,
+            "rows": "None" if self.rows is None else array_text(self.rows),
+            "batch_size": str(self.batch_size),
+        }
+        return array_texts(self.data, "data") | order
 
     def batch(self) -> PyTree:
         """The shapes of a batch as one member sees it."""

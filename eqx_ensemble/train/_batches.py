@@ -12,10 +12,10 @@ from .. import _axes, _check
 from ..sharding._layout import Layout
 from ._chunk import compiled_batch, compiled_validation
 from ._data import on_device, shapes_of_one
-from ._identity import digest_of
 from ._loop import Loop
 from ._place import Length, Place
 from ._program import Carry, Inputs
+from ._texts import digest_of
 
 _MANY_SHAPES = 8
 _SAVES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))  # of grain, of torch

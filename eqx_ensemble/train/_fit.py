@@ -122,10 +122,11 @@ def fit(
         rounding. [How it works](../scale.md).
     - `checkpoint`: a folder to save the run in, or [`eqx_ensemble.checkpoint.Checkpoints`][]. The same call then goes
         on where the last good checkpoint stands, bit for bit, whatever ended it; a run that is finished comes back at
-        once. Another loss, optimiser, ensemble, key, data or option is an error that says what differs; the length,
-        `plan`, `mesh`, `max_seconds` and how often to save may be changed. Iterators of batches are saved where they
-        stand, if they say that (`get_state` or `state_dict`); other iterables are drawn again from their beginning, and
-        have to give the same batches.
+        once. Another loss, optimiser, ensemble, key, data or option is an error that lists what differs, with both
+        values where they are short; functions are compared by what they compute, or by their code where they look at
+        values. The length, `plan`, `mesh`, `max_seconds` and how often to save may be changed. Iterators of batches are
+        saved where they stand, if they say that (`get_state` or `state_dict`); other iterables are drawn again from
+        their beginning, and have to give the same batches.
     - `every`: steps between two checkpoints; about a minute if not given. There is one at the end too.
     - `resume`: `"auto"`: go on if there is a checkpoint; `"must"`: else raise an error; `"never"`: raise one if there
         is.
@@ -162,6 +163,7 @@ def fit(
             _check.same_structure(unmarked(validation), unmarked(data))
         validation, _ = on_device(validation, first.num_members, argument="validation", name="fit", layout=layout)
     own_rows = order == "each" or rows is not None
+    patience = None if patience is None else int(patience)  # of NumPy's kinds too
     program = Program(*losses, optimiser, plan, patience, float(min_delta), own_rows, isinstance(how, Revive), layout)
     if first.fixed.hyper is not None:
         _check.used_hyper(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses), name="fit")

@@ -1,29 +1,22 @@
 """What makes two calls of `fit` the same: programs, data, beginning and options, each in a short text."""
 
-import dataclasses
-import hashlib
-import re
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
-from .. import _axes, _check
-from ..distributed import fetch
+from .. import _check
 from ._data import shapes_of_one
 from ._loss import Loss
 from ._member import member_gradient
 from ._optimiser import Optimiser, init_member, update_member
 from ._program import Program
+from ._revive import Revive
 from ._start import Start
 from ._state import Fixed, Moving
-
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
-_SET = re.compile(r"frozenset\(\{([^{}]*)\}\)")
+from ._texts import array_texts, digest_of, function_text, option_text, program_text
 
 
 class Identity(NamedTuple):
@@ -58,19 +51,23 @@ def identity(
         "weights": digest_of((moving.params, fixed.frozen, moving.model_state, state.shared, state.ids)),
         "optimiser's state": digest_of((moving.opt_state, moving.status, moving.left, state.step, selection)),
     }
+    how = options["on_diverge"]
+    if isinstance(how, Revive):
+        traced["on_diverge"] = _revive_text(how, fixed.hyper)
     options = options | {"patience": program.patience, "min_delta": program.min_delta}
-    texts = {name: _text(value) for name, value in options.items()} | texts
-    texts |= {"batch": _shapes_text(batch), "hyper": digest_of(fixed.hyper), "members' keys": digest_of(fixed.key)}
-    return Identity(traced | texts | data_texts(validation, "validation"), tuple(traced), value, aux)
+    texts = {name: option_text(value) for name, value in options.items() if name not in traced} | texts
+    texts |= {"batch": _shapes_text(batch), "members' keys": digest_of(fixed.key)}
+    texts |= array_texts(fixed.hyper, "hyper") | array_texts(validation, "validation")
+    return Identity(traced | texts, tuple(traced), value, aux)
 
 
-def _text(option: Any) -> str:
-    if option is None or isinstance(option, str | bool | int | float):
-        return repr(option)
-    if dataclasses.is_dataclass(option):
-        fields = (getattr(option, field.name) for field in dataclasses.fields(option))
-        return f"{type(option).__name__}({', '.join(getattr(x, '__qualname__', repr(x)) for x in fields)})"
-    return digest_of(option)
+def _revive_text(how: Revive, hyper: PyTree) -> str:
+    """How members come back: the functions by what they do, not by where they lie in memory."""
+    key = jax.random.key(0)
+    make = None if how.make is None else function_text(how.make, key)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), hyper)
+    perturb = None if how.perturb is None or hyper is None else function_text(how.perturb, one, key)
+    return f"Revive(make={make}, perturb={perturb}, most={option_text(how.most)})"
 
 
 def _shapes_text(tree: PyTree) -> str:
@@ -86,12 +83,12 @@ def _programs(program: Program, start: Start, batch: PyTree, validation: PyTree)
     )
     moving, fixed, ids = one((state.moving, state.fixed, state.ids))
     shared = shapes_of_one(state.shared)
-    loss, ((value, (_, aux)), _) = _program_text(_gradient, program.loss, moving, fixed, shared, batch)
+    loss, ((value, (_, aux)), _) = program_text(_gradient, program.loss, moving, fixed, shared, batch)
     texts = {"loss": loss}
     if program.score is not None:
         seen = shapes_of_one(validation)
-        texts["score"] = _program_text(_score, program.score, moving, fixed, shared, seen)[0]
-    texts["optimiser"] = _program_text(_update, program.optimiser, moving, fixed, ids, value)[0]
+        texts["score"] = program_text(_score, program.score, moving, fixed, shared, seen)[0]
+    texts["optimiser"] = program_text(_update, program.optimiser, moving, fixed, ids, value)[0]
     return texts, value, aux
 
 
@@ -110,50 +107,3 @@ def _update(optimiser: Optimiser, moving: Moving, fixed: Fixed, member_id: Any, 
     some_loss = lambda params: jnp.asarray(sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(params)), value.dtype)
     first = init_member(optimiser, params, fixed.hyper, member_id)
     return first, update_member(optimiser, params, moving.opt_state, params, value, some_loss, fixed.hyper)
-
-
-def _program_text(fn: Callable[..., Any], *args: PyTree) -> tuple[str, PyTree]:
-    """A digest of the program that `fn` is, with all its constants; and its results' shapes."""
-    jaxpr, out, _ = eqx.filter_make_jaxpr(fn)(*args)
-    text = _ADDRESS.sub("", str(jaxpr))
-    text = _SET.sub(lambda found: f"frozenset({{{', '.join(sorted(found[1].split(', ')))}}})", text)
-    digest = hashlib.sha256(text.encode())
-    for constant in _constants(jaxpr):
-        _add(digest, "", constant)
-    return digest.hexdigest(), out
-
-
-def _constants(jaxpr: Any) -> Iterator[Any]:
-    """The constants of a program and of those inside it."""
-    inner = getattr(jaxpr, "jaxpr", None)
-    if inner is not None:
-        yield from jaxpr.consts
-        jaxpr = inner
-    for equation in getattr(jaxpr, "eqns", ()):
-        for parameter in equation.params.values():
-            for part in parameter if isinstance(parameter, tuple | list) else (parameter,):
-                yield from _constants(part)
-
-
-def data_texts(data: PyTree, name: str) -> dict[str, str]:
-    """A text for every array of some data."""
-    keyed, _ = jax.tree_util.tree_flatten_with_path(data)
-    of = lambda x: f"{_check.described(x.shape, x.dtype)}, {digest_of(x)}"
-    return {f"{name}{jax.tree_util.keystr(path)}": of(fetch(x)) for path, x in keyed}
-
-
-def digest_of(tree: PyTree) -> str:
-    """A digest of the arrays and numbers of a tree, with their paths."""
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if _axes.is_array(leaf) or isinstance(leaf, bool | int | float | complex):
-            _add(digest, jax.tree_util.keystr(path), leaf)
-    return digest.hexdigest()
-
-
-def _add(digest: Any, path: str, leaf: Any) -> None:
-    if _check.is_typed_key(leaf):
-        path, leaf = f"{path} {jax.random.key_impl(leaf)}", jax.random.key_data(leaf)
-    array = np.ascontiguousarray(fetch(leaf))
-    digest.update(f"{path} {array.dtype} {array.shape}".encode())
-    digest.update(array.reshape(-1).view(np.uint8).data)

@@ -10,7 +10,6 @@ from ..distributed import agreed, fetch
 from ..plan import Vmap
 from ..plan._pilot import Pilot
 from ._chunk import compiled_validation
-from ._identity import digest_of
 from ._interrupt import Interruption
 from ._limits import stopped
 from ._place import Place
@@ -20,6 +19,7 @@ from ._resume import Saver
 from ._revive import Reviver
 from ._roster import Roster
 from ._state import DIVERGED, OK, STOPPED
+from ._texts import digest_of
 
 if TYPE_CHECKING:
     from tqdm.std import tqdm

@@ -1,4 +1,5 @@
 import os
+import sys
 import time
 import warnings
 from typing import Any, Literal
@@ -175,6 +176,7 @@ def _tree(carry: Carry, fixed: Fixed, shared: PyTree, ids: Array, history: Histo
 def _conditions() -> dict[str, str]:
     """What decides the last bits of a run, beside the call itself."""
     packages = {name: version for name, version in versions().items() if name not in ("python", "numpy")}
+    packages["bytecode"] = str(sys.implementation.cache_tag)  # of functions that cannot be traced, their code counts
     return packages | {"backend": jax.default_backend(), "x64": str(jax.config.read("jax_enable_x64"))}
 
 

@@ -1,0 +1,140 @@
+"""Values, functions and programs in short texts, which another process makes alike."""
+
+import hashlib
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from .. import _axes, _check
+from ..distributed import fetch
+
+_ADDRESS = re.compile(r"(?: at )?0x[0-9a-f]+")
+_SET = re.compile(r"frozenset\(\{([^{}]*)\}\)")
+_SHOWN = 8
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def option_text(option: Any) -> str:
+    """A text for a number, a word, a key, or one number for each member; of what kind a number is does not count."""
+    if option is None or isinstance(option, str):
+        return repr(option)
+    if _check.is_typed_key(option):
+        option = jax.random.key_data(option)
+    values = np.asarray(fetch(option))
+    if values.size > _SHOWN:
+        return array_text(values)
+    return repr(values.tolist())
+
+
+def array_texts(tree: PyTree, name: str) -> dict[str, str]:
+    """A text for every array of a tree."""
+    keyed, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {f"{name}{jax.tree_util.keystr(path)}": array_text(x) for path, x in keyed}
+
+
+def array_text(x: Any) -> str:
+    """Shape, dtype, the first values and a digest of all."""
+    x = fetch(x)
+    first = "" if _check.is_typed_key(x) else ", ".join(map(str, np.ravel(x[:_SHOWN] if x.ndim else x)[:_SHOWN]))
+    more = ", ..." if x.size > _SHOWN else ""
+    return f"{_check.described(x.shape, x.dtype)} [{first}{more}], {digest_of(x)}"
+
+
+def program_text(fn: Callable[..., Any], *args: PyTree) -> tuple[str, PyTree]:
+    """A digest of the program that `fn` is, with all its constants; and its results' shapes."""
+    jaxpr, out, constant_out = eqx.filter_make_jaxpr(fn)(*args)
+    text = _ADDRESS.sub("", str(jaxpr))
+    text = _SET.sub(lambda found: f"frozenset({{{', '.join(sorted(found[1].split(', ')))}}})", text)
+    digest = hashlib.sha256(text.encode())
+    for constant in _constants(jaxpr):
+        _add(digest, "", constant)
+    digest.update(digest_of(constant_out).encode())  # numbers that it returns without calculating
+    return digest.hexdigest(), out
+
+
+def _constants(jaxpr: Any) -> Iterator[Any]:
+    """The constants of a program and of those inside it."""
+    inner = getattr(jaxpr, "jaxpr", None)
+    if inner is not None:
+        yield from jaxpr.consts
+        jaxpr = inner
+    for equation in getattr(jaxpr, "eqns", ()):
+        for parameter in equation.params.values():
+            for part in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                yield from _constants(part)
+
+
+def digest_of(tree: PyTree) -> str:
+    """A digest of the arrays and numbers of a tree, with their paths."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if _axes.is_array(leaf) or isinstance(leaf, bool | int | float | complex | np.generic):
+            _add(digest, jax.tree_util.keystr(path), leaf)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, path: str, leaf: Any) -> None:
+    if _check.is_typed_key(leaf):
+        path, leaf = f"{path} {jax.random.key_impl(leaf)}", jax.random.key_data(leaf)
+    array = np.ascontiguousarray(fetch(leaf))
+    digest.update(f"{path} {array.dtype} {array.shape}".encode())
+    digest.update(array.reshape(-1).view(np.uint8).data)
+
+
+def function_text(fn: Callable[..., Any], *args: PyTree) -> str:
+    """A function's name and a digest of the program that it is for such arguments; of its code if it has none."""
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    try:
+        return f"{name} {program_text(fn, *args)[0]}"
+    except Exception:  # it may look at values; whatever it raises, it will raise again where it is called
+        return f"{name} {_code_digest(fn)}"
+
+
+def _code_digest(fn: Callable[..., Any]) -> str:
+    digest = hashlib.sha256()
+    _add_part(digest, fn, {})
+    return digest.hexdigest()
+
+
+def _add_part(digest: Any, x: Any, seen: dict[int, tuple[int, Any]]) -> None:
+    """What a function or an object is made of, to the numbers and names in it."""
+    if isinstance(x, _PLAIN) or isinstance(x, np.generic):
+        digest.update(f"{type(x).__name__} {x!r}".encode())
+    elif _axes.is_array(x):
+        _add(digest, "", x)
+    elif isinstance(x, type | types.ModuleType):
+        digest.update(getattr(x, "__qualname__", x.__name__).encode())
+    elif isinstance(x, set | frozenset):
+        digest.update(f"{type(x).__name__} {sorted(map(repr, x))}".encode())
+    elif id(x) in seen:
+        digest.update(f"number {seen[id(x)][0]}".encode())
+    else:
+        seen[id(x)] = len(seen), x  # kept alive, so that no other object takes over its id
+        parts = _check.static_parts(x)
+        digest.update(f"{type(x).__qualname__} {'' if parts else _ADDRESS.sub('', repr(x))}".encode())
+        if isinstance(x, types.FunctionType):
+            parts = (parts or {}) | _globals_of(x)
+        for name, part in (parts or {}).items():
+            digest.update(str(name).encode())
+            _add_part(digest, part, seen)
+
+
+def _globals_of(fn: types.FunctionType) -> dict[str, Any]:
+    """The numbers, arrays and functions of its own module that a function reads; of others the name is enough."""
+    names, codes = set(), [fn.__code__]
+    for code in codes:
+        names |= set(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    read = {name: fn.__globals__[name] for name in sorted(names) if name in fn.__globals__}
+    own = lambda x: isinstance(x, types.FunctionType) and x.__module__ == fn.__module__
+    return {
+        f"global `{name}`": x
+        for name, x in read.items()
+        if isinstance(x, _PLAIN + (np.generic,)) or _axes.is_array(x) or own(x)
+    }
