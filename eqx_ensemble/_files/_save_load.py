@@ -101,6 +101,9 @@ def load(
         precision, if none of them becomes infinite or wraps around. Without it, nothing is cast.
     - `mesh`: the devices to put ensembles on, from [`eqx_ensemble.make_mesh`][], whatever they were saved from.
     - `strict`: `False` warns instead of raising when functions, strings or static fields differ from those saved.
+        Numbers, strings, enumerations, containers, dataclasses, partial functions and arrays in static fields are
+        compared by value; functions by their name and other objects by their type, so that one `lambda` in place of
+        another, or a closure over another number, is not noticed.
 
     **Raises:** `MemberMismatchError` that lists every leaf that differs, with what was saved and what is expected;
     `CheckpointCorruptError` that names file, leaf and member of what is damaged; FileNotFoundError.

@@ -4,15 +4,13 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-import numpy as np
 
 from .. import _check
 from ._manifest import TABLE
+from ._static_text import static_text
 
 STATIC = ": "
 """Stands between the path of a node and the name of one of its static fields."""
-
-_LONGEST = 200
 
 
 def saved_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -39,8 +37,8 @@ def is_number(leaf: Any) -> bool:
 def structure(tree: Any) -> dict[str, str]:
     """What a tree is made of beside its arrays and numbers, in readable texts by path.
 
-    Types of nodes with their static fields, and leaves that are neither arrays nor numbers. Functions stand by their
-    name, other objects by their type: what is equal may have equal texts in another process and another version.
+    Types of nodes with their static fields, and leaves that are neither arrays nor numbers, each as
+    [`static_text`][eqx_ensemble.checkpoint._static_text.static_text] says it.
     """
     return dict(_visit((), tree))
 
@@ -49,14 +47,14 @@ def _visit(path: tuple, node: Any) -> Iterator[tuple[str, str]]:
     keyed, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     if len(keyed) == 1 and keyed[0][0] == ():
         if not (is_array_like(node) or is_number(node)):
-            yield _check.path_text(path), _text(node)
+            yield _check.path_text(path), static_text(node)
         return
     where = _check.path_text(path)
     yield where, "None" if node is None else type(node).__name__
     if dataclasses.is_dataclass(node):
         for field in dataclasses.fields(node):
             if field.metadata.get("static", False):
-                yield f"{where}{STATIC}{field.name}", _text(getattr(node, field.name, None))
+                yield f"{where}{STATIC}{field.name}", static_text(getattr(node, field.name, None))
     for keys, child in keyed:
         yield from _visit(path + keys, child)
 
@@ -69,25 +67,3 @@ def unlike(saved: dict[str, str], expected: dict[str, str]) -> list[str]:
     paths = [*saved, *(path for path in expected if path not in saved)]
     differ = [path for path in paths if saved.get(path) != expected.get(path)]
     return [path for path in differ if (path in saved and path in expected) or STATIC not in path]
-
-
-def _text(value: Any) -> str:
-    return _long_text(value)[:_LONGEST]
-
-
-def _long_text(value: Any) -> str:
-    if type(value) in (bool, int, float, complex):
-        return _check.number_text(value)
-    if value is None or type(value) in (str, bytes):
-        return repr(value)
-    if isinstance(value, type | np.dtype):
-        return np.dtype(value).name if isinstance(value, np.dtype) else value.__name__
-    if type(value) in (tuple, list):
-        inside = ", ".join(map(_text, value))
-        return f"({inside})" if type(value) is tuple else f"[{inside}]"
-    if type(value) is dict:
-        return "{" + ", ".join(f"{_text(key)}: {_text(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, np.ndarray) and value.dtype.kind in "US":
-        return repr(value.tolist())
-    name = getattr(value, "__name__", None)  # functions, also those that jax has wrapped
-    return name if isinstance(name, str) else type(value).__name__
