@@ -404,3 +404,61 @@ def test_a_file_that_claims_a_terabyte(tmp_path):
 def test_equinox_adds_its_suffix(tmp_path):
     eqx.tree_serialise_leaves(str(tmp_path / "m"), linear(KEY))
     assert ee.load_members([tmp_path / "m"], linear).num_members == 1
+
+
+def _run(folder):
+    with ee.checkpoint.Checkpoints(folder / "x") as checkpoints:
+        checkpoints.save(3, {"a": np.ones(2)})
+        checkpoints.save(12, {"a": np.ones(2)})
+
+
+def _files(*names):
+    def make(folder):
+        for name in names:
+            (folder / "x" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "x" / name).write_bytes(b"{}")
+
+    return make
+
+
+FOLDERS = {
+    "a run": (_run, r"a folder of `checkpoint.Checkpoints` \(2 checkpoints, the last one `step-000000000012`\).\n"
+              r"`eqx_ensemble.checkpoint.Checkpoints\('.*/x'\).restore\(like\)` reads .*`.*/x/step-000000000012`"),
+    "members": (lambda folder: ee.export_members(ee.build(linear, 2, key=KEY), folder / "x"),
+                r"folder of `export_members` \(2 files, the first one `member-000000.eqx`\).\n`eqx_ensemble.load_members"),
+    "single models": (_files("b.safetensors", "a.eqx"), r"files of single models \(`a.eqx`, `b.safetensors`\).\n.*load_mem"),
+    "checkpoints": (lambda folder: [ee.save(folder / "x" / name, 1) for name in "ab"],
+                    r"holds checkpoints \(`a`, `b`\).\n`load` reads one of them, `.*/x/a`"),
+    "Orbax": (_files("_CHECKPOINT_METADATA", "state/x"), r"that Orbax wrote alone.\n`orbax.checkpoint` reads it"),
+    "nothing": (lambda folder: (folder / "x").mkdir(), r"an empty folder.\nCheck the path"),
+    "anything": (_files("{a}.py", "b", "c", "d", "e"), r"another folder \(it holds `b`, `c`, `d` and 2 more\)"),
+    "a manifest of others": (_files("checkpoint.json"), r"`checkpoint.json`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_that_is_no_checkpoint_says_what_it_is(name, tmp_path, unhooked):
+    make, message = FOLDERS[name]
+    make(tmp_path)
+    calls = {
+        "eqx_ensemble.load": lambda path: ee.load(path, linear),
+        "checkpoint.contents": ee.checkpoint.contents,
+        "checkpoint.verify": ee.checkpoint.verify,
+    }
+    for function, call in calls.items():
+        with pytest.raises((FileNotFoundError, ee.CheckpointCorruptError), match=message) as caught:
+            call(tmp_path / "x")
+        assert f"`{function}` needs the folder of one checkpoint" in str(caught.value)
+
+
+def test_a_folder_of_fit_says_what_it_is(tmp_path, ensemble, unhooked):
+    loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)
+    ee.fit(ensemble, loss, optax.sgd(0.1), jnp.ones((4, 3)), steps=2, checkpoint=tmp_path / "x", key=KEY)
+    way = r"The same call of `fit` with `checkpoint='.*/x'` gives the run; to load the .*`eqx_ensemble.save\(path, run.ens"
+    for like in (linear, ensemble):
+        with pytest.raises(FileNotFoundError, match=r"folder of a run of `fit` \(1 checkpoints, the last one `step-0"):
+            ee.load(tmp_path / "x", like)
+        with pytest.raises(FileNotFoundError, match=way):
+            ee.load(tmp_path / "x", like)
+        with pytest.raises(ValueError, match=rf"one of a run of `fit`: it holds the whole training state.\n{way}"):
+            ee.load(ee.checkpoint.Checkpoints(tmp_path / "x").path(2), like)

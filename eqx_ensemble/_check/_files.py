@@ -1,9 +1,5 @@
-import contextlib
 import errno
-import os
-import shutil
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +11,6 @@ KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 """The generators whose keys can be saved, and how many words a key of theirs has."""
 
 _JSON = "Metadata are dicts with string keys, lists, strings, numbers, booleans and `None`."
-_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 def plain(text: Any) -> str:
@@ -46,59 +41,12 @@ def something_to_save(tree: Any, *, name: str) -> None:
         )
 
 
-def no_checkpoint(path: Any, *, name: str) -> None:
-    """There is a folder at `path`."""
-    if not os.path.exists(path):
-        raise FileNotFoundError(errno.ENOENT, f"`{name}` found no checkpoint at `{path}`")
-    if not os.path.isdir(path):
-        raise NotADirectoryError(
-            errno.ENOTDIR,
-            f"`{name}` needs the folder that `save` wrote, and `{path}` is a file.\nFiles of "
-            "`equinox.tree_serialise_leaves` and safetensors files are read by `eqx_ensemble.load_members`",
-        )
-
-
 def other_format(file: Any, version: Any, known: int) -> ValueError:
     """The error for a file in a format that this version of the library does not know."""
     return ValueError(
         f"`{plain(file)}` has version {plain(version)[:20]} of the checkpoint format, and this eqx_ensemble reads "
         f"version {known}.\nLoad it with the version of eqx_ensemble that wrote it, or a newer one."
     )
-
-
-@contextlib.contextmanager
-def explained_writing(path: Any, needed: int | None = None) -> Iterator[None]:
-    """Adds path, needed and free bytes to whatever the operating system refuses."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        size = "" if needed is None else f" ({needed} bytes)"
-        text = f"Could not write the checkpoint `{path}`{size}: {reason}; {_free(path)}.\nWhat was there before "
-        text += "is still whole. " + (
-            "Free some space, or save elsewhere." if error.errno in _FULL else "Check the folder and its permissions."
-        )
-        raise OSError(error.errno, text) from error
-
-
-def _free(path: Any) -> str:
-    if "://" in str(path):
-        return "its object store does not say how much is free"
-    folder = Path(os.path.abspath(path))
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        return f"{shutil.disk_usage(folder).free} bytes are free in `{folder}`"
-    except OSError:
-        return "how much is free could not be found out"
-
-
-def own_folder(path: Any, *, is_checkpoint: bool) -> None:
-    """What stands at the path to be written is a checkpoint, or nothing."""
-    if not is_checkpoint:
-        raise FileExistsError(
-            errno.EEXIST, f"`{path}` exists and is not a checkpoint, so nothing is overwritten.\nChoose another path"
-        )
 
 
 def not_traced(leaf: Any, path: str) -> None:
@@ -150,6 +98,8 @@ def json_value(value: Any, path: str = "meta") -> None:
         for key, item in value.items():
             if type(key) is not str:
                 raise TypeError(f"`{path}` has the key {key!r}, which JSON would make a string.\n{_JSON}")
+            if key == "<float>":
+                raise ValueError(f"`{path}` has the key '<float>', under which numbers like NaN are kept: rename it.")
             json_value(item, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ._files import explained_writing, plain
+from ._disks import explained_writing
+from ._files import plain
 from ._options import check_path, check_word
 
 _STORES = ("gs", "s3")

@@ -44,9 +44,21 @@ def something_to_resume(steps: list[int], folder: Any, resume: str) -> None:
         )
 
 
+_OF_FIT = {
+    "identity": dict,
+    "conditions": dict,
+    "steps": int,
+    "validations": int,
+    "revived": list | None,
+    "place": list,
+    "seconds": float,
+}
+
+
 def of_fit(meta: Any, folder: Any) -> Mapping[str, Any]:
     """What `fit` wrote about a run."""
-    if not isinstance(meta, dict) or not isinstance(meta.get("fit"), dict):
+    fit = meta.get("fit") if isinstance(meta, dict) else None
+    if not isinstance(fit, dict) or not all(name in fit and isinstance(fit[name], _OF_FIT[name]) for name in _OF_FIT):
         raise ValueError(
             f"`fit` cannot resume from `{folder}`: its checkpoints were not written by `fit`.\nChoose another folder."
         )

@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from .. import _axes, _check
 from .._ensemble import Ensemble
 from ..checkpoint._formats import FORMATS, FormatName
+from ..checkpoint._kind import is_of_fit
 from ..checkpoint._manifest import Manifest
 from ..checkpoint._open import opened
 from ..checkpoint._place import located
@@ -51,7 +52,7 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
         [`eqx_ensemble.load`][] finds out by itself. [What is different](#orbax).
 
     **Raises:** OSError that says how many bytes are needed and free, when the disk is full or cannot be written;
-    FileExistsError when something that is not a checkpoint stands at `path`; TypeError for traced arrays, a function
+    FileExistsError when something that is not a checkpoint of ours stands at `path`; TypeError for traced arrays, a function
     without arrays, and metadata that JSON cannot hold.
     """
     _check.checkpoint_format(format, path, name="eqx_ensemble.save")
@@ -106,7 +107,8 @@ def load(
         another, or a closure over another number, is not noticed.
 
     **Raises:** `MemberMismatchError` that lists every leaf that differs, with what was saved and what is expected;
-    `CheckpointCorruptError` that names file, leaf and member of what is damaged; FileNotFoundError.
+    `CheckpointCorruptError` that names file, leaf and member of what is damaged; FileNotFoundError that says what a
+    folder is that holds no checkpoint, and which function reads it; ValueError for a checkpoint of a run of `fit`.
     """
     name = "eqx_ensemble.load"
     _check.check_path(path, "path", name=name)
@@ -114,6 +116,8 @@ def load(
     _check.check_flag(strict, "strict", name=name)
     layout = as_layout(mesh, name=name)
     with opened(located(path), name=name) as reader:
+        if is_of_fit(reader.manifest) and not isinstance(like, dict):
+            _check.not_of_fit(reader.folder, reader.folder.parent, name=name)
         rows = None if members is None else _rows(members, reader.manifest, path, name)
         like = as_like(like, reader.manifest)
         tree = restore(reader, like, rows=rows, cast=cast, strict=strict, name=name)

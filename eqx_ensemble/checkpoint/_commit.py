@@ -1,8 +1,9 @@
 """How what was written into a checkpoint's folder becomes the checkpoint: its manifest takes its name, in one step."""
 
 import contextlib
+import errno
 import os
-import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,41 +12,45 @@ from .. import _check
 from .._check import CheckpointCorruptError
 from . import _disk
 from ._manifest import LIMIT, NAME
+from ._names import UNFINISHED, foreign, is_checkpoint, is_ours, number_of, remove_entry, remove_ours
 from ._place import has_manifest, listed
 from ._read import read_manifest
 
-SAVING = "saving"
-_UNFINISHED = f"{NAME}.{SAVING}"
-_FILE = re.compile(r"arrays-([0-9]{1,9})\.safetensors")
-_FOLDER = re.compile(r"orbax-([0-9]{1,9})(?:\..*)?")  # Orbax adds something to the name until it is done
+_CANNOT = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+_unsynced: set[int] = set()
+"""The disks of which a warning has said that their folders cannot be synced."""
 
 
 def check_own(path: Any) -> None:
     """Refuses to write where something stands that is not a checkpoint, nor what is left of one."""
-    known = path.is_dir() and (has_manifest(path) or is_unfinished(path))
-    _check.own_folder(path, is_checkpoint=known)
+    _check.own_folder(path, is_checkpoint=is_checkpoint(path), holds=foreign(path))
 
 
-def is_unfinished(path: Any) -> bool:
-    """Whether a folder holds nothing but arrays of Orbax for which there is no manifest, or nothing at all yet."""
-    return all(_FOLDER.fullmatch(entry.name) or entry.name == _UNFINISHED for entry in listed(path))
+def sync_names(folder: Path) -> None:
+    """Returns when the names in a folder are on the disk, or at once, with a warning, where that cannot be had."""
+    try:
+        _disk.sync_folder(folder)
+    except OSError as error:
+        if error.errno not in _CANNOT:
+            raise
+        disk = os.stat(folder).st_dev
+        if disk not in _unsynced:
+            _unsynced.add(disk)
+            warnings.warn(_check.no_sync(folder, error), stacklevel=2)
 
 
-def next_number(path: Any) -> int:
-    """A number that no arrays in a folder have yet."""
-    return 1 + max((_number(entry.name) for entry in listed(path)), default=0)
-
-
-def _number(name: str) -> int:
-    """The number of a file or a folder of arrays, 0 for other names."""
-    match = _FILE.fullmatch(name) or _FOLDER.fullmatch(name)
-    return int(match[1]) if match else 0
+def sync_last(folder: Path) -> None:
+    """As `sync_names`, after the operation by which the new checkpoint takes the place of the old one."""
+    try:
+        sync_names(folder)
+    except OSError as error:
+        raise _check.NotSyncedError(error.errno, error.strerror) from error
 
 
 def write_manifest(folder: Path, manifest: bytes) -> None:
     """Writes the manifest under a name under which it does not count yet."""
     _check.manifest_size(len(manifest), LIMIT, folder)
-    unfinished = folder / _UNFINISHED
+    unfinished = folder / UNFINISHED
     with contextlib.suppress(FileNotFoundError):
         _disk.remove(unfinished)
     with new_file(unfinished) as file:
@@ -53,10 +58,9 @@ def write_manifest(folder: Path, manifest: bytes) -> None:
         _disk.sync(file)
 
 
-def commit(folder: Path) -> None:
-    """Makes the manifest count that `write_manifest` wrote, and returns when it is on the disk."""
-    _disk.replace(folder / _UNFINISHED, folder / NAME)
-    _disk.sync_folder(folder)
+def put_manifest(folder: Path) -> None:
+    """Makes the manifest count that `write_manifest` wrote."""
+    _disk.replace(folder / UNFINISHED, folder / NAME)
 
 
 def remove_unused(path: Any) -> None:
@@ -64,20 +68,20 @@ def remove_unused(path: Any) -> None:
     with contextlib.suppress(OSError, CheckpointCorruptError):
         used = read_manifest(path).file
         for entry in listed(path):
-            if entry.name == _UNFINISHED or (_number(entry.name) and entry.name != used):
-                _disk.remove_folder(entry) if entry.is_dir() else _disk.remove(entry)
+            if is_ours(entry) and entry.name not in (NAME, used):
+                remove_entry(entry)
 
 
-def give_up(path: Any, name: str) -> None:
+def give_up(path: Any, number: int) -> None:
     """Removes what was written of arrays that no manifest will name, and the folder if there is nothing else in it."""
     if has_manifest(path):
         return remove_unused(path)
     with contextlib.suppress(OSError):
         for entry in listed(path):
-            if entry.name == _UNFINISHED or entry.name.partition(".")[0] == name:
-                _disk.remove_folder(entry) if entry.is_dir() else _disk.remove(entry)
+            if entry.name == UNFINISHED or number_of(entry) == number:
+                remove_entry(entry)
         if path.exists() and not listed(path):
-            _disk.remove_folder(path)
+            remove_ours(path)
     return None
 
 
@@ -88,7 +92,7 @@ def make_parents(folder: Path) -> None:
     make_parents(folder.parent)
     with contextlib.suppress(FileExistsError):
         _disk.make_folder(folder)
-    _disk.sync_folder(folder.parent)
+    sync_names(folder.parent)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@ import errno
 import functools as ft
 import inspect
 import os
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 from .. import _check
 from .._check import CheckpointCorruptError
-from ._commit import is_unfinished
 from ._contents import contents_of
 from ._formats import FORMATS, FormatName
+from ._kind import STEP
+from ._names import is_unfinished
 from ._open import opened
 from ._place import absolute, listed, located
 from ._read import read_manifest
@@ -22,7 +22,6 @@ from ._snapshot import snapshot
 from ._worker import Worker
 from ._write import clean, remove
 
-_STEP = re.compile(r"step-([0-9]{12})")
 _NAME = "Checkpoints.restore"
 
 
@@ -48,7 +47,8 @@ class Checkpoints:
 
     Each is a folder `step-000000000100` that is complete or absent, whatever happens to the process or the machine.
     Their order is that of the step numbers. After each save, old ones go: what stays are the `last` newest, the `best`
-    ones by score, and those whose step is a multiple of `every`.
+    ones by score, and those whose step is a multiple of `every`. One in whose folder you put something of your own
+    stays as well, and a warning says so.
 
     ```python
     import tempfile
@@ -97,6 +97,7 @@ class Checkpoints:
         self._asynchronous = asynchronous
         self._worker = Worker()
         self._scores: dict[int, float | None] = {}
+        self._stay: set[int] = set()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -157,6 +158,10 @@ class Checkpoints:
         if self._worker.has_job:
             self._format.settle(self._worker.wait)
 
+    def finish(self) -> None:
+        """Returns when nothing is being written in this process. The error of a save that failed stays for `wait`."""
+        self._worker.finish()
+
     def restore(
         self, like: Any, *, step: int | None = None, cast: Literal["like"] | None = None, strict: bool = True
     ) -> Restored:
@@ -195,7 +200,7 @@ class Checkpoints:
 
     def _folders(self) -> list[tuple[int, Any]]:
         """The folders of checkpoints, also of those that were never finished, with their steps."""
-        matches = [(_STEP.fullmatch(entry.name), entry) for entry in listed(self._folder) if entry.is_dir()]
+        matches = [(STEP.fullmatch(entry.name), entry) for entry in listed(self._folder) if entry.is_dir()]
         return [(int(match[1]), entry) for match, entry in matches if match]
 
     def _finish(self, step: int, write: Callable[[], None], score: float | None) -> None:
@@ -206,13 +211,22 @@ class Checkpoints:
         try:
             self._clean()
             for old in self._superfluous(step):
-                remove(self.path(old))
+                self._remove(old)
         except OSError as error:
             warnings.warn(f"Step {step} is saved, but an old checkpoint could not be removed: {error}", stacklevel=2)
 
+    def _remove(self, step: int) -> None:
+        """Removes an old checkpoint, but for one in which there are other things: of these a warning says once."""
+        try:
+            remove(self.path(step))
+        except FileExistsError as error:
+            if step not in self._stay:
+                self._stay.add(step)
+                warnings.warn(f"An old checkpoint is kept: {error}", stacklevel=2)
+
     def _clean(self) -> None:
         """Removes what processes that were killed left."""
-        clean(self._folder, ".step-")
+        clean(self._folder, STEP)
         for _, entry in self._folders():
             if is_unfinished(entry):
                 remove(entry)

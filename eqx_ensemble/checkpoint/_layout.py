@@ -1,10 +1,12 @@
+import contextlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from .. import _check
 from ._dtypes import DTYPES, stored
-from ._manifest import TABLE, Entry
+from ._manifest import LIMIT, TABLE, Entry
 
 DIGEST = 32
 
@@ -48,3 +50,14 @@ def layout(entries: Sequence[Entry]) -> Layout:
     header = len(text).to_bytes(8, "little") + text
     spans = {tensor: Span(len(header) + span.start, span.size) for tensor, span in ends.items()}
     return Layout(header, order, spans, rows, len(header) + end + count * DIGEST)
+
+
+def has_our_header(file: Path) -> bool:
+    """Whether a file of arrays is ours, whatever may have become of the rest: its header ends with our table.
+
+    A file of which a crash of the system left zeros, or nothing, counts as well.
+    """
+    with contextlib.suppress(OSError), file.open("rb") as handle:
+        size = int.from_bytes(handle.read(8), "little")
+        return size == 0 or TABLE.encode() in handle.read(min(size, LIMIT))
+    return False

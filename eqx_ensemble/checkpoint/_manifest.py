@@ -1,6 +1,8 @@
+import contextlib
 import hashlib
 import json
 import math
+import re
 from typing import Any, Literal, NamedTuple
 
 from .. import _check
@@ -15,8 +17,10 @@ TABLE = "<checksums>"
 """The tensor with the SHA-256 of every member's part of every leaf: `(leaves with members * members, 32)`, bytes."""
 
 _SEAL = b'{"sha256": "%s",\n"manifest": '
+_START = re.compile(rb'\{"sha256": "[0-9a-f]{64}",\n"manifest": \{\n "format": "eqx_ensemble checkpoint",')
 _HEX = 64
 _MOST_AXES = 32
+_FLOAT, _NOT_FINITE = "<float>", ("nan", "inf", "-inf")
 _TYPES = ("bool", "int", "float", "complex")
 
 
@@ -53,9 +57,17 @@ class Manifest(NamedTuple):
     versions: dict[str, str]
 
 
+def is_sealed(file: Any) -> bool:
+    """Whether a file begins as manifests do, whatever may have become of the rest."""
+    with contextlib.suppress(OSError), file.open("rb") as handle:
+        return _START.match(handle.read(256)) is not None
+    return False
+
+
 def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON, its SHA-256 in front."""
     content = {"format": FORMAT, "version": VERSION} | manifest._asdict()
+    content["meta"], content["score"] = strict(manifest.meta), strict(manifest.score)
     content["entries"] = [entry._asdict() for entry in manifest.entries]
     content["numbers"] = [_number_fields(number) for number in manifest.numbers]
     body = _lines(content).encode("ascii")
@@ -67,13 +79,35 @@ def _lines(content: dict) -> str:
     fields = []
     for name, value in content.items():
         if type(value) is list and value:
-            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+            text = "[\n  " + ",\n  ".join(map(_json, value)) + "\n ]"
         elif name == "structure":
             text = json.dumps(value, indent=2).replace("\n}", "\n }")
         else:
-            text = json.dumps(value)
+            text = _json(value)
         fields.append(f" {json.dumps(name)}: {text}")
     return "{\n" + ",\n".join(fields) + "\n}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def strict(value: Any) -> Any:
+    """A value as JSON has it: NaN and the infinities, for which it has no numbers, stand as `{"<float>": "nan"}`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: repr(float(value))}
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
+    return [strict(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def unstrict(value: Any) -> Any:
+    """What `strict` was given, tuples aside."""
+    if isinstance(value, dict):
+        if set(value) == {_FLOAT} and value[_FLOAT] in _NOT_FINITE:
+            return float(value[_FLOAT])
+        return {key: unstrict(item) for key, item in value.items()}
+    return [unstrict(item) for item in value] if isinstance(value, list) else value
 
 
 def decode(data: bytes, file: Any) -> Manifest:
@@ -83,7 +117,7 @@ def decode(data: bytes, file: Any) -> Manifest:
     if data != _SEAL % _digest(body) + body + b"}\n":
         raise _check.corrupt(file, "its checksum does not match")
     try:
-        content = json.loads(body.decode("ascii"), object_pairs_hook=_no_duplicates)
+        content = json.loads(body.decode("ascii"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
         _expect(type(content) is dict and content.get("format") == FORMAT, "this is no manifest")
         known = content.get("version") == VERSION
         if known:
@@ -113,6 +147,10 @@ def _no_duplicates(pairs: list) -> dict:
     return dict(pairs)
 
 
+def _no_constant(name: str) -> None:
+    raise _Refused(f"`{name}` is no number of JSON")
+
+
 def _manifest(content: dict) -> Manifest:
     _expect(set(content) == {"format", "version", *Manifest._fields}, "a field is missing or unknown")
     members = content["members"]
@@ -122,7 +160,7 @@ def _manifest(content: dict) -> Manifest:
         members = tuple(members)
     structure, versions = content["structure"], content["versions"]
     _expect(_is_texts(structure) and _is_texts(versions), "`structure` or `versions` are no texts")
-    step, score = content["step"], content["score"]
+    step, score, meta = content["step"], unstrict(content["score"]), unstrict(content["meta"])
     _expect(step is None or (type(step) is int and step >= 0), "`step` is no step")
     _expect(score is None or type(score) in (int, float), "`score` is no number")
     _expect(_is_list(content["entries"], dict) and _is_list(content["numbers"], dict), "`entries` are no leaves")
@@ -131,7 +169,7 @@ def _manifest(content: dict) -> Manifest:
     numbers = tuple(_number(number) for number in content["numbers"])
     paths = [leaf.path for leaf in (*entries, *numbers)]
     _expect(len({TABLE, *paths}) == 1 + len(paths), "two leaves have one path")
-    return Manifest(content["file"], members, entries, numbers, structure, content["meta"], step, score, versions)
+    return Manifest(content["file"], members, entries, numbers, structure, meta, step, score, versions)
 
 
 def _is_list(value: Any, kind: type) -> bool:

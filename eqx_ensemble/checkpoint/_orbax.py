@@ -13,11 +13,20 @@ from .. import _check
 from .._check import CheckpointCorruptError
 from ..distributed import is_first
 from ..distributed._together import gathered, together
-from . import _disk
-from ._commit import check_own, commit, give_up, make_parents, next_number, remove_unused, write_manifest
+from ._commit import (
+    check_own,
+    give_up,
+    make_parents,
+    put_manifest,
+    remove_unused,
+    sync_last,
+    sync_names,
+    write_manifest,
+)
 from ._digests import SIZE, checksum, digests, rows_of
 from ._dtypes import DTYPES
 from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, encode
+from ._names import next_number
 from ._place import absolute, is_on_disk
 from ._read import Wanted
 from ._snapshot import Snapshot
@@ -33,16 +42,17 @@ def begin(path: Any, content: Snapshot) -> Callable[[], None]:
     ocp = _orbax()
     path = absolute(path)
     entries, table = _with_checksums(content)
-    name = f"orbax-{_agreed_number(path):04d}"
+    number = _agreed_number(path)
+    name = f"orbax-{number:04d}"
     versions = content.manifest.versions | {"orbax-checkpoint": importlib.metadata.version("orbax-checkpoint")}
     manifest = encode(content.manifest._replace(file=name, entries=entries, versions=versions))
     _check.manifest_size(len(manifest), LIMIT, path)
     arrays = {tensor: data for tensor, data in content.arrays.items() if data.size} | {TABLE: table}
-    with _writing(path, name), ocp.Context():  # without the options around the call, which are meant for other trees
+    with _writing(path, number), ocp.Context():  # without the options around the call, which are meant for other trees
         response = ocp.save_async(str(path / name), arrays) if entries else None
 
     def finish() -> None:
-        with _writing(path, name):
+        with _writing(path, number):
             if response is not None:
                 response.result()
             if is_first():
@@ -108,13 +118,15 @@ def _with_checksums(content: Snapshot) -> tuple[tuple[Entry, ...], np.ndarray]:
 
 
 @contextlib.contextmanager
-def _writing(path: Any, name: str) -> Iterator[None]:
+def _writing(path: Any, number: int) -> Iterator[None]:
     try:
         with _check.explained_orbax(path):
             yield
+    except _check.NotSyncedError:
+        raise  # the disk may still go back to the old manifest, which names the old arrays
     except BaseException:
         if is_first():
-            give_up(path, name)
+            give_up(path, number)
         raise
 
 
@@ -122,10 +134,11 @@ def _commit(path: Any, name: str, manifest: bytes) -> None:
     if is_on_disk(path):
         for entry in [*(path / name).rglob("*"), path / name]:  # Orbax leaves to the system when it writes them
             if entry.exists():
-                _disk.sync_folder(entry)
+                sync_names(entry)
         write_manifest(path, manifest)
-        _disk.sync_folder(path)
-        commit(path)
+        sync_names(path)
+        put_manifest(path)
+        sync_last(path)
     else:
         (path / NAME).write_bytes(manifest)  # an object is there whole or not at all
     remove_unused(path)

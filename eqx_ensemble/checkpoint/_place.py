@@ -20,8 +20,11 @@ def located(path: str | os.PathLike[str]) -> Any:
 
 
 def absolute(path: Any) -> Any:
-    """The whole path; that of an object store is whole already."""
-    return Path(os.path.abspath(path)) if is_on_disk(path) else path
+    """The whole path; that of an object store is whole already.
+
+    `..` stays where it is: what comes before may be a link, which leads elsewhere than its name says.
+    """
+    return path.absolute() if is_on_disk(path) else path
 
 
 def is_on_disk(path: Any) -> bool:

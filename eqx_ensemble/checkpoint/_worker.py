@@ -1,9 +1,14 @@
 import atexit
+import os
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 _unseen: set[Future] = set()
 """Jobs that run, and jobs whose failure nobody has seen."""
+
+
+_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
 class Worker:
@@ -12,6 +17,7 @@ class Worker:
     def __init__(self):
         self._pool: ThreadPoolExecutor | None = None
         self._job: Future | None = None
+        _workers.add(self)
 
     def start(self, job: Callable[[], None]) -> None:
         """Runs the job in the thread. The one before it must have been waited for."""
@@ -25,6 +31,15 @@ class Worker:
     def has_job(self) -> bool:
         """Whether there is a job that nobody has waited for."""
         return self._job is not None
+
+    def finish(self) -> None:
+        """Returns when the job is done. Its error stays for `wait`, or for the end of the program."""
+        if self._job is not None:
+            wait([self._job])
+
+    def forget(self) -> None:
+        """Leaves the job to the process that has the thread."""
+        self._pool = self._job = None
 
     def wait(self) -> None:
         """Returns when the job is done; raises its error, once."""
@@ -47,3 +62,14 @@ def _raise_unseen() -> None:
     for job in list(_unseen):
         _unseen.discard(job)
         job.result()
+
+
+def _forget_in_child() -> None:
+    """A child has no thread but the one that forked: the job is its parent's, and would never end here."""
+    _unseen.clear()
+    for worker in list(_workers):
+        worker.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

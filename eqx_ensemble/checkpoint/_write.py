@@ -9,16 +9,24 @@ from typing import Any
 
 from .. import _check
 from . import _disk
-from ._commit import SAVING, check_own, commit, make_parents, new_file, next_number, remove_unused, write_manifest
+from ._commit import (
+    check_own,
+    make_parents,
+    new_file,
+    put_manifest,
+    remove_unused,
+    sync_last,
+    sync_names,
+    write_manifest,
+)
 from ._dtypes import raw
 from ._hashing import Digests
 from ._layout import Layout, layout
 from ._manifest import NAME, encode
+from ._names import REMOVING, SAVING, foreign, is_temporary, next_number, remove_ours, temporary
 from ._place import is_on_disk
 from ._snapshot import Snapshot
 
-REMOVING = "removing"
-_LEFT = re.compile(rf"\.({SAVING}|{REMOVING})-[0-9a-f]{{8}}$")
 _CHUNK = 2**20
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EACCES}
 
@@ -30,69 +38,88 @@ def write(path: Path, content: Snapshot) -> None:
     old one, new arrays are written beside the old arrays, and the manifest, which says which of them are meant, is
     replaced in one step. So at every moment `path` holds the old checkpoint or the new one, whole.
     """
-    path = Path(os.path.abspath(path))
+    path = path.absolute()
     if os.path.lexists(path):
         check_own(path)
     plan = layout(content.manifest.entries)
     with _check.explained_writing(path, plan.size):
         make_parents(path.parent)
-        clean(path.parent, f".{path.name}.")
+        clean(path.parent, path.name)
         if not os.path.lexists(path):
             try:
                 return _write_new(path, content, plan)
             except OSError as error:
-                if error.errno not in _TAKEN or not os.path.isdir(path):
+                taken = error.errno in _TAKEN and not isinstance(error, _check.NotSyncedError)
+                if not (taken and os.path.isdir(path)):
                     raise  # otherwise somebody else wrote it at the same time
         return _overwrite(path, content, plan)
 
 
 def remove(path: Any) -> None:
-    """Removes a checkpoint, so that no part of it ever stands under its name."""
+    """Removes a checkpoint, so that no part of it ever stands under its name; FileExistsError if it holds more."""
+    _check.nothing_else(path, foreign(path), is_link=is_on_disk(path) and path.is_symlink())
     if not is_on_disk(path):
         with contextlib.suppress(FileNotFoundError):
             _disk.remove(path / NAME)  # without it, the rest is no checkpoint
-        _disk.remove_folder(path)
+        remove_ours(path)
         return
-    gone = path.parent / f".{path.name}.{REMOVING}-{_disk.token()}"
+    gone = temporary(path, REMOVING)
     _disk.rename(path, gone)
-    _disk.remove_folder(gone)
+    remove_ours(gone)
 
 
-def clean(parent: Any, start: str) -> None:
-    """Removes what processes that were killed left under names with this start. What a living one writes is locked."""
+def clean(parent: Any, of: re.Pattern[str] | str) -> None:
+    """Removes what killed processes left of paths with this name. What a living one writes is locked."""
     if not is_on_disk(parent):
         return
-    for left in [Path(entry.path) for entry in os.scandir(parent) if entry.name.startswith(start)]:
-        if _LEFT.search(left.name):
-            with _disk.locked(left, wait=False) as stale, contextlib.suppress(FileNotFoundError):
-                if stale:
-                    _disk.remove_folder(left)
+    for left in [Path(entry.path) for entry in os.scandir(parent) if is_temporary(entry.name, of)]:
+        with _disk.locked(left, wait=False) as stale, contextlib.suppress(FileNotFoundError):
+            if stale and not left.is_symlink():
+                remove_ours(left) if left.is_dir() else _disk.remove(left)
 
 
 def write_file(path: Path, data: bytes) -> None:
     """Writes one file as a checkpoint is written: `path` holds what was there or the new bytes, whole."""
-    path = Path(os.path.abspath(path))
+    path = path.absolute()
     with _check.explained_writing(path, len(data)):
         make_parents(path.parent)
-        temporary = path.parent / f".{path.name}.{SAVING}-{_disk.token()}"
+        clean(path.parent, path.name)
+        _write_file(path, data)
+        sync_last(path.parent)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with contextlib.ExitStack() as stack:
+        new, file = _locked_file(path, stack)
         try:
-            with new_file(temporary) as file:
-                _disk.write_all(file, data)
-                _disk.sync(file)
-            _disk.replace(temporary, path)
+            _disk.write_all(file, data)
+            _disk.sync(file)
+            if os.name == "nt":  # which gives no open file another name
+                stack.close()
+            _disk.replace(new, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                _disk.remove(temporary)
+                _disk.remove(new)
             raise
-        _disk.sync_folder(path.parent)
+
+
+def _locked_file(path: Path, stack: contextlib.ExitStack) -> tuple[Path, int]:
+    """A file beside `path`, locked for as long as it is open: so a file whose lock is free is a dead process's."""
+    while True:
+        new = temporary(path, SAVING)
+        file = stack.enter_context(_disk.closing(_disk.create(new)))
+        _disk.lock(file, wait=True)
+        if new.exists():  # otherwise another process took it for such a file before it was locked
+            return new, file
 
 
 def _write_new(path: Path, content: Snapshot, plan: Layout) -> None:
-    with _temporary(path) as temporary:
-        _write_files(temporary, 1, content, plan)
-        commit(temporary)
-        _disk.rename(temporary, path)
-        _disk.sync_folder(path.parent)
+    with _temporary(path) as folder:
+        _write_files(folder, 1, content, plan)
+        put_manifest(folder)
+        sync_names(folder)
+        _disk.rename(folder, path)
+        sync_last(path.parent)
 
 
 @contextlib.contextmanager
@@ -100,29 +127,34 @@ def _temporary(path: Path) -> Iterator[Path]:
     """A folder beside `path`, locked for as long as it is written, and removed if it still has its name then."""
     with contextlib.ExitStack() as stack:
         while True:
-            temporary = path.parent / f".{path.name}.{SAVING}-{_disk.token()}"
-            _disk.make_folder(temporary)
+            folder = temporary(path, SAVING)
+            _disk.make_folder(folder)
             # Before the lock is held, another process may take the folder for a stale one and remove it.
             with contextlib.suppress(FileNotFoundError):
-                stack.enter_context(_disk.locked(temporary))
-                if temporary.exists():
+                stack.enter_context(_disk.locked(folder))
+                if folder.exists():
                     break
         try:
-            yield temporary
+            yield folder
         finally:
             with contextlib.suppress(OSError):
-                if temporary.exists():
-                    _disk.remove_folder(temporary)
+                if folder.exists():
+                    remove_ours(folder)
 
 
 def _overwrite(path: Path, content: Snapshot, plan: Layout) -> None:
     with _disk.locked(path):
         try:
             _write_files(path, next_number(path), content, plan)
-            _disk.sync_folder(path)  # the arrays' name is on the disk before the manifest that names them
-            commit(path)
-        finally:
+            sync_names(path)  # the arrays' name is on the disk before the manifest that names them
+            put_manifest(path)
+            sync_last(path)
+        except _check.NotSyncedError:
+            raise  # the disk may still go back to the old manifest, which names the old arrays
+        except BaseException:
             remove_unused(path)
+            raise
+        remove_unused(path)
 
 
 def _write_files(folder: Path, number: int, content: Snapshot, plan: Layout) -> None:

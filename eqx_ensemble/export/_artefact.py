@@ -43,7 +43,8 @@ class Artefact:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one zip archive: `program.bin`, `export.json` and, where there are any, `leaves.safetensors`.
 
-        The file is there whole or not at all, and one that it replaces stays until then. Nothing in it is compressed;
+        The file is there whole or not at all, and one that it replaces stays until then; what a killed process left
+        of it is removed by the next save to the same path. Nothing in it is compressed;
         each part has a checksum, which whatever reads zip archives looks at. The same artefact gives the same bytes.
 
         **Raises:** OSError that says how many bytes are needed and free.

@@ -37,7 +37,8 @@ def export(
     """Exports an ensemble as one StableHLO program, which runs without this library and without the model's code.
 
     The program takes a batch of rows and returns what `combine` makes of the predictions of all members: the same as
-    [`eqx_ensemble.predict`][] and `combine` give here. jax alone loads and calls it (`jax.export`).
+    [`eqx_ensemble.predict`][] and `combine` give here. To load and call it, jax (`jax.export`) and flatbuffers are
+    enough: jax reads its own format with that package, and does not bring it along.
 
     ```python
     import tempfile
@@ -70,8 +71,8 @@ def export(
 
     **Returns:** an [`eqx_ensemble.Artefact`][].
 
-    **Raises:** TypeError for host callbacks (`jax.debug.print` and the like), and for inputs and outputs that are not
-    arrays in dicts, lists and tuples; ValueError for more leaves than fit inside.
+    **Raises:** ImportError without flatbuffers; TypeError for host callbacks (`jax.debug.print` and the like), and for
+    inputs and outputs that are not arrays in dicts, lists and tuples; ValueError for more leaves than fit inside.
     """
     name = "export"
     _check.installed("flatbuffers", what="eqx_ensemble.export", extra="export")

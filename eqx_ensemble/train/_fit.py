@@ -126,7 +126,8 @@ def fit(
         values where they are short; functions are compared by what they compute, or by their code where they look at
         values. The length, `plan`, `mesh`, `max_seconds` and how often to save may be changed. Iterators of batches are
         saved where they stand, if they say that (`get_state` or `state_dict`); other iterables are drawn again from
-        their beginning, and have to give the same batches.
+        their beginning, and have to give the same batches. One run at a time has a folder, which is made before
+        anything is compiled.
     - `every`: steps between two checkpoints; about a minute if not given. There is one at the end too.
     - `resume`: `"auto"`: go on if there is a checkpoint; `"must"`: else raise an error; `"never"`: raise one if there
         is.
@@ -136,10 +137,11 @@ def fit(
     **Returns:** [`eqx_ensemble.Run`][]. Ctrl-C ends the run at the next boundary and returns what there is.
 
     **Raises:** before anything is compiled, for arguments that do not fit together, data that are not finite, or
-    integers that jax would wrap around because 64-bit types are switched off; and
-    [`eqx_ensemble.train.NotSavedError`][], which holds the run so far, when a checkpoint cannot be written. An error
-    inside the loss, the score or the model has a note with the function's place, the shapes of one member's arguments,
-    whether it ran in training or validation, and the likely cause.
+    integers that jax would wrap around because 64-bit types are switched off; BlockingIOError, which names process and
+    machine, when another run trains in the checkpoint folder; and [`eqx_ensemble.train.NotSavedError`][], which holds
+    the run so far, when a checkpoint cannot be written. An error inside the loss, the score or the model has a note
+    with the function's place, the shapes of one member's arguments, whether it ran in training or validation, and the
+    likely cause.
     """
     plan = as_plan(plan)
     lengths = {"epochs": epochs, "steps": steps, "patience": patience}

@@ -1,3 +1,4 @@
+import contextlib
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ def carried_out(job: Job, *, progress: bool | None) -> Run:
     pilot = Pilot(plan, name="fit")
     words = members_in_words(first.num_members)
     with (
+        job.saver or contextlib.nullcontext(),
         Interruption() as interruption,
         progress_line(show=progress, description=words, unit="step") as line,
         explained_memory(pilot, first.num_members, name="fit"),

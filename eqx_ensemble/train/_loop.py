@@ -79,6 +79,8 @@ class Loop:
 
     def call(self, compiled: Callable[..., tuple[Carry, PyTree]], *read: PyTree, carry: Carry) -> tuple[Carry, PyTree]:
         """`compiled((program, *read), carry)`."""
+        if self._saver is not None:
+            self._saver.claim()
         return self.pilot.call(lambda plan, carry: compiled((self.program, *read), carry), carry)
 
     def look(self, inputs: Inputs, carry: Carry, rows: Any, *, steps_inside: bool) -> None:

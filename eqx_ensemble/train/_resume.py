@@ -1,7 +1,10 @@
+import errno
 import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Literal
 
 import jax
@@ -10,9 +13,13 @@ from jaxtyping import Array, PyTree
 
 from .. import _check
 from ..checkpoint import Checkpoints, Contents
+from ..checkpoint._commit import make_parents
 from ..checkpoint._formats import FormatName
+from ..checkpoint._place import is_on_disk
+from ..checkpoint._run_lock import RunLock
 from ..checkpoint._snapshot import versions
-from ..distributed import agreed
+from ..distributed import agreed, is_first
+from ..distributed._together import together
 from ._identity import Identity
 from ._place import Place, decoded, encoded
 from ._program import Carry
@@ -54,6 +61,48 @@ class Saver:
         self._saved_at = time.perf_counter()
         _check.own_folder(self.folder, is_checkpoint=not self.folder.exists() or self.folder.is_dir())
         _check.something_to_resume(self._checkpoints.steps, self.folder, resume)
+        # One process takes the lock for all that run together. Object stores have no locks.
+        self._lock = RunLock(self.folder) if is_on_disk(self.folder) and is_first() else None
+        self._claimed = False
+        self._in_first(self._prepare)
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None or jax.process_count() == 1:  # after an error, the other processes may be gone
+            self._checkpoints.finish()
+        if self._lock is not None:
+            self._lock.release()
+
+    def claim(self) -> None:
+        """Takes the folder for this run, before its first step: a run that is finished only reads."""
+        if not self._claimed:
+            self._in_first(self._take)
+            self._claimed = True
+
+    def _in_first(self, job: Callable[[RunLock], None]) -> None:
+        """Does a job with the lock in the process that has it; what fails there fails in all."""
+        failed = None
+        try:
+            if self._lock is not None:
+                job(self._lock)
+        except OSError as error:
+            failed = error
+        together(failed)
+
+    def _prepare(self, lock: RunLock) -> None:
+        """Finds out before anything is compiled what would keep the run from being saved."""
+        with _check.explained_folder(self.folder):
+            make_parents(self.folder)
+            if not self._checkpoints.steps and not os.access(self.folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        lock.look()
+
+    def _take(self, lock: RunLock) -> None:
+        with _check.explained_folder(self.folder):
+            lock.acquire()
+        _check.nothing_newer(self.folder, self._seen, self._checkpoints.steps)
 
     @property
     def folder(self) -> Any:
@@ -64,7 +113,8 @@ class Saver:
         """Where the last good checkpoint stands, or the start of a run that has none yet."""
         self._identity, self._begun = identity, int(start.state.step)
         self._shared, self._ids = start.state.shared, start.state.ids
-        if not self._checkpoints.steps:
+        self._seen = self._checkpoints.steps
+        if not self._seen:
             return start
         restored = self._checkpoints.restore(lambda contents: self._like(start, contents))
         self.step, meta = restored.step, restored.meta["fit"]
@@ -137,6 +187,8 @@ class Saver:
             "seconds": seconds,
         }
         try:
+            self.claim()
+            self._in_first(RunLock.check)
             self._checkpoints.save(
                 record.steps,
                 tree,

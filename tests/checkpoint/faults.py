@@ -5,6 +5,7 @@ import os
 from eqx_ensemble.checkpoint import _disk
 
 OPERATIONS = ("make_folder", "create", "write", "sync", "sync_folder", "rename", "replace", "remove", "remove_folder")
+OPERATIONS += ("remove_empty_folder", "open_or_create")
 HOWS = ("before", "amid", "after")
 
 
@@ -21,6 +22,7 @@ class Layer:
     def __init__(self, *, stop=None, how="before", error=None, meanwhile=None):
         self.count, self.stop, self.how, self.error, self.meanwhile = 0, stop, how, error, meanwhile
         self.log, self.open, self.dead = [], {}, False
+        self.stopped = None
 
     def __enter__(self):
         self.true = {name: getattr(_disk, name) for name in OPERATIONS}
@@ -38,6 +40,7 @@ class Layer:
                 raise Killed
             self.count += 1
             if self.count - 1 == self.stop:
+                self.stopped = name
                 if self.meanwhile is not None:
                     self.meanwhile()
                     return operation(*args)
@@ -63,7 +66,7 @@ class Layer:
                 file.unlink()
 
     def record(self, name, args, done):
-        if name == "create":
+        if name in ("create", "open_or_create"):
             self.open[done] = args[0]
         if name in ("write", "sync"):
             args = (self.open[args[0]], *(bytes(part[:done]) for part in args[1:]))

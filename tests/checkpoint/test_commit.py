@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint import _disk, _open
+from eqx_ensemble.checkpoint import _commit, _disk, _open
+from eqx_ensemble.checkpoint._write import write_file
 
 from .faults import HOWS, Killed, Layer
 
@@ -99,6 +100,82 @@ def test_an_error_at_every_boundary(old, error, tmp_path):
                 ee.save(path, tree(old))
         stop += 1
     assert failed >= 8
+
+
+@pytest.fixture
+def _all_disks_sync(monkeypatch):
+    monkeypatch.setattr(_commit, "_unsynced", set())
+
+
+def stopped_at(stop, error, save):
+    """What a save says that is refused one operation; the name of that operation, `None` if there are not so many."""
+    with Layer(stop=stop, error=error) as layer:
+        try:
+            save()
+        except OSError as caught:
+            return layer.stopped, str(caught)
+    return layer.stopped, None
+
+
+@pytest.mark.parametrize("old", [None, 1], ids=["new", "overwrite"])
+def test_what_an_error_says_is_there_is_there(old, tmp_path):
+    """At whichever operation the disk fails: `load` reads what the message says is there."""
+    path, stop, said = tmp_path / "run" / "x", 0, []
+    while True:
+        shutil.rmtree(path.parent, ignore_errors=True)
+        if old is not None:
+            ee.save(path, tree(old))
+        operation, text = stopped_at(stop, errno.EIO, lambda: ee.save(path, tree(2)))
+        if operation is None:
+            break
+        now, stop = version_at(path) if path.exists() else None, stop + 1
+        if text is None:
+            assert now == 2  # only the cleaning failed
+            continue
+        in_place = "The new checkpoint is in place and whole" in text
+        assert in_place != ("What was there before is still whole" in text)
+        assert now == (2 if in_place else old)
+        if in_place:
+            said.append(operation)
+            assert "a power cut may bring back what was there before" in text
+            # The manifest that a power cut brings back names the old arrays, which must still be there.
+            assert old is None or len(list(path.glob("arrays-*"))) == 2
+        ee.save(path, tree(3))
+        assert len(list(path.iterdir())) == 2
+    assert said == ["sync_folder"]
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP])
+@pytest.mark.usefixtures("_all_disks_sync")
+def test_a_file_system_that_cannot_sync_folders(error, tmp_path, monkeypatch):
+    def refused(path):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(_disk, "sync_folder", refused)
+    with pytest.warns(UserWarning, match="cannot sync folders .*a power cut may lose the newest") as caught:
+        for version in (1, 2):
+            ee.save(tmp_path / "a" / "x", tree(version))
+            ee.checkpoint.Checkpoints(tmp_path / "run").save(version, tree(version))
+    assert len(caught) == 1
+    assert version_at(tmp_path / "a" / "x") == 2
+    assert ee.checkpoint.Checkpoints(tmp_path / "run").steps == [1, 2]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_file_is_there_whole_or_not_at_all(how, tmp_path):
+    """As exports are written: what a kill leaves, the next one to the same path removes."""
+    path = tmp_path / "x.zip"
+    for stop in range(operations_of(lambda: write_file(path, b"1" * 100)).count):
+        write_file(path, b"1" * 100)
+        kill(lambda: write_file(path, b"2" * 100), stop=stop, how=how)
+        assert path.read_bytes() in (b"1" * 100, b"2" * 100)
+        busy = tmp_path / ".x.zip.saving-00000000"
+        busy.write_bytes(b"3")
+        with _disk.locked(busy):
+            write_file(path, b"4" * 100)
+            assert sorted(entry.name for entry in tmp_path.iterdir()) == [busy.name, path.name]
+        write_file(path, b"5" * 100)
+        assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 class Power:
@@ -235,15 +312,19 @@ def test_random_kills_of_overwriting_in_place_lose_some(tmp_path):
 
 
 def test_what_a_living_process_writes_is_left_alone(tmp_path):
-    busy, dead = tmp_path / ".x.saving-00000000", tmp_path / ".x.saving-11111111"
-    other = tmp_path / ".x.saving-note"
-    for folder in (busy, dead, other):
+    part = "arrays-0001.safetensors"
+    busy, dead = tmp_path / ".x.saving-00000000", tmp_path / ".x.removing-11111111"
+    others = [tmp_path / name for name in (".x.saving-note", ".x.saving-0000000", ".x.y.saving-22222222", ".y")]
+    mixed = tmp_path / ".x.saving-33333333"
+    for folder in (busy, dead, mixed, *others):
         folder.mkdir()
-        (folder / "part").write_bytes(b"1")
+        (folder / part).write_bytes(b"1")
+    (mixed / "note").write_text("mine")
     with _disk.locked(busy):
         ee.save(tmp_path / "x", tree(1))
-    assert (busy / "part").exists()
-    assert (other / "part").exists()
+    for folder in (busy, *others):
+        assert (folder / part).exists()
+    assert [entry.name for entry in mixed.iterdir()] == ["note"]
     assert not dead.exists()
     ee.save(tmp_path / "x", tree(2))
     assert not busy.exists()

@@ -186,7 +186,7 @@ def test_removal_that_fails_is_said_and_not_lost(folder, monkeypatch):
     def failing(path):
         raise OSError(16, "Device or resource busy")
 
-    monkeypatch.setattr(_disk, "remove_folder", failing)
+    monkeypatch.setattr(_disk, "remove_empty_folder", failing)
     with pytest.warns(UserWarning, match="Step 2 is saved, but an old checkpoint could not be removed"):
         checkpoints.save(2, tree(2))
     assert checkpoints.steps == [2]

@@ -1,0 +1,56 @@
+"""What a folder is that is not a checkpoint."""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .._check import CheckpointCorruptError
+from ._manifest import NAME, Manifest, is_sealed
+from ._place import listed
+from ._read import read_manifest
+
+STEP = re.compile(r"step-([0-9]{12})")
+_MEMBER = re.compile(r"member-[0-9]{6}\.(eqx|safetensors)")
+_ORBAX = {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "ocdbt.process_0", "orbax.checkpoint"}
+_SINGLE = (".eqx", ".safetensors")
+
+
+class Kind(NamedTuple):
+    """The kind of a folder, one of those that `_check.not_a_checkpoint` knows, and the names that show it."""
+
+    name: str
+    found: list[str]
+
+
+def kind_of(folder: Path) -> Kind:
+    """What a folder is, from the names in it."""
+    entries = sorted(listed(folder), key=lambda entry: entry.name)
+    steps = [entry for entry in entries if STEP.fullmatch(entry.name) and entry.is_dir()]
+    if steps:
+        return Kind("fit" if any(map(_is_of_fit, steps)) else "run", [entry.name for entry in steps])
+    found = [entry.name for entry in entries]
+    members = [name for name in found if _MEMBER.fullmatch(name)]
+    if members:
+        return Kind("members", members)
+    if _ORBAX & {*found}:
+        return Kind("orbax", found)
+    inside = [entry.name for entry in entries if entry.is_dir() and is_sealed(entry / NAME)]
+    if inside:
+        return Kind("checkpoints", inside)
+    single = [name for name in found if name.endswith(_SINGLE)]
+    if single:
+        return Kind("files", single)
+    return Kind("other" if found else "empty", found)
+
+
+def _is_of_fit(step: Path) -> bool:
+    try:
+        return is_of_fit(read_manifest(step))
+    except (CheckpointCorruptError, ValueError, OSError):
+        return False
+
+
+def is_of_fit(manifest: Manifest) -> bool:
+    """Whether `fit` wrote a checkpoint."""
+    meta: Any = manifest.meta
+    return isinstance(meta, dict) and isinstance(meta.get("fit"), dict) and "identity" in meta["fit"]

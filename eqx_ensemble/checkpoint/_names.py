@@ -1,0 +1,114 @@
+"""The names that are ours, exactly. Nothing with another name is ever replaced or removed."""
+
+import contextlib
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from . import _disk
+from ._layout import has_our_header
+from ._manifest import NAME, is_sealed
+from ._place import has_manifest, is_on_disk, listed
+
+SAVING, REMOVING = "saving", "removing"
+UNFINISHED = f"{NAME}.{SAVING}"
+_FILE = re.compile(r"arrays-([0-9]{4,9})\.safetensors")
+# Orbax adds something to the name until it is done.
+_FOLDER = re.compile(r"orbax-([0-9]{4,9})(?:(?:\.partial_save)?\.orbax-checkpoint-tmp(?:-[0-9]+)?)?")
+# What a copy by rsync leaves that is killed.
+_COPY = re.compile(r"\.(?:checkpoint\.json|arrays-[0-9]{4,9}\.safetensors)\.[A-Za-z0-9]{6}")
+_LONGEST = 64
+
+
+def number_of(entry: Any) -> int:
+    """The number of a file or a folder of arrays, 0 for anything else."""
+    pattern = _FOLDER if entry.is_dir() else _FILE
+    match = None if _is_link(entry) else pattern.fullmatch(entry.name)
+    return int(match[1]) if match else 0
+
+
+def is_ours(entry: Any) -> bool:
+    """Whether what stands in a checkpoint's folder under its name is what we write under such a name."""
+    if number_of(entry):
+        return True
+    named = entry.name in (NAME, UNFINISHED) or _COPY.fullmatch(entry.name)
+    return bool(named) and not entry.is_dir() and not _is_link(entry)
+
+
+def is_written(entry: Any) -> bool:
+    """Whether an entry shows that somebody wrote a checkpoint here: a manifest alone, others have as well."""
+    return bool(number_of(entry)) or entry.name == UNFINISHED
+
+
+def _is_link(entry: Any) -> bool:
+    return is_on_disk(entry) and entry.is_symlink()
+
+
+def foreign(path: Any) -> list[str]:
+    """The names in a folder that are not ours."""
+    return sorted(entry.name for entry in listed(path) if not is_ours(entry))
+
+
+def is_checkpoint(path: Any) -> bool:
+    """Whether a folder is a checkpoint, damaged or not, or what is left of one: new arrays may be written into it.
+
+    The manifest says so by how it begins. Where that is damaged or missing, all that is there must be ours.
+    """
+    if not path.is_dir():
+        return False
+    if has_manifest(path):
+        return is_sealed(path / NAME) or (not foreign(path) and has_arrays(path))
+    return not foreign(path)
+
+
+def has_arrays(path: Any) -> bool:
+    """Whether there are arrays of ours in a folder: by name and by content, damaged or not."""
+    return any(number_of(entry) and (entry.is_dir() or has_our_header(entry)) for entry in listed(path))
+
+
+def is_unfinished(path: Any) -> bool:
+    """Whether a folder holds nothing but arrays of Orbax for which there is no manifest, or nothing at all yet."""
+    return all((number_of(entry) and entry.is_dir()) or entry.name == UNFINISHED for entry in listed(path))
+
+
+def next_number(path: Any) -> int:
+    """A number that no arrays in a folder have yet."""
+    return 1 + max(map(number_of, listed(path)), default=0)
+
+
+def temporary(path: Path, kind: str) -> Path:
+    """A hidden name beside `path` that no other process chooses."""
+    return path.parent / f".{_short(path.name)}.{kind}-{_disk.token()}"
+
+
+def is_temporary(name: str, of: re.Pattern[str] | str) -> bool:
+    """Whether `temporary` chose this name for a path of this name, or for one whose name has this pattern."""
+    base = of.pattern if isinstance(of, re.Pattern) else re.escape(_short(of))
+    return re.fullmatch(rf"\.{base}\.({SAVING}|{REMOVING})-[0-9a-f]{{8}}", name) is not None
+
+
+def _short(name: str) -> str:
+    """A name that leaves room for what is added to it: file systems take 143 to 255 bytes."""
+    encoded = os.fsencode(name)
+    return name if len(encoded) <= _LONGEST else hashlib.sha256(encoded).hexdigest()[:32]
+
+
+def remove_ours(folder: Any) -> None:
+    """Removes a checkpoint's folder, but for what is not ours in it: then the folder stays, with that."""
+    for entry in listed(folder):
+        if is_ours(entry):
+            remove_entry(entry)
+    if listed(folder):
+        return
+    if is_on_disk(folder):
+        _disk.remove_empty_folder(folder)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            _disk.remove_folder(folder)
+
+
+def remove_entry(entry: Any) -> None:
+    """Removes a file, or a folder with all that is in it."""
+    _disk.remove_folder(entry) if entry.is_dir() else _disk.remove(entry)

@@ -1,0 +1,100 @@
+"""The lock of a run's folder: one run at a time trains there."""
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from .. import _check
+from . import _disk
+from ._commit import make_parents
+from ._disk import Lock
+
+NAME = "fit.lock"
+_LIMIT = 4096
+_ATTEMPTS, _PAUSE = 10, 0.05
+
+
+class RunLock:
+    """The lock of a folder, held by this process until `release`, or until the process ends in whatever way.
+
+    The system's lock on a file in the folder decides; what the file holds says who has it. Where a file system has no
+    locks, or none between machines, the last to come has the folder, and `check` tells the one before.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder, self._path = folder, folder / NAME
+        self._stack: contextlib.ExitStack | None = None
+        self._token, self._process = "", 0
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has the lock. A child that was forked has not."""
+        return self._stack is not None and self._process == os.getpid()
+
+    def look(self) -> None:
+        """Raises BlockingIOError if another run has the lock; takes and makes nothing."""
+        try:
+            file = os.open(self._path, os.O_RDONLY)
+        except OSError:  # there is none, or one that `acquire` will have more to say of
+            return
+        with _disk.closing(file):
+            free = _disk.lock(file, wait=False, shared=True) is not Lock.BUSY
+            _check.folder_free(self._folder, self._holder(), free=free)
+
+    def acquire(self) -> None:
+        """Takes the lock; raises BlockingIOError, which names who has it."""
+        make_parents(self._folder)
+        for last in (*[False] * _ATTEMPTS, True):
+            with contextlib.ExitStack() as stack:
+                file = stack.enter_context(_disk.closing(_disk.open_or_create(self._path)))
+                state = _disk.lock(file, wait=False)
+                if state is Lock.BUSY:
+                    _check.folder_free(self._folder, self._holder(), free=not last)
+                elif self._is(file):
+                    self._token, self._process = _disk.token() + _disk.token(), os.getpid()
+                    os.ftruncate(file, 0)
+                    _disk.write_all(file, json.dumps(self._self()).encode())
+                    self._stack = stack.pop_all()
+                    return
+            time.sleep(_PAUSE)  # another one looked at the same time, or is just about to let go
+
+    def check(self) -> None:
+        """Raises BlockingIOError if another run has taken the folder over; takes the lock again if the file is gone."""
+        if not self._path.exists():
+            self.release()
+            self.acquire()
+        holder = self._holder()
+        _check.still_ours(self._folder, holder, ours=holder is None or holder.get("token") == self._token)
+
+    def release(self) -> None:
+        """Lets go of the lock, and removes the file."""
+        stack, self._stack = self._stack, None
+        if stack is None or self._process != os.getpid():
+            return
+        with stack, contextlib.suppress(OSError):
+            if (self._holder() or {}).get("token") == self._token:
+                _disk.remove(self._path)
+
+    def _self(self) -> dict[str, Any]:
+        since = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds")
+        return {"host": socket.gethostname(), "pid": self._process, "since": since, "token": self._token}
+
+    def _holder(self) -> dict[str, Any] | None:
+        """What the file says of who has the lock; `None` if it says nothing, because that one has only just come."""
+        try:
+            with open(self._path, "rb") as file:
+                holder = json.loads(file.read(_LIMIT))
+        except (OSError, ValueError):
+            return None
+        return holder if isinstance(holder, dict) else None
+
+    def _is(self, file: int) -> bool:
+        """Whether an open file still has its name."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(file), os.stat(self._path))
+        return False
