@@ -1,5 +1,4 @@
 import io
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -47,7 +46,7 @@ def export_members(
     _check.file_format(format, name=name)
     paths = []
     for i, member_id in enumerate(ensemble.ids.tolist()):
-        paths.append(Path(os.path.abspath(folder)) / f"member-{member_id:06d}.{format}")
+        paths.append(Path(folder).absolute() / f"member-{member_id:06d}.{format}")
         write_file(paths[-1], _encoded(ensemble[i], format, name))
     return paths
 

@@ -52,8 +52,8 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
         [`eqx_ensemble.load`][] finds out by itself. [What is different](#orbax).
 
     **Raises:** OSError that says how many bytes are needed and free, when the disk is full or cannot be written;
-    FileExistsError when something that is not a checkpoint of ours stands at `path`; TypeError for traced arrays, a function
-    without arrays, and metadata that JSON cannot hold.
+    FileExistsError when something that is not a checkpoint of ours stands at `path`; TypeError for traced arrays, a
+    function without arrays, and metadata that JSON cannot hold.
     """
     _check.checkpoint_format(format, path, name="eqx_ensemble.save")
     _check.something_to_save(tree, name="eqx_ensemble.save")

@@ -152,11 +152,11 @@ def test_a_file_system_that_cannot_sync_folders(error, tmp_path, monkeypatch):
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(_disk, "sync_folder", refused)
-    with pytest.warns(UserWarning, match="cannot sync folders .*a power cut may lose the newest") as caught:
-        for version in (1, 2):
-            ee.save(tmp_path / "a" / "x", tree(version))
-            ee.checkpoint.Checkpoints(tmp_path / "run").save(version, tree(version))
-    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="cannot sync folders .*a power cut may lose the newest"):
+        ee.save(tmp_path / "a" / "x", tree(1))
+    ee.save(tmp_path / "a" / "x", tree(2))  # it is said once: another warning would be an error here
+    for step in (1, 2):
+        ee.checkpoint.Checkpoints(tmp_path / "run").save(step, tree(step))
     assert version_at(tmp_path / "a" / "x") == 2
     assert ee.checkpoint.Checkpoints(tmp_path / "run").steps == [1, 2]
 

@@ -5,6 +5,7 @@ import os
 import pathlib
 import random
 import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -109,7 +110,8 @@ def test_nothing_of_the_user_is_ever_removed(seed, tmp_path):
             path.write_text(f"mine {draw.random()}")
         own[path] = os.readlink(path) if path.is_symlink() else path.read_text()
 
-    with pytest.warns(UserWarning, match="An old checkpoint is kept: .*which `save` did not write") as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for step in range(12):
             checkpoints.save(step, tree(step), score=draw.random())
             folders = [run, *(checkpoints.path(step) for step in checkpoints.steps)]
@@ -119,6 +121,8 @@ def test_nothing_of_the_user_is_ever_removed(seed, tmp_path):
                 if not {*own} & {folder / name for name in USERS}:
                     put(folder)
         checkpoints.save(99, tree(99))
+    assert caught
+    assert all("An old checkpoint is kept: " in str(warning.message) for warning in caught)
     for path, content in own.items():
         assert (os.readlink(path) if path.is_symlink() else path.read_text()) == content
     assert (target / "precious").read_text() == "mine"

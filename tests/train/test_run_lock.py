@@ -1,4 +1,4 @@
-"""One run at a time has a checkpoint folder, and what keeps it from saving there is said before anything is compiled."""
+"""One run at a time has a checkpoint folder, and what keeps it from saving is said before anything is compiled."""
 
 import errno
 import json
