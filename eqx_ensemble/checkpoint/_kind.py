@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._check import CheckpointCorruptError
-from ._manifest import NAME, Manifest, is_sealed
+from ._manifest import Manifest
+from ._names import is_sealed
 from ._place import listed
 from ._read import read_manifest
 
@@ -34,7 +35,7 @@ def kind_of(folder: Path) -> Kind:
         return Kind("members", members)
     if _ORBAX & {*found}:
         return Kind("orbax", found)
-    inside = [entry.name for entry in entries if entry.is_dir() and is_sealed(entry / NAME)]
+    inside = [entry.name for entry in entries if entry.is_dir() and is_sealed(entry)]
     if inside:
         return Kind("checkpoints", inside)
     single = [name for name in found if name.endswith(_SINGLE)]

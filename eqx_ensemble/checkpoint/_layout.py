@@ -1,8 +1,6 @@
-import contextlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from .. import _check
 from ._dtypes import DTYPES, stored
@@ -52,12 +50,10 @@ def layout(entries: Sequence[Entry]) -> Layout:
     return Layout(header, order, spans, rows, len(header) + end + count * DIGEST)
 
 
-def has_our_header(file: Path) -> bool:
+def begins_as_ours(file: BinaryIO) -> bool:
     """Whether a file of arrays is ours, whatever may have become of the rest: its header ends with our table.
 
     A file of which a crash of the system left zeros, or nothing, counts as well.
     """
-    with contextlib.suppress(OSError), file.open("rb") as handle:
-        size = int.from_bytes(handle.read(8), "little")
-        return size == 0 or TABLE.encode() in handle.read(min(size, LIMIT))
-    return False
+    size = int.from_bytes(file.read(8), "little")
+    return size == 0 or TABLE.encode() in file.read(min(size, LIMIT))

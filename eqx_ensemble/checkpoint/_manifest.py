@@ -1,4 +1,3 @@
-import contextlib
 import hashlib
 import json
 import math
@@ -57,11 +56,9 @@ class Manifest(NamedTuple):
     versions: dict[str, str]
 
 
-def is_sealed(file: Any) -> bool:
-    """Whether a file begins as manifests do, whatever may have become of the rest."""
-    with contextlib.suppress(OSError), file.open("rb") as handle:
-        return _START.match(handle.read(256)) is not None
-    return False
+def begins_as_ours(data: bytes) -> bool:
+    """Whether bytes begin as manifests do, whatever may have become of the rest."""
+    return _START.match(data) is not None
 
 
 def encode(manifest: Manifest) -> bytes:

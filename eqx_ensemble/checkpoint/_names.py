@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import _disk
-from ._layout import has_our_header
-from ._manifest import NAME, is_sealed
-from ._place import has_manifest, is_on_disk, listed
+from .._check import CheckpointCorruptError
+from . import _disk, _layout, _manifest
+from ._manifest import NAME
+from ._place import has_manifest, is_on_disk, listed, open_file
 
 SAVING, REMOVING = "saving", "removing"
 UNFINISHED = f"{NAME}.{SAVING}"
@@ -59,13 +59,26 @@ def is_checkpoint(path: Any) -> bool:
     if not path.is_dir():
         return False
     if has_manifest(path):
-        return is_sealed(path / NAME) or (not foreign(path) and has_arrays(path))
+        return is_sealed(path) or (not foreign(path) and has_arrays(path))
     return not foreign(path)
+
+
+def is_sealed(path: Any) -> bool:
+    """Whether there is a manifest in a folder that begins as ours do."""
+    with contextlib.suppress(OSError, CheckpointCorruptError), open_file(path / NAME) as file:
+        return _manifest.begins_as_ours(file.read(256))
+    return False
+
+
+def _has_our_header(entry: Any) -> bool:
+    with contextlib.suppress(OSError, CheckpointCorruptError), open_file(entry) as file:
+        return _layout.begins_as_ours(file)
+    return False
 
 
 def has_arrays(path: Any) -> bool:
     """Whether there are arrays of ours in a folder: by name and by content, damaged or not."""
-    return any(number_of(entry) and (entry.is_dir() or has_our_header(entry)) for entry in listed(path))
+    return any(number_of(entry) and (entry.is_dir() or _has_our_header(entry)) for entry in listed(path))
 
 
 def is_unfinished(path: Any) -> bool:

@@ -2,8 +2,8 @@ from typing import Any
 
 from .. import _check
 from ._kind import kind_of
-from ._manifest import NAME, is_orbax, is_sealed
-from ._names import is_unfinished, is_written
+from ._manifest import is_orbax
+from ._names import is_sealed, is_unfinished, is_written
 from ._orbax import OrbaxReader
 from ._place import has_manifest, is_on_disk, listed
 from ._read import Reader, read_manifest
@@ -18,7 +18,7 @@ def opened(path: Any, *, name: str) -> Reader | OrbaxReader:
     """
     if is_on_disk(path):
         _check.no_checkpoint(path, name=name)
-        if not (is_sealed(path / NAME) or any(map(is_written, listed(path)))):
+        if not (is_sealed(path) or any(map(is_written, listed(path)))):
             _check.not_a_checkpoint(path, *kind_of(path), name=name)
     _check.finished(path, not is_unfinished(path) if is_on_disk(path) else has_manifest(path), name=name)
     for _ in range(_ATTEMPTS):

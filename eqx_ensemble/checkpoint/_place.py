@@ -1,9 +1,14 @@
+import errno
+import io
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 from .. import _check
 from ._manifest import NAME
+
+_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def located(path: str | os.PathLike[str]) -> Any:
@@ -43,3 +48,19 @@ def listed(path: Any) -> list[Any]:
         return list(path.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def open_file(file: Any) -> Any:
+    """Opens a regular file for reading, and neither what a link leads to nor a pipe."""
+    if not is_on_disk(file):
+        return file.open("rb")
+    try:
+        handle = os.open(file, _FLAGS)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise _check.corrupt(file, "it is a symbolic link, which is not followed") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise _check.corrupt(file, "it is no ordinary file")
+    return io.FileIO(handle, "rb")

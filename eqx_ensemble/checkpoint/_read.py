@@ -1,8 +1,5 @@
-import errno
 import hashlib
-import io
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,10 +13,9 @@ from ._dtypes import DTYPES, raw
 from ._hashing import Digests
 from ._layout import DIGEST, layout
 from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, decode
-from ._place import is_on_disk
+from ._place import open_file
 
 _PART = 2**20
-_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 class Wanted(NamedTuple):
@@ -37,7 +33,7 @@ class Reader:
 
     def __init__(self, path: Path, manifest: Manifest):
         self.folder, self.manifest, self.file = path, manifest, path / manifest.file
-        self._file = _open(self.file)
+        self._file = open_file(self.file)
         try:
             self._layout = layout(self.manifest.entries)
             self._check_file()
@@ -147,24 +143,10 @@ def read_manifest(path: Any) -> Manifest:
     """The manifest of the checkpoint in a folder."""
     file = path / NAME
     try:
-        with _open(file) if is_on_disk(file) else file.open("rb") as handle:
+        with open_file(file) as handle:
             data = handle.read(LIMIT + 1)
     except FileNotFoundError:
         raise _check.corrupt(file, "the file is missing") from None
     if len(data) > LIMIT:
         raise _check.corrupt(file, f"its bytes are more than the {LIMIT} that are read")
     return decode(data, file)
-
-
-def _open(file: Path) -> io.FileIO:
-    """Opens a regular file, and neither what a link leads to nor a pipe."""
-    try:
-        handle = os.open(file, _FLAGS)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EMLINK):
-            raise _check.corrupt(file, "it is a symbolic link, which is not followed") from None
-        raise
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise _check.corrupt(file, "it is no ordinary file")
-    return io.FileIO(handle, "rb")

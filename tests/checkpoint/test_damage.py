@@ -256,7 +256,7 @@ def test_what_cannot_be_opened(saved, tmp_path):
     (tmp_path / "file.eqx").write_bytes(b"")
     with pytest.raises(NotADirectoryError, match="load_members"):
         load(tmp_path / "file.eqx")
-    with pytest.raises(ee.CheckpointCorruptError, match="checkpoint.json`: the file is missing"):
+    with pytest.raises(FileNotFoundError, match="a folder with files of single models .`file.eqx`"):
         load(tmp_path)
 
 
