@@ -318,7 +318,7 @@ BAD = {
     "last of zero": (lambda c: Checkpoints("x", last=0), ValueError, "needs `last` of at least 1, got 0"),
     "best of a float": (lambda c: Checkpoints("x", best=1.5), TypeError, "needs an integer `best`, got 1.5"),
     "every of zero": (lambda c: Checkpoints("x", every=0), ValueError, "needs `every` of at least 1, got 0"),
-    "cast": (lambda c: c.restore(tree(1), cast="all"), ValueError, "needs `cast=None`"),
+    "cast": (lambda c: c.restore(tree(1), cast="all"), ValueError, "needs `cast` to be one of None, 'like'"),
 }
 
 

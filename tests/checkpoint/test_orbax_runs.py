@@ -316,8 +316,16 @@ def test_real_paths_of_object_stores():
 
 
 BAD = {
-    "another format": (lambda path: ee.save(path, 1, format="zarr"), ValueError, "or `format='orbax'`, got 'zarr'"),
-    "a run in another format": (lambda path: Checkpoints(path, format="x"), ValueError, "`Checkpoints` needs `format="),
+    "another format": (
+        lambda path: ee.save(path, 1, format="zarr"),
+        ValueError,
+        "one of 'safetensors', 'orbax', got 'zarr'",
+    ),
+    "a run in another format": (
+        lambda path: Checkpoints(path, format="x"),
+        ValueError,
+        "`Checkpoints` needs `format` to be",
+    ),
     "safetensors in a bucket": (
         lambda path: ee.save("gs://bucket/x", 1),
         ValueError,
@@ -334,7 +342,11 @@ BAD = {
         "`memory://x` is in no object store that is known here.\nThe path starts with `gs://` or `s3://`",
     ),
     "nothing there": (lambda path: ee.load(path, 1), FileNotFoundError, "`eqx_ensemble.load` found no checkpoint at"),
-    "a cast to anything": (lambda path: ee.load(_saved(path), 1, cast="all"), ValueError, "needs `cast=None`"),
+    "a cast to anything": (
+        lambda path: ee.load(_saved(path), 1, cast="all"),
+        ValueError,
+        "needs `cast` to be one of None, 'like'",
+    ),
     "members of none": (lambda path: ee.load(_saved(path), 1, members=[0]), ValueError, "it was saved without any"),
 }
 
