@@ -406,8 +406,15 @@ BAD = {
         lambda: fit(data=iter(())),
         "ValueError: `fit` needs at least one batch, but the iterable of batches is empty.",
     ),
-    "fit a spent generator": (
+    "fit an iterator for several epochs": (
         lambda: fit(data=iter([(X, Y)]), steps=None, epochs=2),
+        "ValueError: "
+        "`fit` iterates an iterable of batches once an epoch; with `epochs=2` got a list_iterator, "
+        "which gives its batches only once.\n"
+        "Pass an object that starts anew each time (a list, a loader); or make it endless and give `steps`.",
+    ),
+    "fit a spent generator": (
+        lambda: fit(data=iter([(X, Y)]), steps=2),
         "ValueError: "
         "`fit` found no batches in epoch 2: the iterable can be iterated only once, as a generator.\n"
         "Pass an object that starts anew each time, or make the generator endless and give `steps`.",

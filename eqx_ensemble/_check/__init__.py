@@ -118,6 +118,7 @@ from ._fit import limit as limit
 from ._fit import many_shapes as many_shapes
 from ._fit import no_array_options as no_array_options
 from ._fit import nothing_twice as nothing_twice
+from ._fit import one_pass_only as one_pass_only
 from ._fit import out_of_memory as out_of_memory
 from ._fit import patience_fits as patience_fits
 from ._fit import revive as revive
@@ -257,11 +258,13 @@ from ._resample import no_copies as no_copies
 from ._resample import rows_of_folds as rows_of_folds
 from ._resample import whole_folds as whole_folds
 from ._resume import checkpoint_options as checkpoint_options
+from ._resume import ended_by_an_error as ended_by_an_error
 from ._resume import not_beyond as not_beyond
 from ._resume import not_saved as not_saved
 from ._resume import of_fit as of_fit
 from ._resume import other_versions as other_versions
 from ._resume import place_not_savable as place_not_savable
+from ._resume import run_is_lost as run_is_lost
 from ._resume import same_batches as same_batches
 from ._resume import same_call as same_call
 from ._resume import something_to_resume as something_to_resume

@@ -1,9 +1,10 @@
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from ._leaves import kind_of
 from ._marks import MOST_STEPS, counter, positive_int
 from ._options import check_word
 from ._trees import path_text
@@ -111,6 +112,21 @@ def no_array_options(*, batch_size: Any, rows: Any, order: Any, name: str) -> No
         raise TypeError(
             f"`{name}` takes {', '.join(given)} for data in arrays; an iterable of batches decides that itself."
         )
+
+
+def one_pass_only(data: Any, epochs: Any) -> None:
+    """Several epochs need data that can be iterated several times, which iterators cannot.
+
+    An object whose own `__iter__` does anything may start anew there, and is taken at its word.
+    """
+    code = getattr(type(data).__iter__, "__code__", None)
+    if epochs is None or epochs == 1 or not isinstance(data, Iterator) or (code is not None and code.co_names):
+        return
+    raise ValueError(
+        f"`fit` iterates an iterable of batches once an epoch; with `epochs={epochs}` got {kind_of(data)}, which gives "
+        "its batches only once.\nPass an object that starts anew each time (a list, a loader); or make it endless and "
+        "give `steps`."
+    )
 
 
 def some_batches(count: int, epoch: int, *, name: str) -> None:

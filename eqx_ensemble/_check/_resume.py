@@ -122,6 +122,19 @@ def place_not_savable(value: Any, path: str) -> str:
     )
 
 
+def ended_by_an_error(step: int, *, saved: bool, failed: OSError | None) -> str:
+    """The note on an error that ended a run on the way."""
+    note = f"`fit` ended after {step} steps; this error's `run` is the run so far."
+    if failed is not None:
+        return f"{note} It could not be saved: {failed.strerror or failed}"
+    return f"{note} The same call goes on from there." if saved else note
+
+
+def run_is_lost(error: Exception) -> str:
+    """The note on an error that ended a run which is lost."""
+    return f"`fit` could not keep the run so far: {type(error).__name__}: {error}"
+
+
 def not_saved(error: OSError, step: int) -> str:
     """The message that a run ended because it could not be saved."""
     return (

@@ -20,6 +20,7 @@ class Traits(NamedTuple):
     - `flops`: operations in matrix products and convolutions; those in a loop as often as it runs, where that is known.
     - `bytes`: the sum of all intermediate arrays: no execution of one member needs more, libraries' scratch aside.
     - `convolutions`, `batched_products`, `loops`: how many of each; batched matrix products are typical of attention.
+    - `callbacks`: how many calls of Python; `equinox.error_if` is one. They can raise while a program runs.
     """
 
     flops: int
@@ -27,6 +28,7 @@ class Traits(NamedTuple):
     convolutions: int
     batched_products: int
     loops: int
+    callbacks: int
 
 
 def traits_of(fn: Callable[..., Any], *args: PyTree) -> Traits:
@@ -50,12 +52,13 @@ class OnlyFirst(AbstractPlan):
 
 
 def _traits_of_jaxpr(jaxpr: Jaxpr) -> Traits:
-    flops = held = convolutions = products = loops = 0
+    flops = held = convolutions = products = loops = callbacks = 0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         shapes: list[tuple[int, ...]] = [getattr(var.aval, "shape", ()) for var in (*eqn.invars, *eqn.outvars)]
         times = int(eqn.params.get("length", 1)) if name == "scan" else 1
         loops += name in ("scan", "while")
+        callbacks += name.endswith("callback")
         held += sum(_bytes(var.aval) for var in eqn.outvars)
         for inner in map(_traits_of_jaxpr, _inner(eqn)):
             flops += times * inner.flops
@@ -63,6 +66,7 @@ def _traits_of_jaxpr(jaxpr: Jaxpr) -> Traits:
             convolutions += inner.convolutions
             products += inner.batched_products
             loops += inner.loops
+            callbacks += inner.callbacks
         if name == "dot_general":
             (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
             flops += 2 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in contracted)
@@ -71,7 +75,7 @@ def _traits_of_jaxpr(jaxpr: Jaxpr) -> Traits:
             out = shapes[1][eqn.params["dimension_numbers"].rhs_spec[0]]
             flops += 2 * math.prod(shapes[-1]) * math.prod(shapes[1]) // max(out, 1)
             convolutions += 1
-    return Traits(flops, held, convolutions, products, loops)
+    return Traits(flops, held, convolutions, products, loops, callbacks)
 
 
 def _inner(eqn: Any) -> Iterator[Jaxpr]:

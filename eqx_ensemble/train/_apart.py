@@ -10,28 +10,31 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _axes
 from ..plan import Sequential, Unrolled
-from ._chunk import Chunk, compiled_chunk, run_chunk
+from ._chunk import Chunk, compiled_chunk, run_chunk, undonated_chunk
 from ._program import Carry, Inputs, Program
 from ._select import Selection
 from ._state import Moving
 
 
-def run_stepwise(read: tuple[Program, Inputs, Chunk], carry: Carry) -> tuple[Carry, tuple[Any, Any, PyTree]]:
+def run_stepwise(
+    read: tuple[Program, Inputs, Chunk], carry: Carry, *, donate: bool = True
+) -> tuple[Carry, tuple[Any, Any, PyTree]]:
     """A chunk of a single step, as [`run_chunk`][eqx_ensemble.train._chunk.run_chunk] runs and reports it.
 
     Under `Sequential` each member's step is a call of the same program, compiled for one member: it stands in no loop,
     its arrays stay small, and compiling does not take longer for more members.
     """
     program, inputs, chunk = read
+    of_all, of_one = (compiled_chunk, _compiled_part) if donate else (undonated_chunk, _undonated_part)
     if not isinstance(program.plan, Sequential):
-        return compiled_chunk(read, carry)
+        return of_all(read, carry)
     if program.layout is not None:  # a call for one member would leave the other devices idle
-        return compiled_chunk((dataclasses.replace(program, plan=Unrolled()), inputs, chunk), carry)
+        return of_all((dataclasses.replace(program, plan=Unrolled()), inputs, chunk), carry)
     alone = dataclasses.replace(program, plan=Unrolled())
     moving: tuple[Moving, Selection | None] = (carry.moving, carry.selection)
     step, parts = carry.step, []
     for member in range(carry.moving.status.shape[0]):
-        moving, step, outputs = _compiled_part((alone, inputs, chunk, carry.step, jnp.int32(member)), moving)
+        moving, step, outputs = of_one((alone, inputs, chunk, carry.step, jnp.int32(member)), moving)
         parts.append(outputs)
     done, again, _ = parts[-1]
     outputs = jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=1), *(outputs for _, _, outputs in parts))
@@ -55,3 +58,4 @@ def _run_part(
 
 
 _compiled_part = eqx.filter_jit(_run_part, donate="all-except-first")
+_undonated_part = eqx.filter_jit(_run_part)

@@ -13,12 +13,12 @@ from .. import _check
 from ..distributed import fetch
 from ..sharding._layout import Layout, put
 from ._apart import run_stepwise
-from ._chunk import Chunk, compiled_chunk
+from ._chunk import Chunk, compiled_chunk, undonated_chunk
 from ._data import shapes_of_one
 from ._limits import next_limit
 from ._loop import Loop
 from ._place import Length
-from ._program import Carry, Inputs, in_a_loop
+from ._program import Carry, Inputs, in_a_loop, traits_of_step
 from ._rows import Cut, Piece, RowOrder
 from ._state import OK
 from ._texts import array_text, array_texts
@@ -123,11 +123,18 @@ class Arrays(NamedTuple):
         while not loop.over(carry) and (batch := feed.take(steps := loop.steps_in_a_row())):
             start, before = time.perf_counter(), loop.record.steps
             chunk = feed.chunk(batch, loop.roster.places if own_rows else None, loop.program.layout)
-            carry, (done, again, outputs) = loop.call(compiled, inputs, chunk, carry=carry)
-            feed.draw(steps)  # while the device works
-            done, again, outputs = fetch((done, again, outputs))
-            done = int(done)
+            try:
+                after, results = loop.call(compiled, inputs, chunk, carry=carry)
+                feed.draw(steps)  # while the device works
+                done, again, outputs = fetch(results)
+            except RuntimeError:
+                if not loop.can_halve(batch):
+                    raise
+                feed.give_back([part for piece in batch for part in piece.split(loop.steps_per_chunk)])
+                continue
+            carry, done = after, int(done)
             _record(loop, batch[:done], outputs)
+            loop.carry = carry
             if again:
                 (losses, _), _, _ = outputs
                 fault = _first_fault(losses[done, :, : len(batch[done].full)], carry)
@@ -153,10 +160,17 @@ class Arrays(NamedTuple):
         members = inputs.fixed.key.shape if loop.program.own_rows else ()
         rows = jax.ShapeDtypeStruct((*members, self.batch_size), np.int32)
         loop.look(inputs, carry, rows, steps_inside=True)
-        looped = in_a_loop(loop.program, inputs, carry, rows)
+        traits = traits_of_step(loop.program, inputs, carry, rows)
+        loop.may_raise = traits.callbacks > 0
         layout = loop.program.layout
         devices = 1 if layout is None else layout.members
-        most, compiled = (_most_steps(rows, num_steps, devices), compiled_chunk) if looped else (1, run_stepwise)
+        if in_a_loop(loop.program.plan, traits):
+            most, compiled = (
+                _most_steps(rows, num_steps, devices),
+                undonated_chunk if loop.may_raise else compiled_chunk,
+            )
+        else:
+            most, compiled = 1, ft.partial(run_stepwise, donate=not loop.may_raise)
         num_rows = self.order.num_rows
         endless = loop.program.score is None and num_rows % self.batch_size == 0
         if endless:

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import time
 import warnings
@@ -10,13 +11,15 @@ from jaxtyping import PyTree
 
 from .. import _axes, _check
 from ..sharding._layout import Layout
-from ._chunk import compiled_batch, compiled_validation
+from ._chunk import compiled_batch
 from ._data import on_device, shapes_of_one
 from ._loop import Loop
 from ._place import Length, Place
 from ._program import Carry, Inputs
+from ._select import EPOCH
 from ._texts import digest_of
 
+_END = object()
 _MANY_SHAPES = 8
 _SAVES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))  # of grain, of torch
 
@@ -29,44 +32,65 @@ class BatchFeed:
         self._holder, self._names = _with_state(self._iterator, batches)
         if state is not None:
             _check.goes_on_with_data(able=self._holder is not None)
-            getattr(self._holder, self._names[1])(state)
+            getattr(self._holder, self._names[1])(copy.deepcopy(state))
             if self._holder is not self._iterator:  # a loader goes on with the next iterator that it makes
                 self._iterator = iter(batches)
         self.waiting: PyTree = None
         self._drawn = self._over = False
         self._before: Any = None
+        self._error: Exception | None = None
 
     @property
     def state(self) -> Any:
-        """Where the iterator stood after the batch taken last, if it says that; at its end, just before it."""
+        """Where the iterator stood after the batch taken last, if it says that; at its end, just before it.
+
+        It is a copy: what an iterator gives may be its own live state, which the next batch changes.
+        """
         if self._holder is None:
             return None
-        return self._before if self._drawn else getattr(self._holder, self._names[0])()
+        return self._before if self._drawn else copy.deepcopy(getattr(self._holder, self._names[0])())
+
+    def peek(self) -> PyTree:
+        """The next batch on the device, checked; `None` at the end. What was wrong with it is raised here."""
+        self.draw()
+        if self._error is not None:
+            raise self._error
+        return self.waiting
 
     def take(self) -> PyTree:
-        """The next batch on the device, checked; `None` at the end."""
-        self.draw()
-        batch, self.waiting, self._drawn = self.waiting, None, self._over
+        """The same, which is then used."""
+        batch = self.peek()
+        self.waiting, self._drawn = None, self._over
         return batch
 
     def pass_over(self) -> bool:
         """Draws a batch without using it. Returns whether there was one."""
         if self._drawn:
+            self.peek()
             self.waiting, self._drawn = None, False
             return not self._over
-        return next(self._iterator, None) is not None
+        return next(self._iterator, _END) is not _END
 
     def draw(self) -> None:
-        """Has the next batch waiting, if there is one."""
+        """Has the next batch waiting, if there is one.
+
+        An error waits too, until it is the batch's turn: the one before is still at work.
+        """
         if self._drawn or self._over:
             return
-        self._before = self.state
-        self._drawn, batch = True, next(self._iterator, None)
-        if batch is None:
+        try:
+            self._before, self._drawn = self.state, True
+            self.waiting = self._next()
+        except Exception as error:
+            self._error = error
+
+    def _next(self) -> PyTree:
+        batch = next(self._iterator, _END)
+        if batch is _END:
             self._over = True
-            return
+            return None
         batch = jax.tree.map(_as_numpy, batch)
-        self.waiting, _ = on_device(batch, self._num_members, argument="batch", name="fit", layout=self._layout)
+        return on_device(batch, self._num_members, argument="batch", name="fit", layout=self._layout)[0]
 
 
 def _as_numpy(x: Any) -> Any:
@@ -100,9 +124,9 @@ class Batches:
     def batch(self) -> PyTree:
         """The shapes of the first batch as one member sees it."""
         self._first = self._feed()
-        self._first.draw()
-        _check.some_batches(int(self._first.waiting is not None), 0, name="fit")
-        return shapes_of_one(self._first.waiting)
+        first = self._first.peek()
+        _check.some_batches(int(first is not None), 0, name="fit")
+        return shapes_of_one(first)
 
     def run(self, loop: Loop, inputs: Inputs, carry: Carry, length: Length) -> Carry:
         """Runs one compiled step per batch, the next one being fetched meanwhile."""
@@ -128,8 +152,8 @@ class Batches:
                 if loop.record.steps + 1 != last_step:
                     feed.draw()  # while the device works
                 taken += 1
-                loop.place, loop.batch = Place(done, taken, feed.state), batch
                 loop.add_steps(jax.tree.map(lambda x: x[None], outputs))
+                loop.place, loop.batch, loop.carry = Place(done, taken, feed.state), batch, carry
                 steps_left = None if last_step is None else last_step - loop.record.steps
                 loop.pace(1, time.perf_counter() - start, steps_left)
                 loop.report(1, carry)
@@ -139,12 +163,11 @@ class Batches:
                     break
                 inputs, carry = loop.without_those_who_left(inputs, carry, steps_left)
             else:
-                if taken > 0 or not going_on:  # or the run before had stopped at the very end of an epoch
+                if taken > 0 or not going_on:  # or the run before had counted an epoch whose end it did not see
                     _check.some_batches(taken, done, name="fit")
                     done += 1
-                    if loop.program.score is not None:
-                        carry, scores = compiled_validation((loop.program, inputs), carry)
-                        loop.add_scores(scores)
+                if loop.program.score is not None:
+                    carry = loop.validate(inputs, carry, EPOCH)
                 taken, going_on, loop.place = 0, False, Place(done, 0, feed.state)
         loop.save(carry, if_due=False)
         if done == 0 and loop.program.patience is not None and loop.record.steps == last_step:

@@ -43,7 +43,7 @@ def run_chunk(
         last = None
         if rest.shape[-1] > 0:
             carry, last = program.judged_step(inputs, carry, rest)
-        carry, scores = program.end_epoch(inputs, carry)
+        carry, scores = program.validate(inputs, carry)
         return carry, (last, scores)
 
     def piece(carry: Carry, rows: tuple[Array, Array, Array, Array]) -> tuple[Carry, PyTree, Bool[Array, ""]]:
@@ -74,14 +74,16 @@ def run_batch(read: tuple[Program, Inputs, PyTree], carry: Carry) -> tuple[Carry
     return program.placed(carry), outputs
 
 
-def run_validation(read: tuple[Program, Inputs], carry: Carry) -> tuple[Carry, PyTree]:
-    """The validation at the end of an epoch."""
-    program, inputs = read
-    carry, scores = program.end_epoch(inputs, carry)
+def run_validation(read: tuple[Program, Inputs, Int[Array, ""]], carry: Carry) -> tuple[Carry, PyTree]:
+    """A validation by itself, at the end of an epoch or on another occasion."""
+    program, inputs, occasion = read
+    carry, scores = program.validate(inputs, carry, occasion)
     return program.placed(carry), scores
 
 
 compiled_chunk = eqx.filter_jit(run_chunk, donate="all-except-first")
+# For programs that may raise on the way: the members as they were before are all that is left then.
+undonated_chunk = eqx.filter_jit(run_chunk)
 # A single step needs the old carry until the new one is judged: donating it would save nothing.
 compiled_batch = eqx.filter_jit(run_batch)
 compiled_validation = eqx.filter_jit(run_validation)

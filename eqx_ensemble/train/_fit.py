@@ -84,8 +84,9 @@ def fit(
     **Arguments:**
 
     - `ensemble`: what to train; it stays as it is. A training state or a run goes on from where it stands, with its
-        own `state` and `hyper`: with the same key, data and batch size, two runs over whole epochs equal one of their
-        sum, up to the rounding of a program compiled for another length.
+        own `state` and `hyper`: with the same key, data and batch size, two runs equal one of their sum, up to the
+        rounding of a program compiled for another length. Where the first ends within an epoch it is validated
+        there, too, which may find better weights and stops no member.
     - `loss`: `loss(model, batch, key) -> value` of one member on one batch `(batch, ...)`; for stateful members
         `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's own. When
         predictions `(batch, 1)` meet targets `(batch,)`, all pairs would be compared: a warning names the line. Axes
@@ -93,15 +94,18 @@ def fit(
     - `optimiser`: an optax optimiser; with `hyper`, a function of a member's hyper-parameters that makes one.
     - `data`: any PyTree of arrays `(rows, ...)` shared by all members, parts marked [`eqx_ensemble.Each`][] being
         `(members, rows, ...)`; or an iterable of batches (a generator, a loader of torch or grain), iterated once an
-        epoch, of which the next is fetched while the device works on the last.
+        epoch, of which the next is fetched while the device works on the last. What can be iterated only once, as a
+        generator, makes one epoch, or any number of `steps`.
     - `epochs` or `steps`: the length of the run; of what is added to a run that goes on, where the rest of an
         iterator's epoch counts as one.
     - `batch_size`: rows per step; the last batch of an epoch may be smaller and is exact. 32 if not given, or all
         rows if they are fewer.
-    - `validation`: like `data`, scored as one batch in inference mode at the end of every epoch.
+    - `validation`: like `data`, scored as one batch in inference mode at the end of every epoch. The weights of a
+        member that `max_steps` or `max_seconds` stopped, or the run's end, within an epoch are scored, too.
     - `score`: called like `loss`, lower is better; the loss if not given.
-    - `patience`: a member stops after this many validations without an improvement of more than `min_delta`.
-    - `target`: a member stops when its validation score is not above it; one number, or one each `(members,)`.
+    - `patience`: a member stops after this many epochs without an improvement of more than `min_delta`.
+    - `target`: a member stops at the end of the epoch whose validation score is not above it; one number, or one each
+        `(members,)`.
     - `max_steps`, `max_seconds`: a member stops after so many steps (of all its runs), or at the end of the chunk
         (about a second) in which so much time has passed since the call; one number, or one each `(members,)`.
     - `state`: the stacked `equinox.nn.State` of stateful members.
@@ -141,12 +145,15 @@ def fit(
     machine, when another run trains in the checkpoint folder; and [`eqx_ensemble.train.NotSavedError`][], which holds
     the run so far, when a checkpoint cannot be written. An error inside the loss, the score or the model has a note
     with the function's place, the shapes of one member's arguments, whether it ran in training or validation, and the
-    likely cause.
+    likely cause. Once a step is done, any error of the data, the loss or the device ends the run as it is, with the run
+    so far as its attribute `run` (not with several processes); with `checkpoint`, that is saved.
     """
     plan = as_plan(plan)
     lengths = {"epochs": epochs, "steps": steps, "patience": patience}
     how = Revive() if on_diverge == "revive" else on_diverge
     _check.fit_options(order, ORDERS, validation=validation, on_diverge=how, target=target, **lengths)
+    if is_batches(data):
+        _check.one_pass_only(data, epochs)
     _check.checkpoint_options(checkpoint, (str, os.PathLike, Checkpoints), every, resume)
     saver = None if checkpoint is None else Saver(checkpoint, every=every, resume=resume)
     has_validation = validation is not None
@@ -156,7 +163,7 @@ def fit(
         has_validation=has_validation, key=key,
     )  # fmt: skip
     first = start.state
-    limits = limits_of(max_steps, target, first.num_members)
+    limits = limits_of(max_steps, target, first.num_members, min_delta=float(min_delta))
     limits = limits if layout is None else layout.spread(limits)
     max_seconds = _check.limit(max_seconds, "max_seconds", first.num_members, name="fit")
     losses = _losses(first, loss, score, has_aux=has_aux, has_validation=has_validation)
@@ -166,12 +173,13 @@ def fit(
         validation, _ = on_device(validation, first.num_members, argument="validation", name="fit", layout=layout)
     own_rows = order == "each" or rows is not None
     patience = None if patience is None else int(patience)  # of NumPy's kinds too
-    program = Program(*losses, optimiser, plan, patience, float(min_delta), own_rows, isinstance(how, Revive), layout)
+    program = Program(*losses, optimiser, plan, patience, own_rows, isinstance(how, Revive), layout)
     if first.fixed.hyper is not None:
         _check.used_hyper(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses), name="fit")
     source = _source(data, start, rows=rows, order=order, batch_size=batch_size, layout=layout, key=key)
     if saver is not None:
         options = {"key": key, "max_steps": max_steps, "target": target, "on_diverge": how}
+        options |= {"min_delta": float(min_delta)}
         here = identity(program, start, source.batch(), validation, source.texts, options)
         start = saver.resumed(start, here)
     if saver is None or saver.step < 0:  # a run that was saved may have ended

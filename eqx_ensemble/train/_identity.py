@@ -54,7 +54,7 @@ def identity(
     how = options["on_diverge"]
     if isinstance(how, Revive):
         traced["on_diverge"] = _revive_text(how, fixed.hyper)
-    options = options | {"patience": program.patience, "min_delta": program.min_delta}
+    options = options | {"patience": program.patience}
     texts = {name: option_text(value) for name, value in options.items() if name not in traced} | texts
     texts |= {"batch": _shapes_text(batch), "members' keys": digest_of(fixed.key)}
     texts |= array_texts(fixed.hyper, "hyper") | array_texts(validation, "validation")

@@ -10,19 +10,21 @@ from ._state import OK, STOPPED, Moving
 
 
 class Limits(eqx.Module):
-    """When a member has done enough; each `(members,)`, or `None`."""
+    """When a member has done enough, and by how much a score has to be better; each `(members,)`, or `None`."""
 
     steps: Int[Array, "*members"] | None
     target: Float[Array, "*members"] | None
+    min_delta: Float[Array, "*members"] | None = None
 
 
-def limits_of(max_steps: Any, target: Any, num_members: int) -> Limits:
+def limits_of(max_steps: Any, target: Any, num_members: int, *, min_delta: float) -> Limits:
     """The limits that were asked for, one value for all members or one each, checked."""
     steps = _check.limit(max_steps, "max_steps", num_members, name="fit", whole=True)
     target = _check.limit(target, "target", num_members, name="fit")
     return Limits(
         None if steps is None else jnp.asarray(steps, jnp.int32),
         None if target is None else jnp.asarray(target, jnp.float32),
+        jnp.full(num_members, min_delta, jnp.float32),
     )
 
 

@@ -3,6 +3,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -18,6 +20,8 @@ from ._record import Record
 from ._resume import Saver
 from ._revive import Reviver
 from ._roster import Roster
+from ._rows import Piece
+from ._select import END, LEFT
 from ._state import DIVERGED, OK, STOPPED
 from ._texts import digest_of
 
@@ -30,7 +34,13 @@ _FIRST_STEPS = 32
 
 
 class Loop:
-    """The host's side of a run: what to do with a chunk's results, when to stop, how long the next chunk may be."""
+    """The host's side of a run: what to do with a chunk's results, when to stop, how long the next chunk may be.
+
+    **Attributes:**
+
+    - `carry`: what the record tells of; `None` before the run has begun.
+    - `may_raise`: whether a step calls Python, and so may raise while it runs.
+    """
 
     def __init__(
         self,
@@ -64,11 +74,14 @@ class Loop:
         self._fresh = True
         self._seconds_per_step = 0.0
         self.steps_per_chunk = _FIRST_STEPS
+        self.carry: Carry | None = None
+        self.may_raise = False
 
     def begin(self, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
         """Notes who is there at the beginning, and puts them where they are computed."""
         self.roster = Roster(carry, inputs, layout=self._program.layout)
-        return self.roster.first(inputs, carry)
+        inputs, self.carry = self.roster.first(inputs, carry)
+        return inputs, self.carry
 
     @property
     def program(self) -> Program:
@@ -132,11 +145,37 @@ class Loop:
 
     def last_validation(self, inputs: Inputs, carry: Carry) -> Carry:
         """Validates where a run ends within an epoch, so that no member's last weights go unjudged."""
-        if self.program.score is None or self.record.validated or self.over(carry):
+        if self.program.score is None or self.record.validated:
             return carry
-        carry, scores = compiled_validation((self.program, inputs), carry)
-        self.add_scores(scores)
+        if not self.over(carry):
+            return self.validate(inputs, carry, END)
+        return self._validate_those_who_left(inputs, carry)
+
+    def validate(self, inputs: Inputs, carry: Carry, occasion: int) -> Carry:
+        """Scores members outside of a chunk."""
+        carry, scores = compiled_validation((self.program, inputs, jnp.int32(occasion)), carry)
+        self.record.add_scores(self.roster.spread(fetch(scores)[None])[0], of_all=occasion != LEFT)
+        self.carry = carry
         return carry
+
+    def _validate_those_who_left(self, inputs: Inputs, carry: Carry) -> Carry:
+        """Scores members that stopped within an epoch, if there are any whose last weights no validation has seen."""
+        if self.program.score is None or carry.selection is None:
+            return carry
+        status, left, scored = fetch((carry.moving.status, carry.moving.left, carry.selection.scored))
+        unseen = (status == STOPPED) & (left != scored)
+        return self.validate(inputs, carry, LEFT) if unseen.any() else carry
+
+    def can_halve(self, batch: list[Piece]) -> bool:
+        """Whether a chunk that raised can be run again in halves, so that the run ends just before what raises.
+
+        The next chunks are shorter then.
+        """
+        steps = sum(piece.num_steps for piece in batch)
+        if not self.may_raise or steps == 1 or jax.process_count() > 1:
+            return False
+        self.steps_per_chunk = steps // 2
+        return True
 
     def add_steps(self, outputs: PyTree) -> None:
         """Records outputs of consecutive steps, each `(steps, members, ...)` of the members present."""
@@ -182,6 +221,7 @@ class Loop:
                 carry = dataclasses.replace(carry, moving=stopped(carry.moving, late, carry.step))
         if self.reviver is not None and (fetch(carry.moving.status) == DIVERGED).any():
             inputs, carry = self.reviver.bring_back(self.roster, inputs, carry)
+        self.carry = carry
         return inputs, carry
 
     def without_those_who_left(self, inputs: Inputs, carry: Carry, steps_left: int | None) -> tuple[Inputs, Carry]:
@@ -198,8 +238,9 @@ class Loop:
             return inputs, carry
         self._fresh = True
         self.pilot.settle()
-        carry, inputs = self.roster.shrink(carry, width)
-        return inputs, carry
+        carry = self._validate_those_who_left(inputs, carry)
+        self.carry, inputs = self.roster.shrink(carry, width)
+        return inputs, self.carry
 
 
 def _mean(values: np.ndarray) -> float:

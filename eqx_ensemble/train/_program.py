@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, PyTree
 from .. import _axes
 from ..plan import AbstractPlan
 from ..plan._on_mesh import on_mesh
-from ..plan._traits import traits_of
+from ..plan._traits import Traits, traits_of
 from ..sharding._layout import Layout
 from ._health import judged_one
 from ._limits import Limits, retired
@@ -19,7 +19,7 @@ from ._loss import Loss
 from ._member import member_step
 from ._optimiser import Optimiser
 from ._scan import scan
-from ._select import Selection, select
+from ._select import EPOCH, Selection, select
 from ._state import Fixed, Moving
 
 
@@ -49,7 +49,6 @@ class Program(eqx.Module):
     optimiser: Optimiser = eqx.field(static=True)
     plan: AbstractPlan
     patience: int | None = eqx.field(static=True)
-    min_delta: float = eqx.field(static=True)
     own_rows: bool = eqx.field(static=True)
     halts: bool = eqx.field(static=True)
     layout: Layout | None = eqx.field(static=True, default=None)
@@ -130,8 +129,11 @@ class Program(eqx.Module):
         moving, outputs = judged_one(carry.moving, after.moving, outputs, carry.step)
         return Carry(retired(moving, inputs.limits, after.step), carry.selection, after.step), outputs
 
-    def end_epoch(self, inputs: Inputs, carry: Carry) -> tuple[Carry, PyTree]:
-        """Scores every member on the validation data, keeps its best weights, stops it when its patience ends."""
+    def validate(self, inputs: Inputs, carry: Carry, occasion: Any = EPOCH) -> tuple[Carry, PyTree]:
+        """Scores every member on the validation data, keeps its best weights, stops it when its patience ends.
+
+        The last only at the end of an epoch, which is the usual `occasion`.
+        """
         if self.score is None or carry.selection is None:
             return carry, None
         moving, selection, scores = select(
@@ -142,7 +144,7 @@ class Program(eqx.Module):
             carry.step,
             plan=self.everyone,
             patience=self.patience,
-            min_delta=self.min_delta,
+            occasion=jnp.asarray(occasion),
         )
         return Carry(moving, selection, carry.step), scores
 
@@ -169,20 +171,23 @@ def on_one_device(program: Program) -> Program:
     return dataclasses.replace(program, layout=None)
 
 
-def in_a_loop(program: Program, inputs: Inputs, carry: Carry, rows: jax.ShapeDtypeStruct) -> bool:
+def in_a_loop(plan: AbstractPlan, traits: Traits) -> bool:
     """Whether many steps run in one compiled loop: XLA's CPU convolutions are several times slower there."""
-    if program.plan.scan is not None:
-        return program.plan.scan
-    if jax.default_backend() != "cpu":
-        return True
+    if plan.scan is not None:
+        return plan.scan
+    return jax.default_backend() != "cpu" or traits.convolutions == 0
+
+
+def traits_of_step(program: Program, inputs: Inputs, carry: Carry, rows: jax.ShapeDtypeStruct) -> Traits:
+    """What one member's step looks like."""
     leaves, treedef = jax.tree.flatten((on_one_device(program), inputs, carry, rows))
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x for x in leaves)
-    return not _step_has_convolution(shapes, treedef)
+    return _traits_of_step(shapes, treedef)
 
 
 @ft.lru_cache(maxsize=64)
-def _step_has_convolution(leaves: tuple, treedef: Any) -> bool:
-    return traits_of(_own_step, *jax.tree.unflatten(treedef, leaves)).convolutions > 0
+def _traits_of_step(leaves: tuple, treedef: Any) -> Traits:
+    return traits_of(_own_step, *jax.tree.unflatten(treedef, leaves))
 
 
 def _own_step(_: AbstractPlan, program: Program, *rest: Any) -> tuple[Carry, PyTree]:

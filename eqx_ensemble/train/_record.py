@@ -17,7 +17,8 @@ class History(eqx.Module):
         went on from a training state has the steps of its own only.
     - `aux`: the loss's auxiliary outputs, each `(members, steps, ...)`, NaN (zero for integers) after a member has
         left; `None` without `has_aux`.
-    - `validation`: `(members, validations)`, NaN after a member has left; `None` without validation data.
+    - `validation`: `(members, validations)`; `None` without validation data. A member that has left is judged once
+        more, at its last weights, if that was within an epoch; then it has NaN.
     - `validation_step`: `(validations,)`, the number of steps done at each validation.
     """
 
@@ -35,12 +36,14 @@ class Record:
         self._scores: list[np.ndarray] = []
         self._score_steps: list[int] = []
         self._latest: np.ndarray | None = None
+        self._validated_at = -1
         self.first_step = self.steps = first_step
         if history is not None:
             self.add_steps(jax.tree.map(lambda curves: np.moveaxis(curves, 1, 0), (history.loss, history.aux)))
             if history.validation is not None:
                 self._scores = list(history.validation.T)
                 self._score_steps = history.validation_step.tolist()
+                self._validated_at = self._score_steps[-1]
 
     def add_steps(self, outputs: PyTree) -> None:
         """Outputs of consecutive steps, each `(steps, members, ...)`."""
@@ -52,10 +55,14 @@ class Record:
         last = last_finite(outputs[0].T)
         self._latest = last if self._latest is None else np.where(np.isfinite(last), last, self._latest)
 
-    def add_scores(self, scores: Any) -> None:
-        """The members' validation scores `(members,)` after the steps so far."""
+    def add_scores(self, scores: Any, *, of_all: bool = True) -> None:
+        """The members' validation scores `(members,)` after the steps so far; or of those only that stopped before."""
+        if of_all and self.validated:  # where the run before this one ended, and so did an epoch
+            self._scores.pop()
+            self._score_steps.pop()
         self._scores.append(np.asarray(scores))
         self._score_steps.append(self.steps)
+        self._validated_at = self.steps if of_all else self._validated_at
 
     @property
     def begun(self) -> bool:
@@ -71,7 +78,7 @@ class Record:
     @property
     def validated(self) -> bool:
         """Whether the present weights have their score."""
-        return self._score_steps[-1:] == [self.steps]
+        return self._validated_at == self.steps
 
     def curves(self) -> History:
         """All that was added, `members` first."""
@@ -80,13 +87,18 @@ class Record:
         return History(loss, aux, validation, np.array(self._score_steps, np.int64))
 
     def history(self) -> History:
-        """The curves as far as anyone trained: the chunk in which the last member left may have gone on."""
+        """The curves as far as anyone trained: the chunk in which the last member left may have gone on.
+
+        A validation after that is of the weights with which members left.
+        """
         history = self.curves()
         trained = max(int(np.flatnonzero(np.isfinite(history.loss).any(axis=0)).max(initial=-1)) + 1, 1)
         loss, aux = jax.tree.map(lambda curves: curves[:, :trained], (history.loss, history.aux))
-        kept = history.validation_step <= self.first_step + trained
-        validation = None if history.validation is None else history.validation[:, kept]
-        return History(loss, aux, validation, history.validation_step[kept])
+        if history.validation is None:
+            return History(loss, aux, None, history.validation_step)
+        end = self.first_step + trained
+        kept = (history.validation_step <= end) | np.isfinite(history.validation).any(axis=0)
+        return History(loss, aux, history.validation[:, kept], np.minimum(history.validation_step[kept], end))
 
 
 def last_finite(curves: np.ndarray) -> np.ndarray:

@@ -69,6 +69,18 @@ class Piece:
         """The number of its steps."""
         return len(self.full) + (self.ends_epoch and self.rest.size > 0)
 
+    def split(self, most: int) -> "list[Piece]":
+        """The piece in parts of at most `most` steps each, at least one."""
+        bounds = [*range(0, len(self.full), most), len(self.full)]
+        parts = [
+            Piece(self.full[start:stop], self.rest, ends_epoch=False) for start, stop in itertools.pairwise(bounds)
+        ]
+        last = dataclasses.replace(parts.pop() if parts else self, ends_epoch=self.ends_epoch)
+        if last.num_steps <= most or len(last.full) == 0:
+            return [*parts, last]
+        nothing, whole = last.full[:0], dataclasses.replace(last, ends_epoch=False)
+        return [*parts, whole, dataclasses.replace(last, full=nothing)]
+
     def around(self, step: int) -> "list[Piece]":
         """The piece in parts, so that a fault that shows at `step` will lie in a part of one step.
 

@@ -8,17 +8,27 @@ from .. import _axes
 from ..plan import AbstractPlan
 from ._limits import stopped
 from ._loss import Loss
-from ._state import OK, Moving
+from ._state import OK, STOPPED, Moving
+
+# Whom a validation judges. `LEFT`: members that stopped within an epoch, at weights that no validation has seen.
+# `END`: those that train as well, where a run ends within an epoch. `EPOCH`: the same, and patience and target act.
+LEFT, END, EPOCH = 0, 1, 2
 
 
 class Selection(eqx.Module):
-    """The best weights so far of one member, by its own validation score; stacked, of all."""
+    """The best weights so far of one member, by its own validation score; stacked, of all.
+
+    `score` and `step` are theirs. Patience has `waited` for a score better than `bar`, the best at the end of an epoch:
+    where a run is cut and goes on changes neither. `scored` is the step of the weights that were judged last.
+    """
 
     params: PyTree
     model_state: PyTree
     score: Float[Array, "*members"]
     step: Int[Array, "*members"]
     waited: Int[Array, "*members"]
+    bar: Float[Array, "*members"]
+    scored: Int[Array, "*members"]
 
 
 def no_selection(moving: Moving) -> Selection:
@@ -26,7 +36,8 @@ def no_selection(moving: Moving) -> Selection:
     count = moving.status.shape[0]
     params, model_state = jax.tree.map(jnp.array, (moving.params, moving.model_state))
     score = jnp.full(count, jnp.inf, jnp.float32)
-    return Selection(params, model_state, score, jnp.full(count, -1, jnp.int32), jnp.zeros(count, jnp.int32))
+    never = jnp.full(count, -1, jnp.int32)
+    return Selection(params, model_state, score, never, jnp.zeros(count, jnp.int32), score.copy(), never.copy())
 
 
 def forgotten(selection: Selection | None, moving: Moving, members: np.ndarray) -> Selection | None:
@@ -46,38 +57,48 @@ def select(
     *,
     plan: AbstractPlan,
     patience: int | None,
-    min_delta: float,
+    occasion: Int[Array, ""],
 ) -> tuple[Moving, Selection, Float[Array, " members"]]:
-    """Validates all members; a member's best weights, patience and target follow from its own scores alone."""
-    targets = None if inputs.limits.target is None else _axes.Each(inputs.limits.target)
-    own, view, _ = _axes.split_members((_axes.Each(inputs.fixed.key), inputs.validation, targets), name="fit")
+    """Validates all members; a member's best weights, patience and target follow from its own scores alone.
+
+    **Returns:** the members, their best weights, and the scores of those that the `occasion` judges, NaN for others.
+    """
+    limits = jax.tree.map(_axes.Each, (inputs.limits.target, inputs.limits.min_delta))
+    own, view, _ = _axes.split_members((_axes.Each(inputs.fixed.key), inputs.validation, *limits), name="fit")
 
     def one(part: PyTree) -> PyTree:
         moving, selection, fixed, own = part
         model = eqx.nn.inference_mode(eqx.combine(moving.params, fixed.frozen, inputs.shared))
-        key = jax.random.fold_in(fixed.key, step)
-        _, validation, target = view(own)
+        training = (moving.status == OK) & (occasion != LEFT)
+        unseen = (moving.status == STOPPED) & (moving.left != selection.scored)
+        at = jnp.where(unseen, moving.left, step)
+        key = jax.random.fold_in(fixed.key, at)
+        _, validation, target, min_delta = view(own)
         value, _ = score(model, moving.model_state, validation, key, fixed.hyper)
         value = value.astype(jnp.float32)
-        training = moving.status == OK
-        better = training & (value < selection.score - min_delta)
+        judged = training | unseen
+        better = judged & (value < selection.score - min_delta)
         params, state = jax.tree.map(
             lambda new, old: jnp.where(better, new, old),
             (moving.params, moving.model_state),
             (selection.params, selection.model_state),
         )
-        waited = jnp.where(better, 0, selection.waited + training.astype(jnp.int32))
+        counts = training & (occasion == EPOCH)
+        closer = counts & (value < selection.bar - min_delta)
+        waited = jnp.where(closer, 0, selection.waited + counts.astype(jnp.int32))
         selection = Selection(
             params,
             state,
             jnp.where(better, value, selection.score),
-            jnp.where(better, step, selection.step),
+            jnp.where(better, at, selection.step),
             waited,
+            jnp.where(closer, value, selection.bar),
+            jnp.where(judged, at, selection.scored),
         )
         stops = jnp.bool_(0) if patience is None else waited >= patience
         if target is not None:
             stops |= value <= target
-        moving = stopped(moving, stops, step)
-        return moving, selection, jnp.where(training, value, jnp.nan)
+        moving = stopped(moving, stops & counts, step)
+        return moving, selection, jnp.where(judged, value, jnp.nan)
 
     return _axes.over_leading_axis(plan.run, one, (moving, selection, inputs.fixed, own))

@@ -78,7 +78,7 @@ def _step_under(plan: AbstractPlan, step: Step, state: TrainState, batch: PyTree
 def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Inputs, Carry]:
     stateful = state.model_state is not None
     loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper, name="make_step")
-    program = Program(loss, None, step.optimiser, step.plan, None, 0.0, own_rows=False, halts=False, layout=step.layout)
+    program = Program(loss, None, step.optimiser, step.plan, None, own_rows=False, halts=False, layout=step.layout)
     inputs = Inputs(state.fixed, state.shared, batch, None, Limits(None, None))
     return program, inputs, Carry(state.moving, None, state.step)
 

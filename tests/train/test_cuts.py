@@ -44,25 +44,26 @@ def ensemble():
 
 
 class Resumable:
-    """Batches that say where they stand; the last of a pass is smaller where `size` does not divide the rows."""
+    """Batches that say where they stand by their own live state; the last is smaller where `size` does not divide."""
 
     def __init__(self, data, size):
-        self._data, self._size, self._row = data, size, 0
+        self._data, self._size, self._state = data, size, {"row": 0}
 
     def __iter__(self):
         return Resumable(self._data, self._size)
 
     def __next__(self):
-        start, self._row = self._row, self._row + self._size
+        start = self._state["row"]
+        self._state["row"] += self._size
         if start >= len(self._data[0]):
             raise StopIteration
         return jax.tree.map(lambda x: x[start : start + self._size], self._data)
 
     def get_state(self):
-        return {"row": self._row}
+        return self._state
 
     def set_state(self, state):
-        self._row = state["row"]
+        self._state = state
 
 
 def a_case(seed):
@@ -87,6 +88,15 @@ def assert_same_training(run, whole):
     assert_same(run.history.loss, whole.history.loss)
 
 
+def assert_same_epochs(run, whole):
+    """A cut adds a validation. What a whole run validates is there too, and members stop when they would have."""
+    if whole.history.validation is None:
+        return
+    kept = np.isin(run.history.validation_step, whole.history.validation_step)
+    assert_same(run.history.validation[:, kept], whole.history.validation)
+    assert_same((run.selection.bar, run.selection.waited), (whole.selection.bar, whole.selection.waited))
+
+
 def check_cut_anywhere(ensemble, seed):
     per_epoch, fit = a_case(seed)
     whole = fit(ensemble, steps=EPOCHS * per_epoch)
@@ -94,6 +104,9 @@ def check_cut_anywhere(ensemble, seed):
     for _ in range(EPOCHS * per_epoch):
         run = fit(run, steps=1)
     assert_same_training(run, whole)
+    assert_same_epochs(run, whole)
+    if run.best_score is not None:
+        assert_same(run.best_score, np.nanmin(run.history.validation, axis=1))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -148,6 +161,21 @@ def test_is_what_optax_alone_does(ensemble, rows, scan):
             model, state = step(model, state, x[start : start + 32], y[start : start + 32])
         members.append(model)
     assert_close(run.ensemble.stacked, ee.stack(members).stacked, 1e-5)  # as far as Vmap promises
+
+
+def test_patience_and_target_count_whole_epochs(ensemble):
+    """Where a run is cut makes no member stop earlier, and none later."""
+    target = jnp.array([-1.0, -1.0, 0.4])
+    options = {"validation": data(8), "patience": 2, "min_delta": 0.01, "target": target, "batch_size": 8}
+    fit = lambda begun, steps: ee.fit(begun, loss, ADAM, data(20), steps=steps, progress=False, key=KEY, **options)
+    whole, run = fit(ensemble, 60), fit(ensemble, 4)
+    assert len(set(whole.left.tolist())) > 1
+    while run.train_state.step < 60 and (run.status == "ok").any():
+        run = fit(run, 4)  # a step more than an epoch
+    assert run.left.tolist() == whole.left.tolist()
+    assert run.status.tolist() == whole.status.tolist()
+    assert_same(run.train_state.moving.params, whole.train_state.moving.params)
+    assert_same_epochs(run, whole)
 
 
 @pytest.mark.slow

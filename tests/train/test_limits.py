@@ -36,8 +36,8 @@ def ensemble():
 
 
 def fitted(ensemble, rows=40, **options):
-    options = {"epochs": 6, "batch_size": 8} | options
-    return ee.fit(ensemble, loss, ADAM, data(rows), progress=False, key=KEY, **options)
+    options = {"data": data(rows), "epochs": 6} | ({} if "data" in options else {"batch_size": 8}) | options
+    return ee.fit(ensemble, loss, ADAM, progress=False, key=KEY, **options)
 
 
 @pytest.mark.parametrize("rows", [40, 43])
@@ -52,9 +52,15 @@ def test_each_member_stops_at_its_own_step(ensemble, rows, with_validation):
     assert run.status.tolist() == ["stopped"] * 4 + ["ok"]
     last = run.train_state.ensemble
     for member, limit in enumerate(limits.clip(max=total)):
-        short = ee.fit(ensemble, loss, ADAM, data(rows), steps=int(limit), batch_size=8, progress=False, key=KEY)
-        assert_close(last[[member]], short.ensemble[[member]], 1e-6)  # another program, of another number of steps
+        short = fitted(ensemble, rows, epochs=None, steps=int(limit), **options)
+        assert_close(last[[member]], short.train_state.ensemble[[member]], 1e-6)  # a program of another length
         assert np.isfinite(run.history.loss[member]).sum() == limit
+        if with_validation:  # also of its last weights, wherever in an epoch it stopped
+            assert_close(run.ensemble[[member]], short.ensemble[[member]], 1e-6)
+            assert run.best_step[member] == short.best_step[member]
+            scores = [loss(tree[member], data(16), None) for tree in (short.ensemble, last)]
+            np.testing.assert_allclose(run.best_score[member], scores[0], rtol=1e-5)
+            assert np.isclose(run.history.validation[member], scores[1], rtol=1e-5).any()
 
 
 def test_in_batches_of_ones_own(ensemble):
@@ -62,6 +68,33 @@ def test_in_batches_of_ones_own(ensemble):
     batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)]
     run = ee.fit(ensemble, loss, ADAM, batches, epochs=2, max_steps=[1, 2, 3, 4, 50], progress=False, key=KEY)
     assert run.left.tolist() == [1, 2, 3, 4, -1]
+
+
+def test_weights_of_members_that_leave_the_arrays_are_judged(ensemble, monkeypatch):
+    """Members go as soon as they stop, before the epoch ends; over batches whose pass never ends, too."""
+    monkeypatch.setattr("eqx_ensemble.train._roster.Roster.pays", lambda self, width, **_: width < len(self.places))
+    monkeypatch.setattr("eqx_ensemble.train._roster._FEWEST", 1)
+    x, y = data(40)
+    endless = itertools.cycle([(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)])
+    for source in ({}, {"data": endless}):
+        fit = lambda **options: fitted(ensemble, validation=data(16), epochs=None, **source, **options)  # noqa: B023
+        run = fit(steps=14, max_steps=[3, 3, 3, 7, 100])
+        assert run.left.tolist() == [3, 3, 3, 7, -1]
+        for member in range(MEMBERS):
+            of_last = loss(run.train_state.ensemble[member], data(16), None)
+            assert np.isclose(run.history.validation[member], of_last, rtol=1e-5).any()
+            np.testing.assert_allclose(run.best_score[member], np.nanmin(run.history.validation[member]))
+
+
+def test_the_last_members_stop_within_an_epoch(ensemble):
+    run = fitted(ensemble, validation=data(16), max_steps=[3, 7, 7, 6, 2])
+    assert run.history.loss.shape == (MEMBERS, 7)
+    assert run.history.validation_step.tolist() == [5, 7]
+    assert np.isfinite(run.history.validation).sum(axis=1).tolist() == [1, 2, 2, 2, 1]
+    for member in range(MEMBERS):
+        scores = run.history.validation[member]
+        of_last = loss(run.train_state.ensemble[member], data(16), None)
+        np.testing.assert_allclose(scores[np.isfinite(scores)][-1], of_last, rtol=1e-5)
 
 
 def test_one_budget_for_all_ends_the_run(ensemble):
