@@ -464,10 +464,6 @@ BAD = {
         lambda: ee.predict(ENSEMBLE, (X, Y[:3])),
         "ValueError: `predict` needs arrays of one length in `x`; got 6 rows at `x[0]`, 3 rows at `x[1]`.",
     ),
-    "predict no rows": (
-        lambda: ee.predict(ENSEMBLE, X[:0]),
-        "ValueError: `predict` needs at least one row in `x`, got none.",
-    ),
     "predict batch of zero": (
         lambda: ee.predict(ENSEMBLE, X, batch_size=0),
         "ValueError: `predict` needs `batch_size` of at least 1, got 0.",

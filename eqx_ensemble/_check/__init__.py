@@ -309,6 +309,7 @@ from ._statics import static_parts as static_parts
 from ._streaming import budget_too_small as budget_too_small
 from ._streaming import chunk_weights as chunk_weights
 from ._streaming import combiner as combiner
+from ._streaming import inference_mode as inference_mode
 from ._streaming import members_of_chunk as members_of_chunk
 from ._streaming import members_seen as members_seen
 from ._streaming import nothing_traced as nothing_traced

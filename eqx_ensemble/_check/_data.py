@@ -12,7 +12,9 @@ from ._leaves import in_range, is_traced, kind_of
 from ._marks import positive_int
 
 
-def rows_of_data(data: Any, each: type, num_members: int, *, argument: str, name: str, finite: bool = True) -> int:
+def rows_of_data(
+    data: Any, each: type, num_members: int, *, argument: str, name: str, finite: bool = True, least: int = 1
+) -> int:
     """All arrays of a data set have the same number of rows, at least one, and hold finite numbers unless they may not.
 
     Arrays are `(rows, ...)`; those in a node of type `each` are `(members, rows, ...)`.
@@ -39,7 +41,7 @@ def rows_of_data(data: Any, each: type, num_members: int, *, argument: str, name
         listed = ", ".join(f"{rows} rows at `{place}`" for rows, place in sizes.items())
         raise ValueError(f"`{name}` needs arrays of one length in `{argument}`; got {listed}.")
     rows = next(iter(sizes))
-    if rows == 0:
+    if rows < least:
         raise ValueError(f"`{name}` needs at least one row in `{argument}`, got none.")
     return rows
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from ._arrays import check_plain_weights, concrete
 from ._leaves import is_traced
+from ._options import check_optional_flag
 
 
 def members_of_chunk(predictions: Any, *, name: str) -> int:
@@ -110,6 +111,19 @@ def combiner(combine: Any, weights: Any, num_members: int) -> Any:
     if isinstance(checked, np.ndarray) and not checked.any():
         raise ValueError(f"`predict` needs `weights` that are not all zero, got {num_members} zeros.")
     return checked
+
+
+def inference_mode(inference: Any, key: Any, *, name: str) -> bool:
+    """Whether members are put into inference mode: with a key, which may be meant for dropout, only when asked for."""
+    check_optional_flag(inference, "inference", name=name)
+    if inference is None and key is not None:
+        raise ValueError(
+            f"`{name}` needs `inference` with `key`: by default members are in inference mode, where dropout does "
+            "nothing.\n"
+            "For Monte-Carlo dropout pass `inference=False`; for members that draw random numbers in inference mode, "
+            "`inference=True`."
+        )
+    return True if inference is None else bool(inference)
 
 
 def nothing_traced(tree: Any) -> None:

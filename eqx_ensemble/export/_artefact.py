@@ -6,6 +6,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.export import Exported
 from jaxtyping import PyTree
@@ -37,8 +39,26 @@ class Artefact:
     about: dict[str, Any]
 
     def __call__(self, x: PyTree) -> PyTree:
-        """What the program gives for a batch of rows `(batch, ...)`, to try it where it was made."""
+        """What the program gives for a batch of rows `(batch, ...)`, to try it where it was made.
+
+        A program for any number of rows takes one or more, as all of `jax.export` do; called here it takes none too.
+        """
+        sizes = self._open_sizes()
+        if sizes and all(np.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(x)):
+            out = self._call(jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), x))
+            avals = self.program.out_tree.unflatten(self.program.out_avals)
+            none = lambda x, aval: x[tuple(slice(0) if size in sizes else slice(None) for size in aval.shape)]
+            return jax.tree.map(none, out, avals)
+        return self._call(x)
+
+    def _call(self, x: PyTree) -> PyTree:
         return self.program.call(x) if self.leaves is None else self.program.call(self.leaves, x)
+
+    def _open_sizes(self) -> set[Any]:
+        """The number of rows, if the program leaves it open."""
+        (*_, x), _ = self.program.in_tree.unflatten(self.program.in_avals)
+        sizes = {aval.shape[0] for aval in jax.tree.leaves(x)}
+        return {size for size in sizes if not isinstance(size, int)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one zip archive: `program.bin`, `export.json` and, where there are any, `leaves.safetensors`.

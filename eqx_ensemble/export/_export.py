@@ -30,7 +30,7 @@ def export(
     platforms: Sequence[str] = PLATFORMS,
     state: Any = None,
     fn: Callable[..., Any] | None = None,
-    inference: bool = True,
+    inference: bool | None = None,
     plan: AbstractPlan | None = None,
     key: Any = None,
 ) -> Artefact:
@@ -59,7 +59,8 @@ def export(
         called as `combine(predictions)` with arrays `(members, batch, ...)`. If not given, these are returned.
     - `weights`: for `combine`, which is then called as `combine(predictions, weights=weights)`: one weight for each
         member `(members,)`, divided by their sum.
-    - `batch_size`: rows in a batch; if not given, any number of rows.
+    - `batch_size`: rows in a batch; if not given, any number of rows from one on. The artefact itself, called where it
+        was made, takes none too.
     - `leaves`: `"inside"`: the members' arrays are constants of the program, called as `program(x)`. `"beside"`: they
         are its first argument, a dict of arrays by name, so that one program serves any members of this architecture:
         `program(leaves, x)`.
@@ -80,7 +81,7 @@ def export(
     platforms = _check.platforms(platforms, name=name)
     job = served(
         ensemble,
-        Call(fn, inference),
+        Call(fn, _check.inference_mode(inference, key, name=name)),
         name=name,
         shapes=shapes,
         combine=combine,

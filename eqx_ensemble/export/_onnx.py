@@ -25,7 +25,7 @@ def export_onnx(
     batch_size: int | None = None,
     state: Any = None,
     fn: Callable[..., Any] | None = None,
-    inference: bool = True,
+    inference: bool | None = None,
 ) -> Any:
     """Converts an ensemble into one ONNX model, for ONNX Runtime and others that know nothing of jax.
 
@@ -45,7 +45,7 @@ def export_onnx(
     """
     name = "export_onnx"
     _check.installed("jax2onnx", what="eqx_ensemble.export_onnx", extra="onnx")
-    call = Call(fn, inference)
+    call = Call(fn, _check.inference_mode(inference, None, name=name))
     job = served(ensemble, call, name=name, shapes=shapes, combine=combine, weights=weights, state=state)
     x, _ = batches(job.row, batch_size, name=name)
     with _check.explained_export(job.row, name=name):

@@ -16,10 +16,16 @@ AnyPlan = AbstractPlan | Literal["auto"] | None
 
 
 class _Notes:
-    """The searches made with one plan, newest last."""
+    """The searches made with one plan, newest last. They are no part of what the plan says: all notes are equal."""
 
     def __init__(self):
         self.searches: dict[str, Search] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Notes)
+
+    def __hash__(self) -> int:
+        return hash(_Notes)
 
 
 class Auto(AbstractPlan):

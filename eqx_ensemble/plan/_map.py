@@ -2,6 +2,7 @@ import functools as ft
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -10,7 +11,9 @@ from jaxtyping import PyTree
 from .. import _axes, _check
 from ..sharding._layout import as_layout
 from ._auto import AnyPlan, as_plan
+from ._compiled import keeps_program, program_of
 from ._on_mesh import on_mesh
+from ._plans import AbstractPlan
 
 
 def map_members(
@@ -21,6 +24,11 @@ def map_members(
     Arguments that are an [`eqx_ensemble.Ensemble`][], an [`eqx_ensemble.Each`][] or an `equinox.nn.State`, at any
     depth of the arguments' trees, are mapped over: `fn` sees one member's model, value or state. All others are
     shared: `fn` sees them whole. Array outputs gain a `members` axis; outputs that are not arrays are returned once.
+
+    Outside `jax.jit`, members one after another or in chunks are a compiled loop. It is compiled once for a function,
+    and again where a variable that the function itself reads from outside has another value; what functions that it
+    calls read is that of the first call, as with `jax.jit`. `equinox.filter_jit` around the result compiles under any
+    plan.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
@@ -53,16 +61,33 @@ def map_members(
 
     @ft.wraps(fn)
     def mapped(*args: Any, **kwargs: Any) -> PyTree:
-        parts, view, _ = _axes.split_members((args, kwargs), name=f"map_members({name})")
-
-        def one(part: PyTree) -> PyTree:
-            own_args, own_kwargs = view(part)
-            return fn(*own_args, **own_kwargs)
-
-        out = _axes.over_leading_axis(plan.run, one, parts)
-        if out_axis == 0:
-            return out
-        _check.has_axis(out, out_axis, "out_axis", name="map_members")
-        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, out_axis) if _axes.is_array(x) else x, out)
+        call = _Call(plan, f"map_members({name})", out_axis)
+        if not keeps_program(plan):
+            return _run(call, fn, args, kwargs)
+        try:
+            return program_of(fn, _run)(call, fn, args, kwargs)
+        except (TypeError, IndexError):
+            # The program knows only shape and dtype of what members share; `fn` may ask for more, or be at fault.
+            return _run(call, fn, args, kwargs)
 
     return mapped
+
+
+class _Call(eqx.Module):
+    plan: AbstractPlan
+    name: str = eqx.field(static=True)
+    out_axis: int = eqx.field(static=True)
+
+
+def _run(call: _Call, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
+    parts, view, _ = _axes.split_members((args, kwargs), name=call.name)
+
+    def one(part: PyTree) -> PyTree:
+        own_args, own_kwargs = view(part)
+        return fn(*own_args, **own_kwargs)
+
+    out = _axes.over_leading_axis(call.plan.run, one, parts)
+    if call.out_axis == 0:
+        return out
+    _check.has_axis(out, call.out_axis, "out_axis", name="map_members")
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, call.out_axis) if _axes.is_array(x) else x, out)

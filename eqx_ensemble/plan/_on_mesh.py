@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..sharding._layout import Layout
+from ..sharding._layout import FREE, Layout
 from ._plans import AbstractPlan
 
 
@@ -30,7 +30,17 @@ class OnMesh(AbstractPlan):
         # The name lets what is said about one member's layout go on under it.
         out = jax.vmap(lambda some: self.inner.run(fn, some), spmd_axis_name="members")(own)
         out = layout.apart(jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), out))
-        return out if layout.width(count) == count else jax.tree.map(lambda x: x[:count], out)
+        if layout.width(count) == count:
+            return out
+        # Without the pads they do not divide evenly. Where the compiler still splits them, as the members' weights are
+        # split that lie on several devices each, the result has no sharding that this mesh could name.
+        whole = lambda x: jax.lax.with_sharding_constraint(x, layout.along(None, *[FREE] * (x.ndim - 1)))
+        return jax.tree.map(lambda x: whole(x[:count]), out)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the plan inside does."""
+        return self.inner.compiles
 
 
 def on_mesh(plan: AbstractPlan, layout: Layout | None) -> AbstractPlan:

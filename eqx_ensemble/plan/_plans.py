@@ -25,6 +25,14 @@ class AbstractPlan(eqx.Module):
     def __check_init__(self):
         _check.check_optional_flag(self.scan, "scan", name=type(self).__name__)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether `run` compiles outside `jax.jit` too, as `jax.lax.map` does at every call.
+
+        [`eqx_ensemble.map_members`][] keeps the program then.
+        """
+        return True
+
     @abc.abstractmethod
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """`fn` of every member's part of `arrays`, a tree of arrays only; results gain the leading `members` axis."""
@@ -38,6 +46,11 @@ class Vmap(AbstractPlan):
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Maps `fn` over all members at once."""
         return jax.vmap(fn)(arrays)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether `run` compiles: what `fn` calls is called as it is."""
+        return False
 
 
 class Chunked(AbstractPlan):
@@ -101,6 +114,11 @@ class Unrolled(AbstractPlan):
         num_members = jax.tree.leaves(arrays)[0].shape[0]
         members = [fn(jax.tree.map(lambda x, i=i: x[i], arrays)) for i in range(num_members)]
         return jax.tree.map(lambda *xs: jnp.stack(xs), *members)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether `run` compiles: `fn` is called as it is."""
+        return False
 
 
 def in_words(plan: AbstractPlan) -> str:

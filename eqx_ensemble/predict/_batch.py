@@ -13,6 +13,7 @@ from .._ensemble import Ensemble
 from ..plan import AbstractPlan
 from ..plan._on_mesh import on_mesh
 from ..sharding._layout import Layout
+from ._rows import row_of_zeros, take_rows
 
 
 class Call(eqx.Module):
@@ -33,8 +34,14 @@ class Inputs(eqx.Module):
 
     def of_rows(self, rows: np.ndarray) -> "Inputs":
         """The inputs of some of the rows."""
-        own = lambda value: _axes.Each(jax.tree.map(lambda x: x[:, rows], value))
-        x = _axes.map_each(own, self.x, shared=lambda x: x[rows])
+        own = lambda value: _axes.Each(jax.tree.map(lambda x: take_rows(x, rows, axis=1), value))
+        x = _axes.map_each(own, self.x, shared=lambda x: take_rows(x, rows, axis=0))
+        return Inputs(self.ensemble, x, self.state, self.keys)
+
+    def of_a_row_of_zeros(self) -> "Inputs":
+        """The inputs of one row, where there is none."""
+        own = lambda value: _axes.Each(jax.tree.map(lambda x: row_of_zeros(x, axis=1), value))
+        x = _axes.map_each(own, self.x, shared=lambda x: row_of_zeros(x, axis=0))
         return Inputs(self.ensemble, x, self.state, self.keys)
 
     def of_members(self, chosen: slice) -> "Inputs":

@@ -12,13 +12,14 @@ from jaxtyping import PyTree
 from .. import _axes, _check, _keys
 from .._ensemble import Ensemble
 from .._progress import members_in_words, progress_line
-from ..plan import AnyPlan
+from ..plan import AbstractPlan, AnyPlan
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot, explained_memory
 from ..reduce import AbstractReduction
 from ..sharding._layout import Layout, layout_for
 from ._batch import Call, Inputs, alone, arguments, compiled_batch, predict_batch
 from ._filled import Filled
+from ._rows import first_rows, size_of_few
 from ._sizes import Sizes, measured
 
 
@@ -32,7 +33,7 @@ def predict(
     memory: int | None = None,
     state: eqx.nn.State | None = None,
     fn: Callable[..., Any] | None = None,
-    inference: bool = True,
+    inference: bool | None = None,
     plan: AnyPlan = None,
     mesh: Mesh | None = None,
     progress: bool | None = None,
@@ -57,14 +58,15 @@ def predict(
     **Arguments:**
 
     - `ensemble`: members are functions of one example.
-    - `x`: any PyTree of arrays `(rows, ...)`, parts marked [`eqx_ensemble.Each`][] being `(members, rows, ...)`; a
-        member is called with one row of it.
+    - `x`: any PyTree of arrays `(rows, ...)`, of none or more rows; parts marked [`eqx_ensemble.Each`][] are
+        `(members, rows, ...)`. A member is called with one row of it.
     - `combine`: what is made of the members' predictions for a batch of rows, `(members, rows, ...)`: any function that
         treats rows apart and returns arrays `(rows, ...)`, called as `combine(predictions)`, with weights as
         `combine(predictions, weights=weights)`; or a [reduction][eqx_ensemble.reduce.AbstractReduction], which takes
         some members at a time where `memory` has no room for all.
     - `weights`: for `combine`, one weight for each member `(members,)`.
-    - `batch_size`: rows at a time; with `memory`, the most.
+    - `batch_size`: rows at a time; with `memory`, the most. A program is compiled for this number of rows and, for
+        fewer, for the next power of two: the last row fills what is missing, and what comes of it is cut off.
     - `memory`: a budget in bytes for what is needed at the peak beside inputs and result. Fewer rows and, if need be,
         fewer members go through the program at a time; how many follows from measuring the first batches, since
         compilers' own estimates can be many times too low. On a CPU the process is watched, which Linux allows;
@@ -74,31 +76,40 @@ def predict(
         states are dropped.
     - `fn`: called instead of the member as `fn(model, x)`, `fn(model, x, state)`, `fn(model, x, key=key)`, for models
         that are called in another way.
-    - `inference`: put the members into inference mode (`equinox.nn.inference_mode`) first.
+    - `inference`: whether to put the members into inference mode (`equinox.nn.inference_mode`) first, which switches
+        dropout off. So it is done by default; with `key` it is to be said.
     - `plan`: how the members are executed; `"auto"` tries what makes sense while it goes through the batches.
     - `mesh`: the devices to predict on, from [`eqx_ensemble.make_mesh`][]; where an ensemble was built on a mesh, that
         one. Members are spread over its axis `members`, the rows of a batch over `data`; with `memory`, not
         padded, and in one process only.
     - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
-    - `key`: if given, members are called with `key=`, a key of their own for every row: Monte-Carlo dropout.
+    - `key`: if given, members are called with `key=`, a key of their own for every row: with `inference=False` this
+        is Monte-Carlo dropout.
 
     **Returns:** the predictions, each array `(members, rows, ...)`; with `combine`, what it makes of them, each array
     `(rows, ...)`.
 
-    **Raises:** `MemoryError` when one row of one member needs more than `memory`, and when the result has no place.
+    **Raises:** `ValueError` for a `key` without `inference`; `MemoryError` when one row of one member needs more than
+    `memory`, and when the result has no place.
     """
     _check.ensemble(ensemble, Ensemble, name="predict")
+    inference = _check.inference_mode(inference, key, name="predict")
     plan = as_plan(plan)
     _check.positive_int(batch_size, "batch_size", name="predict")
     _check.model_state_missing(ensemble.stacked, state, name="predict")
     _check.model_state(state, ensemble.num_members, name="predict")
     _check.no_batch_mark(x, _axes.Batch)
-    num_rows = _check.rows_of_data(x, _axes.Each, ensemble.num_members, argument="x", name="predict", finite=False)
+    num_rows = _check.rows_of_data(
+        x, _axes.Each, ensemble.num_members, argument="x", name="predict", finite=False, least=0
+    )
     _check.integers_fit((ensemble.stacked, ensemble.shared, state), argument="ensemble", name="predict")
     weights = _check.combiner(combine, weights, ensemble.num_members)
-    batch_size = min(batch_size, num_rows)
     keys = None if key is None else _keys.member_keys(_keys.root(key, name="predict"), ensemble.ids, purpose="predict")
     inputs, layout = _on_mesh(Inputs(ensemble, _axes.map_each(_axes.Each, x), state, keys), mesh, memory)
+    if num_rows == 0:
+        return _of_no_rows(plan, Call(fn, inference), inputs, combine, weights)
+    few = memory is None and num_rows < batch_size and not any(map(_check.is_traced, jax.tree.leaves(inputs)))
+    batch_size = size_of_few(num_rows, batch_size) if few else min(batch_size, num_rows)
     pilot = Pilot(plan, name="predict")
     made = lambda parts: _made(parts, combine, weights)
     work = _Work(pilot, Call(fn, inference, layout), inputs, num_rows, batch_size, made)
@@ -106,7 +117,8 @@ def predict(
         _check.positive_int(memory, "memory", name="predict")
         _check.nothing_traced((inputs, weights))
 
-    filled = Filled(num_rows, axis=1 if combine is None else 0)
+    axis = 1 if combine is None else 0
+    filled = Filled(num_rows, axis=axis)
     described = f"predict, {members_in_words(ensemble.num_members)}"
     with (
         progress_line(show=progress, description=described, total=num_rows, unit="row") as line,
@@ -115,6 +127,8 @@ def predict(
         for rows, out in _batches(work) if memory is None else _batches_within(memory, work):
             if combine is not None:
                 _check.rows_in_front(out, len(rows))
+            if len(rows) > num_rows:
+                out = jax.tree.map(lambda x: first_rows(x, num_rows, axis=axis), out)
             filled.write(out, int(rows[0]))
             line.update(int(rows[-1]) + 1 - line.n)
     return filled.value
@@ -134,6 +148,18 @@ def _on_mesh(inputs: Inputs, mesh: Mesh | None, memory: int | None) -> tuple[Inp
     return Inputs(Ensemble(stacked, shared, ids), inputs.x, state, keys), layout if memory is None else None
 
 
+def _of_no_rows(plan: AbstractPlan, call: Call, inputs: Inputs, combine: Any, weights: Any) -> PyTree:
+    """What a prediction is where there are no rows: its shapes are those of one row, without this row."""
+    shapes = eqx.filter_eval_shape(
+        lambda inputs: predict_batch(plan, call, inputs.of_a_row_of_zeros(), jnp.arange(1)), inputs
+    )
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+    out = _made([(slice(None), jax.tree.map(zeros, shapes))], combine, weights)
+    if combine is not None:
+        _check.rows_in_front(out, 1)
+    return jax.tree.map(lambda x: first_rows(x, 0, axis=1 if combine is None else 0), out)
+
+
 class _Work(NamedTuple):
     pilot: Pilot
     call: Call
@@ -143,9 +169,12 @@ class _Work(NamedTuple):
     made: Callable[[Iterable[tuple[slice, PyTree]]], PyTree]
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """So many rows from `start`; at the end of the data the last ones, some of them once more."""
-        start = min(start, self.num_rows - count)
-        return np.arange(start, start + count)
+        """So many rows from `start`; at the end of the data the last ones, some of them once more.
+
+        Where there are not so many, the last one fills the rest.
+        """
+        start = max(min(start, self.num_rows - count), 0)
+        return np.minimum(np.arange(start, start + count), self.num_rows - 1)
 
 
 def _batches(work: _Work) -> Iterator[tuple[np.ndarray, PyTree]]:

@@ -61,6 +61,18 @@ def test_what_is_in_it(artefact, saved):
     }
 
 
+@pytest.mark.parametrize("options", [{}, {"leaves": "beside", "symbolic_members": True}], ids=["inside", "beside"])
+def test_no_rows_give_no_rows(ensemble, options):
+    for combine, shape in ((None, (3, 0, 2)), (ee.combine.mean, (0, 2))):
+        artefact = ee.export(ensemble, shapes={"a": (3,)}, fn=lambda m, x: m(x["a"]), combine=combine, **options)
+        assert artefact({"a": jnp.ones((0, 3))}).shape == shape
+        found = artefact({"a": jnp.ones((1, 3))})
+        assert found.shape == tuple(1 if size == 0 else size for size in shape)
+    fixed = ee.export(ensemble, shapes=(3,), batch_size=4)
+    with pytest.raises(ValueError, match="[Ss]hape"):
+        fixed(jnp.ones((0, 3)))
+
+
 def test_any_number_of_members_says_so(ensemble):
     artefact = ee.export(ensemble, shapes=(3,), leaves="beside", symbolic_members=True)
     assert artefact.about["members"] == "any number"

@@ -134,3 +134,79 @@ def test_arrays_without_elements_pass(ensemble, plan):
     found = ee.map_members(lambda model, x, y: (x, y + 1), plan=plan)(ensemble, ee.Each(empty), jnp.zeros(2))
     assert found[0].shape == empty.shape
     np.testing.assert_array_equal(found[1], np.ones((ensemble.num_members, 2)))
+
+
+@pytest.mark.parametrize("plan", [Sequential(), Chunked(2), "auto"], ids=str)
+def test_a_second_call_compiles_nothing(ensemble, compiled, plan):
+    """Outside `jax.jit`, with the same function and other values."""
+    x, y = batch_of()
+    other = x + 1
+    ee.map_members(mse, plan=plan)(ensemble, x, y)
+    with compiled() as programs:
+        again = ee.map_members(mse, plan=plan)(ensemble, other, y)
+    assert not programs
+    np.testing.assert_allclose(again["mse"], looped(ensemble, other, y), rtol=1e-6)
+    with compiled() as programs:
+        ee.map_members(lambda model: mse(model, x, y)["mse"], plan=plan)(ensemble)
+    assert programs
+
+
+SCALE = 1.0
+
+
+def test_a_kept_program_goes_on_with_no_old_variable(ensemble, monkeypatch):
+    """Global ones, enclosing ones, and those that only a function inside reads."""
+    factor = jnp.ones(())
+
+    def scaled(model, x):
+        return (lambda: jax.vmap(model)(x) * SCALE)() * factor
+
+    mapped, want = ee.map_members(scaled, plan=Sequential()), ee.map_members(scaled)
+    x, _ = batch_of()
+    for _ in range(2):
+        np.testing.assert_allclose(mapped(ensemble, x), want(ensemble, x), rtol=1e-6)
+        monkeypatch.setitem(scaled.__globals__, "SCALE", 3.0)
+    factor = jnp.array(5.0)
+    np.testing.assert_allclose(mapped(ensemble, x), want(ensemble, x), rtol=1e-6)
+    np.testing.assert_allclose(mapped(ensemble, x), 15 * jnp.stack([jax.vmap(m)(x) for m in ensemble]), rtol=1e-5)
+
+
+def test_the_value_of_what_members_share_is_known_under_every_plan(ensemble):
+    """Under `Vmap` nothing but members is traced, so that a function may ask for it."""
+
+    def some(model, count):
+        return jnp.sum(model(jnp.ones(3)) * (2 if count > 1 else 1)) * jnp.ones(int(count))
+
+    for count in (1, 3):
+        want = ee.map_members(some)(ensemble, np.asarray(count))
+        found = ee.map_members(some, plan=Sequential())(ensemble, np.asarray(count))
+        np.testing.assert_allclose(found, want, rtol=1e-6)
+
+
+def test_the_error_of_a_function_is_its_own(ensemble):
+    def wrong(model, x):
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError) as raised:
+        ee.map_members(wrong, plan=Sequential())(ensemble, jnp.ones(3))
+    assert str(raised.value) == "mine"
+
+
+def test_callable_modules_and_methods(ensemble, compiled):
+    class Scaled(eqx.Module):
+        scale: jax.Array
+
+        def __call__(self, model, x):
+            return self.scale * model(x)
+
+        def twice(self, model, x):
+            return 2 * self.scale * model(x)
+
+    x, want = jnp.ones(3), ensemble(jnp.ones(3))
+    for scale in (1.0, 3.0):
+        module = Scaled(jnp.asarray(scale))
+        for fn, factor in ((module, scale), (module.twice, 2 * scale)):
+            with compiled() as programs:
+                found = ee.map_members(fn, plan=Sequential())(ensemble, x)
+            np.testing.assert_allclose(found, factor * want, rtol=1e-6)
+    assert not programs

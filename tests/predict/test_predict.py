@@ -96,6 +96,35 @@ def test_inference_mode_is_the_default(dropping):
         ee.predict(dropping, x, inference=False)
 
 
+@pytest.mark.usefixtures("unhooked")
+def test_a_key_is_never_ignored(dropping):
+    """In inference mode dropout uses no key: which is meant is to be said."""
+    x = jnp.ones((4, 3))
+    for call in (
+        lambda **options: ee.predict(dropping, x, **options),
+        lambda **o: ee.export(dropping, shapes=(3,), **o),
+    ):
+        with pytest.raises(ValueError, match=r"needs `inference` with `key`.*\n.*`inference=False`"):
+            call(key=KEY)
+        with pytest.raises(TypeError, match="`inference` to be .* got 'no'"):
+            call(key=KEY, inference="no")
+    kept = ee.predict(dropping, x, key=KEY, inference=True)
+    np.testing.assert_array_equal(kept, ee.predict(dropping, x))
+
+
+def test_monte_carlo_dropout_is_the_loop_over_passes(dropping):
+    """As the documentation writes it."""
+    x, passes = jnp.ones((4, 3)), jax.random.split(KEY, 3)
+    one_pass = lambda key: ee.predict(dropping, x, inference=False, key=key)
+    drawn = jax.vmap(one_pass)(passes)
+    for i, own in enumerate(passes):
+        for m, (member, key) in enumerate(
+            zip(dropping, ee.member_keys(own, dropping.ids, purpose="predict"), strict=True)
+        ):
+            want = [member(row, key=jax.random.fold_in(key, r)) for r, row in enumerate(x)]
+            np.testing.assert_allclose(drawn[i, m], jnp.stack(want), rtol=1e-5, atol=1e-6)
+
+
 def test_monte_carlo_dropout_is_drawn_per_row_and_member(dropping):
     x = jnp.ones((7, 3))
     mask = np.asarray(ee.predict(dropping, x, inference=False, key=KEY)) == 0
@@ -120,6 +149,7 @@ def test_fn_with_key_and_state():
         jnp.ones((3, 25)),
         state=state,
         key=KEY,
+        inference=True,
         fn=lambda model, x, state, key: jax.random.normal(key, (2,)) + 0 * jnp.sum(model.conv.weight),
     )
     assert len(np.unique(np.asarray(seen).reshape(6, 2), axis=0)) == 6

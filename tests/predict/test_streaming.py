@@ -134,9 +134,11 @@ def test_small_blocks_of_members_with_inputs_state_and_keys_of_their_own(needing
     fn = lambda model, x, state, key: x * model.weight + state.get(model.index) + jax.random.normal(key, (3,))
     ensemble, state = ee.build(eqx.nn.make_with_state(Counting), MEMBERS, key=KEY)
     own = ee.Each(jax.random.normal(KEY, (ROWS, MEMBERS, 3)), axis=1)
-    want = ee.predict(ensemble, own, state=state, key=KEY, fn=fn)
+    want = ee.predict(ensemble, own, state=state, key=KEY, inference=True, fn=fn)
     with needing(lambda block: 2**20 * block.members * block.rows) as seen:
-        found = ee.predict(ensemble, own, state=state, key=KEY, fn=fn, memory=8 * 2**20 + 1, batch_size=4)
+        found = ee.predict(
+            ensemble, own, state=state, key=KEY, inference=True, fn=fn, memory=8 * 2**20 + 1, batch_size=4
+        )
     assert seen == [(5, 4), (1, 4)]
     assert_close(found, want)
 
@@ -207,7 +209,7 @@ BAD = {
     "another axis in front": (
         {"combine": lambda p: jnp.quantile(p, jnp.array([0.1, 0.9]), axis=0)},
         ValueError,
-        r"it gave \(2, 11, 4\) for 11 rows.\nTo move an axis",
+        r"it gave \(2, 16, 4\) for 16 rows.\nTo move an axis",
     ),
     "weights of nothing": ({"weights": WEIGHTS}, TypeError, "needs `combine=` with `weights`"),
     "too few weights": ({"combine": ee.reduce.Mean(), "weights": [1.0]}, ValueError, r"expected shape \(5,\)"),
