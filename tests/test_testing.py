@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.custom_batching import custom_vmap
 
 import eqx_ensemble as ee
 
@@ -58,6 +59,127 @@ def test_a_stateful_model():
     optimiser = optax.sgd(0.01)
     ee.testing.check_independent(case.make, case.loss, optimiser, data(), steps=4, batch_size=16, rtol=1e-4, key=KEY)
     assert len(ee.testing.check_ensemble(case.make, key=KEY)) == 7
+
+
+class Attention(eqx.Module):
+    """The keys' bias moves all scores of a query alike: its true gradient is zero."""
+
+    attention: eqx.nn.MultiheadAttention
+    out: eqx.nn.Linear
+
+    def __init__(self, key):
+        k1, k2 = jax.random.split(key)
+        self.attention = eqx.nn.MultiheadAttention(2, 4, use_key_bias=True, key=k1)
+        self.out = eqx.nn.Linear(4, 1, key=k2)
+
+    def __call__(self, x):
+        tokens = x[:, None] * jnp.ones((3, 4))
+        return self.out(jnp.mean(self.attention(tokens, tokens, tokens), axis=0))
+
+
+class BiasBeforeNorm(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    out: eqx.nn.Linear
+
+    def __init__(self, key):
+        k1, k2 = jax.random.split(key)
+        self.linear = eqx.nn.Linear(3, 4, key=k1)
+        self.norm = eqx.nn.BatchNorm(4, axis_name="batch", mode="batch")
+        self.out = eqx.nn.Linear(4, 1, key=k2)
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.linear(x), state)
+        return self.out(jax.nn.tanh(x)), state
+
+
+def normalised_loss(model, state, batch, key):
+    x, y = batch
+    axes = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
+    found, state = jax.vmap(model, **axes)(x, state)
+    return jnp.mean((found - y) ** 2), state
+
+
+def zeros(key):
+    return jax.tree.map(jnp.zeros_like, eqx.nn.Linear(3, 1, key=key))
+
+
+def layer_norm(key):
+    return eqx.nn.LayerNorm(3)
+
+
+def softmax_loss(model, batch, key):
+    """Sums to one whatever the model says: all true gradients are zero."""
+    return jnp.sum(jax.nn.softmax(jax.vmap(model)(batch[0])[:, 0]))
+
+
+def quick_or_slow(cases, *quick):
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in cases]
+
+
+ADAM = optax.adam(1e-2)
+CORRECT = {
+    "the bias of an attention's keys": (Attention, mse, ADAM, {}),
+    "a bias in front of a normalisation": (eqx.nn.make_with_state(BiasBeforeNorm), normalised_loss, ADAM, {}),
+    "a line search": (mlp, mse, optax.lbfgs(), {"steps": 8}),
+    "no gradient at all": (mlp, softmax_loss, ADAM, {}),
+    "zeros": (zeros, mse, ADAM, {}),
+    "LayerNorm": (layer_norm, mse, ADAM, {}),
+    "one member": (mlp, mse, ADAM, {"num_members": 1}),
+}
+
+
+@pytest.mark.parametrize("name", quick_or_slow(CORRECT, "the bias of an attention's keys", "zeros", "one member"))
+def test_what_is_correct_passes(name):
+    make, loss, optimiser, options = CORRECT[name]
+    options = {"num_members": 2, "steps": 4, "plans": [ee.plan.Vmap()]} | options
+    checks = ee.testing.check_independent(make, loss, optimiser, DATA, key=KEY, **options)
+    assert len(checks) == 3 - (options["num_members"] == 1)
+    assert len(ee.testing.check_ensemble(make, num_members=options["num_members"], key=KEY)) == 7
+
+
+@custom_vmap
+def alone(x):
+    return x
+
+
+@alone.def_vmap
+def _not_alone(size, batched, x):
+    return x + 1e-3 * jnp.mean(x, axis=0, keepdims=True), batched[0]
+
+
+def coupled(optimiser):
+    """Adds a little of the members' mean gradient to each."""
+    mixed = optax.stateless(lambda updates, params: jax.tree.map(alone, updates))
+    return optax.chain(mixed, optimiser)
+
+
+def drawing(model, batch, key):
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    drawn = jax.pure_callback(lambda _: np.float32(RNG.normal()), shape, batch[1][0, 0], vmap_method="sequential")
+    return mse(model, batch, key) * (1 + 0.01 * drawn)
+
+
+def chaotic_loss(model, batch, key):
+    return jnp.mean(jnp.sin(1e3 * jax.vmap(model)(batch[0])))
+
+
+RNG = np.random.default_rng(0)
+WRONG = {
+    "members mixed, whatever the keys' bias does": (Attention, mse, coupled(ADAM), r"together as alone: at .*weight"),
+    "members mixed": (mlp, mse, coupled(optax.sgd(0.1)), r"together as alone: at .*weight"),
+    "draws of its own": (mlp, drawing, ADAM, r"training alone is not the same twice, .* does the loss draw without"),
+    "chaos": (mlp, chaotic_loss, optax.sgd(0.1), "nothing can be told, because rounding alone moves the losses by"),
+}
+
+
+@pytest.mark.parametrize("name", quick_or_slow(WRONG, "members mixed", "draws of its own"))
+def test_what_is_wrong_is_found(name):
+    make, loss, optimiser, text = WRONG[name]
+    with pytest.raises(AssertionError, match=text):
+        ee.testing.check_independent(
+            make, loss, optimiser, DATA, num_members=2, steps=6, plans=[ee.plan.Vmap()], key=KEY
+        )
 
 
 def test_a_loss_that_remembers_is_found():

@@ -1,4 +1,5 @@
 import dataclasses
+from collections.abc import Mapping
 
 import equinox as eqx
 import jax
@@ -20,34 +21,58 @@ class Check:
         return f"ok      {self.name}" if self.problem is None else f"FAILED  {self.name}: {self.problem}"
 
 
-def same(name: str, got: PyTree, expected: PyTree, rtol: float) -> Check:
-    """Two trees hold the same arrays, within `rtol` of each array's largest number."""
-    got, expected = (jax.tree_util.tree_flatten_with_path(eqx.filter(x, eqx.is_array))[0] for x in (got, expected))
-    if [path for path, _ in got] != [path for path, _ in expected]:
-        return Check(name, "they hold different arrays")
-    for (path, x), (_, y) in zip(got, expected, strict=True):
-        x, y = (np.asarray(jax.random.key_data(z) if _check.is_key(z) else z) for z in (x, y))
-        if x.shape != y.shape or x.dtype != y.dtype:
-            return Check(name, f"at `{jax.tree_util.keystr(path)}`: {y.dtype}{y.shape} became {x.dtype}{x.shape}")
-        distance = _distance(x, y)
-        if not distance <= rtol:
-            where = jax.tree_util.keystr(path)
-            return Check(name, f"at `{where}`: relative distance {distance:.2g}, at most {rtol:.2g} allowed")
+def same(
+    name: str, got: PyTree, expected: PyTree, rtol: float, *, slack: Mapping[str, float] | None = None, noun: str = ""
+) -> Check:
+    """Two trees hold the same arrays, within `rtol` of each array's largest number, or its `slack` if that is more."""
+    problem = unlike(got, expected)
+    if problem is not None:
+        return Check(name, problem)
+    for where, distance in distances(got, expected).items():
+        allowed = max(rtol, (slack or {}).get(where, 0.0))
+        if not distance <= allowed:
+            return Check(name, f"at {noun}`{where}`: relative distance {distance:.2g}, at most {allowed:.2g} allowed")
     return Check(name, None)
+
+
+def unlike(got: PyTree, expected: PyTree) -> str | None:
+    """Why the arrays of two trees cannot be compared, or `None`."""
+    ours, theirs = _arrays(got), _arrays(expected)
+    if list(ours) != list(theirs):
+        return "they hold different arrays"
+    for (where, x), y in zip(ours.items(), theirs.values(), strict=True):
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return f"at `{where}`: {y.dtype}{y.shape} became {x.dtype}{x.shape}"
+    return None
+
+
+def distances(got: PyTree, expected: PyTree) -> dict[str, float]:
+    """How far each array is from the expected one, relative to the largest number of that."""
+    ours, theirs = _arrays(got), _arrays(expected)
+    return {where: _distance(x, theirs[where]) for where, x in ours.items()}
+
+
+def _arrays(tree: PyTree) -> dict[str, np.ndarray]:
+    found, _ = jax.tree_util.tree_flatten_with_path(eqx.filter(tree, _check.is_member_array))
+    return {
+        jax.tree_util.keystr(path): np.asarray(jax.random.key_data(x) if _check.is_key(x) else x) for path, x in found
+    }
 
 
 def _distance(x: np.ndarray, y: np.ndarray) -> float:
     if x.size == 0 or np.array_equal(x, y):
         return 0.0
     x, y = (z.astype(np.complex128 if np.iscomplexobj(z) else np.float64) for z in (x, y))
-    return float(np.max(np.abs(x - y)) / max(np.max(np.abs(y)), np.finfo(np.float64).tiny))
+    with np.errstate(invalid="ignore"):  # of infinite numbers: NaN, which nothing allows
+        return float(np.max(np.abs(x - y)) / max(np.max(np.abs(y)), np.finfo(np.float64).tiny))
 
 
 def differ(name: str, ensemble: Ensemble) -> Check:
-    """The members are not all alike."""
-    arrays = [x for x in jax.tree.leaves(ensemble.stacked) if eqx.is_inexact_array(x)]
-    distinct = any(len(np.unique(np.asarray(x, np.float64).reshape(len(x), -1), axis=0)) == len(x) for x in arrays)
-    return Check(name, None if distinct or not arrays else "all members have the same arrays")
+    """The members are not all alike. Zeros and ones are no sign of a key that was not used."""
+    arrays = [np.asarray(x, np.float64) for x in jax.tree.leaves(ensemble.stacked) if eqx.is_inexact_array(x)]
+    distinct = any(len(np.unique(x.reshape(len(x), -1), axis=0)) == len(x) for x in arrays)
+    drawn = any(len(np.unique(x)) > 1 for x in arrays)
+    return Check(name, None if distinct or not drawn else "all members have the same arrays")
 
 
 def raised(checks: list[Check], name: str) -> list[Check]:
