@@ -20,7 +20,7 @@ from ._axes import Each as Each
 from ._build import build as build
 from ._check import CheckpointCorruptError as CheckpointCorruptError
 from ._check import MemberMismatchError as MemberMismatchError
-from ._check import sums_are_right as _sums_are_right
+from ._check import warn_of_jaxlib as _warn_of_jaxlib
 from ._ensemble import Ensemble as Ensemble
 from ._ensemble import average as average
 from ._ensemble import concatenate as concatenate
@@ -43,4 +43,4 @@ from .sweep import grid as grid
 from .train import Run as Run
 from .train import fit as fit
 
-_sums_are_right()
+_warn_of_jaxlib()

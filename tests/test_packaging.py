@@ -18,6 +18,7 @@ import pytest
 from jaxtyping import TypeCheckError
 
 from eqx_ensemble import _check, combine
+from eqx_ensemble._check import _jaxlib
 
 SAFE = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
 ROOT = pathlib.Path(__file__).parent.parent
@@ -174,12 +175,36 @@ def test_harmless_source_is_let_through():
     assert not unsafe_lines("jax.jit(f).lower(x).compile()\neqx.filter_eval_shape(f)\nnp.load(p, allow_pickle=False)")
 
 
-@pytest.mark.parametrize(("version", "flags", "count"), [("0.10.2", "", 1), ("0.10.2", SAFE, 0), ("0.10.1", "", 0)])
-def test_the_jaxlib_that_sums_wrongly(monkeypatch, version, flags, count):
+@pytest.mark.parametrize(
+    ("version", "flags", "text"),
+    [
+        ("0.10.2", "", SAFE),
+        ("0.10.2", SAFE, None),
+        ("0.11.0", SAFE, "ends Python with a segmentation fault"),
+        ("0.10.1", "", None),
+        ("0.11.1", "", None),
+    ],
+)
+def test_a_jaxlib_to_avoid(monkeypatch, version, flags, text):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     monkeypatch.setenv("XLA_FLAGS", flags)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _check.sums_are_right()
-    assert len(caught) == count
-    assert all(SAFE in str(warning.message) for warning in caught)
+        _check.warn_of_jaxlib()
+    assert len(caught) == (text is not None)
+    assert all(text in str(warning.message) for warning in caught)
+
+
+def test_what_is_warned_of_does_not_install():
+    for package in ("jax", "jaxlib"):
+        (requirement,) = [r for r in PYPROJECT["project"]["dependencies"] if r.startswith(f"{package}>")]
+        assert set(re.findall(r"!=([\d.]+)", requirement)) == set(_jaxlib._FAULTS)
+
+
+@pytest.mark.parametrize("extra", ["onnx", "orbax"])
+def test_extras_that_exclude_each_other_say_so(extra):
+    other = {"onnx": "orbax", "orbax": "onnx"}[extra]
+    with pytest.raises(
+        ImportError, match=rf"\[{extra}\]'`. It does not go with the extra `{other}` in one environment"
+    ):
+        _check.installed("a package that nobody has", what="f", extra=extra)

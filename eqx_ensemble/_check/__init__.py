@@ -139,7 +139,7 @@ from ._formats import orbax_dtype as orbax_dtype
 from ._formats import same_in_all_processes as same_in_all_processes
 from ._formats import sharding_fits as sharding_fits
 from ._hidden import no_tracers as no_tracers
-from ._jaxlib import sums_are_right as sums_are_right
+from ._jaxlib import warn_of_jaxlib as warn_of_jaxlib
 from ._keys import is_typed_key as is_typed_key
 from ._keys import many_keys as many_keys
 from ._keys import one_key as one_key
