@@ -72,7 +72,7 @@ class _StackedMeta(type):
                 return ""
             else:
                 reason = f'its arrays have leading axes {next(iter(sizes))}, which do not fit "{cls.axes}" here'
-        return reason or f"this `{_described(obj)}` is no `{cls!r}`"
+        return reason or f"this `{kind_of_members(obj)}` is no `{cls!r}`"
 
 
 @ft.cache
@@ -117,9 +117,10 @@ def _is_a(obj: Any, model: Any) -> bool:
     return isinstance(obj, origin)  # what other generic classes hold cannot be looked up
 
 
-def _described(obj: Any) -> str:
+def kind_of_members(obj: Any) -> str:
+    """The type of a tree in words: `Ensemble[MLP]` for an ensemble."""
     name = type(obj).__name__
-    return f"{name}[{_described(obj.stacked)}]" if isinstance(obj, HoldsMembers) else name
+    return f"{name}[{kind_of_members(obj.stacked)}]" if isinstance(obj, HoldsMembers) else name
 
 
 def _carries(leaf: Any) -> bool:

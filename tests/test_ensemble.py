@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beartype import beartype
+from jaxtyping import TypeCheckError, jaxtyped
 
 import eqx_ensemble as ee
 
@@ -695,3 +697,57 @@ def test_under_a_transform_that_adds_an_axis(nested):
     inner = eqx.filter_vmap(lambda key: ee.build(mlp, 3, key=key))(ee.member_keys(KEY, 4))
     got = eqx.filter_vmap(lambda ensemble: ensemble(SQUARE[0, 0]))(inner)
     close(got, nested(SQUARE[0, 0]))
+
+
+USES = {
+    "call": lambda e: e(jnp.ones(3)),
+    "call of a batch": lambda e: e(ee.Batch(jnp.ones((2, 3)))),
+    "map": lambda e: e.map(lambda model: model.bias),
+    "map_members": lambda e: ee.map_members(lambda model: model.bias)(e),
+    "index": lambda e: e[0],
+    "unstack": lambda e: e.unstack(),
+    "length": lambda e: e.num_members,
+    "predict": lambda e: ee.predict(e, jnp.ones((2, 3))),
+    "concatenate": lambda e: ee.concatenate([e]),
+}
+"""What people do with an ensemble inside a map over its members, where it is none."""
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("mapped", [eqx.filter_vmap, jax.vmap], ids=["filter_vmap", "vmap"])
+def test_an_ensemble_inside_vmap_names_map_members(unhooked, use, mapped):
+    ensemble = ee.build(linear, 3, key=KEY)
+    with pytest.raises(ee.MemberMismatchError) as caught:
+        mapped(USES[use])(ensemble)
+    assert "at `.ids`: expected i32[members], got i32[]" in str(caught.value)
+    assert "`eqx_ensemble.map_members(fn)(ensemble, x)`" in str(caught.value)
+    assert all("with one example" not in note for note in getattr(caught.value, "__notes__", []))
+
+
+def test_an_ensemble_inside_vmap_over_something_else_is_one():
+    ensemble, x = ee.build(linear, 3, key=KEY), jnp.arange(6.0).reshape(2, 3)
+    assert_close(jax.vmap(lambda x: ensemble(x))(x), jnp.stack([ensemble(row) for row in x]), 1e-6)
+    nested = ee.build(lambda key: ee.build(linear, 2, key=key), 3, key=KEY)
+    assert eqx.filter_vmap(lambda inner: inner(x[0]))(nested.stacked).shape == (3, 2, 2)
+
+
+def test_short_texts():
+    ensemble = ee.build(mlp, 3, key=KEY)
+    nested = ee.build(lambda key: ee.build(mlp, 2, key=key), 3, key=KEY)
+    assert repr(ensemble) == str(ensemble) == eqx.tree_pformat(ensemble) == "Ensemble[MLP](num_members=3)"
+    assert repr(nested) == "Ensemble[Ensemble[MLP]](num_members=3)"
+    assert repr(eqx.filter(ensemble, eqx.is_inexact_array)) == "Ensemble[MLP](num_members=3)"
+    assert repr(jax.tree.map(lambda x: None, ensemble)) == "Ensemble[MLP](...)"
+    assert repr(eqx.filter_jit(lambda e: e)(ensemble)) == "Ensemble[MLP](num_members=3)"
+    assert "weight=f32[3,4,3]" in repr(ensemble.stacked)
+
+
+def test_run_time_type_errors_are_short():
+    @jaxtyped(typechecker=beartype)
+    def score(ensemble: ee.Ensemble, x: int) -> int:
+        return x
+
+    with pytest.raises(TypeCheckError) as caught:
+        score(ee.build(mlp, 3, key=KEY), "one")
+    assert "Ensemble[MLP](num_members=3)" in str(caught.value)
+    assert len(str(caught.value)) < 600

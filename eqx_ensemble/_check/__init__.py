@@ -87,6 +87,7 @@ from ._export import no_search as no_search
 from ._export import plain_dtypes as plain_dtypes
 from ._export import platforms as platforms
 from ._export import row_shapes as row_shapes
+from ._extras import check_version as check_version
 from ._extras import installed as installed
 from ._extras import missing_extra as missing_extra
 from ._files import KEY_WORDS as KEY_WORDS

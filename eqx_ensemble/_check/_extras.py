@@ -1,4 +1,6 @@
+import importlib.metadata
 import importlib.util
+import re
 
 _REASON = "in one environment, because jax2onnx needs `orbax-checkpoint` older than 0.11.37."
 _CONFLICTS = {
@@ -16,3 +18,13 @@ def installed(package: str, *, what: str, extra: str) -> None:
     """A package that is needed only for `what` is there."""
     if importlib.util.find_spec(package) is None:
         raise ImportError(missing_extra(what, package, extra))
+
+
+def check_version(package: str, oldest: tuple[int, ...], *, what: str, extra: str) -> None:
+    """A package that is there is not older than what is needed of it."""
+    found = importlib.metadata.version(package)
+    if tuple(int(number) for number in re.findall(r"\d+", found)[: len(oldest)]) < oldest:
+        raise ImportError(
+            f"`{what}` needs {package} {'.'.join(map(str, oldest))} or newer, found {found}.\n"
+            f"Update it: `pip install -U 'eqx_ensemble[{extra}]'`."
+        )

@@ -113,6 +113,13 @@ def integer_ids(values: Any) -> None:
 
     Asked at every use and not once: `jax.tree.map` makes Modules without any check.
     """
+    if getattr(values, "ndim", 1) == 0:
+        raise MemberMismatchError(
+            f"`Ensemble` needs one id per member; at `.ids`: expected i32[members], got {describe(values)}.\n"
+            "Inside `equinox.filter_vmap`, `jax.vmap` or `jax.lax.scan`, what is left of an ensemble is not a model. "
+            "Write `eqx_ensemble.map_members(fn)(ensemble, x)` or `ensemble.map(fn, x)`: there, `fn` gets the model of "
+            "one member."
+        )
     dtype = getattr(values, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(

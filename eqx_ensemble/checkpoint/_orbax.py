@@ -31,6 +31,8 @@ from ._place import absolute, is_on_disk
 from ._read import Wanted
 from ._snapshot import Snapshot
 
+_OLDEST = (0, 12, 8)
+
 
 def begin(path: Any, content: Snapshot) -> Callable[[], None]:
     """Starts to write a checkpoint at `path`, and returns when all arrays are copied. What it returns does the rest.
@@ -62,10 +64,13 @@ def begin(path: Any, content: Snapshot) -> Callable[[], None]:
 
 
 def _orbax() -> Any:
+    use = {"what": 'format="orbax"', "extra": "orbax"}
     try:
+        # Older ones have the module, but not all of its functions.
+        _check.check_version("orbax-checkpoint", _OLDEST, **use)
         from orbax.checkpoint.experimental import v1
-    except ImportError:
-        raise ImportError(_check.missing_extra('format="orbax"', "orbax-checkpoint", "orbax")) from None
+    except ModuleNotFoundError:
+        raise ImportError(_check.missing_extra(use["what"], "orbax-checkpoint", use["extra"])) from None
     return v1
 
 

@@ -1,5 +1,7 @@
 """The format of Orbax: what it writes comes back as it was, on the devices of `like`, or an error says why not."""
 
+import importlib.metadata
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -352,3 +354,17 @@ def test_dtypes_that_orbax_does_not_have(name, tmp_path):
 def test_traced_arrays_are_refused(tmp_path):
     with pytest.raises(TypeError, match="is traced: save outside"):
         jax.jit(lambda x: save(tmp_path / "x", {"x": x}))(jnp.ones(2))
+
+
+@pytest.mark.parametrize("version", ["0.11.36", "0.12.7", "0.12.8.dev1", "1.0"])
+def test_an_older_orbax_is_named(tmp_path, monkeypatch, version):
+    old = version.startswith(("0.11", "0.12.7"))
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    if not old:
+        save(tmp_path / "m", {"x": spread(jnp.ones(4), mesh(2))})
+        return
+    with pytest.raises(
+        ImportError, match=rf"needs orbax-checkpoint 0\.12\.8 or newer, found {version}.*\n.*ble\[orbax"
+    ):
+        save(tmp_path / "m", {"x": spread(jnp.ones(4), mesh(2))})
+    assert list(tmp_path.iterdir()) == []
