@@ -98,7 +98,9 @@ def build(
         [`eqx_ensemble.sharding.by_largest_axis`][] if not given. Arrays that it leaves alone lie as the compiler likes.
     - `key`: the root key; member keys are [`eqx_ensemble.member_keys`][]`(key, ids)`.
 
-    **Returns:** the ensemble; with its stacked `equinox.nn.State` when `make` returns a state.
+    **Returns:** the ensemble; with its stacked `equinox.nn.State` when `make` returns a state. A warning says when
+    all members came out equal, because `make` does not use its key (`lambda key: model`) or because keys are equal.
+    Members that begin with zeros, or with other arrays of one value, are no such case.
 
     **Raises:** `TypeError` for missing, single or non-threefry keys; `ValueError` for counts that disagree;
     `MemberMismatchError` when `make` hides an array of its own in a function instead of a field.
@@ -127,6 +129,7 @@ def build(
     with _check.explained_constructor():
         made = _made(make, keys, arguments) if layout is None else _born(make, keys, arguments, layout, shard)
     _check.no_tracers(made, name="build")
+    _check.warn_of_equal_members(made, keys, arguments)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State):
         return _held(made[0], ids, shared), made[1]
     return _held(made, ids, shared)

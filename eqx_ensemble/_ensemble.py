@@ -38,8 +38,10 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
 
     - `stacked`: the model with the leaves that differ between members, each `(members, ...)`; `None` elsewhere.
     - `shared`: the model with the leaves that all members use: activation functions and the like, and what
-        `shared=` of the constructors selected; `None` elsewhere. Shared arrays are constants in training: a trunk
-        trained by all its members would couple them.
+        `shared=` of the constructors selected; `None` elsewhere. Shared arrays are constants in
+        [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][]: a trunk trained by all its members would couple
+        them. `equinox.filter_grad` of a function of the ensemble does give them gradients, the sum over the members:
+        [both ways](../how-it-runs.md#shared-arrays).
     - `ids`: the members' stable ids `(members,)`, from which their random streams follow. They travel with the
         members through indexing and concatenation. They are an integer array among the leaves: code that
         calculates with all arrays changes them, and the next use of the ensemble is then a `TypeError`. Select

@@ -1,6 +1,7 @@
 """Building and holding ensembles: whatever is done with all members is what a Python loop over `unstack()` does."""
 
 import copy
+import dataclasses
 import functools as ft
 import itertools
 
@@ -751,3 +752,72 @@ def test_run_time_type_errors_are_short():
         score(ee.build(mlp, 3, key=KEY), "one")
     assert "Ensemble[MLP](num_members=3)" in str(caught.value)
     assert len(str(caught.value)) < 600
+
+
+MODEL = mlp(KEY)
+REPEATED = jnp.stack([KEY, jax.random.key(1), KEY])
+EQUAL = {
+    "a closed-over model": lambda: ee.build(lambda key: MODEL, 3, key=KEY),
+    "a closed-over key": lambda: ee.build(lambda key: mlp(KEY), keys=jax.random.split(KEY, 3)),
+    "with a state": lambda: ee.build(lambda key: eqx.nn.make_with_state(mlp)(KEY), 3, key=KEY),
+    "an ignored argument": lambda: ee.build(lambda key, p: mlp(KEY), zip={"p": [0.1, 0.2]}, key=KEY),
+    "by ids": lambda: ee.build(lambda key: MODEL, ids=[4, 7], key=KEY),
+    "on a mesh": lambda: ee.build(lambda key: mlp(KEY), 4, mesh=ee.make_mesh(members=2), key=KEY),
+    "equal keys": lambda: ee.build(mlp, keys=REPEATED),
+    "equal raw keys": lambda: ee.build(mlp, keys=jax.random.key_data(REPEATED)),
+}
+DIFFERENT = {
+    "an array": lambda: ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 3, key=KEY),
+    "one leaf of many": lambda: ee.build(
+        lambda key: eqx.tree_at(lambda m: m.layers[0].bias, MODEL, jax.random.normal(key, (4,))), 3, key=KEY
+    ),
+    "a key of its own": lambda: ee.build(lambda key: (MODEL, key), 2, key=KEY),
+    "the last member": lambda: ee.build(lambda key, p: (MODEL, p), zip={"p": [1.0, 1.0, 2.0]}, key=KEY),
+    "one key, other arguments": lambda: ee.build(
+        lambda key, p: (mlp(key), p), zip={"p": [0.1, 0.2]}, keys=jnp.stack([KEY, KEY])
+    ),
+    "zeros": lambda: ee.build(lambda key: jax.tree.map(lambda x: jnp.zeros(3), 0.0), 3, key=KEY),
+    "no arrays": lambda: ee.build(lambda key, p: eqx.nn.Dropout(p), product={"p": [0.1, 0.2]}, key=KEY),
+    "one member": lambda: ee.build(lambda key: MODEL, 1, key=KEY),
+    "an ensemble of different members": lambda: ee.build(lambda key: ee.build(linear, 2, key=key), 2, key=KEY),
+}
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_members_that_build_made_equal_are_warned_of(case):
+    with pytest.warns(UserWarning, match="`build` made members that are equal in every number") as caught:
+        EQUAL[case]()
+    assert len(caught) == 1
+    fix = "jax.random.split(key, 3)" if "equal" in case else "`make` does not use its key: write `lambda key"
+    assert fix in str(caught[0].message)
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_members_that_differ_are_not(case):
+    DIFFERENT[case]()  # warnings are errors here
+
+
+def test_equal_members_of_a_stack_are_meant():
+    assert ee.stack([MODEL] * 3).num_members == 3
+
+
+def test_gradients_of_shared_arrays():
+    """Both wishes of the documentation: a trunk that all members train, and one that is a constant."""
+    ensemble = ee.build(Branching, 3, shared=lambda model: model.trunk, key=KEY)
+    x = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
+
+    def of_one(model):
+        return jnp.mean(jax.vmap(lambda x: model.head(jnp.tanh(model.trunk(x))))(x) ** 2)
+
+    def of_all(ensemble):
+        return jnp.sum(ensemble.map(of_one))
+
+    trained = eqx.filter_grad(of_all)(ensemble)
+    alone = [eqx.filter_grad(of_one)(model) for model in ensemble.unstack()]
+    for i, gradient in enumerate(alone):
+        assert_close(trained.stacked.head.layers[0].weight[i], gradient.head.layers[0].weight, 1e-5)
+    assert_close(trained.shared.trunk.weight, sum(gradient.trunk.weight for gradient in alone), 1e-5)
+
+    constant = eqx.filter_grad(lambda stacked: of_all(dataclasses.replace(ensemble, stacked=stacked)))(ensemble.stacked)
+    assert constant.trunk.weight is None
+    assert_close(constant.head.layers[0].weight, trained.stacked.head.layers[0].weight, 1e-6)

@@ -1,3 +1,4 @@
+from ._alike import warn_of_equal_members as warn_of_equal_members
 from ._arrays import check_choice as check_choice
 from ._arrays import check_interval as check_interval
 from ._arrays import check_labels as check_labels

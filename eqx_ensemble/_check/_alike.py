@@ -1,0 +1,67 @@
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from ._leaves import is_key, is_member_array, is_traced
+
+
+def warn_of_equal_members(stacked: PyTree, keys: Any, arguments: Iterable[str]) -> None:
+    """Members that `build` made equal: of equal keys, or by a `make` that does not use its key.
+
+    Arrays of one value, as zeros, are a beginning that nobody has drawn, and say nothing.
+    """
+    count, arguments = len(keys), list(arguments)
+    arrays = [x for x in jax.tree.leaves((stacked, keys)) if is_member_array(x)]
+    if count < 2 or any(is_traced(x) or not _is_here(x) for x in arrays):
+        return
+    again = None if arguments else _repeated(keys)
+    if again is not None:
+        reason = f"`keys[{again[1]}]` is `keys[{again[0]}]`: make keys with `jax.random.split(key, {count})`."
+    elif _all_equal([x for x in arrays[:-1] if x.size]):
+        reason = f"`make` does not use its key: write `lambda {', '.join(['key', *arguments])}: Model(..., key=key)`."
+    else:
+        return
+    warnings.warn(
+        f"`build` made members that are equal in every number; trained on the same rows, they stay equal.\n{reason} "
+        f"If they are meant to be equal, write `eqx_ensemble.stack([model] * {count})`.",
+        stacklevel=3,
+    )
+
+
+def _is_here(x: Any) -> bool:
+    """Whether this process holds the whole array."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def _all_equal(arrays: list[Any]) -> bool:
+    """Whether all members are equal, in more than constants. A small array tells them apart as a rule."""
+    arrays = sorted(arrays, key=lambda x: x.size)
+    return all(map(_alike, arrays)) and not all(map(_constant, arrays))
+
+
+def _repeated(keys: Any) -> tuple[int, int] | None:
+    """The first two members with one key."""
+    seen: dict[bytes, int] = {}
+    for i, key in enumerate(_numbers(keys)):
+        if key.tobytes() in seen:
+            return seen[key.tobytes()], i
+        seen[key.tobytes()] = i
+    return None
+
+
+def _alike(x: Any) -> bool:
+    numbers = _numbers(x)
+    return bool((numbers[1] == numbers[0]).all() and (numbers == numbers[:1]).all())
+
+
+def _constant(x: Any) -> bool:
+    numbers = _numbers(x)
+    return bool((numbers == numbers.reshape(-1)[0]).all())
+
+
+def _numbers(x: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
