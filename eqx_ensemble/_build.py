@@ -65,7 +65,9 @@ def build(
     """Builds an [`eqx_ensemble.Ensemble`][] from the constructor of one member.
 
     `make(key)` runs once under `equinox.filter_vmap`, so that all members are born stacked; each is bit for bit the
-    model that `make` gives alone. With `zip` or `product` it is called as `make(key, **arguments)`.
+    model that `make` gives alone. Weakly typed arrays (`jnp.asarray(2.0)`) become strongly typed, as training and
+    loading would make them: how they promote never changes. With `zip` or `product` it is called as
+    `make(key, **arguments)`.
 
     ```python
     make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)
@@ -102,7 +104,8 @@ def build(
     all members came out equal, because `make` does not use its key (`lambda key: model`) or because keys are equal.
     Members that begin with zeros, or with other arrays of one value, are no such case.
 
-    **Raises:** `TypeError` for missing, single or non-threefry keys; `ValueError` for counts that disagree;
+    **Raises:** `TypeError` for missing, single or non-threefry keys, and for members with NumPy arrays of strings or
+    objects; `ValueError` for counts that disagree, and for integers that jax would wrap around;
     `MemberMismatchError` when `make` hides an array of its own in a function instead of a field.
     """
     _check.maker(make)
@@ -126,12 +129,18 @@ def build(
     _check.shard_without_model(shard, layout)
     if layout is not None:
         ids = layout.copied(ids)
+
+    def make_one(key: Any, **arguments: Any) -> Any:
+        one = make(key, **arguments)
+        _check.no_text_arrays(one, name="build")
+        return one
+
     with _check.explained_constructor():
-        made = _made(make, keys, arguments) if layout is None else _born(make, keys, arguments, layout, shard)
+        made = _made(make_one, keys, arguments) if layout is None else _born(make_one, keys, arguments, layout, shard)
     _check.no_tracers(made, name="build")
     _check.warn_of_equal_members(made, keys, arguments)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State):
-        return _held(made[0], ids, shared), made[1]
+        return _held(made[0], ids, shared), _axes.strongly_typed(made[1])
     return _held(made, ids, shared)
 
 

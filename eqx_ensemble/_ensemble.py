@@ -161,7 +161,8 @@ def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> E
 
     **Raises:** `MemberMismatchError` when array leaves disagree on the number of members.
     """
-    stacked, rest = eqx.partition(model, _axes_mask(model, shared))
+    _check.no_text_arrays(model, name="from_stacked")
+    stacked, rest = eqx.partition(_axes.strongly_typed(model), _axes_mask(model, shared))
     num_members = _check.per_member_leaves(stacked, axis=0, name="from_stacked")
     return Ensemble(stacked, rest, _keys.member_ids(num_members if ids is None else ids))
 
@@ -185,18 +186,20 @@ def stack(
     - `promote_scalars`: stack Python floats that differ into an array instead of refusing them.
 
     **Raises:** `MemberMismatchError` when the models differ in anything but array values, naming leaf, members and
-    both values.
+    both values; `TypeError` for NumPy arrays of strings or objects, which jax cannot hold.
     """
     models = _check.sequence_of_trees(models, name="eqx_ensemble.stack")
     _check.check_flag(promote_scalars, "promote_scalars", name="stack")
     rules = _check.Rules(scalars="floats" if promote_scalars else "equal")
     _check.same_members(models, name="eqx_ensemble.stack", rules=rules)
-    stacked = _tree.stack(models, promote_scalars=promote_scalars)
+    for model in models:
+        _check.no_text_arrays(model, name="eqx_ensemble.stack")
+    stacked = _axes.strongly_typed(_tree.stack(models, promote_scalars=promote_scalars))
     stacked, rest = eqx.partition(stacked, _axes_mask(stacked, shared))
     if shared is not None:
         unstacked = [eqx.filter(model, _axes_mask(model, shared), inverse=True) for model in models]
         _check.equal_shared(unstacked, name="stack")
-        rest = unstacked[0]
+        rest = _axes.strongly_typed(unstacked[0])
     return Ensemble(stacked, rest, _keys.member_ids(len(models) if ids is None else ids))
 
 

@@ -172,3 +172,96 @@ def test_jax_arrays_and_small_types_are_not_looked_at(monkeypatch):
     """A check of every element would be paid for at every step."""
     monkeypatch.setattr(np, "iinfo", None)
     _check.integers_fit((jnp.arange(3), np.zeros(3, np.int32), np.zeros(3), "x"), argument="x", name="fit")
+
+
+class Weak(eqx.Module):
+    """A model in bfloat16 with a parameter as users write it, which is weakly typed."""
+
+    weight: jax.Array
+    scale: jax.Array
+    shift: jax.Array
+
+    def __init__(self, key):
+        self.weight = jax.random.normal(key, (1, 2), jnp.bfloat16)
+        self.scale, self.shift = jnp.asarray(2.0), jnp.full(1, 0.5)
+
+    def __call__(self, x):
+        return (self.weight @ x.astype(jnp.bfloat16)) * self.scale + self.shift
+
+
+def weak_leaves(tree):
+    keyed = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path) for path, x in keyed if getattr(x, "weak_type", False)]
+
+
+WEAK_HYPER = {"lr": jnp.full(2, 0.1), "scale": jnp.full(2, 2.0)}
+
+
+def by_lr(hyper):
+    return optax.sgd(hyper["lr"])
+
+
+def scaled_loss(model, batch, key, hyper):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x) - y.astype(jnp.bfloat16)) ** 2).astype(jnp.bfloat16) * hyper["scale"]
+
+
+class TestWeakTypes:
+    """How an array promotes does not change by a step, by saving or by loading."""
+
+    @pytest.fixture(autouse=True)
+    def standard(self):
+        with jax.numpy_dtype_promotion("standard"):
+            yield
+
+    def test_ensembles_have_none(self):
+        assert weak_leaves(Weak(KEY)) == [".scale", ".shift"]
+        keys = jax.random.split(KEY, 2)
+        assert weak_leaves(ee.build(Weak, keys=keys)) == []
+        assert weak_leaves(ee.build(Weak, keys=keys, shared=lambda model: model.scale)) == []
+        assert weak_leaves(ee.build(Weak, keys=keys, mesh=ee.make_mesh(members=2, data=1))) == []
+        assert weak_leaves(ee.from_stacked(eqx.filter_vmap(Weak)(keys))) == []
+        assert weak_leaves(ee.stack([Weak(KEY), Weak(KEY)])) == []
+        assert weak_leaves(ee.stack([Weak(KEY), Weak(KEY)], shared=lambda model: model.scale)) == []
+
+    def test_training_and_loading_change_no_dtype(self, tmp_path):
+        ensemble = ee.build(Weak, 2, key=KEY)
+        before = ensemble(X[0, 0])
+        state = ee.train.init(ensemble, by_lr, hyper=WEAK_HYPER, key=KEY)
+        assert weak_leaves(state) == []
+        ee.save(tmp_path / "a", ensemble)
+        loaded = ee.load(tmp_path / "a", Weak)(X[0, 0])
+        assert (loaded.dtype, loaded.weak_type) == (before.dtype, before.weak_type)
+        np.testing.assert_array_equal(loaded, before)
+
+    def test_the_same_call_resumes(self, tmp_path):
+        ensemble = ee.build(Weak, 2, key=KEY)
+        call = lambda steps, **saving: ee.fit(
+            ensemble, scaled_loss, by_lr, (X[0], Y[0]), hyper=WEAK_HYPER, steps=steps, key=KEY, **saving
+        )
+        call(2, checkpoint=tmp_path / "a")
+        resumed, whole = call(4, checkpoint=tmp_path / "a"), call(4)
+        for x, y in zip(jax.tree.leaves(resumed.ensemble), jax.tree.leaves(whole.ensemble), strict=True):
+            np.testing.assert_array_equal(x, y)
+        np.testing.assert_array_equal(resumed.history.loss, whole.history.loss)
+
+
+class Named(eqx.Module):
+    weight: jax.Array
+    names: np.ndarray
+
+    def __init__(self, key, dtype="U"):
+        self.weight = jax.random.normal(key, (2,))
+        self.names = np.array(["a", "b"], dtype)
+
+
+@pytest.mark.parametrize("dtype", ["U", "S", "O"])
+def test_arrays_that_jax_cannot_hold_are_refused_at_once(dtype):
+    make = lambda key: Named(key, dtype)
+    for call in (
+        lambda: ee.stack([make(KEY), make(KEY)]),
+        lambda: ee.build(make, 2, key=KEY),
+        lambda: ee.from_stacked(make(KEY)),
+    ):
+        with pytest.raises(TypeError, match=r"whose arrays jax can hold; at `\.names`: a NumPy array of dtype"):
+            call()

@@ -1,6 +1,7 @@
 """Saving and loading ensembles: what comes back is what was saved, or an error that lists all that differs."""
 
 import functools as ft
+import itertools
 
 import equinox as eqx
 import jax
@@ -132,14 +133,59 @@ def test_a_training_state(tmp_path, ensemble):
 
 
 def test_trees_around_ensembles(tmp_path, ensemble):
-    tree = {"e": ensemble, "x": ee.Each(jnp.arange(8).reshape(4, 2)), "other": ee.Each(jnp.ones(3)), "lr": 0.1}
+    tree = {"e": ensemble, "x": ee.Each(jnp.arange(8).reshape(4, 2)), "lr": 0.1}
     ee.save(tmp_path / "t", tree)
     got = ee.load(tmp_path / "t", tree, members=[1, 2])
     assert_same(got["e"], ensemble[[1, 2]])
     assert got["x"].value.tolist() == [[2, 3], [4, 5]]
-    assert got["other"].value.shape == (3,)
     ee.save(tmp_path / "x", ee.Each(np.arange(3)))
     assert ee.checkpoint.contents(tmp_path / "x").ids == (0, 1, 2)
+
+
+def linear_ensemble(ids):
+    return ee.build(linear, ids=list(ids), key=KEY)
+
+
+def parts_of_a_tree():
+    """Parts with how many members each has: none, or so many that no file can choose among them (-1)."""
+    four = linear_ensemble(range(4))
+    return {
+        "four": (four, 4),
+        "four of other ids": (linear_ensemble([7, 5, 6, 4]), 4),
+        "the same four": (four, 4),
+        "three": (four[:3], 3),
+        "each of four": (ee.Each(jnp.arange(8.0).reshape(4, 2)), 4),
+        "each of three": (ee.Each(jnp.arange(3.0)), 3),
+        # Its first axis is as long as the ensemble, and is not that of the members.
+        "each, another axis": (ee.Each(jnp.arange(12.0).reshape(4, 3), axis=1), -1),
+        "plain": (jnp.arange(4.0), 0),
+    }
+
+
+def test_members_of_a_tree_are_those_of_its_one_ensemble(tmp_path):
+    """Of any two parts, in either order: the members chosen by hand, or a refusal; never a part whole beside others."""
+    parts, refusals = parts_of_a_tree(), 0
+    for (a, (one, n)), (b, (other, m)) in itertools.permutations(parts.items(), 2):
+        tree, path = {"a": one, "b": other}, tmp_path / f"{a} {b}"
+        ee.save(path, tree)
+        two = isinstance(one, ee.Ensemble) and isinstance(other, ee.Ensemble)
+        if two or -1 in (n, m) or len({n, m} - {0}) > 1:
+            refusals += 1
+            with pytest.raises(ValueError, match="cannot choose members"):
+                ee.load(path, tree, members=[2, 0])
+        else:
+            by_hand = {name: x if x is parts["plain"][0] else ee.tree.take(x, [2, 0]) for name, x in tree.items()}
+            assert_same(ee.load(path, tree, members=[2, 0]), by_hand)
+    assert 0 < refusals < len(parts) * (len(parts) - 1)
+
+
+def test_several_ensembles_are_named(tmp_path, ensemble):
+    tree = {"actor": ensemble, "critics": (ensemble, 1)}
+    ee.save(tmp_path / "t", tree)
+    with pytest.raises(
+        ValueError, match=r"several ensembles: at `\['actor'\]`, `\['critics'\]\[0\]`\.\nLoad all of it"
+    ):
+        ee.load(tmp_path / "t", tree, members=[0])
 
 
 def test_saved_numbers_win(tmp_path):

@@ -22,6 +22,7 @@ from ._building import maker_signature as maker_signature
 from ._building import no_attribute as no_attribute
 from ._building import no_second_index as no_second_index
 from ._building import no_second_key as no_second_key
+from ._building import no_text_arrays as no_text_arrays
 from ._building import one_count as one_count
 from ._building import one_member as one_member
 from ._building import per_member_arguments as per_member_arguments
@@ -166,6 +167,7 @@ from ._loading import jax_dtype as jax_dtype
 from ._loading import like_given as like_given
 from ._loading import member_selection as member_selection
 from ._loading import no_typed_keys as no_typed_keys
+from ._loading import one_set_of_members as one_set_of_members
 from ._loading import plain_dtype as plain_dtype
 from ._loading import same_leaves as same_leaves
 from ._loading import same_structure_as_saved as same_structure_as_saved

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import is_key, is_traced, kind_of
+from ._leaves import is_key, is_member_array, is_traced, kind_of
 from ._marks import array_leaves, per_member_leaves
 from ._options import check_sequence
+from ._trees import path_text
 
 T = TypeVar("T")
 
@@ -96,6 +97,17 @@ def per_member_arguments(zip: Mapping[str, Any] | None, product: Mapping[str, An
                 f"`build` needs one value per member in `{option}[{name!r}]`, got the single value {values!r}."
             )
     return dict(chosen)
+
+
+def no_text_arrays(tree: Any, *, name: str) -> None:
+    """No leaf is a NumPy array that jax cannot hold: it would fail in whatever is compiled first."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, np.ndarray) and not is_member_array(leaf):
+            raise TypeError(
+                f"`{name}` makes ensembles of models whose arrays jax can hold; at `{path_text(path)}`: a NumPy array "
+                f"of dtype {leaf.dtype}, shape {leaf.shape}.\nKeep it out of jax's sight: as a tuple in a field of "
+                "`equinox.field(static=True)`."
+            )
 
 
 @contextlib.contextmanager

@@ -91,6 +91,22 @@ def has_members(members: Any, path: Any, *, name: str) -> None:
         )
 
 
+def one_set_of_members(ensembles: Sequence[str], others: Sequence[str], path: Any, *, name: str) -> None:
+    """One ensemble at most, and nothing that belongs to other members."""
+    if len(ensembles) > 1:
+        raise ValueError(
+            f"`{name}` cannot choose members of `{path}`, which holds several ensembles: at "
+            f"{', '.join(f'`{plain(where)}`' for where in ensembles)}.\nLoad all of it and index each ensemble, or "
+            "save each at a path of its own."
+        )
+    if others:
+        raise ValueError(
+            f"`{name}` cannot choose members of `{path}`: what is marked at "
+            f"{', '.join(f'`{plain(where)}`' for where in others)} was saved as a whole, because it has another number "
+            "of members or holds them along another axis.\nLoad all of it, and take the members from each part."
+        )
+
+
 def member_selection(members: Any, *, name: str) -> None:
     """Several members, by their positions."""
     if isinstance(members, int | np.integer):

@@ -4,6 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
@@ -75,7 +76,8 @@ def load(
 ) -> Any:
     """Loads what [`eqx_ensemble.save`][] saved.
 
-    The numbers come from the file, checked; the code and everything else that is not a number comes from `like`.
+    The numbers come from the file, checked; the code and everything else that is not a number comes from `like`. Arrays
+    have the dtype that was saved, strongly typed.
 
     ```python
     import tempfile
@@ -96,8 +98,9 @@ def load(
         [`eqx_ensemble.build`][] (also one that returns a model and its `equinox.nn.State`); a tree like the one saved;
         or its shapes, from `equinox.filter_eval_shape`. Arrays come back as NumPy arrays where `like` has them, else
         as jax arrays, on several devices where those of `like` are.
-    - `members`: positions of the members to read, as in `ensemble[members]`: a list, a slice or a mask. How many
-        members `like` has does not matter then. With the format `"orbax"` all are read, and these are kept.
+    - `members`: positions of the members to read, as in `ensemble[members]`: a list, a slice or a mask. The tree holds
+        one ensemble, and with it at most states and inputs marked `Each` of as many members. How many members `like`
+        has does not matter then. With the format `"orbax"` all are read, and these are kept.
     - `cast`: `"like"` casts floats to floats, integers to integers and complex to complex numbers of another
         precision, if none of them becomes infinite or wraps around. Without it, nothing is cast.
     - `mesh`: the devices to put ensembles on, from [`eqx_ensemble.make_mesh`][], whatever they were saved from.
@@ -108,7 +111,8 @@ def load(
 
     **Raises:** `MemberMismatchError` that lists every leaf that differs, with what was saved and what is expected;
     `CheckpointCorruptError` that names file, leaf and member of what is damaged; FileNotFoundError that says what a
-    folder is that holds no checkpoint, and which function reads it; ValueError for a checkpoint of a run of `fit`.
+    folder is that holds no checkpoint, and which function reads it; ValueError for a checkpoint of a run of `fit`, and
+    for `members` of a tree that holds several ensembles.
     """
     name = "eqx_ensemble.load"
     _check.check_path(path, "path", name=name)
@@ -120,6 +124,8 @@ def load(
             _check.not_of_fit(reader.folder, reader.folder.parent, name=name)
         rows = None if members is None else _rows(members, reader.manifest, path, name)
         like = as_like(like, reader.manifest)
+        if rows is not None:
+            _one_set_of_members(like, reader.manifest, path, name)
         tree = restore(reader, like, rows=rows, cast=cast, strict=strict, name=name)
     return tree if layout is None else _spread(tree, layout)
 
@@ -154,7 +160,8 @@ class Marks(NamedTuple):
 def marks(tree: PyTree) -> Marks:
     """What the ensembles, states and inputs marked `Each` in a tree say of its members.
 
-    Where a tree has several sets of members, the first one counts.
+    Where a tree has several sets of members, the first one counts: its members have checksums of their own. Files hold
+    members along the leading axis only, so that an `Each` along another one is saved as a whole.
     """
     nodes = jax.tree.leaves(tree, is_leaf=_axes.is_per_member)
     ids = next((fetch(node.ids) for node in nodes if isinstance(node, Ensemble) and node.ids is not None), None)
@@ -170,14 +177,30 @@ def _flags(node: Any, ids: np.ndarray | None) -> Iterable[bool]:
         own = ids is not None and node.ids is not None and np.array_equal(fetch(node.ids), ids)
         stacked, shared, its_ids = (len(jax.tree.leaves(part)) for part in (node.stacked, node.shared, node.ids))
         return [own] * stacked + [False] * shared + [own] * its_ids
-    own = ids is not None and _axes.is_per_member(node) and _count(node) == len(ids)
+    own = ids is not None and _axes.is_per_member(node) and _count(node) == len(ids)  # by count: they have no ids
     return [own] * len(jax.tree.leaves(node))
 
 
 def _count(node: Any) -> int | None:
-    """The length of the leading axis on which all arrays of a node agree."""
+    """The length of the leading axis on which all arrays of a node agree; none where members stand along another."""
+    if isinstance(node, _axes.Each) and node.axis != 0:
+        return None
     shapes = {x.shape[:1] for x in jax.tree.leaves(eqx.filter(node, _check.is_member_array))}
     return shapes.pop()[0] if len(shapes) == 1 and () not in shapes else None
+
+
+def _one_set_of_members(like: Any, manifest: Manifest, path: PathLike, name: str) -> None:
+    """All that has members in a tree has the same ones, so that some of them can be chosen."""
+    kinds = {entry.path: entry.kind for entry in manifest.entries}
+    keyed, _ = jtu.tree_flatten_with_path(like, is_leaf=_axes.is_per_member)
+    marked = [(keys, node) for keys, node in keyed if _axes.is_per_member(node)]
+    ensembles = [_check.path_text(keys) for keys, node in marked if isinstance(node, Ensemble)]
+    others = []
+    for keys, node in marked:
+        leaves = [kinds.get(_check.path_text(keys + inner)) for inner, _ in jtu.tree_flatten_with_path(node)[0]]
+        if not isinstance(node, Ensemble) and "shared" in leaves:
+            others.append(_check.path_text(keys))
+    _check.one_set_of_members(ensembles, others, path, name=name)
 
 
 def _rows(members: Any, manifest: Manifest, path: PathLike, name: str) -> list[int]:
