@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import _check
+from .distributed._lines import lines
 from .distributed._surroundings import OURS
 
+_BETWEEN_UPDATES = 1.0  # seconds between two lines of a progress bar
 _LAST_WORDS = 2.0  # seconds for reading what processes have written before they ended
 
 
@@ -30,19 +32,14 @@ class _Signalled(NamedTuple):
 class _Children:
     """The processes, what they say, and the news of them."""
 
-    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]):
+    def __init__(self):
         self.news: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._readers: list[threading.Thread] = []
         self._children: list[subprocess.Popen[Any]] = []
-        try:
-            for environment in environments:
-                self._start(command, environment)
-        except BaseException:
-            self.send(signal.SIGKILL)
-            raise
 
-    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Starts one more."""
         child = subprocess.Popen(
             command,
             env=environment,
@@ -61,27 +58,44 @@ class _Children:
             self._readers.append(reader)
 
     def _wait_for(self, number: int, child: subprocess.Popen[Any]) -> None:
-        self.news.put(_Ended(number, child.wait()))
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13: what an ended process has left is not ended
+            self.news.put(_Ended(number, child.wait()))
+            return
+        # Without reaping it: its number stays taken, so that a signal to its group reaches nobody else.
+        how = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert how is not None  # that is for `WNOHANG`
+        self.news.put(_Ended(number, how.si_status if how.si_code == os.CLD_EXITED else -how.si_status))
 
     def _copy(self, source: Any, target: Any, prefix: bytes) -> None:
+        shown = -_BETWEEN_UPDATES
         try:
             with source:
-                for line in source:
+                for line in lines(iter(lambda: source.read1(2**16), b"")):
+                    if line.update and time.monotonic() < shown + _BETWEEN_UPDATES:
+                        continue
+                    shown = time.monotonic() if line.update else shown
                     with self._lock:
-                        target.buffer.write(prefix + line.removesuffix(b"\n") + b"\n")
+                        target.buffer.write(prefix + line.text + b"\n")
                         target.buffer.flush()
         except BrokenPipeError:  # nobody reads any longer; what is left must not fail once more at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
             self.news.put(_Signalled(signal.SIGPIPE))
 
     def send(self, number: int) -> None:
-        """Sends a signal to the processes that still run, and to what they have started."""
+        """Sends a signal to the processes that still run, and to what all have started."""
         for child in self._children:
             if child.returncode is None:
                 try:
                     os.killpg(child.pid, number)
-                except ProcessLookupError:
-                    pass  # it ended just now
+                except (ProcessLookupError, PermissionError):
+                    pass  # all of it has ended just now, which macOS calls the second
+
+    def end(self) -> None:
+        """Ends all that is left, shows its last lines, and forgets it."""
+        self.send(signal.SIGKILL)
+        self.read_to_the_end()
+        for child in self._children:
+            child.wait()
 
     def read_to_the_end(self) -> None:
         """Waits for their last lines; not for ever, because what a process has left may hold its output open."""
@@ -94,18 +108,21 @@ def run(command: Sequence[str], environments: Sequence[Mapping[str, str]], *, gr
     """Runs the processes to their end and returns the exit code for all.
 
     The first one that fails is named, and ends the others: by SIGTERM, and by SIGKILL if they still run `grace`
-    seconds later. The first Ctrl-C is passed on, the second ends them in the same way.
+    seconds later. The first Ctrl-C is passed on, the second ends them in the same way. What a process has started and
+    left behind ends when all have ended.
     """
-    children = _Children(command, environments)
+    children = _Children()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # Before the first process is there: a signal that came while they are started would leave some behind.
     before = {
         number: signal.signal(number, lambda number, frame: children.news.put(_Signalled(number))) for number in numbers
     }
     try:
+        for environment in environments:
+            children.start(command, environment)
         return _watch(children, len(environments), grace)
     finally:
-        children.send(signal.SIGKILL)
-        children.read_to_the_end()
+        children.end()
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -130,10 +130,10 @@ class _Roll:
             self._enter(connection)
 
     def _enter(self, connection: socket.socket) -> None:
-        try:
-            number, count = map(int, json.loads(self._said[connection])["process"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+        call = _message(self._said[connection])
+        if call is None or "process" not in call:
             return self._drop(connection)  # no process of ours
+        number, count = call["process"]
         reason = None
         if count != self._call.num_processes:
             reason = f"it waits for {self._call.num_processes} processes, and this one was told of {count}"
@@ -188,7 +188,7 @@ def _other(call: Call) -> None:
             if answer is None:
                 stranger = True
             elif "refused" in answer:
-                raise _check.refused(str(answer["refused"]), call.address)
+                raise _check.refused(answer["refused"], call.address)
             else:
                 missing = answer["missing"]
                 if answer["over"] and missing:
@@ -211,7 +211,8 @@ def _answers(call: Call, deadline: float) -> Iterator[dict[str, Any] | None]:
             with connection.makefile("rb") as lines:
                 while line := lines.readline(_LONGEST_ANSWER):
                     heard = True
-                    yield _understood(line)
+                    answer = _message(line)
+                    yield None if answer is None or "process" in answer else answer
                     # Longer than process 0 waits, if it began at the same time, to hear from it who is missing.
                     connection.settimeout(max(deadline + 2 * _BETWEEN_NEWS - time.monotonic(), _PATIENCE))
             if not heard:
@@ -220,11 +221,17 @@ def _answers(call: Call, deadline: float) -> Iterator[dict[str, Any] | None]:
         return  # it is not there yet, or its name is not known yet
 
 
-def _understood(line: bytes) -> dict[str, Any] | None:
+def _message(line: bytes) -> dict[str, Any] | None:
+    """What a line says, of the three things that processes say to each other; `None` for all else."""
     try:
-        answer = json.loads(line)
+        said = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return (
-        answer if isinstance(answer, dict) and ("refused" in answer or {"missing", "over"} <= answer.keys()) else None
-    )
+    match said:
+        case {"process": [int(), int()] as numbers} if not any(isinstance(number, bool) for number in numbers):
+            return said
+        case {"refused": str()}:
+            return said
+        case {"missing": list(numbers), "over": bool()} if all(type(number) is int for number in numbers):
+            return said
+    return None

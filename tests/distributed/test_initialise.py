@@ -141,6 +141,40 @@ def calls(count, ranks, *, timeout=10.0, host="127.0.0.1"):
     return [Call(host, port, count, rank, timeout) for rank in ranks]
 
 
+# JSON, but nothing that processes say to each other; a few of them stand for all where they are sent.
+WRONG_LINES = [b'{"process": [1e999, 2]}', b'{"missing": 5, "over": true}']
+MORE_WRONG_LINES = [
+    b"1e999",
+    b"null",
+    b'"refused"',
+    b'{"process": "ab"}',
+    b'{"process": [1]}',
+    b'{"process": [1, 2, 3]}',
+    b'{"process": [true, 2]}',
+    b'{"process": [1.0, 2]}',
+    b'{"process": [NaN, 2]}',
+    b'{"process": [' + b"9" * 5000 + b", 2]}",
+    b'{"process": null}',
+    b'{"refused": ["a"]}',
+    b'{"missing": [1]}',
+    b'{"missing": 5}',
+    b'{"missing": [1, "a"], "over": true}',
+    b'{"missing": [true], "over": true}',
+    b'{"missing": [1], "over": 1}',
+    b'{"missing": {}, "over": false}',
+    b"[" * 10**5,
+    b"\xff",
+    b"",
+]
+
+
+def test_lines_that_say_nothing():
+    for line in WRONG_LINES + MORE_WRONG_LINES:
+        assert _roll_call._message(line) is None, line
+    for said in [b'{"process": [1, 2]}', b'{"refused": "a"}', b'{"missing": [], "over": true}']:
+        assert _roll_call._message(said) is not None
+
+
 class TestRollCall:
     @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
     def test_all_come(self, host):
@@ -185,7 +219,7 @@ class TestRollCall:
         assert "it waits for 2 processes, and this one was told of 3" in str(found[1])
 
     @pytest.mark.parametrize(
-        "said", [b"", b"GET / HTTP/1.1\n", b"[1]\n", b'{"process": "ab"}\n', b"x" * 10**4, b"[" * 199]
+        "said", [b"", b"GET / HTTP/1.1\n", b"[1]\n", b"x" * 10**4, b"[" * 199, *(line + b"\n" for line in WRONG_LINES)]
     )
     def test_strangers_who_call_are_ignored(self, said):
         first, other = calls(2, [0, 1])
@@ -196,7 +230,9 @@ class TestRollCall:
             assert outcomes([other]) == [None]
         thread.join()
 
-    @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\n\n", b"[]\n", b"\xff\n"])
+    @pytest.mark.parametrize(
+        "said", [b"", b"HTTP/1.1 400 Bad Request\n\n", b"[]\n", b"\xff\n", *(line + b"\n" for line in WRONG_LINES)]
+    )
     def test_strangers_who_answer(self, said):
         (other,) = calls(2, [1], timeout=1.0)
         with socket.create_server(("127.0.0.1", other.port)) as stranger:

@@ -208,6 +208,70 @@ def test_a_signal_ends_all(script, run, tmp_path):
     assert (code, out) == (143, "")
 
 
+def test_a_signal_while_processes_are_started(script, run, tmp_path, monkeypatch):
+    """One is there, the others are not yet: none is left, and the signal counts."""
+    path = script(f"""
+        import os, pathlib, time
+        pathlib.Path({str(tmp_path)!r}, f"pid-{{os.getpid()}}").touch()
+        time.sleep(60)
+    """)
+    started, popen = [], subprocess.Popen
+
+    def interrupted(*arguments, **options):
+        started.append(popen(*arguments, **options))
+        if len(started) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    before = signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(SystemExit(99)))  # of whoever calls
+    try:
+        code, _, _ = run("-n", "2", "--grace", "1", path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert code == 143
+    assert [child.poll() for child in started] == [-signal.SIGTERM] * 2
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self").exists(), reason="needs /proc")
+def test_what_a_process_has_left_ends_too(script, run, tmp_path):
+    path = script(f"""
+        import os, subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        open({str(tmp_path / "pids")!r}, "a").write(f"{{child.pid}} ")
+        os._exit(0)
+    """)
+    begin = time.monotonic()
+    code, _, err = run("-n", "2", path)
+    assert (code, err) == (0, "")
+    assert time.monotonic() - begin < 20
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2
+    time.sleep(0.2)
+    assert [pid for pid in pids if is_running(pid)] == []
+
+
+def test_progress_is_shown_while_it_goes_on(script, run, tmp_path):
+    """As lines, at most one each second, and the last one."""
+    path = script("""
+        import sys, time
+        for i in range(30):
+            sys.stderr.write(f"\\r{i} of 29")
+            sys.stderr.flush()
+            time.sleep(0.05)
+        sys.stderr.write("\\n" + "x" * 200_000)
+    """)
+    code, _, err = run("-n", "2", path)
+    assert code == 0
+    for number in range(2):
+        shown = by_process(err, number)
+        bars = [line for line in shown if line.endswith(" of 29")]
+        assert 2 <= len(bars) <= 6
+        assert bars[0] == "0 of 29"
+        assert bars[-1] == "29 of 29"
+        assert "".join(shown[len(bars) :]) == "x" * 200_000
+
+
 @pytest.mark.slow
 def test_nobody_reads(script):
     path = script("import time\nwhile True: print('x' * 1000); time.sleep(0.01)")
