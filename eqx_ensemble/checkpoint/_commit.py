@@ -43,6 +43,8 @@ def sync_last(folder: Path) -> None:
     """As `sync_names`, after the operation by which the new checkpoint takes the place of the old one."""
     try:
         sync_names(folder)
+    except FileNotFoundError:
+        raise  # somebody has removed the folder, and with it what is new
     except OSError as error:
         raise _check.NotSyncedError(error.errno, error.strerror) from error
 
