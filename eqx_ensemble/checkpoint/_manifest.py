@@ -16,7 +16,7 @@ TABLE = "<checksums>"
 """The tensor with the SHA-256 of every member's part of every leaf: `(leaves with members * members, 32)`, bytes."""
 
 _SEAL = b'{"sha256": "%s",\n"manifest": '
-_START = re.compile(rb'\{"sha256": "[0-9a-f]{64}",\n"manifest": \{\n "format": "eqx_ensemble checkpoint",')
+_START = re.compile(re.escape(_SEAL).replace(b"%s", b"[0-9a-f]{64}"))
 _HEX = 64
 _MOST_AXES = 32
 _FLOAT, _NOT_FINITE = "<float>", ("nan", "inf", "-inf")
