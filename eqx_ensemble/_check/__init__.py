@@ -148,6 +148,7 @@ from ._keys import many_keys as many_keys
 from ._keys import one_key as one_key
 from ._leaves import Size as Size
 from ._leaves import describe as describe
+from ._leaves import inside_transformation as inside_transformation
 from ._leaves import integers_fit as integers_fit
 from ._leaves import is_key as is_key
 from ._leaves import is_member_array as is_member_array
@@ -337,6 +338,7 @@ from ._training import loss_signature as loss_signature
 from ._training import made_optimiser as made_optimiser
 from ._training import model_state as model_state
 from ._training import model_state_missing as model_state_missing
+from ._training import no_transformation as no_transformation
 from ._training import optax_or_function as optax_or_function
 from ._training import optimiser as optimiser
 from ._training import state_after as state_after

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.core import trace_state_clean  # JAX has no public way to ask this
 from jax.core import Tracer
 
 _LONGEST = 60
@@ -25,6 +26,11 @@ def is_member_array(leaf: Any) -> bool:
         return False
     # NumPy arrays of strings, dates and objects have no jax counterpart: they count as static data.
     return bool(jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == np.bool_)
+
+
+def inside_transformation() -> bool:
+    """Whether this runs inside `jax.jit`, `jax.vmap`, `jax.grad` or the like, whatever is traced there."""
+    return not trace_state_clean()
 
 
 def is_traced(value: Any) -> bool:

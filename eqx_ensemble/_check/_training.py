@@ -7,8 +7,18 @@ import jax.numpy as jnp
 import optax
 
 from ._errors import MemberMismatchError
-from ._leaves import describe, kind_of
+from ._leaves import describe, inside_transformation, kind_of
 from ._marks import array_leaves, integer_ids
+
+
+def no_transformation(*, name: str) -> None:
+    """Training looks at values to decide what is done next: what is saved, who has stopped, when it ends."""
+    if inside_transformation():
+        raise TypeError(
+            f"`{name}` cannot run inside `jax.jit`, `jax.vmap`, `jax.grad` or another transformation: it decides on "
+            "the host what comes next. There, take the steps of `train.make_step`, in a `jax.lax.scan`, or write one "
+            "member's whole training as a function for `map_members`."
+        )
 
 
 def loss_signature(fn: Any, *, stateful: bool, hyper: Any, name: str) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
-from jax._src.core import trace_state_clean  # JAX has no public way to ask this
 
+from .. import _check
 from ._plans import AbstractPlan
 
 _MOST_PROGRAMS = 32  # each holds its function, and what this reads
@@ -23,7 +23,7 @@ _PROGRAMS: OrderedDict[Any, _Program] = OrderedDict()
 
 def keeps_program(plan: AbstractPlan) -> bool:
     """Whether a call here and now is compiled, and its program kept: inside a transformation nothing is."""
-    return plan.compiles and trace_state_clean()
+    return plan.compiles and not _check.inside_transformation()
 
 
 def program_of(fn: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,6 +47,7 @@ def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, rows: A
         data_state=loop.place.state if loop.place.batches > 0 else None,
         plan=plan,
         interrupted=interrupted,
+        seconds=loop.seconds,
     )
 
 

@@ -140,14 +140,17 @@ def fit(
 
     **Returns:** [`eqx_ensemble.Run`][]. Ctrl-C ends the run at the next boundary and returns what there is.
 
-    **Raises:** before anything is compiled, for arguments that do not fit together, data that are not finite, or
-    integers that jax would wrap around because 64-bit types are switched off; BlockingIOError, which names process and
-    machine, when another run trains in the checkpoint folder; and [`eqx_ensemble.train.NotSavedError`][], which holds
-    the run so far, when a checkpoint cannot be written. An error inside the loss, the score or the model has a note
-    with the function's place, the shapes of one member's arguments, whether it ran in training or validation, and the
-    likely cause. Once a step is done, any error of the data, the loss or the device ends the run as it is, with the run
-    so far as its attribute `run` (not with several processes); with `checkpoint`, that is saved.
+    **Raises:** TypeError inside `jax.jit`, `jax.vmap` or `jax.grad`, where [`eqx_ensemble.train.make_step`][] and
+    [`eqx_ensemble.map_members`][] are the way; before anything is compiled, for arguments that do not fit together,
+    data that are not finite, or integers that jax would wrap around because 64-bit types are switched off;
+    BlockingIOError, which names process and machine, when another run trains in the checkpoint folder; and
+    [`eqx_ensemble.train.NotSavedError`][], which holds the run so far, when a checkpoint cannot be written. An error
+    inside the loss, the score or the model has a note with the function's place, the shapes of one member's arguments,
+    whether it ran in training or validation, and the likely cause. Once a step is done, any error of the data, the loss
+    or the device ends the run as it is, with the run so far as its attribute `run` (not with several processes); with
+    `checkpoint`, that is saved.
     """
+    _check.no_transformation(name="fit")
     plan = as_plan(plan)
     lengths = {"epochs": epochs, "steps": steps, "patience": patience}
     how = Revive() if on_diverge == "revive" else on_diverge

@@ -130,8 +130,13 @@ class Loop:
                 self.record,
                 revived=None if self.reviver is None else self.reviver.revivals,
                 place=place,
-                seconds=time.perf_counter() - self._start,
+                seconds=self.seconds,
             )
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began, what it took before it was resumed included."""
+        return time.perf_counter() - self._start
 
     def over(self, carry: Carry) -> bool:
         """Whether the run ends here: interrupted, no member trains any more, or one has failed that must not."""

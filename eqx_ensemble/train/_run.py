@@ -1,3 +1,4 @@
+import html
 import warnings
 from collections.abc import Callable
 from typing import Any, Generic
@@ -18,6 +19,7 @@ from ._record import History, last_finite
 from ._revive import Revival
 from ._select import Selection
 from ._state import DIVERGED, STATUS_NAMES, TrainState
+from ._summary import summary
 
 
 class Run(eqx.Module, Generic[M]):
@@ -46,6 +48,9 @@ class Run(eqx.Module, Generic[M]):
         `state_dict`); another run goes on from there. `None` at the end of an epoch, and for arrays.
     - `plan`: how the members were executed; after `plan="auto"`, `run.plan.explain()` says why.
     - `interrupted`: whether Ctrl-C ended the run early.
+    - `seconds`: how long it took, with its compilations; of a run that was resumed, in all its processes.
+
+    Shown as text, and in a notebook, a run is a summary of a few lines.
     """
 
     ensemble: Ensemble[M]
@@ -63,6 +68,13 @@ class Run(eqx.Module, Generic[M]):
     data_state: Any
     plan: AbstractPlan
     interrupted: bool
+    seconds: float
+
+    def __repr__(self) -> str:
+        return summary(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(summary(self))}</pre>"
 
     @property
     def healthy(self) -> Ensemble[M]:

@@ -1,0 +1,61 @@
+"""A run in a few lines."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from .. import _check
+from .._progress import members_in_words
+from ._record import last_finite
+from ._state import DIVERGED, OK, STATUS_NAMES
+
+if TYPE_CHECKING:
+    from ._run import Run
+
+_MOST_IDS = 8  # in one line
+
+
+def summary(run: "Run[Any]") -> str:
+    """Members, statuses, best score, time and plan; inside a compiled program, that nothing of it is known yet."""
+    if any(map(_check.is_traced, jax.tree.leaves(run))):
+        return "Run(...)"
+    steps = int(run.train_state.step)
+    lines = [f"Run of {members_in_words(len(run.status))}, {steps} {'step' if steps == 1 else 'steps'}"]
+    lines[0] += ", interrupted" if run.interrupted else ""
+    ids = np.asarray(run.ensemble.ids)
+    lines.append(f"  status   {_statuses(run.status, ids)}")
+    if run.revived:
+        lines.append(f"  revived  {len(run.revived)} times")
+    lines += _scores(run, ids)
+    lines.append(f"  time     {run.seconds:.3g} s")
+    plan = getattr(run.plan, "chosen", None) or run.plan
+    lines.append(f"  plan     {plan!r}")
+    return "\n".join(lines)
+
+
+def _statuses(status: np.ndarray, ids: np.ndarray) -> str:
+    parts = []
+    for name in STATUS_NAMES:
+        here = ids[status == name]
+        if len(here):
+            parts.append(f"{len(here)} {name}" + ("" if name == STATUS_NAMES[OK] else f" ({_listed(here)})"))
+    return ", ".join(parts)
+
+
+def _listed(ids: np.ndarray) -> str:
+    shown = ", ".join(map(str, ids[:_MOST_IDS].tolist()))
+    return f"id {shown}" + (", ..." if len(ids) > _MOST_IDS else "")
+
+
+def _scores(run: "Run[Any]", ids: np.ndarray) -> list[str]:
+    healthy, lines = run.status != STATUS_NAMES[DIVERGED], []
+    loss = last_finite(run.history.loss)[healthy] if run.history.loss.size else np.zeros(0)
+    loss = loss[np.isfinite(loss)]
+    if loss.size:
+        low, high = loss.min(), loss.max()
+        lines.append(f"  loss     {low:.4g}" + ("" if low == high else f" to {high:.4g}"))
+    if run.best_score is not None and run.best_step is not None and np.isfinite(run.best_score[healthy]).any():
+        best = int(np.flatnonzero(ids == np.asarray(run.best().ids)[0])[0])
+        lines.append(f"  best     {run.best_score[best]:.4g} by id {ids[best]} after {run.best_step[best]} steps")
+    return lines
