@@ -10,6 +10,9 @@ from .._check import check_level, check_num_draws, check_random, check_rows_of_s
 from .._keys import member_keys
 
 
+_MOST_ATTEMPTS = 100  # one in exp(100) draws of one row with weight, among many without, would need more
+
+
 class Bootstrap(NamedTuple):
     """A statistic of the rows and how far other rows would have moved it: arrays of the statistic's shape.
 
@@ -47,7 +50,8 @@ def bootstrap(
         `jnp.sqrt` of squared errors gives the root mean squared error; `lambda m: jnp.sqrt(m[0]) - jnp.sqrt(m[1])` the
         difference of two.
     - `row_weights`: weights of the rows, zero or more, which they keep when drawn:
-        $\sum_i w_i v_i / \sum_i w_i$ over the rows of a draw. What a row of weight zero holds does not count.
+        $\sum_i w_i v_i / \sum_i w_i$ over the rows of a draw. What a row of weight zero holds does not count; a draw
+        of nothing but such rows is drawn anew.
     - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
     - `level`: the share of the draws between `lower` and `upper`, a Python number between 0 and 1.
     - `num_draws`: how many draws. The standard error itself is uncertain by one part in $\sqrt{2 \, \mathrm{draws}}$.
@@ -111,10 +115,20 @@ def _bootstrap(
     num_kept = num_rows if mask is None else jnp.sum(mask, dtype=jnp.int32)
     places = jnp.arange(num_rows) if mask is None else jnp.argsort(~mask, stable=True)
 
-    def shift(key: Array) -> Array:
+    counts = (jnp.arange(num_rows) < num_kept).astype(values.dtype)
+
+    def draw(key: Array) -> tuple[Array, Array]:
         drawn = places[jax.random.randint(key, (num_rows,), 0, num_kept)]
-        counts = (jnp.arange(num_rows) < num_kept).astype(values.dtype)
-        total = jnp.sum(share[drawn] * counts)
+        return drawn, jnp.sum(share[drawn] * counts)
+
+    def shift(key: Array) -> Array:
+        def again(state: tuple) -> tuple:
+            attempt, _, _ = state
+            return (attempt + 1, *draw(jax.random.fold_in(key, attempt)))
+
+        # A draw without any weight has no mean. It is rare where there are many rows with weight, and never likely.
+        empty = lambda state: (state[2] == 0) & (state[0] < _MOST_ATTEMPTS)
+        _, drawn, total = jax.lax.while_loop(empty, again, (0, *draw(key)))
         return jnp.sum(rest[..., drawn] * _along(counts, values), axis=-1) / total
 
     shifts = jax.lax.map(shift, keys)

@@ -128,7 +128,8 @@ def interval_score(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`.
+    A scalar, or `(*batch,)`. Infinite for intervals without an end, which [`eqx_ensemble.conformal.quantile`][] of few
+    rows gives, and for infinite targets.
 
     **Raises:**
 
@@ -153,9 +154,14 @@ def interval_score(
     check_interval(fn, lower, upper, mask=mask)
     check_reduction(fn, reduction, observed.shape)
     low, high, observed = (blank_masked(x, kept) for x in (low, high, observed))
+    # scoringrules multiplies distances by whether they count, and infinity times zero is NaN.
+    infinite = jnp.isinf(low) | jnp.isinf(high) | jnp.isinf(observed)
+    unknown = jnp.isnan(low) | jnp.isnan(high) | jnp.isnan(observed)
+    low, high, observed = (jnp.where(infinite, 0, x) for x in (low, high, observed))
     with _as_they_write():
         rows = rules.interval_score(observed, low, high, 1 - level, backend="jax")
-    return reduce(jnp.reshape(rows, observed.shape), reduction, kept)
+    rows = jnp.where(infinite, jnp.where(unknown, jnp.nan, jnp.inf), jnp.reshape(rows, observed.shape))
+    return reduce(rows, reduction, kept)
 
 
 def pinball(

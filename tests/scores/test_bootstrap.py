@@ -36,6 +36,20 @@ def test_draws_are_all_resamples_of_three_rows():
     assert abs(plain / means.std() - 1) > 0.02
 
 
+def test_draws_without_any_weight_are_drawn_anew():
+    # Of three rows two have weight: one resample in 27 has none, and the law is that of the 26 others.
+    values, weights = np.array([0.0, 1.0, np.nan], np.float32), np.array([1.0, 2.0, 0.0])
+    rows = np.array([row for row in itertools.product(range(3), repeat=3) if row != (2, 2, 2)])
+    means = (np.nan_to_num(values)[rows] * weights[rows]).sum(1) / weights[rows].sum(1)
+    draws = 40_000
+    got = scores.bootstrap(values, row_weights=weights, num_draws=draws, key=KEY)
+    fourth = np.mean((means - means.mean()) ** 4) / means.var() ** 2
+    assert abs(got.standard_error / means.std() - 1) < 6 * np.sqrt((fourth - 1) / (4 * draws))
+    # One row of fifty: a third of all draws miss it.
+    got = scores.bootstrap(VALUES, row_weights=np.eye(50)[3], num_draws=2000, key=KEY)
+    np.testing.assert_allclose(got, [VALUES[3], 0, VALUES[3], VALUES[3]], rtol=1e-6)
+
+
 def test_masked_rows_are_never_drawn():
     mask = np.arange(50) % 3 > 0
     spoilt = np.where(mask, VALUES, np.nan)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_ensemble import scores
+from eqx_ensemble import conformal, scores
 
 pytest.importorskip("scoringrules", reason="these scores are those of scoringrules")
 
@@ -135,3 +135,19 @@ def test_without_scoringrules(monkeypatch):
     message = r"`eqx_ensemble.scores.pinball` needs scoringrules.\nInstall it: `pip install 'eqx_ensemble\[scores\]'`."
     with pytest.raises(ImportError, match=message):
         scores.pinball(np.zeros(1), np.zeros(1), level=0.5)
+
+
+def test_intervals_without_an_end_have_an_infinite_score():
+    # scoringrules gives NaN: it multiplies each distance by whether it counts.
+    inf = np.inf
+    ends = np.array([(-inf, 1), (0, inf), (-inf, inf), (inf, inf), (0, 1), (0, 1), (-inf, np.nan), (0, inf), (0, 1)])
+    targets = np.array([0, 3, 5, 0, inf, -inf, 1, np.nan, 0.5])
+    got = scores.interval_score(*ends.T, targets, level=0.8, reduction="none")
+    np.testing.assert_array_equal(got, [inf] * 6 + [np.nan] * 2 + [1])
+    assert scores.interval_score(*ends[:3].T, targets[:3], level=0.8) == inf
+    # What few held-out rows give.
+    with pytest.warns(UserWarning, match="3 rows say nothing"):
+        fitted = conformal.split(np.zeros(3), np.ones(3), level=0.9)
+    assert scores.interval_score(*fitted(np.zeros(2)), np.zeros(2), level=0.9) == inf
+    gradient = jax.grad(lambda low: scores.interval_score(low, np.ones(2), np.full(2, 0.5), level=0.8))
+    np.testing.assert_array_equal(gradient(np.array([-inf, 0.0])), [0, -0.5])
