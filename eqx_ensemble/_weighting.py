@@ -1,5 +1,7 @@
 """What combining, scoring and uncertainty do over the `members` axis alike; weights come checked and normalised."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
@@ -46,11 +48,15 @@ def moments(
     mean: Float[Array, "members ..."], weights: Float[Array, " members"] | None
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Mean and variance over members (ddof 0)."""
-    rough = weighted_mean(mean, weights)
+    found = weighted_mean(mean, weights)
+    # Of an infinite mean the deviations are NaN, and their squares infinite.
+    infinite = jnp.isinf(found)
+    mean, rough = jnp.where(infinite[None], 0, mean), jnp.where(infinite, 0, found)
     # The deviations from a first mean are small numbers: their mean corrects its rounding, their squares do not cancel.
     deviation = mean - rough[None]
     correction = weighted_mean(deviation, weights)
-    return rough + correction, weighted_mean((deviation - correction[None]) ** 2, weights)
+    variance = weighted_mean((deviation - correction[None]) ** 2, weights)
+    return jnp.where(infinite, found, rough + correction), jnp.where(infinite, jnp.inf, variance)
 
 
 def is_class(labels: Integer[Array, "*batch"], num_classes: int) -> Bool[Array, "*batch"]:
@@ -97,21 +103,48 @@ def ordered(
 
 
 def quantile(
-    values: Float[Array, "members ..."], level: Float[Array, ""], weights: Float[Array, " members"] | None
+    values: Float[Array, "members ..."],
+    level: Float[Array, ""],
+    over: Float[Array, ""],
+    weights: Float[Array, " members"] | None,
 ) -> Float[Array, "..."]:
     """Where the weight of the values at or below reaches the level; midway to the next where it meets it exactly."""
     unknown = jnp.any(jnp.isnan(blank_unweighted(values, weights)), axis=0)
-    return jnp.where(unknown, jnp.nan, quantile_in_order(*ordered(values, weights), level))
+    if weights is None:
+        in_order, reordered = jnp.sort(values, axis=0), _spread(jnp.ones(values.shape[0], values.dtype), values)
+    else:
+        blanked = blank_unweighted(values, weights, fill=jnp.inf)
+        own = jnp.broadcast_to(_spread(weights, values), values.shape)
+        in_order, reordered = jax.lax.sort((blanked, own), dimension=0, num_keys=1)
+    return jnp.where(unknown, jnp.nan, quantile_in_order(in_order, reordered, level, over))
 
 
 def quantile_in_order(
-    in_order: Float[Array, "members ..."], share: Float[Array, "members ..."], level: Float[Array, ""]
+    in_order: Float[Array, "members ..."],
+    weights: Float[Array, "members ..."],
+    level: Float[Array, ""],
+    over: Float[Array, ""],
 ) -> Float[Array, "..."]:
-    """The same of sorted values, with the weight of each and all below it; NaN where there is no weight at all."""
-    rounding = 4 * jnp.finfo(in_order.dtype).eps
-    lower = jnp.sum(share < level - rounding, axis=0)
-    upper = jnp.sum(share <= level + rounding, axis=0)
-    upper = jnp.where(upper < in_order.shape[0], upper, lower)
+    """The same of sorted values and their weights, which may have axes of length one; NaN where there is no weight.
+
+    Low levels are compared with the weight at or below, high ones with that above: small shares then are met or missed
+    by themselves, not by the rounding of numbers near one.
+    """
+    num_members = in_order.shape[0]
+    share = jnp.cumsum(weights, axis=0)
+    total = share[-1:]
+    rest = jnp.flip(jnp.cumsum(jnp.flip(weights, axis=0), axis=0), axis=0)
+    rest = jnp.concatenate([rest[1:], jnp.zeros_like(total)]) / total
+    share = share / total
+    rounding = 4 * math.log2(2 * num_members) * jnp.finfo(in_order.dtype).eps
+    low = level <= over
+    below = jnp.where(low, share < level * (1 - rounding), rest > over * (1 + rounding))
+    at_most = jnp.where(low, share <= level * (1 + rounding), rest >= over * (1 - rounding))
+    lower, upper = jnp.sum(below, axis=0), jnp.sum(at_most, axis=0)
+    # Members of weight zero come last: no quantile is one of them.
+    last = jnp.sum(rest > 0, axis=0)
+    each = in_order.shape[1:]
+    lower, upper = (jnp.broadcast_to(jnp.minimum(index, last), each) for index in (lower, upper))
     low, high = (jnp.take_along_axis(in_order, index[None], axis=0)[0] for index in (lower, upper))
     found = jnp.where(lower == upper, low, 0.5 * low + 0.5 * high)
     return jnp.where(jnp.isnan(share[-1]), jnp.nan, found)

@@ -350,10 +350,13 @@ axes["coverage"].legend()
 for place, name, title in (("before", "mixture, as it is", "As it is"), ("after", "one factor", "One factor")):
     moments = (jnp.asarray(values)[:, chosen] for values in ways[name])
     pit = ee.scores.pit_gaussian_mixture(*moments, target[chosen])
-    ee.plot.rank_histogram(ee.scores.pit_histogram(pit, num_bins=10), ax=axes[place])
-    labels = [f"{tenth / 10:.1f}" for tenth in range(11)]
-    axes[place].set(title=f"PIT of the test years: {title.lower()}", xticks=np.arange(11) - 0.5, xticklabels=labels)
-    axes[place].set(xlabel="probability below what happened", ylabel="weeks", ylim=(0, 115))
+    ee.plot.rank_histogram(ee.scores.pit_histogram(pit, num_bins=10), kind="pit", ax=axes[place])
+    axes[place].set(
+        title=f"PIT of the test years: {title.lower()}",
+        xlabel="probability below what happened",
+        ylabel="weeks",
+        ylim=(0, 115),
+    )
 
 figures.mkdir(parents=True, exist_ok=True)
 figure.savefig(figures / "time_series.png", dpi=150)

@@ -31,10 +31,12 @@ from ._building import stacked_leaves as stacked_leaves
 from ._calibrate import check_best_temperature as check_best_temperature
 from ._calibrate import check_calibrated_members as check_calibrated_members
 from ._calibrate import check_finite_logits as check_finite_logits
+from ._calibrate import check_finite_targets as check_finite_targets
 from ._calibrate import check_of as check_of
 from ._calibrate import check_penalties as check_penalties
 from ._calibrate import check_scale as check_scale
 from ._calibrate import check_untraced as check_untraced
+from ._calibrate import no_gradient_of_fit as no_gradient_of_fit
 from ._calibrate import warn_no_minimum as warn_no_minimum
 from ._calls import explain_loss as explain_loss
 from ._calls import explain_optimiser as explain_optimiser

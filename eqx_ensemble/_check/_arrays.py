@@ -84,12 +84,14 @@ def check_labels(
     return array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
 
 
-def check_moments(fn: str, mean: ArrayLike, variance: ArrayLike, *, members: bool = True) -> tuple[Array, ...]:
+def check_moments(
+    fn: str, mean: ArrayLike, variance: ArrayLike, *, members: bool = True, weights: ArrayLike | None = None
+) -> tuple[Array, ...]:
     """Means and variances of one shape, with a `members` axis in front where told, in one dtype."""
     check = check_values if members else _floating
     means, variances = check(fn, "mean", mean), check(fn, "variance", variance)
     _check_alike(fn, mean=means, variance=variances)
-    check_variance(fn, variance, positive=False)
+    check_variance(fn, variance, positive=False, weights=weights)
     return promoted(means, variances)
 
 
@@ -114,11 +116,24 @@ def _kept(mask: ArrayLike | None) -> np.ndarray | None:
     return np.ones((), bool) if mask is None else concrete(mask)
 
 
-def check_variance(fn: str, variance: ArrayLike, *, positive: bool, mask: ArrayLike | None = None) -> None:
-    """No negative variance, and no zero where `positive`; only where the values are concrete."""
+def check_variance(
+    fn: str,
+    variance: ArrayLike,
+    *,
+    positive: bool,
+    mask: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+) -> None:
+    """No negative variance, and no zero where `positive`, of members and rows that count; where these are concrete."""
     host, kept = concrete(variance), _kept(mask)
     if host is None or kept is None:
         return
+    if weights is not None:
+        share = concrete(weights)
+        if share is None:
+            return
+        if share.shape == host.shape[:1]:  # others are refused by `check_weights`
+            kept = kept & (share != 0).reshape((-1,) + (1,) * (host.ndim - 1))
     wrong = (host <= 0 if positive else host < 0) & kept
     if wrong.any():
         needs = "variances above zero" if positive else "variances of zero or more"

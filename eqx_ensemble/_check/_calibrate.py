@@ -1,10 +1,11 @@
 import warnings
+from typing import NoReturn
 
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _fail, _kept, check_choice, concrete
+from ._arrays import _fail, _first, _kept, check_choice, concrete
 from ._leaves import is_traced
 
 
@@ -57,12 +58,35 @@ def check_best_temperature(fn: str, of: str, separated: ArrayLike, hopeless: Arr
             _fail(fn, "labels for which one temperature is best", f"{_who(of, host)}{got}", fix)
 
 
+def check_finite_targets(fn: str, targets: ArrayLike, mask: ArrayLike | None) -> None:
+    """Finite targets in rows that count; only where they are concrete."""
+    host, kept = concrete(targets), _kept(mask)
+    if host is None or kept is None:
+        return
+    wrong = ~np.isfinite(host.astype(np.float64)) & kept
+    if wrong.any():
+        _fail(fn, "finite `targets`", _first(host, wrong), "Leave these rows out: `mask=jnp.isfinite(targets)`.")
+
+
 def check_scale(fn: str, of: str, scale: ArrayLike) -> None:
-    """A factor above zero; only where it is concrete."""
+    """A factor that is finite and above zero; only where it is concrete."""
     host = concrete(scale)
+    if host is not None and not np.isfinite(host).all():
+        wrong = ~np.isfinite(host)
+        got = f"{_who(of, wrong)}the factor would be {host[wrong][0]}"
+        _fail(fn, "finite means and variances", got, "Leave broken members out (`weights`), and broken rows by `mask`.")
     if host is not None and (host == 0).any():
         fix = "Are the targets the predictions themselves?"
         _fail(fn, "targets that differ from their means", f"{_who(of, host == 0)}every target is hit exactly", fix)
+
+
+def no_gradient_of_fit(fn: str) -> NoReturn:
+    """Parameters that were found by steps whose number is not known."""
+    raise NotImplementedError(
+        f"`eqx_ensemble.{fn}` has no gradient with respect to the logits that it is fitted on.\n"
+        "Fit on `jax.lax.stop_gradient(logits)`; what is fitted can be differentiated, and so can the fit of "
+        "`calibrate.temperature`."
+    )
 
 
 def check_penalties(fn: str, **penalties: float) -> None:

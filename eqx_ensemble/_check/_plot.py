@@ -94,6 +94,9 @@ def check_counts(fn: str, counts: Any) -> np.ndarray:
     fix = "Pass how many rows have each rank, `(members + 1,)`, not the ranks themselves: `np.bincount(ranks)`."
     if len(host) < 2:
         _fail(fn, "`counts` of at least two ranks", f"got {len(host)}", fix)
+    if (wrong := host != np.round(host)).any():
+        fix = "Values of a probability integral transform are counted first: `scores.pit_histogram(values)`."
+        _fail(fn, "whole `counts`", _first(host, wrong), fix)
     if (host < 0).any():
         _fail(fn, "`counts` of zero or more", _first(host, host < 0), fix)
     if not host.any():

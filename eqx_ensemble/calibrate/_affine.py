@@ -95,6 +95,7 @@ def vector(
     fn = "calibrate.vector"
     steps = _check.positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}")
     pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
+    rows = rows._replace(logs=_constant(fn, rows.logs))
     scale, bias, found = _fit_vector(rows, steps)
     _check.warn_no_minimum(fn, of, found)
     return Vector(scale, bias, pooling)
@@ -144,10 +145,20 @@ def matrix(
     steps = _check.positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}")
     _check.check_penalties(fn, off_diagonal_penalty=off_diagonal_penalty, bias_penalty=bias_penalty)
     pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
+    rows = rows._replace(logs=_constant(fn, rows.logs))
     penalties = jnp.asarray([off_diagonal_penalty, bias_penalty], rows.logs.dtype)
     fitted, bias, found = _fit_matrix(rows, penalties, steps)
     _check.warn_no_minimum(fn, of, found)
     return Matrix(fitted, bias, pooling)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constant(fn: str, logs: Array) -> Array:
+    """The logits as they are, whose gradient is refused in words."""
+    return logs
+
+
+_constant.defjvp(lambda fn, primals, tangents: _check.no_gradient_of_fit(fn))
 
 
 @partial(jax.jit, static_argnames="max_steps")

@@ -6,6 +6,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 from .. import _check
 from ._pooling import Of, Pooling, Rows, fit_rows
 
+_BRACKET = 40.0  # logarithms of 1 / T, in units of the largest difference of logits, that are looked at
+
 
 class Temperature(eqx.Module):
     """Temperature scaling, fitted: call it on the logits of the same members.
@@ -51,7 +53,8 @@ def temperature(
     - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
 
     **Returns:** [`eqx_ensemble.calibrate.Temperature`][], a Module: `fitted(logits)` gives log-probabilities with a
-    leading axis of the members, or of length one for the mixture, for everything that takes logits.
+    leading axis of the members, or of length one for the mixture, for everything that takes logits. While tracing, the
+    temperature is NaN where none is best. Its gradient is that of the implicit function.
 
     **Raises:**
 
@@ -93,22 +96,41 @@ def _fit(rows: Rows) -> tuple[Float[Array, " groups"], Bool[Array, " groups"], B
     counted = jnp.reshape(rows.share > 0, (1, -1, 1))
     separated = jnp.all((gaps <= 0) | ~counted, axis=(1, 2))
     hopeless = jnp.sum(jnp.mean(gaps, axis=-1) * rows.share[None], axis=-1) >= 0
-    return jax.vmap(_inverse_temperature, in_axes=(0, None))(gaps, rows.share), separated, hopeless
+    gaps = jnp.where(counted, gaps, 0)
+    # In units of the largest gap: logits may be of any size.
+    unit = jax.lax.stop_gradient(jnp.max(jnp.abs(gaps), axis=(1, 2)))
+    unit = jnp.where(unit > 0, unit, 1)
+    log_beta = jax.vmap(_log_inverse_temperature, in_axes=(0, None))(gaps / unit[:, None, None], rows.share)
+    separated, hopeless = separated | (log_beta >= _BRACKET), hopeless | (log_beta <= -_BRACKET)
+    inverse = jnp.exp(log_beta) / unit
+    return jnp.where(separated | hopeless, jnp.nan, inverse), separated, hopeless
 
 
-def _inverse_temperature(gaps: Float[Array, "rows classes"], share: Float[Array, " rows"]) -> Float[Array, ""]:
+def _log_inverse_temperature(gaps: Float[Array, "rows classes"], share: Float[Array, " rows"]) -> Float[Array, ""]:
+    found = _root(*jax.lax.stop_gradient((gaps, share)))
+    # A Newton step of no length carries the gradient of the implicit function.
+    beta = jnp.exp(found)
+    slope, curvature = _slope_and_curvature(beta, gaps, share)
+    weight = jax.lax.stop_gradient(jnp.where(curvature > 0, beta * curvature, jnp.inf))
+    return found - (slope - jax.lax.stop_gradient(slope)) / weight
+
+
+def _slope_and_curvature(
+    beta: Float[Array, ""], gaps: Float[Array, "rows classes"], share: Float[Array, " rows"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    p = jax.nn.softmax(beta * gaps, axis=-1)
+    mean = jnp.sum(p * gaps, axis=-1)
+    spread = jnp.sum(p * (gaps - mean[:, None]) ** 2, axis=-1)
+    return jnp.sum(share * mean), jnp.sum(share * spread)
+
+
+def _root(gaps: Float[Array, "rows classes"], share: Float[Array, " rows"]) -> Float[Array, ""]:
     """The root of the slope of the mean loss, which never falls: Newton's steps while they shrink, else halving."""
-
-    def slope_and_curvature(beta: Array) -> tuple[Array, Array]:
-        p = jax.nn.softmax(beta * gaps, axis=-1)
-        mean = jnp.sum(p * gaps, axis=-1)
-        spread = jnp.sum(p * (gaps - mean[:, None]) ** 2, axis=-1)
-        return jnp.sum(share * mean), jnp.sum(share * spread)
 
     def step(state: tuple[Array, ...]) -> tuple[Array, ...]:
         log_beta, low, high, last, count = state
         beta = jnp.exp(log_beta)
-        slope, curvature = slope_and_curvature(beta)
+        slope, curvature = _slope_and_curvature(beta, gaps, share)
         low, high = jnp.where(slope < 0, log_beta, low), jnp.where(slope < 0, high, log_beta)
         ratio = slope / jnp.where(curvature > 0, beta * curvature, 1)
         newton = log_beta + jnp.log1p(-jnp.minimum(ratio, 0.9))
@@ -122,5 +144,6 @@ def _inverse_temperature(gaps: Float[Array, "rows classes"], share: Float[Array,
         return (jnp.abs(last) > jnp.finfo(gaps.dtype).eps) & (high > low) & (count < 200)
 
     zero = jnp.zeros((), gaps.dtype)
-    log_beta, *_ = jax.lax.while_loop(goes_on, step, (zero, zero - 20, zero + 20, zero + 40, jnp.asarray(0)))
-    return jnp.where(jnp.all(jnp.isfinite(gaps)), jnp.exp(log_beta), jnp.nan)
+    ends = zero - _BRACKET - 1, zero + _BRACKET + 1
+    log_beta, *_ = jax.lax.while_loop(goes_on, step, (zero, *ends, zero + 2 * _BRACKET, jnp.asarray(0)))
+    return jnp.where(jnp.all(jnp.isfinite(gaps)), log_beta, jnp.nan)

@@ -63,8 +63,8 @@ def variance(
     **Raises:**
 
     - `TypeError` for means or variances that are not floating-point.
-    - `ValueError` for shapes that do not fit, variances that are not above zero, targets that are all hit exactly
-        (where concrete), and weights with `of="members"`.
+    - `ValueError` for shapes that do not fit, variances that are not above zero, targets that are all hit exactly or
+        not finite (where concrete), and weights with `of="members"`.
 
     ```python
     mean, variance, targets = jnp.zeros((1, 2)), jnp.ones((1, 2)), jnp.array([2.0, -2.0])
@@ -87,8 +87,9 @@ def variance(
     fn = "calibrate.variance"
     means, variances, observed = _check.check_regression(fn, targets, members=True, mean=mean, variance=variance)
     kept = _check.check_mask(fn, mask, observed.shape)
-    _check.check_variance(fn, variance, positive=True, mask=mask)
+    _check.check_variance(fn, variance, positive=True, mask=mask, weights=weights)
     _check.check_reduction(fn, "mean", observed.shape)
+    _check.check_finite_targets(fn, targets, mask)
     pooling = pooled(fn, of, weights, means)
     means, variances = blank_masked(means, kept, before=1), blank_masked(variances, kept, before=1, fill=1)
     scale = _fit(*_moments(means, variances, pooling), blank_masked(observed, kept), kept)

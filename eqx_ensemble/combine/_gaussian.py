@@ -62,7 +62,7 @@ def gaussian(
         ```
     """
     fn = "combine.gaussian"
-    means, variances = check_moments(fn, mean, variance)
+    means, variances = check_moments(fn, mean, variance, weights=weights)
     convex = check_weights(fn, weights, means.shape[0], means.dtype)
     return _gaussian(means, variances, convex)
 
@@ -120,7 +120,7 @@ def product_gaussian(
         ```
     """
     fn = "combine.product_gaussian"
-    means, variances = check_moments(fn, mean, variance)
+    means, variances = check_moments(fn, mean, variance, weights=weights)
     convex = check_weights(fn, weights, means.shape[0], means.dtype)
     return _product(means, variances, convex, check_power(fn, power, means.dtype))
 
@@ -148,8 +148,13 @@ def _product(
     of_equals = (variance == least[None]).astype(variance.dtype)
     safe = jnp.where(limit[None], 1, variance)
     precision = jnp.where(limit[None], of_equals, 1 / (safe / jnp.where(limit, 1, least)[None]))
+    # A member without any precision has no say, wherever its mean is.
+    mean = jnp.where(precision == 0, 0, mean)
     total = weighted_mean(precision, weights)
     # The first mean is one by precision too: one that a member of hardly any precision moved would be far off.
-    rough = weighted_mean(precision * mean, weights) / total
-    correction = weighted_mean(precision * (mean - rough[None]), weights) / total
-    return Gaussian(rough + correction, least / total / power)
+    found = weighted_mean(precision * mean, weights) / total
+    infinite = jnp.isinf(found)
+    rough = jnp.where(infinite, 0, found)
+    deviation = jnp.where(infinite[None], 0, mean) - rough[None]
+    correction = weighted_mean(precision * jnp.where(precision == 0, 0, deviation), weights) / total
+    return Gaussian(jnp.where(infinite, found, rough + correction), least / total / power)

@@ -88,7 +88,8 @@ def trimmed_mean(
 
 @jax.jit
 def _median(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:
-    return quantile(values, jnp.asarray(0.5, values.dtype), weights)
+    half = jnp.asarray(0.5, values.dtype)
+    return quantile(values, half, half, weights)
 
 
 @jax.jit
@@ -103,7 +104,10 @@ def _trimmed_mean(
     kept = jnp.where(kept < rounding[None], 0, kept)
     kept = kept / jnp.sum(kept, axis=0)[None]
     in_order = jnp.where(kept == 0, 0, in_order)
-    rough = jnp.sum(kept * in_order, axis=0)
-    correction = jnp.sum(kept * (in_order - rough[None]), axis=0)
+    found = jnp.sum(kept * in_order, axis=0)
+    # Of an infinite mean the deviations are NaN.
+    infinite = jnp.isinf(found)
+    rough = jnp.where(infinite, 0, found)
+    correction = jnp.sum(kept * (jnp.where(infinite[None], 0, in_order) - rough[None]), axis=0)
     unknown = jnp.any(jnp.isnan(blank_unweighted(values, weights)), axis=0)
-    return jnp.where(unknown, jnp.nan, rough + correction)
+    return jnp.where(unknown, jnp.nan, jnp.where(infinite, found, rough + correction))

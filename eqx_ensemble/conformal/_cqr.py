@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import check_choice, check_conformal_targets, check_level, check_mask, check_of_one_shape
+from .._weighting import blank_masked
 from ..uncertainty import Interval
 from ._rank import fraction, rank_of, ranked_jit
 
@@ -79,6 +80,7 @@ def cqr(
     kept = check_mask(fn, mask, observed.shape)
     check_level(fn, level)
     check_choice(fn, "ends", ends, ("together", "each"))
+    low, high, observed = (blank_masked(x, kept) for x in (low, high, observed))
     wanted = fraction(level) if ends == "together" else (1 + fraction(level)) / 2
     rank = rank_of(fn, wanted, observed.size, kept)
     if ends == "together":

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from .._weighting import blank_masked
 from ..uncertainty import Interval
 from ._rank import fraction, rank_of, ranked
 
@@ -22,6 +23,7 @@ def fitted(
     """Residuals, shares of those that did not see a row, the rank of the quantile, and which rows count."""
     rank = rank_of(fn, fraction(level), targets.size, mask, infinite=infinite, stacklevel=5)
     kept = jnp.ones(targets.shape, bool) if mask is None else mask
+    held_out, targets = blank_masked(held_out, mask), blank_masked(targets, mask)
     return *_prepared(held_out, targets, unseen, weights), rank, kept
 
 
@@ -49,6 +51,8 @@ def intervals(
 ) -> Interval:
     """The quantiles, over held-out rows, of what those who did not see the row predict, give or take its residual."""
     mean = jnp.mean(predictions, axis=0)
+    if mean.size == 0:
+        return Interval(mean[0], mean[0])
     flat = jnp.reshape(mean, (mean.shape[0], -1))
     used = jnp.any(share > 0, axis=1)
     flat = jnp.where(used[:, None], flat, 0)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import check_conformal_targets, check_level, check_mask, check_of_one_shape, check_scales
+from .._weighting import blank_masked
 from ..uncertainty import Interval
 from ._rank import fraction, rank_of, ranked_jit
 
@@ -15,7 +16,7 @@ class Split(NamedTuple):
 
     def __call__(self, predictions: Float[ArrayLike, "*batch"]) -> Interval:
         """The intervals of predictions of any shape, `predictions - radius` to `predictions + radius`."""
-        centre = jnp.asarray(predictions)
+        (centre,) = check_of_one_shape("conformal.Split", predictions=predictions)
         return Interval(centre - self.radius, centre + self.radius)
 
 
@@ -73,6 +74,7 @@ def split(
     centre, observed = check_conformal_targets(fn, targets, predictions=predictions)
     kept = check_mask(fn, mask, observed.shape)
     check_level(fn, level)
+    centre, observed = blank_masked(centre, kept), blank_masked(observed, kept)
     rank = rank_of(fn, fraction(level), observed.size, kept)
     return Split(ranked_jit(jnp.abs(observed - centre), kept, rank))
 
@@ -117,5 +119,8 @@ def normalised(
     kept = check_mask(fn, mask, observed.shape)
     check_scales(fn, scale, mask)
     check_level(fn, level)
+    centre, scales, observed = (
+        blank_masked(x, kept, fill=fill) for x, fill in ((centre, 0), (scales, 1), (observed, 0))
+    )
     rank = rank_of(fn, fraction(level), observed.size, kept)
     return Normalised(ranked_jit(jnp.abs(observed - centre) / scales, kept, rank))

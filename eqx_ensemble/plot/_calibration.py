@@ -1,5 +1,5 @@
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,8 @@ def reliability_diagram(
 
     Rows are put into bins by their confidence, as [`eqx_ensemble.scores.ece`][] does, whose value stands in the legend.
     A bar is as high as the share of its rows that is right; what is hatched is the gap to the mean confidence of these
-    rows. Above the bar's foot stands how many rows it has: a bar of few rows means little.
+    rows. Above the bar's foot stands how many rows it has, since a bar of few rows means little; for bins of
+    equal mass the legend says it.
 
     **Arguments:**
 
@@ -77,15 +78,18 @@ def reliability_diagram(
     ax = axes_for(fn, ax)
     filled = np.flatnonzero(bins.count)
     counts, confidence, right = (np.asarray(x)[filled] for x in (bins.count, bins.probability, bins.frequency))
-    edges = np.concatenate([[0], np.asarray(bins.edges), [1]])
+    # The largest of several probabilities is never below their mean: a bin of equal mass does not start at zero.
+    lowest = min(1 / checked.shape[-1], *np.asarray(bins.edges)) if binning == "mass" else 0
+    edges = np.concatenate([[lowest], np.asarray(bins.edges), [1]])
     left, width = edges[:-1][filled], np.diff(edges)[filled]
     bars = {"align": "edge", "facecolor": "0.75", "edgecolor": "black", "linewidth": 0.8}
-    label = f"share that is right (ECE {float(mean_gap(bins, debiased=False)):.3f})"
+    rows = f", {counts.min():.0f} to {counts.max():.0f} rows each" if binning == "mass" else ""
+    label = f"share that is right{rows} (ECE {float(mean_gap(bins, debiased=False)):.3f})"
     ax.bar(left, right, width, **of_patch(options, label=label, **bars))
     gaps = {"align": "edge", "fill": False, "edgecolor": "0.3", "linewidth": 0.5, "hatch": "///"}
     ax.bar(left, confidence - right, width, bottom=right, label="gap to the mean confidence", **gaps)
     ax.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1, label="calibrated")
-    for x, count in zip(left + width / 2, counts, strict=True):
+    for x, count in zip(left + width / 2, counts, strict=True) if binning == "width" else ():
         rotation = 90 if num_bins > 10 else 0
         ax.text(x, 0.01, f"{count:.0f}", ha="center", va="bottom", fontsize="x-small", rotation=rotation)
     if show_members:
@@ -96,12 +100,21 @@ def reliability_diagram(
             curve = np.asarray(own.probability)[filled], np.asarray(own.frequency)[filled]
             label = "a member" if i == present[0] else "_nolegend_"
             ax.plot(*curve, color="0.45", linewidth=0.6, label=label)
-    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="share of rows that is right")
-    ax.legend()
+    # Room for the legend: bars may be anywhere between zero and one.
+    height = 1.24 if not show_members else 1.3
+    ax.set(xlim=(0, 1), ylim=(0, height), yticks=np.linspace(0, 1, 6))
+    ax.set(xlabel="confidence", ylabel="share of rows that is right")
+    ax.legend(loc="upper left", fontsize="small")
     return ax
 
 
-def rank_histogram(counts: Real[ArrayLike, " ranks"], *, ax: Axes | None = None, **options: Any) -> Axes:
+def rank_histogram(
+    counts: Real[ArrayLike, " ranks"],
+    *,
+    kind: Literal["rank", "pit"] = "rank",
+    ax: Axes | None = None,
+    **options: Any,
+) -> Axes:
     r"""How often the target has each rank among the members' predictions: flat if these are calibrated.
 
     Low in the middle says that the members are too alike, high in the middle that they are too different, a slope that
@@ -111,8 +124,9 @@ def rank_histogram(counts: Real[ArrayLike, " ranks"], *, ax: Axes | None = None,
     **Arguments:**
 
     - `counts`: `(members + 1,)`, how many targets lie below all members, above one of them, and so on, which
-        [`eqx_ensemble.scores.rank_histogram`][] counts. Those of [`eqx_ensemble.scores.pit_histogram`][] are drawn
-        likewise.
+        [`eqx_ensemble.scores.rank_histogram`][] counts; or, with `kind="pit"`, how many values of the probability
+        integral transform lie in each bin from 0 to 1, which [`eqx_ensemble.scores.pit_histogram`][] counts.
+    - `kind`: `"rank"` or `"pit"`, what is counted: it names the axis.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of the bars, for `matplotlib.axes.Axes.bar`.
 
@@ -122,7 +136,7 @@ def rank_histogram(counts: Real[ArrayLike, " ranks"], *, ax: Axes | None = None,
 
     **Raises:**
 
-    - `ValueError` for counts that are not `(ranks,)`, negative, or all zero.
+    - `ValueError` for counts that are not `(ranks,)`, not whole, negative, or all zero.
     - `ImportError` without matplotlib (extra `plot`).
 
     ```python
@@ -135,18 +149,21 @@ def rank_histogram(counts: Real[ArrayLike, " ranks"], *, ax: Axes | None = None,
         Forecasts](https://doi.org/10.1175/1520-0493(2001)129%3C0550:IORHFV%3E2.0.CO;2)
     """
     fn = "plot.rank_histogram"
+    _check.check_choice(fn, "kind", kind, ("rank", "pit"))
     heights = _check.check_counts(fn, counts)
 
     ax = axes_for(fn, ax)
     total, ranks = heights.sum(), len(heights)
     expected, spread = total / ranks, np.sqrt(total * (1 - 1 / ranks) / ranks)
-    bars = {"width": 1.0, "facecolor": "0.75", "edgecolor": "black", "linewidth": 0.8}
-    ax.bar(np.arange(ranks), heights, **of_patch(options, **bars))
+    bars = {"facecolor": "0.75", "edgecolor": "black", "linewidth": 0.8}
+    width, label = (1.0, "rank of the target among the members") if kind == "rank" else (1 / ranks, "PIT of the target")
+    middle = np.arange(ranks) if kind == "rank" else (np.arange(ranks) + 0.5) / ranks
+    ax.bar(middle, heights, **of_patch(options, width=width, **bars))
+    ax.set(xlabel=label, ylabel="rows", ylim=(0, 1.25 * max(heights.max(), expected + 2 * spread)))
     ax.axhline(expected, color="black", linestyle="--", linewidth=1, label="calibrated")
     label = "two standard deviations of one bar"
     ax.axhspan(expected - 2 * spread, expected + 2 * spread, color="black", alpha=0.15, linewidth=0, label=label)
-    ax.set(xlabel="rank of the target among the members", ylabel="rows")
-    ax.legend()
+    ax.legend(loc="upper center", fontsize="small")
     return ax
 
 

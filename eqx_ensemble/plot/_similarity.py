@@ -7,6 +7,7 @@ from .. import _check
 from ._axes import Axes, axes_for
 
 _MOST_TO_WRITE_OUT = 12
+_MOST_CHARACTERS = 60  # in one row of squares
 
 
 def member_similarity(
@@ -20,7 +21,8 @@ def member_similarity(
 ) -> Axes:
     """How alike any two members are: a square for each pair, darker for higher numbers.
 
-    The numbers of up to twelve members are written into the squares.
+    The shades go from the lowest to the highest number of two different members. The numbers of up to twelve members
+    are written into the squares if they fit.
 
     **Arguments:**
 
@@ -53,16 +55,23 @@ def member_similarity(
     square, names = _check.check_pairs(fn, matrix, ids)
 
     ax = axes_for(fn, ax)
-    image = ax.imshow(square, **{"cmap": "Greys", **options})
+    # A member beside itself says nothing, and would leave all others one shade.
+    others = square[~np.eye(len(square), dtype=bool) & np.isfinite(square)]
+    limits = {"vmin": others.min(), "vmax": others.max()} if others.size and "norm" not in options else {}
+    image = ax.imshow(square, **{"cmap": "Greys", **limits, **options})
     if colorbar:
         ax.figure.colorbar(image, ax=ax, label=label)
     places = range(len(names))
     if len(names) <= _MOST_TO_WRITE_OUT:
-        for i, j in zip(*np.nonzero(np.isfinite(square)), strict=True):
+        largest = np.abs(others).max(initial=0)
+        written = {(i, j): _short(square[i, j], largest) for i, j in zip(*np.nonzero(np.isfinite(square)), strict=True)}
+        # Squares that are too narrow for their numbers have the colour bar.
+        fits = len(names) * max(map(len, written.values()), default=0) <= _MOST_CHARACTERS
+        for i, j in written if fits else ():
             red, green, blue, _ = image.cmap(image.norm(square[i, j]))
             dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
             color = "white" if dark else "black"
-            ax.text(j, i, f"{square[i, j]:.2g}", ha="center", va="center", fontsize="small", color=color)
+            ax.text(j, i, written[i, j], ha="center", va="center", fontsize="small", color=color)
         ax.set_xticks(places, names)
         ax.set_yticks(places, names)
     elif ids is not None:
@@ -71,3 +80,11 @@ def member_similarity(
         ax.set_yticks(shown, [names[i] for i in shown])
     ax.set(xlabel="member", ylabel="member" if colorbar else f"member ({label})")
     return ax
+
+
+def _short(number: float, largest: float) -> str:
+    """Two decimals without the zero before them, `.25`, where these tell numbers up to `largest` apart."""
+    if not 0.05 <= largest < 10:
+        return f"{number:.2g}"
+    text = f"{number:.2f}".removesuffix(".00").replace("0.", ".", 1)
+    return "0" if text == "-0" else text

@@ -8,6 +8,7 @@ from ._axes import Axes, axes_for, of_line
 
 _NOT_HYPER = ("member", "loss", "validation", "best_step", "status", "left")
 _WIDE = 100
+_MOST_CHARACTERS = 50
 
 
 def parallel_coordinates(
@@ -85,9 +86,13 @@ def parallel_coordinates(
         ax.text(i, -0.03, f"{finite.min():.3g}", ha="center", va="top", fontsize="small")
         scale = "\n(log)" if _is_log(name, x, log) else ""
         ax.text(i, 1.03, f"{finite.max():.3g}{scale}", ha="center", va="bottom", fontsize="small")
-    ax.set_xticks(range(len(lines)), list(lines))
-    ax.set(ylim=(-0.12, 1.16), yticks=[], ylabel="each from its lowest value to its highest")
-    ax.legend()
+    # Names that would run into each other are written in two rows.
+    crowded = sum(map(len, lines)) > _MOST_CHARACTERS
+    ax.set_xticks(range(len(lines)), ["\n" * (crowded and i % 2) + name for i, name in enumerate(lines)])
+    # Room for the numbers at the outer columns, and for the legend above those at the top.
+    ax.set(xlim=(-0.4, len(lines) - 0.6), ylim=(-0.12, 1.36), yticks=[])
+    ax.set(ylabel="each from its lowest value to its highest")
+    ax.legend(loc="upper center", ncols=2, fontsize="small")
     return ax
 
 

@@ -127,7 +127,6 @@ def _joined(items: _Items) -> tuple[_Items, _Items]:
 def _quantiles(sketch: _Sketch, levels: Array) -> Array:
     items = jax.tree.map(lambda *xs: jnp.concatenate(xs), *sketch.floors)
     values, weights = jax.lax.sort(tuple(items), dimension=0, num_keys=1)
-    share = jnp.cumsum(weights, axis=0)
-    one = lambda level: _weighting.quantile_in_order(values, share / share[-1:], level)
+    one = lambda level: _weighting.quantile_in_order(values, weights, level, 1 - level)
     found = jnp.stack([one(level) for level in levels], axis=-1)
     return jnp.where(sketch.unknown[..., None], jnp.nan, found)

@@ -9,7 +9,6 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Key, Real
 from .._check import check_level, check_num_draws, check_random, check_rows_of_scores
 from .._keys import member_keys
 
-
 _MOST_ATTEMPTS = 100  # one in exp(100) draws of one row with weight, among many without, would need more
 
 

@@ -120,7 +120,7 @@ def crps_gaussian_mixture(
         ```
     """
     fn = "scores.crps_gaussian_mixture"
-    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=True, positive=False)
+    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=True, positive=False, weights=weights)
     convex = check_weights(fn, weights, arrays[0].shape[0], arrays[0].dtype)
     check_reduction(fn, reduction, arrays[-1].shape)
     return _mixture(*arrays, kept, convex, reduction)
@@ -134,8 +134,10 @@ def _single(
     mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
+    mean, variance, targets, infinite = _finite(mean, variance, targets)
     within = expected_distance(jnp.zeros_like(mean), 2 * variance)
-    return reduce(expected_distance(targets - mean, variance) - 0.5 * within, reduction, mask)
+    score = expected_distance(targets - mean, variance) - 0.5 * within
+    return reduce(jnp.where(infinite, jnp.inf, score), reduction, mask)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -148,8 +150,24 @@ def _mixture(
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights)
+    mean, variance, targets, infinite = _finite(mean, variance, targets)
     outside = weighted_mean(expected_distance(targets[None] - mean, variance), weights)
-    return reduce(outside - 0.5 * _distance_between(mean, variance, weights), reduction, mask)
+    score = outside - 0.5 * _distance_between(mean, variance, weights)
+    return reduce(jnp.where(infinite, jnp.inf, score), reduction, mask)
+
+
+def _finite(
+    mean: Float[Array, "*members"], variance: Float[Array, "*members"], targets: Float[Array, "*batch"]
+) -> tuple[Array, Array, Array, Bool[Array, "*batch"]]:
+    """The arrays with numbers in place of infinities, and in which rows these were; NaN stays.
+
+    Their score is infinite, also where both expected distances of the closed form are.
+    """
+    over_members = (lambda x: jnp.any(x, axis=0)) if mean.ndim > targets.ndim else (lambda x: x)
+    infinite = over_members(jnp.isinf(mean) | jnp.isinf(variance)) | jnp.isinf(targets)
+    number = lambda x: jnp.where(jnp.isinf(x), 1, x)
+    unknown = over_members(jnp.isnan(mean) | jnp.isnan(variance)) | jnp.isnan(targets)
+    return number(mean), number(variance), number(targets), infinite & ~unknown
 
 
 def _distance_between(

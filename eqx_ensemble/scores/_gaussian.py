@@ -95,7 +95,7 @@ def nll_gaussian_mixture(
     ```
     """
     fn = "scores.nll_gaussian_mixture"
-    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=True, positive=True)
+    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=True, positive=True, weights=weights)
     convex = check_weights(fn, weights, arrays[0].shape[0], arrays[0].dtype)
     check_reduction(fn, reduction, arrays[-1].shape)
     return _nll_mixture(*arrays, kept, convex, reduction)
@@ -110,11 +110,12 @@ def checked_gaussian(
     *,
     members: bool,
     positive: bool,
+    weights: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Means, variances, targets and mask; rows that the mask leaves out hold numbers that every score is finite at."""
     centre, spread, observed = check_regression(fn, targets, members=members, mean=mean, variance=variance)
     kept = check_mask(fn, mask, observed.shape)
-    check_variance(fn, variance, positive=positive, mask=mask)
+    check_variance(fn, variance, positive=positive, mask=mask, weights=weights)
     centre = blank_masked(centre, kept, before=int(members))
     spread = blank_masked(spread, kept, before=int(members), fill=1)
     return centre, spread, blank_masked(observed, kept), kept

@@ -107,7 +107,7 @@ def pit_gaussian_mixture(
     ```
     """
     fn = "scores.pit_gaussian_mixture"
-    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=True, positive=True)
+    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=True, positive=True, weights=weights)
     convex = check_weights(fn, weights, arrays[0].shape[0], arrays[0].dtype)
     return _pit_gaussian_mixture(*arrays, kept, convex)
 

@@ -44,7 +44,7 @@ def gaussian_mixture_quantile(
     ```
     """
     fn = "uncertainty.gaussian_mixture_quantile"
-    means, variances = check_moments(fn, mean, variance)
+    means, variances = check_moments(fn, mean, variance, weights=weights)
     below, over = check_levels(fn, levels, means.dtype, ends=False)
     convex = check_weights(fn, weights, means.shape[0], means.dtype)
     return _quantile(means, variances, below, over, convex)
@@ -83,7 +83,7 @@ def gaussian_mixture_interval(
     ```
     """
     fn = "uncertainty.gaussian_mixture_interval"
-    means, variances = check_moments(fn, mean, variance)
+    means, variances = check_moments(fn, mean, variance, weights=weights)
     check_level(fn, level)
     convex = check_weights(fn, weights, means.shape[0], means.dtype)
     tail = (1 - level) / 2

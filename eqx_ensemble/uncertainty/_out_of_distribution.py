@@ -66,8 +66,10 @@ def energy(
 
     **Arguments:**
 
-    - `logits`: raw logits `(members, *batch, classes)`. Log-probabilities have the energy zero.
-    - `temperature`: $T$, above zero.
+    - `logits`: raw logits `(members, *batch, classes)`. Log-probabilities have lost what is measured: at $T = 1$ their
+        energy is zero, and at another $T$ it is a measure of how far from uniform they are.
+    - `temperature`: $T$, above zero. Logits that were divided by $T$ before have, at temperature 1, this energy over
+        $T$: the same order of rows.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
 
     **Returns:**

@@ -55,8 +55,9 @@ def q_statistic(
     r"""Yule's Q of every pair of members: do they fail on the same rows?
 
     $Q = \frac{N_{11} N_{00} - N_{10} N_{01}}{N_{11} N_{00} + N_{10} N_{01}}$, where $N_{ab}$ counts the rows that are
-    right (1) or wrong (0) for the one and the other. 1 where one is never right without the other, or all are right
-    together, 0 for errors that are independent, below 0 where members fail on different rows.
+    right (1) or wrong (0) for the one and the other. 1 where one is never right without the other, 0
+    for errors that are independent, below 0 where members fail on different rows, -1 where they are never right
+    together, or never wrong together.
 
     **Arguments:**
 
@@ -134,8 +135,8 @@ def _pairwise_disagreement(
     voted = jnp.reshape(jnp.argmax(logits, axis=-1), (logits.shape[0], -1))
     broken = jnp.reshape(jnp.any(jnp.isnan(logits), axis=-1), voted.shape)
     counted = jnp.ones(voted.shape[1:], bool) if mask is None else jnp.ravel(mask)
-    of_one = lambda row: jnp.sum((voted != row[None]) & counted[None], axis=1, dtype=logits.dtype)
-    shares = jax.lax.map(of_one, voted) / jnp.sum(counted, dtype=logits.dtype)
+    of_one = lambda row: jnp.sum((voted != row[None]) & counted[None], axis=1, dtype=jnp.int32)
+    shares = jax.lax.map(of_one, voted).astype(logits.dtype) / jnp.sum(counted).astype(logits.dtype)
     unknown = jnp.any(broken & counted[None], axis=1)
     return jnp.where(unknown[None] | unknown[:, None], jnp.nan, shares)
 
@@ -146,7 +147,7 @@ def _q_statistic(
 ) -> Float[Array, "members members"]:
     right = jnp.where(counted[None], correct, 0)
     wrong = jnp.where(counted[None], 1 - correct, 0)
-    share = lambda one, other: jnp.matmul(one, other.T, precision="highest") / jnp.sum(counted, dtype=one.dtype)
+    share = lambda one, other: jnp.matmul(one, other.T, precision="highest") / jnp.sum(counted).astype(one.dtype)
     alike = share(right, right) * share(wrong, wrong)
     unlike = share(right, wrong) * share(wrong, right)
     return (alike - unlike) / (alike + unlike)
@@ -156,7 +157,7 @@ def _q_statistic(
 def _error_correlation(
     errors: Float[Array, "members rows"], counted: Bool[Array, " rows"]
 ) -> Float[Array, "members members"]:
-    over_rows = lambda x: jnp.sum(x, axis=1, keepdims=True) / jnp.sum(counted, dtype=x.dtype)
+    over_rows = lambda x: jnp.sum(x, axis=1, keepdims=True) / jnp.sum(counted).astype(x.dtype)
     rough = over_rows(jnp.where(counted[None], errors, 0))
     deviation = jnp.where(counted[None], errors - rough, 0)
     deviation = jnp.where(counted[None], deviation - over_rows(deviation), 0)

@@ -55,8 +55,8 @@ def quantile(
     """
     fn = "uncertainty.quantile"
     checked = check_values(fn, "values", values)
-    wanted, _ = check_levels(fn, levels, checked.dtype, ends=True)
-    return _quantile(checked, wanted, check_weights(fn, weights, checked.shape[0], checked.dtype))
+    wanted, over = check_levels(fn, levels, checked.dtype, ends=True)
+    return _quantile(checked, wanted, over, check_weights(fn, weights, checked.shape[0], checked.dtype))
 
 
 def interval(
@@ -95,12 +95,17 @@ def interval(
     checked = check_values(fn, "values", values)
     check_level(fn, level)
     convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
-    return Interval(*_quantile(checked, jnp.asarray([(1 - level) / 2, (1 + level) / 2], checked.dtype), convex))
+    tail = (1 - level) / 2
+    below, over = (jnp.asarray(levels, checked.dtype) for levels in ([tail, 1 - tail], [1 - tail, tail]))
+    return Interval(*_quantile(checked, below, over, convex))
 
 
 @jax.jit
 def _quantile(
-    values: Float[Array, "members ..."], levels: Float[Array, "*levels"], weights: Float[Array, " members"] | None
+    values: Float[Array, "members ..."],
+    levels: Float[Array, "*levels"],
+    over: Float[Array, "*levels"],
+    weights: Float[Array, " members"] | None,
 ) -> Float[Array, "..."]:
-    one = lambda level: _weighting.quantile(values, level, weights)
-    return jax.vmap(one)(levels) if levels.ndim else one(levels)
+    one = lambda level, over: _weighting.quantile(values, level, over, weights)
+    return jax.vmap(one)(levels, over) if levels.ndim else one(levels, over)

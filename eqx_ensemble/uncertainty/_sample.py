@@ -7,6 +7,7 @@ from jaxtyping import Array, ArrayLike, Float, Int32, Key, Real
 
 from .. import _keys
 from .._check import check_logits, check_moments, check_weights, positive_int
+from .._weighting import blank_unweighted
 
 
 def sample_gaussian_mixture(
@@ -44,7 +45,7 @@ def sample_gaussian_mixture(
     ```
     """
     fn = "uncertainty.sample_gaussian_mixture"
-    means, variances = check_moments(fn, mean, variance)
+    means, variances = check_moments(fn, mean, variance, weights=weights)
     convex = check_weights(fn, weights, means.shape[0], means.dtype)
     num_samples = positive_int(num_samples, "num_samples", name=f"eqx_ensemble.{fn}")
     return _gaussian(means, variances, convex, num_samples, joint, _keys.root(key, name=f"eqx_ensemble.{fn}"))
@@ -101,6 +102,8 @@ def _gaussian(
 ) -> Float[Array, " samples *batch"]:
     which, noise = jax.random.split(key)
     members = _members(mean.shape[0], weights, (num_samples, *mean.shape[1:]), joint, which)
+    # No sample is of a member of weight zero, but the gradient of what it holds would be.
+    mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights)
     point = variance == 0
     sigma = jnp.where(point, 0, jnp.sqrt(jnp.where(point, 1, variance)))
     drawn = jax.random.normal(noise, members.shape, mean.dtype)

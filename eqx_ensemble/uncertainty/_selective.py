@@ -151,11 +151,11 @@ def _risk_coverage(
     new = (ranked[1:] != ranked[:-1]) | (kept[1:] != kept[:-1])
     group = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(new, dtype=jnp.int32)])
     per_group = lambda x: jax.ops.segment_sum(x, group, num_segments=group.size)[group]
-    expected = per_group(losses) / per_group(jnp.ones_like(losses))
+    expected = per_group(losses) / per_group(jnp.ones(losses.shape, jnp.int32)).astype(losses.dtype)
     number = jnp.minimum(jnp.arange(1, group.size + 1), jnp.sum(kept)).astype(losses.dtype)
     risk = jnp.cumsum(jnp.where(kept, expected, 0)) / number
     broken = jnp.any(jnp.isnan(ranked) & kept)
-    return RiskCoverage(number / jnp.sum(kept, dtype=losses.dtype), jnp.where(broken, jnp.nan, risk))
+    return RiskCoverage(number / jnp.sum(kept).astype(losses.dtype), jnp.where(broken, jnp.nan, risk))
 
 
 @jax.jit
@@ -170,7 +170,7 @@ def _excess_aurc(
     uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], counted: Bool[Array, " rows"]
 ) -> Float[Array, ""]:
     counted_losses = jnp.where(counted, losses, 0)
-    centred = counted_losses - jnp.sum(counted_losses) / jnp.sum(counted, dtype=losses.dtype)
+    centred = counted_losses - jnp.sum(counted_losses) / jnp.sum(counted).astype(losses.dtype)
     found = _risk_coverage(uncertainty, centred, counted).risk
     best = _risk_coverage(centred, centred, counted).risk
     return jnp.maximum(_area(found - best, counted), 0)

@@ -46,7 +46,7 @@ def decompose_variance(
         Learning](https://arxiv.org/abs/1710.07283)
     """
     fn = "uncertainty.decompose_variance"
-    means, variances = check_moments(fn, mean, variance)
+    means, variances = check_moments(fn, mean, variance, weights=weights)
     convex = check_weights(fn, weights, means.shape[0], means.dtype)
     aleatoric, epistemic = _parts(means, variances, convex)
     return Decomposition(aleatoric + epistemic, aleatoric, epistemic)

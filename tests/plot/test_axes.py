@@ -107,6 +107,41 @@ def test_options_reach_matplotlib():
     assert draw("member_similarity").images[0].norm.vmax == 2
 
 
+def _boxes(texts, figure):
+    boxes = []
+    for text in texts:
+        box, words = text.get_window_extent(figure.canvas.get_renderer()), text.get_text()
+        if words.startswith("\n"):  # of two lines, the first is empty
+            box = box.from_extents(box.x0, box.y0, box.x1, (box.y0 + box.y1) / 2)
+        boxes += [box] if words else []
+    return boxes
+
+
+def _meet(boxes):
+    return [i for i, one in enumerate(boxes) for other in boxes[i + 1 :] if one.overlaps(other)]
+
+
+_COLUMNS = ("learning_rate", "weight_decay", "width", "dropout", "label_smoothing", "warmup_steps", "loss")
+READABLE = {
+    "equal mass": lambda: plot.reliability_diagram(8 * LOGITS, LABELS, binning="mass", num_bins=15),
+    "equal width": lambda: plot.reliability_diagram(8 * LOGITS, LABELS),
+    "twelve members": lambda: plot.member_similarity(np.corrcoef(RNG.normal(size=(12, 50)))),
+    "many columns": lambda: plot.parallel_coordinates({name: RNG.uniform(1e-6, 1, size=24) for name in _COLUMNS}),
+    "few columns": lambda: plot.parallel_coordinates(TABLE),
+}
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_no_text_runs_into_another(name):
+    ax = READABLE[name]()
+    ax.figure.canvas.draw()
+    legend = [] if ax.get_legend() is None else [ax.get_legend().get_window_extent()]
+    assert not _meet(_boxes(ax.texts, ax.figure) + legend)
+    labels = _boxes([*ax.get_xticklabels(), ax.xaxis.label], ax.figure)
+    assert not _meet(labels)
+    assert all(box.y0 >= 0 for box in labels)  # nor out of the figure
+
+
 def luminance(color):
     return round(float(np.dot(to_rgb(color), [0.299, 0.587, 0.114])), 6)
 
@@ -170,7 +205,7 @@ def test_members_are_shaded_by_their_score():
 
 
 def test_numbers_can_be_read_on_their_squares():
-    ax = plot.member_similarity(np.array([[0.0, 1.0], [1.0, 0.0]]), colorbar=False)
+    ax = plot.member_similarity(np.array([[0.0, 1.0], [1.0, 0.0]]), colorbar=False, vmin=0, vmax=1)
     assert {(text.get_text(), luminance(text.get_color())) for text in ax.texts} == {("0", 0.0), ("1", 1.0)}
 
 
@@ -215,6 +250,8 @@ BAD = {
     "nan_logits": (lambda: plot.reliability_diagram(LOGITS * np.nan, LABELS), "finite `logits`"),
     "ranks": (lambda: plot.rank_histogram(np.ones((2, 3))), r"`counts` of shape \(ranks,\)"),
     "negative": (lambda: plot.rank_histogram(np.array([1, -1])), "`counts` of zero or more"),
+    "values": (lambda: plot.rank_histogram(np.array([0.2, 0.7])), "whole `counts`.\n  got 0.2.*\n.*pit_histogram"),
+    "kind": (lambda: plot.rank_histogram(np.ones(2), kind="pitt"), '`kind` to be "rank"|`kind` to be .rank. or .pit.'),
     "no_rows": (lambda: plot.rank_histogram(np.zeros(3)), "`counts` of at least one row"),
     "one_rank": (lambda: plot.rank_histogram(np.ones(1)), "at least two ranks"),
     "of": (lambda: plot.training_curves(HISTORY, of="val"), "`of` to be 'loss' or 'validation'"),

@@ -65,6 +65,13 @@ def test_reliability_diagram(ax, weights):
         np.testing.assert_allclose(curve.get_ydata(), right, rtol=1e-6)
 
 
+def inside_of(bars, confidence):
+    """Which of the rows lie in each bar, whose upper end belongs to it."""
+    left = np.array([bar.get_x() for bar in bars])
+    right = left + [bar.get_width() for bar in bars]
+    return (left[:, None] + 1e-6 < confidence) & (confidence <= right[:, None] + 1e-6)
+
+
 @pytest.mark.parametrize("binning", ["width", "mass"])
 def test_reliability_diagram_of_some_rows(ax, binning):
     labels, mask = RNG.integers(3, size=(20, 15)), RNG.uniform(size=(20, 15)) < 0.7
@@ -73,15 +80,16 @@ def test_reliability_diagram_of_some_rows(ax, binning):
     logits[:, ~mask], labels[~mask] = np.nan, -1
     plot.reliability_diagram(logits, labels, num_bins=7, binning=binning, mask=mask, show_members=True, ax=ax)
     bars, gaps = ax.containers
-    counts = np.array([int(text.get_text()) for text in ax.texts])
+    counts = inside_of(bars, np.mean(softmax(kept[0]), axis=0).max(-1)).sum(1)
+    if binning == "width":
+        assert counts.tolist() == [int(text.get_text()) for text in ax.texts]
+    else:
+        assert f"{counts.min()} to {counts.max()} rows each" in bars.get_label()
+        assert not ax.texts
+        assert bars[0].get_x() == pytest.approx(1 / 3)  # no confidence in three classes is lower
     error = scores.ece(*kept, num_bins=7, binning=binning)
     np.testing.assert_allclose(np.sum(counts * np.abs(heights(gaps))) / counts.sum(), error, rtol=1e-4)
     assert f"ECE {float(error):.3f}" in bars.get_label()
-    confidence = np.mean(softmax(kept[0]), axis=0).max(-1)
-    left = np.array([bar.get_x() for bar in bars])
-    right = left + [bar.get_width() for bar in bars]
-    inside = (left[:, None] + 1e-6 < confidence) & (confidence <= right[:, None] + 1e-6)
-    np.testing.assert_array_equal(inside.sum(1), counts)
     assert counts.sum() == mask.sum()
     assert (np.ptp(counts) <= 2) == (binning == "mass")
     for member, curve in enumerate(ax.lines[1:]):
@@ -107,6 +115,14 @@ def test_rank_histogram(ax):
     np.testing.assert_allclose(ax.lines[0].get_ydata(), 4)
     low, high = ax.patches[-1].get_y(), ax.patches[-1].get_y() + ax.patches[-1].get_height()
     np.testing.assert_allclose([low, high], 4 + np.array([-2, 2]) * np.sqrt(20 * 0.2 * 0.8))
+    assert ax.get_xlabel() == "rank of the target among the members"
+
+
+def test_rank_histogram_of_a_pit_goes_from_zero_to_one(ax):
+    plot.rank_histogram(np.array([3, 0, 5, 2]), kind="pit", ax=ax)
+    edges = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in ax.containers[0]]
+    np.testing.assert_allclose(edges, [(0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1)])
+    assert ax.get_xlabel() == "PIT of the target"
 
 
 def history(loss, validation=None, steps=()):
@@ -301,6 +317,22 @@ def test_member_similarity(ax):
     np.testing.assert_array_equal(np.ma.filled(image.get_array(), np.nan), matrix)
     assert [label.get_text() for label in ax.get_xticklabels()] == ["4", "5", "9"]
     written = {text.get_position(): text.get_text() for text in ax.texts}
-    assert written[1, 2] == written[2, 1] == "0.75"
+    assert written[1, 2] == written[2, 1] == ".75"
     assert (2, 0) not in written
     assert image.colorbar.ax.get_ylabel() == "share of rows"
+
+
+def test_shades_are_of_pairs_not_of_a_member_beside_itself(ax):
+    # Correlations of 0.1 to 0.2: on a scale up to the ones of the diagonal they would all look alike.
+    matrix = np.eye(12) + np.where(np.eye(12) == 1, 0, RNG.uniform(0.1, 0.2, size=(12, 12)))
+    plot.member_similarity(matrix, ax=ax)
+    others = matrix[matrix < 1]
+    np.testing.assert_allclose(ax.images[0].get_clim(), [others.min(), others.max()])
+    # Twelve numbers fit into a row of squares: they have no zero before the point, and two decimals.
+    assert {text.get_text() for text in ax.texts} <= {"1", *(f".{i}" for i in range(10, 21))}
+    assert len(ax.texts) == 144
+
+
+def test_numbers_too_long_for_their_squares_are_left_to_the_colour_bar(ax):
+    plot.member_similarity(RNG.uniform(1e4, 1e5, size=(12, 12)), ax=ax)
+    assert not ax.texts

@@ -100,7 +100,7 @@ def _greedy_log(
     counted = counted if mask is None else counted & mask
     logs = jnp.where(counted[None], logs, 0)
     level = jnp.max(logs, axis=0)
-    num_rows = jnp.sum(counted, dtype=logs.dtype)
+    num_rows = jnp.sum(counted).astype(logs.dtype)
     # Rows that no member taken so far explains: the fewer the better, where all scores are infinite.
     impossible = float(jnp.finfo(logs.dtype).min) / (2 * counted.size)
 

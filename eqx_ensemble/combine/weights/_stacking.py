@@ -105,7 +105,7 @@ def _stacking(
     counted = counted if mask is None else counted & jnp.ravel(mask)
     logs = jnp.where(counted[None], logs, 0)
     likelihood = _blocks(jnp.exp(logs - jnp.max(logs, axis=0)[None]), fill=1)
-    share = _blocks(counted.astype(logs.dtype)[None] / jnp.sum(counted, dtype=logs.dtype), fill=0)[:, 0]
+    share = _blocks(counted.astype(logs.dtype)[None] / jnp.sum(counted).astype(logs.dtype), fill=0)[:, 0]
 
     equal = jnp.full(num_members, 1 / num_members, logs.dtype)
     start = _Point(equal, jnp.ones_like(equal), jnp.int32(0), equal, _gap(likelihood, share, equal))

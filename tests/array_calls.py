@@ -1,0 +1,196 @@
+"""One small call of every public function of arrays, with all of its arguments: what the censuses go through."""
+
+import inspect
+
+import jax
+import numpy as np
+
+from eqx_ensemble import calibrate, combine, conformal, resample, scores, sweep, tree, uncertainty
+
+_RNG = np.random.default_rng(0)
+_KEY = jax.random.key(0)
+_LABELS = np.array([0, 1, 2, 0, 1, 2])
+_LOGITS = (_RNG.normal(size=(3, 6, 3)) + np.eye(3)[(_LABELS + (np.arange(6) == 5)) % 3]).astype(np.float32)
+_MEAN, _TARGETS = _RNG.normal(size=(3, 6)).astype(np.float32), _RNG.normal(size=6).astype(np.float32)
+_VARIANCE = np.exp(_RNG.normal(size=(3, 6))).astype(np.float32)
+_WEIGHTS, _ROW_WEIGHTS = np.array([0.5, 0.2, 0.3]), np.array([1.0, 2.0, 1.0, 0.5, 1.0, 1.0])
+_MASK = np.array([True, True, False, True, True, True])
+_DRAWN = np.array([[0, 1, 2, 0, 1, 2], [3, 4, 5, 3, 4, 5], [0, 2, 4, 0, 2, 4]])
+_FOLDS = resample.folds(6, 3)
+
+_CLASSES = {"logits": _LOGITS, "labels": _LABELS, "weights": _WEIGHTS, "mask": _MASK}
+_POINTS = {"samples": _MEAN, "targets": _TARGETS, "weights": _WEIGHTS, "mask": _MASK}
+_MOMENTS = {"mean": _MEAN, "variance": _VARIANCE, "weights": _WEIGHTS}
+_ENDS = {"lower": _MEAN[0], "upper": _MEAN[0] + 1, "targets": _TARGETS, "mask": _MASK}
+_ONE = {"mean": _MEAN[0], "variance": _VARIANCE[0], "targets": _TARGETS, "mask": _MASK, "reduction": "mean"}
+_MEAN_OR_NONE = {"reduction": "mean"}
+_BINS = {"num_bins": 2, "binning": "width"}
+_RANKED = {"scores": _TARGETS, "positives": _MASK, "row_weights": _ROW_WEIGHTS, "mask": np.arange(6) > 0}
+_SELECTED = {"uncertainty": _TARGETS, "losses": _MEAN[0], "mask": _MASK}
+_LOGITS_AND_WEIGHTS = {"logits": _LOGITS, "weights": _WEIGHTS}
+_MODEL = {"weight": np.ones((3, 2), np.float32)}
+
+CALLS = {
+    combine: {
+        "mean_logits": _LOGITS_AND_WEIGHTS,
+        "mixture": _LOGITS_AND_WEIGHTS,
+        "vote": _LOGITS_AND_WEIGHTS,
+        "gaussian": _MOMENTS,
+        "product_gaussian": _MOMENTS | {"power": 2.0},
+        "mean": {"values": _MEAN, "weights": _WEIGHTS},
+        "mean_densities": {"log_densities": _MEAN, "weights": _WEIGHTS},
+        "median": {"values": _MEAN, "weights": _WEIGHTS},
+        "trimmed_mean": {"values": _MEAN, "cut": 0.1, "weights": _WEIGHTS},
+    },
+    combine.weights: {
+        "bayesian": {"log_scores": _MEAN, "mask": _MASK},
+        "elites": {"scores": _MEAN[:, 0], "count": 2},
+        "greedy": {"predictions": _MEAN, "score": "log", "num_steps": 3, "num_initial": 1, "mask": _MASK},
+        "prune": {"weights": _WEIGHTS, "above": 0.1, "num_members": 3},
+        "stacking": {"log_scores": _MEAN, "mask": _MASK, "tolerance": 1.0, "max_steps": 5},
+    },
+    scores: {
+        "bootstrap": {"values": _MEAN, "statistic": None, "row_weights": _ROW_WEIGHTS, "mask": _MASK, "level": 0.9}
+        | {"num_draws": 5, "key": _KEY},
+        **{name: _CLASSES | _MEAN_OR_NONE for name in ("brier", "accuracy", "mean_member_accuracy", "nll")},
+        "ranked_probability": _CLASSES | _MEAN_OR_NONE,
+        "decompose_brier": _CLASSES | _BINS,
+        **{name: _CLASSES | _BINS | {"debiased": False} for name in ("classwise_ece", "ece")},
+        "squared_calibration_error": _CLASSES | _BINS | {"debiased": True},
+        "crps": _POINTS | _MEAN_OR_NONE | {"estimator": "nrg"},
+        "crps_gaussian": _ONE,
+        "crps_gaussian_mixture": _MOMENTS | {"targets": _TARGETS, "mask": _MASK, "reduction": "mean"},
+        "nll_gaussian": _ONE,
+        "nll_gaussian_mixture": _MOMENTS | {"targets": _TARGETS, "mask": _MASK, "reduction": "mean"},
+        "coverage": _ENDS | _MEAN_OR_NONE,
+        "set_coverage": {"sets": _LOGITS[0] > 0, "labels": _LABELS, "mask": _MASK, "reduction": "mean"},
+        "set_size": {"sets": _LOGITS[0] > 0, "mask": _MASK, "reduction": "mean"},
+        "width": {name: _ENDS[name] for name in ("lower", "upper", "mask")} | _MEAN_OR_NONE,
+        "pit": _POINTS | {"key": _KEY},
+        "pit_gaussian_mixture": _MOMENTS | {"targets": _TARGETS, "mask": _MASK},
+        "pit_histogram": {"values": np.abs(_TARGETS) / 3, "num_bins": 2, "mask": _MASK},
+        "rank_histogram": {"samples": _MEAN, "targets": _TARGETS, "mask": _MASK, "key": _KEY},
+        **{
+            name: {"predictions": _MEAN, "targets": _TARGETS, "weights": _WEIGHTS, "mask": _MASK}
+            for name in ("rmse", "mean_member_rmse")
+        },
+        "dawid_sebastiani": {"samples": _MEAN, "targets": _TARGETS, "mask": _MASK, "reduction": "mean"},
+        "energy": _POINTS
+        | {"samples": _MEAN[..., None], "targets": _TARGETS[..., None], "estimator": "nrg"}
+        | _MEAN_OR_NONE,
+        "interval_score": _ENDS | {"level": 0.8, "reduction": "mean"},
+        "pinball": {"quantiles": _MEAN[0], "targets": _TARGETS, "level": 0.8, "mask": _MASK, "reduction": "mean"},
+    },
+    uncertainty: {
+        "decompose_nll": {"logits": _LOGITS, "labels": _LABELS, "weights": _WEIGHTS},
+        "decompose_squared_error": {"predictions": _MEAN, "targets": _TARGETS, "weights": _WEIGHTS},
+        **{
+            name: _LOGITS_AND_WEIGHTS
+            for name in (
+                "jensen_shannon",
+                "pairwise_kl",
+                "decompose_entropy",
+                "least_confidence",
+                "disagreement",
+                "variation_ratio",
+            )
+        },
+        "entropy": {"logits": _LOGITS[0]},
+        "gaussian_interval": {"mean": _MEAN[0], "variance": _VARIANCE[0], "level": 0.9},
+        "gaussian_mixture_interval": _MOMENTS | {"level": 0.9},
+        "gaussian_mixture_quantile": _MOMENTS | {"levels": np.array([0.2, 0.5])},
+        "energy": _LOGITS_AND_WEIGHTS | {"temperature": 2.0},
+        "error_correlation": {"errors": _MEAN, "mask": _MASK},
+        "pairwise_disagreement": {"logits": _LOGITS, "mask": _MASK},
+        "q_statistic": {"correct": (_MEAN > 0).astype(np.float32), "mask": _MASK},
+        "interval": {"values": _MEAN, "level": 0.9, "weights": _WEIGHTS},
+        "quantile": {"values": _MEAN, "levels": np.array([0.2, 0.5]), "weights": _WEIGHTS},
+        "aupr": _RANKED,
+        "auroc": _RANKED,
+        "fpr_at_tpr": _RANKED | {"level": 0.9},
+        "sample_class_mixture": _LOGITS_AND_WEIGHTS | {"num_samples": 2, "joint": False, "key": _KEY},
+        "sample_gaussian_mixture": _MOMENTS | {"num_samples": 2, "joint": False, "key": _KEY},
+        **{name: _SELECTED for name in ("aurc", "excess_aurc", "risk_coverage")},
+        "decompose_variance": _MOMENTS,
+    },
+    calibrate: {
+        "matrix": _CLASSES | {"of": "mixture", "off_diagonal_penalty": 0.1, "bias_penalty": 0.1, "max_steps": 2},
+        "vector": _CLASSES | {"of": "mixture", "max_steps": 2},
+        "histogram": _CLASSES | {"of": "mixture", "num_bins": 2, "binning": "mass"},
+        "isotonic": _CLASSES | {"of": "mixture"},
+        "temperature": _CLASSES | {"of": "mixture"},
+        "variance": _MOMENTS | {"targets": _TARGETS, "of": "mixture", "mask": _MASK},
+    },
+    conformal: {
+        "aps": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "mask": _MASK, "key": _KEY},
+        "raps": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "penalty": 0.1, "num_free": 1, "mask": _MASK}
+        | {"key": _KEY},
+        "cqr": _ENDS | {"level": 0.5, "ends": "together"},
+        "cv_plus": {"held_out": _MEAN[0], "targets": _TARGETS, "folds": _FOLDS, "level": 0.5, "mask": _MASK},
+        "jackknife_plus_after_bootstrap": {"held_out": _MEAN[0], "targets": _TARGETS, "drawn": _DRAWN, "level": 0.5}
+        | {"weights": _WEIGHTS, "mask": _MASK},
+        "quantile": {"scores": _TARGETS, "level": 0.5, "mask": _MASK},
+        "weighted_quantile": {"scores": _TARGETS, "row_weights": _ROW_WEIGHTS, "new_weights": np.ones(2)}
+        | {"level": 0.5, "mask": _MASK},
+        "normalised": {
+            "predictions": _MEAN[0],
+            "scale": _VARIANCE[0],
+            "targets": _TARGETS,
+            "level": 0.5,
+            "mask": _MASK,
+        },
+        "split": {"predictions": _MEAN[0], "targets": _TARGETS, "level": 0.5, "mask": _MASK},
+    },
+    resample: {
+        "folds": {"num_rows": 6, "num_folds": 3, "stratify": None, "groups": None, "uneven": None, "key": _KEY},
+        "from_splits": {"splits": [(np.arange(3), np.arange(3, 6))], "num_rows": 6, "uneven": None},
+        "out_of_bag": {"drawn": _DRAWN, "num_rows": 6},
+        "out_of_bag_mean": {"predictions": _MEAN, "drawn": _DRAWN, "weights": _WEIGHTS},
+        "out_of_fold": {"predictions": _MEAN, "folds": _FOLDS, "of": "all", "weights": _WEIGHTS},
+        "bootstrap": {"num_rows": 6, "num_members": 3, "size": 4, "stratify": None, "key": _KEY},
+        "subsets": {"num_rows": 6, "num_members": 3, "size": 4, "stratify": None, "key": _KEY},
+        "bayesian_weights": {"num_rows": 6, "num_members": 3, "key": _KEY},
+        "counts": {"rows": _DRAWN, "num_rows": 6},
+        "poisson_weights": {"num_rows": 6, "num_members": 3, "key": _KEY},
+    },
+    sweep: {
+        "Choice": {"values": [1, 2]},
+        "LogUniform": {"low": 0.1, "high": 1.0},
+        "Uniform": {"low": 0.1, "high": 1.0},
+        "draw": {"ranges": {"a": sweep.Uniform(0.0, 1.0)}, "num_members": 3, "key": _KEY},
+        "grid": {"values": {"a": [1.0, 2.0]}},
+        "zipped": {"values": {"a": [1.0, 2.0]}},
+    },
+    tree: {
+        "num_members": {"tree": _MODEL},
+        "take": {"tree": _MODEL, "index": 1},
+        "unstack": {"tree": _MODEL, "num_axes": 1},
+        "replace": {"tree": _MODEL, "index": 1, "value": {"weight": np.ones(2, np.float32)}},
+        "concatenate": {"trees": [_MODEL, _MODEL]},
+        "stack": {"trees": [_MODEL, _MODEL], "promote_scalars": False},
+        "weighted_mean": {"trees": [_MODEL, _MODEL], "weights": np.array([1.0, 2.0])},
+        "weighted_sum": {"trees": [_MODEL, _MODEL], "weights": np.array([1.0, 2.0])},
+    },
+}
+
+NAMES = [f"{room.__name__.removeprefix('eqx_ensemble.')}.{name}" for room, calls in CALLS.items() for name in calls]
+
+
+def call(name: str, **changed):
+    """The call of that name, with some arguments changed."""
+    room, _, own = name.rpartition(".")
+    module = next(module for module in CALLS if module.__name__ == f"eqx_ensemble.{room}")
+    function, arguments = getattr(module, own), CALLS[module][own] | changed
+    positional = [
+        arguments[parameter.name]
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_ONLY
+    ]
+    assert not positional
+    return function(**arguments)
+
+
+def arguments_of(name: str) -> dict:
+    """The arguments of the call of that name."""
+    room, _, own = name.rpartition(".")
+    return next(calls[own] for module, calls in CALLS.items() if module.__name__ == f"eqx_ensemble.{room}")
