@@ -25,7 +25,12 @@ _ENDS = {"lower": _MEAN[0], "upper": _MEAN[0] + 1, "targets": _TARGETS, "mask": 
 _ONE = {"mean": _MEAN[0], "variance": _VARIANCE[0], "targets": _TARGETS, "mask": _MASK, "reduction": "mean"}
 _MEAN_OR_NONE = {"reduction": "mean"}
 _BINS = {"num_bins": 2, "binning": "width"}
-_RANKED = {"scores": _TARGETS, "positives": _MASK, "row_weights": _ROW_WEIGHTS, "mask": np.arange(6) > 0}
+_RANKED = {
+    "scores": _TARGETS,
+    "positives": np.arange(6) % 2 == 0,
+    "row_weights": _ROW_WEIGHTS,
+    "mask": np.arange(6) > 0,
+}
 _SELECTED = {"uncertainty": _TARGETS, "losses": _MEAN[0], "mask": _MASK}
 _LOGITS_AND_WEIGHTS = {"logits": _LOGITS, "weights": _WEIGHTS}
 _MODEL = {"weight": np.ones((3, 2), np.float32)}

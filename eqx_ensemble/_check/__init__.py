@@ -292,6 +292,7 @@ from ._scores import check_random as check_random
 from ._scores import check_rows_of_scores as check_rows_of_scores
 from ._scores import check_sets as check_sets
 from ._scores import check_two_members as check_two_members
+from ._scores import check_unit_interval as check_unit_interval
 from ._scores import no_gradient as no_gradient
 from ._sharding import device_list as device_list
 from ._sharding import enough_devices as enough_devices

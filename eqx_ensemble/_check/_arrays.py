@@ -19,6 +19,16 @@ def concrete(values: object) -> np.ndarray | None:
     return np.asarray(values)
 
 
+def as_array(fn: str, name: str, values: ArrayLike) -> Array:
+    """The values as an array, if they are numbers."""
+    try:
+        return jnp.asarray(values)
+    except (TypeError, ValueError) as error:
+        got = f"got {values!r}" if isinstance(values, str | None) else f"got {kind_of(values)}: {error}"
+        needs = f"`eqx_ensemble.{fn}` needs `{name}` as an array of numbers.\n  {got}"
+        raise TypeError(f"{needs}\nPass what `jnp.asarray` takes.") from error
+
+
 def promoted(*arrays: Array) -> tuple[Array, ...]:
     """All arrays in the one dtype that is computed in: float64 where any of them is, else float32."""
     dtype = jnp.float64 if any(array.dtype == jnp.float64 for array in arrays) else jnp.float32
@@ -63,7 +73,7 @@ def check_labels(
     members: bool = True,
 ) -> Array:
     """Integer labels, one per row of checked logits `(members, *batch, classes)`; a range check where concrete."""
-    array = jnp.asarray(labels)
+    array = as_array(fn, "labels", labels)
     rows, classes = logits.shape[int(members) : -1], logits.shape[-1]
     if not jnp.issubdtype(array.dtype, jnp.integer):
         one_hot = array.shape == (*rows, classes)
@@ -99,7 +109,7 @@ def check_mask(fn: str, mask: ArrayLike | None, rows: Shape) -> Array | None:
     """Booleans, one per row, that leave at least one row (where concrete)."""
     if mask is None:
         return None
-    array = jnp.asarray(mask)
+    array = as_array(fn, "mask", mask)
     if array.dtype != bool:
         fix = "True keeps a row: pass `mask.astype(bool)`."
         _fail(fn, "a boolean `mask`", f"got dtype {array.dtype}, shape {array.shape}", fix, error=TypeError)
@@ -148,7 +158,7 @@ def check_regression(fn: str, targets: ArrayLike, *, members: bool, **prediction
     _check_alike(fn, **arrays)
     name, first = next(iter(arrays.items()))
     rows = first.shape[1:] if members else first.shape
-    array = jnp.asarray(targets)
+    array = as_array(fn, "targets", targets)
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         _fail(
             fn, "real-valued `targets`", f"got dtype {array.dtype}", "Predictions come first, targets last.", TypeError
@@ -166,7 +176,7 @@ def check_weights(fn: str, weights: ArrayLike | None, num_members: Size, dtype: 
     if weights is None:
         return None
     check_plain_weights(fn, weights)
-    array = jnp.asarray(weights)
+    array = as_array(fn, "weights", weights)
     if array.shape != (num_members,):
         fix = "Weights stand in the order of the members."
         _fail(fn, "one weight per member", f"expected shape {(num_members,)}, got {array.shape}", fix)
@@ -228,7 +238,7 @@ def check_interval(fn: str, lower: ArrayLike, upper: ArrayLike, mask: ArrayLike 
 
 
 def _floating(fn: str, name: str, values: ArrayLike) -> Array:
-    array = jnp.asarray(values)
+    array = as_array(fn, name, values)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         fix = "Predictions come first, targets last; whole-numbered predictions need `.astype(float)`."
         _fail(fn, f"floating-point `{name}`", f"got dtype {array.dtype}, shape {array.shape}", fix, error=TypeError)

@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 
 from ._arrays import _fail, _first, _kept, check_choice, concrete
 from ._leaves import is_traced
+from ._options import check_number
 
 
 def check_of(fn: str, of: str, *, weighted: bool) -> None:
@@ -92,8 +93,7 @@ def no_gradient_of_fit(fn: str) -> NoReturn:
 def check_penalties(fn: str, **penalties: float) -> None:
     """Penalties of zero or more."""
     for name, value in penalties.items():
-        if not 0 <= value < float("inf"):
-            _fail(fn, f"a finite `{name}` of zero or more", f"got {value}", "Zero is no penalty.")
+        check_number(value, name, name=f"eqx_ensemble.{fn}", least=0)
 
 
 def check_untraced(fn: str, **arrays: ArrayLike | None) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _fail, _first, check_mask, check_plain_weights, check_values, check_weights, concrete
+from ._arrays import _fail, _first, as_array, check_mask, check_plain_weights, check_values, check_weights, concrete
 from ._leaves import is_traced
 from ._marks import positive_int
 from ._options import check_number
@@ -23,8 +23,9 @@ def check_power(fn: str, power: ArrayLike, dtype: jnp.dtype) -> Array:
     """The sum of exponents, above zero where concrete."""
     array = check_scalar(fn, "power", power, dtype)
     host = concrete(power)
-    if host is not None and not host > 0:
-        _fail(fn, "a `power` above zero", f"got {host}", "1 is the geometric mean, `num_members` the plain product.")
+    if host is not None and not 0 < host < np.inf:
+        fix = "1 is the geometric mean, `num_members` the plain product."
+        _fail(fn, "a finite `power` above zero", f"got {host}", fix)
     return array
 
 
@@ -60,7 +61,7 @@ def check_log_scores(fn: str, log_scores: ArrayLike, mask: ArrayLike | None) -> 
 
 def check_scores_of_members(fn: str, scores: ArrayLike, count: Any) -> tuple[Array, int]:
     """One score per member, lower is better, enough of them not NaN."""
-    array, number = jnp.asarray(scores), positive_int(count, "count", name=f"eqx_ensemble.{fn}")
+    array, number = as_array(fn, "scores", scores), positive_int(count, "count", name=f"eqx_ensemble.{fn}")
     if array.ndim != 1:
         fix = "Lower is better. `scores.per_member` makes them."
         _fail(fn, "one score per member, `(members,)`", f"got shape {array.shape}", fix)
@@ -75,7 +76,7 @@ def check_scores_of_members(fn: str, scores: ArrayLike, count: Any) -> tuple[Arr
 def check_greedy(fn: str, score: Any, mask: Any, num_steps: Any, num_initial: Any, num_members: int) -> Callable | None:
     """The score as a function, or `None` for log scores; counts of steps that fit."""
     positive_int(num_steps, "num_steps", name=f"eqx_ensemble.{fn}")
-    if num_initial != 0:
+    if not isinstance(num_initial, int | np.integer) or num_initial != 0:
         positive_int(num_initial, "num_initial", name=f"eqx_ensemble.{fn}")
     if num_initial > min(num_steps, num_members):
         got = f"got {num_initial}, with {num_members} members and {num_steps} steps"
@@ -85,7 +86,7 @@ def check_greedy(fn: str, score: Any, mask: Any, num_steps: Any, num_initial: An
             fix = "Let the score leave out what it is not to see."
             _fail(fn, "no `mask` beside a score of your own", "got `mask`", fix)
         return score
-    if score != "log":
+    if not isinstance(score, str) or score != "log":
         fix = "Predictions come first, then the score of their mean."
         _fail(fn, '`score` to be "log" or a function of the combined prediction', f"got {score!r}", fix)
     return None
@@ -100,8 +101,8 @@ def check_score_value(fn: str, shape: tuple[int, ...]) -> None:
 
 def check_tolerance(fn: str, tolerance: float | None) -> None:
     """A tolerance of zero or more."""
-    if tolerance is not None and not tolerance >= 0:
-        _fail(fn, "a `tolerance` of zero or more", f"got {tolerance}", "It is in nats of the mean log score.")
+    if tolerance is not None:
+        check_number(tolerance, "tolerance", name=f"eqx_ensemble.{fn}", least=0)
 
 
 def warn_of_gap(fn: str, gap: Array, tolerance: float) -> None:

@@ -2,12 +2,11 @@ import math
 import warnings
 from fractions import Fraction
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _fail, _first, _floating, _kept, check_logits, check_regression, concrete, promoted
+from ._arrays import _fail, _first, _floating, _kept, as_array, check_logits, check_regression, concrete, promoted
 from ._marks import positive_int
 
 
@@ -47,7 +46,7 @@ def check_conformal_weights(
     fn: str, row_weights: ArrayLike, new_weights: ArrayLike, scores: Array, mask: ArrayLike | None
 ) -> tuple[Array, Array]:
     """Weights of held-out rows, one each, and of new rows: finite and not negative."""
-    own, new = jnp.asarray(row_weights), jnp.asarray(new_weights)
+    own, new = as_array(fn, "row_weights", row_weights), as_array(fn, "new_weights", new_weights)
     if own.shape != scores.shape:
         got = f"expected shape {scores.shape}, got {own.shape}"
         _fail(fn, "one of `row_weights` per score", got, "They stand in the order of the scores.")
@@ -71,7 +70,7 @@ def check_scales(fn: str, scale: ArrayLike, mask: ArrayLike | None = None) -> No
 
 def check_num_free(fn: str, num_free: int) -> None:
     """A count that may be zero."""
-    if num_free != 0:
+    if not isinstance(num_free, int | np.integer) or num_free != 0:
         positive_int(num_free, "num_free", name=f"eqx_ensemble.{fn}")
 
 

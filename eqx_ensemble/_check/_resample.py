@@ -6,7 +6,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _fail, _first, check_values, concrete
+from ._arrays import _fail, _first, as_array, check_values, concrete
 from ._keys import one_key
 from ._leaves import is_traced, kind_of
 from ._marks import positive_int
@@ -157,7 +157,7 @@ def _indices(fn: str, part: Any, words: str, num_rows: int) -> np.ndarray:
 def check_one_length(fn: str, lengths: list[int], uneven: Any) -> None:
     """Training parts differ by a row at most, or it was said what to do about it."""
     choices = ("trim", "repeat")
-    if uneven is not None and uneven not in choices:
+    if uneven is not None and (not isinstance(uneven, str) or uneven not in choices):
         _fail(fn, "`uneven` to be 'trim' or 'repeat'", f"got {uneven!r}", "`None` refuses lengths that differ much.")
     short, long = min(lengths), max(lengths)
     if uneven is None and long - short > 1:
@@ -190,7 +190,7 @@ def check_folds(fn: str, value: Any, kind: type) -> None:
 
 def check_drawn(fn: str, values: ArrayLike, num_rows: int, *, num_members: int | None = None) -> Array:
     """Rows `(members, n)`, which are integers, or weights `(members, rows)`, which are not."""
-    array = jnp.asarray(values)
+    array = as_array(fn, "drawn", values)
     if num_members is not None and array.shape[:1] != (num_members,):
         got = f"expected {num_members} members as in `predictions`, got shape {array.shape}"
         _fail(fn, "rows or weights of the members that predict", got, "Members stand in one order in both.")
@@ -210,7 +210,7 @@ def check_drawn(fn: str, values: ArrayLike, num_rows: int, *, num_members: int |
 
 def check_rows(fn: str, values: ArrayLike, num_rows: int) -> Array:
     """Row indices `(members, n)`; a range check where concrete."""
-    array = jnp.asarray(values)
+    array = as_array(fn, "rows", values)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         fix = "Weights say themselves how often a row counts: they need no counting."
         _fail(fn, "integer rows (members, n)", f"got {array.dtype} of shape {array.shape}", fix, TypeError)

@@ -5,12 +5,12 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _fail, _first, _floating, _kept, check_mask, concrete, promoted
+from ._arrays import _fail, _first, _floating, _kept, as_array, check_mask, concrete, promoted
 
 
 def check_scalar(fn: str, name: str, value: ArrayLike, dtype: jnp.dtype) -> Array:
     """One number, in the dtype that is computed in."""
-    array = jnp.asarray(value)
+    array = as_array(fn, name, value)
     if array.shape != ():
         _fail(fn, f"one number as `{name}`", f"got shape {array.shape}", "It is the same for all entries.")
     return array.astype(dtype)
@@ -20,14 +20,15 @@ def check_temperature(fn: str, temperature: ArrayLike, dtype: jnp.dtype) -> Arra
     """A temperature above zero, where concrete."""
     array = check_scalar(fn, "temperature", temperature, dtype)
     host = concrete(temperature)
-    if host is not None and not host > 0:
-        _fail(fn, "a `temperature` above zero", f"got {host}", "Logits are divided by it; 1 leaves them as they are.")
+    if host is not None and not 0 < host < np.inf:
+        fix = "Logits are divided by it; 1 leaves them as they are."
+        _fail(fn, "a finite `temperature` above zero", f"got {host}", fix)
     return array
 
 
 def check_levels(fn: str, levels: ArrayLike, dtype: jnp.dtype, *, ends: bool) -> tuple[Array, Array]:
     """Levels, a number or `(levels,)`, and how far each is below one; with or without 0 and 1 themselves."""
-    array = jnp.asarray(levels)
+    array = as_array(fn, "levels", levels)
     if array.ndim > 1:
         _fail(fn, "`levels` as a number or `(levels,)`", f"got shape {array.shape}", "Write 90 % as 0.9.")
     host = concrete(levels)
@@ -46,7 +47,7 @@ def check_ranking(
     fn: str, scores: ArrayLike, positives: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Array, Array, Array]:
     """Scores, which of them are positive, and the weight of each row, all flat; both kinds among those that count."""
-    values, truth = _floating(fn, "scores", scores), jnp.asarray(positives)
+    values, truth = _floating(fn, "scores", scores), as_array(fn, "positives", positives)
     if truth.dtype != jnp.bool_:
         fix = "True where a high score is right: `labels == 1`, or `jnp.arange(n) >= num_inside`."
         _fail(fn, "boolean `positives`", f"got dtype {truth.dtype}", fix, TypeError)
@@ -56,7 +57,7 @@ def check_ranking(
         (values,) = promoted(values)
         weights = jnp.ones(values.shape, values.dtype)
     else:
-        array = jnp.asarray(row_weights)
+        array = as_array(fn, "row_weights", row_weights)
         _same_rows(fn, "scores", values, "row_weights", array)
         _not_negative(fn, "row_weights", row_weights, mask)
         values, weights = promoted(values, array)
@@ -73,7 +74,7 @@ def check_selection(
     fn: str, uncertainty: ArrayLike, losses: ArrayLike, mask: ArrayLike | None
 ) -> tuple[Array, Array, Array]:
     """Uncertainties, losses and which rows count, all flat."""
-    values, array = _floating(fn, "uncertainty", uncertainty), jnp.asarray(losses)
+    values, array = _floating(fn, "uncertainty", uncertainty), as_array(fn, "losses", losses)
     _same_rows(fn, "uncertainty", values, "losses", array)
     if values.size == 0:
         _fail(fn, "at least one row", f"got shape {values.shape}", "Was every row filtered out?")
@@ -87,7 +88,7 @@ def check_rows_of_members(
     fn: str, name: str, values: ArrayLike, mask: ArrayLike | None, *, binary: bool = False
 ) -> tuple[Array, Array]:
     """Values `(members, rows)` made flat, and which rows count; zeros, ones and NaN only where `binary`."""
-    array = jnp.asarray(values)
+    array = as_array(fn, name, values)
     if array.dtype == jnp.bool_ and binary:
         array = array.astype(jnp.float32)
     array = _floating(fn, name, array)

@@ -5,7 +5,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _check_alike, _fail, _floating, _kept, check_mask, concrete, promoted
+from ._arrays import _check_alike, _fail, _first, _floating, _kept, as_array, check_mask, concrete, promoted
 from ._keys import one_key
 from ._marks import positive_int
 
@@ -26,6 +26,17 @@ def check_num_bins(fn: str, num_bins: int) -> None:
         _fail(fn, "an integer `num_bins`", f"got {num_bins!r}", "15 is usual.", TypeError)
     if num_bins < 1:
         _fail(fn, "`num_bins` of one or more", f"got {num_bins}", "15 is usual.")
+
+
+def check_unit_interval(fn: str, values: ArrayLike, mask: ArrayLike | None) -> None:
+    """Values from 0 to 1, or NaN, in rows that count; only where they are concrete."""
+    host, kept = concrete(values), _kept(mask)
+    if host is None or kept is None:
+        return
+    wrong = ((host < 0) | (host > 1)) & kept
+    if wrong.any():
+        fix = "They are what `scores.pit` or `scores.pit_gaussian_mixture` returns."
+        _fail(fn, "`values` from 0 to 1", _first(host, wrong), fix)
 
 
 def check_per_member(fn: str, arrays: tuple[ArrayLike, ...], options: dict[str, object]) -> tuple[Array, ...]:
@@ -53,7 +64,7 @@ def check_of_one_shape(fn: str, **arrays: ArrayLike) -> tuple[Array, ...]:
 
 def check_sets(fn: str, sets: ArrayLike) -> Array:
     """Booleans `(*batch, classes)`."""
-    array = jnp.asarray(sets)
+    array = as_array(fn, "sets", sets)
     if array.dtype != bool:
         fix = "One boolean per class says whether the set holds it."
         _fail(fn, "boolean `sets`", f"got dtype {array.dtype}, shape {array.shape}", fix, error=TypeError)
@@ -110,7 +121,7 @@ def check_rows_of_scores(
     rows = check_mask(fn, mask, array.shape[-1:])
     if row_weights is None:
         return array, None, rows
-    weights = jnp.asarray(row_weights)
+    weights = as_array(fn, "row_weights", row_weights)
     if weights.shape != array.shape[-1:]:
         got = f"expected shape {array.shape[-1:]}, got {weights.shape}"
         _fail(fn, "one of `row_weights` per row", got, "Rows are on the last axis of `values`.")

@@ -43,7 +43,7 @@ class CvPlus(NamedTuple):
         fn = "conformal.CvPlus"
         checked = check_values(fn, "predictions", predictions)
         times = check_of_folds(fn, self.share.shape[0], checked.shape[0])
-        return intervals(jnp.reshape(checked, (times, -1, *checked.shape[1:])), *self)
+        return intervals(jnp.reshape(checked, (times, self.share.shape[0], *checked.shape[1:])), *self)
 
 
 class JackknifePlus(NamedTuple):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Key, Real
 
-from .._check import check_level, check_num_draws, check_random, check_rows_of_scores
+from .._check import check_function, check_level, check_num_draws, check_random, check_rows_of_scores
 from .._keys import member_keys
 
 _MOST_ATTEMPTS = 100  # one in exp(100) draws of one row with weight, among many without, would need more
@@ -89,6 +89,8 @@ def bootstrap(
     fn = "scores.bootstrap"
     rows, weights, kept = check_rows_of_scores(fn, values, row_weights, mask)
     check_level(fn, level)
+    if statistic is not None:
+        check_function(statistic, "statistic", name=f"eqx_ensemble.{fn}", example="lambda means: jnp.sqrt(means)")
     check_num_draws(fn, num_draws)
     check_random(fn, key)
     keys = member_keys(key, num_draws, purpose="scores.bootstrap")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_choice, check_num_bins
+from .._check import check_choice, check_flag, check_num_bins
 from ._binning import Binning, binned, by_class, mean_gap, of_top_label
 from ._classification import checked_classes
 
@@ -69,6 +69,7 @@ def ece(
         ```
     """
     checked = checked_bins("scores.ece", logits, labels, num_bins, binning, weights, mask)
+    debiased = check_flag(debiased, "debiased", name="eqx_ensemble.scores.ece")
     return _ece(*checked, num_bins, binning, debiased)
 
 
@@ -124,6 +125,7 @@ def classwise_ece(
         ```
     """
     checked = checked_bins("scores.classwise_ece", logits, labels, num_bins, binning, weights, mask)
+    debiased = check_flag(debiased, "debiased", name="eqx_ensemble.scores.classwise_ece")
     return _classwise_ece(*checked, num_bins, binning, debiased)
 
 
@@ -180,6 +182,7 @@ def squared_calibration_error(
         ```
     """
     checked = checked_bins("scores.squared_calibration_error", logits, labels, num_bins, binning, weights, mask)
+    debiased = check_flag(debiased, "debiased", name="eqx_ensemble.scores.squared_calibration_error")
     return _squared(*checked, num_bins, binning, debiased)
 
 

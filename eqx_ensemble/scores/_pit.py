@@ -5,7 +5,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Key, Real
 
-from .._check import check_mask, check_num_bins, check_random, check_regression, check_values, check_weights
+from .._check import (
+    check_mask,
+    check_num_bins,
+    check_random,
+    check_regression,
+    check_unit_interval,
+    check_values,
+    check_weights,
+)
 from .._keys import member_keys
 from .._weighting import blank_unweighted, weighted_mean
 from ._gaussian import checked_gaussian
@@ -130,7 +138,9 @@ def pit_histogram(
 
     **Raises:**
 
-    - `TypeError` for values that are not floating-point, `ValueError` for fewer than one bin.
+    - `TypeError` for values that are not floating-point.
+    - `ValueError` for fewer than one bin, and for values outside 0 to 1 (where concrete; while tracing, they are left
+        out).
 
     ```python
     import jax.numpy as jnp
@@ -143,7 +153,8 @@ def pit_histogram(
     checked = jnp.ravel(check_values(fn, "values", values))
     kept = check_mask(fn, mask, jnp.shape(values))
     check_num_bins(fn, num_bins)
-    return _pit_histogram(checked, None if kept is None else jnp.ravel(kept), num_bins)
+    check_unit_interval(fn, values, mask)
+    return _pit_histogram(checked, None if kept is None else jnp.ravel(kept), int(num_bins))
 
 
 @jax.jit
@@ -178,5 +189,6 @@ def _pit_gaussian_mixture(
 @partial(jax.jit, static_argnames="num_bins")
 def _pit_histogram(values: Float[Array, " n"], mask: Bool[Array, " n"] | None, num_bins: int) -> Int32[Array, " bins"]:
     edges = jnp.arange(1, num_bins, dtype=values.dtype) / num_bins
-    kept = ~jnp.isnan(values) if mask is None else mask & ~jnp.isnan(values)
+    known = (values >= 0) & (values <= 1)
+    kept = known if mask is None else mask & known
     return jax.ops.segment_sum(kept.astype(jnp.int32), jnp.searchsorted(edges, values, side="left"), num_bins)

@@ -83,7 +83,8 @@ def weighted_mean(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nd
 
 def _combine(trees: Any, weights: Any, *, name: str, mean: bool) -> Any:
     trees = _check.sequence_of_trees(trees, name=name)
-    weights = [1] * len(trees) if weights is None else weights
+    # Without weights there is a mean, but no sum.
+    weights = [1] * len(trees) if weights is None and mean else weights
     weights = _check.tree_weights(weights, len(trees), name=name, mean=mean)
     columns = _check.same_members(trees, name=name, rules=_check.SUMMED)
     for path, leaves in zip(columns.paths, columns.leaves, strict=True):

@@ -2,6 +2,7 @@ import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -137,7 +138,16 @@ def test_a_penalty_gives_a_minimum_where_rows_can_be_told_apart():
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
-    with pytest.raises(ValueError, match="a finite `bias_penalty` of zero or more.\n  got -1"):
+    with pytest.raises(ValueError, match="`bias_penalty` to be at least 0 and finite, got -1"):
         calibrate.matrix(SMALL, LABELS, of="mixture", bias_penalty=-1.0)
     with pytest.raises(ValueError, match="`eqx_ensemble.calibrate.vector` needs"):
         calibrate.vector(SMALL, LABELS, of="mixture", max_steps=0)
+
+
+@pytest.mark.parametrize("fit", [calibrate.vector, calibrate.matrix])
+def test_a_gradient_of_the_fit_is_refused_in_words(fit):
+    rng = np.random.default_rng(0)
+    logits, labels = jnp.asarray(rng.normal(size=(1, 8, 2)), jnp.float32), rng.integers(2, size=8)
+    wish = f"`eqx_ensemble.calibrate.{fit.__name__}` has no gradient with respect to the logits"
+    with pytest.raises(NotImplementedError, match=wish):
+        jax.grad(lambda x: jnp.sum(fit(x, labels, of="mixture", max_steps=2).bias))(logits)

@@ -135,3 +135,36 @@ def test_messages():
     fitted = calibrate.temperature(LOGITS, LABELS, of="members")
     with pytest.raises(ValueError, match="the members that it was fitted on.\n  expected 3 members, got 2"):
         fitted(LOGITS[:2])
+
+
+def _overlapping(seed=0):
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(3, size=40)
+    return (rng.normal(size=(1, 40, 3)) + 0.7 * np.eye(3)[labels]).astype(np.float32), labels
+
+
+def test_logits_of_any_size_have_their_temperature():
+    # A search between fixed ends would return one of them.
+    logits, labels = _overlapping()
+    want = calibrate.temperature(logits, labels, of="mixture").temperature
+    for scale in (1e-2, 1e10, 1e30):
+        got = calibrate.temperature((scale * logits).astype(np.float32), labels, of="mixture").temperature
+        np.testing.assert_allclose(got / scale, want, rtol=1e-4)  # log-probabilities of small logits are rounded
+
+
+def test_no_temperature_is_nan_while_tracing():
+    logits, _ = _overlapping()
+    traced = jax.jit(lambda labels: calibrate.temperature(logits, labels, of="mixture").temperature)
+    assert np.isnan(traced(np.argmax(logits[0], axis=-1))).all()
+    assert np.isnan(traced(np.argmin(logits[0], axis=-1))).all()
+
+
+def test_gradient_is_that_of_the_implicit_function():
+    with jax.enable_x64(True):
+        logits, labels = _overlapping()
+        logits, direction = logits.astype(float), np.random.default_rng(1).normal(size=logits.shape)
+        fit = lambda x: calibrate.temperature(x, labels, of="mixture").temperature[0]
+        numeric = (fit(logits + 1e-5 * direction) - fit(logits - 1e-5 * direction)) / 2e-5
+        np.testing.assert_allclose(np.sum(jax.grad(fit)(logits) * direction), numeric, rtol=1e-7)
+        np.testing.assert_allclose(jax.jvp(fit, (logits,), (direction,))[1], numeric, rtol=1e-7)
+        assert abs(numeric) > 1e-2

@@ -72,3 +72,14 @@ def test_messages():
     fitted = calibrate.variance(MEAN, VARIANCE, TARGETS, of="mixture")
     with pytest.raises(ValueError, match="expected 3 members, got 1"):
         fitted(MEAN[:1], VARIANCE[:1])
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_targets_that_are_not_finite_are_refused(wrong):
+    mean, variance, targets = np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32), np.array([1, wrong, 2])
+    with pytest.raises(ValueError, match=r"finite `targets`.\n  got (nan|inf) at index \(1,\)"):
+        calibrate.variance(mean, variance, targets, of="mixture")
+    fitted = calibrate.variance(mean, variance, targets, of="mixture", mask=np.isfinite(targets))
+    np.testing.assert_allclose(fitted.scale, 2.5)
+    with pytest.raises(ValueError, match="finite means and variances.\n  .*nan"):
+        calibrate.variance(mean * np.nan, variance, np.ones(3), of="mixture")

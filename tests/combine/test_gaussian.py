@@ -176,5 +176,15 @@ def test_product_leaves_out_weight_zero():
 @pytest.mark.usefixtures("unhooked")
 def test_product_messages():
     mean, variance = _moments((3, 6))
-    with pytest.raises(ValueError, match="combine.product_gaussian` needs a `power` above zero.\n  got 0.0"):
+    with pytest.raises(ValueError, match="combine.product_gaussian` needs a finite `power` above zero.\n  got 0.0"):
         combine.product_gaussian(mean, variance, power=0.0)
+
+
+def test_infinite_means_and_variances():
+    inf, nan = np.inf, np.nan
+    mean, ones = np.float32([[1, inf, inf, 5], [2, 1, -inf, inf]]), np.ones((2, 4), np.float32)
+    np.testing.assert_array_equal(combine.gaussian(mean, ones), [[1.5, inf, nan, inf], [1.25, inf, nan, inf]])
+    one_unsure = np.float32([[1, 1, 1, 1], [1, 1, 1, inf]])
+    np.testing.assert_array_equal(combine.gaussian(mean[:, :1], one_unsure[:, 3:]), [[1.5], [inf]])
+    # A member without any precision has no say, wherever its mean is.
+    np.testing.assert_array_equal(combine.product_gaussian(mean, one_unsure), [[1.5, inf, nan, 5], [1, 1, 1, 2]])

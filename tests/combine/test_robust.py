@@ -135,3 +135,10 @@ def test_weights_that_turn_out_to_be_all_zero():
     values = jnp.arange(6.0).reshape(3, 2)
     for f in (combine.mean, combine.median, combine.trimmed_mean):
         assert np.isnan(jax.jit(lambda w: f(values, weights=w))(jnp.zeros(3))).all()  # noqa: B023
+
+
+def test_infinite_values_are_cut_off_or_taken():
+    inf = np.inf
+    values = np.float32([[1, inf, inf], [2, 1, -inf], [3, 3, 4]])
+    np.testing.assert_array_equal(combine.trimmed_mean(values, cut=0.34), [2, 3, 4])
+    np.testing.assert_array_equal(combine.trimmed_mean(values, cut=0.1), [2, inf, np.nan])

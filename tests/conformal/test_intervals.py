@@ -1,6 +1,7 @@
 """Split-conformal intervals, with a scale, and conformalised quantile regression."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -154,3 +155,11 @@ def test_messages():
         fitted(CENTRE, SCALE[:7])
     with pytest.warns(UserWarning, match="`eqx_ensemble.conformal.split`: 49 rows say nothing at a level of 0.99"):
         conformal.split(CENTRE, TARGETS, level=0.99)
+
+
+def test_half_precision_predictions_get_intervals():
+    fitted = conformal.split(np.zeros(9), np.arange(1.0, 10.0), level=0.8)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        lower, upper = fitted(jnp.zeros(2, dtype))
+        assert lower.dtype == upper.dtype == jnp.float32
+        np.testing.assert_array_equal([lower, upper], [[-8, -8], [8, 8]])

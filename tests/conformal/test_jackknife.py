@@ -251,3 +251,9 @@ def test_messages():
     part = resample.from_splits([(np.arange(5, 30), np.arange(4)), (np.arange(4), np.arange(5, 30))], 30, uneven="trim")
     with pytest.raises(ValueError, match="hold out every row.\n  got 1 rows that none holds out, the first is row 4"):
         conformal.cv_plus(held_out, TARGETS, part, level=0.8)
+
+
+def test_no_new_rows_have_no_intervals():
+    fitted = conformal.cv_plus(np.zeros(6), np.ones(6), resample.folds(6, 3), level=0.5)
+    lower, upper = fitted(np.zeros((3, 0), np.float32))
+    assert lower.shape == upper.shape == (0,)

@@ -186,7 +186,7 @@ def test_what_cannot_be_scored_is_in_the_set(key):
 def test_messages():
     with pytest.raises(ValueError, match=r"`logits` of shape \(rows, classes\), at least one row.\n  got"):
         conformal.aps(np.stack([LOGITS, LOGITS]), LABELS, level=0.9)
-    with pytest.raises(ValueError, match="a finite `penalty` of zero or more"):
+    with pytest.raises(ValueError, match="`penalty` to be at least 0 and finite"):
         conformal.raps(LOGITS, LABELS, level=0.9, penalty=-1.0, num_free=1)
     with pytest.raises(ValueError, match="`num_free`"):
         conformal.raps(LOGITS, LABELS, level=0.9, penalty=1.0, num_free=-1)

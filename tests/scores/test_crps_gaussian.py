@@ -99,3 +99,13 @@ def test_messages():
         scores.crps_gaussian_mixture(mean, -variance, targets)
     with pytest.raises(ValueError, match="one weight per member"):
         scores.crps_gaussian_mixture(mean, variance, targets, weights=np.ones(2))
+
+
+@pytest.mark.parametrize("score", [scores.crps_gaussian, scores.crps_gaussian_mixture])
+def test_infinite_inputs_have_an_infinite_score(score):
+    inf, nan = np.inf, np.nan
+    mean, variance = np.float32([inf, 0, 0, 0, nan]), np.float32([1, inf, 1, 1, inf])
+    targets = np.float32([0, 0, inf, 0, 0])
+    mean, variance = (x if score is scores.crps_gaussian else np.stack([x, x]) for x in (mean, variance))
+    got = score(mean, variance, targets, reduction="none")
+    np.testing.assert_allclose(got, [inf, inf, inf, 0.233695, nan], rtol=1e-5)

@@ -158,3 +158,12 @@ def test_messages():
         scores.rank_histogram(samples[1:], targets, key=0)
     with pytest.raises(ValueError, match="`eqx_ensemble.scores.pit_histogram` needs `num_bins` of one or more"):
         scores.pit_histogram(targets, num_bins=0)
+
+
+def test_values_outside_zero_to_one_are_not_counted_in_the_outer_bins():
+    values = np.float32([-0.5, 0.2, 1.5, np.nan])
+    with pytest.raises(ValueError, match=r"`values` from 0 to 1.\n  got -0.5 at index \(0,\), the first of 2 such"):
+        scores.pit_histogram(values, num_bins=2)
+    np.testing.assert_array_equal(jax.jit(lambda x: scores.pit_histogram(x, num_bins=2))(values), [1, 0])
+    mask = np.array([False, True, False, True])
+    np.testing.assert_array_equal(scores.pit_histogram(values, num_bins=2, mask=mask), [1, 0])

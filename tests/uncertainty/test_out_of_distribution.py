@@ -65,7 +65,7 @@ def test_weight_zero_and_transforms():
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
-    with pytest.raises(ValueError, match="uncertainty.energy` needs a `temperature` above zero.\n  got 0"):
+    with pytest.raises(ValueError, match="uncertainty.energy` needs a finite `temperature` above zero.\n  got 0"):
         uncertainty.energy(_logits(), temperature=0.0)
     with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.least_confidence` needs at least two classes"):
         uncertainty.least_confidence(np.zeros((4, 1)))

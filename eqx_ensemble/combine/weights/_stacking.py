@@ -75,6 +75,7 @@ def stacking(
     logs, rows = check_log_scores(fn, log_scores, mask)
     if tolerance is None:
         tolerance = 1e-10 if logs.dtype == jnp.float64 else 1e-6
+    tolerance = float(tolerance)
     found = _stacking(logs, rows, tolerance, positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}"))
     warn_of_gap(fn, found.gap, tolerance)
     return found

@@ -194,5 +194,5 @@ def test_messages():
         combine.weights.stacking(log_scores, mask=np.ones(4))
     with pytest.raises(ValueError, match="a `mask` that leaves a row"):
         combine.weights.stacking(log_scores, mask=np.zeros(4, bool))
-    with pytest.raises(ValueError, match="a `tolerance` of zero or more.\n  got -1.0"):
+    with pytest.raises(ValueError, match="`tolerance` to be at least 0 and finite, got -1.0"):
         combine.weights.stacking(log_scores, tolerance=-1.0)

@@ -1,0 +1,77 @@
+"""What does not count, a row that the mask leaves out or a member of weight zero, changes no value and no gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from .array_calls import NAMES, arguments_of, call
+
+KEPT = np.array([True, True, False, True, True, True])
+WEIGHTS = np.array([0.75, 0.0, 0.25])
+
+# Sets of rows, drawn rows and the like are not predictions: they say themselves what counts.
+_NOT_SPOILT = ("weights", "mask", "row_weights", "new_weights", "positives", "drawn", "sets", "correct")
+
+
+def _spoilt(name, member, value):
+    """The call's arguments with `value` in the row, or the member, that does not count; all of them finite else."""
+    arguments = arguments_of(name)
+    option = {"weights": WEIGHTS} if member else {"mask": KEPT}
+    changed = {}
+    for argument, array in arguments.items():
+        if argument in _NOT_SPOILT or not isinstance(array, np.ndarray) or array.dtype != np.float32:
+            continue
+        copy = array.copy()
+        if member and array.ndim > 1 and array.shape[0] == 3:
+            copy[1] = value
+        elif not member and 6 in array.shape[:2]:
+            copy[(slice(None),) * array.shape.index(6) + (2,)] = value
+        changed[argument] = copy
+    return changed, option
+
+
+CASES = [(name, member) for name in NAMES for member in (False, True)
+         if {False: "mask", True: "weights"}[member] in arguments_of(name)
+         and name not in ("combine.weights.prune", "tree.weighted_sum", "tree.weighted_mean")]  # fmt: skip
+
+
+def _numbers(result):
+    return [np.asarray(x) for x in jax.tree.leaves(result) if hasattr(x, "dtype") and x.dtype != bool]
+
+
+@pytest.mark.filterwarnings("ignore:.*(no minimum|best mean log score)")
+@pytest.mark.parametrize("value", [np.nan, -1.0])
+@pytest.mark.parametrize(("name", "member"), CASES)
+def test_value(name, member, value):
+    spoilt, option = _spoilt(name, member, value)
+    clean, _ = _spoilt(name, member, 0.5)
+    for got, want in zip(
+        _numbers(call(name, **spoilt, **option)), _numbers(call(name, **clean, **option)), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
+_WITHOUT = {  # said in words
+    "calibrate.matrix", "calibrate.vector", "calibrate.isotonic", "scores.energy",
+}  # fmt: skip
+
+
+@pytest.mark.slow  # compiles a gradient for every function
+@pytest.mark.filterwarnings("ignore:.*(no minimum|best mean log score)")
+@pytest.mark.parametrize(("name", "member"), [case for case in CASES if not case[0].startswith("combine.weights.")])
+def test_gradient(name, member):
+    spoilt, option = _spoilt(name, member, np.nan)
+
+    def total(arrays):
+        leaves = jax.tree.leaves(call(name, **arrays, **option))
+        leaves = [x for x in leaves if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
+        return sum((jnp.sum(jnp.where(jnp.isfinite(x), x, 0)) for x in leaves), jnp.zeros(()))
+
+    gradient = jax.grad(total)
+    if name in _WITHOUT:
+        with pytest.raises((NotImplementedError, TypeError), match=f"`eqx_ensemble.{name}`"):
+            gradient(spoilt)
+        return
+    for argument, found in gradient(spoilt).items():
+        assert np.isfinite(found).all(), argument

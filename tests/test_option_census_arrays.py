@@ -1,0 +1,112 @@
+"""Every argument of every public function of arrays is given what it should not be given.
+
+Each call gives a right result or an error that names the function: never an error from within JAX or NumPy, and never a
+silent result of what cannot have been meant. What is right about those that give a result is said in `MEANT`.
+"""
+
+import inspect
+import traceback
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from .array_calls import CALLS, NAMES, arguments_of, call
+
+VALUES = {
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "minus one": -1,
+    "zero": 0,
+    "text": "twelve",
+    "NumPy integer": np.int64(2),
+    "NumPy float": np.float32(0.5),
+    "shape": np.ones((5, 7, 2), np.float32),
+    "None": None,
+}
+
+COUNTS = ("count", "max_steps", "num_axes", "num_bins", "num_draws", "num_folds", "num_members", "num_rows")
+COUNTS += ("num_samples", "num_steps", "num_initial", "num_free", "size")
+
+# What gives a result, by argument and value, and why that is right.
+MEANT = {
+    **{(name, "NumPy integer"): "NumPy's integers are counts" for name in COUNTS},
+    **{(name, "zero"): "a count that may be zero" for name in ("num_initial", "num_free")},
+    ("size", "NumPy float"): "half of the rows",
+    ("level", "NumPy float"): "NumPy's floats are levels",
+    ("levels", "NumPy float"): "one level",
+    ("levels", "zero"): "the lowest value",
+    ("cut", "zero"): "the mean",
+    ("above", "zero"): "all weights that are not zero",
+    **{(name, kind): "a number of zero or more" for name in ("bias_penalty", "off_diagonal_penalty", "penalty")
+       for kind in ("zero", "NumPy integer", "NumPy float")},
+    **{("tolerance", kind): "a number of zero or more" for kind in ("zero", "NumPy integer", "NumPy float")},
+    **{(name, kind): "a number above zero" for name in ("power", "temperature")
+       for kind in ("NumPy integer", "NumPy float")},
+    **{("index", kind): "indices count from either end" for kind in ("minus one", "zero", "NumPy integer")},
+    **{("low", kind): "a range may start anywhere" for kind in ("minus one", "zero", "NumPy float")},
+    **{("high", kind): "NumPy's numbers are ends" for kind in ("NumPy integer", "NumPy float")},
+    **{("new_weights", kind): "weights of any number of new rows"
+       for kind in ("zero", "NumPy integer", "NumPy float", "shape")},
+    ("logits", "shape"): "log-probabilities of one model have any number of axes of rows",
+    ("tree", "shape"): "an array is a tree of one leaf",
+    ("values", "shape"): "a choice of arrays",
+}  # fmt: skip
+
+ERRORS = (TypeError, ValueError, IndexError)  # IndexError for rows that are not there
+
+
+def test_every_public_function_is_here():
+    ready_made = {"tree.polyak"}  # of two ensembles, which its own tests have
+    elsewhere = {"scores.per_member", "sweep.stretched"}  # functions of functions
+    for room, calls in CALLS.items():
+        prefix = room.__name__.removeprefix("eqx_ensemble.")
+        public = {name for name, value in vars(room).items() if inspect.isfunction(value)}
+        missing = {f"{prefix}.{name}" for name in public - set(calls)}
+        assert missing <= ready_made | elsewhere, missing
+
+
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_arguments_give_our_errors_and_odd_ones_what_is_meant(name):
+    faults = []
+    for argument in arguments_of(name):
+        for kind, value in VALUES.items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                fault = _fault(name, argument, kind, value)
+            if fault:
+                faults.append(f"`{argument}` given {kind}: {fault}")
+    assert not faults, "\n".join(faults)
+
+
+def _fault(name, argument, kind, value):
+    try:
+        result = call(name, **{argument: value})
+    except ERRORS as error:
+        return _raw(name, error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if value is None:
+        return None if _may_be_none(name, argument) else "None was taken"
+    if (argument, kind) not in MEANT:
+        return "was taken"
+    leaves = [np.asarray(x) for x in jax.tree.leaves(result) if hasattr(x, "dtype")]
+    broken = any(np.isnan(x).any() for x in leaves if np.issubdtype(x.dtype, np.floating))
+    return "the result is NaN" if broken else None
+
+
+def _raw(name, error):
+    """What is wrong with an error, if it is not ours."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    own = name.rpartition(".")[2]
+    named = any(f"`{prefix}{own}" in str(error) for prefix in ("", f"{name.rpartition('.')[0]}."))
+    named = named or f"`eqx_ensemble.{name}`" in str(error)
+    return None if "eqx_ensemble" in last and named else f"{type(error).__name__} at {last}: {error}"
+
+
+def _may_be_none(name, argument):
+    room, _, own = name.rpartition(".")
+    function = next(vars(module)[own] for module in CALLS if module.__name__ == f"eqx_ensemble.{room}")
+    return inspect.signature(function).parameters[argument].default is None
