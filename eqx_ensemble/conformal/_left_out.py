@@ -51,8 +51,6 @@ def intervals(
 ) -> Interval:
     """The quantiles, over held-out rows, of what those who did not see the row predict, give or take its residual."""
     mean = jnp.mean(predictions, axis=0)
-    if mean.size == 0:
-        return Interval(mean[0], mean[0])
     flat = jnp.reshape(mean, (mean.shape[0], -1))
     used = jnp.any(share > 0, axis=1)
     flat = jnp.where(used[:, None], flat, 0)

@@ -1,7 +1,6 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -139,13 +138,3 @@ def test_messages():
         uncertainty.error_correlation(np.ones((2, 3)), mask=np.ones((2, 3), bool))
     with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.pairwise_disagreement` needs one `mask` entry"):
         uncertainty.pairwise_disagreement(_logits(), mask=np.ones(3, bool))
-
-
-@pytest.mark.slow  # 200 MB
-def test_more_rows_than_float32_counts():
-    rows = 2**24 + 8
-    logits = jnp.broadcast_to(jnp.asarray([[[0.0, 1.0]], [[1.0, 0.0]]]), (2, rows, 2))
-    np.testing.assert_array_equal(uncertainty.pairwise_disagreement(logits), [[0, 1], [1, 0]])
-    # All rows tie, so that each has the mean loss of all.
-    curve = uncertainty.risk_coverage(jnp.zeros(rows), jnp.full(rows, 0.5))
-    assert curve.coverage[-1] == 1
