@@ -63,8 +63,9 @@ def member_similarity(
         ax.figure.colorbar(image, ax=ax, label=label)
     places = range(len(names))
     if len(names) <= _MOST_TO_WRITE_OUT:
-        largest = np.abs(others).max(initial=0)
-        written = {(i, j): _short(square[i, j], largest) for i, j in zip(*np.nonzero(np.isfinite(square)), strict=True)}
+        largest = float(np.abs(others).max(initial=0))
+        known = zip(*np.nonzero(np.isfinite(square)), strict=True)
+        written = {(i, j): _short(float(square[i, j]), largest) for i, j in known}
         # Squares that are too narrow for their numbers have the colour bar.
         fits = len(names) * max(map(len, written.values()), default=0) <= _MOST_CHARACTERS
         for i, j in written if fits else ():
