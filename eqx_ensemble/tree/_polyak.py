@@ -17,8 +17,8 @@ def polyak(old: T, new: T, tau: Any) -> T:
     `optax.incremental_update`, in its own dtype. (Below 32 bits it is calculated in float32 and rounded to the dtype:
     in bfloat16 a step of less than 1/256 of a value may round to none.) All other arrays are those of `new`: counters,
     keys, and the ids of an [`eqx_ensemble.Ensemble`][], which therefore stays one. What is not an array must be equal,
-    and is kept. Outside `jax.jit` the members' ids are compared, which waits for their device unless both trees hold the
-    same array; inside they are not.
+    and is kept. Outside `jax.jit` the members' ids are compared, which waits for their device unless both trees hold
+    the same array; inside they are not.
 
     **Arguments:**
 
