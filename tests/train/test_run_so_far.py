@@ -83,6 +83,19 @@ def test_of_a_program_far_into_a_run(ensemble):
     np.testing.assert_array_equal(run.history.loss, free.history.loss[:, : int(run.train_state.step)])
 
 
+@pytest.mark.parametrize("scan", [True, False])
+def test_errors_that_give_nan_are_one_members(ensemble, scan):
+    """Under `Sequential`: under `vmap`, Equinox gives NaN to all."""
+
+    def solver(model, batch, key, hyper):
+        return eqx.error_if(loss(model, batch, key), hyper == 1, "no convergence", on_error="nan")
+
+    options = {"hyper": jnp.arange(MEMBERS), "plan": ee.plan.Sequential(scan=scan), "batch_size": 4, "steps": 3}
+    with pytest.warns(UserWarning, match="diverged"):
+        run = ee.fit(ensemble, solver, ADAM, (X, Y), progress=False, key=KEY, **options)
+    assert run.status.tolist() == ["ok", "diverged", "ok"]
+
+
 class OwnError(Exception):
     """A user's own."""
 
