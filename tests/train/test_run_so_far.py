@@ -144,6 +144,42 @@ def test_the_same_call_goes_on(ensemble, tmp_path):
     assert_same(fit(ensemble, BATCHES, **options).train_state, fit(ensemble, BATCHES, steps=5).train_state)
 
 
+class Live:
+    """Batches whose `get_state` returns the live state, which the next batch takes further; one `fails` for once."""
+
+    def __init__(self, fails=None):
+        self._state, self._fails = {"place": 0}, fails
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        place, self._state["place"] = self._state["place"], self._state["place"] + 1
+        if place == self._fails:
+            raise OwnError
+        return BATCHES[place]
+
+    def get_state(self):
+        return self._state
+
+    def set_state(self, state):
+        self._state = state
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_live_state_is_that_of_the_last_step(ensemble, tmp_path, saved):
+    """The next batch has been asked for when a step is noted: none is skipped, none is seen twice."""
+    options = {"checkpoint": tmp_path / "run"} if saved else {}
+    with pytest.raises(OwnError) as caught:
+        fit(ensemble, Live(fails=BAD), steps=5, **options)
+    run, whole = caught.value.run, fit(ensemble, BATCHES, steps=5)
+    assert run.data_state == {"place": BAD}
+    for _ in range(2):  # to go on from a run leaves it as it was
+        again = fit(ensemble, Live(), steps=5, **options) if saved else fit(run, Live(), steps=2)
+        assert_same(again.train_state, whole.train_state)
+    assert run.data_state == {"place": BAD}
+
+
 @pytest.mark.parametrize("data", [(X.at[0, 0].set(60), Y), [(X[:3], Y[:3])], [None]], ids=["run time", "shape", "None"])
 def test_before_the_first_step_there_is_none(ensemble, data):
     with pytest.raises(Exception, match=r"large input|three rows|got `None`") as caught:
