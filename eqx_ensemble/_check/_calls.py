@@ -96,7 +96,7 @@ def _cause(error: Exception, parameters: list[str], arguments: tuple[Any, ...], 
     model, *state, batch, _ = arguments
     leaves = [x for x in jax.tree.leaves(batch) if is_member_array(x)]
     batch_name, key_name = parameters[-2:]
-    if len(leaves) > 1 and not re.search("key|rng|seed|^_", key_name):
+    if len(leaves) > 1 and not re.search("key|rng|seed|^_|^argument ", key_name):
         before = "model, state" if state else "model"
         return (
             f"A loss is called as `loss({before}, batch, key)`: `{batch_name}` is the whole batch and `{key_name}` the "
@@ -141,7 +141,7 @@ def _missing_hyper(error: Exception, hyper: PyTree) -> str | None:
     if not isinstance(error, KeyError) or not isinstance(hyper, Mapping) or error.args[:1] == ():
         return None
     missing = error.args[0]
-    if missing in hyper:
+    if missing in list(hyper):
         return None
     close = difflib.get_close_matches(str(missing), [str(name) for name in hyper], n=1)
     guess = f" Did you mean {close[0]!r}?" if close else ""
@@ -157,7 +157,9 @@ def _model_call(error: Exception, model: Any) -> tuple[str, list[Any]] | None:
         code = frame.f_code
         words = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         if words[:1] == ("self",) and type(frame.f_locals.get("self")) in kinds:
-            given = jax.tree.leaves([frame.f_locals.get(word) for word in words[1:]])
+            given = [frame.f_locals.get(word) for word in words[1:]]
+            # A state that was used cannot be taken apart.
+            given = jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, eqx.nn.State))
             return type(frame.f_locals["self"]).__name__, [x for x in given if isinstance(x, jax.Array)]
     return None
 

@@ -126,6 +126,26 @@ def fit(loss=mse, ensemble=ENSEMBLE, y=Y, optimiser=ADAM, **options):
     return ee.fit(ensemble, loss, optimiser, (X, y), **({"steps": 1, "key": KEY} | options))
 
 
+class FailsLate(eqx.Module):
+    """Fails after its state has been used, which can be done once."""
+
+    norm: eqx.nn.BatchNorm
+    out: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.norm = eqx.nn.BatchNorm(2, axis_name="batch", mode="batch")
+        self.out = eqx.nn.Linear(5, 1, key=key)
+
+    def __call__(self, x, state):
+        x, state = self.norm(x, state)
+        return self.out(x), state
+
+
+def with_a_state(model, state, batch, key):
+    out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch[0], state)
+    return jnp.mean(out), state
+
+
 def note_of(call):
     """The last note of the error that the call raises; JAX adds one of its own."""
     with pytest.raises(Exception) as caught:  # noqa: PT011  any error of a user's function
@@ -163,6 +183,25 @@ def test_a_step_with_a_mistake():
     note = note_of(lambda: ee.train.make_step(forgets_vmap, ADAM)(state, (X, ee.Each(jnp.zeros((3, 6, 1))))))
     assert note.startswith("`make_step` called `forgets_vmap` (")
     assert "  batch: (f32[6,2], f32[6,1])\n" in note, "the batch is that of one member"
+
+
+def test_a_model_that_fails_after_its_state_was_used():
+    ensemble, state = ee.build(eqx.nn.make_with_state(FailsLate), 3, key=KEY)
+    note = note_of(lambda: fit(with_a_state, ensemble, state=state))
+    assert note.endswith("`FailsLate` was called with f32[2].")
+
+
+def test_a_loss_of_any_arguments():
+    note = note_of(lambda: fit(lambda *args: forgets_vmap(*args)))
+    assert "  argument 1: (f32[6,2], f32[6,1])\n" in note
+    assert note.endswith("write `jax.vmap(model)(x)`.")
+
+
+def test_a_key_that_no_dictionary_takes():
+    def loss(model, batch, key, hyper):
+        raise KeyError([1])
+
+    assert note_of(lambda: fit(loss, hyper={"a": np.ones(3, np.float32)})).endswith("`hyper` has no [1]; it has 'a'.")
 
 
 @pytest.mark.parametrize("plan", [ee.plan.Sequential(), ee.plan.Chunked(2), ee.plan.Unrolled()], ids=repr)
