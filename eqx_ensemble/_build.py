@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from . import _axes, _check, _keys
-from ._ensemble import Ensemble, M, Where, from_stacked
+from ._ensemble import Ensemble, M, Where, from_stacked, mark_numbers
 from .plan import Vmap
 from .plan._on_mesh import on_mesh
 from .sharding import Shard
@@ -87,7 +87,8 @@ def build(
     - `ids`: the members' ids `(members,)`, from which their keys follow; `0, 1, 2, ...` if not given.
     - `keys`: one key per member `(members,)` instead of `key`.
     - `zip`: per-member arguments; member `i` gets the `i`-th of each, as in `zip`. Each value has the leading
-        `members` axis.
+        `members` axis. One number for each member is a Python number to `make`: kept as it is (a dropout rate, a
+        scale), it stays a constant in training; `jnp.asarray(scale)` makes a parameter of it.
     - `product`: per-member arguments; there is one member for each combination of them, as in `itertools.product`
         (the last name varies fastest).
     - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
@@ -139,9 +140,14 @@ def build(
         made = _made(make_one, keys, arguments) if layout is None else _born(make_one, keys, arguments, layout, shard)
     _check.no_tracers(made, name="build")
     _check.warn_of_equal_members(made, keys, arguments)
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State):
-        return _held(made[0], ids, shared), _axes.strongly_typed(made[1])
-    return _held(made, ids, shared)
+    model, *state = made if _is_stateful(made) else (made,)
+    numbers = _numbers(make, keys, arguments, model)
+    ensemble = _held(model, ids, shared, numbers)
+    return (ensemble, _axes.strongly_typed(state[0])) if state else ensemble
+
+
+def _is_stateful(made: Any) -> bool:
+    return isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State)
 
 
 def _made(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array]) -> Any:
@@ -170,10 +176,34 @@ def _born(
     return layout.spread(made)
 
 
-def _held(stacked: Any, ids: jax.Array, shared: Where | None) -> Ensemble[Any]:
+def _numbers(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array], stacked: PyTree) -> PyTree[bool]:
+    """Which leaves `make` would keep as floats, not arrays, given the numbers of one member."""
+    if not any(x.ndim == 1 for x in arguments.values()):
+        return jax.tree.map(lambda _: False, stacked)
+    # NumPy's scalars stand for Python's: they are numbers with the attributes of the arrays that `make` was given.
+    number = lambda x: (np.asarray(x) if _check.is_at_hand(x) else np.zeros(1, x.dtype))[0]
+    own = {name: number(x) if x.ndim == 1 else x[0] for name, x in arguments.items()}
+    found = set()
+
+    def look(key: Any) -> None:
+        made = make(key, **own)
+        made = made[0] if _is_stateful(made) else made
+        for path, leaf in jax.tree_util.tree_leaves_with_path(made):
+            if isinstance(leaf, np.generic | float) and jnp.issubdtype(np.result_type(leaf), jnp.floating):
+                found.add(path)
+
+    try:
+        jax.eval_shape(look, keys[0])
+    except jax.errors.JAXTypeError:  # a constructor that needs the values of what does not depend on the key
+        jax.vmap(look)(keys[:1])
+    return jax.tree_util.tree_map_with_path(lambda path, _: path in found, stacked)
+
+
+def _held(stacked: Any, ids: jax.Array, shared: Where | None, numbers: PyTree[bool]) -> Ensemble[Any]:
     if shared is not None:
         stacked = _check.selected(lambda tree: eqx.tree_at(shared, tree, replace_fn=_first), stacked)
-    return from_stacked(stacked, ids=ids, shared=shared)
+    ensemble = from_stacked(stacked, ids=ids, shared=shared)
+    return Ensemble(ensemble.stacked, mark_numbers(ensemble.stacked, ensemble.shared, numbers), ensemble.ids)
 
 
 def _first(node: PyTree) -> PyTree:

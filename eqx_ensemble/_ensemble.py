@@ -41,7 +41,8 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         `shared=` of the constructors selected; `None` elsewhere. Shared arrays are constants in
         [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][]: a trunk trained by all its members would couple
         them. `equinox.filter_grad` of a function of the ensemble does give them gradients, the sum over the members:
-        [both ways](../how-it-runs.md#shared-arrays).
+        [both ways](../how-it-runs.md#shared-arrays). A zero marks an array of `stacked` that holds Python floats
+        (a dropout rate for each member): a single member has its float again, and training leaves it alone.
     - `ids`: the members' stable ids `(members,)`, from which their random streams follow. They travel with the
         members through indexing and concatenation. They are an integer array among the leaves: code that
         calculates with all arrays changes them, and the next use of the ensemble is then a `TypeError`. Select
@@ -117,7 +118,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
             return self.one((_tree.take(self.stacked, _check.one_member(index)), None))
         stacked, ids = _tree.take(self.per_member(), index)
         if ids.ndim < self.ids.ndim:
-            return self.one((stacked, ids))
+            return _one_alone(stacked, self.shared)
         return Ensemble(stacked, self.shared, ids)
 
     def __iter__(self) -> Iterator[M]:
@@ -126,7 +127,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     def unstack(self) -> list[M]:
         """The members as a list of ordinary models."""
         parts = _tree.unstack(self.per_member())
-        return [self.one(part) for part in parts]
+        return [_one_alone(stacked, self.shared) for stacked, _ in parts]
 
     def map(self, fn: Callable[..., Any], *args: Any, plan: AbstractPlan | None = None, **kwargs: Any) -> PyTree:
         """`fn(model, *args, **kwargs)` of every member, as [`eqx_ensemble.map_members`][] does it."""
@@ -183,7 +184,8 @@ def stack(
     - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given.
     - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
         must be equal in all models, and are kept once.
-    - `promote_scalars`: stack Python floats that differ into an array instead of refusing them.
+    - `promote_scalars`: stack Python floats that differ into an array instead of refusing them. They stay constants
+        in training, unless `trainable` of [`eqx_ensemble.fit`][] asks for them.
 
     **Raises:** `MemberMismatchError` when the models differ in anything but array values, naming leaf, members and
     both values; `TypeError` for NumPy arrays of strings or objects, which jax cannot hold.
@@ -195,11 +197,15 @@ def stack(
     for model in models:
         _check.no_text_arrays(model, name="eqx_ensemble.stack")
     stacked = _axes.strongly_typed(_tree.stack(models, promote_scalars=promote_scalars))
+    numbers = jax.tree.map(lambda x, y: _axes.is_array(x) and type(y) is float, stacked, models[0])
     stacked, rest = eqx.partition(stacked, _axes_mask(stacked, shared))
     if shared is not None:
         unstacked = [eqx.filter(model, _axes_mask(model, shared), inverse=True) for model in models]
+        rules = _check.Rules(needs="models whose shared nodes are equal", noun="model")
+        _check.same_members(unstacked, name="eqx_ensemble.stack", rules=rules)
         _check.equal_shared(unstacked, name="stack")
         rest = _axes.strongly_typed(unstacked[0])
+    rest = mark_numbers(stacked, rest, numbers)
     return Ensemble(stacked, rest, _keys.member_ids(len(models) if ids is None else ids))
 
 
@@ -258,7 +264,38 @@ def average(ensemble: Ensemble[M], weights: Any = None) -> M:
     _check.equal_members(exact, name="average")
     kept, _ = _tree.take((exact, ensemble.ids), 0)
     members = [part for part, _ in _tree.unstack((inexact, ensemble.ids))]
-    return eqx.combine(_tree.weighted_mean(members, weights), kept, ensemble.shared)
+    return _one_alone(eqx.combine(_tree.weighted_mean(members, weights), kept), ensemble.shared)
+
+
+def mark_numbers(stacked: PyTree, shared: PyTree, numbers: PyTree[bool]) -> PyTree:
+    """The shared part of a model, with zeros where the stacked part holds what is a Python float in one member."""
+    mark = lambda x, y, is_number: 0.0 if is_number and x is not None else y
+    return jax.tree.map(mark, stacked, shared, numbers, is_leaf=lambda x: x is None)
+
+
+def number_flags(stacked: PyTree, shared: PyTree) -> list[bool]:
+    """For every leaf of `stacked`, also inside ensembles of ensembles, whether `shared` marks it as Python floats."""
+    is_node = lambda x: x is None or isinstance(x, Ensemble)
+    flags = []
+    for x, y in zip(jax.tree.leaves(stacked, is_leaf=is_node), jax.tree.leaves(shared, is_leaf=is_node), strict=True):
+        if isinstance(x, Ensemble) and isinstance(y, Ensemble):
+            flags += number_flags(x.stacked, y.shared)
+            flags += [False] * len(jax.tree.leaves((x.shared, x.ids)))
+        elif x is not None:
+            flags.append(type(y) is float)
+    return flags
+
+
+def _one_alone(stacked: PyTree, shared: PyTree) -> Any:
+    """The model of one member, with the Python floats that it has alone, unless they are traced."""
+
+    def number(x: Any, y: Any) -> Any:
+        if x is None or type(y) is not float or not _check.is_at_hand(x):
+            return x
+        # Of all floats that round to this one the one of fewest digits: 0.1, as it was given, and not 0.10000000149.
+        return float(str(np.asarray(x)[()]))
+
+    return eqx.combine(jax.tree.map(number, stacked, shared, is_leaf=lambda x: x is None), shared)
 
 
 def _axes_mask(model: PyTree, shared: Where | None) -> PyTree[bool]:

@@ -145,6 +145,8 @@ from ._formats import same_in_all_processes as same_in_all_processes
 from ._formats import sharding_fits as sharding_fits
 from ._hidden import no_tracers as no_tracers
 from ._jaxlib import warn_of_jaxlib as warn_of_jaxlib
+from ._judging import mode as mode
+from ._judging import same_mode as same_mode
 from ._keys import is_typed_key as is_typed_key
 from ._keys import many_keys as many_keys
 from ._keys import one_key as one_key
@@ -152,6 +154,7 @@ from ._leaves import Size as Size
 from ._leaves import describe as describe
 from ._leaves import inside_transformation as inside_transformation
 from ._leaves import integers_fit as integers_fit
+from ._leaves import is_at_hand as is_at_hand
 from ._leaves import is_key as is_key
 from ._leaves import is_member_array as is_member_array
 from ._leaves import is_traced as is_traced
@@ -334,8 +337,10 @@ from ._sweep import schedule as schedule
 from ._sweep import scores_to_rank as scores_to_rank
 from ._sweep import sweep_values as sweep_values
 from ._training import LOOKS_AT_HYPER as LOOKS_AT_HYPER
+from ._training import TABLE_COLUMNS as TABLE_COLUMNS
 from ._training import ensemble as ensemble
 from ._training import hyper as hyper
+from ._training import hyper_column as hyper_column
 from ._training import loss_output as loss_output
 from ._training import loss_signature as loss_signature
 from ._training import made_optimiser as made_optimiser
@@ -344,6 +349,7 @@ from ._training import model_state_missing as model_state_missing
 from ._training import no_transformation as no_transformation
 from ._training import optax_or_function as optax_or_function
 from ._training import optimiser as optimiser
+from ._training import same_choice as same_choice
 from ._training import state_after as state_after
 from ._training import train_state as train_state
 from ._training import trainable as trainable

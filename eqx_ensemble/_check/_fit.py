@@ -4,6 +4,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ._judging import judging
 from ._leaves import kind_of
 from ._marks import MOST_STEPS, counter, positive_int
 from ._options import check_word
@@ -40,6 +41,9 @@ def fit_options(
     patience: Any,
     validation: Any,
     target: Any,
+    score: Any,
+    mode: Any,
+    min_delta: Any,
     on_diverge: Any,
 ) -> None:
     """The options of `fit` that can be judged by themselves."""
@@ -48,8 +52,7 @@ def fit_options(
         check_word(on_diverge, "on_diverge", ("freeze", "revive", "raise"), name="fit")
     _length(epochs, steps, name="fit")
     _patience(patience, validation, name="fit")
-    if target is not None and validation is None:
-        raise TypeError("`fit` needs `validation=` data with `target`: a member stops when its score reaches it.")
+    judging(score, mode, min_delta, target, validation)
 
 
 def limit(value: Any, argument: str, num_members: int, *, name: str, whole: bool = False) -> np.ndarray | None:

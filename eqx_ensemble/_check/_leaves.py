@@ -38,6 +38,13 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
+def is_at_hand(array: Any) -> bool:
+    """Whether this process can read the values of an array by itself."""
+    return not is_traced(array) and (
+        isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated
+    )
+
+
 def is_key(leaf: Any) -> bool:
     """Whether `leaf` is an array of typed PRNG keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -54,9 +54,7 @@ def ends(low: Any, high: Any, *, name: str, positive: bool = False) -> None:
 def scores_to_rank(scores: Any, num_members: int, *, name: str) -> np.ndarray:
     """A score for every member."""
     if scores is None:
-        raise TypeError(
-            f"`{name}` needs scores to rank members by: train with `validation=` data, or pass `by=` (lower is better)."
-        )
+        raise TypeError(f"`{name}` needs scores to rank members by: train with `validation=` data, or pass `by=`.")
     scores = np.asarray(scores, float)
     if scores.shape != (num_members,):
         raise ValueError(f"`{name}` needs one score per member in `by`: expected ({num_members},), got {scores.shape}.")

@@ -105,6 +105,15 @@ def used_hyper(optimiser: Any, *, wants_hyper: bool, name: str) -> None:
         )
 
 
+TABLE_COLUMNS = ("member", "loss", "validation", "best_step", "status", "left")
+"""The columns of a run's table beside those of its hyper-parameters."""
+
+
+def hyper_column(path: tuple) -> str:
+    """The column of a hyper-parameter in a run's table."""
+    return jax.tree_util.keystr(path, simple=True, separator=".") or "hyper"
+
+
 def hyper(values: Any, num_members: int, *, name: str) -> None:
     """Every hyper-parameter has one value per member."""
     leaves = array_leaves(values)
@@ -116,6 +125,17 @@ def hyper(values: Any, num_members: int, *, name: str) -> None:
                 f"`{name}` needs one value per member in `hyper`; at `{path}`: expected ({num_members}, ...), "
                 f"got {x.shape}."
             )
+    columns = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(values):
+        column = hyper_column(path)
+        if column in TABLE_COLUMNS or column in columns:
+            other = f"`hyper{jax.tree_util.keystr(columns[column])}`" if column in columns else "what a run reports"
+            raise ValueError(
+                f"`{name}` needs names in `hyper` that are columns of their own in `run.table()`; "
+                f"`hyper{jax.tree_util.keystr(path)}` would be the column `{column}`, which is that of {other}.\n"
+                "Name it differently."
+            )
+        columns[column] = path
 
 
 def model_state(state: Any, num_members: int, *, name: str) -> None:
@@ -193,6 +213,18 @@ def _described(x: Any) -> str:
     if isinstance(x, tuple):
         return f"({', '.join(_described(item) for item in x)})"
     return kind_of(x)
+
+
+def same_choice(first: list[bool], last: list[bool], leaves: Any, *, name: str) -> None:
+    """The same leaves are trained in all members."""
+    if first == last:
+        return
+    keyed = jax.tree_util.tree_leaves_with_path(leaves)
+    where = next(path for (path, _), a, b in zip(keyed, first, last, strict=True) if a != b)
+    raise ValueError(
+        f"`{name}` trains the same leaves in all members; `trainable` does not choose alike in the first and in the "
+        f"last of them at `{jax.tree_util.keystr(where)}`.\nLet it go by type, shape and dtype, not by values."
+    )
 
 
 def trainable(params: Any, *, name: str) -> None:

@@ -48,13 +48,24 @@ def _is_ensemble(manifest: Manifest, path: str) -> bool:
 
 def _stacked(one: Any, manifest: Manifest, start: str) -> Ensemble[Any]:
     """An ensemble of shapes; what its members share is what they shared when it was saved."""
-    shared = {entry.path for entry in manifest.entries if entry.path.startswith(f"{start}.shared")}
+    saved = {entry.path: entry for entry in manifest.entries}
     keyed, treedef = jtu.tree_flatten_with_path(one)
-    mask = [is_array_like(leaf) and f"{start}.shared{jtu.keystr(path)}" not in shared for path, leaf in keyed]
-    stacked, rest = eqx.partition(one, jtu.tree_unflatten(treedef, mask))
     count = len(manifest.members or ())
-    stacked = jax.tree.map(lambda leaf: _with_axis(leaf, count), stacked)
-    return eqx.filter_eval_shape(Ensemble, stacked, rest, jax.ShapeDtypeStruct((count,), jnp.int32))
+    stacked, rest = [], []
+    for keys, leaf in keyed:
+        path = jtu.keystr(keys)
+        own = saved.get(f"{start}.stacked{path}")
+        if is_array_like(leaf) and f"{start}.shared{path}" not in saved:
+            stacked.append(_with_axis(leaf, count))
+            rest.append(None)
+        elif type(leaf) is float and own is not None:  # numbers of the members, marked by one that they share
+            stacked.append(jax.ShapeDtypeStruct((count,), own.dtype))
+            rest.append(leaf)
+        else:
+            stacked.append(None)
+            rest.append(leaf)
+    parts = (jtu.tree_unflatten(treedef, leaves) for leaves in (stacked, rest))
+    return eqx.filter_eval_shape(Ensemble, *parts, jax.ShapeDtypeStruct((count,), jnp.int32))
 
 
 def _with_axis(leaf: Any, count: int) -> jax.ShapeDtypeStruct:

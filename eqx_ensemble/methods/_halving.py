@@ -111,7 +111,7 @@ def _halved(
         left = fetch(run.train_state.moving.status) == OK
         if run.interrupted or not left.any():
             break
-        order = population.rank(last_scores(run), healthy=left)
+        order = population.rank(last_scores(run), healthy=left, mode=run.mode)
         dropped = order[left[order]][_fewer(int(left.sum()), factor) :]
         if len(dropped):
             run = dataclasses.replace(run, train_state=population.stop(run.train_state, dropped))

@@ -143,7 +143,7 @@ def population_based_training(
             stacked = jax.tree.map(lambda *parts: np.stack(parts), *hypers)
             run = dataclasses.replace(run, rows=None)  # a copy has seen the rows of others
             return Population(run, np.stack(scores), np.stack(lineage), stacked)
-        donors = population.truncation(scores[-1], able, fraction=fraction, key=keys[len(scores)])
+        donors = population.truncation(scores[-1], able, fraction=fraction, mode=run.mode, key=keys[len(scores)])
         lineage[-1] = lineage[-1][donors]
         run = _replaced(run, donors, explore, key=key)
 

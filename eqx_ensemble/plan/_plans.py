@@ -87,6 +87,9 @@ class Chunked(AbstractPlan):
 class Sequential(AbstractPlan):
     """One member after another: the least memory; on one CPU device, bit for bit each member run alone.
 
+    An ensemble of one member is a loop that the compiler unrolls: its last bit may be another one than in company, as
+    with `optax.MultiSteps` around Adam. `Sequential(scan=False)` knows no such loop.
+
     In [`eqx_ensemble.fit`][] each member does many steps before the next one's turn, with its weights in the
     processor's cache, or, for convolutions on a CPU, has a compiled call of its own for every step: on a CPU this is
     the fastest for all but small models.

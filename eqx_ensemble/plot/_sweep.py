@@ -1,14 +1,14 @@
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from .. import _check
 from ._axes import Axes, axes_for, of_line
 
-_NOT_HYPER = ("member", "loss", "validation", "best_step", "status", "left")
 _WIDE = 100
 _MOST_CHARACTERS = 50
+_BEST = {"min": "lowest", "max": "highest"}
 
 
 def parallel_coordinates(
@@ -17,6 +17,7 @@ def parallel_coordinates(
     columns: Sequence[str] | None = None,
     score: str | None = None,
     log: Sequence[str] | None = None,
+    mode: Literal["min", "max"] = "min",
     cmap: str = "gray",
     ax: Axes | None = None,
     **options: Any,
@@ -24,7 +25,7 @@ def parallel_coordinates(
     """A sweep as parallel lines: a member is a line through its hyper-parameters to its score.
 
     Every column has its own scale, from its lowest value at the bottom to its highest at the top; both stand beside it.
-    The better the score (lower is better), the darker the line; the best member's is thick and dashed, those of members
+    The better the score, the darker the line; the best member's is thick and dashed, those of members
     that diverged are dotted.
 
     **Arguments:**
@@ -35,6 +36,7 @@ def parallel_coordinates(
     - `score`: what the lines are shaded by; `"validation"` if not given, or `"loss"` where there is none.
     - `log`: the columns on a logarithmic scale. If not given, those of positive numbers whose highest is at least
         a hundred times the lowest.
+    - `mode`: `"min"` where lower scores are better, `"max"` where higher ones are.
     - `cmap`: the matplotlib colour map of the scores, whose beginning is the best.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of the lines, for `matplotlib.axes.Axes.plot`.
@@ -60,11 +62,13 @@ def parallel_coordinates(
     """
     fn = "plot.parallel_coordinates"
     score = _check.check_columns(fn, table, columns, log, score)
-    names = [name for name in table if name not in _NOT_HYPER and name != score] + [score]
+    names = [name for name in table if name not in _check.TABLE_COLUMNS and name != score] + [score]
     lines = _check.check_lines(fn, _flat(table, names if columns is None else columns), log)
     scores = _check.check_plotted(fn, score, table[score], "(members,)", finite=False)
+    _check.mode(mode, name=f"eqx_ensemble.{fn}")
     # Their order, not their size: one bad score would make all others alike.
-    place = np.argsort(np.argsort(np.where(np.isfinite(scores), scores, np.inf), kind="stable"), kind="stable")
+    costs = np.where(np.isfinite(scores), scores if mode == "min" else -scores, np.inf)
+    place = np.argsort(np.argsort(costs, kind="stable"), kind="stable")
     diverged = np.asarray(table["status"]) == "diverged" if "status" in table else ~np.isfinite(scores)
     heights = np.stack([_height(x, _is_log(name, x, log)) for name, x in lines.items()], axis=1)
 
@@ -78,7 +82,7 @@ def parallel_coordinates(
             style["label"] = "diverged"
         elif place[i] == 0:
             member = np.asarray(table["member"])[i] if "member" in table else i
-            style |= {"linewidth": 2.5, "linestyle": "--", "label": f"lowest {score}: member {member}"}
+            style |= {"linewidth": 2.5, "linestyle": "--", "label": f"{_BEST[mode]} {score}: member {member}"}
         ax.plot(heights[i], **of_line(ax, options, **style, marker="None"))
     for i, (name, x) in enumerate(lines.items()):
         ax.axvline(i, color="0.6", linewidth=0.8, zorder=1)

@@ -1,11 +1,11 @@
+from ._errors import DivergedError as DivergedError
+from ._errors import NotSavedError as NotSavedError
 from ._fit import fit as fit
 from ._record import History as History
 from ._revive import Revival as Revival
 from ._revive import Revive as Revive
 from ._revive import perturb as perturb
 from ._revive import revive as revive
-from ._run import DivergedError as DivergedError
-from ._run import NotSavedError as NotSavedError
 from ._run import Run as Run
 from ._state import TrainState as TrainState
 from ._state import init as init

@@ -18,6 +18,7 @@ from ..sharding._layout import Layout
 from ._arrays import Arrays, arrays_of
 from ._batches import Batches
 from ._data import chosen_rows, is_batches, on_device, unmarked
+from ._errors import DivergedError, NotSavedError
 from ._identity import identity
 from ._job import Job, carried_out
 from ._limits import limits_of, retired
@@ -28,9 +29,11 @@ from ._program import Program
 from ._resume import Saver
 from ._revive import Revive
 from ._rows import ORDERS, Order, row_order
-from ._run import DivergedError, NotSavedError, Run
+from ._run import Run
+from ._select import Mode, in_dtype_of
 from ._start import Start, layout_of, start_of
 from ._state import DIVERGED, OK, STATUS_NAMES, TrainState
+from ._trainable import Trainable
 
 
 def fit(
@@ -44,6 +47,7 @@ def fit(
     batch_size: int | None = None,
     validation: PyTree = None,
     score: Callable[..., Any] | None = None,
+    mode: Mode = "min",
     patience: int | None = None,
     min_delta: float = 0.0,
     target: Any = None,
@@ -54,7 +58,7 @@ def fit(
     rows: Any = None,
     order: Order = "each",
     has_aux: bool = False,
-    trainable: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    trainable: Trainable = eqx.is_inexact_array,
     on_diverge: Literal["freeze", "revive", "raise"] | Revive = "freeze",
     plan: AnyPlan = None,
     mesh: Mesh | None = None,
@@ -102,10 +106,12 @@ def fit(
         rows if they are fewer.
     - `validation`: like `data`, scored as one batch in inference mode at the end of every epoch. The weights of a
         member that `max_steps` or `max_seconds` stopped, or the run's end, within an epoch are scored, too.
-    - `score`: called like `loss`, lower is better; the loss if not given.
-    - `patience`: a member stops after this many epochs without an improvement of more than `min_delta`.
-    - `target`: a member stops at the end of the epoch whose validation score is not above it; one number, or one each
-        `(members,)`.
+    - `score`: called like `loss`; the loss if not given.
+    - `mode`: `"min"` where a lower score is better, `"max"` where a higher one is, such as an accuracy.
+    - `patience`: a member stops after this many epochs without an improvement of more than `min_delta`, which is not
+        negative.
+    - `target`: a member stops at the end of the epoch whose validation score is as good: not above it, or not below it
+        with `mode="max"`; one number, or one each `(members,)`.
     - `max_steps`, `max_seconds`: a member stops after so many steps (of all its runs), or at the end of the chunk
         (about a second) in which so much time has passed since the call; one number, or one each `(members,)`.
     - `state`: the stacked `equinox.nn.State` of stateful members.
@@ -114,11 +120,12 @@ def fit(
     - `order`: `"each"`: every member has a row order of its own; `"shared"`: one order for all, which shares each
         batch and is faster; `"given"`: the order of the data.
     - `has_aux`: the loss returns auxiliary outputs after its other outputs; they are reported in the history.
-    - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][].
-    - `on_diverge`: what becomes of a member whose loss or weights stop being finite. `"freeze"`: it keeps its last good
-        weights, the others go on, and a warning names it at the end; `"revive"`: it goes on as a copy of a healthy
-        member, and [`eqx_ensemble.train.Revive`][] lets it start afresh; `"raise"`: the run ends and raises
-        [`eqx_ensemble.train.DivergedError`][], which holds the run so far.
+    - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][]; not the numbers (dropout
+        rates) of `build(zip=...)`, unless it asks for them.
+    - `on_diverge`: what becomes of a member whose loss or weights stop being finite (`jax_debug_nans` is not asked).
+        `"freeze"`: it keeps its last good weights, the others go on, and a warning names it at the end; `"revive"`: it
+        goes on as a copy of a healthy member, and [`eqx_ensemble.train.Revive`][] lets it start afresh; `"raise"`: the
+        run ends and raises [`eqx_ensemble.train.DivergedError`][], which holds the run so far.
     - `plan`: how the members are executed; `eqx_ensemble.plan.Vmap()` if not given. `"auto"` tries what makes sense
         for the program while it trains: [`eqx_ensemble.plan.Auto`][].
     - `mesh`: the devices to train on, from [`eqx_ensemble.make_mesh`][]; where an ensemble was built on a mesh, that
@@ -154,7 +161,8 @@ def fit(
     plan = as_plan(plan)
     lengths = {"epochs": epochs, "steps": steps, "patience": patience}
     how = Revive() if on_diverge == "revive" else on_diverge
-    _check.fit_options(order, ORDERS, validation=validation, on_diverge=how, target=target, **lengths)
+    scoring = {"validation": validation, "score": score, "mode": mode, "min_delta": min_delta, "target": target}
+    _check.fit_options(order, ORDERS, on_diverge=how, **scoring, **lengths)
     if is_batches(data):
         _check.one_pass_only(data, epochs)
     _check.checkpoint_options(checkpoint, (str, os.PathLike, Checkpoints), every, resume)
@@ -163,7 +171,7 @@ def fit(
     layout = layout_of(mesh, ensemble)
     start = start_of(
         ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, layout=layout,
-        has_validation=has_validation, key=key,
+        has_validation=has_validation, mode=mode, key=key,
     )  # fmt: skip
     first = start.state
     limits = limits_of(max_steps, target, first.num_members, min_delta=float(min_delta))
@@ -174,6 +182,9 @@ def fit(
         if score is None and not is_batches(data):
             _check.same_structure(unmarked(validation), unmarked(data))
         validation, _ = on_device(validation, first.num_members, argument="validation", name="fit", layout=layout)
+        assert start.selection is not None
+        assert losses[1] is not None
+        start = start._replace(selection=in_dtype_of(losses[1], start.selection, first, validation))
     own_rows = order == "each" or rows is not None
     patience = None if patience is None else int(patience)  # of NumPy's kinds too
     program = Program(*losses, optimiser, plan, patience, own_rows, isinstance(how, Revive), layout)
@@ -182,7 +193,7 @@ def fit(
     source = _source(data, start, rows=rows, order=order, batch_size=batch_size, layout=layout, key=key)
     if saver is not None:
         options = {"key": key, "max_steps": max_steps, "target": target, "on_diverge": how}
-        options |= {"min_delta": float(min_delta)}
+        options |= {"min_delta": float(min_delta), "mode": mode}
         here = identity(program, start, source.batch(), validation, source.texts, options)
         start = saver.resumed(start, here)
     if saver is None or saver.step < 0:  # a run that was saved may have ended

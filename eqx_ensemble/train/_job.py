@@ -12,6 +12,7 @@ from ..plan._pilot import Pilot, explained_memory
 from ._arrays import Arrays
 from ._batches import Batches
 from ._finish import finished
+from ._health import nan_is_data
 from ._interrupt import Interruption
 from ._limits import Limits, retired
 from ._loop import Loop
@@ -53,6 +54,7 @@ def carried_out(job: Job, *, progress: bool | None) -> Run:
         job.saver or contextlib.nullcontext(),
         Interruption() as interruption,
         progress_line(show=progress, description=words, unit="step") as line,
+        nan_is_data(),
     ):
         loop = Loop(
             job.program, pilot, interruption, job.start.record, line,

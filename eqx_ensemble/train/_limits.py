@@ -23,8 +23,8 @@ def limits_of(max_steps: Any, target: Any, num_members: int, *, min_delta: float
     target = _check.limit(target, "target", num_members, name="fit")
     return Limits(
         None if steps is None else jnp.asarray(steps, jnp.int32),
-        None if target is None else jnp.asarray(target, jnp.float32),
-        jnp.full(num_members, min_delta, jnp.float32),
+        None if target is None else jnp.asarray(target, float),
+        jnp.full(num_members, min_delta, float),
     )
 
 

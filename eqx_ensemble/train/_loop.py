@@ -192,7 +192,7 @@ class Loop:
 
     def report(self, steps: int, carry: Carry) -> None:
         """Moves the progress line on by `steps`."""
-        losses, scores = self.record.latest
+        losses, scores = self.record.latest("min" if carry.selection is None else carry.selection.mode)
         status = self.roster.status(carry)
         shown = {"loss": f"{_mean(losses):.4g}"}
         if scores is not None:

@@ -24,10 +24,12 @@ class Loss(eqx.Module):
     ) -> tuple[Float[Array, ""], tuple[PyTree, PyTree]]:
         """The loss's value, the new state of the model (`None` if it has none) and the auxiliary outputs."""
         arguments = (model, state, batch, key) if self.stateful else (model, batch, key)
+        # A `State` can be updated once, and a line search would update this one again: each call gets a copy.
+        own = (model, jax.tree.map(lambda x: x, state), batch, key) if self.stateful else arguments
         named = {"hyper": hyper} if self.wants_hyper else {}
         shapes = jax.tree.map(_shape, (arguments, named))  # taken now, because a state can be used only once
         with _check.explain_loss(self.fn, arguments, named.get("hyper"), name=self.name, purpose=self.purpose):
-            out = self.fn(*arguments, **named)
+            out = self.fn(*own, **named)
             _check.loss_output(out, stateful=self.stateful, has_aux=self.has_aux)
         _check.warn_of_two_batch_axes(self.fn, *shapes)
         if not (self.stateful or self.has_aux):

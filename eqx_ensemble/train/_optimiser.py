@@ -3,6 +3,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -69,7 +70,7 @@ def resolve(optimiser: Optimiser, hyper: PyTree) -> optax.GradientTransformation
         return optimiser
     try:
         with _check.explain_optimiser("where the optimiser is made of `hyper`", optimiser, hyper):
-            made = optimiser(hyper)
+            made = optimiser(jax.tree.map(_as_python_float, hyper))
     except jax.errors.TracerBoolConversionError as error:
         raise TypeError(_check.LOOKS_AT_HYPER) from error
     _check.made_optimiser(made, name="fit")
@@ -81,6 +82,12 @@ def standard_promotion() -> Iterator[None]:
     """Promotion of dtypes and ranks as optax relies on it, which a user may have made strict."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+def _as_python_float(x: Any) -> Any:
+    """A single number weakly typed, as Python's are: updates keep the weights' dtype, whatever that of `hyper` is."""
+    is_float = eqx.is_array(x) and x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.full_like(0.0, x) if is_float else x  # which is weakly typed as the Python float is that it is like
 
 
 def _is_number(x: Any) -> bool:

@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -69,11 +69,11 @@ class Record:
         """Whether there are steps to tell of."""
         return bool(self._outputs)
 
-    @property
-    def latest(self) -> tuple[np.ndarray, np.ndarray | None]:
+    def latest(self, mode: Literal["min", "max"]) -> tuple[np.ndarray, np.ndarray | None]:
         """Each member's latest loss `(members,)` and best validation score `(members,)`, also when it has left."""
         assert self._latest is not None
-        return self._latest, np.fmin.reduce(self._scores) if self._scores else None
+        better = np.fmin if mode == "min" else np.fmax
+        return self._latest, better.reduce(self._scores) if self._scores else None
 
     @property
     def validated(self) -> bool:

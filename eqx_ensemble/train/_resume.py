@@ -25,6 +25,7 @@ from ._place import Place, decoded, encoded
 from ._program import Carry
 from ._record import History, Record
 from ._revive import Revival
+from ._select import Mode
 from ._start import Start
 from ._state import Fixed, TrainState
 
@@ -140,19 +141,20 @@ class Saver:
             warnings.warn(_check.other_versions(meta["conditions"], now, self.folder), stacklevel=5)
             saved, texts = ({k: v for k, v in t.items() if k not in self._identity.traced} for t in (saved, texts))
         _check.same_call(saved, texts, self.folder)
-        state, steps = start.state, meta["steps"]
-        along = lambda x: np.empty((state.num_members, steps, *x.shape), x.dtype)
-        scores = meta["validations"]
+        state = start.state
+        along = lambda x: np.empty((state.num_members, meta["steps"], *x.shape), x.dtype)
+        count, selection = meta["validations"], start.selection
+        scores = None if selection is None or not count else np.empty((state.num_members, count), selection.score.dtype)
         return _tree(
-            Carry(state.moving, start.selection, state.step),
+            Carry(state.moving, selection, state.step),
             state.fixed,
             state.shared,
             state.ids,
             History(
                 along(self._identity.value),
                 jax.tree.map(along, self._identity.aux),
-                np.empty((state.num_members, scores), np.float32) if scores else None,
-                np.empty(scores, np.int64),
+                scores,
+                np.empty(count, np.int64),
             ),
         )
 
@@ -194,7 +196,7 @@ class Saver:
                 tree,
                 per_member={name: name in _PER_MEMBER for name in tree},
                 ids=self._ids,
-                score=None if scores is None else _mean(scores[:, -1]),
+                score=None if scores is None else _mean(scores[:, -1], mode=_mode_of(carry)),
                 meta={"fit": meta},
             )
         except OSError as error:
@@ -232,6 +234,11 @@ def _conditions() -> dict[str, str]:
     return packages | {"backend": jax.default_backend(), "x64": str(jax.config.read("jax_enable_x64"))}
 
 
-def _mean(scores: np.ndarray) -> float | None:
-    finite = scores[np.isfinite(scores)]
+def _mode_of(carry: Carry) -> Mode:
+    return "min" if carry.selection is None else carry.selection.mode
+
+
+def _mean(scores: np.ndarray, *, mode: Mode) -> float | None:
+    """The mean as a score of which less is better, as those of checkpoints are."""
+    finite = scores[np.isfinite(scores)] * (1 if mode == "min" else -1)
     return float(finite.mean()) if finite.size else None

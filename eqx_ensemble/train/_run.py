@@ -15,9 +15,10 @@ from ..distributed import fetch
 from ..plan import AbstractPlan
 from ..predict import predict
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
+from ._errors import DivergedError
 from ._record import History, last_finite
 from ._revive import Revival
-from ._select import Selection
+from ._select import Mode, Selection
 from ._state import DIVERGED, STATUS_NAMES, TrainState
 from ._summary import summary
 
@@ -37,7 +38,7 @@ class Run(eqx.Module, Generic[M]):
         empty for the others.
     - `revived`: the members that diverged and came back, in order; see [`eqx_ensemble.train.Revive`][].
     - `best_step`, `best_score`: `(members,)`, when each member's validation score was best, and that score (-1 and
-        infinity where there was none); `None` without validation data.
+        infinity where there was none, minus infinity with `mode="max"`); `None` without validation data.
     - `train_state`: the last training state, to go on from with [`eqx_ensemble.fit`][] or
         [`eqx_ensemble.train.make_step`][].
     - `selection`: each member's best weights and how long it has waited for better ones; `None` without validation
@@ -198,7 +199,12 @@ class Run(eqx.Module, Generic[M]):
         kept[healthy] = _check.weights_left(given, healthy, out_of_bag_mean, name=name)
         return kept
 
-    def best(self, count: int = 1, *, by: Any = None) -> Ensemble[M]:
+    @property
+    def mode(self) -> Mode:
+        """Whether a lower (`"min"`) or a higher (`"max"`) validation score is better, as `fit` was told."""
+        return "min" if self.selection is None else self.selection.mode
+
+    def best(self, count: int = 1, *, by: Any = None, mode: Mode | None = None) -> Ensemble[M]:
         """The best members, the best one first; those that diverged are never among them.
 
         ```python
@@ -215,14 +221,19 @@ class Run(eqx.Module, Generic[M]):
         **Arguments:**
 
         - `count`: how many.
-        - `by`: a score for each member `(members,)`, lower is better; `best_score` if not given.
+        - `by`: a score for each member `(members,)`; `best_score` if not given.
+        - `mode`: whether lower scores are better, `"min"`, or higher ones, `"max"`. If not given, lower ones of `by`,
+            and what `fit` was told of `best_score`.
 
         **Returns:** the ensemble of these members.
 
         **Raises:** TypeError without validation scores and `by`, because training losses do not tell which member is
         better; ValueError when fewer members are left.
         """
+        mode = mode or (self.mode if by is None else "min")
+        _check.mode(mode, name="Run.best")
         scores = _check.scores_to_rank(self.best_score if by is None else by, len(self.status), name="Run.best")
+        scores = scores if mode == "min" else -scores
         scores = np.where(self.status == STATUS_NAMES[DIVERGED], np.inf, scores)
         order = np.argsort(np.where(np.isnan(scores), np.inf, scores), kind="stable")
         _check.enough_to_rank(count, int(np.isfinite(scores).sum()), name="Run.best")
@@ -240,29 +251,13 @@ class Run(eqx.Module, Generic[M]):
         """
         columns = {"member": np.asarray(self.ensemble.ids)}
         for path, values in jax.tree_util.tree_flatten_with_path(self.train_state.fixed.hyper)[0]:
-            columns[jax.tree_util.keystr(path, simple=True, separator=".") or "hyper"] = fetch(values)
+            columns[_check.hyper_column(path)] = fetch(values)
         columns["loss"] = last_finite(self.history.loss)
         if self.best_score is not None and self.best_step is not None:
             columns["validation"] = self.best_score
             columns["best_step"] = self.best_step
         columns |= {"status": self.status, "left": self.left}
         return _frame(columns) if as_frame else columns
-
-
-class DivergedError(ArithmeticError):
-    """Raised by [`eqx_ensemble.fit`][] with `on_diverge="raise"` when members diverge; `run` is the run so far."""
-
-    def __init__(self, message: str, run: Run):
-        super().__init__(message)
-        self.run = run
-
-
-class NotSavedError(OSError):
-    """Raised by [`eqx_ensemble.fit`][] when a checkpoint cannot be written; `run` is the run so far."""
-
-    def __init__(self, error: OSError, run: Run):
-        super().__init__(error.errno, _check.not_saved(error, int(run.train_state.step)))
-        self.run = run
 
 
 def _frame(columns: dict[str, np.ndarray]) -> Any:

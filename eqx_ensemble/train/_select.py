@@ -1,3 +1,7 @@
+import dataclasses
+import math
+from typing import Any, Literal
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,11 +12,14 @@ from .. import _axes
 from ..plan import AbstractPlan
 from ._limits import stopped
 from ._loss import Loss
-from ._state import OK, STOPPED, Moving
+from ._state import OK, STOPPED, Moving, TrainState
 
 # Whom a validation judges. `LEFT`: members that stopped within an epoch, at weights that no validation has seen.
 # `END`: those that train as well, where a run ends within an epoch. `EPOCH`: the same, and patience and target act.
 LEFT, END, EPOCH = 0, 1, 2
+
+Mode = Literal["min", "max"]
+"""Whether a lower or a higher score is better."""
 
 
 class Selection(eqx.Module):
@@ -29,23 +36,48 @@ class Selection(eqx.Module):
     waited: Int[Array, "*members"]
     bar: Float[Array, "*members"]
     scored: Int[Array, "*members"]
+    mode: Mode = eqx.field(static=True, default="min")
 
 
-def no_selection(moving: Moving) -> Selection:
+def worst(mode: Mode) -> float:
+    """The score that every other is better than."""
+    return math.inf if mode == "min" else -math.inf
+
+
+def no_selection(moving: Moving, mode: Mode, dtype: Any = jnp.float32) -> Selection:
     """Nothing validated yet. The arrays are copies, because both are donated."""
     count = moving.status.shape[0]
     params, model_state = jax.tree.map(jnp.array, (moving.params, moving.model_state))
-    score = jnp.full(count, jnp.inf, jnp.float32)
+    score = jnp.full(count, worst(mode), dtype)
     never = jnp.full(count, -1, jnp.int32)
-    return Selection(params, model_state, score, never, jnp.zeros(count, jnp.int32), score.copy(), never.copy())
+    waited = jnp.zeros(count, jnp.int32)
+    return Selection(params, model_state, score, never, waited, score.copy(), never.copy(), mode)
 
 
 def forgotten(selection: Selection | None, moving: Moving, members: np.ndarray) -> Selection | None:
     """What is known of the best weights, without that of `members`, which start again with those of `moving`."""
     if selection is None:
         return None
-    fresh = no_selection(moving)
+    fresh = no_selection(moving, selection.mode, selection.score.dtype)
     return jax.tree.map(lambda old, new: old.at[members].set(new[members]), selection, fresh)
+
+
+def in_dtype_of(score: Loss, selection: Selection, state: TrainState, validation: PyTree) -> Selection:
+    """The selection with scores of the dtype that `score` returns, float32 at least: what it tells apart is judged."""
+    if jnp.result_type(float) == jnp.float32:  # there is no wider one, and nothing to trace
+        return selection
+
+    def one(part: PyTree) -> Array:
+        moving, fixed, own = part
+        model = eqx.nn.inference_mode(eqx.combine(moving.params, fixed.frozen, state.shared))
+        key, data = view(own)
+        return score(model, moving.model_state, data, key, fixed.hyper)[0]
+
+    own, view, _ = _axes.split_members((_axes.Each(state.fixed.key), validation), name="fit")
+    every = lambda parts: _axes.over_leading_axis(lambda fn, parts: jax.vmap(fn)(parts), one, parts)
+    values = eqx.filter_eval_shape(every, (state.moving, state.fixed, own))
+    dtype = values.dtype if values.dtype.itemsize > 4 else jnp.float32
+    return dataclasses.replace(selection, score=selection.score.astype(dtype), bar=selection.bar.astype(dtype))
 
 
 def select(
@@ -75,16 +107,18 @@ def select(
         key = jax.random.fold_in(fixed.key, at)
         _, validation, target, min_delta = view(own)
         value, _ = score(model, moving.model_state, validation, key, fixed.hyper)
-        value = value.astype(jnp.float32)
+        value = value.astype(selection.score.dtype)
+        sign = 1 if selection.mode == "min" else -1  # which changes no bit of what is compared
+        gain = lambda best: sign * value < sign * best - min_delta.astype(value.dtype)
         judged = training | unseen
-        better = judged & (value < selection.score - min_delta)
+        better = judged & gain(selection.score)
         params, state = jax.tree.map(
             lambda new, old: jnp.where(better, new, old),
             (moving.params, moving.model_state),
             (selection.params, selection.model_state),
         )
         counts = training & (occasion == EPOCH)
-        closer = counts & (value < selection.bar - min_delta)
+        closer = counts & gain(selection.bar)
         waited = jnp.where(closer, 0, selection.waited + counts.astype(jnp.int32))
         selection = Selection(
             params,
@@ -94,10 +128,11 @@ def select(
             waited,
             jnp.where(closer, value, selection.bar),
             jnp.where(judged, at, selection.scored),
+            selection.mode,
         )
         stops = jnp.bool_(0) if patience is None else waited >= patience
         if target is not None:
-            stops |= value <= target
+            stops |= sign * value <= sign * target.astype(value.dtype)
         moving = stopped(moving, stops & counts, step)
         return moving, selection, jnp.where(judged, value, jnp.nan)
 

@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -15,8 +14,9 @@ from ._place import Place
 from ._record import Record
 from ._revive import Revival
 from ._run import Run
-from ._select import Selection, no_selection
+from ._select import Mode, Selection, no_selection
 from ._state import TrainState, copied, first_state, init_all
+from ._trainable import Trainable
 
 
 class Start(NamedTuple):
@@ -47,9 +47,10 @@ def start_of(
     *,
     state: eqx.nn.State | None,
     hyper: PyTree,
-    trainable: PyTree | Callable[[Any], bool],
+    trainable: Trainable,
     layout: Layout | None,
     has_validation: bool,
+    mode: Mode,
     key: Any,
 ) -> Start:
     """A run's start: from the weights of an ensemble, or where a training state or another run stands.
@@ -59,7 +60,7 @@ def start_of(
     if not isinstance(begun, TrainState | Run):
         options = {"state": state, "hyper": hyper, "trainable": trainable, "layout": layout}
         first = first_state(begun, optimiser, **options, name="fit", key=key)
-        selection = no_selection(first.moving) if has_validation else None
+        selection = no_selection(first.moving, mode) if has_validation else None
         return Start(first, selection, Record(), [], Place(), _no_rows(first))
     given = {"state": state is not None, "hyper": hyper is not None, "trainable": trainable is not eqx.is_inexact_array}
     _check.nothing_twice([name for name, there in given.items() if there])
@@ -73,7 +74,9 @@ def start_of(
     first = _spread(copied(first), layout)
     selection = run.selection if run is not None and has_validation else None
     if has_validation:
-        selection = no_selection(first.moving) if selection is None else jax.tree.map(lambda x: x.copy(), selection)
+        _check.same_mode(mode, None if selection is None else selection.mode)
+        fresh = no_selection(first.moving, mode)
+        selection = fresh if selection is None else jax.tree.map(lambda x: x.copy(), selection)
     if run is None:
         return Start(first, selection, Record(first_step=int(first.step)), [], Place(), _no_rows(first))
     record = Record(first_step=int(first.step) - run.history.loss.shape[1], history=run.history)

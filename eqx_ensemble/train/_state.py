@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from typing import Any, Generic
 
 import equinox as eqx
@@ -14,6 +13,7 @@ from ..plan._on_mesh import on_mesh
 from ..sharding._layout import Layout, layout_for
 from ._hyper import hyper_arrays
 from ._optimiser import Optimiser, init_member
+from ._trainable import Trainable, partition_trainable
 
 OK, STOPPED, DIVERGED = 0, 1, 2
 STATUS_NAMES = ("ok", "stopped", "diverged")
@@ -78,7 +78,7 @@ def init(
     *,
     state: eqx.nn.State | None = None,
     hyper: PyTree = None,
-    trainable: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    trainable: Trainable = eqx.is_inexact_array,
     mesh: Mesh | None = None,
     key: Any,
 ) -> TrainState[M]:
@@ -99,8 +99,11 @@ def init(
         that makes one.
     - `state`: the stacked `equinox.nn.State` of stateful members.
     - `hyper`: hyper-parameters, any PyTree of arrays `(members, ...)`.
-    - `trainable`: which leaves of a member are trained: a function of a leaf or a PyTree of booleans, as in
-        `equinox.partition`. Shared leaves never are.
+    - `trainable`: which leaves of a member are trained: a function of a member's leaf (without the `members` axis) or
+        a PyTree of booleans, as in `equinox.partition`. The function goes by type, shape and dtype, which are the same
+        in all members. Python floats that `build(zip=...)` or `stack(promote_scalars=True)` stacked are floats to
+        it: `eqx.is_inexact_array_like` selects them, `eqx.is_inexact_array` leaves them constant. Shared leaves never
+        are trained.
     - `mesh`: the devices to spread members over, from [`eqx_ensemble.make_mesh`][]; where an ensemble was built on a
         mesh, that one.
     - `key`: the root key of the run's random streams.
@@ -119,7 +122,7 @@ def first_state(
     *,
     state: eqx.nn.State | None,
     hyper: PyTree,
-    trainable: PyTree | Callable[[Any], bool],
+    trainable: Trainable,
     layout: Layout | None,
     name: str,
     key: Any,
@@ -131,8 +134,7 @@ def first_state(
     hyper = None if hyper is None else hyper_arrays(hyper, ensemble.num_members, name=name)
     _check.model_state_missing(ensemble.stacked, state, name=name)
     _check.model_state(state, ensemble.num_members, name=name)
-    params, frozen = eqx.partition(ensemble.stacked, trainable)
-    _check.trainable(params, name=name)
+    params, frozen = partition_trainable(ensemble, trainable, name=name)
     key = _keys.root(key, name=name)
     keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
 

@@ -13,6 +13,7 @@ from ..plan import AbstractPlan, AnyPlan, Auto, Vmap
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot
 from ..sharding._layout import Layout, as_layout
+from ._health import nan_is_data
 from ._limits import Limits
 from ._loss import as_loss
 from ._optimiser import Optimiser
@@ -51,10 +52,11 @@ class Step(eqx.Module, Generic[M]):
         _check.integers_fit(batch, argument="batch", name="train.make_step")
         if self.layout is not None and self.layout.splits_weights:
             self = dataclasses.replace(self, layout=self.layout.splitting(state.moving.params))
-        if self.pilot is None:
-            moving, step, metrics = _compiled_step(self, state, batch)
-        else:
-            moving, step, metrics = _piloted(self, self.pilot, state, batch)
+        with nan_is_data():
+            if self.pilot is None:
+                moving, step, metrics = _compiled_step(self, state, batch)
+            else:
+                moving, step, metrics = _piloted(self, self.pilot, state, batch)
         return TrainState(moving, state.fixed, state.shared, state.ids, step), metrics
 
 

@@ -454,10 +454,10 @@ def test_a_score_that_is_no_number_is_dropped_first():
     ensemble = ee.build(make, 8, key=KEY)
 
     def judged(model, batch, key, hyper):
-        return jnp.where(hyper["member"] == 3, jnp.nan, score(model, batch, key))
+        return jnp.where(hyper["index"] == 3, jnp.nan, score(model, batch, key))
 
     run = ee.methods.successive_halving(
-        ensemble, loss, optax.sgd(0.05), data(), hyper={"member": jnp.arange(8)}, validation=data(16, 1), epochs=1,
+        ensemble, loss, optax.sgd(0.05), data(), hyper={"index": jnp.arange(8)}, validation=data(16, 1), epochs=1,
         factor=2, **(OPTIONS | {"score": judged}),
     )  # fmt: skip
     assert sorted(run.left.tolist()) == [-1, 5, 5, 5, 5, 10, 10, 20]

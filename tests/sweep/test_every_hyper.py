@@ -101,3 +101,37 @@ def assert_differ(run, values):
     """A sweep whose values reach nothing would pass any comparison with itself."""
     last = np.asarray(run.history.loss[:, -1])
     assert len(np.unique(last)) == len(values)
+
+
+# Whatever the dtypes of weights and hyper-parameters, one of these gives what the Python number gives
+
+PLAIN = {
+    "sgd": lambda lr: optax.sgd(lr),
+    "momentum": lambda lr: optax.sgd(0.05, momentum=lr),
+    "adam": lambda lr: optax.adam(lr, b1=0.5),
+    "decay": lambda lr: optax.adamw(0.01, weight_decay=lr),
+    "clipped": lambda lr: optax.chain(optax.clip_by_global_norm(lr), optax.sgd(0.1)),
+    "injected": lambda lr: optax.inject_hyperparams(optax.sgd)(lr),
+}
+DTYPES = [("bfloat16", False), ("float32", True), ("float16", False), ("float32", False), ("float64", True)]
+_FIRST = [("momentum", *DTYPES[0]), ("adam", *DTYPES[0]), ("momentum", *DTYPES[1])]
+_REST = [case for case in ((name, *dtype) for name in PLAIN for dtype in DTYPES) if case not in _FIRST]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "x64"), [*_FIRST, *(pytest.param(*case, marks=pytest.mark.slow) for case in _REST)]
+)
+def test_of_any_dtype(name, dtype, x64):
+    make, values = PLAIN[name], [0.25, 0.125]  # exact in every dtype, so that one rounding is like another
+    with jax.enable_x64(x64):
+        rows = (jnp.ones((4, 3), dtype), jnp.zeros((4, 1), dtype))
+        made = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key, dtype=jnp.dtype(dtype)), 2, key=KEY)
+        mse = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+        options = {"steps": 3, "key": KEY, "plan": ee.plan.Sequential(), "order": "given"}
+        hyper = {"value": np.asarray(values)}
+        run = ee.fit(made, mse, lambda h: make(h["value"]), rows, hyper=hyper, **options)
+        for i, value in enumerate(values):
+            alone = ee.fit(made[[i]], mse, make(value), rows, **options).ensemble
+            assert run.ensemble.stacked.weight.dtype == dtype
+            for got, expected in zip(jax.tree.leaves(run.ensemble[[i]]), jax.tree.leaves(alone), strict=True):
+                np.testing.assert_array_equal(np.asarray(got, float), np.asarray(expected, float))

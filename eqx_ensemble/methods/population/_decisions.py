@@ -1,6 +1,6 @@
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -16,7 +16,12 @@ from ._moves import rank
 
 
 def truncation(
-    scores: Any, healthy: Any = None, *, fraction: float | int = 0.2, key: Any
+    scores: Any,
+    healthy: Any = None,
+    *,
+    fraction: float | int = 0.2,
+    mode: Literal["min", "max"] = "min",
+    key: Any,
 ) -> Int[np.ndarray, " members"]:
     """Donors by truncation: each of the worst members gets one of the best, drawn at random.
 
@@ -30,9 +35,10 @@ def truncation(
 
     **Arguments:**
 
-    - `scores`: one per member `(members,)`, lower is better.
+    - `scores`: one per member `(members,)`.
     - `healthy`: `(members,)`, who may be a donor. The others, and those with a score of NaN, get a donor in any case.
     - `fraction`: of the members, at each end, rounded up; at most a half.
+    - `mode`: `"min"` where lower scores are better, `"max"` where higher ones are.
     - `key`: draws the donors.
 
     **Returns:** for [`eqx_ensemble.methods.population.clone`][]: a donor's place for each member `(members,)`, its own
@@ -42,7 +48,7 @@ def truncation(
     _check.part_of_members(fraction, name="population.truncation")
     count = len(scores)
     able = ~np.isnan(scores) & _check.who_is_healthy(healthy, count, name="population.truncation")
-    order, donors = rank(scores, healthy=able), np.arange(count)
+    order, donors = rank(scores, healthy=able, mode=mode), np.arange(count)
     most = math.ceil(fraction * count - 1e-9) if count > 1 else 0
     best = order[: min(most, able.sum())]
     if len(best) == 0:

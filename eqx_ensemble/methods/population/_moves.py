@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int
@@ -12,8 +12,8 @@ from ...train._revive import copies, gathered
 from ...train._state import OK
 
 
-def rank(scores: Any, *, healthy: Any = None) -> Int[np.ndarray, " members"]:
-    """The members' places in order, the best first; lower scores are better.
+def rank(scores: Any, *, healthy: Any = None, mode: Literal["min", "max"] = "min") -> Int[np.ndarray, " members"]:
+    """The members' places in order, the best first.
 
     ```python
     ee.methods.population.rank([0.3, 0.1, 0.2])  # [1, 2, 0]
@@ -23,12 +23,14 @@ def rank(scores: Any, *, healthy: Any = None) -> Int[np.ndarray, " members"]:
 
     - `scores`: one per member `(members,)`. NaN is worse than any number.
     - `healthy`: `(members,)`, who may be ranked by its score; the others come last.
+    - `mode`: `"min"` where lower scores are better, `"max"` where higher ones are.
 
     **Returns:** places `(members,)`, int64. Equal scores stay in order.
     """
+    _check.mode(mode, name="population.rank")
     scores = _check.member_scores(scores, name="population.rank")
     bad = np.isnan(scores) | ~_check.who_is_healthy(healthy, len(scores), name="population.rank")
-    return np.lexsort((scores, bad))
+    return np.lexsort((scores if mode == "min" else -scores, bad))
 
 
 def select(state: TrainState[M], members: Any) -> TrainState[M]:

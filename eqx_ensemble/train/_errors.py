@@ -1,0 +1,52 @@
+import pickle
+from typing import Any
+
+from .. import _check
+
+
+class DivergedError(ArithmeticError):
+    """Raised by [`eqx_ensemble.fit`][] with `on_diverge="raise"` when members diverge; `run` is the run so far.
+
+    In another process `run` is `None` where it cannot be pickled; a note says what is in the way.
+    """
+
+    def __init__(self, message: str, run: Any):
+        super().__init__(message)
+        self.run = run
+
+    def __reduce__(self) -> tuple:
+        return _again, (type(self), self.args), _state_of(self)
+
+
+class NotSavedError(OSError):
+    """Raised by [`eqx_ensemble.fit`][] when a checkpoint cannot be written; `run` is the run so far.
+
+    In another process `run` is `None` where it cannot be pickled; a note says what is in the way.
+    """
+
+    def __init__(self, error: OSError, run: Any):
+        super().__init__(error.errno, _check.not_saved(error, int(run.train_state.step)))
+        self.run = run
+
+    def __reduce__(self) -> tuple:
+        return _again, (type(self), self.args), _state_of(self)
+
+
+def _again(kind: type[Exception], arguments: tuple) -> Exception:
+    """The error, as far as its message goes; pickle calls the constructor of others with their message alone."""
+    error = kind.__new__(kind)
+    if isinstance(error, OSError):
+        OSError.__init__(error, *arguments)
+    else:
+        Exception.__init__(error, *arguments)
+    return error
+
+
+def _state_of(error: DivergedError | NotSavedError) -> dict[str, Any]:
+    """What else the error holds, the run only where it can be pickled: `jax.nn.relu`, for one, cannot."""
+    try:
+        pickle.dumps(error.run)
+    except (pickle.PicklingError, AttributeError, TypeError) as problem:
+        note = f"`run` is `None` here, because it cannot be pickled: {problem}"
+        return vars(error) | {"run": None, "__notes__": [*getattr(error, "__notes__", ()), note]}
+    return vars(error)

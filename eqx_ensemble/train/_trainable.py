@@ -1,0 +1,54 @@
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from .. import _check, tree
+from .._ensemble import Ensemble, number_flags
+
+Trainable = PyTree | Callable[[Any], bool]
+"""Booleans and functions of a leaf, a prefix of a member's tree, as in `equinox.partition`."""
+
+
+def partition_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> tuple[PyTree, PyTree]:
+    """What is trained of an ensemble's stacked leaves, and what is not; `trainable` sees the leaves of one member."""
+    stacked = ensemble.stacked
+    leaves, treedef = jax.tree.flatten(stacked)
+    flags = number_flags(stacked, ensemble.shared)
+
+    def chosen(own: list[Any]) -> list[bool]:
+        own = [0.0 if flag else x for x, flag in zip(own, flags, strict=True)]
+        member = jax.tree.unflatten(treedef, own)
+        kept = eqx.filter(member, jax.tree.map(_of_floats, trainable), replace=_LeftOut)
+        return [x is not _LeftOut for x in jax.tree.leaves(kept)]
+
+    if trainable is eqx.is_inexact_array:  # which looks at dtypes alone, so that no member has to be taken out
+        mask = chosen(leaves)
+    else:
+        mask, last = (chosen(tree.take(leaves, member)) for member in (0, -1))
+        _check.same_choice(mask, last, stacked, name=name)
+    params, frozen = eqx.partition(stacked, jax.tree.unflatten(treedef, mask))
+    _check.trainable(params, name=name)
+    return params, frozen
+
+
+class _LeftOut:
+    """Stands for a leaf that is not trained."""
+
+
+def _of_floats(test: Any) -> Any:
+    """A test of leaves that may be asked of Python floats, which have no shape to look at."""
+    if not callable(test):
+        return test
+
+    def ask(leaf: Any) -> bool:
+        if type(leaf) is not float:
+            return bool(test(leaf))
+        try:
+            return bool(test(leaf))
+        except (AttributeError, TypeError):  # a test of arrays; what is wrong with it shows on arrays
+            return False
+
+    return ask

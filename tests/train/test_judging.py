@@ -1,0 +1,158 @@
+"""Which scores are better, and by how much: what is refused, and who ranks members by them."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+
+KEY = jax.random.key(0)
+ROWS = (jnp.linspace(-1, 1, 12)[:, None], jnp.ones((12, 1)))
+RATES = jnp.asarray([0.001, 0.3, 0.02, 0.1])
+
+
+def loss(model, batch, key):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+def negative(model, batch, key):
+    return -loss(model, batch, key)
+
+
+def sgd(hyper):
+    return optax.sgd(hyper["lr"])
+
+
+def built():
+    return ee.build(lambda key: eqx.nn.Linear(1, 1, key=key), 4, key=KEY)
+
+
+def fitted(**options):
+    options = {"epochs": 2, "key": KEY, "hyper": {"lr": RATES}} | options
+    return ee.fit(built(), loss, sgd, ROWS, **options)
+
+
+# `mode="max"` of a score is `mode="min"` of its negative, whoever ranks by it
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return fitted(validation=ROWS), fitted(validation=ROWS, score=negative, mode="max")
+
+
+def test_a_run(pair):
+    low, high = pair
+    assert (low.mode, high.mode) == ("min", "max")
+    np.testing.assert_array_equal(high.best_score, -low.best_score)
+    np.testing.assert_array_equal(high.table()["validation"], -low.table()["validation"])
+    assert low.best(2).ids.tolist() == high.best(2).ids.tolist() == np.argsort(low.best_score)[:2].tolist()
+    accuracy = [0.1, 0.2, 0.9, 0.3]
+    assert low.best(by=accuracy, mode="max").ids.tolist() == [2]
+    assert high.best(by=accuracy).ids.tolist() == [0]  # of scores that `fit` knows nothing of, lower ones are better
+
+
+def test_runs_that_go_on(pair):
+    low, high = pair
+    options = {"epochs": 1, "validation": ROWS, "key": KEY}
+    more = ee.fit(high, loss, sgd, ROWS, score=negative, mode="max", **options)
+    np.testing.assert_array_equal(more.best_score, -ee.fit(low, loss, sgd, ROWS, **options).best_score)
+    with pytest.raises(ValueError, match=r"chosen with `mode='max'`, got `mode='min'`"):
+        ee.fit(high, loss, sgd, ROWS, score=negative, **options)
+
+
+def test_no_score_yet():
+    with pytest.warns(UserWarning, match="diverged"):
+        run = fitted(
+            epochs=1, batch_size=1, hyper={"lr": RATES.at[2].set(1e30)}, validation=ROWS, score=negative, mode="max"
+        )
+    assert np.isneginf(run.best_score).tolist() == [False, False, True, False]
+    assert run.best_step.tolist() == [12, 12, -1, 12]
+    assert run.best(3).ids.tolist() == np.argsort(-run.best_score)[:3].tolist()
+
+
+def test_halving():
+    options = {"hyper": {"lr": RATES}, "validation": ROWS, "epochs": 1, "factor": 2, "key": KEY}
+    halved = lambda **more: ee.methods.successive_halving(built(), loss, sgd, ROWS, **options, **more)
+    low, high = halved(), halved(score=negative, mode="max")
+    assert low.left.tolist() == high.left.tolist()
+    assert sorted(low.left.tolist()) == [-1, 1, 1, 2]
+    assert (low.left == -1).nonzero()[0] == np.argmin(low.best_score)
+
+
+def test_population():
+    options = {"hyper": {"lr": RATES}, "validation": ROWS, "epochs": 1, "rounds": 2, "fraction": 0.25, "key": KEY}
+    grown = lambda **more: ee.methods.population_based_training(built(), loss, sgd, ROWS, **options, **more)
+    low, high = grown(), grown(score=negative, mode="max")
+    assert low.lineage.tolist() == high.lineage.tolist()
+    donor, loser = np.argmin(low.scores[0]), np.argmax(low.scores[0])
+    assert low.lineage[0, loser] == donor
+    np.testing.assert_array_equal(low.scores, -high.scores)
+
+
+def test_decisions():
+    scores, healthy = np.array([0.3, np.nan, 0.1, 0.2]), np.array([True, True, True, False])
+    rank = ee.methods.population.rank
+    assert rank(scores, healthy=healthy, mode="max").tolist() == rank(-scores, healthy=healthy).tolist() == [0, 2, 3, 1]
+    donors = ee.methods.population.truncation(scores, fraction=0.25, mode="max", key=KEY)
+    assert donors.tolist() == [0, 0, 2, 3]  # the one without a score is the worst, and gets the highest's
+
+
+def test_checkpoints_keep_the_best(tmp_path):
+    folder = ee.checkpoint.Checkpoints(tmp_path, best=1, last=1)
+    fitted(validation=ROWS, score=negative, mode="max", checkpoint=folder, every=1, epochs=4)
+    contents = [ee.checkpoint.contents(folder.path(step)) for step in folder.steps]
+    assert len({c.score for c in contents}) == len(contents)
+    assert all(c.score > 0 for c in contents)  # less is better there: the score with its sign changed
+
+
+# What is refused
+
+REFUSED = {
+    "min_delta nan": ({"min_delta": float("nan")}, ValueError, "`fit` needs `min_delta`"),
+    "min_delta inf": ({"min_delta": np.inf}, ValueError, "`fit` needs `min_delta`"),
+    "min_delta negative": ({"min_delta": -1.0}, ValueError, "`fit` needs `min_delta`"),
+    "min_delta text": ({"min_delta": "0.1"}, TypeError, "`fit` needs `min_delta` to be a number"),
+    "min_delta array": ({"min_delta": np.zeros(3)}, TypeError, "`fit` needs `min_delta` to be a number"),
+    "min_delta flag": ({"min_delta": True}, TypeError, "`fit` needs `min_delta` to be a number"),
+    "mode": ({"mode": "higher"}, ValueError, "`fit` needs `mode` to be one of 'min', 'max', got 'higher'"),
+    "score alone": ({"score": loss, "validation": None}, TypeError, "needs `validation=` data with `score`"),
+    "min_delta alone": ({"min_delta": 0.1, "validation": None}, TypeError, "needs `validation=` data with `min_delta`"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, unhooked):
+    options, kind, text = REFUSED[case]
+    with pytest.raises(kind, match=re.escape(text)):
+        fitted(**({"validation": ROWS} | options))
+
+
+@pytest.mark.parametrize("name", ["Run.best", "population.rank"])
+def test_no_such_mode(name, pair, unhooked):
+    call = pair[0].best if name == "Run.best" else lambda mode: ee.methods.population.rank([1.0], mode=mode)
+    with pytest.raises(ValueError, match=f"`{name}` needs `mode` to be one of 'min', 'max', got 'higher'"):
+        call(mode="higher")
+
+
+def test_numpy_numbers_are_numbers(unhooked):
+    runs = [fitted(validation=ROWS, patience=1, min_delta=delta) for delta in (0.5, np.float32(0.5), np.float64(0.5))]
+    assert len({tuple(run.left.tolist()) for run in runs}) == 1
+
+
+@pytest.mark.parametrize("name", ["member", "loss", "validation", "best_step", "status", "left"])
+def test_names_that_the_table_has_itself(name):
+    with pytest.raises(ValueError, match=rf"`train.init` needs names(.|\n)*hyper\['{name}'\](.|\n)*what a run reports"):
+        ee.train.init(built(), lambda h: optax.sgd(h["lr"]), hyper={"lr": RATES, name: RATES}, key=KEY)
+
+
+def test_names_that_become_one(pair):
+    assert set(pair[0].table()) == {"lr", "member", "loss", "validation", "best_step", "status", "left"}
+    hyper = {"lr": RATES, "a.b": RATES, "a": {"b": RATES}}
+    with pytest.raises(ValueError, match=r"column `a.b`, which is that of `hyper\['a'\]\['b'\]`"):
+        ee.train.init(built(), sgd, hyper=hyper, key=KEY)
