@@ -3,6 +3,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -59,6 +60,9 @@ def _alike(x: Any) -> bool:
 
 
 def _constant(x: Any) -> bool:
+    """Whether nothing was drawn: one value, or counters such as the ids of an ensemble in an ensemble."""
+    if not is_key(x) and not jnp.issubdtype(x.dtype, jnp.inexact):
+        return True
     numbers = _numbers(x)
     return bool((numbers == numbers.reshape(-1)[0]).all())
 
