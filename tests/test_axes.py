@@ -150,22 +150,25 @@ def test_integers_that_do_not_fit_are_refused(entry):
     assert str(2**32 + 2) in str(caught.value) or str(2**32 + 3) in str(caught.value)
 
 
-def _fits(values):
-    bounds = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
-    return all(bounds.min <= value <= bounds.max for value in values)
+def _held(values):
+    """The integers that a jax array of them holds; `None` where it is refused."""
+    try:
+        return np.asarray(_axes.as_array(values, path="values", name="fit")).tolist()
+    except ValueError as error:
+        if "64 bits" not in str(error):
+            raise
+        return None
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(-(2**70), 2**70) | st.sampled_from([2**31 - 1, 2**31, -(2**31), 2**32]), min_size=1))
 def test_an_integer_stays_itself_or_is_refused(values):
+    bounds = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
+    fit = all(bounds.min <= value <= bounds.max for value in values)
     for given_as in (values, np.array(values), [np.asarray(value)[()] for value in values]):
         if np.asarray(given_as).dtype.kind not in "iu":  # NumPy itself made floats or objects of them
             given_as = values
-        if _fits(values):
-            assert np.asarray(_axes.as_array(given_as, path="values", name="fit")).tolist() == values
-        else:
-            with pytest.raises(ValueError, match="64 bits"):
-                _axes.as_array(given_as, path="values", name="fit")
+        assert _held(given_as) in ([values] if fit else [values, None])  # 2**63 fits where uint64 is chosen for it
 
 
 def test_jax_arrays_and_small_types_are_not_looked_at(monkeypatch):

@@ -137,6 +137,7 @@ def test_keys_of_both_kinds_and_their_values():
 
 ENSEMBLE = ee.build(lambda key: eqx.nn.Linear(1, 1, key=key), 2, key=KEY)
 DATA = jnp.ones((4, 1)), jnp.zeros((4, 1))
+FLOAT = "f64" if jax.config.read("jax_enable_x64") else "f32"
 SAVED = {
     "data": DATA,
     "validation": DATA,
@@ -182,10 +183,13 @@ def folder(tmp_path_factory):
             "`on_diverge`: Revive(make=None, perturb=Plain, most=3), not the same as saved",
         ),
         ({"on_diverge": "freeze"}, "`on_diverge`: saved Revive(make=None, perturb=Plain, most=3), now 'freeze'"),
-        ({"hyper": {"lr": jnp.array([0.1, 0.3])}}, "`hyper['lr']`: saved f32[2] [0.1, 0.2], now f32[2] [0.1, 0.3]"),
+        (
+            {"hyper": {"lr": jnp.array([0.1, 0.3])}},
+            f"`hyper['lr']`: saved {FLOAT}[2] [0.1, 0.2], now {FLOAT}[2] [0.1, 0.3]",
+        ),
         (
             {"data": (2 * DATA[0], DATA[1])},
-            "`data[0]`: saved f32[4,1] [1.0, 1.0, 1.0, 1.0], now f32[4,1] [2.0, 2.0, 2.0, 2.0]",
+            f"`data[0]`: saved {FLOAT}[4,1] [1.0, 1.0, 1.0, 1.0], now {FLOAT}[4,1] [2.0, 2.0, 2.0, 2.0]",
         ),
     ],
 )
