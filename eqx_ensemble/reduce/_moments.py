@@ -1,11 +1,36 @@
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import _check, _weighting, combine, uncertainty
 from ..combine import Gaussian
 from ..uncertainty import Decomposition
 from ._reduction import AbstractSummary
+
+
+class _Centre(NamedTuple):
+    """A mean in two parts: the rounded one, and what rounding has left out so far."""
+
+    mean: Float[Array, "..."]
+    rest: Float[Array, "..."]
+
+
+def _merged_centre(centres: _Centre, weights: Float[Array, " groups"]) -> tuple[_Centre, Array, Array]:
+    """The centre of two groups, the difference of theirs, and the second one's share of the weight.
+
+    A compensated sum: after a thousand merges the mean is still right to its last digit.
+    """
+    (first, second), (left_out, also) = (_weighting.blank_unweighted(part, weights) for part in centres)
+    share = (weights[1] / jnp.sum(weights)).astype(first.dtype)
+    gap = (second - first) + (also - left_out)
+    step = left_out + share * gap
+    mean = first + step
+    taken = mean - first
+    rest = (first - (mean - taken)) + (step - taken)
+    plain = combine.mean(centres.mean, weights=weights)  # infinities have no rest
+    finite = jnp.isfinite(mean)
+    return _Centre(jnp.where(finite, mean, plain), jnp.where(finite, rest, 0)), gap, share
 
 
 class Mean(AbstractSummary):
@@ -25,17 +50,18 @@ class Mean(AbstractSummary):
         fn = "reduce.Mean"
         return _check.check_values(fn, "predictions", _check.one_array(predictions, name=fn))
 
-    def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "..."]:
+    def of_members(self, predictions: PyTree, weights: Any) -> _Centre:
         """The mean of members."""
-        return combine.mean(predictions, weights=weights)
+        mean = combine.mean(predictions, weights=weights)
+        return _Centre(mean, jnp.zeros_like(mean))
 
-    def of_groups(self, summaries: PyTree, weights: Any) -> Float[Array, "..."]:
+    def of_groups(self, summaries: PyTree, weights: Any) -> _Centre:
         """The mean of means."""
-        return combine.mean(summaries, weights=weights)
+        return _merged_centre(summaries, weights)[0]
 
     def result(self, summary: PyTree) -> Float[Array, "..."]:
         """The mean."""
-        return summary
+        return summary.mean
 
 
 class Moments(AbstractSummary):
@@ -43,7 +69,8 @@ class Moments(AbstractSummary):
 
     Groups of members with weights $w_g$, means $\mu_g$ and variances $v_g$ merge into $\mu = \sum_g w_g \mu_g$ and
     $\sum_g w_g (v_g + (\mu_g - \mu)^2)$ (Chan et al.; member by member this is Welford's method): deviations are formed
-    before they are squared, so that a large common offset costs no precision. The result is an
+    before they are squared, and what rounding leaves out of a mean is kept, so that a large common offset costs no
+    precision, however many groups there are. The result is an
     [`eqx_ensemble.combine.Gaussian`][], a named tuple with `.mean` and `.variance`. For members that predict a variance
     themselves see [`eqx_ensemble.reduce.DecomposeVariance`][].
 
@@ -72,18 +99,22 @@ class Moments(AbstractSummary):
         fn = "reduce.Moments"
         return _check.check_values(fn, "predictions", _check.one_array(predictions, name=fn))
 
-    def of_members(self, predictions: PyTree, weights: Any) -> Gaussian:
+    def of_members(self, predictions: PyTree, weights: Any) -> tuple[_Centre, Array]:
         """Mean and variance of members."""
         convex = _check.check_weights("reduce.Moments", weights, predictions.shape[0], predictions.dtype)
-        return Gaussian(*_weighting.moments(_weighting.blank_unweighted(predictions, convex), convex))
+        mean, variance = _weighting.moments(_weighting.blank_unweighted(predictions, convex), convex)
+        return _Centre(mean, jnp.zeros_like(mean)), variance
 
-    def of_groups(self, summaries: PyTree, weights: Any) -> Gaussian:
+    def of_groups(self, summaries: PyTree, weights: Any) -> tuple[_Centre, Array]:
         """Mean and variance of groups from theirs."""
-        return combine.gaussian(*summaries, weights=weights)
+        centres, variances = summaries
+        centre, gap, share = _merged_centre(centres, weights)
+        return centre, combine.mean(variances, weights=weights) + share * (1 - share) * gap**2
 
     def result(self, summary: PyTree) -> Gaussian:
         """Mean and variance."""
-        return summary
+        centre, variance = summary
+        return Gaussian(centre.mean, variance)
 
 
 class DecomposeVariance(AbstractSummary):
