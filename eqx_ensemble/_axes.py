@@ -172,6 +172,8 @@ def as_array(values: Any, *, path: str, name: str) -> jax.Array:
         return strongly_typed(jnp.asarray(values))
     except OverflowError as error:  # Python's own integers
         raise ValueError(_check.too_large(values, path=path, name=name)) from error
+    except TypeError as error:
+        raise TypeError(f"`{name}` needs numbers at `{path}`, got {_check.describe(values)}.") from error
 
 
 def strongly_typed(tree: PyTree) -> PyTree:

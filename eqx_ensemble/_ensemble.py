@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 import equinox as eqx
 import jax
 import numpy as np
-import wadler_lindig
 from jaxtyping import Array, Int, PyTree
 
 from . import _axes, _check, _keys
@@ -80,11 +79,13 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(_check.no_attribute(name))
 
-    def __pdoc__(self, **_: Any) -> wadler_lindig.AbstractDoc:
+    def __pdoc__(self, **_: Any) -> Any:
         """The short form in `repr`, `equinox.tree_pformat` and run-time type errors: print `stacked` for all of it."""
         sizes = {x.shape[:1] for x in jax.tree.leaves((self.stacked, self.ids)) if _axes.is_array(x)}
         count = f"num_members={sizes.pop()[0]}" if len(sizes) == 1 and sizes != {()} else "..."
-        return wadler_lindig.TextDoc(f"{kind_of_members(self)}({count})")
+        from wadler_lindig import TextDoc  # only that package calls this method
+
+        return TextDoc(f"{kind_of_members(self)}({count})")
 
     def __len__(self) -> int:
         return self.num_members

@@ -1,11 +1,13 @@
-"""Bad values for every argument of a function, and what became of each call."""
+"""Bad values for every argument of a function, and what came of each call."""
 
 import dataclasses
+import inspect
 import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,7 +15,7 @@ import eqx_ensemble as ee
 
 _PACKAGE = str(pathlib.Path(ee.__file__).parent)
 
-# A tired user's values. `np.int64(2)` and `np.float32(0.5)` are right wherever 2 and 0.5 are.
+# What a tired user passes. NumPy's 2 and 0.5 are as good as Python's wherever those are.
 BAD: dict[str, Any] = {
     "nan": float("nan"),
     "inf": float("inf"),
@@ -25,39 +27,62 @@ BAD: dict[str, Any] = {
     "array": np.ones((2, 5), np.float32),
     "None": None,
 }
+PYTHONS_OWN = {"int64": 2, "float32": 0.5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A function, arguments that it takes (each made anew for every call), and which of its arguments to spoil."""
+
+    fn: Callable[..., Any]
+    arguments: Mapping[str, Callable[[], Any]]
+    spoiled: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments to spoil: all that the function has, if not said otherwise."""
+        parameters = inspect.signature(self.fn).parameters.values()
+        named = (p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+        return self.spoiled or tuple(named)
+
+    def call(self, name: str, value: Any) -> "Outcome":
+        """The call with one argument spoiled."""
+        made = {other: make() for other, make in self.arguments.items() if other != name}
+        try:
+            return Outcome("accepted", "", self.fn(**made, **{name: value}))
+        except Exception as error:
+            innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+            text = str(error).split("\n--------------------\n")[0]
+            ours = innermost.startswith(_PACKAGE) and "`" in text
+            return Outcome("refused" if ours else "raw", f"{type(error).__name__}: {text}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one call did: `"accepted"`, `"ours"` (an error of the library), or `"raw"` (anybody else's error)."""
+    """What a call did: `"accepted"`, `"refused"` by a check of the library's own, or `"raw"`: another's error."""
 
     kind: str
     message: str
     result: Any = None
 
 
-def call(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
-    """Calls `fn`, and says whose error came of it."""
-    try:
-        return Outcome("accepted", "", fn(**arguments))
-    except Exception as error:
-        innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        ours = innermost.startswith(_PACKAGE) and "`" in text
-        return Outcome("ours" if ours else "raw", f"{type(error).__name__}: {text}")
-
-
-def each_bad(
-    fn: Callable[..., Any], arguments: Mapping[str, Callable[[], Any]], names: tuple[str, ...]
-) -> Iterator[tuple[str, str, Outcome]]:
-    """The outcome of a call with one argument replaced, for each of `names` and each bad value."""
-    for name in names:
+def outcomes(case: Case) -> Iterator[tuple[str, str, Outcome]]:
+    """For every argument and every bad value: argument, label of the value, and what came of it."""
+    for name in case.names:
         for label, value in BAD.items():
-            made = {other: make() for other, make in arguments.items() if other != name}
-            yield name, label, call(fn, {**made, name: value})
+            yield name, label, case.call(name, value)
 
 
-def array(*shape: int) -> jnp.ndarray:
+def assert_same(got: Any, expected: Any) -> None:
+    """Two results are equal, as far as they are made of numbers; of runs, the members are looked at."""
+    is_run = lambda x: isinstance(x, ee.Run)
+    members = lambda tree: jax.tree.map(lambda x: x.ensemble if is_run(x) else x, tree, is_leaf=is_run)
+    numbers = lambda tree: [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | np.ndarray | int | float)]
+    for x, y in zip(numbers(members(got)), numbers(members(expected)), strict=True):
+        if not jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key):
+            np.testing.assert_array_equal(x, y)
+
+
+def array(*shape: int) -> jax.Array:
     """Numbers that differ, between 0 and 1."""
-    size = int(np.prod(shape))
-    return jnp.asarray((np.arange(size) * 0.37 % 1.0).reshape(shape), jnp.float32)
+    return jnp.asarray((np.arange(int(np.prod(shape))) * 0.37 % 1.0).reshape(shape), jnp.float32)

@@ -200,6 +200,7 @@ from ._options import check_flag as check_flag
 from ._options import check_function as check_function
 from ._options import check_number as check_number
 from ._options import check_optional_flag as check_optional_flag
+from ._options import check_optional_function as check_optional_function
 from ._options import check_path as check_path
 from ._options import check_sequence as check_sequence
 from ._options import check_word as check_word
@@ -353,6 +354,7 @@ from ._training import same_choice as same_choice
 from ._training import state_after as state_after
 from ._training import train_state as train_state
 from ._training import trainable as trainable
+from ._training import trainable_choice as trainable_choice
 from ._training import used_hyper as used_hyper
 from ._trees import AVERAGED as AVERAGED
 from ._trees import STACKED as STACKED

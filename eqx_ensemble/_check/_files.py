@@ -3,6 +3,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from ._errors import CheckpointCorruptError, MemberMismatchError
 from ._leaves import MOST_BITS, is_member_array, is_traced, kind_of
@@ -136,7 +137,7 @@ def retention(last: Any, best: Any, every: Any) -> None:
     for argument, value, least in (("last", last, 1), ("best", best, 0), ("every", every, 1)):
         if value is None and argument == "every":
             continue
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(f"`Checkpoints` needs an integer `{argument}`, got {value!r}.")
         if value < least:
             raise ValueError(f"`Checkpoints` needs `{argument}` of at least {least}, got {value}.")

@@ -10,7 +10,7 @@ import numpy as np
 
 from ._errors import MemberMismatchError
 from ._leaves import Size, describe, is_member_array, is_traced
-from ._options import check_axis
+from ._options import check_axis, check_number
 from ._trees import path_text
 
 _STACK = "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`."
@@ -211,8 +211,7 @@ def plan(value: Any, kind: type) -> None:
 
 def share(value: Any) -> None:
     """A part of the whole time."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"`Auto` needs `share` to be a part of the whole time between 0 and 1, got {value!r}.")
+    check_number(value, "share", name="Auto", least=0, most=1)
 
 
 def _some(paths: list[str], most: int = 4) -> str:

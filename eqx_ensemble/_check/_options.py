@@ -36,6 +36,12 @@ def check_function(value: Any, argument: str, *, name: str, example: str) -> Non
         raise TypeError(f"`{name}` needs `{argument}` to be a function, got {_shown(value)}.\nFor example `{example}`.")
 
 
+def check_optional_function(value: Any, argument: str, *, name: str, example: str) -> None:
+    """Something that can be called, or nothing."""
+    if value is not None:
+        check_function(value, argument, name=name, example=example)
+
+
 def check_number(
     value: Any, argument: str, *, name: str, least: float | int = -math.inf, most: float | int = math.inf
 ) -> float:

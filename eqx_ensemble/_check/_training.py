@@ -4,6 +4,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ._errors import MemberMismatchError
@@ -225,6 +226,16 @@ def same_choice(first: list[bool], last: list[bool], leaves: Any, *, name: str) 
         f"`{name}` trains the same leaves in all members; `trainable` does not choose alike in the first and in the "
         f"last of them at `{jax.tree_util.keystr(where)}`.\nLet it go by type, shape and dtype, not by values."
     )
+
+
+def trainable_choice(value: Any, *, name: str) -> None:
+    """A function of a leaf, or booleans and functions in a tree."""
+    for leaf in [None] if value is None else jax.tree.leaves(value):
+        if not isinstance(leaf, bool | np.bool_) and not callable(leaf):
+            raise TypeError(
+                f"`{name}` needs `trainable` to be a function of a leaf, or a tree of booleans, got {kind_of(leaf)}.\n"
+                "For example `lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim == 2`."
+            )
 
 
 def trainable(params: Any, *, name: str) -> None:

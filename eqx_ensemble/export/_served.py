@@ -45,6 +45,8 @@ def served(
 ) -> Served:
     """What is exported, all of it checked."""
     _check.ensemble(ensemble, Ensemble, name=name)
+    _check.check_optional_function(call.fn, "fn", name=name, example="lambda model, x: model(x)")
+    _check.check_optional_function(combine, "combine", name=name, example="eqx_ensemble.combine.mean")
     row = _check.row_shapes(shapes, name=name)
     _check.model_state_missing(ensemble.stacked, state, name=name)
     _check.model_state(state, ensemble.num_members, name=name)

@@ -94,6 +94,8 @@ def predict(
     """
     _check.ensemble(ensemble, Ensemble, name="predict")
     inference = _check.inference_mode(inference, key, name="predict")
+    _check.check_optional_function(fn, "fn", name="predict", example="lambda model, x: model(x)")
+    _check.check_optional_flag(progress, "progress", name="predict")
     plan = as_plan(plan)
     _check.positive_int(batch_size, "batch_size", name="predict")
     _check.model_state_missing(ensemble.stacked, state, name="predict")

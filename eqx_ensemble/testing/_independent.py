@@ -15,6 +15,7 @@ from ..plan import AbstractPlan, Chunked, Sequential, Unrolled, Vmap
 from ..plan._auto import as_plan
 from ..plan._plans import in_words
 from ..train import fit
+from ..train._hyper import hyper_arrays
 from ..train._optimiser import Optimiser
 from ._alone import Alone
 from ._reference import Reference
@@ -93,7 +94,7 @@ def check_independent(
     batches = [jax.tree.map(lambda x, i=i: x[i : i + size], data) for i in range(0, rows, size)]
     batches = [batches[i % len(batches)] for i in range(steps)]
     states = [None] * num_members if state is None else _tree.unstack(state)
-    hypers = [None] * num_members if hyper is None else _tree.unstack(jax.tree.map(jnp.asarray, hyper))
+    hypers = [None] * num_members if hyper is None else _tree.unstack(hyper_arrays(hyper, num_members, name=name))
     keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
     reference = Reference(
         [

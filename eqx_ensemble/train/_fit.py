@@ -160,7 +160,10 @@ def fit(
     _check.no_transformation(name="fit")
     plan = as_plan(plan)
     lengths = {"epochs": epochs, "steps": steps, "patience": patience}
-    how = Revive() if on_diverge == "revive" else on_diverge
+    how = Revive() if isinstance(on_diverge, str) and on_diverge == "revive" else on_diverge
+    _check.check_flag(has_aux, "has_aux", name="fit")
+    _check.check_optional_flag(progress, "progress", name="fit")
+    _check.check_optional_function(score, "score", name="fit", example="lambda model, batch, key: ...")
     scoring = {"validation": validation, "score": score, "mode": mode, "min_delta": min_delta, "target": target}
     _check.fit_options(order, ORDERS, on_diverge=how, **scoring, **lengths)
     if is_batches(data):
@@ -199,7 +202,8 @@ def fit(
     if saver is None or saver.step < 0:  # a run that was saved may have ended
         training = fetch(retired(first.moving, limits, first.step).status) == OK
         _check.goes_on(training, ids=fetch(first.ids))
-    length, lost_before = Length(int(first.step), epochs, steps), fetch(first.moving.status) == DIVERGED
+    length = Length(int(first.step), *(None if given is None else int(given) for given in (epochs, steps)))
+    lost_before = fetch(first.moving.status) == DIVERGED
     run = carried_out(
         Job(program, start, source, length, limits, validation, how, lost_before, max_seconds, saver, key),
         progress=progress,
