@@ -88,11 +88,11 @@ class TestLook:
         assert recurrent.flops == 6 * 2 * 5 * (24 * 4 + 24 * 8)  # the loop's body six times
 
     def test_what_is_worth_trying(self):
-        tiny, busy = Traits(10**5, 0, 0, 0, 0), Traits(10**8, 0, 0, 0, 0)
+        tiny, busy = Traits(10**5, 0, 0, 0, 0, 0), Traits(10**8, 0, 0, 0, 0, 0)
         assert candidates(tiny, 64, steps_inside=True) == [Vmap(), Sequential(), Chunked(8)]
         assert candidates(busy, 64, steps_inside=True) == [Sequential(), Vmap(), Chunked(8)]
         assert candidates(busy, 64, steps_inside=False) == [Vmap(), Sequential(), Chunked(8)]
-        convolutions = Traits(10**5, 0, 2, 0, 0)
+        convolutions = Traits(10**5, 0, 2, 0, 0, 0)
         assert candidates(convolutions, 16, steps_inside=True) == [Sequential(), Vmap(), Unrolled()]
         assert candidates(convolutions, 16, steps_inside=False) == [Vmap(), Unrolled()]
         assert candidates(tiny, 1, steps_inside=True, scan=False) == [Vmap(scan=False)]
@@ -110,7 +110,7 @@ class World:
 
     def __init__(self, seconds, peaks=None, *, share=0.05, memory=None, width=1, compiling=1.0):
         self.seconds, self.peaks, self.compiling = seconds, peaks or {}, compiling
-        book = Book(Traits(0, width, 0, 0, 0), 8, [Trial(plan) for plan in seconds], "step")
+        book = Book(Traits(0, width, 0, 0, 0, 0), 8, [Trial(plan) for plan in seconds], "step")
         self.search = Search(book, share=share, memory=memory)
         self.used = []
 
