@@ -43,7 +43,7 @@ class Record:
             if history.validation is not None:
                 self._scores = list(history.validation.T)
                 self._score_steps = history.validation_step.tolist()
-                self._validated_at = self._score_steps[-1]
+                self._validated_at = max(self._score_steps, default=-1)  # there is none where all failed before it
 
     def add_steps(self, outputs: PyTree) -> None:
         """Outputs of consecutive steps, each `(steps, members, ...)`."""

@@ -185,6 +185,15 @@ class TestRefused:
         with pytest.raises(ValueError, match="all 4 members have stopped or diverged"):
             fitted(run, epochs=1)
 
+    def test_all_failed_before_their_first_validation(self, ensemble):
+        """Their history has validations of nobody, none of which is kept."""
+        huge = optax.sgd(1e30)
+        with pytest.warns(UserWarning, match="diverged"):
+            run = ee.fit(ensemble, loss, huge, data(40), batch_size=8, epochs=2, validation=data(16), key=KEY)
+        assert run.history.validation_step.tolist() == []
+        with pytest.raises(ValueError, match="all 4 members have stopped or diverged"):
+            ee.fit(run, loss, huge, data(40), batch_size=8, epochs=1, validation=data(16), key=KEY)
+
     def test_best_weights_would_be_forgotten(self, ensemble):
         run = fitted(ensemble, epochs=1, validation=data(16))
         with pytest.raises(TypeError, match=r"fit\(run.train_state"):
