@@ -18,14 +18,17 @@ class _Items(NamedTuple):
 class _Sketch(NamedTuple):
     floors: tuple[_Items, ...]
     unknown: Bool[Array, "..."]
+    lean: Float[Array, "..."]  # weight that stands too low, in the mean over pairs, after all joins so far
 
 
 class Quantiles(AbstractReduction):
     r"""Quantiles over members of predictions `(members, ...)`, entry by entry, from a sketch of bounded size.
 
     Exact below `2 * size` members. When a floor of the sketch holds `2 * size` values, neighbours in their order are
-    joined into one of their summed weight at the place of the heavier, which go to the next floor: of $M$ members of
-    equal weight, $\log_2(M / \mathrm{size})$ floors are held, and the rank of a quantile is off by at most
+    joined into one of their summed weight at the place of the heavier, which go to the next floor. Where both weigh
+    the same, the lower and the higher place take turns from join to join, so that ranks are right on average; which
+    comes first is drawn from the bits of the values, so that equal members give equal results. Of $M$ members of equal
+    weight, $\log_2(M / \mathrm{size})$ floors are held, and the rank of a quantile is off by at most
     $M \lfloor \log_2(M / \mathrm{size}) \rfloor / (2 \, \mathrm{size})$ members: 2 % of 4,096. A sketch is for members
     that come in a stream. Where they are at hand, [`eqx_ensemble.predict`][] holds the values of all for some rows at a
     time, which costs less and is exact: `combine=lambda values: jnp.median(values, axis=0)`.
@@ -72,7 +75,8 @@ class Quantiles(AbstractReduction):
         if total is None:
             return partial
         weights = jnp.ones(values.shape[0], values.dtype) if weights is None else jnp.asarray(weights, values.dtype)
-        return self.merge(partial, _Sketch((_new_items(values, weights),), _unknown(values, weights)))
+        lean = jnp.zeros(values.shape[1:], values.dtype)
+        return self.merge(partial, _Sketch((_new_items(values, weights),), _unknown(values, weights), lean))
 
     def merge(self, first: Any, second: Any) -> Any:
         """The sketch of the members of two."""
@@ -80,7 +84,9 @@ class Quantiles(AbstractReduction):
             first, second = second, None
         if first is None:
             return None
-        floors = list(first.floors)
+        floors, unknown, lean = list(first.floors), first.unknown, first.lean
+        if second is not None:
+            unknown, lean = unknown | second.unknown, lean + second.lean
         for i, items in enumerate(() if second is None else second.floors):
             if i < len(floors):
                 floors[i] = jax.tree.map(lambda *xs: jnp.concatenate(xs), floors[i], items)
@@ -89,12 +95,12 @@ class Quantiles(AbstractReduction):
         for i, items in enumerate(floors):  # also those that are appended here
             if items.values.shape[0] < 2 * self.size:
                 continue
-            floors[i], joined = _joined(items)
+            floors[i], joined, lean = _joined(items, lean)
             if i + 1 < len(floors):
                 floors[i + 1] = jax.tree.map(lambda *xs: jnp.concatenate(xs), floors[i + 1], joined)
             else:
                 floors.append(joined)
-        return _Sketch(tuple(floors), first.unknown if second is None else first.unknown | second.unknown)
+        return _Sketch(tuple(floors), unknown, lean)
 
     def finish(self, partial: Any) -> Float[Array, "... levels"]:
         """The quantiles for all members seen."""
@@ -114,13 +120,22 @@ def _unknown(values: Array, weights: Array) -> Array:
 
 
 @jax.jit
-def _joined(items: _Items) -> tuple[_Items, _Items]:
-    """What is left of a floor, at most one value, and its pairs of neighbours."""
+def _joined(items: _Items, lean: Array) -> tuple[_Items, _Items, Array]:
+    """What is left of a floor, at most one value, its pairs of neighbours, and how far all joins lean now."""
     values, weights = jax.lax.sort(tuple(items), dimension=0, num_keys=1)
     whole = values.shape[0] // 2 * 2
     low, high, of_low, of_high = values[0:whole:2], values[1:whole:2], weights[0:whole:2], weights[1:whole:2]
-    pairs = _Items(jnp.where(of_low >= of_high, low, high), of_low + of_high)
-    return _Items(values[whole:], weights[whole:]), pairs
+    down = (lean < 0) | ((lean == 0) & _coin(values))
+    keep_low = (of_low > of_high) | ((of_low == of_high) & down[None])
+    pairs = _Items(jnp.where(keep_low, low, high), of_low + of_high)
+    lean = lean + jnp.mean(jnp.where(keep_low, of_high, -of_low), axis=0)
+    return _Items(values[whole:], weights[whole:]), pairs, lean
+
+
+def _coin(values: Float[Array, "items ..."]) -> Bool[Array, "..."]:
+    """Heads or tails for each entry, from the bits of its values in whatever order: a fixed side would bias ranks."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}"))
+    return jnp.sum(jax.lax.population_count(bits) & 1, axis=0) % 2 == 1
 
 
 @jax.jit

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eqx_ensemble import combine, reduce, uncertainty
-from eqx_ensemble.reduce import _blocks, _reduction
+from eqx_ensemble.reduce import _blocks, _quantiles, _reduction
 
 MEMBERS = 7
 WEIGHTS = np.array([0.5, 3.0, 0.0, 1.0, 0.2, 2.0, 1.5])
@@ -269,6 +269,44 @@ def test_quantiles_of_many_members(chunk):
     assert np.abs(ranks - count * np.array(levels)).max() > 0
     ranks = (values[:, :, None] <= np.asarray(reduce.Quantiles(levels, size=1)(values))[None]).sum(0)
     assert np.abs(ranks - count * np.array(levels)).max() > bound
+
+
+def rank_error(values, weights, *, size, chunk):
+    """The mean over seeds, in columns, and levels of how far quantiles stand from their ranks, as a share of all."""
+    levels = [
+        0.02 + 0.04 * i for i in range(25)
+    ]  # many: one level is off by where it falls between the items of a sketch
+    reduction, partial = reduce.Quantiles(levels, size=size), None
+    for start in range(0, len(values), chunk):
+        rows = slice(start, start + chunk)
+        other = reduction.update(None, values[rows], weights=None if weights is None else weights[rows])
+        partial = reduction.merge(partial, other)
+    found = np.asarray(reduction.finish(partial))
+    counts = np.ones(len(values)) if weights is None else weights
+    below = [counts @ (values < found[:, i]) + counts @ (values <= found[:, i]) for i in range(len(levels))]
+    return np.mean(np.stack(below, axis=-1) / 2 / counts.sum() - np.array(levels))
+
+
+@pytest.mark.parametrize(
+    ("count", "chunk", "weighted"), [(350, 50, False), (600, 7, False), (600, 120, True), (72, 9, False)]
+)
+def test_quantiles_are_right_on_average(count, chunk, weighted, monkeypatch):
+    rng = np.random.default_rng(count + chunk)
+    values = rng.normal(size=(count, 500)).astype(np.float32)
+    weights = rng.integers(1, 4, size=count).astype(np.float32) if weighted else None
+    bound = 0.002  # 500 seeds, each off by 2 % or less (root mean square): a standard error below 0.001
+    assert abs(rank_error(values, weights, size=16, chunk=chunk)) < bound
+    joined = _quantiles._joined
+    monkeypatch.setattr(_quantiles, "_joined", lambda items, lean: joined(items, jnp.full_like(lean, -1)))
+    assert abs(rank_error(values, weights, size=16, chunk=chunk)) > 2.5 * bound  # always the lower place
+
+
+def test_sketches_of_equal_members_are_equal():
+    values = np.random.default_rng(0).normal(size=(90, 3)).astype(np.float32)
+    first, again = (reduce.Quantiles([0.3], size=8).update(None, values) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    turned = reduce.Quantiles([0.3], size=8).update(None, values[::-1])
+    np.testing.assert_array_equal(first.floors[1].values, turned.floors[1].values)
 
 
 def test_quantiles_of_compiled_chunks_of_no_weight():
