@@ -10,7 +10,7 @@ from jaxtyping import Array, Key, PyTree
 
 from .. import _axes, _check, _keys
 from .._build import build
-from .._ensemble import M
+from .._ensemble import Ensemble, M
 from ..distributed import fetch
 from ._hyper import changed_hyper
 from ._optimiser import Optimiser, keep_noise
@@ -48,8 +48,9 @@ class Revive(eqx.Module):
 
     **Arguments:**
 
-    - `make`: a constructor of one member, as for [`eqx_ensemble.build`][]: the member starts from a fresh
-        initialisation. If not given, it becomes a copy of a healthy member drawn at random, with that one's optimiser
+    - `make`: a constructor of one member, as for [`eqx_ensemble.build`][], called with a key only: the member starts
+        from a fresh initialisation and keeps the numbers (dropout rates) of `build(zip=...)`, but for those that are
+        trained. If not given, it becomes a copy of a healthy member drawn at random, with that one's optimiser
         state and hyper-parameters.
     - `perturb`: `perturb(hyper, key)` changes the hyper-parameters of one member that comes back, so that it need not
         fail in the same way; [`eqx_ensemble.train.perturb`][] if not given, `None` to keep them.
@@ -177,10 +178,11 @@ def _fresh(
     moving, fixed = state.moving, state.fixed
     made = build(make, keys=keys)
     new, model_state = made if isinstance(made, tuple) else (made, None)
-    _check.same_members([state.ensemble[0], new[0]], name="Revive(make)")
-    whole = eqx.combine(new.stacked, new.shared)
-    chosen = lambda kept: jax.tree.map(lambda x, y: None if x is None else y, kept, whole, is_leaf=lambda x: x is None)
-    params, frozen = chosen(moving.params), chosen(fixed.frozen)
+    before = state.ensemble[lost]
+    own = _with_numbers_of(before, new)
+    _check.same_members([before[0], own[0]], name="Revive(make)")
+    params = _as_in(moving.params, new, len(lost))
+    frozen = _as_in(fixed.frozen, own, len(lost))
     hyper = _perturbed(fixed.hyper, how, lost, keys)
     opt_state = init_all(optimiser, params, jax.tree.map(lambda x: x[lost], hyper), state.ids[lost])
     put = lambda old, new: jnp.asarray(old).at[lost].set(new) if _axes.is_array(old) else old
@@ -190,6 +192,32 @@ def _fresh(
         (params, opt_state, model_state, frozen),
     )
     return _training(moving, (params, opt_state, model_state), lost), Fixed(frozen, fixed.key, hyper)
+
+
+def _with_numbers_of(before: Ensemble, new: Ensemble) -> Ensemble:
+    """New members with the numbers that `build(zip=...)` gave each of those `before` them: `make` does not know these.
+
+    Models of another structure stay as they are.
+    """
+    is_none = lambda x: x is None
+    if jax.tree.structure(before.stacked, is_leaf=is_none) != jax.tree.structure(new.stacked, is_leaf=is_none):
+        return new
+
+    def own(x: Any, mark: Any, y: Any, number: Any) -> Any:
+        return x if x is not None and type(mark) is float and y is None and type(number) is float else y
+
+    stacked = jax.tree.map(own, before.stacked, before.shared, new.stacked, new.shared, is_leaf=is_none)
+    return Ensemble(stacked, new.shared, new.ids)
+
+
+def _as_in(kept: PyTree, members: Ensemble, count: int) -> PyTree:
+    """The leaves of `members` that `kept` has, each of all members."""
+
+    def of_all(x: Any, y: Any) -> Any:
+        return None if x is None else jnp.full(count, y, x.dtype) if type(y) is float and _axes.is_array(x) else y
+
+    whole = eqx.combine(members.stacked, members.shared)
+    return jax.tree.map(of_all, kept, whole, is_leaf=lambda x: x is None)
 
 
 def _training(moving: Moving, trained: tuple[PyTree, PyTree, PyTree], members: np.ndarray) -> Moving:

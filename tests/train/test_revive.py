@@ -27,7 +27,7 @@ def faulty_at(step, member):
     def loss(model, batch, key, hyper):
         x, y = batch
         value = jnp.mean((jax.vmap(model)(x)[:, 0] - y[:, 0]) ** 2)
-        here = (hyper["member"] == member) & jnp.any(y[:, 1] == step)
+        here = (hyper["place"] == member) & jnp.any(y[:, 1] == step)
         return jnp.where(here, jnp.nan, value)
 
     return loss
@@ -40,7 +40,7 @@ def data(steps=20):
 
 
 def hyper(members=MEMBERS):
-    return {"lr": jnp.linspace(1e-3, 2e-2, members), "member": jnp.arange(float(members))}
+    return {"lr": jnp.linspace(1e-3, 2e-2, members), "place": jnp.arange(float(members))}
 
 
 def fitted(on_diverge, *, step=7, member=2, ensemble=None, steps=20, **options):
@@ -52,6 +52,26 @@ def fitted(on_diverge, *, step=7, member=2, ensemble=None, steps=20, **options):
 
 
 KEPT = Revive(perturb=None)
+
+
+class Numbered(eqx.Module):
+    linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, rate, *, key):
+        self.linear = eqx.nn.Linear(3, 1, key=key)
+        self.dropout = eqx.nn.Dropout(rate)
+
+
+def numbered(default):
+    rates = {"rate": [0.1, 0.3, 0.5]}
+    return ee.build(lambda key, rate=default: Numbered(rate, key=key), zip=rates, key=KEY)
+
+
+def failed(ensemble, members, **options):
+    """A training state in which some members have diverged."""
+    state = ee.train.init(ensemble, optax.adam(0.1), key=KEY, **options)
+    return eqx.tree_at(lambda state: state.moving.status, state, state.moving.status.at[np.array(members)].set(2))
 
 
 class TestDonor:
@@ -99,10 +119,10 @@ class TestDonor:
     def test_after_so_many_times_it_stays_frozen(self):
         def always(model, batch, key, hyper):
             value = jnp.mean(jax.vmap(model)(batch[0]) ** 2)
-            return jnp.where(hyper["member"] == 2, jnp.nan, value)
+            return jnp.where(hyper["place"] == 2, jnp.nan, value)
 
         ensemble = ee.build(make, MEMBERS, key=KEY)
-        how = Revive(perturb=lambda h, key: h | {"member": 2.0}, most=2)
+        how = Revive(perturb=lambda h, key: h | {"place": 2.0}, most=2)
         with pytest.warns(UserWarning, match=r"1 member\(s\) diverged .* 2 at step 2 \(`loss`\)"):
             run = ee.fit(
                 ensemble, always, OPTIMISER, data(), epochs=1, batch_size=BATCH, hyper=hyper(), on_diverge=how, key=KEY
@@ -150,7 +170,7 @@ class TestFresh:
     def test_two_at_once_are_different(self):
         def both(model, batch, key, hyper):
             value = jnp.mean(jax.vmap(model)(batch[0]) ** 2)
-            return jnp.where((hyper["member"] < 2) & jnp.any(batch[1][:, 1] == 4), jnp.nan, value)
+            return jnp.where((hyper["place"] < 2) & jnp.any(batch[1][:, 1] == 4), jnp.nan, value)
 
         ensemble = ee.build(make, MEMBERS, key=KEY)
         run = ee.fit(
@@ -176,7 +196,7 @@ class TestFresh:
             x, y = batch
             call = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
             out, state = call(x, state)
-            here = (hyper["member"] == 2) & jnp.any(y[:, 1] == 7)
+            here = (hyper["place"] == 2) & jnp.any(y[:, 1] == 7)
             return jnp.where(here, jnp.nan, jnp.mean((out[:, 0] - y[:, 0]) ** 2)), state
 
         fresh = eqx.nn.make_with_state(Net)
@@ -188,6 +208,27 @@ class TestFresh:
             )  # fmt: skip
             assert len(run.revived) == 1
             assert run.status.tolist() == ["ok"] * MEMBERS
+
+    @pytest.mark.parametrize("default", [0.2, 0.1, 0.3])  # the first member's own is none of the others'
+    def test_numbers_stay_a_members_own(self, default):
+        lost = failed(numbered(default), [1, 2])
+        state, events = ee.train.revive(lost, optax.adam(0.1), Revive(lambda key: Numbered(default, key=key)), key=KEY)
+        assert [event.member for event in events] == [1, 2]
+        assert [member.dropout.p for member in state.ensemble] == [0.1, 0.3, 0.5]
+        assert not np.allclose(state.ensemble[2].linear.weight, lost.ensemble[2].linear.weight)
+
+    def test_trained_numbers_start_again(self):
+        lost = failed(numbered(0.2), [1], trainable=eqx.is_inexact_array_like)
+        state, _ = ee.train.revive(lost, optax.adam(0.1), Revive(lambda key: Numbered(0.2, key=key)), key=KEY)
+        assert [member.dropout.p for member in state.ensemble] == [0.1, 0.2, 0.5]
+
+    @pytest.mark.usefixtures("unhooked")
+    def test_other_numbers_that_all_share_are_refused(self):
+        shared = ee.build(lambda key: Numbered(0.1, key=key), 3, key=KEY)
+        with pytest.raises(ee.MemberMismatchError, match=r"Revive\(make\)(.|\n)*expected 0.1, got 0.2"):
+            ee.train.revive(
+                failed(shared, [1]), optax.adam(0.1), Revive(lambda key: Numbered(0.2, key=key)), key=KEY
+            )  # fmt: skip
 
     @pytest.mark.usefixtures("unhooked")
     def test_another_kind_of_model_is_refused(self):
