@@ -3,6 +3,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import equinox as eqx
 import jax
+import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
@@ -15,6 +16,8 @@ M = TypeVar("M")
 
 Where = Callable[[Any], Any]
 """Selects nodes of a model, as in `equinox.tree_at`."""
+
+_Path = tuple[Any, ...]
 
 
 class Ensemble(_axes.AbstractPerMember, Generic[M]):
@@ -35,7 +38,9 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
 
     **Attributes:**
 
-    - `stacked`: the model with the leaves that differ between members, each `(members, ...)`; `None` elsewhere.
+    - `stacked`: the model with the leaves that differ between members, each `(members, ...)`; `None` elsewhere, but
+        for the flags `inference` of layers such as dropout. They stand in `shared` and here, so that
+        `equinox.nn.inference_mode(ensemble)` sets both.
     - `shared`: the model with the leaves that all members use: activation functions and the like, and what
         `shared=` of the constructors selected; `None` elsewhere. Shared arrays are constants in
         [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][]: a trunk trained by all its members would couple
@@ -52,6 +57,11 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     shared: M
     ids: Int[Array, " members"]
 
+    def __init__(self, stacked: M, shared: M, ids: Int[Array, " members"]):
+        self.stacked = _with_flags(stacked, shared)
+        self.shared = shared
+        self.ids = ids
+
     def __check_init__(self):
         _check.ids(self.ids)
         _check.stacked_leaves(self.stacked, self.ids)
@@ -59,12 +69,17 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     def per_member(self) -> PyTree:
         """The leaves that differ between members, and the members' ids."""
         _check.integer_ids(self.ids)
-        return self.stacked, self.ids
+        return self.arrays, self.ids
 
     def one(self, part: PyTree) -> M:
         """The model of one member, given its part of `per_member()`."""
         stacked, _ = part
         return eqx.combine(stacked, self.shared)
+
+    @property
+    def arrays(self) -> M:
+        """`stacked` without the flags that `shared` holds too: arrays alone, each `(members, ...)`."""
+        return _without_flags(self.stacked, self.shared)
 
     @property
     def num_members(self) -> int:
@@ -116,7 +131,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         """One member for an integer; a smaller ensemble for a slice, a list of integers or a mask."""
         _check.no_second_index(index)
         if self.ids is None:  # as above
-            return self.one((_tree.take(self.stacked, _check.one_member(index)), None))
+            return self.one((_tree.take(self.arrays, _check.one_member(index)), None))
         stacked, ids = _tree.take(self.per_member(), index)
         if ids.ndim < self.ids.ndim:
             return _one_alone(stacked, self.shared)
@@ -261,7 +276,7 @@ def average(ensemble: Ensemble[M], weights: Any = None) -> M:
     """
     _check.ensemble(ensemble, Ensemble, name="average")
     _check.one_weight_each(weights, ensemble.num_members, name="average")
-    inexact, exact = eqx.partition(ensemble.stacked, eqx.is_inexact_array)
+    inexact, exact = eqx.partition(ensemble.arrays, eqx.is_inexact_array)
     _check.equal_members(exact, name="average")
     kept, _ = _tree.take((exact, ensemble.ids), 0)
     members = [part for part, _ in _tree.unstack((inexact, ensemble.ids))]
@@ -297,6 +312,42 @@ def _one_alone(stacked: PyTree, shared: PyTree) -> Any:
         return float(str(np.asarray(x)[()]))
 
     return eqx.combine(jax.tree.map(number, stacked, shared, is_leaf=lambda x: x is None), shared)
+
+
+def _with_flags(stacked: PyTree, shared: PyTree) -> PyTree:
+    """The stacked part of a model, with the flags `inference` of its layers, which the shared part holds.
+
+    `equinox.nn.inference_mode` sets every attribute of that name, and can set none that is `None`.
+    """
+
+    def put(path: _Path, x: Any, y: Any) -> Any:
+        if not _is_inference(path) or y is None or _axes.is_array(y):
+            return x
+        _check.one_mode(x, y, jtu.keystr(path))
+        return y if x is None else x
+
+    if not any(type(y) is bool for y in jax.tree.leaves(shared)):  # flattens in C++, as most models have no flag
+        return stacked
+    return jtu.tree_map_with_path(put, stacked, shared, is_leaf=lambda x: x is None)
+
+
+def _without_flags(stacked: PyTree, shared: PyTree) -> PyTree:
+    """The stacked part of a model without what `_with_flags` put there."""
+
+    def cut(path: _Path, x: Any, y: Any) -> Any:
+        if not _is_inference(path) or x is None or y is None:
+            return x
+        _check.one_mode(x, y, jtu.keystr(path))
+        return None
+
+    # Within `jax.jit` a flag is a traced scalar, whereas what carries members has an axis.
+    if all(_axes.is_array(x) and x.ndim > 0 for x in jax.tree.leaves(stacked)):
+        return stacked
+    return jtu.tree_map_with_path(cut, stacked, shared, is_leaf=lambda x: x is None)
+
+
+def _is_inference(path: _Path) -> bool:
+    return path[-1:] == (jtu.GetAttrKey("inference"),)
 
 
 def _axes_mask(model: PyTree, shared: Where | None) -> PyTree[bool]:

@@ -25,6 +25,7 @@ from ._building import no_second_key as no_second_key
 from ._building import no_text_arrays as no_text_arrays
 from ._building import one_count as one_count
 from ._building import one_member as one_member
+from ._building import one_mode as one_mode
 from ._building import per_member_arguments as per_member_arguments
 from ._building import selected as selected
 from ._building import stacked_leaves as stacked_leaves

@@ -166,6 +166,16 @@ def stacked_leaves(stacked: Any, ids: Any) -> None:
         raise MemberMismatchError(f"`Ensemble` needs one id per member: {found} members, {ids.shape[0]} ids.")
 
 
+def one_mode(stacked: Any, shared: Any, path: str) -> None:
+    """A layer's flag `inference` has one value for all members, wherever it stands."""
+    if type(stacked) is bool and type(shared) is bool and stacked is not shared:
+        raise ValueError(
+            "An `Ensemble` needs one value of each layer's `inference`, which all members share.\n"
+            f"  at `{path}`: expected {shared}, as in `shared`, got {stacked} in `stacked`\n"
+            "Set both by `equinox.nn.inference_mode(ensemble, value=...)`."
+        )
+
+
 def no_second_index(index: Any) -> None:
     """An index of members, not one that reaches into their arrays."""
     if isinstance(index, tuple):

@@ -15,7 +15,7 @@ Trainable = PyTree | Callable[[Any], bool]
 def partition_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> tuple[PyTree, PyTree]:
     """What is trained of an ensemble's stacked leaves, and what is not; `trainable` sees the leaves of one member."""
     _check.trainable_choice(trainable, name=name)
-    stacked = ensemble.stacked
+    stacked = ensemble.arrays
     leaves, treedef = jax.tree.flatten(stacked)
     flags = number_flags(stacked, ensemble.shared)
 
