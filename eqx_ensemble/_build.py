@@ -88,7 +88,9 @@ def build(
     - `keys`: one key per member `(members,)` instead of `key`.
     - `zip`: per-member arguments; member `i` gets the `i`-th of each, as in `zip`. Each value has the leading
         `members` axis. One number for each member is a Python number to `make`: kept as it is (a dropout rate, a
-        scale), it stays a constant in training; `jnp.asarray(scale)` makes a parameter of it.
+        scale), it stays a constant in training; `jnp.asarray(scale)` makes a parameter of it. Functions of a member
+        see it as an array: `equinox.filter_grad` in [`eqx_ensemble.map_members`][], and of a whole ensemble in a loop
+        of your own, gives it a gradient, and a penalty on all arrays of a model counts it.
     - `product`: per-member arguments; there is one member for each combination of them, as in `itertools.product`
         (the last name varies fastest).
     - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They

@@ -110,6 +110,12 @@ def no_text_arrays(tree: Any, *, name: str) -> None:
             )
 
 
+_ALL_AT_ONCE = (
+    "`eqx_ensemble.build` runs the constructor for all members at once, so arrays that depend on the key or on "
+    "per-member arguments have no concrete value in it."
+)
+
+
 @contextlib.contextmanager
 def explained_constructor() -> Iterator[None]:
     """Adds the way round to errors of constructors that need concrete values."""
@@ -117,10 +123,15 @@ def explained_constructor() -> Iterator[None]:
         yield
     except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
         error.add_note(
-            "`eqx_ensemble.build` runs the constructor for all members at once, so arrays that depend on the key or on "
-            "per-member arguments have no concrete value in it.\n"
-            "Build the members one by one instead: `eqx_ensemble.stack([make(key) for key in keys])`."
+            f"{_ALL_AT_ONCE}\nBuild the members one by one instead: `eqx_ensemble.stack([make(key) for key in keys])`."
         )
+        raise
+    except TypeError as error:
+        if "concrete values of integer type" in str(error):
+            error.add_note(
+                f"{_ALL_AT_ONCE}\nA number that decides a shape, such as a width, makes another architecture: build "
+                "one ensemble for each."
+            )
         raise
 
 

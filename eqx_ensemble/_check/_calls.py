@@ -18,6 +18,7 @@ from ._leaves import describe, is_member_array, kind_of
 _MOST_SHAPES = 8
 _ONE_FOR_MANY = "rank should be at least 1, but is only 0"
 _INTEGERS = re.compile(r"dtype.*integer|integer.* type|integer labels", re.IGNORECASE | re.DOTALL)
+_KEY_WORDS = re.compile("key|rng|seed|^[kr]$|^_|^argument ")
 _NUMBERS = re.compile("rate|step_size|decay|momentum|scale|clip|norm$")
 _UNBOUND = re.compile(r"unbound axis name:? '?(\w+)")
 
@@ -96,7 +97,7 @@ def _cause(error: Exception, parameters: list[str], arguments: tuple[Any, ...], 
     model, *state, batch, _ = arguments
     leaves = [x for x in jax.tree.leaves(batch) if is_member_array(x)]
     batch_name, key_name = parameters[-2:]
-    if len(leaves) > 1 and not re.search("key|rng|seed|^_|^argument ", key_name):
+    if len(leaves) > 1 and not _KEY_WORDS.search(key_name):
         before = "model, state" if state else "model"
         return (
             f"A loss is called as `loss({before}, batch, key)`: `{batch_name}` is the whole batch and `{key_name}` the "
@@ -119,11 +120,12 @@ def _cause(error: Exception, parameters: list[str], arguments: tuple[Any, ...], 
 def _known_cause(error: Exception, leaves: list[Any], hyper: PyTree) -> str | None:
     """Mistakes that JAX's own messages give away."""
     text = str(error)
-    floats = sorted((x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)), key=lambda x: x.ndim)
-    if floats and _INTEGERS.search(text):
-        return (
-            f"If `{describe(floats[0])}` holds class labels, make them integers: `fit(..., (x, y.astype(int)), ...)`."
-        )
+    no_labels = [x for x in leaves if not jnp.issubdtype(x.dtype, jnp.integer)]
+    # The one of the dtype that the error names, and of those the one with the fewest axes.
+    no_labels.sort(key=lambda x: (x.dtype.name not in text, x.ndim))
+    if no_labels and _INTEGERS.search(text):
+        labels = describe(no_labels[0])
+        return f"If `{labels}` holds class labels, make them integers: `fit(..., (x, y.astype(int)), ...)`."
     if _ONE_FOR_MANY in text:
         return (
             "`key` is one key for the whole batch. For one per example: "

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -198,6 +199,7 @@ def fit(
         options = {"key": key, "max_steps": max_steps, "target": target, "on_diverge": how}
         options |= {"min_delta": float(min_delta), "mode": mode}
         here = identity(program, start, source.batch(), validation, source.texts, options)
+        program = dataclasses.replace(program, traced=here.programs)
         start = saver.resumed(start, here)
     if saver is None or saver.step < 0:  # a run that was saved may have ended
         training = fetch(retired(first.moving, limits, first.step).status) == OK

@@ -22,12 +22,13 @@ from ._texts import array_texts, digest_of, function_text, option_text, program_
 class Identity(NamedTuple):
     """What a call of `fit` is.
 
-    `texts` say it, of which those named in `traced` hold under the same versions of the libraries only; `value` and
-    `aux` are the shapes of a member's loss and its auxiliary outputs.
+    `texts` say it, of which those named in `traced` hold under the same versions of the libraries only; `programs` are
+    those of loss, score and optimiser, `value` and `aux` the shapes of a member's loss and its auxiliary outputs.
     """
 
     texts: dict[str, str]
     traced: tuple[str, ...]
+    programs: tuple[str, ...]
     value: jax.ShapeDtypeStruct
     aux: PyTree
 
@@ -58,7 +59,7 @@ def identity(
     texts = {name: option_text(value) for name, value in options.items() if name not in traced} | texts
     texts |= {"batch": _shapes_text(batch), "members' keys": digest_of(fixed.key)}
     texts |= array_texts(fixed.hyper, "hyper") | array_texts(validation, "validation")
-    return Identity(traced | texts, tuple(traced), value, aux)
+    return Identity(traced | texts, tuple(traced), tuple(programs.values()), value, aux)
 
 
 def _revive_text(how: Revive, hyper: PyTree) -> str:

@@ -52,6 +52,9 @@ class Program(eqx.Module):
     own_rows: bool = eqx.field(static=True)
     halts: bool = eqx.field(static=True)
     layout: Layout | None = eqx.field(static=True, default=None)
+    # What its functions were traced to, where that is saved with the run: a global that the loss reads may have changed
+    # since the same objects were compiled, and the run has to be what its checkpoints say.
+    traced: tuple[str, ...] = eqx.field(static=True, default=())
 
     def step(self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None) -> tuple[Carry, PyTree]:
         """One step of all members on the given rows of the data; on the data themselves when `rows` is `None`.

@@ -90,6 +90,10 @@ MISTAKES = {
         forgets_vmap, ENSEMBLE, Y, {}, ["model: MLP", "batch: (f32[6,2], f32[6,1])", "key: key<fry>[]"],
         "`MLP` was called with f32[6,2], a whole batch. If it takes one example, write `jax.vmap(model)(x)`.",
     ),
+    "no vmap, short names": (
+        lambda m, b, k: jnp.mean(m(b[0]) - b[1]), ENSEMBLE, Y, {}, ["m: MLP", "b: (f32[6,2], f32[6,1])"],
+        "`MLP` was called with f32[6,2], a whole batch. If it takes one example, write `jax.vmap(model)(x)`.",
+    ),
     "x and y": (
         takes_x_and_y, ENSEMBLE, Y, {}, ["model: MLP", "x: (f32[6,2], f32[6,1])", "y: key<fry>[]"],
         "A loss is called as `loss(model, batch, key)`: `x` is the whole batch and `y` the random key. Take the batch "
@@ -98,6 +102,10 @@ MISTAKES = {
     "float labels": (
         cross_entropy, CLASSIFIERS, LABELS.astype(jnp.float32), {}, ["batch: (f32[6,2], f32[6])"],
         "If `f32[6]` holds class labels, make them integers: `fit(..., (x, y.astype(int)), ...)`.",
+    ),
+    "boolean labels": (
+        cross_entropy, CLASSIFIERS, LABELS.astype(bool), {}, ["batch: (f32[6,2], bool[6])"],
+        "If `bool[6]` holds class labels, make them integers: `fit(..., (x, y.astype(int)), ...)`.",
     ),
     "hyper of another name": (
         decays, ENSEMBLE, Y, {"hyper": {"decoy": np.ones(3, np.float32)}}, ["hyper: {'decoy': f32[]}"],

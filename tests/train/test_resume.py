@@ -48,6 +48,13 @@ def loss_with_aux(model, batch, key):
     return value, {"twice": 2 * value, "pair": jnp.stack([value, value])}
 
 
+WEIGHT = 1.0
+
+
+def weighted(model, batch, key):
+    return WEIGHT * loss(model, batch, key)
+
+
 def by_lr(hyper):
     return optax.adam(hyper["lr"])
 
@@ -362,6 +369,16 @@ class TestAnotherCallIsRefused:
         fitted(ensemble, fn=weighted(np.ones(3, np.float32)), steps=5, checkpoint=tmp_path / "a")
         with pytest.raises(ValueError, match="`loss`: not the same as saved"):
             fitted(ensemble, fn=weighted(np.full(3, 2, np.float32)), steps=5, checkpoint=tmp_path / "a")
+
+    def test_a_global_that_has_changed_since_it_was_compiled(self, ensemble, tmp_path, monkeypatch):
+        """What the checkpoint says was traced is what ran: another process goes on from it with that."""
+        before = fitted(ensemble, fn=weighted, steps=5).history.loss
+        monkeypatch.setitem(globals(), "WEIGHT", 2.0)
+        run = fitted(ensemble, fn=weighted, steps=5, checkpoint=tmp_path / "a")
+        np.testing.assert_allclose(run.history.loss[:, 0], 2 * before[:, 0], rtol=1e-6)  # two programs round apart
+        monkeypatch.setitem(globals(), "WEIGHT", 1.0)
+        with pytest.raises(ValueError, match="`loss`: not the same as saved"):
+            fitted(ensemble, fn=weighted, steps=5, checkpoint=tmp_path / "a")
 
     def test_other_hyper_parameters(self, ensemble, tmp_path):
         call = lambda lrs: fitted(
