@@ -18,6 +18,7 @@ from ._building import equal_shared as equal_shared
 from ._building import explained_call as explained_call
 from ._building import explained_constructor as explained_constructor
 from ._building import maker as maker
+from ._building import maker_of_key as maker_of_key
 from ._building import maker_signature as maker_signature
 from ._building import no_attribute as no_attribute
 from ._building import no_second_index as no_second_index
@@ -341,6 +342,7 @@ from ._sweep import sweep_values as sweep_values
 from ._training import LOOKS_AT_HYPER as LOOKS_AT_HYPER
 from ._training import TABLE_COLUMNS as TABLE_COLUMNS
 from ._training import ensemble as ensemble
+from ._training import explain_trainable as explain_trainable
 from ._training import hyper as hyper
 from ._training import hyper_column as hyper_column
 from ._training import loss_output as loss_output

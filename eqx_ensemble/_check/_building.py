@@ -29,6 +29,19 @@ def maker(make: Any) -> None:
         raise TypeError(f"`build` needs a function that makes one member from a key, got {make!r}.")
 
 
+def maker_of_key(make: Callable[..., Any], *, name: str) -> None:
+    """The function can be called with a key alone: of numbers of the members, the file has the values."""
+    try:
+        inspect.signature(make, follow_wrapped=False).bind(None)
+    except ValueError:
+        return
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}` calls the function that makes one member with a key alone, which it does not take: {error}.\n"
+            "Give what `build` got from `zip` or `product` any value: `lambda key: make(key, rate=0.0)`."
+        ) from None
+
+
 def maker_signature(make: Callable[..., Any], arguments: Iterable[str]) -> None:
     """The function can be called with a key and the per-member arguments."""
     try:

@@ -139,11 +139,11 @@ def explained_rows(data: Any, each: type) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        rows = {str(tuple(leaf.shape[axis + 1 :])) for _, leaf, axis in _data_leaves(data, each, "x")}
-        error.add_note(
-            f"`predict` calls a member with one row of `x`; here a row has shape {', '.join(sorted(rows))}. "
-            "For a single example pass `x[None]`."
-        )
+        rows = dict.fromkeys(str(tuple(leaf.shape[axis + 1 :])) for _, leaf, axis in _data_leaves(data, each, "x"))
+        note = f"`predict` calls a member with one row of `x`; here a row has shape {', '.join(rows)}."
+        if list(rows) == ["()"]:
+            note += " For a single example pass `x[None]`."
+        error.add_note(note)
         raise
 
 

@@ -1,4 +1,6 @@
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -226,6 +228,20 @@ def same_choice(first: list[bool], last: list[bool], leaves: Any, *, name: str) 
         f"`{name}` trains the same leaves in all members; `trainable` does not choose alike in the first and in the "
         f"last of them at `{jax.tree_util.keystr(where)}`.\nLet it go by type, shape and dtype, not by values."
     )
+
+
+@contextlib.contextmanager
+def explain_trainable(*, name: str) -> Iterator[None]:
+    """Adds to an error in the choice of what is trained how that choice is made."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"`{name}` calls `trainable` with each leaf of one member, or takes a tree of booleans like one member, "
+            "as `equinox.partition` does.\nTo train a part of a model: "
+            "`eqx.tree_at(lambda m: m.part, jax.tree.map(lambda _: False, ensemble[0]), replace=True)`."
+        )
+        raise
 
 
 def trainable_choice(value: Any, *, name: str) -> None:

@@ -18,6 +18,7 @@ def is_maker(like: Any) -> bool:
 
 def made(make: Any) -> Any:
     """What a maker makes, as shapes; where it cannot be traced, or hides arrays, as what it really makes."""
+    _check.maker_of_key(make, name="eqx_ensemble.load")
     key = jax.random.key(0)
     try:
         shapes = eqx.filter_eval_shape(make, key)

@@ -22,7 +22,8 @@ def partition_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) 
     def chosen(own: list[Any]) -> list[bool]:
         own = [0.0 if flag else x for x, flag in zip(own, flags, strict=True)]
         member = jax.tree.unflatten(treedef, own)
-        kept = eqx.filter(member, jax.tree.map(_of_floats, trainable), replace=_LeftOut)
+        with _check.explain_trainable(name=name):
+            kept = eqx.filter(member, jax.tree.map(_of_floats, trainable), replace=_LeftOut)
         return [x is not _LeftOut for x in jax.tree.leaves(kept)]
 
     if trainable is eqx.is_inexact_array:  # which looks at dtypes alone, so that no member has to be taken out
