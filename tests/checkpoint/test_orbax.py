@@ -270,7 +270,7 @@ REFUSALS = {
         r"saved i32\[2,3\], expected f32\[2,3\]",
     ),
     "precision": (
-        lambda key: {"x": jnp.arange(3.0)},
+        lambda key: {"x": jax.random.uniform(key, (3,))},
         lambda key: {"x": jnp.arange(3, dtype=jnp.float16)},
         {},
         r"saved f32\[2,3\], expected f16\[2,3\]\nPass `cast='like'`",
