@@ -177,12 +177,14 @@ def as_array(values: Any, *, path: str, name: str) -> jax.Array:
 
 
 def strongly_typed(tree: PyTree) -> PyTree:
-    """A tree whose jax arrays have types of their own.
+    """A tree whose floating-point jax arrays have types of their own.
 
     `jnp.full(3, 0.1)` and `jnp.asarray(2.0)` are weakly typed: beside bfloat16 they count as bfloat16. What a compiled
-    program or a file gives back is not, so that one and the same array would calculate otherwise afterwards.
+    program or a file gives back is not, so that one and the same array would calculate otherwise afterwards. Integers
+    decide no other array's precision, and stay as they are.
     """
-    return jax.tree.map(lambda x: x.astype(x.dtype) if getattr(x, "weak_type", False) else x, tree)
+    is_weak = lambda x: getattr(x, "weak_type", False) and jnp.issubdtype(x.dtype, jnp.inexact)
+    return jax.tree.map(lambda x: x.astype(x.dtype) if is_weak(x) else x, tree)
 
 
 def where_members(chosen: Any, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -59,15 +59,12 @@ def dtype_of(name):
     return "bfloat16" if name == "bfloat16" else "float32"
 
 
-# BatchNorm raises a Python float to the power of its counter, an integer: not to be had under strict promotion.
-@jax.numpy_dtype_promotion("standard")
 def exported(name, members=THREE, **rest):
     ensemble, state = some(name, members)
     shapes = jax.ShapeDtypeStruct((25,), dtype_of(name))
     return ee.export(ensemble, shapes=shapes, combine=ee.combine.mean, state=state, **options(name), **rest)
 
 
-@jax.numpy_dtype_promotion("standard")
 def expected(name, x, members=THREE):
     ensemble, state = some(name, members)
     prediction = ee.predict(ensemble, x.astype(dtype_of(name)), state=state, **options(name))
