@@ -203,8 +203,10 @@ from ._options import check_function as check_function
 from ._options import check_number as check_number
 from ._options import check_optional_flag as check_optional_flag
 from ._options import check_optional_function as check_optional_function
+from ._options import check_optional_text as check_optional_text
 from ._options import check_path as check_path
 from ._options import check_sequence as check_sequence
+from ._options import check_text as check_text
 from ._options import check_word as check_word
 from ._plot import check_axes as check_axes
 from ._plot import check_bands as check_bands
@@ -216,6 +218,7 @@ from ._plot import check_lines as check_lines
 from ._plot import check_pairs as check_pairs
 from ._plot import check_plotted as check_plotted
 from ._plot import check_risk_coverage as check_risk_coverage
+from ._plot import check_two_names as check_two_names
 from ._plot import check_weighted_members as check_weighted_members
 from ._population import halving as halving
 from ._population import has_hyper as has_hyper

@@ -30,6 +30,18 @@ def check_word(value: Any, argument: str, choices: Collection[str | None], *, na
         raise ValueError(f"`{name}` needs `{argument}` to be one of {listed}, got {_shown(value)}.")
 
 
+def check_text(value: Any, argument: str, *, name: str) -> None:
+    """A text."""
+    if not isinstance(value, str):
+        raise TypeError(f"`{name}` needs `{argument}` to be a text, got {_shown(value)}.")
+
+
+def check_optional_text(value: Any, argument: str, *, name: str) -> None:
+    """A text, or nothing."""
+    if value is not None:
+        check_text(value, argument, name=name)
+
+
 def check_function(value: Any, argument: str, *, name: str, example: str) -> None:
     """Something that can be called."""
     if not callable(value):

@@ -6,6 +6,7 @@ import numpy as np
 
 from ._arrays import _fail, _first, check_choice, check_level, check_weights, concrete
 from ._leaves import kind_of
+from ._options import check_optional_text, check_sequence
 
 Bands = dict[float, tuple[np.ndarray, np.ndarray]]
 
@@ -63,6 +64,8 @@ def check_bands(
     if intervals is not None and (not isinstance(intervals, Mapping) or not intervals):
         fix = "`intervals={0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`."
         _fail(fn, "`intervals` as a dict from level to `(lower, upper)`", f"got {kind_of(intervals)}", fix, TypeError)
+    if intervals is None:
+        check_sequence(levels, "levels", name=f"eqx_ensemble.{fn}", of="levels")
     for level in levels if intervals is None else intervals:
         check_level(fn, level)
     bands = {}
@@ -117,13 +120,21 @@ def check_bin_edges(fn: str, bins: Any) -> int | np.ndarray:
     return edges
 
 
+def check_two_names(labels: Any, *, name: str) -> None:
+    """Two texts."""
+    listed = check_sequence(labels, "labels", name=name, of="two texts")
+    if len(listed) != 2 or not all(isinstance(label, str) for label in listed):
+        raise TypeError(f"`{name}` needs `labels` to be two texts, got {kind_of(labels)} of {len(listed)}.")
+
+
 def check_pairs(fn: str, matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]]:
     """One number for each pair of members, and the members' names."""
     square = check_plotted(fn, "matrix", matrix, "(members, members)", finite=False)
     if square.shape[0] != square.shape[1]:
         fix = "Pass what says how alike two members are: `ee.uncertainty` compares their predictions."
         _fail(fn, "`matrix` of shape (members, members)", f"got shape {square.shape}", fix)
-    names = [str(i) for i in (range(len(square)) if ids is None else np.asarray(ids).tolist())]
+    listed = range(len(square)) if ids is None else check_sequence(ids, "ids", name=f"eqx_ensemble.{fn}", of="ids")
+    names = [str(i) for i in listed]
     if len(names) != len(square):
         fix = "Pass `ensemble.ids`."
         _fail(fn, "one id per member in `ids`", f"expected {len(square)}, got {len(names)}", fix)
@@ -146,11 +157,13 @@ def check_columns(fn: str, table: Any, columns: Any, log: Any, score: str | None
     """A table with the columns that are asked for; the name of the one to shade by."""
     if not callable(getattr(table, "items", None)) or not len(table):
         _fail(fn, "a table, a dict from column to values", f"got {kind_of(table)}", "Pass `run.table()`.", TypeError)
+    check_optional_text(score, "score", name=f"eqx_ensemble.{fn}")
     score = score or ("validation" if "validation" in table else "loss")
     for option, names in (("columns", columns), ("log", log), ("score", [score])):
         if isinstance(names, str):
             _fail(fn, f"`{option}` as a list of names", f"got {names!r}", f"Pass `{option}=[{names!r}]`.", TypeError)
-        missing = [name for name in names or () if name not in table]
+        names = () if names is None else check_sequence(names, option, name=f"eqx_ensemble.{fn}", of="names")
+        missing = [name for name in names if not isinstance(name, str) or name not in table]
         if missing:
             listed = ", ".join(f"`{name}`" for name in table)
             fix = f"Name what stands in the table: {listed}."

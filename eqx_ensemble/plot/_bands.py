@@ -61,6 +61,7 @@ def prediction_bands(
     ```
     """
     fn = "plot.prediction_bands"
+    _check.check_optional_text(unit, "unit", name=f"eqx_ensemble.{fn}")
     members, convex = _check.check_weighted_members(fn, predictions, weights)
     places, points, bands = _check.check_bands(fn, members.shape[1:], x, targets, intervals, levels)
     centre = np.asarray(mean(members, weights=convex))

@@ -71,6 +71,7 @@ def reliability_diagram(
         ```
     """
     fn = "plot.reliability_diagram"
+    _check.check_flag(show_members, "show_members", name=f"eqx_ensemble.{fn}")
     checked, targets, convex, kept = checked_bins(fn, logits, labels, num_bins, binning, weights, mask)
     _check.check_plotted(fn, "logits", jnp.exp(mixture(checked, weights=convex)))
     bins = _binned(checked, targets, convex, kept, num_bins, binning)

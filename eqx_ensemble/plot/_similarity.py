@@ -52,6 +52,8 @@ def member_similarity(
     ```
     """
     fn = "plot.member_similarity"
+    _check.check_text(label, "label", name=f"eqx_ensemble.{fn}")
+    _check.check_flag(colorbar, "colorbar", name=f"eqx_ensemble.{fn}")
     square, names = _check.check_pairs(fn, matrix, ids)
 
     ax = axes_for(fn, ax)

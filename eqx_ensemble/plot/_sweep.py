@@ -65,6 +65,7 @@ def parallel_coordinates(
     names = [name for name in table if name not in _check.TABLE_COLUMNS and name != score] + [score]
     lines = _check.check_lines(fn, _flat(table, names if columns is None else columns), log)
     scores = _check.check_plotted(fn, score, table[score], "(members,)", finite=False)
+    _check.check_text(cmap, "cmap", name=f"eqx_ensemble.{fn}")
     _check.mode(mode, name=f"eqx_ensemble.{fn}")
     # Their order, not their size: one bad score would make all others alike.
     costs = np.where(np.isfinite(scores), scores if mode == "min" else -scores, np.inf)

@@ -49,6 +49,8 @@ def uncertainty_histogram(
     ```
     """
     fn = "plot.uncertainty_histogram"
+    _check.check_optional_text(unit, "unit", name=f"eqx_ensemble.{fn}")
+    _check.check_two_names(labels, name=f"eqx_ensemble.{fn}")
     known = np.ravel(_check.check_plotted(fn, "in_distribution", in_distribution))
     novel = np.ravel(_check.check_plotted(fn, "out_of_distribution", out_of_distribution))
     edges = np.histogram_bin_edges(np.concatenate([known, novel]), _check.check_bin_edges(fn, bins))
@@ -103,6 +105,7 @@ def risk_coverage(
         [Selective Classification for Deep Neural Networks](https://arxiv.org/abs/1705.08500)
     """
     fn = "plot.risk_coverage"
+    _check.check_optional_text(unit, "unit", name=f"eqx_ensemble.{fn}")
     coverages, risks = _check.check_risk_coverage(fn, coverage, risk)
 
     ax = axes_for(fn, ax)
