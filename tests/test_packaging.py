@@ -127,6 +127,7 @@ def test_import_hook_is_on():
         combine.mean(jnp.zeros((2, 3)), weights="equal")
 
 
+PICKLERS_ONLY = {"dumps", "PicklingError"}  # which read nothing
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
@@ -137,6 +138,8 @@ def unsafe_lines(source):
         match node:
             case ast.Import(names=names):
                 unsafe = any(name.name.split(".")[0] in UNPICKLERS for name in names)
+            case ast.ImportFrom(module="pickle", names=names):
+                unsafe = any(name.name not in PICKLERS_ONLY for name in names)
             case ast.ImportFrom(module=str(module)):
                 unsafe = module.split(".")[0] in UNPICKLERS
             case ast.Call(func=ast.Name(id=name)):
@@ -161,6 +164,7 @@ def test_nothing_is_unpickled_or_evaluated(path):
         "import pickle",
         "import os, cloudpickle.compat as c",
         "from pickle import load",
+        "from pickle import dumps, Unpickler",
         "def f():\n    import dill",
         "eval('1')",
         "x = [exec(y) for y in z]",

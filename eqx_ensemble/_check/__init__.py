@@ -275,6 +275,7 @@ from ._resample import rows_of_folds as rows_of_folds
 from ._resample import whole_folds as whole_folds
 from ._resume import checkpoint_options as checkpoint_options
 from ._resume import ended_by_an_error as ended_by_an_error
+from ._resume import folder_of_runs as folder_of_runs
 from ._resume import not_beyond as not_beyond
 from ._resume import not_saved as not_saved
 from ._resume import of_fit as of_fit

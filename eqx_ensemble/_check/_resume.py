@@ -32,6 +32,16 @@ def checkpoint_options(checkpoint: Any, kinds: tuple[type, ...], every: Any, res
         positive_int(every, "every", name="fit")
 
 
+def folder_of_runs(folder: Any, *, is_checkpoint: bool) -> None:
+    """The folder is not itself what `save` wrote: checkpoints of a run would lie among its arrays."""
+    if is_checkpoint:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"`fit` needs a folder of its own as `checkpoint`, and `{folder}` is a checkpoint that `save` wrote.\n"
+            "Choose another folder; `eqx_ensemble.load` reads this one",
+        )
+
+
 def something_to_resume(steps: list[int], folder: Any, resume: str) -> None:
     """What `resume` asks for fits to what is in the folder."""
     if resume == "must" and not steps:

@@ -1,4 +1,4 @@
-import pickle
+from pickle import PicklingError, dumps
 from typing import Any
 
 from .. import _check
@@ -45,8 +45,8 @@ def _again(kind: type[Exception], arguments: tuple) -> Exception:
 def _state_of(error: DivergedError | NotSavedError) -> dict[str, Any]:
     """What else the error holds, the run only where it can be pickled: `jax.nn.relu`, for one, cannot."""
     try:
-        pickle.dumps(error.run)
-    except (pickle.PicklingError, AttributeError, TypeError) as problem:
+        dumps(error.run)
+    except (PicklingError, AttributeError, TypeError) as problem:
         note = f"`run` is `None` here, because it cannot be pickled: {problem}"
         return vars(error) | {"run": None, "__notes__": [*getattr(error, "__notes__", ()), note]}
     return vars(error)

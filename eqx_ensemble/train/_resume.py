@@ -15,6 +15,7 @@ from .. import _check
 from ..checkpoint import Checkpoints, Contents
 from ..checkpoint._commit import make_parents
 from ..checkpoint._formats import FormatName
+from ..checkpoint._names import is_sealed
 from ..checkpoint._place import is_on_disk
 from ..checkpoint._run_lock import RunLock
 from ..checkpoint._snapshot import versions
@@ -61,6 +62,7 @@ class Saver:
         self.seconds_before = 0.0
         self._saved_at = time.perf_counter()
         _check.own_folder(self.folder, is_checkpoint=not self.folder.exists() or self.folder.is_dir())
+        _check.folder_of_runs(self.folder, is_checkpoint=is_on_disk(self.folder) and is_sealed(self.folder))
         _check.something_to_resume(self._checkpoints.steps, self.folder, resume)
         # One process takes the lock for all that run together. Object stores have no locks.
         self._lock = RunLock(self.folder) if is_on_disk(self.folder) and is_first() else None

@@ -81,7 +81,7 @@ def loss(model, batch, key, hyper):
     now = step[0] == hyper["step"]
     x = x * jnp.sqrt(quality)[:, None]
     value = jnp.mean((jax.vmap(model)(x) - y) ** 2)
-    return value + jnp.where(now, hyper["loss"], 0.0) + kink(model, now & hyper["kink"]), model
+    return value + jnp.where(now, hyper["added"], 0.0) + kink(model, now & hyper["kink"]), model
 
 
 @functools.cache
@@ -100,12 +100,12 @@ def dataset():
 def fitted(optimiser, plan, fault=None, *, models=None):
     models = ensemble() if models is None else models
     quality = np.ones((MEMBERS, ROWS), np.float32)
-    hyper = {"step": np.full(MEMBERS, -1), "loss": np.zeros(MEMBERS, np.float32), "kink": np.zeros(MEMBERS, bool)}
+    hyper = {"step": np.full(MEMBERS, -1), "added": np.zeros(MEMBERS, np.float32), "kink": np.zeros(MEMBERS, bool)}
     if fault is not None:
         hyper["step"][fault.member] = fault.step
         match fault.kind:
             case "loss":
-                hyper["loss"][fault.member] = fault.value
+                hyper["added"][fault.member] = fault.value
             case "gradient":
                 hyper["kink"][fault.member] = True
             case "weights":
