@@ -52,7 +52,7 @@ def some(name, members):
 
 def options(name):
     """What a model of `CASES` needs in order to be called."""
-    return {"key": KEY} if name == "attention and dropout" else {}
+    return {"key": KEY, "inference": True} if name == "attention and dropout" else {}
 
 
 def dtype_of(name):
