@@ -1,7 +1,11 @@
 import contextlib
 import importlib
+import json
 import math
+import os
 import pathlib
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -241,19 +245,12 @@ def test_no_budget_in_a_compiled_program(ensemble):
 def test_peak_is_flat_in_rows_and_members_and_within_the_budget(monkeypatch):
     """A layer of one batch of all members is 256 MiB, their predictions for all rows 73."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    peak = importlib.import_module("_memory").peak
-    reduction, mebibyte = ee.reduce.DecomposeEntropy(), 2**20
-    needed = {}
-    for members in (8, 32):
-        ensemble = ee.build(lambda key: eqx.nn.MLP(3, 10, 128, 2, key=key), members, key=KEY)
-        for count in (10_000, 60_000):
-            x = np.random.default_rng(0).normal(size=(count, 3)).astype(np.float32)
-            run = lambda ensemble=ensemble, x=x: ee.predict(
-                ensemble, x, combine=reduction, batch_size=16_384, memory=64 * mebibyte
-            )
-            for _ in range(2):  # the first compiles, and where that showed, the second takes larger blocks
-                jax.block_until_ready(run())
-            needed[members, count] = peak(run) - 3 * 4 * count  # the result
-    assert max(needed.values()) < 64 * mebibyte, "for 24 times the work the budget is the same"
-    whole = peak(lambda: ee.predict(ensemble, x, batch_size=16_384))
-    assert whole > 256 * mebibyte
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parent)
+    memory, peaks = importlib.import_module("_memory"), importlib.import_module("peaks")
+    command = [sys.executable, peaks.__file__, str(BENCHMARKS)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | memory.GIVE_BACK)
+    needed = json.loads(done.stdout)
+    whole = needed.pop("without a budget")
+    assert len(needed) == 4
+    assert max(needed.values()) < peaks.BUDGET, "for 24 times the work the budget is the same"
+    assert whole > 4 * peaks.BUDGET
