@@ -117,7 +117,7 @@ def split_members(tree: PyTree, *, name: str) -> tuple[PyTree, Callable[[PyTree]
     marked = {i: node for i, node in enumerate(nodes) if is_per_member(node)}
     parts = {i: node.per_member() if isinstance(node, AbstractPerMember) else node for i, node in marked.items()}
     num_members = _check.one_member_count(parts, tree, name=name)
-    _check.integers_fit(parts, argument="", name=name)
+    _check.check_integers_fit(parts, argument="", name=name)
 
     def view(one_part: dict[int, PyTree]) -> PyTree:
         seen = list(nodes)
@@ -156,7 +156,7 @@ def over_batch(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
     parts = {i: _batch_first(node) for i, node in marked.items()}
     _check.one_batch_size(parts.values())
-    _check.integers_fit(parts, argument="", name="Batch")
+    _check.check_integers_fit(parts, argument="", name="Batch")
 
     def call(one_part: dict[int, PyTree]) -> Any:
         args, kwargs = jax.tree.unflatten(treedef, [one_part.get(i, node) for i, node in enumerate(nodes)])
@@ -167,7 +167,7 @@ def over_batch(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def as_array(values: Any, *, path: str, name: str) -> jax.Array:
     """Values as a jax array of a type of its own; integers that would wrap around are refused."""
-    _check.integers_fit(values, argument=path, name=name)
+    _check.check_integers_fit(values, argument=path, name=name)
     try:
         return strongly_typed(jnp.asarray(values))
     except OverflowError as error:  # Python's own integers

@@ -122,7 +122,7 @@ def build(
     )
     ids = _keys.member_ids(count if ids is None else np.asarray(ids))
     if keys is None:
-        _check.one_key(key, name="build")
+        _check.check_key(key, name="build")
         keys = _keys.member_keys(key, ids)
     else:
         _check.no_second_key(key)

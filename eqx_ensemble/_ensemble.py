@@ -274,7 +274,7 @@ def average(ensemble: Ensemble[M], weights: Any = None) -> M:
         [Model soups: averaging weights of multiple fine-tuned models improves accuracy without increasing inference
         time](https://arxiv.org/abs/2203.05482), Wortsman et al., 2022.
     """
-    _check.ensemble(ensemble, Ensemble, name="average")
+    _check.check_ensemble(ensemble, Ensemble, name="average")
     _check.one_weight_each(weights, ensemble.num_members, name="average")
     inexact, exact = eqx.partition(ensemble.arrays, eqx.is_inexact_array)
     _check.equal_members(exact, name="average")

@@ -11,7 +11,7 @@ from . import _check
 
 def root(key: Any, *, name: str) -> Key[Array, ""]:
     """The one typed threefry key behind `key`, which may be typed or of the legacy kind."""
-    _check.one_key(key, name=name)
+    _check.check_key(key, name=name)
     return key if _check.is_typed_key(key) else jax.random.wrap_key_data(key)
 
 
@@ -39,7 +39,7 @@ def member_keys(key: Any, ids: Any, *, purpose: str = "build") -> Key[Array, " m
     **Raises:** `TypeError` for what is not one threefry key.
     """
     if not isinstance(purpose, str):
-        raise TypeError(f"`member_keys` needs `purpose` to be a text, got {_check.kind_of(purpose)}.")
+        raise TypeError(f"`member_keys` needs `purpose` to be a text, got {_check.kind_text(purpose)}.")
     return _member_keys(root(key, name="member_keys"), np.uint32(tag(purpose)), member_ids(ids))
 
 

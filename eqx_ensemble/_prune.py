@@ -30,7 +30,7 @@ def prune(
 
     **Raises:** `TypeError` for traced weights; `ValueError` for unfit weights, and an `above` that leaves no member.
     """
-    _check.ensemble(ensemble, Ensemble, name="prune")
+    _check.check_ensemble(ensemble, Ensemble, name="prune")
     _check.one_weight_each(weights, ensemble.num_members, name="prune")
     left, kept = combine.weights.prune(weights, above=above, num_members=num_members)
     return ensemble[left], kept

@@ -174,7 +174,7 @@ def test_an_integer_stays_itself_or_is_refused(values):
 def test_jax_arrays_and_small_types_are_not_looked_at(monkeypatch):
     """A check of every element would be paid for at every step."""
     monkeypatch.setattr(np, "iinfo", None)
-    _check.integers_fit((jnp.arange(3), np.zeros(3, np.int32), np.zeros(3), "x"), argument="x", name="fit")
+    _check.check_integers_fit((jnp.arange(3), np.zeros(3, np.int32), np.zeros(3), "x"), argument="x", name="fit")
 
 
 class Weak(eqx.Module):

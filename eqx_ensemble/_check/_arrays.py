@@ -7,7 +7,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from ._leaves import Size, kind_of
+from ._leaves import Size, kind_text
 
 Shape = tuple[int, ...]
 
@@ -24,7 +24,7 @@ def as_array(fn: str, name: str, values: ArrayLike) -> Array:
     try:
         return jnp.asarray(values)
     except (TypeError, ValueError) as error:
-        got = f"got {values!r}" if isinstance(values, str | None) else f"got {kind_of(values)}: {error}"
+        got = f"got {values!r}" if isinstance(values, str | None) else f"got {kind_text(values)}: {error}"
         needs = f"`eqx_ensemble.{fn}` needs `{name}` as an array of numbers.\n  {got}"
         raise TypeError(f"{needs}\nPass what `jnp.asarray` takes.") from error
 
@@ -199,7 +199,7 @@ def check_weights(fn: str, weights: ArrayLike | None, num_members: Size, dtype: 
 def check_plain_weights(fn: str, weights: object) -> None:
     """Weights themselves, not what a search returned with them."""
     if hasattr(weights, "weights"):
-        got = f"got {kind_of(weights)}"
+        got = f"got {kind_text(weights)}"
         _fail(fn, "`weights` as an array `(members,)`", got, "Pass its weights alone: `found.weights`.", TypeError)
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import is_key, is_member_array, is_traced, kind_of
+from ._leaves import is_key, is_member_array, is_traced, kind_text
 from ._marks import array_leaves, per_member_leaves
 from ._options import check_sequence
 from ._trees import path_text
@@ -20,7 +20,7 @@ def maker(make: Any) -> None:
     """A function that makes one member."""
     if isinstance(make, eqx.Module):
         raise TypeError(
-            f"`build` needs a function that makes one member from a key, got {kind_of(make)} made already.\n"
+            f"`build` needs a function that makes one member from a key, got {kind_text(make)} made already.\n"
             "Write `build(lambda key: Model(..., key=key), num_members, key=key)`; a list of models goes to `stack`."
         )
     if isinstance(make, list | tuple):
@@ -97,7 +97,7 @@ def per_member_arguments(zip: Mapping[str, Any] | None, product: Mapping[str, An
         return {}
     option = "zip" if product is None else "product"
     if not isinstance(chosen, Mapping):
-        raise TypeError(f"`build` needs `{option}` as a dict from name to values, got {kind_of(chosen)}.")
+        raise TypeError(f"`build` needs `{option}` as a dict from name to values, got {kind_text(chosen)}.")
     for name, values in chosen.items():
         array = np.asarray(values) if not isinstance(values, jax.Array) else values
         if array.dtype.kind in "OUS":
@@ -233,7 +233,7 @@ def ensembles(values: Any, kind: type[T], *, name: str) -> list[T]:
     for i, value in enumerate(values):
         if not isinstance(value, kind):
             raise TypeError(
-                f"`{name}` needs ensembles, got {kind_of(value)} at position {i}.\n"
+                f"`{name}` needs ensembles, got {kind_text(value)} at position {i}.\n"
                 "Make an ensemble of models with `stack([model, ...])`."
             )
     return values

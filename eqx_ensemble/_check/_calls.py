@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ._leaves import describe, is_member_array, kind_of
+from ._leaves import describe, is_member_array, kind_text
 
 _MOST_SHAPES = 8
 _ONE_FOR_MANY = "rank should be at least 1, but is only 0"
@@ -88,7 +88,7 @@ def _short(value: Any) -> str:
     if isinstance(value, eqx.Module | eqx.nn.State):
         return type(value).__name__
     if len(jax.tree.leaves(value)) > _MOST_SHAPES:
-        return f"{kind_of(value)} of {len(jax.tree.leaves(value))} leaves"
+        return f"{kind_text(value)} of {len(jax.tree.leaves(value))} leaves"
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_member_array(x) else x, value)
     return " ".join(eqx.tree_pformat(shapes, width=10**6, struct_as_array=True).split())
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from ._arrays import _fail, _first, as_array, check_mask, check_plain_weights, check_values, check_weights, concrete
 from ._leaves import is_traced
-from ._marks import positive_int
+from ._marks import check_positive_int
 from ._options import check_number
 from ._rows import check_scalar
 
@@ -61,7 +61,7 @@ def check_log_scores(fn: str, log_scores: ArrayLike, mask: ArrayLike | None) -> 
 
 def check_scores_of_members(fn: str, scores: ArrayLike, count: Any) -> tuple[Array, int]:
     """One score per member, lower is better, enough of them not NaN."""
-    array, number = as_array(fn, "scores", scores), positive_int(count, "count", name=f"eqx_ensemble.{fn}")
+    array, number = as_array(fn, "scores", scores), check_positive_int(count, "count", name=f"eqx_ensemble.{fn}")
     if array.ndim != 1:
         fix = "Lower is better. `scores.per_member` makes them."
         _fail(fn, "one score per member, `(members,)`", f"got shape {array.shape}", fix)
@@ -75,9 +75,9 @@ def check_scores_of_members(fn: str, scores: ArrayLike, count: Any) -> tuple[Arr
 
 def check_greedy(fn: str, score: Any, mask: Any, num_steps: Any, num_initial: Any, num_members: int) -> Callable | None:
     """The score as a function, or `None` for log scores; counts of steps that fit."""
-    positive_int(num_steps, "num_steps", name=f"eqx_ensemble.{fn}")
+    check_positive_int(num_steps, "num_steps", name=f"eqx_ensemble.{fn}")
     if not isinstance(num_initial, int | np.integer) or num_initial != 0:
-        positive_int(num_initial, "num_initial", name=f"eqx_ensemble.{fn}")
+        check_positive_int(num_initial, "num_initial", name=f"eqx_ensemble.{fn}")
     if num_initial > min(num_steps, num_members):
         got = f"got {num_initial}, with {num_members} members and {num_steps} steps"
         _fail(fn, "`num_initial` of at most `num_steps` and the number of members", got, "They are the first steps.")
@@ -127,7 +127,7 @@ def check_prune(fn: str, weights: ArrayLike, above: float, num_members: Any) -> 
         _fail(fn, "one weight per member, `(members,)`", f"got shape {shape}", "Weights stand in the members' order.")
     check_weights(fn, weights, shape[0], jnp.dtype("float32"))
     if num_members is not None:
-        positive_int(num_members, "num_members", name=f"eqx_ensemble.{fn}")
+        check_positive_int(num_members, "num_members", name=f"eqx_ensemble.{fn}")
     exact = np.asarray(weights, np.float64)
     exact = exact / exact.sum()
     check_number(above, "above", name=f"eqx_ensemble.{fn}")

@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ._arrays import _fail, _first, _floating, _kept, as_array, check_logits, check_regression, concrete, promoted
-from ._marks import positive_int
+from ._marks import check_positive_int
 
 
 def check_conformal_rows(fn: str, **arrays: ArrayLike) -> tuple[Array, ...]:
@@ -71,7 +71,7 @@ def check_scales(fn: str, scale: ArrayLike, mask: ArrayLike | None = None) -> No
 def check_num_free(fn: str, num_free: int) -> None:
     """A count that may be zero."""
     if not isinstance(num_free, int | np.integer) or num_free != 0:
-        positive_int(num_free, "num_free", name=f"eqx_ensemble.{fn}")
+        check_positive_int(num_free, "num_free", name=f"eqx_ensemble.{fn}")
 
 
 def check_rows_of_folds(fn: str, num_rows: int, expected: int) -> None:

@@ -8,11 +8,11 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import in_range, is_traced, kind_of
-from ._marks import positive_int
+from ._leaves import in_range, is_traced, kind_text
+from ._marks import check_positive_int
 
 
-def rows_of_data(
+def check_rows_of_data(
     data: Any, each: type, num_members: int, *, argument: str, name: str, finite: bool = True, least: int = 1
 ) -> int:
     """All arrays of a data set have the same number of rows, at least one, and hold finite numbers unless they may not.
@@ -36,7 +36,7 @@ def rows_of_data(
         if finite:
             _finite(x, place, name=name)
     if not sizes:
-        raise TypeError(f"`{name}` needs at least one array in `{argument}`, got {kind_of(data)}.")
+        raise TypeError(f"`{name}` needs at least one array in `{argument}`, got {kind_text(data)}.")
     if len(sizes) > 1:
         listed = ", ".join(f"{rows} rows at `{place}`" for rows, place in sizes.items())
         raise ValueError(f"`{name}` needs arrays of one length in `{argument}`; got {listed}.")
@@ -60,7 +60,7 @@ def _data_leaves(data: Any, each: type, argument: str) -> Iterator[tuple[str, An
 def _numeric(x: Any, place: str, *, name: str) -> None:
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(
-            f"`{name}` needs arrays in its data; at `{place}`: {kind_of(x)}.\n"
+            f"`{name}` needs arrays in its data; at `{place}`: {kind_text(x)}.\n"
             "Convert tables and lists first, for example `np.asarray(table)`."
         )
     if isinstance(x, np.ndarray) and x.dtype.kind not in "biufcV":
@@ -110,7 +110,7 @@ def same_structure(validation: Any, data: Any) -> None:
 
 def batch_fits(batch_size: int, rows: int, *, name: str) -> None:
     """A batch is not larger than the data."""
-    positive_int(batch_size, "batch_size", name=name)
+    check_positive_int(batch_size, "batch_size", name=name)
     if batch_size > rows:
         raise ValueError(
             f"`{name}` needs `batch_size` of at most the number of rows; got {batch_size} for {rows} rows.\n"

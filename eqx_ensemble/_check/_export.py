@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from ._leaves import describe, is_traced, kind_of
+from ._leaves import describe, is_traced, kind_text
 from ._loading import PLAIN_DTYPES
 from ._options import check_flag, check_word
 
@@ -43,7 +43,7 @@ def _row_shapes(node: Any, path: str, name: str) -> Any:
         fix = "Write a shape as a tuple: `shapes=(13,)`."
     raise TypeError(
         f"`{name}` needs shapes of one row, such as `(13,)`, or `jax.ShapeDtypeStruct`s; at `{path}`: "
-        f"{describe(node) if getattr(node, 'shape', None) is not None else kind_of(node)}.\n{fix}"
+        f"{describe(node) if getattr(node, 'shape', None) is not None else kind_text(node)}.\n{fix}"
     )
 
 
@@ -74,7 +74,7 @@ def exported_output(value: Any, path: str, *, name: str) -> None:
     """A part of the output that a program can return: an array or a number."""
     if not isinstance(value, bool | int | float | complex):
         raise TypeError(
-            f"`{name}` needs outputs that are arrays in {_CONTAINERS}; at `{path or '<root>'}`: {kind_of(value)}.\n"
+            f"`{name}` needs outputs that are arrays in {_CONTAINERS}; at `{path or '<root>'}`: {kind_text(value)}.\n"
             "Named tuples are returned as dicts. Take other types apart in `fn` or `combine`: where the program is "
             "loaded they do not exist."
         )

@@ -9,7 +9,7 @@ _CONFLICTS = {
 }
 
 
-def missing_extra(what: str, package: str, extra: str) -> str:
+def missing_extra_message(what: str, package: str, extra: str) -> str:
     """The message that names the extra to install, and what it does not go with."""
     return f"`{what}` needs {package}.\nInstall it: `pip install 'eqx_ensemble[{extra}]'`.{_CONFLICTS.get(extra, '')}"
 
@@ -17,7 +17,7 @@ def missing_extra(what: str, package: str, extra: str) -> str:
 def installed(package: str, *, what: str, extra: str) -> None:
     """A package that is needed only for `what` is there."""
     if importlib.util.find_spec(package) is None:
-        raise ImportError(missing_extra(what, package, extra))
+        raise ImportError(missing_extra_message(what, package, extra))
 
 
 def check_version(package: str, oldest: tuple[int, ...], *, what: str, extra: str) -> None:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from ._errors import CheckpointCorruptError, MemberMismatchError
-from ._leaves import MOST_BITS, is_member_array, is_traced, kind_of
+from ._leaves import MOST_BITS, is_member_array, is_traced, kind_text
 
 KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 """The generators whose keys can be saved, and how many words a key of theirs has."""
@@ -38,7 +38,7 @@ def something_to_save(tree: Any, *, name: str) -> None:
     leaves = jax.tree.leaves(tree)
     if callable(tree) and all(callable(leaf) and not is_member_array(leaf) for leaf in leaves):
         raise TypeError(
-            f"`{name}` got {kind_of(tree)} without any array.\nPass the ensemble or the model, not what makes it."
+            f"`{name}` got {kind_text(tree)} without any array.\nPass the ensemble or the model, not what makes it."
         )
 
 
@@ -108,7 +108,7 @@ def json_value(value: Any, path: str = "meta") -> None:
     elif not (value is None or type(value) in (str, int, float, bool)):
         array = is_member_array(value) or isinstance(value, jax.Array)
         hint = " Write `array.tolist()` for its numbers." if array else ""
-        raise TypeError(f"`{path}` cannot be written as JSON: it is {kind_of(value)}.\n{_JSON}{hint}")
+        raise TypeError(f"`{path}` cannot be written as JSON: it is {kind_text(value)}.\n{_JSON}{hint}")
     elif type(value) is int and value.bit_length() > MOST_BITS:
         raise ValueError(
             f"`{path}` is a number of {value.bit_length()} bits, which no reader takes.\nWrite `hex(value)`."

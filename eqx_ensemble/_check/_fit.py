@@ -5,8 +5,8 @@ import jax
 import numpy as np
 
 from ._judging import judging
-from ._leaves import kind_of
-from ._marks import MOST_STEPS, counter, positive_int
+from ._leaves import kind_text
+from ._marks import MOST_STEPS, check_positive_int, counter
 from ._options import check_word
 from ._trees import path_text
 from ._weights import one_weight_each
@@ -89,7 +89,7 @@ def revive(make: Any, perturb: Any, most: Any) -> None:
     for argument, value in (("make", make), ("perturb", perturb)):
         if value is not None and not callable(value):
             raise TypeError(f"`Revive` needs `{argument}` to be a function, got {value!r}.")
-    positive_int(most, "most", name="Revive")
+    check_positive_int(most, "most", name="Revive")
 
 
 IDLE_PATIENCE = (
@@ -126,9 +126,9 @@ def one_pass_only(data: Any, epochs: Any) -> None:
     if epochs is None or epochs == 1 or not isinstance(data, Iterator) or (code is not None and code.co_names):
         return
     raise ValueError(
-        f"`fit` iterates an iterable of batches once an epoch; with `epochs={epochs}` got {kind_of(data)}, which gives "
-        "its batches only once.\nPass an object that starts anew each time (a list, a loader); or make it endless and "
-        "give `steps`."
+        f"`fit` iterates an iterable of batches once an epoch; with `epochs={epochs}` got {kind_text(data)}, which "
+        "gives its batches only once.\nPass an object that starts anew each time (a list, a loader); or make it "
+        "endless and give `steps`."
     )
 
 

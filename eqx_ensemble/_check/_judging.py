@@ -9,7 +9,7 @@ _NEEDS_VALIDATION = {
 }
 
 
-def mode(value: Any, *, name: str) -> None:
+def check_mode(value: Any, *, name: str) -> None:
     """Which scores are better."""
     check_word(value, "mode", ("min", "max"), name=name)
 
@@ -25,7 +25,7 @@ def same_mode(value: str, before: str | None) -> None:
 
 def judging(score: Any, mode_: Any, min_delta: Any, target: Any, validation: Any) -> None:
     """What there is to judge, and how."""
-    mode(mode_, name="fit")
+    check_mode(mode_, name="fit")
     check_number(min_delta, "min_delta", name="fit", least=0)
     if validation is not None:
         return

@@ -16,7 +16,7 @@ def _is_legacy(key: Any) -> bool:
     return isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim >= 1 and key.shape[-1] == 2
 
 
-def one_key(key: Any, *, name: str) -> None:
+def check_key(key: Any, *, name: str) -> None:
     """One threefry key, typed or legacy."""
     shape = _key_shape(key, name=name, wanted="one key")
     if shape != ():

@@ -55,7 +55,7 @@ def member_dtype(leaf: Any) -> Any:
     return leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
-def kind_of(value: Any) -> str:
+def kind_text(value: Any) -> str:
     """What a value of a wrong type is, in words: `a list`, `an int`, `None`."""
     if value is None:
         return "`None`"
@@ -100,7 +100,7 @@ def in_range(leaf: Any, *, name: str, path: str) -> None:
         )
 
 
-def integers_fit(tree: Any, *, argument: str, name: str) -> None:
+def check_integers_fit(tree: Any, *, argument: str, name: str) -> None:
     """No NumPy integer of a tree would wrap around when it becomes a jax array."""
     if any(map(_is_wide, jax.tree.leaves(tree))):  # paths are made only where there is something to look at
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:

@@ -167,10 +167,10 @@ def distinct_ids(values: Any, fix: str) -> None:
 
 def member_count(count: Any) -> int:
     """A count of at least one member."""
-    return positive_int(count, "num_members", name="an ensemble")
+    return check_positive_int(count, "num_members", name="an ensemble")
 
 
-def positive_int(value: Any, argument: str, *, name: str) -> int:
+def check_positive_int(value: Any, argument: str, *, name: str) -> int:
     """A count of at least one."""
     try:
         number = operator.index(value)
@@ -189,7 +189,7 @@ MOST_STEPS = 2**31 - 1
 
 def counter(value: Any, argument: str, *, name: str) -> int:
     """A count of at least one that compiled programs can reach."""
-    number = positive_int(value, argument, name=name)
+    number = check_positive_int(value, argument, name=name)
     if number > MOST_STEPS:
         raise ValueError(
             f"`{name}` needs `{argument}` of at most {MOST_STEPS}, because compiled programs count in 32 bits; "

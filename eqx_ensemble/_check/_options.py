@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ._leaves import kind_of
+from ._leaves import kind_text
 
 
 def check_flag(value: Any, argument: str, *, name: str) -> bool:
@@ -98,4 +98,4 @@ def check_path(value: Any, argument: str, *, name: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, str | int | float | bool | None) else kind_of(value)
+    return repr(value) if isinstance(value, str | int | float | bool | None) else kind_text(value)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._arrays import _fail, _first, check_choice, check_level, check_weights, concrete
-from ._leaves import kind_of
+from ._leaves import kind_text
 from ._options import check_optional_text, check_sequence
 
 Bands = dict[float, tuple[np.ndarray, np.ndarray]]
@@ -15,7 +15,7 @@ def check_axes(fn: str, ax: Any, kind: type) -> None:
     """One Axes of matplotlib."""
     if not isinstance(ax, kind):
         fix = "`plt.subplots(1, 2)` returns an array of Axes: pass one of them, `axes[0]`."
-        _fail(fn, "one matplotlib Axes as `ax`", f"got {kind_of(ax)}", fix, TypeError)
+        _fail(fn, "one matplotlib Axes as `ax`", f"got {kind_text(ax)}", fix, TypeError)
 
 
 def check_plotted(fn: str, name: str, values: Any, axes: str | None = None, *, finite: bool = True) -> np.ndarray:
@@ -63,7 +63,7 @@ def check_bands(
         per_row[name] = None if values is None else _per_row(fn, name, values, rows)
     if intervals is not None and (not isinstance(intervals, Mapping) or not intervals):
         fix = "`intervals={0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`."
-        _fail(fn, "`intervals` as a dict from level to `(lower, upper)`", f"got {kind_of(intervals)}", fix, TypeError)
+        _fail(fn, "`intervals` as a dict from level to `(lower, upper)`", f"got {kind_text(intervals)}", fix, TypeError)
     if intervals is None:
         check_sequence(levels, "levels", name=f"eqx_ensemble.{fn}", of="levels")
     for level in levels if intervals is None else intervals:
@@ -124,7 +124,7 @@ def check_two_names(labels: Any, *, name: str) -> None:
     """Two texts."""
     listed = check_sequence(labels, "labels", name=name, of="two texts")
     if len(listed) != 2 or not all(isinstance(label, str) for label in listed):
-        raise TypeError(f"`{name}` needs `labels` to be two texts, got {kind_of(labels)} of {len(listed)}.")
+        raise TypeError(f"`{name}` needs `labels` to be two texts, got {kind_text(labels)} of {len(listed)}.")
 
 
 def check_pairs(fn: str, matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]]:
@@ -144,7 +144,7 @@ def check_pairs(fn: str, matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]]:
 def check_curves(fn: str, run: Any, kinds: tuple[type, type], of: str) -> None:
     """A run or the history of one, with the curves that are asked for."""
     if not isinstance(run, kinds):
-        _fail(fn, "a `Run` or its `History`", f"got {kind_of(run)}", "Pass what `ee.fit` returned.", TypeError)
+        _fail(fn, "a `Run` or its `History`", f"got {kind_text(run)}", "Pass what `ee.fit` returned.", TypeError)
     check_choice(fn, "of", of, ("loss", "validation"))
     history = getattr(run, "history", run)
     if of == "validation" and history.validation is None:
@@ -156,7 +156,7 @@ def check_curves(fn: str, run: Any, kinds: tuple[type, type], of: str) -> None:
 def check_columns(fn: str, table: Any, columns: Any, log: Any, score: str | None) -> str:
     """A table with the columns that are asked for; the name of the one to shade by."""
     if not callable(getattr(table, "items", None)) or not len(table):
-        _fail(fn, "a table, a dict from column to values", f"got {kind_of(table)}", "Pass `run.table()`.", TypeError)
+        _fail(fn, "a table, a dict from column to values", f"got {kind_text(table)}", "Pass `run.table()`.", TypeError)
     check_optional_text(score, "score", name=f"eqx_ensemble.{fn}")
     score = score or ("validation" if "validation" in table else "loss")
     for option, names in (("columns", columns), ("log", log), ("score", [score])):

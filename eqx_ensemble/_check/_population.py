@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._leaves import kind_of
-from ._marks import positive_int
+from ._leaves import kind_text
+from ._marks import check_positive_int
 from ._options import check_number, check_sequence
 
 
@@ -62,7 +62,7 @@ def positive_factors(factors: Any, *, name: str) -> list[float]:
 def names_in(names: Iterable[str], hyper: Any, *, name: str) -> None:
     """Ranges belong to hyper-parameters that are there."""
     if not isinstance(hyper, dict) or set(names) - set(hyper):
-        found = f"names {sorted(hyper)}" if isinstance(hyper, dict) else kind_of(hyper)
+        found = f"names {sorted(hyper)}" if isinstance(hyper, dict) else kind_text(hyper)
         raise ValueError(f"`{name}` has ranges of {sorted(names)}, but the hyper-parameters are {found}.")
 
 
@@ -103,7 +103,7 @@ def halving(factor: Any, rungs: Any, *, name: str) -> float | int:
     if not isinstance(factor, int | float | np.number) or not 1 < float(factor) < math.inf:
         raise ValueError(f"`{name}` needs `factor` to be above 1, got {factor!r}.")
     if rungs is not None:
-        positive_int(rungs, "rungs", name=name)
+        check_positive_int(rungs, "rungs", name=name)
     return int(factor) if float(factor).is_integer() else float(factor)
 
 
@@ -114,7 +114,7 @@ def one_length_of(name: str, **lengths: Any) -> tuple[str, int]:
         words = " or ".join(f"`{unit}`" for unit in lengths)
         raise TypeError(f"`{name}` needs either {words}, got {'both' if given else 'neither'}.")
     ((unit, length),) = given.items()
-    positive_int(length, unit, name=name)
+    check_positive_int(length, unit, name=name)
     return unit, length
 
 

@@ -7,9 +7,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ._arrays import _fail, _first, as_array, check_values, concrete
-from ._keys import one_key
-from ._leaves import is_traced, kind_of
-from ._marks import positive_int
+from ._keys import check_key
+from ._leaves import is_traced, kind_text
+from ._marks import check_positive_int
 
 Split = tuple[np.ndarray, np.ndarray]
 Labels = tuple[list[Any], np.ndarray]
@@ -18,14 +18,14 @@ Labels = tuple[list[Any], np.ndarray]
 def check_draw(fn: str, num_rows: Any, num_members: Any, key: Any) -> tuple[int, int]:
     """How many rows there are and how many members draw of them, from a key."""
     rows = check_num_rows(fn, num_rows)
-    count = positive_int(num_members, "num_members", name=f"eqx_ensemble.{fn}")
+    count = check_positive_int(num_members, "num_members", name=f"eqx_ensemble.{fn}")
     check_draw_key(fn, key)
     return rows, count
 
 
 def check_draw_key(fn: str, key: Any) -> None:
     """One threefry key whose value is known."""
-    one_key(key, name=f"eqx_ensemble.{fn}")
+    check_key(key, name=f"eqx_ensemble.{fn}")
     if is_traced(key):
         fix = "Draw before `jax.jit` and pass the result in: rows and weights are ordinary arrays."
         _fail(fn, "a key whose value is known, because it draws on the host", "got a traced key", fix, TypeError)
@@ -36,7 +36,7 @@ def check_num_rows(fn: str, num_rows: Any) -> int:
     if np.ndim(num_rows) > 0:
         got = f"got an array of shape {np.shape(num_rows)}"
         _fail(fn, "the number of rows as `num_rows`", got, "Pass `len(x)`.", TypeError)
-    rows = positive_int(num_rows, "num_rows", name=f"eqx_ensemble.{fn}")
+    rows = check_positive_int(num_rows, "num_rows", name=f"eqx_ensemble.{fn}")
     if rows >= 2**31:
         _fail(fn, "`num_rows` below 2**31, as rows are int32", f"got {rows}", "Resample parts of the data.")
     return rows
@@ -53,7 +53,7 @@ def check_draw_size(fn: str, size: Any, num_rows: int, *, replace: bool) -> int:
             fix = "Pass a larger fraction, or a count."
             _fail(fn, "a `size` of at least one row", f"got {size} of {num_rows} rows", fix)
         return count
-    count = positive_int(size, "size", name=f"eqx_ensemble.{fn}")
+    count = check_positive_int(size, "size", name=f"eqx_ensemble.{fn}")
     if not replace and count > num_rows:
         fix = "Drawing with replacement is `bootstrap`, which has no such limit."
         _fail(fn, "`size` of at most the number of rows", f"got {count} of {num_rows} rows", fix)
@@ -94,7 +94,7 @@ def check_shares(fn: str, names: list[Any], counts: np.ndarray, shares: np.ndarr
 
 def check_num_folds(fn: str, num_folds: Any, num_rows: int, classes: Labels | None, groups: Labels | None) -> int:
     """Folds for which there are enough rows, rows of every class, and groups."""
-    count = positive_int(num_folds, "num_folds", name=f"eqx_ensemble.{fn}")
+    count = check_positive_int(num_folds, "num_folds", name=f"eqx_ensemble.{fn}")
     if not 2 <= count <= num_rows:
         fix = "A fold holds a row at least, and there is a fold to test on and one to train on."
         _fail(fn, "`num_folds` from 2 to the number of rows", f"got {count} folds of {num_rows} rows", fix)
@@ -111,11 +111,11 @@ def check_splits(fn: str, pairs: Any, num_rows: int) -> list[Split]:
     """Pairs of row indices: each part holds a row, the two have none in common, and no row is tested twice."""
     if not isinstance(pairs, Iterable):
         fix = "Pass what the splitter splits: `splitter.split(x, y)`."
-        _fail(fn, "an iterable of `(train, test)` row indices", f"got {kind_of(pairs)}", fix, TypeError)
+        _fail(fn, "an iterable of `(train, test)` row indices", f"got {kind_text(pairs)}", fix, TypeError)
     checked = []
     for i, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            got = f"got {kind_of(pair)} as split {i}"
+            got = f"got {kind_text(pair)} as split {i}"
             _fail(
                 fn,
                 "pairs `(train, test)` of row indices",
@@ -185,7 +185,7 @@ def check_folds(fn: str, value: Any, kind: type) -> None:
     """Folds, not one of their parts."""
     if not isinstance(value, kind):
         fix = "Of splits made elsewhere, `from_splits(splits, num_rows)` makes one."
-        _fail(fn, f"`folds` to be a `{kind.__name__}`", f"got {kind_of(value)}", fix, TypeError)
+        _fail(fn, f"`folds` to be a `{kind.__name__}`", f"got {kind_text(value)}", fix, TypeError)
 
 
 def check_drawn(fn: str, values: ArrayLike, num_rows: int, *, num_members: int | None = None) -> Array:

@@ -3,8 +3,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ._leaves import kind_of
-from ._marks import positive_int
+from ._leaves import kind_text
+from ._marks import check_positive_int
 from ._options import check_word
 
 RESUME = ("auto", "must", "never")
@@ -26,10 +26,10 @@ def checkpoint_options(checkpoint: Any, kinds: tuple[type, ...], every: Any, res
             raise TypeError(f"`fit` takes {', '.join(given)} with `checkpoint=`, the folder to save the run in.")
         return
     if not isinstance(checkpoint, kinds):
-        raise TypeError(f"`fit` needs `checkpoint` to be a path or `Checkpoints`, got {kind_of(checkpoint)}.")
+        raise TypeError(f"`fit` needs `checkpoint` to be a path or `Checkpoints`, got {kind_text(checkpoint)}.")
     check_word(resume, "resume", RESUME, name="fit")
     if every is not None:
-        positive_int(every, "every", name="fit")
+        check_positive_int(every, "every", name="fit")
 
 
 def folder_of_runs(folder: Any, *, is_checkpoint: bool) -> None:
@@ -128,7 +128,7 @@ def place_not_savable(value: Any, path: str) -> str:
     """The message that an iterator's state cannot be saved."""
     return (
         f"`fit` cannot save where the iterator of batches stands: its state{path and f' at `{path}`'} is "
-        f"{kind_of(value)}.\nIt may hold dicts, lists, tuples, strings, bytes, numbers and arrays of numbers."
+        f"{kind_text(value)}.\nIt may hold dicts, lists, tuples, strings, bytes, numbers and arrays of numbers."
     )
 
 

@@ -6,8 +6,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ._arrays import _check_alike, _fail, _first, _floating, _kept, as_array, check_mask, concrete, promoted
-from ._keys import one_key
-from ._marks import positive_int
+from ._keys import check_key
+from ._marks import check_positive_int
 
 
 def check_fair(fn: str, num_members: int, *, weighted: bool) -> None:
@@ -96,7 +96,7 @@ def check_known_weights(fn: str, weights: ArrayLike | None) -> None:
 
 def check_random(fn: str, key: Any) -> None:
     """One threefry key."""
-    one_key(key, name=f"eqx_ensemble.{fn}")
+    check_key(key, name=f"eqx_ensemble.{fn}")
 
 
 def check_known(fn: str, name: str, values: ArrayLike, mask: ArrayLike | None) -> None:
@@ -136,7 +136,7 @@ def check_rows_of_scores(
 
 def check_num_draws(fn: str, num_draws: int) -> None:
     """A number of draws that have a spread."""
-    if positive_int(num_draws, "num_draws", name=f"eqx_ensemble.{fn}") < 2:
+    if check_positive_int(num_draws, "num_draws", name=f"eqx_ensemble.{fn}") < 2:
         _fail(fn, "`num_draws` of two or more", f"got {num_draws}", "1,000 is usual.")
 
 

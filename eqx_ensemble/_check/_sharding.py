@@ -5,7 +5,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from ._leaves import kind_of
+from ._leaves import kind_text
 from ._options import check_sequence
 
 _AXES = ("members", "data", "model")
@@ -33,7 +33,7 @@ def device_list(devices: Any) -> list[Any]:
     for device in listed:
         if not isinstance(device, jax.Device):
             raise TypeError(
-                f"`make_mesh` needs `devices` to be a list of devices, got {kind_of(device)} in it.\n"
+                f"`make_mesh` needs `devices` to be a list of devices, got {kind_text(device)} in it.\n"
                 "For example `jax.devices()[:4]`."
             )
     return listed
@@ -54,7 +54,7 @@ def mesh(value: Any, *, name: str) -> None:
     """A mesh with an axis `members`, and no axes but ours, all of the type `Auto`."""
     hint = "Make one with `eqx_ensemble.make_mesh(members=4, data=2)`."
     if not isinstance(value, Mesh):
-        raise TypeError(f"`{name}` needs a `jax.sharding.Mesh` as `mesh`, got {kind_of(value)}.\n{hint}")
+        raise TypeError(f"`{name}` needs a `jax.sharding.Mesh` as `mesh`, got {kind_text(value)}.\n{hint}")
     if not _has_axes(value):
         names = ", ".join(f"`{axis}`" for axis in value.axis_names)
         raise ValueError(
@@ -83,7 +83,8 @@ def shard_without_model(shard: Any, layout: Any) -> None:
         return
     if not callable(shard):
         raise TypeError(
-            f"`build` needs `shard` as a function of an array's path, shape and number of parts, got {kind_of(shard)}."
+            f"`build` needs `shard` as a function of an array's path, shape and number of parts, got "
+            f"{kind_text(shard)}."
         )
     if layout is None or layout.mesh.shape.get("model", 1) == 1:
         raise TypeError(
@@ -187,4 +188,4 @@ def ids_of_members(tree: Any, *, name: str) -> jax.Array:
     for node in jax.tree.leaves(tree, is_leaf=has_ids):
         if has_ids(node):
             return node.ids
-    raise TypeError(f"`{name}` needs an ensemble, a training state or a run, got {kind_of(tree)}.")
+    raise TypeError(f"`{name}` needs an ensemble, a training state or a run, got {kind_text(tree)}.")

@@ -5,15 +5,15 @@ from typing import Any
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import in_range, is_traced, kind_of
-from ._marks import positive_int
+from ._leaves import in_range, is_traced, kind_text
+from ._marks import check_positive_int
 from ._options import check_number
 
 
 def sweep_values(values: Any, *, name: str) -> dict[str, np.ndarray]:
     """Names with several numbers each, as arrays."""
     if not isinstance(values, Mapping):
-        raise TypeError(f"`{name}` needs a dict from name to values, got {kind_of(values)}.")
+        raise TypeError(f"`{name}` needs a dict from name to values, got {kind_text(values)}.")
     if not values:
         raise ValueError(f"`{name}` needs at least one name with values, got none.")
     arrays = {}
@@ -63,7 +63,7 @@ def scores_to_rank(scores: Any, num_members: int, *, name: str) -> np.ndarray:
 
 def enough_to_rank(count: Any, available: int, *, name: str) -> None:
     """As many members as are asked for."""
-    positive_int(count, "count", name=name)
+    check_positive_int(count, "count", name=name)
     if count > available:
         raise ValueError(f"`{name}` was asked for {count} members, but only {available} are healthy and have a score.")
 

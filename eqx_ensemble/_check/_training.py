@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from ._errors import MemberMismatchError
-from ._leaves import describe, inside_transformation, kind_of
+from ._leaves import describe, inside_transformation, kind_text
 from ._marks import array_leaves, integer_ids
 
 
@@ -60,7 +60,7 @@ def optax_or_function(value: Any, *, name: str) -> None:
         arrays = len(array_leaves(value))
         if arrays:
             raise TypeError(
-                f"`{name}` needs an optax optimiser, got {kind_of(value)} of {arrays} arrays: an optimiser's state?\n"
+                f"`{name}` needs an optax optimiser, got {kind_text(value)} of {arrays} arrays: an optimiser's state?\n"
                 "Pass the optimiser itself, such as `optax.adam(1e-3)`; its state is made for every member."
             )
         raise TypeError(f"`{name}` needs an optax optimiser, got {describe(value)}.")
@@ -95,7 +95,7 @@ def made_optimiser(value: Any, *, name: str) -> None:
     if not isinstance(value, optax.GradientTransformation):
         way = f"\n{_MULTI_STEPS}" if isinstance(value, optax.MultiSteps) else ""
         raise TypeError(
-            f"`{name}`: the optimiser function must return an optax optimiser, it returned {kind_of(value)}.{way}"
+            f"`{name}`: the optimiser function must return an optax optimiser, it returned {kind_text(value)}.{way}"
         )
 
 
@@ -141,14 +141,14 @@ def hyper(values: Any, num_members: int, *, name: str) -> None:
         columns[column] = path
 
 
-def model_state(state: Any, num_members: int, *, name: str) -> None:
+def check_model_state(state: Any, num_members: int, *, name: str) -> None:
     """The stacked state of stateful members."""
     if state is None:
         return
     if not isinstance(state, eqx.nn.State):
         raise TypeError(
             f"`{name}` needs `state` to be the stacked `equinox.nn.State` that `build` returned beside the ensemble, "
-            f"got {kind_of(state)}."
+            f"got {kind_text(state)}."
         )
     for path, x in array_leaves(state):
         if x.ndim == 0 or x.shape[0] != num_members:
@@ -158,7 +158,7 @@ def model_state(state: Any, num_members: int, *, name: str) -> None:
             )
 
 
-def model_state_missing(stacked: Any, state: Any, *, name: str) -> None:
+def check_model_state_given(stacked: Any, state: Any, *, name: str) -> None:
     """A model that holds state is trained with it."""
     if state is not None:
         return
@@ -215,7 +215,7 @@ def _described(x: Any) -> str:
         return f"{x.dtype}{list(x.shape)}"
     if isinstance(x, tuple):
         return f"({', '.join(_described(item) for item in x)})"
-    return kind_of(x)
+    return kind_text(x)
 
 
 def same_choice(first: list[bool], last: list[bool], leaves: Any, *, name: str) -> None:
@@ -249,7 +249,8 @@ def trainable_choice(value: Any, *, name: str) -> None:
     for leaf in [None] if value is None else jax.tree.leaves(value):
         if not isinstance(leaf, bool | np.bool_) and not callable(leaf):
             raise TypeError(
-                f"`{name}` needs `trainable` to be a function of a leaf, or a tree of booleans, got {kind_of(leaf)}.\n"
+                f"`{name}` needs `trainable` to be a function of a leaf, or a tree of booleans, got "
+                f"{kind_text(leaf)}.\n"
                 "For example `lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim == 2`."
             )
 
@@ -269,20 +270,20 @@ def trainable(params: Any, *, name: str) -> None:
             )
 
 
-def ensemble(value: Any, kind: type, *, name: str) -> None:
+def check_ensemble(value: Any, kind: type, *, name: str) -> None:
     """An ensemble, not a list of models, one model or a stacked model."""
     if isinstance(value, kind):
         integer_ids(getattr(value, "ids", None))
         return
     if isinstance(value, list | tuple):
         raise TypeError(
-            f"`{name}` needs an `Ensemble`, got {kind_of(value)}.\n"
+            f"`{name}` needs an `Ensemble`, got {kind_text(value)}.\n"
             "If it holds models, make an ensemble of them first: `eqx_ensemble.stack(models)`."
         )
     if type(value).__name__ == "Run":
         raise TypeError(f"`{name}` needs an `Ensemble`, got a run: pass `run.ensemble`, or call `run.predict(x)`.")
     raise TypeError(
-        f"`{name}` needs an `Ensemble`, got {kind_of(value)}.\n"
+        f"`{name}` needs an `Ensemble`, got {kind_text(value)}.\n"
         "`stack([model, ...])` makes one of models, `from_stacked(model)` of a model that is stacked already."
     )
 
@@ -308,5 +309,5 @@ def train_state(value: Any, kind: type) -> None:
     if not isinstance(value, kind):
         raise TypeError(
             "A training step is called as `state, metrics = step(state, batch)` with the state that `train.init` "
-            f"made; got {kind_of(value)} as `state`."
+            f"made; got {kind_text(value)} as `state`."
         )

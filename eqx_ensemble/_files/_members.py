@@ -41,7 +41,7 @@ def export_members(
     **Raises:** TypeError for arrays that the format cannot hold: typed keys in either, complex128 in safetensors.
     """
     name = "export_members"
-    _check.ensemble(ensemble, Ensemble, name=name)
+    _check.check_ensemble(ensemble, Ensemble, name=name)
     _check.check_path(folder, "folder", name=name)
     _check.file_format(format, name=name)
     paths = []

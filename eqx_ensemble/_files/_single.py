@@ -67,7 +67,7 @@ def _gap(where: str, found: Any, leaf: Any) -> _check.Gap:
     saved = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
     if leaf is None:
         return _check.Gap(where, saved, "nothing")
-    return _check.Gap(where, saved, _check.kind_of(leaf) if is_number(leaf) else f"{leaf.dtype}{list(leaf.shape)}")
+    return _check.Gap(where, saved, _check.kind_text(leaf) if is_number(leaf) else f"{leaf.dtype}{list(leaf.shape)}")
 
 
 def to_safetensors(model: Any, *, name: str) -> bytes:

@@ -93,7 +93,7 @@ def vector(
         [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599)
     """
     fn = "calibrate.vector"
-    steps = _check.positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}")
+    steps = _check.check_positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}")
     pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
     rows = rows._replace(logs=_constant(fn, rows.logs))
     scale, bias, found = _fit_vector(rows, steps)
@@ -142,7 +142,7 @@ def matrix(
         calibration](https://arxiv.org/abs/1910.12656)
     """
     fn = "calibrate.matrix"
-    steps = _check.positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}")
+    steps = _check.check_positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}")
     _check.check_penalties(fn, off_diagonal_penalty=off_diagonal_penalty, bias_penalty=bias_penalty)
     pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
     rows = rows._replace(logs=_constant(fn, rows.logs))

@@ -91,7 +91,7 @@ def _fit(fn: str, rows: Rows) -> tuple[Array, Array]:
     try:
         from sklearn.isotonic import IsotonicRegression
     except ImportError as error:
-        raise ImportError(_check.missing_extra(f"eqx_ensemble.{fn}", "scikit-learn", "sklearn")) from error
+        raise ImportError(_check.missing_extra_message(f"eqx_ensemble.{fn}", "scikit-learn", "sklearn")) from error
     kept = np.asarray(rows.share) > 0
     probabilities, labels = np.asarray(jnp.exp(rows.logs))[:, kept], np.asarray(rows.labels)[kept]
     knots, values = [], []

@@ -70,7 +70,7 @@ def _orbax() -> Any:
         _check.check_version("orbax-checkpoint", _OLDEST, **use)
         from orbax.checkpoint.experimental import v1
     except ModuleNotFoundError:
-        raise ImportError(_check.missing_extra(use["what"], "orbax-checkpoint", use["extra"])) from None
+        raise ImportError(_check.missing_extra_message(use["what"], "orbax-checkpoint", use["extra"])) from None
     return v1
 
 

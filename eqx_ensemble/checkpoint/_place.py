@@ -20,7 +20,7 @@ def located(path: str | os.PathLike[str]) -> Any:
     try:
         from etils import epath
     except ImportError:
-        raise ImportError(_check.missing_extra(text, "orbax-checkpoint", "orbax")) from None
+        raise ImportError(_check.missing_extra_message(text, "orbax-checkpoint", "orbax")) from None
     return epath.Path(text)
 
 

@@ -157,7 +157,7 @@ def _saved_text(found: Any) -> str:
 
 
 def _expected_text(leaf: Any) -> str:
-    return f"{_check.kind_of(leaf)}" if is_number(leaf) else _check.described(leaf.shape, leaf.dtype)
+    return f"{_check.kind_text(leaf)}" if is_number(leaf) else _check.described(leaf.shape, leaf.dtype)
 
 
 def _compare_structure(manifest: Manifest, like: Any, path: Any, *, strict: bool, name: str) -> None:

@@ -124,7 +124,7 @@ def _packed(value: Any) -> bytes:
     if kind == "q" and not -(2**63) <= value < 2**63:
         kind = " "
     if kind == " ":
-        return b" " + bytes(8) + _check.kind_of(value).encode()[: _LENGTH - 9]
+        return b" " + bytes(8) + _check.kind_text(value).encode()[: _LENGTH - 9]
     return kind.encode() + struct.pack(f"<{kind}", value)
 
 

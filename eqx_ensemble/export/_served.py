@@ -44,12 +44,12 @@ def served(
     key: Any = None,
 ) -> Served:
     """What is exported, all of it checked."""
-    _check.ensemble(ensemble, Ensemble, name=name)
+    _check.check_ensemble(ensemble, Ensemble, name=name)
     _check.check_optional_function(call.fn, "fn", name=name, example="lambda model, x: model(x)")
     _check.check_optional_function(combine, "combine", name=name, example="eqx_ensemble.combine.mean")
     row = _check.row_shapes(shapes, name=name)
-    _check.model_state_missing(ensemble.stacked, state, name=name)
-    _check.model_state(state, ensemble.num_members, name=name)
+    _check.check_model_state_given(ensemble.stacked, state, name=name)
+    _check.check_model_state(state, ensemble.num_members, name=name)
     convex = _check.weights_left(weights, np.ones(ensemble.num_members, bool), combine, name=name)
     keys = None if key is None else _keys.member_keys(_keys.root(key, name=name), ensemble.ids, purpose="predict")
     plan = as_plan(plan)
@@ -75,5 +75,5 @@ def batches(row: PyTree, batch_size: int | None, *, name: str) -> tuple[PyTree, 
     """The shapes of a batch of rows, of any number of them where none is given; and a symbol for the members."""
     batch, members = symbolic_shape("batch, members")
     if batch_size is not None:
-        batch = _check.positive_int(batch_size, "batch_size", name=name)
+        batch = _check.check_positive_int(batch_size, "batch_size", name=name)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape), x.dtype), row), members

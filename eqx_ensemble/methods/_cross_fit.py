@@ -68,11 +68,13 @@ def cross_fit(
 
     **Returns:** the run, and the held-out predictions.
     """
-    _check.ensemble(ensemble, Ensemble, name="cross_fit")
+    _check.check_ensemble(ensemble, Ensemble, name="cross_fit")
     _check.check_folds("methods.cross_fit", folds, Folds)
     times = _check.whole_folds(folds.test.shape[0], ensemble.num_members, name="cross_fit")
     own = jax.tree.map(lambda part: jnp.tile(part, (times, 1)), folds)
-    num_rows = _check.rows_of_data(x, _axes.Each, ensemble.num_members, argument="x", name="cross_fit", finite=False)
+    num_rows = _check.check_rows_of_data(
+        x, _axes.Each, ensemble.num_members, argument="x", name="cross_fit", finite=False
+    )
     _check.rows_of_folds(num_rows, own, None, name="cross_fit")
     predict(ensemble, _first_row(x), state=options.get("state"), fn=fn)  # what is wrong with it shows before training
     run = fit(ensemble, loss, optimiser, data, rows=own.train, key=key, **options)

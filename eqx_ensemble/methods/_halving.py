@@ -71,7 +71,7 @@ def successive_halving(
     _check.judged((), validation, name="successive_halving")
     _check.no_saving(options, name="successive_halving")
     factor = _check.halving(factor, rungs, name="successive_halving")
-    _check.ensemble(ensemble, Ensemble, name="successive_halving")
+    _check.check_ensemble(ensemble, Ensemble, name="successive_halving")
     unit, shortest = _check.one_length_of("successive_halving", epochs=epochs, steps=steps)
     _check.whole_epochs(steps, is_batches=is_batches(data), name="successive_halving")
     rungs = _rungs(ensemble.num_members, factor) if rungs is None else rungs
@@ -165,7 +165,7 @@ def hyperband(
 
     **Returns:** a run for each bracket, the one of most members first; ids are unique among all.
     """
-    _check.positive_int(epochs, "epochs", name="hyperband")
+    _check.check_positive_int(epochs, "epochs", name="hyperband")
     _check.judged((), validation, name="hyperband")
     refused = ("steps", "hyper", "state", "rungs")
     _check.no_options(options, refused, "it decides about these itself", name="hyperband")

@@ -109,16 +109,16 @@ def population_based_training(
 
     **Returns:** [`eqx_ensemble.methods.Population`][]. Ctrl-C ends it after the round's present chunk.
     """
-    _check.positive_int(rounds, "rounds", name="population_based_training")
+    _check.check_positive_int(rounds, "rounds", name="population_based_training")
     _check.judged(hyper, validation, name="population_based_training")
     _check.part_of_members(fraction, name="population_based_training")
     _check.no_options(options, _STOPS, "a population trains as long as it lasts", name="population_based_training")
     _check.no_saving(options, name="population_based_training")
     _check.own_revival(options.get("on_diverge"))
     _check.whole_epochs(steps, is_batches=is_batches(data), name="population_based_training")
-    _check.ensemble(ensemble, Ensemble, name="population_based_training")
+    _check.check_ensemble(ensemble, Ensemble, name="population_based_training")
     _check.check_function(explore, "explore", name="population_based_training", example="eqx_ensemble.train.perturb")
-    _check.one_key(key, name="population_based_training")
+    _check.check_key(key, name="population_based_training")
     hyper = hyper_arrays(hyper, ensemble.num_members, name="population_based_training")
     one = jax.tree.map(lambda x: x[0], hyper)
     keys = jax.random.split(key, rounds)

@@ -68,7 +68,7 @@ class Auto(AbstractPlan):
 
     def __check_init__(self):
         if self.memory is not None:
-            _check.positive_int(self.memory, "memory", name="Auto")
+            _check.check_positive_int(self.memory, "memory", name="Auto")
         _check.share(self.share)
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:

@@ -67,7 +67,7 @@ class Chunked(AbstractPlan):
     scan: bool | None = eqx.field(static=True, default=None, kw_only=True)
 
     def __check_init__(self):
-        _check.positive_int(self.size, "size", name="Chunked")
+        _check.check_positive_int(self.size, "size", name="Chunked")
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Maps `fn` over chunks of members, one chunk after another."""

@@ -17,7 +17,7 @@ def axes_for(fn: str, ax: Axes | None) -> Axes:
     try:
         from matplotlib.axes import Axes as Kind
     except ImportError as error:
-        raise ImportError(_check.missing_extra(f"eqx_ensemble.{fn}", "matplotlib", "plot")) from error
+        raise ImportError(_check.missing_extra_message(f"eqx_ensemble.{fn}", "matplotlib", "plot")) from error
     if ax is None:
         from matplotlib import pyplot
 

@@ -66,7 +66,7 @@ def parallel_coordinates(
     lines = _check.check_lines(fn, _flat(table, names if columns is None else columns), log)
     scores = _check.check_plotted(fn, score, table[score], "(members,)", finite=False)
     _check.check_text(cmap, "cmap", name=f"eqx_ensemble.{fn}")
-    _check.mode(mode, name=f"eqx_ensemble.{fn}")
+    _check.check_mode(mode, name=f"eqx_ensemble.{fn}")
     # Their order, not their size: one bad score would make all others alike.
     costs = np.where(np.isfinite(scores), scores if mode == "min" else -scores, np.inf)
     place = np.argsort(np.argsort(costs, kind="stable"), kind="stable")

@@ -64,7 +64,7 @@ def training_curves(
     _check.check_curves(fn, run, (Run, History), of)
     _check.check_optional_text(unit, "unit", name=f"eqx_ensemble.{fn}")
     _check.check_axis(first_step, "first_step", name=f"eqx_ensemble.{fn}")
-    _check.positive_int(every, "every", name=f"eqx_ensemble.{fn}")
+    _check.check_positive_int(every, "every", name=f"eqx_ensemble.{fn}")
     _check.check_level(fn, level)
     history = run.history if isinstance(run, Run) else run
     steps = np.arange(1, history.loss.shape[1] + 1) + first_step if of == "loss" else history.validation_step

@@ -92,19 +92,19 @@ def predict(
     **Raises:** `ValueError` for a `key` without `inference`; `MemoryError` when one row of one member needs more than
     `memory`, and when the result has no place.
     """
-    _check.ensemble(ensemble, Ensemble, name="predict")
+    _check.check_ensemble(ensemble, Ensemble, name="predict")
     inference = _check.inference_mode(inference, key, name="predict")
     _check.check_optional_function(fn, "fn", name="predict", example="lambda model, x: model(x)")
     _check.check_optional_flag(progress, "progress", name="predict")
     plan = as_plan(plan)
-    _check.positive_int(batch_size, "batch_size", name="predict")
-    _check.model_state_missing(ensemble.stacked, state, name="predict")
-    _check.model_state(state, ensemble.num_members, name="predict")
+    _check.check_positive_int(batch_size, "batch_size", name="predict")
+    _check.check_model_state_given(ensemble.stacked, state, name="predict")
+    _check.check_model_state(state, ensemble.num_members, name="predict")
     _check.no_batch_mark(x, _axes.Batch)
-    num_rows = _check.rows_of_data(
+    num_rows = _check.check_rows_of_data(
         x, _axes.Each, ensemble.num_members, argument="x", name="predict", finite=False, least=0
     )
-    _check.integers_fit((ensemble.stacked, ensemble.shared, state), argument="ensemble", name="predict")
+    _check.check_integers_fit((ensemble.stacked, ensemble.shared, state), argument="ensemble", name="predict")
     weights = _check.combiner(combine, weights, ensemble.num_members)
     keys = None if key is None else _keys.member_keys(_keys.root(key, name="predict"), ensemble.ids, purpose="predict")
     inputs, layout = _on_mesh(Inputs(ensemble, _axes.map_each(_axes.Each, x), state, keys), mesh, memory)
@@ -116,7 +116,7 @@ def predict(
     made = lambda parts: _made(parts, combine, weights)
     work = _Work(pilot, Call(fn, inference, layout), inputs, num_rows, batch_size, made)
     if memory is not None:
-        _check.positive_int(memory, "memory", name="predict")
+        _check.check_positive_int(memory, "memory", name="predict")
         _check.nothing_traced((inputs, weights))
 
     axis = 1 if combine is None else 0

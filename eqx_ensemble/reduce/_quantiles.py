@@ -65,7 +65,7 @@ class Quantiles(AbstractReduction):
 
     def __init__(self, levels: Sequence[float], *, size: int = 128):
         self.levels = _check.quantile_levels(levels, name="reduce.Quantiles")
-        self.size = _check.positive_int(size, "size", name="reduce.Quantiles")
+        self.size = _check.check_positive_int(size, "size", name="reduce.Quantiles")
 
     def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
         """The sketch with some more members."""

@@ -12,7 +12,7 @@ from .._check import (
     check_one_length,
     check_row_labels,
     check_splits,
-    missing_extra,
+    missing_extra_message,
 )
 from .._streams import key_words
 
@@ -154,7 +154,7 @@ def _of_sklearn(
         from sklearn.model_selection import GroupKFold, StratifiedGroupKFold, StratifiedKFold
     except ImportError as error:
         raise ImportError(
-            missing_extra(f"eqx_ensemble.{fn}(stratify=..., groups=...)", "scikit-learn", "sklearn")
+            missing_extra_message(f"eqx_ensemble.{fn}(stratify=..., groups=...)", "scikit-learn", "sklearn")
         ) from error
     kind = StratifiedKFold if groups is None else GroupKFold if classes is None else StratifiedGroupKFold
     splitter = kind(num_folds, shuffle=shuffle is not None, random_state=shuffle)

@@ -21,7 +21,7 @@ from .._check import (
     check_regression,
     check_two_members,
     check_weights,
-    missing_extra,
+    missing_extra_message,
     no_gradient,
 )
 from .._weighting import blank_masked, blank_unweighted
@@ -295,7 +295,7 @@ def _scoringrules(fn: str) -> ModuleType:
     try:
         import scoringrules
     except ImportError as error:
-        raise ImportError(missing_extra(f"eqx_ensemble.{fn}", "scoringrules", "scores")) from error
+        raise ImportError(missing_extra_message(f"eqx_ensemble.{fn}", "scoringrules", "scores")) from error
     return scoringrules
 
 

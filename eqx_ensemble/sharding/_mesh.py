@@ -45,10 +45,10 @@ def make_mesh(
     **Raises:** `ValueError` when there are fewer devices than asked for, or when they are left out of some process.
     """
     found = jax.devices() if devices is None else _check.device_list(devices)
-    _check.positive_int(data, "data", name="make_mesh")
-    _check.positive_int(model, "model", name="make_mesh")
+    _check.check_positive_int(data, "data", name="make_mesh")
+    _check.check_positive_int(model, "model", name="make_mesh")
     if members is not None:
-        _check.positive_int(members, "members", name="make_mesh")
+        _check.check_positive_int(members, "members", name="make_mesh")
     members = _check.enough_devices(members, data, model, len(found))
     found = sorted(found, key=lambda device: (device.process_index, device.id)) if devices is None else found
     chosen = found[: members * data * model]

@@ -61,7 +61,7 @@ def batch(mesh: Mesh, rows: PyTree, num_rows: int) -> PyTree:
     layout = Layout(mesh)
     own = local_rows(mesh, num_rows)
     _check.local_rows(rows, own.stop - own.start, num_rows)
-    _check.integers_fit(rows, argument="rows", name="sharding.batch")
+    _check.check_integers_fit(rows, argument="rows", name="sharding.batch")
 
     def whole(x: Any) -> jax.Array:
         x = np.asarray(x)

@@ -124,8 +124,8 @@ def draw(ranges: Mapping[str, AbstractRange], num_members: int, *, key: Any) -> 
     **Raises:** TypeError for anything else among the ranges, and for a wrong key; ValueError for a wrong count.
     """
     _check.ranges(ranges, AbstractRange, name="sweep.draw")
-    _check.positive_int(num_members, "num_members", name="eqx_ensemble.sweep.draw")
-    _check.one_key(key, name="sweep.draw")
+    _check.check_positive_int(num_members, "num_members", name="eqx_ensemble.sweep.draw")
+    _check.check_key(key, name="sweep.draw")
     return {
         name: jnp.asarray([one.draw(g) for g in _streams.generators(key, num_members, purpose=f"sweep {name}")])
         for name, one in ranges.items()

@@ -74,12 +74,12 @@ def check_independent(
     """
     name = "testing.check_independent"
     _check.check_number(rtol, "rtol", name=name, least=0)
-    _check.positive_int(steps, "steps", name=name)
+    _check.check_positive_int(steps, "steps", name=name)
     _check.optimiser(optimiser, hyper=hyper, name=name)
     plans = [as_plan(plan) for plan in _check.check_sequence(plans, "plans", name=name, of="plans")]
     made = build(make, num_members, key=key)
     ensemble, state = made if isinstance(made, tuple) else (made, None)
-    rows = _check.rows_of_data(data, _axes.Each, num_members, argument="data", name=name)
+    rows = _check.check_rows_of_data(data, _axes.Each, num_members, argument="data", name=name)
     size = min(32, rows) if batch_size is None else batch_size
     _check.batch_fits(size, rows, name=name)
 

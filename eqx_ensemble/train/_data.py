@@ -30,7 +30,7 @@ def on_device(
     Arrays are `(rows, ...)`; those marked `Each` are `(members, rows, ...)`. On a mesh, rows are split over devices
     where that is possible; every device has all of them if they are to be `whole`.
     """
-    rows = _check.rows_of_data(data, _axes.Each, num_members, argument=argument, name=name)
+    rows = _check.check_rows_of_data(data, _axes.Each, num_members, argument=argument, name=name)
     data = _axes.map_each(_axes.Each, data)
     if layout is None:
         return jax.tree.map(jnp.asarray, data), rows

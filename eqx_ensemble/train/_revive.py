@@ -112,9 +112,9 @@ def revive(
     """
     _check.train_state(state, TrainState)
     _check.optax_or_function(optimiser, name="train.revive")
-    _check.one_key(key, name="train.revive")
+    _check.check_key(key, name="train.revive")
     if not isinstance(how, Revive | None):
-        raise TypeError(f"`train.revive` needs `how` to be a `Revive`, got {_check.kind_of(how)}.")
+        raise TypeError(f"`train.revive` needs `how` to be a `Revive`, got {_check.kind_text(how)}.")
     lost = np.flatnonzero(fetch(state.moving.status) == DIVERGED)
     if len(lost) == 0:
         return state, []

@@ -174,7 +174,7 @@ class Run(eqx.Module, Generic[M]):
         _check.check_folds("Run.out_of_fold", folds, Folds)
         _check.folds_of_members(folds.test.shape[0], len(self.status), name="Run.out_of_fold")
         _check.no_copies(self.revived, name="Run.out_of_fold")
-        num_rows = _check.rows_of_data(
+        num_rows = _check.check_rows_of_data(
             x, _axes.Each, len(self.status), argument="x", name="Run.out_of_fold", finite=False
         )
         _check.rows_of_folds(num_rows, folds, self.rows, name="Run.out_of_fold")
@@ -231,7 +231,7 @@ class Run(eqx.Module, Generic[M]):
         better; ValueError when fewer members are left.
         """
         mode = mode or (self.mode if by is None else "min")
-        _check.mode(mode, name="Run.best")
+        _check.check_mode(mode, name="Run.best")
         scores = _check.scores_to_rank(self.best_score if by is None else by, len(self.status), name="Run.best")
         scores = scores if mode == "min" else -scores
         scores = np.where(self.status == STATUS_NAMES[DIVERGED], np.inf, scores)
@@ -264,7 +264,7 @@ def _frame(columns: dict[str, np.ndarray]) -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise ImportError(_check.missing_extra("Run.table(as_frame=True)", "pandas", "pandas")) from error
+        raise ImportError(_check.missing_extra_message("Run.table(as_frame=True)", "pandas", "pandas")) from error
     flat = {}
     for name, values in columns.items():
         for place in np.ndindex(values.shape[1:]):

@@ -110,7 +110,7 @@ def init(
 
     **Returns:** the training state.
     """
-    _check.ensemble(ensemble, Ensemble, name="train.init")
+    _check.check_ensemble(ensemble, Ensemble, name="train.init")
     layout = layout_for(mesh, ensemble.stacked, name="train.init")
     options = {"state": state, "hyper": hyper, "trainable": trainable}
     return first_state(ensemble, optimiser, **options, layout=layout, name="train.init", key=key)
@@ -128,12 +128,12 @@ def first_state(
     key: Any,
 ) -> TrainState[M]:
     """[`eqx_ensemble.train.init`][] under the name of the function that the user called."""
-    _check.ensemble(ensemble, Ensemble, name=name)
-    _check.integers_fit((ensemble.stacked, ensemble.shared), argument="ensemble", name=name)
+    _check.check_ensemble(ensemble, Ensemble, name=name)
+    _check.check_integers_fit((ensemble.stacked, ensemble.shared), argument="ensemble", name=name)
     _check.optimiser(optimiser, hyper=hyper, name=name)
     hyper = None if hyper is None else hyper_arrays(hyper, ensemble.num_members, name=name)
-    _check.model_state_missing(ensemble.stacked, state, name=name)
-    _check.model_state(state, ensemble.num_members, name=name)
+    _check.check_model_state_given(ensemble.stacked, state, name=name)
+    _check.check_model_state(state, ensemble.num_members, name=name)
     params, frozen = partition_trainable(ensemble, trainable, name=name)
     key = _keys.root(key, name=name)
     keys = _keys.member_keys(key, ensemble.ids, purpose="loss")

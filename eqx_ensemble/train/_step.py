@@ -49,7 +49,7 @@ class Step(eqx.Module, Generic[M]):
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """One step on one batch, shared by all members but for its parts marked [`eqx_ensemble.Each`][]."""
         _check.train_state(state, TrainState)
-        _check.integers_fit(batch, argument="batch", name="train.make_step")
+        _check.check_integers_fit(batch, argument="batch", name="train.make_step")
         if self.layout is not None and self.layout.splits_weights:
             self = dataclasses.replace(self, layout=self.layout.splitting(state.moving.params))
         with nan_is_data():

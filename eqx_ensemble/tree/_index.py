@@ -83,7 +83,7 @@ def unstack(tree: Any, *, num_axes: int = 1) -> list[Any]:
     ```
     """
     name = "eqx_ensemble.tree.unstack"
-    num_axes = _check.positive_int(num_axes, "num_axes", name=name)
+    num_axes = _check.check_positive_int(num_axes, "num_axes", name=name)
     sizes = _check.leading_axes(tree, num_axes, name=name)
     leaves, treedef = jtu.tree_flatten(tree)
     return _unstack(leaves, treedef, sizes)

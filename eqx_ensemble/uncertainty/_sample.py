@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int32, Key, Real
 
 from .. import _keys
-from .._check import check_flag, check_logits, check_moments, check_weights, positive_int
+from .._check import check_flag, check_logits, check_moments, check_positive_int, check_weights
 from .._weighting import blank_unweighted
 
 
@@ -48,7 +48,7 @@ def sample_gaussian_mixture(
     joint = check_flag(joint, "joint", name=f"eqx_ensemble.{fn}")
     means, variances = check_moments(fn, mean, variance, weights=weights)
     convex = check_weights(fn, weights, means.shape[0], means.dtype)
-    num_samples = positive_int(num_samples, "num_samples", name=f"eqx_ensemble.{fn}")
+    num_samples = check_positive_int(num_samples, "num_samples", name=f"eqx_ensemble.{fn}")
     return _gaussian(means, variances, convex, num_samples, joint, _keys.root(key, name=f"eqx_ensemble.{fn}"))
 
 
@@ -89,7 +89,7 @@ def sample_class_mixture(
     joint = check_flag(joint, "joint", name=f"eqx_ensemble.{fn}")
     checked = check_logits(fn, logits)
     convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
-    num_samples = positive_int(num_samples, "num_samples", name=f"eqx_ensemble.{fn}")
+    num_samples = check_positive_int(num_samples, "num_samples", name=f"eqx_ensemble.{fn}")
     return _classes(checked, convex, num_samples, joint, _keys.root(key, name=f"eqx_ensemble.{fn}"))
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Int32
 
-from ..._check import check_log_scores, check_tolerance, positive_int, warn_of_gap
+from ..._check import check_log_scores, check_positive_int, check_tolerance, warn_of_gap
 
 
 class Stacking(NamedTuple):
@@ -76,7 +76,7 @@ def stacking(
     if tolerance is None:
         tolerance = 1e-10 if logs.dtype == jnp.float64 else 1e-6
     tolerance = float(tolerance)
-    found = _stacking(logs, rows, tolerance, positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}"))
+    found = _stacking(logs, rows, tolerance, check_positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}"))
     warn_of_gap(fn, found.gap, tolerance)
     return found
 

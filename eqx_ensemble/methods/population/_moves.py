@@ -27,7 +27,7 @@ def rank(scores: Any, *, healthy: Any = None, mode: Literal["min", "max"] = "min
 
     **Returns:** places `(members,)`, int64. Equal scores stay in order.
     """
-    _check.mode(mode, name="population.rank")
+    _check.check_mode(mode, name="population.rank")
     scores = _check.member_scores(scores, name="population.rank")
     bad = np.isnan(scores) | ~_check.who_is_healthy(healthy, len(scores), name="population.rank")
     return np.lexsort((scores if mode == "min" else -scores, bad))
