@@ -87,7 +87,7 @@ def exportable(leaf: Any, path: str, *, name: str) -> None:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise NotImplementedError(
             f"`{name}` needs all numbers in one process, and the leaf `{path}` is spread over several.\nGather it "
-            "first: `eqx_ensemble.distributed.fetch(tree)`."
+            "first: `eqx_ensemble.distributed.to_host(tree)`."
         )
 
 

@@ -65,7 +65,7 @@ def savable(leaf: Any, path: str) -> None:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise NotImplementedError(
             f"The leaf at `{path}` is spread over several processes, and this one sees a part of it only.\nPass "
-            "`format='orbax'`, or gather it first: `eqx_ensemble.distributed.fetch(tree)`."
+            "`format='orbax'`, or gather it first: `eqx_ensemble.distributed.to_host(tree)`."
         )
 
 

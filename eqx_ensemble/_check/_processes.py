@@ -208,7 +208,7 @@ def has_a_part(leaf: Any, path: str) -> None:
     """An array of numbers, of which every process has a part."""
     if is_traced(leaf):
         raise TypeError(
-            f"`fetch` brings numbers to the host, and the leaf at `{path}` is traced: call it outside `jax.jit` and "
+            f"`to_host` brings numbers to the host, and the leaf at `{path}` is traced: call it outside `jax.jit` and "
             "other transformations."
         )
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
@@ -217,7 +217,7 @@ def has_a_part(leaf: Any, path: str) -> None:
     without = sorted(set(range(jax.process_count())) - holders)
     if without:
         raise ValueError(
-            f"`fetch` needs arrays of which every process has a part, and {numbers_in_words(without)} "
+            f"`to_host` needs arrays of which every process has a part, and {numbers_in_words(without)} "
             f"{'has' if len(without) == 1 else 'have'} none of the leaf at `{path}`.\n"
             "Spread it over devices of all processes first."
         )
@@ -226,6 +226,7 @@ def has_a_part(leaf: Any, path: str) -> None:
 def decision(kind: str) -> TypeError:
     """The error for a decision that is no number."""
     return TypeError(
-        f"`agreed` takes a bool, an int of at most 64 bits or a float of process 0, which passed {kind}.\n"
+        "`broadcast_from_first` takes a bool, an int of at most 64 bits or a float of process 0, which passed "
+        f"{kind}.\n"
         "Agree on a number that stands for it."
     )

@@ -18,7 +18,7 @@ from ..checkpoint._open import opened
 from ..checkpoint._place import located
 from ..checkpoint._restore import restore
 from ..checkpoint._snapshot import snapshot
-from ..distributed import fetch
+from ..distributed import to_host
 from ..sharding._layout import Layout, as_layout
 from ._like import as_like
 
@@ -164,7 +164,7 @@ def marks(tree: PyTree) -> Marks:
     members along the leading axis only, so that an `Each` along another one is saved as a whole.
     """
     nodes = jax.tree.leaves(tree, is_leaf=_axes.is_per_member)
-    ids = next((fetch(node.ids) for node in nodes if isinstance(node, Ensemble) and node.ids is not None), None)
+    ids = next((to_host(node.ids) for node in nodes if isinstance(node, Ensemble) and node.ids is not None), None)
     if ids is None:
         counts = [_count(node) for node in nodes if isinstance(node, _axes.Each)]
         ids = next((np.arange(count) for count in counts if count is not None), None)
@@ -174,7 +174,7 @@ def marks(tree: PyTree) -> Marks:
 
 def _flags(node: Any, ids: np.ndarray | None) -> Iterable[bool]:
     if isinstance(node, Ensemble):
-        own = ids is not None and node.ids is not None and np.array_equal(fetch(node.ids), ids)
+        own = ids is not None and node.ids is not None and np.array_equal(to_host(node.ids), ids)
         stacked, shared, its_ids = (len(jax.tree.leaves(part)) for part in (node.stacked, node.shared, node.ids))
         return [own] * stacked + [False] * shared + [own] * its_ids
     own = ids is not None and _axes.is_per_member(node) and _count(node) == len(ids)  # by count: they have no ids

@@ -53,7 +53,7 @@ class Numbers(NamedTuple):
     key: str | None
 
 
-def to_host(leaf: Any, path: str, *, copy: bool) -> Numbers:
+def host_numbers(leaf: Any, path: str, *, copy: bool) -> Numbers:
     """The numbers of an array leaf, in host memory. Without `copy` they may be the leaf's own, which jax may reuse."""
     _check.savable(leaf, path)
     leaf, key = _without_keys(leaf, path)
@@ -61,7 +61,7 @@ def to_host(leaf: Any, path: str, *, copy: bool) -> Numbers:
     return Numbers(_little(data, path), key)
 
 
-def in_place(leaf: Any, path: str, *, copy: bool) -> Numbers:
+def device_numbers(leaf: Any, path: str, *, copy: bool) -> Numbers:
     """The numbers of an array leaf, where they are: on one or more devices, of one or more processes.
 
     Orbax copies them when it takes them, also without `copy`.

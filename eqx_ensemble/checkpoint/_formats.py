@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..distributed import is_first
-from ..distributed._together import together
+from ..distributed._together import raise_on_all
 from . import _orbax
-from ._dtypes import in_place, to_host
+from ._dtypes import device_numbers, host_numbers
 from ._place import has_manifest
 from ._snapshot import Snapshot
 from ._write import write
@@ -47,10 +47,10 @@ def _run_together(job: Callable[[], None]) -> None:
         job()
     except Exception as failure:
         error = failure
-    together(error)
+    raise_on_all(error)
 
 
 FORMATS: dict[str, Format] = {
-    "safetensors": Format(to_host, _begin, Path.is_dir, _run, lambda: True),
-    "orbax": Format(in_place, _orbax.begin, has_manifest, _run_together, is_first),
+    "safetensors": Format(host_numbers, _begin, Path.is_dir, _run, lambda: True),
+    "orbax": Format(device_numbers, _orbax.begin, has_manifest, _run_together, is_first),
 }

@@ -12,7 +12,7 @@ import numpy as np
 from .. import _check
 from .._check import CheckpointCorruptError
 from ..distributed import is_first
-from ..distributed._together import gathered, together
+from ..distributed._together import all_gather, raise_on_all
 from ._commit import (
     check_own,
     give_up,
@@ -95,8 +95,8 @@ def _agreed_number(path: Any) -> int:
                 number = next_number(path)
         except OSError as failure:
             error = failure
-    together(error)
-    return int(gathered(np.array([number], np.int32))[0, 0])
+    raise_on_all(error)
+    return int(all_gather(np.array([number], np.int32))[0, 0])
 
 
 def _with_checksums(content: Snapshot) -> tuple[tuple[Entry, ...], np.ndarray]:
@@ -110,7 +110,7 @@ def _with_checksums(content: Snapshot) -> tuple[tuple[Entry, ...], np.ndarray]:
     for entry, first, _ in places:
         for row, digest in digests(content.arrays[entry.tensor], per_member=entry.kind == "members").items():
             known[first + row] = np.frombuffer(b"\1" + digest, np.uint8)
-    of_all = gathered(known)
+    of_all = all_gather(known)
     is_known = of_all[..., 0] > 0
     table = of_all[is_known.argmax(axis=0), np.arange(len(known)), 1:]
     differs = (is_known & (of_all[..., 1:] != table).any(axis=-1)).any(axis=0)
@@ -174,7 +174,7 @@ class OrbaxReader:
             self._verify(loaded)
         except (CheckpointCorruptError, OSError) as failure:
             error = failure
-        together(error)
+        raise_on_all(error)
         for entry, _ in wanted:
             data = loaded[entry.tensor]
             yield data if rows is None or entry.kind == "shared" else data[np.asarray(rows, int)]

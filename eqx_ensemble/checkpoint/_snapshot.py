@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _check
-from ..distributed import fetch
-from ._dtypes import Numbers, to_host
+from ..distributed import to_host
+from ._dtypes import Numbers, host_numbers
 from ._manifest import Entry, Manifest, Number
 from ._structure import is_array_like, is_number, saved_leaves, structure
 
@@ -32,7 +32,7 @@ def snapshot(
     step: int | None = None,
     score: Any = None,
     copy: bool = False,
-    take: Callable[..., Numbers] = to_host,
+    take: Callable[..., Numbers] = host_numbers,
 ) -> Snapshot:
     """The content of a checkpoint, in host memory or where `take` leaves it.
 
@@ -47,7 +47,7 @@ def snapshot(
     - `take`: what gives the numbers of an array leaf.
     """
     _check.json_value(meta)
-    members = None if ids is None else tuple(int(i) for i in fetch(ids))
+    members = None if ids is None else tuple(int(i) for i in to_host(ids))
     flags = jax.tree.leaves(jax.tree.broadcast(per_member, tree))
     entries, numbers, arrays, firsts = [], [], {}, {}
     for (path, leaf), flag in zip(saved_leaves(tree), flags, strict=True):

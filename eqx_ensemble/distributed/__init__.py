@@ -1,5 +1,5 @@
-from ._arrays import agreed as agreed
-from ._arrays import fetch as fetch
+from ._arrays import broadcast_from_first as broadcast_from_first
+from ._arrays import to_host as to_host
 from ._initialise import Processes as Processes
 from ._initialise import initialise as initialise
 from ._initialise import is_first as is_first

@@ -13,7 +13,7 @@ from .. import _check
 _AT_ONCE = 2**26  # bytes that a program gathers: each device holds them whole
 
 
-def fetch(tree: PyTree) -> PyTree:
+def to_host(tree: PyTree) -> PyTree:
     """The arrays of a tree as NumPy arrays in every process, also those that are spread over the processes.
 
     All processes must call it, with the same arrays in the same order. Each array passes through each device whole,
@@ -21,7 +21,7 @@ def fetch(tree: PyTree) -> PyTree:
 
     ```python
     run = {"loss": jnp.zeros((8, 100)), "name": "a"}
-    ee.distributed.fetch(run)["loss"].mean()  # NumPy, in all processes
+    ee.distributed.to_host(run)["loss"].mean()  # NumPy, in all processes
     ```
 
     **Arguments:**
@@ -81,7 +81,7 @@ def _same(arrays: list[jax.Array]) -> list[jax.Array]:
     return arrays
 
 
-def agreed(value: Any) -> bool | int | float:
+def broadcast_from_first(value: Any) -> bool | int | float:
     """A decision of process 0 for all: what it says is what every process gets.
 
     Clocks, files and signals differ between processes. What follows from them and changes what is computed must be
@@ -92,7 +92,7 @@ def agreed(value: Any) -> bool | int | float:
     import time
 
     start = time.monotonic()
-    while ee.distributed.agreed(time.monotonic() - start < 0.01):
+    while ee.distributed.broadcast_from_first(time.monotonic() - start < 0.01):
         pass  # a step of training
     ```
 

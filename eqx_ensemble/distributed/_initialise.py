@@ -132,7 +132,7 @@ def is_first() -> bool:
     computed by all: only what is done with the result may depend on this.
 
     ```python
-    loss = ee.distributed.fetch(jnp.ones(4))
+    loss = ee.distributed.to_host(jnp.ones(4))
     if ee.distributed.is_first():
         print(loss.mean())
     ```

@@ -6,7 +6,7 @@ import numpy as np
 from .. import _check
 
 
-def gathered(values: np.ndarray) -> np.ndarray:
+def all_gather(values: np.ndarray) -> np.ndarray:
     """The arrays of all processes, in order, as one with a new leading axis. All processes must call it."""
     if jax.process_count() == 1 or values.size == 0:
         return values[None]
@@ -15,9 +15,9 @@ def gathered(values: np.ndarray) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(values))
 
 
-def together(error: Exception | None) -> None:
+def raise_on_all(error: Exception | None) -> None:
     """Raises if something failed in any of the processes, so that all go on or none. All processes must call it."""
-    failed = np.flatnonzero(gathered(np.array([error is not None])))
+    failed = np.flatnonzero(all_gather(np.array([error is not None])))
     if error is not None:
         raise error
     if failed.size:

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from .. import _check
 from .._build import build
 from .._ensemble import Ensemble, M
-from ..distributed import fetch
+from ..distributed import to_host
 from ..sweep import draw
 from ..sweep._draw import AbstractRange
 from ..train import Run, fit
@@ -108,7 +108,7 @@ def _halved(
     lengths: list[dict[str, Any]] = [{unit: more} for more in np.diff(totals, prepend=0).tolist()]
     run = fit(ensemble, loss, optimiser, data, **options, **first, **lengths[0])
     for length in lengths[1:]:
-        left = fetch(run.train_state.moving.status) == OK
+        left = to_host(run.train_state.moving.status) == OK
         if run.interrupted or not left.any():
             break
         order = population.rank(last_scores(run), healthy=left, mode=run.mode)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, Key, PyTree
 
 from .. import _check
 from .._ensemble import Ensemble, M
-from ..distributed import fetch
+from ..distributed import to_host
 from ..train import Run, fit, perturb
 from ..train._data import is_batches
 from ..train._hyper import hyper_arrays
@@ -135,8 +135,8 @@ def population_based_training(
             )  # fmt: skip
         scores.append(last_scores(run))
         lineage.append(np.asarray(run.train_state.ids))
-        hypers.append(fetch(run.train_state.fixed.hyper))
-        able = fetch(run.train_state.moving.status) == OK
+        hypers.append(to_host(run.train_state.fixed.hyper))
+        able = to_host(run.train_state.moving.status) == OK
         if len(scores) == rounds or run.interrupted or not able.any():
             if len(scores) < rounds and not able.any():
                 warnings.warn(_check.diverged(lineage[-1], run.left, run.fault), stacklevel=2)

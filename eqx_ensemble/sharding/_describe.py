@@ -5,7 +5,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _axes, _check
-from ..distributed import fetch
+from ..distributed import to_host
 
 
 class Placement(NamedTuple):
@@ -50,7 +50,7 @@ def describe(tree: PyTree) -> Placement:
     **Raises:** `TypeError` where there are no members.
     """
     ids = _check.ids_of_members(tree, name="sharding.describe")
-    names = fetch(ids)
+    names = to_host(ids)
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     held: dict[Any, int] = {}
     rows: dict[Any, set[int]] = {}

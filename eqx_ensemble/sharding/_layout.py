@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import _axes, _check
-from ..distributed._together import gathered
+from ..distributed._together import all_gather
 from ._weights import NOWHERE, Places, Shard, places_of, split_by, split_now
 
 FREE = PartitionSpec.UNCONSTRAINED
@@ -179,7 +179,7 @@ def _check_same(leaves: list[Any]) -> None:
     for x in brought:
         x = np.ascontiguousarray(jax.random.key_data(x) if _check.is_typed_key(x) else x)
         digest = zlib.crc32(x.reshape(-1).view(np.uint8).data, digest)
-    digests = gathered(np.array([digest], np.uint32))
+    digests = all_gather(np.array([digest], np.uint32))
     _check.same_everywhere(bool((digests == digests[0]).all()))
 
 

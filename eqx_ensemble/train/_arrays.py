@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _check
-from ..distributed import fetch
+from ..distributed import to_host
 from ..sharding._layout import Layout, put
 from ._apart import run_stepwise
 from ._chunk import Chunk, compiled_chunk, undonated_chunk
@@ -126,7 +126,7 @@ class Arrays(NamedTuple):
             try:
                 after, results = loop.call(compiled, inputs, chunk, carry=carry)
                 feed.draw(steps)  # while the device works
-                done, again, outputs = fetch(results)
+                done, again, outputs = to_host(results)
             except RuntimeError:
                 if not loop.can_halve(batch):
                     raise
@@ -179,7 +179,7 @@ class Arrays(NamedTuple):
         else:
             most_pieces = max(1, most // self.steps_per_epoch)
             most_steps = min(num_rows // self.batch_size, most)
-        limits = np.unique(np.asarray([] if inputs.limits.steps is None else fetch(inputs.limits.steps), np.int64))
+        limits = np.unique(np.asarray([] if inputs.limits.steps is None else to_host(inputs.limits.steps), np.int64))
         most_now, present = lambda: min(most_steps, loop.steps_per_chunk), lambda: loop.roster.present
         limit_after = ft.partial(next_limit, limits, loop.save_every)
         cut = Cut(self.order, self.batch_size, loop.record.steps, last_step, limit_after, most_now, present)
@@ -204,7 +204,7 @@ def _most_steps(rows: jax.ShapeDtypeStruct, num_steps: int, devices: int) -> int
 
 def _first_fault(losses: np.ndarray, carry: Carry) -> int:
     """The first of the steps `(members, steps)` whose loss shows that a member failed; their number if none does."""
-    training = fetch(carry.moving.status) == OK
+    training = to_host(carry.moving.status) == OK
     faulty = ~np.isfinite(losses[training]).all(axis=0)
     return int(np.argmax(faulty)) if faulty.any() else losses.shape[1]
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from .. import _axes
 from .._ensemble import Ensemble
-from ..distributed import fetch
+from ..distributed import to_host
 from ..plan import AbstractPlan
 from ._health import place_of_fault
 from ._loop import Loop
@@ -24,7 +24,7 @@ def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, rows: A
     moving, selection = carry.moving, carry.selection
     params, state, best_step, best_score = moving.params, moving.model_state, None, None
     if selection is not None:
-        best_step, best_score = fetch((selection.step, selection.score))
+        best_step, best_score = to_host((selection.step, selection.score))
         found = best_step >= 0
         params, state = jax.tree.map(
             lambda best, last: _axes.where_members(found, best, last),
@@ -35,9 +35,9 @@ def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, rows: A
         ensemble=Ensemble(eqx.combine(params, fixed.frozen), first.shared, first.ids),
         state=state,
         history=loop.record.history(),
-        status=status_names(fetch(moving.status)),
-        left=fetch(moving.left),
-        fault=np.array([place_of_fault(fault, moving.params) for fault in fetch(moving.fault).tolist()]),
+        status=status_names(to_host(moving.status)),
+        left=to_host(moving.left),
+        fault=np.array([place_of_fault(fault, moving.params) for fault in to_host(moving.fault).tolist()]),
         revived=start.revived if loop.reviver is None else loop.reviver.revivals,
         best_step=best_step,
         best_score=best_score,

@@ -12,7 +12,7 @@ from .. import _check
 from .._axes import Each
 from .._ensemble import Ensemble, M
 from ..checkpoint import Checkpoints
-from ..distributed import fetch
+from ..distributed import to_host
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..sharding._layout import Layout
@@ -202,10 +202,10 @@ def fit(
         program = dataclasses.replace(program, traced=here.programs)
         start = saver.resumed(start, here)
     if saver is None or saver.step < 0:  # a run that was saved may have ended
-        training = fetch(retired(first.moving, limits, first.step).status) == OK
-        _check.goes_on(training, ids=fetch(first.ids))
+        training = to_host(retired(first.moving, limits, first.step).status) == OK
+        _check.goes_on(training, ids=to_host(first.ids))
     length = Length(int(first.step), *(None if given is None else int(given) for given in (epochs, steps)))
-    lost_before = fetch(first.moving.status) == DIVERGED
+    lost_before = to_host(first.moving.status) == DIVERGED
     run = carried_out(
         Job(program, start, source, length, limits, validation, how, lost_before, max_seconds, saver, key),
         progress=progress,
@@ -215,7 +215,7 @@ def fit(
     lost = run.status == STATUS_NAMES[DIVERGED]
     if lost.any():
         integers = [] if is_batches(data) else _check.integers_in(data, Each)
-        where = (fetch(first.ids)[lost], run.left[lost], run.fault[lost])
+        where = (to_host(first.ids)[lost], run.left[lost], run.fault[lost])
         message = _check.diverged(*where, first_step=length.begun, integers=integers)
         if how == "raise" and (lost & ~lost_before).any():
             raise DivergedError(message, run)

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from .. import _axes, _check
-from ..distributed import fetch
+from ..distributed import to_host
 
 
 def hyper_arrays(hyper: PyTree, num_members: int, *, name: str) -> PyTree:
@@ -30,7 +30,7 @@ def changed_hyper(
     name: str,
 ) -> PyTree:
     """Hyper-parameters `(members, ...)`, those of the chosen members being `fn(hyper, key)` of what they were."""
-    leaves, treedef = jax.tree.flatten(jax.tree.map(np.array, fetch(hyper)))
+    leaves, treedef = jax.tree.flatten(jax.tree.map(np.array, to_host(hyper)))
     for member, key in zip(members.tolist(), keys, strict=True):
         own = jax.tree.unflatten(treedef, [jnp.asarray(x[member]) for x in leaves])
         new = fn(own, key)

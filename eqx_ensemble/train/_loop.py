@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..distributed import agreed, fetch
+from ..distributed import broadcast_from_first, to_host
 from ..plan import Vmap
 from ..plan._pilot import Pilot
 from ._chunk import compiled_validation
@@ -140,12 +140,12 @@ class Loop:
 
     def over(self, carry: Carry) -> bool:
         """Whether the run ends here: interrupted, no member trains any more, or one has failed that must not."""
-        status = fetch(carry.moving.status)
+        status = to_host(carry.moving.status)
         if self._saver is not None and self._saver.failed is not None:
             return True
         failed = self._raises and (self.roster.status(carry) == DIVERGED).sum() > self._lost_before
         # There is no run before its first step.
-        interrupted = agreed(self._interruption.requested) and self.record.begun
+        interrupted = broadcast_from_first(self._interruption.requested) and self.record.begun
         return bool(interrupted or failed or not (status == OK).any())
 
     def last_validation(self, inputs: Inputs, carry: Carry) -> Carry:
@@ -159,7 +159,7 @@ class Loop:
     def validate(self, inputs: Inputs, carry: Carry, occasion: int) -> Carry:
         """Scores members outside of a chunk."""
         carry, scores = compiled_validation((self.program, inputs, jnp.int32(occasion)), carry)
-        self.record.add_scores(self.roster.spread(fetch(scores)[None])[0], of_all=occasion != LEFT)
+        self.record.add_scores(self.roster.spread(to_host(scores)[None])[0], of_all=occasion != LEFT)
         self.carry = carry
         return carry
 
@@ -167,7 +167,7 @@ class Loop:
         """Scores members that stopped within an epoch, if there are any whose last weights no validation has seen."""
         if self.program.score is None or carry.selection is None:
             return carry
-        status, left, scored = fetch((carry.moving.status, carry.moving.left, carry.selection.scored))
+        status, left, scored = to_host((carry.moving.status, carry.moving.left, carry.selection.scored))
         unseen = (status == STOPPED) & (left != scored)
         return self.validate(inputs, carry, LEFT) if unseen.any() else carry
 
@@ -184,11 +184,11 @@ class Loop:
 
     def add_steps(self, outputs: PyTree) -> None:
         """Records outputs of consecutive steps, each `(steps, members, ...)` of the members present."""
-        self.record.add_steps(self.roster.spread(fetch(outputs)))
+        self.record.add_steps(self.roster.spread(to_host(outputs)))
 
     def add_scores(self, scores: Any) -> None:
         """Records validation scores `(members,)` of the members present."""
-        self.record.add_scores(self.roster.spread(fetch(scores)[None])[0])
+        self.record.add_scores(self.roster.spread(to_host(scores)[None])[0])
 
     def report(self, steps: int, carry: Carry) -> None:
         """Moves the progress line on by `steps`."""
@@ -205,7 +205,7 @@ class Loop:
 
     def pace(self, steps: int, seconds: float, steps_left: int | None) -> None:
         """Sets the next chunk's length from the last one's time; a new program's first time is the compiler's."""
-        first, self._fresh, seconds = self._fresh, False, agreed(seconds)
+        first, self._fresh, seconds = self._fresh, False, broadcast_from_first(seconds)
         if first:
             self._compiled_in = seconds if self._compiled_in is None else self._compiled_in
         else:
@@ -221,10 +221,10 @@ class Loop:
     def care_for(self, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
         """Stops members whose time is over, and brings back those that failed, as far as that was asked for."""
         if self._max_seconds is not None:
-            late = agreed(time.perf_counter() - self._start) >= self._max_seconds[self.roster.places]
+            late = broadcast_from_first(time.perf_counter() - self._start) >= self._max_seconds[self.roster.places]
             if late.any():
                 carry = dataclasses.replace(carry, moving=stopped(carry.moving, late, carry.step))
-        if self.reviver is not None and (fetch(carry.moving.status) == DIVERGED).any():
+        if self.reviver is not None and (to_host(carry.moving.status) == DIVERGED).any():
             inputs, carry = self.reviver.bring_back(self.roster, inputs, carry)
         self.carry = carry
         return inputs, carry

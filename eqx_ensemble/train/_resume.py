@@ -19,8 +19,8 @@ from ..checkpoint._names import is_sealed
 from ..checkpoint._place import is_on_disk
 from ..checkpoint._run_lock import RunLock
 from ..checkpoint._snapshot import versions
-from ..distributed import agreed, is_first
-from ..distributed._together import together
+from ..distributed import broadcast_from_first, is_first
+from ..distributed._together import raise_on_all
 from ._identity import Identity
 from ._place import Place, decoded, encoded
 from ._program import Carry
@@ -92,7 +92,7 @@ class Saver:
                 job(self._lock)
         except OSError as error:
             failed = error
-        together(failed)
+        raise_on_all(failed)
 
     def _prepare(self, lock: RunLock) -> None:
         """Finds out before anything is compiled what would keep the run from being saved."""
@@ -163,7 +163,7 @@ class Saver:
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after `step`."""
         if self.every is None:
-            return agreed(time.perf_counter() - self._saved_at) >= _SECONDS_BETWEEN
+            return broadcast_from_first(time.perf_counter() - self._saved_at) >= _SECONDS_BETWEEN
         last = max(self.step, self._begun)
         return step // self.every > last // self.every
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Key, PyTree
 from .. import _axes, _check, _keys
 from .._build import build
 from .._ensemble import Ensemble, M
-from ..distributed import fetch
+from ..distributed import to_host
 from ._hyper import changed_hyper
 from ._optimiser import Optimiser, keep_noise
 from ._program import Carry, Inputs
@@ -115,7 +115,7 @@ def revive(
     _check.check_key(key, name="train.revive")
     if not isinstance(how, Revive | None):
         raise TypeError(f"`train.revive` needs `how` to be a `Revive`, got {_check.kind_text(how)}.")
-    lost = np.flatnonzero(fetch(state.moving.status) == DIVERGED)
+    lost = np.flatnonzero(to_host(state.moving.status) == DIVERGED)
     if len(lost) == 0:
         return state, []
     how, times = Revive() if how is None else how, np.full(len(lost), int(state.step))
@@ -127,13 +127,13 @@ def brought_back(
     state: TrainState, optimiser: Optimiser, how: Revive, lost: np.ndarray, times: np.ndarray, *, key: Any
 ) -> tuple[Moving, Fixed, list[Revival]]:
     """The members at the positions `lost` back in training; `times` says how often each came back before."""
-    ids = fetch(state.ids)
+    ids = to_host(state.ids)
     keys = _own_keys(_keys.root(key, name="revive"), ids[lost], times)
     names, step = ids.tolist(), int(state.step)
     if how.make is not None:
         moving, fixed = _fresh(state, optimiser, how, how.make, lost, keys)
         return moving, fixed, [Revival(names[i], step, None) for i in lost.tolist()]
-    healthy = np.flatnonzero(fetch(state.moving.status) == OK)
+    healthy = np.flatnonzero(to_host(state.moving.status) == OK)
     if len(healthy) == 0:
         return state.moving, state.fixed, []
     donors = healthy[np.asarray(jax.vmap(lambda key: jax.random.randint(key, (), 0, len(healthy)))(keys))]
@@ -245,12 +245,12 @@ class Reviver:
     ):
         self.revivals = list(before)
         self._how, self._optimiser, self._shared = how, optimiser, shared
-        self._ids, self._key = fetch(ids), key
+        self._ids, self._key = to_host(ids), key
         self._times = (self._ids[:, None] == [revival.member for revival in before]).sum(axis=1)
 
     def bring_back(self, roster: Roster, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
         """The run with the members back that failed, but for those that came back often enough."""
-        lost = np.flatnonzero(fetch(carry.moving.status) == DIVERGED)
+        lost = np.flatnonzero(to_host(carry.moving.status) == DIVERGED)
         lost = lost[self._times[roster.present[lost]] < self._how.most]
         if len(lost) == 0:
             return inputs, carry

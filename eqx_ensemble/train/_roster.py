@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int8, PyTree
 
 from .. import _axes
-from ..distributed import fetch
+from ..distributed import to_host
 from ..sharding._layout import Layout
 from ._program import Carry, Inputs
 from ._state import OK, STOPPED, Fixed
@@ -69,10 +69,10 @@ class Roster:
 
     def status(self, carry: Carry) -> np.ndarray:
         """The status of all members `(members,)`."""
-        status = fetch(carry.moving.status)[: len(self.present)]
+        status = to_host(carry.moving.status)[: len(self.present)]
         if self._last is None:
             return status
-        everyone = np.array(fetch(self._last[0].status))
+        everyone = np.array(to_host(self._last[0].status))
         everyone[self.present] = status
         return everyone
 
@@ -119,7 +119,7 @@ class Roster:
 
     def width_for(self, carry: Carry) -> int:
         """How many members the arrays would hold without those that left: half as many as before, or a quarter, ..."""
-        training = int((fetch(carry.moving.status) == OK).sum())
+        training = int((to_host(carry.moving.status) == OK).sum())
         width, whole = len(self.places), lambda count: count if self._layout is None else self._layout.width(count)
         while max(training, _FEWEST) <= (half := whole(math.ceil(width / 2))) < width:
             width = half
@@ -143,7 +143,7 @@ class Roster:
 
     def shrink(self, carry: Carry, width: int) -> tuple[Carry, Inputs]:
         """The arrays of `width` members: those that train, and as many others as that takes."""
-        status = fetch(carry.moving.status)[: len(self.present)]
+        status = to_host(carry.moving.status)[: len(self.present)]
         chosen = np.sort(np.argsort(status != OK, kind="stable")[:width])
         whole = self.whole(carry)
         self._last = (whole.moving, whole.selection)

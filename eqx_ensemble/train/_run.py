@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _axes, _check, tree
 from .._ensemble import Ensemble, M
-from ..distributed import fetch
+from ..distributed import to_host
 from ..plan import AbstractPlan
 from ..predict import predict
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
@@ -251,7 +251,7 @@ class Run(eqx.Module, Generic[M]):
         """
         columns = {"member": np.asarray(self.ensemble.ids)}
         for path, values in jax.tree_util.tree_flatten_with_path(self.train_state.fixed.hyper)[0]:
-            columns[_check.hyper_column(path)] = fetch(values)
+            columns[_check.hyper_column(path)] = to_host(values)
         columns["loss"] = last_finite(self.history.loss)
         if self.best_score is not None and self.best_step is not None:
             columns["validation"] = self.best_score

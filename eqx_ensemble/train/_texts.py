@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _axes, _check
-from ..distributed import fetch
+from ..distributed import to_host
 
 _ADDRESS = re.compile(r"(?: at )?0x[0-9a-f]+")
 _SET = re.compile(r"frozenset\(\{([^{}]*)\}\)")
@@ -26,7 +26,7 @@ def option_text(option: Any) -> str:
         return repr(option)
     if _check.is_typed_key(option):
         option = jax.random.key_data(option)
-    values = np.asarray(fetch(option))
+    values = np.asarray(to_host(option))
     if values.size > _SHOWN:
         return array_text(values)
     return repr(values.tolist())
@@ -40,7 +40,7 @@ def array_texts(tree: PyTree, name: str) -> dict[str, str]:
 
 def array_text(x: Any) -> str:
     """Shape, dtype, the first values and a digest of all."""
-    x = fetch(x)
+    x = to_host(x)
     first = "" if _check.is_typed_key(x) else ", ".join(map(str, np.ravel(x[:_SHOWN] if x.ndim else x)[:_SHOWN]))
     more = ", ..." if x.size > _SHOWN else ""
     return f"{_check.described(x.shape, x.dtype)} [{first}{more}], {digest_of(x)}"
@@ -82,7 +82,7 @@ def digest_of(tree: PyTree) -> str:
 def _add(digest: Any, path: str, leaf: Any) -> None:
     if _check.is_typed_key(leaf):
         path, leaf = f"{path} {jax.random.key_impl(leaf)}", jax.random.key_data(leaf)
-    array = np.ascontiguousarray(fetch(leaf))
+    array = np.ascontiguousarray(to_host(leaf))
     digest.update(f"{path} {array.dtype} {array.shape}".encode())
     digest.update(array.reshape(-1).view(np.uint8).data)
 

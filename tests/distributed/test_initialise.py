@@ -105,14 +105,14 @@ class TestAlone:
     def test_fetch(self):
         keys = jax.random.split(jax.random.key(0), 2)
         tree = {"x": jnp.arange(3.0), "keys": keys, "rest": ("a", jnp.sin, 1)}
-        got = ee.distributed.fetch(tree)
+        got = ee.distributed.to_host(tree)
         assert isinstance(got["x"], np.ndarray)
         np.testing.assert_array_equal(got["keys"], jax.random.key_data(keys))
         assert got["rest"] == tree["rest"]
 
     @pytest.mark.parametrize("value", [True, False, -(2**63), 0.1, np.int8(3), np.float64(0.1), jnp.float32(2)])
     def test_agreed(self, value):
-        got = ee.distributed.agreed(value)
+        got = ee.distributed.broadcast_from_first(value)
         assert got == (value if isinstance(value, bool | int | float) else value.item())
         assert type(got) in (bool, int, float)
 
@@ -368,18 +368,18 @@ BAD = {
         "Pass it, or start the processes with `python -m eqx_ensemble.launch`, Slurm or the like.",
     ),
     "a traced array": (
-        lambda: jax.jit(lambda x: ee.distributed.fetch({"a": x}))(1.0),
+        lambda: jax.jit(lambda x: ee.distributed.to_host({"a": x}))(1.0),
         TypeError,
-        "`fetch` brings numbers to the host, and the leaf at `['a']` is traced: call it outside `jax.jit`",
+        "`to_host` brings numbers to the host, and the leaf at `['a']` is traced: call it outside `jax.jit`",
     ),
     "a decision that is a text": (
-        lambda: ee.distributed.agreed("yes"),
+        lambda: ee.distributed.broadcast_from_first("yes"),
         TypeError,
-        "`agreed` takes a bool, an int of at most 64 bits or a float of process 0, which passed a str.\n"
+        "`broadcast_from_first` takes a bool, an int of at most 64 bits or a float of process 0, which passed a str.\n"
         "Agree on a number that stands for it.",
     ),
-    "a decision too large": (lambda: ee.distributed.agreed(2**63), TypeError, "which passed an int."),
-    "two decisions": (lambda: ee.distributed.agreed(np.ones(2)), TypeError, "which passed a ndarray."),
+    "a decision too large": (lambda: ee.distributed.broadcast_from_first(2**63), TypeError, "which passed an int."),
+    "two decisions": (lambda: ee.distributed.broadcast_from_first(np.ones(2)), TypeError, "which passed a ndarray."),
 }
 BAD_VARIABLES = {
     "a port that is a word": (

@@ -62,7 +62,7 @@ def arrays(rank):
     }
     for most in (2**26, 1):
         ee.distributed._arrays._AT_ONCE = most
-        got = ee.distributed.fetch(tree)
+        got = ee.distributed.to_host(tree)
         assert all(type(leaf) is np.ndarray for name in tree if name != "rest" for leaf in [got[name]])
         np.testing.assert_array_equal(got["x"], numbers)
         np.testing.assert_array_equal(got["total"], numbers.sum())
@@ -74,24 +74,24 @@ def arrays(rank):
         assert got["rest"] == tree["rest"]
     half = NamedSharding(Mesh(np.array(jax.local_devices()), ("members",)), PartitionSpec("members"))
     mine = jax.device_put(np.arange(2), half)
-    np.testing.assert_array_equal(ee.distributed.fetch(mine), np.arange(2))
+    np.testing.assert_array_equal(ee.distributed.to_host(mine), np.arange(2))
     theirs = Mesh(np.array([d for d in jax.devices() if d.process_index == 0]), ("members",))
     shape, sharding = (2,), NamedSharding(theirs, PartitionSpec("members"))
     parts = [jax.device_put(np.ones(1), d) for d in jax.local_devices()] if rank == 0 else []
     array = jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=np.float32)
     if rank == 1:  # what is whole in process 0 needs nobody else
         with pytest.raises(ValueError, match=r"process 1 has none of the leaf at `\['a'\]`"):
-            ee.distributed.fetch({"a": array})
+            ee.distributed.to_host({"a": array})
 
 
 def decisions(rank):
     for value in [True, False, 0, -3, 2**62 + 1, 0.1, float("inf"), np.float32(0.5), np.bool_(True), jnp.int32(7)]:
-        got = ee.distributed.agreed(value if rank == 0 else None)
+        got = ee.distributed.broadcast_from_first(value if rank == 0 else None)
         expected = value if isinstance(value, bool | int | float) else value.item()
         assert got == expected
         assert type(got) is type(expected)
     with pytest.raises(TypeError, match="which passed a str"):
-        ee.distributed.agreed("yes" if rank == 0 else True)
+        ee.distributed.broadcast_from_first("yes" if rank == 0 else True)
 
 
 def late():

@@ -48,7 +48,7 @@ def fitted(mesh, num_members=8, data=(X, Y), optimiser=ADAM, **options):
 def numbers(run):
     """All that a run is, on every process."""
     tree = eqx.filter((run.ensemble, run.train_state, run.selection), eqx.is_array)
-    leaves = jax.tree_util.tree_leaves_with_path(ee.distributed.fetch(tree))
+    leaves = jax.tree_util.tree_leaves_with_path(ee.distributed.to_host(tree))
     named = {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
     return named | {"loss": run.history.loss, "left": run.left, "status": run.status}
 
@@ -61,7 +61,7 @@ def everything(folder):
             run = fitted(mesh, num_members)
             found |= {f"{name} {num_members} {key}": value for key, value in numbers(run).items()}
             prediction = ee.predict(run.ensemble, X, mesh=mesh, batch_size=16)
-            found[f"{name} {num_members} prediction"] = ee.distributed.fetch(prediction)
+            found[f"{name} {num_members} prediction"] = ee.distributed.to_host(prediction)
             assert str(ee.sharding.describe(run)).count("cpu") == 4
     found |= {f"model {key}": value for key, value in numbers(fitted(ee.make_mesh(**MODEL), 4)).items()}
     found |= streamed()
@@ -146,7 +146,7 @@ def files(folder):
             ee.save(folder / "refused", ensemble)
     ee.save(folder / "ensemble", ensemble, format="orbax")
     loaded = ee.load(folder / "ensemble", make, mesh=ee.make_mesh(data=2))
-    arrays = ee.distributed.fetch(eqx.filter(loaded, eqx.is_array))
+    arrays = ee.distributed.to_host(eqx.filter(loaded, eqx.is_array))
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(arrays)}
 
 

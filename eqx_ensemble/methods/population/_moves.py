@@ -5,7 +5,7 @@ from jaxtyping import Int
 
 from ... import _check
 from ..._ensemble import M
-from ...distributed import fetch
+from ...distributed import to_host
 from ...train import TrainState
 from ...train._limits import stopped
 from ...train._revive import copies, gathered
@@ -81,7 +81,7 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
     _check.train_state(state, TrainState)
     count, moving, fixed = state.num_members, state.moving, state.fixed
     donors = _check.places(donors, count, name="population.clone")
-    _check.one_donor_each(donors, fetch(moving.status) == OK, np.asarray(state.ids))
+    _check.one_donor_each(donors, to_host(moving.status) == OK, np.asarray(state.ids))
     moving, fixed = copies(moving, fixed, donors)
     return TrainState(moving, fixed, state.shared, state.ids, state.step)
 
