@@ -31,13 +31,13 @@ from ._files import load as load
 from ._files import load_members as load_members
 from ._files import save as save
 from ._keys import member_keys as member_keys
+from ._predict import predict as predict
 from ._prune import prune as prune
 from ._typing import Stacked as Stacked
 from .export import Artefact as Artefact
 from .export import export as export
 from .export import export_onnx as export_onnx
 from .plan import map_members as map_members
-from .predict import predict as predict
 from .sharding import make_mesh as make_mesh
 from .sweep import grid as grid
 from .train import Run as Run

@@ -8,8 +8,8 @@ from jaxtyping import PyTree
 
 from .. import _check
 from .._ensemble import Ensemble
+from .._predict._batch import Call
 from ..plan import AbstractPlan
-from ..predict._batch import Call
 from ._about import about
 from ._artefact import Artefact
 from ._leaves import Packed

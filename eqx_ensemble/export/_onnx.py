@@ -10,8 +10,8 @@ from jaxtyping import PyTree
 
 from .. import _check
 from .._ensemble import Ensemble
+from .._predict._batch import Call
 from ..checkpoint._snapshot import versions
-from ..predict._batch import Call
 from ._about import described
 from ._served import batches, served, with_constants
 

@@ -9,9 +9,9 @@ from jaxtyping import PyTree
 
 from .. import _check, _keys
 from .._ensemble import Ensemble
+from .._predict._batch import Call, Inputs, predict_batch
 from ..plan import AbstractPlan, Auto
 from ..plan._auto import as_plan
-from ..predict._batch import Call, Inputs, predict_batch
 from ._leaves import Packed, Parts, pack
 from ._plain import plain
 

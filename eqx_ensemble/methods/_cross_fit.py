@@ -7,7 +7,7 @@ from jaxtyping import PyTree
 
 from .. import _axes, _check
 from .._ensemble import Ensemble, M
-from ..predict import predict
+from .._predict import predict
 from ..resample import Folds, HeldOut
 from ..train import Run, fit
 from ..train._optimiser import Optimiser

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _axes, _check, tree
 from .._ensemble import Ensemble, M
+from .._predict import predict
 from ..distributed import to_host
 from ..plan import AbstractPlan
-from ..predict import predict
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
 from ._errors import DivergedError
 from ._record import History, last_finite

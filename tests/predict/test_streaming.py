@@ -15,8 +15,8 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble._predict import _filled, _sizes
 from eqx_ensemble.plan import _memory
-from eqx_ensemble.predict import _filled, _sizes
 
 KEY, MEMBERS, ROWS = jax.random.key(0), 5, 11
 WEIGHTS = np.array([0.5, 0.0, 2.0, 1.0, 1.5])
