@@ -163,7 +163,7 @@ measures = {
     "entropy, aleatoric part": lambda logits: of_entropy(logits).aleatoric,
     "entropy, epistemic part": lambda logits: of_entropy(logits).epistemic,
     "share of other votes": ee.uncertainty.variation_ratio,
-    "energy of the logits": ee.uncertainty.energy,
+    "energy of the logits": ee.uncertainty.free_energy,
 }
 
 everything = jnp.concatenate([logits, logits_unseen], axis=1)
@@ -173,13 +173,13 @@ weightings = ee.resample.bayesian_weights(len(positive), 200, key=key)
 
 def standard_error(score: Float[Array, " batch"], positive: Bool[Array, " batch"]) -> float:
     """Of the area under the ROC curve, other images being drawn."""
-    return float(jnp.std(jax.vmap(lambda w: ee.uncertainty.auroc(score, positive, row_weights=w))(weightings)))
+    return float(jnp.std(jax.vmap(lambda w: ee.scores.auroc(score, positive, row_weights=w))(weightings)))
 
 
 by_score = {}
 for name, measure in measures.items():
     score = measure(everything)
-    rankings = (f(score, positive) for f in (ee.uncertainty.auroc, ee.uncertainty.aupr, ee.uncertainty.fpr_at_tpr))
+    rankings = (f(score, positive) for f in (ee.scores.auroc, ee.scores.aupr, ee.scores.fpr_at_tpr))
     by_score[name] = [*map(float, rankings), standard_error(score, positive)]
 
 # %% [markdown]
@@ -200,7 +200,7 @@ def of_groups(size: int) -> Float[np.ndarray, "groups scores"]:
     """The areas under the ROC curve of every group of so many members."""
     groups = jnp.reshape(everything, (-1, size, *everything.shape[1:]))
     scores = jax.vmap(lambda group: jnp.stack([measures[name](group) for name in names]))(groups)
-    of_score = jax.vmap(lambda score: ee.uncertainty.auroc(score, positive))
+    of_score = jax.vmap(lambda score: ee.scores.auroc(score, positive))
     return np.array(jax.vmap(of_score)(scores))
 
 
@@ -243,12 +243,12 @@ def refusal(logits: Float[Array, "members batch 8"], *, among: str) -> tuple[Arr
 
 def areas_of(among: str) -> tuple[Float[Array, " members"], Float[Array, ""]]:
     """The areas under the risk-coverage curves of each member alone, and of all together."""
-    area = lambda logits: ee.uncertainty.aurc(*refusal(logits, among=among))
+    area = lambda logits: ee.scores.aurc(*refusal(logits, among=among))
     return jax.vmap(lambda member: area(member[None]))(everything), area(everything)
 
 
 selective = {among: areas_of(among) for among in ("digits 0 to 7", "all images")}
-curve = ee.uncertainty.risk_coverage(*refusal(everything, among="digits 0 to 7"))
+curve = ee.scores.risk_coverage(*refusal(everything, among="digits 0 to 7"))
 at_90 = float(np.interp(0.9, curve.coverage, curve.risk))
 
 # %% [markdown]
@@ -285,7 +285,7 @@ def judged(name: str) -> tuple[float, ...]:
         float(ee.scores.nll(calibrated, test[1])),
         float(ee.scores.ece(calibrated, test[1])),
         float(1 - jnp.mean(ee.uncertainty.least_confidence(calibrated_unseen))),
-        float(ee.uncertainty.auroc(of_entropy(of_all).total, positive)),
+        float(ee.scores.auroc(of_entropy(of_all).total, positive)),
     )
 
 
@@ -321,8 +321,8 @@ logits_by_pair = jnp.reshape(ee.predict(pairs_run.ensemble, rest[0]), (len(PAIRS
 by_pair = {}
 for pair, logits_of_pair in zip(PAIRS, logits_by_pair, strict=True):
     parts, left_out = of_entropy(logits_of_pair), np.isin(rest[1], pair)
-    of_pair = (parts.total, parts.aleatoric, parts.epistemic, ee.uncertainty.energy(logits_of_pair))
-    by_pair[pair] = [float(ee.uncertainty.auroc(measure, left_out)) for measure in of_pair]
+    of_pair = (parts.total, parts.aleatoric, parts.epistemic, ee.uncertainty.free_energy(logits_of_pair))
+    by_pair[pair] = [float(ee.scores.auroc(measure, left_out)) for measure in of_pair]
 
 # %% [markdown]
 # # The result
@@ -408,7 +408,7 @@ for among, line in (("all images", "-"), ("digits 0 to 7", "--")):
         (f"ensemble, {among}", everything, 2.0),
         (f"one member, {among}", everything[:1], 0.7),
     ):
-        points = ee.uncertainty.risk_coverage(*refusal(chosen, among=among))
+        points = ee.scores.risk_coverage(*refusal(chosen, among=among))
         ee.plot.risk_coverage(*points, ax=refusing, label=label, linestyle=line, linewidth=width, **styles)
 refusing.set(title="Refusing the least certain", ylabel="share of given answers that is wrong")
 

@@ -80,11 +80,15 @@ CALLS = {
             for name in ("rmse", "mean_member_rmse")
         },
         "dawid_sebastiani": {"samples": _MEAN, "targets": _TARGETS, "mask": _MASK, "reduction": "mean"},
-        "energy": _POINTS
+        "energy_score": _POINTS
         | {"samples": _MEAN[..., None], "targets": _TARGETS[..., None], "estimator": "nrg"}
         | _MEAN_OR_NONE,
         "interval_score": _ENDS | {"level": 0.8, "reduction": "mean"},
         "pinball": {"quantiles": _MEAN[0], "targets": _TARGETS, "level": 0.8, "mask": _MASK, "reduction": "mean"},
+        "aupr": _RANKED,
+        "auroc": _RANKED,
+        "fpr_at_tpr": _RANKED | {"level": 0.9},
+        **{name: _SELECTED for name in ("aurc", "excess_aurc", "risk_coverage")},
     },
     uncertainty: {
         "decompose_nll": {"logits": _LOGITS, "labels": _LABELS, "weights": _WEIGHTS},
@@ -104,18 +108,14 @@ CALLS = {
         "gaussian_interval": {"mean": _MEAN[0], "variance": _VARIANCE[0], "level": 0.9},
         "gaussian_mixture_interval": _MOMENTS | {"level": 0.9},
         "gaussian_mixture_quantile": _MOMENTS | {"levels": np.array([0.2, 0.5])},
-        "energy": _LOGITS_AND_WEIGHTS | {"temperature": 2.0},
+        "free_energy": _LOGITS_AND_WEIGHTS | {"temperature": 2.0},
         "error_correlation": {"errors": _MEAN, "mask": _MASK},
         "pairwise_disagreement": {"logits": _LOGITS, "mask": _MASK},
         "q_statistic": {"correct": (_MEAN > 0).astype(np.float32), "mask": _MASK},
         "interval": {"values": _MEAN, "level": 0.9, "weights": _WEIGHTS},
         "quantile": {"values": _MEAN, "levels": np.array([0.2, 0.5]), "weights": _WEIGHTS},
-        "aupr": _RANKED,
-        "auroc": _RANKED,
-        "fpr_at_tpr": _RANKED | {"level": 0.9},
         "sample_class_mixture": _LOGITS_AND_WEIGHTS | {"num_samples": 2, "joint": False, "key": _KEY},
         "sample_gaussian_mixture": _MOMENTS | {"num_samples": 2, "joint": False, "key": _KEY},
-        **{name: _SELECTED for name in ("aurc", "excess_aurc", "risk_coverage")},
         "decompose_variance": _MOMENTS,
     },
     calibrate: {

@@ -82,7 +82,7 @@ def risk_coverage(
     **Arguments:**
 
     - `coverage`: shares of the rows that are predicted, rising, `(rows,)`.
-    - `risk`: their mean loss, `(rows,)`. Both are what [`eqx_ensemble.uncertainty.risk_coverage`][] returns.
+    - `risk`: their mean loss, `(rows,)`. Both are what [`eqx_ensemble.scores.risk_coverage`][] returns.
     - `unit`: of the loss, such as `"nats"`, for the label of the axis.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of the curve, for `matplotlib.axes.Axes.plot`, such as `label`.
@@ -98,7 +98,7 @@ def risk_coverage(
 
     ```python
     uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([0.0, 0.0, 0.0, 1.0])
-    ax = ee.plot.risk_coverage(*ee.uncertainty.risk_coverage(uncertainty, wrong), label="entropy")
+    ax = ee.plot.risk_coverage(*ee.scores.risk_coverage(uncertainty, wrong), label="entropy")
     ```
 
     ??? cite

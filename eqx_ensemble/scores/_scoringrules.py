@@ -28,7 +28,7 @@ from .._weighting import blank_masked, blank_unweighted
 from ._reduce import Reduction, reduce
 
 
-def energy(
+def energy_score(
     samples: Float[ArrayLike, "members *batch out"],
     targets: Real[ArrayLike, "*batch out"],
     *,
@@ -70,13 +70,13 @@ def energy(
     from eqx_ensemble import scores
 
     samples, targets = jnp.array([[[0.0, 0.0]], [[6.0, 8.0]]]), jnp.array([[3.0, 4.0]])
-    scores.energy(samples, targets)  # 5 - 10 / 4 = 2.5
+    scores.energy_score(samples, targets)  # 5 - 10 / 4 = 2.5
     ```
 
     ??? cite
         [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
     """
-    fn = "scores.energy"
+    fn = "scores.energy_score"
     rules = _scoringrules(fn)
     points, observed = check_regression(fn, targets, members=True, samples=samples)
     check_outputs(fn, points)

@@ -53,7 +53,7 @@ def least_confidence(
     return _least_confidence(checked, check_weights(fn, weights, checked.shape[0], checked.dtype))
 
 
-def energy(
+def free_energy(
     logits: Float[ArrayLike, "members *batch classes"],
     *,
     temperature: Real[ArrayLike, ""] = 1.0,
@@ -82,7 +82,7 @@ def energy(
     concrete).
 
     ```python
-    ee.uncertainty.energy(jnp.array([[[0.0, 0.0], [9.0, 0.0]]]))  # [-0.69, -9.0]
+    ee.uncertainty.free_energy(jnp.array([[[0.0, 0.0], [9.0, 0.0]]]))  # [-0.69, -9.0]
     ```
 
     ??? cite
@@ -97,10 +97,10 @@ def energy(
         }
         ```
     """
-    fn = "uncertainty.energy"
+    fn = "uncertainty.free_energy"
     checked = check_logits(fn, logits)
     convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
-    return _energy(checked, check_temperature(fn, temperature, checked.dtype), convex)
+    return _free_energy(checked, check_temperature(fn, temperature, checked.dtype), convex)
 
 
 @jax.jit
@@ -113,7 +113,7 @@ def _least_confidence(
 
 
 @jax.jit
-def _energy(
+def _free_energy(
     logits: Float[Array, "members *batch classes"],
     temperature: Float[Array, ""],
     weights: Float[Array, " members"] | None,

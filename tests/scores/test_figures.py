@@ -58,8 +58,8 @@ CASES = {
     ),
     "pinball": (lambda m, y, **options: scores.pinball(m[0], y, **options), of_values, {"level": 0.3}),
     "dawid_sebastiani": (scores.dawid_sebastiani, of_values, {}),
-    "energy nrg": (scores.energy, ("vectors", "vector_targets"), {}),
-    "energy fair": (scores.energy, ("vectors", "vector_targets"), {"estimator": "fair"}),
+    "energy nrg": (scores.energy_score, ("vectors", "vector_targets"), {}),
+    "energy fair": (scores.energy_score, ("vectors", "vector_targets"), {"estimator": "fair"}),
 }
 
 

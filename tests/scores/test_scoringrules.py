@@ -24,9 +24,9 @@ def test_energy_is_that_of_all_pairs(shape):
         w = np.full(5, 0.2) if weights is None else weights
         outside = np.tensordot(w, np.linalg.norm(samples - targets, axis=-1), 1)
         between = np.einsum("m,n,mn...->...", w, w, np.linalg.norm(samples[:, None] - samples[None], axis=-1))
-        got = scores.energy(samples, targets, weights=weights, reduction="none")
+        got = scores.energy_score(samples, targets, weights=weights, reduction="none")
         np.testing.assert_allclose(got, outside - between / 2, rtol=1e-5)
-    fair = scores.energy(samples, targets, estimator="fair", reduction="none")
+    fair = scores.energy_score(samples, targets, estimator="fair", reduction="none")
     between = np.linalg.norm(samples[:, None] - samples[None], axis=-1).sum((0, 1)) / 20
     np.testing.assert_allclose(fair, np.linalg.norm(samples - targets, axis=-1).mean(0) - between / 2, rtol=1e-4)
     assert not np.allclose(fair, got, rtol=1e-2)
@@ -34,7 +34,7 @@ def test_energy_is_that_of_all_pairs(shape):
 
 def test_energy_of_one_output_is_crps():
     samples, targets = _vectors((5, 7))
-    got = scores.energy(samples[..., None], targets[..., None], reduction="none")
+    got = scores.energy_score(samples[..., None], targets[..., None], reduction="none")
     np.testing.assert_allclose(got, scores.crps(samples, targets, reduction="none"), rtol=1e-4, atol=1e-6)
     fair = scores.crps(samples, targets, estimator="fair", reduction="none")
     assert not np.allclose(got, fair, rtol=1e-2)
@@ -43,17 +43,17 @@ def test_energy_of_one_output_is_crps():
 def test_a_member_of_weight_zero_is_left_out_of_energy():
     samples, targets = _vectors()
     samples[2] = np.nan
-    got = scores.energy(samples, targets, weights=WEIGHTS)
+    got = scores.energy_score(samples, targets, weights=WEIGHTS)
     np.testing.assert_allclose(
-        got, scores.energy(samples[[0, 1, 3, 4]], targets, weights=WEIGHTS[[0, 1, 3, 4]]), rtol=1e-5
+        got, scores.energy_score(samples[[0, 1, 3, 4]], targets, weights=WEIGHTS[[0, 1, 3, 4]]), rtol=1e-5
     )
-    assert np.isnan(scores.energy(samples, targets))
+    assert np.isnan(scores.energy_score(samples, targets))
 
 
 def test_energy_refuses_its_gradient():
     samples, targets = _vectors()
-    with pytest.raises(NotImplementedError, match="`eqx_ensemble.scores.energy` has no gradient: where members meet"):
-        jax.grad(lambda x: scores.energy(x, targets))(samples)
+    with pytest.raises(NotImplementedError, match="`eqx_ensemble.scores.energy_score` has no gradient: where members"):
+        jax.grad(lambda x: scores.energy_score(x, targets))(samples)
 
 
 def test_interval_score_by_hand():
@@ -114,11 +114,11 @@ def test_ranked_probability_by_hand():
 def test_messages():
     samples, targets = _vectors()
     with pytest.raises(ValueError, match=r"`samples` of shape \(members, \*batch, out\).\n  got shape \(5,\)"):
-        scores.energy(samples[:, 0, 0], targets[0, 0])
+        scores.energy_score(samples[:, 0, 0], targets[0, 0])
     with pytest.raises(ValueError, match="at least two members, whose variance is taken.\n  got 1"):
         scores.dawid_sebastiani(samples[:1, :, 0], targets[:, 0])
     with pytest.raises(ValueError, match="`weights` whose values are known, because scoringrules reads them"):
-        jax.jit(lambda w: scores.energy(samples, targets, weights=w))(WEIGHTS)
+        jax.jit(lambda w: scores.energy_score(samples, targets, weights=w))(WEIGHTS)
     with pytest.raises(ValueError, match="a `level` between 0 and 1"):
         scores.pinball(targets, targets, level=90.0)
 

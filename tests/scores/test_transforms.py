@@ -31,7 +31,7 @@ MEMBERS = {
     "crps_gaussian_mixture": (MEAN, VARIANCE, TARGETS),
     "rmse": (MEAN, TARGETS),
     "mean_member_rmse": (MEAN, TARGETS),
-    "energy": (VECTORS, VECTOR_TARGETS),
+    "energy_score": (VECTORS, VECTOR_TARGETS),
 }
 SINGLE = {
     "nll_gaussian": (MEAN[0], VARIANCE[0], TARGETS),
@@ -45,12 +45,14 @@ SINGLE = {
 ALL = MEMBERS | SINGLE
 OTHERS = {"bootstrap", "decompose_brier", "per_member", "pit", "pit_gaussian_mixture", "pit_histogram"}
 OTHERS |= {"rank_histogram", "set_coverage", "set_size"}
+# Of rankings, not of predictions.
+OTHERS |= {"auroc", "aupr", "fpr_at_tpr", "risk_coverage", "aurc", "excess_aurc"}
 OPTIONS = {"interval_score": {"level": 0.8}, "pinball": {"level": 0.8}, "squared_calibration_error": {"num_bins": 2}}
 STEPS = {"accuracy", "mean_member_accuracy", "coverage"}
 
 
 def score_of(name):
-    if name in ("energy", "interval_score", "pinball", "dawid_sebastiani"):
+    if name in ("energy_score", "interval_score", "pinball", "dawid_sebastiani"):
         pytest.importorskip("scoringrules")
     options = {
         "interval_score": {"level": 0.8},
@@ -72,7 +74,7 @@ def test_jit_vmap_and_gradient(name):
     assert eager.shape == ()
     assert eager.dtype == jnp.float32
     np.testing.assert_allclose(jax.jit(score)(*arguments), eager, rtol=1e-5)
-    if name != "energy":
+    if name != "energy_score":
         value, slope = jax.jit(jax.value_and_grad(score))(*arguments)
         np.testing.assert_allclose(value, eager, rtol=1e-5)
         assert np.isfinite(slope).all()
@@ -127,7 +129,7 @@ def test_masks(name):
     np.testing.assert_allclose(jax.jit(lambda mask, *arrays: score(*arrays, mask=mask))(KEPT, *spoilt), want, rtol=1e-5)
     np.testing.assert_allclose(score(*arguments, mask=np.ones(20, bool)), score(*arguments), rtol=1e-5)
     assert not np.allclose(score(*arguments, mask=~KEPT), want, rtol=1e-3) or name == "coverage"
-    if name != "energy":
+    if name != "energy_score":
         slope = jax.jit(jax.grad(lambda x: score(x, *spoilt[1:], mask=KEPT)))(spoilt[0])
         assert np.isfinite(slope).all()
         assert not np.moveaxis(np.asarray(slope), before[0], 0)[~KEPT].any()

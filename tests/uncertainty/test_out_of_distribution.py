@@ -37,23 +37,23 @@ def test_energy_is_the_formula(weights, temperature):
     each = -temperature * special.logsumexp(logits.astype(np.float64) / temperature, axis=-1)
     want = np.average(each, axis=0, weights=weights)
     np.testing.assert_allclose(
-        uncertainty.energy(logits, temperature=temperature, weights=weights), want, rtol=1e-5, atol=1e-6
+        uncertainty.free_energy(logits, temperature=temperature, weights=weights), want, rtol=1e-5, atol=1e-6
     )
     if temperature != 1:
-        assert not np.allclose(uncertainty.energy(logits, weights=weights), want, rtol=1e-2)
+        assert not np.allclose(uncertainty.free_energy(logits, weights=weights), want, rtol=1e-2)
 
 
 def test_energy_sees_the_size_of_logits_and_nothing_in_probabilities():
     logits = _logits()
-    np.testing.assert_allclose(uncertainty.energy(jax.nn.log_softmax(logits)), 0, atol=1e-6)
-    np.testing.assert_allclose(uncertainty.energy(logits + 100), uncertainty.energy(logits) - 100, rtol=1e-5)
-    np.testing.assert_allclose(uncertainty.energy(np.zeros((1, 8), np.float32)), -np.log(8), rtol=1e-6)
+    np.testing.assert_allclose(uncertainty.free_energy(jax.nn.log_softmax(logits)), 0, atol=1e-6)
+    np.testing.assert_allclose(uncertainty.free_energy(logits + 100), uncertainty.free_energy(logits) - 100, rtol=1e-5)
+    np.testing.assert_allclose(uncertainty.free_energy(np.zeros((1, 8), np.float32)), -np.log(8), rtol=1e-6)
 
 
 def test_weight_zero_and_transforms():
     logits, weights = _logits((3, 7, 4)), np.array([1, 0, 1])
     broken = jnp.asarray(logits).at[1].set(jnp.nan)
-    for function in (uncertainty.least_confidence, uncertainty.energy):
+    for function in (uncertainty.least_confidence, uncertainty.free_energy):
         want = function(logits[[0, 2]])
         np.testing.assert_allclose(function(broken, weights=weights), want, rtol=1e-5)
         gradient = jax.grad(lambda x: jnp.sum(function(x, weights=weights)))(broken)  # noqa: B023
@@ -65,7 +65,7 @@ def test_weight_zero_and_transforms():
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
-    with pytest.raises(ValueError, match="uncertainty.energy` needs a finite `temperature` above zero.\n  got 0"):
-        uncertainty.energy(_logits(), temperature=0.0)
+    with pytest.raises(ValueError, match="uncertainty.free_energy` needs a finite `temperature` above zero.\n  got 0"):
+        uncertainty.free_energy(_logits(), temperature=0.0)
     with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.least_confidence` needs at least two classes"):
         uncertainty.least_confidence(np.zeros((4, 1)))

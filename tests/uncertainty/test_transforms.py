@@ -40,7 +40,7 @@ WEIGHTED = {
     uncertainty.gaussian_mixture_quantile: ((MEAN, VARIANCE), (LEVELS,), {}),
     uncertainty.gaussian_mixture_interval: ((MEAN, VARIANCE), (), {}),
     uncertainty.least_confidence: ((LOGITS,), (), {}),
-    uncertainty.energy: ((LOGITS,), (), {}),
+    uncertainty.free_energy: ((LOGITS,), (), {}),
 }
 # Samples depend on their number of members; the others have no weights.
 OTHERS = {
@@ -51,12 +51,6 @@ OTHERS = {
     uncertainty.pairwise_disagreement,
     uncertainty.q_statistic,
     uncertainty.error_correlation,
-    uncertainty.auroc,
-    uncertainty.aupr,
-    uncertainty.fpr_at_tpr,
-    uncertainty.risk_coverage,
-    uncertainty.aurc,
-    uncertainty.excess_aurc,
 }
 
 NAMED = pytest.mark.parametrize("function", WEIGHTED, ids=lambda function: function.__name__)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_ensemble import uncertainty
+import eqx_ensemble as ee
 
 
 def _rows(num_rows=60, seed=0, distinct=None):
@@ -24,18 +24,18 @@ def _risks(order, losses):
 def test_risk_is_the_mean_loss_of_the_most_certain():
     values, losses = _rows()
     want = _risks(np.argsort(values), losses)
-    found = uncertainty.risk_coverage(values, losses)
+    found = ee.scores.risk_coverage(values, losses)
     np.testing.assert_allclose(found.risk, want, rtol=1e-5)
     np.testing.assert_allclose(found.coverage, np.arange(1, 61) / 60, rtol=1e-6)
-    np.testing.assert_allclose(uncertainty.aurc(values, losses), want.mean(), rtol=1e-5)
+    np.testing.assert_allclose(ee.scores.aurc(values, losses), want.mean(), rtol=1e-5)
     best = _risks(np.argsort(losses), losses).mean()
-    np.testing.assert_allclose(uncertainty.excess_aurc(values, losses), want.mean() - best, rtol=1e-5)
+    np.testing.assert_allclose(ee.scores.excess_aurc(values, losses), want.mean() - best, rtol=1e-5)
     # The least certain first would not pass.
     assert not np.allclose(_risks(np.argsort(-values), losses), want, rtol=1e-2)
     with jax.enable_x64(True):
         wide = values.astype(np.float64), losses.astype(np.float64)
-        np.testing.assert_allclose(uncertainty.aurc(*wide), want.mean(), rtol=1e-12)
-        np.testing.assert_allclose(uncertainty.excess_aurc(*wide), want.mean() - best, rtol=1e-12)
+        np.testing.assert_allclose(ee.scores.aurc(*wide), want.mean(), rtol=1e-12)
+        np.testing.assert_allclose(ee.scores.excess_aurc(*wide), want.mean() - best, rtol=1e-12)
 
 
 def test_ties_are_the_mean_over_all_orders():
@@ -43,38 +43,38 @@ def test_ties_are_the_mean_over_all_orders():
     orders = [p for p in itertools.permutations(range(6)) if (np.diff(values[list(p)]) >= 0).all()]
     assert len(orders) == 12
     want = np.mean([_risks(order, losses) for order in orders], axis=0)
-    np.testing.assert_allclose(uncertainty.risk_coverage(values, losses).risk, want, rtol=1e-6)
+    np.testing.assert_allclose(ee.scores.risk_coverage(values, losses).risk, want, rtol=1e-6)
     # The order in which rows that tie were passed is one of them, and would not pass.
     assert not np.allclose(_risks(np.argsort(values, kind="stable"), losses), want, rtol=1e-2)
-    np.testing.assert_allclose(uncertainty.aurc(values, losses), want.mean(), rtol=1e-6)
+    np.testing.assert_allclose(ee.scores.aurc(values, losses), want.mean(), rtol=1e-6)
 
 
 def test_the_order_of_rows_does_not_matter():
     values, losses = _rows(200, distinct=2)
     shuffled = np.random.default_rng(1).permutation(200)
-    for area in (uncertainty.aurc, uncertainty.excess_aurc):
+    for area in (ee.scores.aurc, ee.scores.excess_aurc):
         np.testing.assert_allclose(area(values[shuffled], losses[shuffled]), area(values, losses), rtol=1e-5)
 
 
 def test_closed_forms():
     losses = np.float32([0, 0, 0, 1, 1])
     constant = np.zeros(5, np.float32)
-    np.testing.assert_allclose(uncertainty.aurc(constant, losses), 0.4, rtol=1e-6)  # the mean loss
+    np.testing.assert_allclose(ee.scores.aurc(constant, losses), 0.4, rtol=1e-6)  # the mean loss
     perfect = (1 / 4 + 2 / 5) / 5
-    np.testing.assert_allclose(uncertainty.aurc(losses, losses), perfect, rtol=1e-6)
-    assert uncertainty.excess_aurc(losses, losses) == 0
+    np.testing.assert_allclose(ee.scores.aurc(losses, losses), perfect, rtol=1e-6)
+    assert ee.scores.excess_aurc(losses, losses) == 0
     worst = (1 + 1 + 2 / 3 + 2 / 4 + 2 / 5) / 5
-    np.testing.assert_allclose(uncertainty.excess_aurc(-losses, losses), worst - perfect, rtol=1e-6)
-    np.testing.assert_allclose(uncertainty.excess_aurc(constant, losses), 0.4 - perfect, rtol=1e-6)
+    np.testing.assert_allclose(ee.scores.excess_aurc(-losses, losses), worst - perfect, rtol=1e-6)
+    np.testing.assert_allclose(ee.scores.excess_aurc(constant, losses), 0.4 - perfect, rtol=1e-6)
 
 
 def test_what_losses_have_in_common_costs_the_excess_nothing():
     values, losses = _rows(500)
     losses = np.round(losses * 512) / 512  # exact also after 1e4 is added
     far = (1e4 + losses).astype(np.float32)
-    want = uncertainty.excess_aurc(values, losses)
-    np.testing.assert_allclose(uncertainty.excess_aurc(values, far), want, rtol=1e-5)
-    plain = uncertainty.aurc(values, far) - uncertainty.aurc(far, far)
+    want = ee.scores.excess_aurc(values, losses)
+    np.testing.assert_allclose(ee.scores.excess_aurc(values, far), want, rtol=1e-5)
+    plain = ee.scores.aurc(values, far) - ee.scores.aurc(far, far)
     assert abs(plain / want - 1) > 1e-4  # the difference of two large areas
 
 
@@ -83,18 +83,18 @@ def test_masked_rows_are_left_out_whatever_they_hold():
     mask = np.arange(60) % 3 > 0
     values[5] = np.inf  # a row that counts, as uncertain as can be
     broken = np.where(mask, values, np.nan).astype(np.float32), np.where(mask, losses, np.nan).astype(np.float32)
-    want, got = uncertainty.risk_coverage(values[mask], losses[mask]), uncertainty.risk_coverage(*broken, mask=mask)
+    want, got = ee.scores.risk_coverage(values[mask], losses[mask]), ee.scores.risk_coverage(*broken, mask=mask)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one[:40], other, rtol=1e-5)
         np.testing.assert_allclose(one[40:], other[-1], rtol=1e-5)
-    for area in (uncertainty.aurc, uncertainty.excess_aurc):
+    for area in (ee.scores.aurc, ee.scores.excess_aurc):
         np.testing.assert_allclose(area(*broken, mask=mask), area(values[mask], losses[mask]), rtol=1e-5)
         assert not np.allclose(area(*_rows()), area(values[mask], losses[mask]), rtol=1e-2)
 
 
 def test_transforms_and_unknown_rows():
     values, losses = _rows()
-    for area in (uncertainty.aurc, uncertainty.excess_aurc):
+    for area in (ee.scores.aurc, ee.scores.excess_aurc):
         want = area(values, losses)
         np.testing.assert_allclose(jax.jit(area)(values, losses), want, rtol=1e-5)
         both = jax.vmap(area, in_axes=(0, None))(np.stack([values, -values]), losses)
@@ -102,10 +102,10 @@ def test_transforms_and_unknown_rows():
         np.testing.assert_allclose(area(values.reshape(6, 10), losses.reshape(6, 10)), want, rtol=1e-5)
         assert np.isnan(area(values, np.where(np.arange(60) == 7, np.nan, losses)))
         assert np.isnan(area(np.where(np.arange(60) == 7, np.nan, values), losses))
-    assert uncertainty.aurc(values, (losses > 1).astype(int)).dtype == jnp.float32
+    assert ee.scores.aurc(values, (losses > 1).astype(int)).dtype == jnp.float32
     # The area is linear in the losses, and its gradient says by how much each counts.
-    gradient = jax.grad(uncertainty.aurc, argnums=1)(values, losses)
-    np.testing.assert_allclose(np.sum(gradient * losses), uncertainty.aurc(values, losses), rtol=1e-5)
+    gradient = jax.grad(ee.scores.aurc, argnums=1)(values, losses)
+    np.testing.assert_allclose(np.sum(gradient * losses), ee.scores.aurc(values, losses), rtol=1e-5)
     np.testing.assert_allclose(np.sum(gradient), 1, rtol=1e-5)
 
 
@@ -113,10 +113,10 @@ def test_transforms_and_unknown_rows():
 def test_messages():
     values, losses = _rows(4)
     with pytest.raises(ValueError, match=r"aurc` needs `uncertainty` and `losses` of one shape.\n  got `unc"):
-        uncertainty.aurc(values, losses[:, None])
+        ee.scores.aurc(values, losses[:, None])
     with pytest.raises(ValueError, match=r"at least one row.\n  got shape \(0,\)"):
-        uncertainty.risk_coverage(values[:0], losses[:0])
+        ee.scores.risk_coverage(values[:0], losses[:0])
     with pytest.raises(TypeError, match="excess_aurc` needs floating-point `uncertainty`"):
-        uncertainty.excess_aurc(np.arange(4), losses)
+        ee.scores.excess_aurc(np.arange(4), losses)
     with pytest.raises(ValueError, match="a `mask` that leaves a row"):
-        uncertainty.aurc(values, losses, mask=np.zeros(4, bool))
+        ee.scores.aurc(values, losses, mask=np.zeros(4, bool))

@@ -36,7 +36,7 @@ def auroc(
     ```python
     inside, outside = jnp.array([0.1, 0.2, 0.3]), jnp.array([0.2, 0.9])
     scores = jnp.concatenate([inside, outside])
-    ee.uncertainty.auroc(scores, jnp.arange(5) >= 3)  # 4.5 of 6 pairs: 0.75
+    ee.scores.auroc(scores, jnp.arange(5) >= 3)  # 4.5 of 6 pairs: 0.75
     ```
 
     ??? cite
@@ -52,7 +52,7 @@ def auroc(
         }
         ```
     """
-    return _auroc(*check_ranking("uncertainty.auroc", scores, positives, row_weights, mask))
+    return _auroc(*check_ranking("scores.auroc", scores, positives, row_weights, mask))
 
 
 def aupr(
@@ -70,19 +70,19 @@ def aupr(
 
     **Arguments:**
 
-    - `scores`, `positives`, `row_weights`, `mask`: as for [`eqx_ensemble.uncertainty.auroc`][].
+    - `scores`, `positives`, `row_weights`, `mask`: as for [`eqx_ensemble.scores.auroc`][].
 
     **Returns:**
 
-    A scalar, as for [`eqx_ensemble.uncertainty.auroc`][].
+    A scalar, as for [`eqx_ensemble.scores.auroc`][].
 
     **Raises:**
 
-    As [`eqx_ensemble.uncertainty.auroc`][].
+    As [`eqx_ensemble.scores.auroc`][].
 
     ```python
     scores, positives = jnp.array([0.9, 0.8, 0.7]), jnp.array([True, False, True])
-    ee.uncertainty.aupr(scores, positives)  # 1/2 * 1 + 1/2 * 2/3 = 0.833
+    ee.scores.aupr(scores, positives)  # 1/2 * 1 + 1/2 * 2/3 = 0.833
     ```
 
     ??? cite
@@ -97,7 +97,7 @@ def aupr(
         }
         ```
     """
-    return _aupr(*check_ranking("uncertainty.aupr", scores, positives, row_weights, mask))
+    return _aupr(*check_ranking("scores.aupr", scores, positives, row_weights, mask))
 
 
 def fpr_at_tpr(
@@ -114,25 +114,25 @@ def fpr_at_tpr(
 
     **Arguments:**
 
-    - `scores`, `positives`, `row_weights`, `mask`: as for [`eqx_ensemble.uncertainty.auroc`][]. Papers on
+    - `scores`, `positives`, `row_weights`, `mask`: as for [`eqx_ensemble.scores.auroc`][]. Papers on
         out-of-distribution data differ in which kind is positive. Where the familiar data are, 95 % of them are to be
         accepted: pass `-scores, ~positives` of scores that are high for unfamiliar data.
     - `level`: the share of the positive rows to find, a Python number between 0 and 1.
 
     **Returns:**
 
-    A scalar, as for [`eqx_ensemble.uncertainty.auroc`][]; lower is better.
+    A scalar, as for [`eqx_ensemble.scores.auroc`][]; lower is better.
 
     **Raises:**
 
-    As [`eqx_ensemble.uncertainty.auroc`][], and `ValueError` for a level that is not between 0 and 1.
+    As [`eqx_ensemble.scores.auroc`][], and `ValueError` for a level that is not between 0 and 1.
 
     ```python
     scores, positives = jnp.array([0.9, 0.8, 0.7, 0.1]), jnp.array([True, False, True, False])
-    ee.uncertainty.fpr_at_tpr(scores, positives)  # 0.5: at the threshold 0.7
+    ee.scores.fpr_at_tpr(scores, positives)  # 0.5: at the threshold 0.7
     ```
     """
-    fn = "uncertainty.fpr_at_tpr"
+    fn = "scores.fpr_at_tpr"
     check_level(fn, level)
     return _fpr_at_tpr(*check_ranking(fn, scores, positives, row_weights, mask), level)
 

@@ -44,7 +44,7 @@ def risk_coverage(
 
     ```python
     uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([0.0, 0.0, 0.0, 1.0])
-    ee.uncertainty.risk_coverage(uncertainty, wrong)  # risk [0, 0, 0, 0.25]
+    ee.scores.risk_coverage(uncertainty, wrong)  # risk [0, 0, 0, 0.25]
     ```
 
     ??? cite
@@ -59,7 +59,7 @@ def risk_coverage(
         }
         ```
     """
-    return _risk_coverage(*check_selection("uncertainty.risk_coverage", uncertainty, losses, mask))
+    return _risk_coverage(*check_selection("scores.risk_coverage", uncertainty, losses, mask))
 
 
 def aurc(
@@ -71,11 +71,11 @@ def aurc(
     r"""Area under the risk-coverage curve, $\frac1n \sum_{k=1}^n \mathrm{risk}_k$; lower is better.
 
     In the unit of the loss. It judges the ranking and the predictions at once: for the ranking alone see
-    [`eqx_ensemble.uncertainty.excess_aurc`][].
+    [`eqx_ensemble.scores.excess_aurc`][].
 
     **Arguments:**
 
-    - `uncertainty`, `losses`, `mask`: as for [`eqx_ensemble.uncertainty.risk_coverage`][].
+    - `uncertainty`, `losses`, `mask`: as for [`eqx_ensemble.scores.risk_coverage`][].
 
     **Returns:**
 
@@ -83,11 +83,11 @@ def aurc(
 
     **Raises:**
 
-    As [`eqx_ensemble.uncertainty.risk_coverage`][].
+    As [`eqx_ensemble.scores.risk_coverage`][].
 
     ```python
     uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([0.0, 0.0, 0.0, 1.0])
-    ee.uncertainty.aurc(uncertainty, wrong)  # 0.25 / 4 = 0.0625
+    ee.scores.aurc(uncertainty, wrong)  # 0.25 / 4 = 0.0625
     ```
 
     ??? cite
@@ -102,7 +102,7 @@ def aurc(
         }
         ```
     """
-    return _aurc(*check_selection("uncertainty.aurc", uncertainty, losses, mask))
+    return _aurc(*check_selection("scores.aurc", uncertainty, losses, mask))
 
 
 def excess_aurc(
@@ -117,7 +117,7 @@ def excess_aurc(
 
     **Arguments:**
 
-    - `uncertainty`, `losses`, `mask`: as for [`eqx_ensemble.uncertainty.risk_coverage`][].
+    - `uncertainty`, `losses`, `mask`: as for [`eqx_ensemble.scores.risk_coverage`][].
 
     **Returns:**
 
@@ -125,17 +125,17 @@ def excess_aurc(
 
     **Raises:**
 
-    As [`eqx_ensemble.uncertainty.risk_coverage`][].
+    As [`eqx_ensemble.scores.risk_coverage`][].
 
     ```python
     uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([1.0, 0.0, 0.0, 0.0])
-    ee.uncertainty.excess_aurc(uncertainty, wrong)  # (1 + 1/2 + 1/3 + 1/4) / 4 - 0.25 / 4 = 0.458
+    ee.scores.excess_aurc(uncertainty, wrong)  # (1 + 1/2 + 1/3 + 1/4) / 4 - 0.25 / 4 = 0.458
     ```
 
     ??? cite
         [Bias-Reduced Uncertainty Estimation for Deep Neural Classifiers](https://arxiv.org/abs/1805.08206)
     """
-    return _excess_aurc(*check_selection("uncertainty.excess_aurc", uncertainty, losses, mask))
+    return _excess_aurc(*check_selection("scores.excess_aurc", uncertainty, losses, mask))
 
 
 @jax.jit

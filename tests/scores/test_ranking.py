@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_ensemble import uncertainty
+import eqx_ensemble as ee
 
-METRICS = {"auroc": uncertainty.auroc, "aupr": uncertainty.aupr, "fpr_at_tpr": uncertainty.fpr_at_tpr}
+METRICS = {"auroc": ee.scores.auroc, "aupr": ee.scores.aupr, "fpr_at_tpr": ee.scores.fpr_at_tpr}
 
 
 def _rows(num_rows=200, seed=0, distinct=None):
@@ -53,7 +53,7 @@ def test_auroc_is_the_share_of_pairs():
     scores, positives, _ = _rows(60, distinct=2)
     pairs = list(itertools.product(scores[positives], scores[~positives]))
     want = np.mean([0.5 if one == other else float(one > other) for one, other in pairs])
-    np.testing.assert_allclose(uncertainty.auroc(scores, positives), want, rtol=1e-6)
+    np.testing.assert_allclose(ee.scores.auroc(scores, positives), want, rtol=1e-6)
     # Ties counted as wins would not pass.
     assert not np.isclose(np.mean([one >= other for one, other in pairs]), want, rtol=1e-2)
 
@@ -64,7 +64,7 @@ def test_auroc_of_two_gaussians():
     scores = np.concatenate([rng.normal(size=20_000), 1 + rng.normal(size=20_000)]).astype(np.float32)
     want = 0.5 * (1 + math.erf(0.5))
     # Six standard errors of at most sqrt(1 / (4 * 20,000)).
-    assert abs(uncertainty.auroc(scores, np.arange(40_000) >= 20_000) - want) < 6 * np.sqrt(1 / 80_000)
+    assert abs(ee.scores.auroc(scores, np.arange(40_000) >= 20_000) - want) < 6 * np.sqrt(1 / 80_000)
     assert abs(want - 0.5) > 0.2
 
 
@@ -86,9 +86,9 @@ def test_the_share_that_is_found_is_met_exactly(level):
     scores = -np.arange(40, dtype=np.float32)
     positives = np.arange(40) % 2 == 0
     want = (round(20 * level) - 1) / 20
-    np.testing.assert_allclose(uncertainty.fpr_at_tpr(scores, positives, level=level), want, rtol=1e-6)
+    np.testing.assert_allclose(ee.scores.fpr_at_tpr(scores, positives, level=level), want, rtol=1e-6)
     weights = np.full(40, 0.1, np.float32)
-    got = uncertainty.fpr_at_tpr(scores, positives, level=level, row_weights=weights)
+    got = ee.scores.fpr_at_tpr(scores, positives, level=level, row_weights=weights)
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert want != (round(20 * level)) / 20
 
@@ -149,19 +149,19 @@ def test_infinite_scores_are_ranked(name):
 def test_messages():
     scores, positives, _ = _rows(4)
     positives[:2] = [True, False]
-    with pytest.raises(TypeError, match="`eqx_ensemble.uncertainty.auroc` needs boolean `positives`.\n  got dtype int"):
-        uncertainty.auroc(scores, positives.astype(int))
+    with pytest.raises(TypeError, match="`eqx_ensemble.scores.auroc` needs boolean `positives`.\n  got dtype int"):
+        ee.scores.auroc(scores, positives.astype(int))
     with pytest.raises(TypeError, match="floating-point `scores`"):
-        uncertainty.aupr(positives, positives)
+        ee.scores.aupr(positives, positives)
     with pytest.raises(ValueError, match=r"`scores` and `positives` of one shape.\n  got `scores` \(2, 4\)"):
-        uncertainty.auroc(np.stack([scores, scores]), positives)
+        ee.scores.auroc(np.stack([scores, scores]), positives)
     with pytest.raises(ValueError, match="both kinds of rows.\n  got no positive row that counts"):
-        uncertainty.auroc(scores, np.zeros(4, bool))
+        ee.scores.auroc(scores, np.zeros(4, bool))
     with pytest.raises(ValueError, match="both kinds of rows.\n  got no negative row that counts"):
-        uncertainty.auroc(scores, positives, mask=positives)
+        ee.scores.auroc(scores, positives, mask=positives)
     with pytest.raises(ValueError, match=r"finite `row_weights` of zero or more.\n  got -1.0 at index \(0,\)"):
-        uncertainty.auroc(scores, positives, row_weights=-np.ones(4))
+        ee.scores.auroc(scores, positives, row_weights=-np.ones(4))
     with pytest.raises(ValueError, match="`scores` and `row_weights` of one shape"):
-        uncertainty.auroc(scores, positives, row_weights=np.ones(3))
-    with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.fpr_at_tpr` needs a `level` between 0 and 1"):
-        uncertainty.fpr_at_tpr(scores, positives, level=95.0)
+        ee.scores.auroc(scores, positives, row_weights=np.ones(3))
+    with pytest.raises(ValueError, match="`eqx_ensemble.scores.fpr_at_tpr` needs a `level` between 0 and 1"):
+        ee.scores.fpr_at_tpr(scores, positives, level=95.0)
