@@ -21,8 +21,8 @@ from _problems import Problem, cnn, middle, tiny
 
 import eqx_ensemble as ee
 from eqx_ensemble.sharding._collectives import in_text
-from eqx_ensemble.train import _arrays
-from eqx_ensemble.train._rows import row_order
+from eqx_ensemble.train.data import _arrays
+from eqx_ensemble.train.data._rows import row_order
 
 COUNTS = (1, 2, 4)
 SPIN = bytes(2**20)

@@ -10,7 +10,7 @@ from .._ensemble import Ensemble, M
 from .._predict import predict
 from ..resample import Folds, HeldOut
 from ..train import Run, fit
-from ..train._optimiser import Optimiser
+from ..train.compiled._optimiser import Optimiser
 
 
 class CrossFit(NamedTuple):

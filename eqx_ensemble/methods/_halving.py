@@ -13,9 +13,9 @@ from ..distributed import to_host
 from ..sweep import draw
 from ..sweep._draw import AbstractRange
 from ..train import Run, fit
-from ..train._data import is_batches
-from ..train._optimiser import Optimiser
 from ..train._state import OK
+from ..train.compiled._optimiser import Optimiser
+from ..train.data._data import is_batches
 from . import population
 from ._scores import last_scores
 

@@ -12,11 +12,11 @@ from .. import _check
 from .._ensemble import Ensemble, M
 from ..distributed import to_host
 from ..train import Run, fit, perturb
-from ..train._data import is_batches
 from ..train._hyper import hyper_arrays
-from ..train._optimiser import Optimiser
-from ..train._select import forgotten
 from ..train._state import OK
+from ..train.compiled._optimiser import Optimiser
+from ..train.compiled._select import forgotten
+from ..train.data._data import is_batches
 from . import population
 from ._scores import last_scores
 

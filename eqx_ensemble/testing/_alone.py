@@ -9,7 +9,7 @@ import optax
 from jaxtyping import PyTree
 
 from .. import _check
-from ..train._optimiser import Optimiser, init_member, resolve, standard_promotion
+from ..train.compiled._optimiser import Optimiser, init_member, resolve, standard_promotion
 
 
 class Trained(NamedTuple):

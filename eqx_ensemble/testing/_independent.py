@@ -16,7 +16,7 @@ from ..plan._auto import as_plan
 from ..plan._plans import in_words
 from ..train import fit
 from ..train._hyper import hyper_arrays
-from ..train._optimiser import Optimiser
+from ..train.compiled._optimiser import Optimiser
 from ._alone import Alone
 from ._reference import Reference
 from ._report import Check, raised, same

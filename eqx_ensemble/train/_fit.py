@@ -16,25 +16,25 @@ from ..distributed import to_host
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..sharding._layout import Layout
-from ._arrays import Arrays, arrays_of
-from ._batches import Batches
-from ._data import chosen_rows, is_batches, on_device, unmarked
 from ._errors import DivergedError, NotSavedError
-from ._identity import identity
-from ._job import Job, carried_out
-from ._limits import limits_of, retired
-from ._loss import Loss, as_loss
-from ._optimiser import Optimiser
-from ._place import Length
-from ._program import Program
-from ._resume import Saver
-from ._revive import Revive
-from ._rows import ORDERS, Order, row_order
 from ._run import Run
-from ._select import Mode, in_dtype_of
-from ._start import Start, layout_of, start_of
 from ._state import DIVERGED, OK, STATUS_NAMES, TrainState
 from ._trainable import Trainable
+from .compiled._limits import limits_of, retired
+from .compiled._loss import Loss, as_loss
+from .compiled._optimiser import Optimiser
+from .compiled._program import Program
+from .compiled._select import Mode, in_dtype_of
+from .data._arrays import Arrays, arrays_of
+from .data._batches import Batches
+from .data._data import chosen_rows, is_batches, on_device, unmarked
+from .data._place import Length
+from .data._rows import ORDERS, Order, row_order
+from .host._job import Job, carried_out
+from .host._revive import Revive
+from .host._start import Start, layout_of, start_of
+from .resume._identity import identity
+from .resume._resume import Saver
 
 
 def fit(

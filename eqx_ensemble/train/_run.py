@@ -16,11 +16,11 @@ from ..distributed import to_host
 from ..plan import AbstractPlan
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
 from ._errors import DivergedError
-from ._record import History, last_finite
-from ._revive import Revival
-from ._select import Mode, Selection
 from ._state import DIVERGED, STATUS_NAMES, TrainState
 from ._summary import summary
+from .compiled._select import Mode, Selection
+from .host._record import History, last_finite
+from .host._revive import Revival
 
 
 class Run(eqx.Module, Generic[M]):

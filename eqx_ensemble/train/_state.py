@@ -12,8 +12,8 @@ from ..plan import Vmap
 from ..plan._on_mesh import on_mesh
 from ..sharding._layout import Layout, layout_for
 from ._hyper import hyper_arrays
-from ._optimiser import Optimiser, init_member
 from ._trainable import Trainable, partition_trainable
+from .compiled._optimiser import Optimiser, init_member
 
 OK, STOPPED, DIVERGED = 0, 1, 2
 STATUS_NAMES = ("ok", "stopped", "diverged")

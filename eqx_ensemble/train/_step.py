@@ -13,12 +13,12 @@ from ..plan import AbstractPlan, AnyPlan, Auto, Vmap
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot
 from ..sharding._layout import Layout, as_layout
-from ._health import nan_is_data
-from ._limits import Limits
-from ._loss import as_loss
-from ._optimiser import Optimiser
-from ._program import Carry, Inputs, Program
 from ._state import Moving, TrainState
+from .compiled._health import nan_is_data
+from .compiled._limits import Limits
+from .compiled._loss import as_loss
+from .compiled._optimiser import Optimiser
+from .compiled._program import Carry, Inputs, Program
 
 
 class Metrics(eqx.Module):

@@ -7,8 +7,8 @@ import numpy as np
 
 from .. import _check
 from .._progress import members_in_words
-from ._record import last_finite
 from ._state import DIVERGED, OK, STATUS_NAMES
+from .host._record import last_finite
 
 if TYPE_CHECKING:
     from ._run import Run

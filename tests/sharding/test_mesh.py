@@ -14,8 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import eqx_ensemble as ee
 from eqx_ensemble.sharding._layout import Layout
-from eqx_ensemble.train import _loop
-from eqx_ensemble.train._roster import Roster
+from eqx_ensemble.train.host import _loop
+from eqx_ensemble.train.host._roster import Roster
 
 from ..factories import CASES, assert_close, assert_same, assert_same_where_optimised, data
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.train._loop import Loop
+from eqx_ensemble.train.host._loop import Loop
 
 from ..factories import assert_same
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.train import _chunk
+from eqx_ensemble.train.compiled import _chunk
 
 from ..factories import numbers
 from .optax_cases import NOT_TRAINED, PUBLIC, TRAINED, optimiser

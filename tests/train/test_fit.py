@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.train import _loop
+from eqx_ensemble.train.host import _loop
 
 from ..factories import Alone, assert_close, assert_same, distance, in_order, step_key
 

@@ -72,8 +72,9 @@ def test_in_batches_of_ones_own(ensemble):
 
 def test_weights_of_members_that_leave_the_arrays_are_judged(ensemble, monkeypatch):
     """Members go as soon as they stop, before the epoch ends; over batches whose pass never ends, too."""
-    monkeypatch.setattr("eqx_ensemble.train._roster.Roster.pays", lambda self, width, **_: width < len(self.places))
-    monkeypatch.setattr("eqx_ensemble.train._roster._FEWEST", 1)
+    pays = "eqx_ensemble.train.host._roster.Roster.pays"
+    monkeypatch.setattr(pays, lambda self, width, **_: width < len(self.places))
+    monkeypatch.setattr("eqx_ensemble.train.host._roster._FEWEST", 1)
     x, y = data(40)
     endless = itertools.cycle([(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)])
     for source in ({}, {"data": endless}):
@@ -116,7 +117,7 @@ def test_a_target_is_each_members_own(ensemble):
 
 def test_time_is_over(ensemble, monkeypatch):
     ticks = itertools.count(step=0.5)
-    monkeypatch.setattr("eqx_ensemble.train._loop.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("eqx_ensemble.train.host._loop.time.perf_counter", lambda: next(ticks))
     run = fitted(ensemble, epochs=10**7, max_seconds=[2.0, 2.0, 2.0, 2.0, 8.0])
     assert (run.status == "stopped").all()
     assert run.left[:4].tolist() == [run.left[0]] * 4

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.train import _loop, _roster
+from eqx_ensemble.train.host import _loop, _roster
 
 from ..factories import distance, relaxed, step_key
 

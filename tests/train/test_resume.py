@@ -18,9 +18,9 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints
 from eqx_ensemble.train import NotSavedError, Revive
-from eqx_ensemble.train import _resume as resume_module
-from eqx_ensemble.train._loop import Loop
-from eqx_ensemble.train._place import decoded, encoded
+from eqx_ensemble.train.data._place import decoded, encoded
+from eqx_ensemble.train.host._loop import Loop
+from eqx_ensemble.train.resume import _resume as resume_module
 
 from ..factories import assert_same, assert_same_where_optimised
 

@@ -9,10 +9,10 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.plan import _search
-from eqx_ensemble.train import _loop
-from eqx_ensemble.train._limits import Limits
-from eqx_ensemble.train._program import Carry, Inputs
-from eqx_ensemble.train._roster import Roster
+from eqx_ensemble.train.compiled._limits import Limits
+from eqx_ensemble.train.compiled._program import Carry, Inputs
+from eqx_ensemble.train.host import _loop
+from eqx_ensemble.train.host._roster import Roster
 
 from ..factories import assert_close, assert_same_where_optimised
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from jaxtyping import config as jaxtyping_config
 
 import eqx_ensemble as ee
-from eqx_ensemble.train import Revive, _identity, _texts
+from eqx_ensemble.train import Revive
+from eqx_ensemble.train.resume import _identity, _texts
 
 KEY = jax.random.key(0)
 SCALE = 3.0

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.train._loss import as_loss
+from eqx_ensemble.train.compiled._loss import as_loss
 
 ROWS = 8  # also the width of the model below, so that a batch's length alone tells nothing
 KEY = jax.random.key(0)

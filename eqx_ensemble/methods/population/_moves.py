@@ -7,9 +7,9 @@ from ... import _check
 from ..._ensemble import M
 from ...distributed import to_host
 from ...train import TrainState
-from ...train._limits import stopped
-from ...train._revive import copies, gathered
 from ...train._state import OK
+from ...train.compiled._limits import stopped
+from ...train.host._revive import copies, gathered
 
 
 def rank(scores: Any, *, healthy: Any = None, mode: Literal["min", "max"] = "min") -> Int[np.ndarray, " members"]:

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from .. import _axes, _check, _keys
-from .._build import build
-from .._ensemble import Ensemble, M
-from ..distributed import to_host
-from ._hyper import changed_hyper
-from ._optimiser import Optimiser, keep_noise
-from ._program import Carry, Inputs
+from ... import _axes, _check, _keys
+from ..._build import build
+from ..._ensemble import Ensemble, M
+from ...distributed import to_host
+from .._hyper import changed_hyper
+from .._state import DIVERGED, OK, Fixed, Moving, TrainState, init_all
+from ..compiled._optimiser import Optimiser, keep_noise
+from ..compiled._program import Carry, Inputs
+from ..compiled._select import forgotten
 from ._roster import Roster
-from ._select import forgotten
-from ._state import DIVERGED, OK, Fixed, Moving, TrainState, init_all
 
 
 def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:

@@ -9,15 +9,15 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _axes, _check
-from ..sharding._layout import Layout
-from ._chunk import compiled_batch
+from ... import _axes, _check
+from ...sharding._layout import Layout
+from ..compiled._chunk import compiled_batch
+from ..compiled._program import Carry, Inputs
+from ..compiled._select import EPOCH
+from ..host._loop import Loop
+from ..resume._texts import digest_of
 from ._data import on_device, shapes_of_one
-from ._loop import Loop
 from ._place import Length, Place
-from ._program import Carry, Inputs
-from ._select import EPOCH
-from ._texts import digest_of
 
 _END = object()
 _MANY_SHAPES = 8

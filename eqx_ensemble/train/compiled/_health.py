@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from .. import _axes
-from ._state import DIVERGED, OK, Moving
+from ... import _axes
+from .._state import DIVERGED, OK, Moving
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def judged(
 def judged_one(
     before: Moving, after: Moving, outputs: tuple[Float[Array, " members"], PyTree], step: Int[Array, ""]
 ) -> tuple[Moving, tuple[Float[Array, " members"], PyTree]]:
-    """[`judged`][eqx_ensemble.train._health.judged] after a single step, whose outputs are `(members, ...)`."""
+    """As `judged`, after a single step, whose outputs are `(members, ...)`."""
     moving, outputs, _ = judged(before, after, jax.tree.map(lambda x: x[:, None], outputs), step, 1)
     return moving, jax.tree.map(lambda x: x[:, 0], outputs)
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from .. import _keys, _streams
+from ... import _keys, _streams
 
 Order = Literal["each", "shared", "given"]
 ORDERS = ("each", "shared", "given")

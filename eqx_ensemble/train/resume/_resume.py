@@ -11,24 +11,24 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .. import _check
-from ..checkpoint import Checkpoints, Contents
-from ..checkpoint._commit import make_parents
-from ..checkpoint._formats import FormatName
-from ..checkpoint._names import is_sealed
-from ..checkpoint._place import is_on_disk
-from ..checkpoint._run_lock import RunLock
-from ..checkpoint._snapshot import versions
-from ..distributed import broadcast_from_first, is_first
-from ..distributed._together import raise_on_all
+from ... import _check
+from ...checkpoint import Checkpoints, Contents
+from ...checkpoint._commit import make_parents
+from ...checkpoint._formats import FormatName
+from ...checkpoint._names import is_sealed
+from ...checkpoint._place import is_on_disk
+from ...checkpoint._run_lock import RunLock
+from ...checkpoint._snapshot import versions
+from ...distributed import broadcast_from_first, is_first
+from ...distributed._together import raise_on_all
+from .._state import Fixed, TrainState
+from ..compiled._program import Carry
+from ..compiled._select import Mode
+from ..data._place import Place, decoded, encoded
+from ..host._record import History, Record
+from ..host._revive import Revival
+from ..host._start import Start
 from ._identity import Identity
-from ._place import Place, decoded, encoded
-from ._program import Carry
-from ._record import History, Record
-from ._revive import Revival
-from ._select import Mode
-from ._start import Start
-from ._state import Fixed, TrainState
 
 _SECONDS_BETWEEN = 60.0
 _PER_MEMBER = ("moving", "fixed", "ids", "selection", "loss", "aux", "validation")

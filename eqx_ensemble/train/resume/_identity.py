@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .. import _check
-from ._data import shapes_of_one
-from ._loss import Loss
-from ._member import member_gradient
-from ._optimiser import Optimiser, init_member, update_member
-from ._program import Program
-from ._revive import Revive
-from ._start import Start
-from ._state import Fixed, Moving
+from ... import _check
+from .._state import Fixed, Moving
+from ..compiled._loss import Loss
+from ..compiled._member import member_gradient
+from ..compiled._optimiser import Optimiser, init_member, update_member
+from ..compiled._program import Program
+from ..data._data import shapes_of_one
+from ..host._revive import Revive
+from ..host._start import Start
 from ._texts import array_texts, digest_of, function_text, option_text, program_text
 
 

@@ -4,16 +4,16 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from .. import _axes
-from .._ensemble import Ensemble
-from ..distributed import to_host
-from ..plan import AbstractPlan
-from ._health import place_of_fault
+from ... import _axes
+from ..._ensemble import Ensemble
+from ...distributed import to_host
+from ...plan import AbstractPlan
+from .._run import Run, status_names
+from .._state import TrainState
+from ..compiled._health import place_of_fault
+from ..compiled._program import Carry
 from ._loop import Loop
-from ._program import Carry
-from ._run import Run, status_names
 from ._start import Start
-from ._state import TrainState
 
 
 def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, rows: Any, *, interrupted: bool) -> Run:

@@ -8,22 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..distributed import broadcast_from_first, to_host
-from ..plan import Vmap
-from ..plan._pilot import Pilot
-from ._chunk import compiled_validation
+from ...distributed import broadcast_from_first, to_host
+from ...plan import Vmap
+from ...plan._pilot import Pilot
+from .._state import DIVERGED, OK, STOPPED
+from ..compiled._chunk import compiled_validation
+from ..compiled._limits import stopped
+from ..compiled._program import Carry, Inputs, Program, on_one_device, step_under
+from ..compiled._select import END, LEFT
+from ..data._place import Place
+from ..data._rows import Piece
+from ..resume._resume import Saver
+from ..resume._texts import digest_of
 from ._interrupt import Interruption
-from ._limits import stopped
-from ._place import Place
-from ._program import Carry, Inputs, Program, on_one_device, step_under
 from ._record import Record
-from ._resume import Saver
 from ._revive import Reviver
 from ._roster import Roster
-from ._rows import Piece
-from ._select import END, LEFT
-from ._state import DIVERGED, OK, STOPPED
-from ._texts import digest_of
 
 if TYPE_CHECKING:
     from tqdm.std import tqdm

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
-from .. import _check
+from ... import _check
 from ._health import judged
 from ._limits import retired
 from ._program import Carry, Inputs, Program

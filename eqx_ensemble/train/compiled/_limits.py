@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .. import _check
-from ._state import OK, STOPPED, Moving
+from ... import _check
+from .._state import OK, STOPPED, Moving
 
 
 class Limits(eqx.Module):

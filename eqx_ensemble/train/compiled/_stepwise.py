@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from .. import _axes
-from ..plan import Sequential, Unrolled
+from ... import _axes
+from ...plan import Sequential, Unrolled
+from .._state import Moving
 from ._chunk import Chunk, compiled_chunk, run_chunk, undonated_chunk
 from ._program import Carry, Inputs, Program
 from ._select import Selection
-from ._state import Moving
 
 
 def run_stepwise(
     read: tuple[Program, Inputs, Chunk], carry: Carry, *, donate: bool = True
 ) -> tuple[Carry, tuple[Any, Any, PyTree]]:
-    """A chunk of a single step, as [`run_chunk`][eqx_ensemble.train._chunk.run_chunk] runs and reports it.
+    """A chunk of a single step, as [`run_chunk`][eqx_ensemble.train.compiled._chunk.run_chunk] runs and reports it.
 
     Under `Sequential` each member's step is a call of the same program, compiled for one member: it stands in no loop,
     its arrays stay small, and compiling does not take longer for more members.

@@ -4,9 +4,9 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from .._state import Fixed, Moving
 from ._loss import Loss
 from ._optimiser import Optimiser, update_member
-from ._state import Fixed, Moving
 
 
 def member_step(

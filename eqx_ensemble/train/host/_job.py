@@ -6,21 +6,21 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _check
-from .._progress import members_in_words, progress_line
-from ..plan._pilot import Pilot, explained_memory
-from ._arrays import Arrays
-from ._batches import Batches
+from ... import _check
+from ..._progress import members_in_words, progress_line
+from ...plan._pilot import Pilot, explained_memory
+from .._run import Run
+from ..compiled._health import nan_is_data
+from ..compiled._limits import Limits, retired
+from ..compiled._program import Carry, Inputs, Program
+from ..data._arrays import Arrays
+from ..data._batches import Batches
+from ..data._place import Length
+from ..resume._resume import Saver
 from ._finish import finished
-from ._health import nan_is_data
 from ._interrupt import Interruption
-from ._limits import Limits, retired
 from ._loop import Loop
-from ._place import Length
-from ._program import Carry, Inputs, Program
-from ._resume import Saver
 from ._revive import Revive, Reviver
-from ._run import Run
 from ._start import Start
 
 

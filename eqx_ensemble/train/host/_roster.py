@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int8, PyTree
 
-from .. import _axes
-from ..distributed import to_host
-from ..sharding._layout import Layout
-from ._program import Carry, Inputs
-from ._state import OK, STOPPED, Fixed
+from ... import _axes
+from ...distributed import to_host
+from ...sharding._layout import Layout
+from .._state import OK, STOPPED, Fixed
+from ..compiled._program import Carry, Inputs
 
 _FEWEST = 4  # below three members a compiler arranges sums differently, and leaving would show in the others' last bits
 

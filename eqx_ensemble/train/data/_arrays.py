@@ -9,19 +9,19 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _check
-from ..distributed import to_host
-from ..sharding._layout import Layout, put
-from ._apart import run_stepwise
-from ._chunk import Chunk, compiled_chunk, undonated_chunk
+from ... import _check
+from ...distributed import to_host
+from ...sharding._layout import Layout, put
+from .._state import OK
+from ..compiled._chunk import Chunk, compiled_chunk, undonated_chunk
+from ..compiled._limits import next_limit
+from ..compiled._program import Carry, Inputs, in_a_loop, traits_of_step
+from ..compiled._stepwise import run_stepwise
+from ..host._loop import Loop
+from ..resume._texts import array_text, array_texts
 from ._data import shapes_of_one
-from ._limits import next_limit
-from ._loop import Loop
 from ._place import Length
-from ._program import Carry, Inputs, in_a_loop, traits_of_step
 from ._rows import Cut, Piece, RowOrder
-from ._state import OK
-from ._texts import array_text, array_texts
 
 _FEWEST_STEPS, _MOST_STEPS = 32, 2048
 _PIECES_OF_AN_ENDLESS_CHUNK = 4  # room for the parts of one with a fault

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import _check
+from ... import _check
 
 
 class Length(NamedTuple):
@@ -54,7 +54,7 @@ def encoded(state: Any, path: str = "") -> Any:
 
 
 def decoded(text: Any) -> Any:
-    """What [`encoded`][eqx_ensemble.train._place.encoded] made JSON of."""
+    """What [`encoded`][eqx_ensemble.train.data._place.encoded] made JSON of."""
     if isinstance(text, list):
         return [decoded(item) for item in text]
     if not isinstance(text, dict):

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _axes, _check
-from ..distributed import to_host
+from ... import _axes, _check
+from ...distributed import to_host
 
 _ADDRESS = re.compile(r"(?: at )?0x[0-9a-f]+")
 _SET = re.compile(r"frozenset\(\{([^{}]*)\}\)")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
-from .. import _check
+from ... import _check
 
 
 class Loss(eqx.Module):

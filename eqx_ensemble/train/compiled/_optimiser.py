@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from .. import _check, _keys
+from ... import _check, _keys
 
 Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
 """An optax optimiser, or a function that makes one from a member's hyper-parameters."""

@@ -6,17 +6,17 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .. import _check
-from .._ensemble import Ensemble
-from ..sharding._layout import Layout, layout_for
-from ._optimiser import Optimiser
-from ._place import Place
+from ... import _check
+from ..._ensemble import Ensemble
+from ...sharding._layout import Layout, layout_for
+from .._run import Run
+from .._state import TrainState, copied, first_state, init_all
+from .._trainable import Trainable
+from ..compiled._optimiser import Optimiser
+from ..compiled._select import Mode, Selection, no_selection
+from ..data._place import Place
 from ._record import Record
 from ._revive import Revival
-from ._run import Run
-from ._select import Mode, Selection, no_selection
-from ._state import TrainState, copied, first_state, init_all
-from ._trainable import Trainable
 
 
 class Start(NamedTuple):

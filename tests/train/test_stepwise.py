@@ -9,7 +9,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.plan import Sequential, Vmap
-from eqx_ensemble.train import _apart
+from eqx_ensemble.train.compiled import _stepwise
 
 from ..factories import assert_close, assert_same, assert_same_where_optimised
 
@@ -108,8 +108,8 @@ def test_convolutions_are_run_so(monkeypatch):
         return jnp.mean(out**2), state
 
     calls = []
-    compiled = _apart._compiled_part
-    monkeypatch.setattr(_apart, "_compiled_part", lambda *args: calls.append(1) or compiled(*args))
+    compiled = _stepwise._compiled_part
+    monkeypatch.setattr(_stepwise, "_compiled_part", lambda *args: calls.append(1) or compiled(*args))
     ensemble, state = ee.build(eqx.nn.make_with_state(Net), 3, key=KEY)
     sgd = optax.sgd(1e-2)  # a bias before a normalisation has only rounding to go by, which Adam blows up
     images = jax.random.normal(KEY, (16, 1, 6, 6))

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from .. import _axes
-from ..plan import AbstractPlan
-from ..plan._on_mesh import on_mesh
-from ..plan._traits import Traits, traits_of
-from ..sharding._layout import Layout
+from ... import _axes
+from ...plan import AbstractPlan
+from ...plan._on_mesh import on_mesh
+from ...plan._traits import Traits, traits_of
+from ...sharding._layout import Layout
+from .._state import Fixed, Moving
 from ._health import judged_one
 from ._limits import Limits, retired
 from ._loss import Loss
@@ -20,7 +21,6 @@ from ._member import member_step
 from ._optimiser import Optimiser
 from ._scan import scan
 from ._select import EPOCH, Selection, select
-from ._state import Fixed, Moving
 
 
 class Carry(eqx.Module):

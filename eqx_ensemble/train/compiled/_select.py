@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from .. import _axes
-from ..plan import AbstractPlan
+from ... import _axes
+from ...plan import AbstractPlan
+from .._state import OK, STOPPED, Moving, TrainState
 from ._limits import stopped
 from ._loss import Loss
-from ._state import OK, STOPPED, Moving, TrainState
 
 # Whom a validation judges. `LEFT`: members that stopped within an epoch, at weights that no validation has seen.
 # `END`: those that train as well, where a run ends within an epoch. `EPOCH`: the same, and patience and target act.

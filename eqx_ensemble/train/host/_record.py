@@ -5,7 +5,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int, PyTree
 
-from .. import _check
+from ... import _check
 
 
 class History(eqx.Module):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _axes, _check
-from ..sharding._layout import Layout
+from ... import _axes, _check
+from ...sharding._layout import Layout
 
 
 def is_batches(data: Any) -> bool:
