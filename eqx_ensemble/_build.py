@@ -16,6 +16,7 @@ from .plan import Vmap
 from .plan._on_mesh import on_mesh
 from .sharding import Shard
 from .sharding._layout import Layout, as_layout
+from .tree._hidden import no_tracers
 
 Arguments = Mapping[str, Any]
 """Per-member arguments of a constructor: a name and its values, one per member."""
@@ -140,7 +141,7 @@ def build(
 
     with _check.explained_constructor():
         made = _made(make_one, keys, arguments) if layout is None else _born(make_one, keys, arguments, layout, shard)
-    _check.no_tracers(made, name="build")
+    no_tracers(made, name="build")
     _check.warn_of_equal_members(made, keys, arguments)
     model, *state = made if _is_stateful(made) else (made,)
     numbers = _numbers(make, keys, arguments, model)
@@ -170,7 +171,7 @@ def _born(
         shapes = eqx.filter_eval_shape(build, layout, (keys, arguments))
         layout = layout.splitting(shapes, shard)
         made = eqx.filter_jit(build)(layout, layout.copied((keys, arguments)))
-        _check.no_tracers(made, name="build")
+        no_tracers(made, name="build")
     except (jax.errors.JAXTypeError, _check.MemberMismatchError) as error:
         warnings.warn(_check.not_compiled(error), stacklevel=4)
         made = _made(make, keys, arguments)

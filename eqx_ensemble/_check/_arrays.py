@@ -1,5 +1,5 @@
 import math
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -282,3 +282,12 @@ def _first(host: np.ndarray, wrong: np.ndarray) -> str:
 
 def _fail(fn: str, needs: str, got: str, fix: str, error: type[Exception] = ValueError) -> NoReturn:
     raise error(f"`eqx_ensemble.{fn}` needs {needs}.\n  {got}\n{fix}")
+
+
+def one_weight_each(weights: Any, num_members: int, *, name: str) -> None:
+    """Weights of the members `(members,)`, or none."""
+    check_plain_weights(name, weights)
+    if weights is not None and np.shape(weights) != (num_members,):
+        raise ValueError(
+            f"`{name}` needs one weight per member: expected shape ({num_members},), got {np.shape(weights)}."
+        )

@@ -8,10 +8,9 @@ import jax
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import is_key, is_member_array, is_traced, kind_text
+from ._leaves import is_key, is_member_array, is_traced, kind_text, path_text
 from ._marks import array_leaves, per_member_leaves
 from ._options import check_sequence
-from ._trees import path_text
 
 T = TypeVar("T")
 

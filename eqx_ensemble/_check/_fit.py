@@ -4,12 +4,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from ._arrays import one_weight_each
 from ._judging import judging
-from ._leaves import kind_text
+from ._leaves import kind_text, path_text
 from ._marks import MOST_STEPS, check_positive_int, counter
 from ._options import check_word
-from ._trees import path_text
-from ._weights import one_weight_each
 
 
 def _length(epochs: Any, steps: Any, *, name: str) -> None:

@@ -117,3 +117,13 @@ def too_large(value: Any, *, name: str, path: str) -> str:
 
 def _is_wide(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "iu" and leaf.dtype.itemsize == 8
+
+
+def path_text(path: tuple) -> str:
+    """`keystr`, or `<root>` where that is empty."""
+    return jax.tree_util.keystr(path) or "<root>"
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether `leaf` is a Python number to calculate with; bool is a flag."""
+    return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)

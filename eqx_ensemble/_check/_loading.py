@@ -9,9 +9,8 @@ import numpy as np
 
 from ._errors import MemberMismatchError
 from ._files import plain
-from ._leaves import describe
+from ._leaves import describe, path_text
 from ._options import check_path, check_sequence, check_word
-from ._trees import path_text
 
 PLAIN_DTYPES = {"bool", "bfloat16", "complex64", "float8_e4m3fn", "float8_e5m2"}
 PLAIN_DTYPES |= {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}

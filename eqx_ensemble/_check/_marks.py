@@ -9,9 +9,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import Size, describe, is_member_array, is_traced
+from ._leaves import Size, describe, is_member_array, is_traced, path_text
 from ._options import check_axis, check_number
-from ._trees import path_text
 
 _STACK = "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`."
 
@@ -129,28 +128,6 @@ def integer_ids(values: Any) -> None:
             "`eqx.partition(ensemble, eqx.is_inexact_array)` or `eqx.filter`. For a moving average of ensembles write "
             "`eqx_ensemble.tree.polyak(old, new, tau)`."
         )
-
-
-def same_ids(old: Any, new: Any, *, name: str) -> None:
-    """The ensembles of two trees of one structure have the same members, in one order."""
-    for (path, first), (_, second) in zip(_nodes_with_ids(old), _nodes_with_ids(new), strict=True):
-        for node in (first, second):
-            integer_ids(node.ids)
-        if first.ids is second.ids or is_traced(first.ids) or is_traced(second.ids):
-            continue
-        a, b = np.asarray(first.ids), np.asarray(second.ids)
-        if not np.array_equal(a, b):
-            raise MemberMismatchError(
-                f"`{name}` needs the same members in both trees; at `{path_text(path)}.ids`: "
-                f"expected {a.tolist()}, got {b.tolist()}.\n"
-                "Take the members in one order first: `ensemble[positions]`."
-            )
-
-
-def _nodes_with_ids(tree: Any) -> list[tuple[tuple, Any]]:
-    """The ensembles and training states of a tree, by what they hold: their classes stand on higher floors."""
-    has_ids = lambda x: isinstance(getattr(x, "ids", None), jax.Array | np.ndarray)
-    return [(path, x) for path, x in jtu.tree_flatten_with_path(tree, is_leaf=has_ids)[0] if has_ids(x)]
 
 
 def distinct_ids(values: Any, fix: str) -> None:

@@ -4,8 +4,7 @@ from typing import Any
 import jax.tree_util as jtu
 from jaxtyping import AbstractArray
 
-from ._leaves import describe
-from ._trees import path_text
+from ._leaves import describe, path_text
 
 _WRITE = 'Write `Stacked[Model, "members"]`: the type of one member, then the names of the leading axes.'
 _MOST = 4

@@ -1,12 +1,18 @@
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 
-from .. import _check
+
+class Columns(NamedTuple):
+    """Trees side by side: for each path the leaves of all trees, and the structure of the first tree."""
+
+    paths: list[str]
+    leaves: list[list]
+    treedef: Any
 
 
-def map_columns(fn: Callable[[list], Any], columns: _check.Columns) -> Any:
+def map_columns(fn: Callable[[list], Any], columns: Columns) -> Any:
     """One tree from many: `fn` of the leaves at each path. Places tied in every tree get one result, and stay tied."""
     done: dict[tuple, Any] = {}
     results = []

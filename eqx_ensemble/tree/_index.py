@@ -6,6 +6,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import _check
+from ._check import leading_axes, member_index
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ def num_members(tree: Any) -> int:
     num_members({"w": jnp.ones((5, 3)), "b": jnp.ones(5)})  # 5
     ```
     """
-    return _check.leading_axes(tree, name="eqx_ensemble.tree.num_members")[0]
+    return leading_axes(tree, name="eqx_ensemble.tree.num_members")[0]
 
 
 @overload
@@ -84,7 +85,7 @@ def unstack(tree: Any, *, num_axes: int = 1) -> list[Any]:
     """
     name = "eqx_ensemble.tree.unstack"
     num_axes = _check.check_positive_int(num_axes, "num_axes", name=name)
-    sizes = _check.leading_axes(tree, num_axes, name=name)
+    sizes = leading_axes(tree, num_axes, name=name)
     leaves, treedef = jtu.tree_flatten(tree)
     return _unstack(leaves, treedef, sizes)
 
@@ -134,7 +135,7 @@ def take(tree: T, index: Any) -> T:
     ```
     """
     name = "eqx_ensemble.tree.take"
-    rows = _check.member_index(index, _check.leading_axes(tree, name=name)[0], name=name)
+    rows = member_index(index, leading_axes(tree, name=name)[0], name=name)
     pick = _take_one if np.ndim(rows) == 0 else _take_many
     return _map_tied(lambda leaf: pick(leaf, rows), tree)
 

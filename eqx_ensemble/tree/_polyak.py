@@ -5,7 +5,9 @@ import jax.numpy as jnp
 
 from .. import _check
 from ._accumulate import add_up, result_dtype, sum_dtype
+from ._check import fraction, same_ids
 from ._columns import map_columns
+from ._compare import AVERAGED, same_members
 
 T = TypeVar("T")
 
@@ -41,9 +43,9 @@ def polyak(old: T, new: T, tau: Any) -> T:
     ```
     """
     name = "eqx_ensemble.tree.polyak"
-    _check.fraction(tau, "tau", name=name)
-    columns = _check.same_members([old, new], name=name, rules=_check.AVERAGED)
-    _check.same_ids(old, new, name=name)
+    fraction(tau, "tau", name=name)
+    columns = same_members([old, new], name=name, rules=AVERAGED)
+    same_ids(old, new, name=name)
     # Python numbers are rounded once, to each leaf's type: `1 - tau` of a rounded `tau` is another weight.
     weights = jnp.stack([1 - tau, tau]) if isinstance(tau, jax.Array) else [1 - float(tau), float(tau)]
     return map_columns(lambda leaves: _move_column(leaves, weights), columns)

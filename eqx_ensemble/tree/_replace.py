@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _check
+from ._check import distinct_members, leading_axes, member_index
 from ._columns import map_columns
+from ._compare import replacement, same_members
 
 T = TypeVar("T")
 
@@ -39,11 +41,11 @@ def replace(tree: T, index: Any, value: Any) -> T:
     ```
     """
     name = "eqx_ensemble.tree.replace"
-    rows = _check.member_index(index, _check.leading_axes(tree, name=name)[0], name=name)
+    rows = member_index(index, leading_axes(tree, name=name)[0], name=name)
     if isinstance(rows, np.ndarray):
-        _check.distinct_members(rows, name=name)
+        distinct_members(rows, name=name)
     count = None if np.ndim(rows) == 0 else np.shape(rows)[0]
-    columns = _check.same_members([tree, value], name=name, rules=_check.replacement(count))
+    columns = same_members([tree, value], name=name, rules=replacement(count))
     return map_columns(lambda leaves: _replace_column(leaves, rows), columns)
 
 

@@ -4,7 +4,9 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from .. import _check
+from ._check import leading_axes, sequence_of_trees
 from ._columns import map_columns
+from ._compare import STACKED, Rules, same_members
 
 T = TypeVar("T")
 
@@ -46,8 +48,8 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
     """
     name = "eqx_ensemble.tree.stack"
     _check.check_flag(promote_scalars, "promote_scalars", name="tree.stack")
-    rules = _check.Rules(scalars="floats" if promote_scalars else "equal")
-    columns = _check.same_members(_check.sequence_of_trees(trees, name=name), name=name, rules=rules)
+    rules = Rules(scalars="floats" if promote_scalars else "equal")
+    columns = same_members(sequence_of_trees(trees, name=name), name=name, rules=rules)
     return map_columns(_stack_column, columns)
 
 
@@ -87,10 +89,10 @@ def concatenate(trees: Iterable[T]) -> T:
     ```
     """
     name = "eqx_ensemble.tree.concatenate"
-    listed = _check.sequence_of_trees(trees, name=name)
+    listed = sequence_of_trees(trees, name=name)
     for tree in listed:
-        _check.leading_axes(tree, name=name)
-    columns = _check.same_members(listed, name=name, rules=_check.STACKED)
+        leading_axes(tree, name=name)
+    columns = same_members(listed, name=name, rules=STACKED)
     return map_columns(_concatenate_column, columns)
 
 

@@ -7,7 +7,10 @@ import numpy as np
 
 from .. import _check
 from ._accumulate import add_up, normalised, number_dtype, result_dtype, sum_dtype
+from ._check import sequence_of_trees
+from ._check_weights import summable, tree_weights, weights_fit
 from ._columns import map_columns
+from ._compare import SUMMED, same_members
 
 T = TypeVar("T")
 
@@ -82,15 +85,15 @@ def weighted_mean(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nd
 
 
 def _combine(trees: Any, weights: Any, *, name: str, mean: bool) -> Any:
-    trees = _check.sequence_of_trees(trees, name=name)
+    trees = sequence_of_trees(trees, name=name)
     # Without weights there is a mean, but no sum.
     weights = [1] * len(trees) if weights is None and mean else weights
-    weights = _check.tree_weights(weights, len(trees), name=name, mean=mean)
-    columns = _check.same_members(trees, name=name, rules=_check.SUMMED)
+    weights = tree_weights(weights, len(trees), name=name, mean=mean)
+    columns = same_members(trees, name=name, rules=SUMMED)
     for path, leaves in zip(columns.paths, columns.leaves, strict=True):
-        _check.summable(leaves[0], path, name=name)
+        summable(leaves[0], path, name=name)
         if isinstance(weights, list) and not mean and _check.is_member_array(leaves[0]):
-            _check.weights_fit(weights, sum_dtype(leaves[0], weights), path, name=name)
+            weights_fit(weights, sum_dtype(leaves[0], weights), path, name=name)
     if mean:
         return map_columns(lambda leaves: _mean_column(leaves, weights), columns)
     return map_columns(lambda leaves: _sum_column(leaves, weights), columns)

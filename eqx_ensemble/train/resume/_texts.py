@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from ... import _axes, _check
 from ...distributed import to_host
+from ...tree._statics import static_parts
 
 _ADDRESS = re.compile(r"(?: at )?0x[0-9a-f]+")
 _SET = re.compile(r"frozenset\(\{([^{}]*)\}\)")
@@ -116,7 +117,7 @@ def _add_part(digest: Any, x: Any, seen: dict[int, tuple[int, Any]]) -> None:
         digest.update(f"number {seen[id(x)][0]}".encode())
     else:
         seen[id(x)] = len(seen), x  # kept alive, so that no other object takes over its id
-        parts = _check.static_parts(x)
+        parts = static_parts(x)
         digest.update(f"{type(x).__qualname__} {'' if parts else _ADDRESS.sub('', repr(x))}".encode())
         if isinstance(x, types.FunctionType):
             parts = (parts or {}) | _globals_of(x)

@@ -3,8 +3,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from ._errors import MemberMismatchError
-from ._leaves import is_traced
+from .._check import MemberMismatchError, is_traced
 from ._statics import static_parts
 
 

@@ -1,12 +1,11 @@
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.tree_util as jtu
 
-from ._errors import MemberMismatchError
-from ._leaves import describe, in_range, is_member_array, member_dtype
+from .._check import MemberMismatchError, describe, in_range, is_member_array, is_number, member_dtype, path_text
+from ._columns import Columns
 from ._statics import gap_text
 from ._walk import Column, Difference, Walk, from_gap
 
@@ -58,29 +57,6 @@ def replacement(num_members: int | None) -> Rules:
     return Rules(needs, shape=lambda first, own: axis + first[1:], who="the value", reference="the members")
 
 
-class Columns(NamedTuple):
-    """Trees side by side: for each path the leaves of all trees, and the structure of the first tree."""
-
-    paths: list[str]
-    leaves: list[list]
-    treedef: Any
-
-
-def sequence_of_trees(trees: Any, *, name: str) -> list:
-    """A non-empty list of trees. A single tree in its place is a TypeError, an empty sequence a ValueError."""
-    single = isinstance(trees, (eqx.Module, Mapping, Set, str, bytes)) or is_member_array(trees)
-    single = single or (isinstance(trees, tuple) and type(trees) is not tuple)  # a namedtuple is one tree
-    if single or not isinstance(trees, Iterable):
-        raise TypeError(
-            f"`{name}` needs a sequence of trees (a list, tuple or iterator), got one `{type(trees).__name__}`.\n"
-            "Put the trees in a list, one per member; a tree that is already stacked needs no stacking."
-        )
-    listed = list(trees)
-    if not listed:
-        raise ValueError(f"`{name}` needs at least one tree, got an empty sequence.")
-    return listed
-
-
 def same_members(trees: list, *, name: str, rules: Rules | None = None) -> Columns:
     """Check that trees differ only where `rules` lets them, and lay their leaves side by side.
 
@@ -99,11 +75,6 @@ def same_members(trees: list, *, name: str, rules: Rules | None = None) -> Colum
                 in_range(leaf, name=name, path=path_text(column.path))
     paths = [path_text(column.path) for column in walk.columns]
     return Columns(paths, [column.leaves for column in walk.columns], jtu.tree_structure(trees[0]))
-
-
-def path_text(path: tuple) -> str:
-    """`keystr`, or `<root>` where that is empty."""
-    return jtu.keystr(path) or "<root>"
 
 
 def _leaf_differences(walk: Walk, column: Column, rules: Rules) -> Iterator[Difference]:
@@ -127,11 +98,6 @@ def _may_differ(a: Any, b: Any, rules: Rules) -> bool:
     if rules.scalars == "floats":
         return type(a) is float and type(b) is float
     return rules.scalars == "numbers" and is_number(a) and is_number(b)
-
-
-def is_number(leaf: Any) -> bool:
-    """Whether `leaf` is a Python number to calculate with; bool is a flag."""
-    return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
 
 
 def _kind(a, b, gap, rules) -> str:

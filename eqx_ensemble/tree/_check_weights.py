@@ -5,8 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arrays import check_plain_weights
-from ._leaves import describe, is_key, is_member_array, is_traced
+from .._check import describe, is_key, is_member_array, is_traced
 
 
 def tree_weights(weights: Any, count: int, *, name: str, mean: bool = False) -> list | jax.Array:
@@ -27,26 +26,6 @@ def tree_weights(weights: Any, count: int, *, name: str, mean: bool = False) -> 
     if mean and math.fsum(values) == 0:
         raise ValueError(f"`{name}` divides by the sum of the weights, which is 0: {values}.")
     return values
-
-
-def one_weight_each(weights: Any, num_members: int, *, name: str) -> None:
-    """Weights of the members `(members,)`, or none."""
-    check_plain_weights(name, weights)
-    if weights is not None and np.shape(weights) != (num_members,):
-        raise ValueError(
-            f"`{name}` needs one weight per member: expected shape ({num_members},), got {np.shape(weights)}."
-        )
-
-
-def fraction(value: Any, argument: str, *, name: str) -> None:
-    """One number from 0 to 1; only its shape and dtype if it is traced."""
-    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    real = is_array and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
-    if not (real and value.ndim == 0) and (isinstance(value, bool) or not isinstance(value, int | float)):
-        got = describe(value) if is_array else repr(value)
-        raise TypeError(f"`{name}` needs one number from 0 to 1 as `{argument}`, got {got}.")
-    if not is_traced(value) and not 0 <= float(value) <= 1:
-        raise ValueError(f"`{name}` needs one number from 0 to 1 as `{argument}`, got {float(value):g}.")
 
 
 def _values(weights: Any, name: str) -> Any:

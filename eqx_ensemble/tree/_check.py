@@ -1,15 +1,15 @@
 import operator
 from collections import Counter
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ._errors import MemberMismatchError
-from ._leaves import describe, is_member_array, is_traced
-from ._trees import path_text
+from .._check import MemberMismatchError, describe, integer_ids, is_member_array, is_traced, path_text
 
 _MOST_LINES = 8
 _NO_AXIS = "A tree that was never stacked has no `members` axis: stack a list of members first."
@@ -142,3 +142,51 @@ def _wrong_type(index: Any, name: str) -> str:
         f"`{name}`: expected an int, a slice, or a one-dimensional list or array of ints or bools, got {kind}.\n"
         "Use the position of a member, such as `0` or `[0, 2]`."
     )
+
+
+def sequence_of_trees(trees: Any, *, name: str) -> list:
+    """A non-empty list of trees. A single tree in its place is a TypeError, an empty sequence a ValueError."""
+    single = isinstance(trees, (eqx.Module, Mapping, Set, str, bytes)) or is_member_array(trees)
+    single = single or (isinstance(trees, tuple) and type(trees) is not tuple)  # a namedtuple is one tree
+    if single or not isinstance(trees, Iterable):
+        raise TypeError(
+            f"`{name}` needs a sequence of trees (a list, tuple or iterator), got one `{type(trees).__name__}`.\n"
+            "Put the trees in a list, one per member; a tree that is already stacked needs no stacking."
+        )
+    listed = list(trees)
+    if not listed:
+        raise ValueError(f"`{name}` needs at least one tree, got an empty sequence.")
+    return listed
+
+
+def same_ids(old: Any, new: Any, *, name: str) -> None:
+    """The ensembles of two trees of one structure have the same members, in one order."""
+    for (path, first), (_, second) in zip(_nodes_with_ids(old), _nodes_with_ids(new), strict=True):
+        for node in (first, second):
+            integer_ids(node.ids)
+        if first.ids is second.ids or is_traced(first.ids) or is_traced(second.ids):
+            continue
+        a, b = np.asarray(first.ids), np.asarray(second.ids)
+        if not np.array_equal(a, b):
+            raise MemberMismatchError(
+                f"`{name}` needs the same members in both trees; at `{path_text(path)}.ids`: "
+                f"expected {a.tolist()}, got {b.tolist()}.\n"
+                "Take the members in one order first: `ensemble[positions]`."
+            )
+
+
+def _nodes_with_ids(tree: Any) -> list[tuple[tuple, Any]]:
+    """The ensembles and training states of a tree, by what they hold: their classes stand on higher floors."""
+    has_ids = lambda x: isinstance(getattr(x, "ids", None), jax.Array | np.ndarray)
+    return [(path, x) for path, x in jtu.tree_flatten_with_path(tree, is_leaf=has_ids)[0] if has_ids(x)]
+
+
+def fraction(value: Any, argument: str, *, name: str) -> None:
+    """One number from 0 to 1; only its shape and dtype if it is traced."""
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    real = is_array and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
+    if not (real and value.ndim == 0) and (isinstance(value, bool) or not isinstance(value, int | float)):
+        got = describe(value) if is_array else repr(value)
+        raise TypeError(f"`{name}` needs one number from 0 to 1 as `{argument}`, got {got}.")
+    if not is_traced(value) and not 0 <= float(value) <= 1:
+        raise ValueError(f"`{name}` needs one number from 0 to 1 as `{argument}`, got {float(value):g}.")
