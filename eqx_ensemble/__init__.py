@@ -26,6 +26,9 @@ from ._ensemble import average as average
 from ._ensemble import concatenate as concatenate
 from ._ensemble import from_stacked as from_stacked
 from ._ensemble import stack as stack
+from ._export import Artefact as Artefact
+from ._export import export as export
+from ._export import export_onnx as export_onnx
 from ._files import export_members as export_members
 from ._files import load as load
 from ._files import load_members as load_members
@@ -34,11 +37,8 @@ from ._keys import member_keys as member_keys
 from ._predict import predict as predict
 from ._prune import prune as prune
 from ._typing import Stacked as Stacked
-from .export import Artefact as Artefact
-from .export import export as export
-from .export import export_onnx as export_onnx
 from .plan import map_members as map_members
-from .sharding import make_mesh as make_mesh
+from .sharding._mesh import make_mesh as make_mesh
 from .sweep import grid as grid
 from .train import Run as Run
 from .train import fit as fit

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import _check
+from .distributed._environment import OURS
 from .distributed._lines import lines
-from .distributed._surroundings import OURS
 
 _BETWEEN_UPDATES = 1.0  # seconds between two lines of a progress bar
 _LAST_WORDS = 2.0  # seconds for reading what processes have written before they ended

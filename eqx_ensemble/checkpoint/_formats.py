@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..distributed import is_first
-from ..distributed._together import raise_on_all
+from ..distributed._collectives import raise_on_all
 from . import _orbax
 from ._dtypes import device_numbers, host_numbers
 from ._place import has_manifest

@@ -12,7 +12,7 @@ import numpy as np
 from .. import _check
 from .._check import CheckpointCorruptError
 from ..distributed import is_first
-from ..distributed._together import all_gather, raise_on_all
+from ..distributed._collectives import all_gather, raise_on_all
 from ._commit import (
     check_own,
     give_up,

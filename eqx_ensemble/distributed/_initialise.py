@@ -5,9 +5,9 @@ import jax
 from jax._src.xla_bridge import backends_are_initialized  # JAX has no public way to ask this without starting one
 
 from .. import _check
-from ._leaving import leave_at_once_after_an_error, stay_after_an_error
-from ._roll_call import Call, bind_address, everyone_is_here, is_loopback, joined
-from ._surroundings import Place, located
+from ._environment import Place, located
+from ._exit import leave_at_once_after_an_error, stay_after_an_error
+from ._rendezvous import Call, bind_address, everyone_is_here, is_loopback, joined
 
 
 class Processes(NamedTuple):

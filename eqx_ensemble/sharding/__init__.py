@@ -3,7 +3,6 @@ from ._collectives import collectives as collectives
 from ._describe import Placement as Placement
 from ._describe import describe as describe
 from ._describe import visualise as visualise
-from ._mesh import make_mesh as make_mesh
 from ._rows import batch as batch
 from ._rows import local_rows as local_rows
 from ._weights import Shard as Shard

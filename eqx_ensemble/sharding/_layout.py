@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import _axes, _check
-from ..distributed._together import all_gather
+from ..distributed._collectives import all_gather
 from ._weights import NOWHERE, Places, Shard, places_of, split_by, split_now
 
 FREE = PartitionSpec.UNCONSTRAINED

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.distributed import _initialise, _roll_call, _surroundings
-from eqx_ensemble.distributed._roll_call import Call, everyone_is_here
-from eqx_ensemble.distributed._surroundings import OURS, TORCH, Place, located
+from eqx_ensemble.distributed import _environment, _initialise, _rendezvous
+from eqx_ensemble.distributed._environment import OURS, TORCH, Place, located
+from eqx_ensemble.distributed._rendezvous import Call, everyone_is_here
 
 HERE = pathlib.Path(__file__).parent
 SOMEONE_SAYS = {*OURS, *TORCH, "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE", "JAX_COORDINATOR_ADDRESS"}
@@ -170,9 +170,9 @@ MORE_WRONG_LINES = [
 
 def test_lines_that_say_nothing():
     for line in WRONG_LINES + MORE_WRONG_LINES:
-        assert _roll_call._message(line) is None, line
+        assert _rendezvous._message(line) is None, line
     for said in [b'{"process": [1, 2]}', b'{"refused": "a"}', b'{"missing": [], "over": true}']:
-        assert _roll_call._message(said) is not None
+        assert _rendezvous._message(said) is not None
 
 
 class TestRollCall:
@@ -260,11 +260,11 @@ class TestRollCall:
         assert "Another program listens there" in str(error)
 
     def test_it_listens_on_this_machine_only(self, monkeypatch):
-        assert _roll_call.bind_address("127.0.0.1", 1) == "127.0.0.1:1"
-        assert _roll_call.bind_address("::1", 1) == "[::1]:1"
-        assert _roll_call.bind_address("node-0", 1) == "[::]:1"
+        assert _rendezvous.bind_address("127.0.0.1", 1) == "127.0.0.1:1"
+        assert _rendezvous.bind_address("::1", 1) == "[::1]:1"
+        assert _rendezvous.bind_address("node-0", 1) == "[::]:1"
         monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.1:2")
-        assert _roll_call.bind_address("127.0.0.1", 1) == "10.0.0.1:2"
+        assert _rendezvous.bind_address("127.0.0.1", 1) == "10.0.0.1:2"
 
     @staticmethod
     def _connected(port):
@@ -337,7 +337,7 @@ class TestWhoSaysIt:
         def fail(*args):
             raise KeyError("job-name")
 
-        monkeypatch.setattr(_surroundings.ClusterEnv, "auto_detect_unset_distributed_params", fail)
+        monkeypatch.setattr(_environment.ClusterEnv, "auto_detect_unset_distributed_params", fail)
         with pytest.raises(RuntimeError, match="(?s)KeyError: 'job-name'\nPass .* alone, `num_processes=1`"):
             ee.distributed.initialise()
 

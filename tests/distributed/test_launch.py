@@ -14,7 +14,7 @@ import time
 import pytest
 
 from eqx_ensemble import _check, launch
-from eqx_ensemble.distributed._surroundings import OURS
+from eqx_ensemble.distributed._environment import OURS
 
 HERE = pathlib.Path(__file__).parent
 TOGETHER = str(HERE / "together.py")

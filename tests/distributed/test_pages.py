@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from eqx_ensemble import launch
-from eqx_ensemble.distributed._surroundings import TORCH
+from eqx_ensemble.distributed._environment import TORCH
 
 from .test_initialise import SOMEONE_SAYS, free_port
 

@@ -20,7 +20,7 @@ from ...checkpoint._place import is_on_disk
 from ...checkpoint._run_lock import RunLock
 from ...checkpoint._snapshot import versions
 from ...distributed import broadcast_from_first, is_first
-from ...distributed._together import raise_on_all
+from ...distributed._collectives import raise_on_all
 from .._state import Fixed, TrainState
 from ..compiled._program import Carry
 from ..compiled._select import Mode
