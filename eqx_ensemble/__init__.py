@@ -15,6 +15,7 @@ from . import testing as testing
 from . import train as train
 from . import tree as tree
 from . import uncertainty as uncertainty
+from ._axes import AbstractPerMember as AbstractPerMember
 from ._axes import Batch as Batch
 from ._axes import Each as Each
 from ._build import build as build

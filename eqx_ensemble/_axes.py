@@ -12,18 +12,37 @@ from . import _check
 
 
 class AbstractPerMember(eqx.Module):
-    """A node of an argument tree that holds one value per member.
+    """An argument that holds one value per member: subclass it for values that a plain array does not describe.
 
-    `eqx_ensemble.map_members` looks for these nodes and for nothing else: what is not one of them is shared.
+    [`eqx_ensemble.map_members`][] and a call of an [`eqx_ensemble.Ensemble`][] map over every node of this class, at
+    any depth of their arguments; what is not such a node is shared by all members. [`eqx_ensemble.Each`][] and
+    `Ensemble` are subclasses. A subclass is an `equinox.Module` with the two methods `per_member` and `one`.
+
+    ```python
+    class Standardised(ee.AbstractPerMember):  # every member has its own mean and scale of one shared input
+        x: jax.Array
+        mean: jax.Array
+        scale: jax.Array
+
+        def per_member(self):
+            return self.mean, self.scale
+
+        def one(self, part):
+            mean, scale = part
+            return (self.x - mean) / scale
+
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
+    ensemble(Standardised(jnp.ones(3), jnp.zeros((4, 3)), jnp.ones((4, 3)))).shape  # (4, 1)
+    ```
     """
 
     @abc.abstractmethod
     def per_member(self) -> PyTree:
-        """The values: a tree whose array leaves all carry the leading `members` axis."""
+        """Returns the values of all members: a tree whose array leaves have the leading `members` axis."""
 
     @abc.abstractmethod
     def one(self, part: PyTree) -> Any:
-        """What a member sees, given its own part of `per_member()`."""
+        """Returns what the function of one member receives, given that member's part of `per_member()`."""
 
 
 class Each(AbstractPerMember):

@@ -171,7 +171,7 @@ print("learning rates that made it:", ", ".join(f"{rate:.4f}" for rate in rates)
 
 # %%
 figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-ee.plot.training_curves(run, of="validation", unit="nats", color="black", ax=left)
+ee.plot.training_curves(run, curve="validation", unit="nats", color="black", ax=left)
 left.set(yscale="log", title="Random search: every member's curve")
 points = middle.scatter(hyper["lr"], run.best_score, c=hyper["dropout"], cmap="viridis", edgecolors="black")
 middle.set(xlabel="learning rate", ylabel="best validation loss, nats", xscale="log", yscale="log")

@@ -173,10 +173,10 @@ def of_part(forecast: tuple, name: str) -> tuple[Float[Array, "_ rows horizons"]
 
 
 to_calibrate, seen_then = of_part((mean, variance), "calibrate"), target[parts["calibrate"]]
-one_factor = ee.calibrate.variance(*to_calibrate, seen_then, of="mixture")
+one_factor = ee.calibrate.variance(*to_calibrate, seen_then, pool="mixture")
 factors = jnp.stack(
     [
-        ee.calibrate.variance(*(values[..., h] for values in to_calibrate), seen_then[:, h], of="mixture").scale[0]
+        ee.calibrate.variance(*(values[..., h] for values in to_calibrate), seen_then[:, h], pool="mixture").scale[0]
         for h in range(HORIZONS)
     ]
 )

@@ -261,8 +261,8 @@ at_90 = float(np.interp(0.9, curve.coverage, curve.risk))
 
 # %%
 logits_held_out = ee.predict(run.ensemble, held_out[0])
-before = ee.calibrate.temperature(logits_held_out, held_out[1], of="members")
-after = ee.calibrate.temperature(logits_held_out, held_out[1], of="mixture")
+before = ee.calibrate.temperature(logits_held_out, held_out[1], pool="members")
+after = ee.calibrate.temperature(logits_held_out, held_out[1], pool="mixture")
 
 print(
     f"\ntemperatures of the members: {jnp.min(before.temperature):.2f} to {jnp.max(before.temperature):.2f};", end=" "

@@ -114,8 +114,8 @@ CALLS = {
     ],
     # Not `isotonic`, whose steps are as many as the data say, nor another `patience`, which is part of the program.
     "calibrate": lambda i: [
-        ee.calibrate.temperature(LOGITS[i], LABELS[i], of="mixture")(LOGITS[i]),
-        ee.calibrate.vector(LOGITS[i], LABELS[i], of="mixture")(LOGITS[i]),
+        ee.calibrate.temperature(LOGITS[i], LABELS[i], pool="mixture")(LOGITS[i]),
+        ee.calibrate.vector(LOGITS[i], LABELS[i], pool="mixture")(LOGITS[i]),
     ],
     "conformal": lambda i: ee.conformal.split(POINTS[i][0], Y[i], level=0.8)(POINTS[i][1]),
 }

@@ -36,8 +36,8 @@ from ._calibrate import check_best_temperature as check_best_temperature
 from ._calibrate import check_calibrated_members as check_calibrated_members
 from ._calibrate import check_finite_logits as check_finite_logits
 from ._calibrate import check_finite_targets as check_finite_targets
-from ._calibrate import check_of as check_of
 from ._calibrate import check_penalties as check_penalties
+from ._calibrate import check_pool as check_pool
 from ._calibrate import check_scale as check_scale
 from ._calibrate import check_untraced as check_untraced
 from ._calibrate import no_gradient_of_fit as no_gradient_of_fit

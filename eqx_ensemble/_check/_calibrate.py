@@ -10,12 +10,12 @@ from ._leaves import is_traced
 from ._options import check_number
 
 
-def check_of(fn: str, of: str, *, weighted: bool) -> None:
+def check_pool(fn: str, pool: str, *, weighted: bool) -> None:
     """Before or after combination, and weights only where there is a combination."""
-    check_choice(fn, "of", of, ("members", "mixture"))
-    if weighted and of == "members":
+    check_choice(fn, "pool", pool, ("members", "mixture"))
+    if weighted and pool == "members":
         fix = "Every member is calibrated by itself: weight the members when you combine them."
-        _fail(fn, '`weights` only with `of="mixture"`', 'got both `weights` and `of="members"`', fix)
+        _fail(fn, '`weights` only with `pool="mixture"`', 'got both `weights` and `pool="members"`', fix)
 
 
 def check_calibrated_members(fn: str, expected: int, got: int) -> None:
@@ -40,7 +40,7 @@ def check_finite_logits(fn: str, logits: Array, weights: ArrayLike | None, mask:
         _fail(fn, "finite `logits`", f"got {host[place]} at index {place}, the first of {int(wrong.sum())} such", fix)
 
 
-def check_best_temperature(fn: str, of: str, separated: ArrayLike, hopeless: ArrayLike) -> None:
+def check_best_temperature(fn: str, pool: str, separated: ArrayLike, hopeless: ArrayLike) -> None:
     """A finite temperature above zero is best for all; only where that is concrete."""
     for flags, got, fix in (
         (
@@ -56,7 +56,7 @@ def check_best_temperature(fn: str, of: str, separated: ArrayLike, hopeless: Arr
     ):
         host = concrete(flags)
         if host is not None and host.any():
-            _fail(fn, "labels for which one temperature is best", f"{_who(of, host)}{got}", fix)
+            _fail(fn, "labels for which one temperature is best", f"{_who(pool, host)}{got}", fix)
 
 
 def check_finite_targets(fn: str, targets: ArrayLike, mask: ArrayLike | None) -> None:
@@ -69,16 +69,16 @@ def check_finite_targets(fn: str, targets: ArrayLike, mask: ArrayLike | None) ->
         _fail(fn, "finite `targets`", _first(host, wrong), "Leave these rows out: `mask=jnp.isfinite(targets)`.")
 
 
-def check_scale(fn: str, of: str, scale: ArrayLike) -> None:
+def check_scale(fn: str, pool: str, scale: ArrayLike) -> None:
     """A factor that is finite and above zero; only where it is concrete."""
     host = concrete(scale)
     if host is not None and not np.isfinite(host).all():
         wrong = ~np.isfinite(host)
-        got = f"{_who(of, wrong)}the factor would be {host[wrong][0]}"
+        got = f"{_who(pool, wrong)}the factor would be {host[wrong][0]}"
         _fail(fn, "finite means and variances", got, "Leave broken members out (`weights`), and broken rows by `mask`.")
     if host is not None and (host == 0).any():
         fix = "Are the targets the predictions themselves?"
-        _fail(fn, "targets that differ from their means", f"{_who(of, host == 0)}every target is hit exactly", fix)
+        _fail(fn, "targets that differ from their means", f"{_who(pool, host == 0)}every target is hit exactly", fix)
 
 
 def no_gradient_of_fit(fn: str) -> NoReturn:
@@ -104,16 +104,16 @@ def check_untraced(fn: str, **arrays: ArrayLike | None) -> None:
             _fail(fn, f"`{name}` whose values are known", "got a traced array", fix, TypeError)
 
 
-def warn_no_minimum(fn: str, of: str, flat: ArrayLike) -> None:
+def warn_no_minimum(fn: str, pool: str, flat: ArrayLike) -> None:
     """Says where L-BFGS did not get to a minimum; only where that is concrete."""
     host = concrete(flat)
     if host is not None and not host.all():
         warnings.warn(
-            f"`eqx_ensemble.{fn}`: {_who(of, ~host)}no minimum was reached. Where the rows can be told apart without "
+            f"`eqx_ensemble.{fn}`: {_who(pool, ~host)}no minimum was reached. Where the rows can be told apart without "
             "error there is none: fit on more rows, take a calibration with fewer parameters, or a penalty.",
             stacklevel=3,
         )
 
 
-def _who(of: str, flags: np.ndarray) -> str:
-    return f"member {int(np.argmax(flags))}: " if of == "members" else ""
+def _who(pool: str, flags: np.ndarray) -> str:
+    return f"member {int(np.argmax(flags))}: " if pool == "members" else ""

@@ -141,16 +141,16 @@ def check_pairs(fn: str, matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]]:
     return square, names
 
 
-def check_curves(fn: str, run: Any, kinds: tuple[type, type], of: str) -> None:
+def check_curves(fn: str, run: Any, kinds: tuple[type, type], curve: str) -> None:
     """A run or the history of one, with the curves that are asked for."""
     if not isinstance(run, kinds):
         _fail(fn, "a `Run` or its `History`", f"got {kind_text(run)}", "Pass what `ee.fit` returned.", TypeError)
-    check_choice(fn, "of", of, ("loss", "validation"))
+    check_choice(fn, "curve", curve, ("loss", "validation"))
     history = getattr(run, "history", run)
-    if of == "validation" and history.validation is None:
+    if curve == "validation" and history.validation is None:
         _fail(fn, "validation scores", "got a run without", "Train with `validation=` data, or plot the loss.")
-    if not np.isfinite(getattr(history, of)).any():
-        _fail(fn, f"a finite number in `history.{of}`", "got none", "`run.fault` says what was first not finite.")
+    if not np.isfinite(getattr(history, curve)).any():
+        _fail(fn, f"a finite number in `history.{curve}`", "got none", "`run.fault` says what was first not finite.")
 
 
 def check_columns(fn: str, table: Any, columns: Any, log: Any, score: str | None) -> str:

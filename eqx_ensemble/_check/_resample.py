@@ -175,7 +175,7 @@ def check_held_out(fn: str, predictions: ArrayLike, shape: tuple[int, ...] | Non
         fix = "One member? Add a leading axis: `predictions[None]`."
         _fail(fn, "`predictions` of shape (members, rows, ...)", f"got shape {array.shape}", fix)
     if shape is not None and array.shape[:2] != shape:
-        fix = 'Predictions of all rows are `of="all"`, of `folds.test` alone `of="test"`.'
+        fix = 'Predictions of all rows are `rows="all"`, of `folds.test` alone `rows="test"`.'
         got = f"expected ({shape[0]}, {shape[1]}, ...), got {array.shape}"
         _fail(fn, f"`predictions` (members, {axes}, ...) of the members and rows of the folds", got, fix)
     return array

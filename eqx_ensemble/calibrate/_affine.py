@@ -7,7 +7,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .. import _check
 from ._minimise import minimise
-from ._pooling import Of, Pooling, Rows, fit_rows
+from ._pooling import Pool, Pooling, Rows, fit_rows
 
 
 class Vector(eqx.Module):
@@ -17,7 +17,7 @@ class Vector(eqx.Module):
 
     - `scale`, `bias`: `(groups, classes)`, one group per member or one for the mixture: log-probabilities are
         multiplied by the first, then the second is added.
-    - `pooling`: what it calibrates: `.of`, and the `.weights` of the mixture.
+    - `pooling`: what it calibrates: `.pool`, and the `.weights` of the mixture.
     """
 
     scale: Float[Array, "groups classes"]
@@ -37,7 +37,7 @@ class Matrix(eqx.Module):
     - `matrix`: `(groups, classes, classes)`, one group per member or one for the mixture; its product with the
         log-probabilities of a row, plus `bias`, are the calibrated logits.
     - `bias`: `(groups, classes)`.
-    - `pooling`: what it calibrates: `.of`, and the `.weights` of the mixture.
+    - `pooling`: what it calibrates: `.pool`, and the `.weights` of the mixture.
     """
 
     matrix: Float[Array, "groups classes classes"]
@@ -53,7 +53,7 @@ def vector(
     logits: Float[ArrayLike, "members *batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    of: Of,
+    pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     max_steps: int = 1000,
@@ -69,7 +69,7 @@ def vector(
     - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
         passed as they are.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `of`: `"members"`: every member is calibrated by itself; combine them afterwards. `"mixture"`: the members are
+    - `pool`: `"members"`: every member is calibrated by itself; combine them afterwards. `"mixture"`: the members are
         combined first, and the mixture is calibrated.
     - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
     - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
@@ -85,7 +85,7 @@ def vector(
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4 + [[0.2, 0.8]] * 4]))
-    fitted = ee.calibrate.vector(logits, jnp.array([0, 0, 0, 1, 0, 0, 1, 1]), of="mixture")
+    fitted = ee.calibrate.vector(logits, jnp.array([0, 0, 0, 1, 0, 0, 1, 1]), pool="mixture")
     jnp.exp(fitted(logits))[0, ::4]  # [[0.75, 0.25], [0.5, 0.5]]
     ```
 
@@ -94,10 +94,10 @@ def vector(
     """
     fn = "calibrate.vector"
     steps = _check.check_positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}")
-    pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
+    pooling, rows = fit_rows(fn, logits, labels, pool, weights, mask)
     rows = rows._replace(logs=_constant(fn, rows.logs))
     scale, bias, found = _fit_vector(rows, steps)
-    _check.warn_no_minimum(fn, of, found)
+    _check.warn_no_minimum(fn, pool, found)
     return Vector(scale, bias, pooling)
 
 
@@ -105,7 +105,7 @@ def matrix(
     logits: Float[ArrayLike, "members *batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    of: Of,
+    pool: Pool,
     off_diagonal_penalty: float = 0.0,
     bias_penalty: float = 0.0,
     weights: Real[ArrayLike, " members"] | None = None,
@@ -133,7 +133,7 @@ def matrix(
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4 + [[0.2, 0.8]] * 4]))
-    fitted = ee.calibrate.matrix(logits, jnp.array([0, 0, 0, 1, 0, 0, 1, 1]), of="mixture")
+    fitted = ee.calibrate.matrix(logits, jnp.array([0, 0, 0, 1, 0, 0, 1, 1]), pool="mixture")
     jnp.exp(fitted(logits))[0, ::4]  # [[0.75, 0.25], [0.5, 0.5]]
     ```
 
@@ -144,11 +144,11 @@ def matrix(
     fn = "calibrate.matrix"
     steps = _check.check_positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}")
     _check.check_penalties(fn, off_diagonal_penalty=off_diagonal_penalty, bias_penalty=bias_penalty)
-    pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
+    pooling, rows = fit_rows(fn, logits, labels, pool, weights, mask)
     rows = rows._replace(logs=_constant(fn, rows.logs))
     penalties = jnp.asarray([off_diagonal_penalty, bias_penalty], rows.logs.dtype)
     fitted, bias, found = _fit_matrix(rows, penalties, steps)
-    _check.warn_no_minimum(fn, of, found)
+    _check.warn_no_minimum(fn, pool, found)
     return Matrix(fitted, bias, pooling)
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .. import _check
 from ..scores._binning import Binning, binned
-from ._pooling import Of, Pooling, Rows, fit_rows
+from ._pooling import Pool, Pooling, Rows, fit_rows
 
 
 class Histogram(eqx.Module):
@@ -17,7 +17,7 @@ class Histogram(eqx.Module):
 
     - `edges`: the inner edges of the bins `(groups, classes, bins - 1)`; an edge belongs to the bin below it.
     - `frequency`: `(groups, classes, bins)`, how often the class occurred in each bin; NaN where a bin was empty.
-    - `pooling`: what it calibrates: `.of`, and the `.weights` of the mixture.
+    - `pooling`: what it calibrates: `.pool`, and the `.weights` of the mixture.
     """
 
     edges: Float[Array, "groups classes edges"]
@@ -34,7 +34,7 @@ def histogram(
     logits: Float[ArrayLike, "members *batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    of: Of,
+    pool: Pool,
     num_bins: int = 15,
     binning: Binning = "mass",
     weights: Real[ArrayLike, " members"] | None = None,
@@ -50,7 +50,7 @@ def histogram(
     - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
         passed as they are.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `of`: `"members"`: every member is calibrated by itself; combine them afterwards. `"mixture"`: the members are
+    - `pool`: `"members"`: every member is calibrated by itself; combine them afterwards. `"mixture"`: the members are
         combined first, and the mixture is calibrated.
     - `num_bins`: how many bins a class has.
     - `binning`: `"mass"`, bins of equally many rows; `"width"`, bins of equal width. See [`eqx_ensemble.scores.ece`][].
@@ -66,7 +66,7 @@ def histogram(
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))
-    fitted = ee.calibrate.histogram(logits, jnp.array([0, 0, 0, 1]), of="mixture", num_bins=1)
+    fitted = ee.calibrate.histogram(logits, jnp.array([0, 0, 0, 1]), pool="mixture", num_bins=1)
     jnp.exp(fitted(logits))[0, 0]  # [0.75, 0.25]
     ```
 
@@ -86,7 +86,7 @@ def histogram(
     fn = "calibrate.histogram"
     _check.check_num_bins(fn, num_bins)
     _check.check_choice(fn, "binning", binning, ("width", "mass"))
-    pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
+    pooling, rows = fit_rows(fn, logits, labels, pool, weights, mask)
     edges, frequency = _fit(rows, num_bins, binning)
     return Histogram(edges, frequency, pooling)
 

@@ -5,7 +5,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .. import _check
 from ._histogram import by_class
-from ._pooling import Of, Pooling, Rows, fit_rows
+from ._pooling import Pool, Pooling, Rows, fit_rows
 
 
 class Isotonic(eqx.Module):
@@ -15,7 +15,7 @@ class Isotonic(eqx.Module):
 
     - `knots`, `values`: the rising function of every class `(groups, classes, knots)`: straight lines between knots,
         constant beyond the first and the last, which is repeated where a class has fewer.
-    - `pooling`: what it calibrates: `.of`, and the `.weights` of the mixture.
+    - `pooling`: what it calibrates: `.pool`, and the `.weights` of the mixture.
     """
 
     knots: Float[Array, "groups classes knots"]
@@ -32,7 +32,7 @@ def isotonic(
     logits: Float[ArrayLike, "members *batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    of: Of,
+    pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Isotonic:
@@ -48,7 +48,7 @@ def isotonic(
     - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
         passed as they are. Their values must be known: fit outside `jax.jit`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `of`: `"members"`: every member is calibrated by itself; combine them afterwards. `"mixture"`: the members are
+    - `pool`: `"members"`: every member is calibrated by itself; combine them afterwards. `"mixture"`: the members are
         combined first, and the mixture is calibrated.
     - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
     - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
@@ -63,7 +63,7 @@ def isotonic(
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 3 + [[0.4, 0.6]] * 2]))
-    fitted = ee.calibrate.isotonic(logits, jnp.array([0, 0, 1, 1, 1]), of="mixture")
+    fitted = ee.calibrate.isotonic(logits, jnp.array([0, 0, 1, 1, 1]), pool="mixture")
     jnp.exp(fitted(logits))[0, ::3]  # [[0.667, 0.333], [0.0, 1.0]]
     ```
 
@@ -82,7 +82,7 @@ def isotonic(
     """
     fn = "calibrate.isotonic"
     _check.check_untraced(fn, logits=logits, labels=labels, weights=weights, mask=mask)
-    pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
+    pooling, rows = fit_rows(fn, logits, labels, pool, weights, mask)
     knots, values = _fit(fn, rows)
     return Isotonic(knots, values, pooling)
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 from .. import _check
 from .._weighting import blank_masked, blank_unweighted, is_class, log_mixture
 
-Of = Literal["members", "mixture"]
+Pool = Literal["members", "mixture"]
 
 
 class Pooling(eqx.Module):
@@ -16,12 +16,12 @@ class Pooling(eqx.Module):
 
     **Attributes:**
 
-    - `of`: `"members"` or `"mixture"`.
+    - `pool`: `"members"` or `"mixture"`.
     - `num_members`: how many members predict.
     - `weights`: those of the mixture `(members,)`, if it has any.
     """
 
-    of: Of = eqx.field(static=True)
+    pool: Pool = eqx.field(static=True)
     num_members: int = eqx.field(static=True)
     weights: Float[Array, " members"] | None
 
@@ -29,7 +29,7 @@ class Pooling(eqx.Module):
         """The log-probabilities to calibrate, with one group per member, or one of all."""
         checked = _check.check_logits(fn, logits)
         _check.check_calibrated_members(fn, self.num_members, checked.shape[0])
-        return _logs(checked, self.weights, self.of)
+        return _logs(checked, self.weights, self.pool)
 
 
 class Rows(NamedTuple):
@@ -41,28 +41,28 @@ class Rows(NamedTuple):
 
 
 def fit_rows(
-    fn: str, logits: ArrayLike, labels: ArrayLike, of: Of, weights: ArrayLike | None, mask: ArrayLike | None
+    fn: str, logits: ArrayLike, labels: ArrayLike, pool: Pool, weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Pooling, Rows]:
     """What to calibrate, and the rows to fit on; rows left out by the mask or without a class have no share."""
     checked = _check.check_logits(fn, logits)
     kept = _check.check_mask(fn, mask, checked.shape[1:-1])
     targets = _check.check_labels(fn, labels, checked, mask)
-    pooling = pooled(fn, of, weights, checked)
+    pooling = pooled(fn, pool, weights, checked)
     _check.check_reduction(fn, "mean", targets.shape)
     _check.check_finite_logits(fn, checked, pooling.weights, mask)
     # While tracing, labels cannot be refused.
     known = is_class(targets, checked.shape[-1])
     kept = known if kept is None else kept & known
-    logs = _logs(blank_masked(checked, kept, before=1), pooling.weights, of)
+    logs = _logs(blank_masked(checked, kept, before=1), pooling.weights, pool)
     rows, share = jnp.ravel(blank_masked(targets, kept)), _shares(kept, logs.dtype)
     return pooling, Rows(jnp.reshape(logs, (logs.shape[0], -1, logs.shape[-1])), rows, share)
 
 
-def pooled(fn: str, of: Of, weights: ArrayLike | None, predictions: Array) -> Pooling:
+def pooled(fn: str, pool: Pool, weights: ArrayLike | None, predictions: Array) -> Pooling:
     """What to calibrate of predictions with a leading `members` axis."""
-    _check.check_of(fn, of, weighted=weights is not None)
+    _check.check_pool(fn, pool, weighted=weights is not None)
     num_members = predictions.shape[0]
-    return Pooling(of, num_members, _check.check_weights(fn, weights, num_members, predictions.dtype))
+    return Pooling(pool, num_members, _check.check_weights(fn, weights, num_members, predictions.dtype))
 
 
 def _shares(kept: Bool[Array, "*batch"], dtype: jnp.dtype) -> Float[Array, " rows"]:
@@ -70,7 +70,7 @@ def _shares(kept: Bool[Array, "*batch"], dtype: jnp.dtype) -> Float[Array, " row
 
 
 def _logs(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None, of: Of
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None, pool: Pool
 ) -> Float[Array, "groups *batch classes"]:
     logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
-    return logs if of == "members" else log_mixture(logs, weights)[None]
+    return logs if pool == "members" else log_mixture(logs, weights)[None]

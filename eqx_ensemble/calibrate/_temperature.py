@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .. import _check
-from ._pooling import Of, Pooling, Rows, fit_rows
+from ._pooling import Pool, Pooling, Rows, fit_rows
 
 _BRACKET = 40.0  # logarithms of 1 / T, in units of the largest difference of logits, that are looked at
 
@@ -15,7 +15,7 @@ class Temperature(eqx.Module):
     **Attributes:**
 
     - `temperature`: `(members,)`, or `(1,)` for the mixture; above 1 where the predictions were too sure.
-    - `pooling`: what it calibrates: `.of`, and the `.weights` of the mixture.
+    - `pooling`: what it calibrates: `.pool`, and the `.weights` of the mixture.
     """
 
     temperature: Float[Array, " groups"]
@@ -31,7 +31,7 @@ def temperature(
     logits: Float[ArrayLike, "members *batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    of: Of,
+    pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Temperature:
@@ -40,14 +40,14 @@ def temperature(
     The mean of $-\log \mathrm{softmax}(z / T)_y$ over rows is convex in $1 / T$; Newton's method, kept inside a
     bracket, finds its minimum to the last digits. No prediction changes its most likely class. Calibrating every member
     and combining them afterwards is not calibrating their mixture: that of calibrated members tends to be less sure
-    than it should be. So `of` has to be said.
+    than it should be. So `pool` has to be said.
 
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
         passed as they are.
     - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with any other are left out.
-    - `of`: `"members"`: every member gets the temperature that is best for itself; combine them afterwards.
+    - `pool`: `"members"`: every member gets the temperature that is best for itself; combine them afterwards.
         `"mixture"`: the members are combined first, and the mixture's log-probabilities are divided by one temperature.
     - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
     - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
@@ -59,12 +59,12 @@ def temperature(
     **Raises:**
 
     - `TypeError` for logits that are not floating-point or labels that are not integers.
-    - `ValueError` for shapes that do not fit, labels out of range, infinite logits, weights with `of="members"`, and
+    - `ValueError` for shapes that do not fit, labels out of range, infinite logits, weights with `pool="members"`, and
         where no temperature is best: all labels are the most likely class, or they are less likely than by chance.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))  # one member that is 90 % sure, and right in three of four rows
-    fitted = ee.calibrate.temperature(logits, jnp.array([0, 0, 0, 1]), of="mixture")
+    fitted = ee.calibrate.temperature(logits, jnp.array([0, 0, 0, 1]), pool="mixture")
     jnp.exp(fitted(logits))[0, 0]  # [0.75, 0.25], at the temperature log(9) / log(3) = 2
     ```
 
@@ -82,9 +82,9 @@ def temperature(
         ```
     """
     fn = "calibrate.temperature"
-    pooling, rows = fit_rows(fn, logits, labels, of, weights, mask)
+    pooling, rows = fit_rows(fn, logits, labels, pool, weights, mask)
     inverse, separated, hopeless = _fit(rows)
-    _check.check_best_temperature(fn, of, separated, hopeless)
+    _check.check_best_temperature(fn, pool, separated, hopeless)
     return Temperature(1 / inverse, pooling)
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 from .. import _check
 from .._weighting import blank_masked
 from ..combine import Gaussian, gaussian
-from ._pooling import Of, Pooling, pooled
+from ._pooling import Pool, Pooling, pooled
 
 
 class Variance(eqx.Module):
@@ -16,7 +16,7 @@ class Variance(eqx.Module):
 
     - `scale`: what variances are multiplied by, `(members,)`, or `(1,)` for the combination; above 1 where the
         predictions were too sure.
-    - `pooling`: what it calibrates: `.of`, and the `.weights` of the combination.
+    - `pooling`: what it calibrates: `.pool`, and the `.weights` of the combination.
     """
 
     scale: Float[Array, " groups"]
@@ -38,7 +38,7 @@ def variance(
     variance: Float[ArrayLike, " members *batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
-    of: Of,
+    pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Variance:
@@ -51,9 +51,9 @@ def variance(
     - `mean`, `variance`: `(members, *batch)`, of one shape, for rows that the members were not trained on. Variances
         above zero.
     - `targets`: `(*batch,)`; nothing is broadcast. All entries share the factor: for one per output fit each by itself.
-    - `of`: `"members"`: every member gets the factor that is best for itself; combine them afterwards. `"mixture"`: the
-        members are combined to one Gaussian first, as [`eqx_ensemble.combine.gaussian`][] does, whose variance holds
-        their disagreement too.
+    - `pool`: `"members"`: every member gets the factor that is best for itself; combine them afterwards. `"mixture"`:
+        the members are combined to one Gaussian first, as [`eqx_ensemble.combine.gaussian`][] does, whose variance
+        includes their disagreement.
     - `weights`: convex weights over members, `(members,)`, of the combination; kept for when it is called.
     - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
 
@@ -64,11 +64,11 @@ def variance(
 
     - `TypeError` for means or variances that are not floating-point.
     - `ValueError` for shapes that do not fit, variances that are not above zero, targets that are all hit exactly or
-        not finite (where concrete), and weights with `of="members"`.
+        not finite (where concrete), and weights with `pool="members"`.
 
     ```python
     mean, variance, targets = jnp.zeros((1, 2)), jnp.ones((1, 2)), jnp.array([2.0, -2.0])
-    fitted = ee.calibrate.variance(mean, variance, targets, of="mixture")
+    fitted = ee.calibrate.variance(mean, variance, targets, pool="mixture")
     fitted(mean, variance).variance  # [[4.0, 4.0]]
     ```
 
@@ -90,15 +90,15 @@ def variance(
     _check.check_variance(fn, variance, positive=True, mask=mask, weights=weights)
     _check.check_reduction(fn, "mean", observed.shape)
     _check.check_finite_targets(fn, targets, mask)
-    pooling = pooled(fn, of, weights, means)
+    pooling = pooled(fn, pool, weights, means)
     means, variances = blank_masked(means, kept, before=1), blank_masked(variances, kept, before=1, fill=1)
     scale = _fit(*_moments(means, variances, pooling), blank_masked(observed, kept), kept)
-    _check.check_scale(fn, of, scale)
+    _check.check_scale(fn, pool, scale)
     return Variance(scale, pooling)
 
 
 def _moments(mean: Array, variance: Array, pooling: Pooling) -> tuple[Array, Array]:
-    if pooling.of == "members":
+    if pooling.pool == "members":
         return mean, variance
     combined = gaussian(mean, variance, weights=pooling.weights)
     return combined.mean[None], combined.variance[None]

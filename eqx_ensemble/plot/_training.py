@@ -12,8 +12,8 @@ _NAMES = {"loss": "training", "validation": "validation"}
 def training_curves(
     run: Run | History,
     *,
-    of: Literal["loss", "validation"] = "loss",
-    every: int = 1,
+    curve: Literal["loss", "validation"] = "loss",
+    stride: int = 1,
     level: float = 0.5,
     first_step: int = 0,
     unit: str | None = None,
@@ -29,8 +29,8 @@ def training_curves(
     **Arguments:**
 
     - `run`: what [`eqx_ensemble.fit`][] returned, or its `history`.
-    - `of`: `"loss"`, the training loss of every step, or `"validation"`, the scores on validation data.
-    - `every`: show means over this many consecutive points: a loss of single batches is noisy.
+    - `curve`: `"loss"`, the training loss of every step, or `"validation"`, the scores on validation data.
+    - `stride`: show means over this many consecutive points: a loss of single batches is noisy.
     - `level`: the share of the members in the band, between their quantiles `(1 - level) / 2` and `(1 + level) / 2`, as
         [`eqx_ensemble.uncertainty.interval`][] takes them.
     - `first_step`: for losses, the steps that were done before this history began.
@@ -44,7 +44,7 @@ def training_curves(
 
     **Raises:**
 
-    - `TypeError` for what is not a run or a history, and an `every` that is not a whole number.
+    - `TypeError` for what is not a run or a history, and a `stride` that is not a whole number.
     - `ValueError` for validation curves of a run without, curves without a finite number, an unfit level.
     - `ImportError` without matplotlib (extra `plot`).
 
@@ -57,31 +57,31 @@ def training_curves(
     data = jnp.ones((100, 3)), jnp.zeros((100, 1))
     run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=5, validation=data, key=key)
     ax = ee.plot.training_curves(run)
-    ax = ee.plot.training_curves(run, of="validation", ax=ax)
+    ax = ee.plot.training_curves(run, curve="validation", ax=ax)
     ```
     """
     fn = "plot.training_curves"
-    _check.check_curves(fn, run, (Run, History), of)
+    _check.check_curves(fn, run, (Run, History), curve)
     _check.check_optional_text(unit, "unit", name=f"eqx_ensemble.{fn}")
     _check.check_axis(first_step, "first_step", name=f"eqx_ensemble.{fn}")
-    _check.check_positive_int(every, "every", name=f"eqx_ensemble.{fn}")
+    _check.check_positive_int(stride, "stride", name=f"eqx_ensemble.{fn}")
     _check.check_level(fn, level)
     history = run.history if isinstance(run, Run) else run
-    steps = np.arange(1, history.loss.shape[1] + 1) + first_step if of == "loss" else history.validation_step
-    steps, curves = _means(np.asarray(steps), np.asarray(getattr(history, of), np.float64), every)
+    steps = np.arange(1, history.loss.shape[1] + 1) + first_step if curve == "loss" else history.validation_step
+    steps, curves = _means(np.asarray(steps), np.asarray(getattr(history, curve), np.float64), stride)
     # Rounded, because (1 - 0.8) / 2 is less than 0.1 and would be the quantile of another member.
     ends = np.round([(1 - level) / 2, (1 + level) / 2], 12)
     lower, upper = np.nanquantile(curves, ends, axis=0, method="averaged_inverted_cdf")
 
     ax = axes_for(fn, ax)
-    label = f"{_NAMES[of]}, median of {len(curves)} members"
+    label = f"{_NAMES[curve]}, median of {len(curves)} members"
     (median,) = ax.plot(steps, np.nanmedian(curves, axis=0), **of_line(ax, options, label=label, zorder=2.5))
     color, style = median.get_color(), median.get_linestyle()
     ax.plot(steps, curves.T, color=color, linestyle=style, linewidth=0.6, alpha=0.5)
     edges: dict[str, Any] = {"edgecolor": color, "linestyle": style, "linewidth": 0.8}
-    label = f"{_NAMES[of]}, central {100 * level:g} %"
+    label = f"{_NAMES[curve]}, central {100 * level:g} %"
     ax.fill_between(steps, lower, upper, facecolor=(color, 0.15), label=label, **edges)
-    if isinstance(run, Run) and of == "validation" and run.best_step is not None and run.best_score is not None:
+    if isinstance(run, Run) and curve == "validation" and run.best_step is not None and run.best_score is not None:
         kept = np.isin(run.best_step, history.validation_step)
         ax.plot(run.best_step[kept], run.best_score[kept], "o", color=color, markersize=4, label="weights kept")
     ax.set(xlabel="step", ylabel=with_unit("loss", unit))
@@ -89,12 +89,12 @@ def training_curves(
     return ax
 
 
-def _means(steps: np.ndarray, curves: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
-    """Means of `every` consecutive finite numbers of `(members, steps)`, at the last of these steps, where any are."""
-    starts = np.arange(0, len(steps), every)
+def _means(steps: np.ndarray, curves: np.ndarray, stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """Means of `stride` consecutive finite numbers of `(members, steps)`, at the last of these steps, where any are."""
+    starts = np.arange(0, len(steps), stride)
     finite = np.isfinite(curves)
     total = np.add.reduceat(np.where(finite, curves, 0), starts, axis=1)
     count = np.add.reduceat(finite, starts, axis=1, dtype=int)
     means = np.where(count > 0, total / np.maximum(count, 1), np.nan)
     some = (count > 0).any(axis=0)
-    return steps[np.minimum(starts + every, len(steps)) - 1][some], means[:, some]
+    return steps[np.minimum(starts + stride, len(steps)) - 1][some], means[:, some]

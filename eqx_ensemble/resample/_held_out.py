@@ -96,7 +96,7 @@ def out_of_fold(
     predictions: Float[ArrayLike, "members rows ..."],
     folds: Folds,
     *,
-    of: Literal["all", "test"] = "all",
+    rows: Literal["all", "test"] = "all",
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> HeldOut:
     """The prediction of every row by the member that was tested on it; their mean, where there are several.
@@ -105,7 +105,7 @@ def out_of_fold(
 
     - `predictions`: floating-point, `(members, rows, ...)` of all rows by all members, or `(members, test, ...)`.
     - `folds`: what [`eqx_ensemble.resample.folds`][] or [`eqx_ensemble.resample.from_splits`][] returned.
-    - `of`: which rows the predictions are of: `"all"`, or `"test"`, each member's `folds.test` only, which
+    - `rows`: which rows the predictions are of: `"all"`, or `"test"`, each member's `folds.test` only, which
         `predict(ensemble, Each(x[folds.test]))` gives at the cost of one model.
     - `weights`: convex weights over members, `(members,)`, divided for each row by their sum over the members that
         were tested on it. A member of weight zero is left out.
@@ -123,16 +123,16 @@ def out_of_fold(
     ensemble = ee.build(lambda key: eqx.nn.Linear(1, 1, key=key), 3, key=key)
     folds = ee.resample.folds(10, 3, key=key)
     ee.resample.out_of_fold(ee.predict(ensemble, x), folds).mean  # (10, 1)
-    ee.resample.out_of_fold(ee.predict(ensemble, ee.Each(x[folds.test])), folds, of="test").mean  # the same
+    ee.resample.out_of_fold(ee.predict(ensemble, ee.Each(x[folds.test])), folds, rows="test").mean  # the same
     ```
     """
     fn = "resample.out_of_fold"
     check_folds(fn, folds, Folds)
-    check_choice(fn, "of", of, ("all", "test"))
-    shape, axes = (folds.in_test.shape, "rows") if of == "all" else (folds.test.shape, "test")
+    check_choice(fn, "rows", rows, ("all", "test"))
+    shape, axes = (folds.in_test.shape, "rows") if rows == "all" else (folds.test.shape, "test")
     checked = check_held_out(fn, predictions, shape, axes)
     convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
-    return _held_out(checked, folds.in_test, convex) if of == "all" else _scattered(checked, folds, convex)
+    return _held_out(checked, folds.in_test, convex) if rows == "all" else _scattered(checked, folds, convex)
 
 
 @partial(jax.jit, static_argnames="num_rows")

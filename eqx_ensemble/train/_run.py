@@ -183,7 +183,7 @@ class Run(eqx.Module, Generic[M]):
         own = lambda value: _axes.Each(jax.tree.map(of_each, value))
         rows_of_folds = _axes.map_each(own, x, shared=lambda x: _axes.Each(jnp.asarray(x)[folds.test]))
         tested = predict(self.ensemble, rows_of_folds, state=self.state, **options)
-        return out_of_fold(tested, folds, of="test", weights=weights)
+        return out_of_fold(tested, folds, rows="test", weights=weights)
 
     def _weights_of_the_healthy(self, weights: Any, *, name: str) -> np.ndarray | None:
         """Weights `(members,)` in which members that diverged have none, or `None` where all are equal."""

@@ -39,28 +39,28 @@ def test_vector_is_scipys_minimum():
     log_p = np.float64(combine.mixture(SMALL))
     want = _scipys(log_p, LABELS, _by_vector, np.r_[np.ones(4), np.zeros(4)])
     with jax.enable_x64(True):
-        fitted = calibrate.vector(SMALL, LABELS, of="mixture")
+        fitted = calibrate.vector(SMALL, LABELS, pool="mixture")
         np.testing.assert_allclose(scores.nll(fitted(SMALL), LABELS), want.fun, rtol=1e-8)
         # A number added to every offset changes nothing: compare what they predict.
         z = _by_vector(log_p, want.x)
         np.testing.assert_allclose(fitted(SMALL)[0], z - np.logaddexp.reduce(z, axis=-1, keepdims=True), atol=2e-4)
         assert scores.nll(SMALL, LABELS) > want.fun + 1e-2
-        assert scores.nll(calibrate.temperature(SMALL, LABELS, of="mixture")(SMALL), LABELS) > want.fun + 1e-3
-    single = calibrate.vector(SMALL.astype(np.float32), LABELS, of="mixture")
+        assert scores.nll(calibrate.temperature(SMALL, LABELS, pool="mixture")(SMALL), LABELS) > want.fun + 1e-3
+    single = calibrate.vector(SMALL.astype(np.float32), LABELS, pool="mixture")
     np.testing.assert_allclose(scores.nll(single(SMALL), LABELS), want.fun, rtol=1e-5)
 
 
 def test_matrix_is_scikit_learns_logistic_regression():
     with jax.enable_x64(True):
-        fitted = calibrate.matrix(LOGITS, LABELS, of="mixture")
+        fitted = calibrate.matrix(LOGITS, LABELS, pool="mixture")
         want = np.asarray(STORED["figures"]["matrix: probabilities"])
         np.testing.assert_allclose(np.exp(fitted(LOGITS)[0]), want, rtol=1e-4, atol=1e-6)
         lowest = -np.log(np.take_along_axis(want, LABELS[:, None], -1)).mean()
         np.testing.assert_allclose(scores.nll(fitted(LOGITS), LABELS), lowest, rtol=1e-8)
-        vector = calibrate.vector(LOGITS, LABELS, of="mixture")(LOGITS)
+        vector = calibrate.vector(LOGITS, LABELS, pool="mixture")(LOGITS)
         assert scores.nll(vector, LABELS) > lowest + 1e-3
         assert not np.allclose(np.exp(vector[0]), want, rtol=1e-1)
-    single = calibrate.matrix(LOGITS.astype(np.float32), LABELS, of="mixture")
+    single = calibrate.matrix(LOGITS.astype(np.float32), LABELS, pool="mixture")
     np.testing.assert_allclose(scores.nll(single(LOGITS), LABELS), lowest, rtol=1e-5)
 
 
@@ -70,7 +70,7 @@ def test_penalties_are_those_of_the_definition(off_diagonal):
     penalty = lambda p: off_diagonal * np.mean(p[:16].reshape(4, 4)[off] ** 2) + 0.3 * np.mean(p[16:] ** 2)
     want = _scipys(log_p, LABELS, _by_matrix, np.r_[np.eye(4).ravel(), np.zeros(4)], penalty)
     with jax.enable_x64(True):
-        fitted = calibrate.matrix(SMALL, LABELS, of="mixture", off_diagonal_penalty=off_diagonal, bias_penalty=0.3)
+        fitted = calibrate.matrix(SMALL, LABELS, pool="mixture", off_diagonal_penalty=off_diagonal, bias_penalty=0.3)
         got = np.r_[np.ravel(fitted.matrix), np.ravel(fitted.bias)]
         nll = float(scores.nll(fitted(SMALL), LABELS))
     np.testing.assert_allclose(nll + penalty(got), want.fun, rtol=1e-7)
@@ -80,26 +80,26 @@ def test_penalties_are_those_of_the_definition(off_diagonal):
 
 def test_a_large_penalty_makes_vector_scaling():
     with jax.enable_x64(True):
-        matrix = calibrate.matrix(SMALL, LABELS, of="mixture", off_diagonal_penalty=1e7)(SMALL)
-        vector = calibrate.vector(SMALL, LABELS, of="mixture")(SMALL)
+        matrix = calibrate.matrix(SMALL, LABELS, pool="mixture", off_diagonal_penalty=1e7)(SMALL)
+        vector = calibrate.vector(SMALL, LABELS, pool="mixture")(SMALL)
         np.testing.assert_allclose(matrix, vector, atol=1e-3)
-        assert not np.allclose(calibrate.matrix(SMALL, LABELS, of="mixture")(SMALL), vector, atol=1e-2)
+        assert not np.allclose(calibrate.matrix(SMALL, LABELS, pool="mixture")(SMALL), vector, atol=1e-2)
 
 
 @pytest.mark.parametrize("fit", [calibrate.vector, calibrate.matrix])
 def test_members_are_calibrated_each_alone(fit):
-    together = fit(SMALL, LABELS, of="members")(SMALL)
-    alone = fit(SMALL[1:2], LABELS, of="mixture")(SMALL[1:2])
+    together = fit(SMALL, LABELS, pool="members")(SMALL)
+    alone = fit(SMALL[1:2], LABELS, pool="mixture")(SMALL[1:2])
     # L-BFGS in float32 ends where the value no longer falls, a thousandth from the minimum.
     np.testing.assert_allclose(together[1], alone[0], atol=5e-3)
     assert not np.allclose(together[0], alone[0], atol=1e-1)
 
 
 def test_offsets_of_logits_change_nothing():
-    fitted = calibrate.matrix(SMALL, LABELS, of="members")
+    fitted = calibrate.matrix(SMALL, LABELS, pool="members")
     offset = np.float32(SMALL) + np.float32(100) * np.arange(80, dtype=np.float32)[:, None]
     np.testing.assert_allclose(fitted(offset), fitted(SMALL), atol=1e-2)
-    again = calibrate.matrix(offset, LABELS, of="members")
+    again = calibrate.matrix(offset, LABELS, pool="members")
     np.testing.assert_allclose(scores.nll(again(SMALL), LABELS), scores.nll(fitted(SMALL), LABELS), rtol=1e-4)
 
 
@@ -107,19 +107,19 @@ def test_masked_rows_change_nothing():
     mask = np.arange(80) % 4 > 0
     spoilt, labels = SMALL.copy(), LABELS.copy()
     spoilt[:, ~mask], labels[~mask] = np.nan, -7
-    got = calibrate.vector(spoilt, labels, of="mixture", mask=mask)(SMALL)
-    want = calibrate.vector(SMALL[:, mask], LABELS[mask], of="mixture")(SMALL)
+    got = calibrate.vector(spoilt, labels, pool="mixture", mask=mask)(SMALL)
+    want = calibrate.vector(SMALL[:, mask], LABELS[mask], pool="mixture")(SMALL)
     np.testing.assert_allclose(got, want, atol=5e-3)
-    assert not np.allclose(calibrate.vector(SMALL, LABELS, of="mixture")(SMALL), want, atol=2e-2)
+    assert not np.allclose(calibrate.vector(SMALL, LABELS, pool="mixture")(SMALL), want, atol=2e-2)
 
 
 def test_warns_where_there_is_no_minimum():
     sure = np.tile(3 * np.eye(4, dtype=np.float32), (2, 1, 1))
     sure[0, 0] = sure[0, 1]
     with pytest.warns(UserWarning, match="`eqx_ensemble.calibrate.vector`: member 1: no minimum was reached"):
-        calibrate.vector(sure, np.arange(4), of="members", max_steps=50)
+        calibrate.vector(sure, np.arange(4), pool="members", max_steps=50)
     with pytest.warns(UserWarning, match="`eqx_ensemble.calibrate.matrix`: no minimum was reached"):
-        calibrate.matrix(SMALL, LABELS, of="mixture", max_steps=2)
+        calibrate.matrix(SMALL, LABELS, pool="mixture", max_steps=2)
 
 
 @pytest.mark.filterwarnings("error")
@@ -127,21 +127,21 @@ def test_a_penalty_gives_a_minimum_where_rows_can_be_told_apart():
     # Every class is taken for the next one: no scales and offsets tell them apart, a matrix does so without error.
     labels = np.arange(30) % 3
     logits = np.log(np.full((1, 30, 3), 0.1) + 0.7 * np.eye(3)[(labels + 1) % 3]).astype(np.float32)
-    fitted = calibrate.matrix(logits, labels, of="mixture", off_diagonal_penalty=0.01, bias_penalty=0.01)
+    fitted = calibrate.matrix(logits, labels, pool="mixture", off_diagonal_penalty=0.01, bias_penalty=0.01)
     np.testing.assert_array_equal(np.argmax(fitted(logits)[0], axis=-1), labels)
     with pytest.warns(UserWarning, match="no minimum was reached"):
-        calibrate.matrix(logits, labels, of="mixture", max_steps=50)
+        calibrate.matrix(logits, labels, pool="mixture", max_steps=50)
     sure = logits[:, :, [1, 2, 0]]  # and here scales alone do, which have no penalty
     with pytest.warns(UserWarning, match="no minimum was reached"):
-        calibrate.matrix(sure, labels, of="mixture", off_diagonal_penalty=0.01, bias_penalty=0.01, max_steps=50)
+        calibrate.matrix(sure, labels, pool="mixture", off_diagonal_penalty=0.01, bias_penalty=0.01, max_steps=50)
 
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     with pytest.raises(ValueError, match="`bias_penalty` to be at least 0 and finite, got -1"):
-        calibrate.matrix(SMALL, LABELS, of="mixture", bias_penalty=-1.0)
+        calibrate.matrix(SMALL, LABELS, pool="mixture", bias_penalty=-1.0)
     with pytest.raises(ValueError, match="`eqx_ensemble.calibrate.vector` needs"):
-        calibrate.vector(SMALL, LABELS, of="mixture", max_steps=0)
+        calibrate.vector(SMALL, LABELS, pool="mixture", max_steps=0)
 
 
 @pytest.mark.parametrize("fit", [calibrate.vector, calibrate.matrix])
@@ -150,4 +150,4 @@ def test_a_gradient_of_the_fit_is_refused_in_words(fit):
     logits, labels = jnp.asarray(rng.normal(size=(1, 8, 2)), jnp.float32), rng.integers(2, size=8)
     wish = f"`eqx_ensemble.calibrate.{fit.__name__}` has no gradient with respect to the logits"
     with pytest.raises(NotImplementedError, match=wish):
-        jax.grad(lambda x: jnp.sum(fit(x, labels, of="mixture", max_steps=2).bias))(logits)
+        jax.grad(lambda x: jnp.sum(fit(x, labels, pool="mixture", max_steps=2).bias))(logits)

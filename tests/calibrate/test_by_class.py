@@ -19,10 +19,10 @@ def test_isotonic_is_scikit_learns():
     pytest.importorskip("sklearn")
     want = FIGURES["isotonic: probabilities"]
     with jax.enable_x64(True):
-        fitted = calibrate.isotonic(LOGITS, LABELS, of="mixture")
+        fitted = calibrate.isotonic(LOGITS, LABELS, pool="mixture")
         np.testing.assert_allclose(np.exp(fitted(LOGITS)[0]), want, rtol=1e-6, atol=1e-12)
-        assert not np.allclose(np.exp(calibrate.isotonic(LOGITS, LABELS, of="members")(LOGITS)[0]), want, atol=1e-2)
-    single = calibrate.isotonic(LOGITS.astype(np.float32), LABELS, of="mixture")
+        assert not np.allclose(np.exp(calibrate.isotonic(LOGITS, LABELS, pool="members")(LOGITS)[0]), want, atol=1e-2)
+    single = calibrate.isotonic(LOGITS.astype(np.float32), LABELS, pool="mixture")
     # A probability that float32 moves across a step of the function lands on the other side of it.
     assert np.mean(np.abs(np.exp(single(LOGITS)[0]) - want) < 1e-5) > 0.98
 
@@ -31,7 +31,7 @@ def test_isotonic_of_two_classes_is_scikit_learns():
     pytest.importorskip("sklearn")
     want = FIGURES["isotonic of two classes: probabilities"]
     with jax.enable_x64(True):
-        fitted = calibrate.isotonic(LOGITS[:1, :, :2], LABELS % 2, of="mixture")
+        fitted = calibrate.isotonic(LOGITS[:1, :, :2], LABELS % 2, pool="mixture")
         np.testing.assert_allclose(np.exp(fitted(LOGITS[:1, :, :2])[0]), want, rtol=1e-6, atol=1e-12)
         assert not np.allclose(np.exp(combine.mixture(LOGITS[:1, :, :2])), want, atol=1e-2)
 
@@ -39,7 +39,7 @@ def test_isotonic_of_two_classes_is_scikit_learns():
 def test_isotonic_beyond_the_rows_it_was_fitted_on():
     pytest.importorskip("sklearn")
     log_p = lambda p: np.log(np.stack([1 - np.asarray(p), p], axis=-1))[None].astype(np.float32)
-    fitted = calibrate.isotonic(log_p([0.3, 0.4, 0.4, 0.6, 0.6]), np.array([0, 0, 1, 0, 1]), of="mixture")
+    fitted = calibrate.isotonic(log_p([0.3, 0.4, 0.4, 0.6, 0.6]), np.array([0, 0, 1, 0, 1]), pool="mixture")
     # Pools: 0 at 0.3, one half at 0.4 and 0.6; straight in between, constant outside.
     got = np.exp(fitted(log_p([0.1, 0.3, 0.35, 0.5, 0.9])))[0, :, 1]
     np.testing.assert_allclose(got, [0, 0, 0.25, 0.5, 0.5], atol=1e-5)
@@ -63,7 +63,7 @@ def test_histogram_is_the_loop(binning):
         p = np.asarray(np.exp(combine.mixture(LOGITS)))
         grid = np.arange(1, 6) / 6
         edges = [np.quantile(one, grid, method="lower") if binning == "mass" else grid for one in p.T]
-        fitted = calibrate.histogram(LOGITS, LABELS, of="mixture", num_bins=6, binning=binning)
+        fitted = calibrate.histogram(LOGITS, LABELS, pool="mixture", num_bins=6, binning=binning)
         np.testing.assert_allclose(np.exp(fitted(LOGITS)[0]), _loop(p, LABELS, edges, p), rtol=1e-9, atol=1e-12)
         new = LOGITS[:, ::-1] * 0.3
         other = np.asarray(np.exp(combine.mixture(new)))
@@ -73,17 +73,17 @@ def test_histogram_is_the_loop(binning):
 
 
 def test_histogram_of_one_bin_predicts_the_frequencies():
-    fitted = calibrate.histogram(LOGITS, LABELS, of="members", num_bins=1)
+    fitted = calibrate.histogram(LOGITS, LABELS, pool="members", num_bins=1)
     share = np.bincount(LABELS, minlength=4) / 80
     np.testing.assert_allclose(np.exp(fitted(LOGITS)), np.broadcast_to(share, LOGITS.shape), rtol=1e-5)
-    finer = calibrate.histogram(LOGITS, LABELS, of="members", num_bins=4)
+    finer = calibrate.histogram(LOGITS, LABELS, pool="members", num_bins=4)
     assert not np.allclose(np.exp(finer(LOGITS)), share, atol=0.1)
 
 
 def test_histogram_of_two_classes():
     p = np.array([0.2, 0.2, 0.2, 0.8, 0.8])
     logits = np.log(np.stack([1 - p, p], axis=-1))[None].astype(np.float32)
-    fitted = calibrate.histogram(logits, np.array([0, 0, 1, 1, 1]), of="mixture", num_bins=2, binning="width")
+    fitted = calibrate.histogram(logits, np.array([0, 0, 1, 1, 1]), pool="mixture", num_bins=2, binning="width")
     np.testing.assert_allclose(np.exp(fitted(logits))[0, :, 1], [1 / 3] * 3 + [1] * 2, rtol=1e-5)
 
 
@@ -94,10 +94,10 @@ def test_masked_rows_change_nothing(fit):
     mask = np.arange(80) % 4 > 0
     spoilt, labels = LOGITS.copy(), LABELS.copy()
     spoilt[:, ~mask], labels[~mask] = np.nan, -7
-    got = np.exp(fit(spoilt, labels, of="members", mask=mask)(LOGITS))
-    want = np.exp(fit(LOGITS[:, mask], LABELS[mask], of="members")(LOGITS))
+    got = np.exp(fit(spoilt, labels, pool="members", mask=mask)(LOGITS))
+    want = np.exp(fit(LOGITS[:, mask], LABELS[mask], pool="members")(LOGITS))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    assert not np.allclose(np.exp(fit(LOGITS, LABELS, of="members")(LOGITS)), want, atol=1e-2)
+    assert not np.allclose(np.exp(fit(LOGITS, LABELS, pool="members")(LOGITS)), want, atol=1e-2)
 
 
 @pytest.mark.parametrize("classes", [2, 4])
@@ -106,7 +106,7 @@ def test_nan_stays_nan(fit, classes):
     options = {"num_bins": 2, "binning": "width"} if fit is calibrate.histogram else {}
     if not options:
         pytest.importorskip("sklearn")
-    fitted = fit(LOGITS[..., :classes], LABELS % classes, of="mixture", **options)
+    fitted = fit(LOGITS[..., :classes], LABELS % classes, pool="mixture", **options)
     spoilt = LOGITS[..., :classes].copy()
     spoilt[1, 3] = np.nan
     got, want = np.asarray(fitted(spoilt))[0], np.asarray(fitted(LOGITS[..., :classes]))[0]
@@ -117,9 +117,9 @@ def test_nan_stays_nan(fit, classes):
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     with pytest.raises(TypeError, match="calibrate.isotonic` needs `logits` whose values are known"):
-        jax.jit(lambda x: calibrate.isotonic(x, LABELS, of="mixture"))(LOGITS)
+        jax.jit(lambda x: calibrate.isotonic(x, LABELS, pool="mixture"))(LOGITS)
     with pytest.raises(ValueError, match="`num_bins` of one or more"):
-        calibrate.histogram(LOGITS, LABELS, of="mixture", num_bins=0)
+        calibrate.histogram(LOGITS, LABELS, pool="mixture", num_bins=0)
 
 
 def test_without_scikit_learn(monkeypatch):
@@ -132,4 +132,4 @@ def test_without_scikit_learn(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match=r"`eqx_ensemble.calibrate.isotonic` needs scikit-learn.\n.*\[sklearn\]"):
-        calibrate.isotonic(LOGITS, LABELS, of="mixture")
+        calibrate.isotonic(LOGITS, LABELS, pool="mixture")

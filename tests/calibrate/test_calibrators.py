@@ -14,10 +14,10 @@ LOGITS = (3 * RNG.normal(size=(2, 50, 3)) + 2 * np.eye(3)[LABELS]).astype(np.flo
 KINDS = ["temperature", "vector", "matrix", "isotonic", "histogram"]
 
 
-def _fitted(kind, of):
+def _fitted(kind, pool):
     if kind == "isotonic":
         pytest.importorskip("sklearn")
-    return getattr(ee.calibrate, kind)(LOGITS, LABELS, of=of)
+    return getattr(ee.calibrate, kind)(LOGITS, LABELS, pool=pool)
 
 
 def test_no_kind_is_left_out():
@@ -25,12 +25,12 @@ def test_no_kind_is_left_out():
     assert functions == {*KINDS, "variance"}
 
 
-@pytest.mark.parametrize("of", ["members", "mixture"])
+@pytest.mark.parametrize("pool", ["members", "mixture"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_calling(kind, of):
-    fitted = _fitted(kind, of)
+def test_calling(kind, pool):
+    fitted = _fitted(kind, pool)
     eager = np.asarray(fitted(LOGITS))
-    assert eager.shape == ((2 if of == "members" else 1), 50, 3)
+    assert eager.shape == ((2 if pool == "members" else 1), 50, 3)
     assert eager.dtype == np.float32
     np.testing.assert_allclose(np.exp(eager).sum(-1), 1, rtol=1e-5)
     traced = jax.jit(lambda fitted, x: fitted(x))(fitted, LOGITS)
@@ -38,7 +38,7 @@ def test_calling(kind, of):
     shaped = fitted(LOGITS.reshape(2, 5, 10, 3))
     np.testing.assert_allclose(np.exp(shaped).reshape(eager.shape), np.exp(eager), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(np.exp(fitted(LOGITS[:, 7])), np.exp(eager[:, 7]), rtol=1e-4, atol=1e-6)
-    before = LOGITS if of == "members" else ee.combine.mixture(LOGITS)[None]
+    before = LOGITS if pool == "members" else ee.combine.mixture(LOGITS)[None]
     likelier = [ee.scores.per_member(ee.scores.nll, x, LABELS) for x in (eager, before)]
     assert (likelier[0] < likelier[1] - 1e-3).all()
 
@@ -48,11 +48,11 @@ def test_saving(kind, tmp_path):
     weights = np.array([1.0, 3.0])
     if kind == "variance":
         arguments = LOGITS[..., 0], np.exp(LOGITS[..., 1]), LOGITS[0, :, 2]
-        fitted = ee.calibrate.variance(*arguments, of="mixture", weights=weights)
+        fitted = ee.calibrate.variance(*arguments, pool="mixture", weights=weights)
     else:
         _fitted(kind, "mixture")
         arguments = LOGITS, LABELS
-        fitted = getattr(ee.calibrate, kind)(*arguments, of="mixture", weights=weights)
+        fitted = getattr(ee.calibrate, kind)(*arguments, pool="mixture", weights=weights)
     ee.save(tmp_path / "fitted", fitted)
     blank = jax.tree.map(jax.numpy.ones_like, fitted)
     loaded = ee.load(tmp_path / "fitted", blank)
@@ -67,9 +67,9 @@ def test_saving(kind, tmp_path):
 def test_rows_without_a_class_are_left_out_while_tracing(kind, label):
     fit, labels = getattr(ee.calibrate, kind), LABELS.copy()
     labels[::5] = label
-    got = jax.jit(lambda y: fit(LOGITS, y, of="mixture")(LOGITS))(labels)
-    want = fit(LOGITS, LABELS, of="mixture", mask=labels == LABELS)(LOGITS)
+    got = jax.jit(lambda y: fit(LOGITS, y, pool="mixture")(LOGITS))(labels)
+    want = fit(LOGITS, LABELS, pool="mixture", mask=labels == LABELS)(LOGITS)
     alike = lambda found: np.isclose(np.exp(found), np.exp(want), atol=1e-4).all(axis=-1).mean()
     assert alike(got) >= 0.97  # a row on the edge of a bin of equal mass may fall to either side by rounding
-    last = fit(LOGITS, np.where(labels == LABELS, labels, 2), of="mixture")(LOGITS)
+    last = fit(LOGITS, np.where(labels == LABELS, labels, 2), pool="mixture")(LOGITS)
     assert alike(last) < 0.9

@@ -24,28 +24,28 @@ def test_closed_form_of_two_classes(gap, share):
     # Logits `gap` apart, right with frequency q: the best temperature makes the probability q, so T = gap / logit(q).
     labels = (np.arange(100) >= round(100 * share)).astype(int)
     logits = np.tile(np.array([gap, 0.0], np.float32), (1, 100, 1))
-    fitted = calibrate.temperature(logits, labels, of="mixture")
+    fitted = calibrate.temperature(logits, labels, pool="mixture")
     np.testing.assert_allclose(fitted.temperature, gap / np.log(share / (1 - share)), rtol=2e-5)
     np.testing.assert_allclose(np.exp(fitted(logits))[0, :, 0], share, rtol=1e-5)
     labels[0] = 1
-    other = calibrate.temperature(logits, labels, of="mixture").temperature
+    other = calibrate.temperature(logits, labels, pool="mixture").temperature
     assert not np.allclose(other, fitted.temperature, rtol=1e-2)
 
 
 def test_is_scikit_learns_temperature_scaling():
     with jax.enable_x64(True):
-        fitted = calibrate.temperature(LOGITS, LABELS, of="mixture")
+        fitted = calibrate.temperature(LOGITS, LABELS, pool="mixture")
         got = np.exp(fitted(LOGITS)[0])
         # scikit-learn stops within about 1e-7 of the minimum.
         np.testing.assert_allclose(fitted.temperature, FIGURES["temperature"], rtol=1e-6)
         np.testing.assert_allclose(got, FIGURES["temperature: probabilities"], rtol=1e-5)
         assert not np.allclose(np.exp(combine.mixture(LOGITS)), FIGURES["temperature: probabilities"], rtol=1e-1)
-    single = calibrate.temperature(LOGITS.astype(np.float32), LABELS, of="mixture")
+    single = calibrate.temperature(LOGITS.astype(np.float32), LABELS, pool="mixture")
     np.testing.assert_allclose(single.temperature, FIGURES["temperature"], rtol=5e-6)
 
 
 def test_is_the_minimum():
-    fitted = calibrate.temperature(LOGITS, LABELS, of="members")
+    fitted = calibrate.temperature(LOGITS, LABELS, pool="members")
     assert fitted.temperature.shape == (3,)
     for logits, best in zip(LOGITS, np.float64(fitted.temperature), strict=True):
         lowest = _loss(logits, LABELS, best)
@@ -56,19 +56,19 @@ def test_is_the_minimum():
 
 
 def test_members_are_calibrated_each_alone():
-    together = calibrate.temperature(LOGITS, LABELS, of="members")
+    together = calibrate.temperature(LOGITS, LABELS, pool="members")
     for i in range(3):
-        alone = calibrate.temperature(LOGITS[i : i + 1], LABELS, of="mixture")
+        alone = calibrate.temperature(LOGITS[i : i + 1], LABELS, pool="mixture")
         np.testing.assert_allclose(alone.temperature[0], together.temperature[i], rtol=1e-5)
     broken = LOGITS.copy()
     broken[1] *= 5
-    changed = calibrate.temperature(broken, LABELS, of="members").temperature
+    changed = calibrate.temperature(broken, LABELS, pool="members").temperature
     np.testing.assert_array_equal(changed[::2], together.temperature[::2])
     assert changed[1] > 2 * together.temperature[1]
 
 
 def test_before_and_after_combination_differ():
-    members, mixture = (calibrate.temperature(LOGITS, LABELS, of=of) for of in ("members", "mixture"))
+    members, mixture = (calibrate.temperature(LOGITS, LABELS, pool=pool) for pool in ("members", "mixture"))
     first, second = members(LOGITS), mixture(LOGITS)
     assert first.shape == LOGITS.shape
     assert second.shape == (1, *LOGITS.shape[1:])
@@ -84,34 +84,34 @@ def test_weights_of_the_mixture_are_kept():
     weights = np.array([3, 0, 1])
     spoilt = LOGITS.copy()
     spoilt[1] = np.nan
-    fitted = calibrate.temperature(spoilt, LABELS, of="mixture", weights=weights)
-    twice = calibrate.temperature(LOGITS[[0, 0, 0, 2]], LABELS, of="mixture")
+    fitted = calibrate.temperature(spoilt, LABELS, pool="mixture", weights=weights)
+    twice = calibrate.temperature(LOGITS[[0, 0, 0, 2]], LABELS, pool="mixture")
     np.testing.assert_allclose(fitted.temperature, twice.temperature, rtol=1e-5)
     np.testing.assert_allclose(fitted(spoilt), twice(LOGITS[[0, 0, 0, 2]]), rtol=1e-4, atol=1e-5)
-    assert not np.allclose(calibrate.temperature(LOGITS, LABELS, of="mixture").temperature, fitted.temperature, 1e-2)
+    assert not np.allclose(calibrate.temperature(LOGITS, LABELS, pool="mixture").temperature, fitted.temperature, 1e-2)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_scaled_logits_have_the_scaled_temperature(scale):
     # From a start at T = 1 the bracket has to be crossed; Newton's steps alone would run away.
-    best = calibrate.temperature(LOGITS, LABELS, of="members").temperature
-    scaled = calibrate.temperature(LOGITS * scale, LABELS, of="members").temperature
+    best = calibrate.temperature(LOGITS, LABELS, pool="members").temperature
+    scaled = calibrate.temperature(LOGITS * scale, LABELS, pool="members").temperature
     np.testing.assert_allclose(scaled, best * scale, rtol=1e-4)
 
 
 def test_most_likely_classes_stay():
-    fitted = calibrate.temperature(LOGITS, LABELS, of="members")
+    fitted = calibrate.temperature(LOGITS, LABELS, pool="members")
     np.testing.assert_array_equal(np.argmax(fitted(LOGITS), -1), np.argmax(LOGITS, -1))
     offset = fitted(LOGITS.astype(np.float32) + np.float32(1e3))
     np.testing.assert_allclose(offset, fitted(LOGITS), atol=1e-3)
 
 
 def test_fits_inside_jit():
-    eager = calibrate.temperature(LOGITS, LABELS, of="members")
-    traced = jax.jit(lambda x, y: calibrate.temperature(x, y, of="members"))(LOGITS, LABELS)
+    eager = calibrate.temperature(LOGITS, LABELS, pool="members")
+    traced = jax.jit(lambda x, y: calibrate.temperature(x, y, pool="members"))(LOGITS, LABELS)
     np.testing.assert_allclose(traced.temperature, eager.temperature, rtol=1e-5)
     spoilt = jnp.asarray(LOGITS).at[1, 3].set(jnp.nan)
-    traced = jax.jit(lambda x, y: calibrate.temperature(x, y, of="members"))(spoilt, LABELS)
+    traced = jax.jit(lambda x, y: calibrate.temperature(x, y, pool="members"))(spoilt, LABELS)
     np.testing.assert_array_equal(np.isnan(traced.temperature), [False, True, False])
 
 
@@ -121,18 +121,18 @@ def test_messages():
     labels = np.arange(4)
     sure[0, 0] = sure[0, 1]
     with pytest.raises(ValueError, match="one temperature is best.\n  member 1: every label is the most likely class"):
-        calibrate.temperature(sure, labels, of="members")
+        calibrate.temperature(sure, labels, pool="members")
     with pytest.raises(ValueError, match="one temperature is best.\n  the labels are not more likely than by chance"):
-        calibrate.temperature(-sure, labels, of="mixture")
+        calibrate.temperature(-sure, labels, pool="mixture")
     with pytest.raises(ValueError, match=r"finite `logits`.\n  got -inf at index \(1, 0, 2\), the first of 1 such"):
-        calibrate.temperature(jnp.asarray(sure).at[1, 0, 2].set(-jnp.inf), labels, of="mixture")
-    with pytest.raises(ValueError, match="`of` to be 'members' or 'mixture'.\n  got 'ensemble'"):
-        calibrate.temperature(LOGITS, LABELS, of="ensemble")
-    with pytest.raises(ValueError, match='`weights` only with `of="mixture"`'):
-        calibrate.temperature(LOGITS, LABELS, of="members", weights=np.ones(3))
-    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'of'"):
+        calibrate.temperature(jnp.asarray(sure).at[1, 0, 2].set(-jnp.inf), labels, pool="mixture")
+    with pytest.raises(ValueError, match="`pool` to be 'members' or 'mixture'.\n  got 'ensemble'"):
+        calibrate.temperature(LOGITS, LABELS, pool="ensemble")
+    with pytest.raises(ValueError, match='`weights` only with `pool="mixture"`'):
+        calibrate.temperature(LOGITS, LABELS, pool="members", weights=np.ones(3))
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'pool'"):
         calibrate.temperature(LOGITS, LABELS)
-    fitted = calibrate.temperature(LOGITS, LABELS, of="members")
+    fitted = calibrate.temperature(LOGITS, LABELS, pool="members")
     with pytest.raises(ValueError, match="the members that it was fitted on.\n  expected 3 members, got 2"):
         fitted(LOGITS[:2])
 
@@ -146,15 +146,15 @@ def _overlapping(seed=0):
 def test_logits_of_any_size_have_their_temperature():
     # A search between fixed ends would return one of them.
     logits, labels = _overlapping()
-    want = calibrate.temperature(logits, labels, of="mixture").temperature
+    want = calibrate.temperature(logits, labels, pool="mixture").temperature
     for scale in (1e-2, 1e10, 1e30):
-        got = calibrate.temperature((scale * logits).astype(np.float32), labels, of="mixture").temperature
+        got = calibrate.temperature((scale * logits).astype(np.float32), labels, pool="mixture").temperature
         np.testing.assert_allclose(got / scale, want, rtol=1e-4)  # log-probabilities of small logits are rounded
 
 
 def test_no_temperature_is_nan_while_tracing():
     logits, _ = _overlapping()
-    traced = jax.jit(lambda labels: calibrate.temperature(logits, labels, of="mixture").temperature)
+    traced = jax.jit(lambda labels: calibrate.temperature(logits, labels, pool="mixture").temperature)
     assert np.isnan(traced(np.argmax(logits[0], axis=-1))).all()
     assert np.isnan(traced(np.argmin(logits[0], axis=-1))).all()
 
@@ -163,7 +163,7 @@ def test_gradient_is_that_of_the_implicit_function():
     with jax.enable_x64(True):
         logits, labels = _overlapping()
         logits, direction = logits.astype(float), np.random.default_rng(1).normal(size=logits.shape)
-        fit = lambda x: calibrate.temperature(x, labels, of="mixture").temperature[0]
+        fit = lambda x: calibrate.temperature(x, labels, pool="mixture").temperature[0]
         numeric = (fit(logits + 1e-5 * direction) - fit(logits - 1e-5 * direction)) / 2e-5
         np.testing.assert_allclose(np.sum(jax.grad(fit)(logits) * direction), numeric, rtol=1e-7)
         np.testing.assert_allclose(jax.jvp(fit, (logits,), (direction,))[1], numeric, rtol=1e-7)

@@ -164,7 +164,7 @@ def test_curves_on_one_axes_differ_without_colour():
 
 def test_training_and_validation_differ_without_colour():
     ax = plot.training_curves(HISTORY)
-    plot.training_curves(HISTORY, of="validation", ax=ax)
+    plot.training_curves(HISTORY, curve="validation", ax=ax)
     training, validation = ax.lines[0], ax.lines[5]
     assert looks(training) != looks(validation)
     assert looks(ax.lines[1]) == looks(training)
@@ -254,10 +254,10 @@ BAD = {
     "kind": (lambda: plot.rank_histogram(np.ones(2), kind="pitt"), '`kind` to be "rank"|`kind` to be .rank. or .pit.'),
     "no_rows": (lambda: plot.rank_histogram(np.zeros(3)), "`counts` of at least one row"),
     "one_rank": (lambda: plot.rank_histogram(np.ones(1)), "at least two ranks"),
-    "of": (lambda: plot.training_curves(HISTORY, of="val"), "`of` to be 'loss' or 'validation'"),
-    "every": (lambda: plot.training_curves(HISTORY, every=0), "`every`"),
+    "curve": (lambda: plot.training_curves(HISTORY, curve="val"), "`curve` to be 'loss' or 'validation'"),
+    "stride": (lambda: plot.training_curves(HISTORY, stride=0), "`stride`"),
     "no_validation": (
-        lambda: plot.training_curves(train.History(np.ones((4, 2)), None, None, np.zeros(0, int)), of="validation"),
+        lambda: plot.training_curves(train.History(np.ones((4, 2)), None, None, np.zeros(0, int)), curve="validation"),
         "validation scores.\n  got a run without\nTrain with `validation=` data",
     ),
     "all_nan": (

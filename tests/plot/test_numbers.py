@@ -159,7 +159,7 @@ def test_the_band_of_training_curves_is_central(ax, members, level):
 
 
 def test_training_curves_of_means(ax):
-    plot.training_curves(history(LOSS), every=4, ax=ax)
+    plot.training_curves(history(LOSS), stride=4, ax=ax)
     median, *members = ax.lines
     parts = [slice(0, 4), slice(4, 8), slice(8, 10)]
     np.testing.assert_array_equal(median.get_xdata(), [4, 8, 10])
@@ -179,7 +179,7 @@ def test_points_that_no_member_has_are_left_out(ax):
 
 def test_validation_curves_stand_at_their_steps(ax):
     validation = np.arange(6.0).reshape(2, 3)
-    plot.training_curves(history(LOSS[:2], validation, [4, 8, 12]), of="validation", ax=ax)
+    plot.training_curves(history(LOSS[:2], validation, [4, 8, 12]), curve="validation", ax=ax)
     assert ax.lines[0].get_xdata().tolist() == [4, 8, 12]
     assert ax.lines[0].get_ydata().tolist() == [1.5, 2.5, 3.5]
     assert len(ax.lines) == 3  # a history does not say which weights were kept

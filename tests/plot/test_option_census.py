@@ -58,7 +58,7 @@ ACCEPTED = {
     "rank_histogram": OPTIONAL,
     "reliability_diagram": OPTIONAL | {"num_bins": "int64", "weights": "None", "mask": "None"},
     "risk_coverage": UNIT,
-    "training_curves": UNIT | {"every": "int64", "level": "float32", "first_step": "-1 0 int64"},
+    "training_curves": UNIT | {"stride": "int64", "level": "float32", "first_step": "-1 0 int64"},
     "uncertainty_histogram": UNIT
     | {"in_distribution": ANY_NUMBERS, "out_of_distribution": ANY_NUMBERS, "bins": "int64"},
 }

@@ -28,7 +28,7 @@ def run():
 
 def test_dots_are_where_weights_were_kept(ax, run):
     assert run.status[3] == "diverged"
-    assert ee.plot.training_curves(run, of="validation", ax=ax) is ax
+    assert ee.plot.training_curves(run, curve="validation", ax=ax) is ax
     dots = ax.lines[-1]
     assert dots.get_linestyle() == "None"
     kept = run.best_step > 0

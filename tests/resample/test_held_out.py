@@ -113,11 +113,11 @@ def test_out_of_fold_is_the_held_out_prediction(data):
     np.testing.assert_array_equal(got.mean, expected)
     np.testing.assert_array_equal(got.num_members, 1)
     own = np.take_along_axis(predictions, np.asarray(folds.test)[..., None], axis=1)
-    assert_same_held_out(resample.out_of_fold(own, folds, of="test"), got)
+    assert_same_held_out(resample.out_of_fold(own, folds, rows="test"), got)
     poisoned = np.where(np.asarray(folds.in_test)[..., None], predictions, np.float32(np.nan))
     assert_same_held_out(resample.out_of_fold(poisoned, folds), got)
     poisoned = np.where(np.asarray(folds.valid)[..., None], own, np.float32(np.nan))
-    assert_same_held_out(resample.out_of_fold(poisoned, folds, of="test"), got)
+    assert_same_held_out(resample.out_of_fold(poisoned, folds, rows="test"), got)
     wrong = resample.out_of_fold(predictions, folds._replace(in_test=folds.in_train))
     assert (np.asarray(wrong.mean) != expected).any()
 
@@ -131,11 +131,11 @@ def test_rows_tested_often_or_never(weights):
     assert {0, 1, 2} <= set(expected[1])
     assert_means(resample.out_of_fold(PREDICTIONS, folds, weights=weights), expected)
     own = np.take_along_axis(PREDICTIONS, np.asarray(folds.test)[..., None], axis=1)
-    assert_means(resample.out_of_fold(own, folds, of="test", weights=weights), expected)
-    jitted = jax.jit(lambda p, folds: resample.out_of_fold(p, folds, of="test", weights=weights))
+    assert_means(resample.out_of_fold(own, folds, rows="test", weights=weights), expected)
+    jitted = jax.jit(lambda p, folds: resample.out_of_fold(p, folds, rows="test", weights=weights))
     assert_means(jitted(own, folds), expected)
     with pytest.raises(AssertionError):
-        assert_means(resample.out_of_fold(own[::-1], folds, of="test", weights=weights), expected)
+        assert_means(resample.out_of_fold(own[::-1], folds, rows="test", weights=weights), expected)
 
 
 def test_half_precision_is_computed_in_float32():
@@ -160,6 +160,6 @@ def test_out_of_fold_of_a_run_is_the_loop_over_folds():
         expected[own] = np.asarray(x)[own] @ fitted
     np.testing.assert_allclose(resample.out_of_fold(ee.predict(run.ensemble, x), folds).mean, expected, atol=1e-4)
     own = ee.predict(run.ensemble, ee.Each(x[folds.test]))
-    np.testing.assert_allclose(resample.out_of_fold(own, folds, of="test").mean, expected, atol=1e-4)
+    np.testing.assert_allclose(resample.out_of_fold(own, folds, rows="test").mean, expected, atol=1e-4)
     fitted = np.linalg.lstsq(np.asarray(x), np.asarray(y), rcond=None)[0]
     assert np.abs(np.asarray(x) @ fitted - expected).max() > 1e-2

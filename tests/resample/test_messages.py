@@ -283,18 +283,18 @@ BAD = {
         "ValueError: `eqx_ensemble.resample.out_of_fold` needs `predictions` (members, rows, ...) of the members and "
         "rows of the folds.\n"
         "  expected (3, 10, ...), got (3, 4)\n"
-        'Predictions of all rows are `of="all"`, of `folds.test` alone `of="test"`.',
+        'Predictions of all rows are `rows="all"`, of `folds.test` alone `rows="test"`.',
     ),
     "predictions of all rows": (
-        lambda: resample.out_of_fold(PREDICTIONS, FOLDS, of="test"),
+        lambda: resample.out_of_fold(PREDICTIONS, FOLDS, rows="test"),
         "ValueError: `eqx_ensemble.resample.out_of_fold` needs `predictions` (members, test, ...) of the members and "
         "rows of the folds.\n"
         "  expected (3, 4, ...), got (3, 10)\n"
-        'Predictions of all rows are `of="all"`, of `folds.test` alone `of="test"`.',
+        'Predictions of all rows are `rows="all"`, of `folds.test` alone `rows="test"`.',
     ),
     "other rows": (
-        lambda: resample.out_of_fold(PREDICTIONS, FOLDS, of="train"),  # pyright: ignore
-        "ValueError: `eqx_ensemble.resample.out_of_fold` needs `of` to be 'all' or 'test'.\n"
+        lambda: resample.out_of_fold(PREDICTIONS, FOLDS, rows="train"),  # pyright: ignore
+        "ValueError: `eqx_ensemble.resample.out_of_fold` needs `rows` to be 'all' or 'test'.\n"
         "  got 'train'\n"
         "Options are passed by name.",
     ),
