@@ -155,7 +155,7 @@ print_best("HALVING: the best five of thirty-two", halved)
 moving = {name: ranges[name] for name in ("lr", "decay")}
 population = ee.methods.population_based_training(
     ensemble, loss, optimiser, train, rounds=8, epochs=EPOCHS // 8,
-    explore=ee.methods.population.explore(moving), **options,
+    explore=ee.methods.population.perturb_hyper(moving), **options,
 )  # fmt: skip
 print_best("POPULATION: the best five of thirty-two", population.run)
 

@@ -125,7 +125,7 @@ INTEGERS = {
     "zip": lambda n: counters(zip={"n": n}),
     "product": lambda n: counters(product={"n": n.tolist()}),
     "grid": lambda n: ee.grid({"n": n}),
-    "zipped": lambda n: ee.sweep.zipped({"n": n.tolist()}),
+    "zip_values": lambda n: ee.sweep.zip_values({"n": n.tolist()}),
     "ids": lambda n: ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), ids=n, key=KEY).ids,
     "stack": lambda n: ee.stack([Counter(n), Counter(n)]).stacked,
     "map_members": lambda n: ee.map_members(lambda n: n)(ee.Each(n)),

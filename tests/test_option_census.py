@@ -147,12 +147,12 @@ CASES = {
     ),
     "checkpoint.contents": Case(ee.checkpoint.contents, {"path": always(saved)}),
     "checkpoint.verify": Case(ee.checkpoint.verify, {"path": always(saved)}),
-    "methods.population.change": Case(
-        ee.methods.population.change,
+    "methods.population.set_hyper": Case(
+        ee.methods.population.set_hyper,
         {"state": state, "members": always([0]), "fn": always(lambda hyper, key: hyper), "key": always(KEY)},
     ),
     "methods.population.clone": Case(ee.methods.population.clone, {"state": state, "donors": always([0, 1, 2, 3])}),
-    "methods.population.explore": Case(ee.methods.population.explore, {"ranges": always(RANGES)}),
+    "methods.population.perturb_hyper": Case(ee.methods.population.perturb_hyper, {"ranges": always(RANGES)}),
     "methods.population.rank": Case(ee.methods.population.rank, {"scores": always([1.0, 2.0, 3.0, 4.0])}),
     "methods.population.select": Case(ee.methods.population.select, {"state": state, "members": always([0, 1])}),
     "methods.population.stop": Case(ee.methods.population.stop, {"state": state, "members": always([0, 1])}),
@@ -186,8 +186,8 @@ CASES = {
         _steps | {"folds": lambda: ee.resample.folds(12, 4, key=KEY), "x": always(DATA[0])},
         ("folds", "x", "fn"),
     ),
-    "sweep.stretched": Case(
-        ee.sweep.stretched, {"schedule": always(lambda step: step), "length": always(10), "new_length": always(5)}
+    "sweep.rescale_schedule": Case(
+        ee.sweep.rescale_schedule, {"schedule": always(lambda step: step), "length": always(10), "new_length": always(5)}
     ),
     "tree.polyak": Case(ee.tree.polyak, {"old": always(ensemble), "new": always(ensemble), "tau": always(0.5)}),
     "plan.Auto": Case(ee.plan.Auto, {}, ("memory", "share", "scan")),
@@ -274,7 +274,7 @@ ACCEPTED = {
     "export": {"batch_size": "int64 None"}
     | dict.fromkeys(["combine", "weights", "state", "fn", "inference", "plan", "key"], "None"),
     "checkpoint.Checkpoints": {"folder": "text", "last": "int64", "best": "0 int64", "every": "int64 None"},
-    "methods.population.explore": {"resample": "0 float32"},
+    "methods.population.perturb_hyper": {"resample": "0 float32"},
     "methods.population.rank": {"healthy": "None"},
     "methods.population.truncation": {"healthy": "None", "fraction": "float32"},
     "methods.population_based_training": {
@@ -286,7 +286,7 @@ ACCEPTED = {
     "methods.successive_halving": {"epochs": "int64", "steps": "None", "factor": "int64", "rungs": "int64 None"},
     "methods.hyperband": {"epochs": "int64", "factor": "int64"},
     "methods.cross_fit": {"fn": "None"},
-    "sweep.stretched": {"length": "int64 float32", "new_length": "int64 float32"},
+    "sweep.rescale_schedule": {"length": "int64 float32", "new_length": "int64 float32"},
     "tree.polyak": {"tau": "0 float32"},
     "plan.Auto": {"memory": "int64 None", "share": "0 float32", "scan": "None"},
     "plan.Chunked": {"size": "int64", "scan": "None"},

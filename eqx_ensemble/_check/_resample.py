@@ -246,17 +246,6 @@ def folds_of_members(num_folds: int, num_members: int, *, name: str) -> None:
         raise ValueError(f"`{name}` needs one fold per member, got {num_folds} folds and {num_members} members.")
 
 
-def whole_folds(num_folds: int, num_members: int, *, name: str) -> int:
-    """How many members each fold has."""
-    times, rest = divmod(num_members, num_folds)
-    if rest or times == 0:
-        raise ValueError(
-            f"`{name}` needs one member per fold, or the same number for each: got {num_members} members and "
-            f"{num_folds} folds."
-        )
-    return times
-
-
 def no_copies(revived: list[Any], *, name: str) -> None:
     """Nobody goes on with weights that another member's rows have trained."""
     copied = [event for event in revived if event.donor is not None]

@@ -5,12 +5,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .. import _axes, _check
+from .. import _axes
+from .._check import check_ensemble, check_folds, check_rows_of_data, rows_of_folds
 from .._ensemble import Ensemble, M
 from .._predict import predict
 from ..resample import Folds, HeldOut
 from ..train import Run, fit
 from ..train.compiled._optimiser import Optimiser
+from ._check import check_whole_folds
 
 
 class CrossFit(NamedTuple):
@@ -38,12 +40,20 @@ def cross_fit(
     key: Any,
     **options: Any,
 ) -> CrossFit:
-    """Trains all folds of a cross-validation in one program, and predicts every row by who was not trained on it.
+    """Trains all folds of a cross-validation in one program and predicts every row with members not trained on it.
 
-    ??? cite
+    **Arguments:**
 
-        Chernozhukov et al., *Double/Debiased Machine Learning for Treatment and Structural Parameters*,
-        The Econometrics Journal 21, 2018.
+    - `ensemble`: one member per fold, or several: member `i` has fold `i % num_folds`.
+    - `loss`, `optimiser`, `data`, `options`: as for [`eqx_ensemble.fit`][].
+    - `folds`: from [`eqx_ensemble.resample.folds`][] or [`eqx_ensemble.resample.from_splits`][].
+    - `x`: the inputs to predict from, as for [`eqx_ensemble.predict`][]: all rows of the data, in their order.
+    - `fn`: how a member predicts, as for [`eqx_ensemble.predict`][]. Average class probabilities, not logits.
+    - `key`: the root key.
+
+    **Returns:** [`eqx_ensemble.methods.CrossFit`][]: the run and the held-out predictions.
+
+    **Raises:** `ValueError` when the folds do not match the members or the rows.
 
     ```python
     def loss(model, batch, key):
@@ -57,26 +67,19 @@ def cross_fit(
     held_out.mean.shape  # (100, 1): each row by the two members of its fold
     ```
 
-    **Arguments:**
+    ??? cite
 
-    - `ensemble`: one member per fold, or several: member `i` has fold `i % num_folds`.
-    - `loss`, `optimiser`, `data`, `options`: as for [`eqx_ensemble.fit`][].
-    - `folds`: what [`eqx_ensemble.resample.folds`][] or [`eqx_ensemble.resample.from_splits`][] returned.
-    - `x`: what the members predict from, as for [`eqx_ensemble.predict`][], of all rows of the data in their order.
-    - `fn`: how, as for [`eqx_ensemble.predict`][]: class probabilities are averaged, not logits.
-    - `key`: the root key.
-
-    **Returns:** the run, and the held-out predictions.
+        Chernozhukov et al., *Double/Debiased Machine Learning for Treatment and Structural Parameters*,
+        The Econometrics Journal 21, 2018.
     """
-    _check.check_ensemble(ensemble, Ensemble, name="cross_fit")
-    _check.check_folds("methods.cross_fit", folds, Folds)
-    times = _check.whole_folds(folds.test.shape[0], ensemble.num_members, name="cross_fit")
+    name = "methods.cross_fit"
+    check_ensemble(ensemble, Ensemble, name=name)
+    check_folds(name, folds, Folds)
+    times = check_whole_folds(folds.test.shape[0], ensemble.num_members, name=name)
     own = jax.tree.map(lambda part: jnp.tile(part, (times, 1)), folds)
-    num_rows = _check.check_rows_of_data(
-        x, _axes.Each, ensemble.num_members, argument="x", name="cross_fit", finite=False
-    )
-    _check.rows_of_folds(num_rows, own, None, name="cross_fit")
-    predict(ensemble, _first_row(x), state=options.get("state"), fn=fn)  # what is wrong with it shows before training
+    num_rows = check_rows_of_data(x, _axes.Each, ensemble.num_members, argument="x", name=name, finite=False)
+    rows_of_folds(num_rows, own, None, name=name)
+    predict(ensemble, _first_row(x), state=options.get("state"), fn=fn)  # raises its errors before training
     run = fit(ensemble, loss, optimiser, data, rows=own.train, key=key, **options)
     return CrossFit(run, run.out_of_fold(x, own, fn=fn))
 

@@ -6,17 +6,24 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _check
 from .._build import build
+from .._check import check_ensemble, check_positive_int
 from .._ensemble import Ensemble, M
 from ..distributed import to_host
-from ..sweep import draw
-from ..sweep._draw import AbstractRange
+from ..sweep import AbstractRange, draw
 from ..train import Run, fit
 from ..train._state import OK
 from ..train.compiled._optimiser import Optimiser
 from ..train.data._data import is_batches
 from . import population
+from ._check import (
+    check_factor,
+    check_length,
+    check_no_checkpoint,
+    check_options,
+    check_validation_given,
+    check_whole_epochs,
+)
 from ._scores import last_scores
 
 
@@ -34,14 +41,24 @@ def successive_halving(
     key: Any,
     **options: Any,
 ) -> Run[M]:
-    """Trains all members a little, the best of them longer, the best of those longer still.
+    """Trains all members briefly, the best of them for longer, and the best of those for longer still.
 
-    At each rung the best `1 / factor` of the members that are left, rounded down, go on until they have trained
-    `factor` times as long; the others stop, and leave the compiled arrays when that pays.
+    At each rung the best `1 / factor` of the remaining members, rounded down, continue until they have trained
+    `factor` times as long. The others stop and are removed from the compiled arrays when that saves time.
 
-    ??? cite
+    **Arguments:**
 
-        Jamieson and Talwalkar, *Non-stochastic Best Arm Identification and Hyperparameter Optimization*, AISTATS 2016.
+    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
+    - `epochs` or `steps`: the length of the first rung; rung `i`, counted from 0, ends when members have trained
+        `factor ** i` times as long, rounded up.
+    - `factor`: the ratio of members, and of training lengths, between two rungs; 2 halves the members.
+    - `rungs`: the number of rungs. By default, as many as it takes until one member remains.
+    - `key`: the root key.
+
+    **Returns:** the run. Dropped members have the status `"stopped"` and their best weights; `run.left` holds the
+    step.
+
+    **Raises:** `TypeError` without validation data, and for `checkpoint`; `ValueError` for a factor of at most 1.
 
     ```python
     def loss(model, batch, key):
@@ -54,46 +71,42 @@ def successive_halving(
     run = ee.methods.successive_halving(
         ensemble, loss, lambda hyper: optax.adam(hyper["lr"]), data, hyper=hyper, validation=data, epochs=1, key=key
     )
-    run.left  # (9,): six members left after two steps, two after six, and -1 for the one that was never dropped
+    run.left  # (9,): six members stopped after two steps, two after six; -1 for the one that was never dropped
     ```
 
-    **Arguments:**
+    ??? cite
 
-    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
-    - `epochs` or `steps`: the length of the first rung; rung `i`, counted from 0, ends when members have trained
-        `factor ** i` times as long, rounded up.
-    - `factor`: 2 halves the members at each rung.
-    - `rungs`: how many; as many as it takes to have one member left, if not given.
-    - `key`: the root key.
-
-    **Returns:** the run: members that were dropped are `"stopped"`, at the step in `left`, each at its best weights.
+        Jamieson and Talwalkar, *Non-stochastic Best Arm Identification and Hyperparameter Optimization*, AISTATS 2016.
     """
-    _check.judged((), validation, name="successive_halving")
-    _check.no_saving(options, name="successive_halving")
-    factor = _check.halving(factor, rungs, name="successive_halving")
-    _check.check_ensemble(ensemble, Ensemble, name="successive_halving")
-    unit, shortest = _check.one_length_of("successive_halving", epochs=epochs, steps=steps)
-    _check.whole_epochs(steps, is_batches=is_batches(data), name="successive_halving")
+    name = "methods.successive_halving"
+    check_validation_given(validation, name=name)
+    check_no_checkpoint(options, name=name)
+    factor = check_factor(factor, name=name)
+    if rungs is not None:
+        check_positive_int(rungs, "rungs", name=name)
+    check_ensemble(ensemble, Ensemble, name=name)
+    unit, shortest = check_length(name, epochs=epochs, steps=steps)
+    check_whole_epochs(steps, is_batches=is_batches(data), name=name)
     rungs = _rungs(ensemble.num_members, factor) if rungs is None else rungs
     totals = [math.ceil(shortest * factor**i - 1e-9) for i in range(rungs)]
-    return _halved(
+    return _halve(
         ensemble, loss, optimiser, data, unit, sorted(set(totals)), factor, **options, validation=validation, key=key
     )
 
 
 def _rungs(count: int, factor: float | int) -> int:
-    """How many rungs it takes to have one member left."""
+    """The number of rungs until one member remains."""
     rungs = 1
     while count > 1:
-        count, rungs = _fewer(count, factor), rungs + 1
+        count, rungs = _num_kept(count, factor), rungs + 1
     return rungs
 
 
-def _fewer(count: int, factor: float | int) -> int:
+def _num_kept(count: int, factor: float | int) -> int:
     return max(1, math.floor(count / factor + 1e-9))
 
 
-def _halved(
+def _halve(
     ensemble: Ensemble[M],
     loss: Callable[..., Any],
     optimiser: Optimiser,
@@ -103,16 +116,16 @@ def _halved(
     factor: float | int,
     **options: Any,
 ) -> Run[M]:
-    """Successive halving with rungs that end at the given totals."""
+    """Successive halving with rungs that end at `totals`, in `unit`."""
     first = {word: options.pop(word) for word in ("hyper", "state", "trainable") if word in options}
     lengths: list[dict[str, Any]] = [{unit: more} for more in np.diff(totals, prepend=0).tolist()]
     run = fit(ensemble, loss, optimiser, data, **options, **first, **lengths[0])
     for length in lengths[1:]:
-        left = to_host(run.train_state.moving.status) == OK
-        if run.interrupted or not left.any():
+        training = to_host(run.train_state.moving.status) == OK
+        if run.interrupted or not training.any():
             break
-        order = population.rank(last_scores(run), healthy=left, mode=run.mode)
-        dropped = order[left[order]][_fewer(int(left.sum()), factor) :]
+        order = population.rank(last_scores(run), healthy=training, mode=run.mode)
+        dropped = order[training[order]][_num_kept(int(training.sum()), factor) :]
         if len(dropped):
             run = dataclasses.replace(run, train_state=population.stop(run.train_state, dropped))
         run = fit(run, loss, optimiser, data, **options, **length)
@@ -132,13 +145,23 @@ def hyperband(
     key: Any,
     **options: Any,
 ) -> list[Run[M]]:
-    """Successive halving several times, from many members trained shortly to a few trained in full.
+    """Runs successive halving several times, from many members trained briefly to a few trained in full.
 
-    Nobody knows beforehand how early bad hyper-parameters show: each bracket stakes as much time on another answer.
+    How early bad hyper-parameters can be recognised is not known in advance: each bracket assumes another answer, and
+    all brackets take the same time.
 
-    ??? cite
+    **Arguments:**
 
-        Li et al., *Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization*, JMLR 18, 2018.
+    - `make`: the constructor of one member, as for [`eqx_ensemble.build`][].
+    - `ranges`: the ranges of the hyper-parameters, as for [`eqx_ensemble.sweep.draw`][].
+    - `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
+    - `epochs`: the longest training of a member.
+    - `factor`: the ratio of members, and of training lengths, between two rungs.
+    - `key`: the root key.
+
+    **Returns:** one run per bracket, the largest first. Ids are unique across brackets.
+
+    **Raises:** `TypeError` for options of [`eqx_ensemble.fit`][] that the method sets itself.
 
     ```python
     def loss(model, batch, key):
@@ -154,35 +177,28 @@ def hyperband(
     winners = ee.concatenate([run.best() for run in runs])  # one of each bracket
     ```
 
-    **Arguments:**
+    ??? cite
 
-    - `make`: the constructor of one member, as for [`eqx_ensemble.build`][].
-    - `ranges`: what to draw hyper-parameters from, as for [`eqx_ensemble.sweep.draw`][].
-    - `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
-    - `epochs`: the most that any member trains.
-    - `factor`: of members dropped at each rung, and of time added.
-    - `key`: the root key.
-
-    **Returns:** a run for each bracket, the one of most members first; ids are unique among all.
+        Li et al., *Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization*, JMLR 18, 2018.
     """
-    _check.check_positive_int(epochs, "epochs", name="hyperband")
-    _check.judged((), validation, name="hyperband")
-    refused = ("steps", "hyper", "state", "rungs")
-    _check.no_options(options, refused, "it decides about these itself", name="hyperband")
-    _check.no_saving(options, name="hyperband")
-    factor = _check.halving(factor, None, name="hyperband")
+    name = "methods.hyperband"
+    check_positive_int(epochs, "epochs", name=name)
+    check_validation_given(validation, name=name)
+    check_options(options, ("steps", "hyper", "state", "rungs"), "it sets these itself", name=name)
+    check_no_checkpoint(options, name=name)
+    factor = check_factor(factor, name=name)
     most = math.floor(math.log(epochs, factor) + 1e-9)
     sizes = [math.ceil((most + 1) / (s + 1) * factor**s - 1e-9) for s in range(most, -1, -1)]
     ends = np.cumsum(sizes).tolist()
     hyper = draw(ranges, ends[-1], key=key)
     runs = []
     for s, size, end in zip(range(most, -1, -1), sizes, ends, strict=True):
-        places = np.arange(end - size, end)
-        made = build(make, ids=places, key=key)
+        indices = np.arange(end - size, end)
+        made = build(make, ids=indices, key=key)
         ensemble, state = made if isinstance(made, tuple) else (made, None)
         totals = [max(1, math.floor(epochs * factor ** (i - s) + 1e-9)) for i in range(s + 1)]
         runs.append(
-            _halved(
+            _halve(
                 ensemble,
                 loss,
                 optimiser,
@@ -191,7 +207,7 @@ def hyperband(
                 sorted(set(totals)),
                 factor,
                 validation=validation,
-                hyper={name: x[places] for name, x in hyper.items()},
+                hyper={name: x[indices] for name, x in hyper.items()},
                 state=state,
                 key=key,
                 **options,

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int, Key, PyTree
 
-from .. import _check
+from .._check import check_ensemble, check_function, check_key, check_positive_int, diverged, same_hyper
 from .._ensemble import Ensemble, M
 from ..distributed import to_host
 from ..train import Run, fit, perturb
@@ -18,6 +18,16 @@ from ..train.compiled._optimiser import Optimiser
 from ..train.compiled._select import forgotten
 from ..train.data._data import is_batches
 from . import population
+from ._check import (
+    check_fraction,
+    check_hyper_given,
+    check_indices,
+    check_no_checkpoint,
+    check_on_diverge,
+    check_options,
+    check_validation_given,
+    check_whole_epochs,
+)
 from ._scores import last_scores
 
 _STOPS = ("patience", "target", "max_steps", "max_seconds")
@@ -28,10 +38,10 @@ class Population(eqx.Module, Generic[M]):
 
     **Attributes:**
 
-    - `run`: the whole run; `run.ensemble` holds each member's best weights since it last became a copy.
+    - `run`: the run of all rounds; `run.ensemble` holds each member's best weights since it was last replaced.
     - `scores`: `(rounds, members)`, the validation scores at the end of each round.
-    - `lineage`: `(rounds, members)`, the id of the member with whose weights each member went on after each round: its
-        own id where it was not replaced.
+    - `lineage`: `(rounds, members)`, the id of each member's donor after each round: its own id where it was not
+        replaced.
     - `hyper`: the hyper-parameters during each round, each array `(rounds, members, ...)`.
     """
 
@@ -40,14 +50,20 @@ class Population(eqx.Module, Generic[M]):
     lineage: Int[np.ndarray, "rounds members"]
     hyper: PyTree
 
-    def ancestors(self, place: int) -> Int[np.ndarray, " rounds"]:
-        """The ids of the members that were, in each round, what the member at `place` has become.
+    def ancestors(self, index: int) -> Int[np.ndarray, " rounds"]:
+        """The ids of the members whose weights the member at `index` descends from, one per round.
 
-        The schedule of hyper-parameters that made it is what these had in their rounds.
+        Their hyper-parameters in these rounds are the schedule that it was trained with.
+
+        **Arguments:**
+
+        - `index`: the member's position in the ensemble.
+
+        **Returns:** ids `(rounds,)`, the last one its own.
         """
         ids = np.asarray(self.run.train_state.ids).tolist()
-        _check.places([place], len(ids), name="Population.ancestors")
-        found = [ids[place]]
+        check_indices([index], len(ids), name="Population.ancestors")
+        found = [ids[index]]
         for row in self.lineage[-2::-1]:
             found.append(int(row[ids.index(found[-1])]))
         return np.array(found[::-1])
@@ -69,15 +85,29 @@ def population_based_training(
     key: Any,
     **options: Any,
 ) -> Population[M]:
-    """Trains a population whose worst members become copies of its best ones, with other hyper-parameters.
+    """Trains a population, replacing the worst members by copies of the best with perturbed hyper-parameters.
 
-    After each round but the last, members are ranked by their validation scores; the worst take weights, optimiser
-    state and hyper-parameters of one of the best ([`eqx_ensemble.methods.population.truncation`][]) and explore from
-    there. A member that diverged is replaced too, and is never a donor. All rounds are one compiled program.
+    After each round but the last, members are ranked by their validation scores. Each of the worst copies weights,
+    optimiser state and hyper-parameters of one of the best ([`eqx_ensemble.methods.population.truncation`][]), and its
+    hyper-parameters are perturbed. Diverged members are replaced too and are never donors. All rounds run one compiled
+    program.
 
-    ??? cite
+    **Arguments:**
 
-        Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
+    - `ensemble`, `loss`, `optimiser`, `data`, `hyper`, `validation`, `options`: as for [`eqx_ensemble.fit`][], except
+        `checkpoint` and the options that stop members. The hyper-parameters may be used by the optimiser, the loss, or
+        both.
+    - `rounds`: the number of rounds.
+    - `epochs` or `steps`: the length of one round.
+    - `fraction`: the fraction of members that are replaced after a round, rounded up.
+    - `explore`: `explore(hyper, key) -> hyper` perturbs the hyper-parameters of one copy: by default
+        [`eqx_ensemble.train.perturb`][]; [`eqx_ensemble.methods.population.perturb_hyper`][] respects ranges.
+    - `key`: the root key.
+
+    **Returns:** [`eqx_ensemble.methods.Population`][]. Ctrl-C ends it at the next boundary.
+
+    **Raises:** `TypeError` without `hyper` or validation data, and for `checkpoint` and options that stop members;
+    `ValueError` for a fraction outside (0, 0.5].
 
     ```python
     def loss(model, batch, key):
@@ -89,45 +119,37 @@ def population_based_training(
     data = jnp.ones((64, 3)), jnp.zeros((64, 1))
     found = ee.methods.population_based_training(
         ensemble, loss, lambda hyper: optax.adam(hyper["lr"]), data, hyper=ee.sweep.draw(ranges, 8, key=key),
-        validation=data, rounds=3, epochs=2, explore=ee.methods.population.explore(ranges), key=key,
+        validation=data, rounds=3, epochs=2, explore=ee.methods.population.perturb_hyper(ranges), key=key,
     )
     found.run.best()
     found.lineage  # (3, 8)
     ```
 
-    **Arguments:**
+    ??? cite
 
-    - `ensemble`, `loss`, `optimiser`, `data`, `hyper`, `validation`, `options`: as for [`eqx_ensemble.fit`][], but for
-        `checkpoint` and what makes members stop. The hyper-parameters may be those of the optimiser, of the loss, or
-        of both.
-    - `rounds`: how often to train and compare.
-    - `epochs` or `steps`: the length of one round.
-    - `fraction`: of the members, how many are replaced after a round, rounded up.
-    - `explore`: `explore(hyper, key) -> hyper` changes a copy's hyper-parameters: [`eqx_ensemble.train.perturb`][] if
-        not given, or what [`eqx_ensemble.methods.population.explore`][] makes of ranges.
-    - `key`: the root key.
-
-    **Returns:** [`eqx_ensemble.methods.Population`][]. Ctrl-C ends it after the round's present chunk.
+        Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
     """
-    _check.check_positive_int(rounds, "rounds", name="population_based_training")
-    _check.judged(hyper, validation, name="population_based_training")
-    _check.part_of_members(fraction, name="population_based_training")
-    _check.no_options(options, _STOPS, "a population trains as long as it lasts", name="population_based_training")
-    _check.no_saving(options, name="population_based_training")
-    _check.own_revival(options.get("on_diverge"))
-    _check.whole_epochs(steps, is_batches=is_batches(data), name="population_based_training")
-    _check.check_ensemble(ensemble, Ensemble, name="population_based_training")
-    _check.check_function(explore, "explore", name="population_based_training", example="eqx_ensemble.train.perturb")
-    _check.check_key(key, name="population_based_training")
-    hyper = hyper_arrays(hyper, ensemble.num_members, name="population_based_training")
+    name = "methods.population_based_training"
+    check_positive_int(rounds, "rounds", name=name)
+    check_hyper_given(hyper, name=name)
+    check_validation_given(validation, name=name)
+    check_fraction(fraction, name=name)
+    check_options(options, _STOPS, "all members train in every round", name=name)
+    check_no_checkpoint(options, name=name)
+    check_on_diverge(options.get("on_diverge"))
+    check_whole_epochs(steps, is_batches=is_batches(data), name=name)
+    check_ensemble(ensemble, Ensemble, name=name)
+    check_function(explore, "explore", name=name, example="train.perturb")
+    check_key(key, name=name)
+    hyper = hyper_arrays(hyper, ensemble.num_members, name=name)
     one = jax.tree.map(lambda x: x[0], hyper)
     keys = jax.random.split(key, rounds)
-    _check.same_hyper(one, explore(one, keys[0]), name="explore")
+    same_hyper(one, explore(one, keys[0]), name="explore")
     run, scores, lineage, hypers = ensemble, [], [], []
     first = {"hyper": hyper, **{name: options.pop(name) for name in ("state", "trainable") if name in options}}
     while True:
         with warnings.catch_warnings():
-            if len(scores) < rounds - 1:  # those who diverged will be replaced
+            if len(scores) < rounds - 1:  # diverged members will be replaced
                 warnings.filterwarnings("ignore", message=".*diverged", category=UserWarning)
             run = fit(
                 run, loss, optimiser, data, validation=validation, epochs=epochs, steps=steps, key=key,
@@ -136,23 +158,23 @@ def population_based_training(
         scores.append(last_scores(run))
         lineage.append(np.asarray(run.train_state.ids))
         hypers.append(to_host(run.train_state.fixed.hyper))
-        able = to_host(run.train_state.moving.status) == OK
-        if len(scores) == rounds or run.interrupted or not able.any():
-            if len(scores) < rounds and not able.any():
-                warnings.warn(_check.diverged(lineage[-1], run.left, run.fault), stacklevel=2)
+        training = to_host(run.train_state.moving.status) == OK
+        if len(scores) == rounds or run.interrupted or not training.any():
+            if len(scores) < rounds and not training.any():
+                warnings.warn(diverged(lineage[-1], run.left, run.fault), stacklevel=2)
             stacked = jax.tree.map(lambda *parts: np.stack(parts), *hypers)
-            run = dataclasses.replace(run, rows=None)  # a copy has seen the rows of others
+            run = dataclasses.replace(run, rows=None)  # a copy was trained on the rows of others
             return Population(run, np.stack(scores), np.stack(lineage), stacked)
-        donors = population.truncation(scores[-1], able, fraction=fraction, mode=run.mode, key=keys[len(scores)])
+        donors = population.truncation(scores[-1], training, fraction=fraction, mode=run.mode, key=keys[len(scores)])
         lineage[-1] = lineage[-1][donors]
-        run = _replaced(run, donors, explore, key=key)
+        run = _replace(run, donors, explore, key=key)
 
 
-def _replaced(run: Run, donors: np.ndarray, explore: Callable[..., Any], *, key: Any) -> Run:
-    """The run with members as copies of their donors, exploring from there; their best weights are forgotten."""
+def _replace(run: Run, donors: np.ndarray, explore: Callable[..., Any], *, key: Any) -> Run:
+    """Makes members copies of their donors, perturbs their hyper-parameters and resets their best weights."""
     replaced = np.flatnonzero(donors != np.arange(len(donors)))
     if len(replaced) == 0:
         return run
-    state = population.change(population.clone(run.train_state, donors), replaced, explore, key=key)
+    state = population.set_hyper(population.clone(run.train_state, donors), replaced, explore, key=key)
     selection = forgotten(run.selection, state.moving, replaced)
     return dataclasses.replace(run, train_state=state, selection=selection)

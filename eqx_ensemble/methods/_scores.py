@@ -5,7 +5,7 @@ from ..train import Run
 
 
 def last_scores(run: Run) -> Float[np.ndarray, " members"]:
-    """The validation scores of the members' present weights `(members,)`; NaN where these have none."""
+    """The validation scores of the current weights `(members,)`; NaN where these were not validated."""
     scores, steps = run.history.validation, run.history.validation_step
     if scores is None or len(steps) == 0 or steps[-1] != int(run.train_state.step):
         return np.full(len(run.status), np.nan)

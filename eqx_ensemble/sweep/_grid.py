@@ -6,46 +6,47 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from .. import _check
+from ._check import check_lengths, check_sweep_values
 
 
 def grid(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..."]]:
-    """Hyper-parameters of one member for every combination of values, as in `itertools.product`.
-
-    ```python
-    hyper = ee.grid({"lr": [1e-3, 1e-2], "wd": [0.0, 1e-4, 1e-3]})
-    hyper["lr"].shape  # (6,): the last name varies fastest
-    ```
+    """Makes one member for every combination of values, as `itertools.product`.
 
     **Arguments:**
 
     - `values`: for every name the values to combine, `(choices, ...)`.
 
-    **Returns:** for every name its value in each combination, `(members, ...)`: what `fit` takes as `hyper`.
+    **Returns:** for every name its value in each combination, `(members, ...)`; pass the dictionary to
+    [`eqx_ensemble.fit`][] as `hyper`.
 
-    **Raises:** TypeError for values that are no numbers, ValueError for none.
+    **Raises:** `TypeError` for values that are not numbers, `ValueError` for a name without values.
+
+    ```python
+    hyper = ee.grid({"lr": [1e-3, 1e-2], "wd": [0.0, 1e-4, 1e-3]})
+    hyper["lr"].shape  # (6,): the last name varies fastest
+    ```
     """
-    arrays = _check.sweep_values(values, name="sweep.grid")
+    arrays = check_sweep_values(values, name="sweep.grid")
     combinations = np.array(list(itertools.product(*(range(len(x)) for x in arrays.values()))))
     return {name: jnp.asarray(x[combinations[:, i]]) for i, (name, x) in enumerate(arrays.items())}
 
 
-def zipped(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..."]]:
-    """Hyper-parameters of which member `i` gets the `i`-th of each, as in `zip`.
-
-    ```python
-    hyper = ee.sweep.zipped({"lr": [1e-3, 1e-2, 1e-1], "clip": [1.0, 0.5, 0.1]})  # three members
-    ```
+def zip_values(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..."]]:
+    """Makes one member of the `i`-th values of all names, as `zip`.
 
     **Arguments:**
 
     - `values`: for every name one value per member, `(members, ...)`.
 
-    **Returns:** the same as arrays: what `fit` takes as `hyper`.
+    **Returns:** the same as arrays; pass the dictionary to [`eqx_ensemble.fit`][] as `hyper`.
 
-    **Raises:** TypeError for values that are no numbers, ValueError for none, `MemberMismatchError` when names disagree
-    on the number of members.
+    **Raises:** `TypeError` for values that are not numbers, `ValueError` for a name without values,
+    `MemberMismatchError` when names disagree on the number of members.
+
+    ```python
+    hyper = ee.sweep.zip_values({"lr": [1e-3, 1e-2, 1e-1], "clip": [1.0, 0.5, 0.1]})  # three members
+    ```
     """
-    arrays = _check.sweep_values(values, name="sweep.zipped")
-    _check.one_length(arrays, name="sweep.zipped")
+    arrays = check_sweep_values(values, name="sweep.zip_values")
+    check_lengths(arrays, name="sweep.zip_values")
     return {name: jnp.asarray(x) for name, x in arrays.items()}

@@ -1,27 +1,29 @@
 from collections.abc import Callable
 from typing import Any
 
-from .. import _check
+from ._check import check_schedule
 
 
-def stretched(schedule: Callable[[Any], Any], length: float | int, new_length: Any) -> Callable[[Any], Any]:
-    """A schedule that does in `new_length` steps what `schedule` does in `length`.
+def rescale_schedule(schedule: Callable[[Any], Any], length: float | int, new_length: Any) -> Callable[[Any], Any]:
+    """Rescales a schedule of `length` steps to `new_length` steps.
 
-    For schedules whose length is a member's own hyper-parameter: optax looks at a schedule's length in Python, where a
-    member's own has no value yet.
-
-    ```python
-    cosine = optax.cosine_decay_schedule(0.01, 1000)
-    optimiser = lambda hyper: optax.adam(ee.sweep.stretched(cosine, 1000, hyper["steps"]))
-    ```
+    Use it for schedules whose length is a hyper-parameter: optax needs the length as a Python number, but inside the
+    compiled program a hyper-parameter is traced.
 
     **Arguments:**
 
-    - `schedule`: an optax schedule: `schedule(step) -> value`, taking any real number as step.
+    - `schedule`: an optax schedule: `schedule(step) -> value`, for any real number `step`.
     - `length`: its length in steps, a number.
-    - `new_length`: the wanted length in steps, a number or a member's own `()`.
+    - `new_length`: the new length in steps, a number or a member's hyper-parameter `()`.
 
     **Returns:** the schedule.
+
+    **Raises:** `TypeError` for a schedule that is not a function, `ValueError` for a length that is not positive.
+
+    ```python
+    cosine = optax.cosine_decay_schedule(0.01, 1000)
+    optimiser = lambda hyper: optax.adam(ee.sweep.rescale_schedule(cosine, 1000, hyper["steps"]))
+    ```
     """
-    _check.schedule(schedule, length, new_length, name="sweep.stretched")
+    check_schedule(schedule, length, new_length, name="sweep.rescale_schedule")
     return lambda step: schedule(step * (length / new_length))

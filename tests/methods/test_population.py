@@ -117,7 +117,7 @@ class TestSelect:
 
     @pytest.mark.parametrize(
         ("members", "message"),
-        [([0, 6], "from 0 to 5, got 0 to 6"), ([1, 1], r"at most once.*\[1, 1\]"), ([0.5], "whole numbers")],
+        [([0, 6], "from 0 to 5, got 0 to 6"), ([1, 1], r"at most once.*\[1, 1\]"), ([0.5], "integers")],
     )
     def test_refused(self, state, members, message, unhooked):
         with pytest.raises((TypeError, ValueError), match=message):
@@ -206,7 +206,7 @@ class TestTruncation:
 class TestExplore:
     def test_within_its_range(self):
         ranges = {"lr": ee.sweep.LogUniform(0.01, 0.1), "width": ee.sweep.Choice([8, 16, 32])}
-        fn = population.explore(ranges, resample=0.0)
+        fn = population.perturb_hyper(ranges, resample=0.0)
         own = {"lr": jnp.array(0.09), "width": jnp.array(16), "other": jnp.array(3.0)}
         found = [fn(own, jax.random.key(seed)) for seed in range(30)]
         rates = sorted({round(float(one["lr"]), 6) for one in found})
@@ -215,7 +215,7 @@ class TestExplore:
         assert all(one["other"] == 3.0 for one in found)
 
     def test_drawn_anew(self):
-        fn = population.explore(RANGES, resample=1.0)
+        fn = population.perturb_hyper(RANGES, resample=1.0)
         found = [fn({"lr": jnp.array(0.02)}, jax.random.key(seed))["lr"] for seed in range(200)]
         assert len(set(found)) == 200
         assert 1e-3 <= min(found) < 2e-3
@@ -223,31 +223,31 @@ class TestExplore:
 
     def test_unknown_name(self):
         with pytest.raises(ValueError, match=r"ranges of \['lr'\].*names \['rate'\]"):
-            population.explore(RANGES)({"rate": jnp.array(1.0)}, KEY)
+            population.perturb_hyper(RANGES)({"rate": jnp.array(1.0)}, KEY)
 
     def test_only_those_chosen_change(self, state):
-        new = population.change(state, [1, 3], ee.train.perturb, key=KEY).fixed.hyper["lr"]
+        new = population.set_hyper(state, [1, 3], ee.train.perturb, key=KEY).fixed.hyper["lr"]
         ratio = np.asarray(new / state.fixed.hyper["lr"])
         assert ratio[[0, 2, 4, 5]].tolist() == [1.0] * 4
         np.testing.assert_allclose(np.minimum(abs(ratio[[1, 3]] - 0.8), abs(ratio[[1, 3]] - 1.2)), 0.0, atol=1e-6)
 
     def test_whole_numbers_stay_whole(self, ensemble):
         state = ee.train.init(ensemble, lambda h: optax.sgd(0.1), hyper={"n": jnp.full(MEMBERS, 3)}, key=KEY)
-        double = population.change(state, [0], lambda hyper, key: {"n": 2 * hyper["n"]}, key=KEY)
+        double = population.set_hyper(state, [0], lambda hyper, key: {"n": 2 * hyper["n"]}, key=KEY)
         assert double.fixed.hyper["n"].tolist() == [6, 3, 3, 3, 3, 3]
         with pytest.raises(TypeError, match="whole numbers"):
-            population.change(state, [0], lambda hyper, key: {"n": 1.2 * float(hyper["n"])}, key=KEY)
+            population.set_hyper(state, [0], lambda hyper, key: {"n": 1.2 * float(hyper["n"])}, key=KEY)
 
     def test_a_function_that_returns_something_else(self, state):
         with pytest.raises(TypeError, match="returns hyper-parameters like those it is given"):
-            population.change(state, [1], lambda hyper, key: hyper["lr"], key=KEY)
+            population.set_hyper(state, [1], lambda hyper, key: hyper["lr"], key=KEY)
 
 
 @pytest.fixture(scope="module")
 def found(ensemble):
     return ee.methods.population_based_training(
         ensemble, loss, OPTIMISER, data(), hyper=hyper(), validation=data(16, 1), rounds=4, epochs=2,
-        fraction=0.34, explore=population.explore(RANGES), **OPTIONS,
+        fraction=0.34, explore=population.perturb_hyper(RANGES), **OPTIONS,
     )  # fmt: skip
 
 
@@ -351,8 +351,8 @@ class TestPopulationBasedTraining:
             ({"rounds": 0}, "`rounds`"),
             ({"fraction": 0.9}, "at most 0.5"),
             ({"patience": 2}, "does not take `patience`"),
-            ({"checkpoint": "a"}, "does not take `checkpoint`: it is made of several runs"),
-            ({"on_diverge": "revive"}, "replaces those that diverged"),
+            ({"checkpoint": "a"}, "does not take `checkpoint`: it consists of several runs"),
+            ({"on_diverge": "revive"}, "replaces diverged members"),
             ({"explore": lambda hyper, key: None}, "`explore` needs a function that returns hyper-parameters"),
         ],
     )
@@ -495,7 +495,7 @@ def test_hyperband_brackets():
 def test_schedules_of_different_lengths(ensemble):
     lengths = np.linspace(5, 30, MEMBERS).astype(np.float32)
     unit = optax.cosine_decay_schedule(0.05, 100)
-    optimiser = lambda hyper: optax.sgd(ee.sweep.stretched(unit, 100, hyper["length"]))
+    optimiser = lambda hyper: optax.sgd(ee.sweep.rescale_schedule(unit, 100, hyper["length"]))
     run = ee.fit(
         ensemble, loss, optimiser, data(), hyper={"length": jnp.asarray(lengths)}, steps=20, batch_size=BATCH,
         order="given", progress=False, key=KEY,
@@ -510,5 +510,5 @@ def test_schedules_of_different_lengths(ensemble):
 
 def test_a_schedule_that_looks_at_its_length_is_explained(ensemble):
     optimiser = lambda hyper: optax.sgd(optax.cosine_decay_schedule(0.05, hyper["length"]))
-    with pytest.raises(TypeError, match=r"sweep\.stretched"):
+    with pytest.raises(TypeError, match=r"sweep\.rescale_schedule"):
         ee.fit(ensemble, loss, optimiser, data(), hyper={"length": jnp.full(MEMBERS, 10)}, steps=1, key=KEY)

@@ -53,7 +53,7 @@ OPTIMISERS = {
     "sgd lr": ([1e-3, 1e-2, 1e-1], lambda v: optax.sgd(v, momentum=0.9)),
     "sgd momentum": ([0.0, 0.5, 0.9], lambda v: optax.sgd(1e-2, momentum=v)),
     "clip": ([1e-3, 1e-1, 10.0], lambda v: optax.chain(optax.clip_by_global_norm(v), optax.sgd(0.1))),
-    "cosine length": ([5.0, 10.0, 40.0], lambda v: optax.sgd(ee.sweep.stretched(COSINE, 100, v))),
+    "cosine length": ([5.0, 10.0, 40.0], lambda v: optax.sgd(ee.sweep.rescale_schedule(COSINE, 100, v))),
 }
 ALONE = {"cosine length": lambda v: optax.sgd(optax.cosine_decay_schedule(0.05, v))}
 

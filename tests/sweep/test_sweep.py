@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.sweep import Choice, LogUniform, Uniform, draw, grid, zipped
+from eqx_ensemble.sweep import AbstractRange, Choice, LogUniform, Uniform, draw, grid, zip_values
 
 KEY = jax.random.key(0)
 
@@ -26,8 +26,8 @@ def test_a_grid_of_vectors():
     assert grid({"betas": [[0.9, 0.99], [0.8, 0.9]], "lr": [1.0, 2.0, 3.0]})["betas"].shape == (6, 2)
 
 
-def test_zipped_goes_side_by_side():
-    hyper = zipped({"lr": [0.1, 0.2, 0.3], "clip": np.array([1.0, 2.0, 3.0])})
+def test_zip_values_pairs_the_values():
+    hyper = zip_values({"lr": [0.1, 0.2, 0.3], "clip": np.array([1.0, 2.0, 3.0])})
     np.testing.assert_allclose(hyper["clip"], [1, 2, 3])
 
 
@@ -50,6 +50,22 @@ def test_draws_follow_their_laws():
     assert abs(np.corrcoef(*uniform.values())[0, 1]) < 0.08  # names are independent: five standard deviations
 
 
+class Normal(AbstractRange):
+    def draw(self, generator):
+        return generator.normal()
+
+    def rescale(self, value, factor):
+        return value * factor
+
+
+def test_a_range_of_the_users_own():
+    values = np.sort(draw({"shift": Normal()}, 4000, key=KEY)["shift"])
+    distance = np.abs(jax.scipy.stats.norm.cdf(values) - (np.arange(4000) + 0.5) / 4000).max()
+    assert distance < 0.042  # as above
+    explore = ee.methods.population.perturb_hyper({"shift": Normal()}, resample=0.0, factors=(2.0,))
+    assert explore({"shift": jnp.array(-1.5)}, KEY) == {"shift": -3.0}
+
+
 def test_more_members_and_more_names_change_nothing():
     few, many = draw({"lr": RANGES["lr"]}, 5, key=KEY), draw(RANGES, 50, key=KEY)
     np.testing.assert_array_equal(few["lr"], many["lr"][:5])
@@ -66,12 +82,12 @@ def test_more_members_and_more_names_change_nothing():
         (lambda: grid({"lr": []}), "`sweep.grid` needs a list of values in `lr`, got []."),
         (lambda: grid({"act": [jax.nn.relu]}), "`sweep.grid` needs numbers in `act`, because members of one ensemble"),
         (
-            lambda: zipped({"a": [1], "b": [1, 2]}),
-            "`sweep.zipped` needs one value per member in every name; got 1",
+            lambda: zip_values({"a": [1], "b": [1, 2]}),
+            "`sweep.zip_values` needs one value per member in every name; got 1",
         ),
-        (lambda: LogUniform(0.0, 1.0), "`LogUniform` needs positive ends, because zero has no logarithm"),
-        (lambda: Uniform(2, 1), "`Uniform` needs its lower end first, got 2 and 1."),
-        (lambda: Uniform("a", 1), "`Uniform` needs `low` to be a number, got 'a'."),
+        (lambda: LogUniform(0.0, 1.0), "`sweep.LogUniform` needs positive ends, because zero has no logarithm"),
+        (lambda: Uniform(2, 1), "`sweep.Uniform` needs `low` below `high`, got 2 and 1."),
+        (lambda: Uniform("a", 1), "`sweep.Uniform` needs `low` to be a number, got 'a'."),
         (lambda: draw({"lr": (1e-4, 1e-1)}, 3, key=KEY), "`sweep.draw` needs a range in `lr`, such as"),
         (lambda: draw(RANGES, 0, key=KEY), "needs `num_members` of at least 1, got 0."),
         (lambda: draw(RANGES, 3, key=0), "`sweep.draw`"),
@@ -88,7 +104,7 @@ class TestBestOfARun:
         x = jax.random.normal(KEY, (32, 3))
         data = x, x.sum(1, keepdims=True)
         loss = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
-        hyper = zipped({"lr": [1e-3, 1e-1, jnp.inf, 1e-2, 1e-4, 3e-2], "betas": np.full((6, 2), 0.9)})
+        hyper = zip_values({"lr": [1e-3, 1e-1, jnp.inf, 1e-2, 1e-4, 3e-2], "betas": np.full((6, 2), 0.9)})
         optimiser = lambda h: optax.sgd(h["lr"], momentum=h["betas"][0])
         with pytest.warns(UserWarning, match="diverged"):
             return ee.fit(ensemble, loss, optimiser, data, epochs=2, hyper=hyper, progress=False, key=KEY, **options)

@@ -1,10 +1,10 @@
-"""Decisions between runs, on the training state of all members: who is best, who goes on, who becomes a copy of whom.
+"""Operations on the training state between runs: rank, select, copy and stop members, set their hyper-parameters.
 
 Each moves weights, optimiser states, hyper-parameters, ids and random streams together, in one gather.
 """
 
-from ._decisions import change as change
-from ._decisions import explore as explore
+from ._decisions import perturb_hyper as perturb_hyper
+from ._decisions import set_hyper as set_hyper
 from ._decisions import truncation as truncation
 from ._moves import clone as clone
 from ._moves import rank as rank

@@ -6,12 +6,23 @@ import jax
 import numpy as np
 from jaxtyping import Int, Key, PyTree
 
-from ... import _check, _keys, _streams
+from ... import _keys, _streams
+from ..._check import check_function, check_number, train_state
 from ..._ensemble import M
-from ...sweep._draw import AbstractRange
+from ...sweep import AbstractRange
+from ...sweep._check import check_ranges
 from ...train import TrainState
 from ...train._hyper import changed_hyper
 from ...train._state import Fixed
+from .._check import (
+    check_factors,
+    check_fraction,
+    check_healthy,
+    check_indices,
+    check_member_scores,
+    check_range_names,
+    check_state_has_hyper,
+)
 from ._moves import rank
 
 
@@ -23,110 +34,121 @@ def truncation(
     mode: Literal["min", "max"] = "min",
     key: Any,
 ) -> Int[np.ndarray, " members"]:
-    """Donors by truncation: each of the worst members gets one of the best, drawn at random.
+    """Chooses donors by truncation selection: each of the worst members gets one of the best at random.
 
-    ??? cite
+    **Arguments:**
 
-        Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
+    - `scores`: one per member `(members,)`.
+    - `healthy`: `(members,)`, which members may be donors. All others, and members with a score of NaN, are replaced.
+    - `fraction`: the fraction of members to replace, and to choose donors from, rounded up; at most a half.
+    - `mode`: `"min"` if lower scores are better, `"max"` if higher.
+    - `key`: draws the donors.
+
+    **Returns:** the index of a donor for each member `(members,)`, its own index for members that stay; pass it to
+    [`eqx_ensemble.methods.population.clone`][].
+
+    **Raises:** `ValueError` for a fraction outside (0, 0.5] and for scores that are not `(members,)`.
 
     ```python
     ee.methods.population.truncation([0.3, 0.1, 0.5, 0.2], fraction=0.25, key=key)  # [0, 1, 1, 3]
     ```
 
-    **Arguments:**
+    ??? cite
 
-    - `scores`: one per member `(members,)`.
-    - `healthy`: `(members,)`, who may be a donor. The others, and those with a score of NaN, get a donor in any case.
-    - `fraction`: of the members, at each end, rounded up; at most a half.
-    - `mode`: `"min"` where lower scores are better, `"max"` where higher ones are.
-    - `key`: draws the donors.
-
-    **Returns:** for [`eqx_ensemble.methods.population.clone`][]: a donor's place for each member `(members,)`, its own
-    for those that stay.
+        Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
     """
-    scores = _check.member_scores(scores, name="population.truncation")
-    _check.part_of_members(fraction, name="population.truncation")
+    name = "methods.population.truncation"
+    scores = check_member_scores(scores, name=name)
+    check_fraction(fraction, name=name)
     count = len(scores)
-    able = ~np.isnan(scores) & _check.who_is_healthy(healthy, count, name="population.truncation")
+    able = ~np.isnan(scores) & check_healthy(healthy, count, name=name)
     order, donors = rank(scores, healthy=able, mode=mode), np.arange(count)
     most = math.ceil(fraction * count - 1e-9) if count > 1 else 0
     best = order[: min(most, able.sum())]
     if len(best) == 0:
         return donors
-    losers = [place for place in order[-most:] if place not in best] + [p for p in order[:-most] if not able[p]]
+    losers = [i for i in order[-most:] if i not in best] + [i for i in order[:-most] if not able[i]]
     drawn = next(_streams.generators(key, 1, purpose="truncation")).integers(len(best), size=count)
     donors[losers] = best[drawn[losers]]
     return donors
 
 
-def explore(
+def perturb_hyper(
     ranges: Mapping[str, AbstractRange], *, resample: float | int = 0.25, factors: tuple[float, float] = (0.8, 1.2)
 ) -> Callable[[PyTree, Key[Any, ""]], PyTree]:
-    """A function that changes a copy's hyper-parameters: each is multiplied by one of `factors`, or drawn anew.
+    """Makes a function that perturbs hyper-parameters: each is multiplied by one of `factors` or resampled.
+
+    **Arguments:**
+
+    - `ranges`: a range for every name to perturb, as for [`eqx_ensemble.sweep.draw`][]. New values are clipped to the
+        range; for a [`eqx_ensemble.sweep.Choice`][], the next larger or smaller value is taken. Other names are
+        unchanged.
+    - `resample`: the probability that a value is drawn from its range instead.
+    - `factors`: the factors to choose from, with equal probability.
+
+    **Returns:** `explore(hyper, key) -> hyper` for one member; [`eqx_ensemble.train.perturb`][] is a simpler one.
+
+    **Raises:** `TypeError` for a value of `ranges` that is not a range, `ValueError` for a probability outside [0, 1]
+    and for factors that are not positive.
+
+    ```python
+    explore = ee.methods.population.perturb_hyper({"lr": ee.sweep.LogUniform(1e-4, 1e-1)})
+    explore({"lr": jnp.array(0.09), "weight": jnp.array(1.0)}, key)  # another `lr` of at most 0.1, the same `weight`
+    ```
 
     ??? cite
 
         Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
-
-    ```python
-    change = ee.methods.population.explore({"lr": ee.sweep.LogUniform(1e-4, 1e-1)})
-    change({"lr": jnp.array(0.09), "weight": jnp.array(1.0)}, key)  # another `lr` of at most 0.1, the same `weight`
-    ```
-
-    **Arguments:**
-
-    - `ranges`: what to draw from, by name, as for [`eqx_ensemble.sweep.draw`][]. Other names stay as they are, and
-        nothing leaves its range; of a choice, the next larger or smaller value is taken.
-    - `resample`: the probability that a name is drawn anew.
-    - `factors`: one of them, each as likely as the other.
-
-    **Returns:** `explore(hyper, key) -> hyper` of one member; [`eqx_ensemble.train.perturb`][] is a simpler one.
     """
-    name = "population.explore"
-    _check.ranges(ranges, AbstractRange, name=name)
-    _check.check_number(resample, "resample", name=name, least=0, most=1)
-    either = _check.positive_factors(factors, name=name)
+    name = "methods.population.perturb_hyper"
+    check_ranges(ranges, name=name)
+    check_number(resample, "resample", name=name, least=0, most=1)
+    choices = check_factors(factors, name=name)
 
-    def explored(hyper: PyTree, key: Key[Any, ""]) -> PyTree:
+    def explore(hyper: PyTree, key: Key[Any, ""]) -> PyTree:
         (generator,) = _streams.generators(key, 1, purpose="explore")
-        _check.names_in(ranges, hyper, name="population.explore")
+        check_range_names(ranges, hyper, name=name)
         new = dict(hyper)
-        for name, one in ranges.items():
-            factor, anew = generator.choice(either), generator.random() < resample
-            new[name] = one.draw(generator) if anew else one.moved(float(hyper[name]), factor)
+        for word, one in ranges.items():
+            factor, anew = generator.choice(choices), generator.random() < resample
+            new[word] = one.draw(generator) if anew else one.rescale(float(hyper[word]), factor)
         return new
 
-    return explored
+    return explore
 
 
-def change(
+def set_hyper(
     state: TrainState[M], members: Any, fn: Callable[[PyTree, Key[Any, ""]], PyTree], *, key: Any
 ) -> TrainState[M]:
-    """Other hyper-parameters for some members.
-
-    ```python
-    ensemble, hyper = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key), {"lr": jnp.full(4, 0.1)}
-    state = ee.train.init(ensemble, lambda h: optax.sgd(h["lr"]), hyper=hyper, key=key)
-    state = ee.methods.population.change(state, [3], ee.train.perturb, key=key)
-    state.fixed.hyper["lr"]  # [0.1, 0.1, 0.1, 0.08] or [0.1, 0.1, 0.1, 0.12]
-    ```
+    """Sets the hyper-parameters of some members.
 
     **Arguments:**
 
     - `state`: a training state with hyper-parameters.
-    - `members`: their places.
-    - `fn`: `fn(hyper, key) -> hyper` of one member, such as [`eqx_ensemble.methods.population.explore`][] makes.
-    - `key`: a member's own key follows from it, the member's id, and the step.
+    - `members`: their indices.
+    - `fn`: `fn(hyper, key) -> hyper` of one member: [`eqx_ensemble.train.perturb`][], or the result of
+        [`eqx_ensemble.methods.population.perturb_hyper`][].
+    - `key`: each member's key is derived from it, the member's id and the step.
 
     **Returns:** the new training state.
+
+    **Raises:** `TypeError` for a state without hyper-parameters, and if `fn` changes their structure or shapes.
+
+    ```python
+    ensemble, hyper = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key), {"lr": jnp.full(4, 0.1)}
+    state = ee.train.init(ensemble, lambda h: optax.sgd(h["lr"]), hyper=hyper, key=key)
+    state = ee.methods.population.set_hyper(state, [3], ee.train.perturb, key=key)
+    state.fixed.hyper["lr"]  # [0.1, 0.1, 0.1, 0.08] or [0.1, 0.1, 0.1, 0.12]
+    ```
     """
-    _check.train_state(state, TrainState)
-    members = _check.places(members, state.num_members, name="population.change")
-    _check.has_hyper(state.fixed.hyper, name="population.change")
-    _check.check_function(fn, "fn", name="population.change", example="lambda hyper, key: hyper")
+    name = "methods.population.set_hyper"
+    train_state(state, TrainState)
+    members = check_indices(members, state.num_members, name=name)
+    check_state_has_hyper(state.fixed.hyper, name=name)
+    check_function(fn, "fn", name=name, example="lambda hyper, key: hyper")
     keys = _keys.member_keys(key, state.ids, purpose="population")[members]
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, state.step)
-    hyper = changed_hyper(state.fixed.hyper, fn, members, keys, name="population.change")
+    hyper = changed_hyper(state.fixed.hyper, fn, members, keys, name=name)
     return TrainState(
         state.moving, Fixed(state.fixed.frozen, state.fixed.key, hyper), state.shared, state.ids, state.step
     )

@@ -3,101 +3,103 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from ... import _check
+from ..._check import check_mode, train_state
 from ..._ensemble import M
 from ...distributed import to_host
 from ...train import TrainState
 from ...train._state import OK
 from ...train.compiled._limits import stopped
 from ...train.host._revive import copies, gathered
+from .._check import check_donors, check_healthy, check_indices, check_member_scores
 
 
 def rank(scores: Any, *, healthy: Any = None, mode: Literal["min", "max"] = "min") -> Int[np.ndarray, " members"]:
-    """The members' places in order, the best first.
-
-    ```python
-    ee.methods.population.rank([0.3, 0.1, 0.2])  # [1, 2, 0]
-    ```
+    """Ranks members by their scores.
 
     **Arguments:**
 
     - `scores`: one per member `(members,)`. NaN is worse than any number.
-    - `healthy`: `(members,)`, who may be ranked by its score; the others come last.
-    - `mode`: `"min"` where lower scores are better, `"max"` where higher ones are.
+    - `healthy`: `(members,)`, which members are ranked by score; all others come last.
+    - `mode`: `"min"` if lower scores are better, `"max"` if higher.
 
-    **Returns:** places `(members,)`, int64. Equal scores stay in order.
+    **Returns:** the indices of members `(members,)`, int64, the best first. Equal scores stay in order.
+
+    ```python
+    ee.methods.population.rank([0.3, 0.1, 0.2])  # [1, 2, 0]
+    ```
     """
-    _check.check_mode(mode, name="population.rank")
-    scores = _check.member_scores(scores, name="population.rank")
-    bad = np.isnan(scores) | ~_check.who_is_healthy(healthy, len(scores), name="population.rank")
+    name = "methods.population.rank"
+    check_mode(mode, name=name)
+    scores = check_member_scores(scores, name=name)
+    bad = np.isnan(scores) | ~check_healthy(healthy, len(scores), name=name)
     return np.lexsort((scores if mode == "min" else -scores, bad))
 
 
 def select(state: TrainState[M], members: Any) -> TrainState[M]:
-    """The training state of some members only, in the order given.
+    """Selects some members of a training state, in the order given.
 
-    A member keeps its id and with it its row order and random streams: it trains on as it would have beside the others.
+    A member keeps its id, its row order and its random streams: it trains on as it would have with all members.
+
+    **Arguments:**
+
+    - `state`: a training state, such as `run.train_state`.
+    - `members`: their indices, each at most once.
+
+    **Returns:** the training state of these members.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
     state = ee.train.init(ensemble, optax.adam(1e-2), key=key)
     ee.methods.population.select(state, [5, 0, 2]).ids  # [5, 0, 2]
     ```
-
-    **Arguments:**
-
-    - `state`: a training state, such as `run.train_state`.
-    - `members`: places among the members, each at most once.
-
-    **Returns:** the training state of these members.
     """
-    _check.train_state(state, TrainState)
-    members = _check.places(members, state.num_members, name="population.select", once=True)
+    train_state(state, TrainState)
+    members = check_indices(members, state.num_members, name="methods.population.select", unique=True)
     moving, fixed, ids = gathered((state.moving, state.fixed, state.ids), members)
     return TrainState(moving, fixed, state.shared, ids, state.step)
 
 
 def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
-    """Members as copies of others: weights, optimiser state, model state, and hyper-parameters.
+    """Replaces members by copies of others: weights, optimiser state, model state and hyper-parameters.
 
-    A copy keeps its own id, row order and random streams, and so goes a way of its own. It trains, whatever became of
-    the member in whose place it is.
-
-    ```python
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    state = ee.train.init(ensemble, optax.adam(1e-2), key=key)
-    state = ee.methods.population.clone(state, [0, 1, 0, 1])  # members 2 and 3 go on as copies of 0 and 1
-    ```
+    A copy keeps its own id, row order and random streams, so its training differs from that of its donor. Its status
+    is ok, even if the member that it replaces had stopped or diverged.
 
     **Arguments:**
 
     - `state`: a training state, such as `run.train_state`.
-    - `donors`: for each member the place of the one that it becomes a copy of `(members,)`; its own to stay.
+    - `donors`: the index of a donor for each member `(members,)`; its own index to leave a member unchanged.
 
     **Returns:** the new training state.
 
-    **Raises:** ValueError for a donor that has diverged or stopped.
+    **Raises:** `ValueError` for a donor that has diverged or stopped.
+
+    ```python
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
+    state = ee.train.init(ensemble, optax.adam(1e-2), key=key)
+    state = ee.methods.population.clone(state, [0, 1, 0, 1])  # members 2 and 3 become copies of 0 and 1
+    ```
     """
-    _check.train_state(state, TrainState)
+    train_state(state, TrainState)
     count, moving, fixed = state.num_members, state.moving, state.fixed
-    donors = _check.places(donors, count, name="population.clone")
-    _check.one_donor_each(donors, to_host(moving.status) == OK, np.asarray(state.ids))
+    donors = check_indices(donors, count, name="methods.population.clone")
+    check_donors(donors, to_host(moving.status) == OK, np.asarray(state.ids))
     moving, fixed = copies(moving, fixed, donors)
     return TrainState(moving, fixed, state.shared, state.ids, state.step)
 
 
 def stop(state: TrainState[M], members: Any) -> TrainState[M]:
-    """Members that train no more, and stay in their places with the weights that they have.
+    """Stops members. They remain in the training state with their current weights.
 
     **Arguments:**
 
     - `state`: a training state, such as `run.train_state`.
-    - `members`: their places.
+    - `members`: their indices.
 
-    **Returns:** the new training state; `fit` takes those that stopped out of its compiled arrays when that pays.
+    **Returns:** the new training state. `fit` removes stopped members from its compiled arrays when that saves time.
     """
-    _check.train_state(state, TrainState)
-    members, moving = _check.places(members, state.num_members, name="population.stop"), state.moving
+    train_state(state, TrainState)
+    members, moving = check_indices(members, state.num_members, name="methods.population.stop"), state.moving
     chosen = np.isin(np.arange(state.num_members), members)
     moving = stopped(moving, chosen, state.step)
     return TrainState(moving, state.fixed, state.shared, state.ids, state.step)

@@ -1,0 +1,164 @@
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .._check import check_number, check_positive_int, check_sequence, kind_text
+
+
+def check_indices(values: Any, num_members: int, *, name: str, unique: bool = False) -> np.ndarray:
+    """Raises unless `values` are indices of members, each at most once if `unique`. Returns them as an array."""
+    found = np.asarray(values)
+    if found.ndim != 1 or found.dtype.kind not in "iu" or len(found) == 0:
+        raise TypeError(f"`{name}` needs indices of members, a list of integers; got {values!r}.")
+    if found.min() < 0 or found.max() >= num_members:
+        raise ValueError(
+            f"`{name}` needs indices from 0 to {num_members - 1}, got {found.min()} to {found.max()}.\n"
+            "An index is a member's position in the ensemble, not its id."
+        )
+    if unique and len(np.unique(found)) < len(found):
+        raise ValueError(
+            f"`{name}` needs every member at most once, because ids are unique; got {found.tolist()}.\n"
+            "`methods.population.clone` makes members copies of others."
+        )
+    return found
+
+
+def check_donors(donors: np.ndarray, training: np.ndarray, ids: np.ndarray) -> None:
+    """Raises unless every member has a donor that is still training."""
+    name = "methods.population.clone"
+    if len(donors) != len(training):
+        raise ValueError(f"`{name}` needs one donor per member ({len(training)},), got ({len(donors)},).")
+    invalid = np.unique(donors[(donors != np.arange(len(training))) & ~training[donors]])
+    if len(invalid):
+        raise ValueError(
+            f"`{name}` needs donors that are training; these have diverged or stopped: members "
+            f"{', '.join(map(str, ids[invalid].tolist()))}."
+        )
+
+
+def check_fraction(fraction: Any, *, name: str) -> None:
+    """Raises unless `fraction` is above 0 and at most a half."""
+    if not isinstance(fraction, numbers.Real) or not 0 < float(fraction) <= 0.5:
+        raise ValueError(f"`{name}` needs `fraction` to be above 0 and at most 0.5, got {fraction!r}.")
+
+
+def check_factors(factors: Any, *, name: str) -> list[float]:
+    """Raises unless `factors` is a list of positive numbers. Returns them as Python's."""
+    listed = [
+        check_number(factor, "factors", name=name)
+        for factor in check_sequence(factors, "factors", name=name, of="numbers")
+    ]
+    if not listed or min(listed) <= 0:
+        raise ValueError(f"`{name}` needs `factors` to be positive numbers, such as `(0.8, 1.2)`; got {factors!r}.")
+    return listed
+
+
+def check_range_names(names: Iterable[str], hyper: Any, *, name: str) -> None:
+    """Raises unless every range belongs to a hyper-parameter."""
+    if not isinstance(hyper, dict) or set(names) - set(hyper):
+        found = f"names {sorted(hyper)}" if isinstance(hyper, dict) else kind_text(hyper)
+        raise ValueError(f"`{name}` has ranges of {sorted(names)}, but the hyper-parameters are {found}.")
+
+
+def check_state_has_hyper(hyper: Any, *, name: str) -> None:
+    """Raises for a training state without hyper-parameters."""
+    if hyper is None:
+        raise TypeError(
+            f"`{name}` needs a training state with hyper-parameters: pass `hyper=` to `fit` or `train.init`."
+        )
+
+
+def check_hyper_given(hyper: Any, *, name: str) -> None:
+    """Raises for a search without hyper-parameters."""
+    if hyper is None:
+        raise TypeError(f"`{name}` needs `hyper`, the hyper-parameters to search.")
+
+
+def check_validation_given(validation: Any, *, name: str) -> None:
+    """Raises for a search without validation data."""
+    if validation is None:
+        raise TypeError(f"`{name}` needs `validation=` data: members are compared by their validation scores.")
+
+
+def check_factor(factor: Any, *, name: str) -> float | int:
+    """Raises unless `factor` is a number above 1. Returns it as Python's, an integer where it is one."""
+    if not isinstance(factor, int | float | np.number) or not 1 < float(factor) < math.inf:
+        raise ValueError(f"`{name}` needs `factor` to be above 1, got {factor!r}.")
+    return int(factor) if float(factor).is_integer() else float(factor)
+
+
+def check_length(name: str, **lengths: Any) -> tuple[str, int]:
+    """Raises unless exactly one length is given. Returns its name and its value."""
+    given = {unit: length for unit, length in lengths.items() if length is not None}
+    if len(given) != 1:
+        words = " or ".join(f"`{unit}`" for unit in lengths)
+        raise TypeError(f"`{name}` needs either {words}, got {'both' if given else 'neither'}.")
+    ((unit, length),) = given.items()
+    check_positive_int(length, unit, name=name)
+    return unit, length
+
+
+def check_member_scores(scores: Any, *, name: str) -> np.ndarray:
+    """Raises unless `scores` holds one number per member. Returns them as an array."""
+    try:
+        found = np.asarray(scores, float)
+    except (TypeError, ValueError):
+        raise TypeError(f"`{name}` needs one score per member as numbers `(members,)`, got {scores!r}.") from None
+    if found.ndim != 1 or len(found) == 0:
+        raise ValueError(f"`{name}` needs one score per member `(members,)`, got shape {found.shape}.")
+    return found
+
+
+def check_healthy(healthy: Any, num_members: int, *, name: str) -> np.ndarray:
+    """Raises unless `healthy` is `None` or holds one boolean per member. Returns them as an array."""
+    found = np.ones(num_members, bool) if healthy is None else np.asarray(healthy)
+    if found.shape != (num_members,) or found.dtype != bool:
+        raise TypeError(
+            f"`{name}` needs one boolean per member in `healthy` ({num_members},), got {found.dtype} of shape "
+            f'{found.shape}.\nFrom a run: `run.status == "ok"`.'
+        )
+    return found
+
+
+def check_options(options: Mapping[str, Any], refused: Iterable[str], reason: str, *, name: str) -> None:
+    """Raises if an option of `fit` is given that the method does not take."""
+    given = [f"`{word}`" for word in refused if options.get(word) is not None]
+    if given:
+        raise TypeError(f"`{name}` does not take {', '.join(given)}: {reason}.")
+
+
+def check_no_checkpoint(options: Mapping[str, Any], *, name: str) -> None:
+    """Raises if a method of several runs is asked to save checkpoints."""
+    check_options(options, ("checkpoint", "every"), "it consists of several runs; save what it returns", name=name)
+
+
+def check_whole_epochs(steps: Any, *, is_batches: bool, name: str) -> None:
+    """Raises for rounds of a few steps on an iterable, which would see the same batches every time."""
+    if is_batches and steps is not None:
+        raise TypeError(
+            f"`{name}` needs `epochs`, not `steps`, with an iterable of batches: every round iterates it from the "
+            "beginning, so rounds of a few steps would use the same few batches again and again."
+        )
+
+
+def check_on_diverge(on_diverge: Any) -> None:
+    """Raises if a population is asked to revive members."""
+    if on_diverge not in (None, "freeze", "raise"):
+        raise TypeError(
+            "`methods.population_based_training` does not take `on_diverge` to revive members: it replaces diverged "
+            "members after each round."
+        )
+
+
+def check_whole_folds(num_folds: int, num_members: int, *, name: str) -> int:
+    """Raises unless every fold has the same number of members. Returns that number."""
+    times, rest = divmod(num_members, num_folds)
+    if rest or times == 0:
+        raise ValueError(
+            f"`{name}` needs one member per fold, or the same number for each: got {num_members} members and "
+            f"{num_folds} folds."
+        )
+    return times
