@@ -187,7 +187,8 @@ CASES = {
         ("folds", "x", "fn"),
     ),
     "sweep.rescale_schedule": Case(
-        ee.sweep.rescale_schedule, {"schedule": always(lambda step: step), "length": always(10), "new_length": always(5)}
+        ee.sweep.rescale_schedule,
+        {"schedule": always(lambda step: step), "length": always(10), "new_length": always(5)},
     ),
     "tree.polyak": Case(ee.tree.polyak, {"old": always(ensemble), "new": always(ensemble), "tau": always(0.5)}),
     "plan.Auto": Case(ee.plan.Auto, {}, ("memory", "share", "scan")),

@@ -83,10 +83,10 @@ def optimiser(value: Any, *, hyper: Any, name: str) -> None:
 _MULTI_STEPS = "Pass `optax.MultiSteps(...).gradient_transformation()`."
 
 LOOKS_AT_HYPER = (
-    "The function that makes a member's optimiser looks at the value of a hyper-parameter, which a compiled program "
-    "does not have yet. Optax does so with the length of a schedule.\n"
-    "Stretch one of fixed length: `eqx_ensemble.sweep.rescale_schedule(optax.cosine_decay_schedule(lr, 1000), 1000, length)`; "
-    "write other choices with `jax.numpy.where`."
+    "The function that makes a member's optimiser uses the concrete value of a traced hyper-parameter. Optax does so "
+    "with the length of a schedule.\n"
+    "Rescale a schedule of fixed length: `sweep.rescale_schedule(optax.cosine_decay_schedule(lr, 1000), 1000, "
+    "length)`; write other choices with `jax.numpy.where`."
 )
 
 

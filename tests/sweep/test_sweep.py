@@ -62,7 +62,7 @@ def test_a_range_of_the_users_own():
     values = np.sort(draw({"shift": Normal()}, 4000, key=KEY)["shift"])
     distance = np.abs(jax.scipy.stats.norm.cdf(values) - (np.arange(4000) + 0.5) / 4000).max()
     assert distance < 0.042  # as above
-    explore = ee.methods.population.perturb_hyper({"shift": Normal()}, resample=0.0, factors=(2.0,))
+    explore = ee.methods.population.perturb_hyper({"shift": Normal()}, resample=0.0, factors=(2.0, 2.0))
     assert explore({"shift": jnp.array(-1.5)}, KEY) == {"shift": -3.0}
 
 
