@@ -1,5 +1,6 @@
-from typing import Any, NamedTuple
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key
@@ -20,14 +21,16 @@ from .._weighting import at_label, blank_masked
 from ._rank import fraction, rank_of, ranked_pair
 
 
-class Sets(NamedTuple):
+class Sets(eqx.Module):
     """Adaptive prediction sets, fitted: call it on logits.
 
-    - `threshold`: a class is in the set if the probability down to it, itself included, and its penalty are at most
-        this.
-    - `log_rest`: where they are equal to it, as where both round to one, if the logarithm of the probability that is
-        left is at least this.
-    - `penalty`, `num_free`: each class beyond the first `num_free` costs `penalty`.
+    **Attributes:**
+
+    - `threshold`: a class is in the set if its score is at most this. The score is the probability of the class and of
+        all likelier ones, plus the penalty.
+    - `log_rest`: breaks ties at the threshold, as where both round to one: the class is in the set if the logarithm of
+        the remaining probability is at least this.
+    - `penalty`, `num_free`: each class beyond the first `num_free` adds `penalty` to the score.
     """
 
     threshold: Float[Array, ""]
@@ -38,17 +41,19 @@ class Sets(NamedTuple):
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
         """Which classes are in the set of each row; all of them where the logits are NaN."""
         checked = check_logits("conformal.Sets", logits, members=False)
-        return _sets(checked, None, *self)
+        return _sets(checked, None, self)
 
 
-class RandomisedSets(NamedTuple):
+class RandomisedSets(eqx.Module):
     """Randomised adaptive prediction sets, fitted: call it on logits, with a key.
 
-    - `threshold`: a class is in the set if the probability above it, a random share of its own, and its penalty are at
-        most this.
-    - `log_rest`: where they are equal to it, as where both round to one, if the logarithm of the probability that is
-        left is at least this.
-    - `penalty`, `num_free`: each class beyond the first `num_free` costs `penalty`.
+    **Attributes:**
+
+    - `threshold`: a class is in the set if its score is at most this. The score is the probability of all likelier
+        classes and a random share of its own, plus the penalty.
+    - `log_rest`: breaks ties at the threshold, as where both round to one: the class is in the set if the logarithm of
+        the remaining probability is at least this.
+    - `penalty`, `num_free`: each class beyond the first `num_free` adds `penalty` to the score.
     """
 
     threshold: Float[Array, ""]
@@ -64,7 +69,7 @@ class RandomisedSets(NamedTuple):
         fn = "conformal.RandomisedSets"
         checked = check_logits(fn, logits, members=False)
         check_random(fn, key)
-        return _sets(checked, member_keys(key, 1, purpose="conformal.RandomisedSets"), *self)
+        return _sets(checked, member_keys(key, 1, purpose="conformal.RandomisedSets"), self)
 
 
 def aps(
@@ -119,7 +124,7 @@ def aps(
         }
         ```
     """
-    return _fitted("conformal.aps", logits, labels, level, 0.0, 0, mask, key)
+    return _fit("conformal.aps", logits, labels, level, 0.0, 0, mask, key)
 
 
 def raps(
@@ -169,10 +174,10 @@ def raps(
     fn = "conformal.raps"
     check_penalties(fn, penalty=penalty)
     check_num_free(fn, num_free)
-    return _fitted(fn, logits, labels, level, penalty, num_free, mask, key)
+    return _fit(fn, logits, labels, level, penalty, num_free, mask, key)
 
 
-def _fitted(
+def _fit(
     fn: str,
     logits: ArrayLike,
     labels: ArrayLike,
@@ -228,13 +233,8 @@ def _places(
 
 @jax.jit
 def _sets(
-    logits: Float[Array, "*batch classes"],
-    keys: Key[Array, "1"] | None,
-    threshold: Array,
-    log_rest: Array,
-    penalty: Array,
-    num_free: Array,
+    logits: Float[Array, "*batch classes"], keys: Key[Array, "1"] | None, fitted: Sets | RandomisedSets
 ) -> Bool[Array, "*batch classes"]:
-    scores, rest = _scores(logits, keys, penalty, num_free)
-    # Only what has a score above the threshold is left out: what cannot be scored is in the set.
-    return ~((scores > threshold) | ((scores == threshold) & (rest < log_rest)))
+    scores, rest = _scores(logits, keys, fitted.penalty, fitted.num_free)
+    # Only scores above the threshold are left out, so that a NaN score is in the set.
+    return ~((scores > fitted.threshold) | ((scores == fitted.threshold) & (rest < fitted.log_rest)))

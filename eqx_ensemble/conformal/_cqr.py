@@ -1,5 +1,6 @@
-from typing import Literal, NamedTuple
+from typing import Literal
 
+import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
@@ -9,17 +10,19 @@ from ..uncertainty import Interval
 from ._rank import fraction, rank_of, ranked_jit
 
 
-class Cqr(NamedTuple):
+class Cqr(eqx.Module):
     """Conformalised intervals, fitted: call it on intervals.
 
-    `below` and `above` are what they are widened by at their ends, or narrowed by where negative.
+    **Attributes:**
+
+    - `below`, `above`: how far the lower end moves down and the upper end up; negative where intervals are narrowed.
     """
 
     below: Float[Array, ""]
     above: Float[Array, ""]
 
     def __call__(self, lower: Float[ArrayLike, "*batch"], upper: Float[ArrayLike, "*batch"]) -> Interval:
-        """The conformalised intervals, of any shape; ends that would change places meet in the middle."""
+        """The conformalised intervals, of any shape; ends that would cross meet in the middle."""
         low, high = check_of_one_shape("conformal.Cqr", lower=lower, upper=upper)
         low, high = low - self.below, high + self.above
         middle = low / 2 + high / 2

@@ -1,5 +1,4 @@
-from typing import NamedTuple
-
+import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 
@@ -18,16 +17,18 @@ from .._check import (
 )
 from ..resample import Folds, out_of_bag
 from ..uncertainty import Interval
-from ._left_out import fitted, intervals
+from ._left_out import fit_left_out, intervals
 
 
-class CvPlus(NamedTuple):
+class CvPlus(eqx.Module):
     """CV+ intervals, fitted: call it on the predictions of the same members.
 
-    - `residuals`: `(rows,)`, how far every row's held-out prediction was off.
-    - `share`: `(folds, rows)`, the weights of the folds that held the row out, which sum to one.
-    - `rank`: which of the sorted values is the end of an interval.
-    - `mask`: booleans `(rows,)`, which rows count.
+    **Attributes:**
+
+    - `residuals`: `(rows,)`, the absolute error of every row's held-out prediction.
+    - `share`: `(folds, rows)`, the weights of the folds that held the row out; they sum to one.
+    - `rank`: the rank of the value that is the end of an interval.
+    - `mask`: booleans `(rows,)`, the rows that count.
     """
 
     residuals: Float[Array, " rows"]
@@ -43,16 +44,19 @@ class CvPlus(NamedTuple):
         fn = "conformal.CvPlus"
         checked = check_values(fn, "predictions", predictions)
         times = check_of_folds(fn, self.share.shape[0], checked.shape[0])
-        return intervals(jnp.reshape(checked, (times, self.share.shape[0], *checked.shape[1:])), *self)
+        by_fold = jnp.reshape(checked, (times, self.share.shape[0], *checked.shape[1:]))
+        return intervals(by_fold, self.residuals, self.share, self.rank, self.mask)
 
 
-class JackknifePlus(NamedTuple):
+class JackknifePlus(eqx.Module):
     """Jackknife+ intervals, fitted: call it on the predictions of the same members.
 
-    - `residuals`: `(rows,)`, how far every row's held-out prediction was off; infinite for rows without one.
-    - `share`: `(members, rows)`, the weights of those that held the row out, which sum to one.
-    - `rank`: which of the sorted values is the end of an interval.
-    - `mask`: booleans `(rows,)`, which rows count.
+    **Attributes:**
+
+    - `residuals`: `(rows,)`, the absolute error of every row's held-out prediction; infinite for rows without one.
+    - `share`: `(members, rows)`, the weights of the members that held the row out; they sum to one.
+    - `rank`: the rank of the value that is the end of an interval.
+    - `mask`: booleans `(rows,)`, the rows that count.
     """
 
     residuals: Float[Array, " rows"]
@@ -65,7 +69,7 @@ class JackknifePlus(NamedTuple):
         fn = "conformal.JackknifePlus"
         checked = check_values(fn, "predictions", predictions)
         check_calibrated_members(fn, self.share.shape[0], checked.shape[0])
-        return intervals(checked[None], *self)
+        return intervals(checked[None], self.residuals, self.share, self.rank, self.mask)
 
 
 def cv_plus(
@@ -135,7 +139,7 @@ def cv_plus(
     check_level(fn, level)
     unseen = folds.in_test
     check_conformal_held_out(fn, held_out, unseen, mask, every_row=True)
-    return CvPlus(*fitted(fn, predicted, observed, unseen, None, kept, level, 0))
+    return CvPlus(*fit_left_out(fn, predicted, observed, unseen, None, kept, level, 0))
 
 
 def jackknife_plus_after_bootstrap(
@@ -205,4 +209,4 @@ def jackknife_plus_after_bootstrap(
     convex = check_weights(fn, weights, unseen.shape[0], predicted.dtype)
     seen_by = unseen if convex is None else unseen & (convex > 0)[:, None]
     infinite = check_conformal_held_out(fn, held_out, seen_by, mask, every_row=False)
-    return JackknifePlus(*fitted(fn, predicted, observed, seen_by, convex, kept, level, infinite))
+    return JackknifePlus(*fit_left_out(fn, predicted, observed, seen_by, convex, kept, level, infinite))

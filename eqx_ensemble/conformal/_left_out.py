@@ -10,7 +10,7 @@ _CHUNK = 256
 """How many new rows are compared with all held-out rows at a time."""
 
 
-def fitted(
+def fit_left_out(
     fn: str,
     held_out: Array,
     targets: Array,
@@ -24,11 +24,11 @@ def fitted(
     rank = rank_of(fn, fraction(level), targets.size, mask, infinite=infinite, stacklevel=5)
     kept = jnp.ones(targets.shape, bool) if mask is None else mask
     held_out, targets = blank_masked(held_out, mask), blank_masked(targets, mask)
-    return *_prepared(held_out, targets, unseen, weights), rank, kept
+    return *_residuals_and_shares(held_out, targets, unseen, weights), rank, kept
 
 
 @jax.jit
-def _prepared(
+def _residuals_and_shares(
     held_out: Float[Array, " rows"],
     targets: Float[Array, " rows"],
     unseen: Bool[Array, "folds rows"],

@@ -1,5 +1,4 @@
-from typing import NamedTuple
-
+import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
@@ -9,8 +8,13 @@ from ..uncertainty import Interval
 from ._rank import fraction, rank_of, ranked_jit
 
 
-class Split(NamedTuple):
-    """Split-conformal intervals, fitted: call it on predictions. `radius` is half their width."""
+class Split(eqx.Module):
+    """Split-conformal intervals, fitted: call it on predictions.
+
+    **Attributes:**
+
+    - `radius`: half the width of every interval.
+    """
 
     radius: Float[Array, ""]
 
@@ -20,8 +24,13 @@ class Split(NamedTuple):
         return Interval(centre - self.radius, centre + self.radius)
 
 
-class Normalised(NamedTuple):
-    """Split-conformal intervals with a scale, fitted: call it on predictions and scales. `factor` is in scales."""
+class Normalised(eqx.Module):
+    """Split-conformal intervals with a scale, fitted: call it on predictions and scales.
+
+    **Attributes:**
+
+    - `factor`: half the width of an interval, divided by its scale.
+    """
 
     factor: Float[Array, ""]
 

@@ -1,5 +1,6 @@
 """Split-conformal intervals, with a scale, and conformalised quantile regression."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,7 +113,7 @@ def test_masks():
             conformal.cqr(CENTRE[mask], CENTRE[mask], TARGETS[mask], level=0.8),
         ),
     ):
-        np.testing.assert_array_equal(got, want)
+        assert eqx.tree_equal(got, want)
     assert conformal.split(CENTRE, TARGETS, level=0.8).radius > 1.5
 
 
@@ -135,9 +136,14 @@ def test_saving_and_jit(tmp_path):
     fitted = conformal.cqr(CENTRE - 1, CENTRE, TARGETS, level=0.9, ends="each")
     ee.save(tmp_path / "fitted", fitted)
     loaded = ee.load(tmp_path / "fitted", jax.tree.map(lambda x: 0 * x, fitted))
+    assert isinstance(loaded, eqx.Module)
+    assert eqx.tree_equal(loaded, fitted)
+    assert all(eqx.is_array(leaf) for leaf in jax.tree.leaves(fitted))
     np.testing.assert_array_equal(loaded(CENTRE, TARGETS), fitted(CENTRE, TARGETS))
     traced = jax.jit(lambda fitted, x, y: fitted(x, y))(fitted, CENTRE, TARGETS)
     np.testing.assert_allclose(traced, fitted(CENTRE, TARGETS), rtol=1e-6)
+    filtered = eqx.filter_jit(fitted)(CENTRE, TARGETS)
+    np.testing.assert_allclose(filtered, fitted(CENTRE, TARGETS), rtol=1e-6)
 
 
 @pytest.mark.usefixtures("unhooked")
