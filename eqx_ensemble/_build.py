@@ -15,7 +15,9 @@ from ._ensemble import Ensemble, M, Where, from_stacked, mark_numbers
 from .plan import Vmap
 from .plan._on_mesh import on_mesh
 from .sharding import Shard
+from .sharding._constrain import constrain_member
 from .sharding._layout import Layout, as_layout
+from .sharding._shard import replicate, shard_members
 from .tree._hidden import no_tracers
 
 Arguments = Mapping[str, Any]
@@ -132,7 +134,7 @@ def build(
     layout = as_layout(mesh, name="build")
     _check.shard_without_model(shard, layout)
     if layout is not None:
-        ids = layout.copied(ids)
+        ids = replicate(ids, layout)
 
     def make_one(key: Any, **arguments: Any) -> Any:
         one = make(key, **arguments)
@@ -164,19 +166,19 @@ def _born(
     _check.uneven_members(len(keys), layout)
 
     def build(layout: Layout, parts: tuple) -> Any:
-        one = lambda part: layout.holding(make(part[0], **part[1]))
+        one = lambda part: constrain_member(make(part[0], **part[1]), layout)
         return _axes.over_leading_axis(on_mesh(Vmap(), layout).run, one, parts)
 
     try:
         shapes = eqx.filter_eval_shape(build, layout, (keys, arguments))
-        layout = layout.splitting(shapes, shard)
-        made = eqx.filter_jit(build)(layout, layout.copied((keys, arguments)))
+        layout = layout.split_weights(shapes, shard)
+        made = eqx.filter_jit(build)(layout, replicate((keys, arguments), layout))
         no_tracers(made, name="build")
     except (jax.errors.JAXTypeError, _check.MemberMismatchError) as error:
         warnings.warn(_check.not_compiled(error), stacklevel=4)
         made = _made(make, keys, arguments)
-        layout = layout.splitting(made, shard)
-    return layout.spread(made)
+        layout = layout.split_weights(made, shard)
+    return shard_members(made, layout)
 
 
 def _numbers(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array], stacked: PyTree) -> PyTree[bool]:

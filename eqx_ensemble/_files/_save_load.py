@@ -20,6 +20,7 @@ from ..checkpoint._restore import restore
 from ..checkpoint._snapshot import snapshot
 from ..distributed import to_host
 from ..sharding._layout import Layout, as_layout
+from ..sharding._shard import replicate, shard_members
 from ..tree._check import distinct_members, member_index
 from ._like import as_like
 
@@ -136,9 +137,11 @@ def _spread(tree: Any, layout: Layout) -> Any:
 
     def put(node: Any) -> Any:
         if not isinstance(node, Ensemble):
-            return layout.spread(node) if isinstance(node, eqx.nn.State) else layout.copied(node)
-        of_node = layout.splitting(node.stacked)
-        return Ensemble(of_node.spread(node.stacked), of_node.copied(node.shared), of_node.copied(node.ids))
+            return shard_members(node, layout) if isinstance(node, eqx.nn.State) else replicate(node, layout)
+        of_node = layout.split_weights(node.stacked)
+        return Ensemble(
+            shard_members(node.stacked, of_node), replicate(node.shared, of_node), replicate(node.ids, of_node)
+        )
 
     return jax.tree.map(put, tree, is_leaf=_axes.is_per_member)
 

@@ -13,6 +13,7 @@ from .._ensemble import Ensemble
 from ..plan import AbstractPlan
 from ..plan._on_mesh import on_mesh
 from ..sharding._layout import Layout
+from ..sharding._shard import shard_rows
 from ._rows import row_of_zeros, take_rows
 
 
@@ -86,7 +87,7 @@ def arguments(
     some = inputs.of_rows(rows).of_members(members)
     if call.layout is None or any(map(_check.is_traced, jax.tree.leaves(some.x))):
         return call, some, jnp.asarray(rows)
-    return call, dataclasses.replace(some, x=call.layout.rows_spread(some.x)), call.layout.rows_spread(rows)
+    return call, dataclasses.replace(some, x=shard_rows(some.x, call.layout)), shard_rows(rows, call.layout)
 
 
 def alone(read: tuple[Call, Inputs, jax.Array]) -> tuple[Call, Inputs, jax.Array]:

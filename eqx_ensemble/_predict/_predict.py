@@ -17,6 +17,7 @@ from ..plan._auto import as_plan
 from ..plan._pilot import Pilot, explained_memory
 from ..reduce import AbstractReduction
 from ..sharding._layout import Layout, layout_for
+from ..sharding._shard import replicate, shard_members
 from ._batch import Call, Inputs, alone, arguments, compiled_batch, predict_batch
 from ._filled import Filled
 from ._rows import first_rows, size_of_few
@@ -144,8 +145,8 @@ def _on_mesh(inputs: Inputs, mesh: Mesh | None, memory: int | None) -> tuple[Inp
     if memory is not None:
         _check.memory_of_one_process(jax.process_count())
     ensemble = inputs.ensemble
-    stacked, state, keys = layout.spread((ensemble.stacked, inputs.state, inputs.keys))
-    shared, ids = layout.copied((ensemble.shared, ensemble.ids))
+    stacked, state, keys = shard_members((ensemble.stacked, inputs.state, inputs.keys), layout)
+    shared, ids = replicate((ensemble.shared, ensemble.ids), layout)
     # What is measured for a budget are blocks of members, which lie where their members are.
     return Inputs(Ensemble(stacked, shared, ids), inputs.x, state, keys), layout if memory is None else None
 

@@ -4,7 +4,9 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..sharding._layout import FREE, Layout
+from ..sharding._constrain import FREE, constrain_members
+from ..sharding._layout import Layout
+from ..sharding._shard import pad_members
 from ._plans import AbstractPlan
 
 
@@ -23,18 +25,19 @@ class OnMesh(AbstractPlan):
         """Maps `fn` over the members of all devices at once."""
         layout = self.layout
         count = jax.tree.leaves(arrays)[0].shape[0]
-        arrays = layout.apart(layout.padded(arrays))
-        own = layout.apart(
-            jax.tree.map(lambda x: x.reshape(layout.members, x.shape[0] // layout.members, *x.shape[1:]), arrays)
+        arrays = constrain_members(pad_members(arrays, layout), layout)
+        own = constrain_members(
+            jax.tree.map(lambda x: x.reshape(layout.members, x.shape[0] // layout.members, *x.shape[1:]), arrays),
+            layout,
         )
         # The name lets what is said about one member's layout go on under it.
         out = jax.vmap(lambda some: self.inner.run(fn, some), spmd_axis_name="members")(own)
-        out = layout.apart(jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), out))
+        out = constrain_members(jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), out), layout)
         if layout.width(count) == count:
             return out
         # Without the pads they do not divide evenly. Where the compiler still splits them, as the members' weights are
         # split that lie on several devices each, the result has no sharding that this mesh could name.
-        whole = lambda x: jax.lax.with_sharding_constraint(x, layout.along(None, *[FREE] * (x.ndim - 1)))
+        whole = lambda x: jax.lax.with_sharding_constraint(x, layout.sharding(None, *[FREE] * (x.ndim - 1)))
         return jax.tree.map(lambda x: whole(x[:count]), out)
 
     @property

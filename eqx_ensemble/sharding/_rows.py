@@ -72,4 +72,4 @@ def batch(mesh: Mesh, rows: PyTree, num_rows: int) -> PyTree:
 
 
 def _rows_of(layout: Layout, num_rows: int) -> Any:
-    return layout.along(layout.row_axes(num_rows))
+    return layout.sharding(layout.row_axes(num_rows))

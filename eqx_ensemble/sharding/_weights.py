@@ -12,10 +12,10 @@ from .. import _axes, _check
 Shard = Callable[[str, tuple[int, ...], int], PartitionSpec | None]
 """A rule: `shard(path, shape, parts)` of one member's array, as a `PartitionSpec` over its axes, or `None`."""
 
-Places = tuple[tuple[str, tuple[int, ...], PartitionSpec], ...]
-"""The arrays of a member that are split: path, shape, and how."""
+WeightSpecs = tuple[tuple[str, tuple[int, ...], PartitionSpec], ...]
+"""The arrays of a member that are split: path, shape and spec."""
 
-NOWHERE: Places = ()
+UNSPLIT: WeightSpecs = ()
 
 
 def by_largest_axis(path: str, shape: tuple[int, ...], parts: int) -> PartitionSpec | None:
@@ -37,9 +37,9 @@ def by_largest_axis(path: str, shape: tuple[int, ...], parts: int) -> PartitionS
     return PartitionSpec(*["model" if axis == largest else None for axis in range(len(shape))])
 
 
-def split_by(rule: Shard | None, tree: PyTree, mesh: Mesh) -> Places:
-    """What a rule says of members `tree`, each array `(members, ...)`, checked."""
-    parts, rule, places = mesh.shape["model"], by_largest_axis if rule is None else rule, []
+def specs_by_rule(rule: Shard | None, tree: PyTree, mesh: Mesh) -> WeightSpecs:
+    """The specs that a rule returns for members `tree`, each array `(members, ...)`, checked."""
+    parts, rule, specs = mesh.shape["model"], by_largest_axis if rule is None else rule, []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if not (_axes.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)):
             continue
@@ -47,27 +47,27 @@ def split_by(rule: Shard | None, tree: PyTree, mesh: Mesh) -> Places:
         spec = rule(name, shape, parts)
         if spec is not None and any(axis is not None for axis in spec):
             _check.spec(spec, name, shape, parts)
-            places.append((name, shape, spec))
-    return tuple(places)
+            specs.append((name, shape, spec))
+    return tuple(specs)
 
 
-def split_now(tree: PyTree, mesh: Mesh) -> Places:
-    """How members are split that lie on the mesh."""
-    places = []
+def current_specs(tree: PyTree, mesh: Mesh) -> WeightSpecs:
+    """How members that are already on the mesh are split."""
+    specs = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and "model" in sharding.mesh.axis_names:
             spec = PartitionSpec(*sharding.spec[1:])
             if "model" in spec and sharding.mesh.shape["model"] == mesh.shape["model"]:
-                places.append((jax.tree_util.keystr(path), x.shape[1:], spec))
-    return tuple(places)
+                specs.append((jax.tree_util.keystr(path), x.shape[1:], spec))
+    return tuple(specs)
 
 
-def places_of(tree: PyTree, places: Places, *, skip: int = 0) -> list[PartitionSpec | None]:
+def leaf_specs(tree: PyTree, specs: WeightSpecs, *, skip: int = 0) -> list[PartitionSpec | None]:
     """How each leaf is split: like the weight whose path its own ends with, as in an optimiser's state."""
     found = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         name, shape = jax.tree_util.keystr(path), np.shape(x)[skip:] if _axes.is_array(x) else None
-        fitting = (spec for end, of, spec in places if of == shape and name.endswith(end))
+        fitting = (spec for end, of, spec in specs if of == shape and name.endswith(end))
         found.append(next(fitting, None))
     return found

@@ -16,6 +16,7 @@ from ..distributed import to_host
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..sharding._layout import Layout
+from ..sharding._shard import shard_members
 from ._errors import DivergedError, NotSavedError
 from ._run import Run
 from ._state import DIVERGED, OK, STATUS_NAMES, TrainState
@@ -179,7 +180,7 @@ def fit(
     )  # fmt: skip
     first = start.state
     limits = limits_of(max_steps, target, first.num_members, min_delta=float(min_delta))
-    limits = limits if layout is None else layout.spread(limits)
+    limits = limits if layout is None else shard_members(limits, layout)
     max_seconds = _check.limit(max_seconds, "max_seconds", first.num_members, name="fit")
     losses = _losses(first, loss, score, has_aux=has_aux, has_validation=has_validation)
     if validation is not None:

@@ -10,7 +10,9 @@ from .. import _axes, _check, _keys
 from .._ensemble import Ensemble, M
 from ..plan import Vmap
 from ..plan._on_mesh import on_mesh
+from ..sharding._constrain import constrain_member
 from ..sharding._layout import Layout, layout_for
+from ..sharding._shard import replicate, shard_members
 from ._hyper import hyper_arrays
 from ._trainable import Trainable, partition_trainable
 from .compiled._optimiser import Optimiser, init_member
@@ -142,14 +144,14 @@ def first_state(
 
     count = ensemble.num_members
     if layout is not None:
-        params, frozen, state, hyper, keys = layout.spread((params, frozen, state, hyper, keys))
-        shared, ids = layout.copied((shared, ids))
+        params, frozen, state, hyper, keys = shard_members((params, frozen, state, hyper, keys), layout)
+        shared, ids = replicate((shared, ids), layout)
     opt_state = init_all(optimiser, params, hyper, ids, layout=layout)
     never = jnp.full(count, -1, jnp.int32)
     moving = Moving(params, opt_state, state, jnp.zeros(count, jnp.int8), never, never.copy())
     step = jnp.zeros((), jnp.int32)
     if layout is not None:
-        moving, step = layout.spread(moving), layout.copied(step)
+        moving, step = shard_members(moving, layout), replicate(step, layout)
     return TrainState(moving, Fixed(frozen, keys, hyper), shared, ids, step)
 
 
@@ -159,7 +161,7 @@ def init_all(
 ) -> PyTree:
     """The optimiser's first state of every member, stacked, where its members are."""
     one = lambda part: init_member(optimiser, *part)
-    held = one if layout is None else lambda part: layout.holding(one(part))
+    held = one if layout is None else lambda part: constrain_member(one(part), layout)
     return _axes.over_leading_axis(on_mesh(Vmap(), layout).run, held, (params, hyper, ids))
 
 

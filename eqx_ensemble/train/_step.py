@@ -51,7 +51,7 @@ class Step(eqx.Module, Generic[M]):
         _check.train_state(state, TrainState)
         _check.check_integers_fit(batch, argument="batch", name="train.make_step")
         if self.layout is not None and self.layout.splits_weights:
-            self = dataclasses.replace(self, layout=self.layout.splitting(state.moving.params))
+            self = dataclasses.replace(self, layout=self.layout.split_weights(state.moving.params))
         with nan_is_data():
             if self.pilot is None:
                 moving, step, metrics = _compiled_step(self, state, batch)

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import eqx_ensemble as ee
 from eqx_ensemble.sharding._layout import Layout
+from eqx_ensemble.sharding._shard import shard_members
 from eqx_ensemble.train.host import _loop
 from eqx_ensemble.train.host._roster import Roster
 
@@ -576,6 +577,6 @@ class TestRows:
 def test_refined_meshes_hold_every_device():
     """Members that do not divide lie on as many devices as they can, on all of them alike."""
     layout = Layout(ee.make_mesh())
-    spread = layout.spread(jnp.arange(6.0))
+    spread = shard_members(jnp.arange(6.0), layout)
     assert {shard.data.shape for shard in spread.addressable_shards} == {(3,)}
     assert len(spread.sharding.device_set) == 4

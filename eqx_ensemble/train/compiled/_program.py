@@ -12,6 +12,7 @@ from ... import _axes
 from ...plan import AbstractPlan
 from ...plan._on_mesh import on_mesh
 from ...plan._traits import Traits, traits_of
+from ...sharding._constrain import constrain_carry, constrain_member, constrain_rows
 from ...sharding._layout import Layout
 from .._state import Fixed, Moving
 from ._health import judged_one
@@ -101,11 +102,11 @@ class Program(eqx.Module):
 
             def step(moving: Moving, rows: PyTree, step: Int[Array, ""]) -> tuple:
                 batch = data if rows is None else take_rows(data, rows)
-                batch = batch if self.layout is None else self.layout.rows_apart(batch)
+                batch = batch if self.layout is None else constrain_rows(batch, self.layout)
                 moving, outputs = member_step(
                     moving, fixed, inputs.shared, batch, step, loss=self.loss, optimiser=self.optimiser
                 )
-                return moving if self.layout is None else self.layout.holding(moving), outputs
+                return moving if self.layout is None else constrain_member(moving, self.layout), outputs
 
             return run(step, moving, own_rows if self.own_rows else rows)
 
@@ -116,7 +117,7 @@ class Program(eqx.Module):
         """The carry on the devices of its members."""
         if self.layout is None or carry.moving.status.shape[0] % self.layout.members:
             return carry
-        moving, selection = self.layout.in_place((carry.moving, carry.selection))
+        moving, selection = constrain_carry((carry.moving, carry.selection), self.layout)
         return Carry(moving, selection, carry.step)
 
     @property

@@ -11,7 +11,8 @@ from jaxtyping import PyTree
 
 from ... import _check
 from ...distributed import to_host
-from ...sharding._layout import Layout, put
+from ...sharding._layout import Layout
+from ...sharding._shard import put
 from .._state import OK
 from ..compiled._chunk import Chunk, compiled_chunk, undonated_chunk
 from ..compiled._limits import next_limit
@@ -74,8 +75,8 @@ class Feed:
         chunk = (full, rest, num_full, ends, np.array(len(batch), np.int32))
         if layout is None:
             return Chunk(*jax.device_put(chunk))
-        own = layout.everywhere if places is None else layout.along(None, "members")
-        return Chunk(*map(put, chunk, (own, own, *[layout.everywhere] * 3)))
+        own = layout.replicated if places is None else layout.sharding(None, "members")
+        return Chunk(*map(put, chunk, (own, own, *[layout.replicated] * 3)))
 
 
 class Arrays(NamedTuple):

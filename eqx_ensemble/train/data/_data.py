@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from ... import _axes, _check
 from ...sharding._layout import Layout
+from ...sharding._shard import replicate_rows, shard_rows
 
 
 def is_batches(data: Any) -> bool:
@@ -34,7 +35,7 @@ def on_device(
     data = _axes.map_each(_axes.Each, data)
     if layout is None:
         return jax.tree.map(jnp.asarray, data), rows
-    return layout.rows_whole(data) if whole else layout.rows_spread(data), rows
+    return replicate_rows(data, layout) if whole else shard_rows(data, layout), rows
 
 
 def unmarked(data: PyTree) -> PyTree:

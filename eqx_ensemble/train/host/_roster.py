@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int8, PyTree
 from ... import _axes
 from ...distributed import to_host
 from ...sharding._layout import Layout
+from ...sharding._shard import pad_members, replicate, replicate_rows, shard_members, shard_rows
 from .._state import OK, STOPPED, Fixed
 from ..compiled._program import Carry, Inputs
 
@@ -38,14 +39,14 @@ class Roster:
         if self._layout is None:
             return inputs, carry
         layout = self._layout
-        moving, selection, fixed, limits = layout.spread(
-            layout.padded((carry.moving, carry.selection, inputs.fixed, inputs.limits))
+        moving, selection, fixed, limits = shard_members(
+            pad_members((carry.moving, carry.selection, inputs.fixed, inputs.limits), layout), layout
         )
-        real = layout.spread(np.arange(len(self.places)) < self.num_members)
+        real = shard_members(np.arange(len(self.places)) < self.num_members, layout)
         moving = dataclasses.replace(moving, status=_status_of(moving.status, real))
         data, validation = self.own(inputs.data, whole=True), self.own(inputs.validation)
-        inputs = Inputs(fixed, layout.copied(inputs.shared), data, validation, limits)
-        return inputs, Carry(moving, selection, layout.copied(carry.step))
+        inputs = Inputs(fixed, replicate(inputs.shared, layout), data, validation, limits)
+        return inputs, Carry(moving, selection, replicate(carry.step, layout))
 
     def in_place(self, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
         """What was changed outside of a compiled program, back on its devices."""
@@ -55,7 +56,7 @@ class Roster:
     @property
     def places(self) -> np.ndarray:
         """The positions of the members in the compiled arrays; those that pad them are copies of the last one."""
-        return self.present if self._layout is None else self._layout.padded(self.present)
+        return self.present if self._layout is None else pad_members(self.present, self._layout)
 
     def distinct(self, ids: np.ndarray) -> np.ndarray:
         """The ids of what the compiled arrays hold, those that pad members among themselves."""
@@ -115,7 +116,7 @@ class Roster:
     def _put_rows(self, each: _axes.Each, *, whole: bool) -> _axes.Each:
         if self._layout is None:
             return each
-        return self._layout.rows_whole(each) if whole else self._layout.rows_spread(each)
+        return replicate_rows(each, self._layout) if whole else shard_rows(each, self._layout)
 
     def width_for(self, carry: Carry) -> int:
         """How many members the arrays would hold without those that left: half as many as before, or a quarter, ..."""
@@ -164,7 +165,7 @@ class Roster:
         return tree if len(self.places) == count else self._spread_out(_take(tree, np.arange(count)))
 
     def _spread_out(self, tree: PyTree) -> PyTree:
-        return tree if self._layout is None else self._layout.spread(tree)
+        return tree if self._layout is None else shard_members(tree, self._layout)
 
 
 @eqx.filter_jit

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 from ... import _check
 from ..._ensemble import Ensemble
 from ...sharding._layout import Layout, layout_for
+from ...sharding._shard import replicate, shard_members
 from .._run import Run
 from .._state import TrainState, copied, first_state, init_all
 from .._trainable import Trainable
@@ -86,8 +87,8 @@ def start_of(
 def _spread(state: TrainState, layout: Layout | None) -> TrainState:
     if layout is None:
         return state
-    moving, fixed = layout.spread((state.moving, state.fixed))
-    shared, ids, step = layout.copied((state.shared, state.ids, state.step))
+    moving, fixed = shard_members((state.moving, state.fixed), layout)
+    shared, ids, step = replicate((state.shared, state.ids, state.step), layout)
     return TrainState(moving, fixed, shared, ids, step)
 
 

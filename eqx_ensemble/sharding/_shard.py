@@ -1,0 +1,119 @@
+"""Outside compiled programs: arrays of members and of data, put on the devices of a mesh."""
+
+import functools as ft
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from .. import _axes, _check
+from ..distributed._collectives import all_gather
+from ._layout import Layout
+from ._weights import leaf_specs
+
+
+def pad_members(tree: PyTree, layout: Layout) -> PyTree:
+    """Arrays `(members, ...)`, padded with copies of the last member to a multiple of the axis."""
+    return jax.tree.map(lambda x: _pad(x, layout.width(x.shape[0])) if _axes.is_array(x) else x, tree)
+
+
+def shard_members(tree: PyTree, layout: Layout) -> PyTree:
+    """Arrays `(members, ...)` on their devices: each member on one, or its weights over those of `model`.
+
+    Members that do not divide evenly are split into as many parts as divide them, each held by several devices.
+    """
+    specs = leaf_specs(tree, layout.weights, skip=1) if layout.weights else None
+    return _put_leaves(tree, specs, lambda x, spec: _of_members(layout, x.shape[0], spec))
+
+
+def replicate(tree: PyTree, layout: Layout) -> PyTree:
+    """Arrays that every device holds whole."""
+    return _put_leaves(tree, None, lambda *_: layout.replicated)
+
+
+def shard_rows(tree: PyTree, layout: Layout) -> PyTree:
+    """Data `(rows, ...)` in parts where they divide evenly; those marked `Each` with their members."""
+    return _put_data(tree, layout, layout.row_axes)
+
+
+def replicate_rows(tree: PyTree, layout: Layout) -> PyTree:
+    """Data `(rows, ...)` whole on every device; those marked `Each` with their members."""
+    return _put_data(tree, layout, lambda num_rows: None)
+
+
+def _put_data(tree: PyTree, layout: Layout, row_axes: Callable[[int], Any]) -> PyTree:
+    shared = lambda x: _put_leaves(x, None, lambda x, _: layout.sharding(row_axes(x.shape[0])))
+    split = lambda x, _: _of_members(layout, x.shape[0], PartitionSpec(row_axes(x.shape[1])))
+    return _axes.map_each(lambda value: _axes.Each(_put_leaves(value, None, split)), tree, shared=shared)
+
+
+def _of_members(layout: Layout, count: int, spec: PartitionSpec | None) -> NamedSharding:
+    parts = math.gcd(count, layout.members)
+    if parts == layout.members:
+        return layout.sharding("members", *(spec or ()))
+    mesh, names = _split_axis(layout.mesh, parts)
+    return NamedSharding(mesh, PartitionSpec(names, *(spec or ())))
+
+
+def _put_leaves(tree: PyTree, specs: list | None, sharding: Any) -> PyTree:
+    leaves, treedef = jax.tree.flatten(tree)
+    _check_same(leaves)
+    specs = [None] * len(leaves) if specs is None else specs
+    there = [put(x, sharding(x, s)) if _axes.is_array(x) else x for x, s in zip(leaves, specs, strict=True)]
+    return jax.tree.unflatten(treedef, there)
+
+
+def put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """The array with this sharding. Each process passes all of it; that they pass the same is not checked here."""
+    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+        return x
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return _reshard(sharding)(x)
+    if _check.is_typed_key(x):
+        return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    if jax.process_count() == 1:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def _check_same(leaves: list[Any]) -> None:
+    """Checks that every process passes the same arrays."""
+    if jax.process_count() == 1:
+        return
+    passed = [x for x in leaves if _axes.is_array(x) and (isinstance(x, np.ndarray) or x.is_fully_addressable)]
+    if not passed:
+        return
+    digest = 0
+    for x in passed:
+        x = np.ascontiguousarray(jax.random.key_data(x) if _check.is_typed_key(x) else x)
+        digest = zlib.crc32(x.reshape(-1).view(np.uint8).data, digest)
+    digests = all_gather(np.array([digest], np.uint32))
+    _check.same_everywhere(bool((digests == digests[0]).all()))
+
+
+@ft.lru_cache(maxsize=256)
+def _reshard(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda x: x, out_shardings=sharding)
+
+
+@ft.lru_cache(maxsize=64)
+def _split_axis(mesh: Mesh, parts: int) -> tuple[Mesh, Any]:
+    """The mesh with its axis `members` split in two: one of `parts` devices, and one of copies."""
+    count, *others = mesh.devices.shape
+    devices = mesh.devices.reshape(parts, count // parts, *others)
+    names = ("members", "copies", *mesh.axis_names[1:])
+    return Mesh(devices, names, axis_types=(mesh.axis_types[0],) * len(names)), "members" if parts > 1 else None
+
+
+def _pad(x: Any, width: int) -> Any:
+    if x.shape[0] == width:
+        return x
+    indices = np.minimum(np.arange(width), x.shape[0] - 1)
+    return x[indices] if isinstance(x, np.ndarray) else jnp.take(x, indices, axis=0)
