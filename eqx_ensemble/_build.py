@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from . import _axes, _check, _keys
 from ._ensemble import Ensemble, M, Where, from_stacked, mark_numbers
 from .plan import Vmap
-from .plan._on_mesh import on_mesh
+from .plan._sharded import sharded_plan
 from .sharding import Shard
 from .sharding._constrain import constrain_member
 from .sharding._layout import Layout, as_layout
@@ -167,7 +167,7 @@ def _born(
 
     def build(layout: Layout, parts: tuple) -> Any:
         one = lambda part: constrain_member(make(part[0], **part[1]), layout)
-        return _axes.over_leading_axis(on_mesh(Vmap(), layout).run, one, parts)
+        return _axes.over_leading_axis(sharded_plan(Vmap(), layout).run, one, parts)
 
     try:
         shapes = eqx.filter_eval_shape(build, layout, (keys, arguments))

@@ -191,9 +191,8 @@ CASES = {
         {"schedule": always(lambda step: step), "length": always(10), "new_length": always(5)},
     ),
     "tree.polyak": Case(ee.tree.polyak, {"old": always(ensemble), "new": always(ensemble), "tau": always(0.5)}),
-    "plan.Auto": Case(ee.plan.Auto, {}, ("memory", "share", "scan")),
+    "plan.Auto": Case(ee.plan.Auto, {}, ("memory", "max_overhead")),
     "plan.Chunked": Case(ee.plan.Chunked, {"size": always(2)}),
-    "plan.Vmap": Case(ee.plan.Vmap, {}, ("scan",)),
     "sharding.batch": Case(
         ee.sharding.batch, {"mesh": lambda: ee.make_mesh(2), "rows": always(DATA[0]), "num_rows": always(12)}
     ),
@@ -289,9 +288,8 @@ ACCEPTED = {
     "methods.cross_fit": {"fn": "None"},
     "sweep.rescale_schedule": {"length": "int64 float32", "new_length": "int64 float32"},
     "tree.polyak": {"tau": "0 float32"},
-    "plan.Auto": {"memory": "int64 None", "share": "0 float32", "scan": "None"},
-    "plan.Chunked": {"size": "int64", "scan": "None"},
-    "plan.Vmap": {"scan": "None"},
+    "plan.Auto": {"memory": "int64 None", "max_overhead": "0 float32"},
+    "plan.Chunked": {"size": "int64"},
     "sharding.batch": {"rows": "None"},  # a tree without arrays
     "sharding.local_rows": {"num_rows": "int64"},
     "testing.check_ensemble": {"num_members": "int64", "rtol": "0 int64 float32"},

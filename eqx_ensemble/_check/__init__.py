@@ -197,7 +197,6 @@ from ._marks import one_batch_size as one_batch_size
 from ._marks import one_member_count as one_member_count
 from ._marks import per_member_leaves as per_member_leaves
 from ._marks import plan as plan
-from ._marks import share as share
 from ._options import check_axis as check_axis
 from ._options import check_flag as check_flag
 from ._options import check_function as check_function

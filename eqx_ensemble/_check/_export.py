@@ -112,9 +112,9 @@ def platforms(values: Any, *, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(listed))
 
 
-def no_search(plan: Any, auto: type, *, name: str) -> None:
+def no_search(plan: Any, *, name: str) -> None:
     """A plan that is known: there is nothing to try."""
-    if isinstance(plan, auto):
+    if plan.chosen is not plan:
         raise TypeError(
             f'`{name}` needs a plan that is known, got `plan="auto"`: what is fastest can be tried only where the '
             "program runs.\nPass `Vmap()`, or what `predict` chose with `plan=eqx_ensemble.plan.Auto()`: `plan.chosen`."

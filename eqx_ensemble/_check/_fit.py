@@ -106,9 +106,10 @@ def patience_fits(patience: Any, num_steps: int, per_epoch: int, first_step: int
         )
 
 
-def no_array_options(*, batch_size: Any, rows: Any, order: Any, name: str) -> None:
+def no_array_options(*, batch_size: Any, rows: Any, order: Any, scan: Any, name: str) -> None:
     """An iterable of batches decides itself about rows and batches."""
     used = {"batch_size": batch_size is not None, "rows": rows is not None, "order": order != "each"}
+    used["scan"] = scan is not None
     given = [f"`{word}`" for word, is_used in used.items() if is_used]
     if given:
         raise TypeError(

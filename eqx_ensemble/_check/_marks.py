@@ -10,7 +10,7 @@ import numpy as np
 
 from ._errors import MemberMismatchError
 from ._leaves import Size, describe, is_member_array, is_traced, path_text
-from ._options import check_axis, check_number
+from ._options import check_axis
 
 _STACK = "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`."
 
@@ -184,11 +184,6 @@ def plan(value: Any, kind: type) -> None:
         hint = f"Pass an instance: `{value.__name__}(...)`."
     plans = '`"auto"`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`'
     raise TypeError(f"`plan` must be one of {plans}, got {value!r}.\n{hint}")
-
-
-def share(value: Any) -> None:
-    """A part of the whole time."""
-    check_number(value, "share", name="Auto", least=0, most=1)
 
 
 def _some(paths: list[str], most: int = 4) -> str:

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from .. import _check, _keys
 from .._ensemble import Ensemble
 from .._predict._batch import Call, Inputs, predict_batch
-from ..plan import AbstractPlan, Auto
+from ..plan import AbstractPlan
 from ..plan._auto import as_plan
 from ._leaves import Packed, Parts, pack
 from ._plain import plain
@@ -53,7 +53,7 @@ def served(
     convex = _check.weights_left(weights, np.ones(ensemble.num_members, bool), combine, name=name)
     keys = None if key is None else _keys.member_keys(_keys.root(key, name=name), ensemble.ids, purpose="predict")
     plan = as_plan(plan)
-    _check.no_search(plan, Auto, name=name)
+    _check.no_search(plan, name=name)
 
     def run(parts: Parts, x: PyTree) -> PyTree:
         rows = jnp.arange(jax.tree.leaves(x)[0].shape[0])

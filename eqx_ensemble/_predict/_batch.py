@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from .. import _axes, _check, tree
 from .._ensemble import Ensemble
 from ..plan import AbstractPlan
-from ..plan._on_mesh import on_mesh
+from ..plan._sharded import sharded_plan
 from ..sharding._layout import Layout
 from ..sharding._shard import shard_rows
 from ._rows import row_of_zeros, take_rows
@@ -74,7 +74,7 @@ def predict_batch(plan: AbstractPlan, call: Call, inputs: Inputs, rows: jax.Arra
 
         return jax.vmap(row)(batch, row_keys)
 
-    return _axes.over_leading_axis(on_mesh(plan, call.layout).run, one, own)
+    return _axes.over_leading_axis(sharded_plan(plan, call.layout).run, one, own)
 
 
 compiled_batch = eqx.filter_jit(predict_batch)

@@ -8,8 +8,8 @@ from jaxtyping import PyTree
 
 from .. import _axes, _check
 from ..plan import AbstractPlan
+from ..plan._cost import cost_of
 from ..plan._memory import give_back, peak
-from ..plan._traits import traits_of
 from ._batch import Call, Inputs, arguments, compiled_batch, predict_batch
 
 _FEW_ROWS = 32  # below so many rows a batch, fewer members at a time are cheaper: weights are read for every batch
@@ -108,7 +108,7 @@ def _halved(count: int) -> list[int]:
 def _bound(call: Call, inputs: Inputs) -> Callable[[Block], int]:
     """The most bytes of intermediate arrays in a block, from what one member needs for one row and for two."""
     reads = (arguments(call, inputs, np.zeros(count, int)) for count in (1, 2))
-    one, two = (traits_of(predict_batch, *read).bytes for read in reads)
+    one, two = (cost_of(predict_batch, *read).bytes for read in reads)
     return lambda block: block.members * (one + (block.rows - 1) * max(two - one, 0))
 
 

@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -7,16 +7,16 @@ from jaxtyping import PyTree
 
 from .. import _axes, _check
 from ._candidates import candidates
-from ._plans import AbstractPlan, Vmap, in_words
-from ._search import Search, book_of, table_of
-from ._traits import Traits, traits_of
+from ._cost import Cost, cost_of
+from ._plans import AbstractPlan, Vmap, Work
+from ._search import Search, cache_of, search_table
 
 AnyPlan = AbstractPlan | Literal["auto"] | None
 """What functions take as `plan`: a plan, `"auto"`, or nothing for `Vmap()`."""
 
 
 class _Notes:
-    """The searches made with one plan, newest last. They are no part of what the plan says: all notes are equal."""
+    """The searches made with one plan, newest last. They are no part of the plan's value: all notes are equal."""
 
     def __init__(self):
         self.searches: dict[str, Search] = {}
@@ -29,18 +29,18 @@ class _Notes:
 
 
 class Auto(AbstractPlan):
-    """Looks at the program, tries the few plans that make sense for it, and goes on with the fastest that fits.
+    """Analyses the program, tries the few plans that make sense for it, and keeps the fastest that fits in memory.
 
     Written `plan="auto"`. A trial is a stretch of the work itself, so that all that a search costs are compilations and
-    slower stretches: together at most `share` of the time, which leaves a short run with the plan that a look at the
-    program suggests. What was found out is remembered for the process's life: another run of the same program starts
+    slower stretches: together at most `max_overhead` of the time. A short run therefore keeps the plan that static
+    analysis suggests. Results of a search are cached for the process's life: another run of the same program starts
     with the fastest plan.
 
     Plans agree within float rounding, and which is the fastest may differ from one run to the next: for the same bits
     again, pass `run.plan.chosen`.
 
-    Where nothing can be tried, in [`eqx_ensemble.map_members`][] and in a program of your own, the look decides alone;
-    in several processes too, because each would measure for itself.
+    Where nothing can be tried, in [`eqx_ensemble.plan.map_members`][] and in a program of your own, the plan is chosen
+    by static analysis only; in several processes too, because each would measure for itself.
 
     ```python
     def loss(model, batch, key):
@@ -55,42 +55,52 @@ class Auto(AbstractPlan):
 
     **Arguments:**
 
-    - `memory`: the bytes that a step may need beside the training state. If not given: nine tenths of what the device
-        has left. Plans are then tried from the smallest up, because a compiler's own estimates can be many times too
-        low, and what fewer members needed foretells what more will need.
-    - `share`: the most that the search may cost, as a part of the whole time.
+    - `memory`: the bytes that a step may need in addition to the training state. If not given: nine tenths of what the
+        device has left. Plans are then tried from the smallest up, because a compiler's own estimates can be many times
+        too low, and what more members will need is extrapolated from what fewer needed.
+    - `max_overhead`: the most that the search may cost, as a fraction of the whole time.
     """
 
     memory: int | None = eqx.field(static=True, default=None, kw_only=True)
-    share: float = eqx.field(static=True, default=0.05, kw_only=True)
-    scan: bool | None = eqx.field(static=True, default=None, kw_only=True)
+    max_overhead: float = eqx.field(static=True, default=0.05, kw_only=True)
     notes: _Notes = eqx.field(static=True, default_factory=_Notes, kw_only=True, repr=False)
 
     def __check_init__(self):
         if self.memory is not None:
-            _check.check_positive_int(self.memory, "memory", name="Auto")
-        _check.share(self.share)
+            _check.check_positive_int(self.memory, "memory", name="plan.Auto")
+        _check.check_number(self.max_overhead, "max_overhead", name="plan.Auto", least=0, most=1)
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
-        """Maps `fn` under the plan that a look at it suggests."""
+        """Maps `fn` under the plan that static analysis suggests."""
         num_members = jax.tree.leaves(arrays)[0].shape[0]
-        found = traits_of(lambda plan, arrays: plan.run(fn, arrays), arrays)
-        return candidates(found, num_members, steps_inside=False)[0].run(fn, arrays)
+        work = Work("", lambda plan, arrays: plan.run(fn, arrays), (arrays,), num_members, unit="call")
+        return _suggestion(work).run(fn, arrays)
+
+    def begin(self, work: Work) -> tuple[AbstractPlan, Search | None]:
+        """A search, which continues an earlier one of the same program; of several processes each would measure."""
+        if jax.process_count() > 1:
+            return _suggestion(work), None
+        leaves, treedef = jax.tree.flatten(work.args)
+        key = (work.fn, tuple((x.shape, x.dtype) if _axes.is_array(x) else x for x in leaves), treedef, work.scan)
+        cache = cache_of(key, lambda: cost_of(work.fn, *work.args), work)
+        search = Search(cache, max_overhead=self.max_overhead, memory=self.memory)
+        self.notes.searches[work.name] = search
+        return search.plan, search
 
     @property
     def chosen(self) -> AbstractPlan | None:
-        """The plan that the latest search has come to; `None` before there is one."""
+        """The plan that the latest search has found; `None` before there is one."""
         return list(self.notes.searches.values())[-1].plan if self.notes.searches else None
 
     def explain(self) -> str:
-        """What was looked at, what was tried, how long it took, and what was chosen: in words and numbers."""
+        """What the analysis found, what was tried, how long it took, and what was chosen."""
         if not self.notes.searches:
             return "Nothing was run with this plan yet, so that nothing was tried."
-        return "\n\n".join(_explained(name, search) for name, search in self.notes.searches.items())
+        return "\n\n".join(_explanation(name, search) for name, search in self.notes.searches.items())
 
 
 def as_plan(plan: AnyPlan) -> AbstractPlan:
-    """What was given as `plan`, checked, as a plan."""
+    """The plan of an argument `plan`."""
     if isinstance(plan, str) and plan == "auto":
         return Auto()
     plan = Vmap() if plan is None else plan
@@ -98,38 +108,29 @@ def as_plan(plan: AnyPlan) -> AbstractPlan:
     return plan
 
 
-def search_for(
-    auto: Auto, fn: Callable[..., Any], *args: PyTree, num_members: int, steps_inside: bool, name: str, unit: str
-) -> Search:
-    """A search for the plan of `fn(plan, *args)`, which goes on where an earlier one of the same program ended."""
-    leaves, treedef = jax.tree.flatten(args)
-    key = (fn, tuple((x.shape, x.dtype) if _axes.is_array(x) else x for x in leaves), treedef, auto.scan)
-    look = lambda: traits_of(fn, *args)
-    book = book_of(key, look, num_members, scan=auto.scan, steps_inside=steps_inside, unit=unit)
-    auto.notes.searches[name] = Search(book, share=auto.share, memory=auto.memory)
-    return auto.notes.searches[name]
+def _suggestion(work: Work) -> AbstractPlan:
+    """The plan that static analysis suggests."""
+    cost = cost_of(work.fn, *work.args)
+    return candidates(cost, work.num_members, steps_inside=work.steps_inside, scan=work.scan)[0]
 
 
-def suggested(auto: Auto, fn: Callable[..., Any], *args: PyTree, num_members: int, steps_inside: bool) -> AbstractPlan:
-    """The plan that a look at `fn(plan, *args)` suggests."""
-    return candidates(traits_of(fn, *args), num_members, steps_inside=steps_inside, scan=auto.scan)[0]
-
-
-def _explained(name: str, search: Search) -> str:
-    book = search.book
-    cost = f"{search.spent:.2f} s of {search.seconds:.2f}" if search.spent else "nothing beside the work itself"
+def _explanation(name: str, search: Search) -> str:
+    cache = search.cache
+    spent = (
+        f"{search.spent:.2f} s of {search.seconds:.2f}" if search.spent else "nothing in addition to the work itself"
+    )
     return (
-        f"`{name}` runs {book.num_members} members on {jax.default_backend()} under {in_words(search.plan)}.\n"
-        f"One member's {book.unit}: {_described(book.traits)}.\n{table_of(search)}\nThe search cost {cost}."
+        f"`{name}` runs {cache.num_members} members on {jax.default_backend()} under {search.plan!r}.\n"
+        f"One member's {cache.unit}: {_cost_text(cache.cost)}.\n{search_table(search)}\nThe search cost {spent}."
     )
 
 
-def _described(traits: Traits) -> str:
+def _cost_text(cost: Cost) -> str:
     counts = {
-        "convolutions": traits.convolutions,
-        "batched products as in attention": traits.batched_products,
-        "loops": traits.loops,
+        "convolutions": cost.convolutions,
+        "batched products as in attention": cost.batched_products,
+        "loops": cost.loops,
     }
     parts = [f"{count} {what}" if count else f"no {what}" for what, count in counts.items()]
-    size = f"at most {traits.bytes / 2**20:.3g} MiB of intermediate arrays"
-    return f"{traits.flops / 1e6:.3g} MFLOP in products, {', '.join(parts)}, {size}"
+    size = f"at most {cost.bytes / 2**20:.3g} MiB of intermediate arrays"
+    return f"{cost.flops / 1e6:.3g} MFLOP in products, {', '.join(parts)}, {size}"

@@ -12,8 +12,8 @@ from .. import _axes, _check
 from ..sharding._layout import as_layout
 from ._auto import AnyPlan, as_plan
 from ._compiled import keeps_program, program_of
-from ._on_mesh import on_mesh
 from ._plans import AbstractPlan
+from ._sharded import sharded_plan
 
 
 def map_members(
@@ -56,7 +56,7 @@ def map_members(
     """
     _check.check_function(fn, "fn", name="map_members", example="lambda model, x: model(x)")
     out_axis = _check.check_axis(out_axis, "out_axis", name="map_members")
-    plan = on_mesh(as_plan(plan), as_layout(mesh, name="map_members"))
+    plan = sharded_plan(as_plan(plan), as_layout(mesh, name="map_members"))
     name = getattr(fn, "__name__", type(fn).__name__)
 
     @ft.wraps(fn)

@@ -8,10 +8,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _axes, _check
-from ._auto import Auto, search_for, suggested
-from ._candidates import smaller
 from ._memory import Peak, is_out_of_memory, peak
-from ._plans import AbstractPlan, in_words
+from ._plans import AbstractPlan, Work
 from ._search import Search
 
 
@@ -34,18 +32,10 @@ class Pilot:
         """Whether the next stretch is a trial of a plan."""
         return self._search is not None and self._search.watching
 
-    def look(
-        self, fn: Callable[..., Any], *args: PyTree, num_members: int, unit: str, steps_inside: bool = False
-    ) -> None:
-        """Looks at `fn(plan, *args)`, one `unit` of the work, if the plan is still to be chosen."""
-        if not isinstance(self.plan, Auto):
-            return
-        if jax.process_count() > 1:  # each would measure for itself, and might choose another plan than the others
-            self.plan = suggested(self.plan, fn, *args, num_members=num_members, steps_inside=steps_inside)
-        else:
-            options = {"num_members": num_members, "steps_inside": steps_inside, "name": self._name, "unit": unit}
-            self._search = search_for(self.plan, fn, *args, **options)
-            self.plan = self._search.plan
+    def look(self, fn: Callable[..., Any], *args: PyTree, **work: Any) -> None:
+        """Chooses the plan of `fn(plan, *args)`, one unit of the work, if that is still to be chosen."""
+        self.plan, search = self.plan.begin(Work(self._name, fn, args, **work))
+        self._search = search or self._search
 
     def call(self, stretch: Callable[[AbstractPlan, Any], Any], carry: Any) -> Any:
         """`stretch(plan, carry)`, which may donate `carry`.
@@ -64,7 +54,7 @@ class Pilot:
                 less = self._search.out_of_memory() if is_out_of_memory(error) and kept is not None else None
                 if less is None:
                     raise
-                warnings.warn(_check.smaller_plan(in_words(self.plan), in_words(less), name=self._name), stacklevel=3)
+                warnings.warn(_check.smaller_plan(repr(self.plan), repr(less), name=self._name), stacklevel=3)
                 self.plan, carry = less, jax.device_put(kept)
 
     def note(self, units: int, seconds: float, *, seconds_left: float | None) -> bool:
@@ -88,8 +78,8 @@ def explained_memory(pilot: Pilot, num_members: int, *, name: str) -> Iterator[N
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        less = smaller(pilot.plan, num_members)
-        tried, next_one = in_words(pilot.plan), None if less is None else in_words(less)
+        less = pilot.plan.smaller(num_members)
+        tried, next_one = repr(pilot.plan), None if less is None else repr(less)
         raise MemoryError(_check.out_of_memory(num_members, tried, next_one, str(error), name=name)) from error
 
 

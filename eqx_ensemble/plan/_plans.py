@@ -1,5 +1,7 @@
 import abc
+import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -8,22 +10,69 @@ from jaxtyping import PyTree
 
 from .. import _check
 
+if TYPE_CHECKING:
+    from ._search import Search
 
-class AbstractPlan(eqx.Module):
-    """How a function of one member is run for all: it changes time and memory and nothing else.
+
+class Work(NamedTuple):
+    """What is to be run under a plan, as far as the plan's choice depends on it.
 
     **Attributes:**
 
-    - `scan`: whether [`eqx_ensemble.fit`][] runs many steps in one compiled loop (`True`), each step as a compiled call
-        of its own (`False`), or as the step suggests (`None`): XLA's convolutions are many times slower inside a
-        compiled loop on a CPU, everything else is faster there. Under [`eqx_ensemble.plan.Sequential`][] a step outside
-        a loop is one compiled call for each member. Nothing but `fit` has steps.
+    - `name`: of the function of this library that runs it.
+    - `fn`, `args`: one `unit` of the work is `fn(plan, *args)`.
+    - `num_members`: on each device.
+    - `unit`: a step, a batch.
+    - `steps_inside`: each member does several steps in a row: weights then stay in a cache when members take turns,
+        while a single step has to fetch them.
+    - `scan`: whether these steps are one compiled loop, if that was asked for.
     """
 
-    scan: eqx.AbstractVar[bool | None]
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[PyTree, ...]
+    num_members: int
+    unit: str
+    steps_inside: bool = False
+    scan: bool | None = None
 
-    def __check_init__(self):
-        _check.check_optional_flag(self.scan, "scan", name=type(self).__name__)
+
+class AbstractPlan(eqx.Module):
+    """How a function of one member is run for all members. A plan changes time and memory, and no result.
+
+    A plan of your own defines `run`, and `width` where it runs fewer than all members at a time:
+
+    ```python
+    class Twos(ee.plan.AbstractPlan):
+        def run(self, fn, arrays):
+            return jax.lax.map(fn, arrays, batch_size=2)
+
+        def width(self, num_members):
+            return min(2, num_members)
+
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 8, 1, key=key), 4, key=key)
+    ee.predict(ensemble, jnp.ones((10, 3)), plan=Twos()).shape  # (4, 10, 2)
+    ```
+    """
+
+    @abc.abstractmethod
+    def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
+        """`fn` of every member's part of `arrays`, a tree of arrays only; results gain the leading `members` axis."""
+
+    def width(self, num_members: int) -> int:
+        """How many of `num_members` run at a time: memory grows with it."""
+        return num_members
+
+    def smaller(self, num_members: int) -> "AbstractPlan | None":
+        """The plan to try when this one ran out of memory: half as many members at a time; `None` below one."""
+        half = min(self.width(num_members), num_members) // 2
+        if half < 1:
+            return None
+        return Sequential() if half == 1 else Chunked(half)
+
+    def compile_time(self, num_members: int) -> float:
+        """The time to compile `num_members`, as a multiple of that of one program for all."""
+        return 1.0
 
     @property
     def compiles(self) -> bool:
@@ -33,15 +82,29 @@ class AbstractPlan(eqx.Module):
         """
         return True
 
-    @abc.abstractmethod
-    def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
-        """`fn` of every member's part of `arrays`, a tree of arrays only; results gain the leading `members` axis."""
+    @property
+    def one_by_one(self) -> bool:
+        """Whether [`eqx_ensemble.fit`][], outside compiled loops, calls a program of one member for each in turn."""
+        return False
+
+    @property
+    def chosen(self) -> "AbstractPlan | None":
+        """The plan that runs: this one; of a plan that searches the one found so far, `None` before there is one."""
+        return self
+
+    def begin(self, work: Work) -> "tuple[AbstractPlan, Search | None]":
+        """The plan to begin `work` under, and the search, if any, that may change it on the way."""
+        return self, None
+
+    def __repr__(self) -> str:
+        """The plan as it is written."""
+        fields = [f for f in dataclasses.fields(self) if f.repr and getattr(self, f.name) != f.default]
+        shown = [f"{'' if f.kw_only is False else f'{f.name}='}{getattr(self, f.name)!r}" for f in fields]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class Vmap(AbstractPlan):
     """All members at once, by `jax.vmap`: the fastest where one member leaves the machine idle."""
-
-    scan: bool | None = eqx.field(static=True, default=None, kw_only=True)
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Maps `fn` over all members at once."""
@@ -64,10 +127,13 @@ class Chunked(AbstractPlan):
     """
 
     size: int = eqx.field(static=True)
-    scan: bool | None = eqx.field(static=True, default=None, kw_only=True)
 
     def __check_init__(self):
-        _check.check_positive_int(self.size, "size", name="Chunked")
+        _check.check_positive_int(self.size, "size", name="plan.Chunked")
+
+    def width(self, num_members: int) -> int:
+        """The members of a chunk."""
+        return min(self.size, num_members)
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Maps `fn` over chunks of members, one chunk after another."""
@@ -88,18 +154,25 @@ class Sequential(AbstractPlan):
     """One member after another: the least memory; on one CPU device, bit for bit each member run alone.
 
     An ensemble of one member is a loop that the compiler unrolls: its last bit may be another one than in company, as
-    with `optax.MultiSteps` around Adam. `Sequential(scan=False)` knows no such loop.
+    with `optax.MultiSteps` around Adam. `fit(..., scan=False)` has no such loop.
 
     In [`eqx_ensemble.fit`][] each member does many steps before the next one's turn, with its weights in the
     processor's cache, or, for convolutions on a CPU, has a compiled call of its own for every step: on a CPU this is
     the fastest for all but small models.
     """
 
-    scan: bool | None = eqx.field(static=True, default=None, kw_only=True)
-
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Maps `fn` over the members in a compiled loop."""
         return jax.lax.map(fn, arrays)
+
+    def width(self, num_members: int) -> int:
+        """One."""
+        return 1
+
+    @property
+    def one_by_one(self) -> bool:
+        """Each member's step then stands in no loop, and compiling does not take longer for more members."""
+        return True
 
 
 class Unrolled(AbstractPlan):
@@ -110,22 +183,17 @@ class Unrolled(AbstractPlan):
     Compile time grows with the number of members.
     """
 
-    scan: bool | None = eqx.field(static=True, default=None, kw_only=True)
-
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Calls `fn` for every member."""
         num_members = jax.tree.leaves(arrays)[0].shape[0]
         members = [fn(jax.tree.map(lambda x, i=i: x[i], arrays)) for i in range(num_members)]
         return jax.tree.map(lambda *xs: jnp.stack(xs), *members)
 
+    def compile_time(self, num_members: int) -> float:
+        """Grows with the number of members."""
+        return 1 + num_members / 4
+
     @property
     def compiles(self) -> bool:
         """Whether `run` compiles: `fn` is called as it is."""
         return False
-
-
-def in_words(plan: AbstractPlan) -> str:
-    """A plan as it is written."""
-    options = [str(plan.size)] if isinstance(plan, Chunked) else []
-    options += [] if plan.scan is None else [f"scan={plan.scan}"]
-    return f"{type(plan).__name__}({', '.join(options)})"

@@ -4,10 +4,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from ._candidates import candidates, smaller
+from ._candidates import candidates
+from ._cost import Cost
 from ._memory import Peak, free_bytes
-from ._plans import AbstractPlan, Chunked, Sequential, Unrolled, in_words
-from ._traits import Traits
+from ._plans import AbstractPlan, Sequential, Work
 
 _ENOUGH_CALLS, _ENOUGH_SECONDS = 3, 0.2
 _PLENTY_OF_SECONDS = 0.6  # for one call to tell
@@ -19,7 +19,7 @@ _SEEN_BYTES = 2**25  # a process keeps smaller blocks for its next call, so that
 
 @dataclasses.dataclass
 class Trial:
-    """What is known of a plan for a program: times in seconds, and the peak of memory beside what was there before."""
+    """What is known of a plan for a program: times in seconds, and the peak of memory on top of what was in use."""
 
     plan: AbstractPlan
     first_call: float | None = None
@@ -38,38 +38,36 @@ class Trial:
 
 
 @dataclasses.dataclass
-class Book:
+class SearchCache:
     """What has been found out about a program, kept for the process's life."""
 
-    traits: Traits
+    cost: Cost
     num_members: int
     trials: list[Trial]
     unit: str
 
 
-_BOOKS: OrderedDict[Any, Book] = OrderedDict()
-_MOST_BOOKS = 128
+_CACHES: OrderedDict[Any, SearchCache] = OrderedDict()
+_MOST_CACHES = 128
 
 
-def book_of(
-    key: Any, look: Callable[[], Traits], num_members: int, *, scan: bool | None, steps_inside: bool, unit: str
-) -> Book:
-    """The book of a program, opened if there is none."""
-    if key not in _BOOKS:
-        traits = look()
-        plans = candidates(traits, num_members, steps_inside=steps_inside, scan=scan)
-        _BOOKS[key] = Book(traits, num_members, [Trial(plan) for plan in plans], unit)
-        while len(_BOOKS) > _MOST_BOOKS:
-            _BOOKS.popitem(last=False)
-    _BOOKS.move_to_end(key)
-    return _BOOKS[key]
+def cache_of(key: Any, cost: Callable[[], Cost], work: Work) -> SearchCache:
+    """The cache of a program, made if there is none."""
+    if key not in _CACHES:
+        found, num_members = cost(), work.num_members
+        plans = candidates(found, num_members, steps_inside=work.steps_inside, scan=work.scan)
+        _CACHES[key] = SearchCache(found, num_members, [Trial(plan) for plan in plans], work.unit)
+        while len(_CACHES) > _MOST_CACHES:
+            _CACHES.popitem(last=False)
+    _CACHES.move_to_end(key)
+    return _CACHES[key]
 
 
 class Search:
     """Chooses a plan while the work goes on: every trial is a stretch of the work itself.
 
     Ask for `plan` before each stretch, and say with `note` how long it took. A plan is tried when the time of its
-    compilation is expected to lie within `share` of the whole time, and when its memory is within the budget.
+    compilation is expected to lie within `max_overhead` of the whole time, and when its memory is within the budget.
 
     **Attributes:**
 
@@ -78,9 +76,9 @@ class Search:
 
     watching: bool
 
-    def __init__(self, book: Book, *, share: float, memory: int | None):
-        self.book = book
-        self._share = share
+    def __init__(self, cache: SearchCache, *, max_overhead: float, memory: int | None):
+        self.cache = cache
+        self._max_overhead = max_overhead
         free = free_bytes() if memory is None else None
         self._budget = memory if free is None else int(_SAFETY * free)
         self._start = time.perf_counter()
@@ -150,43 +148,43 @@ class Search:
     def out_of_memory(self) -> AbstractPlan | None:
         """Takes note that the present plan found too little memory. Returns the plan to go on with, if there is one."""
         self._trial.refused = "ran out of memory"
-        plan = smaller(self.plan, self.book.num_members)
+        plan = self.plan.smaller(self.cache.num_members)
         while plan is not None and self._trial_of(plan).refused:
-            plan = smaller(plan, self.book.num_members)
+            plan = plan.smaller(self.cache.num_members)
         if plan is not None:
             self._trial, self.watching = self._trial_of(plan), True
         return plan
 
     def _trial_of(self, plan: AbstractPlan) -> Trial:
-        for trial in self.book.trials:
+        for trial in self.cache.trials:
             if trial.plan == plan:
                 return trial
-        self.book.trials.append(Trial(plan))
-        return self.book.trials[-1]
+        self.cache.trials.append(Trial(plan))
+        return self.cache.trials[-1]
 
     def _first(self) -> Trial:
         best = self._best()
         if best is not None:
             return best
-        most = self.book.traits.bytes * self.book.num_members
+        most = self.cache.cost.bytes * self.cache.num_members
         if self._budget is None or most <= self._budget:
-            return next(trial for trial in self.book.trials if not trial.refused)
+            return next(trial for trial in self.cache.trials if not trial.refused)
         # From one member at a time, the memory of larger plans can be foretold.
-        return self._trial_of(Sequential(scan=self.book.trials[0].plan.scan))
+        return self._trial_of(Sequential())
 
     def _best(self) -> Trial | None:
-        known = [t for t in self.book.trials if t.per_unit is not None and not t.refused]
+        known = [t for t in self.cache.trials if t.per_unit is not None and not t.refused]
         fitting = [t for t in known if t.peak is None or self._budget is None or t.peak <= self._budget]
         return min(fitting or known, key=lambda t: t.per_unit or 0.0, default=None)
 
     def _next(self, seconds_left: float | None) -> Trial | None:
         """The next trial that there is time and memory for; `None` when all is known that can be."""
-        room = self._share * (self.seconds + (seconds_left or 0.0)) - self.spent
-        for trial in self.book.trials:
+        room = self._max_overhead * (self.seconds + (seconds_left or 0.0)) - self.spent
+        for trial in self.cache.trials:
             if trial.rounds == 0 and not self._refused(trial) and self._seconds_to_compile(trial) < room:
                 return trial
         best = self._best()
-        tried = [trial for trial in self.book.trials if trial.rounds and not self._refused(trial)]
+        tried = [trial for trial in self.cache.trials if trial.rounds and not self._refused(trial)]
         for trial in tried if best is not None and len(tried) > 1 else ():
             slower = (trial.per_unit or 0.0) / ((best and best.per_unit) or 1.0)
             if trial.rounds < _ROUNDS and _ENOUGH_SECONDS * (slower - 1) < room:
@@ -199,9 +197,9 @@ class Search:
     def _seconds_to_compile(self, trial: Trial) -> float:
         if trial.first_call is not None:
             return 0.0
-        known = [t.compiling for t in self.book.trials if t.compiling is not None and not isinstance(t.plan, Unrolled)]
-        one = max(known, default=0.0)
-        return one * (1 + self.book.num_members / 4) if isinstance(trial.plan, Unrolled) else one
+        times = lambda plan: plan.compile_time(self.cache.num_members)
+        known = [t.compiling for t in self.cache.trials if t.compiling is not None and times(t.plan) == 1]
+        return max(known, default=0.0) * times(trial.plan)
 
     def _too_big(self, trial: Trial) -> bool:
         expected = self.expected_peak(trial.plan)
@@ -209,17 +207,12 @@ class Search:
 
     def expected_peak(self, plan: AbstractPlan) -> int | None:
         """The peak memory that a plan is expected to need: in proportion to the members that it takes at a time."""
-        known = {self._width(t.plan): t.peak for t in self.book.trials if t.peak is not None}
+        width = lambda plan: plan.width(self.cache.num_members)
+        known = {width(t.plan): t.peak for t in self.cache.trials if t.peak is not None}
         if not known:
             return None
-        width = self._width(plan)
-        nearest = max((w for w in known if w <= width), default=min(known))
-        return int(known[nearest] * width / nearest)
-
-    def _width(self, plan: AbstractPlan) -> int:
-        if isinstance(plan, Sequential):
-            return 1
-        return plan.size if isinstance(plan, Chunked) else self.book.num_members
+        nearest = max((w for w in known if w <= width(plan)), default=min(known))
+        return int(known[nearest] * width(plan) / nearest)
 
     def reason(self, trial: Trial) -> str:
         """Why a plan was not tried, in words."""
@@ -229,18 +222,19 @@ class Search:
             expected = (self.expected_peak(trial.plan) or 0) / 2**20
             return f"not tried: expected to need {expected:.0f} MiB of a budget of {(self._budget or 0) / 2**20:.0f}"
         seconds = self._seconds_to_compile(trial)
-        return f"not tried: compiling it was expected to take {seconds:.1f} s, more than {self._share:.0%} of the time"
+        most = f"{self._max_overhead:.0%} of the time"
+        return f"not tried: compiling it was expected to take {seconds:.1f} s, more than {most}"
 
 
-def table_of(search: Search) -> str:
+def search_table(search: Search) -> str:
     """What a search has found, in words and numbers."""
-    book = search.book
+    cache = search.cache
     lines = []
-    best = min((t.per_unit for t in book.trials if t.per_unit is not None), default=None)
-    for trial in sorted(book.trials, key=lambda t: (t.per_unit is None, t.per_unit or 0.0)):
-        cells = [f"  {in_words(trial.plan):14}"]
+    best = min((t.per_unit for t in cache.trials if t.per_unit is not None), default=None)
+    for trial in sorted(cache.trials, key=lambda t: (t.per_unit is None, t.per_unit or 0.0)):
+        cells = [f"  {trial.plan!r:14}"]
         if trial.per_unit is not None and best is not None:
-            cells.append(f"{trial.per_unit * 1e3:.3g} ms a {book.unit} ({trial.per_unit / best:.2f}x)")
+            cells.append(f"{trial.per_unit * 1e3:.3g} ms a {cache.unit} ({trial.per_unit / best:.2f}x)")
             cells.append(f"compiled in {trial.compiling or 0:.1f} s")
             if trial.peak is not None and trial.peak > _SEEN_BYTES:
                 cells.append(f"at most {trial.peak / 2**20:.0f} MiB more than before")

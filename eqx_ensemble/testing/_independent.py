@@ -13,7 +13,6 @@ from .._build import build
 from .._ensemble import Ensemble
 from ..plan import AbstractPlan, Chunked, Sequential, Unrolled, Vmap
 from ..plan._auto import as_plan
-from ..plan._plans import in_words
 from ..train import fit
 from ..train._hyper import hyper_arrays
 from ..train.compiled._optimiser import Optimiser
@@ -105,7 +104,7 @@ def check_independent(
     )
     checks, exact = [], jax.default_backend() == "cpu"
     for plan in plans:
-        words, run = in_words(plan), trained(ensemble, plan)
+        words, run = repr(plan), trained(ensemble, plan)
         checks.append(reference.check(f"{words}: together as alone", run, rtol))
         poisoned = eqx.tree_at(lambda e: e.stacked, ensemble, _poisoned(ensemble.stacked))
         beside = trained(poisoned, plan)

@@ -63,6 +63,7 @@ def fit(
     trainable: Trainable = eqx.is_inexact_array,
     on_diverge: Literal["freeze", "revive", "raise"] | Revive = "freeze",
     plan: AnyPlan = None,
+    scan: bool | None = None,
     mesh: Mesh | None = None,
     checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
     every: int | None = None,
@@ -130,6 +131,10 @@ def fit(
         run ends and raises [`eqx_ensemble.train.DivergedError`][], which holds the run so far.
     - `plan`: how the members are executed; `eqx_ensemble.plan.Vmap()` if not given. `"auto"` tries what makes sense
         for the program while it trains: [`eqx_ensemble.plan.Auto`][].
+    - `scan`: for data in arrays: whether many steps run in one compiled loop (`True`), each step as a compiled call of
+        its own (`False`), or as the step suggests (`None`): XLA's convolutions are many times slower inside a compiled
+        loop on a CPU, everything else is faster there. Under [`eqx_ensemble.plan.Sequential`][] a step outside a loop
+        is one compiled call for each member.
     - `mesh`: the devices to train on, from [`eqx_ensemble.make_mesh`][]; where an ensemble was built on a mesh, that
         one. Members are spread over its axis `members`, the rows of their batches over `data`; the results agree within
         rounding. [How it works](../scale.md).
@@ -137,10 +142,10 @@ def fit(
         on where the last good checkpoint stands, bit for bit, whatever ended it; a run that is finished comes back at
         once. Another loss, optimiser, ensemble, key, data or option is an error that lists what differs, with both
         values where they are short; functions are compared by what they compute, or by their code where they look at
-        values. The length, `plan`, `mesh`, `max_seconds` and how often to save may be changed. Iterators of batches are
-        saved where they stand, if they say that (`get_state` or `state_dict`); other iterables are drawn again from
-        their beginning, and have to give the same batches. One run at a time has a folder, which is made before
-        anything is compiled.
+        values. The length, `plan`, `scan`, `mesh`, `max_seconds` and how often to save may be changed. Iterators of
+        batches are saved where they stand, if they say that (`get_state` or `state_dict`); other iterables are drawn
+        again from their beginning, and have to give the same batches. One run at a time has a folder, which is made
+        before anything is compiled.
     - `every`: steps between two checkpoints; about a minute if not given. There is one at the end too.
     - `resume`: `"auto"`: go on if there is a checkpoint; `"must"`: else raise an error; `"never"`: raise one if there
         is.
@@ -165,6 +170,7 @@ def fit(
     how = Revive() if isinstance(on_diverge, str) and on_diverge == "revive" else on_diverge
     _check.check_flag(has_aux, "has_aux", name="fit")
     _check.check_optional_flag(progress, "progress", name="fit")
+    _check.check_optional_flag(scan, "scan", name="fit")
     _check.check_optional_function(score, "score", name="fit", example="lambda model, batch, key: ...")
     scoring = {"validation": validation, "score": score, "mode": mode, "min_delta": min_delta, "target": target}
     _check.fit_options(order, ORDERS, on_diverge=how, **scoring, **lengths)
@@ -195,7 +201,7 @@ def fit(
     program = Program(*losses, optimiser, plan, patience, own_rows, isinstance(how, Revive), layout)
     if first.fixed.hyper is not None:
         _check.used_hyper(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses), name="fit")
-    source = _source(data, start, rows=rows, order=order, batch_size=batch_size, layout=layout, key=key)
+    source = _source(data, start, rows=rows, order=order, batch_size=batch_size, scan=scan, layout=layout, key=key)
     if saver is not None:
         options = {"key": key, "max_steps": max_steps, "target": target, "on_diverge": how}
         options |= {"min_delta": float(min_delta), "mode": mode}
@@ -231,17 +237,18 @@ def _source(
     rows: Any,
     order: Order,
     batch_size: int | None,
+    scan: bool | None,
     layout: Layout | None,
     key: Any,
 ) -> Arrays | Batches:
     """Where a run's batches come from."""
     num_members = start.state.num_members
     if is_batches(data):
-        _check.no_array_options(batch_size=batch_size, rows=rows, order=order, name="fit")
+        _check.no_array_options(batch_size=batch_size, rows=rows, order=order, scan=scan, name="fit")
         return Batches(data, num_members, layout)
     data, num_rows = on_device(data, num_members, argument="data", name="fit", layout=layout, whole=True)
     rows = chosen_rows(rows, num_members, num_rows, name="fit")
-    source = arrays_of(data, row_order(key, start.state.ids, order, num_rows, rows), batch_size=batch_size)
+    source = arrays_of(data, row_order(key, start.state.ids, order, num_rows, rows), batch_size=batch_size, scan=scan)
     _check.uneven_rows(source.batch_size, layout)
     return source
 

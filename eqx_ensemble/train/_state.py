@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, Int8, Key, PyTree
 from .. import _axes, _check, _keys
 from .._ensemble import Ensemble, M
 from ..plan import Vmap
-from ..plan._on_mesh import on_mesh
+from ..plan._sharded import sharded_plan
 from ..sharding._constrain import constrain_member
 from ..sharding._layout import Layout, layout_for
 from ..sharding._shard import replicate, shard_members
@@ -162,7 +162,7 @@ def init_all(
     """The optimiser's first state of every member, stacked, where its members are."""
     one = lambda part: init_member(optimiser, *part)
     held = one if layout is None else lambda part: constrain_member(one(part), layout)
-    return _axes.over_leading_axis(on_mesh(Vmap(), layout).run, held, (params, hyper, ids))
+    return _axes.over_leading_axis(sharded_plan(Vmap(), layout).run, held, (params, hyper, ids))
 
 
 def copied(tree: PyTree) -> PyTree:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Int8, PyTree
 
 from .. import _check
 from .._ensemble import M
-from ..plan import AbstractPlan, AnyPlan, Auto, Vmap
+from ..plan import AbstractPlan, AnyPlan, Vmap
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot
 from ..sharding._layout import Layout, as_layout
@@ -139,5 +139,5 @@ def make_step(
     _check.optax_or_function(optimiser, name="make_step")
     _check.check_flag(has_aux, "has_aux", name="make_step")
     plan = as_plan(plan)
-    pilot = Pilot(plan, name="train.make_step") if isinstance(plan, Auto) else None
+    pilot = Pilot(plan, name="train.make_step") if plan.chosen is not plan else None
     return Step(loss, optimiser, has_aux, plan, pilot, as_layout(mesh, name="make_step"))

@@ -29,7 +29,7 @@ def summary(run: "Run[Any]") -> str:
         lines.append(f"  revived  {len(run.revived)} times")
     lines += _scores(run, ids)
     lines.append(f"  time     {run.seconds:.3g} s")
-    plan = getattr(run.plan, "chosen", None) or run.plan
+    plan = run.plan.chosen or run.plan
     lines.append(f"  plan     {plan!r}")
     return "\n".join(lines)
 

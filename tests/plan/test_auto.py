@@ -15,10 +15,10 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.plan import Auto, Chunked, Sequential, Unrolled, Vmap
 from eqx_ensemble.plan import _pilot as pilot_module
-from eqx_ensemble.plan._candidates import candidates, smaller
+from eqx_ensemble.plan._candidates import candidates
+from eqx_ensemble.plan._cost import Cost, cost_of
 from eqx_ensemble.plan._memory import Peak
-from eqx_ensemble.plan._search import Book, Search, Trial
-from eqx_ensemble.plan._traits import Traits, traits_of
+from eqx_ensemble.plan._search import Search, SearchCache, Trial
 
 from ..factories import assert_close, assert_same
 
@@ -51,14 +51,14 @@ class TestLook:
     def test_operations_of_a_dense_model_by_hand(self):
         ensemble = ee.build(lambda key: eqx.nn.MLP(7, 2, 16, 1, key=key), 3, key=KEY)
         forward = lambda plan, ensemble, x: ee.map_members(lambda m, x: jax.vmap(m)(x), plan=plan)(ensemble, x)
-        traits = traits_of(forward, ensemble, jnp.ones((10, 7)))
-        assert traits.flops == 2 * 10 * (7 * 16 + 16 * 2)
-        assert (traits.convolutions, traits.batched_products, traits.loops) == (0, 0, 0)
-        assert traits.bytes >= 4 * 10 * (16 + 2)
+        cost = cost_of(forward, ensemble, jnp.ones((10, 7)))
+        assert cost.flops == 2 * 10 * (7 * 16 + 16 * 2)
+        assert (cost.convolutions, cost.batched_products, cost.loops) == (0, 0, 0)
+        assert cost.bytes >= 4 * 10 * (16 + 2)
 
     def test_convolutions_attention_and_loops_are_seen(self):
         call = lambda model, x: ee.map_members(lambda m, x: jax.vmap(m)(x), plan=model[0])(model[1], x)
-        look = lambda make, x: traits_of(lambda plan, e, x: call((plan, e), x), ee.build(make, 2, key=KEY), x)
+        look = lambda make, x: cost_of(lambda plan, e, x: call((plan, e), x), ee.build(make, 2, key=KEY), x)
         conv = look(lambda key: eqx.nn.Conv2d(1, 4, 3, key=key), jnp.ones((5, 1, 8, 8)))
         assert conv.convolutions == 1
         assert conv.flops == 2 * 5 * 4 * 6 * 6 * 9
@@ -88,30 +88,31 @@ class TestLook:
         assert recurrent.flops == 6 * 2 * 5 * (24 * 4 + 24 * 8)  # the loop's body six times
 
     def test_what_is_worth_trying(self):
-        tiny, busy = Traits(10**5, 0, 0, 0, 0, 0), Traits(10**8, 0, 0, 0, 0, 0)
+        tiny, busy = Cost(10**5, 0, 0, 0, 0, 0), Cost(10**8, 0, 0, 0, 0, 0)
         assert candidates(tiny, 64, steps_inside=True) == [Vmap(), Sequential(), Chunked(8)]
         assert candidates(busy, 64, steps_inside=True) == [Sequential(), Vmap(), Chunked(8)]
         assert candidates(busy, 64, steps_inside=False) == [Vmap(), Sequential(), Chunked(8)]
-        convolutions = Traits(10**5, 0, 2, 0, 0, 0)
+        convolutions = Cost(10**5, 0, 2, 0, 0, 0)
         assert candidates(convolutions, 16, steps_inside=True) == [Sequential(), Vmap(), Unrolled()]
         assert candidates(convolutions, 16, steps_inside=False) == [Vmap(), Unrolled()]
-        assert candidates(tiny, 1, steps_inside=True, scan=False) == [Vmap(scan=False)]
+        assert candidates(tiny, 1, steps_inside=True, scan=False) == [Vmap()]
+        assert candidates(convolutions, 16, steps_inside=True, scan=True) == [Vmap(), Unrolled()]
 
     def test_what_needs_less_memory(self):
-        assert [smaller(plan, 9) for plan in (Vmap(), Unrolled(), Chunked(4), Chunked(100))] == [
+        assert [plan.smaller(9) for plan in (Vmap(), Unrolled(), Chunked(4), Chunked(100))] == [
             Chunked(4), Chunked(4), Chunked(2), Chunked(4),
         ]  # fmt: skip
-        assert smaller(Chunked(2, scan=True), 9) == Sequential(scan=True)
-        assert smaller(Sequential(), 9) is None
+        assert Chunked(2).smaller(9) == Sequential()
+        assert Sequential().smaller(9) is None
 
 
 class World:
     """A machine on which a step under each plan takes a given time and memory, and compiling a second."""
 
-    def __init__(self, seconds, peaks=None, *, share=0.05, memory=None, width=1, compiling=1.0):
+    def __init__(self, seconds, peaks=None, *, max_overhead=0.05, memory=None, width=1, compiling=1.0):
         self.seconds, self.peaks, self.compiling = seconds, peaks or {}, compiling
-        book = Book(Traits(0, width, 0, 0, 0, 0), 8, [Trial(plan) for plan in seconds], "step")
-        self.search = Search(book, share=share, memory=memory)
+        cache = SearchCache(Cost(0, width, 0, 0, 0, 0), 8, [Trial(plan) for plan in seconds], "step")
+        self.search = Search(cache, max_overhead=max_overhead, memory=memory)
         self.used = []
 
     def run(self, stretches, *, seconds_left, slow=lambda i: 1.0):
@@ -137,7 +138,7 @@ class TestSearch:
         world = World({Vmap(): 2e-3, Sequential(): 1e-3})
         assert world.run(20, seconds_left=10.0) == Vmap()
         assert set(world.used) == {Vmap()}
-        assert "compiling it was expected to take" in world.search.reason(world.search.book.trials[1])
+        assert "compiling it was expected to take" in world.search.reason(world.search.cache.trials[1])
 
     def test_a_run_of_unknown_length_waits_until_a_trial_is_worth_it(self, monkeypatch):
         now = [0.0]
@@ -203,7 +204,7 @@ class TestUse:
     def test_trials_are_part_of_the_work(self, ensemble):
         """Nothing is lost or done twice when the plan changes on the way, with and without validation."""
         own = lambda model, batch, key: loss(model, batch, key)
-        plan = Auto(share=1.0)
+        plan = Auto(max_overhead=1.0)
         options = {"epochs": 100, "validation": data(16), "loss": own}
         run, reference = fitted(ensemble, plan, **options), fitted(ensemble, Vmap(), **options)
         assert len(plan.notes.searches["fit"]._compiled_here) == 3
@@ -213,20 +214,20 @@ class TestUse:
     @pytest.mark.usefixtures("eager")
     def test_the_next_run_starts_with_what_was_found(self, ensemble):
         own = lambda model, batch, key: loss(model, batch, key)
-        first = Auto(share=1.0)
+        first = Auto(max_overhead=1.0)
         fitted(ensemble, first, loss=own, epochs=100)
-        known = first.notes.searches["fit"].book
+        known = first.notes.searches["fit"].cache
         second = Auto()
         run = fitted(ensemble, second, loss=own, epochs=2)
         assert run.plan is second
-        assert second.notes.searches["fit"].book is known
+        assert second.notes.searches["fit"].cache is known
         assert second.notes.searches["fit"]._best().plan == second.chosen
 
     @pytest.mark.usefixtures("eager")
     def test_own_loop(self, ensemble):
         state = ee.train.init(ensemble, ADAM, key=KEY)
         plain = state
-        step, reference = ee.train.make_step(loss, ADAM, plan=Auto(share=1.0)), ee.train.make_step(loss, ADAM)
+        step, reference = ee.train.make_step(loss, ADAM, plan=Auto(max_overhead=1.0)), ee.train.make_step(loss, ADAM)
         for _ in range(60):
             state, metrics = step(state, data(8))
             plain, _ = reference(plain, data(8))
@@ -244,7 +245,7 @@ class TestUse:
     @pytest.mark.usefixtures("eager")
     def test_prediction(self, ensemble):
         x, _ = data(100)
-        plan = Auto(share=1.0)
+        plan = Auto(max_overhead=1.0)
         out = ee.predict(ensemble, x, batch_size=7, plan=plan)
         np.testing.assert_allclose(out, ee.predict(ensemble, x), rtol=1e-5, atol=1e-6)
         assert "`predict` runs 5 members" in plan.explain()
@@ -260,11 +261,8 @@ class TestUse:
 
     def test_scanned_or_called_step_by_step_is_the_same(self, ensemble):
         for plan in (Vmap, Sequential):
-            runs = [fitted(ensemble, plan(scan=scan)) for scan in (True, False)]
+            runs = [fitted(ensemble, plan(), scan=scan) for scan in (True, False)]
             assert_close(runs[0].ensemble, runs[1].ensemble, 1e-6)
-        plan = Auto(scan=False)
-        fitted(ensemble, plan)
-        assert plan.chosen.scan is False
 
     def test_explained_in_words_and_numbers(self, ensemble):
         plan = Auto()
@@ -277,7 +275,7 @@ class TestUse:
         assert "<- in use" in words
         assert "Sequential()" in words
 
-    @pytest.mark.parametrize("wrong", [{"memory": 0}, {"memory": 1.5}, {"share": 2.0}, {"share": "5 %"}])
+    @pytest.mark.parametrize("wrong", [{"memory": 0}, {"memory": 1.5}, {"max_overhead": 2.0}, {"max_overhead": "5 %"}])
     def test_wrong_options(self, wrong):
         with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
             Auto(**wrong)

@@ -16,7 +16,7 @@ MEMBERS = 3
 EPOCHS = 3
 ADAM = optax.adam(1e-2)
 PLANS = [
-    plan(*size, scan=scan)
+    {"plan": plan(*size), "scan": scan}
     for plan, size in ((ee.plan.Vmap, ()), (ee.plan.Chunked, (2,)), (ee.plan.Sequential, ()))
     for scan in (None, True, False)
 ]
@@ -71,9 +71,10 @@ def a_case(seed):
     rng = np.random.default_rng(seed)
     rows = int(rng.integers(2, 80))
     batch_size = int(rng.integers(max(1, rows // 6), rows + 1))
-    options = {"plan": PLANS[rng.integers(len(PLANS))], "validation": data(8) if rng.random() < 0.5 else None}
+    options = PLANS[rng.integers(len(PLANS))] | {"validation": data(8) if rng.random() < 0.5 else None}
     if rng.random() < 0.25:
         source = Resumable(data(rows), batch_size)
+        del options["scan"]
     else:
         source = data(rows)
         options |= {"batch_size": batch_size, "order": rng.choice(["each", "shared", "given"]).item()}
@@ -142,7 +143,7 @@ def test_is_what_optax_alone_does(ensemble, rows, scan):
             data(rows),
             steps=steps,
             order="given",
-            plan=ee.plan.Vmap(scan=scan),
+            scan=scan,
             progress=False,
             key=KEY,
         )

@@ -265,8 +265,6 @@ def test_weights_that_break_between_two_fits(plan):
 class Coupled(ee.plan.AbstractPlan):
     """Runs members so that they can see each other, which no plan of the library allows."""
 
-    scan: bool | None = eqx.field(static=True, default=None)
-
     def run(self, fn, arrays):
         return jax.vmap(fn, axis_name="members")(arrays)
 

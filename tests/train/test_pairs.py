@@ -24,7 +24,7 @@ KEY = jax.random.key(0)
 MEMBERS, ROWS = 3, 11
 RATES, SCALES = [0.1, 0.5, 0.3], [0.7, 1.3, 1.0]
 OPTIMISERS = {"sgd": optax.sgd(0.1), "adam": optax.adam(1e-2, eps=1e-3), "steps": optax.sgd(0.1, momentum=0.9)}
-PLANS = [ee.plan.Vmap, lambda scan: ee.plan.Chunked(2, scan=scan), ee.plan.Sequential, ee.plan.Unrolled]
+PLANS = [ee.plan.Vmap(), ee.plan.Chunked(2), ee.plan.Sequential(), ee.plan.Unrolled()]
 TWINS = ("plan", "cut", "subset", "mesh", "checkpoint")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*diverged:UserWarning"),
@@ -96,7 +96,8 @@ def drawn(seed):
     case.hyper = {"lr": jnp.asarray(rng.uniform(0.01, 0.2, MEMBERS), jnp.float32)} if maybe(0.4) else None
     case.optimiser = of_hyper if case.hyper else OPTIMISERS[pick(*OPTIMISERS)]
     case.trainable = pick(eqx.is_inexact_array, matrices)
-    case.plans = [PLANS[place](scan=pick(None, True, False)) for place in rng.choice(len(PLANS), 2, replace=False)]
+    drawn = rng.choice(len(PLANS), 2, replace=False)
+    case.plans = [{"plan": PLANS[i], "scan": pick(None, True, False)} for i in drawn]
     case.chosen = rng.permutation(MEMBERS)[:2]
     case.cut = int(rng.integers(1, case.steps)) if case.steps > 1 else 1
     return case
@@ -131,7 +132,7 @@ def fitted(case, begun=None, *, members=slice(None), steps=None, plan=None, **mo
     data = tuple(ee.Each(part.value[members]) if isinstance(part, ee.Each) else part for part in case.data)
     return ee.fit(
         begun, loss, case.optimiser, data, steps=steps or case.steps, batch_size=case.batch_size, order=case.order,
-        plan=plan or case.plans[0], progress=False, key=KEY, **options, **more,
+        progress=False, key=KEY, **(plan or case.plans[0]), **options, **more,
     )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ OPTIONS = {
     "diverging": {"epochs": 4, "optimiser": by_lr, "hyper": LRS},
     "reviving": {"epochs": 4, "optimiser": by_lr, "hyper": LRS, "on_diverge": Revive(most=2)},
     "one by one": {"epochs": 3, "plan": ee.plan.Sequential()},
-    "one by one, step by step": {"steps": 9, "plan": ee.plan.Sequential(scan=False)},
+    "one by one, step by step": {"steps": 9, "plan": ee.plan.Sequential(), "scan": False},
     "chunks": {"epochs": 3, "plan": ee.plan.Chunked(2)},
     "lbfgs": {"steps": 9, "optimiser": optax.lbfgs(), "order": "given"},
     "noise": {"steps": 20, "optimiser": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(5)), optax.sgd(0.01))},

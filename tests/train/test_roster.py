@@ -111,7 +111,7 @@ def test_under_a_plan_that_is_still_searched_for(widths, monkeypatch):
     options = CASES["shared rows"] | {"patience": 6, "epochs": 40}
     expected = fitted(**options)
     widths.clear()
-    run = fitted(**options, plan=ee.plan.Auto(share=1.0))
+    run = fitted(**options, plan=ee.plan.Auto(max_overhead=1.0))
     assert widths
     assert len([line for line in run.plan.explain().splitlines() if "ms a step" in line]) > 1
     assert run.left.tolist() == expected.left.tolist()

@@ -40,17 +40,17 @@ def ensemble():
 
 
 @pytest.mark.parametrize(
-    ("plan", "batch_size"),
+    ("plan", "scan", "batch_size"),
     [
-        (ee.plan.Vmap(scan=True), 4),
-        (ee.plan.Vmap(scan=True), 6),  # with a smaller last batch, in which it is raised
-        (ee.plan.Vmap(scan=False), 6),
-        (ee.plan.Sequential(scan=False), 4),
+        (ee.plan.Vmap(), True, 4),
+        (ee.plan.Vmap(), True, 6),  # with a smaller last batch, in which it is raised
+        (ee.plan.Vmap(), False, 6),
+        (ee.plan.Sequential(), False, 4),
     ],
 )
-def test_of_a_program(ensemble, plan, batch_size):
+def test_of_a_program(ensemble, plan, scan, batch_size):
     """Every step before the one that raises is kept."""
-    options = {"order": "given", "batch_size": batch_size, "plan": plan}
+    options = {"order": "given", "batch_size": batch_size, "plan": plan, "scan": scan}
     bad = 14 if batch_size == 4 else 19
     with pytest.raises(RuntimeError, match="a large input") as caught:
         fit(ensemble, (X.at[bad, 0].set(60), Y), epochs=2, **options)
@@ -90,7 +90,7 @@ def test_errors_that_give_nan_are_one_members(ensemble, scan):
     def solver(model, batch, key, hyper):
         return eqx.error_if(loss(model, batch, key), hyper == 1, "no convergence", on_error="nan")
 
-    options = {"hyper": jnp.arange(MEMBERS), "plan": ee.plan.Sequential(scan=scan), "batch_size": 4, "steps": 3}
+    options = {"hyper": jnp.arange(MEMBERS), "plan": ee.plan.Sequential(), "scan": scan, "batch_size": 4, "steps": 3}
     with pytest.warns(UserWarning, match="diverged"):
         run = ee.fit(ensemble, solver, ADAM, (X, Y), progress=False, key=KEY, **options)
     assert run.status.tolist() == ["ok", "diverged", "ok"]

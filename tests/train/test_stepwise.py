@@ -36,10 +36,10 @@ def ensemble():
 def both(ensemble, optimiser=ADAM, x=None, **options):
     options = {"epochs": 4, "batch_size": 8, "progress": False, "key": KEY} | options
     data_of_all = data() if x is None else x
-    return (ee.fit(ensemble, loss, optimiser, data_of_all, plan=plan, **options) for plan in (APART, Vmap()))
+    return (ee.fit(ensemble, loss, optimiser, data_of_all, **plan, **options) for plan in (APART, {}))
 
 
-APART = Sequential(scan=False)
+APART = {"plan": Sequential(), "scan": False}
 OPTIONS = {
     "rows of each": {},
     "one order for all": {"order": "shared"},

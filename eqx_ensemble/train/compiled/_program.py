@@ -10,8 +10,8 @@ from jaxtyping import Array, Int, PyTree
 
 from ... import _axes
 from ...plan import AbstractPlan
-from ...plan._on_mesh import on_mesh
-from ...plan._traits import Traits, traits_of
+from ...plan._cost import Cost, cost_of
+from ...plan._sharded import sharded_plan
 from ...sharding._constrain import constrain_carry, constrain_member, constrain_rows
 from ...sharding._layout import Layout
 from .._state import Fixed, Moving
@@ -111,7 +111,7 @@ class Program(eqx.Module):
             return run(step, moving, own_rows if self.own_rows else rows)
 
         own = (carry.moving, inputs.fixed, own_data, rows if self.own_rows else None)
-        return _axes.over_leading_axis(self.everyone.run, one, own)
+        return _axes.over_leading_axis(self.sharded_plan.run, one, own)
 
     def placed(self, carry: Carry) -> Carry:
         """The carry on the devices of its members."""
@@ -121,9 +121,9 @@ class Program(eqx.Module):
         return Carry(moving, selection, carry.step)
 
     @property
-    def everyone(self) -> AbstractPlan:
+    def sharded_plan(self) -> AbstractPlan:
         """The plan on all devices."""
-        return on_mesh(self.plan, self.layout)
+        return sharded_plan(self.plan, self.layout)
 
     def judged_step(
         self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None
@@ -146,7 +146,7 @@ class Program(eqx.Module):
             carry.selection,
             inputs,
             carry.step,
-            plan=self.everyone,
+            plan=self.sharded_plan,
             patience=self.patience,
             occasion=jnp.asarray(occasion),
         )
@@ -175,23 +175,23 @@ def on_one_device(program: Program) -> Program:
     return dataclasses.replace(program, layout=None)
 
 
-def in_a_loop(plan: AbstractPlan, traits: Traits) -> bool:
+def in_a_loop(cost: Cost, *, scan: bool | None) -> bool:
     """Whether many steps run in one compiled loop: XLA's CPU convolutions are several times slower there."""
-    if plan.scan is not None:
-        return plan.scan
-    return jax.default_backend() != "cpu" or traits.convolutions == 0
+    if scan is not None:
+        return scan
+    return jax.default_backend() != "cpu" or cost.convolutions == 0
 
 
-def traits_of_step(program: Program, inputs: Inputs, carry: Carry, rows: jax.ShapeDtypeStruct) -> Traits:
-    """What one member's step looks like."""
+def cost_of_step(program: Program, inputs: Inputs, carry: Carry, rows: jax.ShapeDtypeStruct) -> Cost:
+    """What one member's step costs."""
     leaves, treedef = jax.tree.flatten((on_one_device(program), inputs, carry, rows))
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x for x in leaves)
-    return _traits_of_step(shapes, treedef)
+    return _cost_of_step(shapes, treedef)
 
 
 @ft.lru_cache(maxsize=64)
-def _traits_of_step(leaves: tuple, treedef: Any) -> Traits:
-    return traits_of(_own_step, *jax.tree.unflatten(treedef, leaves))
+def _cost_of_step(leaves: tuple, treedef: Any) -> Cost:
+    return cost_of(_own_step, *jax.tree.unflatten(treedef, leaves))
 
 
 def _own_step(_: AbstractPlan, program: Program, *rest: Any) -> tuple[Carry, PyTree]:

@@ -1,4 +1,4 @@
-"""Steps outside compiled loops: one compiled call a step, and under `Sequential` one for each member."""
+"""Steps outside compiled loops: one compiled call a step, or under a plan `one_by_one` one for each member."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from ... import _axes
-from ...plan import Sequential, Unrolled
+from ...plan import Unrolled
 from .._state import Moving
 from ._chunk import Chunk, compiled_chunk, run_chunk, undonated_chunk
 from ._program import Carry, Inputs, Program
@@ -21,12 +21,12 @@ def run_stepwise(
 ) -> tuple[Carry, tuple[Any, Any, PyTree]]:
     """A chunk of a single step, as [`run_chunk`][eqx_ensemble.train.compiled._chunk.run_chunk] runs and reports it.
 
-    Under `Sequential` each member's step is a call of the same program, compiled for one member: it stands in no loop,
-    its arrays stay small, and compiling does not take longer for more members.
+    Under a plan `one_by_one`, as `Sequential` is, each member's step is a call of the same program, compiled for one
+    member: it stands in no loop, its arrays stay small, and compiling does not take longer for more members.
     """
     program, inputs, chunk = read
     of_all, of_one = (compiled_chunk, _compiled_part) if donate else (undonated_chunk, _undonated_part)
-    if not isinstance(program.plan, Sequential):
+    if not program.plan.one_by_one:
         return of_all(read, carry)
     if program.layout is not None:  # a call for one member would leave the other devices idle
         return of_all((dataclasses.replace(program, plan=Unrolled()), inputs, chunk), carry)

@@ -16,7 +16,7 @@ from ...sharding._shard import put
 from .._state import OK
 from ..compiled._chunk import Chunk, compiled_chunk, undonated_chunk
 from ..compiled._limits import next_limit
-from ..compiled._program import Carry, Inputs, in_a_loop, traits_of_step
+from ..compiled._program import Carry, Inputs, cost_of_step, in_a_loop
 from ..compiled._stepwise import run_stepwise
 from ..host._loop import Loop
 from ..resume._texts import array_text, array_texts
@@ -80,11 +80,12 @@ class Feed:
 
 
 class Arrays(NamedTuple):
-    """Data in memory, on the device, and the order in which members see its rows."""
+    """Data in memory, on the device, the order in which members see its rows, and how steps run (`scan` of `fit`)."""
 
     data: PyTree
     order: RowOrder
     batch_size: int
+    scan: bool | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -160,12 +161,12 @@ class Arrays(NamedTuple):
         """The pieces of the run in the shape of its chunks, and what runs one; both follow from the whole length."""
         members = inputs.fixed.key.shape if loop.program.own_rows else ()
         rows = jax.ShapeDtypeStruct((*members, self.batch_size), np.int32)
-        loop.look(inputs, carry, rows, steps_inside=True)
-        traits = traits_of_step(loop.program, inputs, carry, rows)
-        loop.may_raise = traits.callbacks > 0
+        loop.look(inputs, carry, rows, steps_inside=True, scan=self.scan)
+        cost = cost_of_step(loop.program, inputs, carry, rows)
+        loop.may_raise = cost.callbacks > 0
         layout = loop.program.layout
         devices = 1 if layout is None else layout.members
-        if in_a_loop(loop.program.plan, traits):
+        if in_a_loop(cost, scan=self.scan):
             most, compiled = (
                 _most_steps(rows, num_steps, devices),
                 undonated_chunk if loop.may_raise else compiled_chunk,
@@ -187,11 +188,11 @@ class Arrays(NamedTuple):
         return Feed(cut.endless() if endless else cut.epochs(), most_pieces, most_steps), compiled
 
 
-def arrays_of(data: PyTree, order: RowOrder, *, batch_size: int | None) -> Arrays:
+def arrays_of(data: PyTree, order: RowOrder, *, batch_size: int | None, scan: bool | None) -> Arrays:
     """Data that are on the device already, in batches of a given size, 32 or as many as there are."""
     batch_size = min(32, order.num_rows) if batch_size is None else batch_size
     _check.batch_fits(batch_size, order.num_rows, name="fit")
-    return Arrays(data, order, batch_size)
+    return Arrays(data, order, batch_size, scan)
 
 
 def _most_steps(rows: jax.ShapeDtypeStruct, num_steps: int, devices: int) -> int:

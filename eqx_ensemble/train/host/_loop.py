@@ -96,14 +96,13 @@ class Loop:
             self._saver.claim()
         return self.pilot.call(lambda plan, carry: compiled((self.program, *read), carry), carry)
 
-    def look(self, inputs: Inputs, carry: Carry, rows: Any, *, steps_inside: bool) -> None:
+    def look(self, inputs: Inputs, carry: Carry, rows: Any, *, steps_inside: bool, scan: bool | None = None) -> None:
         """Looks at a step on `rows`, if the plan is still to be chosen."""
         program = on_one_device(dataclasses.replace(self._program, plan=Vmap()))
         layout, count = self._program.layout, carry.moving.status.shape[0]
         count = count if layout is None else layout.per_device(count)
-        self.pilot.look(
-            step_under, program, inputs, carry, rows, num_members=count, unit="step", steps_inside=steps_inside
-        )
+        options = {"num_members": count, "unit": "step", "steps_inside": steps_inside, "scan": scan}
+        self.pilot.look(step_under, program, inputs, carry, rows, **options)
 
     def steps_in_a_row(self) -> int:
         """How many steps to run before the next look around: about a second's, or less if a checkpoint is due."""

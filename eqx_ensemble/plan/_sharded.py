@@ -10,7 +10,7 @@ from ..sharding._shard import pad_members
 from ._plans import AbstractPlan
 
 
-class OnMesh(AbstractPlan):
+class ShardedPlan(AbstractPlan):
     """Members spread over the devices of a mesh; each device runs its own under the plan inside.
 
     Members that do not divide evenly are padded with copies of the last one, whose results are dropped: a compiler
@@ -19,7 +19,6 @@ class OnMesh(AbstractPlan):
 
     inner: AbstractPlan
     layout: Layout = eqx.field(static=True)
-    scan: bool | None = eqx.field(static=True, default=None, kw_only=True)
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Maps `fn` over the members of all devices at once."""
@@ -40,12 +39,17 @@ class OnMesh(AbstractPlan):
         whole = lambda x: jax.lax.with_sharding_constraint(x, layout.sharding(None, *[FREE] * (x.ndim - 1)))
         return jax.tree.map(lambda x: whole(x[:count]), out)
 
+    def width(self, num_members: int) -> int:
+        """The members that all devices run at a time."""
+        devices = self.layout.members
+        return min(devices * self.inner.width(-(-num_members // devices)), num_members)
+
     @property
     def compiles(self) -> bool:
         """Whether the plan inside does."""
         return self.inner.compiles
 
 
-def on_mesh(plan: AbstractPlan, layout: Layout | None) -> AbstractPlan:
+def sharded_plan(plan: AbstractPlan, layout: Layout | None) -> AbstractPlan:
     """The plan on the devices of a layout, if there is one."""
-    return plan if layout is None else OnMesh(plan, layout, scan=plan.scan)
+    return plan if layout is None else ShardedPlan(plan, layout)

@@ -12,8 +12,8 @@ from .. import _axes
 from ._plans import AbstractPlan
 
 
-class Traits(NamedTuple):
-    """What a function of one member looks like to someone who has to choose a plan for it.
+class Cost(NamedTuple):
+    """What a function of one member computes, as far as the choice of a plan depends on it.
 
     **Attributes:**
 
@@ -31,27 +31,25 @@ class Traits(NamedTuple):
     callbacks: int
 
 
-def traits_of(fn: Callable[..., Any], *args: PyTree) -> Traits:
-    """The traits of `fn(plan, *args)` for one member: `fn` runs its function of one member under the plan it is given.
+def cost_of(fn: Callable[..., Any], *args: PyTree) -> Cost:
+    """The cost of `fn(plan, *args)` for one member: `fn` runs its function of one member under the plan it is given.
 
-    Only shapes are looked at, and nothing runs.
+    Only shapes are used, and nothing runs.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _axes.is_array(x) else x, args)
-    closed, _, _ = eqx.filter_make_jaxpr(ft.partial(fn, OnlyFirst()))(*shapes)
-    return _traits_of_jaxpr(closed.jaxpr)
+    closed, _, _ = eqx.filter_make_jaxpr(ft.partial(fn, FirstMember()))(*shapes)
+    return _cost_of_jaxpr(closed.jaxpr)
 
 
-class OnlyFirst(AbstractPlan):
-    """Runs one member only, to be looked at."""
-
-    scan: bool | None = eqx.field(static=True, default=None)
+class FirstMember(AbstractPlan):
+    """Runs the first member only: its program is what one member costs."""
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """`fn` of the first member."""
         return jax.tree.map(lambda x: x[None], fn(jax.tree.map(lambda x: x[0], arrays)))
 
 
-def _traits_of_jaxpr(jaxpr: Jaxpr) -> Traits:
+def _cost_of_jaxpr(jaxpr: Jaxpr) -> Cost:
     flops = held = convolutions = products = loops = callbacks = 0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -60,7 +58,7 @@ def _traits_of_jaxpr(jaxpr: Jaxpr) -> Traits:
         loops += name in ("scan", "while")
         callbacks += name.endswith("callback")
         held += sum(_bytes(var.aval) for var in eqn.outvars)
-        for inner in map(_traits_of_jaxpr, _inner(eqn)):
+        for inner in map(_cost_of_jaxpr, _inner(eqn)):
             flops += times * inner.flops
             held += inner.bytes
             convolutions += inner.convolutions
@@ -75,7 +73,7 @@ def _traits_of_jaxpr(jaxpr: Jaxpr) -> Traits:
             out = shapes[1][eqn.params["dimension_numbers"].rhs_spec[0]]
             flops += 2 * math.prod(shapes[-1]) * math.prod(shapes[1]) // max(out, 1)
             convolutions += 1
-    return Traits(flops, held, convolutions, products, loops, callbacks)
+    return Cost(flops, held, convolutions, products, loops, callbacks)
 
 
 def _inner(eqn: Any) -> Iterator[Jaxpr]:
