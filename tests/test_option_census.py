@@ -245,7 +245,7 @@ ACCEPTED = {
         "checkpoint": "text None",
     }
     | dict.fromkeys(["epochs", "validation", "score", "patience", "target", "state", "hyper", "rows"], "None")
-    | dict.fromkeys(["plan", "mesh", "every", "progress"], "None"),
+    | dict.fromkeys(["plan", "scan", "mesh", "every", "progress"], "None"),
     "fit, validated": {
         "epochs": "int64",
         "validation": "None",
