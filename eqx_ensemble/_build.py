@@ -18,7 +18,7 @@ from .sharding import Shard
 from .sharding._constrain import constrain_member
 from .sharding._layout import Layout, as_layout
 from .sharding._shard import replicate, shard_members
-from .tree._hidden import no_tracers
+from .tree._hidden import check_no_tracers
 
 Arguments = Mapping[str, Any]
 """Per-member arguments of a constructor: a name and its values, one per member."""
@@ -143,7 +143,7 @@ def build(
 
     with _check.explained_constructor():
         made = _made(make_one, keys, arguments) if layout is None else _born(make_one, keys, arguments, layout, shard)
-    no_tracers(made, name="build")
+    check_no_tracers(made, name="build")
     _check.warn_of_equal_members(made, keys, arguments)
     model, *state = made if _is_stateful(made) else (made,)
     numbers = _numbers(make, keys, arguments, model)
@@ -173,7 +173,7 @@ def _born(
         shapes = eqx.filter_eval_shape(build, layout, (keys, arguments))
         layout = layout.split_weights(shapes, shard)
         made = eqx.filter_jit(build)(layout, replicate((keys, arguments), layout))
-        no_tracers(made, name="build")
+        check_no_tracers(made, name="build")
     except (jax.errors.JAXTypeError, _check.MemberMismatchError) as error:
         warnings.warn(_check.not_compiled(error), stacklevel=4)
         made = _made(make, keys, arguments)

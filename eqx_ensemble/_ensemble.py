@@ -11,8 +11,8 @@ from . import _axes, _check, _keys
 from . import tree as _tree
 from ._typing import kind_of_members
 from .plan import AbstractPlan, map_members
-from .tree._check import sequence_of_trees
-from .tree._compare import Rules, same_members
+from .tree._check import check_trees
+from .tree._compare import Rules, compare_trees
 
 M = TypeVar("M")
 
@@ -208,19 +208,19 @@ def stack(
     **Raises:** `MemberMismatchError` when the models differ in anything but array values, naming leaf, members and
     both values; `TypeError` for NumPy arrays of strings or objects, which jax cannot hold.
     """
-    models = sequence_of_trees(models, name="eqx_ensemble.stack")
+    models = check_trees(models, name="stack")
     _check.check_flag(promote_scalars, "promote_scalars", name="stack")
     rules = Rules(scalars="floats" if promote_scalars else "equal")
-    same_members(models, name="eqx_ensemble.stack", rules=rules)
+    compare_trees(models, name="stack", rules=rules)
     for model in models:
-        _check.no_text_arrays(model, name="eqx_ensemble.stack")
+        _check.no_text_arrays(model, name="stack")
     stacked = _axes.strongly_typed(_tree.stack(models, promote_scalars=promote_scalars))
     numbers = jax.tree.map(lambda x, y: _axes.is_array(x) and type(y) is float, stacked, models[0])
     stacked, rest = eqx.partition(stacked, _axes_mask(stacked, shared))
     if shared is not None:
         unstacked = [eqx.filter(model, _axes_mask(model, shared), inverse=True) for model in models]
         rules = Rules(needs="models whose shared nodes are equal", noun="model")
-        same_members(unstacked, name="eqx_ensemble.stack", rules=rules)
+        compare_trees(unstacked, name="stack", rules=rules)
         _check.equal_shared(unstacked, name="stack")
         rest = _axes.strongly_typed(unstacked[0])
     rest = mark_numbers(stacked, rest, numbers)
@@ -249,7 +249,7 @@ def concatenate(ensembles: Iterable[Ensemble[M]], *, renumber: bool = False) -> 
     stacked, ids = _tree.concatenate([ensemble.per_member() for ensemble in ensembles])
     shared = [ensemble.shared for ensemble in ensembles]
     rules = Rules(needs="ensembles whose members share the same", noun="ensemble")
-    same_members(shared, name="concatenate", rules=rules)
+    compare_trees(shared, name="concatenate", rules=rules)
     _check.equal_shared(shared, name="concatenate")
     if _check.check_flag(renumber, "renumber", name="concatenate"):
         ids = _keys.member_ids(ids.shape[0])

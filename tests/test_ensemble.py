@@ -731,7 +731,7 @@ def test_an_ensemble_inside_vmap_names_map_members(unhooked, use, mapped):
     with pytest.raises(ee.MemberMismatchError) as caught:
         mapped(USES[use])(ensemble)
     assert "at `.ids`: expected i32[members], got i32[]" in str(caught.value)
-    assert "`eqx_ensemble.map_members(fn)(ensemble, x)`" in str(caught.value)
+    assert "`map_members(fn)(ensemble, x)`" in str(caught.value)
     assert all("with one example" not in note for note in getattr(caught.value, "__notes__", []))
 
 

@@ -126,7 +126,7 @@ def test_the_first_use_says_what_happened(use, unhooked, tmp_path):
             "`Ensemble` needs integer member ids, from which the members' random streams follow; at `.ids`: got "
             f"{kind}.\nArithmetic on all arrays of an ensemble changes its ids too: select the weights alone, with "
             "`eqx.partition(ensemble, eqx.is_inexact_array)` or `eqx.filter`. For a moving average of ensembles write "
-            "`eqx_ensemble.tree.polyak(old, new, tau)`."
+            "`tree.polyak(old, new, tau)`."
         )
 
 

@@ -57,7 +57,7 @@ BAD = {
     "stack of different sizes": (
         lambda: ee.stack([*MODELS, eqx.nn.Linear(3, 1, key=KEY)]),
         "MemberMismatchError: "
-        "`eqx_ensemble.stack` needs models that differ only in their arrays; member 3 differs from member "
+        "`stack` needs models that differ only in their arrays; member 3 differs from member "
         "0.\n"
         "  at `.weight`: expected f32[1,2], got f32[1,3]\n"
         "  at `.in_features`: expected 2, got 3\n"
@@ -66,7 +66,7 @@ BAD = {
     "stack of different floats": (
         lambda: ee.stack([eqx.nn.Dropout(0.1), eqx.nn.Dropout(0.2)]),
         "MemberMismatchError: "
-        "`eqx_ensemble.stack` needs models that differ only in their arrays; member 1 differs from member "
+        "`stack` needs models that differ only in their arrays; member 1 differs from member "
         "0.\n"
         "  at `.p`: expected 0.1, got 0.2\n"
         "Pass `promote_scalars=True` to stack Python floats that differ, or make them arrays.",
@@ -74,7 +74,7 @@ BAD = {
     "stack of different dtypes": (
         lambda: ee.stack([MODELS[0], jax.tree.map(lambda x: x.astype(jnp.bfloat16), MODELS[1])]),
         "MemberMismatchError: "
-        "`eqx_ensemble.stack` needs models that differ only in their arrays; member 1 differs from member "
+        "`stack` needs models that differ only in their arrays; member 1 differs from member "
         "0.\n"
         "  at `.weight`: expected f32[1,2], got bf16[1,2]\n"
         "  at `.bias`: expected f32[1], got bf16[1]\n"
@@ -83,12 +83,12 @@ BAD = {
     "stack of one model": (
         lambda: ee.stack(MODELS[0]),
         "TypeError: "
-        "`eqx_ensemble.stack` needs a sequence of trees (a list, tuple or iterator), got one `Linear`.\n"
+        "`stack` needs a sequence of trees (a list, tuple or iterator), got one `Linear`.\n"
         "Put the trees in a list, one per member; a tree that is already stacked needs no stacking.",
     ),
     "stack of nothing": (
         lambda: ee.stack([]),
-        "ValueError: `eqx_ensemble.stack` needs at least one tree, got an empty sequence.",
+        "ValueError: `stack` needs at least one tree, got an empty sequence.",
     ),
     "from_stacked of a list of models": (
         lambda: ee.from_stacked([eqx.nn.MLP(2, 1, 4, 1, key=KEY)] * 3),
@@ -98,7 +98,7 @@ BAD = {
         "`[1].layers[1].bias` and 2 more\n"
         "  4 members at `[0].layers[0].weight`, `[0].layers[0].bias`, `[1].layers[0].weight`, "
         "`[1].layers[0].bias` and 2 more\n"
-        "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`.",
+        "If this is a list of models, make one stacked model of it first: `stack(models)`.",
     ),
     "concatenate of equal ids": (
         lambda: ee.concatenate([ENSEMBLE, ENSEMBLE[:1]]),
@@ -126,20 +126,20 @@ BAD = {
     ),
     "member out of range": (
         lambda: ENSEMBLE[3],
-        "IndexError: `eqx_ensemble.tree.take`: index 3 is out of range for 3 members; expected -3 to 2.",
+        "IndexError: `tree.take`: index 3 is out of range for 3 members; expected -3 to 2.",
     ),
     "mask of the wrong length": (
         lambda: ENSEMBLE[np.array([True, False])],
-        "IndexError: `eqx_ensemble.tree.take`: a boolean mask needs one value per member: expected 3, got 2.",
+        "IndexError: `tree.take`: a boolean mask needs one value per member: expected 3, got 2.",
     ),
     "an empty selection": (
         lambda: ENSEMBLE[[]],
-        "ValueError: `eqx_ensemble.tree.take`: the index selects no member; an ensemble needs at least one.",
+        "ValueError: `tree.take`: the index selects no member; an ensemble needs at least one.",
     ),
     "a name as an index": (
         lambda: ENSEMBLE["first"],
         "TypeError: "
-        "`eqx_ensemble.tree.take`: expected an int, a slice, or a one-dimensional list or array of ints or "
+        "`tree.take`: expected an int, a slice, or a one-dimensional list or array of ints or "
         "bools, got 'first'.\n"
         "Use the position of a member, such as `0` or `[0, 2]`.",
     ),
@@ -202,13 +202,13 @@ BAD = {
         lambda: ee.map_members(lambda m, x: m(x))(MODELS, X[0]),
         "TypeError: "
         "`map_members(<lambda>)` needs an argument with members, an `Ensemble` or an `Each`; got none.\n"
-        "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`.",
+        "If this is a list of models, make one stacked model of it first: `stack(models)`.",
     ),
     "no members at all": (
         lambda: ee.map_members(lambda x: x)(X),
         "TypeError: "
         "`map_members(<lambda>)` needs an argument with members, an `Ensemble` or an `Each`; got none.\n"
-        "Mark inputs with one value per member: `eqx_ensemble.Each(x)`.",
+        "Mark inputs with one value per member: `Each(x)`.",
     ),
     "Each of a number": (
         lambda: ee.Each(3.0),
@@ -243,7 +243,7 @@ BAD = {
         lambda: fit(ensemble=MODELS),
         "TypeError: "
         "`fit` needs an `Ensemble`, got a list.\n"
-        "If it holds models, make an ensemble of them first: `eqx_ensemble.stack(models)`.",
+        "If it holds models, make an ensemble of them first: `stack(models)`.",
     ),
     "fit a model": (
         lambda: fit(ensemble=MODELS[0]),
@@ -451,7 +451,7 @@ BAD = {
         lambda: ee.predict(MODELS, X),
         "TypeError: "
         "`predict` needs an `Ensemble`, got a list.\n"
-        "If it holds models, make an ensemble of them first: `eqx_ensemble.stack(models)`.",
+        "If it holds models, make an ensemble of them first: `stack(models)`.",
     ),
     "predict stateful without state": (
         lambda: ee.predict(STATEFUL, X),
@@ -470,13 +470,13 @@ BAD = {
     ),
     "weighted sum of two weights": (
         lambda: ee.tree.weighted_sum(MODELS, [1, 2]),
-        "ValueError: `eqx_ensemble.tree.weighted_sum` needs one weight per tree; got 3 trees and 2 weights.",
+        "ValueError: `tree.weighted_sum` needs one weight per tree; got 3 trees and 2 weights.",
     ),
     "Each of a list of models": (
         lambda: ee.Each(MODELS),
         "TypeError: "
         "`Each` needs one PyTree whose arrays carry the members axis, got a list of models.\n"
-        "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`.",
+        "If this is a list of models, make one stacked model of it first: `stack(models)`.",
     ),
     "two indices": (
         lambda: ENSEMBLE[0, 1],
@@ -488,13 +488,13 @@ BAD = {
         lambda: eqx.filter(ENSEMBLE, eqx.is_inexact_array)[:2],
         "TypeError: "
         "This `Ensemble` holds no member ids, as gradients and filtered trees do not: index it with one integer, or "
-        "take several members with `eqx_ensemble.tree.take(tree, index)`.",
+        "take several members with `tree.take(tree, index)`.",
     ),
     "average of models": (
         lambda: ee.average(MODELS),
         "TypeError: "
         "`average` needs an `Ensemble`, got a list.\n"
-        "If it holds models, make an ensemble of them first: `eqx_ensemble.stack(models)`.",
+        "If it holds models, make an ensemble of them first: `stack(models)`.",
     ),
     "average with two weights": (
         lambda: ee.average(ENSEMBLE, [1, 2]),
@@ -503,7 +503,7 @@ BAD = {
     "weighted sum of two shapes": (
         lambda: ee.tree.weighted_sum([{"a": jnp.ones(3)}, {"a": jnp.ones(4)}], [1, 1]),
         "MemberMismatchError: "
-        "`eqx_ensemble.tree.weighted_sum` needs trees that differ only in their numbers; tree 1 differs from tree 0.\n"
+        "`tree.weighted_sum` needs trees that differ only in their numbers; tree 1 differs from tree 0.\n"
         "  at `['a']`: expected f32[3], got f32[4]\n"
         "Nothing is broadcast silently: bring the leaves to one shape first.",
     ),

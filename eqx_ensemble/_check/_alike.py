@@ -28,7 +28,7 @@ def warn_of_equal_members(stacked: PyTree, keys: Any, arguments: Iterable[str]) 
         return
     warnings.warn(
         f"`build` made members that are equal in every number; trained on the same rows, they stay equal.\n{reason} "
-        f"If they are meant to be equal, write `eqx_ensemble.stack([model] * {count})`.",
+        f"If they are meant to be equal, write `stack([model] * {count})`.",
         stacklevel=3,
     )
 

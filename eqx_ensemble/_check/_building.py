@@ -123,7 +123,7 @@ def no_text_arrays(tree: Any, *, name: str) -> None:
 
 
 _ALL_AT_ONCE = (
-    "`eqx_ensemble.build` runs the constructor for all members at once, so arrays that depend on the key or on "
+    "`build` runs the constructor for all members at once, so arrays that depend on the key or on "
     "per-member arguments have no concrete value in it."
 )
 
@@ -134,9 +134,7 @@ def explained_constructor() -> Iterator[None]:
     try:
         yield
     except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
-        error.add_note(
-            f"{_ALL_AT_ONCE}\nBuild the members one by one instead: `eqx_ensemble.stack([make(key) for key in keys])`."
-        )
+        error.add_note(f"{_ALL_AT_ONCE}\nBuild the members one by one instead: `stack([make(key) for key in keys])`.")
         raise
     except TypeError as error:
         if "concrete values of integer type" in str(error):
@@ -155,8 +153,8 @@ def explained_call() -> Iterator[None]:
     except (TypeError, ValueError) as error:
         if not isinstance(error, MemberMismatchError):
             error.add_note(
-                "An ensemble calls every member with one example. For a batch pass `eqx_ensemble.Batch(x)`, for one "
-                "input per member `eqx_ensemble.Each(x)`."
+                "An ensemble calls every member with one example. For a batch pass `Batch(x)`, for one "
+                "input per member `Each(x)`."
             )
         raise
 
@@ -213,7 +211,7 @@ def one_member(index: Any) -> Any:
     if isinstance(index, slice | list | tuple) or getattr(index, "ndim", 0) > 0:
         raise TypeError(
             "This `Ensemble` holds no member ids, as gradients and filtered trees do not: index it with one integer, "
-            "or take several members with `eqx_ensemble.tree.take(tree, index)`."
+            "or take several members with `tree.take(tree, index)`."
         )
     return index
 
@@ -262,7 +260,7 @@ def equal_members(tree: Any, *, name: str) -> None:
         if (raw != raw[:1]).any():
             raise MemberMismatchError(
                 f"`{name}` averages floating-point arrays; the {x.dtype} array at `{path}` differs between members and "
-                "has no mean of its own kind.\nReplace it first, or average with `eqx_ensemble.tree.weighted_mean`."
+                "has no mean of its own kind.\nReplace it first, or average with `tree.weighted_mean`."
             )
 
 

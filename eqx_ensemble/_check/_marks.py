@@ -12,7 +12,7 @@ from ._errors import MemberMismatchError
 from ._leaves import Size, describe, is_member_array, is_traced, path_text
 from ._options import check_axis
 
-_STACK = "If this is a list of models, make one stacked model of it first: `eqx_ensemble.stack(models)`."
+_STACK = "If this is a list of models, make one stacked model of it first: `stack(models)`."
 
 
 def array_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -54,7 +54,7 @@ def per_member_leaves(value: Any, *, axis: int, name: str) -> Size:
 def one_member_count(parts: dict[int, Any], arguments: Any, *, name: str) -> Size:
     """All parts that carry members have the same number of them."""
     if not parts:
-        hint = "Mark inputs with one value per member: `eqx_ensemble.Each(x)`."
+        hint = "Mark inputs with one value per member: `Each(x)`."
         if _holds_list_of_models(arguments):
             hint = _STACK
         raise TypeError(f"`{name}` needs an argument with members, an `Ensemble` or an `Each`; got none.\n{hint}")
@@ -116,7 +116,7 @@ def integer_ids(values: Any) -> None:
         raise MemberMismatchError(
             f"`Ensemble` needs one id per member; at `.ids`: expected i32[members], got {describe(values)}.\n"
             "Inside `equinox.filter_vmap`, `jax.vmap` or `jax.lax.scan`, what is left of an ensemble is not a model. "
-            "Write `eqx_ensemble.map_members(fn)(ensemble, x)` or `ensemble.map(fn, x)`: there, `fn` gets the model of "
+            "Write `map_members(fn)(ensemble, x)` or `ensemble.map(fn, x)`: there, `fn` gets the model of "
             "one member."
         )
     dtype = getattr(values, "dtype", None)
@@ -126,7 +126,7 @@ def integer_ids(values: Any) -> None:
             f"{describe(values)}.\n"
             "Arithmetic on all arrays of an ensemble changes its ids too: select the weights alone, with "
             "`eqx.partition(ensemble, eqx.is_inexact_array)` or `eqx.filter`. For a moving average of ensembles write "
-            "`eqx_ensemble.tree.polyak(old, new, tau)`."
+            "`tree.polyak(old, new, tau)`."
         )
 
 

@@ -278,7 +278,7 @@ def check_ensemble(value: Any, kind: type, *, name: str) -> None:
     if isinstance(value, list | tuple):
         raise TypeError(
             f"`{name}` needs an `Ensemble`, got {kind_text(value)}.\n"
-            "If it holds models, make an ensemble of them first: `eqx_ensemble.stack(models)`."
+            "If it holds models, make an ensemble of them first: `stack(models)`."
         )
     if type(value).__name__ == "Run":
         raise TypeError(f"`{name}` needs an `Ensemble`, got a run: pass `run.ensemble`, or call `run.predict(x)`.")

@@ -9,7 +9,7 @@ from .. import _check
 from .._ensemble import Ensemble
 from ..checkpoint._manifest import Manifest
 from ..checkpoint._structure import is_array_like
-from ..tree._hidden import no_tracers
+from ..tree._hidden import check_no_tracers
 
 
 def is_maker(like: Any) -> bool:
@@ -23,7 +23,7 @@ def made(make: Any) -> Any:
     key = jax.random.key(0)
     try:
         shapes = eqx.filter_eval_shape(make, key)
-        no_tracers(shapes, name="eqx_ensemble.load")
+        check_no_tracers(shapes, name="eqx_ensemble.load")
     except (jax.errors.JAXTypeError, _check.MemberMismatchError):
         return make(key)
     return shapes

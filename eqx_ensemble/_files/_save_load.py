@@ -21,7 +21,7 @@ from ..checkpoint._snapshot import snapshot
 from ..distributed import to_host
 from ..sharding._layout import Layout, as_layout
 from ..sharding._shard import replicate, shard_members
-from ..tree._check import distinct_members, member_index
+from ..tree._check import check_distinct, check_index
 from ._like import as_like
 
 PathLike = str | os.PathLike[str]
@@ -212,6 +212,6 @@ def _rows(members: Any, manifest: Manifest, path: PathLike, name: str) -> list[i
     _check.has_members(ids, path, name=name)
     _check.member_selection(members, name=name)
     members = list(members) if isinstance(members, range) else members
-    rows = member_index(members, len(ids or ()), name=name)
-    distinct_members(rows, name=name)
+    rows = check_index(members, len(ids or ()), name=name)
+    check_distinct(rows, name=name)
     return [int(row) for row in rows]

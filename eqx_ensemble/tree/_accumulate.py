@@ -35,7 +35,7 @@ def add_up(leaves: list, weights: Any, dtype: Any) -> jax.Array:
     return jnp.asarray(total)
 
 
-def normalised(weights: Any, dtype: Any) -> Any:
+def normalise(weights: Any, dtype: Any) -> Any:
     """Weights that sum to 1: Python floats, or if traced an array of the real type of `dtype`."""
     if isinstance(weights, list):
         total = math.fsum(weights)

@@ -15,7 +15,7 @@ _MOST_LINES = 8
 _NO_AXIS = "A tree that was never stacked has no `members` axis: stack a list of members first."
 
 
-def leading_axes(tree: Any, num_axes: int = 1, *, name: str) -> tuple[int, ...]:
+def check_leading_axes(tree: Any, num_axes: int = 1, *, name: str) -> tuple[int, ...]:
     """The sizes of the first `num_axes` axes, on which all array leaves of `tree` must agree.
 
     **Raises:** ValueError if there is no array leaf, a leaf without so many axes, or an axis of size 0;
@@ -50,7 +50,7 @@ def _trimmed(lines: list[str]) -> list[str]:
     return lines if more <= 0 else [*lines[:_MOST_LINES], f"  and {more} more"]
 
 
-def member_index(index: Any, num_members: int, *, name: str) -> Any:
+def check_index(index: Any, num_members: int, *, name: str) -> Any:
     """Check an index of members on the host, where jax would clamp it silently.
 
     **Returns:** a Python int >= 0 for one member; a NumPy array of ints >= 0 for a selection (slice, list, integer
@@ -129,7 +129,7 @@ def _in_range(rows: np.ndarray, num_members: int, name: str) -> np.ndarray:
     return np.where(rows < 0, rows + num_members, rows).astype(np.int32)
 
 
-def distinct_members(rows: np.ndarray, *, name: str) -> None:
+def check_distinct(rows: np.ndarray, *, name: str) -> None:
     """Refuse a selection that names a member twice, where the order of writing would decide."""
     values, counts = np.unique(rows, return_counts=True)
     if (counts > 1).any():
@@ -144,7 +144,7 @@ def _wrong_type(index: Any, name: str) -> str:
     )
 
 
-def sequence_of_trees(trees: Any, *, name: str) -> list:
+def check_trees(trees: Any, *, name: str) -> list:
     """A non-empty list of trees. A single tree in its place is a TypeError, an empty sequence a ValueError."""
     single = isinstance(trees, (eqx.Module, Mapping, Set, str, bytes)) or is_member_array(trees)
     single = single or (isinstance(trees, tuple) and type(trees) is not tuple)  # a namedtuple is one tree
@@ -159,7 +159,7 @@ def sequence_of_trees(trees: Any, *, name: str) -> list:
     return listed
 
 
-def same_ids(old: Any, new: Any, *, name: str) -> None:
+def check_same_ids(old: Any, new: Any, *, name: str) -> None:
     """The ensembles of two trees of one structure have the same members, in one order."""
     for (path, first), (_, second) in zip(_nodes_with_ids(old), _nodes_with_ids(new), strict=True):
         for node in (first, second):
@@ -181,7 +181,7 @@ def _nodes_with_ids(tree: Any) -> list[tuple[tuple, Any]]:
     return [(path, x) for path, x in jtu.tree_flatten_with_path(tree, is_leaf=has_ids)[0] if has_ids(x)]
 
 
-def fraction(value: Any, argument: str, *, name: str) -> None:
+def check_fraction(value: Any, argument: str, *, name: str) -> None:
     """One number from 0 to 1; only its shape and dtype if it is traced."""
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
     real = is_array and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))

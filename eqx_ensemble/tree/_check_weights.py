@@ -8,7 +8,7 @@ import numpy as np
 from .._check import describe, is_key, is_member_array, is_traced
 
 
-def tree_weights(weights: Any, count: int, *, name: str, mean: bool = False) -> list | jax.Array:
+def check_tree_weights(weights: Any, count: int, *, name: str, mean: bool = False) -> list | jax.Array:
     """Check one finite real weight per tree, on the host.
 
     **Returns:** a list of Python ints and floats; a traced vector as it came, for its values are not known.
@@ -48,7 +48,7 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, bool) else value
 
 
-def summable(leaf: Any, path: str, *, name: str) -> None:
+def check_summable(leaf: Any, path: str, *, name: str) -> None:
     """Refuse typed PRNG keys, of which there is no sum."""
     if is_key(leaf):
         raise TypeError(
@@ -57,7 +57,7 @@ def summable(leaf: Any, path: str, *, name: str) -> None:
         )
 
 
-def weights_fit(weights: list, dtype: Any, path: str, *, name: str) -> None:
+def check_weights_fit(weights: list, dtype: Any, path: str, *, name: str) -> None:
     """Refuse integer weights beyond the integer type in which the leaf at `path` is summed."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return

@@ -38,26 +38,28 @@ class Rules(NamedTuple):
     noun: str = "member"
     scalars: Literal["equal", "floats", "numbers"] = "equal"
     shape: Callable[[tuple, tuple], tuple] = lambda first, own: first
-    who: str | None = None
+    subject: str | None = None
     reference: str | None = None
     fixes: Mapping[str, str] = _FIXES
 
 
-STACKED = Rules(
+CONCATENATE_RULES = Rules(
     needs="stacked trees of the same kind of member", noun="tree", shape=lambda first, own: (*own[:1], *first[1:])
 )
-AVERAGED = Rules(needs="trees that differ only in their arrays", who="`new`", reference="`old`", fixes=_FIXES_OF_SUMS)
-SUMMED = Rules(needs="trees that differ only in their numbers", noun="tree", scalars="numbers", fixes=_FIXES_OF_SUMS)
+POLYAK_RULES = Rules(
+    needs="trees that differ only in their arrays", subject="`new`", reference="`old`", fixes=_FIXES_OF_SUMS
+)
+SUM_RULES = Rules(needs="trees that differ only in their numbers", noun="tree", scalars="numbers", fixes=_FIXES_OF_SUMS)
 
 
-def replacement(num_members: int | None) -> Rules:
+def replace_rules(num_members: int | None) -> Rules:
     """The rules for a stacked tree and what replaces one member (None) or `num_members` of them."""
     axis = () if num_members is None else (num_members,)
     needs = "a value that is one member" if num_members is None else f"a value of {num_members} stacked members"
-    return Rules(needs, shape=lambda first, own: axis + first[1:], who="the value", reference="the members")
+    return Rules(needs, shape=lambda first, own: axis + first[1:], subject="the value", reference="the members")
 
 
-def same_members(trees: list, *, name: str, rules: Rules | None = None) -> Columns:
+def compare_trees(trees: list, *, name: str, rules: Rules | None = None) -> Columns:
     """Check that trees differ only where `rules` lets them, and lay their leaves side by side.
 
     **Raises:** `MemberMismatchError` that lists every leaf that differs, up to eight.
@@ -104,7 +106,9 @@ def _kind(a, b, gap, rules) -> str:
     if gap.hides_array:
         return "hidden"
     return (
-        "float" if type(a) is float and type(b) is float and rules.who is None and rules.noun == "member" else "static"
+        "float"
+        if type(a) is float and type(b) is float and rules.subject is None and rules.noun == "member"
+        else "static"
     )
 
 
@@ -114,7 +118,7 @@ def _message(differences: list[Difference], name: str, rules: Rules) -> str:
     members = sorted({d.member for d in differences})
     reference = rules.reference or f"{rules.noun} 0"
     verb = "differs" if len(members) == 1 else "differ"
-    lines = [f"`{name}` needs {rules.needs}; {_who(members, rules)} {verb} from {reference}."]
+    lines = [f"`{name}` needs {rules.needs}; {_subject_text(members, rules)} {verb} from {reference}."]
     grouped: dict[tuple, list[Difference]] = {}
     for d in differences:
         grouped.setdefault((d.path, d.kind), []).append(d)
@@ -132,19 +136,19 @@ def _line(path: tuple, group: list[Difference], rules: Rules, *, several: bool) 
     if group[0].kind == "hidden":
         reference = rules.reference or f"{rules.noun} 0"
         return f"  at `{path_text(path)}`: " + "; ".join(
-            gap_text(d.gap, _who([d.member], rules), reference) for d in group if d.gap is not None
+            gap_text(d.gap, _subject_text([d.member], rules), reference) for d in group if d.gap is not None
         )
     got: dict[str, list[int]] = {}
     for d in group:
-        place = f" in {d.gap.place()}" if d.gap is not None and d.gap.place() else ""
+        place = f" in {d.gap.location()}" if d.gap is not None and d.gap.location() else ""
         got.setdefault(d.got + place, []).append(d.member)
-    texts = [f"{text} ({_who(members, rules)})" if several else text for text, members in got.items()]
+    texts = [f"{text} ({_subject_text(members, rules)})" if several else text for text, members in got.items()]
     return f"  at `{path_text(path)}`: expected {group[0].expected}, got {', '.join(texts)}"
 
 
-def _who(members: list[int], rules: Rules) -> str:
-    if rules.who is not None:
-        return rules.who
+def _subject_text(members: list[int], rules: Rules) -> str:
+    if rules.subject is not None:
+        return rules.subject
     if len(members) == 1:
         return f"{rules.noun} {members[0]}"
     return f"{rules.noun}s {', '.join(map(str, members[:-1]))} and {members[-1]}"

@@ -7,7 +7,7 @@ from .._check import MemberMismatchError, is_traced
 from ._statics import static_parts
 
 
-def no_tracers(made: Any, *, name: str) -> None:
+def check_no_tracers(made: Any, *, name: str) -> None:
     """No function or static field that a constructor made holds an array of the transformation it ran under.
 
     Such an array is a member's own, but out of reach of `jax.vmap`'s outputs: used later it raises far from here.

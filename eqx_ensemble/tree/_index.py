@@ -6,7 +6,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import _check
-from ._check import leading_axes, member_index
+from ._check import check_index, check_leading_axes
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def num_members(tree: Any) -> int:
     num_members({"w": jnp.ones((5, 3)), "b": jnp.ones(5)})  # 5
     ```
     """
-    return leading_axes(tree, name="eqx_ensemble.tree.num_members")[0]
+    return check_leading_axes(tree, name="tree.num_members")[0]
 
 
 @overload
@@ -83,9 +83,9 @@ def unstack(tree: Any, *, num_axes: int = 1) -> list[Any]:
     first["w"].shape  # (3,)
     ```
     """
-    name = "eqx_ensemble.tree.unstack"
+    name = "tree.unstack"
     num_axes = _check.check_positive_int(num_axes, "num_axes", name=name)
-    sizes = leading_axes(tree, num_axes, name=name)
+    sizes = check_leading_axes(tree, num_axes, name=name)
     leaves, treedef = jtu.tree_flatten(tree)
     return _unstack(leaves, treedef, sizes)
 
@@ -134,8 +134,8 @@ def take(tree: T, index: Any) -> T:
     take(stacked, [2, 0])  # {"w": [[4., 5.], [0., 1.]]}
     ```
     """
-    name = "eqx_ensemble.tree.take"
-    rows = member_index(index, leading_axes(tree, name=name)[0], name=name)
+    name = "tree.take"
+    rows = check_index(index, check_leading_axes(tree, name=name)[0], name=name)
     pick = _take_one if np.ndim(rows) == 0 else _take_many
     return _map_tied(lambda leaf: pick(leaf, rows), tree)
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 from .. import _check
 from ._accumulate import add_up, result_dtype, sum_dtype
-from ._check import fraction, same_ids
+from ._check import check_fraction, check_same_ids
 from ._columns import map_columns
-from ._compare import AVERAGED, same_members
+from ._compare import POLYAK_RULES, compare_trees
 
 T = TypeVar("T")
 
@@ -42,10 +42,10 @@ def polyak(old: T, new: T, tau: Any) -> T:
     target = ee.tree.polyak(target, online, 0.005)  # after every step
     ```
     """
-    name = "eqx_ensemble.tree.polyak"
-    fraction(tau, "tau", name=name)
-    columns = same_members([old, new], name=name, rules=AVERAGED)
-    same_ids(old, new, name=name)
+    name = "tree.polyak"
+    check_fraction(tau, "tau", name=name)
+    columns = compare_trees([old, new], name=name, rules=POLYAK_RULES)
+    check_same_ids(old, new, name=name)
     # Python numbers are rounded once, to each leaf's type: `1 - tau` of a rounded `tau` is another weight.
     weights = jnp.stack([1 - tau, tau]) if isinstance(tau, jax.Array) else [1 - float(tau), float(tau)]
     return map_columns(lambda leaves: _move_column(leaves, weights), columns)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _check
-from ._check import distinct_members, leading_axes, member_index
+from ._check import check_distinct, check_index, check_leading_axes
 from ._columns import map_columns
-from ._compare import replacement, same_members
+from ._compare import compare_trees, replace_rules
 
 T = TypeVar("T")
 
@@ -40,12 +40,12 @@ def replace(tree: T, index: Any, value: Any) -> T:
     replace({"w": jnp.zeros((3, 2))}, 1, {"w": jnp.ones(2)})  # {"w": [[0., 0.], [1., 1.], [0., 0.]]}
     ```
     """
-    name = "eqx_ensemble.tree.replace"
-    rows = member_index(index, leading_axes(tree, name=name)[0], name=name)
+    name = "tree.replace"
+    rows = check_index(index, check_leading_axes(tree, name=name)[0], name=name)
     if isinstance(rows, np.ndarray):
-        distinct_members(rows, name=name)
+        check_distinct(rows, name=name)
     count = None if np.ndim(rows) == 0 else np.shape(rows)[0]
-    columns = same_members([tree, value], name=name, rules=replacement(count))
+    columns = compare_trees([tree, value], name=name, rules=replace_rules(count))
     return map_columns(lambda leaves: _replace_column(leaves, rows), columns)
 
 

@@ -4,9 +4,9 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from .. import _check
-from ._check import leading_axes, sequence_of_trees
+from ._check import check_leading_axes, check_trees
 from ._columns import map_columns
-from ._compare import STACKED, Rules, same_members
+from ._compare import CONCATENATE_RULES, Rules, compare_trees
 
 T = TypeVar("T")
 
@@ -46,10 +46,10 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
     stack(models).weight.shape  # (4, 3, 2)
     ```
     """
-    name = "eqx_ensemble.tree.stack"
+    name = "tree.stack"
     _check.check_flag(promote_scalars, "promote_scalars", name="tree.stack")
     rules = Rules(scalars="floats" if promote_scalars else "equal")
-    columns = same_members(sequence_of_trees(trees, name=name), name=name, rules=rules)
+    columns = compare_trees(check_trees(trees, name=name), name=name, rules=rules)
     return map_columns(_stack_column, columns)
 
 
@@ -88,11 +88,11 @@ def concatenate(trees: Iterable[T]) -> T:
     concatenate([{"w": jnp.zeros((2, 3))}, {"w": jnp.ones((1, 3))}])["w"].shape  # (3, 3)
     ```
     """
-    name = "eqx_ensemble.tree.concatenate"
-    listed = sequence_of_trees(trees, name=name)
+    name = "tree.concatenate"
+    listed = check_trees(trees, name=name)
     for tree in listed:
-        leading_axes(tree, name=name)
-    columns = same_members(listed, name=name, rules=STACKED)
+        check_leading_axes(tree, name=name)
+    columns = compare_trees(listed, name=name, rules=CONCATENATE_RULES)
     return map_columns(_concatenate_column, columns)
 
 

@@ -18,7 +18,7 @@ _CODE += ("co_posonlyargcount", "co_kwonlyargcount", "co_exceptiontable")
 _EMPTY_CELL = "<empty cell>"
 
 
-class Gap(NamedTuple):
+class StaticGap(NamedTuple):
     """Where two static values differ: the way there from outside in, and the two values found at its end."""
 
     trail: tuple[str, ...]
@@ -30,12 +30,12 @@ class Gap(NamedTuple):
         """Whether it is an array, out of jax's sight, that differs."""
         return is_member_array(self.expected) and is_member_array(self.got)
 
-    def place(self) -> str:
+    def location(self) -> str:
         """The trail in words, innermost first: "closure variable `scale` of argument 0"."""
         return " of ".join(part for part in reversed(self.trail) if part != "the code")
 
 
-def static_gap(a: Any, b: Any, seen: dict, trail: tuple[str, ...] = ()) -> Gap | None:
+def static_gap(a: Any, b: Any, seen: dict, trail: tuple[str, ...] = ()) -> StaticGap | None:
     """The first difference between two static values, or None if they mean the same.
 
     Two builds of one model hold distinct but equal closures, partials and marker objects, so that `==` is too strict;
@@ -47,16 +47,16 @@ def static_gap(a: Any, b: Any, seen: dict, trail: tuple[str, ...] = ()) -> Gap |
     if a is b or key in seen:
         return None
     if is_member_array(a) and is_member_array(b):
-        return None if _same_bits(a, b) else Gap(trail, a, b)
+        return None if _same_bits(a, b) else StaticGap(trail, a, b)
     if type(a) is not type(b):
-        return Gap(trail, a, b)
+        return StaticGap(trail, a, b)
     if type(a) is object:
         # Markers carry no information but which is which: all that counts is that they pair up one to one.
         paired = seen.setdefault(("to", id(a)), b) is b and seen.setdefault(("from", id(b)), a) is a
-        return None if paired else Gap(trail, a, b)
+        return None if paired else StaticGap(trail, a, b)
     parts = static_parts(a), static_parts(b)
     if parts[0] is None or parts[1] is None:
-        return None if _same_value(a, b) else Gap(trail, a, b)
+        return None if _same_value(a, b) else StaticGap(trail, a, b)
     if isinstance(a, types.FunctionType) and a.__globals__ is not b.__globals__:
         # One source run twice (`exec`, a notebook cell in two namespaces) gives equal code over different globals.
         parts = parts[0] | _global_parts(a), parts[1] | _global_parts(b)
@@ -69,15 +69,15 @@ def static_gap(a: Any, b: Any, seen: dict, trail: tuple[str, ...] = ()) -> Gap |
     return gap
 
 
-def _parts_gap(a, b, parts, seen, trail) -> Gap | None:
+def _parts_gap(a, b, parts, seen, trail) -> StaticGap | None:
     expected, got = parts
     if expected.keys() != got.keys():
-        return Gap(trail, a, b)
+        return StaticGap(trail, a, b)
     for part in expected:
         hop = part if isinstance(part, str) else f"key {part[0]!r}"
         gap = static_gap(expected[part], got[part], seen, (*trail, hop))
         if gap is not None:
-            return Gap(trail, a, b) if isinstance(a, types.CodeType) else gap
+            return StaticGap(trail, a, b) if isinstance(a, types.CodeType) else gap
     return None
 
 
@@ -162,10 +162,10 @@ def _same_value(a: Any, b: Any) -> bool:
         return False
 
 
-def gap_text(gap: Gap, member: str, reference: str) -> str:
+def gap_text(gap: StaticGap, member: str, reference: str) -> str:
     """The message for an array that differs where jax cannot see it."""
     verb = "closes over" if any(part.startswith("closure") for part in gap.trail) else "holds"
-    place = f", in {gap.place()}" if gap.trail else ""
+    place = f", in {gap.location()}" if gap.trail else ""
     expected, got = describe(gap.expected), describe(gap.got)
     both = got if got == expected else f"{got}, not {expected}"
     return f"{member} {verb} an array ({both}) that differs from {reference}'s{place}"

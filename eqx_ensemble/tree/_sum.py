@@ -6,11 +6,11 @@ import jax
 import numpy as np
 
 from .. import _check
-from ._accumulate import add_up, normalised, number_dtype, result_dtype, sum_dtype
-from ._check import sequence_of_trees
-from ._check_weights import summable, tree_weights, weights_fit
+from ._accumulate import add_up, normalise, number_dtype, result_dtype, sum_dtype
+from ._check import check_trees
+from ._check_weights import check_summable, check_tree_weights, check_weights_fit
 from ._columns import map_columns
-from ._compare import SUMMED, same_members
+from ._compare import SUM_RULES, compare_trees
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def weighted_sum(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nda
     weighted_sum([{"a": [1, 2]}, {"a": [3, 4]}], [1, 10])  # {"a": [31, 42]}
     ```
     """
-    return _combine(trees, weights, name="eqx_ensemble.tree.weighted_sum", mean=False)
+    return _combine(trees, weights, name="tree.weighted_sum", mean=False)
 
 
 def weighted_mean(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.ndarray | None = None) -> T:
@@ -81,19 +81,19 @@ def weighted_mean(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nd
     weighted_mean([{"w": jnp.zeros(2)}, {"w": jnp.ones(2)}], [1, 3])  # {"w": [0.75, 0.75]}
     ```
     """
-    return _combine(trees, weights, name="eqx_ensemble.tree.weighted_mean", mean=True)
+    return _combine(trees, weights, name="tree.weighted_mean", mean=True)
 
 
 def _combine(trees: Any, weights: Any, *, name: str, mean: bool) -> Any:
-    trees = sequence_of_trees(trees, name=name)
+    trees = check_trees(trees, name=name)
     # Without weights there is a mean, but no sum.
     weights = [1] * len(trees) if weights is None and mean else weights
-    weights = tree_weights(weights, len(trees), name=name, mean=mean)
-    columns = same_members(trees, name=name, rules=SUMMED)
+    weights = check_tree_weights(weights, len(trees), name=name, mean=mean)
+    columns = compare_trees(trees, name=name, rules=SUM_RULES)
     for path, leaves in zip(columns.paths, columns.leaves, strict=True):
-        summable(leaves[0], path, name=name)
+        check_summable(leaves[0], path, name=name)
         if isinstance(weights, list) and not mean and _check.is_member_array(leaves[0]):
-            weights_fit(weights, sum_dtype(leaves[0], weights), path, name=name)
+            check_weights_fit(weights, sum_dtype(leaves[0], weights), path, name=name)
     if mean:
         return map_columns(lambda leaves: _mean_column(leaves, weights), columns)
     return map_columns(lambda leaves: _sum_column(leaves, weights), columns)
@@ -115,11 +115,11 @@ def _mean_column(leaves: list, weights: Any) -> Any:
     if _check.is_member_array(first):
         # A float among the weights is what makes integers sum to floats.
         dtype = sum_dtype(first, [1.0])
-        return add_up(leaves, normalised(weights, dtype), dtype).astype(result_dtype(first, [1.0]))
+        return add_up(leaves, normalise(weights, dtype), dtype).astype(result_dtype(first, [1.0]))
     # Kept rather than computed: sizes and rates are configuration, which must neither round nor become a tracer.
     if not _check.is_number(first) or all(leaf == first for leaf in leaves):
         return first
     if isinstance(weights, list):
         return _sum_column(leaves, weights) / math.fsum(weights)
     dtype = number_dtype(leaves, [1.0])
-    return add_up(leaves, normalised(weights, dtype), dtype)
+    return add_up(leaves, normalise(weights, dtype), dtype)

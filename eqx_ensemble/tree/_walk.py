@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._check import describe
-from ._statics import Gap, static_gap
+from ._statics import StaticGap, static_gap
 
 
 class Difference(NamedTuple):
@@ -17,10 +17,10 @@ class Difference(NamedTuple):
     kind: str
     expected: str
     got: str
-    gap: Gap | None = None
+    gap: StaticGap | None = None
 
 
-def from_gap(path: tuple, member: int, kind: str, gap: Gap) -> Difference:
+def from_gap(path: tuple, member: int, kind: str, gap: StaticGap) -> Difference:
     """The difference between two static values at `path`."""
     return Difference(path, member, kind, describe(gap.expected), describe(gap.got), gap)
 
@@ -46,7 +46,7 @@ class Walk:
         self._seen: dict[int, dict] = {i: {} for i in range(len(trees))}
         self.columns: list[Column] = list(self._visit((), list(enumerate(trees))))
 
-    def static_gap(self, member: int, expected: Any, got: Any) -> Gap | None:
+    def static_gap(self, member: int, expected: Any, got: Any) -> StaticGap | None:
         """`static_gap` with the memory of this member, so that marker objects pair up across the whole tree."""
         return static_gap(expected, got, self._seen[member])
 

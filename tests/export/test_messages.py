@@ -35,7 +35,7 @@ BAD = {
     "a list of models": (
         lambda: export(ENSEMBLE.unstack()),
         "TypeError: `export` needs an `Ensemble`, got a list.\n"
-        "If it holds models, make an ensemble of them first: `eqx_ensemble.stack(models)`.",
+        "If it holds models, make an ensemble of them first: `stack(models)`.",
     ),
     "one model": (
         lambda: ee.export_onnx(ENSEMBLE[0], shapes=(3,)),

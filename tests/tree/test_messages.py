@@ -38,7 +38,7 @@ def _text(error, function, *args, **kwargs) -> str:
 
 def test_other_size():
     assert _text(MemberMismatchError, tree.stack, [_net(4), _net(4), _net(8)]) == (
-        "`eqx_ensemble.tree.stack` needs models that differ only in their arrays; member 2 differs from member 0.\n"
+        "`tree.stack` needs models that differ only in their arrays; member 2 differs from member 0.\n"
         "  at `.layers[0].weight`: expected f32[4,2], got f32[8,2]\n"
         "Models of different sizes cannot share one stacked Module: build one ensemble per size."
     )
@@ -46,7 +46,7 @@ def test_other_size():
 
 def test_several_members_differ():
     assert _text(MemberMismatchError, tree.stack, [_net(4), _net(8), _net(9), _net(8)]) == (
-        "`eqx_ensemble.tree.stack` needs models that differ only in their arrays; "
+        "`tree.stack` needs models that differ only in their arrays; "
         "members 1, 2 and 3 differ from member 0.\n"
         "  at `.layers[0].weight`: expected f32[4,2], got f32[8,2] (members 1 and 3), f32[9,2] (member 2)\n"
         "Models of different sizes cannot share one stacked Module: build one ensemble per size."
@@ -55,7 +55,7 @@ def test_several_members_differ():
 
 def test_other_dtype_is_not_promoted():
     assert _text(MemberMismatchError, tree.stack, [_net(4), _net(4, jnp.bfloat16)]) == (
-        "`eqx_ensemble.tree.stack` needs models that differ only in their arrays; member 1 differs from member 0.\n"
+        "`tree.stack` needs models that differ only in their arrays; member 1 differs from member 0.\n"
         "  at `.layers[0].weight`: expected f32[4,2], got bf16[4,2]\n"
         "Nothing is promoted silently: cast the leaves to one dtype first."
     )
@@ -89,7 +89,7 @@ def test_other_depth_width_and_class():
 def test_static_field():
     first, second = eqx.nn.LayerNorm(3, eps=1e-5), eqx.nn.LayerNorm(3, eps=1e-6)
     assert _text(MemberMismatchError, tree.stack, [first, first, second]) == (
-        "`eqx_ensemble.tree.stack` needs models that differ only in their arrays; member 2 differs from member 0.\n"
+        "`tree.stack` needs models that differ only in their arrays; member 2 differs from member 0.\n"
         "  at `.eps`: expected 1e-05, got 1e-06\n"
         "What is not an array is kept once for all members: make it an array, or build one ensemble per value."
     )
@@ -105,7 +105,7 @@ def test_activation_of_member_0_is_never_taken_silently():
 def test_python_floats():
     models = [eqx.nn.Dropout(p) for p in (0.1, 0.2, 0.1)]
     assert _text(MemberMismatchError, tree.stack, models) == (
-        "`eqx_ensemble.tree.stack` needs models that differ only in their arrays; member 1 differs from member 0.\n"
+        "`tree.stack` needs models that differ only in their arrays; member 1 differs from member 0.\n"
         "  at `.p`: expected 0.1, got 0.2\n"
         "Pass `promote_scalars=True` to stack Python floats that differ, or make them arrays."
     )
@@ -141,7 +141,7 @@ def test_hidden_array():
         return eqx.nn.Lambda(lambda x: x * value)
 
     assert _text(MemberMismatchError, tree.stack, [make(jnp.ones(3)), make(jnp.zeros(3))]) == (
-        "`eqx_ensemble.tree.stack` needs models that differ only in their arrays; member 1 differs from member 0.\n"
+        "`tree.stack` needs models that differ only in their arrays; member 1 differs from member 0.\n"
         "  at `.fn`: member 1 closes over an array (f32[3]) that differs from member 0's, in closure variable `value`\n"
         "Only member 0's would be used for all, since jax does not see it: make it a field of the Module."
     )
@@ -197,7 +197,7 @@ Point = collections.namedtuple("Point", ["x", "y"])
 )
 def test_a_single_tree_where_a_sequence_belongs(single):
     for function in (tree.stack, tree.concatenate):
-        name = f"eqx_ensemble.tree.{function.__name__}"
+        name = f"tree.{function.__name__}"
         assert _text(TypeError, function, single) == (
             f"`{name}` needs a sequence of trees (a list, tuple or iterator), got one `{type(single).__name__}`.\n"
             "Put the trees in a list, one per member; a tree that is already stacked needs no stacking."
@@ -208,7 +208,7 @@ def test_a_single_tree_where_a_sequence_belongs(single):
 def test_no_trees(empty):
     for function in (tree.stack, tree.concatenate):
         text = _text(ValueError, function, empty)
-        assert text == f"`eqx_ensemble.tree.{function.__name__}` needs at least one tree, got an empty sequence."
+        assert text == f"`tree.{function.__name__}` needs at least one tree, got an empty sequence."
 
 
 def test_sequences_of_trees(assert_same):
@@ -235,7 +235,7 @@ def test_leading_axes_that_disagree():
         (tree.replace, (0, wrong)),
     ):
         assert _text(MemberMismatchError, function, wrong, *args) == (
-            f"`eqx_ensemble.tree.{function.__name__}` needs array leaves that agree on the leading `members` axis; "
+            f"`tree.{function.__name__}` needs array leaves that agree on the leading `members` axis; "
             "2 of 3 have 4.\n"
             "  at `['c']`: expected 4, got f32[5,2]\n"
             "A tree that was never stacked has no `members` axis: stack a list of members first."
@@ -252,7 +252,7 @@ def test_leaves_without_a_members_axis():
     text = _text(MemberMismatchError, tree.unstack, {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 4))}, num_axes=2)
     assert "agree on the 2 leading axes" in text
     text = _text(ValueError, tree.num_members, {"a": 1.0, "f": jnp.tanh})
-    assert text.startswith("`eqx_ensemble.tree.num_members` needs a stacked tree; this `dict` has no array leaf.")
+    assert text.startswith("`tree.num_members` needs a stacked tree; this `dict` has no array leaf.")
     text = _text(ValueError, tree.unstack, {"a": jnp.ones((0, 2))})
     assert "needs at least one member" in text
     for wrong, error in ((0, ValueError), (1.0, TypeError), (True, TypeError)):
@@ -266,7 +266,7 @@ STACKED = {"w": jnp.arange(8.0).reshape(4, 2), "f": jnp.tanh}
 def test_index_out_of_range(index):
     for function, args in ((tree.take, ()), (tree.replace, (STACKED,))):
         text = _text(IndexError, function, STACKED, index, *args)
-        assert text.startswith(f"`eqx_ensemble.tree.{function.__name__}`: index ")
+        assert text.startswith(f"`tree.{function.__name__}`: index ")
         assert text.endswith(" is out of range for 4 members; expected -4 to 3.")
 
 
@@ -277,14 +277,14 @@ def test_index_out_of_range(index):
 )
 def test_index_of_the_wrong_kind(index):
     text = _text(TypeError, tree.take, STACKED, index)
-    assert text.startswith("`eqx_ensemble.tree.take`: expected an int, a slice, or a one-dimensional list")
+    assert text.startswith("`tree.take`: expected an int, a slice, or a one-dimensional list")
     assert text.endswith("Use the position of a member, such as `0` or `[0, 2]`.")
 
 
 @pytest.mark.parametrize("index", [[], (), slice(2, 2), np.zeros(0, int), [False] * 4, np.zeros(4, bool)])
 def test_an_empty_selection(index):
     assert _text(ValueError, tree.take, STACKED, index) == (
-        "`eqx_ensemble.tree.take`: the index selects no member; an ensemble needs at least one."
+        "`tree.take`: the index selects no member; an ensemble needs at least one."
     )
 
 
@@ -293,7 +293,7 @@ def test_masks(assert_same):
     for kind in (list, tuple, np.array, jnp.array):
         assert_same(tree.take(STACKED, kind([False, True, False, True])), expected)
         text = _text(IndexError, tree.take, STACKED, kind([False, True, True]))
-        assert text == "`eqx_ensemble.tree.take`: a boolean mask needs one value per member: expected 4, got 3."
+        assert text == "`tree.take`: a boolean mask needs one value per member: expected 4, got 3."
     with pytest.raises(TypeError, match="a traced boolean mask"):
         eqx.filter_jit(tree.take)(STACKED, jnp.asarray([True, False, True, False]))
 
@@ -321,7 +321,7 @@ def test_a_traced_index_clamps_as_documented():
 def test_replace_refuses_what_does_not_fit():
     one = {"w": jnp.ones(2), "f": jnp.tanh}
     assert _text(MemberMismatchError, tree.replace, STACKED, 1, {"w": jnp.ones(3), "f": jnp.tanh}) == (
-        "`eqx_ensemble.tree.replace` needs a value that is one member; the value differs from the members.\n"
+        "`tree.replace` needs a value that is one member; the value differs from the members.\n"
         "  at `['w']`: expected f32[2], got f32[3]\n"
         "Models of different sizes cannot share one stacked Module: build one ensemble per size."
     )
@@ -336,7 +336,7 @@ def test_replace_refuses_what_does_not_fit():
     assert "at `['f']`" in text
     for index in ([1, 1], [1, -3], np.array([1, 0, 1])):
         text = _text(ValueError, tree.replace, STACKED, index, STACKED)
-        assert text == "`eqx_ensemble.tree.replace`: member 1 is given twice; each member once at most."
+        assert text == "`tree.replace`: member 1 is given twice; each member once at most."
 
 
 def test_concatenate_refuses_what_does_not_fit():
@@ -344,7 +344,7 @@ def test_concatenate_refuses_what_does_not_fit():
         return {"w": jnp.ones(shape, dtype), "f": f}
 
     assert _text(MemberMismatchError, tree.concatenate, [make(2, 3), make(5, 4)]) == (
-        "`eqx_ensemble.tree.concatenate` needs stacked trees of the same kind of member; tree 1 differs from tree 0.\n"
+        "`tree.concatenate` needs stacked trees of the same kind of member; tree 1 differs from tree 0.\n"
         "  at `['w']`: expected f32[5,3], got f32[5,4]\n"
         "Models of different sizes cannot share one stacked Module: build one ensemble per size."
     )

@@ -68,30 +68,30 @@ def test_it_moves_inside_jit_and_has_gradients():
 BAD = {
     "other members": (
         lambda: ee.tree.polyak(OLD, NEW[[2, 0, 1]], 0.1),
-        "MemberMismatchError: `eqx_ensemble.tree.polyak` needs the same members in both trees; at `<root>.ids`: "
+        "MemberMismatchError: `tree.polyak` needs the same members in both trees; at `<root>.ids`: "
         "expected [0, 1, 2], got [2, 0, 1].\nTake the members in one order first: `ensemble[positions]`.",
     ),
     "fewer members": (lambda: ee.tree.polyak(OLD, NEW[:2], 0.1), "at `.ids`: expected i32[3], got i32[2]"),
     "another dtype": (
         lambda: ee.tree.polyak(jnp.ones(2), jnp.ones(2, jnp.bfloat16), 0.1),
-        "MemberMismatchError: `eqx_ensemble.tree.polyak` needs trees that differ only in their arrays; `new` differs "
+        "MemberMismatchError: `tree.polyak` needs trees that differ only in their arrays; `new` differs "
         "from `old`.\n  at `<root>`: expected f32[2], got bf16[2]\nNothing is promoted silently: cast the leaves",
     ),
     "another rate": (lambda: ee.tree.polyak({"p": 0.5}, {"p": 0.1}, 0.1), "at `['p']`: expected 0.5, got 0.1"),
     "a tau too large": (
         lambda: ee.tree.polyak(OLD, NEW, 1.5),
-        "ValueError: `eqx_ensemble.tree.polyak` needs one number from 0 to 1 as `tau`, got 1.5.",
+        "ValueError: `tree.polyak` needs one number from 0 to 1 as `tau`, got 1.5.",
     ),
     "a tau that is none": (
         lambda: ee.tree.polyak(OLD, NEW, float("nan")),
-        "ValueError: `eqx_ensemble.tree.polyak` nee",
+        "ValueError: `tree.polyak` nee",
     ),
     "a tau below": (lambda: ee.tree.polyak(OLD, NEW, jnp.float32(-1)), "from 0 to 1 as `tau`, got -1."),
     "one tau each": (
         lambda: ee.tree.polyak(OLD, NEW, jnp.ones(3)),
-        "TypeError: `eqx_ensemble.tree.polyak` needs one number from 0 to 1 as `tau`, got f32[3].",
+        "TypeError: `tree.polyak` needs one number from 0 to 1 as `tau`, got f32[3].",
     ),
-    "a text": (lambda: ee.tree.polyak(OLD, NEW, "0.1"), "TypeError: `eqx_ensemble.tree.polyak` needs one number"),
+    "a text": (lambda: ee.tree.polyak(OLD, NEW, "0.1"), "TypeError: `tree.polyak` needs one number"),
     "a flag": (lambda: ee.tree.polyak(OLD, NEW, True), "as `tau`, got True."),
     "nothing": (lambda: ee.tree.polyak(OLD, NEW, None), "as `tau`, got None."),
 }

@@ -207,7 +207,7 @@ def test_wrong_weights(weights, error, text):
     for function, name in ((tree.weighted_sum, "weighted_sum"), (tree.weighted_mean, "weighted_mean")):
         with pytest.raises(error) as caught:
             function([{"a": 1.0}, {"a": 2.0}], weights)
-        assert str(caught.value).startswith(f"`eqx_ensemble.tree.{name}` ")
+        assert str(caught.value).startswith(f"`tree.{name}` ")
         assert text in str(caught.value)
 
 
@@ -247,7 +247,7 @@ def test_trees_that_differ(other, text):
         tree.weighted_sum([{"a": 1, "b": jnp.ones(2)}, other], [1, 1])
     lines = str(caught.value).splitlines()
     assert lines[0] == (
-        "`eqx_ensemble.tree.weighted_sum` needs trees that differ only in their numbers; tree 1 differs from tree 0."
+        "`tree.weighted_sum` needs trees that differ only in their numbers; tree 1 differs from tree 0."
     )
     assert text in lines[1]
 

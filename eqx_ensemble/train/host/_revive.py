@@ -12,7 +12,7 @@ from ... import _axes, _check, _keys
 from ..._build import build
 from ..._ensemble import Ensemble, M
 from ...distributed import to_host
-from ...tree._compare import same_members
+from ...tree._compare import compare_trees
 from .._hyper import changed_hyper
 from .._state import DIVERGED, OK, Fixed, Moving, TrainState, init_all
 from ..compiled._optimiser import Optimiser, keep_noise
@@ -181,7 +181,7 @@ def _fresh(
     new, model_state = made if isinstance(made, tuple) else (made, None)
     before = state.ensemble[lost]
     own = _with_numbers_of(before, new)
-    same_members([before[0], own[0]], name="Revive(make)")
+    compare_trees([before[0], own[0]], name="Revive(make)")
     params = _as_in(moving.params, new, len(lost))
     frozen = _as_in(fixed.frozen, own, len(lost))
     hyper = _perturbed(fixed.hyper, how, lost, keys)
