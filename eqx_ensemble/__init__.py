@@ -21,7 +21,6 @@ from ._axes import Each as Each
 from ._build import build as build
 from ._check import CheckpointCorruptError as CheckpointCorruptError
 from ._check import MemberMismatchError as MemberMismatchError
-from ._check import warn_of_jaxlib as _warn_of_jaxlib
 from ._ensemble import Ensemble as Ensemble
 from ._ensemble import average as average
 from ._ensemble import concatenate as concatenate
@@ -34,6 +33,7 @@ from ._files import export_members as export_members
 from ._files import load as load
 from ._files import load_members as load_members
 from ._files import save as save
+from ._jaxlib import warn_of_jaxlib as _warn_of_jaxlib
 from ._keys import member_keys as member_keys
 from ._predict import predict as predict
 from ._prune import prune as prune

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, UInt32
 
-from . import _check
+from ._check import check_integer_ids, check_key, check_positive_int, is_traced, is_typed_key, kind_text
 
 
 def root(key: Any, *, name: str) -> Key[Array, ""]:
     """The one typed threefry key behind `key`, which may be typed or of the legacy kind."""
-    _check.check_key(key, name=name)
-    return key if _check.is_typed_key(key) else jax.random.wrap_key_data(key)
+    check_key(key, name=name)
+    return key if is_typed_key(key) else jax.random.wrap_key_data(key)
 
 
 def member_keys(key: Any, ids: Any, *, purpose: str = "build") -> Key[Array, " members"]:
@@ -39,7 +39,7 @@ def member_keys(key: Any, ids: Any, *, purpose: str = "build") -> Key[Array, " m
     **Raises:** `TypeError` for what is not one threefry key.
     """
     if not isinstance(purpose, str):
-        raise TypeError(f"`member_keys` needs `purpose` to be a text, got {_check.kind_text(purpose)}.")
+        raise TypeError(f"`member_keys` needs `purpose` to be a text, got {kind_text(purpose)}.")
     return _member_keys(root(key, name="member_keys"), np.uint32(tag(purpose)), member_ids(ids))
 
 
@@ -51,12 +51,39 @@ def _member_keys(key: Key[Array, ""], tag: UInt32[Array, ""], ids: Int[Array, " 
 def member_ids(ids: Any) -> Int[Array, " members"]:
     """Ids `(members,)` from a count or from ids."""
     if isinstance(ids, int | np.integer):
-        _check.member_count(ids)
+        check_positive_int(ids, "num_members", name="an ensemble")
         return jnp.arange(ids, dtype=jnp.int32)
-    _check.ids(ids)
+    check_ids(ids)
     return jnp.asarray(ids, dtype=jnp.int32)
 
 
 def tag(purpose: str) -> int:
     """The number that stands for a purpose. `fold_in` with small numbers would collide with `split`."""
     return zlib.crc32(purpose.encode())
+
+
+def check_ids(values: Any) -> None:
+    """Member ids: integers in one dimension, at least one, each from 0 to 2**31 - 1, no two alike."""
+    check_integer_ids(values)
+    if is_traced(values):
+        return
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise TypeError(f"`ids` are integers of shape (members,), got {array.dtype} of shape {array.shape}.")
+    if array.size == 0:
+        raise ValueError("`ids` must name at least one member, got none.")
+    if array.min() < 0 or array.max() >= 2**31:
+        raise ValueError(f"`ids` lie in [0, 2**31), got {array.min()} to {array.max()}.")
+    check_distinct_ids(array, "Give each member an id of its own.")
+
+
+def check_distinct_ids(values: Any, fix: str) -> None:
+    """Members of an ensemble have different ids."""
+    if is_traced(values):
+        return
+    unique, counts = np.unique(np.asarray(values), return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(
+            "Members need different ids, because each member's random stream follows from its id; repeated: "
+            f"{unique[counts > 1].tolist()}.\n{fix}"
+        )

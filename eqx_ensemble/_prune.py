@@ -4,6 +4,7 @@ from jaxtyping import Array, Float
 
 from . import _check, combine
 from ._ensemble import Ensemble, M
+from ._ensemble._check import check_ensemble
 
 
 def prune(
@@ -30,7 +31,7 @@ def prune(
 
     **Raises:** `TypeError` for traced weights; `ValueError` for unfit weights, and an `above` that leaves no member.
     """
-    _check.check_ensemble(ensemble, Ensemble, name="prune")
-    _check.one_weight_each(weights, ensemble.num_members, name="prune")
+    check_ensemble(ensemble, name="prune")
+    _check.check_weight_count(weights, ensemble.num_members, name="prune")
     left, kept = combine.weights.prune(weights, above=above, num_members=num_members)
     return ensemble[left], kept

@@ -233,7 +233,7 @@ BAD = {
         lambda: fit(plan="vmap"),
         "TypeError: "
         "`plan` must be one of `\"auto\"`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got 'vmap'.\n"
-        "For example `eqx_ensemble.plan.Vmap()`.",
+        "For example `plan.Vmap()`.",
     ),
     "chunks of zero": (
         lambda: ee.plan.Chunked(0),

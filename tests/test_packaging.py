@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import TypeCheckError
 
-from eqx_ensemble import _check, combine
-from eqx_ensemble._check import _jaxlib
+from eqx_ensemble import _check, _jaxlib, combine
 
 SAFE = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
 ROOT = pathlib.Path(__file__).parent.parent
@@ -194,7 +193,7 @@ def test_a_jaxlib_to_avoid(monkeypatch, version, flags, text):
     monkeypatch.setenv("XLA_FLAGS", flags)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _check.warn_of_jaxlib()
+        _jaxlib.warn_of_jaxlib()
     assert len(caught) == (text is not None)
     assert all(text in str(warning.message) for warning in caught)
 

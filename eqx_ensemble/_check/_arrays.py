@@ -284,7 +284,7 @@ def _fail(fn: str, needs: str, got: str, fix: str, error: type[Exception] = Valu
     raise error(f"`eqx_ensemble.{fn}` needs {needs}.\n  {got}\n{fix}")
 
 
-def one_weight_each(weights: Any, num_members: int, *, name: str) -> None:
+def check_weight_count(weights: Any, num_members: int, *, name: str) -> None:
     """Weights of the members `(members,)`, or none."""
     check_plain_weights(name, weights)
     if weights is not None and np.shape(weights) != (num_members,):

@@ -12,8 +12,7 @@ from jax.typing import ArrayLike
 
 from ._arrays import _fail, _first, as_array, check_mask, check_plain_weights, check_values, check_weights, concrete
 from ._leaves import is_traced
-from ._marks import check_positive_int
-from ._options import check_number
+from ._options import check_number, check_positive_int
 from ._rows import check_scalar
 
 _HOW_TO_SCORE = "They are `-scores.per_member(scores.nll, logits, labels, reduction='none')` and the like."

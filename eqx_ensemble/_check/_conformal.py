@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ._arrays import _fail, _first, _floating, _kept, as_array, check_logits, check_regression, concrete, promoted
-from ._marks import check_positive_int
+from ._options import check_positive_int
 
 
 def check_conformal_rows(fn: str, **arrays: ArrayLike) -> tuple[Array, ...]:

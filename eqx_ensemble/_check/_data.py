@@ -8,8 +8,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import in_range, is_traced, kind_text
-from ._marks import check_positive_int
+from ._leaves import check_in_range, is_traced, kind_text
+from ._options import check_positive_int
 
 
 def check_rows_of_data(
@@ -22,7 +22,7 @@ def check_rows_of_data(
     sizes: dict[int, str] = {}
     for place, x, axis in _data_leaves(data, each, argument):
         _numeric(x, place, name=name)
-        in_range(x, name=name, path=place)
+        check_in_range(x, name=name, path=place)
         if axis == 1 and x.shape[:1] != (num_members,):
             raise MemberMismatchError(
                 f"`{name}` needs one data set per member in the `Each` of `{argument}`; at `{place}`: expected "

@@ -4,11 +4,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._arrays import one_weight_each
+from ._arrays import check_weight_count
 from ._judging import judging
 from ._leaves import kind_text, path_text
-from ._marks import MOST_STEPS, check_positive_int, counter
-from ._options import check_word
+from ._options import MOST_STEPS, check_counter, check_positive_int, check_word
 
 
 def _length(epochs: Any, steps: Any, *, name: str) -> None:
@@ -17,16 +16,16 @@ def _length(epochs: Any, steps: Any, *, name: str) -> None:
         got = "neither" if epochs is None else "both"
         raise TypeError(f"`{name}` needs either `epochs` or `steps`, got {got}.")
     if steps is None:
-        counter(epochs, "epochs", name=name)
+        check_counter(epochs, "epochs", name=name)
     else:
-        counter(steps, "steps", name=name)
+        check_counter(steps, "steps", name=name)
 
 
 def _patience(value: Any, validation: Any, *, name: str) -> None:
     """Stopping early needs something to judge by."""
     if value is None:
         return
-    counter(value, "patience", name=name)
+    check_counter(value, "patience", name=name)
     if validation is None:
         raise TypeError(f"`{name}` needs `validation=` data with `patience`: it stops on the validation score.")
 
@@ -180,7 +179,7 @@ def weights_left(weights: Any, healthy: np.ndarray, combine: Any, *, name: str) 
         return None
     if combine is None:
         raise TypeError(f"`{name}` needs `combine=` with `weights`: predictions of single members have no weights.")
-    one_weight_each(weights, len(healthy), name=name)
+    check_weight_count(weights, len(healthy), name=name)
     left = np.asarray(weights, float)[healthy]
     if not np.isfinite(left).all() or (left < 0).any() or (left.size and left.sum() == 0):
         raise ValueError(f"`{name}` needs weights that are finite, not negative and not all zero, got {weights!r}.")

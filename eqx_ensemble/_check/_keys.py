@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._leaves import is_key
+from ._errors import MemberMismatchError
+from ._leaves import describe, is_key
 
 
 def is_typed_key(key: Any) -> bool:
@@ -18,7 +19,7 @@ def _is_legacy(key: Any) -> bool:
 
 def check_key(key: Any, *, name: str) -> None:
     """One threefry key, typed or legacy."""
-    shape = _key_shape(key, name=name, wanted="one key")
+    shape = check_key_shape(key, name=name, wanted="one key")
     if shape != ():
         raise TypeError(
             f"`{name}` needs one key as `key`, got {'x'.join(map(str, shape))} keys.\n"
@@ -26,21 +27,7 @@ def check_key(key: Any, *, name: str) -> None:
         )
 
 
-def many_keys(keys: Any, *, name: str) -> int:
-    """A vector of threefry keys; its length is returned."""
-    shape = _key_shape(keys, name=name, wanted="one key per member")
-    if len(shape) != 1:
-        got = "one single key" if shape == () else f"keys of shape {shape}"
-        raise TypeError(
-            f"`{name}` needs one key per member as `keys`, shape (members,); got {got}.\n"
-            "One key for all is passed with the number of members: `build(make, num_members, key=key)`."
-        )
-    if shape[0] == 0:
-        raise ValueError(f"`{name}` needs at least one key, got none.")
-    return shape[0]
-
-
-def _key_shape(key: Any, *, name: str, wanted: str) -> tuple[int, ...]:
+def check_key_shape(key: Any, *, name: str, wanted: str) -> tuple[int, ...]:
     if key is None:
         raise TypeError(f"`{name}` needs {wanted}: for example `key=jax.random.key(0)`.")
     if is_typed_key(key):
@@ -58,3 +45,26 @@ def _key_shape(key: Any, *, name: str, wanted: str) -> tuple[int, ...]:
         raise TypeError(f"`{name}` needs {wanted}, got the integer {key}.\nMake a key of it: `jax.random.key({key})`.")
     described = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array | np.ndarray) else repr(key)
     raise TypeError(f"`{name}` needs {wanted} from `jax.random.key(seed)`, got {described}.")
+
+
+def check_integer_ids(values: Any) -> None:
+    """Ids that no arithmetic has changed. Gradients and filtered trees have none.
+
+    Asked at every use and not once: `jax.tree.map` makes Modules without any check.
+    """
+    if getattr(values, "ndim", 1) == 0:
+        raise MemberMismatchError(
+            f"`Ensemble` needs one id per member; at `.ids`: expected i32[members], got {describe(values)}.\n"
+            "Inside `equinox.filter_vmap`, `jax.vmap` or `jax.lax.scan`, what is left of an ensemble is not a model. "
+            "Write `map_members(fn)(ensemble, x)` or `ensemble.map(fn, x)`: there, `fn` gets the model of "
+            "one member."
+        )
+    dtype = getattr(values, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            "`Ensemble` needs integer member ids, from which the members' random streams follow; at `.ids`: got "
+            f"{describe(values)}.\n"
+            "Arithmetic on all arrays of an ensemble changes its ids too: select the weights alone, with "
+            "`eqx.partition(ensemble, eqx.is_inexact_array)` or `eqx.filter`. For a moving average of ensembles write "
+            "`tree.polyak(old, new, tau)`."
+        )

@@ -28,7 +28,7 @@ def is_member_array(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == np.bool_)
 
 
-def inside_transformation() -> bool:
+def is_inside_transformation() -> bool:
     """Whether this runs inside `jax.jit`, `jax.vmap`, `jax.grad` or the like, whatever is traced there."""
     return not trace_state_clean()
 
@@ -38,7 +38,7 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
-def is_at_hand(array: Any) -> bool:
+def is_readable(array: Any) -> bool:
     """Whether this process can read the values of an array by itself."""
     return not is_traced(array) and (
         isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated
@@ -81,7 +81,7 @@ def describe(value: Any) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
-def in_range(leaf: Any, *, name: str, path: str) -> None:
+def check_in_range(leaf: Any, *, name: str, path: str) -> None:
     """Refuse NumPy integers that would wrap around when they become a jax array.
 
     `jnp.asarray` turns 64-bit integers into 32-bit ones without a word when `jax_enable_x64` is off. The rounding
@@ -104,15 +104,7 @@ def check_integers_fit(tree: Any, *, argument: str, name: str) -> None:
     """No NumPy integer of a tree would wrap around when it becomes a jax array."""
     if any(map(_is_wide, jax.tree.leaves(tree))):  # paths are made only where there is something to look at
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            in_range(leaf, name=name, path=argument + jax.tree_util.keystr(path))
-
-
-def too_large(value: Any, *, name: str, path: str) -> str:
-    """The message for Python integers that jax cannot hold."""
-    return (
-        f"`{name}` makes a jax array of `{path}`, and an integer in it is too large: got {value!r}.\n"
-        "Enable 64 bits (`jax.config.update('jax_enable_x64', True)`) or rescale."
-    )
+            check_in_range(leaf, name=name, path=argument + jax.tree_util.keystr(path))
 
 
 def _is_wide(leaf: Any) -> bool:
@@ -127,3 +119,8 @@ def path_text(path: tuple) -> str:
 def is_number(leaf: Any) -> bool:
     """Whether `leaf` is a Python number to calculate with; bool is a flag."""
     return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
+
+
+def array_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The array leaves of a tree with their paths in words."""
+    return [(path_text(path), x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0] if is_member_array(x)]

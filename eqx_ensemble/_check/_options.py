@@ -1,6 +1,7 @@
 """Options of any function: flags, words, functions, numbers, sequences and paths."""
 
 import math
+import operator
 import os
 from collections.abc import Collection
 from typing import Any
@@ -99,3 +100,31 @@ def check_path(value: Any, argument: str, *, name: str) -> None:
 
 def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, str | int | float | bool | None) else kind_text(value)
+
+
+def check_positive_int(value: Any, argument: str, *, name: str) -> int:
+    """A count of at least one."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"`{name}` needs an integer `{argument}`, got {value!r}.")
+    if number < 1:
+        raise ValueError(f"`{name}` needs `{argument}` of at least 1, got {number}.")
+    return number
+
+
+MOST_STEPS = 2**31 - 1
+"""Steps are counted in 32 bits inside compiled programs."""
+
+
+def check_counter(value: Any, argument: str, *, name: str) -> int:
+    """A count of at least one that compiled programs can reach."""
+    number = check_positive_int(value, argument, name=name)
+    if number > MOST_STEPS:
+        raise ValueError(
+            f"`{name}` needs `{argument}` of at most {MOST_STEPS}, because compiled programs count in 32 bits; "
+            f"got {number}."
+        )
+    return number

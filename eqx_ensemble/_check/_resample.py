@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from ._arrays import _fail, _first, as_array, check_values, concrete
 from ._keys import check_key
 from ._leaves import is_traced, kind_text
-from ._marks import check_positive_int
+from ._options import check_positive_int
 
 Split = tuple[np.ndarray, np.ndarray]
 Labels = tuple[list[Any], np.ndarray]

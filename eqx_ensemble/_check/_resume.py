@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ._leaves import kind_text
-from ._marks import check_positive_int
-from ._options import check_word
+from ._options import check_positive_int, check_word
 
 RESUME = ("auto", "must", "never")
 _DIGEST = re.compile(r",? ?[0-9a-f]{64}")

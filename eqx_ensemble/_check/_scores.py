@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 
 from ._arrays import _check_alike, _fail, _first, _floating, _kept, as_array, check_mask, concrete, promoted
 from ._keys import check_key
-from ._marks import check_positive_int
+from ._options import check_positive_int
 
 
 def check_fair(fn: str, num_members: int, *, weighted: bool) -> None:

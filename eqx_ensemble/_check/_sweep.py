@@ -2,7 +2,7 @@ from typing import Any
 
 import numpy as np
 
-from ._marks import check_positive_int
+from ._options import check_positive_int
 
 
 def scores_to_rank(scores: Any, num_members: int, *, name: str) -> np.ndarray:

@@ -10,13 +10,12 @@ import numpy as np
 import optax
 
 from ._errors import MemberMismatchError
-from ._leaves import describe, inside_transformation, kind_text
-from ._marks import array_leaves, integer_ids
+from ._leaves import array_leaves, describe, is_inside_transformation, kind_text
 
 
 def no_transformation(*, name: str) -> None:
     """Training looks at values to decide what is done next: what is saved, who has stopped, when it ends."""
-    if inside_transformation():
+    if is_inside_transformation():
         raise TypeError(
             f"`{name}` cannot run inside `jax.jit`, `jax.vmap`, `jax.grad` or another transformation: it decides on "
             "the host what comes next. There, take the steps of `train.make_step`, in a `jax.lax.scan`, or write one "
@@ -268,24 +267,6 @@ def trainable(params: Any, *, name: str) -> None:
             raise TypeError(
                 f"`{name}` can train floating-point arrays only; `trainable` selects `{path}` of dtype {x.dtype}."
             )
-
-
-def check_ensemble(value: Any, kind: type, *, name: str) -> None:
-    """An ensemble, not a list of models, one model or a stacked model."""
-    if isinstance(value, kind):
-        integer_ids(getattr(value, "ids", None))
-        return
-    if isinstance(value, list | tuple):
-        raise TypeError(
-            f"`{name}` needs an `Ensemble`, got {kind_text(value)}.\n"
-            "If it holds models, make an ensemble of them first: `stack(models)`."
-        )
-    if type(value).__name__ == "Run":
-        raise TypeError(f"`{name}` needs an `Ensemble`, got a run: pass `run.ensemble`, or call `run.predict(x)`.")
-    raise TypeError(
-        f"`{name}` needs an `Ensemble`, got {kind_text(value)}.\n"
-        "`stack([model, ...])` makes one of models, `from_stacked(model)` of a model that is stacked already."
-    )
 
 
 def state_after(new: Any, old: Any, *, what: str) -> None:

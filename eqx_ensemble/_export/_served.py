@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from .. import _check, _keys
 from .._ensemble import Ensemble
+from .._ensemble._check import check_ensemble
 from .._predict._batch import Call, Inputs, predict_batch
 from ..plan import AbstractPlan
 from ..plan._auto import as_plan
@@ -44,7 +45,7 @@ def served(
     key: Any = None,
 ) -> Served:
     """What is exported, all of it checked."""
-    _check.check_ensemble(ensemble, Ensemble, name=name)
+    check_ensemble(ensemble, name=name)
     _check.check_optional_function(call.fn, "fn", name=name, example="lambda model, x: model(x)")
     _check.check_optional_function(combine, "combine", name=name, example="eqx_ensemble.combine.mean")
     row = _check.row_shapes(shapes, name=name)

@@ -1,3 +1,5 @@
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -19,7 +21,7 @@ def is_maker(like: Any) -> bool:
 
 def made(make: Any) -> Any:
     """What a maker makes, as shapes; where it cannot be traced, or hides arrays, as what it really makes."""
-    _check.maker_of_key(make, name="eqx_ensemble.load")
+    check_make_of_key(make, name="eqx_ensemble.load")
     key = jax.random.key(0)
     try:
         shapes = eqx.filter_eval_shape(make, key)
@@ -73,3 +75,16 @@ def _stacked(one: Any, manifest: Manifest, start: str) -> Ensemble[Any]:
 def _with_axis(leaf: Any, count: int) -> jax.ShapeDtypeStruct:
     dtype = _check.member_dtype(leaf) if _check.is_member_array(leaf) else leaf.dtype
     return jax.ShapeDtypeStruct((count, *leaf.shape), dtype)
+
+
+def check_make_of_key(make: Callable[..., Any], *, name: str) -> None:
+    """The function can be called with a key alone: of numbers of the members, the file has the values."""
+    try:
+        inspect.signature(make, follow_wrapped=False).bind(None)
+    except ValueError:
+        return
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}` calls the function that makes one member with a key alone, which it does not take: {error}.\n"
+            "Give what `build` got from `zip` or `product` any value: `lambda key: make(key, rate=0.0)`."
+        ) from None

@@ -7,6 +7,7 @@ import equinox as eqx
 
 from .. import _check
 from .._ensemble import Ensemble, stack
+from .._ensemble._check import check_ensemble
 from ..checkpoint._place import is_on_disk, located
 from ..checkpoint._write import write_file
 from ._like import is_maker, made
@@ -41,7 +42,7 @@ def export_members(
     **Raises:** TypeError for arrays that the format cannot hold: typed keys in either, complex128 in safetensors.
     """
     name = "export_members"
-    _check.check_ensemble(ensemble, Ensemble, name=name)
+    check_ensemble(ensemble, name=name)
     _check.check_path(folder, "folder", name=name)
     _check.file_format(format, name=name)
     paths = []

@@ -61,7 +61,7 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
     _check.checkpoint_format(format, path, name="eqx_ensemble.save")
     _check.something_to_save(tree, name="eqx_ensemble.save")
     for ensemble in _ensembles(tree):
-        _check.integer_ids(ensemble.ids)
+        _check.check_integer_ids(ensemble.ids)
     how, marked = FORMATS[format], marks(tree)
     content = snapshot(tree, per_member=marked.per_member, ids=marked.ids, meta=meta, take=how.take)
     how.settle(how.begin(located(path), content))

@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from .. import _axes, _check, _keys
 from .._ensemble import Ensemble
+from .._ensemble._check import check_ensemble
 from .._progress import members_in_words, progress_line
 from ..plan import AbstractPlan, AnyPlan
 from ..plan._auto import as_plan
@@ -93,7 +94,7 @@ def predict(
     **Raises:** `ValueError` for a `key` without `inference`; `MemoryError` when one row of one member needs more than
     `memory`, and when the result has no place.
     """
-    _check.check_ensemble(ensemble, Ensemble, name="predict")
+    check_ensemble(ensemble, name="predict")
     inference = _check.inference_mode(inference, key, name="predict")
     _check.check_optional_function(fn, "fn", name="predict", example="lambda model, x: model(x)")
     _check.check_optional_flag(progress, "progress", name="predict")

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .. import _axes
-from .._check import check_ensemble, check_folds, check_rows_of_data, rows_of_folds
+from .._check import check_folds, check_rows_of_data, rows_of_folds
 from .._ensemble import Ensemble, M
+from .._ensemble._check import check_ensemble
 from .._predict import predict
 from ..resample import Folds, HeldOut
 from ..train import Run, fit
@@ -73,7 +74,7 @@ def cross_fit(
         The Econometrics Journal 21, 2018.
     """
     name = "methods.cross_fit"
-    check_ensemble(ensemble, Ensemble, name=name)
+    check_ensemble(ensemble, name=name)
     check_folds(name, folds, Folds)
     times = check_whole_folds(folds.test.shape[0], ensemble.num_members, name=name)
     own = jax.tree.map(lambda part: jnp.tile(part, (times, 1)), folds)

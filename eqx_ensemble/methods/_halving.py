@@ -7,8 +7,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._build import build
-from .._check import check_ensemble, check_positive_int
+from .._check import check_positive_int
 from .._ensemble import Ensemble, M
+from .._ensemble._check import check_ensemble
 from ..distributed import to_host
 from ..sweep import AbstractRange, draw
 from ..train import Run, fit
@@ -84,7 +85,7 @@ def successive_halving(
     factor = check_factor(factor, name=name)
     if rungs is not None:
         check_positive_int(rungs, "rungs", name=name)
-    check_ensemble(ensemble, Ensemble, name=name)
+    check_ensemble(ensemble, name=name)
     unit, shortest = check_length(name, epochs=epochs, steps=steps)
     check_whole_epochs(steps, is_batches=is_batches(data), name=name)
     rungs = _rungs(ensemble.num_members, factor) if rungs is None else rungs

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int, Key, PyTree
 
-from .._check import check_ensemble, check_function, check_key, check_positive_int, diverged, same_hyper
+from .._check import check_function, check_key, check_positive_int, diverged, same_hyper
 from .._ensemble import Ensemble, M
+from .._ensemble._check import check_ensemble
 from ..distributed import to_host
 from ..train import Run, fit, perturb
 from ..train._hyper import hyper_arrays
@@ -138,7 +139,7 @@ def population_based_training(
     check_no_checkpoint(options, name=name)
     check_on_diverge(options.get("on_diverge"))
     check_whole_epochs(steps, is_batches=is_batches(data), name=name)
-    check_ensemble(ensemble, Ensemble, name=name)
+    check_ensemble(ensemble, name=name)
     check_function(explore, "explore", name=name, example="train.perturb")
     check_key(key, name=name)
     hyper = hyper_arrays(hyper, ensemble.num_members, name=name)

@@ -7,6 +7,7 @@ from jaxtyping import PyTree
 
 from .. import _axes, _check
 from ._candidates import candidates
+from ._check import check_plan
 from ._cost import Cost, cost_of
 from ._plans import AbstractPlan, Vmap, Work
 from ._search import Search, cache_of, search_table
@@ -104,7 +105,7 @@ def as_plan(plan: AnyPlan) -> AbstractPlan:
     if isinstance(plan, str) and plan == "auto":
         return Auto()
     plan = Vmap() if plan is None else plan
-    _check.plan(plan, AbstractPlan)
+    check_plan(plan)
     return plan
 
 

@@ -23,7 +23,7 @@ _PROGRAMS: OrderedDict[Any, _Program] = OrderedDict()
 
 def keeps_program(plan: AbstractPlan) -> bool:
     """Whether a call here and now is compiled, and its program kept: inside a transformation nothing is."""
-    return plan.compiles and not _check.inside_transformation()
+    return plan.compiles and not _check.is_inside_transformation()
 
 
 def program_of(fn: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:

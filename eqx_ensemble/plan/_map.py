@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import _axes, _check
+from .._axes._check import check_has_axis
 from ..sharding._layout import as_layout
 from ._auto import AnyPlan, as_plan
 from ._compiled import keeps_program, program_of
@@ -89,5 +90,5 @@ def _run(call: _Call, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any
     out = _axes.over_leading_axis(call.plan.run, one, parts)
     if call.out_axis == 0:
         return out
-    _check.has_axis(out, call.out_axis, "out_axis", name="map_members")
+    check_has_axis(out, call.out_axis, "out_axis", name="map_members")
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, call.out_axis) if _axes.is_array(x) else x, out)

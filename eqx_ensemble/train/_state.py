@@ -8,6 +8,7 @@ from jaxtyping import Array, Int, Int8, Key, PyTree
 
 from .. import _axes, _check, _keys
 from .._ensemble import Ensemble, M
+from .._ensemble._check import check_ensemble
 from ..plan import Vmap
 from ..plan._sharded import sharded_plan
 from ..sharding._constrain import constrain_member
@@ -112,7 +113,7 @@ def init(
 
     **Returns:** the training state.
     """
-    _check.check_ensemble(ensemble, Ensemble, name="train.init")
+    check_ensemble(ensemble, name="train.init")
     layout = layout_for(mesh, ensemble.stacked, name="train.init")
     options = {"state": state, "hyper": hyper, "trainable": trainable}
     return first_state(ensemble, optimiser, **options, layout=layout, name="train.init", key=key)
@@ -130,7 +131,7 @@ def first_state(
     key: Any,
 ) -> TrainState[M]:
     """[`eqx_ensemble.train.init`][] under the name of the function that the user called."""
-    _check.check_ensemble(ensemble, Ensemble, name=name)
+    check_ensemble(ensemble, name=name)
     _check.check_integers_fit((ensemble.stacked, ensemble.shared), argument="ensemble", name=name)
     _check.optimiser(optimiser, hyper=hyper, name=name)
     hyper = None if hyper is None else hyper_arrays(hyper, ensemble.num_members, name=name)

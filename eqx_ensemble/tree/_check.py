@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._check import MemberMismatchError, describe, integer_ids, is_member_array, is_traced, path_text
+from .._check import MemberMismatchError, check_integer_ids, describe, is_member_array, is_traced, path_text
 
 _MOST_LINES = 8
 _NO_AXIS = "A tree that was never stacked has no `members` axis: stack a list of members first."
@@ -163,7 +163,7 @@ def check_same_ids(old: Any, new: Any, *, name: str) -> None:
     """The ensembles of two trees of one structure have the same members, in one order."""
     for (path, first), (_, second) in zip(_nodes_with_ids(old), _nodes_with_ids(new), strict=True):
         for node in (first, second):
-            integer_ids(node.ids)
+            check_integer_ids(node.ids)
         if first.ids is second.ids or is_traced(first.ids) or is_traced(second.ids):
             continue
         a, b = np.asarray(first.ids), np.asarray(second.ids)

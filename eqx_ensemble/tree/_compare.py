@@ -4,7 +4,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.tree_util as jtu
 
-from .._check import MemberMismatchError, describe, in_range, is_member_array, is_number, member_dtype, path_text
+from .._check import MemberMismatchError, check_in_range, describe, is_member_array, is_number, member_dtype, path_text
 from ._columns import Columns
 from ._statics import gap_text
 from ._walk import Column, Difference, Walk, from_gap
@@ -74,7 +74,7 @@ def compare_trees(trees: list, *, name: str, rules: Rules | None = None) -> Colu
     for column in walk.columns:
         for leaf in column.leaves:
             if is_member_array(leaf):
-                in_range(leaf, name=name, path=path_text(column.path))
+                check_in_range(leaf, name=name, path=path_text(column.path))
     paths = [path_text(column.path) for column in walk.columns]
     return Columns(paths, [column.leaves for column in walk.columns], jtu.tree_structure(trees[0]))
 

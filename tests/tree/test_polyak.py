@@ -100,6 +100,6 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_message(unhooked, name):
     call, text = BAD[name]
-    with pytest.raises((TypeError, ValueError), match=re.escape(text.partition(": `eqx")[2] or text)) as caught:
+    with pytest.raises((TypeError, ValueError), match=re.escape(text.partition(": `tree")[2] or text)) as caught:
         call()
     assert text in f"{type(caught.value).__name__}: {caught.value}"

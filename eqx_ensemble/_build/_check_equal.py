@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ._leaves import is_key, is_member_array, is_traced
+from .._check import is_key, is_member_array, is_traced
 
 
 def warn_of_equal_members(stacked: PyTree, keys: Any, arguments: Iterable[str]) -> None:

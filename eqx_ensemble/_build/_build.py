@@ -10,15 +10,19 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from . import _axes, _check, _keys
-from ._ensemble import Ensemble, M, Where, from_stacked, mark_numbers
-from .plan import Vmap
-from .plan._sharded import sharded_plan
-from .sharding import Shard
-from .sharding._constrain import constrain_member
-from .sharding._layout import Layout, as_layout
-from .sharding._shard import replicate, shard_members
-from .tree._hidden import check_no_tracers
+from .. import _axes, _check, _keys
+from .._check import check_sequence, check_key, is_typed_key, is_readable, MemberMismatchError
+from .._ensemble._check import check_no_text_arrays, check_selection
+from ._check import check_make, check_signature, check_count, check_no_key, check_arguments, explain_make, check_keys
+from ._check_equal import warn_of_equal_members
+from .._ensemble import Ensemble, M, Where, from_stacked, mark_numbers
+from ..plan import Vmap
+from ..plan._sharded import sharded_plan
+from ..sharding import Shard
+from ..sharding._constrain import constrain_member
+from ..sharding._layout import Layout, as_layout
+from ..sharding._shard import replicate, shard_members
+from ..tree._hidden import check_no_tracers
 
 Arguments = Mapping[str, Any]
 """Per-member arguments of a constructor: a name and its values, one per member."""
@@ -114,22 +118,22 @@ def build(
     objects; `ValueError` for counts that disagree, and for integers that jax would wrap around;
     `MemberMismatchError` when `make` hides an array of its own in a function instead of a field.
     """
-    _check.maker(make)
+    check_make(make)
     arguments, counted = _arguments(zip, product)
-    _check.maker_signature(make, arguments)
-    count = _check.one_count(
+    check_signature(make, arguments)
+    count = check_count(
         num_members=num_members,
-        ids=None if ids is None else len(_check.check_sequence(ids, "ids", name="build", of="integers")),
-        keys=None if keys is None else _check.many_keys(keys, name="build"),
+        ids=None if ids is None else len(check_sequence(ids, "ids", name="build", of="integers")),
+        keys=None if keys is None else check_keys(keys, name="build"),
         **counted,
     )
     ids = _keys.member_ids(count if ids is None else np.asarray(ids))
     if keys is None:
-        _check.check_key(key, name="build")
+        check_key(key, name="build")
         keys = _keys.member_keys(key, ids)
     else:
-        _check.no_second_key(key)
-        keys = keys if _check.is_typed_key(keys) else jax.random.wrap_key_data(jnp.asarray(keys))
+        check_no_key(key)
+        keys = keys if is_typed_key(keys) else jax.random.wrap_key_data(jnp.asarray(keys))
 
     layout = as_layout(mesh, name="build")
     _check.shard_without_model(shard, layout)
@@ -138,13 +142,13 @@ def build(
 
     def make_one(key: Any, **arguments: Any) -> Any:
         one = make(key, **arguments)
-        _check.no_text_arrays(one, name="build")
+        check_no_text_arrays(one, name="build")
         return one
 
-    with _check.explained_constructor():
+    with explain_make():
         made = _made(make_one, keys, arguments) if layout is None else _born(make_one, keys, arguments, layout, shard)
     check_no_tracers(made, name="build")
-    _check.warn_of_equal_members(made, keys, arguments)
+    warn_of_equal_members(made, keys, arguments)
     model, *state = made if _is_stateful(made) else (made,)
     numbers = _numbers(make, keys, arguments, model)
     ensemble = _held(model, ids, shared, numbers)
@@ -174,7 +178,7 @@ def _born(
         layout = layout.split_weights(shapes, shard)
         made = eqx.filter_jit(build)(layout, replicate((keys, arguments), layout))
         check_no_tracers(made, name="build")
-    except (jax.errors.JAXTypeError, _check.MemberMismatchError) as error:
+    except (jax.errors.JAXTypeError, MemberMismatchError) as error:
         warnings.warn(_check.not_compiled(error), stacklevel=4)
         made = _made(make, keys, arguments)
         layout = layout.split_weights(made, shard)
@@ -186,7 +190,7 @@ def _numbers(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array
     if not any(x.ndim == 1 for x in arguments.values()):
         return jax.tree.map(lambda _: False, stacked)
     # NumPy's scalars stand for Python's: they are numbers with the attributes of the arrays that `make` was given.
-    number = lambda x: (np.asarray(x) if _check.is_at_hand(x) else np.zeros(1, x.dtype))[0]
+    number = lambda x: (np.asarray(x) if is_readable(x) else np.zeros(1, x.dtype))[0]
     own = {name: number(x) if x.ndim == 1 else x[0] for name, x in arguments.items()}
     found = set()
 
@@ -206,7 +210,7 @@ def _numbers(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array
 
 def _held(stacked: Any, ids: jax.Array, shared: Where | None, numbers: PyTree[bool]) -> Ensemble[Any]:
     if shared is not None:
-        stacked = _check.selected(lambda tree: eqx.tree_at(shared, tree, replace_fn=_first), stacked)
+        stacked = check_selection(lambda tree: eqx.tree_at(shared, tree, replace_fn=_first), stacked)
     ensemble = from_stacked(stacked, ids=ids, shared=shared)
     return Ensemble(ensemble.stacked, mark_numbers(ensemble.stacked, ensemble.shared, numbers), ensemble.ids)
 
@@ -217,7 +221,7 @@ def _first(node: PyTree) -> PyTree:
 
 def _arguments(zip: Arguments | None, product: Arguments | None) -> tuple[dict[str, jax.Array], dict[str, int]]:
     """The stacked per-member arguments, and the number of members that each source of them asks for."""
-    chosen = _check.per_member_arguments(zip, product)
+    chosen = check_arguments(zip, product)
     option = "zip" if product is None else "product"
     as_array = lambda name, values: _axes.as_array(values, path=f"{option}[{name!r}]", name="build")
     arrays = {name: as_array(name, values) for name, values in chosen.items()}

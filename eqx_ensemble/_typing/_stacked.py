@@ -19,7 +19,8 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree, Shaped
 
-from . import _check
+from .._check import is_member_array
+from ._check import check_member_type, check_stacked_arguments, not_stacked_message, use_message
 
 
 @runtime_checkable
@@ -41,13 +42,13 @@ class _StackedMeta(type):
     sizes: Any = None
 
     def __getitem__(cls, item: Any) -> type:
-        model, axes = _check.stacked_arguments(item)
+        model, axes = check_stacked_arguments(item)
         if isinstance(model, _StackedMeta) and model.num_axes:  # the inner axes follow, as in `Float[Float[...], ...]`
             model, axes = model.model, f"{axes} {model.axes}"
         return _subscripted(cls, model, axes)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        _check.stacked_use()
+        raise TypeError(use_message())
 
     def __repr__(cls) -> str:
         return cls.__name__ if cls.num_axes else type.__repr__(cls)
@@ -61,12 +62,12 @@ class _StackedMeta(type):
     def __instancecheck_str__(cls, obj):
         """Why `obj` is no instance, empty if it is: beartype puts it into its message."""
         if not cls.num_axes:
-            _check.stacked_use()
+            raise TypeError(use_message())
         reason = ""
         for tree in _readings(obj, cls.model, cls.num_axes):
             sizes = {leaf.shape[: cls.num_axes] for leaf in jax.tree.leaves(tree) if _carries(leaf)}
             if len(sizes) != 1:
-                reason = _check.not_stacked(tree, cls.num_axes, _carries)
+                reason = not_stacked_message(tree, cls.num_axes, _carries)
             # Asked for all arrays at once, so that a refused object binds nothing.
             elif isinstance(jax.ShapeDtypeStruct(*sizes, bool), cls.sizes):
                 return ""
@@ -77,7 +78,7 @@ class _StackedMeta(type):
 
 @ft.cache
 def _subscripted(cls: _StackedMeta, model: Any, axes: str) -> _StackedMeta:
-    _check.member_type(_is_a, model)
+    check_member_type(_is_a, model)
     sizes = Shaped[jax.ShapeDtypeStruct, axes]
     described = re.sub(r"\b(\w+\.)+", "", eqx.tree_pformat(model, width=1000))
     name = f'{cls.__name__}[{described}, "{axes}"]'
@@ -124,7 +125,7 @@ def kind_of_members(obj: Any) -> str:
 
 
 def _carries(leaf: Any) -> bool:
-    return _check.is_member_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+    return is_member_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 if TYPE_CHECKING:

@@ -4,13 +4,13 @@ from typing import Any
 import jax.tree_util as jtu
 from jaxtyping import AbstractArray
 
-from ._leaves import describe, path_text
+from .._check import describe, path_text
 
 _WRITE = 'Write `Stacked[Model, "members"]`: the type of one member, then the names of the leading axes.'
 _MOST = 4
 
 
-def stacked_arguments(item: Any) -> tuple[Any, str]:
+def check_stacked_arguments(item: Any) -> tuple[Any, str]:
     """The member's type and the leading axes in `Stacked[type, axes]`."""
     if not isinstance(item, tuple) or len(item) != 2:
         raise TypeError(f"`Stacked` takes two arguments, got {describe(item)}.\n{_WRITE}")
@@ -26,7 +26,7 @@ def stacked_arguments(item: Any) -> tuple[Any, str]:
     return model, " ".join(names)
 
 
-def member_type(is_a: Callable[[Any, Any], bool], model: Any) -> None:
+def check_member_type(is_a: Callable[[Any, Any], bool], model: Any) -> None:
     """The member's type is one that `isinstance` can check; `is_a` does it."""
     if isinstance(model, type) and issubclass(model, AbstractArray):
         raise TypeError(
@@ -43,12 +43,12 @@ def member_type(is_a: Callable[[Any, Any], bool], model: Any) -> None:
         ) from error
 
 
-def stacked_use() -> None:
-    """Refuses to make or to check an instance of `Stacked` itself."""
-    raise TypeError(f"`Stacked` is for annotations and `isinstance`, always with its two arguments.\n{_WRITE}")
+def use_message() -> str:
+    """`Stacked` itself has no instances."""
+    return f"`Stacked` is for annotations and `isinstance`, always with its two arguments.\n{_WRITE}"
 
 
-def not_stacked(tree: Any, num_axes: int, carries: Callable[[Any], bool]) -> str:
+def not_stacked_message(tree: Any, num_axes: int, carries: Callable[[Any], bool]) -> str:
     """Why the arrays of a tree have no common leading axes."""
     leaves = [(path_text(path), leaf) for path, leaf in jtu.tree_flatten_with_path(tree)[0] if carries(leaf)]
     if not leaves:

@@ -1,0 +1,12 @@
+from ._arrays import as_array as as_array
+from ._arrays import strongly_typed as strongly_typed
+from ._arrays import where_members as where_members
+from ._map import map_each as map_each
+from ._map import over_batch as over_batch
+from ._map import over_leading_axis as over_leading_axis
+from ._map import split_members as split_members
+from ._marks import AbstractPerMember as AbstractPerMember
+from ._marks import Batch as Batch
+from ._marks import Each as Each
+from ._marks import is_array as is_array
+from ._marks import is_per_member as is_per_member

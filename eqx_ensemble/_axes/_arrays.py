@@ -1,0 +1,35 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._check import check_integers_fit, describe
+from ._check import too_large_message
+
+
+def as_array(values: Any, *, path: str, name: str) -> jax.Array:
+    """Values as a jax array of a type of its own; integers that would wrap around are refused."""
+    check_integers_fit(values, argument=path, name=name)
+    try:
+        return strongly_typed(jnp.asarray(values))
+    except OverflowError as error:  # Python's own integers
+        raise ValueError(too_large_message(values, path=path, name=name)) from error
+    except TypeError as error:
+        raise TypeError(f"`{name}` needs numbers at `{path}`, got {describe(values)}.") from error
+
+
+def strongly_typed(tree: PyTree) -> PyTree:
+    """A tree whose floating-point jax arrays have types of their own.
+
+    `jnp.full(3, 0.1)` and `jnp.asarray(2.0)` are weakly typed: beside bfloat16 they count as bfloat16. What a compiled
+    program or a file gives back is not, so that one and the same array would calculate otherwise afterwards. Integers
+    decide no other array's precision, and stay as they are.
+    """
+    is_weak = lambda x: getattr(x, "weak_type", False) and jnp.issubdtype(x.dtype, jnp.inexact)
+    return jax.tree.map(lambda x: x.astype(x.dtype) if is_weak(x) else x, tree)
+
+
+def where_members(chosen: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x` for the members that `chosen` `(members,)` says, else `y`; both carry the leading `members` axis."""
+    return jnp.where(jnp.reshape(jnp.asarray(chosen), (-1,) + (1,) * (x.ndim - 1)), x, y)

@@ -1,0 +1,99 @@
+from collections.abc import Iterable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from .._check import MemberMismatchError, Size, array_leaves, check_axis, describe
+
+_STACK = "If this is a list of models, make one stacked model of it first: `stack(models)`."
+
+
+def _sizes(tree: Any, axis: int, name: str) -> dict[Size, list[str]]:
+    sizes: dict[int, list[str]] = {}
+    for path, x in array_leaves(tree):
+        if not -x.ndim <= axis < x.ndim:
+            raise MemberMismatchError(
+                f"`{name}` needs arrays with one value per member along axis {axis}; at `{path}`: got {describe(x)}.\n"
+                + _STACK
+            )
+        sizes.setdefault(x.shape[axis], []).append(path)
+    return sizes
+
+
+def check_member_axis(value: Any, *, axis: int, name: str) -> Size:
+    """Every array leaf has the members axis, of one length, which is returned."""
+    check_axis(axis, "axis", name=name)
+    if name == "Each" and _holds_list_of_models(value, eqx.Module):
+        raise TypeError(f"`Each` needs one PyTree whose arrays carry the members axis, got a list of models.\n{_STACK}")
+    sizes = _sizes(value, axis, name)
+    if not sizes:
+        raise TypeError(
+            f"`{name}` needs at least one array with a members axis, got {describe(value)}.\n"
+            "Python numbers, functions and strings carry no axis: pass `jnp.asarray(values)`."
+        )
+    if len(sizes) > 1:
+        listed = "\n".join(f"  {size} members at {_some(paths)}" for size, paths in sorted(sizes.items()))
+        raise MemberMismatchError(
+            f"`{name}` needs arrays that agree on the number of members along axis {axis}; got\n{listed}\n{_STACK}"
+        )
+    return next(iter(sizes))
+
+
+def check_member_count(parts: dict[int, Any], arguments: Any, *, name: str) -> Size:
+    """All parts that carry members have the same number of them."""
+    if not parts:
+        hint = "Mark inputs with one value per member: `Each(x)`."
+        if _holds_list_of_models(arguments):
+            hint = _STACK
+        raise TypeError(f"`{name}` needs an argument with members, an `Ensemble` or an `Each`; got none.\n{hint}")
+    counts = [check_member_axis(part, axis=0, name=name) for part in parts.values()]
+    if len(set(counts)) > 1:
+        raise MemberMismatchError(
+            f"`{name}` needs arguments that agree on the number of members; they have {', '.join(map(str, counts))}.\n"
+            "An `Each` holds exactly one value per member; many examples for every member are a `Batch`."
+        )
+    return counts[0]
+
+
+def check_has_axis(tree: Any, axis: int, argument: str, *, name: str) -> None:
+    """Every array has this axis."""
+    for path, x in array_leaves(tree):
+        if not -x.ndim <= axis < x.ndim:
+            raise ValueError(
+                f"`{name}` needs `{argument}` to be an axis of every array; at `{path or '<root>'}`: "
+                f"got {axis} for shape {x.shape}."
+            )
+
+
+def check_batch_axis(value: Any, axis: Any) -> None:
+    """An axis that every array has."""
+    check_has_axis(value, check_axis(axis, "axis", name="Batch"), "axis", name="Batch")
+
+
+def check_batch_size(values: Iterable[Any]) -> None:
+    """All inputs marked as batches have the same number of examples."""
+    sizes: set[int] = set()
+    for value in values:
+        sizes.update(_sizes(value, 0, "Batch"))
+    if len(sizes) != 1:
+        found = ", ".join(map(str, sorted(sizes))) or "no array"
+        raise ValueError(f"`Batch` inputs of one call must have the same number of examples; got {found}.")
+
+
+def _some(paths: list[str], most: int = 4) -> str:
+    shown = ", ".join(f"`{path}`" for path in paths[:most])
+    return shown if len(paths) <= most else f"{shown} and {len(paths) - most} more"
+
+
+def _holds_list_of_models(arguments: Any, kinds: Any = (eqx.Module, list, tuple, dict)) -> bool:
+    nodes = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, list))
+    return any(isinstance(x, list) and len(x) > 1 and all(isinstance(item, kinds) for item in x) for x in nodes)
+
+
+def too_large_message(value: Any, *, name: str, path: str) -> str:
+    """The message for Python integers that jax cannot hold."""
+    return (
+        f"`{name}` makes a jax array of `{path}`, and an integer in it is too large: got {value!r}.\n"
+        "Enable 64 bits (`jax.config.update('jax_enable_x64', True)`) or rescale."
+    )

@@ -1,0 +1,84 @@
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._check import Size, check_integers_fit
+from ._check import check_batch_size, check_member_count
+from ._marks import AbstractPerMember, Batch, Each, is_array, is_per_member
+
+
+def map_each(own: Callable[[PyTree], Any], tree: PyTree, *, shared: Callable[[Any], Any] = lambda x: x) -> PyTree:
+    """The tree with `own(value)` in place of every `Each` and `shared(leaf)` in place of every other leaf.
+
+    A value comes with its `members` axis in front, wherever its mark says that it stands.
+    """
+    is_each = lambda x: isinstance(x, Each)
+    return jax.tree.map(lambda x: own(x.per_member()) if is_each(x) else shared(x), tree, is_leaf=is_each)
+
+
+def split_members(tree: PyTree, *, name: str) -> tuple[PyTree, Callable[[PyTree], PyTree], Size]:
+    """Parts `tree` into what is mapped over members and what is shared.
+
+    **Returns:** the tree to map, with the `members` axis in front of its array leaves; the function that turns one
+    member's part of it into that member's view of `tree`; and the number of members.
+    """
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_per_member)
+    marked = {i: node for i, node in enumerate(nodes) if is_per_member(node)}
+    parts = {i: node.per_member() if isinstance(node, AbstractPerMember) else node for i, node in marked.items()}
+    num_members = check_member_count(parts, tree, name=name)
+    check_integers_fit(parts, argument="", name=name)
+
+    def view(one_part: dict[int, PyTree]) -> PyTree:
+        seen = list(nodes)
+        for i, part in one_part.items():
+            node = marked[i]
+            seen[i] = node.one(part) if isinstance(node, AbstractPerMember) else part
+        return jax.tree.unflatten(treedef, seen)
+
+    return parts, view, num_members
+
+
+def over_leading_axis(
+    mapper: Callable[[Callable[[PyTree], PyTree], PyTree], PyTree], fn: Callable[[PyTree], PyTree], tree: PyTree
+) -> PyTree:
+    """Runs `mapper(fn, tree)` with only the arrays of `tree` and of the result passing through `mapper`.
+
+    `fn` sees and returns any PyTree: functions, strings and the like go around `jax.vmap` and `jax.lax.map`.
+    """
+    arrays, rest = eqx.partition(tree, is_array)
+    static = None
+
+    def on_arrays(arrays: PyTree) -> PyTree:
+        nonlocal static
+        dynamic, static = eqx.partition(fn(eqx.combine(arrays, rest)), eqx.is_array)
+        return dynamic
+
+    dynamic = mapper(on_arrays, arrays)
+    return eqx.combine(dynamic, static)
+
+
+def over_batch(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls `fn`, mapped over the examples of every argument marked `Batch`; called once when there is none."""
+    nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, Batch))
+    marked = {i: node for i, node in enumerate(nodes) if isinstance(node, Batch)}
+    if not marked:
+        return fn(*args, **kwargs)
+    parts = {i: _batch_first(node) for i, node in marked.items()}
+    check_batch_size(parts.values())
+    check_integers_fit(parts, argument="", name="Batch")
+
+    def call(one_part: dict[int, PyTree]) -> Any:
+        args, kwargs = jax.tree.unflatten(treedef, [one_part.get(i, node) for i, node in enumerate(nodes)])
+        return fn(*args, **kwargs)
+
+    return over_leading_axis(lambda f, arrays: jax.vmap(f)(arrays), call, parts)
+
+
+def _batch_first(node: Batch) -> PyTree:
+    if node.axis == 0:
+        return node.value
+    return jax.tree.map(lambda x: jnp.moveaxis(x, node.axis, 0) if is_array(x) else x, node.value)

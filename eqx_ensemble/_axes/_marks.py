@@ -1,0 +1,116 @@
+import abc
+from typing import Any, TypeGuard
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from ._check import check_batch_axis, check_member_axis
+
+
+class AbstractPerMember(eqx.Module):
+    """An argument that holds one value per member: subclass it for values that a plain array does not describe.
+
+    [`eqx_ensemble.map_members`][] and a call of an [`eqx_ensemble.Ensemble`][] map over every node of this class, at
+    any depth of their arguments; what is not such a node is shared by all members. [`eqx_ensemble.Each`][] and
+    `Ensemble` are subclasses. A subclass is an `equinox.Module` with the two methods `per_member` and `one`.
+
+    ```python
+    class Standardised(ee.AbstractPerMember):  # every member has its own mean and scale of one shared input
+        x: jax.Array
+        mean: jax.Array
+        scale: jax.Array
+
+        def per_member(self):
+            return self.mean, self.scale
+
+        def one(self, part):
+            mean, scale = part
+            return (self.x - mean) / scale
+
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
+    ensemble(Standardised(jnp.ones(3), jnp.zeros((4, 3)), jnp.ones((4, 3)))).shape  # (4, 1)
+    ```
+    """
+
+    @abc.abstractmethod
+    def per_member(self) -> PyTree:
+        """Returns the values of all members: a tree whose array leaves have the leading `members` axis."""
+
+    @abc.abstractmethod
+    def one(self, part: PyTree) -> Any:
+        """Returns what the function of one member receives, given that member's part of `per_member()`."""
+
+
+class Each(AbstractPerMember):
+    """Marks an input that has one value per member; inputs without the mark are shared by all members.
+
+    The mark is never guessed from a size: `ensemble(x)` gives every member the same `x`, also when the leading
+    axis of `x` happens to be as long as the ensemble.
+
+    ```python
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
+    xs = jnp.ones((4, 3))
+    ensemble(ee.Each(xs)).shape  # (4, 1): member i sees xs[i]
+    ```
+
+    **Arguments:**
+
+    - `value`: any PyTree whose array leaves carry the `members` axis. Leaves that are not arrays are shared.
+    - `axis`: where that axis stands in every array leaf.
+
+    **Raises:** `MemberMismatchError` when the array leaves disagree on the number of members.
+    """
+
+    value: PyTree
+    axis: int = eqx.field(static=True, default=0)
+
+    def __check_init__(self):
+        check_member_axis(self.value, axis=self.axis, name="Each")
+
+    def per_member(self) -> PyTree:
+        """The value with the `members` axis in front."""
+        if self.axis == 0:
+            return self.value
+        return jax.tree.map(lambda x: jnp.moveaxis(x, self.axis, 0) if is_array(x) else x, self.value)
+
+    def one(self, part: PyTree) -> Any:
+        """The member's own value."""
+        return part
+
+
+class Batch(eqx.Module):
+    """Marks an input of an ensemble's call that holds many examples: the member is mapped over them.
+
+    Members are functions of one example, so `ensemble(x)` takes one `x`. `ensemble(Batch(xs))` saves the second
+    `jax.vmap`: every member sees every example. Marks combine: `Each(Batch(xs))` is a batch of its own for each
+    member, with shape `(members, batch, ...)`.
+
+    ```python
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
+    ensemble(ee.Batch(jnp.ones((4, 3)))).shape  # (4, 4, 1): members, batch, out
+    ```
+
+    **Arguments:**
+
+    - `value`: any PyTree whose array leaves carry a batch axis. Leaves that are not arrays are shared.
+    - `axis`: where that axis stands in every array leaf (counted without the `members` axis).
+    """
+
+    value: PyTree
+    axis: int = eqx.field(static=True, default=0)
+
+    def __check_init__(self):
+        check_batch_axis(self.value, self.axis)
+
+
+def is_array(x: Any) -> TypeGuard[jax.Array | np.ndarray]:
+    """Whether a leaf is a JAX or NumPy array: the leaves that can carry an axis."""
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+def is_per_member(x: Any) -> bool:
+    """Whether a node holds one value per member: a mark, an ensemble, or the state of stateful members."""
+    return isinstance(x, AbstractPerMember | eqx.nn.State)

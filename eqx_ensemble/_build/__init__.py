@@ -1,0 +1,1 @@
+from ._build import build as build

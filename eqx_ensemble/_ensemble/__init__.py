@@ -1,0 +1,9 @@
+from ._average import average as average
+from ._construct import concatenate as concatenate
+from ._construct import from_stacked as from_stacked
+from ._construct import mark_numbers as mark_numbers
+from ._construct import number_flags as number_flags
+from ._construct import stack as stack
+from ._ensemble import Ensemble as Ensemble
+from ._ensemble import M as M
+from ._ensemble import Where as Where

@@ -1,0 +1,112 @@
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from .._check import (
+    MemberMismatchError,
+    array_leaves,
+    check_integer_ids,
+    check_sequence,
+    is_key,
+    is_member_array,
+    is_traced,
+    kind_text,
+    path_text,
+)
+from ._ensemble import Ensemble
+
+T = TypeVar("T")
+
+
+def check_no_text_arrays(tree: Any, *, name: str) -> None:
+    """No leaf is a NumPy array that jax cannot hold: it would fail in whatever is compiled first."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, np.ndarray) and not is_member_array(leaf):
+            raise TypeError(
+                f"`{name}` makes ensembles of models whose arrays jax can hold; at `{path_text(path)}`: a NumPy array "
+                f"of dtype {leaf.dtype}, shape {leaf.shape}.\nKeep it out of jax's sight: as a tuple in a field of "
+                "`equinox.field(static=True)`."
+            )
+
+
+def check_selection(select: Callable[[Any], T], tree: Any) -> T:
+    """The result of a `shared=` selection."""
+    try:
+        return select(tree)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(
+            "`shared` must select nodes of one member as `equinox.tree_at` does, for example "
+            f"`lambda model: model.trunk`; it raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def check_ensembles(values: Any, *, name: str) -> list[Ensemble[Any]]:
+    """At least one ensemble, and nothing else."""
+    values = (
+        [values] if isinstance(values, Ensemble) else check_sequence(values, "ensembles", name=name, of="ensembles")
+    )
+    if not values:
+        raise ValueError(f"`{name}` needs at least one ensemble, got none.")
+    for i, value in enumerate(values):
+        if not isinstance(value, Ensemble):
+            raise TypeError(
+                f"`{name}` needs ensembles, got {kind_text(value)} at position {i}.\n"
+                "Make an ensemble of models with `stack([model, ...])`."
+            )
+    return values
+
+
+def check_equal_shared(trees: list[Any], *, name: str) -> None:
+    """What the members share is equal in all trees, arrays by value."""
+    first = dict(array_leaves(trees[0]))
+    for i, tree in enumerate(trees[1:], start=1):
+        for path, x in array_leaves(tree):
+            y = first.get(path)
+            if is_traced(x) or is_traced(y):
+                continue
+            if y is None or not _same_array(x, y):
+                raise MemberMismatchError(
+                    f"`{name}` keeps one copy of what members share; the shared array at `{path}` of number {i} "
+                    "differs from that of number 0.\nLeave it out of `shared` if members have values of their own."
+                )
+
+
+def check_equal_members(tree: Any, *, name: str) -> None:
+    """Arrays that cannot be averaged have the same value in all members."""
+    for path, x in array_leaves(tree):
+        if is_traced(x):
+            continue
+        raw = np.asarray(jax.random.key_data(x) if is_key(x) else x)
+        if (raw != raw[:1]).any():
+            raise MemberMismatchError(
+                f"`{name}` averages floating-point arrays; the {x.dtype} array at `{path}` differs between members and "
+                "has no mean of its own kind.\nReplace it first, or average with `tree.weighted_mean`."
+            )
+
+
+def _same_array(x: Any, y: Any) -> bool:
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if is_key(x):
+        x, y = jax.random.key_data(x), jax.random.key_data(y)
+    return np.array_equal(np.asarray(x), np.asarray(y), equal_nan=np.issubdtype(np.asarray(x).dtype, np.inexact))
+
+
+def check_ensemble(value: Any, *, name: str) -> None:
+    """An ensemble, not a list of models, one model or a stacked model."""
+    if isinstance(value, Ensemble):
+        check_integer_ids(value.ids)
+        return
+    if isinstance(value, list | tuple):
+        raise TypeError(
+            f"`{name}` needs an `Ensemble`, got {kind_text(value)}.\n"
+            "If it holds models, make an ensemble of them first: `stack(models)`."
+        )
+    if isinstance(getattr(value, "ensemble", None), Ensemble):
+        raise TypeError(f"`{name}` needs an `Ensemble`, got a run: pass `run.ensemble`, or call `run.predict(x)`.")
+    raise TypeError(
+        f"`{name}` needs an `Ensemble`, got {kind_text(value)}.\n"
+        "`stack([model, ...])` makes one of models, `from_stacked(model)` of a model that is stacked already."
+    )

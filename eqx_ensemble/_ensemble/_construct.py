@@ -1,0 +1,141 @@
+from collections.abc import Iterable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from .. import _axes, _keys
+from .. import tree as _tree
+from .._axes._check import check_member_axis
+from .._check import check_flag
+from .._keys import check_distinct_ids
+from ..tree._check import check_trees
+from ..tree._compare import Rules, compare_trees
+from ._check import check_ensembles, check_equal_shared, check_no_text_arrays, check_selection
+from ._ensemble import Ensemble, M, Where
+
+
+def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> Ensemble[M]:
+    """An [`eqx_ensemble.Ensemble`][] around a Module that is stacked already, as by `eqx.filter_vmap(make)(keys)`.
+
+    ```python
+    stacked = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))(jax.random.split(key, 4))
+    ensemble = ee.from_stacked(stacked)  # four members
+    ```
+
+    **Arguments:**
+
+    - `model`: a model whose array leaves all carry the leading `members` axis.
+    - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given.
+    - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. Their
+        arrays must not carry the axis.
+
+    **Raises:** `MemberMismatchError` when array leaves disagree on the number of members.
+    """
+    check_no_text_arrays(model, name="from_stacked")
+    stacked, rest = eqx.partition(_axes.strongly_typed(model), _axes_mask(model, shared))
+    num_members = check_member_axis(stacked, axis=0, name="from_stacked")
+    return Ensemble(stacked, rest, _keys.member_ids(num_members if ids is None else ids))
+
+
+def stack(
+    models: Iterable[M], *, ids: Any = None, shared: Where | None = None, promote_scalars: bool = False
+) -> Ensemble[M]:
+    """A list of models as one [`eqx_ensemble.Ensemble`][].
+
+    ```python
+    models = [eqx.nn.MLP(2, 1, 8, 1, key=k) for k in jax.random.split(key, 3)]
+    ensemble = ee.stack(models)
+    ```
+
+    **Arguments:**
+
+    - `models`: models that differ only in the values of their arrays.
+    - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given.
+    - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
+        must be equal in all models, and are kept once.
+    - `promote_scalars`: stack Python floats that differ into an array instead of refusing them. They stay constants
+        in training, unless `trainable` of [`eqx_ensemble.fit`][] asks for them.
+
+    **Raises:** `MemberMismatchError` when the models differ in anything but array values, naming leaf, members and
+    both values; `TypeError` for NumPy arrays of strings or objects, which jax cannot hold.
+    """
+    models = check_trees(models, name="stack")
+    check_flag(promote_scalars, "promote_scalars", name="stack")
+    rules = Rules(scalars="floats" if promote_scalars else "equal")
+    compare_trees(models, name="stack", rules=rules)
+    for model in models:
+        check_no_text_arrays(model, name="stack")
+    stacked = _axes.strongly_typed(_tree.stack(models, promote_scalars=promote_scalars))
+    numbers = jax.tree.map(lambda x, y: _axes.is_array(x) and type(y) is float, stacked, models[0])
+    stacked, rest = eqx.partition(stacked, _axes_mask(stacked, shared))
+    if shared is not None:
+        unstacked = [eqx.filter(model, _axes_mask(model, shared), inverse=True) for model in models]
+        rules = Rules(needs="models whose shared nodes are equal", noun="model")
+        compare_trees(unstacked, name="stack", rules=rules)
+        check_equal_shared(unstacked, name="stack")
+        rest = _axes.strongly_typed(unstacked[0])
+    rest = mark_numbers(stacked, rest, numbers)
+    return Ensemble(stacked, rest, _keys.member_ids(len(models) if ids is None else ids))
+
+
+def concatenate(ensembles: Iterable[Ensemble[M]], *, renumber: bool = False) -> Ensemble[M]:
+    """Several ensembles of one architecture as one, their members in the order given.
+
+    ```python
+    make = lambda key: eqx.nn.Linear(2, 1, key=key)
+    old = ee.build(make, 4, key=key)
+    new = ee.build(make, ids=[4, 5], key=key)
+    ee.concatenate([old, new])  # the same members as ee.build(make, 6, key=key)
+    ```
+
+    **Arguments:**
+
+    - `ensembles`: the ensembles. What their members share must be equal.
+    - `renumber`: give the members the ids `0, 1, 2, ...` instead of keeping theirs.
+
+    **Raises:** `ValueError` when two members have the same id and `renumber` is not set; `MemberMismatchError` when
+    the ensembles do not fit together.
+    """
+    ensembles = check_ensembles(ensembles, name="concatenate")
+    stacked, ids = _tree.concatenate([ensemble.per_member() for ensemble in ensembles])
+    shared = [ensemble.shared for ensemble in ensembles]
+    rules = Rules(needs="ensembles whose members share the same", noun="ensemble")
+    compare_trees(shared, name="concatenate", rules=rules)
+    check_equal_shared(shared, name="concatenate")
+    if check_flag(renumber, "renumber", name="concatenate"):
+        ids = _keys.member_ids(ids.shape[0])
+    else:
+        check_distinct_ids(ids, "Build new members with `build(make, ids=..., key=key)`, or pass `renumber=True`.")
+    return Ensemble(stacked, shared[0], ids)
+
+
+def mark_numbers(stacked: PyTree, shared: PyTree, numbers: PyTree[bool]) -> PyTree:
+    """The shared part of a model, with zeros where the stacked part holds what is a Python float in one member."""
+    mark = lambda x, y, is_number: 0.0 if is_number and x is not None else y
+    return jax.tree.map(mark, stacked, shared, numbers, is_leaf=lambda x: x is None)
+
+
+def number_flags(stacked: PyTree, shared: PyTree) -> list[bool]:
+    """For every leaf of `stacked`, also inside ensembles of ensembles, whether `shared` marks it as Python floats."""
+    is_node = lambda x: x is None or isinstance(x, Ensemble)
+    flags = []
+    for x, y in zip(jax.tree.leaves(stacked, is_leaf=is_node), jax.tree.leaves(shared, is_leaf=is_node), strict=True):
+        if isinstance(x, Ensemble) and isinstance(y, Ensemble):
+            flags += number_flags(x.stacked, y.shared)
+            flags += [False] * len(jax.tree.leaves((x.shared, x.ids)))
+        elif x is not None:
+            flags.append(type(y) is float)
+    return flags
+
+
+def _axes_mask(model: PyTree, shared: Where | None) -> PyTree[bool]:
+    mask = jax.tree.map(_axes.is_array, model)
+    if shared is None:
+        return mask
+    return check_selection(lambda tree: eqx.tree_at(shared, tree, replace_fn=_all_false), mask)
+
+
+def _all_false(node: PyTree) -> PyTree:
+    return jax.tree.map(lambda _: False, node)

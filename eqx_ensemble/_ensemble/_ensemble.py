@@ -1,0 +1,169 @@
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Array, Int, PyTree
+
+from .. import _axes, _keys
+from .. import tree as _tree
+from .._axes._check import check_member_axis
+from .._check import check_integer_ids
+from .._typing import kind_of_members
+from ..plan import AbstractPlan, map_members
+from ._check_members import (
+    attribute_message,
+    check_callable,
+    check_index_of_members,
+    check_one_member,
+    check_stacked_leaves,
+    explain_call,
+)
+from ._parts import one_alone, with_flags, without_flags
+
+M = TypeVar("M")
+
+Where = Callable[[Any], Any]
+"""Selects nodes of a model, as in `equinox.tree_at`."""
+
+
+class Ensemble(_axes.AbstractPerMember, Generic[M]):
+    """Many models of one architecture, held as one Module whose arrays carry a leading `members` axis.
+
+    Made by [`eqx_ensemble.build`][], [`eqx_ensemble.stack`][] or [`eqx_ensemble.from_stacked`][]. An `Ensemble` is
+    a PyTree like any other: a field of a bigger Module, an argument of `filter_jit`, `filter_grad` and
+    `filter_vmap`, or the member of another ensemble.
+
+    ```python
+    ensemble = ee.build(lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key), 8, key=key)
+    ensemble(jnp.ones(13)).shape  # (8, 1): every member sees the same input
+    ensemble(ee.Each(jnp.ones((8, 13)))).shape  # (8, 1): one input per member
+    ensemble(ee.Batch(jnp.ones((32, 13)))).shape  # (8, 32, 1): members, batch, out
+    ensemble[3]  # an ordinary eqx.nn.MLP
+    ensemble[[0, 5]], ensemble[2:]  # smaller ensembles
+    ```
+
+    **Attributes:**
+
+    - `stacked`: the model with the leaves that differ between members, each `(members, ...)`; `None` elsewhere, but
+        for the flags `inference` of layers such as dropout. They stand in `shared` and here, so that
+        `equinox.nn.inference_mode(ensemble)` sets both.
+    - `shared`: the model with the leaves that all members use: activation functions and the like, and what
+        `shared=` of the constructors selected; `None` elsewhere. Shared arrays are constants in
+        [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][]: a trunk trained by all its members would couple
+        them. `equinox.filter_grad` of a function of the ensemble does give them gradients, the sum over the members:
+        [both ways](../how-it-runs.md#shared-arrays). A zero marks an array of `stacked` that holds Python floats
+        (a dropout rate for each member): a single member has its float again, and training leaves it alone.
+    - `ids`: the members' stable ids `(members,)`, from which their random streams follow. They travel with the
+        members through indexing and concatenation. They are an integer array among the leaves: code that
+        calculates with all arrays changes them, and the next use of the ensemble is then a `TypeError`. Select
+        weights with `equinox.is_inexact_array`, not `equinox.is_array`.
+    """
+
+    stacked: M
+    shared: M
+    ids: Int[Array, " members"]
+
+    def __init__(self, stacked: M, shared: M, ids: Int[Array, " members"]):
+        self.stacked = with_flags(stacked, shared)
+        self.shared = shared
+        self.ids = ids
+
+    def __check_init__(self):
+        _keys.check_ids(self.ids)
+        check_stacked_leaves(self.stacked, self.ids)
+
+    def per_member(self) -> PyTree:
+        """The leaves that differ between members, and the members' ids."""
+        check_integer_ids(self.ids)
+        return self.arrays, self.ids
+
+    def one(self, part: PyTree) -> M:
+        """The model of one member, given its part of `per_member()`."""
+        stacked, _ = part
+        return eqx.combine(stacked, self.shared)
+
+    @property
+    def arrays(self) -> M:
+        """`stacked` without the flags that `shared` holds too: arrays alone, each `(members, ...)`."""
+        return without_flags(self.stacked, self.shared)
+
+    @property
+    def num_members(self) -> int:
+        """The number of members."""
+        if self.ids is None:  # gradients, or what `equinox.filter` left
+            return check_member_axis(self.stacked, axis=0, name="Ensemble")
+        check_integer_ids(self.ids)
+        return self.ids.shape[0]
+
+    if not TYPE_CHECKING:  # a type checker knows by itself what there is
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(attribute_message(name))
+
+    def __pdoc__(self, **_: Any) -> Any:
+        """The short form in `repr`, `equinox.tree_pformat` and run-time type errors: print `stacked` for all of it."""
+        sizes = {x.shape[:1] for x in jax.tree.leaves((self.stacked, self.ids)) if _axes.is_array(x)}
+        count = f"num_members={sizes.pop()[0]}" if len(sizes) == 1 and sizes != {()} else "..."
+        from wadler_lindig import TextDoc  # only that package calls this method
+
+        return TextDoc(f"{kind_of_members(self)}({count})")
+
+    def __len__(self) -> int:
+        return self.num_members
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
+        """Calls every member: `(…)` in, `(members, …)` out.
+
+        Inputs are shared by all members unless marked [`eqx_ensemble.Each`][]; a member sees one example unless the
+        input is marked [`eqx_ensemble.Batch`][]. An `equinox.nn.State` always belongs to its member.
+        """
+        check_callable(self.stacked)
+
+        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(model, Ensemble):
+                return model(*args, **kwargs)
+            return _axes.over_batch(model, *args, **kwargs)
+
+        with explain_call():
+            return map_members(call)(self, *args, **kwargs)
+
+    @overload
+    def __getitem__(self, index: int | np.integer) -> M: ...
+    @overload
+    def __getitem__(self, index: slice | Sequence[int] | Sequence[bool] | np.ndarray) -> "Ensemble[M]": ...
+    @overload
+    def __getitem__(self, index: jax.Array) -> Any: ...
+    def __getitem__(self, index: Any) -> "M | Ensemble[M]":
+        """One member for an integer; a smaller ensemble for a slice, a list of integers or a mask."""
+        check_index_of_members(index)
+        if self.ids is None:  # as above
+            return self.one((_tree.take(self.arrays, check_one_member(index)), None))
+        stacked, ids = _tree.take(self.per_member(), index)
+        if ids.ndim < self.ids.ndim:
+            return one_alone(stacked, self.shared)
+        return Ensemble(stacked, self.shared, ids)
+
+    def __iter__(self) -> Iterator[M]:
+        return iter(self.unstack())
+
+    def unstack(self) -> list[M]:
+        """The members as a list of ordinary models."""
+        parts = _tree.unstack(self.per_member())
+        return [one_alone(stacked, self.shared) for stacked, _ in parts]
+
+    def map(self, fn: Callable[..., Any], *args: Any, plan: AbstractPlan | None = None, **kwargs: Any) -> PyTree:
+        """`fn(model, *args, **kwargs)` of every member, as [`eqx_ensemble.map_members`][] does it."""
+        return map_members(fn, plan=plan)(self, *args, **kwargs)
+
+    def keys(self, key: Any, *, purpose: str = "call") -> _axes.Each:
+        """One key per member from one key, ready to be passed to a call: `ensemble(x, key=ensemble.keys(key))`.
+
+        The plain `key` would give all members the same dropout mask. Members that are ensembles themselves get a key
+        for each of theirs.
+        """
+        keys = _keys.member_keys(key, self.ids, purpose=purpose)
+        if isinstance(self.stacked, Ensemble):
+            keys = eqx.filter_vmap(lambda inner, key: inner.keys(key, purpose=purpose))(self.stacked, keys)
+        return _axes.Each(keys)
