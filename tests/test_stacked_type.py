@@ -563,7 +563,7 @@ def test_one_class_for_each_pair_of_arguments():
         (ee.Stacked[MLP | eqx.nn.GRUCell, "members"], 'Stacked[MLP | GRUCell, "members"]'),
         (ee.Stacked[Callable[..., Any], "members"], 'Stacked[Callable[..., Any], "members"]'),
         (ee.Stacked[ee.Stacked[MLP, "b"], "a"], 'Stacked[MLP, "a b"]'),
-        (ee.Stacked, "<class 'eqx_ensemble._typing.Stacked'>"),
+        (ee.Stacked, "<class 'eqx_ensemble._typing._stacked.Stacked'>"),
     ],
 )
 def test_repr(annotation, text):
