@@ -5,29 +5,35 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _fail, _first, _kept, check_choice, concrete
+from ._arrays import check_choice, concrete, first_text, kept_rows, needs_message
 from ._leaves import is_traced
 from ._options import check_number
 
 
-def check_pool(fn: str, pool: str, *, weighted: bool) -> None:
+def check_pool(name: str, pool: str, *, weighted: bool) -> None:
     """Before or after combination, and weights only where there is a combination."""
-    check_choice(fn, "pool", pool, ("members", "mixture"))
+    check_choice(name, "pool", pool, ("members", "mixture"))
     if weighted and pool == "members":
         fix = "Every member is calibrated by itself: weight the members when you combine them."
-        _fail(fn, '`weights` only with `pool="mixture"`', 'got both `weights` and `pool="members"`', fix)
+        raise ValueError(
+            needs_message(name, '`weights` only with `pool="mixture"`', 'got both `weights` and `pool="members"`', fix)
+        )
 
 
-def check_calibrated_members(fn: str, expected: int, got: int) -> None:
+def check_calibrated_members(name: str, expected: int, got: int) -> None:
     """The members that were calibrated."""
     if got != expected:
         fix = "A calibration belongs to the ensemble that it was fitted on: fit it anew."
-        _fail(fn, "predictions of the members that it was fitted on", f"expected {expected} members, got {got}", fix)
+        raise ValueError(
+            needs_message(
+                name, "predictions of the members that it was fitted on", f"expected {expected} members, got {got}", fix
+            )
+        )
 
 
-def check_finite_logits(fn: str, logits: Array, weights: ArrayLike | None, mask: ArrayLike | None) -> None:
+def check_finite_logits(name: str, logits: Array, weights: ArrayLike | None, mask: ArrayLike | None) -> None:
     """Finite logits of members and rows that count; only where they are concrete."""
-    host, kept, share = concrete(logits), _kept(mask), None if weights is None else concrete(weights)
+    host, kept, share = concrete(logits), kept_rows(mask), None if weights is None else concrete(weights)
     if host is None or kept is None or (weights is not None and share is None):
         return
     counts = np.broadcast_to(kept, host.shape[1:-1])[None, ..., None]
@@ -37,10 +43,17 @@ def check_finite_logits(fn: str, logits: Array, weights: ArrayLike | None, mask:
     if wrong.any():
         place = tuple(int(i) for i in np.argwhere(wrong)[0])
         fix = "Probabilities of zero? Mix a little of the uniform distribution in before you take their logarithm."
-        _fail(fn, "finite `logits`", f"got {host[place]} at index {place}, the first of {int(wrong.sum())} such", fix)
+        raise ValueError(
+            needs_message(
+                name,
+                "finite `logits`",
+                f"got {host[place]} at index {place}, the first of {int(wrong.sum())} such",
+                fix,
+            )
+        )
 
 
-def check_best_temperature(fn: str, pool: str, separated: ArrayLike, hopeless: ArrayLike) -> None:
+def check_best_temperature(name: str, pool: str, separated: ArrayLike, hopeless: ArrayLike) -> None:
     """A finite temperature above zero is best for all; only where that is concrete."""
     for flags, got, fix in (
         (
@@ -56,60 +69,77 @@ def check_best_temperature(fn: str, pool: str, separated: ArrayLike, hopeless: A
     ):
         host = concrete(flags)
         if host is not None and host.any():
-            _fail(fn, "labels for which one temperature is best", f"{_who(pool, host)}{got}", fix)
+            raise ValueError(
+                needs_message(name, "labels for which one temperature is best", f"{_who(pool, host)}{got}", fix)
+            )
 
 
-def check_finite_targets(fn: str, targets: ArrayLike, mask: ArrayLike | None) -> None:
+def check_finite_targets(name: str, targets: ArrayLike, mask: ArrayLike | None) -> None:
     """Finite targets in rows that count; only where they are concrete."""
-    host, kept = concrete(targets), _kept(mask)
+    host, kept = concrete(targets), kept_rows(mask)
     if host is None or kept is None:
         return
     wrong = ~np.isfinite(host.astype(np.float64)) & kept
     if wrong.any():
-        _fail(fn, "finite `targets`", _first(host, wrong), "Leave these rows out: `mask=jnp.isfinite(targets)`.")
+        raise ValueError(
+            needs_message(
+                name, "finite `targets`", first_text(host, wrong), "Leave these rows out: `mask=jnp.isfinite(targets)`."
+            )
+        )
 
 
-def check_scale(fn: str, pool: str, scale: ArrayLike) -> None:
+def check_scale(name: str, pool: str, scale: ArrayLike) -> None:
     """A factor that is finite and above zero; only where it is concrete."""
     host = concrete(scale)
     if host is not None and not np.isfinite(host).all():
         wrong = ~np.isfinite(host)
         got = f"{_who(pool, wrong)}the factor would be {host[wrong][0]}"
-        _fail(fn, "finite means and variances", got, "Leave broken members out (`weights`), and broken rows by `mask`.")
+        raise ValueError(
+            needs_message(
+                name,
+                "finite means and variances",
+                got,
+                "Leave broken members out (`weights`), and broken rows by `mask`.",
+            )
+        )
     if host is not None and (host == 0).any():
         fix = "Are the targets the predictions themselves?"
-        _fail(fn, "targets that differ from their means", f"{_who(pool, host == 0)}every target is hit exactly", fix)
+        raise ValueError(
+            needs_message(
+                name, "targets that differ from their means", f"{_who(pool, host == 0)}every target is hit exactly", fix
+            )
+        )
 
 
-def no_gradient_of_fit(fn: str) -> NoReturn:
+def no_gradient_of_fit(name: str) -> NoReturn:
     """Parameters that were found by steps whose number is not known."""
     raise NotImplementedError(
-        f"`eqx_ensemble.{fn}` has no gradient with respect to the logits that it is fitted on.\n"
+        f"`{name}` has no gradient with respect to the logits that it is fitted on.\n"
         "Fit on `jax.lax.stop_gradient(logits)`; what is fitted can be differentiated, and so can the fit of "
         "`calibrate.temperature`."
     )
 
 
-def check_penalties(fn: str, **penalties: float) -> None:
+def check_penalties(name: str, **penalties: float) -> None:
     """Penalties of zero or more."""
-    for name, value in penalties.items():
-        check_number(value, name, name=f"eqx_ensemble.{fn}", least=0)
+    for argument, value in penalties.items():
+        check_number(value, argument, name=name, least=0)
 
 
-def check_untraced(fn: str, **arrays: ArrayLike | None) -> None:
+def check_untraced(name: str, **arrays: ArrayLike | None) -> None:
     """Arrays whose values are known."""
-    for name, values in arrays.items():
+    for argument, values in arrays.items():
         if is_traced(values):
             fix = "Fit before `jax.jit`; what is fitted can be called inside."
-            _fail(fn, f"`{name}` whose values are known", "got a traced array", fix, TypeError)
+            raise TypeError(needs_message(name, f"`{argument}` whose values are known", "got a traced array", fix))
 
 
-def warn_no_minimum(fn: str, pool: str, flat: ArrayLike) -> None:
+def warn_no_minimum(name: str, pool: str, flat: ArrayLike) -> None:
     """Says where L-BFGS did not get to a minimum; only where that is concrete."""
     host = concrete(flat)
     if host is not None and not host.all():
         warnings.warn(
-            f"`eqx_ensemble.{fn}`: {_who(pool, ~host)}no minimum was reached. Where the rows can be told apart without "
+            f"`{name}`: {_who(pool, ~host)}no minimum was reached. Where the rows can be told apart without "
             "error there is none: fit on more rows, take a calibration with fewer parameters, or a penalty.",
             stacklevel=3,
         )

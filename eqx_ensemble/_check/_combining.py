@@ -10,7 +10,16 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _fail, _first, as_array, check_mask, check_plain_weights, check_values, check_weights, concrete
+from ._arrays import (
+    check_array,
+    check_mask,
+    check_plain_weights,
+    check_values,
+    check_weights,
+    concrete,
+    first_text,
+    needs_message,
+)
 from ._leaves import is_traced
 from ._options import check_number, check_positive_int
 from ._rows import check_scalar
@@ -18,31 +27,42 @@ from ._rows import check_scalar
 _HOW_TO_SCORE = "They are `-scores.per_member(scores.nll, logits, labels, reduction='none')` and the like."
 
 
-def check_power(fn: str, power: ArrayLike, dtype: jnp.dtype) -> Array:
+def check_power(name: str, power: ArrayLike, dtype: jnp.dtype) -> Array:
     """The sum of exponents, above zero where concrete."""
-    array = check_scalar(fn, "power", power, dtype)
+    array = check_scalar(name, "power", power, dtype)
     host = concrete(power)
     if host is not None and not 0 < host < np.inf:
         fix = "1 is the geometric mean, `num_members` the plain product."
-        _fail(fn, "a finite `power` above zero", f"got {host}", fix)
+        raise ValueError(needs_message(name, "a finite `power` above zero", f"got {host}", fix))
     return array
 
 
-def check_cut(fn: str, cut: ArrayLike, dtype: jnp.dtype) -> Array:
+def check_cut(name: str, cut: ArrayLike, dtype: jnp.dtype) -> Array:
     """A share to cut off at both ends that leaves something between them."""
-    array = check_scalar(fn, "cut", cut, dtype)
+    array = check_scalar(name, "cut", cut, dtype)
     host = concrete(cut)
     if host is not None and not (0 <= host and host.astype(dtype) < 0.5):
-        _fail(fn, "a `cut` from 0 to below 0.5", f"got {host}", "10 % at each end are `cut=0.1`; for 0.5 use `median`.")
+        raise ValueError(
+            needs_message(
+                name,
+                "a `cut` from 0 to below 0.5",
+                f"got {host}",
+                "10 % at each end are `cut=0.1`; for 0.5 use `median`.",
+            )
+        )
     return array
 
 
-def check_log_scores(fn: str, log_scores: ArrayLike, mask: ArrayLike | None) -> tuple[Array, Array | None]:
+def check_log_scores(name: str, log_scores: ArrayLike, mask: ArrayLike | None) -> tuple[Array, Array | None]:
     """Log scores `(members, *batch)`, each row with a member that allows it, and the mask over rows."""
-    array = check_values(fn, "log_scores", log_scores)
+    array = check_values(name, "log_scores", log_scores)
     if math.prod(array.shape) == 0:
-        _fail(fn, "at least one row in `log_scores`", f"got shape {array.shape}", "Was every row filtered out?")
-    rows = check_mask(fn, mask, array.shape[1:])
+        raise ValueError(
+            needs_message(
+                name, "at least one row in `log_scores`", f"got shape {array.shape}", "Was every row filtered out?"
+            )
+        )
+    rows = check_mask(name, mask, array.shape[1:])
     host, counted = concrete(log_scores), True if mask is None else concrete(mask)
     if host is None or counted is None:
         return array, rows
@@ -50,89 +70,120 @@ def check_log_scores(fn: str, log_scores: ArrayLike, mask: ArrayLike | None) -> 
     wrong = (np.isnan(host) | (host == np.inf)) & counted
     if wrong.any():
         fix = f"Leave broken members out, and broken rows by `mask`. {_HOW_TO_SCORE}"
-        _fail(fn, "`log_scores` that are finite or -inf", _first(host, wrong), fix)
+        raise ValueError(needs_message(name, "`log_scores` that are finite or -inf", first_text(host, wrong), fix))
     hopeless = (host == -np.inf).all(axis=0) & counted
     if hopeless.any():
         fix = "No weights explain such a row: leave it out by `mask`, or bound the members' probabilities away from 0."
-        _fail(fn, "a member above -inf in every row of `log_scores`", f"got none in {_where(hopeless)}", fix)
+        raise ValueError(
+            needs_message(
+                name, "a member above -inf in every row of `log_scores`", f"got none in {_where(hopeless)}", fix
+            )
+        )
     return array, rows
 
 
-def check_scores_of_members(fn: str, scores: ArrayLike, count: Any) -> tuple[Array, int]:
+def check_scores_of_members(name: str, scores: ArrayLike, count: Any) -> tuple[Array, int]:
     """One score per member, lower is better, enough of them not NaN."""
-    array, number = as_array(fn, "scores", scores), check_positive_int(count, "count", name=f"eqx_ensemble.{fn}")
+    array, number = check_array(name, "scores", scores), check_positive_int(count, "count", name=name)
     if array.ndim != 1:
         fix = "Lower is better. `scores.per_member` makes them."
-        _fail(fn, "one score per member, `(members,)`", f"got shape {array.shape}", fix)
+        raise ValueError(needs_message(name, "one score per member, `(members,)`", f"got shape {array.shape}", fix))
     if number > array.shape[0]:
-        _fail(fn, "`count` of at most the number of members", f"got {number} of {array.shape[0]}", "Ask for fewer.")
+        raise ValueError(
+            needs_message(
+                name, "`count` of at most the number of members", f"got {number} of {array.shape[0]}", "Ask for fewer."
+            )
+        )
     host = concrete(scores)
     if host is not None and (known := int((~np.isnan(host)).sum())) < number:
-        _fail(fn, "`count` members with a score that is not NaN", f"got {known}, need {number}", "Ask for fewer.")
+        raise ValueError(
+            needs_message(
+                name, "`count` members with a score that is not NaN", f"got {known}, need {number}", "Ask for fewer."
+            )
+        )
     return array, number
 
 
-def check_greedy(fn: str, score: Any, mask: Any, num_steps: Any, num_initial: Any, num_members: int) -> Callable | None:
+def check_greedy(
+    name: str, score: Any, mask: Any, num_steps: Any, num_initial: Any, num_members: int
+) -> Callable | None:
     """The score as a function, or `None` for log scores; counts of steps that fit."""
-    check_positive_int(num_steps, "num_steps", name=f"eqx_ensemble.{fn}")
+    check_positive_int(num_steps, "num_steps", name=name)
     if not isinstance(num_initial, int | np.integer) or num_initial != 0:
-        check_positive_int(num_initial, "num_initial", name=f"eqx_ensemble.{fn}")
+        check_positive_int(num_initial, "num_initial", name=name)
     if num_initial > min(num_steps, num_members):
         got = f"got {num_initial}, with {num_members} members and {num_steps} steps"
-        _fail(fn, "`num_initial` of at most `num_steps` and the number of members", got, "They are the first steps.")
+        raise ValueError(
+            needs_message(
+                name, "`num_initial` of at most `num_steps` and the number of members", got, "They are the first steps."
+            )
+        )
     if callable(score):
         if mask is not None:
             fix = "Let the score leave out what it is not to see."
-            _fail(fn, "no `mask` beside a score of your own", "got `mask`", fix)
+            raise ValueError(needs_message(name, "no `mask` beside a score of your own", "got `mask`", fix))
         return score
     if not isinstance(score, str) or score != "log":
         fix = "Predictions come first, then the score of their mean."
-        _fail(fn, '`score` to be "log" or a function of the combined prediction', f"got {score!r}", fix)
+        raise ValueError(
+            needs_message(name, '`score` to be "log" or a function of the combined prediction', f"got {score!r}", fix)
+        )
     return None
 
 
-def check_score_value(fn: str, shape: tuple[int, ...]) -> None:
+def check_score_value(name: str, shape: tuple[int, ...]) -> None:
     """A score of one number."""
     if shape != ():
         fix = "Return the mean over rows."
-        _fail(fn, "a `score` that returns one number for one combined prediction", f"got shape {shape}", fix)
+        raise ValueError(
+            needs_message(
+                name, "a `score` that returns one number for one combined prediction", f"got shape {shape}", fix
+            )
+        )
 
 
-def check_tolerance(fn: str, tolerance: float | None) -> None:
+def check_tolerance(name: str, tolerance: float | None) -> None:
     """A tolerance of zero or more."""
     if tolerance is not None:
-        check_number(tolerance, "tolerance", name=f"eqx_ensemble.{fn}", least=0)
+        check_number(tolerance, "tolerance", name=name, least=0)
 
 
-def warn_of_gap(fn: str, gap: Array, tolerance: float) -> None:
+def warn_of_gap(name: str, gap: Array, tolerance: float) -> None:
     """Say when a search for weights ended before its tolerance; only where the result is concrete."""
     host = concrete(gap)
     if host is not None and not (host <= tolerance).all():
         warnings.warn(
-            f"`eqx_ensemble.{fn}` ended {host.max():.2g} nats at most from the best mean log score, above its "
+            f"`{name}` ended {host.max():.2g} nats at most from the best mean log score, above its "
             f"tolerance {tolerance:.2g}.\nRaise `tolerance` or `max_steps`, or compute in float64.",
             stacklevel=3,
         )
 
 
-def check_prune(fn: str, weights: ArrayLike, above: float, num_members: Any) -> np.ndarray:
+def check_prune(name: str, weights: ArrayLike, above: float, num_members: Any) -> np.ndarray:
     """Concrete convex weights, as float64."""
     if is_traced(weights):
         fix = "Prune outside `jax.jit`: how many members are left depends on the weights."
-        _fail(fn, "weights whose values are known", "got a traced array", fix, TypeError)
-    check_plain_weights(fn, weights)
+        raise TypeError(needs_message(name, "weights whose values are known", "got a traced array", fix))
+    check_plain_weights(name, weights)
     shape = np.shape(weights)
     if len(shape) != 1 or shape[0] < 1:
-        _fail(fn, "one weight per member, `(members,)`", f"got shape {shape}", "Weights stand in the members' order.")
-    check_weights(fn, weights, shape[0], jnp.dtype("float32"))
+        raise ValueError(
+            needs_message(
+                name,
+                "one weight per member, `(members,)`",
+                f"got shape {shape}",
+                "Weights stand in the members' order.",
+            )
+        )
+    check_weights(name, weights, shape[0], jnp.dtype("float32"))
     if num_members is not None:
-        check_positive_int(num_members, "num_members", name=f"eqx_ensemble.{fn}")
+        check_positive_int(num_members, "num_members", name=name)
     exact = np.asarray(weights, np.float64)
     exact = exact / exact.sum()
-    check_number(above, "above", name=f"eqx_ensemble.{fn}")
+    check_number(above, "above", name=name)
     if not 0 <= above < exact.max():
         got = f"got above={above}; the largest weight is {exact.max():.3g} of a sum of 1"
-        _fail(fn, "`above` of zero or more that leaves a member", got, "Lower it.")
+        raise ValueError(needs_message(name, "`above` of zero or more that leaves a member", got, "Lower it."))
     return exact
 
 

@@ -6,106 +6,137 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import _fail, _first, _floating, _kept, as_array, check_logits, check_regression, concrete, promoted
+from ._arrays import (
+    check_array,
+    check_floating,
+    check_logits,
+    check_regression,
+    concrete,
+    first_text,
+    kept_rows,
+    needs_message,
+    promote,
+)
 from ._options import check_positive_int
 
 
-def check_conformal_rows(fn: str, **arrays: ArrayLike) -> tuple[Array, ...]:
+def check_conformal_rows(name: str, **arrays: ArrayLike) -> tuple[Array, ...]:
     """Floating arrays `(rows,)`, at least one row, in the dtype that is computed in."""
-    checked = promoted(*(_floating(fn, name, values) for name, values in arrays.items()))
-    _one_axis(fn, next(iter(arrays)), checked[0])
+    checked = promote(*(check_floating(name, argument, values) for argument, values in arrays.items()))
+    _one_axis(name, next(iter(arrays)), checked[0])
     return checked
 
 
-def check_conformal_targets(fn: str, targets: ArrayLike, **predictions: ArrayLike) -> tuple[Array, ...]:
+def check_conformal_targets(name: str, targets: ArrayLike, **predictions: ArrayLike) -> tuple[Array, ...]:
     """Predictions and targets `(rows,)`, at least one row, in one dtype."""
-    checked = check_regression(fn, targets, members=False, **predictions)
-    _one_axis(fn, next(iter(predictions)), checked[0])
+    checked = check_regression(name, targets, members=False, **predictions)
+    _one_axis(name, next(iter(predictions)), checked[0])
     return checked
 
 
-def check_conformal_logits(fn: str, logits: ArrayLike) -> Array:
+def check_conformal_logits(name: str, logits: ArrayLike) -> Array:
     """Logits `(rows, classes)`."""
-    checked = check_logits(fn, logits, members=False)
+    checked = check_logits(name, logits, members=False)
     if checked.ndim != 2 or checked.shape[0] == 0:
         fix = "Combine the members first: `combine.mixture(logits)`. Several axes of rows? Reshape them to one."
-        _fail(fn, "`logits` of shape (rows, classes), at least one row", f"got shape {checked.shape}", fix)
+        raise ValueError(
+            needs_message(
+                name, "`logits` of shape (rows, classes), at least one row", f"got shape {checked.shape}", fix
+            )
+        )
     return checked
 
 
-def _one_axis(fn: str, name: str, array: Array) -> None:
+def _one_axis(name: str, argument: str, array: Array) -> None:
     if array.ndim != 1 or array.size == 0:
         fix = (
             "The entries of a row are not exchangeable: fit every output by itself, `jax.vmap` over the last axis, "
             "and combine members first."
         )
-        _fail(fn, f"`{name}` of shape (rows,), at least one row", f"got shape {array.shape}", fix)
+        raise ValueError(
+            needs_message(name, f"`{argument}` of shape (rows,), at least one row", f"got shape {array.shape}", fix)
+        )
 
 
 def check_conformal_weights(
-    fn: str, row_weights: ArrayLike, new_weights: ArrayLike, scores: Array, mask: ArrayLike | None
+    name: str, row_weights: ArrayLike, new_weights: ArrayLike, scores: Array, mask: ArrayLike | None
 ) -> tuple[Array, Array]:
     """Weights of held-out rows, one each, and of new rows: finite and not negative."""
-    own, new = as_array(fn, "row_weights", row_weights), as_array(fn, "new_weights", new_weights)
+    own, new = check_array(name, "row_weights", row_weights), check_array(name, "new_weights", new_weights)
     if own.shape != scores.shape:
         got = f"expected shape {scores.shape}, got {own.shape}"
-        _fail(fn, "one of `row_weights` per score", got, "They stand in the order of the scores.")
-    for name, values, counts in (("row_weights", row_weights, _kept(mask)), ("new_weights", new_weights, np.ones(()))):
+        raise ValueError(
+            needs_message(name, "one of `row_weights` per score", got, "They stand in the order of the scores.")
+        )
+    for argument, values, counts in (
+        ("row_weights", row_weights, kept_rows(mask)),
+        ("new_weights", new_weights, np.ones(())),
+    ):
         host = concrete(values)
         if host is None or counts is None:
             continue
         wrong = (~np.isfinite(host.astype(np.float64)) | (host < 0)) & counts.astype(bool)
         if wrong.any():
             fix = "How much more often such an input comes up among new rows: a ratio of densities."
-            _fail(fn, f"finite `{name}` of zero or more", _first(host, wrong), fix)
+            raise ValueError(needs_message(name, f"finite `{argument}` of zero or more", first_text(host, wrong), fix))
     return own.astype(scores.dtype), new.astype(scores.dtype)
 
 
-def check_scales(fn: str, scale: ArrayLike, mask: ArrayLike | None = None) -> None:
+def check_scales(name: str, scale: ArrayLike, mask: ArrayLike | None = None) -> None:
     """Scales above zero; only where they are concrete."""
-    host, kept = concrete(scale), _kept(mask)
+    host, kept = concrete(scale), kept_rows(mask)
     if host is not None and kept is not None and (wrong := (host <= 0) & kept).any():
-        _fail(fn, "a `scale` above zero", _first(host, wrong), "Add a floor: `jnp.maximum(scale, 1e-6)`.")
+        raise ValueError(
+            needs_message(
+                name, "a `scale` above zero", first_text(host, wrong), "Add a floor: `jnp.maximum(scale, 1e-6)`."
+            )
+        )
 
 
-def check_num_free(fn: str, num_free: int) -> None:
+def check_num_free(name: str, num_free: int) -> None:
     """A count that may be zero."""
     if not isinstance(num_free, int | np.integer) or num_free != 0:
-        check_positive_int(num_free, "num_free", name=f"eqx_ensemble.{fn}")
+        check_positive_int(num_free, "num_free", name=name)
 
 
-def check_rows_of_folds(fn: str, num_rows: int, expected: int) -> None:
+def check_rows_of_folds(name: str, num_rows: int, expected: int) -> None:
     """All rows that the folds are of."""
     if num_rows != expected:
         fix = "Rows to leave out are masked, not dropped."
-        _fail(fn, "predictions of all rows that the folds are of", f"expected {expected} rows, got {num_rows}", fix)
+        raise ValueError(
+            needs_message(
+                name, "predictions of all rows that the folds are of", f"expected {expected} rows, got {num_rows}", fix
+            )
+        )
 
 
-def check_of_folds(fn: str, num_folds: int, num_members: int) -> int:
+def check_of_folds(name: str, num_folds: int, num_members: int) -> int:
     """How many members each fold has."""
     times, rest = divmod(num_members, num_folds)
     if rest or times == 0:
         got = f"fitted on {num_folds}, got {num_members}"
         fix = "Pass what all members predict, those that were fitted, in their order."
-        _fail(fn, "predictions of one member per fold or bag, or of equally many for each", got, fix)
+        raise ValueError(
+            needs_message(name, "predictions of one member per fold or bag, or of equally many for each", got, fix)
+        )
     return times
 
 
 def check_conformal_held_out(
-    fn: str, held_out: ArrayLike, unseen: Array, mask: ArrayLike | None, *, every_row: bool
+    name: str, held_out: ArrayLike, unseen: Array, mask: ArrayLike | None, *, every_row: bool
 ) -> int:
     """No NaN where somebody held the row out; how many rows nobody held out, of those that count."""
-    host, seen_by, kept = concrete(held_out), concrete(unseen), _kept(mask)
+    host, seen_by, kept = concrete(held_out), concrete(unseen), kept_rows(mask)
     if host is None or seen_by is None or kept is None:
         return 0
     nobody = ~seen_by.any(axis=0) & kept
     if every_row and nobody.any():
         got = f"got {int(nobody.sum())} rows that none holds out, the first is row {int(np.argmax(nobody))}"
-        _fail(fn, "folds that hold out every row", got, "Leave these rows out with `mask`.")
+        raise ValueError(needs_message(name, "folds that hold out every row", got, "Leave these rows out with `mask`."))
     wrong = np.isnan(host) & kept & ~nobody
     if wrong.any():
         fix = "Did members diverge? Leave their rows out with `mask`, or train them again."
-        _fail(fn, "`held_out` predictions without NaN", _first(host, wrong), fix)
+        raise ValueError(needs_message(name, "`held_out` predictions without NaN", first_text(host, wrong), fix))
     return int(nobody.sum())
 
 
@@ -115,7 +146,7 @@ def count_rows_kept(mask: Array) -> int | None:
     return None if host is None else int(host.sum())
 
 
-def warn_infinite(fn: str, rank: int, num_rows: int, infinite: int, level: Fraction, *, stacklevel: int) -> None:
+def warn_infinite(name: str, rank: int, num_rows: int, infinite: int, level: Fraction, *, stacklevel: int) -> None:
     """Says that the rows are too few for the level."""
     if rank <= num_rows - infinite:
         return
@@ -126,4 +157,4 @@ def warn_infinite(fn: str, rank: int, num_rows: int, infinite: int, level: Fract
         needed = math.ceil(level / (1 - level)) if level < 1 else None
         because = f"{num_rows} rows say nothing at a level of {float(level):g}"
         fix = f"Hold out {needed} rows or more, or ask for a lower level." if needed else "Ask for a lower level."
-    warnings.warn(f"`eqx_ensemble.{fn}`: {because}; every prediction is without bounds. {fix}", stacklevel=stacklevel)
+    warnings.warn(f"`{name}`: {because}; every prediction is without bounds. {fix}", stacklevel=stacklevel)

@@ -4,119 +4,146 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ._arrays import _fail, _first, check_choice, check_level, check_weights, concrete
+from ._arrays import check_choice, check_level, check_weights, concrete, first_text, needs_message
 from ._leaves import kind_text
 from ._options import check_optional_text, check_sequence
 
 Bands = dict[float, tuple[np.ndarray, np.ndarray]]
 
 
-def check_axes(fn: str, ax: Any, kind: type) -> None:
+def check_axes(name: str, ax: Any, kind: type) -> None:
     """One Axes of matplotlib."""
     if not isinstance(ax, kind):
         fix = "`plt.subplots(1, 2)` returns an array of Axes: pass one of them, `axes[0]`."
-        _fail(fn, "one matplotlib Axes as `ax`", f"got {kind_text(ax)}", fix, TypeError)
+        raise TypeError(needs_message(name, "one matplotlib Axes as `ax`", f"got {kind_text(ax)}", fix))
 
 
-def check_plotted(fn: str, name: str, values: Any, axes: str | None = None, *, finite: bool = True) -> np.ndarray:
+def check_plotted(name: str, argument: str, values: Any, axes: str | None = None, *, finite: bool = True) -> np.ndarray:
     """Known real numbers, at least one, in float64; with axes such as `(members, batch)` where they are told."""
     host = concrete(values)
     if host is None:
-        needs, fix = f"`{name}` whose values are known on this host", "Plot outside `jax.jit`; gather what others hold."
-        _fail(fn, needs, "got a traced or distributed array", fix, TypeError)
+        needs, fix = (
+            f"`{argument}` whose values are known on this host",
+            "Plot outside `jax.jit`; gather what others hold.",
+        )
+        raise TypeError(needs_message(name, needs, "got a traced or distributed array", fix))
     if not (jnp.issubdtype(host.dtype, jnp.floating) or host.dtype.kind in "biu"):
         got = f"got dtype {host.dtype}, shape {host.shape}"
-        _fail(fn, f"real numbers in `{name}`", got, "Pass an array of numbers.", TypeError)
+        raise TypeError(needs_message(name, f"real numbers in `{argument}`", got, "Pass an array of numbers."))
     wanted = host.ndim if axes is None else len(axes.strip("(,)").split(","))
     if host.ndim != wanted:
-        several = f"No axis is dropped: pass one of several, `{name}[..., 0]`."
-        fix = f"One member? Add a leading axis: `{name}[None]`." if host.ndim < wanted else several
-        _fail(fn, f"`{name}` of shape {axes}", f"got shape {host.shape}", fix)
+        several = f"No axis is dropped: pass one of several, `{argument}[..., 0]`."
+        fix = f"One member? Add a leading axis: `{argument}[None]`." if host.ndim < wanted else several
+        raise ValueError(needs_message(name, f"`{argument}` of shape {axes}", f"got shape {host.shape}", fix))
     if host.size == 0:
-        _fail(fn, f"at least one number in `{name}`", f"got shape {host.shape}", "Was every row filtered out?")
+        raise ValueError(
+            needs_message(
+                name, f"at least one number in `{argument}`", f"got shape {host.shape}", "Was every row filtered out?"
+            )
+        )
     host = host.astype(np.float64)
     if finite and not np.isfinite(host).all():
         fix = "Leave diverged members and missing rows out: `run.predict` does for members."
-        _fail(fn, f"finite `{name}`", _first(host, ~np.isfinite(host)), fix)
+        raise ValueError(needs_message(name, f"finite `{argument}`", first_text(host, ~np.isfinite(host)), fix))
     return host
 
 
-def check_weighted_members(fn: str, predictions: Any, weights: Any) -> tuple[np.ndarray, np.ndarray | None]:
+def check_weighted_members(name: str, predictions: Any, weights: Any) -> tuple[np.ndarray, np.ndarray | None]:
     """Predictions `(members, batch)` of the members that count, and the weights of these."""
     axes = "(members, batch)"
     if weights is None:
-        return check_plotted(fn, "predictions", predictions, axes), None
-    every = check_plotted(fn, "predictions", predictions, axes, finite=False)
-    known = check_plotted(fn, "weights", weights, "(members,)", finite=False)
-    check_weights(fn, known, len(every), jnp.dtype("float32"))
+        return check_plotted(name, "predictions", predictions, axes), None
+    every = check_plotted(name, "predictions", predictions, axes, finite=False)
+    known = check_plotted(name, "weights", weights, "(members,)", finite=False)
+    check_weights(name, known, len(every), jnp.dtype("float32"))
     counts = known > 0
-    check_plotted(fn, "predictions", np.where(counts[:, None], every, 0), axes)
+    check_plotted(name, "predictions", np.where(counts[:, None], every, 0), axes)
     return every[counts], known[counts]
 
 
 def check_bands(
-    fn: str, rows: tuple[int, ...], x: Any, targets: Any, intervals: Any, levels: tuple[float, ...]
+    name: str, rows: tuple[int, ...], x: Any, targets: Any, intervals: Any, levels: tuple[float, ...]
 ) -> tuple[np.ndarray | None, np.ndarray | None, Bands]:
     """One number per row of the predictions, where there are any; the bands if they were passed."""
     per_row = {}
-    for name, values in (("x", x), ("targets", targets)):
-        per_row[name] = None if values is None else _per_row(fn, name, values, rows)
+    for argument, values in (("x", x), ("targets", targets)):
+        per_row[argument] = None if values is None else _per_row(name, argument, values, rows)
     if intervals is not None and (not isinstance(intervals, Mapping) or not intervals):
         fix = "`intervals={0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`."
-        _fail(fn, "`intervals` as a dict from level to `(lower, upper)`", f"got {kind_text(intervals)}", fix, TypeError)
+        raise TypeError(
+            needs_message(
+                name, "`intervals` as a dict from level to `(lower, upper)`", f"got {kind_text(intervals)}", fix
+            )
+        )
     if intervals is None:
-        check_sequence(levels, "levels", name=f"eqx_ensemble.{fn}", of="levels")
+        check_sequence(levels, "levels", name=name, of="levels")
     for level in levels if intervals is None else intervals:
-        check_level(fn, level)
+        check_level(name, level)
     bands = {}
     for level, ends in (intervals or {}).items():
         names = (f"intervals[{level}] lower", f"intervals[{level}] upper")
-        lower, upper = (_per_row(fn, name, end, rows) for name, end in zip(names, ends, strict=True))
+        lower, upper = (_per_row(name, argument, end, rows) for argument, end in zip(names, ends, strict=True))
         if (lower > upper).any():
             fix = "Swapped? `lower` comes first."
-            _fail(fn, f"`{names[0]}` at or below its upper end", _first(lower, lower > upper), fix)
+            raise ValueError(
+                needs_message(name, f"`{names[0]}` at or below its upper end", first_text(lower, lower > upper), fix)
+            )
         bands[level] = lower, upper
     return per_row["x"], per_row["targets"], bands
 
 
-def check_risk_coverage(fn: str, coverage: Any, risk: Any) -> tuple[np.ndarray, np.ndarray]:
+def check_risk_coverage(name: str, coverage: Any, risk: Any) -> tuple[np.ndarray, np.ndarray]:
     """A curve: coverages that do not fall, from 0 to 1, and a risk at each."""
-    coverages, risks = check_plotted(fn, "coverage", coverage, "(rows,)"), check_plotted(fn, "risk", risk, "(rows,)")
+    coverages, risks = (
+        check_plotted(name, "coverage", coverage, "(rows,)"),
+        check_plotted(name, "risk", risk, "(rows,)"),
+    )
     if coverages.shape != risks.shape:
         got = f"got `coverage` {coverages.shape}, `risk` {risks.shape}"
-        _fail(fn, "`coverage` and `risk` of one shape", got, "They are the two parts of one curve.")
+        raise ValueError(
+            needs_message(name, "`coverage` and `risk` of one shape", got, "They are the two parts of one curve.")
+        )
     wrong = (coverages < 0) | (coverages > 1) | (np.diff(coverages, prepend=coverages[0]) < 0)
     if wrong.any():
-        _fail(fn, "`coverage` that rises, from 0 to 1", _first(coverages, wrong), "Swapped? `coverage` comes first.")
+        raise ValueError(
+            needs_message(
+                name,
+                "`coverage` that rises, from 0 to 1",
+                first_text(coverages, wrong),
+                "Swapped? `coverage` comes first.",
+            )
+        )
     return coverages, risks
 
 
-def check_counts(fn: str, counts: Any) -> np.ndarray:
+def check_counts(name: str, counts: Any) -> np.ndarray:
     """Counts of two bins or more, not all of them zero."""
-    host = check_plotted(fn, "counts", counts, "(ranks,)")
+    host = check_plotted(name, "counts", counts, "(ranks,)")
     fix = "Pass how many rows have each rank, `(members + 1,)`, not the ranks themselves: `np.bincount(ranks)`."
     if len(host) < 2:
-        _fail(fn, "`counts` of at least two ranks", f"got {len(host)}", fix)
+        raise ValueError(needs_message(name, "`counts` of at least two ranks", f"got {len(host)}", fix))
     if (wrong := host != np.round(host)).any():
         fix = "Values of a probability integral transform are counted first: `scores.pit_histogram(values)`."
-        _fail(fn, "whole `counts`", _first(host, wrong), fix)
+        raise ValueError(needs_message(name, "whole `counts`", first_text(host, wrong), fix))
     if (host < 0).any():
-        _fail(fn, "`counts` of zero or more", _first(host, host < 0), fix)
+        raise ValueError(needs_message(name, "`counts` of zero or more", first_text(host, host < 0), fix))
     if not host.any():
-        _fail(fn, "`counts` of at least one row", f"got {len(host)} zeros", fix)
+        raise ValueError(needs_message(name, "`counts` of at least one row", f"got {len(host)} zeros", fix))
     return host
 
 
-def check_bin_edges(fn: str, bins: Any) -> int | np.ndarray:
+def check_bin_edges(name: str, bins: Any) -> int | np.ndarray:
     """A number of bins, or their edges, rising."""
     if isinstance(bins, int | np.integer) and not isinstance(bins, bool):
         if bins < 1:
-            _fail(fn, "`bins` of one or more", f"got {bins}", "20 is usual.")
+            raise ValueError(needs_message(name, "`bins` of one or more", f"got {bins}", "20 is usual."))
         return int(bins)
-    edges = check_plotted(fn, "bins", bins, "(edges,)")
+    edges = check_plotted(name, "bins", bins, "(edges,)")
     if len(edges) < 2 or (np.diff(edges) <= 0).any():
         fix = "Logarithmic bins: `bins=np.geomspace(1e-5, 1, 21)`, and `ax.set_xscale('log')`."
-        _fail(fn, "`bins` as a number, or as two or more rising edges", f"got {edges.tolist()}", fix)
+        raise ValueError(
+            needs_message(name, "`bins` as a number, or as two or more rising edges", f"got {edges.tolist()}", fix)
+        )
     return edges
 
 
@@ -127,71 +154,106 @@ def check_two_names(labels: Any, *, name: str) -> None:
         raise TypeError(f"`{name}` needs `labels` to be two texts, got {kind_text(labels)} of {len(listed)}.")
 
 
-def check_pairs(fn: str, matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]]:
+def check_pairs(name: str, matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]]:
     """One number for each pair of members, and the members' names."""
-    square = check_plotted(fn, "matrix", matrix, "(members, members)", finite=False)
+    square = check_plotted(name, "matrix", matrix, "(members, members)", finite=False)
     if square.shape[0] != square.shape[1]:
         fix = "Pass what says how alike two members are: `ee.uncertainty` compares their predictions."
-        _fail(fn, "`matrix` of shape (members, members)", f"got shape {square.shape}", fix)
-    listed = range(len(square)) if ids is None else check_sequence(ids, "ids", name=f"eqx_ensemble.{fn}", of="ids")
+        raise ValueError(needs_message(name, "`matrix` of shape (members, members)", f"got shape {square.shape}", fix))
+    listed = range(len(square)) if ids is None else check_sequence(ids, "ids", name=name, of="ids")
     names = [str(i) for i in listed]
     if len(names) != len(square):
         fix = "Pass `ensemble.ids`."
-        _fail(fn, "one id per member in `ids`", f"expected {len(square)}, got {len(names)}", fix)
+        raise ValueError(
+            needs_message(name, "one id per member in `ids`", f"expected {len(square)}, got {len(names)}", fix)
+        )
     return square, names
 
 
-def check_curves(fn: str, run: Any, kinds: tuple[type, type], curve: str) -> None:
+def check_curves(name: str, run: Any, kinds: tuple[type, type], curve: str) -> None:
     """A run or the history of one, with the curves that are asked for."""
     if not isinstance(run, kinds):
-        _fail(fn, "a `Run` or its `History`", f"got {kind_text(run)}", "Pass what `ee.fit` returned.", TypeError)
-    check_choice(fn, "curve", curve, ("loss", "validation"))
+        raise TypeError(
+            needs_message(name, "a `Run` or its `History`", f"got {kind_text(run)}", "Pass what `ee.fit` returned.")
+        )
+    check_choice(name, "curve", curve, ("loss", "validation"))
     history = getattr(run, "history", run)
     if curve == "validation" and history.validation is None:
-        _fail(fn, "validation scores", "got a run without", "Train with `validation=` data, or plot the loss.")
+        raise ValueError(
+            needs_message(
+                name, "validation scores", "got a run without", "Train with `validation=` data, or plot the loss."
+            )
+        )
     if not np.isfinite(getattr(history, curve)).any():
-        _fail(fn, f"a finite number in `history.{curve}`", "got none", "`run.fault` says what was first not finite.")
+        raise ValueError(
+            needs_message(
+                name, f"a finite number in `history.{curve}`", "got none", "`run.fault` says what was first not finite."
+            )
+        )
 
 
-def check_columns(fn: str, table: Any, columns: Any, log: Any, score: str | None) -> str:
+def check_columns(name: str, table: Any, columns: Any, log: Any, score: str | None) -> str:
     """A table with the columns that are asked for; the name of the one to shade by."""
     if not callable(getattr(table, "items", None)) or not len(table):
-        _fail(fn, "a table, a dict from column to values", f"got {kind_text(table)}", "Pass `run.table()`.", TypeError)
-    check_optional_text(score, "score", name=f"eqx_ensemble.{fn}")
+        raise TypeError(
+            needs_message(
+                name, "a table, a dict from column to values", f"got {kind_text(table)}", "Pass `run.table()`."
+            )
+        )
+    check_optional_text(score, "score", name=name)
     score = score or ("validation" if "validation" in table else "loss")
     for option, names in (("columns", columns), ("log", log), ("score", [score])):
         if isinstance(names, str):
-            _fail(fn, f"`{option}` as a list of names", f"got {names!r}", f"Pass `{option}=[{names!r}]`.", TypeError)
-        names = () if names is None else check_sequence(names, option, name=f"eqx_ensemble.{fn}", of="names")
-        missing = [name for name in names if not isinstance(name, str) or name not in table]
+            raise TypeError(
+                needs_message(name, f"`{option}` as a list of names", f"got {names!r}", f"Pass `{option}=[{names!r}]`.")
+            )
+        names = () if names is None else check_sequence(names, option, name=name, of="names")
+        missing = [argument for argument in names if not isinstance(argument, str) or argument not in table]
         if missing:
-            listed = ", ".join(f"`{name}`" for name in table)
+            listed = ", ".join(f"`{argument}`" for argument in table)
             fix = f"Name what stands in the table: {listed}."
-            _fail(fn, f"names of columns in `{option}`", f"got {missing[0]!r}", fix)
+            raise ValueError(needs_message(name, f"names of columns in `{option}`", f"got {missing[0]!r}", fix))
     return score
 
 
-def check_lines(fn: str, lines: Mapping[str, Any], log: Any) -> dict[str, np.ndarray]:
+def check_lines(name: str, lines: Mapping[str, Any], log: Any) -> dict[str, np.ndarray]:
     """Columns of numbers, equally many, at least two columns; those on a logarithmic scale positive."""
-    checked = {name: check_plotted(fn, name, values, "(members,)", finite=False) for name, values in lines.items()}
+    checked = {
+        argument: check_plotted(name, argument, values, "(members,)", finite=False)
+        for argument, values in lines.items()
+    }
     if len(checked) < 2:
         fix = "A run without `hyper` has nothing to compare scores with; name any columns by `columns=`."
-        _fail(fn, "two or more columns", f"got {list(checked)}", fix)
+        raise ValueError(needs_message(name, "two or more columns", f"got {list(checked)}", fix))
     if len({values.shape for values in checked.values()}) > 1:
-        listed = ", ".join(f"{len(values)} in `{name}`" for name, values in checked.items())
-        _fail(fn, "one number per member in every column", f"got {listed}", "Rows of the table are members.")
-    for name, values in checked.items():
+        listed = ", ".join(f"{len(values)} in `{argument}`" for argument, values in checked.items())
+        raise ValueError(
+            needs_message(
+                name, "one number per member in every column", f"got {listed}", "Rows of the table are members."
+            )
+        )
+    for argument, values in checked.items():
         finite = values[np.isfinite(values)]
         if not len(finite):
-            _fail(fn, f"a finite number in column `{name}`", "got none", "Leave it out: `columns=[...]`.")
-        if name in (log or ()) and finite.min() <= 0:
-            _fail(fn, f"positive numbers in column `{name}`", f"got {finite.min():g}", "Zero has no logarithm.")
+            raise ValueError(
+                needs_message(
+                    name, f"a finite number in column `{argument}`", "got none", "Leave it out: `columns=[...]`."
+                )
+            )
+        if argument in (log or ()) and finite.min() <= 0:
+            raise ValueError(
+                needs_message(
+                    name, f"positive numbers in column `{argument}`", f"got {finite.min():g}", "Zero has no logarithm."
+                )
+            )
     return checked
 
 
-def _per_row(fn: str, name: str, values: Any, rows: tuple[int, ...]) -> np.ndarray:
-    host = check_plotted(fn, name, values, "(batch,)")
+def _per_row(name: str, argument: str, values: Any, rows: tuple[int, ...]) -> np.ndarray:
+    host = check_plotted(name, argument, values, "(batch,)")
     if host.shape != rows:
         got = f"expected {rows}, as `predictions` are (members, batch); got {host.shape}"
-        _fail(fn, f"one number per row in `{name}`", got, "Rows stand in the same order everywhere.")
+        raise ValueError(
+            needs_message(name, f"one number per row in `{argument}`", got, "Rows stand in the same order everywhere.")
+        )
     return host

@@ -92,12 +92,12 @@ def vector(
     ??? cite
         [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599)
     """
-    fn = "calibrate.vector"
-    steps = _check.check_positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}")
-    pooling, rows = fit_rows(fn, logits, labels, pool, weights, mask)
-    rows = rows._replace(logs=_constant(fn, rows.logs))
+    name = "calibrate.vector"
+    steps = _check.check_positive_int(max_steps, "max_steps", name=name)
+    pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
+    rows = rows._replace(logs=_constant(name, rows.logs))
     scale, bias, found = _fit_vector(rows, steps)
-    _check.warn_no_minimum(fn, pool, found)
+    _check.warn_no_minimum(name, pool, found)
     return Vector(scale, bias, pooling)
 
 
@@ -141,24 +141,24 @@ def matrix(
         [Beyond temperature scaling: Obtaining well-calibrated multiclass probabilities with Dirichlet
         calibration](https://arxiv.org/abs/1910.12656)
     """
-    fn = "calibrate.matrix"
-    steps = _check.check_positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}")
-    _check.check_penalties(fn, off_diagonal_penalty=off_diagonal_penalty, bias_penalty=bias_penalty)
-    pooling, rows = fit_rows(fn, logits, labels, pool, weights, mask)
-    rows = rows._replace(logs=_constant(fn, rows.logs))
+    name = "calibrate.matrix"
+    steps = _check.check_positive_int(max_steps, "max_steps", name=name)
+    _check.check_penalties(name, off_diagonal_penalty=off_diagonal_penalty, bias_penalty=bias_penalty)
+    pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
+    rows = rows._replace(logs=_constant(name, rows.logs))
     penalties = jnp.asarray([off_diagonal_penalty, bias_penalty], rows.logs.dtype)
     fitted, bias, found = _fit_matrix(rows, penalties, steps)
-    _check.warn_no_minimum(fn, pool, found)
+    _check.warn_no_minimum(name, pool, found)
     return Matrix(fitted, bias, pooling)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _constant(fn: str, logs: Array) -> Array:
+def _constant(name: str, logs: Array) -> Array:
     """The logits as they are, whose gradient is refused in words."""
     return logs
 
 
-_constant.defjvp(lambda fn, primals, tangents: _check.no_gradient_of_fit(fn))
+_constant.defjvp(lambda name, primals, tangents: _check.no_gradient_of_fit(name))
 
 
 @partial(jax.jit, static_argnames="max_steps")

@@ -83,10 +83,10 @@ def histogram(
         }
         ```
     """
-    fn = "calibrate.histogram"
-    _check.check_num_bins(fn, num_bins)
-    _check.check_choice(fn, "binning", binning, ("width", "mass"))
-    pooling, rows = fit_rows(fn, logits, labels, pool, weights, mask)
+    name = "calibrate.histogram"
+    _check.check_num_bins(name, num_bins)
+    _check.check_choice(name, "binning", binning, ("width", "mass"))
+    pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
     edges, frequency = _fit(rows, num_bins, binning)
     return Histogram(edges, frequency, pooling)
 

@@ -80,18 +80,18 @@ def isotonic(
         }
         ```
     """
-    fn = "calibrate.isotonic"
-    _check.check_untraced(fn, logits=logits, labels=labels, weights=weights, mask=mask)
-    pooling, rows = fit_rows(fn, logits, labels, pool, weights, mask)
-    knots, values = _fit(fn, rows)
+    name = "calibrate.isotonic"
+    _check.check_untraced(name, logits=logits, labels=labels, weights=weights, mask=mask)
+    pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
+    knots, values = _fit(name, rows)
     return Isotonic(knots, values, pooling)
 
 
-def _fit(fn: str, rows: Rows) -> tuple[Array, Array]:
+def _fit(name: str, rows: Rows) -> tuple[Array, Array]:
     try:
         from sklearn.isotonic import IsotonicRegression
     except ImportError as error:
-        raise ImportError(_check.missing_extra_message(f"eqx_ensemble.{fn}", "scikit-learn", "sklearn")) from error
+        raise ImportError(_check.missing_extra_message(name, "scikit-learn", "sklearn")) from error
     kept = np.asarray(rows.share) > 0
     probabilities, labels = np.asarray(jnp.exp(rows.logs))[:, kept], np.asarray(rows.labels)[kept]
     knots, values = [], []

@@ -25,10 +25,10 @@ class Pooling(eqx.Module):
     num_members: int = eqx.field(static=True)
     weights: Float[Array, " members"] | None
 
-    def logs(self, fn: str, logits: ArrayLike) -> Float[Array, "groups *batch classes"]:
+    def logs(self, name: str, logits: ArrayLike) -> Float[Array, "groups *batch classes"]:
         """The log-probabilities to calibrate, with one group per member, or one of all."""
-        checked = _check.check_logits(fn, logits)
-        _check.check_calibrated_members(fn, self.num_members, checked.shape[0])
+        checked = _check.check_logits(name, logits)
+        _check.check_calibrated_members(name, self.num_members, checked.shape[0])
         return _logs(checked, self.weights, self.pool)
 
 
@@ -41,15 +41,15 @@ class Rows(NamedTuple):
 
 
 def fit_rows(
-    fn: str, logits: ArrayLike, labels: ArrayLike, pool: Pool, weights: ArrayLike | None, mask: ArrayLike | None
+    name: str, logits: ArrayLike, labels: ArrayLike, pool: Pool, weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Pooling, Rows]:
     """What to calibrate, and the rows to fit on; rows left out by the mask or without a class have no share."""
-    checked = _check.check_logits(fn, logits)
-    kept = _check.check_mask(fn, mask, checked.shape[1:-1])
-    targets = _check.check_labels(fn, labels, checked, mask)
-    pooling = pooled(fn, pool, weights, checked)
-    _check.check_reduction(fn, "mean", targets.shape)
-    _check.check_finite_logits(fn, checked, pooling.weights, mask)
+    checked = _check.check_logits(name, logits)
+    kept = _check.check_mask(name, mask, checked.shape[1:-1])
+    targets = _check.check_labels(name, labels, checked, mask)
+    pooling = pooled(name, pool, weights, checked)
+    _check.check_reduction(name, "mean", targets.shape)
+    _check.check_finite_logits(name, checked, pooling.weights, mask)
     # While tracing, labels cannot be refused.
     known = is_class(targets, checked.shape[-1])
     kept = known if kept is None else kept & known
@@ -58,11 +58,11 @@ def fit_rows(
     return pooling, Rows(jnp.reshape(logs, (logs.shape[0], -1, logs.shape[-1])), rows, share)
 
 
-def pooled(fn: str, pool: Pool, weights: ArrayLike | None, predictions: Array) -> Pooling:
+def pooled(name: str, pool: Pool, weights: ArrayLike | None, predictions: Array) -> Pooling:
     """What to calibrate of predictions with a leading `members` axis."""
-    _check.check_pool(fn, pool, weighted=weights is not None)
+    _check.check_pool(name, pool, weighted=weights is not None)
     num_members = predictions.shape[0]
-    return Pooling(pool, num_members, _check.check_weights(fn, weights, num_members, predictions.dtype))
+    return Pooling(pool, num_members, _check.check_weights(name, weights, num_members, predictions.dtype))
 
 
 def _shares(kept: Bool[Array, "*batch"], dtype: jnp.dtype) -> Float[Array, " rows"]:

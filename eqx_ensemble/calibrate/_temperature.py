@@ -81,10 +81,10 @@ def temperature(
         }
         ```
     """
-    fn = "calibrate.temperature"
-    pooling, rows = fit_rows(fn, logits, labels, pool, weights, mask)
+    name = "calibrate.temperature"
+    pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
     inverse, separated, hopeless = _fit(rows)
-    _check.check_best_temperature(fn, pool, separated, hopeless)
+    _check.check_best_temperature(name, pool, separated, hopeless)
     return Temperature(1 / inverse, pooling)
 
 

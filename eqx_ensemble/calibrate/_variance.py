@@ -26,9 +26,9 @@ class Variance(eqx.Module):
         self, mean: Float[ArrayLike, " members *batch"], variance: Float[ArrayLike, " members *batch"]
     ) -> Gaussian:
         """Means and calibrated variances: of every member `(members, *batch)`; of the combination `(1, *batch)`."""
-        fn = "calibrate.Variance"
-        means, variances = _check.check_moments(fn, mean, variance)
-        _check.check_calibrated_members(fn, self.pooling.num_members, means.shape[0])
+        name = "calibrate.Variance"
+        means, variances = _check.check_moments(name, mean, variance)
+        _check.check_calibrated_members(name, self.pooling.num_members, means.shape[0])
         means, variances = _moments(means, variances, self.pooling)
         return Gaussian(means, variances * jnp.reshape(self.scale, (-1,) + (1,) * (means.ndim - 1)))
 
@@ -84,16 +84,16 @@ def variance(
         }
         ```
     """
-    fn = "calibrate.variance"
-    means, variances, observed = _check.check_regression(fn, targets, members=True, mean=mean, variance=variance)
-    kept = _check.check_mask(fn, mask, observed.shape)
-    _check.check_variance(fn, variance, positive=True, mask=mask, weights=weights)
-    _check.check_reduction(fn, "mean", observed.shape)
-    _check.check_finite_targets(fn, targets, mask)
-    pooling = pooled(fn, pool, weights, means)
+    name = "calibrate.variance"
+    means, variances, observed = _check.check_regression(name, targets, members=True, mean=mean, variance=variance)
+    kept = _check.check_mask(name, mask, observed.shape)
+    _check.check_variance(name, variance, positive=True, mask=mask, weights=weights)
+    _check.check_reduction(name, "mean", observed.shape)
+    _check.check_finite_targets(name, targets, mask)
+    pooling = pooled(name, pool, weights, means)
     means, variances = blank_masked(means, kept, before=1), blank_masked(variances, kept, before=1, fill=1)
     scale = _fit(*_moments(means, variances, pooling), blank_masked(observed, kept), kept)
-    _check.check_scale(fn, pool, scale)
+    _check.check_scale(name, pool, scale)
     return Variance(scale, pooling)
 
 

@@ -39,9 +39,9 @@ def mixture(
     jnp.exp(combine.mixture(logits))  # [[0.6, 0.4]]
     ```
     """
-    fn = "combine.mixture"
-    checked = check_logits(fn, logits)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    name = "combine.mixture"
+    checked = check_logits(name, logits)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
     return _mixture(checked, convex)
 
 
@@ -91,9 +91,9 @@ def mean_logits(
         }
         ```
     """
-    fn = "combine.mean_logits"
-    checked = check_logits(fn, logits)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    name = "combine.mean_logits"
+    checked = check_logits(name, logits)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
     return _mean_logits(checked, convex)
 
 
@@ -129,9 +129,9 @@ def vote(
     combine.vote(logits)  # [0.667, 0.333]
     ```
     """
-    fn = "combine.vote"
-    checked = check_logits(fn, logits)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    name = "combine.vote"
+    checked = check_logits(name, logits)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
     return _vote(checked, convex)
 
 

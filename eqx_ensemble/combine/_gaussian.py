@@ -61,9 +61,9 @@ def gaussian(
         }
         ```
     """
-    fn = "combine.gaussian"
-    means, variances = check_moments(fn, mean, variance, weights=weights)
-    convex = check_weights(fn, weights, means.shape[0], means.dtype)
+    name = "combine.gaussian"
+    means, variances = check_moments(name, mean, variance, weights=weights)
+    convex = check_weights(name, weights, means.shape[0], means.dtype)
     return _gaussian(means, variances, convex)
 
 
@@ -119,10 +119,10 @@ def product_gaussian(
         }
         ```
     """
-    fn = "combine.product_gaussian"
-    means, variances = check_moments(fn, mean, variance, weights=weights)
-    convex = check_weights(fn, weights, means.shape[0], means.dtype)
-    return _product(means, variances, convex, check_power(fn, power, means.dtype))
+    name = "combine.product_gaussian"
+    means, variances = check_moments(name, mean, variance, weights=weights)
+    convex = check_weights(name, weights, means.shape[0], means.dtype)
+    return _product(means, variances, convex, check_power(name, power, means.dtype))
 
 
 @jax.jit

@@ -38,9 +38,9 @@ def mean(
     combine.mean(values, weights=jnp.array([2, 1]))  # [2.0, 4.0]
     ```
     """
-    fn = "combine.mean"
-    checked = check_values(fn, "values", values)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    name = "combine.mean"
+    checked = check_values(name, "values", values)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
     return _mean(checked, convex)
 
 
@@ -74,9 +74,9 @@ def mean_densities(
     combine.mean_densities(jnp.log(jnp.array([[0.5], [0.1]])))  # log(0.3)
     ```
     """
-    fn = "combine.mean_densities"
-    checked = check_values(fn, "log_densities", log_densities)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    name = "combine.mean_densities"
+    checked = check_values(name, "log_densities", log_densities)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
     return _mean_densities(checked, convex)
 
 

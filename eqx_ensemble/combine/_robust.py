@@ -39,9 +39,9 @@ def median(
     combine.median(values, weights=jnp.array([3, 1, 1]))  # [1.0]
     ```
     """
-    fn = "combine.median"
-    checked = check_values(fn, "values", values)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    name = "combine.median"
+    checked = check_values(name, "values", values)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
     return _median(checked, convex)
 
 
@@ -80,10 +80,10 @@ def trimmed_mean(
     combine.trimmed_mean(values, cut=0.2)  # [2.0]
     ```
     """
-    fn = "combine.trimmed_mean"
-    checked = check_values(fn, "values", values)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
-    return _trimmed_mean(checked, check_cut(fn, cut, checked.dtype), convex)
+    name = "combine.trimmed_mean"
+    checked = check_values(name, "values", values)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    return _trimmed_mean(checked, check_cut(name, cut, checked.dtype), convex)
 
 
 @jax.jit

@@ -66,9 +66,9 @@ class RandomisedSets(eqx.Module):
 
         `key` is one threefry key, which draws every row's share.
         """
-        fn = "conformal.RandomisedSets"
-        checked = check_logits(fn, logits, members=False)
-        check_random(fn, key)
+        name = "conformal.RandomisedSets"
+        checked = check_logits(name, logits, members=False)
+        check_random(name, key)
         return _sets(checked, member_keys(key, 1, purpose="conformal.RandomisedSets"), self)
 
 
@@ -171,14 +171,14 @@ def raps(
         }
         ```
     """
-    fn = "conformal.raps"
-    check_penalties(fn, penalty=penalty)
-    check_num_free(fn, num_free)
-    return _fit(fn, logits, labels, level, penalty, num_free, mask, key)
+    name = "conformal.raps"
+    check_penalties(name, penalty=penalty)
+    check_num_free(name, num_free)
+    return _fit(name, logits, labels, level, penalty, num_free, mask, key)
 
 
 def _fit(
-    fn: str,
+    name: str,
     logits: ArrayLike,
     labels: ArrayLike,
     level: float,
@@ -187,20 +187,20 @@ def _fit(
     mask: ArrayLike | None,
     key: Any,
 ) -> Sets | RandomisedSets:
-    checked = check_conformal_logits(fn, logits)
-    kept = check_mask(fn, mask, checked.shape[:-1])
-    targets = check_labels(fn, labels, checked, mask, members=False)
-    check_level(fn, level)
+    checked = check_conformal_logits(name, logits)
+    kept = check_mask(name, mask, checked.shape[:-1])
+    targets = check_labels(name, labels, checked, mask, members=False)
+    check_level(name, level)
     keys = None
     if key is not None:
-        check_random(fn, key)
+        check_random(name, key)
         keys = member_keys(key, 1, purpose="conformal.aps")
     extra = jnp.asarray(penalty, checked.dtype), jnp.asarray(num_free, jnp.int32)
     scores, log_rest = _scores(blank_masked(checked, kept), keys, *extra)
     blanked = blank_masked(targets, kept)
     of_label = at_label(scores, blanked)
-    check_known(fn, "logits", of_label, mask)
-    rank = rank_of(fn, fraction(level), of_label.size, kept, stacklevel=5)
+    check_known(name, "logits", of_label, mask)
+    rank = rank_of(name, fraction(level), of_label.size, kept, stacklevel=5)
     threshold, negative = ranked_pair(of_label, -at_label(log_rest, blanked), kept, rank)
     return (Sets if key is None else RandomisedSets)(threshold, -negative, *extra)
 

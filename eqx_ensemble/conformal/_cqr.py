@@ -78,14 +78,14 @@ def cqr(
         }
         ```
     """
-    fn = "conformal.cqr"
-    low, high, observed = check_conformal_targets(fn, targets, lower=lower, upper=upper)
-    kept = check_mask(fn, mask, observed.shape)
-    check_level(fn, level)
-    check_choice(fn, "ends", ends, ("together", "each"))
+    name = "conformal.cqr"
+    low, high, observed = check_conformal_targets(name, targets, lower=lower, upper=upper)
+    kept = check_mask(name, mask, observed.shape)
+    check_level(name, level)
+    check_choice(name, "ends", ends, ("together", "each"))
     low, high, observed = (blank_masked(x, kept) for x in (low, high, observed))
     wanted = fraction(level) if ends == "together" else (1 + fraction(level)) / 2
-    rank = rank_of(fn, wanted, observed.size, kept)
+    rank = rank_of(name, wanted, observed.size, kept)
     if ends == "together":
         margin = ranked_jit(jnp.maximum(low - observed, observed - high), kept, rank)
         return Cqr(margin, margin)

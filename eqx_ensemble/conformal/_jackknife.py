@@ -41,9 +41,9 @@ class CvPlus(eqx.Module):
 
         Members of cross-fitting may be several times the folds: member `i` has fold `i % folds`.
         """
-        fn = "conformal.CvPlus"
-        checked = check_values(fn, "predictions", predictions)
-        times = check_of_folds(fn, self.share.shape[0], checked.shape[0])
+        name = "conformal.CvPlus"
+        checked = check_values(name, "predictions", predictions)
+        times = check_of_folds(name, self.share.shape[0], checked.shape[0])
         by_fold = jnp.reshape(checked, (times, self.share.shape[0], *checked.shape[1:]))
         return intervals(by_fold, self.residuals, self.share, self.rank, self.mask)
 
@@ -66,9 +66,9 @@ class JackknifePlus(eqx.Module):
 
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
         """The intervals `(*batch,)` from all members' predictions for new rows."""
-        fn = "conformal.JackknifePlus"
-        checked = check_values(fn, "predictions", predictions)
-        check_calibrated_members(fn, self.share.shape[0], checked.shape[0])
+        name = "conformal.JackknifePlus"
+        checked = check_values(name, "predictions", predictions)
+        check_calibrated_members(name, self.share.shape[0], checked.shape[0])
         return intervals(checked[None], self.residuals, self.share, self.rank, self.mask)
 
 
@@ -131,15 +131,15 @@ def cv_plus(
         }
         ```
     """
-    fn = "conformal.cv_plus"
-    check_folds(fn, folds, Folds)
-    predicted, observed = check_conformal_targets(fn, targets, held_out=held_out)
-    check_rows_of_folds(fn, observed.size, folds.in_test.shape[1])
-    kept = check_mask(fn, mask, observed.shape)
-    check_level(fn, level)
+    name = "conformal.cv_plus"
+    check_folds(name, folds, Folds)
+    predicted, observed = check_conformal_targets(name, targets, held_out=held_out)
+    check_rows_of_folds(name, observed.size, folds.in_test.shape[1])
+    kept = check_mask(name, mask, observed.shape)
+    check_level(name, level)
     unseen = folds.in_test
-    check_conformal_held_out(fn, held_out, unseen, mask, every_row=True)
-    return CvPlus(*fit_left_out(fn, predicted, observed, unseen, None, kept, level, 0))
+    check_conformal_held_out(name, held_out, unseen, mask, every_row=True)
+    return CvPlus(*fit_left_out(name, predicted, observed, unseen, None, kept, level, 0))
 
 
 def jackknife_plus_after_bootstrap(
@@ -201,12 +201,12 @@ def jackknife_plus_after_bootstrap(
         }
         ```
     """
-    fn = "conformal.jackknife_plus_after_bootstrap"
-    predicted, observed = check_conformal_targets(fn, targets, held_out=held_out)
-    kept = check_mask(fn, mask, observed.shape)
-    check_level(fn, level)
-    unseen = out_of_bag(check_drawn(fn, drawn, observed.size), observed.size)
-    convex = check_weights(fn, weights, unseen.shape[0], predicted.dtype)
+    name = "conformal.jackknife_plus_after_bootstrap"
+    predicted, observed = check_conformal_targets(name, targets, held_out=held_out)
+    kept = check_mask(name, mask, observed.shape)
+    check_level(name, level)
+    unseen = out_of_bag(check_drawn(name, drawn, observed.size), observed.size)
+    convex = check_weights(name, weights, unseen.shape[0], predicted.dtype)
     seen_by = unseen if convex is None else unseen & (convex > 0)[:, None]
-    infinite = check_conformal_held_out(fn, held_out, seen_by, mask, every_row=False)
-    return JackknifePlus(*fit_left_out(fn, predicted, observed, seen_by, convex, kept, level, infinite))
+    infinite = check_conformal_held_out(name, held_out, seen_by, mask, every_row=False)
+    return JackknifePlus(*fit_left_out(name, predicted, observed, seen_by, convex, kept, level, infinite))

@@ -11,7 +11,7 @@ _CHUNK = 256
 
 
 def fit_left_out(
-    fn: str,
+    name: str,
     held_out: Array,
     targets: Array,
     unseen: Bool[Array, "folds rows"],
@@ -21,7 +21,7 @@ def fit_left_out(
     infinite: int,
 ) -> tuple[Array, Array, Array, Array]:
     """Residuals, shares of those that did not see a row, the rank of the quantile, and which rows count."""
-    rank = rank_of(fn, fraction(level), targets.size, mask, infinite=infinite, stacklevel=5)
+    rank = rank_of(name, fraction(level), targets.size, mask, infinite=infinite, stacklevel=5)
     kept = jnp.ones(targets.shape, bool) if mask is None else mask
     held_out, targets = blank_masked(held_out, mask), blank_masked(targets, mask)
     return *_residuals_and_shares(held_out, targets, unseen, weights), rank, kept

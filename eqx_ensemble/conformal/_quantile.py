@@ -50,11 +50,11 @@ def quantile(
         }
         ```
     """
-    fn = "conformal.quantile"
-    (checked,) = check_conformal_rows(fn, scores=scores)
-    kept = check_mask(fn, mask, checked.shape)
-    check_level(fn, level)
-    return ranked_jit(checked, kept, rank_of(fn, fraction(level), checked.size, kept))
+    name = "conformal.quantile"
+    (checked,) = check_conformal_rows(name, scores=scores)
+    kept = check_mask(name, mask, checked.shape)
+    check_level(name, level)
+    return ranked_jit(checked, kept, rank_of(name, fraction(level), checked.size, kept))
 
 
 def weighted_quantile(
@@ -106,11 +106,11 @@ def weighted_quantile(
         }
         ```
     """
-    fn = "conformal.weighted_quantile"
-    (checked,) = check_conformal_rows(fn, scores=scores)
-    kept = check_mask(fn, mask, checked.shape)
-    own, new = check_conformal_weights(fn, row_weights, new_weights, checked, mask)
-    check_level(fn, level)
+    name = "conformal.weighted_quantile"
+    (checked,) = check_conformal_rows(name, scores=scores)
+    kept = check_mask(name, mask, checked.shape)
+    own, new = check_conformal_weights(name, row_weights, new_weights, checked, mask)
+    check_level(name, level)
     return _weighted(checked, own, new, kept, float(level), rank_among(fraction(level), checked.size, kept))
 
 

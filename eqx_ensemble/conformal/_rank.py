@@ -16,12 +16,12 @@ def fraction(level: float) -> Fraction:
 
 
 def rank_of(
-    fn: str, level: Fraction, num_rows: int, mask: Array | None, *, infinite: int = 0, stacklevel: int = 4
+    name: str, level: Fraction, num_rows: int, mask: Array | None, *, infinite: int = 0, stacklevel: int = 4
 ) -> Int32[Array, ""]:
     r"""$\lceil (n + 1) \mathrm{level} \rceil$ for the $n$ rows that count; warns where no finite score has it."""
     kept = num_rows if mask is None else count_rows_kept(mask)
     if kept is not None:
-        warn_infinite(fn, _rank(level, kept), kept, infinite, level, stacklevel=stacklevel)
+        warn_infinite(name, _rank(level, kept), kept, infinite, level, stacklevel=stacklevel)
     return rank_among(level, num_rows, mask)
 
 

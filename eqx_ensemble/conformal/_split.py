@@ -36,9 +36,9 @@ class Normalised(eqx.Module):
 
     def __call__(self, predictions: Float[ArrayLike, "*batch"], scale: Float[ArrayLike, "*batch"]) -> Interval:
         """The intervals of predictions of any shape, `factor * scale` to either side."""
-        fn = "conformal.Normalised"
-        centre, scales = check_of_one_shape(fn, predictions=predictions, scale=scale)
-        check_scales(fn, scale)
+        name = "conformal.Normalised"
+        centre, scales = check_of_one_shape(name, predictions=predictions, scale=scale)
+        check_scales(name, scale)
         return Interval(centre - self.factor * scales, centre + self.factor * scales)
 
 
@@ -79,12 +79,12 @@ def split(
     ??? cite
         [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
     """
-    fn = "conformal.split"
-    centre, observed = check_conformal_targets(fn, targets, predictions=predictions)
-    kept = check_mask(fn, mask, observed.shape)
-    check_level(fn, level)
+    name = "conformal.split"
+    centre, observed = check_conformal_targets(name, targets, predictions=predictions)
+    kept = check_mask(name, mask, observed.shape)
+    check_level(name, level)
     centre, observed = blank_masked(centre, kept), blank_masked(observed, kept)
-    rank = rank_of(fn, fraction(level), observed.size, kept)
+    rank = rank_of(name, fraction(level), observed.size, kept)
     return Split(ranked_jit(jnp.abs(observed - centre), kept, rank))
 
 
@@ -123,13 +123,13 @@ def normalised(
     ??? cite
         [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
     """
-    fn = "conformal.normalised"
-    centre, scales, observed = check_conformal_targets(fn, targets, predictions=predictions, scale=scale)
-    kept = check_mask(fn, mask, observed.shape)
-    check_scales(fn, scale, mask)
-    check_level(fn, level)
+    name = "conformal.normalised"
+    centre, scales, observed = check_conformal_targets(name, targets, predictions=predictions, scale=scale)
+    kept = check_mask(name, mask, observed.shape)
+    check_scales(name, scale, mask)
+    check_level(name, level)
     centre, scales, observed = (
         blank_masked(x, kept, fill=fill) for x, fill in ((centre, 0), (scales, 1), (observed, 0))
     )
-    rank = rank_of(fn, fraction(level), observed.size, kept)
+    rank = rank_of(name, fraction(level), observed.size, kept)
     return Normalised(ranked_jit(jnp.abs(observed - centre) / scales, kept, rank))

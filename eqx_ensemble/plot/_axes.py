@@ -12,17 +12,17 @@ _MARKERS = ("None", "o", "s", "^", "D", "v")
 _LINES = ("-", "--", "-.", ":")
 
 
-def axes_for(fn: str, ax: Axes | None) -> Axes:
+def axes_for(name: str, ax: Axes | None) -> Axes:
     """The Axes to draw on: a new figure's if none was passed."""
     try:
         from matplotlib.axes import Axes as Kind
     except ImportError as error:
-        raise ImportError(_check.missing_extra_message(f"eqx_ensemble.{fn}", "matplotlib", "plot")) from error
+        raise ImportError(_check.missing_extra_message(name, "matplotlib", "plot")) from error
     if ax is None:
         from matplotlib import pyplot
 
         return pyplot.subplots()[1]
-    _check.check_axes(fn, ax, Kind)
+    _check.check_axes(name, ax, Kind)
     return ax
 
 

@@ -60,16 +60,16 @@ def prediction_bands(
     ax = ee.plot.prediction_bands(predictions, x=x, targets=x)
     ```
     """
-    fn = "plot.prediction_bands"
-    _check.check_optional_text(unit, "unit", name=f"eqx_ensemble.{fn}")
-    members, convex = _check.check_weighted_members(fn, predictions, weights)
-    places, points, bands = _check.check_bands(fn, members.shape[1:], x, targets, intervals, levels)
+    name = "plot.prediction_bands"
+    _check.check_optional_text(unit, "unit", name=name)
+    members, convex = _check.check_weighted_members(name, predictions, weights)
+    places, points, bands = _check.check_bands(name, members.shape[1:], x, targets, intervals, levels)
     centre = np.asarray(mean(members, weights=convex))
     for level in levels if intervals is None else ():
         lower, upper = interval(members, level=level, weights=convex)
         bands[level] = np.asarray(lower), np.asarray(upper)
 
-    ax = axes_for(fn, ax)
+    ax = axes_for(name, ax)
     order = np.argsort(centre if places is None else places, kind="stable")
     at = np.arange(len(order)) if places is None else places[order]
     (line,) = ax.plot(at, centre[order], **of_line(ax, options, label="mean of the members", zorder=2.5))

@@ -70,13 +70,13 @@ def reliability_diagram(
         }
         ```
     """
-    fn = "plot.reliability_diagram"
-    _check.check_flag(show_members, "show_members", name=f"eqx_ensemble.{fn}")
-    checked, targets, convex, kept = checked_bins(fn, logits, labels, num_bins, binning, weights, mask)
-    _check.check_plotted(fn, "logits", jnp.exp(mixture(checked, weights=convex)))
+    name = "plot.reliability_diagram"
+    _check.check_flag(show_members, "show_members", name=name)
+    checked, targets, convex, kept = checked_bins(name, logits, labels, num_bins, binning, weights, mask)
+    _check.check_plotted(name, "logits", jnp.exp(mixture(checked, weights=convex)))
     bins = _binned(checked, targets, convex, kept, num_bins, binning)
 
-    ax = axes_for(fn, ax)
+    ax = axes_for(name, ax)
     filled = np.flatnonzero(bins.count)
     counts, confidence, right = (np.asarray(x)[filled] for x in (bins.count, bins.probability, bins.frequency))
     # The largest of several probabilities is never below their mean: a bin of equal mass does not start at zero.
@@ -149,11 +149,11 @@ def rank_histogram(
         [Interpretation of Rank Histograms for Verifying Ensemble
         Forecasts](https://doi.org/10.1175/1520-0493(2001)129%3C0550:IORHFV%3E2.0.CO;2)
     """
-    fn = "plot.rank_histogram"
-    _check.check_choice(fn, "kind", kind, ("rank", "pit"))
-    heights = _check.check_counts(fn, counts)
+    name = "plot.rank_histogram"
+    _check.check_choice(name, "kind", kind, ("rank", "pit"))
+    heights = _check.check_counts(name, counts)
 
-    ax = axes_for(fn, ax)
+    ax = axes_for(name, ax)
     total, ranks = heights.sum(), len(heights)
     expected, spread = total / ranks, np.sqrt(total * (1 - 1 / ranks) / ranks)
     bars = {"facecolor": "0.75", "edgecolor": "black", "linewidth": 0.8}

@@ -51,12 +51,12 @@ def member_similarity(
     ax = ee.plot.member_similarity(matrix, label="correlation of errors", vmin=0, vmax=1)
     ```
     """
-    fn = "plot.member_similarity"
-    _check.check_text(label, "label", name=f"eqx_ensemble.{fn}")
-    _check.check_flag(colorbar, "colorbar", name=f"eqx_ensemble.{fn}")
-    square, names = _check.check_pairs(fn, matrix, ids)
+    name = "plot.member_similarity"
+    _check.check_text(label, "label", name=name)
+    _check.check_flag(colorbar, "colorbar", name=name)
+    square, names = _check.check_pairs(name, matrix, ids)
 
-    ax = axes_for(fn, ax)
+    ax = axes_for(name, ax)
     # A member beside itself says nothing, and would leave all others one shade.
     others = square[~np.eye(len(square), dtype=bool) & np.isfinite(square)]
     limits = {"vmin": others.min(), "vmax": others.max()} if others.size and "norm" not in options else {}

@@ -60,20 +60,20 @@ def parallel_coordinates(
     ??? cite
         [The Plane with Parallel Coordinates](https://doi.org/10.1007/BF01898350)
     """
-    fn = "plot.parallel_coordinates"
-    score = _check.check_columns(fn, table, columns, log, score)
-    names = [name for name in table if name not in _check.TABLE_COLUMNS and name != score] + [score]
-    lines = _check.check_lines(fn, _flat(table, names if columns is None else columns), log)
-    scores = _check.check_plotted(fn, score, table[score], "(members,)", finite=False)
-    _check.check_text(cmap, "cmap", name=f"eqx_ensemble.{fn}")
-    _check.check_mode(mode, name=f"eqx_ensemble.{fn}")
+    name = "plot.parallel_coordinates"
+    score = _check.check_columns(name, table, columns, log, score)
+    names = [column for column in table if column not in _check.TABLE_COLUMNS and column != score] + [score]
+    lines = _check.check_lines(name, _flat(table, names if columns is None else columns), log)
+    scores = _check.check_plotted(name, score, table[score], "(members,)", finite=False)
+    _check.check_text(cmap, "cmap", name=name)
+    _check.check_mode(mode, name=name)
     # Their order, not their size: one bad score would make all others alike.
     costs = np.where(np.isfinite(scores), scores if mode == "min" else -scores, np.inf)
     place = np.argsort(np.argsort(costs, kind="stable"), kind="stable")
     diverged = np.asarray(table["status"]) == "diverged" if "status" in table else ~np.isfinite(scores)
-    heights = np.stack([_height(x, _is_log(name, x, log)) for name, x in lines.items()], axis=1)
+    heights = np.stack([_height(x, _is_log(column, x, log)) for column, x in lines.items()], axis=1)
 
-    ax = axes_for(fn, ax)
+    ax = axes_for(name, ax)
     from matplotlib import colormaps
 
     shades = colormaps[cmap](0.8 * place / max(len(place) - 1, 1))
@@ -85,15 +85,15 @@ def parallel_coordinates(
             member = np.asarray(table["member"])[i] if "member" in table else i
             style |= {"linewidth": 2.5, "linestyle": "--", "label": f"{_BEST[mode]} {score}: member {member}"}
         ax.plot(heights[i], **of_line(ax, options, **style, marker="None"))
-    for i, (name, x) in enumerate(lines.items()):
+    for i, (column, x) in enumerate(lines.items()):
         ax.axvline(i, color="0.6", linewidth=0.8, zorder=1)
         finite = x[np.isfinite(x)]
         ax.text(i, -0.03, f"{finite.min():.3g}", ha="center", va="top", fontsize="small")
-        scale = "\n(log)" if _is_log(name, x, log) else ""
+        scale = "\n(log)" if _is_log(column, x, log) else ""
         ax.text(i, 1.03, f"{finite.max():.3g}{scale}", ha="center", va="bottom", fontsize="small")
     # Names that would run into each other are written in two rows.
     crowded = sum(map(len, lines)) > _MOST_CHARACTERS
-    ax.set_xticks(range(len(lines)), ["\n" * (crowded and i % 2) + name for i, name in enumerate(lines)])
+    ax.set_xticks(range(len(lines)), ["\n" * (crowded and i % 2) + column for i, column in enumerate(lines)])
     # Room for the numbers at the outer columns, and for the legend above those at the top.
     ax.set(xlim=(-0.4, len(lines) - 0.6), ylim=(-0.12, 1.36), yticks=[])
     ax.set(ylabel="each from its lowest value to its highest")

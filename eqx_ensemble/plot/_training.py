@@ -60,12 +60,12 @@ def training_curves(
     ax = ee.plot.training_curves(run, curve="validation", ax=ax)
     ```
     """
-    fn = "plot.training_curves"
-    _check.check_curves(fn, run, (Run, History), curve)
-    _check.check_optional_text(unit, "unit", name=f"eqx_ensemble.{fn}")
-    _check.check_axis(first_step, "first_step", name=f"eqx_ensemble.{fn}")
-    _check.check_positive_int(stride, "stride", name=f"eqx_ensemble.{fn}")
-    _check.check_level(fn, level)
+    name = "plot.training_curves"
+    _check.check_curves(name, run, (Run, History), curve)
+    _check.check_optional_text(unit, "unit", name=name)
+    _check.check_axis(first_step, "first_step", name=name)
+    _check.check_positive_int(stride, "stride", name=name)
+    _check.check_level(name, level)
     history = run.history if isinstance(run, Run) else run
     steps = np.arange(1, history.loss.shape[1] + 1) + first_step if curve == "loss" else history.validation_step
     steps, curves = _means(np.asarray(steps), np.asarray(getattr(history, curve), np.float64), stride)
@@ -73,7 +73,7 @@ def training_curves(
     ends = np.round([(1 - level) / 2, (1 + level) / 2], 12)
     lower, upper = np.nanquantile(curves, ends, axis=0, method="averaged_inverted_cdf")
 
-    ax = axes_for(fn, ax)
+    ax = axes_for(name, ax)
     label = f"{_NAMES[curve]}, median of {len(curves)} members"
     (median,) = ax.plot(steps, np.nanmedian(curves, axis=0), **of_line(ax, options, label=label, zorder=2.5))
     color, style = median.get_color(), median.get_linestyle()

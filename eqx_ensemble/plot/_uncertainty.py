@@ -48,14 +48,14 @@ def uncertainty_histogram(
     ax = ee.plot.uncertainty_histogram(known.total, novel.total, unit="nats")
     ```
     """
-    fn = "plot.uncertainty_histogram"
-    _check.check_optional_text(unit, "unit", name=f"eqx_ensemble.{fn}")
-    _check.check_two_names(labels, name=f"eqx_ensemble.{fn}")
-    known = np.ravel(_check.check_plotted(fn, "in_distribution", in_distribution))
-    novel = np.ravel(_check.check_plotted(fn, "out_of_distribution", out_of_distribution))
-    edges = np.histogram_bin_edges(np.concatenate([known, novel]), _check.check_bin_edges(fn, bins))
+    name = "plot.uncertainty_histogram"
+    _check.check_optional_text(unit, "unit", name=name)
+    _check.check_two_names(labels, name=name)
+    known = np.ravel(_check.check_plotted(name, "in_distribution", in_distribution))
+    novel = np.ravel(_check.check_plotted(name, "out_of_distribution", out_of_distribution))
+    edges = np.histogram_bin_edges(np.concatenate([known, novel]), _check.check_bin_edges(name, bins))
 
-    ax = axes_for(fn, ax)
+    ax = axes_for(name, ax)
     filled = {"fill": True, "facecolor": "0.8", "edgecolor": "0.3", "hatch": "///", "linewidth": 0.8}
     outline = {"edgecolor": "black", "linewidth": 2}
     for values, label, style in zip((known, novel), labels, (filled, outline), strict=True):
@@ -104,11 +104,11 @@ def risk_coverage(
     ??? cite
         [Selective Classification for Deep Neural Networks](https://arxiv.org/abs/1705.08500)
     """
-    fn = "plot.risk_coverage"
-    _check.check_optional_text(unit, "unit", name=f"eqx_ensemble.{fn}")
-    coverages, risks = _check.check_risk_coverage(fn, coverage, risk)
+    name = "plot.risk_coverage"
+    _check.check_optional_text(unit, "unit", name=name)
+    coverages, risks = _check.check_risk_coverage(name, coverage, risk)
 
-    ax = axes_for(fn, ax)
+    ax = axes_for(name, ax)
     (line,) = ax.plot(coverages, risks, **of_line(ax, options))
     ax.hlines(risks[-1], 0, 1, color=line.get_color(), linestyle=":", linewidth=0.8)
     ax.set(xlim=(0, 1), xlabel="coverage, share of rows that are predicted", ylabel=with_unit("risk, mean loss", unit))

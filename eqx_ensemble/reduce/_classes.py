@@ -22,8 +22,8 @@ class Mixture(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
-        fn = "reduce.Mixture"
-        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
+        name = "reduce.Mixture"
+        return _check.check_logits(name, _check.one_array(predictions, name=name))
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
         """The mixture of members."""
@@ -53,8 +53,8 @@ class MeanLogits(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
-        fn = "reduce.MeanLogits"
-        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
+        name = "reduce.MeanLogits"
+        return _check.check_logits(name, _check.one_array(predictions, name=name))
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
         """The normalised mean of members."""
@@ -83,8 +83,8 @@ class Vote(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
-        fn = "reduce.Vote"
-        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
+        name = "reduce.Vote"
+        return _check.check_logits(name, _check.one_array(predictions, name=name))
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
         """The shares of members."""
@@ -116,8 +116,8 @@ class Disagreement(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
-        fn = "reduce.Disagreement"
-        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
+        name = "reduce.Disagreement"
+        return _check.check_logits(name, _check.one_array(predictions, name=name))
 
     def of_members(self, predictions: PyTree, weights: Any) -> Float[Array, "*batch classes"]:
         """The shares of votes of members."""
@@ -158,8 +158,8 @@ class DecomposeEntropy(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Logits as they are computed with."""
-        fn = "reduce.DecomposeEntropy"
-        return _check.check_logits(fn, _check.one_array(predictions, name=fn))
+        name = "reduce.DecomposeEntropy"
+        return _check.check_logits(name, _check.one_array(predictions, name=name))
 
     def of_members(self, predictions: PyTree, weights: Any) -> _Parts:
         """The mixture of members and the two parts of its entropy."""

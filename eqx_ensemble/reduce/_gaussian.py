@@ -23,8 +23,8 @@ class Gaussian(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Predictions as they are computed with."""
-        fn = "reduce.Gaussian"
-        return _check.check_moments(fn, *_check.pair_of_moments(predictions, name=fn))
+        name = "reduce.Gaussian"
+        return _check.check_moments(name, *_check.pair_of_moments(predictions, name=name))
 
     def of_members(self, predictions: PyTree, weights: Any) -> combine.Gaussian:
         """Mean and variance of the mixture of members."""

@@ -47,8 +47,8 @@ class Mean(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Predictions as they are computed with."""
-        fn = "reduce.Mean"
-        return _check.check_values(fn, "predictions", _check.one_array(predictions, name=fn))
+        name = "reduce.Mean"
+        return _check.check_values(name, "predictions", _check.one_array(predictions, name=name))
 
     def of_members(self, predictions: PyTree, weights: Any) -> _Centre:
         """The mean of members."""
@@ -96,8 +96,8 @@ class Moments(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Predictions as they are computed with."""
-        fn = "reduce.Moments"
-        return _check.check_values(fn, "predictions", _check.one_array(predictions, name=fn))
+        name = "reduce.Moments"
+        return _check.check_values(name, "predictions", _check.one_array(predictions, name=name))
 
     def of_members(self, predictions: PyTree, weights: Any) -> tuple[_Centre, Array]:
         """Mean and variance of members."""
@@ -133,8 +133,8 @@ class DecomposeVariance(AbstractSummary):
 
     def checked(self, predictions: PyTree) -> PyTree:
         """Predictions as they are computed with."""
-        fn = "reduce.DecomposeVariance"
-        return _check.check_moments(fn, *_check.pair_of_moments(predictions, name=fn))
+        name = "reduce.DecomposeVariance"
+        return _check.check_moments(name, *_check.pair_of_moments(predictions, name=name))
 
     def of_members(self, predictions: PyTree, weights: Any) -> tuple[Gaussian, Array]:
         """The moments of the members' means, and the mean of their variances."""

@@ -69,8 +69,8 @@ class Quantiles(AbstractReduction):
 
     def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
         """The sketch with some more members."""
-        fn = "reduce.Quantiles"
-        values = _check.check_values(fn, "predictions", _check.one_array(predictions, name=fn))
+        name = "reduce.Quantiles"
+        values = _check.check_values(name, "predictions", _check.one_array(predictions, name=name))
         weights, total = chunk_weights(self, predictions, weights)
         if total is None:
             return partial

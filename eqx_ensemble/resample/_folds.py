@@ -90,25 +90,25 @@ def folds(
     held_out = ee.resample.out_of_fold(prediction, folds).mean  # (100, 1): each row from the member that held it out
     ```
     """
-    fn = "resample.folds"
-    num_rows = check_num_rows(fn, num_rows)
-    classes = None if stratify is None else check_row_labels(fn, "stratify", stratify, num_rows)
-    of_group = None if groups is None else check_row_labels(fn, "groups", groups, num_rows)
-    num_folds = check_num_folds(fn, num_folds, num_rows, classes, of_group)
+    name = "resample.folds"
+    num_rows = check_num_rows(name, num_rows)
+    classes = None if stratify is None else check_row_labels(name, "stratify", stratify, num_rows)
+    of_group = None if groups is None else check_row_labels(name, "groups", groups, num_rows)
+    num_folds = check_num_folds(name, num_folds, num_rows, classes, of_group)
     shuffle = None
     if key is not None:
-        check_draw_key(fn, key)
+        check_draw_key(name, key)
         shuffle = np.random.RandomState(key_words(key, 1, purpose="folds")[0])
     if classes is not None or of_group is not None:
-        parts = _of_sklearn(fn, num_folds, classes and classes[1], of_group and of_group[1], shuffle)
-        return _folds(fn, parts, num_rows, uneven)
+        parts = _of_sklearn(name, num_folds, classes and classes[1], of_group and of_group[1], shuffle)
+        return _folds(name, parts, num_rows, uneven)
 
     order = np.arange(num_rows) if shuffle is None else shuffle.permutation(num_rows)
     fold_of = np.empty(num_rows, np.int32)
     for i, part in enumerate(np.array_split(order, num_folds)):
         fold_of[part] = i
     parts = [(np.flatnonzero(fold_of != i), np.flatnonzero(fold_of == i)) for i in range(num_folds)]
-    return _folds(fn, parts, num_rows, uneven)
+    return _folds(name, parts, num_rows, uneven)
 
 
 def from_splits(splits: Iterable[tuple[Any, Any]], num_rows: int, *, uneven: Uneven | None = None) -> Folds:
@@ -142,19 +142,19 @@ def from_splits(splits: Iterable[tuple[Any, Any]], num_rows: int, *, uneven: Une
     folds.train.shape, folds.test.shape  # (20, 48), (20, 12)
     ```
     """
-    fn = "resample.from_splits"
-    num_rows = check_num_rows(fn, num_rows)
-    return _folds(fn, check_splits(fn, splits, num_rows), num_rows, uneven)
+    name = "resample.from_splits"
+    num_rows = check_num_rows(name, num_rows)
+    return _folds(name, check_splits(name, splits, num_rows), num_rows, uneven)
 
 
 def _of_sklearn(
-    fn: str, num_folds: int, classes: np.ndarray | None, groups: np.ndarray | None, shuffle: Any
+    name: str, num_folds: int, classes: np.ndarray | None, groups: np.ndarray | None, shuffle: Any
 ) -> list[Split]:
     try:
         from sklearn.model_selection import GroupKFold, StratifiedGroupKFold, StratifiedKFold
     except ImportError as error:
         raise ImportError(
-            missing_extra_message(f"eqx_ensemble.{fn}(stratify=..., groups=...)", "scikit-learn", "sklearn")
+            missing_extra_message(f"{name}(stratify=..., groups=...)", "scikit-learn", "sklearn")
         ) from error
     kind = StratifiedKFold if groups is None else GroupKFold if classes is None else StratifiedGroupKFold
     splitter = kind(num_folds, shuffle=shuffle is not None, random_state=shuffle)
@@ -162,9 +162,9 @@ def _of_sklearn(
     return list(splitter.split(labels, labels, groups))
 
 
-def _folds(fn: str, splits: list[Split], num_rows: int, uneven: Uneven | None) -> Folds:
+def _folds(name: str, splits: list[Split], num_rows: int, uneven: Uneven | None) -> Folds:
     lengths = [len(train) for train, _ in splits]
-    check_one_length(fn, lengths, uneven)
+    check_one_length(name, lengths, uneven)
     length = max(lengths) if uneven == "repeat" else min(lengths)
     train = [part[_spread(len(part), length, i / len(splits))] for i, (part, _) in enumerate(splits)]
     longest = max(len(test) for _, test in splits)

@@ -47,9 +47,9 @@ def out_of_bag(
     ee.resample.out_of_bag(jnp.array([[0.5, 0.0, 2.5]]), 3)  # [[False, True, False]]
     ```
     """
-    fn = "resample.out_of_bag"
-    num_rows = check_num_rows(fn, num_rows)
-    return _unseen(check_drawn(fn, drawn, num_rows), num_rows)
+    name = "resample.out_of_bag"
+    num_rows = check_num_rows(name, num_rows)
+    return _unseen(check_drawn(name, drawn, num_rows), num_rows)
 
 
 def out_of_bag_mean(
@@ -84,11 +84,11 @@ def out_of_bag_mean(
     ee.resample.out_of_bag_mean(predictions, rows)  # mean [nan, 2, 16.5], num_members [0, 1, 2]
     ```
     """
-    fn = "resample.out_of_bag_mean"
-    checked = check_held_out(fn, predictions)
+    name = "resample.out_of_bag_mean"
+    checked = check_held_out(name, predictions)
     num_members, num_rows = checked.shape[:2]
-    sample = check_drawn(fn, drawn, num_rows, num_members=num_members)
-    convex = check_weights(fn, weights, num_members, checked.dtype)
+    sample = check_drawn(name, drawn, num_rows, num_members=num_members)
+    convex = check_weights(name, weights, num_members, checked.dtype)
     return _held_out(checked, _unseen(sample, num_rows), convex)
 
 
@@ -126,12 +126,12 @@ def out_of_fold(
     ee.resample.out_of_fold(ee.predict(ensemble, ee.Each(x[folds.test])), folds, rows="test").mean  # the same
     ```
     """
-    fn = "resample.out_of_fold"
-    check_folds(fn, folds, Folds)
-    check_choice(fn, "rows", rows, ("all", "test"))
+    name = "resample.out_of_fold"
+    check_folds(name, folds, Folds)
+    check_choice(name, "rows", rows, ("all", "test"))
     shape, axes = (folds.in_test.shape, "rows") if rows == "all" else (folds.test.shape, "test")
-    checked = check_held_out(fn, predictions, shape, axes)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    checked = check_held_out(name, predictions, shape, axes)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
     return _held_out(checked, folds.in_test, convex) if rows == "all" else _scattered(checked, folds, convex)
 
 

@@ -58,17 +58,17 @@ def bootstrap(
         }
         ```
     """
-    fn = "resample.bootstrap"
-    num_rows, num_members = check_draw(fn, num_rows, num_members, key)
-    count = num_rows if size is None else check_draw_size(fn, size, num_rows, replace=True)
+    name = "resample.bootstrap"
+    num_rows, num_members = check_draw(name, num_rows, num_members, key)
+    count = num_rows if size is None else check_draw_size(name, size, num_rows, replace=True)
     streams = generators(key, num_members, purpose="bootstrap")
     if stratify is None:
         return _stacked([stream.integers(num_rows, size=count) for stream in streams])
 
-    names, classes = check_row_labels(fn, "stratify", stratify, num_rows)
+    names, classes = check_row_labels(name, "stratify", stratify, num_rows)
     by_class, sizes = np.argsort(classes, kind="stable"), np.bincount(classes)
     starts = np.cumsum(sizes) - sizes
-    wanted = np.repeat(np.arange(len(sizes)), _shares(fn, names, sizes, count))
+    wanted = np.repeat(np.arange(len(sizes)), _shares(name, names, sizes, count))
     drawn = []
     for stream in streams:
         own = classes if size is None else stream.permutation(wanted)
@@ -107,17 +107,17 @@ def subsets(
     rows.shape  # (8, 50)
     ```
     """
-    fn = "resample.subsets"
-    num_rows, num_members = check_draw(fn, num_rows, num_members, key)
-    count = check_draw_size(fn, size, num_rows, replace=False)
+    name = "resample.subsets"
+    num_rows, num_members = check_draw(name, num_rows, num_members, key)
+    count = check_draw_size(name, size, num_rows, replace=False)
     streams = generators(key, num_members, purpose="subsets")
     if stratify is None:
         return _stacked([stream.choice(num_rows, count, replace=False) for stream in streams])
 
-    names, classes = check_row_labels(fn, "stratify", stratify, num_rows)
+    names, classes = check_row_labels(name, "stratify", stratify, num_rows)
     sizes = np.bincount(classes)
     of_each = np.split(np.argsort(classes, kind="stable"), np.cumsum(sizes)[:-1])
-    shares = _shares(fn, names, sizes, count)
+    shares = _shares(name, names, sizes, count)
     drawn = []
     for stream in streams:
         parts = [stream.choice(rows, share, replace=False) for rows, share in zip(of_each, shares, strict=True)]
@@ -125,11 +125,11 @@ def subsets(
     return _stacked(drawn)
 
 
-def _shares(fn: str, names: list, sizes: np.ndarray, count: int) -> np.ndarray:
+def _shares(name: str, names: list, sizes: np.ndarray, count: int) -> np.ndarray:
     """How many rows of each class: its quota rounded down, and one more where most was cut off, first classes first."""
     whole, cut = np.divmod(count * sizes, sizes.sum())
     shares = whole + (np.argsort(np.argsort(-cut, kind="stable")) < count - whole.sum())
-    check_shares(fn, names, sizes, shares)
+    check_shares(name, names, sizes, shares)
     return shares
 
 

@@ -139,9 +139,9 @@ def counts(rows: Int[ArrayLike, "members n"], num_rows: int) -> Float32[Array, "
     ee.resample.counts(drawn, 3)[:, groups]  # (8, 6): rows of one patient have one weight
     ```
     """
-    fn = "resample.counts"
-    num_rows = check_num_rows(fn, num_rows)
-    return count_rows(check_rows(fn, rows, num_rows), num_rows)
+    name = "resample.counts"
+    num_rows = check_num_rows(name, num_rows)
+    return count_rows(check_rows(name, rows, num_rows), num_rows)
 
 
 @partial(jax.jit, static_argnames="num_rows")

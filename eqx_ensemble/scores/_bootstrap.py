@@ -86,13 +86,13 @@ def bootstrap(
         }
         ```
     """
-    fn = "scores.bootstrap"
-    rows, weights, kept = check_rows_of_scores(fn, values, row_weights, mask)
-    check_level(fn, level)
+    name = "scores.bootstrap"
+    rows, weights, kept = check_rows_of_scores(name, values, row_weights, mask)
+    check_level(name, level)
     if statistic is not None:
-        check_function(statistic, "statistic", name=f"eqx_ensemble.{fn}", example="lambda means: jnp.sqrt(means)")
-    check_num_draws(fn, num_draws)
-    check_random(fn, key)
+        check_function(statistic, "statistic", name=name, example="lambda means: jnp.sqrt(means)")
+    check_num_draws(name, num_draws)
+    check_random(name, key)
     keys = member_keys(key, num_draws, purpose="scores.bootstrap")
     return _bootstrap(rows, weights, kept, keys, level, statistic)
 

@@ -138,10 +138,10 @@ def decompose_brier(
         }
         ```
     """
-    fn = "scores.decompose_brier"
-    checked = checked_classes(fn, logits, labels, weights, mask, "mean")
-    check_num_bins(fn, num_bins)
-    check_choice(fn, "binning", binning, ("width", "mass"))
+    name = "scores.decompose_brier"
+    checked = checked_classes(name, logits, labels, weights, mask, "mean")
+    check_num_bins(name, num_bins)
+    check_choice(name, "binning", binning, ("width", "mass"))
     return _decompose(*checked, num_bins, binning)
 
 

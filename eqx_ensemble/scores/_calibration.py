@@ -69,7 +69,7 @@ def ece(
         ```
     """
     checked = checked_bins("scores.ece", logits, labels, num_bins, binning, weights, mask)
-    debiased = check_flag(debiased, "debiased", name="eqx_ensemble.scores.ece")
+    debiased = check_flag(debiased, "debiased", name="scores.ece")
     return _ece(*checked, num_bins, binning, debiased)
 
 
@@ -125,7 +125,7 @@ def classwise_ece(
         ```
     """
     checked = checked_bins("scores.classwise_ece", logits, labels, num_bins, binning, weights, mask)
-    debiased = check_flag(debiased, "debiased", name="eqx_ensemble.scores.classwise_ece")
+    debiased = check_flag(debiased, "debiased", name="scores.classwise_ece")
     return _classwise_ece(*checked, num_bins, binning, debiased)
 
 
@@ -182,12 +182,12 @@ def squared_calibration_error(
         ```
     """
     checked = checked_bins("scores.squared_calibration_error", logits, labels, num_bins, binning, weights, mask)
-    debiased = check_flag(debiased, "debiased", name="eqx_ensemble.scores.squared_calibration_error")
+    debiased = check_flag(debiased, "debiased", name="scores.squared_calibration_error")
     return _squared(*checked, num_bins, binning, debiased)
 
 
 def checked_bins(
-    fn: str,
+    name: str,
     logits: ArrayLike,
     labels: ArrayLike,
     num_bins: int,
@@ -196,9 +196,9 @@ def checked_bins(
     mask: ArrayLike | None,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """As `checked_classes`, and bins that can be made."""
-    checked = checked_classes(fn, logits, labels, weights, mask, "mean")
-    check_num_bins(fn, num_bins)
-    check_choice(fn, "binning", binning, ("width", "mass"))
+    checked = checked_classes(name, logits, labels, weights, mask, "mean")
+    check_num_bins(name, num_bins)
+    check_choice(name, "binning", binning, ("width", "mass"))
     return checked
 
 

@@ -133,7 +133,7 @@ def mean_member_accuracy(
 
 
 def checked_classes(
-    fn: str,
+    name: str,
     logits: ArrayLike,
     labels: ArrayLike,
     weights: ArrayLike | None,
@@ -141,11 +141,11 @@ def checked_classes(
     reduction: Reduction,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Logits, labels, weights and mask; rows that the mask leaves out hold numbers that every score is finite at."""
-    checked = check_logits(fn, logits)
-    kept = check_mask(fn, mask, checked.shape[1:-1])
-    targets = check_labels(fn, labels, checked, mask)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
-    check_reduction(fn, reduction, targets.shape)
+    checked = check_logits(name, logits)
+    kept = check_mask(name, mask, checked.shape[1:-1])
+    targets = check_labels(name, labels, checked, mask)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    check_reduction(name, reduction, targets.shape)
     return blank_masked(checked, kept, before=1), blank_masked(targets, kept), convex, kept
 
 

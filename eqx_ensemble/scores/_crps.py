@@ -67,15 +67,15 @@ def crps(
         }
         ```
     """
-    fn = "scores.crps"
-    points, observed = check_regression(fn, targets, members=True, samples=samples)
-    check_choice(fn, "estimator", estimator, ("nrg", "fair"))
+    name = "scores.crps"
+    points, observed = check_regression(name, targets, members=True, samples=samples)
+    check_choice(name, "estimator", estimator, ("nrg", "fair"))
     num_members = points.shape[0]
     if estimator == "fair":
-        check_fair(fn, num_members, weighted=weights is not None)
-    convex = check_weights(fn, weights, num_members, points.dtype)
-    kept = check_mask(fn, mask, observed.shape)
-    check_reduction(fn, reduction, observed.shape)
+        check_fair(name, num_members, weighted=weights is not None)
+    convex = check_weights(name, weights, num_members, points.dtype)
+    kept = check_mask(name, mask, observed.shape)
+    check_reduction(name, reduction, observed.shape)
     points, observed = blank_masked(points, kept, before=1), blank_masked(observed, kept)
     return _sample(points, observed, convex, kept, estimator == "fair", reduction)
 

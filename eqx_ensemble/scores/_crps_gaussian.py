@@ -60,9 +60,9 @@ def crps_gaussian(
         }
         ```
     """
-    fn = "scores.crps_gaussian"
-    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=False, positive=False)
-    check_reduction(fn, reduction, arrays[-1].shape)
+    name = "scores.crps_gaussian"
+    *arrays, kept = checked_gaussian(name, mean, variance, targets, mask, members=False, positive=False)
+    check_reduction(name, reduction, arrays[-1].shape)
     return _single(*arrays, kept, reduction)
 
 
@@ -119,10 +119,10 @@ def crps_gaussian_mixture(
         }
         ```
     """
-    fn = "scores.crps_gaussian_mixture"
-    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=True, positive=False, weights=weights)
-    convex = check_weights(fn, weights, arrays[0].shape[0], arrays[0].dtype)
-    check_reduction(fn, reduction, arrays[-1].shape)
+    name = "scores.crps_gaussian_mixture"
+    *arrays, kept = checked_gaussian(name, mean, variance, targets, mask, members=True, positive=False, weights=weights)
+    convex = check_weights(name, weights, arrays[0].shape[0], arrays[0].dtype)
+    check_reduction(name, reduction, arrays[-1].shape)
     return _mixture(*arrays, kept, convex, reduction)
 
 

@@ -51,9 +51,9 @@ def nll_gaussian(
     ??? cite
         [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
     """
-    fn = "scores.nll_gaussian"
-    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=False, positive=True)
-    check_reduction(fn, reduction, arrays[-1].shape)
+    name = "scores.nll_gaussian"
+    *arrays, kept = checked_gaussian(name, mean, variance, targets, mask, members=False, positive=True)
+    check_reduction(name, reduction, arrays[-1].shape)
     return _nll(*arrays, kept, reduction)
 
 
@@ -94,15 +94,15 @@ def nll_gaussian_mixture(
     scores.nll_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 1.419
     ```
     """
-    fn = "scores.nll_gaussian_mixture"
-    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=True, positive=True, weights=weights)
-    convex = check_weights(fn, weights, arrays[0].shape[0], arrays[0].dtype)
-    check_reduction(fn, reduction, arrays[-1].shape)
+    name = "scores.nll_gaussian_mixture"
+    *arrays, kept = checked_gaussian(name, mean, variance, targets, mask, members=True, positive=True, weights=weights)
+    convex = check_weights(name, weights, arrays[0].shape[0], arrays[0].dtype)
+    check_reduction(name, reduction, arrays[-1].shape)
     return _nll_mixture(*arrays, kept, convex, reduction)
 
 
 def checked_gaussian(
-    fn: str,
+    name: str,
     mean: ArrayLike,
     variance: ArrayLike,
     targets: ArrayLike,
@@ -113,9 +113,9 @@ def checked_gaussian(
     weights: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Means, variances, targets and mask; rows that the mask leaves out hold numbers that every score is finite at."""
-    centre, spread, observed = check_regression(fn, targets, members=members, mean=mean, variance=variance)
-    kept = check_mask(fn, mask, observed.shape)
-    check_variance(fn, variance, positive=positive, mask=mask, weights=weights)
+    centre, spread, observed = check_regression(name, targets, members=members, mean=mean, variance=variance)
+    kept = check_mask(name, mask, observed.shape)
+    check_variance(name, variance, positive=positive, mask=mask, weights=weights)
     centre = blank_masked(centre, kept, before=int(members))
     spread = blank_masked(spread, kept, before=int(members), fill=1)
     return centre, spread, blank_masked(observed, kept), kept

@@ -50,11 +50,11 @@ def coverage(
     scores.coverage(jnp.zeros(2), jnp.ones(2), jnp.array([0.5, 3.0]))  # 0.5
     ```
     """
-    fn = "scores.coverage"
-    low, high, observed = check_regression(fn, targets, members=False, lower=lower, upper=upper)
-    kept = check_mask(fn, mask, observed.shape)
-    check_interval(fn, lower, upper, mask=mask)
-    check_reduction(fn, reduction, observed.shape)
+    name = "scores.coverage"
+    low, high, observed = check_regression(name, targets, members=False, lower=lower, upper=upper)
+    kept = check_mask(name, mask, observed.shape)
+    check_interval(name, lower, upper, mask=mask)
+    check_reduction(name, reduction, observed.shape)
     return _coverage(low, high, observed, kept, reduction)
 
 
@@ -89,11 +89,11 @@ def width(
     scores.width(jnp.zeros(2), jnp.array([1.0, 3.0]))  # 2.0
     ```
     """
-    fn = "scores.width"
-    low, high = check_of_one_shape(fn, lower=lower, upper=upper)
-    kept = check_mask(fn, mask, low.shape)
-    check_interval(fn, lower, upper, mask=mask)
-    check_reduction(fn, reduction, low.shape)
+    name = "scores.width"
+    low, high = check_of_one_shape(name, lower=lower, upper=upper)
+    kept = check_mask(name, mask, low.shape)
+    check_interval(name, lower, upper, mask=mask)
+    check_reduction(name, reduction, low.shape)
     return reduce(blank_masked(high, kept) - blank_masked(low, kept), reduction, kept)
 
 
@@ -130,11 +130,11 @@ def set_coverage(
     scores.set_coverage(sets, jnp.array([1, 2])), scores.set_size(sets)  # 0.5, 1.5
     ```
     """
-    fn = "scores.set_coverage"
-    chosen = check_sets(fn, sets)
-    kept = check_mask(fn, mask, chosen.shape[:-1])
-    targets = check_labels(fn, labels, chosen, mask, name="sets", members=False)
-    check_reduction(fn, reduction, targets.shape)
+    name = "scores.set_coverage"
+    chosen = check_sets(name, sets)
+    kept = check_mask(name, mask, chosen.shape[:-1])
+    targets = check_labels(name, labels, chosen, mask, argument="sets", members=False)
+    check_reduction(name, reduction, targets.shape)
     return _set_coverage(chosen, blank_masked(targets, kept), kept, reduction)
 
 
@@ -168,10 +168,10 @@ def set_size(
     scores.set_size(jnp.array([[True, True, False], [True, False, False]]))  # 1.5
     ```
     """
-    fn = "scores.set_size"
-    chosen = check_sets(fn, sets)
-    kept = check_mask(fn, mask, chosen.shape[:-1])
-    check_reduction(fn, reduction, chosen.shape[:-1])
+    name = "scores.set_size"
+    chosen = check_sets(name, sets)
+    kept = check_mask(name, mask, chosen.shape[:-1])
+    check_reduction(name, reduction, chosen.shape[:-1])
     return reduce(jnp.sum(chosen, axis=-1).astype(float), reduction, kept)
 
 

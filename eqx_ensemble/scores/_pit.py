@@ -70,12 +70,12 @@ def pit(
         }
         ```
     """
-    fn = "scores.pit"
-    points, observed = check_regression(fn, targets, members=True, samples=samples)
-    convex = check_weights(fn, weights, points.shape[0], points.dtype)
-    kept = check_mask(fn, mask, observed.shape)
+    name = "scores.pit"
+    points, observed = check_regression(name, targets, members=True, samples=samples)
+    convex = check_weights(name, weights, points.shape[0], points.dtype)
+    kept = check_mask(name, mask, observed.shape)
     if key is not None:
-        check_random(fn, key)
+        check_random(name, key)
     return _pit(points, observed, convex, kept, None if key is None else member_keys(key, 1, purpose="pit"))
 
 
@@ -114,9 +114,9 @@ def pit_gaussian_mixture(
     scores.pit_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 0.5
     ```
     """
-    fn = "scores.pit_gaussian_mixture"
-    *arrays, kept = checked_gaussian(fn, mean, variance, targets, mask, members=True, positive=True, weights=weights)
-    convex = check_weights(fn, weights, arrays[0].shape[0], arrays[0].dtype)
+    name = "scores.pit_gaussian_mixture"
+    *arrays, kept = checked_gaussian(name, mean, variance, targets, mask, members=True, positive=True, weights=weights)
+    convex = check_weights(name, weights, arrays[0].shape[0], arrays[0].dtype)
     return _pit_gaussian_mixture(*arrays, kept, convex)
 
 
@@ -149,11 +149,11 @@ def pit_histogram(
     scores.pit_histogram(jnp.array([0.0, 0.1, 0.5, 0.9]), num_bins=2)  # [3, 1]
     ```
     """
-    fn = "scores.pit_histogram"
-    checked = jnp.ravel(check_values(fn, "values", values))
-    kept = check_mask(fn, mask, jnp.shape(values))
-    check_num_bins(fn, num_bins)
-    check_unit_interval(fn, values, mask)
+    name = "scores.pit_histogram"
+    checked = jnp.ravel(check_values(name, "values", values))
+    kept = check_mask(name, mask, jnp.shape(values))
+    check_num_bins(name, num_bins)
+    check_unit_interval(name, values, mask)
     return _pit_histogram(checked, None if kept is None else jnp.ravel(kept), int(num_bins))
 
 

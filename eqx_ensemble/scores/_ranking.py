@@ -132,9 +132,9 @@ def fpr_at_tpr(
     ee.scores.fpr_at_tpr(scores, positives)  # 0.5: at the threshold 0.7
     ```
     """
-    fn = "scores.fpr_at_tpr"
-    check_level(fn, level)
-    return _fpr_at_tpr(*check_ranking(fn, scores, positives, row_weights, mask), level)
+    name = "scores.fpr_at_tpr"
+    check_level(name, level)
+    return _fpr_at_tpr(*check_ranking(name, scores, positives, row_weights, mask), level)
 
 
 def _rates(

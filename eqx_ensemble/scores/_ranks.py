@@ -59,12 +59,12 @@ def rank_histogram(
         }
         ```
     """
-    fn = "scores.rank_histogram"
-    points, observed = check_regression(fn, targets, members=True, samples=samples)
-    kept = check_mask(fn, mask, observed.shape)
-    check_known(fn, "samples", samples, mask)
-    check_known(fn, "targets", targets, mask)
-    check_random(fn, key)
+    name = "scores.rank_histogram"
+    points, observed = check_regression(name, targets, members=True, samples=samples)
+    kept = check_mask(name, mask, observed.shape)
+    check_known(name, "samples", samples, mask)
+    check_known(name, "targets", targets, mask)
+    check_random(name, key)
     return _rank_histogram(points, observed, kept, member_keys(key, 1, purpose="rank_histogram"))
 
 

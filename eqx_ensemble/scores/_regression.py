@@ -83,12 +83,12 @@ def mean_member_rmse(
 
 
 def _checked(
-    fn: str, predictions: ArrayLike, targets: ArrayLike, weights: ArrayLike | None, mask: ArrayLike | None
+    name: str, predictions: ArrayLike, targets: ArrayLike, weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    predicted, observed = check_regression(fn, targets, members=True, predictions=predictions)
-    convex = check_weights(fn, weights, predicted.shape[0], predicted.dtype)
-    kept = check_mask(fn, mask, observed.shape)
-    check_reduction(fn, "mean", observed.shape)
+    predicted, observed = check_regression(name, targets, members=True, predictions=predictions)
+    convex = check_weights(name, weights, predicted.shape[0], predicted.dtype)
+    kept = check_mask(name, mask, observed.shape)
+    check_reduction(name, "mean", observed.shape)
     return blank_masked(predicted, kept, before=1), blank_masked(observed, kept), convex, kept
 
 

@@ -76,17 +76,17 @@ def energy_score(
     ??? cite
         [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
     """
-    fn = "scores.energy_score"
-    rules = _scoringrules(fn)
-    points, observed = check_regression(fn, targets, members=True, samples=samples)
-    check_outputs(fn, points)
-    check_choice(fn, "estimator", estimator, ("nrg", "fair"))
+    name = "scores.energy_score"
+    rules = _scoringrules(name)
+    points, observed = check_regression(name, targets, members=True, samples=samples)
+    check_outputs(name, points)
+    check_choice(name, "estimator", estimator, ("nrg", "fair"))
     if estimator == "fair":
-        check_fair(fn, points.shape[0], weighted=weights is not None)
-    check_known_weights(fn, weights)
-    convex = check_weights(fn, weights, points.shape[0], points.dtype)
-    kept = check_mask(fn, mask, observed.shape[:-1])
-    check_reduction(fn, reduction, observed.shape[:-1])
+        check_fair(name, points.shape[0], weighted=weights is not None)
+    check_known_weights(name, weights)
+    convex = check_weights(name, weights, points.shape[0], points.dtype)
+    kept = check_mask(name, mask, observed.shape[:-1])
+    check_reduction(name, reduction, observed.shape[:-1])
 
     # The gradient of the distance of a member from itself, which scoringrules takes too, is NaN.
     @jax.custom_jvp
@@ -98,7 +98,7 @@ def energy_score(
             options = {"m_axis": 0, "ens_w": spread, "estimator": estimator, "backend": "jax"}
             return rules.es_ensemble(observed, points, **options)
 
-    score.defjvp(lambda primals, tangents: no_gradient(fn))
+    score.defjvp(lambda primals, tangents: no_gradient(name))
     points = blank_masked(blank_unweighted(points, convex), kept, before=1)
     return reduce(score(points, blank_masked(observed, kept)), reduction, kept)
 
@@ -146,13 +146,13 @@ def interval_score(
     ??? cite
         [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
     """
-    fn = "scores.interval_score"
-    rules = _scoringrules(fn)
-    low, high, observed = check_regression(fn, targets, members=False, lower=lower, upper=upper)
-    check_level(fn, level)
-    kept = check_mask(fn, mask, observed.shape)
-    check_interval(fn, lower, upper, mask=mask)
-    check_reduction(fn, reduction, observed.shape)
+    name = "scores.interval_score"
+    rules = _scoringrules(name)
+    low, high, observed = check_regression(name, targets, members=False, lower=lower, upper=upper)
+    check_level(name, level)
+    kept = check_mask(name, mask, observed.shape)
+    check_interval(name, lower, upper, mask=mask)
+    check_reduction(name, reduction, observed.shape)
     low, high, observed = (blank_masked(x, kept) for x in (low, high, observed))
     # scoringrules multiplies distances by whether they count, and infinity times zero is NaN.
     infinite = jnp.isinf(low) | jnp.isinf(high) | jnp.isinf(observed)
@@ -213,12 +213,12 @@ def pinball(
         }
         ```
     """
-    fn = "scores.pinball"
-    rules = _scoringrules(fn)
-    predicted, observed = check_regression(fn, targets, members=False, quantiles=quantiles)
-    check_level(fn, level)
-    kept = check_mask(fn, mask, observed.shape)
-    check_reduction(fn, reduction, observed.shape)
+    name = "scores.pinball"
+    rules = _scoringrules(name)
+    predicted, observed = check_regression(name, targets, members=False, quantiles=quantiles)
+    check_level(name, level)
+    kept = check_mask(name, mask, observed.shape)
+    check_reduction(name, reduction, observed.shape)
     predicted, observed = blank_masked(predicted, kept), blank_masked(observed, kept)
     with _as_they_write():
         rows = rules.quantile_score(observed, predicted, level, backend="jax")
@@ -275,12 +275,12 @@ def dawid_sebastiani(
         }
         ```
     """
-    fn = "scores.dawid_sebastiani"
-    rules = _scoringrules(fn)
-    points, observed = check_regression(fn, targets, members=True, samples=samples)
-    check_two_members(fn, points.shape[0])
-    kept = check_mask(fn, mask, observed.shape)
-    check_reduction(fn, reduction, observed.shape)
+    name = "scores.dawid_sebastiani"
+    rules = _scoringrules(name)
+    points, observed = check_regression(name, targets, members=True, samples=samples)
+    check_two_members(name, points.shape[0])
+    kept = check_mask(name, mask, observed.shape)
+    check_reduction(name, reduction, observed.shape)
     # Rows that are left out hold the members' numbers 0, 1, 2...: equal ones would have a NaN gradient.
     numbers = jnp.arange(points.shape[0], dtype=points.dtype)
     # Errors, not values: the mean of large numbers would be rounded.
@@ -291,16 +291,16 @@ def dawid_sebastiani(
     return reduce(rows, reduction, kept)
 
 
-def _scoringrules(fn: str) -> ModuleType:
+def _scoringrules(name: str) -> ModuleType:
     try:
         import scoringrules
     except ImportError as error:
-        raise ImportError(missing_extra_message(f"eqx_ensemble.{fn}", "scoringrules", "scores")) from error
+        raise ImportError(missing_extra_message(name, "scoringrules", "scores")) from error
     return scoringrules
 
 
 @contextlib.contextmanager
 def _as_they_write() -> Iterator[None]:
-    """Dtypes and ranks are promoted, and levels and weights can be read while predictions are traced."""
+    """Dtypes and ranks are promote, and levels and weights can be read while predictions are traced."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), jax.ensure_compile_time_eval():
         yield

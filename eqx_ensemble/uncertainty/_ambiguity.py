@@ -63,9 +63,9 @@ def decompose_squared_error(
         }
         ```
     """
-    fn = "uncertainty.decompose_squared_error"
-    predicted, observed = check_regression(fn, targets, members=True, predictions=predictions)
-    convex = check_weights(fn, weights, predicted.shape[0], predicted.dtype)
+    name = "uncertainty.decompose_squared_error"
+    predicted, observed = check_regression(name, targets, members=True, predictions=predictions)
+    convex = check_weights(name, weights, predicted.shape[0], predicted.dtype)
     ensemble, ambiguity = _squared_error(predicted, observed, convex)
     return Ambiguity(ensemble, ensemble + ambiguity, ambiguity)
 
@@ -118,10 +118,10 @@ def decompose_nll(
         }
         ```
     """
-    fn = "uncertainty.decompose_nll"
-    checked = check_logits(fn, logits)
-    targets = check_labels(fn, labels, checked)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    name = "uncertainty.decompose_nll"
+    checked = check_logits(name, logits)
+    targets = check_labels(name, labels, checked)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
     ensemble, ambiguity = _nll(checked, targets, convex)
     return Ambiguity(ensemble, ensemble + ambiguity, ambiguity)
 

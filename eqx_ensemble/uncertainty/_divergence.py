@@ -49,9 +49,9 @@ def jensen_shannon(
         }
         ```
     """
-    fn = "uncertainty.jensen_shannon"
-    checked = check_logits(fn, logits)
-    return _jensen_shannon(checked, check_weights(fn, weights, checked.shape[0], checked.dtype))
+    name = "uncertainty.jensen_shannon"
+    checked = check_logits(name, logits)
+    return _jensen_shannon(checked, check_weights(name, weights, checked.shape[0], checked.dtype))
 
 
 def pairwise_kl(
@@ -98,9 +98,9 @@ def pairwise_kl(
         }
         ```
     """
-    fn = "uncertainty.pairwise_kl"
-    checked = check_logits(fn, logits)
-    return _pairwise_kl(checked, check_weights(fn, weights, checked.shape[0], checked.dtype))
+    name = "uncertainty.pairwise_kl"
+    checked = check_logits(name, logits)
+    return _pairwise_kl(checked, check_weights(name, weights, checked.shape[0], checked.dtype))
 
 
 @jax.jit

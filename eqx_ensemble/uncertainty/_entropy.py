@@ -83,9 +83,9 @@ def decompose_entropy(
         }
         ```
     """
-    fn = "uncertainty.decompose_entropy"
-    checked = check_logits(fn, logits)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    name = "uncertainty.decompose_entropy"
+    checked = check_logits(name, logits)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
     aleatoric, epistemic = _parts(checked, convex)
     return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
 

@@ -46,9 +46,9 @@ def gaussian_interval(
     """
     from statistics import NormalDist  # here, because it is a thirtieth of this library's import
 
-    fn = "uncertainty.gaussian_interval"
-    check_level(fn, level)
-    means, variances = check_moments(fn, mean, variance, members=False)
+    name = "uncertainty.gaussian_interval"
+    check_level(name, level)
+    means, variances = check_moments(name, mean, variance, members=False)
     # The small tail is exact in floating point where one minus it is not.
     return _interval(means, variances, -NormalDist().inv_cdf((1 - level) / 2))
 

@@ -43,10 +43,10 @@ def gaussian_mixture_quantile(
     ee.uncertainty.gaussian_mixture_quantile(mean, variance, jnp.array([0.25, 0.5]))  # about [[-3.0], [0.0]]
     ```
     """
-    fn = "uncertainty.gaussian_mixture_quantile"
-    means, variances = check_moments(fn, mean, variance, weights=weights)
-    below, over = check_levels(fn, levels, means.dtype, ends=False)
-    convex = check_weights(fn, weights, means.shape[0], means.dtype)
+    name = "uncertainty.gaussian_mixture_quantile"
+    means, variances = check_moments(name, mean, variance, weights=weights)
+    below, over = check_levels(name, levels, means.dtype, ends=False)
+    convex = check_weights(name, weights, means.shape[0], means.dtype)
     return _quantile(means, variances, below, over, convex)
 
 
@@ -82,10 +82,10 @@ def gaussian_mixture_interval(
     ee.uncertainty.gaussian_mixture_interval(mean, variance, level=0.9)  # [-4.28], [4.28]
     ```
     """
-    fn = "uncertainty.gaussian_mixture_interval"
-    means, variances = check_moments(fn, mean, variance, weights=weights)
-    check_level(fn, level)
-    convex = check_weights(fn, weights, means.shape[0], means.dtype)
+    name = "uncertainty.gaussian_mixture_interval"
+    means, variances = check_moments(name, mean, variance, weights=weights)
+    check_level(name, level)
+    convex = check_weights(name, weights, means.shape[0], means.dtype)
     tail = (1 - level) / 2
     below, over = (jnp.asarray(levels, means.dtype) for levels in ([tail, 1 - tail], [1 - tail, tail]))
     return Interval(*_quantile(means, variances, below, over, convex))

@@ -48,9 +48,9 @@ def least_confidence(
         }
         ```
     """
-    fn = "uncertainty.least_confidence"
-    checked = check_logits(fn, logits)
-    return _least_confidence(checked, check_weights(fn, weights, checked.shape[0], checked.dtype))
+    name = "uncertainty.least_confidence"
+    checked = check_logits(name, logits)
+    return _least_confidence(checked, check_weights(name, weights, checked.shape[0], checked.dtype))
 
 
 def free_energy(
@@ -97,10 +97,10 @@ def free_energy(
         }
         ```
     """
-    fn = "uncertainty.free_energy"
-    checked = check_logits(fn, logits)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
-    return _free_energy(checked, check_temperature(fn, temperature, checked.dtype), convex)
+    name = "uncertainty.free_energy"
+    checked = check_logits(name, logits)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    return _free_energy(checked, check_temperature(name, temperature, checked.dtype), convex)
 
 
 @jax.jit

@@ -42,9 +42,9 @@ def pairwise_disagreement(
         }
         ```
     """
-    fn = "uncertainty.pairwise_disagreement"
-    checked = check_logits(fn, logits)
-    return _pairwise_disagreement(checked, check_mask(fn, mask, checked.shape[1:-1]))
+    name = "uncertainty.pairwise_disagreement"
+    checked = check_logits(name, logits)
+    return _pairwise_disagreement(checked, check_mask(name, mask, checked.shape[1:-1]))
 
 
 def q_statistic(

@@ -53,10 +53,10 @@ def quantile(
         }
         ```
     """
-    fn = "uncertainty.quantile"
-    checked = check_values(fn, "values", values)
-    wanted, over = check_levels(fn, levels, checked.dtype, ends=True)
-    return _quantile(checked, wanted, over, check_weights(fn, weights, checked.shape[0], checked.dtype))
+    name = "uncertainty.quantile"
+    checked = check_values(name, "values", values)
+    wanted, over = check_levels(name, levels, checked.dtype, ends=True)
+    return _quantile(checked, wanted, over, check_weights(name, weights, checked.shape[0], checked.dtype))
 
 
 def interval(
@@ -91,10 +91,10 @@ def interval(
     ee.uncertainty.interval(values, level=0.5)  # [2.0], [7.0]
     ```
     """
-    fn = "uncertainty.interval"
-    checked = check_values(fn, "values", values)
-    check_level(fn, level)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
+    name = "uncertainty.interval"
+    checked = check_values(name, "values", values)
+    check_level(name, level)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
     tail = (1 - level) / 2
     below, over = (jnp.asarray(levels, checked.dtype) for levels in ([tail, 1 - tail], [1 - tail, tail]))
     return Interval(*_quantile(checked, below, over, convex))

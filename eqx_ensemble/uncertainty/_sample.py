@@ -44,12 +44,12 @@ def sample_gaussian_mixture(
     ee.uncertainty.sample_gaussian_mixture(mean, variance, 100, key=key).shape  # (100, 1)
     ```
     """
-    fn = "uncertainty.sample_gaussian_mixture"
-    joint = check_flag(joint, "joint", name=f"eqx_ensemble.{fn}")
-    means, variances = check_moments(fn, mean, variance, weights=weights)
-    convex = check_weights(fn, weights, means.shape[0], means.dtype)
-    num_samples = check_positive_int(num_samples, "num_samples", name=f"eqx_ensemble.{fn}")
-    return _gaussian(means, variances, convex, num_samples, joint, _keys.root(key, name=f"eqx_ensemble.{fn}"))
+    name = "uncertainty.sample_gaussian_mixture"
+    joint = check_flag(joint, "joint", name=name)
+    means, variances = check_moments(name, mean, variance, weights=weights)
+    convex = check_weights(name, weights, means.shape[0], means.dtype)
+    num_samples = check_positive_int(num_samples, "num_samples", name=name)
+    return _gaussian(means, variances, convex, num_samples, joint, _keys.root(key, name=name))
 
 
 def sample_class_mixture(
@@ -85,12 +85,12 @@ def sample_class_mixture(
     jnp.mean(ee.uncertainty.sample_class_mixture(logits, 1000, key=key))  # about 0.3
     ```
     """
-    fn = "uncertainty.sample_class_mixture"
-    joint = check_flag(joint, "joint", name=f"eqx_ensemble.{fn}")
-    checked = check_logits(fn, logits)
-    convex = check_weights(fn, weights, checked.shape[0], checked.dtype)
-    num_samples = check_positive_int(num_samples, "num_samples", name=f"eqx_ensemble.{fn}")
-    return _classes(checked, convex, num_samples, joint, _keys.root(key, name=f"eqx_ensemble.{fn}"))
+    name = "uncertainty.sample_class_mixture"
+    joint = check_flag(joint, "joint", name=name)
+    checked = check_logits(name, logits)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    num_samples = check_positive_int(num_samples, "num_samples", name=name)
+    return _classes(checked, convex, num_samples, joint, _keys.root(key, name=name))
 
 
 @partial(jax.jit, static_argnames=("num_samples", "joint"))

@@ -45,9 +45,9 @@ def decompose_variance(
         [Decomposition of Uncertainty in Bayesian Deep Learning for Efficient and Risk-sensitive
         Learning](https://arxiv.org/abs/1710.07283)
     """
-    fn = "uncertainty.decompose_variance"
-    means, variances = check_moments(fn, mean, variance, weights=weights)
-    convex = check_weights(fn, weights, means.shape[0], means.dtype)
+    name = "uncertainty.decompose_variance"
+    means, variances = check_moments(name, mean, variance, weights=weights)
+    convex = check_weights(name, weights, means.shape[0], means.dtype)
     aleatoric, epistemic = _parts(means, variances, convex)
     return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
 

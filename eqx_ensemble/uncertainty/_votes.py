@@ -34,9 +34,9 @@ def variation_ratio(
     ee.uncertainty.variation_ratio(logits)  # 1/3
     ```
     """
-    fn = "uncertainty.variation_ratio"
-    checked = check_logits(fn, logits)
-    return _variation_ratio(checked, check_weights(fn, weights, checked.shape[0], checked.dtype))
+    name = "uncertainty.variation_ratio"
+    checked = check_logits(name, logits)
+    return _variation_ratio(checked, check_weights(name, weights, checked.shape[0], checked.dtype))
 
 
 def disagreement(
@@ -68,9 +68,9 @@ def disagreement(
     ee.uncertainty.disagreement(logits)  # 4/9, or 2/3 of the pairs of different members
     ```
     """
-    fn = "uncertainty.disagreement"
-    checked = check_logits(fn, logits)
-    return _disagreement(checked, check_weights(fn, weights, checked.shape[0], checked.dtype))
+    name = "uncertainty.disagreement"
+    checked = check_logits(name, logits)
+    return _disagreement(checked, check_weights(name, weights, checked.shape[0], checked.dtype))
 
 
 @jax.jit

@@ -116,9 +116,9 @@ def test_masked_rows_change_nothing():
 def test_warns_where_there_is_no_minimum():
     sure = np.tile(3 * np.eye(4, dtype=np.float32), (2, 1, 1))
     sure[0, 0] = sure[0, 1]
-    with pytest.warns(UserWarning, match="`eqx_ensemble.calibrate.vector`: member 1: no minimum was reached"):
+    with pytest.warns(UserWarning, match="`calibrate.vector`: member 1: no minimum was reached"):
         calibrate.vector(sure, np.arange(4), pool="members", max_steps=50)
-    with pytest.warns(UserWarning, match="`eqx_ensemble.calibrate.matrix`: no minimum was reached"):
+    with pytest.warns(UserWarning, match="`calibrate.matrix`: no minimum was reached"):
         calibrate.matrix(SMALL, LABELS, pool="mixture", max_steps=2)
 
 
@@ -140,7 +140,7 @@ def test_a_penalty_gives_a_minimum_where_rows_can_be_told_apart():
 def test_messages():
     with pytest.raises(ValueError, match="`bias_penalty` to be at least 0 and finite, got -1"):
         calibrate.matrix(SMALL, LABELS, pool="mixture", bias_penalty=-1.0)
-    with pytest.raises(ValueError, match="`eqx_ensemble.calibrate.vector` needs"):
+    with pytest.raises(ValueError, match="`calibrate.vector` needs"):
         calibrate.vector(SMALL, LABELS, pool="mixture", max_steps=0)
 
 
@@ -148,6 +148,6 @@ def test_messages():
 def test_a_gradient_of_the_fit_is_refused_in_words(fit):
     rng = np.random.default_rng(0)
     logits, labels = jnp.asarray(rng.normal(size=(1, 8, 2)), jnp.float32), rng.integers(2, size=8)
-    wish = f"`eqx_ensemble.calibrate.{fit.__name__}` has no gradient with respect to the logits"
+    wish = f"`calibrate.{fit.__name__}` has no gradient with respect to the logits"
     with pytest.raises(NotImplementedError, match=wish):
         jax.grad(lambda x: jnp.sum(fit(x, labels, pool="mixture", max_steps=2).bias))(logits)

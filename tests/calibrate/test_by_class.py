@@ -131,5 +131,5 @@ def test_without_scikit_learn(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match=r"`eqx_ensemble.calibrate.isotonic` needs scikit-learn.\n.*\[sklearn\]"):
+    with pytest.raises(ImportError, match=r"`calibrate.isotonic` needs scikit-learn.\n.*\[sklearn\]"):
         calibrate.isotonic(LOGITS, LABELS, pool="mixture")

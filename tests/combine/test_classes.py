@@ -105,7 +105,7 @@ def test_jit_vmap_and_dtypes(rule):
 @pytest.mark.parametrize("rule", [combine.mixture, combine.vote])
 def test_unfit_logits(rule):
     name = rule.__name__
-    with pytest.raises(ValueError, match=rf"`eqx_ensemble.combine.{name}` needs .*\n  got shape \(3,\)\nOne member\?"):
+    with pytest.raises(ValueError, match=rf"`combine.{name}` needs .*\n  got shape \(3,\)\nOne member\?"):
         rule(np.zeros(3))
     with pytest.raises(ValueError, match=r"at least two classes.*\n  got shape \(3, 4, 1\)\nOne logit per row"):
         rule(np.zeros((3, 4, 1)))

@@ -84,7 +84,7 @@ def test_jit_vmap_and_weights_as_arguments():
     ],
 )
 def test_unfit_weights(weights, got):
-    with pytest.raises(ValueError, match="`eqx_ensemble.combine.mean` needs ") as caught:
+    with pytest.raises(ValueError, match="`combine.mean` needs ") as caught:
         combine.mean(_values((3, 2)), weights=np.array(weights))
     assert got in str(caught.value)
 

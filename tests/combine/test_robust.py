@@ -127,7 +127,7 @@ def test_messages():
             combine.trimmed_mean(_values(), cut=cut)
     with pytest.raises(ValueError, match=r"one number as `cut`.\n  got shape \(2,\)"):
         combine.trimmed_mean(_values(), cut=np.array([0.1, 0.2]))
-    with pytest.raises(TypeError, match="`eqx_ensemble.combine.median` needs floating-point `values`"):
+    with pytest.raises(TypeError, match="`combine.median` needs floating-point `values`"):
         combine.median(np.arange(3))
 
 

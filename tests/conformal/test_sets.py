@@ -162,7 +162,7 @@ def test_classes_that_are_hardly_possible_are_told_apart():
 
 
 def test_too_few_rows_hold_every_class():
-    with pytest.warns(UserWarning, match="`eqx_ensemble.conformal.aps`: 9 rows say nothing at a level of 0.95"):
+    with pytest.warns(UserWarning, match="`conformal.aps`: 9 rows say nothing at a level of 0.95"):
         fitted = conformal.aps(LOGITS[:9], LABELS[:9], level=0.95)
     assert np.asarray(fitted(LOGITS)).all()
 
@@ -177,7 +177,7 @@ def test_what_cannot_be_scored_is_in_the_set(key):
     assert sets[3].all()
     assert not want[3].all()
     np.testing.assert_array_equal(np.delete(sets, 3, 0), np.delete(want, 3, 0))
-    with pytest.raises(ValueError, match="`eqx_ensemble.conformal.aps` needs `logits` without NaN.\n  got 1 of them"):
+    with pytest.raises(ValueError, match="`conformal.aps` needs `logits` without NaN.\n  got 1 of them"):
         conformal.aps(spoilt, LABELS, level=0.5, key=key)
     traced = jax.jit(lambda x: conformal.aps(x, LABELS, level=0.5, key=key)(LOGITS, **options))
     assert np.asarray(traced(spoilt)).all()
@@ -191,5 +191,5 @@ def test_messages():
         conformal.raps(LOGITS, LABELS, level=0.9, penalty=-1.0, num_free=1)
     with pytest.raises(ValueError, match="`num_free`"):
         conformal.raps(LOGITS, LABELS, level=0.9, penalty=1.0, num_free=-1)
-    with pytest.raises(TypeError, match="`eqx_ensemble.conformal.aps` needs one key, got the integer 0"):
+    with pytest.raises(TypeError, match="`conformal.aps` needs one key, got the integer 0"):
         conformal.aps(LOGITS, LABELS, level=0.9, key=0)

@@ -83,9 +83,7 @@ def test_names_the_extra_without_matplotlib(name, monkeypatch):
         patch.setattr(builtins, "__import__", blocked)
         with pytest.raises(ImportError) as error:
             draw(name)
-    assert str(error.value) == (
-        f"`eqx_ensemble.plot.{name}` needs matplotlib.\nInstall it: `pip install 'eqx_ensemble[plot]'`."
-    )
+    assert str(error.value) == (f"`plot.{name}` needs matplotlib.\nInstall it: `pip install 'eqx_ensemble[plot]'`.")
 
 
 @each

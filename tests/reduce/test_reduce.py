@@ -342,7 +342,7 @@ BAD = {
     "a negative variance": (
         lambda: reduce.DecomposeVariance()((logits(), logits())),
         ValueError,
-        "`eqx_ensemble.reduce.DecomposeVariance` needs variances of zero or more",
+        "`reduce.DecomposeVariance` needs variances of zero or more",
     ),
     "a pair": (lambda: reduce.Mean()((logits(), logits())), TypeError, "that are one array, got a tuple of 2"),
     "a list": (lambda: reduce.Vote()([logits()] * 3), TypeError, "that are one array, got a list of 3"),
@@ -351,7 +351,7 @@ BAD = {
     "one class": (
         lambda: reduce.Vote()(jnp.ones((2, 3, 1))),
         ValueError,
-        "`eqx_ensemble.reduce.Vote` needs at least two",
+        "`reduce.Vote` needs at least two",
     ),
     "levels": (lambda: reduce.Quantiles([0.5, 1.2]), ValueError, "`levels` from 0 to 1"),
     "one level": (lambda: reduce.Quantiles(0.5), TypeError, "a list of `levels`"),

@@ -175,7 +175,7 @@ def test_without_scikit_learn(monkeypatch):
     with pytest.raises(ImportError) as caught:
         resample.folds(30, 4, stratify=CLASSES)
     assert str(caught.value) == (
-        "`eqx_ensemble.resample.folds(stratify=..., groups=...)` needs scikit-learn.\n"
+        "`resample.folds(stratify=..., groups=...)` needs scikit-learn.\n"
         "Install it: `pip install 'eqx_ensemble[sklearn]'`."
     )
     assert resample.folds(30, 4, key=KEY).train.shape == (4, 22)

@@ -133,5 +133,5 @@ def test_messages():
         scores.bootstrap(VALUES[:2], row_weights=np.array([1, -1]), key=KEY)
     with pytest.raises(ValueError, match="`num_draws` of two or more.\n  got 1"):
         scores.bootstrap(VALUES, num_draws=1, key=KEY)
-    with pytest.raises(TypeError, match="`eqx_ensemble.scores.bootstrap` needs one key: for example"):
+    with pytest.raises(TypeError, match="`scores.bootstrap` needs one key: for example"):
         scores.bootstrap(VALUES, key=None)

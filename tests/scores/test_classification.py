@@ -117,7 +117,7 @@ def test_messages(name):
         with pytest.raises(error) as caught:
             score(*arguments, **options)
         text = str(caught.value)
-        assert text.startswith(f"`eqx_ensemble.scores.{name}` needs ")
+        assert text.startswith(f"`scores.{name}` needs ")
         return text.split(" needs ")[1]
 
     shapes = "expected (6,), as `logits` are (members, *batch, classes) = (3, 6, 4); got "

@@ -95,7 +95,7 @@ def test_mixture_takes_the_memory_of_one_member():
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     mean, variance, targets = _gaussians((3, 6))
-    with pytest.raises(ValueError, match="`eqx_ensemble.scores.crps_gaussian_mixture` needs variances of zero or more"):
+    with pytest.raises(ValueError, match="`scores.crps_gaussian_mixture` needs variances of zero or more"):
         scores.crps_gaussian_mixture(mean, -variance, targets)
     with pytest.raises(ValueError, match="one weight per member"):
         scores.crps_gaussian_mixture(mean, variance, targets, weights=np.ones(2))

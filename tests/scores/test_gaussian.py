@@ -125,7 +125,7 @@ def test_messages():
         scores.nll_gaussian_mixture(mean, zero, targets)
     with pytest.raises(ValueError, match="variances above zero"):
         scores.nll_gaussian(mean[0], -variance[0], targets)
-    with pytest.raises(ValueError, match="`eqx_ensemble.scores.nll_gaussian` needs one target per row") as caught:
+    with pytest.raises(ValueError, match="`scores.nll_gaussian` needs one target per row") as caught:
         scores.nll_gaussian(mean, variance, targets)
     assert "expected (3, 6), as `mean` is (*batch) = (3, 6); got (6,)" in str(caught.value)
     assert "takes no `members` axis: combine the members first" in str(caught.value)

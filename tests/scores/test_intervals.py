@@ -31,7 +31,7 @@ def test_sets():
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
-    with pytest.raises(ValueError, match="`eqx_ensemble.scores.width` needs `lower` ends at or below `upper` ends"):
+    with pytest.raises(ValueError, match="`scores.width` needs `lower` ends at or below `upper` ends"):
         scores.width(UPPER, LOWER)
     with pytest.raises(ValueError, match="needs `lower` and `upper` of one shape"):
         scores.width(LOWER, UPPER[:2])

@@ -154,9 +154,9 @@ def test_messages():
     samples[0, 3] = np.nan
     with pytest.raises(ValueError, match="rank_histogram` needs `samples` without NaN.\n  got 1 of them"):
         scores.rank_histogram(samples, targets, key=KEY)
-    with pytest.raises(TypeError, match="`eqx_ensemble.scores.rank_histogram` needs one key, got the integer 0"):
+    with pytest.raises(TypeError, match="`scores.rank_histogram` needs one key, got the integer 0"):
         scores.rank_histogram(samples[1:], targets, key=0)
-    with pytest.raises(ValueError, match="`eqx_ensemble.scores.pit_histogram` needs `num_bins` of one or more"):
+    with pytest.raises(ValueError, match="`scores.pit_histogram` needs `num_bins` of one or more"):
         scores.pit_histogram(targets, num_bins=0)
 
 

@@ -149,7 +149,7 @@ def test_infinite_scores_are_ranked(name):
 def test_messages():
     scores, positives, _ = _rows(4)
     positives[:2] = [True, False]
-    with pytest.raises(TypeError, match="`eqx_ensemble.scores.auroc` needs boolean `positives`.\n  got dtype int"):
+    with pytest.raises(TypeError, match="`scores.auroc` needs boolean `positives`.\n  got dtype int"):
         ee.scores.auroc(scores, positives.astype(int))
     with pytest.raises(TypeError, match="floating-point `scores`"):
         ee.scores.aupr(positives, positives)
@@ -163,5 +163,5 @@ def test_messages():
         ee.scores.auroc(scores, positives, row_weights=-np.ones(4))
     with pytest.raises(ValueError, match="`scores` and `row_weights` of one shape"):
         ee.scores.auroc(scores, positives, row_weights=np.ones(3))
-    with pytest.raises(ValueError, match="`eqx_ensemble.scores.fpr_at_tpr` needs a `level` between 0 and 1"):
+    with pytest.raises(ValueError, match="`scores.fpr_at_tpr` needs a `level` between 0 and 1"):
         ee.scores.fpr_at_tpr(scores, positives, level=95.0)

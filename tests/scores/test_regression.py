@@ -80,7 +80,7 @@ def test_messages(name):
         with pytest.raises(error) as caught:
             score(*arguments)
         text = str(caught.value)
-        assert text.startswith(f"`eqx_ensemble.scores.{name}` needs ")
+        assert text.startswith(f"`scores.{name}` needs ")
         return text.split(" needs ")[1]
 
     shapes = (

@@ -52,7 +52,7 @@ def test_a_member_of_weight_zero_is_left_out_of_energy():
 
 def test_energy_refuses_its_gradient():
     samples, targets = _vectors()
-    with pytest.raises(NotImplementedError, match="`eqx_ensemble.scores.energy_score` has no gradient: where members"):
+    with pytest.raises(NotImplementedError, match="`scores.energy_score` has no gradient: where members"):
         jax.grad(lambda x: scores.energy_score(x, targets))(samples)
 
 
@@ -132,7 +132,7 @@ def test_without_scoringrules(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    message = r"`eqx_ensemble.scores.pinball` needs scoringrules.\nInstall it: `pip install 'eqx_ensemble\[scores\]'`."
+    message = r"`scores.pinball` needs scoringrules.\nInstall it: `pip install 'eqx_ensemble\[scores\]'`."
     with pytest.raises(ImportError, match=message):
         scores.pinball(np.zeros(1), np.zeros(1), level=0.5)
 

@@ -126,5 +126,5 @@ def test_weight_zero_jit_vmap_and_gradient():
 def test_messages():
     with pytest.raises(ValueError, match="decompose_squared_error` needs one target per row of the prediction"):
         uncertainty.decompose_squared_error(np.ones((2, 3)), np.ones((3, 1)))
-    with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.decompose_nll` needs labels from 0 to 2"):
+    with pytest.raises(ValueError, match="`uncertainty.decompose_nll` needs labels from 0 to 2"):
         uncertainty.decompose_nll(_logits(), np.full(7, 3))

@@ -109,7 +109,7 @@ def test_weight_zero_leaves_a_broken_member_out():
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
-    with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.pairwise_kl` needs at least two classes"):
+    with pytest.raises(ValueError, match="`uncertainty.pairwise_kl` needs at least two classes"):
         uncertainty.pairwise_kl(np.zeros((4, 1)))
-    with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.jensen_shannon` needs one weight per member"):
+    with pytest.raises(ValueError, match="`uncertainty.jensen_shannon` needs one weight per member"):
         uncertainty.jensen_shannon(np.zeros((4, 3)), weights=np.ones(3))

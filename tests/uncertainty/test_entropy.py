@@ -133,9 +133,7 @@ def test_jit_vmap_gradient_and_dtypes():
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
-    with pytest.raises(
-        ValueError, match=r"`eqx_ensemble.uncertainty.entropy` needs `logits` of shape \(\*batch, class"
-    ):
+    with pytest.raises(ValueError, match=r"`uncertainty.entropy` needs `logits` of shape \(\*batch, class"):
         uncertainty.entropy(jnp.float32(1.0))
     with pytest.raises(ValueError, match="at least two classes"):
         uncertainty.entropy(np.zeros((4, 1)))

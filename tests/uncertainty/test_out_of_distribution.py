@@ -67,5 +67,5 @@ def test_weight_zero_and_transforms():
 def test_messages():
     with pytest.raises(ValueError, match="uncertainty.free_energy` needs a finite `temperature` above zero.\n  got 0"):
         uncertainty.free_energy(_logits(), temperature=0.0)
-    with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.least_confidence` needs at least two classes"):
+    with pytest.raises(ValueError, match="`uncertainty.least_confidence` needs at least two classes"):
         uncertainty.least_confidence(np.zeros((4, 1)))

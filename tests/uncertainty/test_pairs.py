@@ -136,5 +136,5 @@ def test_messages():
         uncertainty.error_correlation(np.ones((2, 3), int))
     with pytest.raises(ValueError, match=r"one `mask` entry per row.\n  expected \(3,\), got \(2, 3\)"):
         uncertainty.error_correlation(np.ones((2, 3)), mask=np.ones((2, 3), bool))
-    with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.pairwise_disagreement` needs one `mask` entry"):
+    with pytest.raises(ValueError, match="`uncertainty.pairwise_disagreement` needs one `mask` entry"):
         uncertainty.pairwise_disagreement(_logits(), mask=np.ones(3, bool))

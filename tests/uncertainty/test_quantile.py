@@ -81,7 +81,7 @@ def test_messages():
         uncertainty.quantile(_values(), 90.0)
     with pytest.raises(ValueError, match=r"`levels` as a number or `\(levels,\)`.\n  got shape \(1, 1\)"):
         uncertainty.quantile(_values(), np.array([[0.5]]))
-    with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.interval` needs a `level` between 0 and 1"):
+    with pytest.raises(ValueError, match="`uncertainty.interval` needs a `level` between 0 and 1"):
         uncertainty.interval(_values(), level=1.0)
 
 

@@ -84,7 +84,7 @@ def test_weight_zero_keys_and_transforms():
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     ones = np.ones((2, 3))
-    with pytest.raises(TypeError, match="`eqx_ensemble.uncertainty.sample_gaussian_mixture` needs one key from"):
+    with pytest.raises(TypeError, match="`uncertainty.sample_gaussian_mixture` needs one key from"):
         uncertainty.sample_gaussian_mixture(ones, ones, 3, key=0.5)
-    with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.sample_class_mixture` needs `num_samples` of at"):
+    with pytest.raises(ValueError, match="`uncertainty.sample_class_mixture` needs `num_samples` of at"):
         uncertainty.sample_class_mixture(ones, 0, key=KEY)

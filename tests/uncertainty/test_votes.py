@@ -60,7 +60,7 @@ def test_transforms_of_votes():
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
-    with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.variation_ratio` needs at least two classes"):
+    with pytest.raises(ValueError, match="`uncertainty.variation_ratio` needs at least two classes"):
         uncertainty.variation_ratio(np.zeros((4, 1)))
-    with pytest.raises(ValueError, match="`eqx_ensemble.uncertainty.disagreement` needs one weight per member"):
+    with pytest.raises(ValueError, match="`uncertainty.disagreement` needs one weight per member"):
         uncertainty.disagreement(_logits(), weights=np.ones(3))

@@ -80,14 +80,14 @@ def greedy(
         }
         ```
     """
-    fn = "combine.weights.greedy"
-    checked = check_values(fn, "predictions", predictions)
-    own = check_greedy(fn, score, mask, num_steps, num_initial, checked.shape[0])
+    name = "combine.weights.greedy"
+    checked = check_values(name, "predictions", predictions)
+    own = check_greedy(name, score, mask, num_steps, num_initial, checked.shape[0])
     if own is None:
-        logs, rows = check_log_scores(fn, predictions, mask)
+        logs, rows = check_log_scores(name, predictions, mask)
         return _greedy_log(logs, rows, num_steps, num_initial)
     one = jax.eval_shape(own, jax.ShapeDtypeStruct(checked.shape[1:], checked.dtype))
-    check_score_value(fn, jnp.shape(one))
+    check_score_value(name, jnp.shape(one))
     judge = lambda total, count: jnp.asarray(own(total / count), checked.dtype)
     return _select(checked, jnp.zeros_like(checked[0]), jnp.add, judge, num_steps, num_initial)
 

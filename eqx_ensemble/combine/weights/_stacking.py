@@ -70,14 +70,14 @@ def stacking(
         }
         ```
     """
-    fn = "combine.weights.stacking"
-    check_tolerance(fn, tolerance)
-    logs, rows = check_log_scores(fn, log_scores, mask)
+    name = "combine.weights.stacking"
+    check_tolerance(name, tolerance)
+    logs, rows = check_log_scores(name, log_scores, mask)
     if tolerance is None:
         tolerance = 1e-10 if logs.dtype == jnp.float64 else 1e-6
     tolerance = float(tolerance)
-    found = _stacking(logs, rows, tolerance, check_positive_int(max_steps, "max_steps", name=f"eqx_ensemble.{fn}"))
-    warn_of_gap(fn, found.gap, tolerance)
+    found = _stacking(logs, rows, tolerance, check_positive_int(max_steps, "max_steps", name=name))
+    warn_of_gap(name, found.gap, tolerance)
     return found
 
 

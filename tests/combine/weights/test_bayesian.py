@@ -47,7 +47,7 @@ def test_masks_impossible_members_and_transforms():
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
-    with pytest.raises(ValueError, match="`eqx_ensemble.combine.weights.bayesian` needs `log_scores` that are finite"):
+    with pytest.raises(ValueError, match="`combine.weights.bayesian` needs `log_scores` that are finite"):
         combine.weights.bayesian(np.array([np.nan, 1.0]))
     with pytest.raises(ValueError, match=r"a member above -inf in every row.*\n  got none in row \(\)"):
         combine.weights.bayesian(np.array([-np.inf, -np.inf]))

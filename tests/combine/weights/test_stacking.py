@@ -174,7 +174,7 @@ def test_jit_vmap_and_half_precision():
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     log_scores = _log_scores((3, 4))
-    with pytest.raises(TypeError, match="`eqx_ensemble.combine.weights.stacking` needs floating-point `log_scores`"):
+    with pytest.raises(TypeError, match="`combine.weights.stacking` needs floating-point `log_scores`"):
         combine.weights.stacking(np.ones((3, 4), int))
     for value in (np.nan, np.inf):
         log_scores[1, 2] = value
