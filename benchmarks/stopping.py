@@ -86,7 +86,7 @@ def _parts(problem: Problem) -> tuple[Any, ...]:
 
 def _check_ends(run: ee.Run, problem: Problem, ends: np.ndarray, epochs: int) -> None:
     expected = np.where(ends < epochs, (ends + 1) * problem.steps_per_epoch, -1)
-    np.testing.assert_array_equal(run.left, expected)
+    np.testing.assert_array_equal(run.stopped_at, expected)
 
 
 if __name__ == "__main__":

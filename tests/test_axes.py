@@ -96,7 +96,7 @@ def of_integers(model, batch, key):
 
 def fit_integers(x=INDICES[0], loss=of_integers, **options):
     options = {"epochs": 1, "key": KEY, "progress": False} | options
-    return ee.fit(ENSEMBLE, loss, SGD, (x,), **options).left
+    return ee.fit(ENSEMBLE, loss, SGD, (x,), **options).stopped_at
 
 
 def of_hyper(model, batch, key, hyper):
@@ -112,7 +112,7 @@ INTEGERS = {
     "data": lambda n: fit_integers(n),
     "data of its own": lambda n: fit_integers(ee.Each(np.stack([n, n, n]))),
     "validation": lambda n: fit_integers(validation=(n,)),
-    "batches": lambda n: ee.fit(ENSEMBLE, of_integers, SGD, [(n,)], epochs=1, key=KEY).left,
+    "batches": lambda n: ee.fit(ENSEMBLE, of_integers, SGD, [(n,)], epochs=1, key=KEY).stopped_at,
     "rows": lambda n: fit_integers(rows=np.stack([n, n, n])),
     "hyper": lambda n: fit_integers(loss=of_hyper, hyper={"n": n}),
     "hyper as a list": lambda n: fit_integers(loss=of_hyper, hyper={"n": n.tolist()}),
@@ -120,7 +120,7 @@ INTEGERS = {
     "steps": lambda n: fit_integers(epochs=None, steps=int(n[-1]) + 1, max_steps=1),
     "epochs": lambda n: fit_integers(epochs=int(n[-1]) + 1, max_steps=1),
     "patience": lambda n: fit_integers(patience=int(n[-1]) + 1, validation=(INDICES[0],)),
-    "train.init": lambda n: ee.train.init(ENSEMBLE, lambda h: SGD, hyper={"n": n}, key=KEY).fixed.hyper,
+    "train.init": lambda n: ee.train.init(ENSEMBLE, lambda h: SGD, hyper={"n": n}, key=KEY).hyper,
     "make_step": lambda n: ee.train.make_step(of_integers, SGD)(ee.train.init(ENSEMBLE, SGD, key=KEY), (n,))[1],
     "zip": lambda n: counters(zip={"n": n}),
     "product": lambda n: counters(product={"n": n.tolist()}),

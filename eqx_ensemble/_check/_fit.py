@@ -225,7 +225,7 @@ def nothing_twice(given: list[str]) -> None:
         words = ", ".join(f"`{name}`" for name in given)
         raise TypeError(
             f"`fit` goes on from a training state, which has its own: leave out {words}.\n"
-            "To change hyper-parameters: `equinox.tree_at(lambda s: s.fixed.hyper, state, new)`."
+            "To change hyper-parameters: `equinox.tree_at(lambda s: s.hyper, state, new)`."
         )
 
 

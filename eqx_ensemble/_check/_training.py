@@ -107,7 +107,7 @@ def used_hyper(optimiser: Any, *, wants_hyper: bool, name: str) -> None:
         )
 
 
-TABLE_COLUMNS = ("member", "loss", "validation", "best_step", "status", "left")
+TABLE_COLUMNS = ("member", "loss", "validation", "best_step", "status", "stopped_at")
 """The columns of a run's table beside those of its hyper-parameters."""
 
 

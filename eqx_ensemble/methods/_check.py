@@ -118,7 +118,7 @@ def check_healthy(healthy: Any, num_members: int, *, name: str) -> np.ndarray:
     if found.shape != (num_members,) or found.dtype != bool:
         raise TypeError(
             f"`{name}` needs one boolean per member in `healthy` ({num_members},), got {found.dtype} of shape "
-            f'{found.shape}.\nFrom a run: `run.status == "ok"`.'
+            f"{found.shape}.\nFrom a run: `run.status == train.Status.OK`."
         )
     return found
 

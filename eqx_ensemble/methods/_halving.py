@@ -13,7 +13,7 @@ from .._ensemble._check import check_ensemble
 from ..distributed import to_host
 from ..sweep import AbstractRange, draw
 from ..train import Run, fit
-from ..train._state import OK
+from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ..train.data._data import is_batches
 from . import population
@@ -56,8 +56,7 @@ def successive_halving(
     - `rungs`: the number of rungs. By default, as many as it takes until one member remains.
     - `key`: the root key.
 
-    **Returns:** the run. Dropped members have the status `"stopped"` and their best weights; `run.left` holds the
-    step.
+    **Returns:** the run. Dropped members have the status `STOPPED` and their best weights.
 
     **Raises:** `TypeError` without validation data, and for `checkpoint`; `ValueError` for a factor of at most 1.
 
@@ -72,7 +71,7 @@ def successive_halving(
     run = ee.methods.successive_halving(
         ensemble, loss, lambda hyper: optax.adam(hyper["lr"]), data, hyper=hyper, validation=data, epochs=1, key=key
     )
-    run.left  # (9,): six members stopped after two steps, two after six; -1 for the one that was never dropped
+    run.stopped_at  # (9,): six members stopped after two steps, two after six; -1 for the one that was never dropped
     ```
 
     ??? cite
@@ -122,7 +121,7 @@ def _halve(
     lengths: list[dict[str, Any]] = [{unit: more} for more in np.diff(totals, prepend=0).tolist()]
     run = fit(ensemble, loss, optimiser, data, **options, **first, **lengths[0])
     for length in lengths[1:]:
-        training = to_host(run.train_state.moving.status) == OK
+        training = to_host(run.train_state.status) == Status.OK
         if run.interrupted or not training.any():
             break
         order = population.rank(last_scores(run), healthy=training, mode=run.mode)

@@ -14,7 +14,7 @@ from .._ensemble._check import check_ensemble
 from ..distributed import to_host
 from ..train import Run, fit, perturb
 from ..train._hyper import hyper_arrays
-from ..train._state import OK
+from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ..train.compiled._select import forgotten
 from ..train.data._data import is_batches
@@ -158,11 +158,11 @@ def population_based_training(
             )  # fmt: skip
         scores.append(last_scores(run))
         lineage.append(np.asarray(run.train_state.ids))
-        hypers.append(to_host(run.train_state.fixed.hyper))
-        training = to_host(run.train_state.moving.status) == OK
+        hypers.append(to_host(run.train_state.hyper))
+        training = to_host(run.train_state.status) == Status.OK
         if len(scores) == rounds or run.interrupted or not training.any():
             if len(scores) < rounds and not training.any():
-                warnings.warn(diverged(lineage[-1], run.left, run.fault), stacklevel=2)
+                warnings.warn(diverged(lineage[-1], run.stopped_at, run.fault), stacklevel=2)
             stacked = jax.tree.map(lambda *parts: np.stack(parts), *hypers)
             run = dataclasses.replace(run, rows=None)  # a copy was trained on the rows of others
             return Population(run, np.stack(scores), np.stack(lineage), stacked)

@@ -111,8 +111,8 @@ def check_independent(
         if num_members > 1:
             others = beside.ensemble[1:].unstack(), run.ensemble[1:].unstack()
             checks.append(same(f"{words}: beside a member of NaN", *others, 0.0 if exact else rtol))
-        left = None if beside.left[0] == 0 else f"it left at step {beside.left[0]}"
-        checks.append(Check(f"{words}: the member of NaN is frozen at once", left))
+        problem = None if beside.stopped_at[0] == 0 else f"it diverged at step {beside.stopped_at[0]}"
+        checks.append(Check(f"{words}: the member of NaN is frozen at once", problem))
     return raised(checks, "check_independent")
 
 

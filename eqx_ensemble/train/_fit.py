@@ -19,7 +19,8 @@ from ..sharding._layout import Layout
 from ..sharding._shard import shard_members
 from ._errors import DivergedError, NotSavedError
 from ._run import Run
-from ._state import DIVERGED, OK, STATUS_NAMES, TrainState
+from ._state import TrainState
+from ._status import Status
 from ._trainable import Trainable
 from .compiled._limits import limits_of, retired
 from .compiled._loss import Loss, as_loss
@@ -209,20 +210,20 @@ def fit(
         program = dataclasses.replace(program, traced=here.programs)
         start = saver.resumed(start, here)
     if saver is None or saver.step < 0:  # a run that was saved may have ended
-        training = to_host(retired(first.moving, limits, first.step).status) == OK
+        training = to_host(retired(first.moving, limits, first.step).status) == Status.OK
         _check.goes_on(training, ids=to_host(first.ids))
     length = Length(int(first.step), *(None if given is None else int(given) for given in (epochs, steps)))
-    lost_before = to_host(first.moving.status) == DIVERGED
+    lost_before = to_host(first.moving.status) == Status.DIVERGED
     run = carried_out(
         Job(program, start, source, length, limits, validation, how, lost_before, max_seconds, saver, key),
         progress=progress,
     )
     if saver is not None and saver.failed is not None:
         raise NotSavedError(saver.failed, run) from saver.failed
-    lost = run.status == STATUS_NAMES[DIVERGED]
+    lost = run.status == Status.DIVERGED
     if lost.any():
         integers = [] if is_batches(data) else _check.integers_in(data, Each)
-        where = (to_host(first.ids)[lost], run.left[lost], run.fault[lost])
+        where = (to_host(first.ids)[lost], run.stopped_at[lost], run.fault[lost])
         message = _check.diverged(*where, first_step=length.begun, integers=integers)
         if how == "raise" and (lost & ~lost_before).any():
             raise DivergedError(message, run)

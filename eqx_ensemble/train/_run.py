@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Float, Int, Int8, PyTree
 
 from .. import _axes, _check, tree
 from .._ensemble import Ensemble, M
@@ -16,7 +16,8 @@ from ..distributed import to_host
 from ..plan import AbstractPlan
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
 from ._errors import DivergedError
-from ._state import DIVERGED, STATUS_NAMES, TrainState
+from ._state import TrainState
+from ._status import Status, status_names
 from ._summary import summary
 from .compiled._select import Mode, Selection
 from .host._record import History, last_finite
@@ -31,11 +32,11 @@ class Run(eqx.Module, Generic[M]):
     - `ensemble`: the trained ensemble: with validation data, every member at its own best weights; else the last.
     - `state`: the stacked `equinox.nn.State` that goes with it; `None` for stateless members.
     - `history`: the curves of the run.
-    - `status`: `(members,)` of `"ok"`, `"stopped"` (its patience ended) or `"diverged"` (its loss or weights were
-        not finite: it keeps the last that were). `run.healthy` leaves these out.
-    - `left`: `(members,)`, the step at which a member left; -1 for members that trained to the end.
-    - `fault`: `(members,)`, what was first not finite in a member that diverged: `"loss"` or the path of a weight;
-        empty for the others.
+    - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
+    - `stopped_at`: `(members,)`, the step at which a member stopped or diverged; -1 for members that trained to the
+        end.
+    - `fault`: `(members,)`, what was first not finite in a diverged member: `"loss"` or the path of a weight; empty
+        for the others.
     - `revived`: the members that diverged and came back, in order; see [`eqx_ensemble.train.Revive`][].
     - `best_step`, `best_score`: `(members,)`, when each member's validation score was best, and that score (-1 and
         infinity where there was none, minus infinity with `mode="max"`); `None` without validation data.
@@ -57,8 +58,8 @@ class Run(eqx.Module, Generic[M]):
     ensemble: Ensemble[M]
     state: PyTree
     history: History
-    status: np.ndarray
-    left: Int[np.ndarray, " members"]
+    status: Int8[np.ndarray, " members"]
+    stopped_at: Int[np.ndarray, " members"]
     fault: np.ndarray
     revived: list[Revival]
     best_step: Int[np.ndarray, " members"] | None
@@ -80,7 +81,7 @@ class Run(eqx.Module, Generic[M]):
     @property
     def healthy(self) -> Ensemble[M]:
         """The trained ensemble without the members that diverged."""
-        kept = self.status != STATUS_NAMES[DIVERGED]
+        kept = self.status != Status.DIVERGED
         return self.ensemble if kept.all() else self.ensemble[kept]
 
     def predict(
@@ -117,7 +118,7 @@ class Run(eqx.Module, Generic[M]):
 
         **Returns:** the predictions, each array `(healthy members, rows, ...)`; what `combine` makes of them, if given.
         """
-        healthy = self.status != STATUS_NAMES[DIVERGED]
+        healthy = self.status != Status.DIVERGED
         weights = _check.weights_left(weights, healthy, combine, name="Run.predict")
         if not healthy.all():
             message = _check.left_out(np.asarray(self.ensemble.ids)[~healthy], healthy, name="Run.predict")
@@ -187,7 +188,7 @@ class Run(eqx.Module, Generic[M]):
 
     def _weights_of_the_healthy(self, weights: Any, *, name: str) -> np.ndarray | None:
         """Weights `(members,)` in which members that diverged have none, or `None` where all are equal."""
-        healthy = self.status != STATUS_NAMES[DIVERGED]
+        healthy = self.status != Status.DIVERGED
         if healthy.all():
             return weights
         message = _check.left_out(np.asarray(self.ensemble.ids)[~healthy], healthy, name=name)
@@ -234,7 +235,7 @@ class Run(eqx.Module, Generic[M]):
         _check.check_mode(mode, name="Run.best")
         scores = _check.scores_to_rank(self.best_score if by is None else by, len(self.status), name="Run.best")
         scores = scores if mode == "min" else -scores
-        scores = np.where(self.status == STATUS_NAMES[DIVERGED], np.inf, scores)
+        scores = np.where(self.status == Status.DIVERGED, np.inf, scores)
         order = np.argsort(np.where(np.isnan(scores), np.inf, scores), kind="stable")
         _check.enough_to_rank(count, int(np.isfinite(scores).sum()), name="Run.best")
         return self.ensemble[order[:count]]
@@ -250,13 +251,13 @@ class Run(eqx.Module, Generic[M]):
         **Returns:** a dict from column to values; a data frame if asked.
         """
         columns = {"member": np.asarray(self.ensemble.ids)}
-        for path, values in jax.tree_util.tree_flatten_with_path(self.train_state.fixed.hyper)[0]:
+        for path, values in jax.tree_util.tree_flatten_with_path(self.train_state.hyper)[0]:
             columns[_check.hyper_column(path)] = to_host(values)
         columns["loss"] = last_finite(self.history.loss)
         if self.best_score is not None and self.best_step is not None:
             columns["validation"] = self.best_score
             columns["best_step"] = self.best_step
-        columns |= {"status": self.status, "left": self.left}
+        columns |= {"status": status_names(self.status), "stopped_at": self.stopped_at}
         return _frame(columns) if as_frame else columns
 
 
@@ -270,8 +271,3 @@ def _frame(columns: dict[str, np.ndarray]) -> Any:
         for place in np.ndindex(values.shape[1:]):
             flat[name + "".join(f"[{i}]" for i in place)] = values[:, *place]
     return pandas.DataFrame(flat)
-
-
-def status_names(status: Array | np.ndarray) -> np.ndarray:
-    """The status of every member in words."""
-    return np.array(STATUS_NAMES)[np.asarray(status)]

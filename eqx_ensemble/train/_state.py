@@ -18,23 +18,20 @@ from ._hyper import hyper_arrays
 from ._trainable import Trainable, partition_trainable
 from .compiled._optimiser import Optimiser, init_member
 
-OK, STOPPED, DIVERGED = 0, 1, 2
-STATUS_NAMES = ("ok", "stopped", "diverged")
 
-
-class Moving(eqx.Module):
-    """What a training step changes, of one member; stacked, of all."""
+class MemberState(eqx.Module):
+    """What a training step changes, of one member; stacked, of all members."""
 
     params: PyTree
     opt_state: PyTree
     model_state: PyTree
     status: Int8[Array, "*members"]
-    left: Int[Array, "*members"]
+    stopped_at: Int[Array, "*members"]
     fault: Int[Array, "*members"]
 
 
-class Fixed(eqx.Module):
-    """What a member brings along and no step changes: frozen arrays, its random stream, its hyper-parameters."""
+class MemberConstants(eqx.Module):
+    """What no training step changes: the frozen arrays, the random key and the hyper-parameters of one member."""
 
     frozen: PyTree
     key: Key[Array, "*members"]
@@ -42,32 +39,57 @@ class Fixed(eqx.Module):
 
 
 class TrainState(eqx.Module, Generic[M]):
-    """The state of a training run of all members: a PyTree to pass through [`eqx_ensemble.train.make_step`][]'s step.
+    """The training state of all members: the PyTree that a step of [`eqx_ensemble.train.make_step`][] maps to the next.
 
     **Attributes:**
 
-    - `moving`: what a step changes, stacked: `params`, `opt_state`, `model_state`, `status` (0 ok, 1 stopped,
-        2 diverged), `left`, the step at which a member left (-1 while it trains), and `fault`, what was first not
-        finite then (-1 nothing, 0 the loss, else one more than a leaf's place in `params`).
-    - `fixed`: what stays, stacked: frozen arrays, keys, hyper-parameters.
+    - `ensemble`: the ensemble with its current weights.
+    - `params`: the trained arrays, each `(members, ...)`; `None` where a leaf is not trained.
+    - `opt_state`: the optimiser states, each array `(members, ...)`.
+    - `model_state`: the stacked `equinox.nn.State` of stateful members, else `None`.
+    - `hyper`: the hyper-parameters, each `(members, ...)`, or `None`.
+    - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
+    - `ids`: `(members,)`, the members' ids.
     - `step`: the number of steps done.
+
+    To replace a part: `eqx.tree_at(lambda state: state.hyper, state, new)`.
     """
 
-    moving: Moving
-    fixed: Fixed
+    moving: MemberState
+    fixed: MemberConstants
     shared: M
     ids: Int[Array, " members"]
     step: Int[Array, ""]
 
     @property
     def ensemble(self) -> Ensemble[M]:
-        """The ensemble with its present weights."""
+        """The ensemble with its current weights."""
         return Ensemble(eqx.combine(self.moving.params, self.fixed.frozen), self.shared, self.ids)
+
+    @property
+    def params(self) -> PyTree:
+        """The trained arrays, each `(members, ...)`."""
+        return self.moving.params
+
+    @property
+    def opt_state(self) -> PyTree:
+        """The optimiser states, each array `(members, ...)`."""
+        return self.moving.opt_state
 
     @property
     def model_state(self) -> PyTree:
         """The stacked `equinox.nn.State` of stateful members, else `None`."""
         return self.moving.model_state
+
+    @property
+    def hyper(self) -> PyTree:
+        """The hyper-parameters, each `(members, ...)`, or `None`."""
+        return self.fixed.hyper
+
+    @property
+    def status(self) -> Any:  # `equinox.tree_at` passes markers through here
+        """The status of every member `(members,)`, int8, each an [`eqx_ensemble.train.Status`][]."""
+        return self.moving.status
 
     @property
     def num_members(self) -> int:
@@ -149,11 +171,11 @@ def first_state(
         shared, ids = replicate((shared, ids), layout)
     opt_state = init_all(optimiser, params, hyper, ids, layout=layout)
     never = jnp.full(count, -1, jnp.int32)
-    moving = Moving(params, opt_state, state, jnp.zeros(count, jnp.int8), never, never.copy())
+    moving = MemberState(params, opt_state, state, jnp.zeros(count, jnp.int8), never, never.copy())
     step = jnp.zeros((), jnp.int32)
     if layout is not None:
         moving, step = shard_members(moving, layout), replicate(step, layout)
-    return TrainState(moving, Fixed(frozen, keys, hyper), shared, ids, step)
+    return TrainState(moving, MemberConstants(frozen, keys, hyper), shared, ids, step)
 
 
 @eqx.filter_jit

@@ -13,7 +13,7 @@ from ..plan import AbstractPlan, AnyPlan, Vmap
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot
 from ..sharding._layout import Layout, as_layout
-from ._state import Moving, TrainState
+from ._state import MemberState, TrainState
 from .compiled._health import nan_is_data
 from .compiled._limits import Limits
 from .compiled._loss import as_loss
@@ -28,7 +28,7 @@ class Metrics(eqx.Module):
 
     - `loss`: `(members,)`, before the update; NaN for members that no longer train.
     - `aux`: the loss's auxiliary outputs, each `(members, ...)`; `None` without `has_aux`.
-    - `status`: `(members,)`: 0 ok, 1 stopped, 2 diverged.
+    - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     """
 
     loss: Float[Array, " members"]
@@ -86,7 +86,7 @@ def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Input
 
 
 @eqx.filter_jit
-def _compiled_step(step: Step, state: TrainState, batch: PyTree) -> tuple[Moving, Int[Array, ""], Metrics]:
+def _compiled_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState, Int[Array, ""], Metrics]:
     # What stays is not returned: taking big trees apart costs as much as a small step. The same goes for looking at a
     # signature at every call.
     program, inputs, carry = _parts(step, state, batch)

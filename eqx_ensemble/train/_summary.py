@@ -7,7 +7,7 @@ import numpy as np
 
 from .. import _check
 from .._progress import members_in_words
-from ._state import DIVERGED, OK, STATUS_NAMES
+from ._status import Status
 from .host._record import last_finite
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def summary(run: "Run[Any]") -> str:
 
 def _statuses(status: np.ndarray, ids: np.ndarray) -> str:
     parts = []
-    for name in STATUS_NAMES:
-        here = ids[status == name]
+    for one in Status:
+        here = ids[status == one]
         if len(here):
-            parts.append(f"{len(here)} {name}" + ("" if name == STATUS_NAMES[OK] else f" ({_listed(here)})"))
+            parts.append(f"{len(here)} {one!s}" + ("" if one is Status.OK else f" ({_listed(here)})"))
     return ", ".join(parts)
 
 
@@ -49,7 +49,7 @@ def _listed(ids: np.ndarray) -> str:
 
 
 def _scores(run: "Run[Any]", ids: np.ndarray) -> list[str]:
-    healthy, lines = run.status != STATUS_NAMES[DIVERGED], []
+    healthy, lines = run.status != Status.DIVERGED, []
     loss = last_finite(run.history.loss)[healthy] if run.history.loss.size else np.zeros(0)
     loss = loss[np.isfinite(loss)]
     if loss.size:

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.train import Status
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def run():
 
 
 def test_dots_are_where_weights_were_kept(ax, run):
-    assert run.status[3] == "diverged"
+    assert run.status[3] == Status.DIVERGED
     assert ee.plot.training_curves(run, curve="validation", ax=ax) is ax
     dots = ax.lines[-1]
     assert dots.get_linestyle() == "None"

@@ -61,7 +61,7 @@ def same_run(got, expected, rtol=1e-5):
         np.testing.assert_allclose(got.best_score, expected.best_score, rtol=rtol)
     np.testing.assert_allclose(got.history.loss, expected.history.loss, rtol=rtol)
     assert got.status.tolist() == expected.status.tolist()
-    assert got.left.tolist() == expected.left.tolist()
+    assert got.stopped_at.tolist() == expected.stopped_at.tolist()
 
 
 def bytes_by_device(tree):
@@ -240,7 +240,7 @@ class TestFit:
         )
         got, expected = fit(ee.make_mesh(members=2, data=2)), fit(None)
         same_run(got, expected)
-        assert got.left.tolist() == [3, -1, 7, -1, 9]
+        assert got.stopped_at.tolist() == [3, -1, 7, -1, 9]
         np.testing.assert_allclose(got.out_of_bag(X).mean, expected.out_of_bag(X).mean, rtol=1e-4, atol=1e-6)
 
     @uneven
@@ -494,7 +494,7 @@ class TestModel:
         same_run(got, on_one_device(num_members, optimiser))
         spec = got.ensemble.stacked.layers[1].weight.sharding.spec
         assert "model" in spec
-        for tree in [got.selection.params, *([got.train_state.moving.opt_state[0].mu] if optimiser == "adam" else [])]:
+        for tree in [got.selection.params, *([got.train_state.opt_state[0].mu] if optimiser == "adam" else [])]:
             assert tree.layers[1].weight.sharding.spec == spec
 
     def test_weights_are_gathered(self):

@@ -129,5 +129,5 @@ class TestBestOfARun:
         pandas = pytest.importorskip("pandas")
         frame = self.run().table(as_frame=True)
         assert isinstance(frame, pandas.DataFrame)
-        assert list(frame.columns) == ["member", "betas[0]", "betas[1]", "lr", "loss", "status", "left"]
+        assert list(frame.columns) == ["member", "betas[0]", "betas[1]", "lr", "loss", "status", "stopped_at"]
         assert frame.loc[2, "status"] == "diverged"

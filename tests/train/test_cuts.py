@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.train import Status
 
 from ..factories import assert_close, assert_same
 
@@ -84,7 +85,7 @@ def a_case(seed):
 
 
 def assert_same_training(run, whole):
-    np.testing.assert_array_equal(run.train_state.moving.opt_state[0].count, int(whole.train_state.step))
+    np.testing.assert_array_equal(run.train_state.opt_state[0].count, int(whole.train_state.step))
     assert_same(run.train_state, whole.train_state)
     assert_same(run.history.loss, whole.history.loss)
 
@@ -170,12 +171,12 @@ def test_patience_and_target_count_whole_epochs(ensemble):
     options = {"validation": data(8), "patience": 2, "min_delta": 0.01, "target": target, "batch_size": 8}
     fit = lambda begun, steps: ee.fit(begun, loss, ADAM, data(20), steps=steps, progress=False, key=KEY, **options)
     whole, run = fit(ensemble, 60), fit(ensemble, 4)
-    assert len(set(whole.left.tolist())) > 1
-    while run.train_state.step < 60 and (run.status == "ok").any():
+    assert len(set(whole.stopped_at.tolist())) > 1
+    while run.train_state.step < 60 and (run.status == Status.OK).any():
         run = fit(run, 4)  # a step more than an epoch
-    assert run.left.tolist() == whole.left.tolist()
+    assert run.stopped_at.tolist() == whole.stopped_at.tolist()
     assert run.status.tolist() == whole.status.tolist()
-    assert_same(run.train_state.moving.params, whole.train_state.moving.params)
+    assert_same(run.train_state.params, whole.train_state.params)
     assert_same_epochs(run, whole)
 
 
@@ -185,6 +186,6 @@ def test_halving_and_populations_make_the_steps_asked_for(ensemble):
     optimiser = lambda hyper: optax.adam(hyper["lr"])
     options = {"data": data(40), "hyper": hyper, "validation": data(8), "progress": False, "key": KEY}
     halved = ee.methods.successive_halving(ensemble, loss, optimiser, steps=1, factor=2, rungs=3, **options)
-    assert halved.train_state.moving.opt_state[0].count.max() == 4
+    assert halved.train_state.opt_state[0].count.max() == 4
     found = ee.methods.population_based_training(ensemble, loss, optimiser, steps=1, rounds=4, **options)
-    np.testing.assert_array_equal(found.run.train_state.moving.opt_state[0].count, 4)
+    np.testing.assert_array_equal(found.run.train_state.opt_state[0].count, 4)

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.train import DivergedError, NotSavedError
+from eqx_ensemble.train import DivergedError, NotSavedError, Status
 
 KEY = jax.random.key(0)
 ROWS = (jnp.linspace(-1, 1, 8)[:, None], jnp.ones((8, 1)))
@@ -50,7 +50,7 @@ def test_errors_arrive_with_their_run(send):
         assert type(arrived) is type(error)
         assert (str(arrived), arrived.args, arrived.__notes__) == (str(error), error.args, ["a note"])
         assert getattr(arrived, "errno", None) == getattr(error, "errno", None)
-        assert arrived.run.status.tolist() == ["ok", "diverged", "ok"]
+        assert arrived.run.status.tolist() == [Status.OK, Status.DIVERGED, Status.OK]
         np.testing.assert_array_equal(arrived.run.ensemble.stacked.weight, error.run.ensemble.stacked.weight)
 
 
@@ -76,7 +76,7 @@ def test_debug_nans_ends_nothing(limits):
         expected = fitted()
     with jax.debug_nans(True), pytest.warns(UserWarning, match="diverged"):
         run = fitted()
-    assert run.left.tolist() == expected.left.tolist()
+    assert run.stopped_at.tolist() == expected.stopped_at.tolist()
     np.testing.assert_array_equal(run.history.loss, expected.history.loss)
     np.testing.assert_array_equal(run.best_score, expected.best_score)
 

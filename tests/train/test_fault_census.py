@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.train import Status
 from eqx_ensemble.train.compiled import _chunk
 
 from ..factories import numbers
@@ -156,9 +157,9 @@ def broken_promises(fault, left, clean, run):
     kept = {
         OTHERS_STATE: same_bits(part(moving, others), part(clean_moving, others)),
         OTHERS_CURVES: same_bits(part(curves, others), part(clean_curves, others)),
-        OTHERS_STAY: (run.status[others] == "ok").all() and (run.left[others] == -1).all(),
+        OTHERS_STAY: (run.status[others] == Status.OK).all() and (run.stopped_at[others] == -1).all(),
         BEFORE: same_bits(part(curves, one, before), part(clean_curves, one, before)),
-        IN_TIME: (run.left[one], run.status[one]) == (left, "ok" if stays else "diverged"),
+        IN_TIME: (run.stopped_at[one], run.status[one]) == (left, Status.OK if stays else Status.DIVERGED),
         CURVE: np.isfinite(losses if stays else losses[:left]).all() and (stays or np.isnan(losses[left + 1 :]).all()),
         PLACE: place == -1 if stays else (place > 0 if np.isfinite(losses[left]) else place == 0),
         LAST_GOOD: stays or same_bits(weights, part(run.history.aux, one, left)),
@@ -193,12 +194,12 @@ def leaves_at(name, fault):
 def wrong(name, plan):
     """Everything that is wrong with an optimiser under a plan, one line for each fault."""
     clean = fitted(optimiser(name), PLANS[plan])
-    lines = [] if (clean.status == "ok").all() else ["the run without a fault has one"]
+    lines = [] if (clean.status == Status.OK).all() else ["the run without a fault has one"]
     for kind in KINDS:
         fault = drawn(kind, name, plan)
         run = fitted(optimiser(name), PLANS[plan], fault)
         if broken := broken_promises(fault, leaves_at(name, fault), clean, run):
-            lines.append(f"{fault}, left {run.left}: not kept: {'; '.join(broken)}")
+            lines.append(f"{fault}, left {run.stopped_at}: not kept: {'; '.join(broken)}")
     return lines
 
 
@@ -284,7 +285,7 @@ def _clip_of_all_members():
 def test_a_norm_of_all_members_would_be_noticed(kind):
     optimiser, plan = _clip_of_all_members(), Coupled()
     clean, fault = fitted(optimiser, plan), Fault(kind, member=1, step=0 if kind == "weights" else 3)
-    assert (clean.status == "ok").all()
+    assert (clean.status == Status.OK).all()
     broken = broken_promises(fault, fault.step, clean, fitted(optimiser, plan, fault))
     assert OTHERS_STATE in broken
     assert OTHERS_STAY in broken
@@ -321,7 +322,7 @@ def test_one_bit_would_be_noticed():
     clean, fault = fitted(optimiser(ALL_PLANS), PLANS["vmap"]), Fault("loss", member=0, step=2)
     run = fitted(optimiser(ALL_PLANS), PLANS["vmap"], fault)
     assert not broken_promises(fault, fault.step, clean, run)
-    first = lambda run: jax.tree.leaves(run.train_state.moving.opt_state)[-1]
+    first = lambda run: jax.tree.leaves(run.train_state.opt_state)[-1]
     one_bit = lambda x: jnp.asarray(np.asarray(x)).at[1, -1].set(jnp.nextafter(x[1, -1], jnp.inf))
     assert broken_promises(fault, fault.step, clean, eqx.tree_at(first, run, replace_fn=one_bit)) == [OTHERS_STATE]
     assert IN_TIME in broken_promises(fault, fault.step + 1, clean, run)

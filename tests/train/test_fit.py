@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.train import Status
 from eqx_ensemble.train.host import _loop
 
 from ..factories import Alone, assert_close, assert_same, distance, in_order, step_key
@@ -69,8 +70,8 @@ def test_is_the_loop_over_the_same_rows(ensemble, length, steps):
     assert_alone(run, ensemble, lambda i: in_order(dataset(), BATCH, steps), steps)
     assert run.history.validation is None
     assert run.history.aux is None
-    assert run.status.tolist() == ["ok"] * MEMBERS
-    assert run.left.tolist() == [-1] * MEMBERS
+    assert run.status.tolist() == [Status.OK] * MEMBERS
+    assert run.stopped_at.tolist() == [-1] * MEMBERS
     assert not run.interrupted
 
 
@@ -232,16 +233,16 @@ def test_patience_of_its_own(ensemble, min_delta):
         best, score, step, left, scores = patient_loop(model, IDS[i], epochs, 2, min_delta, validation, ALONE)
         assert_close(run.ensemble[i], best, 1e-5)
         assert run.best_step[i] == step
-        assert run.left[i] == left
-        assert run.status[i] == ("ok" if left < 0 else "stopped")
+        assert run.stopped_at[i] == left
+        assert run.status[i] == (Status.OK if left < 0 else Status.STOPPED)
         np.testing.assert_allclose(run.best_score[i], score, rtol=1e-5)
         np.testing.assert_allclose(run.history.validation[i, : len(scores)], scores, rtol=1e-5)
         assert np.isnan(run.history.validation[i, len(scores) :]).all()
         assert np.isnan(run.history.loss[i, 3 * len(scores) :]).all()
         assert np.isfinite(run.history.loss[i, : 3 * len(scores)]).all()
-    assert (run.status == "stopped").any()
+    assert (run.status == Status.STOPPED).any()
     if min_delta == 0.0:
-        assert len(set(run.left.tolist())) > 1, "members that stop together show little"
+        assert len(set(run.stopped_at.tolist())) > 1, "members that stop together show little"
     table = run.table()
     assert {"validation", "best_step"} <= set(table)
     assert np.isfinite(table["loss"]).all()
@@ -325,12 +326,12 @@ def test_a_diverged_member_is_frozen_and_named(ensemble):
         UserWarning, match=r"1 member\(s\) diverged and keep their last finite weights .*: 3 at step 2 \(`.*`\)\."
     ):
         run = fitted([0.01, 1e12, 0.03])
-    assert run.status.tolist() == ["ok", "diverged", "ok"]
-    assert run.left.tolist() == [-1, 2, -1]
+    assert run.status.tolist() == [Status.OK, Status.DIVERGED, Status.OK]
+    assert run.stopped_at.tolist() == [-1, 2, -1]
     others = np.array([0, 2])
     assert_same(run.ensemble[others], healthy.ensemble[others])
     np.testing.assert_array_equal(run.history.loss[others], healthy.history.loss[others])
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(run.train_state.moving.params))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(run.train_state.params))
     assert np.isnan(run.history.loss[1, 3:]).all()
     expected, _, _ = Alone(loss, optax.sgd(1e12))(ensemble[1], in_order(dataset(), 11, 2), keys_of(3, 2))
     assert_close(run.ensemble[1], expected, 1e-5)
@@ -401,7 +402,7 @@ def test_an_iterable_with_validation(ensemble):
     arrays = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, order="given", **options)
     assert_close(run.ensemble, arrays.ensemble, 1e-6)
     np.testing.assert_allclose(run.history.validation, arrays.history.validation, rtol=1e-6)
-    np.testing.assert_array_equal(run.left, arrays.left)
+    np.testing.assert_array_equal(run.stopped_at, arrays.stopped_at)
     np.testing.assert_array_equal(run.history.validation_step, arrays.history.validation_step)
 
 
@@ -516,7 +517,7 @@ def test_a_fault_compiles_nothing(ensemble, plan, compiled):
     assert programs.count("run_chunk") == 1
     with compiled() as programs:
         run = fitted([0.01, 1e12, 0.02])
-    assert run.status.tolist() == ["ok", "diverged", "ok"]
+    assert run.status.tolist() == [Status.OK, Status.DIVERGED, Status.OK]
     assert programs == []
 
 
@@ -547,7 +548,7 @@ def test_control_c_leaves_a_whole_run(ensemble, interruptible, moments, monkeypa
         assert run.interrupted
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert int(run.train_state.step) == run.history.loss.shape[1] > 0
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(run.train_state.moving.params))
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(run.train_state.params))
         assert np.isfinite(run.ensemble(dataset()[0][0])).all()
         assert np.isfinite(ensemble(dataset()[0][0])).all()
     longest = max((run.history.loss for run in runs), key=lambda curves: curves.shape[1])

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.train import Revive
+from eqx_ensemble.train import Revive, Status
 
 from ..factories import assert_close, assert_same
 
@@ -49,7 +49,7 @@ def assert_same_run(run, whole):
     assert_same(run.selection, whole.selection)
     assert_same(run.history, whole.history)
     assert run.status.tolist() == whole.status.tolist()
-    assert run.left.tolist() == whole.left.tolist()
+    assert run.stopped_at.tolist() == whole.stopped_at.tolist()
 
 
 class TestAsIfItHadNotStopped:
@@ -74,7 +74,7 @@ class TestAsIfItHadNotStopped:
     def test_with_validation_and_patience(self, ensemble):
         options = {"validation": data(16), "patience": 2, "min_delta": 0.02}
         whole = fitted(ensemble, epochs=12, **options)
-        assert len(set(whole.left.tolist())) > 1
+        assert len(set(whole.stopped_at.tolist())) > 1
         run = fitted(fitted(ensemble, epochs=3, **options), epochs=9, **options)
         assert_same_run(run, whole)
         assert run.best_step.tolist() == whole.best_step.tolist()
@@ -84,7 +84,7 @@ class TestAsIfItHadNotStopped:
         whole = fitted(ensemble, epochs=4, max_steps=limits)
         run = fitted(fitted(ensemble, epochs=2, max_steps=limits), epochs=2, max_steps=limits)
         assert_same_run(run, whole)
-        assert run.left.tolist() == [2, 7, 12, -1]
+        assert run.stopped_at.tolist() == [2, 7, 12, -1]
 
     def test_with_hyper_parameters_and_revivals(self, ensemble):
         def faulty(model, batch, key, hyper):
@@ -142,13 +142,13 @@ class TestFromATrainingState:
     def test_changed_hyper_parameters(self, ensemble):
         optimiser = lambda hyper: optax.sgd(hyper)
         run = ee.fit(ensemble, loss, optimiser, data(40), hyper=jnp.full(MEMBERS, 0.1), epochs=1, key=KEY)
-        state = eqx.tree_at(lambda s: s.fixed.hyper, run.train_state, jnp.zeros(MEMBERS))
+        state = eqx.tree_at(lambda s: s.hyper, run.train_state, jnp.zeros(MEMBERS))
         assert_same(ee.fit(state, loss, optimiser, data(40), epochs=1, key=KEY).ensemble, run.ensemble)
 
 
 def test_a_budget_that_is_over_is_not_exceeded(ensemble):
     run = fitted(fitted(ensemble, epochs=2), steps=10, max_steps=[5, 5, 100, 100])
-    assert run.left.tolist() == [10, 10, -1, -1]
+    assert run.stopped_at.tolist() == [10, 10, -1, -1]
 
 
 def test_an_old_fault_is_not_raised_again(ensemble):
@@ -158,7 +158,7 @@ def test_an_old_fault_is_not_raised_again(ensemble):
         ee.fit(ensemble, faulty, ADAM, data(40), hyper=jnp.arange(MEMBERS), epochs=2, **options)
     with pytest.warns(UserWarning, match="diverged"):
         run = ee.fit(caught.value.run, faulty, ADAM, data(40), epochs=1, **options)
-    assert run.status.tolist() == ["ok", "diverged", "ok", "ok"]
+    assert run.status.tolist() == [Status.OK, Status.DIVERGED, Status.OK, Status.OK]
 
 
 def test_patience_counts_epochs_that_end(ensemble):

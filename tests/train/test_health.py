@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.train import Status
 
 from ..factories import Alone, assert_close, assert_same, in_order, step_key
 
@@ -96,8 +97,8 @@ FAULTS = {
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
 def test_every_fault_is_found_at_its_step(faults, where):
     run = fitted(faults, where)
-    assert run.left.tolist() == faults
-    assert run.status.tolist() == ["ok" if fault < 0 else "diverged" for fault in faults]
+    assert run.stopped_at.tolist() == faults
+    assert run.status.tolist() == [Status.OK if fault < 0 else Status.DIVERGED for fault in faults]
     healthy = fitted([-1] * MEMBERS, where)
     batches = in_order(dataset(), BATCH, STEPS)
     for i, fault in enumerate(faults):
@@ -119,7 +120,7 @@ def test_every_fault_is_found_at_its_step(faults, where):
 def test_faults_under_other_plans(plan):
     faults = FAULTS["nearly all"]
     run, healthy = fitted(faults, unseen, plan), fitted([-1] * MEMBERS, unseen, plan)
-    assert run.left.tolist() == faults
+    assert run.stopped_at.tolist() == faults
     assert_same(run.ensemble[3], healthy.ensemble[3])
 
 
@@ -132,8 +133,8 @@ def test_the_users_own_loop_finds_the_same_faults():
     step = ee.train.make_step(loss, optimiser)
     for batch in in_order(dataset(), BATCH, STEPS):
         state, metrics = step(state, batch)
-    np.testing.assert_array_equal(state.moving.left, run.left)
-    np.testing.assert_array_equal(metrics.status, run.train_state.moving.status)
+    np.testing.assert_array_equal(state.moving.stopped_at, run.stopped_at)
+    np.testing.assert_array_equal(metrics.status, run.train_state.status)
     assert_close(state.ensemble, run.ensemble, 1e-5)
 
 
@@ -164,7 +165,7 @@ def test_an_optimiser_that_handles_bad_gradients_goes_on():
     ensemble = ee.build(Model, 2, key=BUILD_KEY)
     ensemble = eqx.tree_at(lambda e: e.stacked.unseen, ensemble, jnp.array([[0.0, 0.0], [1.0, 1.0]]))
     run = ee.fit(ensemble, kinked, optimiser, dataset(), batch_size=BATCH, order="given", steps=20, key=KEY)
-    assert run.status.tolist() == ["ok", "ok"]
+    assert run.status.tolist() == [Status.OK, Status.OK]
     assert_same(run.ensemble[0], ensemble[0])
     alone = Alone(kinked, optimiser)
     keys = [step_key(KEY, 1, step) for step in range(20)]
@@ -177,7 +178,7 @@ def test_a_failure_that_must_not_be():
     with pytest.raises(ee.train.DivergedError, match=r"1 member\(s\) diverged .*: 2 at step 9 \(`.*`\)\.") as caught:
         fitted(FAULTS["one"], unseen, on_diverge="raise", steps=10**6)
     run = caught.value.run
-    assert run.status.tolist() == ["ok", "ok", "diverged", "ok", "ok", "ok"]
+    assert run.status.tolist() == [Status.OK, Status.OK, Status.DIVERGED, Status.OK, Status.OK, Status.OK]
     assert 9 < run.history.loss.shape[1] < 10**4
     assert run.healthy.ids.tolist() == [0, 1, 3, 4, 5]
     assert_same(run.healthy, run.ensemble[[0, 1, 3, 4, 5]])

@@ -80,9 +80,9 @@ def test_halving():
     options = {"hyper": {"lr": RATES}, "validation": ROWS, "epochs": 1, "factor": 2, "key": KEY}
     halved = lambda **more: ee.methods.successive_halving(built(), loss, sgd, ROWS, **options, **more)
     low, high = halved(), halved(score=negative, mode="max")
-    assert low.left.tolist() == high.left.tolist()
-    assert sorted(low.left.tolist()) == [-1, 1, 1, 2]
-    assert (low.left == -1).nonzero()[0] == np.argmin(low.best_score)
+    assert low.stopped_at.tolist() == high.stopped_at.tolist()
+    assert sorted(low.stopped_at.tolist()) == [-1, 1, 1, 2]
+    assert (low.stopped_at == -1).nonzero()[0] == np.argmin(low.best_score)
 
 
 def test_population():
@@ -142,7 +142,7 @@ def test_no_such_mode(name, pair, unhooked):
 
 def test_numpy_numbers_are_numbers(unhooked):
     runs = [fitted(validation=ROWS, patience=1, min_delta=delta) for delta in (0.5, np.float32(0.5), np.float64(0.5))]
-    assert len({tuple(run.left.tolist()) for run in runs}) == 1
+    assert len({tuple(run.stopped_at.tolist()) for run in runs}) == 1
 
 
 @pytest.mark.parametrize("name", ["member", "loss", "validation", "best_step", "status", "left"])

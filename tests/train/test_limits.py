@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.train import Status
 
 from ..factories import assert_close
 
@@ -48,8 +49,8 @@ def test_each_member_stops_at_its_own_step(ensemble, rows, with_validation):
     limits = np.array([3, 5, 6, 17, 1000])
     run = fitted(ensemble, rows, max_steps=limits, **options)
     total = 6 * -(-rows // 8)
-    assert run.left.tolist() == [3, 5, 6, 17, -1]
-    assert run.status.tolist() == ["stopped"] * 4 + ["ok"]
+    assert run.stopped_at.tolist() == [3, 5, 6, 17, -1]
+    assert run.status.tolist() == [Status.STOPPED] * 4 + [Status.OK]
     last = run.train_state.ensemble
     for member, limit in enumerate(limits.clip(max=total)):
         short = fitted(ensemble, rows, epochs=None, steps=int(limit), **options)
@@ -67,7 +68,7 @@ def test_in_batches_of_ones_own(ensemble):
     x, y = data(40)
     batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)]
     run = ee.fit(ensemble, loss, ADAM, batches, epochs=2, max_steps=[1, 2, 3, 4, 50], progress=False, key=KEY)
-    assert run.left.tolist() == [1, 2, 3, 4, -1]
+    assert run.stopped_at.tolist() == [1, 2, 3, 4, -1]
 
 
 def test_weights_of_members_that_leave_the_arrays_are_judged(ensemble, monkeypatch):
@@ -80,7 +81,7 @@ def test_weights_of_members_that_leave_the_arrays_are_judged(ensemble, monkeypat
     for source in ({}, {"data": endless}):
         fit = lambda **options: fitted(ensemble, validation=data(16), epochs=None, **source, **options)  # noqa: B023
         run = fit(steps=14, max_steps=[3, 3, 3, 7, 100])
-        assert run.left.tolist() == [3, 3, 3, 7, -1]
+        assert run.stopped_at.tolist() == [3, 3, 3, 7, -1]
         for member in range(MEMBERS):
             of_last = loss(run.train_state.ensemble[member], data(16), None)
             assert np.isclose(run.history.validation[member], of_last, rtol=1e-5).any()
@@ -100,7 +101,7 @@ def test_the_last_members_stop_within_an_epoch(ensemble):
 
 def test_one_budget_for_all_ends_the_run(ensemble):
     run = fitted(ensemble, max_steps=12)
-    assert run.left.tolist() == [12] * MEMBERS
+    assert run.stopped_at.tolist() == [12] * MEMBERS
     assert run.history.loss.shape == (MEMBERS, 12)
 
 
@@ -110,8 +111,8 @@ def test_a_target_is_each_members_own(ensemble):
     targets = np.array([scores[i, epoch] for i, epoch in enumerate((3, 0, 29, 10, 5))])
     run = fitted(ensemble, validation=data(64), epochs=30, target=targets.astype(np.float32))
     first = np.argmax(scores <= targets[:, None], axis=1)  # the first epoch at which each reaches its own
-    assert run.left.tolist() == ((first + 1) * 5).tolist()
-    assert (run.status == "stopped").all()
+    assert run.stopped_at.tolist() == ((first + 1) * 5).tolist()
+    assert (run.status == Status.STOPPED).all()
     assert np.all(run.best_score <= targets)
 
 
@@ -119,9 +120,9 @@ def test_time_is_over(ensemble, monkeypatch):
     ticks = itertools.count(step=0.5)
     monkeypatch.setattr("eqx_ensemble.train.host._loop.time.perf_counter", lambda: next(ticks))
     run = fitted(ensemble, epochs=10**7, max_seconds=[2.0, 2.0, 2.0, 2.0, 8.0])
-    assert (run.status == "stopped").all()
-    assert run.left[:4].tolist() == [run.left[0]] * 4
-    assert 0 < run.left[0] < run.left[4] < 10**5
+    assert (run.status == Status.STOPPED).all()
+    assert run.stopped_at[:4].tolist() == [run.stopped_at[0]] * 4
+    assert 0 < run.stopped_at[0] < run.stopped_at[4] < 10**5
 
 
 @pytest.mark.usefixtures("unhooked")

@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.train import Status
 from eqx_ensemble.train.host import _loop, _roster
 
 from ..factories import distance, relaxed, step_key
@@ -182,7 +183,7 @@ class Plain:
         self.case, self.member = case, member
         self.params, self.frozen = eqx.partition(model, case.trainable)
         self.best, self.score, self.bar, self.best_step, self.waited = self.params, np.inf, np.inf, -1, 0
-        self.status, self.left, self.losses, self.scored = "ok", -1, [], -1
+        self.status, self.stopped_at, self.losses, self.scored = Status.OK, -1, [], -1
 
     def train(self):
         case, one = self.case, lambda part: part.value[self.member] if isinstance(part, ee.Each) else part
@@ -199,21 +200,21 @@ class Plain:
             )  # fmt: skip
             self.losses.append(float(value))
             if not np.isfinite(self.losses[-1]):
-                return self.leave("diverged", step)
+                return self.leave(Status.DIVERGED, step)
             self.params = params
             if case.max_steps is not None and step + 1 >= case.max_steps[self.member]:
                 self.judge(step + 1, ends_epoch=False)
-                return self.leave("stopped", step + 1)
+                return self.leave(Status.STOPPED, step + 1)
             if (step + 1) % case.per_epoch == 0:
                 self.judge(step + 1, ends_epoch=True)
-                if self.status != "ok":
+                if self.status != Status.OK:
                     return self
         if self.scored != case.steps:
             self.judge(case.steps, ends_epoch=False)
         return self
 
     def leave(self, status, step):
-        self.status, self.left = status, step
+        self.status, self.stopped_at = status, step
         return self
 
     def judge(self, step, *, ends_epoch):
@@ -229,21 +230,21 @@ class Plain:
             self.bar, self.waited = (score, 0) if score < self.bar - case.min_delta else (self.bar, self.waited + 1)
             target = -np.inf if case.target is None else abs(case.target[self.member])
             if score <= target or self.waited == case.patience:
-                self.leave("stopped", step)
+                self.leave(Status.STOPPED, step)
 
 
 def check_alone(case, run):
     sign = 1 if case.mode == "min" else -1
     for member in range(MEMBERS):
         alone = Plain(case, member).train()
-        assert (run.status[member], run.left[member]) == (alone.status, alone.left)
+        assert (run.status[member], run.stopped_at[member]) == (alone.status, alone.stopped_at)
         losses = run.history.loss[member]
         np.testing.assert_allclose(losses[: len(alone.losses)], alone.losses, rtol=RTOL)
         assert np.isnan(losses[len(alone.losses) :]).all()
         if member == case.lost:
             continue
         own = lambda tree, member=member: jax.tree.map(lambda x: x[member], tree)
-        assert distance(own(run.train_state.moving.params), alone.params) < RTOL
+        assert distance(own(run.train_state.params), alone.params) < RTOL
         if case.validation is not None:
             assert run.best_step[member] == alone.best_step
             np.testing.assert_allclose(sign * run.best_score[member], alone.score, rtol=RTOL)
@@ -256,8 +257,8 @@ def check_alone(case, run):
 def check_same(run, whole, *, members=slice(None), best=True):
     own = lambda tree: jax.tree.map(lambda x: x[members], tree)
     assert run.status.tolist() == own(whole.status).tolist()
-    assert run.left.tolist() == own(whole.left).tolist()
-    healthy = run.status != "diverged"
+    assert run.stopped_at.tolist() == own(whole.stopped_at).tolist()
+    healthy = run.status != Status.DIVERGED
     fine = lambda tree: jax.tree.map(lambda x: x[healthy], tree)
     assert distance(fine(run.train_state.moving), fine(own(whole.train_state.moving))) < RTOL
     if best and whole.selection is not None:
@@ -278,7 +279,7 @@ def check_twin(case, whole, folder):
         check_same(fitted(case, plan=case.plans[1], checkpoint=folder), whole, best=best)
     else:
         begun = fitted(case, steps=case.cut)
-        if case.cut < case.steps and (begun.status == "ok").any():
+        if case.cut < case.steps and (begun.status == Status.OK).any():
             check_same(fitted(case, begun, steps=case.steps - case.cut), whole, best=best)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints
-from eqx_ensemble.train import NotSavedError, Revive
+from eqx_ensemble.train import NotSavedError, Revive, Status
 from eqx_ensemble.train.data._place import decoded, encoded
 from eqx_ensemble.train.host._loop import Loop
 from eqx_ensemble.train.resume import _resume as resume_module
@@ -206,8 +206,8 @@ class TestTheSameCallGoesOn:
         meta = ee.checkpoint.contents(Checkpoints(tmp_path / "a").path(5)).meta
         spent = meta["fit"]["seconds"]
         run = fitted(ensemble, steps=10_000, checkpoint=tmp_path / "a", max_seconds=spent)
-        assert run.status.tolist() == ["stopped"] * MEMBERS
-        assert (run.left < 5 + 64).all()
+        assert run.status.tolist() == [Status.STOPPED] * MEMBERS
+        assert (run.stopped_at < 5 + 64).all()
 
 
 class Stateful:

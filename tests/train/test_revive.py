@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.train import Revive
+from eqx_ensemble.train import Revive, Status
 
 from ..factories import assert_same
 
@@ -71,7 +71,7 @@ def numbered(default):
 def failed(ensemble, members, **options):
     """A training state in which some members have diverged."""
     state = ee.train.init(ensemble, optax.adam(0.1), key=KEY, **options)
-    return eqx.tree_at(lambda state: state.moving.status, state, state.moving.status.at[np.array(members)].set(2))
+    return eqx.tree_at(lambda state: state.status, state, state.status.at[np.array(members)].set(2))
 
 
 class TestDonor:
@@ -81,7 +81,7 @@ class TestDonor:
         others = [0, 1, 3, 4, 5]
         assert_same(run.ensemble[others], clean.ensemble[others])
         np.testing.assert_array_equal(run.history.loss[others], clean.history.loss[others])
-        assert run.status.tolist() == ["ok"] * MEMBERS
+        assert run.status.tolist() == [Status.OK] * MEMBERS
         assert clean.revived == []
 
     def test_it_goes_on_as_a_copy_of_its_donor(self):
@@ -96,7 +96,7 @@ class TestDonor:
         assert jnp.all(jnp.isfinite(run.history.loss[2, 8:]))
         np.testing.assert_array_equal(run.history.loss[2, 8:], run.history.loss[event.donor, 8:])
         assert run.table()["lr"][2] == run.table()["lr"][event.donor]
-        assert run.left.tolist() == [-1] * MEMBERS
+        assert run.stopped_at.tolist() == [-1] * MEMBERS
         assert run.fault.tolist() == [""] * MEMBERS
 
     def test_hyper_parameters_are_perturbed(self):
@@ -128,7 +128,7 @@ class TestDonor:
                 ensemble, always, OPTIMISER, data(), epochs=1, batch_size=BATCH, hyper=hyper(), on_diverge=how, key=KEY
             )
         assert [(event.member, event.step) for event in run.revived] == [(2, 1), (2, 2)]
-        assert run.status[2] == "diverged"
+        assert run.status[2] == Status.DIVERGED
         assert run.fault[2] == "loss"
 
     def test_nobody_healthy_is_left(self):
@@ -164,8 +164,8 @@ class TestFresh:
         assert_same(run.ensemble, again.ensemble)
         first = ee.build(make, MEMBERS, key=KEY)
         assert not np.allclose(run.ensemble.unstack()[2].layers[0].weight, first[2].layers[0].weight, atol=0.2)
-        assert run.status[2] == "ok"
-        assert run.train_state.moving.opt_state[0].count.tolist() == [20, 20, 12, 20, 20, 20]
+        assert run.status[2] == Status.OK
+        assert run.train_state.opt_state[0].count.tolist() == [20, 20, 12, 20, 20, 20]
 
     def test_two_at_once_are_different(self):
         def both(model, batch, key, hyper):
@@ -207,7 +207,7 @@ class TestFresh:
                 hyper=hyper(), on_diverge=how, progress=False, key=KEY,
             )  # fmt: skip
             assert len(run.revived) == 1
-            assert run.status.tolist() == ["ok"] * MEMBERS
+            assert run.status.tolist() == [Status.OK] * MEMBERS
 
     @pytest.mark.parametrize("default", [0.2, 0.1, 0.3])  # the first member's own is none of the others'
     def test_numbers_stay_a_members_own(self, default):
@@ -279,7 +279,7 @@ def test_beside_members_that_left_the_arrays(monkeypatch):
     assert event.donor in {1, 9, 13}
     assert_same(run.ensemble.unstack()[5], run.ensemble.unstack()[event.donor])
     assert run.table()["lr"][5] == run.table()["lr"][event.donor]
-    assert run.left.tolist() == np.where(np.arange(members) % 4 == 1, -1, 10).tolist()
+    assert run.stopped_at.tolist() == np.where(np.arange(members) % 4 == 1, -1, 10).tolist()
 
 
 @pytest.mark.parametrize("wrong", [{"make": 3}, {"perturb": "x"}, {"most": 0}])

@@ -9,6 +9,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.plan import _search
+from eqx_ensemble.train import Status
 from eqx_ensemble.train.compiled._limits import Limits
 from eqx_ensemble.train.compiled._program import Carry, Inputs
 from eqx_ensemble.train.host import _loop
@@ -92,12 +93,12 @@ def test_leaving_is_invisible(case, widths, monkeypatch):
     run = fitted(**CASES[case])
     assert widths == sorted(widths, reverse=True)
     assert 4 <= min(widths) <= 6, "few members stopped, which shows little"
-    assert len(set(expected.left.tolist())) > 2, "members that stop together show little"
+    assert len(set(expected.stopped_at.tolist())) > 2, "members that stop together show little"
     got, wanted = (eqx.filter(run, eqx.is_array_like) for run in (run, expected))
     assert_same_where_optimised(got, wanted)
     assert run.status.tolist() == expected.status.tolist()
-    for i in np.flatnonzero(run.left >= 0):
-        gone = run.left[i] + (run.status[i] == "diverged")  # the step of a fault is reported
+    for i in np.flatnonzero(run.stopped_at >= 0):
+        gone = run.stopped_at[i] + (run.status[i] == Status.DIVERGED)  # the step of a fault is reported
         assert np.isnan(run.history.aux["double"][i, gone:]).all()
         assert not run.history.aux["rows"][i, gone:].any()
 
@@ -114,7 +115,7 @@ def test_under_a_plan_that_is_still_searched_for(widths, monkeypatch):
     run = fitted(**options, plan=ee.plan.Auto(max_overhead=1.0))
     assert widths
     assert len([line for line in run.plan.explain().splitlines() if "ms a step" in line]) > 1
-    assert run.left.tolist() == expected.left.tolist()
+    assert run.stopped_at.tolist() == expected.stopped_at.tolist()
     assert_close(run.ensemble, expected.ensemble, 1e-4)  # plans agree within rounding
 
 
@@ -138,7 +139,7 @@ def test_one_compile_for_every_width(plan, widths, compiled):
     with compiled() as programs:
         again = stopping()
     assert programs == []
-    assert again.left.tolist() == run.left.tolist()
+    assert again.stopped_at.tolist() == run.stopped_at.tolist()
 
 
 def test_it_takes_what_pays():

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.train import Status
 
 from ..factories import assert_close, assert_same
 
@@ -59,7 +60,7 @@ def test_of_a_program(ensemble, plan, scan, batch_size):
     short = fit(ensemble, (X, Y), steps=3, **options)
     assert_same(caught.value.run.train_state, short.train_state)
     assert_same(caught.value.run.history, short.history)
-    assert caught.value.run.status.tolist() == ["ok"] * MEMBERS
+    assert caught.value.run.status.tolist() == [Status.OK] * MEMBERS
 
 
 def test_of_a_program_far_into_a_run(ensemble):
@@ -93,7 +94,7 @@ def test_errors_that_give_nan_are_one_members(ensemble, scan):
     options = {"hyper": jnp.arange(MEMBERS), "plan": ee.plan.Sequential(), "scan": scan, "batch_size": 4, "steps": 3}
     with pytest.warns(UserWarning, match="diverged"):
         run = ee.fit(ensemble, solver, ADAM, (X, Y), progress=False, key=KEY, **options)
-    assert run.status.tolist() == ["ok", "diverged", "ok"]
+    assert run.status.tolist() == [Status.OK, Status.DIVERGED, Status.OK]
 
 
 class OwnError(Exception):

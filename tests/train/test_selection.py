@@ -68,7 +68,7 @@ def test_scores_of_double_precision_decide(score, mode, tmp_path):
             lefts, bests = expected(curves, **rules | {"target": sign * rules["target"]})
             assert any(0 < left < EPOCHS for left in lefts)  # or nothing would be tested
             stopped = run(**limit, checkpoint=tmp_path / str(len(limit)))
-            assert (stopped.left.tolist(), stopped.best_step.tolist()) == (lefts, bests)
+            assert (stopped.stopped_at.tolist(), stopped.best_step.tolist()) == (lefts, bests)
             again = run(**limit, checkpoint=tmp_path / str(len(limit)))  # a checkpoint holds as many digits
             assert again.best_score.tolist() == stopped.best_score.tolist()
             best = min(range(MEMBERS), key=lambda member: sign * stopped.best_score[member])
@@ -86,7 +86,7 @@ def test_scores_of_single_precision_stay_so_beside_doubles():
         rows = (jnp.ones((4, 1), jnp.float32), jnp.ones((4, 1), jnp.float32))
         run = ee.fit(ensemble, loss, optax.sgd(0.1), rows, epochs=3, validation=rows, score=tenth, target=0.1, key=KEY)
     assert run.history.validation.dtype == run.best_score.dtype == np.float32
-    assert run.left.tolist() == [1, 1]
+    assert run.stopped_at.tolist() == [1, 1]
 
 
 class Counting(eqx.Module):

@@ -56,7 +56,7 @@ def test_it_is_what_any_plan_gives(ensemble, options):
     assert_close(run.ensemble, reference.ensemble, 1e-5)
     np.testing.assert_allclose(run.history.loss, reference.history.loss, rtol=1e-4)
     np.testing.assert_array_equal(run.status, reference.status)
-    np.testing.assert_array_equal(run.left, reference.left)
+    np.testing.assert_array_equal(run.stopped_at, reference.stopped_at)
     if run.history.validation is not None:
         np.testing.assert_allclose(run.history.validation, reference.history.validation, rtol=1e-4)
         np.testing.assert_array_equal(run.best_step, reference.best_step)

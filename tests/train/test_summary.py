@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.train import Status
 
 KEY, MEMBERS = jax.random.key(0), 3
 X = jax.random.normal(KEY, (16, 2))
@@ -45,7 +46,7 @@ def test_many_members_are_few_lines(run):
     many = eqx.tree_at(
         lambda run: (run.status, run.ensemble.ids, run.history.loss),
         eqx.tree_at(lambda run: (run.best_score, run.best_step), run, (None, None)),
-        (np.array(["diverged"] * 500), np.arange(500), np.full((500, 1), np.nan)),
+        (np.full(500, Status.DIVERGED, np.int8), np.arange(500), np.full((500, 1), np.nan)),
     )
     assert len(repr(many).splitlines()) <= 10
     assert max(map(len, repr(many).splitlines())) <= 100

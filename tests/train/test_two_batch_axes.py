@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.train import Status
 from eqx_ensemble.train.compiled._loss import as_loss
 
 ROWS = 8  # also the width of the model below, so that a batch's length alone tells nothing
@@ -279,7 +280,7 @@ def test_fit_warns_once_and_trains_on():
     with jax.numpy_rank_promotion("allow"), pytest.warns(UserWarning, match="`squares` makes two batch axes") as caught:
         run = ee.fit(ensemble, squares, optax.sgd(0.1), data, **options)
     assert len(caught) == 1
-    assert run.status.tolist() == ["ok", "ok"]
+    assert run.status.tolist() == [Status.OK, Status.OK]
 
 
 def test_a_step_of_a_wrong_loss_is_warned_of(unhooked):

@@ -122,7 +122,7 @@ def training(ensemble: ee.Ensemble[MLP], optimiser: optax.GradientTransformation
     assert_type(run, ee.Run[MLP])
     assert_type(run.ensemble, ee.Ensemble[MLP])
     assert_type(run.ensemble[0], MLP)
-    assert_type(run.ensemble[run.left < 0], ee.Ensemble[MLP])
+    assert_type(run.ensemble[run.stopped_at < 0], ee.Ensemble[MLP])
     assert_type(run.train_state.ensemble[0], MLP)
     assert_type(run.interrupted, bool)
     ee.fit(ensemble, loss, lambda h: optax.adam(h["lr"]), (x, y), hyper={"lr": x}, steps=3, key=key)

@@ -13,7 +13,7 @@ from ...sweep import AbstractRange
 from ...sweep._check import check_ranges
 from ...train import TrainState
 from ...train._hyper import changed_hyper
-from ...train._state import Fixed
+from ...train._state import MemberConstants
 from .._check import (
     check_factors,
     check_fraction,
@@ -138,17 +138,17 @@ def set_hyper(
     ensemble, hyper = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key), {"lr": jnp.full(4, 0.1)}
     state = ee.train.init(ensemble, lambda h: optax.sgd(h["lr"]), hyper=hyper, key=key)
     state = ee.methods.population.set_hyper(state, [3], ee.train.perturb, key=key)
-    state.fixed.hyper["lr"]  # [0.1, 0.1, 0.1, 0.08] or [0.1, 0.1, 0.1, 0.12]
+    state.hyper["lr"]  # [0.1, 0.1, 0.1, 0.08] or [0.1, 0.1, 0.1, 0.12]
     ```
     """
     name = "methods.population.set_hyper"
     train_state(state, TrainState)
     members = check_indices(members, state.num_members, name=name)
-    check_state_has_hyper(state.fixed.hyper, name=name)
+    check_state_has_hyper(state.hyper, name=name)
     check_function(fn, "fn", name=name, example="lambda hyper, key: hyper")
     keys = _keys.member_keys(key, state.ids, purpose="population")[members]
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, state.step)
-    hyper = changed_hyper(state.fixed.hyper, fn, members, keys, name=name)
+    hyper = changed_hyper(state.hyper, fn, members, keys, name=name)
     return TrainState(
-        state.moving, Fixed(state.fixed.frozen, state.fixed.key, hyper), state.shared, state.ids, state.step
+        state.moving, MemberConstants(state.fixed.frozen, state.fixed.key, hyper), state.shared, state.ids, state.step
     )

@@ -7,7 +7,7 @@ from ..._check import check_mode, train_state
 from ..._ensemble import M
 from ...distributed import to_host
 from ...train import TrainState
-from ...train._state import OK
+from ...train._status import Status
 from ...train.compiled._limits import stopped
 from ...train.host._revive import copies, gathered
 from .._check import check_donors, check_healthy, check_indices, check_member_scores
@@ -83,7 +83,7 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
     train_state(state, TrainState)
     count, moving, fixed = state.num_members, state.moving, state.fixed
     donors = check_indices(donors, count, name="methods.population.clone")
-    check_donors(donors, to_host(moving.status) == OK, np.asarray(state.ids))
+    check_donors(donors, to_host(moving.status) == Status.OK, np.asarray(state.ids))
     moving, fixed = copies(moving, fixed, donors)
     return TrainState(moving, fixed, state.shared, state.ids, state.step)
 

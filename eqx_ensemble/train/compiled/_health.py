@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ... import _axes
-from .._state import DIVERGED, OK, Moving
+from .._state import MemberState
+from .._status import Status
 
 
 @contextlib.contextmanager
@@ -22,12 +23,12 @@ def nan_is_data() -> Iterator[None]:
 
 
 def judged(
-    before: Moving,
-    after: Moving,
+    before: MemberState,
+    after: MemberState,
     outputs: tuple[Float[Array, "members steps"], PyTree],
     step: Int[Array, ""],
     num_steps: Any,
-) -> tuple[Moving, tuple[Float[Array, "members steps"], PyTree], Bool[Array, ""]]:
+) -> tuple[MemberState, tuple[Float[Array, "members steps"], PyTree], Bool[Array, ""]]:
     """Keeps the steps of healthy members, and takes them back from the others.
 
     A member whose loss or weights stopped being finite keeps its last good weights and is marked diverged; a member
@@ -39,7 +40,7 @@ def judged(
     **Returns:** the members after the steps; their losses and auxiliary outputs `(members, steps, ...)`, NaN (or zero,
     for what holds no NaN) for members that had left; and whether to run again.
     """
-    training = before.status == OK
+    training = before.status == Status.OK
     some = jnp.asarray(num_steps) > 0
     finite = [jnp.all(jnp.isfinite(outputs[0]), axis=1), *map(_finite_members, jax.tree.leaves(after.params))]
     finite = jnp.stack(finite)
@@ -53,16 +54,16 @@ def judged(
         (before.params, before.opt_state, before.model_state),
     )
     diverged = lost & ~again
-    status = jnp.where(diverged, jnp.int8(DIVERGED), before.status)
-    left = jnp.where(diverged, step, before.left)
+    status = jnp.where(diverged, jnp.int8(Status.DIVERGED), before.status)
+    stopped_at = jnp.where(diverged, step, before.stopped_at)
     fault = jnp.where(diverged, jnp.argmin(finite, axis=0).astype(jnp.int32), before.fault)
     outputs = jax.tree.map(lambda x: _or_blank(training, x), outputs)
-    return Moving(params, opt_state, model_state, status, left, fault), outputs, again
+    return MemberState(params, opt_state, model_state, status, stopped_at, fault), outputs, again
 
 
 def judged_one(
-    before: Moving, after: Moving, outputs: tuple[Float[Array, " members"], PyTree], step: Int[Array, ""]
-) -> tuple[Moving, tuple[Float[Array, " members"], PyTree]]:
+    before: MemberState, after: MemberState, outputs: tuple[Float[Array, " members"], PyTree], step: Int[Array, ""]
+) -> tuple[MemberState, tuple[Float[Array, " members"], PyTree]]:
     """As `judged`, after a single step, whose outputs are `(members, ...)`."""
     moving, outputs, _ = judged(before, after, jax.tree.map(lambda x: x[:, None], outputs), step, 1)
     return moving, jax.tree.map(lambda x: x[:, 0], outputs)

@@ -6,7 +6,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ... import _check
-from .._state import OK, STOPPED, Moving
+from .._state import MemberState
+from .._status import Status
 
 
 class Limits(eqx.Module):
@@ -28,18 +29,18 @@ def limits_of(max_steps: Any, target: Any, num_members: int, *, min_delta: float
     )
 
 
-def retired(moving: Moving, limits: Limits, step: Int[Array, ""]) -> Moving:
+def retired(moving: MemberState, limits: Limits, step: Int[Array, ""]) -> MemberState:
     """The members, of which those that have done their steps are stopped."""
     if limits.steps is None:
         return moving
     return stopped(moving, limits.steps <= step, step)
 
 
-def stopped(moving: Moving, chosen: Any, step: Int[Array, ""]) -> Moving:
+def stopped(moving: MemberState, chosen: Any, step: Int[Array, ""]) -> MemberState:
     """The members, of which those `chosen` `(members,)` stop if they still train."""
-    stops = (moving.status == OK) & chosen
-    status = jnp.where(stops, jnp.int8(STOPPED), moving.status)
-    return eqx.tree_at(lambda m: (m.status, m.left), moving, (status, jnp.where(stops, step, moving.left)))
+    stops = (moving.status == Status.OK) & chosen
+    status = jnp.where(stops, jnp.int8(Status.STOPPED), moving.status)
+    return eqx.tree_at(lambda m: (m.status, m.stopped_at), moving, (status, jnp.where(stops, step, moving.stopped_at)))
 
 
 def next_limit(limits: np.ndarray, every: int | None, step: int) -> int | None:

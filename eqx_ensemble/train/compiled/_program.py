@@ -14,7 +14,7 @@ from ...plan._cost import Cost, cost_of
 from ...plan._sharded import sharded_plan
 from ...sharding._constrain import constrain_carry, constrain_member, constrain_rows
 from ...sharding._layout import Layout
-from .._state import Fixed, Moving
+from .._state import MemberConstants, MemberState
 from ._health import judged_one
 from ._limits import Limits, retired
 from ._loss import Loss
@@ -27,7 +27,7 @@ from ._select import EPOCH, Selection, select
 class Carry(eqx.Module):
     """What a run changes, stacked; donated to every chunk."""
 
-    moving: Moving
+    moving: MemberState
     selection: Selection | None
     step: Int[Array, ""]
 
@@ -35,7 +35,7 @@ class Carry(eqx.Module):
 class Inputs(eqx.Module):
     """What a run only reads."""
 
-    fixed: Fixed
+    fixed: MemberConstants
     shared: PyTree
     data: PyTree
     validation: PyTree
@@ -78,8 +78,8 @@ class Program(eqx.Module):
         does all its steps with its weights in the processor's cache.
         """
 
-        def all_steps(member: Callable[..., Any], moving: Moving, rows: Int[Array, "steps batch"]) -> tuple:
-            def one(state: tuple[Moving, Array], rows: Int[Array, " batch"]) -> tuple:
+        def all_steps(member: Callable[..., Any], moving: MemberState, rows: Int[Array, "steps batch"]) -> tuple:
+            def one(state: tuple[MemberState, Array], rows: Int[Array, " batch"]) -> tuple:
                 moving, step = state
                 moving, outputs = member(moving, rows, step)
                 return (moving, step + 1), outputs, jnp.bool_(0)
@@ -91,8 +91,12 @@ class Program(eqx.Module):
         return Carry(moving, carry.selection, carry.step + count), outputs
 
     def _over_members(
-        self, inputs: Inputs, carry: Carry, rows: PyTree, run: Callable[[Callable[..., Any], Moving, PyTree], tuple]
-    ) -> tuple[Moving, PyTree]:
+        self,
+        inputs: Inputs,
+        carry: Carry,
+        rows: PyTree,
+        run: Callable[[Callable[..., Any], MemberState, PyTree], tuple],
+    ) -> tuple[MemberState, PyTree]:
         """`run(step, moving, rows)` of every member under the plan, where `step(moving, rows, step)` is one step."""
         own_data, view, _ = _split_data(inputs.data, inputs.fixed)
 
@@ -100,7 +104,7 @@ class Program(eqx.Module):
             moving, fixed, own_data, own_rows = part
             data = view(own_data)
 
-            def step(moving: Moving, rows: PyTree, step: Int[Array, ""]) -> tuple:
+            def step(moving: MemberState, rows: PyTree, step: Int[Array, ""]) -> tuple:
                 batch = data if rows is None else take_rows(data, rows)
                 batch = batch if self.layout is None else constrain_rows(batch, self.layout)
                 moving, outputs = member_step(
@@ -153,7 +157,7 @@ class Program(eqx.Module):
         return Carry(moving, selection, carry.step), scores
 
 
-def _split_data(data: PyTree, fixed: Fixed) -> tuple[PyTree, Callable[[PyTree], PyTree], int]:
+def _split_data(data: PyTree, fixed: MemberConstants) -> tuple[PyTree, Callable[[PyTree], PyTree], int]:
     own, view, count = _axes.split_members((_axes.Each(fixed.key), data), name="fit")
     return own, lambda part: view(part)[1], count
 

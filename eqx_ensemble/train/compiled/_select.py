@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ... import _axes
 from ...plan import AbstractPlan
-from .._state import OK, STOPPED, Moving, TrainState
+from .._state import MemberState, TrainState
+from .._status import Status
 from ._limits import stopped
 from ._loss import Loss
 
@@ -44,7 +45,7 @@ def worst(mode: Mode) -> float:
     return math.inf if mode == "min" else -math.inf
 
 
-def no_selection(moving: Moving, mode: Mode, dtype: Any = jnp.float32) -> Selection:
+def no_selection(moving: MemberState, mode: Mode, dtype: Any = jnp.float32) -> Selection:
     """Nothing validated yet. The arrays are copies, because both are donated."""
     count = moving.status.shape[0]
     params, model_state = jax.tree.map(jnp.array, (moving.params, moving.model_state))
@@ -54,7 +55,7 @@ def no_selection(moving: Moving, mode: Mode, dtype: Any = jnp.float32) -> Select
     return Selection(params, model_state, score, never, waited, score.copy(), never.copy(), mode)
 
 
-def forgotten(selection: Selection | None, moving: Moving, members: np.ndarray) -> Selection | None:
+def forgotten(selection: Selection | None, moving: MemberState, members: np.ndarray) -> Selection | None:
     """What is known of the best weights, without that of `members`, which start again with those of `moving`."""
     if selection is None:
         return None
@@ -82,7 +83,7 @@ def in_dtype_of(score: Loss, selection: Selection, state: TrainState, validation
 
 def select(
     score: Loss,
-    moving: Moving,
+    moving: MemberState,
     selection: Selection,
     inputs: PyTree,
     step: Int[Array, ""],
@@ -90,7 +91,7 @@ def select(
     plan: AbstractPlan,
     patience: int | None,
     occasion: Int[Array, ""],
-) -> tuple[Moving, Selection, Float[Array, " members"]]:
+) -> tuple[MemberState, Selection, Float[Array, " members"]]:
     """Validates all members; a member's best weights, patience and target follow from its own scores alone.
 
     **Returns:** the members, their best weights, and the scores of those that the `occasion` judges, NaN for others.
@@ -101,9 +102,9 @@ def select(
     def one(part: PyTree) -> PyTree:
         moving, selection, fixed, own = part
         model = eqx.nn.inference_mode(eqx.combine(moving.params, fixed.frozen, inputs.shared))
-        training = (moving.status == OK) & (occasion != LEFT)
-        unseen = (moving.status == STOPPED) & (moving.left != selection.scored)
-        at = jnp.where(unseen, moving.left, step)
+        training = (moving.status == Status.OK) & (occasion != LEFT)
+        unseen = (moving.status == Status.STOPPED) & (moving.stopped_at != selection.scored)
+        at = jnp.where(unseen, moving.stopped_at, step)
         key = jax.random.fold_in(fixed.key, at)
         _, validation, target, min_delta = view(own)
         value, _ = score(model, moving.model_state, validation, key, fixed.hyper)

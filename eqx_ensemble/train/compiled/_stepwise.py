@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PyTree
 
 from ... import _axes
 from ...plan import Unrolled
-from .._state import Moving
+from .._state import MemberState
 from ._chunk import Chunk, compiled_chunk, run_chunk, undonated_chunk
 from ._program import Carry, Inputs, Program
 from ._select import Selection
@@ -31,7 +31,7 @@ def run_stepwise(
     if program.layout is not None:  # a call for one member would leave the other devices idle
         return of_all((dataclasses.replace(program, plan=Unrolled()), inputs, chunk), carry)
     alone = dataclasses.replace(program, plan=Unrolled())
-    moving: tuple[Moving, Selection | None] = (carry.moving, carry.selection)
+    moving: tuple[MemberState, Selection | None] = (carry.moving, carry.selection)
     step, parts = carry.step, []
     for member in range(carry.moving.status.shape[0]):
         moving, step, outputs = of_one((alone, inputs, chunk, carry.step, jnp.int32(member)), moving)
@@ -42,8 +42,8 @@ def run_stepwise(
 
 
 def _run_part(
-    read: tuple[Program, Inputs, Chunk, Int[Array, ""], Int[Array, ""]], moving: tuple[Moving, Selection | None]
-) -> tuple[tuple[Moving, Selection | None], Int[Array, ""], PyTree]:
+    read: tuple[Program, Inputs, Chunk, Int[Array, ""], Int[Array, ""]], moving: tuple[MemberState, Selection | None]
+) -> tuple[tuple[MemberState, Selection | None], Int[Array, ""], PyTree]:
     program, inputs, chunk, step, member = read
     own = lambda tree, axis=0: jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, member, 1, axis), tree)
     marked = lambda tree: _axes.map_each(lambda value: _axes.Each(own(value)), tree)

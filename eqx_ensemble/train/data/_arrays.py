@@ -13,7 +13,7 @@ from ... import _check
 from ...distributed import to_host
 from ...sharding._layout import Layout
 from ...sharding._shard import put
-from .._state import OK
+from .._status import Status
 from ..compiled._chunk import Chunk, compiled_chunk, undonated_chunk
 from ..compiled._limits import next_limit
 from ..compiled._program import Carry, Inputs, cost_of_step, in_a_loop
@@ -206,7 +206,7 @@ def _most_steps(rows: jax.ShapeDtypeStruct, num_steps: int, devices: int) -> int
 
 def _first_fault(losses: np.ndarray, carry: Carry) -> int:
     """The first of the steps `(members, steps)` whose loss shows that a member failed; their number if none does."""
-    training = to_host(carry.moving.status) == OK
+    training = to_host(carry.moving.status) == Status.OK
     faulty = ~np.isfinite(losses[training]).all(axis=0)
     return int(np.argmax(faulty)) if faulty.any() else losses.shape[1]
 

@@ -8,7 +8,7 @@ from ... import _axes
 from ..._ensemble import Ensemble
 from ...distributed import to_host
 from ...plan import AbstractPlan
-from .._run import Run, status_names
+from .._run import Run
 from .._state import TrainState
 from ..compiled._health import place_of_fault
 from ..compiled._program import Carry
@@ -35,8 +35,8 @@ def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, rows: A
         ensemble=Ensemble(eqx.combine(params, fixed.frozen), first.shared, first.ids),
         state=state,
         history=loop.record.history(),
-        status=status_names(to_host(moving.status)),
-        left=to_host(moving.left),
+        status=to_host(moving.status),
+        stopped_at=to_host(moving.stopped_at),
         fault=np.array([place_of_fault(fault, moving.params) for fault in to_host(moving.fault).tolist()]),
         revived=start.revived if loop.reviver is None else loop.reviver.revivals,
         best_step=best_step,

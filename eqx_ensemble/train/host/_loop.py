@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from ...distributed import broadcast_from_first, to_host
 from ...plan import Vmap
 from ...plan._pilot import Pilot
-from .._state import DIVERGED, OK, STOPPED
+from .._status import Status
 from ..compiled._chunk import compiled_validation
 from ..compiled._limits import stopped
 from ..compiled._program import Carry, Inputs, Program, on_one_device, step_under
@@ -142,10 +142,10 @@ class Loop:
         status = to_host(carry.moving.status)
         if self._saver is not None and self._saver.failed is not None:
             return True
-        failed = self._raises and (self.roster.status(carry) == DIVERGED).sum() > self._lost_before
+        failed = self._raises and (self.roster.status(carry) == Status.DIVERGED).sum() > self._lost_before
         # There is no run before its first step.
         interrupted = broadcast_from_first(self._interruption.requested) and self.record.begun
-        return bool(interrupted or failed or not (status == OK).any())
+        return bool(interrupted or failed or not (status == Status.OK).any())
 
     def last_validation(self, inputs: Inputs, carry: Carry) -> Carry:
         """Validates where a run ends within an epoch, so that no member's last weights go unjudged."""
@@ -166,8 +166,8 @@ class Loop:
         """Scores members that stopped within an epoch, if there are any whose last weights no validation has seen."""
         if self.program.score is None or carry.selection is None:
             return carry
-        status, left, scored = to_host((carry.moving.status, carry.moving.left, carry.selection.scored))
-        unseen = (status == STOPPED) & (left != scored)
+        status, left, scored = to_host((carry.moving.status, carry.moving.stopped_at, carry.selection.scored))
+        unseen = (status == Status.STOPPED) & (left != scored)
         return self.validate(inputs, carry, LEFT) if unseen.any() else carry
 
     def can_halve(self, batch: list[Piece]) -> bool:
@@ -196,7 +196,7 @@ class Loop:
         shown = {"loss": f"{_mean(losses):.4g}"}
         if scores is not None:
             shown["best validation"] = f"{_mean(scores):.4g}"
-        for name, code in (("stopped", STOPPED), ("diverged", DIVERGED)):
+        for name, code in (("stopped", Status.STOPPED), ("diverged", Status.DIVERGED)):
             if (status == code).any():
                 shown[name] = str(int((status == code).sum()))
         self.line.set_postfix(shown, refresh=False)
@@ -223,7 +223,7 @@ class Loop:
             late = broadcast_from_first(time.perf_counter() - self._start) >= self._max_seconds[self.roster.places]
             if late.any():
                 carry = dataclasses.replace(carry, moving=stopped(carry.moving, late, carry.step))
-        if self.reviver is not None and (to_host(carry.moving.status) == DIVERGED).any():
+        if self.reviver is not None and (to_host(carry.moving.status) == Status.DIVERGED).any():
             inputs, carry = self.reviver.bring_back(self.roster, inputs, carry)
         self.carry = carry
         return inputs, carry

@@ -14,7 +14,8 @@ from ..._ensemble import Ensemble, M
 from ...distributed import to_host
 from ...tree._compare import compare_trees
 from .._hyper import changed_hyper
-from .._state import DIVERGED, OK, Fixed, Moving, TrainState, init_all
+from .._state import MemberConstants, MemberState, TrainState, init_all
+from .._status import Status
 from ..compiled._optimiser import Optimiser, keep_noise
 from ..compiled._program import Carry, Inputs
 from ..compiled._select import forgotten
@@ -116,7 +117,7 @@ def revive(
     _check.check_key(key, name="train.revive")
     if not isinstance(how, Revive | None):
         raise TypeError(f"`train.revive` needs `how` to be a `Revive`, got {_check.kind_text(how)}.")
-    lost = np.flatnonzero(to_host(state.moving.status) == DIVERGED)
+    lost = np.flatnonzero(to_host(state.moving.status) == Status.DIVERGED)
     if len(lost) == 0:
         return state, []
     how, times = Revive() if how is None else how, np.full(len(lost), int(state.step))
@@ -126,7 +127,7 @@ def revive(
 
 def brought_back(
     state: TrainState, optimiser: Optimiser, how: Revive, lost: np.ndarray, times: np.ndarray, *, key: Any
-) -> tuple[Moving, Fixed, list[Revival]]:
+) -> tuple[MemberState, MemberConstants, list[Revival]]:
     """The members at the positions `lost` back in training; `times` says how often each came back before."""
     ids = to_host(state.ids)
     keys = _own_keys(_keys.root(key, name="revive"), ids[lost], times)
@@ -134,7 +135,7 @@ def brought_back(
     if how.make is not None:
         moving, fixed = _fresh(state, optimiser, how, how.make, lost, keys)
         return moving, fixed, [Revival(names[i], step, None) for i in lost.tolist()]
-    healthy = np.flatnonzero(to_host(state.moving.status) == OK)
+    healthy = np.flatnonzero(to_host(state.moving.status) == Status.OK)
     if len(healthy) == 0:
         return state.moving, state.fixed, []
     donors = healthy[np.asarray(jax.vmap(lambda key: jax.random.randint(key, (), 0, len(healthy)))(keys))]
@@ -144,14 +145,14 @@ def brought_back(
 
 def _copied(
     state: TrainState, how: Revive, lost: np.ndarray, donors: np.ndarray, keys: Key[Array, " lost"]
-) -> tuple[Moving, Fixed]:
+) -> tuple[MemberState, MemberConstants]:
     sources = np.arange(state.num_members)
     sources[lost] = donors
     moving, fixed = copies(state.moving, state.fixed, sources)
-    return moving, Fixed(fixed.frozen, fixed.key, _perturbed(fixed.hyper, how, lost, keys))
+    return moving, MemberConstants(fixed.frozen, fixed.key, _perturbed(fixed.hyper, how, lost, keys))
 
 
-def copies(moving: Moving, fixed: Fixed, donors: np.ndarray) -> tuple[Moving, Fixed]:
+def copies(moving: MemberState, fixed: MemberConstants, donors: np.ndarray) -> tuple[MemberState, MemberConstants]:
     """Every member as a copy of its donor `(members,)`, itself or another, but for its own noise and random stream.
 
     Those that are copies of another train.
@@ -160,7 +161,7 @@ def copies(moving: Moving, fixed: Fixed, donors: np.ndarray) -> tuple[Moving, Fi
         (moving.params, moving.opt_state, moving.model_state, fixed.frozen, fixed.hyper), donors
     )
     opt_state, copied = keep_noise(opt_state, moving.opt_state), np.flatnonzero(donors != np.arange(len(donors)))
-    return _training(moving, (params, opt_state, model_state), copied), Fixed(frozen, fixed.key, hyper)
+    return _training(moving, (params, opt_state, model_state), copied), MemberConstants(frozen, fixed.key, hyper)
 
 
 def gathered(tree: PyTree, places: np.ndarray) -> PyTree:
@@ -175,7 +176,7 @@ def _fresh(
     make: Callable[..., Any],
     lost: np.ndarray,
     keys: Key[Array, " lost"],
-) -> tuple[Moving, Fixed]:
+) -> tuple[MemberState, MemberConstants]:
     moving, fixed = state.moving, state.fixed
     made = build(make, keys=keys)
     new, model_state = made if isinstance(made, tuple) else (made, None)
@@ -192,7 +193,7 @@ def _fresh(
         (moving.params, moving.opt_state, moving.model_state, fixed.frozen),
         (params, opt_state, model_state, frozen),
     )
-    return _training(moving, (params, opt_state, model_state), lost), Fixed(frozen, fixed.key, hyper)
+    return _training(moving, (params, opt_state, model_state), lost), MemberConstants(frozen, fixed.key, hyper)
 
 
 def _with_numbers_of(before: Ensemble, new: Ensemble) -> Ensemble:
@@ -221,9 +222,9 @@ def _as_in(kept: PyTree, members: Ensemble, count: int) -> PyTree:
     return jax.tree.map(of_all, kept, whole, is_leaf=lambda x: x is None)
 
 
-def _training(moving: Moving, trained: tuple[PyTree, PyTree, PyTree], members: np.ndarray) -> Moving:
-    status = moving.status.at[members].set(jnp.int8(OK))
-    return Moving(*trained, status, moving.left.at[members].set(-1), moving.fault.at[members].set(-1))
+def _training(moving: MemberState, trained: tuple[PyTree, PyTree, PyTree], members: np.ndarray) -> MemberState:
+    status = moving.status.at[members].set(jnp.int8(Status.OK))
+    return MemberState(*trained, status, moving.stopped_at.at[members].set(-1), moving.fault.at[members].set(-1))
 
 
 def _perturbed(hyper: PyTree, how: Revive, lost: np.ndarray, keys: Key[Array, " lost"]) -> PyTree:
@@ -251,7 +252,7 @@ class Reviver:
 
     def bring_back(self, roster: Roster, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
         """The run with the members back that failed, but for those that came back often enough."""
-        lost = np.flatnonzero(to_host(carry.moving.status) == DIVERGED)
+        lost = np.flatnonzero(to_host(carry.moving.status) == Status.DIVERGED)
         lost = lost[self._times[roster.present[lost]] < self._how.most]
         if len(lost) == 0:
             return inputs, carry

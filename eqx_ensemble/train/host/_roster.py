@@ -12,7 +12,8 @@ from ... import _axes
 from ...distributed import to_host
 from ...sharding._layout import Layout
 from ...sharding._shard import pad_members, replicate, replicate_rows, shard_members, shard_rows
-from .._state import OK, STOPPED, Fixed
+from .._state import MemberConstants
+from .._status import Status
 from ..compiled._program import Carry, Inputs
 
 _FEWEST = 4  # below three members a compiler arranges sums differently, and leaving would show in the others' last bits
@@ -84,7 +85,7 @@ class Roster:
         return Carry(moving, selection, carry.step)
 
     @property
-    def fixed(self) -> Fixed:
+    def fixed(self) -> MemberConstants:
         """What all members bring along."""
         return self._all_inputs.fixed
 
@@ -120,7 +121,7 @@ class Roster:
 
     def width_for(self, carry: Carry) -> int:
         """How many members the arrays would hold without those that left: half as many as before, or a quarter, ..."""
-        training = int((to_host(carry.moving.status) == OK).sum())
+        training = int((to_host(carry.moving.status) == Status.OK).sum())
         width, whole = len(self.places), lambda count: count if self._layout is None else self._layout.width(count)
         while max(training, _FEWEST) <= (half := whole(math.ceil(width / 2))) < width:
             width = half
@@ -145,7 +146,7 @@ class Roster:
     def shrink(self, carry: Carry, width: int) -> tuple[Carry, Inputs]:
         """The arrays of `width` members: those that train, and as many others as that takes."""
         status = to_host(carry.moving.status)[: len(self.present)]
-        chosen = np.sort(np.argsort(status != OK, kind="stable")[:width])
+        chosen = np.sort(np.argsort(status != Status.OK, kind="stable")[:width])
         whole = self.whole(carry)
         self._last = (whole.moving, whole.selection)
         self.present = self.present[chosen]
@@ -171,7 +172,7 @@ class Roster:
 @eqx.filter_jit
 def _status_of(status: Int8[Array, " members"], real: Bool[Array, " members"]) -> Int8[Array, " members"]:
     """Members that pad others have stopped before they begin."""
-    return jnp.where(real, status, jnp.int8(STOPPED))
+    return jnp.where(real, status, jnp.int8(Status.STOPPED))
 
 
 @eqx.filter_jit

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ... import _check
-from .._state import Fixed, Moving
+from .._state import MemberConstants, MemberState
 from ..compiled._loss import Loss
 from ..compiled._member import member_gradient
 from ..compiled._optimiser import Optimiser, init_member, update_member
@@ -50,7 +50,7 @@ def identity(
     programs, value, aux = _programs(program, start, batch, validation)
     traced = programs | {
         "weights": digest_of((moving.params, fixed.frozen, moving.model_state, state.shared, state.ids)),
-        "optimiser's state": digest_of((moving.opt_state, moving.status, moving.left, state.step, selection)),
+        "optimiser's state": digest_of((moving.opt_state, moving.status, moving.stopped_at, state.step, selection)),
     }
     how = options["on_diverge"]
     if isinstance(how, Revive):
@@ -93,16 +93,16 @@ def _programs(program: Program, start: Start, batch: PyTree, validation: PyTree)
     return texts, value, aux
 
 
-def _gradient(loss: Loss, moving: Moving, fixed: Fixed, shared: PyTree, batch: PyTree) -> PyTree:
+def _gradient(loss: Loss, moving: MemberState, fixed: MemberConstants, shared: PyTree, batch: PyTree) -> PyTree:
     return member_gradient(moving, fixed, shared, batch, fixed.key, loss=loss)
 
 
-def _score(score: Loss, moving: Moving, fixed: Fixed, shared: PyTree, validation: PyTree) -> PyTree:
+def _score(score: Loss, moving: MemberState, fixed: MemberConstants, shared: PyTree, validation: PyTree) -> PyTree:
     model = eqx.nn.inference_mode(eqx.combine(moving.params, fixed.frozen, shared))
     return score(model, moving.model_state, validation, fixed.key, fixed.hyper)
 
 
-def _update(optimiser: Optimiser, moving: Moving, fixed: Fixed, member_id: Any, value: Any) -> PyTree:
+def _update(optimiser: Optimiser, moving: MemberState, fixed: MemberConstants, member_id: Any, value: Any) -> PyTree:
     """The optimiser's part of a step; what stands for the loss in a line search does not matter."""
     params = moving.params
     some_loss = lambda params: jnp.asarray(sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(params)), value.dtype)

@@ -21,7 +21,7 @@ from ...checkpoint._run_lock import RunLock
 from ...checkpoint._snapshot import versions
 from ...distributed import broadcast_from_first, is_first
 from ...distributed._collectives import raise_on_all
-from .._state import Fixed, TrainState
+from .._state import MemberConstants, TrainState
 from ..compiled._program import Carry
 from ..compiled._select import Mode
 from ..data._place import Place, decoded, encoded
@@ -170,7 +170,7 @@ class Saver:
     def save(
         self,
         carry: Carry,
-        fixed: Fixed,
+        fixed: MemberConstants,
         record: Record,
         *,
         revived: list[Revival] | None,
@@ -213,7 +213,7 @@ class Saver:
             self.failed = error
 
 
-def _tree(carry: Carry, fixed: Fixed, shared: PyTree, ids: Array, history: History) -> dict[str, Any]:
+def _tree(carry: Carry, fixed: MemberConstants, shared: PyTree, ids: Array, history: History) -> dict[str, Any]:
     """What is saved of a run, plainly named."""
     return {
         "moving": carry.moving,
