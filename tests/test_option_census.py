@@ -111,7 +111,9 @@ CASES = {
     ),
     "fit, swept": Case(ee.fit, _swept | {"steps": always(2)}, ("hyper", "rows", "order")),
     "fit, saved": Case(
-        lambda **options: ee.fit(**({"checkpoint": path()} | options)), _steps, ("checkpoint", "every", "resume")
+        lambda **options: ee.fit(**({"checkpoint": path()} | options)),
+        _steps,
+        ("checkpoint", "checkpoint_every", "resume"),
     ),
     "train.init": Case(
         ee.train.init,
@@ -143,7 +145,7 @@ CASES = {
     "checkpoint.Checkpoints": Case(
         lambda **options: ee.checkpoint.Checkpoints(**({"folder": path()} | options)),
         {},
-        ("folder", "last", "best", "every", "asynchronous", "format"),
+        ("folder", "last", "best", "keep_period", "asynchronous", "format"),
     ),
     "checkpoint.contents": Case(ee.checkpoint.contents, {"path": always(saved)}),
     "checkpoint.verify": Case(ee.checkpoint.verify, {"path": always(saved)}),
@@ -245,7 +247,7 @@ ACCEPTED = {
         "checkpoint": "text None",
     }
     | dict.fromkeys(["epochs", "validation", "score", "patience", "target", "state", "hyper", "rows"], "None")
-    | dict.fromkeys(["plan", "scan", "mesh", "every", "progress"], "None"),
+    | dict.fromkeys(["plan", "scan", "mesh", "checkpoint_every", "progress"], "None"),
     "fit, validated": {
         "epochs": "int64",
         "validation": "None",
@@ -257,7 +259,7 @@ ACCEPTED = {
         "score": "None",
     },
     "fit, swept": {"rows": "None"},
-    "fit, saved": {"checkpoint": "text None", "every": "int64 None"},
+    "fit, saved": {"checkpoint": "text None", "checkpoint_every": "int64 None"},
     "train.init": dict.fromkeys(["state", "hyper", "mesh"], "None"),
     "train.make_step": {"plan": "None", "mesh": "None"},
     "train.revive": {"how": "None"},
@@ -273,7 +275,7 @@ ACCEPTED = {
     "export_members": {"folder": "text"},
     "export": {"batch_size": "int64 None"}
     | dict.fromkeys(["combine", "weights", "state", "fn", "inference", "plan", "key"], "None"),
-    "checkpoint.Checkpoints": {"folder": "text", "last": "int64", "best": "0 int64", "every": "int64 None"},
+    "checkpoint.Checkpoints": {"folder": "text", "last": "int64", "best": "0 int64", "keep_period": "int64 None"},
     "methods.population.perturb_hyper": {"resample": "0 float32"},
     "methods.population.rank": {"healthy": "None"},
     "methods.population.truncation": {"healthy": "None", "fraction": "float32"},

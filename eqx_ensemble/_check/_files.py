@@ -132,10 +132,10 @@ def step_number(step: Any) -> None:
         raise ValueError(f"`Checkpoints` needs `step` from 0 to 10**12 - 1, got {step}.")
 
 
-def retention(last: Any, best: Any, every: Any) -> None:
+def retention(last: Any, best: Any, keep_period: Any) -> None:
     """How many checkpoints to keep."""
-    for argument, value, least in (("last", last, 1), ("best", best, 0), ("every", every, 1)):
-        if value is None and argument == "every":
+    for argument, value, least in (("last", last, 1), ("best", best, 0), ("keep_period", keep_period, 1)):
+        if value is None and argument == "keep_period":
             continue
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(f"`Checkpoints` needs an integer `{argument}`, got {value!r}.")

@@ -16,7 +16,7 @@ def checkpoint_options(checkpoint: Any, kinds: tuple[type, ...], every: Any, res
         given = [
             f"`{word}`"
             for word, there in (
-                ("every", every is not None),
+                ("checkpoint_every", every is not None),
                 ("resume", not isinstance(resume, str) or resume != "auto"),
             )
             if there
@@ -28,7 +28,7 @@ def checkpoint_options(checkpoint: Any, kinds: tuple[type, ...], every: Any, res
         raise TypeError(f"`fit` needs `checkpoint` to be a path or `Checkpoints`, got {kind_text(checkpoint)}.")
     check_word(resume, "resume", RESUME, name="fit")
     if every is not None:
-        check_positive_int(every, "every", name="fit")
+        check_positive_int(every, "checkpoint_every", name="fit")
 
 
 def folder_of_runs(folder: Any, *, is_checkpoint: bool) -> None:

@@ -47,8 +47,8 @@ class Checkpoints:
 
     Each is a folder `step-000000000100` that is complete or absent, whatever happens to the process or the machine.
     Their order is that of the step numbers. After each save, old ones go: what stays are the `last` newest, the `best`
-    ones by score, and those whose step is a multiple of `every`. One in whose folder you put something of your own
-    stays as well, and a warning says so.
+    ones by score, and those whose step is a multiple of `keep_period`. One in whose folder you put something of your
+    own stays as well, and a warning says so.
 
     ```python
     import tempfile
@@ -69,7 +69,7 @@ class Checkpoints:
     - `folder`: the run's folder, made with the first save.
     - `last`: how many of the newest to keep, at least 1.
     - `best`: how many of the best to keep: those with the lowest scores.
-    - `every`: keep those whose step is a multiple of this, for good.
+    - `keep_period`: keep those whose step is a multiple of this, for good.
     - `asynchronous`: copy the tree to host memory, and write it in another thread. One save is in flight at a time:
         the next one waits for it. If it fails, the error is raised by the next `save` or by `wait`, and where neither
         comes, printed when Python exits.
@@ -84,16 +84,16 @@ class Checkpoints:
         *,
         last: int = 3,
         best: int = 0,
-        every: int | None = None,
+        keep_period: int | None = None,
         asynchronous: bool = False,
         format: FormatName = "safetensors",
     ):
-        _check.retention(last, best, every)
+        _check.retention(last, best, keep_period)
         _check.checkpoint_format(format, folder, name="Checkpoints")
         _check.check_flag(asynchronous, "asynchronous", name="Checkpoints")
         self._format = FORMATS[format]
         self._folder = absolute(located(folder))
-        self._keep = last, best, every
+        self._keep = last, best, keep_period
         self._asynchronous = asynchronous
         self._worker = Worker()
         self._scores: dict[int, float | None] = {}
@@ -106,8 +106,10 @@ class Checkpoints:
         self.wait()
 
     def __repr__(self) -> str:
-        last, best, every = self._keep
-        return f"Checkpoints({str(self._folder)!r}, {last=}, {best=}, {every=}, asynchronous={self._asynchronous})"
+        last, best, keep_period = self._keep
+        return (
+            f"Checkpoints({str(self._folder)!r}, {last=}, {best=}, {keep_period=}, asynchronous={self._asynchronous})"
+        )
 
     @property
     def steps(self) -> list[int]:
@@ -233,12 +235,12 @@ class Checkpoints:
 
     def _superfluous(self, newest: int) -> list[int]:
         """The steps to remove. One whose manifest cannot be read counts for nothing, and is left where it is."""
-        last, best, every = self._keep
+        last, best, keep_period = self._keep
         scores = {step: score for step in self.steps for score in self._score(step)}
         kept = {newest, *sorted(scores)[-last:]}
         scored = [(score, -step) for step, score in scores.items() if score is not None]
         kept |= {-step for _, step in sorted(scored)[:best]}
-        return [step for step in scores if step not in kept and not (every and step % every == 0)]
+        return [step for step in scores if step not in kept and not (keep_period and step % keep_period == 0)]
 
     def _score(self, step: int) -> list[float | None]:
         """The score of a step as a list of one, empty if its manifest cannot be read."""

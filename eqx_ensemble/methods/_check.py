@@ -132,7 +132,9 @@ def check_options(options: Mapping[str, Any], refused: Iterable[str], reason: st
 
 def check_no_checkpoint(options: Mapping[str, Any], *, name: str) -> None:
     """Raises if a method of several runs is asked to save checkpoints."""
-    check_options(options, ("checkpoint", "every"), "it consists of several runs; save what it returns", name=name)
+    check_options(
+        options, ("checkpoint", "checkpoint_every"), "it consists of several runs; save what it returns", name=name
+    )
 
 
 def check_whole_epochs(steps: Any, *, is_batches: bool, name: str) -> None:

@@ -67,7 +67,7 @@ def fit(
     scan: bool | None = None,
     mesh: Mesh | None = None,
     checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
-    every: int | None = None,
+    checkpoint_every: int | None = None,
     resume: Literal["auto", "must", "never"] = "auto",
     progress: bool | None = None,
     key: Any,
@@ -147,7 +147,7 @@ def fit(
         batches are saved where they stand, if they say that (`get_state` or `state_dict`); other iterables are drawn
         again from their beginning, and have to give the same batches. One run at a time has a folder, which is made
         before anything is compiled.
-    - `every`: steps between two checkpoints; about a minute if not given. There is one at the end too.
+    - `checkpoint_every`: steps between two checkpoints; about a minute if not given. There is one at the end too.
     - `resume`: `"auto"`: go on if there is a checkpoint; `"must"`: else raise an error; `"never"`: raise one if there
         is.
     - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
@@ -177,8 +177,8 @@ def fit(
     _check.fit_options(order, ORDERS, on_diverge=how, **scoring, **lengths)
     if is_batches(data):
         _check.one_pass_only(data, epochs)
-    _check.checkpoint_options(checkpoint, (str, os.PathLike, Checkpoints), every, resume)
-    saver = None if checkpoint is None else Saver(checkpoint, every=every, resume=resume)
+    _check.checkpoint_options(checkpoint, (str, os.PathLike, Checkpoints), checkpoint_every, resume)
+    saver = None if checkpoint is None else Saver(checkpoint, every=checkpoint_every, resume=resume)
     has_validation = validation is not None
     layout = layout_of(mesh, ensemble)
     start = start_of(

@@ -59,8 +59,8 @@ KEEPS = {
     "last": ({"last": 2}, [60, 70]),
     "best": ({"last": 1, "best": 2}, [20, 50, 70]),
     "one best, the later of equals": ({"last": 1, "best": 1}, [50, 70]),
-    "every": ({"last": 1, "every": 20}, [20, 40, 60, 70]),
-    "all of these": ({"last": 2, "best": 3, "every": 30}, [20, 30, 40, 50, 60, 70]),
+    "keep_period": ({"last": 1, "keep_period": 20}, [20, 40, 60, 70]),
+    "all of these": ({"last": 2, "best": 3, "keep_period": 30}, [20, 30, 40, 50, 60, 70]),
 }
 
 
@@ -317,7 +317,11 @@ BAD = {
     "ids missing": (lambda c: c.save(1, tree(1), per_member=True), ee.MemberMismatchError, "`ids` has one id for each"),
     "last of zero": (lambda c: Checkpoints("x", last=0), ValueError, "needs `last` of at least 1, got 0"),
     "best of a float": (lambda c: Checkpoints("x", best=1.5), TypeError, "needs an integer `best`, got 1.5"),
-    "every of zero": (lambda c: Checkpoints("x", every=0), ValueError, "needs `every` of at least 1, got 0"),
+    "keep_period of zero": (
+        lambda c: Checkpoints("x", keep_period=0),
+        ValueError,
+        "needs `keep_period` of at least 1, got 0",
+    ),
     "cast": (lambda c: c.restore(tree(1), cast="all"), ValueError, "needs `cast` to be one of None, 'like'"),
 }
 

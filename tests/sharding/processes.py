@@ -174,7 +174,7 @@ def training(folder, *, dies=False, epochs=6):
         ee.checkpoint.Checkpoints.save = save_and_die
     shape = {"members": 2, "data": 2} if jax.device_count() == 4 else {}
     mesh = ee.make_mesh(**shape)
-    run = fitted(mesh, 4, epochs=epochs, checkpoint=checkpoints, every=4, patience=None)
+    run = fitted(mesh, 4, epochs=epochs, checkpoint=checkpoints, checkpoint_every=4, patience=None)
     saved(folder, numbers(run))
 
 

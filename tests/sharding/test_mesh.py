@@ -333,8 +333,8 @@ class TestGoingOn:
     @uneven
     @pytest.mark.parametrize("num_members", [5, 8])
     def test_bit_for_bit_on_the_same_mesh(self, num_members, tmp_path):
-        options = {"mesh": MESHES["2x2"], "batch_size": 12, "every": 3, "validation": None, "patience": None}
-        whole = fitted(num_members, epochs=4, **options | {"every": None})
+        options = {"mesh": MESHES["2x2"], "batch_size": 12, "checkpoint_every": 3, "validation": None, "patience": None}
+        whole = fitted(num_members, epochs=4, **options | {"checkpoint_every": None})
         fitted(num_members, epochs=2, checkpoint=tmp_path / "run", **options)
         resumed = fitted(num_members, epochs=4, checkpoint=tmp_path / "run", **options)
         assert_same_where_optimised(resumed.train_state, whole.train_state)

@@ -105,7 +105,7 @@ def test_decisions():
 
 def test_checkpoints_keep_the_best(tmp_path):
     folder = ee.checkpoint.Checkpoints(tmp_path, best=1, last=1)
-    fitted(validation=ROWS, score=negative, mode="max", checkpoint=folder, every=1, epochs=4)
+    fitted(validation=ROWS, score=negative, mode="max", checkpoint=folder, checkpoint_every=1, epochs=4)
     contents = [ee.checkpoint.contents(folder.path(step)) for step in folder.steps]
     assert len({c.score for c in contents}) == len(contents)
     assert all(c.score > 0 for c in contents)  # less is better there: the score with its sign changed

@@ -275,7 +275,7 @@ def check_twin(case, whole, folder):
     elif case.twin == "mesh":
         check_same(fitted(case, mesh=ee.make_mesh(members=2)), whole)
     elif case.twin == "checkpoint":
-        fitted(case, steps=case.cut, checkpoint=folder, every=2)
+        fitted(case, steps=case.cut, checkpoint=folder, checkpoint_every=2)
         check_same(fitted(case, plan=case.plans[1], checkpoint=folder), whole, best=best)
     else:
         begun = fitted(case, steps=case.cut)

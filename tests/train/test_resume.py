@@ -79,14 +79,14 @@ def assert_same_run(run, whole, same=assert_same):
 def assert_resumes(folder, every, call, same=assert_same):
     """Every checkpoint that a run writes is the beginning of the same run."""
     whole = call()
-    saved = call(checkpoint=Checkpoints(folder / "all", last=99), every=every)
+    saved = call(checkpoint=Checkpoints(folder / "all", last=99), checkpoint_every=every)
     assert_same_run(saved, whole, same)
     steps = Checkpoints(folder / "all").steps
     assert len(steps) > 1
     for step in steps[:-1]:
         one = folder / f"from {step}"
         shutil.copytree(Checkpoints(folder / "all").path(step), Checkpoints(one).path(step))
-        assert_same_run(call(checkpoint=one, every=every, resume="must"), whole, same)
+        assert_same_run(call(checkpoint=one, checkpoint_every=every, resume="must"), whole, same)
     return steps
 
 
@@ -188,7 +188,7 @@ class TestTheSameCallGoesOn:
                     signal.raise_signal(signal.SIGINT)
 
             patched.setattr(Loop, "report", report)
-            part = fitted(ensemble, epochs=6, checkpoint=tmp_path / "a", every=5)
+            part = fitted(ensemble, epochs=6, checkpoint=tmp_path / "a", checkpoint_every=5)
         assert part.interrupted
         assert 10 <= part.history.loss.shape[1] < whole.history.loss.shape[1]
         assert_same_run(fitted(ensemble, epochs=6, checkpoint=tmp_path / "a"), whole)
@@ -286,7 +286,7 @@ class TestOverBatches:
                 return {"where": [object()]}
 
         with pytest.raises(TypeError, match=re.escape("its state at `['where'][0]` is")):
-            fitted(ensemble, data=Odd(), steps=4, checkpoint=tmp_path / "a", every=1)
+            fitted(ensemble, data=Odd(), steps=4, checkpoint=tmp_path / "a", checkpoint_every=1)
 
 
 class TestPlaces:
@@ -423,11 +423,11 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"every": 3}, TypeError, "takes `every` with `checkpoint=`"),
+            ({"checkpoint_every": 3}, TypeError, "takes `checkpoint_every` with `checkpoint=`"),
             ({"resume": "must"}, TypeError, "takes `resume` with `checkpoint=`"),
             ({"checkpoint": 3}, TypeError, "needs `checkpoint` to be a path or `Checkpoints`, got"),
             ({"checkpoint": "a", "resume": "yes"}, ValueError, "`resume` to be one of 'auto', 'must', 'never'"),
-            ({"checkpoint": "a", "every": 0}, ValueError, "`every`"),
+            ({"checkpoint": "a", "checkpoint_every": 0}, ValueError, "`checkpoint_every`"),
         ],
     )
     def test_that_make_no_sense(self, ensemble, tmp_path, monkeypatch, options, error, message, unhooked):
@@ -438,7 +438,7 @@ class TestOptions:
 
     def test_of_ones_own_checkpoints(self, ensemble, tmp_path):
         checkpoints = Checkpoints(tmp_path, last=1, best=1)
-        run = fitted(ensemble, steps=30, validation=DATA, checkpoint=checkpoints, every=6)
+        run = fitted(ensemble, steps=30, validation=DATA, checkpoint=checkpoints, checkpoint_every=6)
         assert len(checkpoints.steps) in (1, 2)
         assert checkpoints.steps[-1] == run.train_state.step
         scores = [ee.checkpoint.contents(checkpoints.path(step)).score for step in checkpoints.steps]
@@ -454,15 +454,15 @@ class TestOptions:
 
 class TestNothingIsLost:
     def test_a_damaged_checkpoint(self, ensemble, tmp_path):
-        whole = fitted(ensemble, steps=20, checkpoint=tmp_path / "a", every=5)
+        whole = fitted(ensemble, steps=20, checkpoint=tmp_path / "a", checkpoint_every=5)
         (arrays,) = Checkpoints(tmp_path / "a").path(20).glob("*.safetensors")
         data = bytearray(arrays.read_bytes())
         data[-40] ^= 1
         arrays.write_bytes(data)
         with pytest.warns(UserWarning, match="went back to step 15"):
-            again = fitted(ensemble, steps=20, checkpoint=tmp_path / "a", every=5)
+            again = fitted(ensemble, steps=20, checkpoint=tmp_path / "a", checkpoint_every=5)
         assert_same_run(again, whole)
-        assert_same_run(fitted(ensemble, steps=20, checkpoint=tmp_path / "a", every=5), whole)
+        assert_same_run(fitted(ensemble, steps=20, checkpoint=tmp_path / "a", checkpoint_every=5), whole)
 
     @pytest.mark.parametrize("asynchronous", [True, False])
     def test_a_disk_that_is_full(self, ensemble, tmp_path, monkeypatch, asynchronous):
@@ -478,13 +478,13 @@ class TestNothingIsLost:
         with monkeypatch.context() as patched:
             patched.setattr(Checkpoints, "_finish", full)
             with pytest.raises(NotSavedError, match="No space left on device") as caught:
-                fitted(ensemble, steps=20, checkpoint=checkpoints, every=5)
+                fitted(ensemble, steps=20, checkpoint=checkpoints, checkpoint_every=5)
         part = caught.value.run
         assert caught.value.errno == 28
         assert 5 < part.history.loss.shape[1] < 20
         np.testing.assert_array_equal(part.history.loss, whole.history.loss[:, : part.history.loss.shape[1]])
         assert checkpoints.steps == [6]
-        assert_same_run(fitted(ensemble, steps=20, checkpoint=checkpoints, every=5), whole)
+        assert_same_run(fitted(ensemble, steps=20, checkpoint=checkpoints, checkpoint_every=5), whole)
 
     def test_a_last_save_that_fails(self, ensemble, tmp_path, monkeypatch):
         whole = fitted(ensemble, steps=20)

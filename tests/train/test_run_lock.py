@@ -38,7 +38,7 @@ def ensemble():
 
 
 def fitted(ensemble, folder, *, data=DATA, steps=6, **options):
-    defaults = {"progress": False, "key": KEY, "every": 2} | ({"batch_size": 4} if data is DATA else {})
+    defaults = {"progress": False, "key": KEY, "checkpoint_every": 2} | ({"batch_size": 4} if data is DATA else {})
     return ee.fit(ensemble, loss, SGD, data, steps=steps, checkpoint=folder, **(defaults | options))
 
 
@@ -93,7 +93,7 @@ def test_two_runs_in_one_process(ensemble, tmp_path):
 
     (tmp_path / "link").symlink_to(tmp_path / "a")  # another name for the same folder
     (tmp_path / "a").mkdir()
-    fitted(ensemble, tmp_path / "a", data=batches(), every=1)
+    fitted(ensemble, tmp_path / "a", data=batches(), checkpoint_every=1)
     assert len(met) == 1
     assert re.search(rf"by process {os.getpid()} on `{re.escape(socket.gethostname())}`, since 20[0-9-]+ ", met[0])
     assert NAME not in names(tmp_path / "a")
