@@ -183,7 +183,7 @@ def test_hyper_parameters_of_its_own(ensemble):
         expected, _, losses = alone(model, in_order(dataset(), 11, 8), keys_of(IDS[i], 8))
         assert_close(run.ensemble[i], expected, 1e-5)
     table = run.table()
-    assert list(table) == ["member", "decay", "rate", "loss", "status", "left"]
+    assert list(table) == ["member", "decay", "rate", "loss", "status", "stopped_at"]
     assert table["member"].tolist() == IDS
     np.testing.assert_array_equal(table["rate"], hyper["rate"])
     np.testing.assert_array_equal(table["loss"], run.history.loss[:, -1])
