@@ -145,14 +145,14 @@ def test_numpy_numbers_are_numbers(unhooked):
     assert len({tuple(run.stopped_at.tolist()) for run in runs}) == 1
 
 
-@pytest.mark.parametrize("name", ["member", "loss", "validation", "best_step", "status", "left"])
+@pytest.mark.parametrize("name", ["member", "loss", "validation", "best_step", "status", "stopped_at"])
 def test_names_that_the_table_has_itself(name):
     with pytest.raises(ValueError, match=rf"`train.init` needs names(.|\n)*hyper\['{name}'\](.|\n)*what a run reports"):
         ee.train.init(built(), lambda h: optax.sgd(h["lr"]), hyper={"lr": RATES, name: RATES}, key=KEY)
 
 
 def test_names_that_become_one(pair):
-    assert set(pair[0].table()) == {"lr", "member", "loss", "validation", "best_step", "status", "left"}
+    assert set(pair[0].table()) == {"lr", "member", "loss", "validation", "best_step", "status", "stopped_at"}
     hyper = {"lr": RATES, "a.b": RATES, "a": {"b": RATES}}
     with pytest.raises(ValueError, match=r"column `a.b`, which is that of `hyper\['a'\]\['b'\]`"):
         ee.train.init(built(), sgd, hyper=hyper, key=KEY)

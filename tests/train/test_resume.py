@@ -72,7 +72,7 @@ def fitted(begun, *, data=DATA, fn=loss, optimiser=ADAM, **options):
 def assert_same_run(run, whole, same=assert_same):
     for part in ("ensemble", "train_state", "selection", "history", "data_state"):
         same(getattr(run, part), getattr(whole, part))
-    for part in ("status", "left", "fault", "revived", "best_step", "best_score"):
+    for part in ("status", "stopped_at", "fault", "revived", "best_step", "best_score"):
         np.testing.assert_array_equal(getattr(run, part), getattr(whole, part))
 
 
