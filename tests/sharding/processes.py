@@ -50,7 +50,7 @@ def numbers(run):
     tree = eqx.filter((run.ensemble, run.train_state, run.selection), eqx.is_array)
     leaves = jax.tree_util.tree_leaves_with_path(ee.distributed.to_host(tree))
     named = {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
-    return named | {"loss": run.history.loss, "left": run.stopped_at, "status": run.status}
+    return named | {"loss": run.history.loss, "stopped_at": run.stopped_at, "status": run.status}
 
 
 def everything(folder):
