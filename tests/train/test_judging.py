@@ -133,7 +133,7 @@ def test_refused(case, unhooked):
         fitted(**({"validation": ROWS} | options))
 
 
-@pytest.mark.parametrize("name", ["Run.best", "population.rank"])
+@pytest.mark.parametrize("name", ["Run.best", "methods.population.rank"])
 def test_no_such_mode(name, pair, unhooked):
     call = pair[0].best if name == "Run.best" else lambda mode: ee.methods.population.rank([1.0], mode=mode)
     with pytest.raises(ValueError, match=f"`{name}` needs `mode` to be one of 'min', 'max', got 'higher'"):
