@@ -1,11 +1,13 @@
+import dataclasses
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import wadler_lindig as wl
 from jax._src.core import trace_state_clean  # JAX has no public way to ask this
 from jax.core import Tracer
 
@@ -22,7 +24,7 @@ def is_member_array(leaf: Any) -> bool:
     """Whether `leaf` can carry a `members` axis: a jax array, or a NumPy array of a dtype that jax knows."""
     if isinstance(leaf, jax.Array):
         return True
-    if not eqx.is_array(leaf):
+    if not isinstance(leaf, np.ndarray | np.generic):
         return False
     # NumPy arrays of strings, dates and objects have no jax counterpart: they count as static data.
     return bool(jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == np.bool_)
@@ -71,14 +73,35 @@ def number_text(value: Any) -> str:
 def describe(value: Any) -> str:
     """A short text for a leaf or a static value: `f32[4,2]` for an array, otherwise a trimmed representation."""
     if is_member_array(value) or isinstance(value, jax.ShapeDtypeStruct):
-        struct = jax.ShapeDtypeStruct(value.shape, value.dtype)
-        return eqx.tree_pformat(struct, struct_as_array=True)
+        return wl.pformat(wl.array_summary(value.shape, value.dtype.name, kind=None))
     if isinstance(value, types.CodeType):
         return f"<{value.co_qualname}, {Path(value.co_filename).name}:{value.co_firstlineno}>"
     if isinstance(value, np.ndarray):  # of strings or objects, for which equinox shows but the type
         return f"{value!r}"[:_LONGEST]
-    text = " ".join(eqx.tree_pformat(value, width=10**6).split())
+    text = " ".join(wl.pformat(value, width=10**6, indent=2, short_arrays=True, custom=_as_doc).split())
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+@dataclasses.dataclass
+class _Partial:
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+_Partial.__name__ = _Partial.__qualname__ = jax.tree_util.Partial.__name__
+
+
+def _as_doc(value: Any) -> wl.AbstractDoc | None:
+    """Arrays, wrapped functions and partials inside a value, in the words of Equinox's `tree_pformat`."""
+    if isinstance(value, jax.Array):
+        dtype = f"weak_{value.dtype.name}" if getattr(value, "weak_type", False) else value.dtype.name
+        return wl.array_summary(value.shape, dtype, kind=None)
+    if isinstance(value, jax.custom_jvp | jax.custom_vjp):
+        return wl.pdoc(value.__wrapped__)  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(value, jax.tree_util.Partial):
+        return wl.pdoc(_Partial(value.func, value.args, value.keywords))
+    return None
 
 
 def check_in_range(leaf: Any, *, name: str, path: str) -> None:

@@ -106,7 +106,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         """The short form in `repr`, `equinox.tree_pformat` and run-time type errors: print `stacked` for all of it."""
         sizes = {x.shape[:1] for x in jax.tree.leaves((self.stacked, self.ids)) if _axes.is_array(x)}
         count = f"num_members={sizes.pop()[0]}" if len(sizes) == 1 and sizes != {()} else "..."
-        from wadler_lindig import TextDoc  # only that package calls this method
+        from wadler_lindig import TextDoc
 
         return TextDoc(f"{kind_of_members(self)}({count})")
 
