@@ -1,0 +1,577 @@
+"""The rules of CONTRIBUTING.md that no linter knows. Each list names what does not keep a rule yet: it only shrinks."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import eqx_ensemble
+
+ROOT = Path(eqx_ensemble.__file__).parent
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+LONGEST_FILE = 300
+MOST_METHODS = 9
+
+
+@cache
+def parsed(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text())
+
+
+def functions(file: str) -> Iterator[ast.FunctionDef]:
+    yield from (node for node in ast.walk(parsed(file)) if isinstance(node, ast.FunctionDef))
+
+
+def docstrings(file: str) -> set[int]:
+    """The positions of strings that stand by themselves."""
+    return {id(node.value) for node in ast.walk(parsed(file)) if isinstance(node, ast.Expr)}
+
+
+def assert_listed(found: set[str], listed: set[str], rule: str):
+    assert not found - listed, f"{rule}: {sorted(found - listed)}"
+
+
+# Names of checks.
+
+HELPERS = {"array_leaves", "member_dtype"}
+"""What several checks calculate with."""
+
+UNRULY_CHECKS: set[str] = {
+    "address_taken",
+    "all_damaged",
+    "as_array",
+    "batch_fits",
+    "budget_too_small",
+    "bytes_of",
+    "cast_option",
+    "castable",
+    "check_columns",
+    "checkpoint_format",
+    "checkpoint_options",
+    "chunk_weights",
+    "combiner",
+    "concrete",
+    "coordinator_address",
+    "corrupt",
+    "count_rows_kept",
+    "countable",
+    "decision",
+    "describe",
+    "described",
+    "detection_failed",
+    "device_list",
+    "did_not_come",
+    "diverged",
+    "drawn_rows",
+    "duration",
+    "ended",
+    "ended_by_an_error",
+    "enough_devices",
+    "enough_to_rank",
+    "every_process",
+    "explained_export",
+    "explained_folder",
+    "explained_onnx",
+    "explained_orbax",
+    "explained_rows",
+    "explained_writing",
+    "exportable",
+    "exported_output",
+    "failed_elsewhere",
+    "fell_back",
+    "file_format",
+    "finished",
+    "fit_options",
+    "fits_inside",
+    "folder_free",
+    "folder_of_runs",
+    "folds_of_members",
+    "goes_on",
+    "goes_on_with_data",
+    "has_a_part",
+    "has_members",
+    "has_process_groups",
+    "hyper",
+    "hyper_column",
+    "ids_of_members",
+    "in_bytes",
+    "inference_mode",
+    "installed",
+    "integers_in",
+    "jax_dtype",
+    "jax_not_used",
+    "json_value",
+    "judging",
+    "known_key",
+    "launched",
+    "leaves_option",
+    "left_out",
+    "like_given",
+    "limit",
+    "local_rows",
+    "loss_output",
+    "loss_signature",
+    "made_optimiser",
+    "manifest_size",
+    "many_shapes",
+    "member_selection",
+    "members_of_chunk",
+    "members_seen",
+    "memory_of_one_process",
+    "mesh",
+    "named_parts",
+    "names",
+    "no_array_options",
+    "no_batch_mark",
+    "no_callbacks",
+    "no_checkpoint",
+    "no_copies",
+    "no_gradient",
+    "no_gradient_of_fit",
+    "no_random_numbers",
+    "no_search",
+    "no_step",
+    "no_sync",
+    "no_transformation",
+    "no_typed_keys",
+    "nobody_answered",
+    "not_a_checkpoint",
+    "not_beyond",
+    "not_compiled",
+    "not_of_fit",
+    "not_saved",
+    "not_started_elsewhere",
+    "not_traced",
+    "nothing_else",
+    "nothing_half_said",
+    "nothing_newer",
+    "nothing_traced",
+    "nothing_twice",
+    "numbers_in_words",
+    "object_store",
+    "of_fit",
+    "one_array",
+    "one_pass_only",
+    "one_set_of_members",
+    "optax_or_function",
+    "optimiser",
+    "orbax_dtype",
+    "other_format",
+    "other_versions",
+    "out_of_memory",
+    "outer_operations",
+    "own_folder",
+    "pair_of_moments",
+    "patience_fits",
+    "place_not_savable",
+    "plain",
+    "plain_dtype",
+    "plain_dtypes",
+    "platforms",
+    "process_numbers",
+    "promoted",
+    "quantile_levels",
+    "refused",
+    "result_too_large",
+    "retention",
+    "revive",
+    "row_indices",
+    "row_shapes",
+    "rows_divide",
+    "rows_in_front",
+    "rows_of_folds",
+    "run_is_lost",
+    "same_batches",
+    "same_call",
+    "same_choice",
+    "same_everywhere",
+    "same_hyper",
+    "same_in_all_processes",
+    "same_leaves",
+    "same_mode",
+    "same_outputs",
+    "same_processes",
+    "same_structure",
+    "same_structure_as_saved",
+    "savable",
+    "savable_dtype",
+    "saved_rows",
+    "scores_to_rank",
+    "several_paths",
+    "shard_without_model",
+    "sharding_fits",
+    "smaller_plan",
+    "some_batches",
+    "something_to_resume",
+    "something_to_save",
+    "spec",
+    "state_after",
+    "state_of_optimiser",
+    "step_number",
+    "still_ours",
+    "train_state",
+    "trainable",
+    "trainable_choice",
+    "uneven_members",
+    "uneven_rows",
+    "used_hyper",
+    "variables_as_numbers",
+    "weights_left",
+}
+
+
+def is_check_module(file: str) -> bool:
+    return any(part.removesuffix(".py").startswith("_check") for part in file.split("/"))
+
+
+def keeps_naming_rule(function: ast.FunctionDef) -> bool:
+    """What a function of a check module is called says what it does: raise, give a text, explain, warn, or answer."""
+    name = function.name
+    returns = "" if function.returns is None else ast.unparse(function.returns)
+    if name.startswith("check_"):
+        raises = any(isinstance(node, ast.Raise) for node in ast.walk(function))
+        return raises or returns not in ("bool", "str")
+    if name.startswith("explain_"):
+        return any(ast.unparse(decorator).endswith("contextmanager") for decorator in function.decorator_list)
+    if name.endswith(("_message", "_text")):
+        return returns == "str"
+    if name.startswith("warn_"):
+        return returns == "None"
+    if name.startswith(("is_", "has_", "can_")):
+        return returns == "bool" or returns.startswith("TypeGuard")
+    return name in HELPERS
+
+
+def unruly_checks(tree: ast.Module) -> set[str]:
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not keeps_naming_rule(node)
+    }
+
+
+def test_checks_are_named_for_what_they_do():
+    found = {name for file in FILES if is_check_module(file) for name in unruly_checks(parsed(file))}
+    assert_listed(found, UNRULY_CHECKS, "check_x raises, x_message is a text, explain_x a context, warn_x, is_x")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def valid(x): ...",
+        "def check_it(x) -> bool: ...",
+        "def check_it(x) -> str: ...",
+        "def it_message(x): ...",
+        "def explain_it(x): ...",
+        "def is_it(x) -> str: ...",
+    ],
+)
+def test_an_unruly_check_is_found(source):
+    assert unruly_checks(ast.parse(source))
+
+
+# Classes are compared as classes.
+
+COMPARED_BY_NAME: set[str] = {
+    "_check/_fit.py: type(on_diverge).__name__ != 'Revive'",
+}
+
+
+def class_names_compared(tree: ast.AST) -> Iterator[str]:
+    """Comparisons of `__name__` with a text, and look-ups of it among texts."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Compare):
+            continue
+        sides = [node.left, *node.comparators]
+        names = [x for x in sides if isinstance(x, ast.Attribute) and x.attr in ("__name__", "__qualname__")]
+        texts = [x for side in sides for x in ast.walk(side) if isinstance(x, ast.Constant) and type(x.value) is str]
+        if names and texts and all("__name__" != text.value for text in texts):
+            yield ast.unparse(node)
+
+
+def test_no_class_is_compared_by_its_name():
+    found = {f"{file}: {text}" for file in FILES for text in class_names_compared(parsed(file))}
+    assert_listed(found, COMPARED_BY_NAME, "import the class and use isinstance")
+
+
+@pytest.mark.parametrize("source", ['type(x).__name__ == "Revive"', 'kind.__name__ in ("Run", "Folds")'])
+def test_a_class_compared_by_its_name_is_found(source):
+    assert list(class_names_compared(ast.parse(source)))
+
+
+# One concept, one name, one home.
+
+TWO_HOMES: set[str] = {
+    "Run, train.Run",
+    "fit, train.fit",
+    "grid, sweep.grid",
+    "map_members, plan.map_members",
+}
+
+
+def exported(module: str) -> dict[str, object]:
+    """The names that a package re-exports, with what they are."""
+    loaded = importlib.import_module(module)
+    tree = ast.parse(Path(str(loaded.__file__)).read_text())
+    names = [
+        alias.asname
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname and not alias.asname.startswith("_")
+    ]
+    return {name: getattr(loaded, name) for name in names}
+
+
+def public_packages(package: str = "eqx_ensemble") -> Iterator[str]:
+    yield package
+    for name, value in exported(package).items():
+        if getattr(value, "__name__", None) == f"{package}.{name}" and hasattr(value, "__path__"):
+            yield from public_packages(f"{package}.{name}")
+
+
+def homes(packages: list[str]) -> dict[int, set[str]]:
+    places: dict[int, set[str]] = {}
+    for package in packages:
+        for name, value in exported(package).items():
+            if not hasattr(value, "__path__"):
+                places.setdefault(id(value), set()).add(f"{package}.{name}".removeprefix("eqx_ensemble."))
+    return places
+
+
+def test_every_public_name_has_one_home():
+    found = {", ".join(sorted(names)) for names in homes(list(public_packages())).values() if len(names) > 1}
+    assert_listed(found, TWO_HOMES, "exported twice")
+
+
+def test_a_second_home_is_found():
+    assert any(len(names) > 1 for names in homes(["eqx_ensemble", "eqx_ensemble._axes"]).values())
+
+
+# Small classes, short files.
+
+LARGE_CLASSES: set[str] = {
+    "Checkpoints",
+    "Ensemble",
+    "Loop",
+    "Reader",
+    "Roster",
+    "Run",
+    "Saver",
+    "Search",
+    "_Roll",
+}
+LONG_FILES: set[str] = {
+    "_check/__init__.py",
+    "scores/_scoringrules.py",
+}
+
+
+def large_classes(tree: ast.AST) -> set[str]:
+    """Classes with too many methods, dunders and properties included; overloads count once."""
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and len({method.name for method in ast.walk(node) if isinstance(method, FUNCTIONS) and method in node.body})
+        > MOST_METHODS
+    }
+
+
+def test_classes_are_small():
+    found = {name for file in FILES for name in large_classes(parsed(file))}
+    assert_listed(found, LARGE_CLASSES, f"more than {MOST_METHODS} methods")
+
+
+def test_a_large_class_is_found():
+    body = "".join(f"\n    def f{i}(self): ..." for i in range(MOST_METHODS + 1))
+    assert large_classes(ast.parse(f"class Large:{body}")) == {"Large"}
+
+
+def test_files_are_short():
+    found = {file for file in FILES if len((ROOT / file).read_text().splitlines()) > LONGEST_FILE}
+    assert_listed(found, LONG_FILES, f"more than {LONGEST_FILE} lines")
+
+
+# Messages name a function by its dotted path, without the package.
+
+PREFIXED: set[str] = {
+    "",
+    "checkpoint.Checkpoints({path!r}).restore(like)",
+    "distributed.initialise()",
+    "distributed.to_host(tree)",
+    "export",
+    "launch",
+    "load",
+    "load_members",
+    "load_members(paths, like)",
+    "load_members(sorted(pathlib.Path({path!r}).glob('member-*')), like)",
+    "make_mesh(members=4, data=2)",
+    "reduce",
+    "save",
+    "save(..., format='orbax')",
+    "save(path, run.ensemble)",
+    "sharding.batch",
+    "tree.take(state, index)",
+}
+
+
+def prefixed(tree: ast.AST, apart: set[int]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and type(node.value) is str and id(node) not in apart:
+            if "`eqx_ensemble." in node.value:
+                yield node.value.partition("`eqx_ensemble.")[2].partition("`")[0]
+
+
+def test_messages_name_functions_without_the_package():
+    found = {text for file in FILES for text in prefixed(parsed(file), docstrings(file))}
+    assert_listed(found, PREFIXED, "write `stack`, not `eqx_ensemble.stack`")
+
+
+def test_a_prefix_is_found():
+    assert list(prefixed(ast.parse('f"`eqx_ensemble.{name}` needs"'), set()))
+
+
+# Functions are verbs or nouns.
+
+PARTICIPLES: set[str] = {
+    "_accepted",
+    "_born",
+    "_bound",
+    "_centred",
+    "_checked",
+    "_converted",
+    "_copied",
+    "_described",
+    "_detected",
+    "_encoded",
+    "_exported",
+    "_feed",
+    "_gathered",
+    "_halved",
+    "_hashed",
+    "_held",
+    "_joined",
+    "_kept",
+    "_listed",
+    "_lost",
+    "_made",
+    "_merged",
+    "_mixed",
+    "_moved",
+    "_named",
+    "_nudged",
+    "_numbered",
+    "_packed",
+    "_parsed",
+    "_perturbed",
+    "_piloted",
+    "_placed",
+    "_poisoned",
+    "_refused",
+    "_repeated",
+    "_reshaped",
+    "_resized",
+    "_scattered",
+    "_seen",
+    "_separated",
+    "_shown",
+    "_squared",
+    "_stacked",
+    "_subscripted",
+    "_trained",
+    "_trimmed",
+    "_updated",
+    "_weighted",
+    "arrived",
+    "begun",
+    "binned",
+    "checked",
+    "chosen",
+    "copied",
+    "decoded",
+    "described",
+    "diverged",
+    "encoded",
+    "ended",
+    "finished",
+    "fixed",
+    "forgotten",
+    "gathered",
+    "held",
+    "installed",
+    "joined",
+    "judged",
+    "launched",
+    "listed",
+    "located",
+    "locked",
+    "made",
+    "mapped",
+    "measured",
+    "opened",
+    "ordered",
+    "placed",
+    "pooled",
+    "promoted",
+    "raised",
+    "ranked",
+    "refused",
+    "replicated",
+    "resumed",
+    "retired",
+    "served",
+    "stopped",
+    "stored",
+    "trained",
+    "unmarked",
+    "untested",
+    "validated",
+}
+IRREGULAR = set(
+    "begun born bought bound brought built caught chosen come cut done drawn driven fallen felt forgotten found frozen "
+    "given gone grown held hidden kept known laid led left lent lost made meant met paid put read risen run said seen "
+    "sent set shown shrunk spent split spread stood sworn taken taught thought thrown told torn understood woken won "
+    "worn written".split()
+)
+VERBS = {
+    "cut",
+    "found",
+    "lead",
+    "need",
+    "put",
+    "read",
+    "run",
+    "seed",
+    "set",
+    "shard",
+    "shed",
+    "speed",
+    "split",
+    "spread",
+}
+
+
+def participles(tree: ast.AST) -> set[str]:
+    names = {node.name for node in ast.walk(tree) if isinstance(node, FUNCTIONS)}
+    return {
+        name
+        for name in names
+        if (word := name.strip("_")) not in VERBS and (word in IRREGULAR or word.endswith("ed")) and "_" not in word
+    }
+
+
+def test_no_function_is_a_past_participle():
+    public = {name.rpartition(".")[2] for names in homes(list(public_packages())).values() for name in names}
+    found = {name for file in FILES for name in participles(parsed(file)) - public}
+    assert_listed(found, PARTICIPLES, "name it by a verb or a noun")
+
+
+@pytest.mark.parametrize("name", ["joined", "_made", "held"])
+def test_a_past_participle_is_found(name):
+    assert participles(ast.parse(f"def {name}(): ...")) == {name}
