@@ -38,10 +38,10 @@ from ._keys import member_keys as member_keys
 from ._predict import predict as predict
 from ._prune import prune as prune
 from ._typing import Stacked as Stacked
+from ._version import __version__ as __version__
 from .plan import map_members as map_members
 from .sharding._mesh import make_mesh as make_mesh
-from .sweep import grid as grid
-from .train import Run as Run
-from .train import fit as fit
+from .train._fit import fit as fit
+from .train._run import Run as Run
 
 _warn_of_jaxlib()

@@ -307,9 +307,6 @@ def test_a_class_compared_by_its_name_is_found(source):
 # One concept, one name, one home.
 
 TWO_HOMES: set[str] = {
-    "Run, train.Run",
-    "fit, train.fit",
-    "grid, sweep.grid",
     "map_members, plan.map_members",
 }
 

@@ -124,7 +124,7 @@ INTEGERS = {
     "make_step": lambda n: ee.train.make_step(of_integers, SGD)(ee.train.init(ENSEMBLE, SGD, key=KEY), (n,))[1],
     "zip": lambda n: counters(zip={"n": n}),
     "product": lambda n: counters(product={"n": n.tolist()}),
-    "grid": lambda n: ee.grid({"n": n}),
+    "grid": lambda n: ee.sweep.grid({"n": n}),
     "zip_values": lambda n: ee.sweep.zip_values({"n": n.tolist()}),
     "ids": lambda n: ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), ids=n, key=KEY).ids,
     "stack": lambda n: ee.stack([Counter(n), Counter(n)]).stacked,

@@ -11,7 +11,8 @@ from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from .._predict import predict
 from ..resample import Folds, HeldOut
-from ..train import Run, fit
+from ..train._fit import fit
+from ..train._run import Run
 from ..train.compiled._optimiser import Optimiser
 from ._check import check_whole_folds
 

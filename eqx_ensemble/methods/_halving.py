@@ -12,7 +12,8 @@ from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from ..distributed import to_host
 from ..sweep import AbstractRange, draw
-from ..train import Run, fit
+from ..train._fit import fit
+from ..train._run import Run
 from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ..train.data._data import is_batches
@@ -65,7 +66,7 @@ def successive_halving(
         x, y = batch
         return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
-    hyper = ee.grid({"lr": jnp.logspace(-4, -1, 9)})
+    hyper = ee.sweep.grid({"lr": jnp.logspace(-4, -1, 9)})
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 9, key=key)
     data = jnp.ones((64, 3)), jnp.zeros((64, 1))
     run = ee.methods.successive_halving(

@@ -12,8 +12,10 @@ from .._check import check_function, check_key, check_positive_int, diverged, sa
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from ..distributed import to_host
-from ..train import Run, fit, perturb
+from ..train import perturb
+from ..train._fit import fit
 from ..train._hyper import hyper_arrays
+from ..train._run import Run
 from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ..train.compiled._select import forgotten

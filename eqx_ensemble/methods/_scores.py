@@ -1,7 +1,7 @@
 import numpy as np
 from jaxtyping import Float
 
-from ..train import Run
+from ..train._run import Run
 
 
 def last_scores(run: Run) -> Float[np.ndarray, " members"]:

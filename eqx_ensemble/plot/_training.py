@@ -3,7 +3,8 @@ from typing import Any, Literal
 import numpy as np
 
 from .. import _check
-from ..train import History, Run
+from ..train import History
+from ..train._run import Run
 from ._axes import Axes, axes_for, of_line, with_unit
 
 _NAMES = {"loss": "training", "validation": "validation"}

@@ -22,7 +22,7 @@ def grid(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..."]]:
     **Raises:** `TypeError` for values that are not numbers, `ValueError` for a name without values.
 
     ```python
-    hyper = ee.grid({"lr": [1e-3, 1e-2], "wd": [0.0, 1e-4, 1e-3]})
+    hyper = ee.sweep.grid({"lr": [1e-3, 1e-2], "wd": [0.0, 1e-4, 1e-3]})
     hyper["lr"].shape  # (6,): the last name varies fastest
     ```
     """

@@ -13,7 +13,7 @@ from .._build import build
 from .._ensemble import Ensemble
 from ..plan import AbstractPlan, Chunked, Sequential, Unrolled, Vmap
 from ..plan._auto import as_plan
-from ..train import fit
+from ..train._fit import fit
 from ..train._hyper import hyper_arrays
 from ..train.compiled._optimiser import Optimiser
 from ._alone import Alone

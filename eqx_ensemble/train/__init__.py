@@ -1,7 +1,5 @@
 from ._errors import DivergedError as DivergedError
 from ._errors import NotSavedError as NotSavedError
-from ._fit import fit as fit
-from ._run import Run as Run
 from ._state import TrainState as TrainState
 from ._state import init as init
 from ._status import Status as Status
