@@ -10,7 +10,7 @@ from ._check import check_integer_ids, check_key, check_positive_int, is_traced,
 
 
 def root(key: Any, *, name: str) -> Key[Array, ""]:
-    """The one typed threefry key behind `key`, which may be typed or of the legacy kind."""
+    """`key`, typed or legacy, as one typed threefry key."""
     check_key(key, name=name)
     return key if is_typed_key(key) else jax.random.wrap_key_data(key)
 
@@ -22,12 +22,6 @@ def member_keys(key: Any, ids: Any, *, purpose: str = "build") -> Key[Array, " m
     the member's id alone, so growing or reordering an ensemble changes no member's randomness, and two purposes
     never share a stream. These are the keys that `eqx_ensemble.build` hands to the constructor:
 
-    ```python
-    make = lambda key: eqx.nn.Linear(2, 1, key=key)
-    ensemble = ee.build(make, 8, key=key)
-    alone = make(ee.member_keys(key, 8)[3])  # the same model as ensemble[3]
-    ```
-
     **Arguments:**
 
     - `key`: one key, typed or legacy, of the threefry kind. Other generators draw differently under `vmap`.
@@ -37,9 +31,15 @@ def member_keys(key: Any, ids: Any, *, purpose: str = "build") -> Key[Array, " m
     **Returns:** typed keys `(members,)`.
 
     **Raises:** `TypeError` for what is not one threefry key.
+
+    ```python
+    make = lambda key: eqx.nn.Linear(2, 1, key=key)
+    ensemble = ee.build(make, 8, key=key)
+    alone = make(ee.member_keys(key, 8)[3])  # the same model as ensemble[3]
+    ```
     """
     if not isinstance(purpose, str):
-        raise TypeError(f"`member_keys` needs `purpose` to be a text, got {kind_text(purpose)}.")
+        raise TypeError(f"`member_keys` needs `purpose` to be a string, got {kind_text(purpose)}.")
     return _member_keys(root(key, name="member_keys"), np.uint32(tag(purpose)), member_ids(ids))
 
 
@@ -58,7 +58,7 @@ def member_ids(ids: Any) -> Int[Array, " members"]:
 
 
 def tag(purpose: str) -> int:
-    """The number that stands for a purpose. `fold_in` with small numbers would collide with `split`."""
+    """The number that represents a purpose. `fold_in` with small numbers would collide with `split`."""
     return zlib.crc32(purpose.encode())
 
 

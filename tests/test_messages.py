@@ -189,7 +189,7 @@ BAD = {
     ),
     "build with counts that disagree": (
         lambda: ee.build(linear, 4, keys=jax.random.split(KEY, 3)),
-        "ValueError: `build` was told different numbers of members: num_members: 4, keys: 3.",
+        "ValueError: `build` got different numbers of members: num_members: 4, keys: 3.",
     ),
     "build with strings": (
         lambda: ee.build(lambda key, act: linear(key), zip={"act": ["relu", "tanh"]}, key=KEY),
@@ -306,7 +306,7 @@ BAD = {
         lambda: fit(loss=lambda model, batch: 0.0),
         "TypeError: "
         "`fit` calls the loss of one member as `loss(model, batch, key)`; `<lambda>(model, batch)` cannot "
-        "be called so: too many positional arguments.",
+        "be called like that: too many positional arguments.",
     ),
     "fit loss that is none": (
         lambda: fit(loss=None),
@@ -441,7 +441,7 @@ BAD = {
         lambda: fit(ensemble=STATEFUL, state=STATE),
         "TypeError: "
         "`fit` calls the loss of one member as `loss(model, state, batch, key)`; `mse(model, batch, key)` "
-        "cannot be called so: too many positional arguments.",
+        "cannot be called like that: too many positional arguments.",
     ),
     "fit without key": (
         lambda: fit(key=None),

@@ -9,7 +9,7 @@ from ._check import too_large_message
 
 
 def as_array(values: Any, *, path: str, name: str) -> jax.Array:
-    """Values as a jax array of a type of its own; integers that would wrap around are refused."""
+    """Values as a strongly typed jax array; raises an error for integers that overflow."""
     check_integers_fit(values, argument=path, name=name)
     try:
         return strongly_typed(jnp.asarray(values))
@@ -20,16 +20,16 @@ def as_array(values: Any, *, path: str, name: str) -> jax.Array:
 
 
 def strongly_typed(tree: PyTree) -> PyTree:
-    """A tree whose floating-point jax arrays have types of their own.
+    """Makes the weakly typed floating-point arrays of a tree strongly typed.
 
-    `jnp.full(3, 0.1)` and `jnp.asarray(2.0)` are weakly typed: beside bfloat16 they count as bfloat16. What a compiled
-    program or a file gives back is not, so that one and the same array would calculate otherwise afterwards. Integers
-    decide no other array's precision, and stay as they are.
+    `jnp.full(3, 0.1)` and `jnp.asarray(2.0)` are weakly typed: with bfloat16 they give bfloat16. The outputs of
+    compiled programs and the arrays of files are strongly typed, so the same array would promote differently after
+    training. Integer arrays do not affect the precision of others and are returned unchanged.
     """
     is_weak = lambda x: getattr(x, "weak_type", False) and jnp.issubdtype(x.dtype, jnp.inexact)
     return jax.tree.map(lambda x: x.astype(x.dtype) if is_weak(x) else x, tree)
 
 
 def where_members(chosen: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """`x` for the members that `chosen` `(members,)` says, else `y`; both carry the leading `members` axis."""
+    """`x` for the members where `chosen` `(members,)` is true, else `y`; both have the leading `members` axis."""
     return jnp.where(jnp.reshape(jnp.asarray(chosen), (-1,) + (1,) * (x.ndim - 1)), x, y)

@@ -12,16 +12,16 @@ from ._marks import AbstractPerMember, Batch, Each, is_array, is_per_member
 
 
 def map_each(own: Callable[[PyTree], Any], tree: PyTree, *, shared: Callable[[Any], Any] = lambda x: x) -> PyTree:
-    """The tree with `own(value)` in place of every `Each` and `shared(leaf)` in place of every other leaf.
+    """Replaces every `Each` of a tree by `own(value)` and every other leaf by `shared(leaf)`.
 
-    A value comes with its `members` axis in front, wherever its mark says that it stands.
+    The `members` axis of a value is moved to the front, whatever the `axis` of its mark.
     """
     is_each = lambda x: isinstance(x, Each)
     return jax.tree.map(lambda x: own(x.per_member()) if is_each(x) else shared(x), tree, is_leaf=is_each)
 
 
 def split_members(tree: PyTree, *, name: str) -> tuple[PyTree, Callable[[PyTree], PyTree], Size]:
-    """Parts `tree` into what is mapped over members and what is shared.
+    """Partitions `tree` into what is mapped over members and what is shared.
 
     **Returns:** the tree to map, with the `members` axis in front of its array leaves; the function that turns one
     member's part of it into that member's view of `tree`; and the number of members.
@@ -47,7 +47,7 @@ def over_leading_axis(
 ) -> PyTree:
     """Runs `mapper(fn, tree)` with only the arrays of `tree` and of the result passing through `mapper`.
 
-    `fn` sees and returns any PyTree: functions, strings and the like go around `jax.vmap` and `jax.lax.map`.
+    `fn` takes and returns any PyTree: leaves that are not arrays bypass `jax.vmap` and `jax.lax.map`.
     """
     arrays, rest = eqx.partition(tree, is_array)
     static = None

@@ -47,21 +47,21 @@ class AbstractPerMember(eqx.Module):
 class Each(AbstractPerMember):
     """Marks an input that has one value per member; inputs without the mark are shared by all members.
 
-    The mark is never guessed from a size: `ensemble(x)` gives every member the same `x`, also when the leading
-    axis of `x` happens to be as long as the ensemble.
+    Sizes are never used to guess it: `ensemble(x)` gives every member the same `x`, even if the leading axis of `x`
+    happens to be as long as the ensemble.
+
+    **Arguments:**
+
+    - `value`: any PyTree whose array leaves carry the `members` axis. Leaves that are not arrays are shared.
+    - `axis`: the position of that axis in every array leaf.
+
+    **Raises:** `MemberMismatchError` when the array leaves disagree on the number of members.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
     xs = jnp.ones((4, 3))
     ensemble(ee.Each(xs)).shape  # (4, 1): member i sees xs[i]
     ```
-
-    **Arguments:**
-
-    - `value`: any PyTree whose array leaves carry the `members` axis. Leaves that are not arrays are shared.
-    - `axis`: where that axis stands in every array leaf.
-
-    **Raises:** `MemberMismatchError` when the array leaves disagree on the number of members.
     """
 
     value: PyTree
@@ -84,19 +84,19 @@ class Each(AbstractPerMember):
 class Batch(eqx.Module):
     """Marks an input of an ensemble's call that holds many examples: the member is mapped over them.
 
-    Members are functions of one example, so `ensemble(x)` takes one `x`. `ensemble(Batch(xs))` saves the second
-    `jax.vmap`: every member sees every example. Marks combine: `Each(Batch(xs))` is a batch of its own for each
-    member, with shape `(members, batch, ...)`.
+    Members are functions of one example, so `ensemble(x)` takes one `x`. `ensemble(Batch(xs))` replaces a second
+    `jax.vmap`: every member sees every example. Marks combine: `Each(Batch(xs))` is a separate batch for each member,
+    of shape `(members, batch, ...)`.
+
+    **Arguments:**
+
+    - `value`: any PyTree whose array leaves carry a batch axis. Leaves that are not arrays are shared.
+    - `axis`: the position of that axis in every array leaf, not counting the `members` axis.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
     ensemble(ee.Batch(jnp.ones((4, 3)))).shape  # (4, 4, 1): members, batch, out
     ```
-
-    **Arguments:**
-
-    - `value`: any PyTree whose array leaves carry a batch axis. Leaves that are not arrays are shared.
-    - `axis`: where that axis stands in every array leaf (counted without the `members` axis).
     """
 
     value: PyTree

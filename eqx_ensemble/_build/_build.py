@@ -71,26 +71,15 @@ def build(
 ) -> Any:
     """Builds an [`eqx_ensemble.Ensemble`][] from the constructor of one member.
 
-    `make(key)` runs once under `equinox.filter_vmap`, so that all members are born stacked; each is bit for bit the
-    model that `make` gives alone. Weakly typed arrays (`jnp.asarray(2.0)`) become strongly typed, as training and
-    loading would make them: how they promote never changes. With `zip` or `product` it is called as
+    `make(key)` runs once under `equinox.filter_vmap`, which builds all members as one stacked Module; each member equals,
+    bit for bit, the model that `make` gives alone. Weakly typed arrays (`jnp.asarray(2.0)`) become strongly typed, so
+    that training and loading do not change how they promote. With `zip` or `product` it is called as
     `make(key, **arguments)`.
-
-    ```python
-    make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)
-    ee.build(make, 8, key=key)  # eight members from one key
-    ee.build(make, keys=jax.random.split(key, 8))  # keys of your own
-    ee.build(make, ids=range(8, 12), key=key)  # four more members of the same ensemble, never the old ones again
-
-    noisy = lambda key, p: eqx.nn.Dropout(p)
-    ee.build(noisy, zip={"p": [0.1, 0.2, 0.5]}, key=key)  # three members
-    ee.build(noisy, product={"p": [0.1, 0.2, 0.5]}, key=key)  # one member for each combination
-    ```
 
     **Arguments:**
 
     - `make`: makes one member from one key. It may return `(module, state)`, as `equinox.nn.make_with_state` does.
-    - `num_members`: how many. May be left out when `ids`, `keys`, `zip` or `product` say it.
+    - `num_members`: the number of members. May be omitted where `ids`, `keys`, `zip` or `product` determine it.
     - `ids`: the members' ids `(members,)`, from which their keys follow; `0, 1, 2, ...` if not given.
     - `keys`: one key per member `(members,)` instead of `key`.
     - `zip`: per-member arguments; member `i` gets the `i`-th of each, as in `zip`. Each value has the leading
@@ -102,21 +91,32 @@ def build(
         (the last name varies fastest).
     - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
         are taken from the first member and kept once.
-    - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][]: every member is born where it will live, and
-        where members divide evenly no device ever holds all of them. `make` is compiled for that; where it cannot be,
-        it runs as without a mesh, and a warning says so.
+    - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][]. Members are initialised on their own devices;
+        if they divide evenly, no device ever holds all of them. `make` is compiled for this; if it cannot be, it runs as
+        without a mesh, with a warning.
     - `shard`: how to split the weights of a member over the mesh's axis `model`: `shard(path, shape, parts)` gives a
         `PartitionSpec` for each of a member's arrays, or `None`;
-        [`eqx_ensemble.sharding.by_largest_axis`][] if not given. Arrays that it leaves alone lie as the compiler likes.
+        [`eqx_ensemble.sharding.by_largest_axis`][] if not given. For `None`, sharding is left to the compiler.
     - `key`: the root key; member keys are [`eqx_ensemble.member_keys`][]`(key, ids)`.
 
-    **Returns:** the ensemble; with its stacked `equinox.nn.State` when `make` returns a state. A warning says when
-    all members came out equal, because `make` does not use its key (`lambda key: model`) or because keys are equal.
-    Members that begin with zeros, or with other arrays of one value, are no such case.
+    **Returns:** the ensemble; with its stacked `equinox.nn.State` when `make` returns a state. A warning is issued if
+    all members are equal because `make` does not use its key (`lambda key: model`) or because keys are equal. Constant
+    initial arrays, such as zeros, do not trigger it.
 
     **Raises:** `TypeError` for missing, single or non-threefry keys, and for members with NumPy arrays of strings or
-    objects; `ValueError` for counts that disagree, and for integers that jax would wrap around;
+    objects; `ValueError` for counts that disagree, and for integers that overflow jax's type;
     `MemberMismatchError` when `make` hides an array of its own in a function instead of a field.
+
+    ```python
+    make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)
+    ee.build(make, 8, key=key)  # eight members from one key
+    ee.build(make, keys=jax.random.split(key, 8))  # keys of your own
+    ee.build(make, ids=range(8, 12), key=key)  # four more members of the same ensemble, never the old ones again
+
+    noisy = lambda key, p: eqx.nn.Dropout(p)
+    ee.build(noisy, zip={"p": [0.1, 0.2, 0.5]}, key=key)  # three members
+    ee.build(noisy, product={"p": [0.1, 0.2, 0.5]}, key=key)  # one member for each combination
+    ```
     """
     check_make(make)
     arguments, counted = _arguments(zip, product)
@@ -146,12 +146,12 @@ def build(
         return one
 
     with explain_make():
-        made = _made(make_one, keys, arguments) if layout is None else _born(make_one, keys, arguments, layout, shard)
+        made = _vmap_make(make_one, keys, arguments) if layout is None else _make_on_mesh(make_one, keys, arguments, layout, shard)
     check_no_tracers(made, name="build")
     warn_of_equal_members(made, keys, arguments)
     model, *state = made if _is_stateful(made) else (made,)
     numbers = _numbers(make, keys, arguments, model)
-    ensemble = _held(model, ids, shared, numbers)
+    ensemble = _as_ensemble(model, ids, shared, numbers)
     return (ensemble, _axes.strongly_typed(state[0])) if state else ensemble
 
 
@@ -159,14 +159,14 @@ def _is_stateful(made: Any) -> bool:
     return isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State)
 
 
-def _made(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array]) -> Any:
+def _vmap_make(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array]) -> Any:
     return eqx.filter_vmap(lambda key, arguments: make(key, **arguments))(keys, arguments)
 
 
-def _born(
+def _make_on_mesh(
     make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array], layout: Layout, shard: Shard | None
 ) -> Any:
-    """The members, each on its own devices from the beginning."""
+    """The members, each initialised on its own devices."""
     _check.uneven_members(len(keys), layout)
 
     def build(layout: Layout, parts: tuple) -> Any:
@@ -180,7 +180,7 @@ def _born(
         check_no_tracers(made, name="build")
     except (jax.errors.JAXTypeError, MemberMismatchError) as error:
         warnings.warn(_check.not_compiled(error), stacklevel=4)
-        made = _made(make, keys, arguments)
+        made = _vmap_make(make, keys, arguments)
         layout = layout.split_weights(made, shard)
     return shard_members(made, layout)
 
@@ -208,7 +208,7 @@ def _numbers(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array
     return jax.tree_util.tree_map_with_path(lambda path, _: path in found, stacked)
 
 
-def _held(stacked: Any, ids: jax.Array, shared: Where | None, numbers: PyTree[bool]) -> Ensemble[Any]:
+def _as_ensemble(stacked: Any, ids: jax.Array, shared: Where | None, numbers: PyTree[bool]) -> Ensemble[Any]:
     if shared is not None:
         stacked = check_selection(lambda tree: eqx.tree_at(shared, tree, replace_fn=_first), stacked)
     ensemble = from_stacked(stacked, ids=ids, shared=shared)

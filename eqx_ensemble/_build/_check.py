@@ -16,7 +16,7 @@ def check_make(make: Any) -> None:
     """A function that makes one member."""
     if isinstance(make, eqx.Module):
         raise TypeError(
-            f"`build` needs a function that makes one member from a key, got {kind_text(make)} made already.\n"
+            f"`build` needs a function that makes one member from a key, got {kind_text(make)} itself.\n"
             "Write `build(lambda key: Model(..., key=key), num_members, key=key)`; a list of models goes to `stack`."
         )
     if isinstance(make, list | tuple):
@@ -40,8 +40,8 @@ def check_signature(make: Callable[..., Any], arguments: Iterable[str]) -> None:
         inner = getattr(make, "func", make)
         word = getattr(inner, "__name__", type(inner).__name__)
         raise TypeError(
-            f"`build` makes a member as `make({called})`, with the key in the first place; `{word}` cannot be "
-            f"called so: {error}.\n"
+            f"`build` makes a member as `make({called})`, with the key as first argument; `{word}` cannot be "
+            f"called like that: {error}.\n"
             f"Write a function: `lambda {', '.join(['key', *named])}: {word}(..., key=key)`."
         ) from None
 
@@ -58,7 +58,7 @@ def check_count(**counts: int | None) -> int:
             raise TypeError(f"`build` needs an integer number of members, got {count!r}.")
     if len(set(given.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in given.items())
-        raise ValueError(f"`build` was told different numbers of members: {listed}.")
+        raise ValueError(f"`build` got different numbers of members: {listed}.")
     count = int(next(iter(given.values())))
     if count < 1:
         raise ValueError(f"`build` makes at least one member, got `{next(iter(given))}` of {count}.")
@@ -66,7 +66,7 @@ def check_count(**counts: int | None) -> int:
 
 
 def check_no_key(key: Any) -> None:
-    """Keys were given one per member, so there is no root key."""
+    """There is no root key where every member has a key of its own."""
     if key is not None:
         raise TypeError("`build` takes `keys` (one per member) or `key` (one for all), not both.")
 
@@ -103,7 +103,7 @@ _ALL_AT_ONCE = (
 
 @contextlib.contextmanager
 def explain_make() -> Iterator[None]:
-    """Adds the way round to errors of constructors that need concrete values."""
+    """Adds the likely fix to errors of constructors that need concrete values."""
     try:
         yield
     except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:

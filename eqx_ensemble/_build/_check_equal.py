@@ -11,15 +11,15 @@ from .._check import is_key, is_member_array, is_traced
 
 
 def warn_of_equal_members(stacked: PyTree, keys: Any, arguments: Iterable[str]) -> None:
-    """Members that `build` made equal: of equal keys, or by a `make` that does not use its key.
+    """Warns if all members are equal, because of equal keys or a `make` that does not use its key.
 
-    Arrays of one value, as zeros, are a beginning that nobody has drawn, and say nothing.
+    Constant arrays, such as zeros, involve no randomness and are ignored.
     """
     count, arguments = len(keys), list(arguments)
     arrays = [x for x in jax.tree.leaves((stacked, keys)) if is_member_array(x)]
     if count < 2 or any(is_traced(x) or not _is_here(x) for x in arrays):
         return
-    again = None if arguments else _repeated(keys)
+    again = None if arguments else _first_repeat(keys)
     if again is not None:
         reason = f"`keys[{again[1]}]` is `keys[{again[0]}]`: make keys with `jax.random.split(key, {count})`."
     elif _all_equal([x for x in arrays[:-1] if x.size]):
@@ -27,7 +27,7 @@ def warn_of_equal_members(stacked: PyTree, keys: Any, arguments: Iterable[str]) 
     else:
         return
     warnings.warn(
-        f"`build` made members that are equal in every number; trained on the same rows, they stay equal.\n{reason} "
+        f"`build` made members that are equal in every array; trained on the same rows, they stay equal.\n{reason} "
         f"If they are meant to be equal, write `stack([model] * {count})`.",
         stacklevel=3,
     )
@@ -39,12 +39,12 @@ def _is_here(x: Any) -> bool:
 
 
 def _all_equal(arrays: list[Any]) -> bool:
-    """Whether all members are equal, in more than constants. A small array tells them apart as a rule."""
+    """Whether all members are equal, in more than constants. Small arrays come first: one usually decides."""
     arrays = sorted(arrays, key=lambda x: x.size)
     return all(map(_alike, arrays)) and not all(map(_constant, arrays))
 
 
-def _repeated(keys: Any) -> tuple[int, int] | None:
+def _first_repeat(keys: Any) -> tuple[int, int] | None:
     """The first two members with one key."""
     seen: dict[bytes, int] = {}
     for i, key in enumerate(_numbers(keys)):
@@ -60,7 +60,7 @@ def _alike(x: Any) -> bool:
 
 
 def _constant(x: Any) -> bool:
-    """Whether nothing was drawn: one value, or counters such as the ids of an ensemble in an ensemble."""
+    """Whether an array involves no randomness: one value, or counters such as the ids of a nested ensemble."""
     if not is_key(x) and not jnp.issubdtype(x.dtype, jnp.inexact):
         return True
     numbers = _numbers(x)

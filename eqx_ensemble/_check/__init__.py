@@ -75,8 +75,8 @@ from ._export import no_search as no_search
 from ._export import plain_dtypes as plain_dtypes
 from ._export import platforms as platforms
 from ._export import row_shapes as row_shapes
+from ._extras import check_installed as check_installed
 from ._extras import check_version as check_version
-from ._extras import installed as installed
 from ._extras import missing_extra_message as missing_extra_message
 from ._files import KEY_WORDS as KEY_WORDS
 from ._files import all_damaged as all_damaged

@@ -1,9 +1,9 @@
 class MemberMismatchError(ValueError):
-    """Members that cannot stand in one stacked tree: they differ in structure, shape, dtype or a static value."""
+    """Members that cannot share one stacked tree: they differ in structure, shape, dtype or a static value."""
 
 
 class CheckpointCorruptError(ValueError):
-    """A checkpoint that is not what was saved: bits have changed, a file is cut short or missing.
+    """A damaged checkpoint: bits have changed, or a file is truncated or missing.
 
     **Attributes:**
 

@@ -31,7 +31,7 @@ def is_member_array(leaf: Any) -> bool:
 
 
 def is_inside_transformation() -> bool:
-    """Whether this runs inside `jax.jit`, `jax.vmap`, `jax.grad` or the like, whatever is traced there."""
+    """Whether this runs inside `jax.jit`, `jax.vmap`, `jax.grad` or the like."""
     return not trace_state_clean()
 
 
@@ -58,7 +58,7 @@ def member_dtype(leaf: Any) -> Any:
 
 
 def kind_text(value: Any) -> str:
-    """What a value of a wrong type is, in words: `a list`, `an int`, `None`."""
+    """The type of a wrong value as text: `a list`, `an int`, `None`."""
     if value is None:
         return "`None`"
     word = type(value).__name__
@@ -105,9 +105,9 @@ def _as_doc(value: Any) -> wl.AbstractDoc | None:
 
 
 def check_in_range(leaf: Any, *, name: str, path: str) -> None:
-    """Refuse NumPy integers that would wrap around when they become a jax array.
+    """Refuses NumPy integers that would overflow when they become a jax array.
 
-    `jnp.asarray` turns 64-bit integers into 32-bit ones without a word when `jax_enable_x64` is off. The rounding
+    `jnp.asarray` silently converts 64-bit integers to 32 bits when `jax_enable_x64` is off. The rounding
     of float64 is what every jax user expects; integers that come out as other integers are not.
     """
     if not _is_wide(leaf):
@@ -124,7 +124,7 @@ def check_in_range(leaf: Any, *, name: str, path: str) -> None:
 
 
 def check_integers_fit(tree: Any, *, argument: str, name: str) -> None:
-    """No NumPy integer of a tree would wrap around when it becomes a jax array."""
+    """No NumPy integer of a tree would overflow when it becomes a jax array."""
     if any(map(_is_wide, jax.tree.leaves(tree))):  # paths are made only where there is something to look at
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             check_in_range(leaf, name=name, path=argument + jax.tree_util.keystr(path))
@@ -145,5 +145,5 @@ def is_number(leaf: Any) -> bool:
 
 
 def array_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The array leaves of a tree with their paths in words."""
+    """The array leaves of a tree with their paths as text."""
     return [(path_text(path), x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0] if is_member_array(x)]

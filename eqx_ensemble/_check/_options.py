@@ -12,45 +12,47 @@ from ._leaves import kind_text
 
 
 def check_flag(value: Any, argument: str, *, name: str) -> bool:
-    """`True` or `False`: anything else has a truth value too, and was meant for another argument."""
+    """`True` or `False`; other values are truthy or falsy too, but were meant for another argument."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"`{name}` needs `{argument}` to be `True` or `False`, got {_shown(value)}.")
+        raise TypeError(f"`{name}` needs `{argument}` to be `True` or `False`, got {_value_text(value)}.")
     return bool(value)
 
 
 def check_optional_flag(value: Any, argument: str, *, name: str) -> None:
     """`True`, `False` or `None`."""
     if value is not None and not isinstance(value, bool | np.bool_):
-        raise TypeError(f"`{name}` needs `{argument}` to be `True`, `False` or `None`, got {_shown(value)}.")
+        raise TypeError(f"`{name}` needs `{argument}` to be `True`, `False` or `None`, got {_value_text(value)}.")
 
 
 def check_word(value: Any, argument: str, choices: Collection[str | None], *, name: str) -> None:
-    """One of a few words. An array is none of them, and comparing it with one has no truth value."""
+    """One of a few strings. An array is none of them: its comparison with a string has no truth value."""
     if not isinstance(value, str | None) or value not in choices:
         listed = ", ".join(map(repr, choices))
-        raise ValueError(f"`{name}` needs `{argument}` to be one of {listed}, got {_shown(value)}.")
+        raise ValueError(f"`{name}` needs `{argument}` to be one of {listed}, got {_value_text(value)}.")
 
 
 def check_text(value: Any, argument: str, *, name: str) -> None:
-    """A text."""
+    """A string."""
     if not isinstance(value, str):
-        raise TypeError(f"`{name}` needs `{argument}` to be a text, got {_shown(value)}.")
+        raise TypeError(f"`{name}` needs `{argument}` to be a string, got {_value_text(value)}.")
 
 
 def check_optional_text(value: Any, argument: str, *, name: str) -> None:
-    """A text, or nothing."""
+    """A string or `None`."""
     if value is not None:
         check_text(value, argument, name=name)
 
 
 def check_function(value: Any, argument: str, *, name: str, example: str) -> None:
-    """Something that can be called."""
+    """A callable."""
     if not callable(value):
-        raise TypeError(f"`{name}` needs `{argument}` to be a function, got {_shown(value)}.\nFor example `{example}`.")
+        raise TypeError(
+            f"`{name}` needs `{argument}` to be a function, got {_value_text(value)}.\nFor example `{example}`."
+        )
 
 
 def check_optional_function(value: Any, argument: str, *, name: str, example: str) -> None:
-    """Something that can be called, or nothing."""
+    """A callable or `None`."""
     if value is not None:
         check_function(value, argument, name=name, example=example)
 
@@ -60,7 +62,7 @@ def check_number(
 ) -> float:
     """A finite number, Python's or NumPy's."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number) or np.iscomplexobj(value):
-        raise TypeError(f"`{name}` needs `{argument}` to be a number, got {_shown(value)}.")
+        raise TypeError(f"`{name}` needs `{argument}` to be a number, got {_value_text(value)}.")
     if not math.isfinite(value) or not least <= value <= most:
         if least == -math.inf and most == math.inf:
             wanted = "finite"
@@ -75,30 +77,30 @@ def check_number(
 def check_axis(value: Any, argument: str, *, name: str) -> int:
     """An axis: an integer, from the end if it is negative."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-        raise TypeError(f"`{name}` needs `{argument}` to be an integer, got {_shown(value)}.")
+        raise TypeError(f"`{name}` needs `{argument}` to be an integer, got {_value_text(value)}.")
     return int(value)
 
 
 def check_sequence(values: Any, argument: str, *, name: str, of: str) -> list[Any]:
-    """Something that can be iterated over, and is no text."""
+    """An iterable that is not a string."""
     try:
         iterator = None if isinstance(values, str | bytes) else iter(values)
     except TypeError:
         iterator = None
     if iterator is None:
-        raise TypeError(f"`{name}` needs `{argument}` to be a list of {of}, got {_shown(values)}.")
+        raise TypeError(f"`{name}` needs `{argument}` to be a list of {of}, got {_value_text(values)}.")
     return list(iterator)
 
 
 def check_path(value: Any, argument: str, *, name: str) -> None:
-    """A path: text, or an object that says its path."""
+    """A path: a string or an `os.PathLike`."""
     if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"`{name}` needs `{argument}` to be a path, got {_shown(value)}.")
+        raise TypeError(f"`{name}` needs `{argument}` to be a path, got {_value_text(value)}.")
     if not os.fspath(value):
-        raise ValueError(f"`{name}` needs `{argument}` to be a path, got an empty text.")
+        raise ValueError(f"`{name}` needs `{argument}` to be a path, got an empty string.")
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return repr(value) if isinstance(value, str | int | float | bool | None) else kind_text(value)
 
 

@@ -44,7 +44,7 @@ def loss_signature(fn: Any, *, stateful: bool, hyper: Any, name: str) -> bool:
             hint = "\nPass the members' state that `build` returned, as `state=`."
         raise TypeError(
             f"`{name}` calls the loss of one member as `loss({', '.join(wanted)})`; `{named}{signature}` cannot be "
-            f"called so: {error}.{hint}"
+            f"called like that: {error}.{hint}"
         ) from None
     return wants_hyper
 

@@ -10,7 +10,7 @@ from ._parts import one_alone
 
 
 def average(ensemble: Ensemble[M], weights: Any = None) -> M:
-    """One model whose weights are the weighted mean of the members' (a model soup).
+    """Averages the members' weights into one model (a model soup).
 
     Floating-point arrays are averaged in at least float32; other arrays must be equal in all members.
 

@@ -26,8 +26,8 @@ def check_no_text_arrays(tree: Any, *, name: str) -> None:
         if isinstance(leaf, np.ndarray) and not is_member_array(leaf):
             raise TypeError(
                 f"`{name}` makes ensembles of models whose arrays jax can hold; at `{path_text(path)}`: a NumPy array "
-                f"of dtype {leaf.dtype}, shape {leaf.shape}.\nKeep it out of jax's sight: as a tuple in a field of "
-                "`equinox.field(static=True)`."
+                f"of dtype {leaf.dtype}, shape {leaf.shape}.\nStore it as a tuple in a field of "
+                "`equinox.field(static=True)`, which jax ignores."
             )
 
 

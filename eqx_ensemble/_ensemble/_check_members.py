@@ -19,7 +19,7 @@ def check_stacked_leaves(stacked: Any, ids: Any) -> None:
 
 
 def check_one_mode(stacked: Any, shared: Any, path: str) -> None:
-    """A layer's flag `inference` has one value for all members, wherever it stands."""
+    """A layer's flag `inference` has one value for all members, in `stacked` and in `shared`."""
     if type(stacked) is bool and type(shared) is bool and stacked is not shared:
         raise ValueError(
             "An `Ensemble` needs one value of each layer's `inference`, which all members share.\n"
@@ -54,7 +54,7 @@ def check_callable(model: Any) -> None:
 
 
 def attribute_message(name: str) -> str:
-    """Where to look for what an ensemble does not have itself."""
+    """An ensemble lacks an attribute that its members may have."""
     return (
         f"An `Ensemble` has no attribute `{name}`. What its members hold is in `ensemble.stacked`, with the leading "
         "members axis, or in a single member, `ensemble[0]`."
@@ -63,7 +63,7 @@ def attribute_message(name: str) -> str:
 
 @contextlib.contextmanager
 def explain_call() -> Iterator[None]:
-    """Adds to a member's own errors what an ensemble's call hands it: most often it was given a batch."""
+    """Adds to a member's own errors what an ensemble passes to it: the usual cause is a batch."""
     try:
         yield
     except (TypeError, ValueError) as error:

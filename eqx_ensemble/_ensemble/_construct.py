@@ -17,12 +17,7 @@ from ._ensemble import Ensemble, M, Where
 
 
 def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> Ensemble[M]:
-    """An [`eqx_ensemble.Ensemble`][] around a Module that is stacked already, as by `eqx.filter_vmap(make)(keys)`.
-
-    ```python
-    stacked = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))(jax.random.split(key, 4))
-    ensemble = ee.from_stacked(stacked)  # four members
-    ```
+    """Makes an [`eqx_ensemble.Ensemble`][] of a Module that is stacked already, as by `eqx.filter_vmap(make)(keys)`.
 
     **Arguments:**
 
@@ -32,6 +27,11 @@ def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> E
         arrays must not carry the axis.
 
     **Raises:** `MemberMismatchError` when array leaves disagree on the number of members.
+
+    ```python
+    stacked = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))(jax.random.split(key, 4))
+    ensemble = ee.from_stacked(stacked)  # four members
+    ```
     """
     check_no_text_arrays(model, name="from_stacked")
     stacked, rest = eqx.partition(_axes.strongly_typed(model), _axes_mask(model, shared))
@@ -42,24 +42,27 @@ def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> E
 def stack(
     models: Iterable[M], *, ids: Any = None, shared: Where | None = None, promote_scalars: bool = False
 ) -> Ensemble[M]:
-    """A list of models as one [`eqx_ensemble.Ensemble`][].
+    """Stacks a list of models into one [`eqx_ensemble.Ensemble`][].
 
-    ```python
-    models = [eqx.nn.MLP(2, 1, 8, 1, key=k) for k in jax.random.split(key, 3)]
-    ensemble = ee.stack(models)
-    ```
+    [`eqx_ensemble.tree.stack`][] does the same for PyTrees of any kind: it returns a tree of the same type, without ids
+    and shared leaves.
 
     **Arguments:**
 
     - `models`: models that differ only in the values of their arrays.
     - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given.
     - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
-        must be equal in all models, and are kept once.
-    - `promote_scalars`: stack Python floats that differ into an array instead of refusing them. They stay constants
-        in training, unless `trainable` of [`eqx_ensemble.fit`][] asks for them.
+        must be equal in all models, and are stored once.
+    - `promote_scalars`: stack Python floats that differ into an array instead of raising an error. They stay constants
+        in training unless `trainable` of [`eqx_ensemble.fit`][] selects them.
 
     **Raises:** `MemberMismatchError` when the models differ in anything but array values, naming leaf, members and
     both values; `TypeError` for NumPy arrays of strings or objects, which jax cannot hold.
+
+    ```python
+    models = [eqx.nn.MLP(2, 1, 8, 1, key=k) for k in jax.random.split(key, 3)]
+    ensemble = ee.stack(models)
+    ```
     """
     models = check_trees(models, name="stack")
     check_flag(promote_scalars, "promote_scalars", name="stack")
@@ -81,14 +84,7 @@ def stack(
 
 
 def concatenate(ensembles: Iterable[Ensemble[M]], *, renumber: bool = False) -> Ensemble[M]:
-    """Several ensembles of one architecture as one, their members in the order given.
-
-    ```python
-    make = lambda key: eqx.nn.Linear(2, 1, key=key)
-    old = ee.build(make, 4, key=key)
-    new = ee.build(make, ids=[4, 5], key=key)
-    ee.concatenate([old, new])  # the same members as ee.build(make, 6, key=key)
-    ```
+    """Concatenates ensembles of one architecture, in the order given.
 
     **Arguments:**
 
@@ -97,6 +93,13 @@ def concatenate(ensembles: Iterable[Ensemble[M]], *, renumber: bool = False) -> 
 
     **Raises:** `ValueError` when two members have the same id and `renumber` is not set; `MemberMismatchError` when
     the ensembles do not fit together.
+
+    ```python
+    make = lambda key: eqx.nn.Linear(2, 1, key=key)
+    old = ee.build(make, 4, key=key)
+    new = ee.build(make, ids=[4, 5], key=key)
+    ee.concatenate([old, new])  # the same members as ee.build(make, 6, key=key)
+    ```
     """
     ensembles = check_ensembles(ensembles, name="concatenate")
     stacked, ids = _tree.concatenate([ensemble.per_member() for ensemble in ensembles])
@@ -112,7 +115,7 @@ def concatenate(ensembles: Iterable[Ensemble[M]], *, renumber: bool = False) -> 
 
 
 def mark_numbers(stacked: PyTree, shared: PyTree, numbers: PyTree[bool]) -> PyTree:
-    """The shared part of a model, with zeros where the stacked part holds what is a Python float in one member."""
+    """The shared part of a model, with zeros at the leaves of the stacked part that are Python floats in one member."""
     mark = lambda x, y, is_number: 0.0 if is_number and x is not None else y
     return jax.tree.map(mark, stacked, shared, numbers, is_leaf=lambda x: x is None)
 

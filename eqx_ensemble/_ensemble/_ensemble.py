@@ -35,6 +35,22 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     a PyTree like any other: a field of a bigger Module, an argument of `filter_jit`, `filter_grad` and
     `filter_vmap`, or the member of another ensemble.
 
+    **Attributes:**
+
+    - `stacked`: the model with the leaves that differ between members, each `(members, ...)`; `None` elsewhere, except
+        for the flags `inference` of layers such as dropout. They are stored both here and in `shared`, so that
+        `equinox.nn.inference_mode(ensemble)` sets both.
+    - `shared`: the model with the leaves that all members use: activation functions and the like, and what
+        `shared=` of the constructors selected; `None` elsewhere. Shared arrays are constants in
+        [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][]: a trunk trained by all its members would couple
+        them. `equinox.filter_grad` of a function of the ensemble does give them gradients, the sum over the members:
+        [both ways](../how-it-runs.md#shared-arrays). A zero marks an array of `stacked` that holds Python floats
+        (a dropout rate for each member): a single member gets its float back, and training does not change it.
+    - `ids`: the members' stable ids `(members,)`, from which their random streams follow. Indexing and concatenation
+        keep them. They are an integer array among the leaves: code that
+        calculates with all arrays changes them, and the next use of the ensemble is then a `TypeError`. Select
+        weights with `equinox.is_inexact_array`, not `equinox.is_array`.
+
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key), 8, key=key)
     ensemble(jnp.ones(13)).shape  # (8, 1): every member sees the same input
@@ -43,22 +59,6 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     ensemble[3]  # an ordinary eqx.nn.MLP
     ensemble[[0, 5]], ensemble[2:]  # smaller ensembles
     ```
-
-    **Attributes:**
-
-    - `stacked`: the model with the leaves that differ between members, each `(members, ...)`; `None` elsewhere, but
-        for the flags `inference` of layers such as dropout. They stand in `shared` and here, so that
-        `equinox.nn.inference_mode(ensemble)` sets both.
-    - `shared`: the model with the leaves that all members use: activation functions and the like, and what
-        `shared=` of the constructors selected; `None` elsewhere. Shared arrays are constants in
-        [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][]: a trunk trained by all its members would couple
-        them. `equinox.filter_grad` of a function of the ensemble does give them gradients, the sum over the members:
-        [both ways](../how-it-runs.md#shared-arrays). A zero marks an array of `stacked` that holds Python floats
-        (a dropout rate for each member): a single member has its float again, and training leaves it alone.
-    - `ids`: the members' stable ids `(members,)`, from which their random streams follow. They travel with the
-        members through indexing and concatenation. They are an integer array among the leaves: code that
-        calculates with all arrays changes them, and the next use of the ensemble is then a `TypeError`. Select
-        weights with `equinox.is_inexact_array`, not `equinox.is_array`.
     """
 
     stacked: M
@@ -97,7 +97,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         check_integer_ids(self.ids)
         return self.ids.shape[0]
 
-    if not TYPE_CHECKING:  # a type checker knows by itself what there is
+    if not TYPE_CHECKING:  # type checkers know the attributes
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(attribute_message(name))

@@ -14,19 +14,19 @@ _Path = tuple[Any, ...]
 
 
 def one_alone(stacked: PyTree, shared: PyTree) -> Any:
-    """The model of one member, with the Python floats that it has alone, unless they are traced."""
+    """The model of one member, with its Python floats restored unless they are traced."""
 
     def number(x: Any, y: Any) -> Any:
         if x is None or type(y) is not float or not is_readable(x):
             return x
-        # Of all floats that round to this one the one of fewest digits: 0.1, as it was given, and not 0.10000000149.
+        # The shortest of all floats that round to this one: 0.1, as it was given, and not 0.10000000149.
         return float(str(np.asarray(x)[()]))
 
     return eqx.combine(jax.tree.map(number, stacked, shared, is_leaf=lambda x: x is None), shared)
 
 
 def with_flags(stacked: PyTree, shared: PyTree) -> PyTree:
-    """The stacked part of a model, with the flags `inference` of its layers, which the shared part holds.
+    """Adds the flags `inference` of the layers, which the shared part holds, to the stacked part of a model.
 
     `equinox.nn.inference_mode` sets every attribute of that name, and can set none that is `None`.
     """
@@ -43,7 +43,7 @@ def with_flags(stacked: PyTree, shared: PyTree) -> PyTree:
 
 
 def without_flags(stacked: PyTree, shared: PyTree) -> PyTree:
-    """The stacked part of a model without what `with_flags` put there."""
+    """Removes from the stacked part of a model what `with_flags` added."""
 
     def cut(path: _Path, x: Any, y: Any) -> Any:
         if not _is_inference(path) or x is None or y is None:

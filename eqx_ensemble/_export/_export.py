@@ -76,7 +76,7 @@ def export(
     inputs and outputs that are not arrays in dicts, lists and tuples; ValueError for more leaves than fit inside.
     """
     name = "export"
-    _check.installed("flatbuffers", what="eqx_ensemble.export", extra="export")
+    _check.check_installed("flatbuffers", what="eqx_ensemble.export", extra="export")
     _check.leaves_option(leaves, symbolic_members=symbolic_members, name=name)
     platforms = _check.platforms(platforms, name=name)
     job = served(

@@ -44,7 +44,7 @@ def export_onnx(
     **Raises:** ImportError without jax2onnx; NotImplementedError for operations that it does not know.
     """
     name = "export_onnx"
-    _check.installed("jax2onnx", what="eqx_ensemble.export_onnx", extra="onnx")
+    _check.check_installed("jax2onnx", what="eqx_ensemble.export_onnx", extra="onnx")
     call = Call(fn, _check.inference_mode(inference, None, name=name))
     job = served(ensemble, call, name=name, shapes=shapes, combine=combine, weights=weights, state=state)
     x, _ = batches(job.row, batch_size, name=name)

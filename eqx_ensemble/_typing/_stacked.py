@@ -25,13 +25,13 @@ from ._check import check_member_type, check_stacked_arguments, not_stacked_mess
 
 @runtime_checkable
 class HoldsMembers(Protocol):
-    """An `Ensemble`, by what it does: its class stands on a higher floor."""
+    """The protocol of `Ensemble`, whose class is defined on a higher floor."""
 
     stacked: Any
     ids: Any
 
     def per_member(self) -> PyTree:
-        """What carries the `members` axis."""
+        """The leaves with the `members` axis."""
         ...
 
 
@@ -45,7 +45,7 @@ class _StackedMeta(type):
         model, axes = check_stacked_arguments(item)
         if isinstance(model, _StackedMeta) and model.num_axes:  # the inner axes follow, as in `Float[Float[...], ...]`
             model, axes = model.model, f"{axes} {model.axes}"
-        return _subscripted(cls, model, axes)
+        return _subscript(cls, model, axes)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(use_message())
@@ -77,7 +77,7 @@ class _StackedMeta(type):
 
 
 @ft.cache
-def _subscripted(cls: _StackedMeta, model: Any, axes: str) -> _StackedMeta:
+def _subscript(cls: _StackedMeta, model: Any, axes: str) -> _StackedMeta:
     check_member_type(_is_a, model)
     sizes = Shaped[jax.ShapeDtypeStruct, axes]
     described = re.sub(r"\b(\w+\.)+", "", eqx.tree_pformat(model, width=1000))
@@ -88,7 +88,7 @@ def _subscripted(cls: _StackedMeta, model: Any, axes: str) -> _StackedMeta:
 
 
 def _readings(obj: Any, model: Any, num_axes: int) -> Iterator[PyTree]:
-    """The trees whose arrays carry the axes: of a stacked `model`, or of an ensemble whose members are `model`s."""
+    """The trees whose arrays have the axes: of a stacked `model`, or of an ensemble whose members are `model`s."""
     if _is_a(obj, model):
         yield obj.per_member() if isinstance(obj, HoldsMembers) else obj
     while isinstance(obj, HoldsMembers):
@@ -100,7 +100,7 @@ def _readings(obj: Any, model: Any, num_axes: int) -> Iterator[PyTree]:
 
 
 def _is_a(obj: Any, model: Any) -> bool:
-    """`isinstance`, also for what has no run-time class of its own."""
+    """`isinstance`, also for annotations without a run-time class."""
     if model is Any:
         return True
     if isinstance(model, TypeVar):
@@ -139,6 +139,23 @@ else:
         leading axes, such as `equinox.filter_vmap(make)(keys)` gives. Where jaxtyping checks a call, by
         `jaxtyping.jaxtyped` or its import hook, the names are bound together with those of the other annotations.
 
+        Members are not checked further than by `isinstance`, and only leaves that are arrays (or
+        `jax.ShapeDtypeStruct`) carry axes; in an `Ensemble`, shared leaves do not. A single model whose arrays happen
+        to agree on their first axis cannot be distinguished from a stacked one; an `Ensemble` always can.
+
+        Type checkers read `Stacked[Model, "members"]` as `Model`. To use what only an `Ensemble` has, write
+        `Stacked[Ensemble[Model], "members"]`. A leading space, as in the shapes of jaxtyping, keeps linters from taking
+        a single name for a forward reference: `" members"`.
+
+        **Arguments:**
+
+        - `Model`: the type of one member: a class, a runtime-checkable protocol, `Callable`, `Any`, a type variable,
+            `Ensemble[...]`, or a union of these.
+        - the axes, in the syntax of jaxtyping: names (`"populations members"`), sizes (`"4"`), expressions
+            (`"2*members"`). Their number is fixed: no `...` and no `*name`.
+
+        **Raises:** `TypeError` for a missing or wrong argument; jaxtyping's errors for wrong axes.
+
         ```python
         from beartype import beartype
         from jaxtyping import Array, Float, jaxtyped
@@ -151,21 +168,4 @@ else:
         ensemble = ee.build(lambda key: eqx.nn.MLP(2, "scalar", 8, 1, key=key), 5, key=key)
         disagreement(ensemble, jnp.full(5, 0.2))  # seven weights, or a single model: an error that says so
         ```
-
-        Members are not checked further than by `isinstance`, and only leaves that are arrays (or
-        `jax.ShapeDtypeStruct`) carry axes; in an `Ensemble`, shared leaves do not. A single model whose arrays happen
-        to agree on their first axis cannot be told from a stacked one; an `Ensemble` always can.
-
-        Type checkers read `Stacked[Model, "members"]` as `Model`. To use what only an `Ensemble` has, write
-        `Stacked[Ensemble[Model], "members"]`. Linters that take a single name for a forward reference are content with
-        a space in front, as in the shapes of jaxtyping: `" members"`.
-
-        **Arguments:**
-
-        - `Model`: the type of one member: a class, a runtime-checkable protocol, `Callable`, `Any`, a type variable,
-            `Ensemble[...]`, or a union of these.
-        - the axes, in jaxtyping's words: names (`"populations members"`), sizes (`"4"`), expressions
-            (`"2*members"`). Their number is fixed: no `...` and no `*name`.
-
-        **Raises:** `TypeError` for a missing or wrong argument; jaxtyping's errors for wrong axes.
         """

@@ -16,12 +16,6 @@ def check_ensemble(
 ) -> list[Check]:
     """Checks that a model can be a member: that building, taking apart and calling an ensemble of it are faithful.
 
-    ```python
-    make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
-    for check in ee.testing.check_ensemble(make, jnp.ones(3), key=key):
-        print(check)
-    ```
-
     **Arguments:**
 
     - `make`: makes one member from one key, as for [`eqx_ensemble.build`][].
@@ -33,6 +27,12 @@ def check_ensemble(
     **Returns:** the checks, each printing as one line.
 
     **Raises:** `AssertionError` that lists all checks, when one fails.
+
+    ```python
+    make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
+    for check in ee.testing.check_ensemble(make, jnp.ones(3), key=key):
+        print(check)
+    ```
     """
     _check.check_number(rtol, "rtol", name="testing.check_ensemble", least=0)
     made = build(make, num_members, key=key)

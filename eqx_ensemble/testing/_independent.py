@@ -48,16 +48,6 @@ def check_independent(
 
     Beside a member whose weights are NaN from the start, the others must not change by one bit on a CPU.
 
-    ```python
-    def loss(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-    make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
-    data = jnp.ones((10, 3)), jnp.zeros((10, 1))
-    ee.testing.check_independent(make, loss, optax.adam(1e-3), data, steps=5, key=key)
-    ```
-
     **Arguments:**
 
     - `make`, `loss`, `optimiser`, `data`, `batch_size`, `hyper`, `key`: as for [`eqx_ensemble.build`][] and
@@ -70,6 +60,16 @@ def check_independent(
     **Returns:** the checks, each printing as one line.
 
     **Raises:** `AssertionError` that lists all checks, when one fails.
+
+    ```python
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
+    data = jnp.ones((10, 3)), jnp.zeros((10, 1))
+    ee.testing.check_independent(make, loss, optax.adam(1e-3), data, steps=5, key=key)
+    ```
     """
     name = "testing.check_independent"
     _check.check_number(rtol, "rtol", name=name, least=0)

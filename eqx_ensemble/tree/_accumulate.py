@@ -23,11 +23,11 @@ _add = jax.jit(_step, static_argnums=3)
 
 
 def add_up(leaves: list, weights: Any, dtype: Any) -> jax.Array:
-    """The weighted sum of arrays of one shape (or of Python numbers), calculated in `dtype`."""
+    """The weighted sum of arrays of one shape (or of Python numbers), computed in `dtype`."""
     total = np.zeros(np.shape(leaves[0]), dtype)
     for i, leaf in enumerate(leaves):
         weight = weights[i]
-        # A Python number goes by way of NumPy, which rounds it once, to the right type.
+        # NumPy rounds a Python number once, to the right type.
         listed = isinstance(weights, list)
         weight = np.asarray(weight, _real(dtype)) if listed else weight.astype(_real(dtype))
         leaf = leaf if _check.is_member_array(leaf) else np.asarray(leaf, dtype)

@@ -18,7 +18,7 @@ _NO_AXIS = "A tree that was never stacked has no `members` axis: stack a list of
 def check_leading_axes(tree: Any, num_axes: int = 1, *, name: str) -> tuple[int, ...]:
     """The sizes of the first `num_axes` axes, on which all array leaves of `tree` must agree.
 
-    **Raises:** ValueError if there is no array leaf, a leaf without so many axes, or an axis of size 0;
+    **Raises:** `ValueError` if there is no array leaf, a leaf without so many axes, or an axis of size 0;
     `MemberMismatchError` if the leaves disagree.
     """
     keyed = jtu.tree_flatten_with_path(tree)[0]
@@ -28,7 +28,7 @@ def check_leading_axes(tree: Any, num_axes: int = 1, *, name: str) -> tuple[int,
         raise ValueError(f"`{name}` needs a stacked tree; this `{type(tree).__name__}` has no array leaf.\n{_NO_AXIS}")
     flat = [f"  at `{path}`: {describe(leaf)}" for path, leaf in arrays if leaf.ndim < num_axes]
     if flat:
-        lines = [f"`{name}` needs array leaves with the {axis}; some have too few axes.", *_trimmed(flat), _NO_AXIS]
+        lines = [f"`{name}` needs array leaves with the {axis}; some have too few axes.", *_trim(flat), _NO_AXIS]
         raise MemberMismatchError("\n".join(lines))
     sizes = Counter(leaf.shape[:num_axes] for _, leaf in arrays)
     common = sizes.most_common(1)[0][0]
@@ -38,14 +38,14 @@ def check_leading_axes(tree: Any, num_axes: int = 1, *, name: str) -> tuple[int,
         lines = [
             f"`{name}` needs array leaves that agree on the {axis}; {sizes[common]} of {len(arrays)} have {expected}."
         ]
-        lines += _trimmed([f"  at `{path}`: expected {expected}, got {describe(leaf)}" for path, leaf in wrong])
+        lines += _trim([f"  at `{path}`: expected {expected}, got {describe(leaf)}" for path, leaf in wrong])
         raise MemberMismatchError("\n".join([*lines, _NO_AXIS]))
     if 0 in common:
         raise ValueError(f"`{name}` needs at least one member; the {axis} of `{arrays[0][0]}` is empty.")
     return common
 
 
-def _trimmed(lines: list[str]) -> list[str]:
+def _trim(lines: list[str]) -> list[str]:
     more = len(lines) - _MOST_LINES
     return lines if more <= 0 else [*lines[:_MOST_LINES], f"  and {more} more"]
 
@@ -63,21 +63,21 @@ def check_index(index: Any, num_members: int, *, name: str) -> Any:
     if is_member_array(index):
         return _array_index(index, num_members, name)
     if isinstance(index, bool):
-        raise TypeError(_wrong_type(index, name))
+        raise TypeError(_type_message(index, name))
     try:
         position = operator.index(index)
     except TypeError:
-        raise TypeError(_wrong_type(index, name)) from None
+        raise TypeError(_type_message(index, name)) from None
     return int(_in_range(np.asarray([position], dtype=object), num_members, name)[0])
 
 
 def _slice_rows(index: slice, num_members: int, name: str) -> np.ndarray:
     if any(isinstance(part, bool) for part in (index.start, index.stop, index.step)):
-        raise TypeError(_wrong_type(index, name))
+        raise TypeError(_type_message(index, name))
     try:
         return np.arange(num_members)[index]
     except TypeError:
-        raise TypeError(_wrong_type(index, name)) from None
+        raise TypeError(_type_message(index, name)) from None
 
 
 def _list_index(index: list | tuple, name: str) -> Any:
@@ -88,14 +88,14 @@ def _list_index(index: list | tuple, name: str) -> Any:
     array = np.asarray(index)
     mixed = len({isinstance(i, (bool, np.bool_)) for i in index}) > 1  # NumPy would read True as member 1
     if mixed or array.dtype.kind not in "bui":
-        raise TypeError(_wrong_type(index, name))
+        raise TypeError(_type_message(index, name))
     return array
 
 
 def _array_index(index: Any, num_members: int, name: str) -> Any:
     is_bool = index.dtype == np.bool_
     if index.ndim > 1 or not (is_bool or jnp.issubdtype(index.dtype, jnp.integer)) or (is_bool and index.ndim == 0):
-        raise TypeError(_wrong_type(index, name))
+        raise TypeError(_type_message(index, name))
     if is_bool and index.shape[0] != num_members:
         raise IndexError(
             f"`{name}`: a boolean mask needs one value per member: expected {num_members}, got {index.shape[0]}."
@@ -130,13 +130,13 @@ def _in_range(rows: np.ndarray, num_members: int, name: str) -> np.ndarray:
 
 
 def check_distinct(rows: np.ndarray, *, name: str) -> None:
-    """Refuse a selection that names a member twice, where the order of writing would decide."""
+    """Refuses a selection with a repeated member, for which the result would depend on the order of writing."""
     values, counts = np.unique(rows, return_counts=True)
     if (counts > 1).any():
         raise ValueError(f"`{name}`: member {values[counts > 1][0]} is given twice; each member once at most.")
 
 
-def _wrong_type(index: Any, name: str) -> str:
+def _type_message(index: Any, name: str) -> str:
     kind = describe(index) if isinstance(index, jax.Array | np.ndarray | np.generic) else repr(index)
     return (
         f"`{name}`: expected an int, a slice, or a one-dimensional list or array of ints or bools, got {kind}.\n"
@@ -145,7 +145,7 @@ def _wrong_type(index: Any, name: str) -> str:
 
 
 def check_trees(trees: Any, *, name: str) -> list:
-    """A non-empty list of trees. A single tree in its place is a TypeError, an empty sequence a ValueError."""
+    """A non-empty list of trees. A single tree is a `TypeError`, an empty sequence a `ValueError`."""
     single = isinstance(trees, (eqx.Module, Mapping, Set, str, bytes)) or is_member_array(trees)
     single = single or (isinstance(trees, tuple) and type(trees) is not tuple)  # a namedtuple is one tree
     if single or not isinstance(trees, Iterable):

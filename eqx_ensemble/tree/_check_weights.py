@@ -11,7 +11,7 @@ from .._check import describe, is_key, is_member_array, is_traced
 def check_tree_weights(weights: Any, count: int, *, name: str, mean: bool = False) -> list | jax.Array:
     """Check one finite real weight per tree, on the host.
 
-    **Returns:** a list of Python ints and floats; a traced vector as it came, for its values are not known.
+    **Returns:** a list of Python ints and floats; a traced vector unchanged, since its values are not known.
     """
     values = _values(weights, name)
     if len(values) != count:

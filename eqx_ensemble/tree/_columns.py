@@ -5,7 +5,7 @@ import jax.tree_util as jtu
 
 
 class Columns(NamedTuple):
-    """Trees side by side: for each path the leaves of all trees, and the structure of the first tree."""
+    """The leaves of all trees for each path, and the structure of the first tree."""
 
     paths: list[str]
     leaves: list[list]
@@ -13,7 +13,7 @@ class Columns(NamedTuple):
 
 
 def map_columns(fn: Callable[[list], Any], columns: Columns) -> Any:
-    """One tree from many: `fn` of the leaves at each path. Places tied in every tree get one result, and stay tied."""
+    """One tree from many: `fn` of the leaves at each path. Leaves tied in every tree get one result, and stay tied."""
     done: dict[tuple, Any] = {}
     results = []
     for leaves in columns.leaves:

@@ -28,7 +28,7 @@ _FIXES_OF_SUMS = {
 
 
 class Rules(NamedTuple):
-    """How far trees must agree, and how a message speaks of them.
+    """How far trees must agree, and how a message describes them.
 
     `scalars`: Python scalars are "equal", or floats may differ ("floats"), or all numbers may ("numbers").
     `shape`: the shape expected of an array, given that of the first tree's and its own.
@@ -60,7 +60,7 @@ def replace_rules(num_members: int | None) -> Rules:
 
 
 def compare_trees(trees: list, *, name: str, rules: Rules | None = None) -> Columns:
-    """Check that trees differ only where `rules` lets them, and lay their leaves side by side.
+    """Checks that trees differ only where `rules` allows it, and pairs their leaves.
 
     **Raises:** `MemberMismatchError` that lists every leaf that differs, up to eight.
     """

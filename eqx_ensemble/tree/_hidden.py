@@ -8,9 +8,9 @@ from ._statics import static_parts
 
 
 def check_no_tracers(made: Any, *, name: str) -> None:
-    """No function or static field that a constructor made holds an array of the transformation it ran under.
+    """No function or static field that a constructor made holds a tracer of the transformation it ran under.
 
-    Such an array is a member's own, but out of reach of `jax.vmap`'s outputs: used later it raises far from here.
+    Such an array belongs to one member but is not an output of `jax.vmap`: its use raises an error much later.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(made)
     if any(is_traced(leaf) for _, leaf in paths):

@@ -20,7 +20,7 @@ def num_members(tree: Any) -> int:
     """The number of members of a stacked tree.
 
     That is the size of the leading axis `members`, on which all array leaves must agree. Other leaves (functions,
-    strings, Python scalars) have no part in it.
+    strings, Python scalars) are ignored.
 
     **Arguments:**
 
@@ -32,7 +32,7 @@ def num_members(tree: Any) -> int:
 
     **Raises:**
 
-    `MemberMismatchError` if array leaves disagree or have no axis; ValueError if there is no array leaf or no member.
+    `MemberMismatchError` if array leaves disagree or have no axis; `ValueError` if there is no array leaf or no member.
 
     ```python
     import jax.numpy as jnp
@@ -57,7 +57,7 @@ def unstack(tree: Any, *, num_axes: int) -> list[Any]: ...
 
 
 def unstack(tree: Any, *, num_axes: int = 1) -> list[Any]:
-    """Take a stacked tree apart into its members.
+    """Split a stacked tree into its members.
 
     Member `i` has `leaf[i]` for each array leaf. Leaves that are not arrays are shared by all members. NumPy arrays
     stay NumPy arrays (views).
@@ -65,7 +65,7 @@ def unstack(tree: Any, *, num_axes: int = 1) -> list[Any]:
     **Arguments:**
 
     - `tree`: a stacked PyTree, each of its arrays of shape `(members, ...)`.
-    - `num_axes`: how many leading axes to take apart: 2 for members within populations, say.
+    - `num_axes`: how many leading axes to split: 2 for members within populations, for example.
 
     **Returns:**
 
@@ -73,7 +73,7 @@ def unstack(tree: Any, *, num_axes: int = 1) -> list[Any]:
 
     **Raises:**
 
-    `MemberMismatchError` if array leaves disagree on the leading axes; ValueError if there is no array leaf.
+    `MemberMismatchError` if array leaves disagree on the leading axes; `ValueError` if there is no array leaf.
 
     ```python
     import jax.numpy as jnp
@@ -106,7 +106,7 @@ def take(tree: T, index: Any) -> T:
     """One member, or some members, of a stacked tree.
 
     For an int, member `index` without the axis: `leaf[index]` for every array leaf. For a selection of `k` members, a
-    smaller stacked tree with arrays `(k, ...)`, in the order asked for; a member may be taken more than once. Other
+    smaller stacked tree with arrays `(k, ...)`, in the given order; a member may be taken more than once. Other
     leaves are kept. NumPy arrays stay NumPy arrays.
 
     **Arguments:**
@@ -122,8 +122,8 @@ def take(tree: T, index: Any) -> T:
 
     **Raises:**
 
-    IndexError for an index out of range or a mask of the wrong length; ValueError for an empty selection; TypeError
-    for any other index; `MemberMismatchError` if array leaves disagree on the number of members.
+    `IndexError` for an index out of range or a mask of the wrong length; `ValueError` for an empty selection;
+    `TypeError` for any other index; `MemberMismatchError` if array leaves disagree on the number of members.
 
     ```python
     import jax.numpy as jnp
@@ -153,7 +153,7 @@ def _take_many(leaf: Any, rows: Any) -> Any:
 
 
 def _map_tied(fn: Callable[[Any], Any], tree: T) -> T:
-    """Map over the array leaves; an array that stands at two places is mapped once, so that tied leaves stay tied."""
+    """Map over the array leaves; an array that occurs twice is mapped once, so that tied leaves stay tied."""
     leaves, treedef = jtu.tree_flatten(tree)
     done = {id(leaf): fn(leaf) if _check.is_member_array(leaf) else leaf for leaf in leaves}
     return jtu.tree_unflatten(treedef, [done[id(leaf)] for leaf in leaves])

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def polyak(old: T, new: T, tau: Any) -> T:
-    r"""A step of a Polyak average, as of target networks: `old` moves towards `new` by the fraction `tau`.
+    r"""A step of a Polyak average, as for target networks: moves `old` towards `new` by the fraction `tau`.
 
     Each floating-point or complex array becomes $\tau\, x_{new} + (1 - \tau)\, x_{old}$, as in
     `optax.incremental_update`, in its own dtype. (Below 32 bits it is calculated in float32 and rounded to the dtype:
@@ -34,11 +34,11 @@ def polyak(old: T, new: T, tau: Any) -> T:
     **Raises:**
 
     `MemberMismatchError` if the trees differ in structure, shapes, dtypes, static values, or in the ids of their
-    members; TypeError and ValueError for a `tau` that is not one number from 0 to 1.
+    members; `TypeError` and `ValueError` for a `tau` that is not one number from 0 to 1.
 
     ```python
     online = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
-    target = online  # a copy to begin with: arrays never change
+    target = online  # arrays are immutable
     target = ee.tree.polyak(target, online, 0.005)  # after every step
     ```
     """

@@ -30,8 +30,8 @@ def replace(tree: T, index: Any, value: Any) -> T:
 
     **Raises:**
 
-    `MemberMismatchError` if `value` differs from the members in structure, shapes, dtypes or static values; ValueError
-    if a member is given twice; the errors of [`eqx_ensemble.tree.take`][] for a wrong index.
+    `MemberMismatchError` if `value` differs from the members in structure, shapes, dtypes or static values;
+    `ValueError` if a member is given twice; the errors of [`eqx_ensemble.tree.take`][] for a wrong index.
 
     ```python
     import jax.numpy as jnp

@@ -16,16 +16,18 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
 
     Arrays of shape `(...)`, one per tree, become one jax array `(members, ...)`: jax arrays, typed PRNG keys, and
     NumPy arrays, which take jax's precision as with `jnp.asarray` (float64 is rounded to float32 unless
-    `jax_enable_x64` is on; integers that would not fit are refused). An array that stands at two places of every tree
+    `jax_enable_x64` is on; integers that overflow raise an error). An array that occurs at two paths of every tree
     (tied weights) is stacked once and stays one array. Everything else (functions, strings, Python scalars, static
-    fields) must be equal and is kept once, from the first tree. Equal means alike, not identical: closures, partials
-    and objects that each model built for itself are compared by what they hold.
+    fields) must be equal and is kept once, from the first tree. Equal does not mean identical: closures, partials and
+    objects that each model built for itself are compared by their contents.
+
+    [`eqx_ensemble.stack`][] makes an [`eqx_ensemble.Ensemble`][] of models, with ids and shared leaves.
 
     **Arguments:**
 
     - `trees`: a list, tuple or iterator of one or more PyTrees that differ only in the values of their arrays.
     - `promote_scalars`: stack Python floats that differ (learning rates, dropout rates) into arrays `(members,)`.
-        Without it they are refused. Floats that agree stay Python floats.
+        Otherwise they raise an error. Floats that agree stay Python floats.
 
     **Returns:**
 
@@ -34,8 +36,8 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
     **Raises:**
 
     `MemberMismatchError` that names the leaves and members that differ in structure, shape, dtype, in a value that is
-    not an array, or in an array that jax cannot see because a closure or a static field hides it. TypeError for a
-    single tree, ValueError for an empty sequence.
+    not an array, or in an array that jax cannot see because a closure or a static field hides it. `TypeError` for a
+    single tree, `ValueError` for an empty sequence.
 
     ```python
     import equinox as eqx
@@ -56,7 +58,7 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
 def _stack_column(leaves: list) -> Any:
     if _check.is_member_array(leaves[0]):
         return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
-    # Told apart by `repr`, as the check does: NaN agrees with NaN, 0.0 does not with -0.0.
+    # Compared by `repr`, as in the check: NaN agrees with NaN, 0.0 does not with -0.0.
     if type(leaves[0]) is float and len({repr(leaf) for leaf in leaves}) > 1:
         return jnp.asarray(leaves)
     return leaves[0]
@@ -79,7 +81,7 @@ def concatenate(trees: Iterable[T]) -> T:
     **Raises:**
 
     `MemberMismatchError` if the trees differ in anything but their arrays' values and number of members, or if the
-    arrays of one tree disagree on that number. TypeError for a single tree, ValueError for an empty sequence.
+    arrays of one tree disagree on that number. `TypeError` for a single tree, `ValueError` for an empty sequence.
 
     ```python
     import jax.numpy as jnp

@@ -19,7 +19,7 @@ _EMPTY_CELL = "<empty cell>"
 
 
 class StaticGap(NamedTuple):
-    """Where two static values differ: the way there from outside in, and the two values found at its end."""
+    """Where two static values differ: the path from outside in, and the two values found there."""
 
     trail: tuple[str, ...]
     expected: Any
@@ -31,7 +31,7 @@ class StaticGap(NamedTuple):
         return is_member_array(self.expected) and is_member_array(self.got)
 
     def location(self) -> str:
-        """The trail in words, innermost first: "closure variable `scale` of argument 0"."""
+        """The trail as text, innermost first: "closure variable `scale` of argument 0"."""
         return " of ".join(part for part in reversed(self.trail) if part != "the code")
 
 
@@ -82,7 +82,7 @@ def _parts_gap(a, b, parts, seen, trail) -> StaticGap | None:
 
 
 def static_parts(x: Any) -> dict | None:
-    """What `x` is made of, by a name in words; None if it can only be compared with `==`."""
+    """The parts of `x` by name; `None` if it can only be compared with `==`."""
     if isinstance(x, types.FunctionType):
         return _function_parts(x)
     if isinstance(x, ft.partial):

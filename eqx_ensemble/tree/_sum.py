@@ -18,16 +18,16 @@ T = TypeVar("T")
 def weighted_sum(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.ndarray) -> T:
     r"""The weighted sum of equal PyTrees.
 
-    Each leaf of the result is $\sum_i w_i x_i$ of the leaves $x_i$ at its place, with the shape that they share:
+    Each leaf of the result is $\sum_i w_i x_i$ of the corresponding leaves $x_i$, which have one shape:
 
     - Python ints, floats and complex numbers are summed as Python numbers: ints with int weights stay exact.
     - Integer and bool arrays with integer weights give the integer sum, in at least 32 bits (int8 and bool give
       int32); beyond these it wraps around, as everywhere in jax. With float weights they give the default float type.
     - Float and complex arrays keep their type; those below 32 bits (bfloat16, float16) are summed in float32.
     - Everything else (functions, strings, bools) must be equal and is kept. A model whose configuration has Python
-      ints among its leaves should rather be averaged, with [`eqx_ensemble.tree.weighted_mean`][].
+      ints among its leaves should be averaged instead, with [`eqx_ensemble.tree.weighted_mean`][].
 
-    A tree of weight 0 takes part: 0 times NaN is NaN. Leave such a tree out of `trees` instead.
+    A tree of weight 0 is included: 0 times NaN is NaN. Remove such a tree from `trees` instead.
 
     **Arguments:**
 
@@ -41,8 +41,8 @@ def weighted_sum(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nda
 
     **Raises:**
 
-    ValueError for a wrong number of weights or one that is not finite; `MemberMismatchError` if the trees differ in
-    structure, shapes, dtypes or static values; TypeError for PRNG keys.
+    `ValueError` for a wrong number of weights or one that is not finite; `MemberMismatchError` if the trees differ in
+    structure, shapes, dtypes or static values; `TypeError` for PRNG keys.
 
     ```python
     from eqx_ensemble.tree import weighted_sum
@@ -72,7 +72,7 @@ def weighted_mean(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nd
 
     **Raises:**
 
-    As [`eqx_ensemble.tree.weighted_sum`][], and ValueError if the weights sum to 0.
+    As [`eqx_ensemble.tree.weighted_sum`][], and `ValueError` if the weights sum to 0.
 
     ```python
     import jax.numpy as jnp

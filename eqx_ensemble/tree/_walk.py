@@ -10,7 +10,7 @@ from ._statics import StaticGap, static_gap
 
 
 class Difference(NamedTuple):
-    """One place where one member differs from member 0. `kind` chooses the order of the lines and the fix."""
+    """One path at which one member differs from member 0. `kind` determines the order of the lines and the fix."""
 
     path: tuple
     member: int
@@ -34,7 +34,7 @@ class Column(NamedTuple):
 
 
 class Walk:
-    """Walks several trees side by side, level by level, as `jax.tree_util` flattens them.
+    """Walks several trees in parallel, level by level, as `jax.tree_util` flattens them.
 
     Two builds of one model may have treedefs that compare unequal although they mean the same (closures and marker
     objects in static fields), so that nodes are compared one by one.
@@ -47,7 +47,7 @@ class Walk:
         self.columns: list[Column] = list(self._visit((), list(enumerate(trees))))
 
     def static_gap(self, member: int, expected: Any, got: Any) -> StaticGap | None:
-        """`static_gap` with the memory of this member, so that marker objects pair up across the whole tree."""
+        """`static_gap` with one cache for each member, so that marker objects pair up across the whole tree."""
         return static_gap(expected, got, self._seen[member])
 
     def _visit(self, path: tuple, nodes: list[tuple[int, Any]]) -> Iterator[Column]:
