@@ -795,7 +795,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("case", EQUAL)
 def test_members_that_build_made_equal_are_warned_of(case):
-    with pytest.warns(UserWarning, match="`build` made members that are equal in every number") as caught:
+    with pytest.warns(UserWarning, match="`build` made members that are equal in every array") as caught:
         EQUAL[case]()
     assert len(caught) == 1
     fix = "jax.random.split(key, 3)" if "equal" in case else "`make` does not use its key: write `lambda key"

@@ -150,7 +150,7 @@ BAD = {
     "build of a model": (
         lambda: ee.build(MODELS[0], 3, key=KEY),
         "TypeError: "
-        "`build` needs a function that makes one member from a key, got a Linear made already.\n"
+        "`build` needs a function that makes one member from a key, got a Linear itself.\n"
         "Write `build(lambda key: Model(..., key=key), num_members, key=key)`; a list of models goes to "
         "`stack`.",
     ),
@@ -237,7 +237,7 @@ BAD = {
     ),
     "chunks of zero": (
         lambda: ee.plan.Chunked(0),
-        "ValueError: `Chunked` needs `size` of at least 1, got 0.",
+        "ValueError: `plan.Chunked` needs `size` of at least 1, got 0.",
     ),
     "fit a list": (
         lambda: fit(ensemble=MODELS),

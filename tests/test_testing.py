@@ -204,7 +204,7 @@ def test_ensemble(make):
 
 
 def test_a_constructor_without_its_key_is_found():
-    warned = pytest.warns(UserWarning, match="equal in every number")
+    warned = pytest.warns(UserWarning, match="equal in every array")
     with warned, pytest.raises(AssertionError) as caught:
         ee.testing.check_ensemble(lambda key: mlp(KEY), key=KEY)
     assert "FAILED  members with other keys are other models: all members have the same arrays" in str(caught.value)
