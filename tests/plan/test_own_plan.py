@@ -60,6 +60,12 @@ class OneByOne(ee.plan.AbstractPlan):
 
 
 OWN = [Strided(2), Plain(), OneByOne()]
+FIXED = (ee.plan.AbstractPlan, ee.plan.Auto, ee.plan.Chunked, Vmap, Sequential, Unrolled)  # tested by name elsewhere
+OTHERS = [
+    kind()
+    for kind in vars(ee.plan).values()
+    if isinstance(kind, type) and issubclass(kind, ee.plan.AbstractPlan) and kind not in FIXED
+]
 DATA = jax.random.normal(KEY, (40, 3)), jax.random.normal(jax.random.key(1), (40, 1))
 
 
@@ -94,7 +100,7 @@ def test_sizes():
     assert [plan.smaller(9) for plan in OWN] == [Chunked(2), Chunked(4), None]
 
 
-@pytest.mark.parametrize("plan", OWN, ids=repr)
+@pytest.mark.parametrize("plan", OWN + OTHERS, ids=repr)
 @pytest.mark.parametrize("scan", [None, True, False])
 def test_in_fit(ensemble, plan, scan):
     assert_close(fitted(ensemble, plan, scan=scan).ensemble, fitted(ensemble, None).ensemble, 1e-5)
@@ -106,7 +112,7 @@ def test_one_by_one_is_sequential_bit_for_bit(ensemble):
         assert_same(runs[0].ensemble, runs[1].ensemble)
 
 
-@pytest.mark.parametrize("plan", OWN, ids=repr)
+@pytest.mark.parametrize("plan", OWN + OTHERS, ids=repr)
 def test_in_prediction_and_maps(ensemble, plan):
     want = ee.predict(ensemble, DATA[0])
     for options in ({"batch_size": 7}, {"memory": 2**22}, {"mesh": ee.make_mesh(members=2)}):
@@ -115,7 +121,7 @@ def test_in_prediction_and_maps(ensemble, plan):
     np.testing.assert_allclose(mapped(ensemble, DATA[0]), want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("plan", OWN, ids=repr)
+@pytest.mark.parametrize("plan", OWN + OTHERS, ids=repr)
 def test_on_a_mesh(ensemble, plan):
     mesh, four = ee.make_mesh(members=2), ensemble[:4]
     assert_close(fitted(four, plan, mesh=mesh).ensemble, fitted(four, None).ensemble, 1e-5)
