@@ -50,7 +50,7 @@ def test_independent(make, loss, optimiser, hyper):
     options = {} if hyper is None else {"plans": [ee.plan.Chunked(2)], "hyper": hyper}
     checks = ee.testing.check_independent(make, loss, optimiser, DATA, steps=6, batch_size=8, key=KEY, **options)
     assert [str(check)[:8] for check in checks] == ["ok      "] * (12 if hyper is None else 3)
-    assert str(checks[1 if hyper else 4]) == "ok      Chunked(2): beside a member of NaN"
+    assert str(checks[1 if hyper else 4]) == "ok      Chunked(2): with a member of NaN"
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ WRONG = {
     "members mixed, whatever the keys' bias does": (Attention, mse, coupled(ADAM), r"together as alone: at .*weight"),
     "members mixed": (mlp, mse, coupled(optax.sgd(0.1)), r"together as alone: at .*weight"),
     "draws of its own": (mlp, drawing, ADAM, r"training alone is not the same twice, .* does the loss draw without"),
-    "chaos": (mlp, chaotic_loss, optax.sgd(0.1), "nothing can be told, because rounding alone moves the losses by"),
+    "chaos": (mlp, chaotic_loss, optax.sgd(0.1), "this is inconclusive, because rounding alone changes the losses by"),
 }
 
 
@@ -190,7 +190,7 @@ def test_a_loss_that_remembers_is_found():
         return mse(model, batch, key) * len(calls)
 
     with pytest.raises(
-        AssertionError, match=r"FAILED  Vmap\(\): together as alone: at `\[0\]\.layers\[0\]\.weight`: rel"
+        AssertionError, match=r"FAILED  Vmap\(\): trained together as alone: at `\[0\]\.layers\[0\]\.weight`: rel"
     ):
         ee.testing.check_independent(mlp, remembering, optax.sgd(0.1), DATA, steps=3, key=KEY)
 
@@ -207,11 +207,11 @@ def test_a_constructor_without_its_key_is_found():
     warned = pytest.warns(UserWarning, match="equal in every array")
     with warned, pytest.raises(AssertionError) as caught:
         ee.testing.check_ensemble(lambda key: mlp(KEY), key=KEY)
-    assert "FAILED  members with other keys are other models: all members have the same arrays" in str(caught.value)
-    assert "ok      each member is what `make` gives alone" in str(caught.value)
+    assert "FAILED  members with different keys differ: all members have the same arrays" in str(caught.value)
+    assert "ok      each member equals what `make` gives alone" in str(caught.value)
 
 
 def test_a_constructor_that_remembers_is_found():
     widths = iter(range(4, 90))
-    with pytest.raises(AssertionError, match="FAILED  each member is what `make` gives alone: at "):
+    with pytest.raises(AssertionError, match="FAILED  each member equals what `make` gives alone: at "):
         ee.testing.check_ensemble(lambda key: eqx.nn.MLP(3, 1, next(widths), 1, key=key), key=KEY)

@@ -1,4 +1,4 @@
-"""Checks for your own models: does what holds for ensembles hold for this one?"""
+"""Checks for your own models: do the guarantees for ensembles hold for them?"""
 
 from ._faithful import check_ensemble as check_ensemble
 from ._independent import check_independent as check_independent

@@ -20,7 +20,7 @@ class Trained(NamedTuple):
 
 
 class Alone:
-    """One member, trained as people do who have only one: `equinox.filter_jit`, optax and a loop."""
+    """One member, trained without this library: `equinox.filter_jit`, optax and a loop."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Alone:
         member: int,
     ):
         self._params, self._frozen = eqx.partition(model, eqx.is_inexact_array)
-        self._opt_state = init_member(optimiser, self._params, hyper, jnp.int32(member))  # noise keys of its own
+        self._opt_state = init_member(optimiser, self._params, hyper, jnp.int32(member))  # its own noise keys
         self._state, self._key = state, key
         transformation = optax.with_extra_args_support(resolve(optimiser, hyper))
         stateful = state is not None
@@ -57,11 +57,11 @@ class Alone:
         self._step = step
 
     def train(self, batches: list, *, nudge: int | None = None) -> Trained:
-        """Trains it; for a `nudge`, with all weights changed by one rounding at random before every step."""
+        """Trains it; with a `nudge`, after a random change of all weights by one rounding before every step."""
         params, opt_state, state, losses = self._params, self._opt_state, self._state, []
         for i, batch in enumerate(batches):
             if nudge is not None:
-                params = _nudged(params, jax.random.fold_in(jax.random.key(nudge), i))
+                params = _perturb(params, jax.random.fold_in(jax.random.key(nudge), i))
             params, opt_state, state, value = self._step(
                 params, opt_state, state, batch, jax.random.fold_in(self._key, i)
             )
@@ -70,11 +70,11 @@ class Alone:
 
 
 @eqx.filter_jit
-def _nudged(params: PyTree, key: Any) -> PyTree:
+def _perturb(params: PyTree, key: Any) -> PyTree:
     leaves, treedef = jax.tree.flatten(params)
     keys = jax.random.split(key, max(len(leaves), 1))
-    nudged = [
+    perturbed = [
         x * (1 + float(jnp.finfo(x.dtype).eps) * jax.random.rademacher(k, x.shape, x.dtype))
         for x, k in zip(leaves, keys[: len(leaves)], strict=True)
     ]
-    return jax.tree.unflatten(treedef, nudged)
+    return jax.tree.unflatten(treedef, perturbed)

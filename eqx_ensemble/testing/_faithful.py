@@ -8,13 +8,13 @@ from .. import _check, _keys
 from .. import tree as _tree
 from .._build import build
 from .._ensemble import Ensemble, concatenate, stack
-from ._report import Check, differ, raised, same
+from ._report import Check, differ, raise_failures, same
 
 
 def check_ensemble(
     make: Callable[..., Any], x: PyTree = None, *, num_members: int = 4, rtol: float = 1e-5, key: Any
 ) -> list[Check]:
-    """Checks that a model can be a member: that building, taking apart and calling an ensemble of it are faithful.
+    """Checks that a model can be a member: that its ensemble is built, unstacked and called correctly.
 
     **Arguments:**
 
@@ -43,17 +43,17 @@ def check_ensemble(
     parts = [ensemble[i : i + 1] for i in range(num_members)]
 
     checks = [
-        same("each member is what `make` gives alone", ensemble.unstack(), models, rtol),
+        same("each member equals what `make` gives alone", ensemble.unstack(), models, rtol),
         same("stacking the members gives the ensemble", stack(ensemble.unstack()), ensemble, 0.0),
         same("an index gives a member", ensemble[middle], ensemble.unstack()[middle], 0.0),
         same("a mask keeps members and their ids", ensemble[ensemble.ids >= middle], ensemble[middle:], 0.0),
-        same("parts put together give the whole", concatenate(parts), ensemble, 0.0),
+        same("concatenated parts give the whole", concatenate(parts), ensemble, 0.0),
         same("it passes through `filter_jit`", eqx.filter_jit(lambda tree: tree)(ensemble), ensemble, 0.0),
-        differ("members with other keys are other models", ensemble),
+        differ("members with different keys differ", ensemble),
     ]
     if x is not None:
         checks += _calls(ensemble, state, x, rtol)
-    return raised(checks, "check_ensemble")
+    return raise_failures(checks, "testing.check_ensemble")
 
 
 def _calls(ensemble: Ensemble, state: Any, x: PyTree, rtol: float) -> list[Check]:

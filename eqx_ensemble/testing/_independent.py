@@ -18,7 +18,7 @@ from ..train._hyper import hyper_arrays
 from ..train.compiled._optimiser import Optimiser
 from ._alone import Alone
 from ._reference import Reference
-from ._report import Check, raised, same
+from ._report import Check, raise_failures, same
 
 _PLANS = (Vmap(), Chunked(2), Sequential(), Unrolled())
 
@@ -37,23 +37,23 @@ def check_independent(
     rtol: float = 1e-5,
     key: Any,
 ) -> list[Check]:
-    """Checks that members of your model, trained together, end as training each alone does.
+    """Checks that members of your model, trained together, equal those trained alone.
 
     The reference is a plain loop over one model with `equinox.filter_jit` and optax, which knows nothing of
-    ensembles. Where weights differ by more than `rtol`, training alone is repeated with its weights rounded otherwise:
-    a weight whose true gradient is zero (a bias in front of a normalisation, say) has rounding noise for a gradient,
-    which Adam scales up, and a line search may stop elsewhere. Members may then differ from training alone as far as
-    that training differs from itself, times ten, in their weights and in the losses of all steps; if rounding alone
-    moves the losses by more than a hundredth, the check fails and says that nothing can be told.
+    ensembles. Where weights differ by more than `rtol`, training alone is repeated with differently rounded weights: a
+    weight whose true gradient is zero (a bias before a normalisation, for example) has rounding noise as its gradient,
+    which Adam scales up, and a line search may stop elsewhere. Members may then differ from training alone by ten times
+    the differences between these repetitions, in their weights and in the losses of all steps; if rounding alone
+    changes the losses by more than a hundredth, the check fails as inconclusive.
 
-    Beside a member whose weights are NaN from the start, the others must not change by one bit on a CPU.
+    If one member has NaN weights from the start, the others must not change by one bit on a CPU.
 
     **Arguments:**
 
     - `make`, `loss`, `optimiser`, `data`, `batch_size`, `hyper`, `key`: as for [`eqx_ensemble.build`][] and
         [`eqx_ensemble.fit`][]; rows are taken in the order given.
-    - `num_members`: how many members to train. One member has no others that a member of NaN could change.
-    - `steps`: how long.
+    - `num_members`: how many members to train. At least two are needed for the check with NaN.
+    - `steps`: the number of training steps.
     - `plans`: the plans to train under.
     - `rtol`: how far weights may differ, relative to the largest number of each array.
 
@@ -82,7 +82,7 @@ def check_independent(
     size = min(32, rows) if batch_size is None else batch_size
     _check.batch_fits(size, rows, name=name)
 
-    def trained(ensemble: Ensemble, plan: AbstractPlan) -> Any:
+    def train(ensemble: Ensemble, plan: AbstractPlan) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*diverged", category=UserWarning)
             return fit(
@@ -104,17 +104,17 @@ def check_independent(
     )
     checks, exact = [], jax.default_backend() == "cpu"
     for plan in plans:
-        words, run = repr(plan), trained(ensemble, plan)
-        checks.append(reference.check(f"{words}: together as alone", run, rtol))
-        poisoned = eqx.tree_at(lambda e: e.stacked, ensemble, _poisoned(ensemble.stacked))
-        beside = trained(poisoned, plan)
+        words, run = repr(plan), train(ensemble, plan)
+        checks.append(reference.check(f"{words}: trained together as alone", run, rtol))
+        damaged = eqx.tree_at(lambda e: e.stacked, ensemble, _with_nan(ensemble.stacked))
+        other = train(damaged, plan)
         if num_members > 1:
-            others = beside.ensemble[1:].unstack(), run.ensemble[1:].unstack()
-            checks.append(same(f"{words}: beside a member of NaN", *others, 0.0 if exact else rtol))
-        problem = None if beside.stopped_at[0] == 0 else f"it diverged at step {beside.stopped_at[0]}"
+            others = other.ensemble[1:].unstack(), run.ensemble[1:].unstack()
+            checks.append(same(f"{words}: with a member of NaN", *others, 0.0 if exact else rtol))
+        problem = None if other.stopped_at[0] == 0 else f"it diverged at step {other.stopped_at[0]}"
         checks.append(Check(f"{words}: the member of NaN is frozen at once", problem))
-    return raised(checks, "check_independent")
+    return raise_failures(checks, name)
 
 
-def _poisoned(stacked: PyTree) -> PyTree:
+def _with_nan(stacked: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.at[0].set(jnp.nan) if eqx.is_inexact_array(x) else x, stacked)

@@ -12,7 +12,7 @@ from .._ensemble import Ensemble
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: its name, and what is wrong, or `None`. It prints as one line."""
+    """One check: its name, and its problem or `None`. It prints as one line."""
 
     name: str
     problem: str | None
@@ -47,7 +47,7 @@ def unlike(got: PyTree, expected: PyTree) -> str | None:
 
 
 def distances(got: PyTree, expected: PyTree) -> dict[str, float]:
-    """How far each array is from the expected one, relative to the largest number of that."""
+    """The distance of each array from the expected one, relative to the largest number of the latter."""
     ours, theirs = _arrays(got), _arrays(expected)
     return {where: _distance(x, theirs[where]) for where, x in ours.items()}
 
@@ -63,20 +63,20 @@ def _distance(x: np.ndarray, y: np.ndarray) -> float:
     if x.size == 0 or np.array_equal(x, y):
         return 0.0
     x, y = (z.astype(np.complex128 if np.iscomplexobj(z) else np.float64) for z in (x, y))
-    with np.errstate(invalid="ignore"):  # of infinite numbers: NaN, which nothing allows
+    with np.errstate(invalid="ignore"):  # infinite numbers give NaN, which always fails
         return float(np.max(np.abs(x - y)) / max(np.max(np.abs(y)), np.finfo(np.float64).tiny))
 
 
 def differ(name: str, ensemble: Ensemble) -> Check:
-    """The members are not all alike. Zeros and ones are no sign of a key that was not used."""
+    """The members are not all equal. Constant arrays do not indicate an unused key."""
     arrays = [np.asarray(x, np.float64) for x in jax.tree.leaves(ensemble.stacked) if eqx.is_inexact_array(x)]
     distinct = any(len(np.unique(x.reshape(len(x), -1), axis=0)) == len(x) for x in arrays)
-    drawn = any(len(np.unique(x)) > 1 for x in arrays)
-    return Check(name, None if distinct or not drawn else "all members have the same arrays")
+    random = any(len(np.unique(x)) > 1 for x in arrays)
+    return Check(name, None if distinct or not random else "all members have the same arrays")
 
 
-def raised(checks: list[Check], name: str) -> list[Check]:
-    """The checks, or an error that lists them when one failed."""
+def raise_failures(checks: list[Check], name: str) -> list[Check]:
+    """Returns the checks, or raises an error that lists them if one failed."""
     if any(check.problem is not None for check in checks):
         raise AssertionError("\n".join([f"`{name}`:", *map(str, checks)]))
     return checks
