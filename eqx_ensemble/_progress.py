@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def progress_line(*, show: bool | None, description: str, unit: str, total: int | None = None) -> "Iterator[tqdm]":
-    """A line on standard error, shown after two seconds; by default where someone looks: a terminal or a notebook.
+    """A line on standard error, shown after two seconds; by default in a terminal or a notebook.
 
     Of several processes, the first shows it.
     """
-    from tqdm.std import tqdm  # here, because it is a tenth of this library's import
+    from tqdm.std import tqdm  # here, because it takes a tenth of the time of this library's import
 
     if show is None:
         show = sys.stderr.isatty() or "ipykernel" in sys.modules

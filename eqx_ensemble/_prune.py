@@ -10,7 +10,19 @@ from ._ensemble._check import check_ensemble
 def prune(
     ensemble: Ensemble[M], weights: Any, *, above: float | int = 0.0, num_members: int | None = None
 ) -> tuple[Ensemble[M], Float[Array, " left"]]:
-    """The members with enough weight as a smaller ensemble, and weights for them.
+    """Keeps the members with enough weight, as a smaller ensemble with normalised weights.
+
+    **Arguments:**
+
+    - `ensemble`: the ensemble.
+    - `weights`: convex weights over members, `(members,)`, from [`eqx_ensemble.combine.weights.stacking`][] and the
+        like; divided by their sum.
+    - `above`: keeps members whose normalised weight exceeds this. Members of weight zero are always removed.
+    - `num_members`: keeps at most this many members, those of the largest weights, the first of equal ones.
+
+    **Returns:** the ensemble of these members, in their order and with their ids, and their weights, which sum to one.
+
+    **Raises:** `TypeError` for traced weights; `ValueError` for invalid weights, and an `above` that keeps no member.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 4, key=key)
@@ -18,18 +30,6 @@ def prune(
     small.ids, weights  # [0, 2], [0.707, 0.293]
     ee.combine.mean(small(jnp.ones(2)), weights=weights)
     ```
-
-    **Arguments:**
-
-    - `ensemble`: the ensemble.
-    - `weights`: convex weights over members, `(members,)`, from [`eqx_ensemble.combine.weights.stacking`][] and the
-        like; divided by their sum.
-    - `above`: members are left whose weight, of a sum of one, is above this. Those of weight zero always go.
-    - `num_members`: at most so many, those of the largest weights, the first of equal ones.
-
-    **Returns:** the ensemble of these members, in their order and with their ids, and their weights, which sum to one.
-
-    **Raises:** `TypeError` for traced weights; `ValueError` for unfit weights, and an `above` that leaves no member.
     """
     check_ensemble(ensemble, name="prune")
     _check.check_weight_count(weights, ensemble.num_members, name="prune")

@@ -8,7 +8,7 @@ from . import _keys
 
 
 def key_words(key: Any, num_members: int, *, purpose: str) -> np.ndarray:
-    """The words `(members, 2)` of the members' keys."""
+    """The 32-bit words `(members, 2)` of the members' keys."""
     return np.asarray(jax.random.key_data(_keys.member_keys(key, num_members, purpose=purpose)))
 
 
@@ -23,7 +23,7 @@ def generators(key: Any, num_members: int, *, purpose: str) -> Iterator[np.rando
 
 
 class HostStream:
-    """NumPy's Philox generator, set to any member's stream at any epoch.
+    """NumPy's Philox generator, which can be set to any member's stream at any epoch.
 
     Row orders are drawn on the host because a permutation drawn by threefry costs as much as training on it; one
     generator is reused because making one costs as much as a permutation.

@@ -1,4 +1,4 @@
-"""What combining, scoring and uncertainty do over the `members` axis alike; weights come checked and normalised."""
+"""Reductions over the `members` axis that the array functions share; weights are checked and normalised."""
 
 import math
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
 def blank_unweighted(
     values: Float[Array, "members ..."], weights: Float[Array, " members"] | None, *, fill: ArrayLike = 0.0
 ) -> Float[Array, "members ..."]:
-    """The values, overwritten for members of weight zero, so that their NaNs reach no value and no gradient."""
+    """The values, overwritten for members of weight zero, so that their NaNs affect no value and no gradient."""
     if weights is None:
         return values
     return jnp.where(_spread(weights, values) == 0, fill, values)
@@ -19,7 +19,7 @@ def blank_unweighted(
 def blank_masked(
     values: Shaped[Array, "..."], mask: Bool[Array, "*batch"] | None, *, before: int = 0, fill: ArrayLike = 0
 ) -> Shaped[Array, "..."]:
-    """The values, overwritten in rows that are left out; `before` is the number of axes in front of the rows."""
+    """The values, overwritten in masked rows; `before` is the number of axes before those of the rows."""
     if mask is None:
         return values
     shape = (1,) * before + mask.shape + (1,) * (values.ndim - before - mask.ndim)
@@ -60,12 +60,12 @@ def moments(
 
 
 def is_class(labels: Integer[Array, "*batch"], num_classes: int) -> Bool[Array, "*batch"]:
-    """Whether labels are classes: while tracing, others cannot be refused, and what follows from them is NaN."""
+    """Whether labels are classes: while tracing, others cannot raise an error, and give NaN."""
     return (labels >= 0) & (labels < num_classes)
 
 
 def at_label(values: Float[Array, "*batch classes"], labels: Integer[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """The value of each row at its label; NaN where that is no class."""
+    """The value of each row at its label; NaN where the label is not a class."""
     known = is_class(labels, values.shape[-1])
     found = jnp.take_along_axis(values, jnp.where(known, labels, 0)[..., None], axis=-1)[..., 0]
     return jnp.where(known, found, jnp.nan)
@@ -74,7 +74,7 @@ def at_label(values: Float[Array, "*batch classes"], labels: Integer[Array, "*ba
 def votes(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
 ) -> Float[Array, "*batch classes"]:
-    """The share of the votes that each class gets; NaN where a member that votes has a NaN."""
+    """The fraction of the votes for each class; NaN where a member that votes has a NaN."""
     voting = blank_unweighted(logits, weights)
     chosen = jax.nn.one_hot(jnp.argmax(voting, axis=-1), voting.shape[-1], dtype=voting.dtype)
     unknown = jnp.any(jnp.isnan(voting), axis=-1, keepdims=True)
@@ -82,7 +82,7 @@ def votes(
 
 
 def different_votes(shares: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
-    """The probability that two votes differ, from the share of each class."""
+    """The probability that two votes differ, from the fraction of each class."""
     # Not 1 - sum of squares: members that agree would disagree by the rounding of their weights.
     return jnp.sum(shares * (jnp.sum(shares, axis=-1, keepdims=True) - shares), axis=-1)
 
@@ -90,7 +90,7 @@ def different_votes(shares: Float[Array, "*batch classes"]) -> Float[Array, "*ba
 def ordered(
     values: Float[Array, "members ..."], weights: Float[Array, " members"] | None
 ) -> tuple[Float[Array, "members ..."], Float[Array, "members ..."]]:
-    """The values sorted over members, and the weight of each and all below it. Members of weight zero come last."""
+    """The values sorted over members, and their cumulative weights. Members of weight zero come last."""
     num_members = values.shape[0]
     if weights is None:
         count = jnp.arange(1, num_members + 1, dtype=values.dtype)
