@@ -3,7 +3,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_cut, check_values, check_weights
-from .._weighting import blank_unweighted, ordered, quantile
+from .._weighting import blank_unweighted, quantile, sort_members
 
 
 def median(
@@ -96,7 +96,7 @@ def _median(values: Float[Array, "members ..."], weights: Float[Array, " members
 def _trimmed_mean(
     values: Float[Array, "members ..."], cut: Float[Array, ""], weights: Float[Array, " members"] | None
 ) -> Float[Array, "..."]:
-    in_order, share = ordered(values, weights)
+    in_order, share = sort_members(values, weights)
     inside = jnp.clip(share, cut, 1 - cut)
     kept = jnp.diff(inside, axis=0, prepend=jnp.broadcast_to(cut, inside[:1].shape))
     # A share that is left by rounding alone must not bring back a member that is far off.
