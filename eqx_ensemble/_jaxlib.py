@@ -5,7 +5,7 @@ import warnings
 # The compiler of 0.10.2 hands such sums to a library that then reads the wrong rows; this keeps them out of its hands.
 _SAFE = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
 _FAULTS = {
-    "0.10.2": "jaxlib 0.10.2 computes some sums over more than some 16,000 rows wrongly on CPUs, and says nothing: a "
+    "0.10.2": "jaxlib 0.10.2 silently computes some sums over more than some 16,000 rows wrongly on CPUs: a "
     "loss, a gradient or a score may be wrong (https://github.com/jax-ml/jax/issues/39103).\n"
     f"Install jaxlib 0.10.1 or 0.11.1 and later, or set `XLA_FLAGS={_SAFE}` before Python starts.",
     "0.11.0": "jaxlib 0.11.0 ends Python with a segmentation fault at some sums of products of arrays with many axes, "
@@ -16,6 +16,6 @@ _FAULTS = {
 def warn_of_jaxlib() -> None:
     """Warn where jaxlib is a release that is wrong or crashes on CPUs, unless the user took precautions."""
     release = importlib.metadata.version("jaxlib")
-    told = release == "0.10.2" and "xla_cpu_experimental_ynn_fusion_type" in os.environ.get("XLA_FLAGS", "")
-    if release in _FAULTS and not told:
+    is_safe = release == "0.10.2" and "xla_cpu_experimental_ynn_fusion_type" in os.environ.get("XLA_FLAGS", "")
+    if release in _FAULTS and not is_safe:
         warnings.warn(_FAULTS[release], RuntimeWarning, stacklevel=3)

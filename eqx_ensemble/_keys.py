@@ -73,8 +73,8 @@ def check_ids(values: Any) -> None:
     if array.size == 0:
         raise ValueError("`ids` must name at least one member, got none.")
     if array.min() < 0 or array.max() >= 2**31:
-        raise ValueError(f"`ids` lie in [0, 2**31), got {array.min()} to {array.max()}.")
-    check_distinct_ids(array, "Give each member an id of its own.")
+        raise ValueError(f"`ids` must be in [0, 2**31), got {array.min()} to {array.max()}.")
+    check_distinct_ids(array, "Give each member a different id.")
 
 
 def check_distinct_ids(values: Any, fix: str) -> None:

@@ -118,7 +118,7 @@ BAD = {
         "ValueError: "
         "Members need different ids, because each member's random stream follows from its id; repeated: "
         "[1].\n"
-        "Give each member an id of its own.",
+        "Give each member a different id.",
     ),
     "ids of the wrong number": (
         lambda: ee.stack(MODELS, ids=[1, 2]),
@@ -559,7 +559,7 @@ BAD = {
         "MemberMismatchError: "
         "`stack` keeps one copy of what members share; the shared array at `.weight` of number 1 differs "
         "from that of number 0.\n"
-        "Leave it out of `shared` if members have values of their own.",
+        "Leave it out of `shared` if it differs between members.",
     ),
     "aux of strings": (
         lambda: fit(loss=lambda m, b, k: (mse(m, b, k), {"name": "x"}), has_aux=True),

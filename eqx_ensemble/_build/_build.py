@@ -105,7 +105,7 @@ def build(
 
     **Raises:** `TypeError` for missing, single or non-threefry keys, and for members with NumPy arrays of strings or
     objects; `ValueError` for counts that disagree, and for integers that overflow jax's type;
-    `MemberMismatchError` when `make` hides an array of its own in a function instead of a field.
+    `MemberMismatchError` when `make` stores an array of one member in a function instead of a field.
 
     ```python
     make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)
@@ -189,7 +189,7 @@ def _numbers(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array
     """Which leaves `make` would keep as floats, not arrays, given the numbers of one member."""
     if not any(x.ndim == 1 for x in arguments.values()):
         return jax.tree.map(lambda _: False, stacked)
-    # NumPy's scalars stand for Python's: they are numbers with the attributes of the arrays that `make` was given.
+    # NumPy's scalars replace Python's: they are numbers with the attributes of the arrays that `make` was given.
     number = lambda x: (np.asarray(x) if is_readable(x) else np.zeros(1, x.dtype))[0]
     own = {name: number(x) if x.ndim == 1 else x[0] for name, x in arguments.items()}
     found = set()
@@ -220,7 +220,7 @@ def _first(node: PyTree) -> PyTree:
 
 
 def _arguments(zip: Arguments | None, product: Arguments | None) -> tuple[dict[str, jax.Array], dict[str, int]]:
-    """The stacked per-member arguments, and the number of members that each source of them asks for."""
+    """The stacked per-member arguments, and the number of members that each of them determines."""
     chosen = check_arguments(zip, product)
     option = "zip" if product is None else "product"
     as_array = lambda name, values: _axes.as_array(values, path=f"{option}[{name!r}]", name="build")

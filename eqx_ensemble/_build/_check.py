@@ -66,7 +66,7 @@ def check_count(**counts: int | None) -> int:
 
 
 def check_no_key(key: Any) -> None:
-    """There is no root key where every member has a key of its own."""
+    """There is no root key if each member has its own."""
     if key is not None:
         raise TypeError("`build` takes `keys` (one per member) or `key` (one for all), not both.")
 

@@ -55,12 +55,12 @@ def check_logits(name: str, logits: ArrayLike, *, members: bool = True) -> Array
     array = check_floating(name, "logits", logits)
     axes = "(members, *batch, classes)" if members else "(*batch, classes)"
     if array.ndim < 1 + members:
-        fix = _one_member_text("logits") if members else "The classes stand on the last axis."
+        fix = _one_member_text("logits") if members else "The classes are the last axis."
         raise ValueError(needs_message(name, f"`logits` of shape {axes}", f"got shape {array.shape}", fix))
     if array.shape[-1] < 2:
         fix = (
             "One logit per row (sigmoid)? Pass `jnp.concatenate([jnp.zeros_like(logits), logits], axis=-1)`, with the "
-            "classes on a last axis of their own."
+            "classes on the last axis."
         )
         raise ValueError(
             needs_message(
@@ -116,7 +116,7 @@ def check_labels(
 def check_moments(
     name: str, mean: ArrayLike, variance: ArrayLike, *, members: bool = True, weights: ArrayLike | None = None
 ) -> tuple[Array, ...]:
-    """Means and variances of one shape, with a `members` axis in front where told, in one dtype."""
+    """Means and variances of one shape, with a leading `members` axis if `members`, in one dtype."""
     check = check_values if members else check_floating
     means, variances = check(name, "mean", mean), check(name, "variance", variance)
     check_same_shape(name, mean=means, variance=variances)
@@ -207,7 +207,7 @@ def check_weights(name: str, weights: ArrayLike | None, num_members: Size, dtype
     check_plain_weights(name, weights)
     array = check_array(name, "weights", weights)
     if array.shape != (num_members,):
-        fix = "Weights stand in the order of the members."
+        fix = "Weights are in the order of the members."
         raise ValueError(
             needs_message(name, "one weight per member", f"expected shape {(num_members,)}, got {array.shape}", fix)
         )

@@ -14,7 +14,7 @@ from jax.core import Tracer
 _LONGEST = 60
 
 MOST_BITS = 2_000
-"""Python makes decimals of integers of 640 digits in any case, and of no more than it is told to, usually 4,300."""
+"""Python always converts integers of 640 digits to decimals; the limit above is configurable, by default 4,300."""
 
 Size = Any
 """The length of an axis: an int, or a symbol in a program that is exported for any length."""

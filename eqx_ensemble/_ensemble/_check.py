@@ -69,7 +69,7 @@ def check_equal_shared(trees: list[Any], *, name: str) -> None:
             if y is None or not _same_array(x, y):
                 raise MemberMismatchError(
                     f"`{name}` keeps one copy of what members share; the shared array at `{path}` of number {i} "
-                    "differs from that of number 0.\nLeave it out of `shared` if members have values of their own."
+                    "differs from that of number 0.\nLeave it out of `shared` if it differs between members."
                 )
 
 
@@ -82,7 +82,7 @@ def check_equal_members(tree: Any, *, name: str) -> None:
         if (raw != raw[:1]).any():
             raise MemberMismatchError(
                 f"`{name}` averages floating-point arrays; the {x.dtype} array at `{path}` differs between members and "
-                "has no mean of its own kind.\nReplace it first, or average with `tree.weighted_mean`."
+                "has no mean of its dtype.\nReplace it first, or average with `tree.weighted_mean`."
             )
 
 

@@ -53,7 +53,7 @@ class _StackedMeta(type):
     def __repr__(cls) -> str:
         return cls.__name__ if cls.num_axes else type.__repr__(cls)
 
-    # Not for jaxtyping's import hook: a decorated check would bind the axes in a scope of its own.
+    # Not for jaxtyping's import hook: a decorated check would bind the axes in a separate scope.
     @no_type_check
     def __instancecheck__(cls, obj):
         return cls.__instancecheck_str__(obj) == ""
@@ -83,7 +83,7 @@ def _subscript(cls: _StackedMeta, model: Any, axes: str) -> _StackedMeta:
     described = re.sub(r"\b(\w+\.)+", "", eqx.tree_pformat(model, width=1000))
     name = f'{cls.__name__}[{described}, "{axes}"]'
     fields = {"model": model, "axes": axes, "num_axes": len(axes.split()), "sizes": sizes, "__doc__": None}
-    # A module of its own would show in the `repr` of a union but not in ours, which beartype refuses.
+    # Another module would show in the `repr` of a union but not in ours, which beartype refuses.
     return _StackedMeta(name, (cls,), fields | {"__module__": "builtins"})
 
 
@@ -166,6 +166,6 @@ else:
             return w @ (outputs - w @ outputs) ** 2
 
         ensemble = ee.build(lambda key: eqx.nn.MLP(2, "scalar", 8, 1, key=key), 5, key=key)
-        disagreement(ensemble, jnp.full(5, 0.2))  # seven weights, or a single model: an error that says so
+        disagreement(ensemble, jnp.full(5, 0.2))  # seven weights, or a single model, raise an error
         ```
         """

@@ -176,7 +176,7 @@ def check_same_ids(old: Any, new: Any, *, name: str) -> None:
 
 
 def _nodes_with_ids(tree: Any) -> list[tuple[tuple, Any]]:
-    """The ensembles and training states of a tree, by what they hold: their classes stand on higher floors."""
+    """The ensembles and training states of a tree, found by their `ids`: their classes are on higher floors."""
     has_ids = lambda x: isinstance(getattr(x, "ids", None), jax.Array | np.ndarray)
     return [(path, x) for path, x in jtu.tree_flatten_with_path(tree, is_leaf=has_ids)[0] if has_ids(x)]
 

@@ -140,8 +140,8 @@ def _line(path: tuple, group: list[Difference], rules: Rules, *, several: bool) 
         )
     got: dict[str, list[int]] = {}
     for d in group:
-        place = f" in {d.gap.location()}" if d.gap is not None and d.gap.location() else ""
-        got.setdefault(d.got + place, []).append(d.member)
+        location = f" in {d.gap.location()}" if d.gap is not None and d.gap.location() else ""
+        got.setdefault(d.got + location, []).append(d.member)
     texts = [f"{text} ({_subject_text(members, rules)})" if several else text for text, members in got.items()]
     return f"  at `{path_text(path)}`: expected {group[0].expected}, got {', '.join(texts)}"
 

@@ -24,14 +24,14 @@ def check_no_tracers(made: Any, *, name: str) -> None:
             _search(node, type(node).__name__, name, seen)
 
 
-def _search(value: Any, place: str, name: str, seen: set[int]) -> None:
+def _search(value: Any, path: str, name: str, seen: set[int]) -> None:
     if is_traced(value):
         raise MemberMismatchError(
-            f"`{name}` found an array of the member's own at `{place}`, where it cannot carry the members axis: a "
+            f"`{name}` found an array of one member at `{path}`, where it cannot carry the members axis: a "
             "function closes over it, or a static field holds it.\nMake the array a field of a Module."
         )
     if id(value) in seen or eqx.is_array_like(value):
         return
     seen.add(id(value))
     for part, child in (static_parts(value) or {}).items():
-        _search(child, f"{place}, {part if isinstance(part, str) else part[0]}", name, seen)
+        _search(child, f"{path}, {part if isinstance(part, str) else part[0]}", name, seen)

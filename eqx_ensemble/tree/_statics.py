@@ -12,7 +12,7 @@ from .._check import describe, is_key, is_member_array, is_traced
 _HEAPTYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`, which `copyreg` also uses to tell Python classes from built-in ones
 _BOUND_BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType)
 _OPERATORS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
-# What a function does, without the lines and columns where it stands.
+# What a function does, without its lines and columns.
 _CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags", "co_argcount")
 _CODE += ("co_posonlyargcount", "co_kwonlyargcount", "co_exceptiontable")
 _EMPTY_CELL = "<empty cell>"
@@ -39,7 +39,7 @@ def static_gap(a: Any, b: Any, seen: dict, trail: tuple[str, ...] = ()) -> Stati
     """The first difference between two static values, or None if they mean the same.
 
     Two builds of one model hold distinct but equal closures, partials and marker objects, so that `==` is too strict;
-    and it says nothing of the arrays inside them. Functions are compared by code, defaults and closed-over values,
+    and it does not compare the arrays inside them. Functions are compared by code, defaults and closed-over values,
     partials and bound methods by their parts, other objects by `__dict__` or `==`, arrays by their bits. `seen` holds
     the pairs assumed equal so far (cycles) and the pairing of bare `object()` markers: one dictionary per member.
     """
@@ -135,7 +135,7 @@ def _state(x: Any) -> dict | None:
     """Attributes of an object whose whole state is in Python: `__dict__` and `__slots__`."""
     base = next(c for c in type(x).__mro__ if not c.__flags__ & _HEAPTYPE)
     if base is not object:
-        return None  # a subclass of `int`, say, whose value is not among its attributes
+        return None  # a subclass of `int`, for example, whose value is not among its attributes
     state: Any = object.__getstate__(x)
     if state is None:
         return {} if type(x).__dictoffset__ else None
@@ -153,7 +153,7 @@ def _same_bits(a: Any, b: Any) -> bool:
 
 def _same_value(a: Any, b: Any) -> bool:
     if isinstance(a, float | complex):
-        return repr(a) == repr(b)  # tells 0.0 from -0.0, and takes NaN for equal to NaN
+        return repr(a) == repr(b)  # distinguishes 0.0 from -0.0, and treats NaN as equal to NaN
     if isinstance(a, np.ndarray):  # of strings or objects; the others are compared by their bits
         return a.dtype == b.dtype and np.array_equal(a, b)
     try:
@@ -165,7 +165,7 @@ def _same_value(a: Any, b: Any) -> bool:
 def gap_text(gap: StaticGap, member: str, reference: str) -> str:
     """The message for an array that differs where jax cannot see it."""
     verb = "closes over" if any(part.startswith("closure") for part in gap.trail) else "holds"
-    place = f", in {gap.location()}" if gap.trail else ""
+    location = f", in {gap.location()}" if gap.trail else ""
     expected, got = describe(gap.expected), describe(gap.got)
     both = got if got == expected else f"{got}, not {expected}"
-    return f"{member} {verb} an array ({both}) that differs from {reference}'s{place}"
+    return f"{member} {verb} an array ({both}) that differs from {reference}'s{location}"

@@ -301,7 +301,7 @@ BAD = {
         lambda: resample.out_of_fold(PREDICTIONS, FOLDS, weights=np.ones(2)),
         "ValueError: `resample.out_of_fold` needs one weight per member.\n"
         "  expected shape (3,), got (2,)\n"
-        "Weights stand in the order of the members.",
+        "Weights are in the order of the members.",
     ),
 }
 
