@@ -18,7 +18,7 @@ from ..train._hyper import hyper_arrays
 from ..train._run import Run
 from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
-from ..train.compiled._select import forgotten
+from ..train.compiled._selection import reset_best
 from ..train.data._data import is_batches
 from . import population
 from ._check import (
@@ -179,5 +179,5 @@ def _replace(run: Run, donors: np.ndarray, explore: Callable[..., Any], *, key: 
     if len(replaced) == 0:
         return run
     state = population.set_hyper(population.clone(run.train_state, donors), replaced, explore, key=key)
-    selection = forgotten(run.selection, state.moving, replaced)
+    selection = reset_best(run.selection, state.moving, replaced)
     return dataclasses.replace(run, train_state=state, selection=selection)

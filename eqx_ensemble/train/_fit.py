@@ -22,17 +22,18 @@ from ._run import Run
 from ._state import TrainState
 from ._status import Status
 from ._trainable import Trainable
-from .compiled._limits import limits_of, retired
+from .compiled._limits import make_limits, stop_at_limits
 from .compiled._loss import Loss, as_loss
 from .compiled._optimiser import Optimiser
 from .compiled._program import Program
-from .compiled._select import Mode, in_dtype_of
-from .data._arrays import Arrays, arrays_of
-from .data._batches import Batches
-from .data._data import chosen_rows, is_batches, on_device, unmarked
-from .data._place import Length
+from .compiled._select import match_dtype
+from .compiled._selection import Mode
+from .data._arrays import ArraySource
+from .data._batches import IterableSource
+from .data._cursor import Length
+from .data._data import as_row_indices, is_batches, on_device, without_marks
 from .data._rows import ORDERS, Order, row_order
-from .host._job import Job, carried_out
+from .host._execute import execute
 from .host._revive import Revive
 from .host._start import Start, layout_of, start_of
 from .resume._identity import identity
@@ -186,38 +187,40 @@ def fit(
         has_validation=has_validation, mode=mode, key=key,
     )  # fmt: skip
     first = start.state
-    limits = limits_of(max_steps, target, first.num_members, min_delta=float(min_delta))
+    limits = make_limits(max_steps, target, first.num_members, min_delta=float(min_delta))
     limits = limits if layout is None else shard_members(limits, layout)
     max_seconds = _check.limit(max_seconds, "max_seconds", first.num_members, name="fit")
     losses = _losses(first, loss, score, has_aux=has_aux, has_validation=has_validation)
     if validation is not None:
         if score is None and not is_batches(data):
-            _check.same_structure(unmarked(validation), unmarked(data))
+            _check.same_structure(without_marks(validation), without_marks(data))
         validation, _ = on_device(validation, first.num_members, argument="validation", name="fit", layout=layout)
         assert start.selection is not None
         assert losses[1] is not None
-        start = start._replace(selection=in_dtype_of(losses[1], start.selection, first, validation))
+        start = start._replace(selection=match_dtype(losses[1], start.selection, first, validation))
     own_rows = order == "each" or rows is not None
     patience = None if patience is None else int(patience)  # of NumPy's kinds too
-    program = Program(*losses, optimiser, plan, patience, own_rows, isinstance(how, Revive), layout)
+    program = Program(
+        losses[0], optimiser, plan, layout, losses[1], patience, own_rows=own_rows, halts=isinstance(how, Revive)
+    )
     if first.fixed.hyper is not None:
         _check.used_hyper(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses), name="fit")
     source = _source(data, start, rows=rows, order=order, batch_size=batch_size, scan=scan, layout=layout, key=key)
     if saver is not None:
         options = {"key": key, "max_steps": max_steps, "target": target, "on_diverge": how}
         options |= {"min_delta": float(min_delta), "mode": mode}
-        here = identity(program, start, source.batch(), validation, source.texts, options)
+        here = identity(program, start, source.shapes(), validation, source.fingerprint, options)
         program = dataclasses.replace(program, traced=here.programs)
         start = saver.resumed(start, here)
     if saver is None or saver.step < 0:  # a run that was saved may have ended
-        training = to_host(retired(first.moving, limits, first.step).status) == Status.OK
+        training = to_host(stop_at_limits(first.moving, limits, first.step).status) == Status.OK
         _check.goes_on(training, ids=to_host(first.ids))
     length = Length(int(first.step), *(None if given is None else int(given) for given in (epochs, steps)))
     lost_before = to_host(first.moving.status) == Status.DIVERGED
-    run = carried_out(
-        Job(program, start, source, length, limits, validation, how, lost_before, max_seconds, saver, key),
-        progress=progress,
-    )
+    run = execute(
+        program, start, source, length, limits=limits, validation=validation, on_diverge=how, lost_before=lost_before,
+        max_seconds=max_seconds, saver=saver, progress=progress, key=key,
+    )  # fmt: skip
     if saver is not None and saver.failed is not None:
         raise NotSavedError(saver.failed, run) from saver.failed
     lost = run.status == Status.DIVERGED
@@ -241,15 +244,16 @@ def _source(
     scan: bool | None,
     layout: Layout | None,
     key: Any,
-) -> Arrays | Batches:
+) -> ArraySource | IterableSource:
     """Where a run's batches come from."""
     num_members = start.state.num_members
     if is_batches(data):
         _check.no_array_options(batch_size=batch_size, rows=rows, order=order, scan=scan, name="fit")
-        return Batches(data, num_members, layout)
+        return IterableSource(data, num_members, layout)
     data, num_rows = on_device(data, num_members, argument="data", name="fit", layout=layout, whole=True)
-    rows = chosen_rows(rows, num_members, num_rows, name="fit")
-    source = arrays_of(data, row_order(key, start.state.ids, order, num_rows, rows), batch_size=batch_size, scan=scan)
+    rows = as_row_indices(rows, num_members, num_rows, name="fit")
+    own_order = row_order(key, start.state.ids, order, num_rows, rows)
+    source = ArraySource(data, own_order, batch_size=batch_size, scan=scan)
     _check.uneven_rows(source.batch_size, layout)
     return source
 

@@ -21,7 +21,7 @@ def hyper_arrays(hyper: PyTree, num_members: int, *, name: str) -> PyTree:
     return hyper
 
 
-def changed_hyper(
+def change_hyper(
     hyper: PyTree,
     fn: Callable[[PyTree, Key[Array, ""]], PyTree],
     members: np.ndarray,

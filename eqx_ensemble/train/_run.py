@@ -19,7 +19,7 @@ from ._errors import DivergedError
 from ._state import TrainState
 from ._status import Status, status_names
 from ._summary import summary
-from .compiled._select import Mode, Selection
+from .compiled._selection import Mode, Selection
 from .host._record import History, last_finite
 from .host._revive import Revival
 

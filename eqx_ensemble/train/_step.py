@@ -14,11 +14,11 @@ from ..plan._auto import as_plan
 from ..plan._pilot import Pilot
 from ..sharding._layout import Layout, as_layout
 from ._state import MemberState, TrainState
+from .compiled._carry import Carry, Inputs
 from .compiled._health import nan_is_data
-from .compiled._limits import Limits
 from .compiled._loss import as_loss
 from .compiled._optimiser import Optimiser
-from .compiled._program import Carry, Inputs, Program
+from .compiled._program import Program
 
 
 class Metrics(eqx.Module):
@@ -80,8 +80,8 @@ def _step_under(plan: AbstractPlan, step: Step, state: TrainState, batch: PyTree
 def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Inputs, Carry]:
     stateful = state.model_state is not None
     loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper, name="make_step")
-    program = Program(loss, None, step.optimiser, step.plan, None, own_rows=False, halts=False, layout=step.layout)
-    inputs = Inputs(state.fixed, state.shared, batch, None, Limits(None, None))
+    program = Program(loss, step.optimiser, step.plan, step.layout)
+    inputs = Inputs(state.fixed, state.shared, batch)
     return program, inputs, Carry(state.moving, None, state.step)
 
 
@@ -90,8 +90,8 @@ def _compiled_step(step: Step, state: TrainState, batch: PyTree) -> tuple[Member
     # What stays is not returned: taking big trees apart costs as much as a small step. The same goes for looking at a
     # signature at every call.
     program, inputs, carry = _parts(step, state, batch)
-    carry, (value, aux) = program.judged_step(inputs, carry, None)
-    carry = program.placed(carry)
+    carry, (value, aux) = program.guarded_step(inputs, carry, None)
+    carry = program.constrain(carry)
     return carry.moving, carry.step, Metrics(value, aux, carry.moving.status)
 
 
@@ -106,7 +106,7 @@ def make_step(
     """A compiled step for your own loop: `state, metrics = step(state, batch)`.
 
     Gradient, optimiser and freezing run mapped over members; loss and optimiser are written for one. The old state
-    stays usable; its memory is needed until the new one is judged, so that donating it would save nothing.
+    stays usable; its memory is needed until the new one is checked, so that donating it would save nothing.
 
     ```python
     def mse(model, batch, key):

@@ -26,7 +26,7 @@ def partition_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) 
             kept = eqx.filter(member, jax.tree.map(_of_floats, trainable), replace=_LeftOut)
         return [x is not _LeftOut for x in jax.tree.leaves(kept)]
 
-    if trainable is eqx.is_inexact_array:  # which looks at dtypes alone, so that no member has to be taken out
+    if trainable is eqx.is_inexact_array:  # it depends on dtypes alone, so that no member has to be taken
         mask = chosen(leaves)
     else:
         mask, last = (chosen(tree.take(leaves, member)) for member in (0, -1))
@@ -41,7 +41,7 @@ class _LeftOut:
 
 
 def _of_floats(test: Any) -> Any:
-    """A test of leaves that may be asked of Python floats, which have no shape to look at."""
+    """A test of leaves that accepts Python floats, which have no shape."""
     if not callable(test):
         return test
 

@@ -189,7 +189,7 @@ class TestSearch:
 def eager(monkeypatch):
     """Trials as if compiling took no time, and short ones: how many are made does not depend on the machine."""
     monkeypatch.setattr("eqx_ensemble.plan._search._ENOUGH_SECONDS", 0.0)
-    monkeypatch.setattr("eqx_ensemble.train.host._loop._SECONDS_PER_TRIAL", 1e-3)
+    monkeypatch.setattr("eqx_ensemble.train.host._pacing._SECONDS_PER_TRIAL", 1e-3)
     monkeypatch.setattr(Search, "_seconds_to_compile", lambda self, trial: 0.0)
 
 

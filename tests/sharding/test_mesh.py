@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import eqx_ensemble as ee
 from eqx_ensemble.sharding._layout import Layout
 from eqx_ensemble.sharding._shard import shard_members
-from eqx_ensemble.train.host import _loop
-from eqx_ensemble.train.host._roster import Roster
+from eqx_ensemble.train.host import _pacing
+from eqx_ensemble.train.host._active import ActiveMembers
 
 from ..factories import CASES, assert_close, assert_same, assert_same_where_optimised, data
 
@@ -275,12 +275,12 @@ class TestFit:
     def test_leaving_the_arrays(self, monkeypatch):
         options = {"max_steps": [3] * 4 + [7] * 3 + [100] * 4, "epochs": 6, "patience": None}
         expected = fitted(11, **options)
-        widths, shrink = [], Roster.shrink
-        monkeypatch.setattr(_loop, "_FIRST_STEPS", 1)
-        monkeypatch.setattr(_loop, "_SECONDS_PER_CHUNK", 0)
-        monkeypatch.setattr(Roster, "pays", lambda self, width, **_: width < len(self.places))
-        noted = lambda self, carry, width: widths.append(width) or shrink(self, carry, width)
-        monkeypatch.setattr(Roster, "shrink", noted)
+        widths, shrink = [], ActiveMembers.shrink
+        monkeypatch.setattr(_pacing, "_FIRST_STEPS", 1)
+        monkeypatch.setattr(_pacing, "_SECONDS_PER_CHUNK", 0)
+        monkeypatch.setattr(_pacing.Pacing, "pays", lambda self, width, before, steps_left: width < before)
+        noted = lambda self, width: widths.append(width) or shrink(self, width)
+        monkeypatch.setattr(ActiveMembers, "shrink", noted)
         got = fitted(11, mesh=MESHES["4x1"], **options)
         assert widths == [8, 4]
         same_run(got, expected)

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.train.host._loop import Loop
+from eqx_ensemble.train.host._recording import Recording
 
 from ..factories import assert_same
 
@@ -107,14 +107,14 @@ def test_a_generator_can_be_shared_by_runs(ensemble):
 
 def test_the_next_is_drawn_while_the_device_works(ensemble, monkeypatch):
     """Before the host waits for a step's results, it has asked for the next batch."""
-    events, waits = [], Loop.add_steps
+    events, waits = [], Recording.add
 
     def batches():
         for i in range(3):
             events.append(f"draw {i}")
             yield X[:5], Y[:5]
 
-    monkeypatch.setattr(Loop, "add_steps", lambda *args: (events.append("wait"), waits(*args))[1])
+    monkeypatch.setattr(Recording, "add", lambda *args: (events.append("wait"), waits(*args))[1])
     fitted(ensemble, batches(), epochs=1)
     assert events == ["draw 0", "draw 1", "wait", "draw 2", "wait", "wait"]
 

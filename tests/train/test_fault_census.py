@@ -301,7 +301,7 @@ def _judges_all_for_one(before, after, outputs, step, num_steps):
     return eqx.tree_at(lambda m: m.status, moving, jnp.where(someone, jnp.int8(2), moving.status)), outputs, again
 
 
-_chunk_judged = _chunk.judged
+_chunk_judged = _chunk.revert_diverged
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ _chunk_judged = _chunk.judged
     ids=["nobody", "all"],
 )
 def test_wrong_judgement_would_be_noticed(judged, noticed, kept, monkeypatch):
-    monkeypatch.setattr(_chunk, "judged", judged)
+    monkeypatch.setattr(_chunk, "revert_diverged", judged)
     optimiser, fault = optax.sgd(1e-2), Fault("data", member=2, step=3)  # an object of its own is compiled anew
     clean, run = fitted(optimiser, PLANS["vmap"]), fitted(optimiser, PLANS["vmap"], fault)
     broken = set(broken_promises(fault, fault.step, clean, run))

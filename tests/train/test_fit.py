@@ -13,7 +13,8 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.train import Status
-from eqx_ensemble.train.host import _loop
+from eqx_ensemble.train.host import _pacing
+from eqx_ensemble.train.host._active import ActiveMembers
 
 from ..factories import Alone, assert_close, assert_same, distance, in_order, step_key
 
@@ -537,7 +538,7 @@ def interrupt_after(seconds):
 
 @pytest.mark.parametrize("moments", [12, pytest.param(300, marks=pytest.mark.slow)])
 def test_control_c_leaves_a_whole_run(ensemble, interruptible, moments, monkeypatch):
-    monkeypatch.setattr(_loop, "_SECONDS_PER_CHUNK", 0.05)  # a run ends with its chunk
+    monkeypatch.setattr(_pacing, "_SECONDS_PER_CHUNK", 0.05)  # a run ends with its chunk
     waits = random.Random(0)
     runs = []
     for _ in range(moments):
@@ -560,13 +561,13 @@ def test_control_c_leaves_a_whole_run(ensemble, interruptible, moments, monkeypa
 
 
 def test_control_c_before_the_first_step(ensemble, interruptible, monkeypatch):
-    begin = _loop.Loop.begin
+    begin = ActiveMembers.begin
 
     def interrupted(self, *args):
         signal.raise_signal(signal.SIGINT)
         return begin(self, *args)
 
-    monkeypatch.setattr(_loop.Loop, "begin", interrupted)
+    monkeypatch.setattr(ActiveMembers, "begin", interrupted)
     run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, steps=3_000_000, key=KEY)
     assert run.interrupted
     assert 0 < run.history.loss.shape[1] < 10_000

@@ -73,9 +73,9 @@ def test_in_batches_of_ones_own(ensemble):
 
 def test_weights_of_members_that_leave_the_arrays_are_judged(ensemble, monkeypatch):
     """Members go as soon as they stop, before the epoch ends; over batches whose pass never ends, too."""
-    pays = "eqx_ensemble.train.host._roster.Roster.pays"
-    monkeypatch.setattr(pays, lambda self, width, **_: width < len(self.places))
-    monkeypatch.setattr("eqx_ensemble.train.host._roster._FEWEST", 1)
+    pays = "eqx_ensemble.train.host._pacing.Pacing.pays"
+    monkeypatch.setattr(pays, lambda self, width, before, steps_left: width < before)
+    monkeypatch.setattr("eqx_ensemble.train.host._active._FEWEST", 1)
     x, y = data(40)
     endless = itertools.cycle([(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)])
     for source in ({}, {"data": endless}):

@@ -17,7 +17,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.train import Status
-from eqx_ensemble.train.host import _loop, _roster
+from eqx_ensemble.train.host import _active, _pacing
 
 from ..factories import distance, relaxed, step_key
 
@@ -289,7 +289,7 @@ def test_options_together(seed, tmp_path, monkeypatch):
     whole = fitted(case)
     check_alone(case, whole)
     # The twin's chunks are short, and members leave its arrays as soon as they can.
-    monkeypatch.setattr(_loop, "_FIRST_STEPS", 2)
-    monkeypatch.setattr(_roster, "_FEWEST", 1)
-    monkeypatch.setattr(_roster.Roster, "pays", lambda self, width, **_: width != len(self.places))
+    monkeypatch.setattr(_pacing, "_FIRST_STEPS", 2)
+    monkeypatch.setattr(_active, "_FEWEST", 1)
+    monkeypatch.setattr(_pacing.Pacing, "pays", lambda self, width, before, steps_left: width != before)
     check_twin(case, whole, tmp_path / "run")

@@ -18,8 +18,9 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints
 from eqx_ensemble.train import NotSavedError, Revive, Status
-from eqx_ensemble.train.data._place import decoded, encoded
-from eqx_ensemble.train.host._loop import Loop
+from eqx_ensemble.train.data._cursor import decode, encode
+from eqx_ensemble.train.host._executor import Executor
+from eqx_ensemble.train.host._recording import Recording
 from eqx_ensemble.train.resume import _resume as resume_module
 
 from ..factories import assert_same, assert_same_where_optimised
@@ -165,7 +166,7 @@ class TestTheSameCallGoesOn:
 
     def test_after_what_is_finished(self, ensemble, tmp_path, monkeypatch):
         whole = fitted(ensemble, epochs=3, checkpoint=tmp_path / "a")
-        monkeypatch.delattr(Loop, "call")  # no step is made
+        monkeypatch.delattr(Executor, "call")  # no step is made
         assert_same_run(fitted(ensemble, epochs=3, checkpoint=tmp_path / "a", resume="must"), whole)
 
     def test_where_all_had_stopped(self, ensemble, tmp_path):
@@ -180,14 +181,14 @@ class TestTheSameCallGoesOn:
     def test_after_ctrl_c(self, ensemble, tmp_path, interruptible, monkeypatch):
         whole = fitted(ensemble, epochs=6)
         with monkeypatch.context() as patched:
-            record = Loop.report
+            record = Recording.report
 
-            def report(self, steps, carry):
-                record(self, steps, carry)
+            def report(self, steps, members):
+                record(self, steps, members)
                 if self.record.steps >= 10:
                     signal.raise_signal(signal.SIGINT)
 
-            patched.setattr(Loop, "report", report)
+            patched.setattr(Recording, "report", report)
             part = fitted(ensemble, epochs=6, checkpoint=tmp_path / "a", checkpoint_every=5)
         assert part.interrupted
         assert 10 <= part.history.loss.shape[1] < whole.history.loss.shape[1]
@@ -298,19 +299,19 @@ class TestPlaces:
         ],
     )  # fmt: skip
     def test_come_back_as_they_were(self, state):
-        assert decoded(encoded(state)) == state
-        assert repr(decoded(encoded(state))) == repr(state)
+        assert decode(encode(state)) == state
+        assert repr(decode(encode(state))) == repr(state)
 
     def test_arrays(self):
         array = np.arange(6, dtype=np.uint64).reshape(2, 3)
-        back = decoded(encoded({"generator": array}))["generator"]
+        back = decode(encode({"generator": array}))["generator"]
         assert back.dtype == array.dtype
         np.testing.assert_array_equal(back, array)
 
     def test_tensors(self):
         torch = pytest.importorskip("torch")
         state = torch.Generator().manual_seed(3).get_state()
-        back = decoded(encoded(state))
+        back = decode(encode(state))
         assert isinstance(back, torch.Tensor)
         assert torch.equal(back, state)
 

@@ -9,11 +9,11 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.plan import _search
+from eqx_ensemble.plan._pilot import Pilot
 from eqx_ensemble.train import Status
-from eqx_ensemble.train.compiled._limits import Limits
-from eqx_ensemble.train.compiled._program import Carry, Inputs
-from eqx_ensemble.train.host import _loop
-from eqx_ensemble.train.host._roster import Roster
+from eqx_ensemble.train.host import _pacing
+from eqx_ensemble.train.host._active import ActiveMembers
+from eqx_ensemble.train.host._pacing import Pacing
 
 from ..factories import assert_close, assert_same_where_optimised
 
@@ -70,16 +70,16 @@ def fitted(data, **options):
 def widths(monkeypatch):
     """Shrinks whenever it can, and tells to which widths."""
     seen = []
-    shrink = Roster.shrink
+    shrink = ActiveMembers.shrink
 
-    def noted(self, carry, width):
+    def noted(self, width):
         seen.append(width)
-        return shrink(self, carry, width)
+        shrink(self, width)
 
-    monkeypatch.setattr(_loop, "_FIRST_STEPS", 1)  # a boundary after every step
-    monkeypatch.setattr(_loop, "_SECONDS_PER_CHUNK", 0)
-    monkeypatch.setattr(Roster, "pays", lambda self, width, **_: width < len(self.present))
-    monkeypatch.setattr(Roster, "shrink", noted)
+    monkeypatch.setattr(_pacing, "_FIRST_STEPS", 1)  # a boundary after every step
+    monkeypatch.setattr(_pacing, "_SECONDS_PER_CHUNK", 0)
+    monkeypatch.setattr(Pacing, "pays", lambda self, width, before, steps_left: width < before)
+    monkeypatch.setattr(ActiveMembers, "shrink", noted)
     return seen
 
 
@@ -87,7 +87,7 @@ def widths(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_leaving_is_invisible(case, widths, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(Roster, "pays", lambda *_, **__: False)
+        patch.setattr(Pacing, "pays", lambda *_: False)
         expected = fitted(**CASES[case])
     assert not widths
     run = fitted(**CASES[case])
@@ -106,7 +106,7 @@ def test_leaving_is_invisible(case, widths, monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*diverged:UserWarning")
 def test_under_a_plan_that_is_still_searched_for(widths, monkeypatch):
     """The search ends before members leave the arrays, since its times were those of all of them."""
-    monkeypatch.setattr(_loop, "_SECONDS_PER_TRIAL", 0)
+    monkeypatch.setattr(_pacing, "_SECONDS_PER_TRIAL", 0)
     monkeypatch.setattr(_search, "_ENOUGH_CALLS", 1)
     monkeypatch.setattr(_search, "_ENOUGH_SECONDS", 0.0)
     options = CASES["shared rows"] | {"patience": 6, "epochs": 40}
@@ -144,14 +144,11 @@ def test_one_compile_for_every_width(plan, widths, compiled):
 
 def test_it_takes_what_pays():
     """By the time that is left, the time to compile, and how time depended on the number of members before."""
-    state = ee.train.init(ENSEMBLE, optimiser, hyper=HYPER, key=KEY)
-    roster = Roster(
-        Carry(state.moving, None, state.step), Inputs(state.fixed, state.shared, None, None, Limits(None, None))
-    )
-    assert not roster.pays(11, seconds_left=1e9, seconds_to_compile=0.0), "nobody has left"
-    assert roster.pays(6, seconds_left=10.0, seconds_to_compile=4.0)
-    assert not roster.pays(6, seconds_left=10.0, seconds_to_compile=5.0)
-    roster.measured(1.0)
-    roster.present = np.arange(6)
-    roster.measured(1.0)  # half the members took as long as all: the machine idles
-    assert not roster.pays(3, seconds_left=1e9, seconds_to_compile=0.1)
+    pacing = Pacing(Pilot(ee.plan.Vmap(), name="fit"))
+    pacing.measure(1, 4.5, width=11, steps_left=None)  # of which the compiler took most
+    pacing.measure(1, 1.0, width=11, steps_left=None)
+    assert not pacing.pays(11, 11, 10**9), "nobody has left"
+    assert pacing.pays(6, 11, 10)
+    assert not pacing.pays(6, 11, 9)
+    pacing.measure(1, 1.0, width=6, steps_left=None)  # half the members took as long as all: the machine idles
+    assert not pacing.pays(3, 6, 10**9)

@@ -21,7 +21,7 @@ import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints, _disk
 from eqx_ensemble.checkpoint._run_lock import NAME, RunLock
 from eqx_ensemble.train import NotSavedError
-from eqx_ensemble.train.host._loop import Loop
+from eqx_ensemble.train.host._recording import Recording
 
 KEY = jax.random.key(0)
 SGD = optax.sgd(0.1)
@@ -113,15 +113,15 @@ def test_a_run_that_ends_with_an_error_frees_the_folder(ensemble, tmp_path, wron
 
 def test_a_folder_that_is_taken_over_is_noticed_at_the_next_save(ensemble, tmp_path, monkeypatch):
     """As on network disks without locks between machines: one run ends, and neither mixes its checkpoints in."""
-    report = Loop.report
+    report = Recording.report
 
-    def other(self, steps, carry):
-        report(self, steps, carry)
+    def other(self, steps, members):
+        report(self, steps, members)
         if self.record.steps >= 3:
             said = {"host": "node8", "pid": 99, "since": "now", "token": "theirs"}
             (tmp_path / "a" / NAME).write_text(json.dumps(said))
 
-    monkeypatch.setattr(Loop, "report", other)
+    monkeypatch.setattr(Recording, "report", other)
     with pytest.raises(NotSavedError, match="taken over by another run: process 99 on `node8`, since now") as caught:
         fitted(ensemble, tmp_path / "a")
     assert caught.value.run.history.loss.shape[1] < 6
@@ -136,14 +136,14 @@ def test_without_locks_a_run_goes_on(ensemble, tmp_path, monkeypatch):
 
 
 def test_a_lock_file_that_is_removed_is_made_again(ensemble, tmp_path, monkeypatch):
-    report, seen = Loop.report, []
+    report, seen = Recording.report, []
 
-    def removed(self, steps, carry):
-        report(self, steps, carry)
+    def removed(self, steps, members):
+        report(self, steps, members)
         seen.append((tmp_path / "a" / NAME).exists())
         (tmp_path / "a" / NAME).unlink()
 
-    monkeypatch.setattr(Loop, "report", removed)
+    monkeypatch.setattr(Recording, "report", removed)
     fitted(ensemble, tmp_path / "a")
     assert len(seen) > 1
     assert all(seen)
@@ -174,7 +174,7 @@ def test_a_finished_run_comes_back_from_where_nothing_can_be_written(ensemble, t
     monkeypatch.setattr(_disk, "open_or_create", read_only)
     again = fitted(ensemble, tmp_path / "a")
     np.testing.assert_array_equal(again.history.loss, whole.history.loss)
-    monkeypatch.setattr(Loop, "report", None)  # no step is made
+    monkeypatch.setattr(Recording, "report", None)  # no step is made
     with pytest.raises(OSError, match="cannot save in the checkpoint folder .*: Read-only file system.\nNothing is"):
         fitted(ensemble, tmp_path / "a", steps=8)
 

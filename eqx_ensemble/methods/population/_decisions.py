@@ -12,7 +12,7 @@ from ..._ensemble import M
 from ...sweep import AbstractRange
 from ...sweep._check import check_ranges
 from ...train import TrainState
-from ...train._hyper import changed_hyper
+from ...train._hyper import change_hyper
 from ...train._state import MemberConstants
 from .._check import (
     check_factors,
@@ -148,7 +148,7 @@ def set_hyper(
     check_function(fn, "fn", name=name, example="lambda hyper, key: hyper")
     keys = _keys.member_keys(key, state.ids, purpose="population")[members]
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, state.step)
-    hyper = changed_hyper(state.hyper, fn, members, keys, name=name)
+    hyper = change_hyper(state.hyper, fn, members, keys, name=name)
     return TrainState(
         state.moving, MemberConstants(state.fixed.frozen, state.fixed.key, hyper), state.shared, state.ids, state.step
     )

@@ -8,8 +8,8 @@ from ..._ensemble import M
 from ...distributed import to_host
 from ...train import TrainState
 from ...train._status import Status
-from ...train.compiled._limits import stopped
-from ...train.host._revive import copies, gathered
+from ...train.compiled._limits import stop_members
+from ...train.host._revive import copy_donors, take_members
 from .._check import check_donors, check_healthy, check_indices, check_member_scores
 
 
@@ -55,7 +55,7 @@ def select(state: TrainState[M], members: Any) -> TrainState[M]:
     """
     train_state(state, TrainState)
     members = check_indices(members, state.num_members, name="methods.population.select", unique=True)
-    moving, fixed, ids = gathered((state.moving, state.fixed, state.ids), members)
+    moving, fixed, ids = take_members((state.moving, state.fixed, state.ids), members)
     return TrainState(moving, fixed, state.shared, ids, state.step)
 
 
@@ -84,7 +84,7 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
     count, moving, fixed = state.num_members, state.moving, state.fixed
     donors = check_indices(donors, count, name="methods.population.clone")
     check_donors(donors, to_host(moving.status) == Status.OK, np.asarray(state.ids))
-    moving, fixed = copies(moving, fixed, donors)
+    moving, fixed = copy_donors(moving, fixed, donors)
     return TrainState(moving, fixed, state.shared, state.ids, state.step)
 
 
@@ -101,5 +101,5 @@ def stop(state: TrainState[M], members: Any) -> TrainState[M]:
     train_state(state, TrainState)
     members, moving = check_indices(members, state.num_members, name="methods.population.stop"), state.moving
     chosen = np.isin(np.arange(state.num_members), members)
-    moving = stopped(moving, chosen, state.step)
+    moving = stop_members(moving, chosen, state.step)
     return TrainState(moving, state.fixed, state.shared, state.ids, state.step)

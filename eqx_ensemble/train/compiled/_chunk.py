@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
 from ... import _check
-from ._health import judged
-from ._limits import retired
-from ._program import Carry, Inputs, Program
+from ._carry import Carry, Inputs
+from ._health import revert_diverged
+from ._limits import stop_at_limits
+from ._program import Program
 from ._scan import scan
 
 
@@ -29,8 +30,8 @@ def run_chunk(
 ) -> tuple[Carry, tuple[Int[Array, ""], Bool[Array, ""], PyTree]]:
     """Runs the pieces of a chunk, up to the first in which a member turns out to have failed at an unknown step.
 
-    That piece leaves no trace, so that its parts can be run instead. Judging a piece as a whole leaves the loop over
-    its steps as fast as one that looks at nothing.
+    That piece is undone, so that its parts can be run instead. Checking a piece as a whole costs its loop over steps
+    nothing.
 
     A program that `halts` ends its chunk after a piece in which a member failed.
 
@@ -42,17 +43,17 @@ def run_chunk(
     def finish(carry: Carry, rest: Array) -> tuple[Carry, PyTree]:
         last = None
         if rest.shape[-1] > 0:
-            carry, last = program.judged_step(inputs, carry, rest)
+            carry, last = program.guarded_step(inputs, carry, rest)
         carry, scores = program.validate(inputs, carry)
         return carry, (last, scores)
 
     def piece(carry: Carry, rows: tuple[Array, Array, Array, Array]) -> tuple[Carry, PyTree, Bool[Array, ""]]:
         full, rest, num_full, ends = rows
         after, outputs = program.steps(inputs, carry, full, num_full)
-        moving, outputs, again = judged(carry.moving, after.moving, outputs, carry.step, num_full)
+        moving, outputs, again = revert_diverged(carry.moving, after.moving, outputs, carry.step, num_full)
         faults = jnp.any(moving.fault != carry.moving.fault)
         step = jnp.where(again, carry.step, after.step)
-        carry = Carry(retired(moving, inputs.limits, step), carry.selection, step)
+        carry = Carry(stop_at_limits(moving, inputs.limits, step), carry.selection, step)
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(finish, carry, rest)[1])
         if blank[0] is not None:
             of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype), outputs)
@@ -64,26 +65,26 @@ def run_chunk(
 
     pieces = (chunk.full, chunk.rest, chunk.num_full, chunk.ends_epoch)
     carry, (again, *outputs), count = scan(piece, carry, pieces, chunk.num_pieces)
-    return program.placed(carry), (count - jnp.sum(again, dtype=jnp.int32), jnp.any(again), tuple(outputs))
+    return program.constrain(carry), (count - jnp.sum(again, dtype=jnp.int32), jnp.any(again), tuple(outputs))
 
 
 def run_batch(read: tuple[Program, Inputs, PyTree], carry: Carry) -> tuple[Carry, PyTree]:
     """One step of all members on a batch that is not taken from the run's own data."""
     program, inputs, batch = read
-    carry, outputs = program.judged_step(dataclasses.replace(inputs, data=batch, validation=None), carry, None)
-    return program.placed(carry), outputs
+    carry, outputs = program.guarded_step(dataclasses.replace(inputs, data=batch, validation=None), carry, None)
+    return program.constrain(carry), outputs
 
 
 def run_validation(read: tuple[Program, Inputs, Int[Array, ""]], carry: Carry) -> tuple[Carry, PyTree]:
     """A validation by itself, at the end of an epoch or on another occasion."""
     program, inputs, occasion = read
     carry, scores = program.validate(inputs, carry, occasion)
-    return program.placed(carry), scores
+    return program.constrain(carry), scores
 
 
 compiled_chunk = eqx.filter_jit(run_chunk, donate="all-except-first")
-# For programs that may raise on the way: the members as they were before are all that is left then.
+# For programs that may raise while they run: the carry before the call is then the only one.
 undonated_chunk = eqx.filter_jit(run_chunk)
-# A single step needs the old carry until the new one is judged: donating it would save nothing.
+# A single step needs the old carry until the new one is checked: donating it would save nothing.
 compiled_batch = eqx.filter_jit(run_batch)
 compiled_validation = eqx.filter_jit(run_validation)

@@ -13,7 +13,7 @@ from .._status import Status
 
 @contextlib.contextmanager
 def nan_is_data() -> Iterator[None]:
-    """`jax_debug_nans` has no say: a member's NaN is its own matter, and what a member that left reports is NaN."""
+    """Disables `jax_debug_nans`: a NaN concerns one member only, and members that stopped report NaN."""
     config: Any = jax.config  # whose attributes no stub lists
     if not (config.jax_debug_nans or config.jax_debug_infs):
         yield
@@ -22,23 +22,23 @@ def nan_is_data() -> Iterator[None]:
         yield
 
 
-def judged(
+def revert_diverged(
     before: MemberState,
     after: MemberState,
     outputs: tuple[Float[Array, "members steps"], PyTree],
     step: Int[Array, ""],
     num_steps: Any,
 ) -> tuple[MemberState, tuple[Float[Array, "members steps"], PyTree], Bool[Array, ""]]:
-    """Keeps the steps of healthy members, and takes them back from the others.
+    """Keeps the steps of healthy members, and reverts the others.
 
-    A member whose loss or weights stopped being finite keeps its last good weights and is marked diverged; a member
-    that had left keeps everything. Weights that are not finite stay so, since an update is added to them: looking at
-    the last ones of `num_steps` steps is looking at all. When these are several, whose fault was at an unknown one,
-    nothing is kept of any member, and the steps have to be run again in smaller parts. Of no steps nothing is kept
-    either: where a program has room for one step only, that one has run all the same.
+    A member whose loss or weights are no longer finite keeps its last good weights and is marked diverged; a member
+    that had stopped keeps its state. Weights that are not finite stay so, since an update is added to them: checking
+    the last ones of `num_steps` steps checks all. If a member diverged at an unknown step of several, all members are
+    reverted, and the steps have to be run again in smaller parts. If `num_steps` is 0 all are reverted too: a program
+    with room for one step only has run it nevertheless.
 
-    **Returns:** the members after the steps; their losses and auxiliary outputs `(members, steps, ...)`, NaN (or zero,
-    for what holds no NaN) for members that had left; and whether to run again.
+    **Returns:** the members after the steps; their losses and auxiliary outputs `(members, steps, ...)`, NaN (zero for
+    integers) for members that had stopped; and whether to run again.
     """
     training = before.status == Status.OK
     some = jnp.asarray(num_steps) > 0
@@ -61,15 +61,15 @@ def judged(
     return MemberState(params, opt_state, model_state, status, stopped_at, fault), outputs, again
 
 
-def judged_one(
+def revert_diverged_one(
     before: MemberState, after: MemberState, outputs: tuple[Float[Array, " members"], PyTree], step: Int[Array, ""]
 ) -> tuple[MemberState, tuple[Float[Array, " members"], PyTree]]:
-    """As `judged`, after a single step, whose outputs are `(members, ...)`."""
-    moving, outputs, _ = judged(before, after, jax.tree.map(lambda x: x[:, None], outputs), step, 1)
+    """`revert_diverged` after a single step, whose outputs are `(members, ...)`."""
+    moving, outputs, _ = revert_diverged(before, after, jax.tree.map(lambda x: x[:, None], outputs), step, 1)
     return moving, jax.tree.map(lambda x: x[:, 0], outputs)
 
 
-def place_of_fault(fault: int, params: PyTree) -> str:
+def fault_path(fault: int, params: PyTree) -> str:
     """Where a member first held something that is not finite, in words: the loss, or a path of its weights."""
     if fault < 0:
         return ""

@@ -13,13 +13,13 @@ from .._status import Status
 class Limits(eqx.Module):
     """When a member has done enough, and by how much a score has to be better; each `(members,)`, or `None`."""
 
-    steps: Int[Array, "*members"] | None
-    target: Float[Array, "*members"] | None
+    steps: Int[Array, "*members"] | None = None
+    target: Float[Array, "*members"] | None = None
     min_delta: Float[Array, "*members"] | None = None
 
 
-def limits_of(max_steps: Any, target: Any, num_members: int, *, min_delta: float) -> Limits:
-    """The limits that were asked for, one value for all members or one each, checked."""
+def make_limits(max_steps: Any, target: Any, num_members: int, *, min_delta: float) -> Limits:
+    """The limits, each from a scalar or from one value per member, checked."""
     steps = _check.limit(max_steps, "max_steps", num_members, name="fit", whole=True)
     target = _check.limit(target, "target", num_members, name="fit")
     return Limits(
@@ -29,22 +29,22 @@ def limits_of(max_steps: Any, target: Any, num_members: int, *, min_delta: float
     )
 
 
-def retired(moving: MemberState, limits: Limits, step: Int[Array, ""]) -> MemberState:
-    """The members, of which those that have done their steps are stopped."""
+def stop_at_limits(moving: MemberState, limits: Limits, step: Int[Array, ""]) -> MemberState:
+    """Stops the members that have done their steps."""
     if limits.steps is None:
         return moving
-    return stopped(moving, limits.steps <= step, step)
+    return stop_members(moving, limits.steps <= step, step)
 
 
-def stopped(moving: MemberState, chosen: Any, step: Int[Array, ""]) -> MemberState:
-    """The members, of which those `chosen` `(members,)` stop if they still train."""
+def stop_members(moving: MemberState, chosen: Any, step: Int[Array, ""]) -> MemberState:
+    """Stops those of the `chosen` members `(members,)` that are training."""
     stops = (moving.status == Status.OK) & chosen
     status = jnp.where(stops, jnp.int8(Status.STOPPED), moving.status)
     return eqx.tree_at(lambda m: (m.status, m.stopped_at), moving, (status, jnp.where(stops, step, moving.stopped_at)))
 
 
 def next_limit(limits: np.ndarray, every: int | None, step: int) -> int | None:
-    """The first of the sorted step limits and the multiples of `every` after `step`: there a stretch has to end."""
+    """The first of the sorted step limits and the multiples of `every` after `step`: there a piece has to end."""
     after = limits[np.searchsorted(limits, step, side="right") :][:1].tolist()
     if every is not None:
         after.append(step - step % every + every)

@@ -19,7 +19,7 @@ def member_step(
     loss: Loss,
     optimiser: Optimiser,
 ) -> tuple[MemberState, tuple[Float[Array, ""], PyTree]]:
-    """One step of one member, not yet judged; every plan runs this function and no other."""
+    """One step of one member, not yet checked for faults; every plan runs this function and no other."""
     key = jax.random.fold_in(fixed.key, step)
     objective = _objective(moving, fixed, shared, batch, key, loss=loss)
     (value, (model_state, aux)), grads = jax.value_and_grad(objective, has_aux=True)(moving.params)

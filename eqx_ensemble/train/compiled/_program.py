@@ -15,44 +15,27 @@ from ...plan._sharded import sharded_plan
 from ...sharding._constrain import constrain_carry, constrain_member, constrain_rows
 from ...sharding._layout import Layout
 from .._state import MemberConstants, MemberState
-from ._health import judged_one
-from ._limits import Limits, retired
+from ._carry import Carry, Inputs
+from ._health import revert_diverged_one
+from ._limits import stop_at_limits
 from ._loss import Loss
 from ._member import member_step
 from ._optimiser import Optimiser
 from ._scan import scan
-from ._select import EPOCH, Selection, select
-
-
-class Carry(eqx.Module):
-    """What a run changes, stacked; donated to every chunk."""
-
-    moving: MemberState
-    selection: Selection | None
-    step: Int[Array, ""]
-
-
-class Inputs(eqx.Module):
-    """What a run only reads."""
-
-    fixed: MemberConstants
-    shared: PyTree
-    data: PyTree
-    validation: PyTree
-    limits: Limits
+from ._select import EPOCH, select
 
 
 class Program(eqx.Module):
-    """How a run is carried out: everything that decides its compiled program, and nothing that changes in it."""
+    """All that decides a run's compiled program, and nothing that changes in it."""
 
     loss: Loss
-    score: Loss | None
     optimiser: Optimiser = eqx.field(static=True)
     plan: AbstractPlan
-    patience: int | None = eqx.field(static=True)
-    own_rows: bool = eqx.field(static=True)
-    halts: bool = eqx.field(static=True)
     layout: Layout | None = eqx.field(static=True, default=None)
+    score: Loss | None = None
+    patience: int | None = eqx.field(static=True, default=None)
+    own_rows: bool = eqx.field(static=True, default=False)
+    halts: bool = eqx.field(static=True, default=False)
     # What its functions were traced to, where that is saved with the run: a global that the loss reads may have changed
     # since the same objects were compiled, and the run has to be what its checkpoints say.
     traced: tuple[str, ...] = eqx.field(static=True, default=())
@@ -60,7 +43,7 @@ class Program(eqx.Module):
     def step(self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None) -> tuple[Carry, PyTree]:
         """One step of all members on the given rows of the data; on the data themselves when `rows` is `None`.
 
-        It is not yet judged. Outputs are `(members, ...)`.
+        It is not yet checked for faults. Outputs are `(members, ...)`.
         """
         moving, outputs = self._over_members(
             inputs, carry, rows, lambda member, moving, rows: member(moving, rows, carry.step)
@@ -70,12 +53,12 @@ class Program(eqx.Module):
     def steps(
         self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members steps batch"], count: Int[Array, ""]
     ) -> tuple[Carry, PyTree]:
-        """The first `count` steps of `rows`, none of them judged. Outputs are `(members, steps, ...)`.
+        """The first `count` steps of `rows`, not yet checked for faults. Outputs are `(members, steps, ...)`.
 
-        Where `rows` hold one step only, it runs even if `count` is 0, and is taken back when it is judged.
+        Where `rows` hold one step only, it runs even if `count` is 0, and is reverted afterwards.
 
-        A plan takes members from outside, their steps lie inside: under one that takes members one after another, each
-        does all its steps with its weights in the processor's cache.
+        The plan maps over members, and the loop over steps is inside: a plan that runs members one after another runs
+        all steps of a member while its weights are in the processor's cache.
         """
 
         def all_steps(member: Callable[..., Any], moving: MemberState, rows: Int[Array, "steps batch"]) -> tuple:
@@ -117,8 +100,8 @@ class Program(eqx.Module):
         own = (carry.moving, inputs.fixed, own_data, rows if self.own_rows else None)
         return _axes.over_leading_axis(self.sharded_plan.run, one, own)
 
-    def placed(self, carry: Carry) -> Carry:
-        """The carry on the devices of its members."""
+    def constrain(self, carry: Carry) -> Carry:
+        """The carry, constrained to the devices of its members."""
         if self.layout is None or carry.moving.status.shape[0] % self.layout.members:
             return carry
         moving, selection = constrain_carry((carry.moving, carry.selection), self.layout)
@@ -129,13 +112,13 @@ class Program(eqx.Module):
         """The plan on all devices."""
         return sharded_plan(self.plan, self.layout)
 
-    def judged_step(
+    def guarded_step(
         self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None
     ) -> tuple[Carry, PyTree]:
-        """One step of all members, after which the faulty keep their last good weights."""
+        """One step of all members, after which those that diverged keep their last good weights."""
         after, outputs = self.step(inputs, carry, rows)
-        moving, outputs = judged_one(carry.moving, after.moving, outputs, carry.step)
-        return Carry(retired(moving, inputs.limits, after.step), carry.selection, after.step), outputs
+        moving, outputs = revert_diverged_one(carry.moving, after.moving, outputs, carry.step)
+        return Carry(stop_at_limits(moving, inputs.limits, after.step), carry.selection, after.step), outputs
 
     def validate(self, inputs: Inputs, carry: Carry, occasion: Any = EPOCH) -> tuple[Carry, PyTree]:
         """Scores every member on the validation data, keeps its best weights, stops it when its patience ends.

@@ -1,70 +1,26 @@
 import dataclasses
-import math
-from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import _axes
 from ...plan import AbstractPlan
 from .._state import MemberState, TrainState
 from .._status import Status
-from ._limits import stopped
+from ._carry import Inputs
+from ._limits import stop_members
 from ._loss import Loss
+from ._selection import Selection
 
-# Whom a validation judges. `LEFT`: members that stopped within an epoch, at weights that no validation has seen.
+# Which members a validation scores. `LEFT`: those that stopped within an epoch, at weights not validated yet.
 # `END`: those that train as well, where a run ends within an epoch. `EPOCH`: the same, and patience and target act.
 LEFT, END, EPOCH = 0, 1, 2
 
-Mode = Literal["min", "max"]
-"""Whether a lower or a higher score is better."""
 
-
-class Selection(eqx.Module):
-    """The best weights so far of one member, by its own validation score; stacked, of all.
-
-    `score` and `step` are theirs. Patience has `waited` for a score better than `bar`, the best at the end of an epoch:
-    where a run is cut and goes on changes neither. `scored` is the step of the weights that were judged last.
-    """
-
-    params: PyTree
-    model_state: PyTree
-    score: Float[Array, "*members"]
-    step: Int[Array, "*members"]
-    waited: Int[Array, "*members"]
-    bar: Float[Array, "*members"]
-    scored: Int[Array, "*members"]
-    mode: Mode = eqx.field(static=True, default="min")
-
-
-def worst(mode: Mode) -> float:
-    """The score that every other is better than."""
-    return math.inf if mode == "min" else -math.inf
-
-
-def no_selection(moving: MemberState, mode: Mode, dtype: Any = jnp.float32) -> Selection:
-    """Nothing validated yet. The arrays are copies, because both are donated."""
-    count = moving.status.shape[0]
-    params, model_state = jax.tree.map(jnp.array, (moving.params, moving.model_state))
-    score = jnp.full(count, worst(mode), dtype)
-    never = jnp.full(count, -1, jnp.int32)
-    waited = jnp.zeros(count, jnp.int32)
-    return Selection(params, model_state, score, never, waited, score.copy(), never.copy(), mode)
-
-
-def forgotten(selection: Selection | None, moving: MemberState, members: np.ndarray) -> Selection | None:
-    """What is known of the best weights, without that of `members`, which start again with those of `moving`."""
-    if selection is None:
-        return None
-    fresh = no_selection(moving, selection.mode, selection.score.dtype)
-    return jax.tree.map(lambda old, new: old.at[members].set(new[members]), selection, fresh)
-
-
-def in_dtype_of(score: Loss, selection: Selection, state: TrainState, validation: PyTree) -> Selection:
-    """The selection with scores of the dtype that `score` returns, float32 at least: what it tells apart is judged."""
+def match_dtype(score: Loss, selection: Selection, state: TrainState, validation: PyTree) -> Selection:
+    """The selection with scores of the dtype that `score` returns, float32 at least."""
     if jnp.result_type(float) == jnp.float32:  # there is no wider one, and nothing to trace
         return selection
 
@@ -85,7 +41,7 @@ def select(
     score: Loss,
     moving: MemberState,
     selection: Selection,
-    inputs: PyTree,
+    inputs: Inputs,
     step: Int[Array, ""],
     *,
     plan: AbstractPlan,
@@ -94,7 +50,7 @@ def select(
 ) -> tuple[MemberState, Selection, Float[Array, " members"]]:
     """Validates all members; a member's best weights, patience and target follow from its own scores alone.
 
-    **Returns:** the members, their best weights, and the scores of those that the `occasion` judges, NaN for others.
+    **Returns:** the members, their best weights, and the scores of those that the `occasion` selects, NaN for others.
     """
     limits = jax.tree.map(_axes.Each, (inputs.limits.target, inputs.limits.min_delta))
     own, view, _ = _axes.split_members((_axes.Each(inputs.fixed.key), inputs.validation, *limits), name="fit")
@@ -134,7 +90,7 @@ def select(
         stops = jnp.bool_(0) if patience is None else waited >= patience
         if target is not None:
             stops |= sign * value <= sign * target.astype(value.dtype)
-        moving = stopped(moving, stops & counts, step)
+        moving = stop_members(moving, stops & counts, step)
         return moving, selection, jnp.where(judged, value, jnp.nan)
 
     return _axes.over_leading_axis(plan.run, one, (moving, selection, inputs.fixed, own))

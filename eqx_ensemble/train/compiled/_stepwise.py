@@ -11,9 +11,10 @@ from jaxtyping import Array, Int, PyTree
 from ... import _axes
 from ...plan import Unrolled
 from .._state import MemberState
+from ._carry import Carry, Inputs
 from ._chunk import Chunk, compiled_chunk, run_chunk, undonated_chunk
-from ._program import Carry, Inputs, Program
-from ._select import Selection
+from ._program import Program
+from ._selection import Selection
 
 
 def run_stepwise(
@@ -22,7 +23,7 @@ def run_stepwise(
     """A chunk of a single step, as [`run_chunk`][eqx_ensemble.train.compiled._chunk.run_chunk] runs and reports it.
 
     Under a plan `one_by_one`, as `Sequential` is, each member's step is a call of the same program, compiled for one
-    member: it stands in no loop, its arrays stay small, and compiling does not take longer for more members.
+    member: outside of any loop, on small arrays, and compiling does not take longer for more members.
     """
     program, inputs, chunk = read
     of_all, of_one = (compiled_chunk, _compiled_part) if donate else (undonated_chunk, _undonated_part)

@@ -38,12 +38,12 @@ def on_device(
     return replicate_rows(data, layout) if whole else shard_rows(data, layout), rows
 
 
-def unmarked(data: PyTree) -> PyTree:
+def without_marks(data: PyTree) -> PyTree:
     """The data as a member's loss takes them apart."""
     return _axes.map_each(lambda value: value, data)
 
 
-def chosen_rows(rows: Any, num_members: int, num_rows: int, *, name: str) -> np.ndarray | None:
+def as_row_indices(rows: Any, num_members: int, num_rows: int, *, name: str) -> np.ndarray | None:
     """The members' own rows `(members, n)` of the data, as int32 on the host."""
     if rows is None:
         return None
@@ -52,7 +52,7 @@ def chosen_rows(rows: Any, num_members: int, num_rows: int, *, name: str) -> np.
     return rows.astype(np.int32)
 
 
-def shapes_of_one(data: PyTree, *, rows: int | None = None) -> PyTree:
+def member_shapes(data: PyTree, *, rows: int | None = None) -> PyTree:
     """The shapes of what one member sees of some data on the device, or of a batch of so many of their rows."""
     shape = lambda x, own: x.shape[own:] if rows is None else (rows, *x.shape[own + 1 :])
     of_one = lambda x, own: jax.ShapeDtypeStruct(shape(x, own), x.dtype) if eqx.is_array(x) else x

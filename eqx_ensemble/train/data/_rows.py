@@ -81,11 +81,11 @@ class Piece:
         nothing, whole = last.full[:0], dataclasses.replace(last, ends_epoch=False)
         return [*parts, whole, dataclasses.replace(last, full=nothing)]
 
-    def around(self, step: int) -> "list[Piece]":
-        """The piece in parts, so that a fault that shows at `step` will lie in a part of one step.
+    def bisect_fault(self, step: int) -> "list[Piece]":
+        """The piece in parts, so that a fault that shows at `step` is in a part of one step.
 
         The weights may have gone wrong one step before the loss that shows it. Parts grow after the fault, because
-        where one member fails, others often follow. If no loss shows the fault, `step` is the number of steps: it lies
+        where one member fails, others often follow. If no loss shows the fault, `step` is the number of steps: it is
         in the last step or anywhere before.
         """
         length = len(self.full)
@@ -99,7 +99,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class PieceIterator:
     """A run's rows in pieces that hold at most `most()` full batches, asked for each piece; none goes beyond a limit.
 
     The run goes from `first_step` to before `last_step`, both counted from the first epoch on; `limit_after` gives the
@@ -118,7 +118,7 @@ class Cut:
     present: Callable[[], np.ndarray]
 
     def epochs(self) -> Iterator[Piece]:
-        """Pieces of one epoch each. A run that ends within an epoch leaves that one's `rest` and end out."""
+        """Pieces of one epoch each. The last epoch of a run that ends within it has no `rest` and no end."""
         whole, remainder = divmod(self.order.num_rows, self.batch_size)
         per_epoch = whole + (remainder > 0)
         step = self.first_step
@@ -139,7 +139,7 @@ class Cut:
     def endless(self) -> Iterator[Piece]:
         """The same where nothing happens at the end of an epoch, not even a smaller batch.
 
-        A piece then goes on into the next epoch, so that there are fewer of them.
+        A piece then continues into the next epoch, so that there are fewer of them.
         """
         epoch, done = divmod(self.first_step, self.order.num_rows // self.batch_size)
         batches = (self._batches(self.order.epoch(epoch, self.present())) for epoch in itertools.count(epoch))

@@ -4,7 +4,7 @@ from types import FrameType, TracebackType
 
 
 class Interruption:
-    """Holds Ctrl-C back until a run can be left whole.
+    """Holds Ctrl-C back until the state of a run is consistent.
 
     Between a donated call and the assignment of its result, the old state is gone and the new one has no name: a
     `KeyboardInterrupt` there loses both. Inside this context the first Ctrl-C is only noted; the second one raises.

@@ -13,12 +13,12 @@ class History(eqx.Module):
 
     **Attributes:**
 
-    - `loss`: `(members, steps)`, the training loss before each step's update; NaN after a member has left. A run that
-        went on from a training state has the steps of its own only.
-    - `aux`: the loss's auxiliary outputs, each `(members, steps, ...)`, NaN (zero for integers) after a member has
-        left; `None` without `has_aux`.
-    - `validation`: `(members, validations)`; `None` without validation data. A member that has left is judged once
-        more, at its last weights, if that was within an epoch; then it has NaN.
+    - `loss`: `(members, steps)`, the training loss before each step's update; NaN after a member stopped or diverged.
+        A run continued from a training state has its own steps only.
+    - `aux`: the loss's auxiliary outputs, each `(members, steps, ...)`, NaN (zero for integers) after a member
+        stopped or diverged; `None` without `has_aux`.
+    - `validation`: `(members, validations)`; `None` without validation data. A member that stopped within an epoch is
+        validated once more, at its last weights; then it has NaN.
     - `validation_step`: `(validations,)`, the number of steps done at each validation.
     """
 
@@ -66,11 +66,11 @@ class Record:
 
     @property
     def begun(self) -> bool:
-        """Whether there are steps to tell of."""
+        """Whether any step is recorded."""
         return bool(self._outputs)
 
     def latest(self, mode: Literal["min", "max"]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Each member's latest loss `(members,)` and best validation score `(members,)`, also when it has left."""
+        """Each member's latest loss `(members,)` and best validation score `(members,)`, stopped ones too."""
         assert self._latest is not None
         better = np.fmin if mode == "min" else np.fmax
         return self._latest, better.reduce(self._scores) if self._scores else None
@@ -87,9 +87,9 @@ class Record:
         return History(loss, aux, validation, np.array(self._score_steps, np.int64))
 
     def history(self) -> History:
-        """The curves as far as anyone trained: the chunk in which the last member left may have gone on.
+        """The curves up to the last step of any member: its chunk may have been longer.
 
-        A validation after that is of the weights with which members left.
+        A validation after that is of the weights at which members stopped.
         """
         history = self.curves()
         trained = max(int(np.flatnonzero(np.isfinite(history.loss).any(axis=0)).max(initial=-1)) + 1, 1)

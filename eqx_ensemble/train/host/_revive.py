@@ -1,4 +1,3 @@
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,13 +12,13 @@ from ..._build import build
 from ..._ensemble import Ensemble, M
 from ...distributed import to_host
 from ...tree._compare import compare_trees
-from .._hyper import changed_hyper
+from .._hyper import change_hyper
 from .._state import MemberConstants, MemberState, TrainState, init_all
 from .._status import Status
+from ..compiled._carry import Carry
 from ..compiled._optimiser import Optimiser, keep_noise
-from ..compiled._program import Carry, Inputs
-from ..compiled._select import forgotten
-from ._roster import Roster
+from ..compiled._selection import reset_best
+from ._active import ActiveMembers
 
 
 def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
@@ -43,10 +42,10 @@ def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
 
 
 class Revive(eqx.Module):
-    """What becomes of members that diverge: they start again. For `fit(..., on_diverge=Revive(...))`.
+    """How members that diverge are revived. For `fit(..., on_diverge=Revive(...))`.
 
-    A member comes back right after the step at which it failed, its row order and random streams going on as if nothing
-    had happened; the others do not notice.
+    A member is revived right after the step at which it diverged, with the same row order and random streams. The
+    remaining members are unaffected.
 
     **Arguments:**
 
@@ -54,9 +53,9 @@ class Revive(eqx.Module):
         from a fresh initialisation and keeps the numbers (dropout rates) of `build(zip=...)`, but for those that are
         trained. If not given, it becomes a copy of a healthy member drawn at random, with that one's optimiser
         state and hyper-parameters.
-    - `perturb`: `perturb(hyper, key)` changes the hyper-parameters of one member that comes back, so that it need not
-        fail in the same way; [`eqx_ensemble.train.perturb`][] if not given, `None` to keep them.
-    - `most`: how often a member may come back before it stays frozen.
+    - `perturb`: `perturb(hyper, key)` changes the hyper-parameters of one revived member, so that it may not
+        diverge in the same way; [`eqx_ensemble.train.perturb`][] if not given, `None` to keep them.
+    - `most`: how often a member may be revived before it stays frozen.
     """
 
     make: Callable[..., Any] | None = eqx.field(static=True, default=None)
@@ -70,12 +69,12 @@ class Revive(eqx.Module):
 
 
 class Revival(NamedTuple):
-    """A member that diverged and came back.
+    """A member that diverged and was revived.
 
     **Attributes:**
 
     - `member`: its id.
-    - `step`: the number of steps done when it came back.
+    - `step`: the number of steps done when it was revived.
     - `donor`: the id of the member that it became a copy of; `None` for a fresh initialisation.
     """
 
@@ -87,7 +86,7 @@ class Revival(NamedTuple):
 def revive(
     state: TrainState[M], optimiser: Optimiser, how: Revive | None = None, *, key: Any
 ) -> tuple[TrainState[M], list[Revival]]:
-    """Brings back the members of a training state that diverged; for your own loop, as `fit` does it.
+    """Revives the members of a training state that diverged, as `fit` does; for your own loop.
 
     ```python
     def mse(model, batch, key):
@@ -100,7 +99,7 @@ def revive(
     step = ee.train.make_step(mse, optimiser)
     state, metrics = step(state, (jnp.ones((8, 3)), jnp.zeros((8, 1))))
     state, revived = ee.train.revive(state, optimiser, ee.train.Revive(make), key=key)
-    revived  # [], because all are well
+    revived  # [], because no member diverged
     ```
 
     **Arguments:**
@@ -110,7 +109,7 @@ def revive(
     - `how`: fresh or from a donor, and with which hyper-parameters; `how.most` is yours to count.
     - `key`: draws donors, factors and fresh initialisations.
 
-    **Returns:** the new training state, and who came back. Nobody does where no healthy donor is left.
+    **Returns:** the new training state, and the revived members; none if no healthy donor remains.
     """
     _check.train_state(state, TrainState)
     _check.optax_or_function(optimiser, name="train.revive")
@@ -121,55 +120,55 @@ def revive(
     if len(lost) == 0:
         return state, []
     how, times = Revive() if how is None else how, np.full(len(lost), int(state.step))
-    moving, fixed, revived = brought_back(state, optimiser, how, lost, times, key=key)
+    moving, fixed, revived = revive_members(state, optimiser, how, lost, times, key=key)
     return TrainState(moving, fixed, state.shared, state.ids, state.step), revived
 
 
-def brought_back(
+def revive_members(
     state: TrainState, optimiser: Optimiser, how: Revive, lost: np.ndarray, times: np.ndarray, *, key: Any
 ) -> tuple[MemberState, MemberConstants, list[Revival]]:
-    """The members at the positions `lost` back in training; `times` says how often each came back before."""
+    """Revives the members at the indices `lost`; `times` counts how often each was revived before."""
     ids = to_host(state.ids)
     keys = _own_keys(_keys.root(key, name="revive"), ids[lost], times)
     names, step = ids.tolist(), int(state.step)
     if how.make is not None:
-        moving, fixed = _fresh(state, optimiser, how, how.make, lost, keys)
+        moving, fixed = _from_scratch(state, optimiser, how, how.make, lost, keys)
         return moving, fixed, [Revival(names[i], step, None) for i in lost.tolist()]
     healthy = np.flatnonzero(to_host(state.moving.status) == Status.OK)
     if len(healthy) == 0:
         return state.moving, state.fixed, []
     donors = healthy[np.asarray(jax.vmap(lambda key: jax.random.randint(key, (), 0, len(healthy)))(keys))]
-    moving, fixed = _copied(state, how, lost, donors, keys)
+    moving, fixed = _from_donors(state, how, lost, donors, keys)
     return moving, fixed, [Revival(names[i], step, names[j]) for i, j in zip(lost.tolist(), donors, strict=True)]
 
 
-def _copied(
+def _from_donors(
     state: TrainState, how: Revive, lost: np.ndarray, donors: np.ndarray, keys: Key[Array, " lost"]
 ) -> tuple[MemberState, MemberConstants]:
     sources = np.arange(state.num_members)
     sources[lost] = donors
-    moving, fixed = copies(state.moving, state.fixed, sources)
-    return moving, MemberConstants(fixed.frozen, fixed.key, _perturbed(fixed.hyper, how, lost, keys))
+    moving, fixed = copy_donors(state.moving, state.fixed, sources)
+    return moving, MemberConstants(fixed.frozen, fixed.key, _perturb(fixed.hyper, how, lost, keys))
 
 
-def copies(moving: MemberState, fixed: MemberConstants, donors: np.ndarray) -> tuple[MemberState, MemberConstants]:
+def copy_donors(moving: MemberState, fixed: MemberConstants, donors: np.ndarray) -> tuple[MemberState, MemberConstants]:
     """Every member as a copy of its donor `(members,)`, itself or another, but for its own noise and random stream.
 
     Those that are copies of another train.
     """
-    params, opt_state, model_state, frozen, hyper = gathered(
+    params, opt_state, model_state, frozen, hyper = take_members(
         (moving.params, moving.opt_state, moving.model_state, fixed.frozen, fixed.hyper), donors
     )
     opt_state, copied = keep_noise(opt_state, moving.opt_state), np.flatnonzero(donors != np.arange(len(donors)))
-    return _training(moving, (params, opt_state, model_state), copied), MemberConstants(frozen, fixed.key, hyper)
+    return _mark_training(moving, (params, opt_state, model_state), copied), MemberConstants(frozen, fixed.key, hyper)
 
 
-def gathered(tree: PyTree, places: np.ndarray) -> PyTree:
-    """The members at some places, in the order given."""
-    return jax.tree.map(lambda x: x[places] if _axes.is_array(x) else x, tree)
+def take_members(tree: PyTree, index: np.ndarray) -> PyTree:
+    """The members at `index`, in that order."""
+    return jax.tree.map(lambda x: x[index] if _axes.is_array(x) else x, tree)
 
 
-def _fresh(
+def _from_scratch(
     state: TrainState,
     optimiser: Optimiser,
     how: Revive,
@@ -185,7 +184,7 @@ def _fresh(
     compare_trees([before[0], own[0]], name="Revive(make)")
     params = _as_in(moving.params, new, len(lost))
     frozen = _as_in(fixed.frozen, own, len(lost))
-    hyper = _perturbed(fixed.hyper, how, lost, keys)
+    hyper = _perturb(fixed.hyper, how, lost, keys)
     opt_state = init_all(optimiser, params, jax.tree.map(lambda x: x[lost], hyper), state.ids[lost])
     put = lambda old, new: jnp.asarray(old).at[lost].set(new) if _axes.is_array(old) else old
     params, opt_state, model_state, frozen = jax.tree.map(
@@ -193,7 +192,7 @@ def _fresh(
         (moving.params, moving.opt_state, moving.model_state, fixed.frozen),
         (params, opt_state, model_state, frozen),
     )
-    return _training(moving, (params, opt_state, model_state), lost), MemberConstants(frozen, fixed.key, hyper)
+    return _mark_training(moving, (params, opt_state, model_state), lost), MemberConstants(frozen, fixed.key, hyper)
 
 
 def _with_numbers_of(before: Ensemble, new: Ensemble) -> Ensemble:
@@ -222,16 +221,16 @@ def _as_in(kept: PyTree, members: Ensemble, count: int) -> PyTree:
     return jax.tree.map(of_all, kept, whole, is_leaf=lambda x: x is None)
 
 
-def _training(moving: MemberState, trained: tuple[PyTree, PyTree, PyTree], members: np.ndarray) -> MemberState:
+def _mark_training(moving: MemberState, trained: tuple[PyTree, PyTree, PyTree], members: np.ndarray) -> MemberState:
     status = moving.status.at[members].set(jnp.int8(Status.OK))
     return MemberState(*trained, status, moving.stopped_at.at[members].set(-1), moving.fault.at[members].set(-1))
 
 
-def _perturbed(hyper: PyTree, how: Revive, lost: np.ndarray, keys: Key[Array, " lost"]) -> PyTree:
+def _perturb(hyper: PyTree, how: Revive, lost: np.ndarray, keys: Key[Array, " lost"]) -> PyTree:
     if hyper is None or how.perturb is None:
         return hyper
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 1)
-    return changed_hyper(hyper, how.perturb, lost, keys, name="Revive(perturb=...)")
+    return change_hyper(hyper, how.perturb, lost, keys, name="Revive(perturb=...)")
 
 
 def _own_keys(key: Key[Array, ""], ids: np.ndarray, times: np.ndarray) -> Key[Array, " lost"]:
@@ -250,20 +249,17 @@ class Reviver:
         self._ids, self._key = to_host(ids), key
         self._times = (self._ids[:, None] == [revival.member for revival in before]).sum(axis=1)
 
-    def bring_back(self, roster: Roster, inputs: Inputs, carry: Carry) -> tuple[Inputs, Carry]:
-        """The run with the members back that failed, but for those that came back often enough."""
+    def revive(self, members: ActiveMembers) -> None:
+        """Revives the members that diverged, but for those that were revived often enough."""
+        slots, carry, inputs = members.slots, members.carry, members.inputs
         lost = np.flatnonzero(to_host(carry.moving.status) == Status.DIVERGED)
-        lost = lost[self._times[roster.present[lost]] < self._how.most]
+        lost = lost[self._times[slots.members[lost]] < self._how.most]
         if len(lost) == 0:
-            return inputs, carry
-        ids, times = jnp.asarray(roster.distinct(self._ids)), self._times[roster.present[lost]]
+            return
+        ids, times = jnp.asarray(slots.distinct(self._ids)), self._times[slots.members[lost]]
         state = TrainState(carry.moving, inputs.fixed, self._shared, ids, carry.step)
-        moving, fixed, revived = brought_back(state, self._optimiser, self._how, lost, times, key=self._key)
+        moving, fixed, revived = revive_members(state, self._optimiser, self._how, lost, times, key=self._key)
         if revived:
-            self._times[roster.present[lost]] += 1
+            self._times[slots.members[lost]] += 1
             self.revivals += revived
-            inputs = dataclasses.replace(inputs, fixed=fixed)
-            roster.keep(inputs)
-            carry = Carry(moving, forgotten(carry.selection, moving, lost), carry.step)
-            inputs, carry = roster.in_place(inputs, carry)
-        return inputs, carry
+            members.replace(Carry(moving, reset_best(carry.selection, moving, lost), carry.step), fixed)

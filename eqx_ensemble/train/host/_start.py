@@ -14,8 +14,8 @@ from .._run import Run
 from .._state import TrainState, copied, first_state, init_all
 from .._trainable import Trainable
 from ..compiled._optimiser import Optimiser
-from ..compiled._select import Mode, Selection, no_selection
-from ..data._place import Place
+from ..compiled._selection import Mode, Selection, no_selection
+from ..data._cursor import Cursor
 from ._record import Record
 from ._revive import Revival
 
@@ -27,12 +27,12 @@ class Start(NamedTuple):
     selection: Selection | None
     record: Record
     revived: list[Revival]
-    place: Place
+    cursor: Cursor
     rows: np.ndarray | None
 
 
 def layout_of(mesh: Mesh | None, begun: Any) -> Layout | None:
-    """Where a run's members lie: on the mesh given, or where they lie already."""
+    """The layout of a run's members: on the mesh given, or as they are sharded already."""
     state = begun.train_state if isinstance(begun, Run) else begun
     if not isinstance(state, TrainState | Ensemble):
         return None  # which is refused in a moment
@@ -54,7 +54,7 @@ def start_of(
     mode: Mode,
     key: Any,
 ) -> Start:
-    """A run's start: from the weights of an ensemble, or where a training state or another run stands.
+    """A run's start: from the weights of an ensemble, or from a training state or another run.
 
     The arrays are copies, because a run donates its own.
     """
@@ -62,7 +62,7 @@ def start_of(
         options = {"state": state, "hyper": hyper, "trainable": trainable, "layout": layout}
         first = first_state(begun, optimiser, **options, name="fit", key=key)
         selection = no_selection(first.moving, mode) if has_validation else None
-        return Start(first, selection, Record(), [], Place(), _no_rows(first))
+        return Start(first, selection, Record(), [], Cursor(), _no_rows(first))
     given = {"state": state is not None, "hyper": hyper is not None, "trainable": trainable is not eqx.is_inexact_array}
     _check.nothing_twice([name for name, there in given.items() if there])
     run, first = (begun, begun.train_state) if isinstance(begun, Run) else (None, begun)
@@ -79,9 +79,9 @@ def start_of(
         fresh = no_selection(first.moving, mode)
         selection = fresh if selection is None else jax.tree.map(lambda x: x.copy(), selection)
     if run is None:
-        return Start(first, selection, Record(first_step=int(first.step)), [], Place(), _no_rows(first))
+        return Start(first, selection, Record(first_step=int(first.step)), [], Cursor(), _no_rows(first))
     record = Record(first_step=int(first.step) - run.history.loss.shape[1], history=run.history)
-    return Start(first, selection, record, run.revived, Place(state=run.data_state), run.rows)
+    return Start(first, selection, record, run.revived, Cursor(state=run.data_state), run.rows)
 
 
 def _spread(state: TrainState, layout: Layout | None) -> TrainState:

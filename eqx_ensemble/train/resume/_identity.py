@@ -13,7 +13,7 @@ from ..compiled._loss import Loss
 from ..compiled._member import member_gradient
 from ..compiled._optimiser import Optimiser, init_member, update_member
 from ..compiled._program import Program
-from ..data._data import shapes_of_one
+from ..data._data import member_shapes
 from ..host._revive import Revive
 from ..host._start import Start
 from ._texts import array_texts, digest_of, function_text, option_text, program_text
@@ -83,11 +83,11 @@ def _programs(program: Program, start: Start, batch: PyTree, validation: PyTree)
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if eqx.is_array(x) else x, tree
     )
     moving, fixed, ids = one((state.moving, state.fixed, state.ids))
-    shared = shapes_of_one(state.shared)
+    shared = member_shapes(state.shared)
     loss, ((value, (_, aux)), _) = program_text(_gradient, program.loss, moving, fixed, shared, batch)
     texts = {"loss": loss}
     if program.score is not None:
-        seen = shapes_of_one(validation)
+        seen = member_shapes(validation)
         texts["score"] = program_text(_score, program.score, moving, fixed, shared, seen)[0]
     texts["optimiser"] = program_text(_update, program.optimiser, moving, fixed, ids, value)[0]
     return texts, value, aux

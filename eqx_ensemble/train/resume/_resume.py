@@ -22,9 +22,9 @@ from ...checkpoint._snapshot import versions
 from ...distributed import broadcast_from_first, is_first
 from ...distributed._collectives import raise_on_all
 from .._state import MemberConstants, TrainState
-from ..compiled._program import Carry
-from ..compiled._select import Mode
-from ..data._place import Place, decoded, encoded
+from ..compiled._carry import Carry
+from ..compiled._selection import Mode
+from ..data._cursor import Cursor, decode, encode
 from ..host._record import History, Record
 from ..host._revive import Revival
 from ..host._start import Start
@@ -125,13 +125,13 @@ class Saver:
         tree = restored.tree
         history = History(tree["loss"], tree["aux"], tree["validation"], tree["validation_step"])
         revived = meta["revived"]
-        place = Place(*meta["place"])
+        cursor = Cursor(*meta["place"])
         return start._replace(
             state=TrainState(tree["moving"], tree["fixed"], tree["shared"], tree["ids"], tree["step"]),
             selection=tree["selection"],
             record=Record(first_step=start.record.first_step, history=history),
             revived=start.revived if revived is None else [Revival(*each) for each in revived],
-            place=place._replace(state=decoded(place.state)),
+            cursor=cursor._replace(state=decode(cursor.state)),
         )
 
     def _like(self, start: Start, contents: Contents) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Saver:
         record: Record,
         *,
         revived: list[Revival] | None,
-        place: Place,
+        cursor: Cursor,
         seconds: float,
     ) -> None:
         """Saves all members as they are. An error waits in `failed`, so that the run can end in order."""
@@ -187,7 +187,7 @@ class Saver:
             "steps": history.loss.shape[1],
             "validations": 0 if scores is None else scores.shape[1],
             "revived": None if revived is None else [list(each) for each in revived],
-            "place": list(place._replace(state=encoded(place.state))),
+            "place": list(cursor._replace(state=encode(cursor.state))),
             "seconds": seconds,
         }
         try:

@@ -1,4 +1,4 @@
-"""Where a run stands in an iterable of batches, as JSON can hold it: nothing in a file says what code to run."""
+"""A run's position in an iterable of batches, as JSON can hold it: nothing in a file says what code to run."""
 
 import base64
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ class Length(NamedTuple):
     steps: int | None
 
 
-class Place(NamedTuple):
-    """How far a run has come in an iterable of batches.
+class Cursor(NamedTuple):
+    """A run's position in an iterable of batches.
 
-    `epochs` are those that ended since the run began, `batches` those taken in the present one, and `state` where the
-    iterator then stood, if it says that; else `digest` tells the last batch from others.
+    `epochs` counts those that ended since the run began, `batches` those taken in the present one. `state` is the
+    iterator's own after the last batch, if it supports checkpointing; else `digest` identifies that batch.
     """
 
     epochs: int = 0
@@ -29,21 +29,21 @@ class Place(NamedTuple):
     digest: str | None = None
 
 
-def encoded(state: Any, path: str = "") -> Any:
-    """An iterator's state as JSON: what JSON has no place for stands as `{"": [kind, ...]}`."""
+def encode(state: Any, path: str = "") -> Any:
+    """An iterator's state as JSON: values that JSON lacks are written as `{"": [kind, ...]}`."""
     if state is None or type(state) in (bool, int, float, str):
         return state
     if isinstance(state, bytes):
         return {"": ["bytes", _text(state)]}
     if isinstance(state, np.generic) and state.dtype.kind in "biuf":
-        return encoded(state.item(), path)
+        return encode(state.item(), path)
     if isinstance(state, dict) and all(isinstance(key, str) and key for key in state):
-        return {key: encoded(item, f"{path}[{key!r}]") for key, item in state.items()}
+        return {key: encode(item, f"{path}[{key!r}]") for key, item in state.items()}
     if isinstance(state, dict):
-        pairs = [[encoded(key, path), encoded(item, f"{path}[{key!r}]")] for key, item in state.items()]
+        pairs = [[encode(key, path), encode(item, f"{path}[{key!r}]")] for key, item in state.items()]
         return {"": ["dict", pairs]}
     if isinstance(state, list | tuple):
-        items = [encoded(item, f"{path}[{i}]") for i, item in enumerate(state)]
+        items = [encode(item, f"{path}[{i}]") for i, item in enumerate(state)]
         return items if isinstance(state, list) else {"": ["tuple", items]}
     kind = "tensor" if type(state).__module__ == "torch" else "array"
     if isinstance(state, np.ndarray) or kind == "tensor":
@@ -53,21 +53,21 @@ def encoded(state: Any, path: str = "") -> Any:
     raise TypeError(_check.place_not_savable(state, path))
 
 
-def decoded(text: Any) -> Any:
-    """What [`encoded`][eqx_ensemble.train.data._place.encoded] made JSON of."""
+def decode(text: Any) -> Any:
+    """The state that `encode` made JSON of."""
     if isinstance(text, list):
-        return [decoded(item) for item in text]
+        return [decode(item) for item in text]
     if not isinstance(text, dict):
         return text
     if "" not in text:
-        return {key: decoded(item) for key, item in text.items()}
+        return {key: decode(item) for key, item in text.items()}
     kind, *parts = text[""]
     if kind == "bytes":
         return base64.b64decode(parts[0])
     if kind == "dict":
-        return {decoded(key): decoded(item) for key, item in parts[0]}
+        return {decode(key): decode(item) for key, item in parts[0]}
     if kind == "tuple":
-        return tuple(decoded(item) for item in parts[0])
+        return tuple(decode(item) for item in parts[0])
     dtype, shape, data = parts
     array = np.frombuffer(base64.b64decode(data), np.dtype(dtype)).reshape(shape).copy()
     if kind == "array":

@@ -1,5 +1,3 @@
-from typing import Any
-
 import equinox as eqx
 import jax
 import numpy as np
@@ -10,16 +8,19 @@ from ...distributed import to_host
 from ...plan import AbstractPlan
 from .._run import Run
 from .._state import TrainState
-from ..compiled._health import place_of_fault
-from ..compiled._program import Carry
-from ._loop import Loop
+from ..compiled._health import fault_path
+from ..data._source import AbstractSource
+from ._loop import Host
+from ._revive import Revival
 from ._start import Start
 
 
-def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, rows: Any, *, interrupted: bool) -> Run:
-    """What a run returns: all members in their places, each at its best weights if there are any."""
-    first = start.state
-    carry, fixed = loop.roster.whole(carry), loop.roster.fixed
+def collect_run(
+    start: Start, host: Host, source: AbstractSource, plan: AbstractPlan, revivals: list[Revival], *, interrupted: bool
+) -> Run:
+    """The run: all members in their order, each at its best weights if there are any."""
+    first, cursor = start.state, source.cursor
+    carry, fixed = host.members.all(), host.members.fixed
     last = TrainState(carry.moving, fixed, first.shared, first.ids, carry.step)
     moving, selection = carry.moving, carry.selection
     params, state, best_step, best_score = moving.params, moving.model_state, None, None
@@ -34,20 +35,20 @@ def finished(start: Start, loop: Loop, carry: Carry, plan: AbstractPlan, rows: A
     return Run(
         ensemble=Ensemble(eqx.combine(params, fixed.frozen), first.shared, first.ids),
         state=state,
-        history=loop.record.history(),
+        history=host.recording.record.history(),
         status=to_host(moving.status),
         stopped_at=to_host(moving.stopped_at),
-        fault=np.array([place_of_fault(fault, moving.params) for fault in to_host(moving.fault).tolist()]),
-        revived=start.revived if loop.reviver is None else loop.reviver.revivals,
+        fault=np.array([fault_path(fault, moving.params) for fault in to_host(moving.fault).tolist()]),
+        revived=revivals,
         best_step=best_step,
         best_score=best_score,
         train_state=last,
         selection=selection,
-        rows=_rows_of_all(start.rows, rows),
-        data_state=loop.place.state if loop.place.batches > 0 else None,
+        rows=_rows_of_all(start.rows, source.rows),
+        data_state=cursor.state if cursor.batches > 0 else None,
         plan=plan,
         interrupted=interrupted,
-        seconds=loop.seconds,
+        seconds=host.saving.seconds,
     )
 
 

@@ -1,0 +1,24 @@
+import equinox as eqx
+from jaxtyping import Array, Int, PyTree
+
+from .._state import MemberConstants, MemberState
+from ._limits import Limits
+from ._selection import Selection
+
+
+class Carry(eqx.Module):
+    """What a run changes, stacked; donated to every chunk."""
+
+    moving: MemberState
+    selection: Selection | None
+    step: Int[Array, ""]
+
+
+class Inputs(eqx.Module):
+    """What a run only reads, of all members or of those that are active."""
+
+    fixed: MemberConstants
+    shared: PyTree
+    data: PyTree
+    validation: PyTree = None
+    limits: Limits = Limits()

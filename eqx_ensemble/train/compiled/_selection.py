@@ -1,0 +1,53 @@
+import math
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from .._state import MemberState
+
+Mode = Literal["min", "max"]
+"""Whether a lower or a higher score is better."""
+
+
+class Selection(eqx.Module):
+    """The best weights so far of one member, by its own validation score; stacked, of all.
+
+    `score` and `step` are theirs. Patience has `waited` for a score better than `bar`, the best at the end of an epoch:
+    where a run is cut and goes on changes neither. `scored` is the step of the weights that were validated last.
+    """
+
+    params: PyTree
+    model_state: PyTree
+    score: Float[Array, "*members"]
+    step: Int[Array, "*members"]
+    waited: Int[Array, "*members"]
+    bar: Float[Array, "*members"]
+    scored: Int[Array, "*members"]
+    mode: Mode = eqx.field(static=True, default="min")
+
+
+def worst(mode: Mode) -> float:
+    """The score that every other is better than."""
+    return math.inf if mode == "min" else -math.inf
+
+
+def no_selection(moving: MemberState, mode: Mode, dtype: Any = jnp.float32) -> Selection:
+    """Nothing validated yet. The arrays are copies, because both are donated."""
+    count = moving.status.shape[0]
+    params, model_state = jax.tree.map(jnp.array, (moving.params, moving.model_state))
+    score = jnp.full(count, worst(mode), dtype)
+    never = jnp.full(count, -1, jnp.int32)
+    waited = jnp.zeros(count, jnp.int32)
+    return Selection(params, model_state, score, never, waited, score.copy(), never.copy(), mode)
+
+
+def reset_best(selection: Selection | None, moving: MemberState, members: np.ndarray) -> Selection | None:
+    """What is known of the best weights, without that of `members`, which start again with those of `moving`."""
+    if selection is None:
+        return None
+    fresh = no_selection(moving, selection.mode, selection.score.dtype)
+    return jax.tree.map(lambda old, new: old.at[members].set(new[members]), selection, fresh)

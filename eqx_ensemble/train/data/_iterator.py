@@ -1,0 +1,122 @@
+"""One pass over an iterable of batches."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from ... import _axes, _check
+from ...sharding._layout import Layout
+from ..resume._texts import digest_of
+from ._cursor import Cursor
+from ._data import on_device
+
+_END = object()
+_SAVES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))  # of grain, of torch
+
+
+class BatchIterator:
+    """One pass over an iterable of batches, which can have the next one, `waiting`, on the device early."""
+
+    def __init__(self, batches: Iterable[PyTree], num_members: int, layout: Layout | None, state: Any = None):
+        self._iterator, self._num_members, self._layout = iter(batches), num_members, layout
+        self._holder, self._names = _with_state(self._iterator, batches)
+        if state is not None:
+            _check.goes_on_with_data(able=self._holder is not None)
+            getattr(self._holder, self._names[1])(copy.deepcopy(state))
+            if self._holder is not self._iterator:  # a loader resumes with the next iterator that it makes
+                self._iterator = iter(batches)
+        self.waiting: PyTree = None
+        self._drawn = self._over = False
+        self._before: Any = None
+        self._error: Exception | None = None
+
+    @property
+    def state(self) -> Any:
+        """Where the iterator stood after the batch taken last, if it says that; at its end, just before it.
+
+        It is a copy: what an iterator gives may be its own live state, which the next batch changes.
+        """
+        if self._holder is None:
+            return None
+        return self._before if self._drawn else copy.deepcopy(getattr(self._holder, self._names[0])())
+
+    def peek(self) -> PyTree:
+        """The next batch on the device, checked; `None` at the end. What was wrong with it is raised here."""
+        self.draw()
+        if self._error is not None:
+            raise self._error
+        return self.waiting
+
+    def take(self) -> PyTree:
+        """The same, which is then used."""
+        batch = self.peek()
+        self.waiting, self._drawn = None, self._over
+        return batch
+
+    def pass_over(self) -> bool:
+        """Draws a batch without using it. Returns whether there was one."""
+        if self._drawn:
+            self.peek()
+            self.waiting, self._drawn = None, False
+            return not self._over
+        return next(self._iterator, _END) is not _END
+
+    def draw(self) -> None:
+        """Fetches the next batch, if there is one.
+
+        An error is kept until it is the batch's turn: the step on the batch before is still running.
+        """
+        if self._drawn or self._over:
+            return
+        try:
+            self._before, self._drawn = self.state, True
+            self.waiting = self._next()
+        except Exception as error:
+            self._error = error
+
+    def _next(self) -> PyTree:
+        batch = next(self._iterator, _END)
+        if batch is _END:
+            self._over = True
+            return None
+        batch = jax.tree.map(_as_numpy, batch)
+        return on_device(batch, self._num_members, argument="batch", name="fit", layout=self._layout)[0]
+
+
+def _as_numpy(x: Any) -> Any:
+    """Arrays of other frameworks, such as the tensors of a torch loader, as NumPy arrays."""
+    return np.asarray(x) if hasattr(x, "__dlpack__") and not _axes.is_array(x) else x
+
+
+def _with_state(*candidates: Any) -> tuple[Any, tuple[str, str]]:
+    """The first that supports checkpointing, with the names of its methods."""
+    for candidate in candidates:
+        for names in _SAVES:
+            if all(callable(getattr(candidate, name, None)) for name in names):
+                return candidate, names
+    return None, ("", "")
+
+
+def iterate_from(
+    cursor: Cursor, iterate: Callable[..., BatchIterator], first: BatchIterator | None = None
+) -> BatchIterator:
+    """Batches from the cursor on; what does not support checkpointing is drawn again from its beginning.
+
+    `first` is a pass of which nothing has been used.
+    """
+    if cursor.state is not None:
+        return iterate(state=cursor.state)
+    iterator = iterate() if first is None else first
+    for _ in range(cursor.epochs):
+        while iterator.pass_over():
+            pass
+        iterator = iterate()
+    for _ in range(cursor.batches - 1):
+        iterator.pass_over()
+    if cursor.batches > 0:
+        _check.same_batches(digest_of(iterator.take()), cursor.digest)
+    return iterator

@@ -1,0 +1,132 @@
+"""What gives a run its work: arrays in memory, or an iterable of batches."""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import PyTree
+
+from ...plan._cost import Cost
+from ..compiled._carry import Carry
+from ..compiled._program import Program
+from ._cursor import Cursor, Length
+from ._slots import Slots
+
+
+class Setting(NamedTuple):
+    """The run that a source gives work to.
+
+    `step` is the number of steps done, `cursor` the position in the data, `every` the number of steps between two
+    checkpoints, `limits` the sorted steps at which members stop. `inspect` chooses the plan for a step on a batch, and
+    returns the program under it; `cost` analyses that step.
+    """
+
+    length: Length
+    step: int
+    cursor: Cursor
+    every: int | None
+    limits: np.ndarray
+    program: Program
+    slots: Slots
+    inspect: Callable[..., Program]
+    cost: Callable[[Any], Cost]
+
+
+class Outputs(NamedTuple):
+    """What consecutive steps report, `(steps, members, ...)`, and the scores `(members,)` after them."""
+
+    steps: PyTree = None
+    scores: Any = None
+
+
+class Outcome(NamedTuple):
+    """What became of a piece of work: outputs in order, the number of steps that count, and the parts still to run."""
+
+    outputs: Sequence[Outputs]
+    num_steps: int
+    rest: Sequence[Any] = ()
+
+
+NOTHING = Outcome((), 0)
+
+
+class AbstractWork(abc.ABC):
+    """Steps that one call runs: `compiled((program, inputs, batch), carry)`.
+
+    **Attributes:**
+
+    - `may_raise`: whether a step calls Python, and so may raise while it runs.
+    """
+
+    compiled: Callable[..., tuple[Carry, PyTree]]
+    batch: PyTree
+    num_steps: int
+    may_raise: bool = False
+
+    @abc.abstractmethod
+    def unpack(self, results: PyTree, carry: Carry) -> Outcome:
+        """What the call's results, on the host, and the carry after it say."""
+
+    def split(self, most: int) -> Sequence[Any]:
+        """The work in parts of at most `most` steps."""
+        raise NotImplementedError
+
+
+class EpochEnd:
+    """Instead of work: an epoch has ended, whose validation is not part of a compiled call."""
+
+
+class AbstractSource(abc.ABC):
+    """Gives a run its work, and knows nothing of the loop.
+
+    **Attributes:**
+
+    - `data`: what all steps read, on the device; `None` if batches come with the work.
+    - `rows`: the rows `(members, n)` that members see; `None` where each sees all.
+    - `num_steps`: the steps of the run; `None` if it follows from the data.
+    - `last_step`: the step after which the run ends, if known.
+    - `cursor`: the position in the data after the steps that are recorded.
+    """
+
+    data: PyTree = None
+    rows: np.ndarray | None = None
+    num_steps: int | None = None
+    last_step: int | None = None
+    cursor: Cursor = Cursor()
+
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> dict[str, str]:
+        """What the data are, in short texts, by which a saved run recognises them."""
+
+    @abc.abstractmethod
+    def shapes(self) -> PyTree:
+        """The shapes of a batch as one member sees it."""
+
+    @abc.abstractmethod
+    def start(self, setting: Setting) -> None:
+        """Begins, or resumes at the setting's step and cursor."""
+
+    @abc.abstractmethod
+    def next(self, steps: int, slots: Slots) -> AbstractWork | EpochEnd | None:
+        """Work of about `steps` steps for the members in `slots`; `None` at the end of the run."""
+
+    @abc.abstractmethod
+    def prefetch(self) -> None:
+        """Prepares what `next` will give, while the device works."""
+
+    @abc.abstractmethod
+    def advance(self, work: AbstractWork | EpochEnd, outcome: Outcome = NOTHING) -> None:
+        """Moves the cursor past the steps that are recorded; the parts still to run come next."""
+
+    def bookmark(self) -> Cursor:
+        """The cursor as it is saved."""
+        return self.cursor
+
+    def put_back(self, parts: Sequence[Any]) -> None:
+        """Puts parts of work in front of what `next` gives."""
+        raise NotImplementedError
+
+    def finish(self, step: int) -> None:  # noqa: B027 (most have nothing to do)
+        """Is called once at the end of a run, after `step`."""

@@ -1,0 +1,123 @@
+import dataclasses
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int8, PyTree
+
+from ...distributed import to_host
+from ...sharding._layout import Layout
+from ...sharding._shard import pad_members, replicate, shard_members
+from .._state import MemberConstants
+from .._status import Status
+from ..compiled._carry import Carry, Inputs
+from ..data._slots import Slots
+
+_FEWEST = 4  # with fewer than three members, compilers order sums differently, which changes the others' last bits
+
+
+class ActiveMembers:
+    """The members in the compiled arrays, and the last state of those that are not.
+
+    Members that no longer train are removed to save compute, and are back in their order at the end. The remaining
+    members are unaffected: their rows and their randomness follow from their ids.
+
+    **Attributes:**
+
+    - `slots`: which members the compiled arrays hold.
+    - `inputs`, `carry`: what a compiled call reads and changes, of these members.
+    """
+
+    def __init__(self, inputs: Inputs, carry: Carry, layout: Layout | None):
+        self._all_inputs = inputs
+        self._last: tuple[PyTree, PyTree] | None = None  # of all members; out of date for the active ones
+        count = carry.moving.status.shape[0]
+        self.slots = Slots(np.arange(count), count, layout)
+        self.inputs, self.carry = inputs, carry
+
+    def begin(self) -> None:
+        """Puts the members on their devices, and copies of the last one that pad them."""
+        layout, inputs, carry = self.slots.layout, self.inputs, self.carry
+        if layout is None:
+            return
+        moving, selection, fixed, limits = shard_members(
+            pad_members((carry.moving, carry.selection, inputs.fixed, inputs.limits), layout), layout
+        )
+        real = shard_members(np.arange(len(self.slots.index)) < self.slots.num_members, layout)
+        moving = dataclasses.replace(moving, status=_stop_pads(moving.status, real))
+        self.inputs = self._inputs_of(fixed, replicate(inputs.shared, layout), limits)
+        self.carry = Carry(moving, selection, replicate(carry.step, layout))
+
+    def _inputs_of(self, fixed: MemberConstants, shared: PyTree, limits: PyTree) -> Inputs:
+        data = self.slots.own(self._all_inputs.data, whole=True)
+        return Inputs(fixed, shared, data, self.slots.own(self._all_inputs.validation), limits)
+
+    @property
+    def status(self) -> np.ndarray:
+        """The status of all members `(members,)`."""
+        status = to_host(self.carry.moving.status)[: len(self.slots.members)]
+        if self._last is None:
+            return status
+        of_all = np.array(to_host(self._last[0].status))
+        of_all[self.slots.members] = status
+        return of_all
+
+    @property
+    def fixed(self) -> MemberConstants:
+        """The constants of all members."""
+        return self._all_inputs.fixed
+
+    def all(self) -> Carry:
+        """The carry of all members, in their order."""
+        active = self.slots.without_pads((self.carry.moving, self.carry.selection))
+        moving, selection = active if self._last is None else _put(self._last, active, self.slots.members)
+        return Carry(moving, selection, self.carry.step)
+
+    def replace(self, carry: Carry, fixed: MemberConstants) -> None:
+        """Takes a carry and constants that were changed outside of a compiled program."""
+        slots = self.slots
+        own = slots.without_pads(fixed)
+        own = own if slots.complete else _put(self.fixed, own, slots.members)
+        self._all_inputs = dataclasses.replace(self._all_inputs, fixed=own)
+        moving, selection, fixed = slots.shard((carry.moving, carry.selection, fixed))
+        self.inputs, self.carry = dataclasses.replace(self.inputs, fixed=fixed), Carry(moving, selection, carry.step)
+
+    def shrink(self, width: int) -> None:
+        """Keeps `width` members in the compiled arrays: those that train, and as many others as that takes."""
+        members = self.slots.members
+        status = to_host(self.carry.moving.status)[: len(members)]
+        chosen = np.sort(np.argsort(status != Status.OK, kind="stable")[:width])
+        carry = self.all()
+        self._last = (carry.moving, carry.selection)
+        self.slots = dataclasses.replace(self.slots, members=members[chosen])
+        inputs = self._all_inputs
+        moving, selection, fixed, limits = self.slots.take((*self._last, inputs.fixed, inputs.limits))
+        self.inputs = self._inputs_of(fixed, inputs.shared, limits)
+        self.carry = Carry(moving, selection, carry.step)
+
+
+def width_for(members: ActiveMembers) -> int:
+    """The width of the arrays without those that stopped: half of the present one, or a quarter, ..."""
+    training = int((to_host(members.carry.moving.status) == Status.OK).sum())
+    width, layout = len(members.slots.index), members.slots.layout
+    whole = lambda count: count if layout is None else layout.width(count)
+    while max(training, _FEWEST) <= (half := whole(math.ceil(width / 2))) < width:
+        width = half
+    return width
+
+
+@eqx.filter_jit
+def _stop_pads(status: Int8[Array, " members"], real: Bool[Array, " members"]) -> Int8[Array, " members"]:
+    """Members that pad others have stopped before they begin."""
+    return jnp.where(real, status, jnp.int8(Status.STOPPED))
+
+
+@eqx.filter_jit
+def _put(all_members: PyTree, active: PyTree, index: Any) -> PyTree:
+    def put(x: Any, y: Any) -> Any:
+        return x.at[index].set(y) if eqx.is_array(x) else x
+
+    return jax.tree.map(put, all_members, active)

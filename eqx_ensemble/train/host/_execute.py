@@ -1,0 +1,102 @@
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from ... import _check
+from ..._progress import members_in_words, progress_line
+from ...plan._pilot import Pilot, explained_memory
+from .._run import Run
+from ..compiled._carry import Carry, Inputs
+from ..compiled._health import nan_is_data
+from ..compiled._limits import Limits, stop_at_limits
+from ..compiled._program import Program
+from ..data._cursor import Length
+from ..data._source import AbstractSource
+from ..resume._resume import Saver
+from ._active import ActiveMembers
+from ._collect import collect_run
+from ._executor import Executor
+from ._interrupt import Interruption
+from ._loop import Host, run
+from ._pacing import Pacing
+from ._recording import Recording
+from ._revive import Revive, Reviver
+from ._saving import Saving
+from ._start import Start
+from ._stopping import Stopping
+
+
+def execute(
+    program: Program,
+    start: Start,
+    source: AbstractSource,
+    length: Length,
+    *,
+    limits: Limits,
+    validation: PyTree,
+    on_diverge: Literal["freeze", "raise"] | Revive,
+    lost_before: np.ndarray,
+    max_seconds: np.ndarray | None,
+    saver: Saver | None,
+    progress: bool | None,
+    key: Any,
+) -> Run:
+    """Runs the training loop with all that it works with, and collects the run."""
+    first, record, plan = start.state, start.record, program.plan
+    carry = Carry(stop_at_limits(first.moving, limits, first.step), start.selection, first.step)
+    inputs = Inputs(first.fixed, first.shared, source.data, validation, limits)
+    members = ActiveMembers(inputs, carry, program.layout)
+    pilot, reviver = Pilot(plan, name="fit"), None
+    if isinstance(on_diverge, Revive):
+        reviver = Reviver(on_diverge, program.optimiser, first.shared, first.ids, start.revived, key=key)
+    revivals = start.revived if reviver is None else reviver.revivals
+    with (
+        saver or contextlib.nullcontext(),
+        Interruption() as interruption,
+        progress_line(show=progress, description=members_in_words(first.num_members), unit="step") as line,
+        nan_is_data(),
+    ):
+        saving = Saving(saver, record, None if reviver is None else revivals)
+        stopping = Stopping(
+            interruption, saving, reviver, on_diverge=on_diverge, lost_before=int(lost_before.sum()),
+            max_seconds=max_seconds,
+        )  # fmt: skip
+        host = Host(
+            Executor(program, pilot, members), members, Pacing(pilot), Recording(record, line), stopping, saving
+        )
+        collect = lambda **options: collect_run(start, host, source, plan, revivals, **options)
+        with _attach_run(host, source, collect), explained_memory(pilot, first.num_members, name="fit"):
+            run(source, host, length, start.cursor)
+            saving.wait()
+    return collect(interrupted=interruption.requested)
+
+
+@contextlib.contextmanager
+def _attach_run(host: Host, source: AbstractSource, collect: Any) -> Iterator[None]:
+    """Attaches the run so far to an error that ends it, and saves it where a checkpoint is given.
+
+    Of several processes one may be alone with its error, and would wait for the others in vain.
+    """
+    record, saving = host.recording.record, host.saving
+    first_step = record.steps
+    try:
+        yield
+    except Exception as error:
+        if record.steps > first_step and jax.process_count() == 1 and not _is_gone(host.members.carry):
+            try:
+                saving.save(host.members, source)
+                saving.wait()
+                error.run = collect(interrupted=False)  # pyright: ignore[reportAttributeAccessIssue]
+                error.add_note(_check.ended_by_an_error(record.steps, saved=saving.is_on, failed=saving.error))
+            except Exception as second:
+                error.add_note(_check.run_is_lost(second))
+        raise
+
+
+def _is_gone(carry: Carry) -> bool:
+    """Whether a program that failed had been given the only copy."""
+    return any(x.is_deleted() for x in jax.tree.leaves(carry) if isinstance(x, jax.Array))

@@ -1,0 +1,73 @@
+import math
+
+import numpy as np
+
+from ...distributed import broadcast_from_first
+from ...plan._pilot import Pilot
+
+_SECONDS_PER_CHUNK = 1.0
+_SECONDS_PER_TRIAL = 0.1
+_FIRST_STEPS = 32
+
+
+class Pacing:
+    """How long steps take, and so how many make a chunk, and whether fewer members are worth another program.
+
+    **Attributes:**
+
+    - `steps`: the steps of the next chunk: about a second's.
+    """
+
+    def __init__(self, pilot: Pilot):
+        self._pilot = pilot
+        self.steps = _FIRST_STEPS
+        self._is_fresh = True  # the next call compiles
+        self._seconds_to_compile: float | None = None
+        self._seconds_per_step = 0.0
+        self._speedup = 1.0
+        self._before: tuple[int, float] | None = None
+
+    def measure(self, steps: int, seconds: float, *, width: int, steps_left: int | None) -> None:
+        """Learns from the time that steps of `width` members took; a new program's first time is the compiler's."""
+        first, self._is_fresh, seconds = self._is_fresh, False, broadcast_from_first(seconds)
+        if first:
+            self._seconds_to_compile = seconds if self._seconds_to_compile is None else self._seconds_to_compile
+        else:
+            self._seconds_per_step = seconds / steps
+            self._measure_width(width)
+        left = None if steps_left is None else steps_left * self._seconds_per_step
+        self._is_fresh = self._pilot.note(steps, seconds, seconds_left=left)
+        if not first:
+            wanted = _SECONDS_PER_TRIAL if self._pilot.watching else _SECONDS_PER_CHUNK
+            wanted /= max(self._seconds_per_step, 1e-6)
+            self.steps = int(np.clip(wanted, 1, 4 * self.steps))
+
+    def _measure_width(self, width: int) -> None:
+        """Learns from the first step times after a change how time depends on the number of members."""
+        if self._before is not None and self._before[0] > width:
+            before, seconds = self._before
+            gain = math.log(seconds / max(self._seconds_per_step, 1e-9)) / math.log(before / width)
+            self._speedup = float(np.clip(gain, 0, 1))
+        self._before = (width, self._seconds_per_step)
+
+    def pays(self, width: int, before: int, steps_left: int) -> bool:
+        """Whether the time that `width` members save, instead of `before`, is more than another program costs."""
+        if width == before:
+            return False
+        seconds_left = steps_left * self._seconds_per_step
+        return seconds_left * (1 - (width / before) ** self._speedup) > (self._seconds_to_compile or 0.0)
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the next chunk is a trial of a plan."""
+        return self._pilot.watching
+
+    def restart(self) -> None:
+        """Prepares for another program: the next call compiles, and the plan stays as it is."""
+        self._is_fresh = True
+        self._pilot.settle()
+
+    def halve(self, steps: int) -> int:
+        """Makes the next chunks half of `steps`."""
+        self.steps = steps // 2
+        return self.steps

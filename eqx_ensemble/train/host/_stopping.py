@@ -1,0 +1,49 @@
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+from ...distributed import broadcast_from_first, to_host
+from .._status import Status
+from ..compiled._limits import stop_members
+from ._active import ActiveMembers
+from ._interrupt import Interruption
+from ._revive import Revive, Reviver
+from ._saving import Saving
+
+
+class Stopping:
+    """Decides when a run ends, stops members after their `max_seconds`, and revives those that diverged."""
+
+    def __init__(
+        self,
+        interruption: Interruption,
+        saving: Saving,
+        reviver: Reviver | None,
+        *,
+        on_diverge: Literal["freeze", "raise"] | Revive,
+        lost_before: int,
+        max_seconds: np.ndarray | None,
+    ):
+        self._interruption, self._saving, self._reviver = interruption, saving, reviver
+        self._most_lost = lost_before if on_diverge == "raise" else None
+        self._max_seconds = max_seconds
+
+    def should_stop(self, members: ActiveMembers, *, begun: bool) -> bool:
+        """Whether the run ends: interrupted, not to be saved, no member trains, or one diverged that must not."""
+        status = to_host(members.carry.moving.status)
+        if self._saving.error is not None:
+            return True
+        failed = self._most_lost is not None and (members.status == Status.DIVERGED).sum() > self._most_lost
+        interrupted = broadcast_from_first(self._interruption.requested) and begun  # a run has at least one step
+        return bool(interrupted or failed or not (status == Status.OK).any())
+
+    def handle_stopped(self, members: ActiveMembers) -> None:
+        """Stops members after their `max_seconds`, and revives those that diverged."""
+        carry = members.carry
+        if self._max_seconds is not None:
+            late = broadcast_from_first(self._saving.seconds) >= self._max_seconds[members.slots.index]
+            if late.any():
+                members.carry = dataclasses.replace(carry, moving=stop_members(carry.moving, late, carry.step))
+        if self._reviver is not None and (to_host(members.carry.moving.status) == Status.DIVERGED).any():
+            self._reviver.revive(members)
