@@ -1,6 +1,7 @@
 """Several processes on this machine that run one program: `python -m eqx_ensemble.launch -n 2 script.py`."""
 
 import argparse
+import math
 import os
 import queue
 import signal
@@ -12,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from . import _check
 from .distributed._environment import OURS
 from .distributed._lines import lines
 
@@ -142,7 +142,7 @@ def _watch(children: _Children, running: int, grace: float) -> int:
             failed = news.code != 0 and code == 0
             if failed:
                 code = news.code if news.code > 0 else 128 - news.code
-                print(_check.ended(news.process_id, news.code, others=running), file=sys.stderr, flush=True)
+                print(exit_message(news.process_id, news.code, others=running), file=sys.stderr, flush=True)
         elif news.number == signal.SIGINT and not interrupted and deadline is None:
             interrupted, code = True, 130
             children.send(signal.SIGINT)
@@ -191,7 +191,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="what is passed to it")
     options = parser.parse_args(arguments)
     try:
-        _check.launched(options.processes, options.devices, options.grace, None if options.module else options.program)
+        check_launch(options.processes, options.devices, options.grace, None if options.module else options.program)
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -204,13 +204,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = [sys.executable, *program, *options.arguments]
     if options.processes == 1:
         os.execve(sys.executable, command, surroundings(0, processes=1, devices=options.devices, port=0))
-    _check.has_process_groups()
+    check_process_groups()
     port = _free_port()
     environments = [
         surroundings(number, processes=options.processes, devices=options.devices, port=port)
         for number in range(options.processes)
     ]
     return run(command, environments, grace=options.grace)
+
+
+def check_launch(processes: int, devices: int | None, grace: float, script: str | None) -> None:
+    """Checks the options of the command line."""
+    if processes < 1:
+        raise ValueError(f"-n needs at least 1 process, got {processes}")
+    if devices is not None and devices < 1:
+        raise ValueError(f"--devices needs at least 1, got {devices}")
+    if not (math.isfinite(grace) and grace >= 0):
+        raise ValueError(f"--grace needs a number of seconds, got {grace:g}")
+    if script is not None and not os.path.isfile(script):
+        raise ValueError(f"there is no file {script!r}; a module is run by `-m`")
+
+
+def check_process_groups() -> None:
+    """Checks that the system can end a process with all that it has started."""
+    if not hasattr(os, "killpg"):
+        raise NotImplementedError(
+            "`eqx_ensemble.launch` ends processes in groups, which this system does not have.\nStart the processes "
+            "yourself, and pass `coordinator`, `num_processes` and `process_id` to `initialise`."
+        )
+
+
+def exit_message(process_id: int, code: int, *, others: int) -> str:
+    """The message for a process that failed."""
+    how = f"failed with exit code {code}"
+    if code < 0:
+        known = {number.value: number.name for number in signal.Signals}
+        how = f"was ended by {known.get(-code, f'signal {-code}')}"
+    rest = f"; ending the {'other process' if others == 1 else f'{others} other processes'}" if others else ""
+    return f"eqx_ensemble.launch: process {process_id} {how}{rest}."
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .. import _axes, _check, _keys
+from ..sharding._check import warn_of_padding
+from .. import _axes, _keys
 from .._check import check_sequence, check_key, is_typed_key, is_readable, MemberMismatchError
 from .._ensemble._check import check_no_text_arrays, check_selection
 from ._check import check_make, check_signature, check_count, check_no_key, check_arguments, explain_make, check_keys
@@ -19,6 +20,7 @@ from .._ensemble import Ensemble, M, Where, from_stacked, mark_numbers
 from ..plan import Vmap
 from ..plan._sharded import sharded_plan
 from ..sharding import Shard
+from ..sharding._check import check_shard_rule, warn_of_padding
 from ..sharding._constrain import constrain_member
 from ..sharding._layout import Layout, as_layout
 from ..sharding._shard import replicate, shard_members
@@ -136,7 +138,7 @@ def build(
         keys = keys if is_typed_key(keys) else jax.random.wrap_key_data(jnp.asarray(keys))
 
     layout = as_layout(mesh, name="build")
-    _check.shard_without_model(shard, layout)
+    check_shard_rule(shard, None if layout is None else layout.mesh)
     if layout is not None:
         ids = replicate(ids, layout)
 
@@ -167,7 +169,7 @@ def _make_on_mesh(
     make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array], layout: Layout, shard: Shard | None
 ) -> Any:
     """The members, each initialised on its own devices."""
-    _check.uneven_members(len(keys), layout)
+    warn_of_padding(len(keys), layout.members)
 
     def build(layout: Layout, parts: tuple) -> Any:
         one = lambda part: constrain_member(make(part[0], **part[1]), layout)
@@ -179,7 +181,12 @@ def _make_on_mesh(
         made = eqx.filter_jit(build)(layout, replicate((keys, arguments), layout))
         check_no_tracers(made, name="build")
     except (jax.errors.JAXTypeError, MemberMismatchError) as error:
-        warnings.warn(_check.not_compiled(error), stacklevel=4)
+        text = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        warnings.warn(
+            "`build` cannot compile this constructor: its members are made on one device and sharded afterwards. "
+            f"{text}",
+            stacklevel=4,
+        )
         made = _vmap_make(make, keys, arguments)
         layout = layout.split_weights(made, shard)
     return shard_members(made, layout)

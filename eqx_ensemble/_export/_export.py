@@ -6,12 +6,20 @@ import numpy as np
 from jax import export as jax_export
 from jaxtyping import PyTree
 
-from .. import _check
+from .._check import check_installed, inference_mode
 from .._ensemble import Ensemble
 from .._predict._batch import Call
 from ..plan import AbstractPlan
 from ._about import about
 from ._artefact import Artefact
+from ._check import (
+    check_fits_inside,
+    check_leaves_option,
+    check_no_callbacks,
+    check_plain_dtypes,
+    check_platforms,
+    explain_export,
+)
 from ._leaves import Packed
 from ._served import batches, served, with_constants
 
@@ -76,12 +84,12 @@ def export(
     inputs and outputs that are not arrays in dicts, lists and tuples; ValueError for more leaves than fit inside.
     """
     name = "export"
-    _check.check_installed("flatbuffers", what="eqx_ensemble.export", extra="export")
-    _check.leaves_option(leaves, symbolic_members=symbolic_members, name=name)
-    platforms = _check.platforms(platforms, name=name)
+    check_installed("flatbuffers", what="eqx_ensemble.export", extra="export")
+    check_leaves_option(leaves, symbolic_members=symbolic_members, name=name)
+    platforms = check_platforms(platforms, name=name)
     job = served(
         ensemble,
-        Call(fn, _check.inference_mode(inference, key, name=name)),
+        Call(fn, inference_mode(inference, key, name=name)),
         name=name,
         shapes=shapes,
         combine=combine,
@@ -93,10 +101,10 @@ def export(
     packed = job.packed
     x, symbolic = batches(job.row, batch_size, name=name)
     if leaves == "inside":
-        _check.fits_inside(sum(array.nbytes for array in packed.arrays.values()), name=name)
+        check_fits_inside(sum(array.nbytes for array in packed.arrays.values()), name=name)
         program = _exported(with_constants(job), (x,), platforms, job.row)
         return Artefact(program, None, about(program, ensemble, symbolic_members=False))
-    _check.plain_dtypes(packed.arrays, name=name)
+    check_plain_dtypes(packed.arrays, name=name)
     specs = _specs(packed, symbolic if symbolic_members else ensemble.num_members)
     program = _exported(lambda leaves, x: job.run(packed.unpack(leaves), x), (specs, x), platforms, job.row)
     host = {text: np.asarray(array) for text, array in packed.arrays.items()}
@@ -116,6 +124,6 @@ def _exported(
 ) -> jax_export.Exported:
     fn.__name__ = "ensemble"  # for error messages where the program is called
     jitted = jax.jit(fn)
-    with _check.explained_export(row, name="export"):
-        _check.no_callbacks(jitted.trace(*specs).jaxpr.jaxpr, name="export")
+    with explain_export(row, name="export"):
+        check_no_callbacks(jitted.trace(*specs).jaxpr.jaxpr, name="export")
         return jax_export.export(jitted, platforms=platforms)(*specs)

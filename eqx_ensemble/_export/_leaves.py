@@ -7,8 +7,9 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _check
+from .._check import is_key, is_member_array, member_dtype
 from .._ensemble import Ensemble
+from ._check import check_exportable
 
 
 class Parts(NamedTuple):
@@ -42,10 +43,10 @@ def pack(parts: Parts, *, name: str) -> Packed:
     leaves = [leaf for _, leaf in keyed]
     arrays, places, stacked = {}, {}, set()
     for place, (path, leaf) in enumerate(keyed):
-        if _check.is_member_array(leaf):
+        if is_member_array(leaf):
             text = _distinct(jtu.keystr(path[1:], simple=True, separator="."), arrays)
-            _check.exportable(leaf, text, name=name)
-            generator = str(jax.random.key_impl(leaf)) if _check.is_key(leaf) else None
+            check_exportable(leaf, text, name=name)
+            generator = str(jax.random.key_impl(leaf)) if is_key(leaf) else None
             arrays[text] = _plain(leaf) if generator is None else jax.random.key_data(leaf)
             places[text] = place, generator
             if path[0] == jtu.SequenceKey(0):
@@ -67,7 +68,7 @@ def pack(parts: Parts, *, name: str) -> Packed:
 
 def _plain(leaf: Any) -> jax.Array | np.ndarray:
     """A leaf of the dtype that it has in a program."""
-    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype=_check.member_dtype(leaf))
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype=member_dtype(leaf))
 
 
 def _distinct(text: str, taken: dict[str, Any]) -> str:

@@ -8,11 +8,12 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import PyTree
 
-from .. import _check
+from .._check import check_installed, inference_mode
 from .._ensemble import Ensemble
 from .._predict._batch import Call
 from ..checkpoint._snapshot import versions
 from ._about import described
+from ._check import check_no_callbacks, check_no_random_numbers, explain_export, explain_onnx
 from ._served import batches, served, with_constants
 
 
@@ -44,17 +45,17 @@ def export_onnx(
     **Raises:** ImportError without jax2onnx; NotImplementedError for operations that it does not know.
     """
     name = "export_onnx"
-    _check.check_installed("jax2onnx", what="eqx_ensemble.export_onnx", extra="onnx")
-    call = Call(fn, _check.inference_mode(inference, None, name=name))
+    check_installed("jax2onnx", what="eqx_ensemble.export_onnx", extra="onnx")
+    call = Call(fn, inference_mode(inference, None, name=name))
     job = served(ensemble, call, name=name, shapes=shapes, combine=combine, weights=weights, state=state)
     x, _ = batches(job.row, batch_size, name=name)
-    with _check.explained_export(job.row, name=name):
+    with explain_export(job.row, name=name):
         traced = jax.jit(with_constants(job)).trace(x)
     # Random keys that inference asks for and does not use would still be there.
     jaxpr, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars), instantiate=True)
-    _check.no_callbacks(jaxpr, name=name)
-    _check.no_random_numbers(jaxpr, name=name)
-    with _check.explained_onnx():
+    check_no_callbacks(jaxpr, name=name)
+    check_no_random_numbers(jaxpr, name=name)
+    with explain_onnx():
         model = _converted(ClosedJaxpr(jaxpr, traced.jaxpr.consts), x, traced.out_info)
     origin = {"ids": ensemble.ids.tolist(), "versions": versions()}
     model.metadata_props.add(key="eqx_ensemble", value=json.dumps(origin))

@@ -1,7 +1,8 @@
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .. import _axes, _check
+from .. import _axes
+from ._check import check_output, check_string_keys
 
 
 def plain(tree: PyTree, *, name: str, path: str = "") -> PyTree:
@@ -11,10 +12,10 @@ def plain(tree: PyTree, *, name: str, path: str = "") -> PyTree:
     if isinstance(tree, tuple) and type(tree) is not tuple and (fields := getattr(tree, "_fields", None)):
         tree = dict(zip(fields, tree, strict=True))
     if type(tree) is dict:
-        _check.named_parts(tree, path, name=name)
+        check_string_keys(tree, path, name=name)
         return {key: plain(value, name=name, path=f"{path}[{key!r}]") for key, value in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(plain(value, name=name, path=f"{path}[{i}]") for i, value in enumerate(tree))
     if not _axes.is_array(tree):
-        _check.exported_output(tree, path, name=name)
+        check_output(tree, path, name=name)
     return jnp.asarray(tree)

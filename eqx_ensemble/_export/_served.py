@@ -7,12 +7,20 @@ import numpy as np
 from jax.export import symbolic_shape
 from jaxtyping import PyTree
 
-from .. import _check, _keys
+from .. import _keys
+from .._check import (
+    check_model_state,
+    check_model_state_given,
+    check_optional_function,
+    check_positive_int,
+    weights_left,
+)
 from .._ensemble import Ensemble
 from .._ensemble._check import check_ensemble
 from .._predict._batch import Call, Inputs, predict_batch
 from ..plan import AbstractPlan
 from ..plan._auto import as_plan
+from ._check import check_known_plan, check_row_shapes
 from ._leaves import Packed, Parts, pack
 from ._plain import plain
 
@@ -46,15 +54,15 @@ def served(
 ) -> Served:
     """What is exported, all of it checked."""
     check_ensemble(ensemble, name=name)
-    _check.check_optional_function(call.fn, "fn", name=name, example="lambda model, x: model(x)")
-    _check.check_optional_function(combine, "combine", name=name, example="eqx_ensemble.combine.mean")
-    row = _check.row_shapes(shapes, name=name)
-    _check.check_model_state_given(ensemble.stacked, state, name=name)
-    _check.check_model_state(state, ensemble.num_members, name=name)
-    convex = _check.weights_left(weights, np.ones(ensemble.num_members, bool), combine, name=name)
+    check_optional_function(call.fn, "fn", name=name, example="lambda model, x: model(x)")
+    check_optional_function(combine, "combine", name=name, example="eqx_ensemble.combine.mean")
+    row = check_row_shapes(shapes, name=name)
+    check_model_state_given(ensemble.stacked, state, name=name)
+    check_model_state(state, ensemble.num_members, name=name)
+    convex = weights_left(weights, np.ones(ensemble.num_members, bool), combine, name=name)
     keys = None if key is None else _keys.member_keys(_keys.root(key, name=name), ensemble.ids, purpose="predict")
     plan = as_plan(plan)
-    _check.no_search(plan, name=name)
+    check_known_plan(plan, name=name)
 
     def run(parts: Parts, x: PyTree) -> PyTree:
         rows = jnp.arange(jax.tree.leaves(x)[0].shape[0])
@@ -76,5 +84,5 @@ def batches(row: PyTree, batch_size: int | None, *, name: str) -> tuple[PyTree, 
     """The shapes of a batch of rows, of any number of them where none is given; and a symbol for the members."""
     batch, members = symbolic_shape("batch, members")
     if batch_size is not None:
-        batch = _check.check_positive_int(batch_size, "batch_size", name=name)
+        batch = check_positive_int(batch_size, "batch_size", name=name)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape), x.dtype), row), members

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .. import _check
+from .._check import MemberMismatchError, is_member_array, member_dtype
 from .._ensemble import Ensemble
 from ..checkpoint._manifest import Manifest
 from ..checkpoint._structure import is_array_like
@@ -26,7 +26,7 @@ def made(make: Any) -> Any:
     try:
         shapes = eqx.filter_eval_shape(make, key)
         check_no_tracers(shapes, name="eqx_ensemble.load")
-    except (jax.errors.JAXTypeError, _check.MemberMismatchError):
+    except (jax.errors.JAXTypeError, MemberMismatchError):
         return make(key)
     return shapes
 
@@ -73,7 +73,7 @@ def _stacked(one: Any, manifest: Manifest, start: str) -> Ensemble[Any]:
 
 
 def _with_axis(leaf: Any, count: int) -> jax.ShapeDtypeStruct:
-    dtype = _check.member_dtype(leaf) if _check.is_member_array(leaf) else leaf.dtype
+    dtype = member_dtype(leaf) if is_member_array(leaf) else leaf.dtype
     return jax.ShapeDtypeStruct((count, *leaf.shape), dtype)
 
 

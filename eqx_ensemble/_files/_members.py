@@ -5,11 +5,12 @@ from typing import Any, Literal
 
 import equinox as eqx
 
-from .. import _check
+from .._check import check_path
 from .._ensemble import Ensemble, stack
 from .._ensemble._check import check_ensemble
 from ..checkpoint._place import is_on_disk, located
 from ..checkpoint._write import write_file
+from ._check import check_like_given, check_member_format, check_no_typed_keys, check_paths
 from ._like import is_maker, made
 from ._save_load import PathLike, load
 from ._single import read_equinox, read_safetensors, to_safetensors
@@ -43,8 +44,8 @@ def export_members(
     """
     name = "export_members"
     check_ensemble(ensemble, name=name)
-    _check.check_path(folder, "folder", name=name)
-    _check.file_format(format, name=name)
+    check_path(folder, "folder", name=name)
+    check_member_format(format, name=name)
     paths = []
     for i, member_id in enumerate(ensemble.ids.tolist()):
         paths.append(Path(folder).absolute() / f"member-{member_id:06d}.{format}")
@@ -55,7 +56,7 @@ def export_members(
 def _encoded(model: Any, format: str, name: str) -> bytes:
     if format == "safetensors":
         return to_safetensors(model, name=name)
-    _check.no_typed_keys(model, "`equinox.tree_serialise_leaves` cannot write them", name=name)
+    check_no_typed_keys(model, "`equinox.tree_serialise_leaves` cannot write them", name=name)
     file = io.BytesIO()
     eqx.tree_serialise_leaves(file, model)
     return file.getvalue()
@@ -86,8 +87,8 @@ def load_members(paths: Iterable[PathLike], like: Any, *, ids: Any = None) -> En
     `CheckpointCorruptError` for files that are cut short or no such files.
     """
     name = "load_members"
-    paths = _check.several_paths(paths, name=name)
-    _check.like_given(like, name=name)
+    paths = check_paths(paths, name=name)
+    check_like_given(like, name=name)
     like = made(like) if is_maker(like) else like
     return stack([_one(located(path), like, name) for path in paths], ids=ids)
 

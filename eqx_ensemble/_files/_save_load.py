@@ -9,8 +9,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .. import _axes, _check
+from .. import _axes
+from .._check import check_flag, check_integer_ids, check_path, is_member_array, path_text
 from .._ensemble import Ensemble
+from ..checkpoint._check import check_format
 from ..checkpoint._formats import FORMATS, FormatName
 from ..checkpoint._kind import is_of_fit
 from ..checkpoint._manifest import Manifest
@@ -22,6 +24,14 @@ from ..distributed import to_host
 from ..sharding._layout import Layout, as_layout
 from ..sharding._shard import replicate, shard_members
 from ..tree._check import check_distinct, check_index
+from ._check import (
+    check_has_arrays,
+    check_like_given,
+    check_member_selection,
+    check_one_ensemble,
+    check_saved_members,
+    run_of_fit_message,
+)
 from ._like import as_like
 
 PathLike = str | os.PathLike[str]
@@ -58,10 +68,10 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
     FileExistsError when something that is not a checkpoint of ours stands at `path`; TypeError for traced arrays, a
     function without arrays, and metadata that JSON cannot hold.
     """
-    _check.checkpoint_format(format, path, name="eqx_ensemble.save")
-    _check.something_to_save(tree, name="eqx_ensemble.save")
+    check_format(format, path, name="eqx_ensemble.save")
+    check_has_arrays(tree, name="eqx_ensemble.save")
     for ensemble in _ensembles(tree):
-        _check.check_integer_ids(ensemble.ids)
+        check_integer_ids(ensemble.ids)
     how, marked = FORMATS[format], marks(tree)
     content = snapshot(tree, per_member=marked.per_member, ids=marked.ids, meta=meta, take=how.take)
     how.settle(how.begin(located(path), content))
@@ -117,13 +127,13 @@ def load(
     for `members` of a tree that holds several ensembles.
     """
     name = "eqx_ensemble.load"
-    _check.check_path(path, "path", name=name)
-    _check.like_given(like, name=name)
-    _check.check_flag(strict, "strict", name=name)
+    check_path(path, "path", name=name)
+    check_like_given(like, name=name)
+    check_flag(strict, "strict", name=name)
     layout = as_layout(mesh, name=name)
     with opened(located(path), name=name) as reader:
         if is_of_fit(reader.manifest) and not isinstance(like, dict):
-            _check.not_of_fit(reader.folder, reader.folder.parent, name=name)
+            raise ValueError(run_of_fit_message(reader.folder, reader.folder.parent, name=name))
         rows = None if members is None else _rows(members, reader.manifest, path, name)
         like = as_like(like, reader.manifest)
         if rows is not None:
@@ -189,7 +199,7 @@ def _count(node: Any) -> int | None:
     """The length of the leading axis on which all arrays of a node agree; none where members stand along another."""
     if isinstance(node, _axes.Each) and node.axis != 0:
         return None
-    shapes = {x.shape[:1] for x in jax.tree.leaves(eqx.filter(node, _check.is_member_array))}
+    shapes = {x.shape[:1] for x in jax.tree.leaves(eqx.filter(node, is_member_array))}
     return shapes.pop()[0] if len(shapes) == 1 and () not in shapes else None
 
 
@@ -198,19 +208,19 @@ def _one_set_of_members(like: Any, manifest: Manifest, path: PathLike, name: str
     kinds = {entry.path: entry.kind for entry in manifest.entries}
     keyed, _ = jtu.tree_flatten_with_path(like, is_leaf=_axes.is_per_member)
     marked = [(keys, node) for keys, node in keyed if _axes.is_per_member(node)]
-    ensembles = [_check.path_text(keys) for keys, node in marked if isinstance(node, Ensemble)]
+    ensembles = [path_text(keys) for keys, node in marked if isinstance(node, Ensemble)]
     others = []
     for keys, node in marked:
-        leaves = [kinds.get(_check.path_text(keys + inner)) for inner, _ in jtu.tree_flatten_with_path(node)[0]]
+        leaves = [kinds.get(path_text(keys + inner)) for inner, _ in jtu.tree_flatten_with_path(node)[0]]
         if not isinstance(node, Ensemble) and "shared" in leaves:
-            others.append(_check.path_text(keys))
-    _check.one_set_of_members(ensembles, others, path, name=name)
+            others.append(path_text(keys))
+    check_one_ensemble(ensembles, others, path, name=name)
 
 
 def _rows(members: Any, manifest: Manifest, path: PathLike, name: str) -> list[int]:
     ids = manifest.members
-    _check.has_members(ids, path, name=name)
-    _check.member_selection(members, name=name)
+    check_saved_members(ids, path, name=name)
+    check_member_selection(members, name=name)
     members = list(members) if isinstance(members, range) else members
     rows = check_index(members, len(ids or ()), name=name)
     check_distinct(rows, name=name)

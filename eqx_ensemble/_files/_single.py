@@ -10,8 +10,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as safetensors_bytes
 
-from .. import _check
+from .._check import CheckpointCorruptError, kind_text
+from ..checkpoint._check import damage_message
+from ..checkpoint._check_like import LeafDifference, check_same_leaves, count_bytes
 from ..checkpoint._structure import is_array_like, is_number, saved_leaves
+from ._check import check_no_typed_keys, check_plain_dtype
 
 _AFTER = "<after the last leaf>"
 _KINDS = {bool: "b", int: "iu", float: "f", complex: "c"}
@@ -22,7 +25,7 @@ def read_equinox(path: Path, like: Any, *, name: str) -> Any:
 
     The look also keeps NumPy from taking memory for an array that the file does not have.
     """
-    _check.no_typed_keys(like, "files of `equinox.tree_serialise_leaves` hold none", name=name)
+    check_no_typed_keys(like, "files of `equinox.tree_serialise_leaves` hold none", name=name)
     with open(path, "rb") as file:
         gaps, size = [], os.fstat(file.fileno()).st_size
         for where, leaf in saved_leaves(like):
@@ -32,7 +35,7 @@ def read_equinox(path: Path, like: Any, *, name: str) -> Any:
                     gaps.append(_gap(where, found, leaf))
         while (found := _header(file, size, path, _AFTER)) is not None:
             gaps.append(_gap(_AFTER, found, None))
-        _check.same_leaves(gaps, path, only_dtypes=False, name=name)
+        check_same_leaves(gaps, path, only_dtypes=False, name=name)
         file.seek(0)
         return eqx.tree_deserialise_leaves(file, like)
 
@@ -46,10 +49,14 @@ def _header(file: BinaryIO, size: int, path: Path, where: str) -> jax.ShapeDtype
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
     except ValueError as error:
-        raise _check.corrupt(path, f"it is no file of `equinox.tree_serialise_leaves`: {error}", leaf=where) from None
-    end = file.tell() + _check.bytes_of(shape, dtype.itemsize)
+        raise CheckpointCorruptError(
+            damage_message(path, f"it is no file of `equinox.tree_serialise_leaves`: {error}", leaf=where),
+            str(path),
+            where,
+        ) from None
+    end = file.tell() + count_bytes(shape, dtype.itemsize)
     if dtype.hasobject or end > size:
-        raise _check.corrupt(path, "the file ends too early", leaf=where)
+        raise CheckpointCorruptError(damage_message(path, "the file ends too early", leaf=where), str(path), where)
     file.seek(end)
     return np.broadcast_to(np.empty((), dtype), shape)
 
@@ -63,27 +70,27 @@ def _fits(found: Any, leaf: Any) -> bool:
     return same and found.shape == leaf.shape
 
 
-def _gap(where: str, found: Any, leaf: Any) -> _check.Gap:
+def _gap(where: str, found: Any, leaf: Any) -> LeafDifference:
     saved = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
     if leaf is None:
-        return _check.Gap(where, saved, "nothing")
-    return _check.Gap(where, saved, _check.kind_text(leaf) if is_number(leaf) else f"{leaf.dtype}{list(leaf.shape)}")
+        return LeafDifference(where, saved, "nothing")
+    return LeafDifference(where, saved, kind_text(leaf) if is_number(leaf) else f"{leaf.dtype}{list(leaf.shape)}")
 
 
 def to_safetensors(model: Any, *, name: str) -> bytes:
     """The arrays of a model under names as `layers.0.weight`."""
-    _check.no_typed_keys(model, "safetensors files hold plain arrays", name=name)
+    check_no_typed_keys(model, "safetensors files hold plain arrays", name=name)
     arrays = {}
     for where, leaf in _named(model):
         if is_array_like(leaf):
             arrays[where] = np.array(leaf, order="C")
-            _check.plain_dtype(arrays[where].dtype, where, name=name)
+            check_plain_dtype(arrays[where].dtype, where, name=name)
     return safetensors_bytes(arrays)
 
 
 def read_safetensors(path: Path, like: Any, *, name: str) -> Any:
     """A model from its arrays by name; numbers, as everything else, come from `like`."""
-    _check.no_typed_keys(like, "safetensors files hold plain arrays", name=name)
+    check_no_typed_keys(like, "safetensors files hold plain arrays", name=name)
     try:
         with safe_open(path, framework="np") as file:
             found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
@@ -94,14 +101,14 @@ def read_safetensors(path: Path, like: Any, *, name: str) -> Any:
                     shape = None if saved is None else tuple(saved.get_shape())
                     if saved is None or shape != leaf.shape or file.get_tensor(where).dtype != leaf.dtype:
                         text = "nothing" if saved is None else f"{saved.get_dtype()}{list(shape or ())}"
-                        gaps.append(_check.Gap(where, text, f"{leaf.dtype}{list(leaf.shape)}"))
-            gaps += [_check.Gap(where, f"{s.get_dtype()}{s.get_shape()}", "nothing") for where, s in found.items()]
-            _check.same_leaves(gaps, path, only_dtypes=False, name=name)
+                        gaps.append(LeafDifference(where, text, f"{leaf.dtype}{list(leaf.shape)}"))
+            gaps += [LeafDifference(where, f"{s.get_dtype()}{s.get_shape()}", "nothing") for where, s in found.items()]
+            check_same_leaves(gaps, path, only_dtypes=False, name=name)
             leaves = [
                 _as(leaf, file.get_tensor(where)) if is_array_like(leaf) else leaf for where, leaf in _named(like)
             ]
     except SafetensorError as error:
-        raise _check.corrupt(path, f"it is no safetensors file: {error}") from None
+        raise CheckpointCorruptError(damage_message(path, f"it is no safetensors file: {error}"), str(path)) from None
     return jtu.tree_unflatten(jtu.tree_structure(like), leaves)
 
 

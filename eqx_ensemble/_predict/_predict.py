@@ -143,8 +143,11 @@ def _on_mesh(inputs: Inputs, mesh: Mesh | None, memory: int | None) -> tuple[Inp
     layout = layout_for(mesh, inputs.ensemble.stacked, name="predict")
     if layout is None or any(map(_check.is_traced, jax.tree.leaves(inputs))):
         return inputs, layout
-    if memory is not None:
-        _check.memory_of_one_process(jax.process_count())
+    if memory is not None and jax.process_count() > 1:
+        raise NotImplementedError(
+            "`predict` measures `memory` in one process, and these members are sharded over several.\n"
+            "Pass `batch_size`: what a device needs is in proportion to the rows of a batch."
+        )
     ensemble = inputs.ensemble
     stacked, state, keys = shard_members((ensemble.stacked, inputs.state, inputs.keys), layout)
     shared, ids = replicate((ensemble.shared, ensemble.ids), layout)

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import _check
 from .._check import CheckpointCorruptError
 from . import _disk
+from ._check import check_manifest_size
+from ._check_folders import NotSyncedError, check_overwritable, no_sync_message
 from ._manifest import LIMIT, NAME
 from ._names import UNFINISHED, foreign, is_checkpoint, is_ours, number_of, remove_entry, remove_ours
 from ._place import has_manifest, listed
@@ -23,7 +24,7 @@ _unsynced: set[int] = set()
 
 def check_own(path: Any) -> None:
     """Refuses to write where something stands that is not a checkpoint, nor what is left of one."""
-    _check.own_folder(path, is_checkpoint=is_checkpoint(path), holds=foreign(path))
+    check_overwritable(path, is_checkpoint=is_checkpoint(path), holds=foreign(path))
 
 
 def sync_names(folder: Path) -> None:
@@ -36,7 +37,7 @@ def sync_names(folder: Path) -> None:
         disk = os.stat(folder).st_dev
         if disk not in _unsynced:
             _unsynced.add(disk)
-            warnings.warn(_check.no_sync(folder, error), stacklevel=2)
+            warnings.warn(no_sync_message(folder, error), stacklevel=2)
 
 
 def sync_last(folder: Path) -> None:
@@ -46,12 +47,12 @@ def sync_last(folder: Path) -> None:
     except FileNotFoundError:
         raise  # somebody has removed the folder, and with it what is new
     except OSError as error:
-        raise _check.NotSyncedError(error.errno, error.strerror) from error
+        raise NotSyncedError(error.errno, error.strerror) from error
 
 
 def write_manifest(folder: Path, manifest: bytes) -> None:
     """Writes the manifest under a name under which it does not count yet."""
-    _check.manifest_size(len(manifest), LIMIT, folder)
+    check_manifest_size(len(manifest), LIMIT, folder)
     unfinished = folder / UNFINISHED
     with contextlib.suppress(FileNotFoundError):
         _disk.remove(unfinished)

@@ -1,7 +1,8 @@
 import os
 from typing import Any, NamedTuple
 
-from .. import _check
+from .._check import check_path, number_text
+from ._check_like import count_bytes, shape_text
 from ._dtypes import DTYPES, key_dtype
 from ._manifest import Entry, Manifest, is_orbax
 from ._open import opened
@@ -52,7 +53,7 @@ def contents(path: str | os.PathLike[str]) -> Contents:
     **Raises:** `CheckpointCorruptError` for a manifest that is damaged, or a file of arrays of the wrong size;
     FileNotFoundError when there is no checkpoint.
     """
-    _check.check_path(path, "path", name="checkpoint.contents")
+    check_path(path, "path", name="checkpoint.contents")
     with opened(located(path), name="checkpoint.contents") as reader:
         return contents_of(reader)
 
@@ -76,7 +77,7 @@ def verify(path: str | os.PathLike[str]) -> Contents:
     **Raises:** `CheckpointCorruptError` that names the file, the leaf and the member, if anything is not as it was
     saved.
     """
-    _check.check_path(path, "path", name="checkpoint.verify")
+    check_path(path, "path", name="checkpoint.verify")
     with opened(located(path), name="checkpoint.verify") as reader:
         for _ in reader.arrays([Wanted(entry, None) for entry in _tensors(reader.manifest)]):
             pass
@@ -92,8 +93,8 @@ def contents_of(reader: Reader | OrbaxReader) -> Contents:
     """What the manifest of an open checkpoint says."""
     manifest = reader.manifest
     leaves = {entry.path: _text(entry) for entry in manifest.entries}
-    leaves |= {number.path: _check.number_text(number.value) for number in manifest.numbers}
-    num_bytes = sum(_check.bytes_of(entry.shape, DTYPES[entry.dtype].itemsize) for entry in _tensors(manifest))
+    leaves |= {number.path: number_text(number.value) for number in manifest.numbers}
+    num_bytes = sum(count_bytes(entry.shape, DTYPES[entry.dtype].itemsize) for entry in _tensors(manifest))
     return Contents(
         manifest.members,
         leaves,
@@ -110,5 +111,5 @@ def contents_of(reader: Reader | OrbaxReader) -> Contents:
 
 def _text(entry: Entry) -> str:
     if entry.key is not None:
-        return _check.described(entry.shape[:-1], key_dtype(entry.key))
-    return _check.described(entry.shape, DTYPES[entry.dtype])
+        return shape_text(entry.shape[:-1], key_dtype(entry.key))
+    return shape_text(entry.shape, DTYPES[entry.dtype])

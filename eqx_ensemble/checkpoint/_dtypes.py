@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _check
+from .._check import is_key
+from ._check import check_key_kind, check_not_traced, check_orbax_dtype, check_savable, check_savable_dtype
 
 _NATIVE = {
     "bool": "BOOL",
@@ -55,7 +56,7 @@ class Numbers(NamedTuple):
 
 def host_numbers(leaf: Any, path: str, *, copy: bool) -> Numbers:
     """The numbers of an array leaf, in host memory. Without `copy` they may be the leaf's own, which jax may reuse."""
-    _check.savable(leaf, path)
+    check_savable(leaf, path)
     leaf, key = _without_keys(leaf, path)
     data = np.array(leaf, order="C") if copy else np.asarray(leaf, order="C")
     return Numbers(_little(data, path), key)
@@ -66,25 +67,25 @@ def device_numbers(leaf: Any, path: str, *, copy: bool) -> Numbers:
 
     Orbax copies them when it takes them, also without `copy`.
     """
-    _check.not_traced(leaf, path)
+    check_not_traced(leaf, path)
     leaf, key = _without_keys(leaf, path)
-    _check.orbax_dtype(leaf.dtype, path)
+    check_orbax_dtype(leaf.dtype, path)
     if isinstance(leaf, jax.Array) and (jax.process_count() == 1 or not leaf.is_fully_addressable):
-        _check.savable_dtype(leaf.dtype, path, known=leaf.dtype.name in DTYPES)
+        check_savable_dtype(leaf.dtype, path, known=leaf.dtype.name in DTYPES)
         return Numbers(leaf, key)
     return Numbers(_little(np.asarray(leaf, order="C"), path), key)  # Orbax refuses the arrays of one process of many
 
 
 def _without_keys(leaf: Any, path: str) -> tuple[Any, str | None]:
-    if not _check.is_key(leaf):
+    if not is_key(leaf):
         return leaf, None
     key = str(jax.random.key_impl(leaf))
-    _check.known_key(key, path)
+    check_key_kind(key, path)
     return jax.random.key_data(leaf), key
 
 
 def _little(data: np.ndarray, path: str) -> np.ndarray:
-    _check.savable_dtype(data.dtype, path, known=data.dtype.name in DTYPES)
+    check_savable_dtype(data.dtype, path, known=data.dtype.name in DTYPES)
     little = data.dtype.newbyteorder("<") if data.dtype.kind in "iufc" else data.dtype
     return data.astype(little, copy=False)
 

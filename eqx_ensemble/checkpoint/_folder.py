@@ -8,8 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-from .. import _check
-from .._check import CheckpointCorruptError
+from .._check import CheckpointCorruptError, check_flag
+from ._check import check_format, check_retention, check_step
+from ._check_folders import all_damaged_message, check_step_exists, fallback_message
 from ._contents import contents_of
 from ._formats import FORMATS, FormatName
 from ._kind import STEP
@@ -88,9 +89,9 @@ class Checkpoints:
         asynchronous: bool = False,
         format: FormatName = "safetensors",
     ):
-        _check.retention(last, best, keep_period)
-        _check.checkpoint_format(format, folder, name="Checkpoints")
-        _check.check_flag(asynchronous, "asynchronous", name="Checkpoints")
+        check_retention(last, best, keep_period)
+        check_format(format, folder, name="Checkpoints")
+        check_flag(asynchronous, "asynchronous", name="Checkpoints")
         self._format = FORMATS[format]
         self._folder = absolute(located(folder))
         self._keep = last, best, keep_period
@@ -121,7 +122,7 @@ class Checkpoints:
 
         In an object store, an `etils.epath.Path`.
         """
-        _check.step_number(step)
+        check_step(step)
         return self._folder / f"step-{step:012d}"
 
     def save(
@@ -181,7 +182,7 @@ class Checkpoints:
         """
         self.wait()
         steps = self.steps
-        _check.no_step(self._folder, step, steps)
+        check_step_exists(self._folder, step, steps)
         bad: list[tuple[int, Exception]] = []
         for number in reversed(steps) if step is None else [step]:
             try:
@@ -196,9 +197,11 @@ class Checkpoints:
                 bad.append((number, error))
             else:
                 if bad:
-                    warnings.warn(_check.fell_back(bad, number), stacklevel=2)
+                    warnings.warn(fallback_message(bad, number), stacklevel=2)
                 return Restored(tree, number, manifest.score, manifest.meta)
-        raise _check.all_damaged(bad, self._folder)
+        first = bad[0][1]
+        file, leaf = getattr(first, "file", str(self._folder)), getattr(first, "leaf", None)
+        raise CheckpointCorruptError(all_damaged_message(bad, self._folder), file, leaf)
 
     def _folders(self) -> list[tuple[int, Any]]:
         """The folders of checkpoints, also of those that were never finished, with their steps."""

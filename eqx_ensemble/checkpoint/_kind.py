@@ -17,7 +17,7 @@ _SINGLE = (".eqx", ".safetensors")
 
 
 class Kind(NamedTuple):
-    """The kind of a folder, one of those that `_check.not_a_checkpoint` knows, and the names that show it."""
+    """The kind of a folder, one of those that `not_a_checkpoint_message` knows, and the names that show it."""
 
     name: str
     found: list[str]

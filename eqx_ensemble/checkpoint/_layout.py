@@ -2,7 +2,7 @@ import json
 from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
-from .. import _check
+from ._check_like import count_bytes
 from ._dtypes import DTYPES, stored
 from ._manifest import LIMIT, TABLE, Entry
 
@@ -32,7 +32,7 @@ def layout(entries: Sequence[Entry]) -> Layout:
     order = tuple(sorted(tensors, key=lambda entry: -DTYPES[entry.dtype].itemsize))
     fields, ends, end = {}, {}, 0
     for entry in order:
-        start, end = end, end + _check.bytes_of(entry.shape, DTYPES[entry.dtype].itemsize)
+        start, end = end, end + count_bytes(entry.shape, DTYPES[entry.dtype].itemsize)
         code, shape = stored(entry.dtype, entry.shape)
         fields[entry.tensor] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
         ends[entry.tensor] = Span(start, end - start)

@@ -4,7 +4,8 @@ import math
 import re
 from typing import Any, Literal, NamedTuple
 
-from .. import _check
+from .._check import CheckpointCorruptError
+from ._check import KEY_WORDS, damage_message, format_version_message
 from ._dtypes import DTYPES
 
 NAME = "checkpoint.json"
@@ -112,7 +113,7 @@ def decode(data: bytes, file: Any) -> Manifest:
     start = len(_SEAL) - len(b"%s") + _HEX
     body = data[start:-2]
     if data != _SEAL % _digest(body) + body + b"}\n":
-        raise _check.corrupt(file, "its checksum does not match")
+        raise CheckpointCorruptError(damage_message(file, "its checksum does not match"), str(file))
     try:
         content = json.loads(body.decode("ascii"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
         _expect(type(content) is dict and content.get("format") == FORMAT, "this is no manifest")
@@ -120,10 +121,12 @@ def decode(data: bytes, file: Any) -> Manifest:
         if known:
             return _manifest(content)
     except _Refused as error:
-        raise _check.corrupt(file, str(error)) from None
+        raise CheckpointCorruptError(damage_message(file, str(error)), str(file)) from None
     except (RecursionError, ValueError) as error:  # what the JSON parser raises
-        raise _check.corrupt(file, f"it is not the JSON of a manifest ({type(error).__name__})") from None
-    raise _check.other_format(file, content.get("version"), VERSION)
+        raise CheckpointCorruptError(
+            damage_message(file, f"it is not the JSON of a manifest ({type(error).__name__})"), str(file)
+        ) from None
+    raise ValueError(format_version_message(file, content.get("version"), VERSION))
 
 
 class _Refused(Exception):
@@ -215,7 +218,7 @@ def _entry(fields: dict) -> Entry:
     _expect(all(size >= 0 for size in shape), "a shape has a negative size")
     _expect(math.prod(size or 1 for size in shape) < 2**59, "a shape is too large")
     if key is not None:
-        words = _check.KEY_WORDS.get(key) if type(key) is str else None
+        words = KEY_WORDS.get(key) if type(key) is str else None
         _expect(words is not None and dtype == "uint32" and shape[-1:] == [words], "keys of an unknown generator")
     return Entry(path, tensor, kind, dtype, tuple(shape), key, checksum)
 

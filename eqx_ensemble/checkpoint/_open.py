@@ -1,6 +1,9 @@
+import errno
 from typing import Any
 
-from .. import _check
+from .._check import CheckpointCorruptError
+from ._check import damage_message
+from ._check_folders import check_finished, check_folder_exists, not_a_checkpoint_message
 from ._kind import kind_of
 from ._manifest import is_orbax
 from ._names import is_sealed, is_unfinished, is_written
@@ -17,10 +20,10 @@ def opened(path: Any, *, name: str) -> Reader | OrbaxReader:
     **Arguments:** `path`, the folder, from `located`; `name`, the function on whose behalf it is opened.
     """
     if is_on_disk(path):
-        _check.no_checkpoint(path, name=name)
+        check_folder_exists(path, name=name)
         if not (is_sealed(path) or any(map(is_written, listed(path)))):
-            _check.not_a_checkpoint(path, *kind_of(path), name=name)
-    _check.finished(path, not is_unfinished(path) if is_on_disk(path) else has_manifest(path), name=name)
+            raise FileNotFoundError(errno.ENOENT, not_a_checkpoint_message(path, *kind_of(path), name=name))
+    check_finished(path, finished=not is_unfinished(path) if is_on_disk(path) else has_manifest(path), name=name)
     for _ in range(_ATTEMPTS):
         manifest = read_manifest(path)
         try:
@@ -29,5 +32,9 @@ def opened(path: Any, *, name: str) -> Reader | OrbaxReader:
             # Overwritten between the two: the manifest that is there now names other arrays.
             if read_manifest(path) == manifest:
                 first = manifest.entries[0].path if manifest.entries else None
-                raise _check.corrupt(path / manifest.file, "the file is missing", leaf=first) from None
-    raise _check.corrupt(path, "it is replaced faster than it can be read")
+                raise CheckpointCorruptError(
+                    damage_message(path / manifest.file, "the file is missing", leaf=first),
+                    str(path / manifest.file),
+                    first,
+                ) from None
+    raise CheckpointCorruptError(damage_message(path, "it is replaced faster than it can be read"), str(path))

@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import _check
-from .._check import CheckpointCorruptError
+from .._check import CheckpointCorruptError, check_version, missing_extra_message
 from ..distributed import is_first
 from ..distributed._collectives import all_gather, raise_on_all
+from ._check import check_manifest_size, check_same_in_processes, damage_message
+from ._check_folders import NotSyncedError, explain_orbax, explain_writing
+from ._check_like import shape_text
 from ._commit import (
     check_own,
     give_up,
@@ -48,7 +50,7 @@ def begin(path: Any, content: Snapshot) -> Callable[[], None]:
     name = f"orbax-{number:04d}"
     versions = content.manifest.versions | {"orbax-checkpoint": importlib.metadata.version("orbax-checkpoint")}
     manifest = encode(content.manifest._replace(file=name, entries=entries, versions=versions))
-    _check.manifest_size(len(manifest), LIMIT, path)
+    check_manifest_size(len(manifest), LIMIT, path)
     arrays = {tensor: data for tensor, data in content.arrays.items() if data.size} | {TABLE: table}
     with _writing(path, number), ocp.Context():  # without the options around the call, which are meant for other trees
         response = ocp.save_async(str(path / name), arrays) if entries else None
@@ -67,10 +69,10 @@ def _orbax() -> Any:
     use = {"what": 'format="orbax"', "extra": "orbax"}
     try:
         # Older ones have the module, but not all of its functions.
-        _check.check_version("orbax-checkpoint", _OLDEST, **use)
+        check_version("orbax-checkpoint", _OLDEST, **use)
         from orbax.checkpoint.experimental import v1
     except ModuleNotFoundError:
-        raise ImportError(_check.missing_extra_message(use["what"], "orbax-checkpoint", use["extra"])) from None
+        raise ImportError(missing_extra_message(use["what"], "orbax-checkpoint", use["extra"])) from None
     return v1
 
 
@@ -89,7 +91,7 @@ def _agreed_number(path: Any) -> int:
         try:
             if path.exists():
                 check_own(path)
-            with _check.explained_writing(path):
+            with explain_writing(path):
                 if is_on_disk(path):
                     make_parents(path)
                 number = next_number(path)
@@ -117,7 +119,7 @@ def _with_checksums(content: Snapshot) -> tuple[tuple[Entry, ...], np.ndarray]:
     checksums = {}
     for entry, first, count in places:
         rows = slice(first, first + count)
-        _check.same_in_all_processes(not differs[rows].any(), entry.path)
+        check_same_in_processes(entry.path, same=not differs[rows].any())
         checksums[entry.tensor] = checksum(entry, table[rows].tobytes()) if is_known[:, rows].any(axis=0).all() else ""
     return tuple(entry._replace(checksum=checksums[entry.tensor]) for entry in content.manifest.entries), table
 
@@ -125,9 +127,9 @@ def _with_checksums(content: Snapshot) -> tuple[tuple[Entry, ...], np.ndarray]:
 @contextlib.contextmanager
 def _writing(path: Any, number: int) -> Iterator[None]:
     try:
-        with _check.explained_orbax(path):
+        with explain_orbax(path):
             yield
-    except _check.NotSyncedError:
+    except NotSyncedError:
         raise  # the disk may still go back to the old manifest, which names the old arrays
     except BaseException:
         if is_first():
@@ -200,15 +202,19 @@ class OrbaxReader:
         except Exception as error:
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
                 raise
-            raise _check.corrupt(self.file, f"Orbax cannot read it: {error}") from error
+            raise CheckpointCorruptError(
+                damage_message(self.file, f"Orbax cannot read it: {error}"), str(self.file)
+            ) from error
 
     def _verify(self, loaded: dict[str, Any]) -> None:
         """What this process holds of each array is what was saved."""
         for entry, first, count in rows_of(self.manifest.entries):
             data = loaded[entry.tensor]
             if data.shape != entry.shape or data.dtype != DTYPES[entry.dtype]:
-                found = _check.described(data.shape, data.dtype)
-                raise _check.corrupt(self.file, f"it is {found} there", leaf=entry.path)
+                found = shape_text(data.shape, data.dtype)
+                raise CheckpointCorruptError(
+                    damage_message(self.file, f"it is {found} there", leaf=entry.path), str(self.file), entry.path
+                )
             rows = loaded[TABLE][first : first + count].tobytes()
             if entry.checksum == "":
                 continue
@@ -219,4 +225,6 @@ class OrbaxReader:
 
     def _expect(self, condition: bool, reason: str, entry: Entry, member: int | None = None) -> None:  # noqa: FBT001
         if not condition:
-            raise _check.corrupt(self.file, reason, leaf=entry.path, member=member)
+            raise CheckpointCorruptError(
+                damage_message(self.file, reason, leaf=entry.path, member=member), str(self.file), entry.path, member
+            )

@@ -5,7 +5,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from .. import _check
+from .._check import CheckpointCorruptError, missing_extra_message
+from ._check import check_object_store, damage_message
 from ._manifest import NAME
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -16,11 +17,11 @@ def located(path: str | os.PathLike[str]) -> Any:
     text = os.fspath(path)
     if "://" not in text:
         return Path(text)
-    _check.object_store(text)
+    check_object_store(text)
     try:
         from etils import epath
     except ImportError:
-        raise ImportError(_check.missing_extra_message(text, "orbax-checkpoint", "orbax")) from None
+        raise ImportError(missing_extra_message(text, "orbax-checkpoint", "orbax")) from None
     return epath.Path(text)
 
 
@@ -58,9 +59,11 @@ def open_file(file: Any) -> Any:
         handle = os.open(file, _FLAGS)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
-            raise _check.corrupt(file, "it is a symbolic link, which is not followed") from None
+            raise CheckpointCorruptError(
+                damage_message(file, "it is a symbolic link, which is not followed"), str(file)
+            ) from None
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise _check.corrupt(file, "it is no ordinary file")
+        raise CheckpointCorruptError(damage_message(file, "it is no ordinary file"), str(file))
     return io.FileIO(handle, "rb")

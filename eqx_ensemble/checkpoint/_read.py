@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .. import _check
+from .._check import CheckpointCorruptError
+from ._check import damage_message
 from ._dtypes import DTYPES, raw
 from ._hashing import Digests
 from ._layout import DIGEST, layout
@@ -77,10 +78,16 @@ class Reader:
     def _check_file(self) -> None:
         size, expected = os.fstat(self._file.fileno()).st_size, self._layout.size
         if size != expected:
-            raise _check.corrupt(self.file, f"it has {size} bytes, not {expected}", leaf=self._leaf_at(size))
+            raise CheckpointCorruptError(
+                damage_message(self.file, f"it has {size} bytes, not {expected}", leaf=self._leaf_at(size)),
+                str(self.file),
+                self._leaf_at(size),
+            )
         header = self._layout.header
         if self._bytes(0, len(header)) != header:
-            raise _check.corrupt(self.file, "its header is not the one that follows from the manifest")
+            raise CheckpointCorruptError(
+                damage_message(self.file, "its header is not the one that follows from the manifest"), str(self.file)
+            )
 
     def _leaf_at(self, size: int) -> str | None:
         """The first leaf that does not fit a file of this size."""
@@ -92,7 +99,9 @@ class Reader:
 
     def _expect(self, condition: bool, reason: str, entry: Entry, member: int | None = None) -> None:  # noqa: FBT001
         if not condition:
-            raise _check.corrupt(self.file, reason, leaf=entry.path, member=member)
+            raise CheckpointCorruptError(
+                damage_message(self.file, reason, leaf=entry.path, member=member), str(self.file), entry.path, member
+            )
 
     def _expect_members(self, entry: Entry, found: Sequence[bytes], digests: bytes, rows: Sequence[int]) -> None:
         for digest, row in zip(found, rows, strict=True):
@@ -146,7 +155,9 @@ def read_manifest(path: Any) -> Manifest:
         with open_file(file) as handle:
             data = handle.read(LIMIT + 1)
     except FileNotFoundError:
-        raise _check.corrupt(file, "the file is missing") from None
+        raise CheckpointCorruptError(damage_message(file, "the file is missing"), str(file)) from None
     if len(data) > LIMIT:
-        raise _check.corrupt(file, f"its bytes are more than the {LIMIT} that are read")
+        raise CheckpointCorruptError(
+            damage_message(file, f"its bytes are more than the {LIMIT} that are read"), str(file)
+        )
     return decode(data, file)

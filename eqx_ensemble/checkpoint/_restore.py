@@ -7,7 +7,18 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .. import _check
+from .._check import kind_text, number_text
+from ._check_like import (
+    LeafDifference,
+    check_cast,
+    check_castable,
+    check_jax_dtype,
+    check_same_leaves,
+    check_same_structure,
+    check_sharding,
+    shape_text,
+    structure_text,
+)
 from ._dtypes import DTYPES, key_dtype
 from ._manifest import Entry, Manifest
 from ._orbax import OrbaxReader
@@ -25,7 +36,7 @@ def restore(
     All that differs is found before any number is read. With `rows`, only these members are read, and the number of
     members in `like` does not matter.
     """
-    _check.cast_option(cast, name=name)
+    check_cast(cast, name=name)
     manifest, leaves = reader.manifest, saved_leaves(like)
     _compare(manifest, leaves, reader.folder, any_count=rows is not None, cast=cast, name=name)
     _compare_structure(manifest, like, reader.folder, strict=strict, name=name)
@@ -56,7 +67,7 @@ def _identity(entry: Entry, like: Any) -> tuple:
 
 def _check_like(entry: Entry, like: Any) -> None:
     if entry.key is None and not isinstance(like, np.ndarray | np.generic):
-        _check.jax_dtype(like.dtype, entry.path)
+        check_jax_dtype(like.dtype, entry.path)
 
 
 def _sharding(entry: Entry, like: Any, rows: Sequence[int] | None) -> Any:
@@ -65,7 +76,7 @@ def _sharding(entry: Entry, like: Any, rows: Sequence[int] | None) -> Any:
     as_saved = rows is None and (entry.key is not None or DTYPES[entry.dtype] == like.dtype)
     if not (as_saved and isinstance(sharding, jax.sharding.NamedSharding) and len(sharding.device_set) > 1):
         return None
-    _check.sharding_fits(sharding, like.shape, entry.path)
+    check_sharding(sharding, like.shape, entry.path)
     return sharding
 
 
@@ -104,7 +115,7 @@ def _cast(data: np.ndarray, dtype: Any, entry: Entry) -> np.ndarray:
         fits = bool(np.all(np.isfinite(new) == np.isfinite(data)))
     else:
         fits = bool(np.all(new.astype(object) == data.astype(object)))
-    _check.castable(data.dtype, np.dtype(dtype), entry.path, fits=fits)
+    check_castable(data.dtype, np.dtype(dtype), entry.path, fits=fits)
     return new
 
 
@@ -120,11 +131,11 @@ def _compare(
         found = saved.pop(where, None)
         same_shape, same_dtype = _same(found, leaf, any_count=any_count, cast=cast)
         if not (same_shape and same_dtype):
-            gaps.append(_check.Gap(where, _saved_text(found), _expected_text(leaf)))
+            gaps.append(LeafDifference(where, _saved_text(found), _expected_text(leaf)))
             dtypes.append(same_shape)
-    gaps += [_check.Gap(where, _saved_text(found), _NOTHING) for where, found in saved.items()]
+    gaps += [LeafDifference(where, _saved_text(found), _NOTHING) for where, found in saved.items()]
     only_dtypes = len(dtypes) == len(gaps) and all(dtypes)
-    _check.same_leaves(gaps, path, only_dtypes=only_dtypes and cast is None, name=name)
+    check_same_leaves(gaps, path, only_dtypes=only_dtypes and cast is None, name=name)
 
 
 def _same(found: Any, leaf: Any, *, any_count: bool, cast: str | None) -> tuple[bool, bool]:
@@ -150,23 +161,23 @@ def _saved_text(found: Any) -> str:
     if found is None:
         return _NOTHING
     if not isinstance(found, Entry):
-        return f"the {type(found.value).__name__} {_check.number_text(found.value)}"
+        return f"the {type(found.value).__name__} {number_text(found.value)}"
     if found.key is not None:
-        return _check.described(found.shape[:-1], key_dtype(found.key))
-    return _check.described(found.shape, DTYPES[found.dtype])
+        return shape_text(found.shape[:-1], key_dtype(found.key))
+    return shape_text(found.shape, DTYPES[found.dtype])
 
 
 def _expected_text(leaf: Any) -> str:
-    return f"{_check.kind_text(leaf)}" if is_number(leaf) else _check.described(leaf.shape, leaf.dtype)
+    return f"{kind_text(leaf)}" if is_number(leaf) else shape_text(leaf.shape, leaf.dtype)
 
 
 def _compare_structure(manifest: Manifest, like: Any, path: Any, *, strict: bool, name: str) -> None:
     expected = structure(like)
     gaps = [
-        _check.Gap(where, manifest.structure.get(where, _NOTHING), expected.get(where, _NOTHING))
+        LeafDifference(where, manifest.structure.get(where, _NOTHING), expected.get(where, _NOTHING))
         for where in unlike(manifest.structure, expected)
     ]
     if strict:
-        _check.same_structure_as_saved(gaps, path, name=name)
+        check_same_structure(gaps, path, name=name)
     elif gaps:
-        warnings.warn(_check.structure_text(gaps, path, name=name), stacklevel=4)
+        warnings.warn(structure_text(gaps, path, name=name), stacklevel=4)

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .. import _check
 from . import _disk
+from ._check_folders import check_folder_free, check_lock_held
 from ._commit import make_parents
 from ._disk import Lock
 
@@ -44,7 +44,7 @@ class RunLock:
             return
         with _disk.closing(file):
             free = _disk.lock(file, wait=False, shared=True) is not Lock.BUSY
-            _check.folder_free(self._folder, self._holder(), free=free)
+            check_folder_free(self._folder, self._holder(), free=free)
 
     def acquire(self) -> None:
         """Takes the lock; raises BlockingIOError, which names who has it."""
@@ -54,7 +54,7 @@ class RunLock:
                 file = stack.enter_context(_disk.closing(_disk.open_or_create(self._path)))
                 state = _disk.lock(file, wait=False)
                 if state is Lock.BUSY:
-                    _check.folder_free(self._folder, self._holder(), free=not last)
+                    check_folder_free(self._folder, self._holder(), free=not last)
                 elif self._is(file):
                     self._token, self._process = _disk.token() + _disk.token(), os.getpid()
                     os.ftruncate(file, 0)
@@ -69,7 +69,7 @@ class RunLock:
             self.release()
             self.acquire()
         holder = self._holder()
-        _check.still_ours(self._folder, holder, ours=holder is None or holder.get("token") == self._token)
+        check_lock_held(self._folder, holder, ours=holder is None or holder.get("token") == self._token)
 
     def release(self) -> None:
         """Lets go of the lock, and removes the file."""

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import _check
+from .._check import is_member_array
 from ..distributed import to_host
+from ._check import check_json, check_savable_dtype, check_saved_rows
 from ._dtypes import Numbers, host_numbers
 from ._manifest import Entry, Manifest, Number
 from ._structure import is_array_like, is_number, saved_leaves, structure
@@ -46,27 +47,27 @@ def snapshot(
     - `copy`: take copies, for a writer in another thread; without it, arrays on the CPU stand where they are.
     - `take`: what gives the numbers of an array leaf.
     """
-    _check.json_value(meta)
+    check_json(meta)
     members = None if ids is None else tuple(int(i) for i in to_host(ids))
     flags = jax.tree.leaves(jax.tree.broadcast(per_member, tree))
     entries, numbers, arrays, firsts = [], [], {}, {}
     for (path, leaf), flag in zip(saved_leaves(tree), flags, strict=True):
         if is_number(leaf):
             numbers.append(Number(path, leaf))
-        elif _check.is_member_array(leaf):
+        elif is_member_array(leaf):
             first = firsts.get((id(leaf), bool(flag)))
             if first is not None:  # one array at two places stays one array
                 entries.append(first._replace(path=path))
                 continue
             data, key = take(leaf, path, copy=copy)
             if flag:
-                _check.saved_rows(data.shape, None if members is None else len(members), path)
+                check_saved_rows(data.shape, None if members is None else len(members), path)
             arrays[path] = data
             entry = Entry(path, path, "members" if flag else "shared", data.dtype.name, data.shape, key)
             firsts[id(leaf), bool(flag)] = entry
             entries.append(entry)
         elif is_array_like(leaf):
-            _check.savable_dtype("shapes only", path, known=False)
+            check_savable_dtype("shapes only", path, known=False)
     manifest = Manifest(
         "", members, tuple(entries), tuple(numbers), structure(tree), meta, step, _score(score), versions()
     )

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import _check
+from .._check import describe, is_key, is_traced, number_text
 
 _LONGEST = 200
 _DEEPEST = 20
@@ -47,7 +47,7 @@ def _long_text(value: Any, depth: int) -> str:
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) in (bool, int, float, complex):
-        return _check.number_text(value)
+        return number_text(value)
     if isinstance(value, _SAY_THEMSELVES):
         return repr(value)
     if isinstance(value, type | np.dtype):
@@ -90,8 +90,8 @@ def _call(kind: str, args: list, keywords: Mapping[str, Any], text: Any) -> str:
 def _array_text(x: Any) -> str:
     if isinstance(x, np.ndarray) and x.dtype.kind in "USO":
         return repr(x.tolist()) if x.dtype.kind != "O" else f"object array {x.shape}"
-    if isinstance(x, jax.Array) and (_check.is_traced(x) or not x.is_fully_addressable):
-        return _check.describe(x)
-    data = np.asarray(jax.random.key_data(x) if _check.is_key(x) else x)
+    if isinstance(x, jax.Array) and (is_traced(x) or not x.is_fully_addressable):
+        return describe(x)
+    data = np.asarray(jax.random.key_data(x) if is_key(x) else x)
     digest = hashlib.sha256(np.ascontiguousarray(data).tobytes()).hexdigest()[:16]
     return f"{x.dtype}{list(x.shape)} sha256:{digest}"

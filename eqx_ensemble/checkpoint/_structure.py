@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from .. import _check
+from .._check import is_member_array, path_text
 from ._manifest import TABLE
 from ._static_text import static_text
 
@@ -18,7 +18,7 @@ def saved_leaves(tree: Any) -> list[tuple[str, Any]]:
     taken = {TABLE: 0}
     leaves = []
     for keys, leaf in jtu.tree_flatten_with_path(tree)[0]:
-        path = _check.path_text(keys)
+        path = path_text(keys)
         number = taken[path] = taken.get(path, -1) + 1  # a node of the user's own may give two children one name
         leaves.append((path if number == 0 else f"{path}#{number}", leaf))
     return leaves
@@ -26,7 +26,7 @@ def saved_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 def is_array_like(leaf: Any) -> bool:
     """Whether a leaf is saved as an array, or stands for one."""
-    return _check.is_member_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+    return is_member_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def is_number(leaf: Any) -> bool:
@@ -47,9 +47,9 @@ def _visit(path: tuple, node: Any) -> Iterator[tuple[str, str]]:
     keyed, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     if len(keyed) == 1 and keyed[0][0] == ():
         if not (is_array_like(node) or is_number(node)):
-            yield _check.path_text(path), static_text(node)
+            yield path_text(path), static_text(node)
         return
-    where = _check.path_text(path)
+    where = path_text(path)
     yield where, "None" if node is None else type(node).__name__
     if dataclasses.is_dataclass(node):
         for field in dataclasses.fields(node):

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import _check
 from . import _disk
+from ._check_folders import NotSyncedError, check_removable, explain_writing
 from ._commit import (
     check_own,
     make_parents,
@@ -42,14 +42,14 @@ def write(path: Path, content: Snapshot) -> None:
     if os.path.lexists(path):
         check_own(path)
     plan = layout(content.manifest.entries)
-    with _check.explained_writing(path, plan.size):
+    with explain_writing(path, plan.size):
         make_parents(path.parent)
         clean(path.parent, path.name)
         if not os.path.lexists(path):
             try:
                 return _write_new(path, content, plan)
             except OSError as error:
-                taken = error.errno in _TAKEN and not isinstance(error, _check.NotSyncedError)
+                taken = error.errno in _TAKEN and not isinstance(error, NotSyncedError)
                 if not (taken and os.path.isdir(path)):
                     raise  # otherwise somebody else wrote it at the same time
         return _overwrite(path, content, plan)
@@ -57,7 +57,7 @@ def write(path: Path, content: Snapshot) -> None:
 
 def remove(path: Any) -> None:
     """Removes a checkpoint, so that no part of it ever stands under its name; FileExistsError if it holds more."""
-    _check.nothing_else(path, foreign(path), is_link=is_on_disk(path) and path.is_symlink())
+    check_removable(path, foreign(path), is_link=is_on_disk(path) and path.is_symlink())
     if not is_on_disk(path):
         with contextlib.suppress(FileNotFoundError):
             _disk.remove(path / NAME)  # without it, the rest is no checkpoint
@@ -81,7 +81,7 @@ def clean(parent: Any, of: re.Pattern[str] | str) -> None:
 def write_file(path: Path, data: bytes) -> None:
     """Writes one file as a checkpoint is written: `path` holds what was there or the new bytes, whole."""
     path = path.absolute()
-    with _check.explained_writing(path, len(data)):
+    with explain_writing(path, len(data)):
         make_parents(path.parent)
         clean(path.parent, path.name)
         _write_file(path, data)
@@ -149,7 +149,7 @@ def _overwrite(path: Path, content: Snapshot, plan: Layout) -> None:
             sync_names(path)  # the arrays' name is on the disk before the manifest that names them
             put_manifest(path)
             sync_last(path)
-        except _check.NotSyncedError:
+        except NotSyncedError:
             raise  # the disk may still go back to the old manifest, which names the old arrays
         except BaseException:
             remove_unused(path)

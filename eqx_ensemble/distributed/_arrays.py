@@ -8,7 +8,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .. import _check
+from .._check import is_key, kind_text, path_text
+from ._check import broadcast_type_message, check_addressable
 
 _AT_ONCE = 2**26  # bytes that a program gathers: each device holds them whole
 
@@ -34,8 +35,8 @@ def to_host(tree: PyTree) -> PyTree:
     """
     found, structure = jtu.tree_flatten_with_path(tree)
     for path, leaf in found:
-        _check.has_a_part(leaf, _check.path_text(path))
-    leaves = [jax.random.key_data(leaf) if _check.is_key(leaf) else leaf for _, leaf in found]
+        check_addressable(leaf, path_text(path))
+    leaves = [jax.random.key_data(leaf) if is_key(leaf) else leaf for _, leaf in found]
     spread = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_at_hand(leaf)]
     for places in _programs(leaves, spread):
         for place, whole in zip(places, _gathered([leaves[i] for i in places]), strict=True):
@@ -109,7 +110,7 @@ def broadcast_from_first(value: Any) -> bool | int | float:
         said = _of_the_first(said)
     kind, number = said[:1].decode(), said[1:9]
     if kind == " ":
-        raise _check.decision(said[9:].rstrip(b"\0").decode())
+        raise TypeError(broadcast_type_message(said[9:].rstrip(b"\0").decode()))
     return struct.unpack(f"<{kind}", number[: struct.calcsize(f"<{kind}")])[0]
 
 
@@ -124,7 +125,7 @@ def _packed(value: Any) -> bytes:
     if kind == "q" and not -(2**63) <= value < 2**63:
         kind = " "
     if kind == " ":
-        return b" " + bytes(8) + _check.kind_text(value).encode()[: _LENGTH - 9]
+        return b" " + bytes(8) + kind_text(value).encode()[: _LENGTH - 9]
     return kind.encode() + struct.pack(f"<{kind}", value)
 
 

@@ -1,9 +1,11 @@
 """What processes that do something together tell each other. With one process, nothing is sent."""
 
+import errno
+
 import jax
 import numpy as np
 
-from .. import _check
+from ._check import failure_message
 
 
 def all_gather(values: np.ndarray) -> np.ndarray:
@@ -21,4 +23,4 @@ def raise_on_all(error: Exception | None) -> None:
     if error is not None:
         raise error
     if failed.size:
-        raise _check.failed_elsewhere([int(process) for process in failed])
+        raise OSError(errno.EIO, failure_message([int(process) for process in failed]))

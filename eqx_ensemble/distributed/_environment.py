@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jax._src.clusters import ClusterEnv  # JAX has no public way to ask where it is
 
-from .. import _check
+from ._check import check_complete, check_coordinator, check_integer_variables, check_process_numbers, detection_message
 
 OURS = ("EQX_ENSEMBLE_COORDINATOR", "EQX_ENSEMBLE_NUM_PROCESSES", "EQX_ENSEMBLE_PROCESS_ID")
 """What `eqx_ensemble.launch` tells the processes that it starts."""
@@ -42,23 +42,23 @@ def located(given: Place, *, timeout: float) -> Place:
     if None in place.numbers.values() and place.known_to_jax:
         place = place._replace(**_detected(place, timeout))
     if any(value is not None for value in place.numbers.values()) or _several(os.environ):
-        _check.nothing_half_said(place.numbers, os.environ, TORCH)
-        _check.coordinator_address(place.coordinator)
-        _check.process_numbers(place.num_processes, place.process_id)
+        check_complete(place.numbers, os.environ, TORCH)
+        check_coordinator(place.coordinator)
+        check_process_numbers(place.num_processes, place.process_id)
     return place
 
 
 def from_environment(variables: Mapping[str, str]) -> Place:
     """What the launcher says, or one of those that start processes for PyTorch."""
     if all(name in variables for name in OURS):
-        count, number = _check.variables_as_numbers(variables, OURS[1:])
+        count, number = check_integer_variables(variables, OURS[1:])
         return Place(variables[OURS[0]], count, number, known_to_jax=False)
     if all(name in variables for name in TORCH):
-        port, count, number = _check.variables_as_numbers(variables, TORCH[1:])
+        port, count, number = check_integer_variables(variables, TORCH[1:])
         # The agents of torchrun talk to each other at the port itself.
         port += variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host = variables["MASTER_ADDR"]
-        devices = _check.variables_as_numbers(variables, ["LOCAL_RANK"]) if "LOCAL_RANK" in variables else None
+        devices = check_integer_variables(variables, ["LOCAL_RANK"]) if "LOCAL_RANK" in variables else None
         return Place(
             f"[{host}]:{port}" if ":" in host else f"{host}:{port}", count, number, devices, known_to_jax=False
         )
@@ -78,5 +78,5 @@ def _detected(place: Place, timeout: float) -> dict[str, str | int | None]:
             place.coordinator, place.num_processes, place.process_id, [], None, int(timeout)
         )
     except Exception as error:
-        raise _check.detection_failed(error) from error
+        raise RuntimeError(detection_message(error)) from error
     return dict(zip(place.numbers, found, strict=True))

@@ -4,7 +4,14 @@ from typing import NamedTuple
 import jax
 from jax._src.xla_bridge import backends_are_initialized  # JAX has no public way to ask this without starting one
 
-from .. import _check
+from ._check import (
+    check_coordinator,
+    check_duration,
+    check_jax_unused,
+    check_no_arguments,
+    check_process_numbers,
+    check_same_arguments,
+)
 from ._environment import Place, located
 from ._exit import leave_at_once_after_an_error, stay_after_an_error
 from ._rendezvous import Call, bind_address, everyone_is_here, is_loopback, joined
@@ -76,20 +83,20 @@ def initialise(
     A process that ends with an exception ends at once. (JAX alone would have it wait five minutes for the others.)
     """
     if coordinator is not None:
-        _check.coordinator_address(coordinator)
-    given = Place(coordinator, *_check.process_numbers(num_processes, process_id))
-    timeout, heartbeat = _check.duration(timeout, "timeout"), _check.duration(heartbeat, "heartbeat")
+        check_coordinator(coordinator)
+    given = Place(coordinator, *check_process_numbers(num_processes, process_id))
+    timeout, heartbeat = check_duration(timeout, "timeout"), check_duration(heartbeat, "heartbeat")
     if _started:
         place, processes = _started[0]
-        _check.same_processes(given.numbers, place.numbers)
+        check_same_arguments(given.numbers, place.numbers)
         return processes
     if jax.distributed.is_initialized():
-        _check.not_started_elsewhere(given.numbers)
+        check_no_arguments(given.numbers)
         return Processes(jax.process_index(), jax.process_count())
     place = located(given, timeout=timeout)
     processes = Processes(place.process_id or 0, place.num_processes or 1)
     if processes.num_processes > 1:
-        _check.jax_not_used(backends_are_initialized())
+        check_jax_unused(used=backends_are_initialized())
         _join(place, processes, timeout, heartbeat)
         _started.append((place, processes))
         leave_at_once_after_an_error()
@@ -97,7 +104,7 @@ def initialise(
 
 
 def _join(place: Place, processes: Processes, timeout: float, heartbeat: float) -> None:
-    host, port = _check.coordinator_address(place.coordinator)
+    host, port = check_coordinator(place.coordinator)
     everyone_is_here(Call(host, port, processes.num_processes, processes.process_id, timeout))
     jax.distributed.initialize(
         joined(host, port),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .. import _check
+from ._check import address_message, check_coordinator, missing_message, no_answer_message, refusal_message
 
 _PATIENCE = 0.1  # seconds between two attempts of a process to reach the first one
 _BETWEEN_NEWS = 1.0  # seconds
@@ -75,11 +75,13 @@ def _first(call: Call) -> None:
         roll.tell(over=True)
         roll.leave()
     if roll.missing:
-        raise _check.did_not_come(roll.never_came or roll.missing, call.num_processes, call.address, call.timeout)
+        raise TimeoutError(
+            missing_message(roll.never_came or roll.missing, call.num_processes, call.address, call.timeout)
+        )
 
 
 def _listening(call: Call) -> socket.socket:
-    host, port = _check.coordinator_address(bind_address(call.host, call.port))
+    host, port = check_coordinator(bind_address(call.host, call.port))
     everywhere = host in ("::", "0.0.0.0")
     dual = host == "::" and socket.has_dualstack_ipv6()
     try:
@@ -89,7 +91,7 @@ def _listening(call: Call) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        raise _check.address_taken(joined(host, port), error) from error
+        raise OSError(error.errno, address_message(joined(host, port), error)) from error
 
 
 class _Roll:
@@ -188,17 +190,17 @@ def _other(call: Call) -> None:
             if answer is None:
                 stranger = True
             elif "refused" in answer:
-                raise _check.refused(answer["refused"], call.address)
+                raise ValueError(refusal_message(answer["refused"], call.address))
             else:
                 missing = answer["missing"]
                 if answer["over"] and missing:
-                    raise _check.did_not_come(missing, call.num_processes, call.address, call.timeout)
+                    raise TimeoutError(missing_message(missing, call.num_processes, call.address, call.timeout))
                 if answer["over"]:
                     return
         time.sleep(_PATIENCE)
     if missing:
-        raise _check.did_not_come(missing, call.num_processes, call.address, call.timeout)
-    raise _check.nobody_answered(call.address, call.timeout, process_id=call.process_id, stranger=stranger)
+        raise TimeoutError(missing_message(missing, call.num_processes, call.address, call.timeout))
+    raise TimeoutError(no_answer_message(call.address, call.timeout, process_id=call.process_id, stranger=stranger))
 
 
 def _answers(call: Call, deadline: float) -> Iterator[dict[str, Any] | None]:

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .. import _check
+from .._check import check_function
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _FOUND = re.compile(rf"= (?P<shape>.*?) (?P<kind>{_KINDS})(?:-start)?\(")
@@ -48,7 +48,7 @@ def collectives(fn: Callable[..., Any], *args: PyTree) -> list[Collective]:
     **Returns:** a [`eqx_ensemble.sharding.Collective`][eqx_ensemble.sharding.collectives] for each place, in the order
     of the program.
     """
-    _check.check_function(fn, "fn", name="sharding.collectives", example="lambda ensemble, x: ensemble(x)")
+    check_function(fn, "fn", name="sharding.collectives", example="lambda ensemble, x: ensemble(x)")
     return in_text(compiled_text(fn, *args))
 
 

@@ -4,8 +4,10 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _axes, _check
+from .. import _axes
+from .._check import is_typed_key
 from ..distributed import to_host
+from ._check import check_member_ids
 
 
 class Placement(NamedTuple):
@@ -49,13 +51,13 @@ def describe(tree: PyTree) -> Placement:
 
     **Raises:** `TypeError` where there are no members.
     """
-    ids = _check.ids_of_members(tree, name="sharding.describe")
+    ids = check_member_ids(tree, name="sharding.describe")
     names = to_host(ids)
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     held: dict[Any, int] = {}
     rows: dict[Any, set[int]] = {}
     for x in arrays:
-        x = jax.random.key_data(x) if _check.is_typed_key(x) else x
+        x = jax.random.key_data(x) if is_typed_key(x) else x
         for device, index in x.sharding.devices_indices_map(x.shape).items():
             sizes = [len(range(*part.indices(size))) for part, size in zip(index or (), x.shape, strict=False)]
             held[device] = held.get(device, 0) + int(np.prod(sizes, dtype=np.int64)) * x.dtype.itemsize
@@ -95,9 +97,9 @@ def visualise(tree: PyTree) -> None:
     if _axes.is_array(tree):
         largest = tree
     else:
-        ids = _check.ids_of_members(tree, name="sharding.visualise")
+        ids = check_member_ids(tree, name="sharding.visualise")
         splits = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.shape[:1] == ids.shape]
-        largest = max((x for x in splits if not _check.is_typed_key(x)), key=lambda x: x.size)
+        largest = max((x for x in splits if not is_typed_key(x)), key=lambda x: x.size)
     try:
         import rich  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
     except ImportError:

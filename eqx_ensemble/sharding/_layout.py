@@ -7,7 +7,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .. import _check
+from .._check import is_traced
+from ._check import check_mesh, is_members_mesh
 from ._weights import UNSPLIT, Shard, WeightSpecs, current_specs, specs_by_rule
 
 
@@ -74,7 +75,7 @@ def as_layout(mesh: Any, *, name: str) -> Layout | None:
     """The layout of the argument `mesh`, checked."""
     if mesh is None or isinstance(mesh, Layout):
         return mesh
-    _check.mesh(mesh, name=name)
+    check_mesh(mesh, name=name)
     return Layout(mesh)
 
 
@@ -90,10 +91,10 @@ def layout_for(mesh: Any, tree: PyTree, *, name: str) -> Layout | None:
 def mesh_of(tree: PyTree) -> Mesh | None:
     """The mesh over whose axis `members` the arrays are sharded, if any; a mesh with other axes is ignored."""
     for x in jax.tree.leaves(tree):
-        sharding = getattr(x, "sharding", None) if isinstance(x, jax.Array) and not _check.is_traced(x) else None
+        sharding = getattr(x, "sharding", None) if isinstance(x, jax.Array) and not is_traced(x) else None
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
         whole = _whole(mesh) if isinstance(mesh, Mesh) and mesh.size > 1 else None
-        if whole is not None and _check.is_mesh(whole):
+        if whole is not None and is_members_mesh(whole):
             return whole
     return None
 

@@ -5,7 +5,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from .. import _check
+from .._check import check_positive_int
+from ._check import check_all_processes, check_devices, check_num_devices
 
 AXES = ("members", "data", "model")
 
@@ -44,13 +45,13 @@ def make_mesh(
 
     **Raises:** `ValueError` when there are fewer devices than asked for, or when they are left out of some process.
     """
-    found = jax.devices() if devices is None else _check.device_list(devices)
-    _check.check_positive_int(data, "data", name="make_mesh")
-    _check.check_positive_int(model, "model", name="make_mesh")
+    found = jax.devices() if devices is None else check_devices(devices)
+    check_positive_int(data, "data", name="make_mesh")
+    check_positive_int(model, "model", name="make_mesh")
     if members is not None:
-        _check.check_positive_int(members, "members", name="make_mesh")
-    members = _check.enough_devices(members, data, model, len(found))
+        check_positive_int(members, "members", name="make_mesh")
+    members = check_num_devices(members, data, model, len(found))
     found = sorted(found, key=lambda device: (device.process_index, device.id)) if devices is None else found
     chosen = found[: members * data * model]
-    _check.every_process(chosen, jax.process_count())
+    check_all_processes(chosen, jax.process_count())
     return Mesh(np.array(chosen).reshape(members, data, model), AXES, axis_types=(AxisType.Auto,) * len(AXES))

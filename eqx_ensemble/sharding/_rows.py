@@ -5,7 +5,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .. import _check
+from .._check import check_integers_fit
+from ._check import check_local_rows, check_mesh, check_rows_divide
 from ._layout import Layout
 
 
@@ -29,9 +30,9 @@ def local_rows(mesh: Mesh, num_rows: int) -> slice:
 
     **Raises:** `ValueError` when rows do not divide evenly over the mesh.
     """
-    _check.mesh(mesh, name="sharding.local_rows")
+    check_mesh(mesh, name="sharding.local_rows")
     layout = Layout(mesh)
-    _check.rows_divide(num_rows, layout.row_parts, name="local_rows")
+    check_rows_divide(num_rows, layout.row_parts, name="local_rows")
     places = _rows_of(layout, num_rows).addressable_devices_indices_map((num_rows,)).values()
     bounds = [index[0].indices(num_rows)[:2] for index in places if index is not None]
     return slice(min(start for start, _ in bounds), max(stop for _, stop in bounds))
@@ -57,11 +58,11 @@ def batch(mesh: Mesh, rows: PyTree, num_rows: int) -> PyTree:
 
     **Returns:** the same tree of arrays `(num_rows, ...)`.
     """
-    _check.mesh(mesh, name="sharding.batch")
+    check_mesh(mesh, name="sharding.batch")
     layout = Layout(mesh)
     own = local_rows(mesh, num_rows)
-    _check.local_rows(rows, own.stop - own.start, num_rows)
-    _check.check_integers_fit(rows, argument="rows", name="sharding.batch")
+    check_local_rows(rows, own.stop - own.start, num_rows)
+    check_integers_fit(rows, argument="rows", name="sharding.batch")
 
     def whole(x: Any) -> jax.Array:
         x = np.asarray(x)

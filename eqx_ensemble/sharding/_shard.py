@@ -12,8 +12,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .. import _axes, _check
+from .. import _axes
+from .._check import is_typed_key
 from ..distributed._collectives import all_gather
+from ._check import check_same_arrays
 from ._layout import Layout
 from ._weights import leaf_specs
 
@@ -75,7 +77,7 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return _reshard(sharding)(x)
-    if _check.is_typed_key(x):
+    if is_typed_key(x):
         return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
@@ -92,10 +94,10 @@ def _check_same(leaves: list[Any]) -> None:
         return
     digest = 0
     for x in passed:
-        x = np.ascontiguousarray(jax.random.key_data(x) if _check.is_typed_key(x) else x)
+        x = np.ascontiguousarray(jax.random.key_data(x) if is_typed_key(x) else x)
         digest = zlib.crc32(x.reshape(-1).view(np.uint8).data, digest)
     digests = all_gather(np.array([digest], np.uint32))
-    _check.same_everywhere(bool((digests == digests[0]).all()))
+    check_same_arrays(digests)
 
 
 @ft.lru_cache(maxsize=256)

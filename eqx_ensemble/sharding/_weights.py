@@ -7,7 +7,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .. import _axes, _check
+from .. import _axes
+from ._check import check_spec
 
 Shard = Callable[[str, tuple[int, ...], int], PartitionSpec | None]
 """A rule: `shard(path, shape, parts)` of one member's array, as a `PartitionSpec` over its axes, or `None`."""
@@ -46,7 +47,7 @@ def specs_by_rule(rule: Shard | None, tree: PyTree, mesh: Mesh) -> WeightSpecs:
         name, shape = jax.tree_util.keystr(path), x.shape[1:]
         spec = rule(name, shape, parts)
         if spec is not None and any(axis is not None for axis in spec):
-            _check.spec(spec, name, shape, parts)
+            check_spec(spec, name, shape, parts)
             specs.append((name, shape, spec))
     return tuple(specs)
 

@@ -15,6 +15,7 @@ from ..checkpoint import Checkpoints
 from ..distributed import to_host
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
+from ..sharding._check import warn_of_uneven_rows
 from ..sharding._layout import Layout
 from ..sharding._shard import shard_members
 from ._errors import DivergedError, NotSavedError
@@ -254,7 +255,8 @@ def _source(
     rows = as_row_indices(rows, num_members, num_rows, name="fit")
     own_order = row_order(key, start.state.ids, order, num_rows, rows)
     source = ArraySource(data, own_order, batch_size=batch_size, scan=scan)
-    _check.uneven_rows(source.batch_size, layout)
+    if layout is not None:
+        warn_of_uneven_rows(source.batch_size, layout.row_parts)
     return source
 
 

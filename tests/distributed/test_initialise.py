@@ -17,6 +17,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.distributed import _environment, _initialise, _rendezvous
+from eqx_ensemble.distributed._check import missing_message
 from eqx_ensemble.distributed._environment import OURS, TORCH, Place, located
 from eqx_ensemble.distributed._rendezvous import Call, everyone_is_here
 
@@ -422,5 +423,5 @@ def test_jax_was_initialised_otherwise(monkeypatch):
 
 
 def test_many_missing_are_not_all_listed():
-    words = ee._check.did_not_come(range(1, 101), 128, "a:1", 2.5).args[0]
+    words = missing_message(range(1, 101), 128, "a:1", 2.5)
     assert "waited 2.5 s at a:1 for 128 processes, and processes 1, 2, 3, 4, 5, 6, 7, 8 and 92 more did not" in words

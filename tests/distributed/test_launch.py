@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from eqx_ensemble import _check, launch
+from eqx_ensemble import launch
 from eqx_ensemble.distributed._environment import OURS
 
 HERE = pathlib.Path(__file__).parent
@@ -324,7 +324,7 @@ def test_message(name, capsys):
     ],
 )
 def test_how_a_process_ended(code, others, text):
-    assert _check.ended(2, code, others=others) == f"eqx_ensemble.launch: {text}"
+    assert launch.exit_message(2, code, others=others) == f"eqx_ensemble.launch: {text}"
 
 
 def test_where_there_are_no_process_groups(monkeypatch):

@@ -221,7 +221,7 @@ def test_decisions_on_what_is_left_open_are_explained(options):
 
 def test_too_much_to_be_inside(monkeypatch):
     size = 2 * (3 * 8 + 8 + 8 * 4 + 4) * BITS // 8
-    monkeypatch.setattr("eqx_ensemble._check._export._MOST_INSIDE", size)
+    monkeypatch.setattr("eqx_ensemble._export._check._MOST_INSIDE", size)
     with pytest.raises(ValueError, match=f"less than {size} bytes of leaves inside a program; these have {size}"):
         export()
     assert export(leaves="beside")(jnp.ones((2, 3))).shape == (2, 2, 4)

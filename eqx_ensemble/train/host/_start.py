@@ -8,6 +8,7 @@ from jaxtyping import PyTree
 
 from ... import _check
 from ..._ensemble import Ensemble
+from ...sharding._check import warn_of_padding
 from ...sharding._layout import Layout, layout_for
 from ...sharding._shard import replicate, shard_members
 from .._run import Run
@@ -38,7 +39,7 @@ def layout_of(mesh: Mesh | None, begun: Any) -> Layout | None:
         return None  # which is refused in a moment
     layout = layout_for(mesh, state.moving.params if isinstance(state, TrainState) else state.stacked, name="fit")
     if layout is not None:
-        _check.uneven_members(state.num_members, layout)
+        warn_of_padding(state.num_members, layout.members)
     return layout
 
 

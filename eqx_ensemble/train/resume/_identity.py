@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ... import _check
 from .._state import MemberConstants, MemberState
 from ..compiled._loss import Loss
 from ..compiled._member import member_gradient
@@ -73,7 +72,7 @@ def _revive_text(how: Revive, hyper: PyTree) -> str:
 
 def _shapes_text(tree: PyTree) -> str:
     keyed, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return ", ".join(f"{jax.tree_util.keystr(path)} {_check.described(x.shape, x.dtype)}".strip() for path, x in keyed)
+    return ", ".join(f"{jax.tree_util.keystr(path)} {shape_text(x.shape, x.dtype)}".strip() for path, x in keyed)
 
 
 def _programs(program: Program, start: Start, batch: PyTree, validation: PyTree) -> tuple[dict[str, str], Any, PyTree]:

@@ -13,6 +13,7 @@ from jaxtyping import Array, PyTree
 
 from ... import _check
 from ...checkpoint import Checkpoints, Contents
+from ...checkpoint._check_folders import check_nothing_newer, check_overwritable, explain_folder
 from ...checkpoint._commit import make_parents
 from ...checkpoint._formats import FormatName
 from ...checkpoint._names import is_sealed
@@ -61,7 +62,7 @@ class Saver:
         self.failed: OSError | None = None
         self.seconds_before = 0.0
         self._saved_at = time.perf_counter()
-        _check.own_folder(self.folder, is_checkpoint=not self.folder.exists() or self.folder.is_dir())
+        check_overwritable(self.folder, is_checkpoint=not self.folder.exists() or self.folder.is_dir())
         _check.folder_of_runs(self.folder, is_checkpoint=is_on_disk(self.folder) and is_sealed(self.folder))
         _check.something_to_resume(self._checkpoints.steps, self.folder, resume)
         # One process takes the lock for all that run together. Object stores have no locks.
@@ -96,16 +97,16 @@ class Saver:
 
     def _prepare(self, lock: RunLock) -> None:
         """Finds out before anything is compiled what would keep the run from being saved."""
-        with _check.explained_folder(self.folder):
+        with explain_folder(self.folder):
             make_parents(self.folder)
             if not self._checkpoints.steps and not os.access(self.folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         lock.look()
 
     def _take(self, lock: RunLock) -> None:
-        with _check.explained_folder(self.folder):
+        with explain_folder(self.folder):
             lock.acquire()
-        _check.nothing_newer(self.folder, self._seen, self._checkpoints.steps)
+        check_nothing_newer(self.folder, self._seen, self._checkpoints.steps)
 
     @property
     def folder(self) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ... import _axes, _check
+from ...checkpoint._check_like import shape_text
 from ...distributed import to_host
 from ...tree._statics import static_parts
 
@@ -44,7 +45,7 @@ def array_text(x: Any) -> str:
     x = to_host(x)
     first = "" if _check.is_typed_key(x) else ", ".join(map(str, np.ravel(x[:_SHOWN] if x.ndim else x)[:_SHOWN]))
     more = ", ..." if x.size > _SHOWN else ""
-    return f"{_check.described(x.shape, x.dtype)} [{first}{more}], {digest_of(x)}"
+    return f"{shape_text(x.shape, x.dtype)} [{first}{more}], {digest_of(x)}"
 
 
 def program_text(fn: Callable[..., Any], *args: PyTree) -> tuple[str, PyTree]:

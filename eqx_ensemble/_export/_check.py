@@ -1,3 +1,5 @@
+"""Checks of what is exported."""
+
 import contextlib
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,35 +9,40 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from ._leaves import describe, is_traced, kind_text
-from ._loading import PLAIN_DTYPES
-from ._options import check_flag, check_word
+from .._check import (
+    check_flag,
+    check_word,
+    describe,
+    is_traced,
+    kind_text,
+)
+from .._files._check import PLAIN_DTYPES
 
 _PLATFORMS = ("cpu", "cuda", "tpu", "rocm")
 _MOST_INSIDE = 2**31  # what the file format of `jax.export` can hold
 _CONTAINERS = "dicts with string keys, lists and tuples"
 
 
-def row_shapes(shapes: Any, *, name: str) -> Any:
-    """The shapes of one row of the input: the tree with a `jax.ShapeDtypeStruct` for each."""
-    rows = _row_shapes(shapes, "shapes", name)
+def check_row_shapes(shapes: Any, *, name: str) -> Any:
+    """Checks the shapes of one row of the input, and returns the tree with a `jax.ShapeDtypeStruct` for each."""
+    rows = _check_node(shapes, "shapes", name)
     if not jax.tree.leaves(rows):
         raise TypeError(f"`{name}` needs the shape of at least one array in `shapes`, got {shapes!r}.")
     return rows
 
 
-def _row_shapes(node: Any, path: str, name: str) -> Any:
+def _check_node(node: Any, path: str, name: str) -> Any:
     if node is None:
         return None
     if type(node) is tuple and all(isinstance(size, int) for size in node):
-        return _row(node, np.dtype(float), path, name)
+        return _check_row(node, np.dtype(float), path, name)
     if isinstance(node, jax.ShapeDtypeStruct):
-        return _row(node.shape, node.dtype, path, name)
+        return _check_row(node.shape, node.dtype, path, name)
     if type(node) is dict:
-        named_parts(node, path, name=name)
-        return {key: _row_shapes(value, f"{path}[{key!r}]", name) for key, value in node.items()}
+        check_string_keys(node, path, name=name)
+        return {key: _check_node(value, f"{path}[{key!r}]", name) for key, value in node.items()}
     if type(node) in (list, tuple) and not any(isinstance(part, int) for part in node):
-        return type(node)(_row_shapes(part, f"{path}[{i}]", name) for i, part in enumerate(node))
+        return type(node)(_check_node(part, f"{path}[{i}]", name) for i, part in enumerate(node))
     fix = f"Inputs are arrays in {_CONTAINERS}: other types would have to be there where the program is loaded."
     if getattr(node, "shape", None) is not None and getattr(node, "dtype", None) is not None:
         fix = "For a batch `x` pass `jax.ShapeDtypeStruct(x.shape[1:], x.dtype)`: the shape of one row."
@@ -47,7 +54,7 @@ def _row_shapes(node: Any, path: str, name: str) -> Any:
     )
 
 
-def _row(shape: tuple, dtype: Any, path: str, name: str) -> jax.ShapeDtypeStruct:
+def _check_row(shape: tuple, dtype: Any, path: str, name: str) -> jax.ShapeDtypeStruct:
     if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in shape):
         raise ValueError(
             f"`{name}` needs sizes of zero or more in `shapes`; at `{path}`: got {shape}.\n"
@@ -61,8 +68,8 @@ def _row(shape: tuple, dtype: Any, path: str, name: str) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
 
 
-def named_parts(node: Mapping[Any, Any], path: str, *, name: str) -> None:
-    """A dict whose keys have names that a file can hold."""
+def check_string_keys(node: Mapping[Any, Any], path: str, *, name: str) -> None:
+    """Checks that the keys of a dict are strings."""
     for key in node:
         if not isinstance(key, str):
             raise TypeError(
@@ -70,8 +77,8 @@ def named_parts(node: Mapping[Any, Any], path: str, *, name: str) -> None:
             )
 
 
-def exported_output(value: Any, path: str, *, name: str) -> None:
-    """A part of the output that a program can return: an array or a number."""
+def check_output(value: Any, path: str, *, name: str) -> None:
+    """Checks that a part of the output is an array or a number."""
     if not isinstance(value, bool | int | float | complex):
         raise TypeError(
             f"`{name}` needs outputs that are arrays in {_CONTAINERS}; at `{path or '<root>'}`: {kind_text(value)}.\n"
@@ -80,19 +87,19 @@ def exported_output(value: Any, path: str, *, name: str) -> None:
         )
 
 
-def exportable(leaf: Any, path: str, *, name: str) -> None:
-    """A leaf whose numbers are at hand."""
+def check_exportable(leaf: Any, path: str, *, name: str) -> None:
+    """Checks that a leaf is neither traced nor sharded over several processes."""
     if is_traced(leaf):
         raise TypeError(f"`{name}` needs numbers, and the leaf `{path}` is traced: export outside `jax.jit`.")
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise NotImplementedError(
-            f"`{name}` needs all numbers in one process, and the leaf `{path}` is spread over several.\nGather it "
+            f"`{name}` needs all numbers in one process, and the leaf `{path}` is sharded over several.\nGather it "
             "first: `eqx_ensemble.distributed.to_host(tree)`."
         )
 
 
-def leaves_option(leaves: Any, *, symbolic_members: bool, name: str) -> None:
-    """Where the leaves are; any number of members cannot be constants."""
+def check_leaves_option(leaves: Any, *, symbolic_members: bool, name: str) -> None:
+    """Checks `leaves`; arrays of any number of members cannot be constants."""
     check_word(leaves, "leaves", ("inside", "beside"), name=name)
     check_flag(symbolic_members, "symbolic_members", name=name)
     if symbolic_members and leaves == "inside":
@@ -102,8 +109,8 @@ def leaves_option(leaves: Any, *, symbolic_members: bool, name: str) -> None:
         )
 
 
-def platforms(values: Any, *, name: str) -> tuple[str, ...]:
-    """Names of platforms, at least one, each once."""
+def check_platforms(values: Any, *, name: str) -> tuple[str, ...]:
+    """Checks names of platforms and returns each once."""
     listed = tuple(values) if isinstance(values, Sequence) and not isinstance(values, str) else ()
     if not listed or any(not isinstance(value, str) or value not in _PLATFORMS for value in listed):
         texts = [value for value in (values, *listed) if isinstance(value, str)]
@@ -112,8 +119,8 @@ def platforms(values: Any, *, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(listed))
 
 
-def no_search(plan: Any, *, name: str) -> None:
-    """A plan that is known: there is nothing to try."""
+def check_known_plan(plan: Any, *, name: str) -> None:
+    """Checks that a plan does not have to be measured first."""
     if plan.chosen is not plan:
         raise TypeError(
             f'`{name}` needs a plan that is known, got `plan="auto"`: what is fastest can be tried only where the '
@@ -121,8 +128,8 @@ def no_search(plan: Any, *, name: str) -> None:
         )
 
 
-def fits_inside(num_bytes: int, *, name: str) -> None:
-    """Leaves that are few enough to be constants of a program."""
+def check_fits_inside(num_bytes: int, *, name: str) -> None:
+    """Checks that leaves are small enough to be constants of a program."""
     if num_bytes >= _MOST_INSIDE:
         raise ValueError(
             f"`{name}` can keep less than {_MOST_INSIDE} bytes of leaves inside a program; these have {num_bytes}.\n"
@@ -130,8 +137,8 @@ def fits_inside(num_bytes: int, *, name: str) -> None:
         )
 
 
-def plain_dtypes(arrays: Mapping[str, Any], *, name: str) -> None:
-    """Leaves whose dtypes a safetensors file has."""
+def check_plain_dtypes(arrays: Mapping[str, Any], *, name: str) -> None:
+    """Checks that safetensors has the dtypes of leaves."""
     for path, array in arrays.items():
         if array.dtype.name not in PLAIN_DTYPES:
             raise TypeError(
@@ -140,8 +147,8 @@ def plain_dtypes(arrays: Mapping[str, Any], *, name: str) -> None:
             )
 
 
-def no_callbacks(jaxpr: Jaxpr, *, name: str) -> None:
-    """No part of a program calls back into Python, which will not be there."""
+def check_no_callbacks(jaxpr: Jaxpr, *, name: str) -> None:
+    """Checks that no part of a program calls back into Python."""
     for found in _primitives(jaxpr):
         if "callback" in found or found == "debug_print":
             raise TypeError(
@@ -151,8 +158,8 @@ def no_callbacks(jaxpr: Jaxpr, *, name: str) -> None:
             )
 
 
-def no_random_numbers(jaxpr: Jaxpr, *, name: str) -> None:
-    """No part of a program draws random numbers: ONNX has only such that follow from no key."""
+def check_no_random_numbers(jaxpr: Jaxpr, *, name: str) -> None:
+    """Checks that no part of a program draws random numbers: those of ONNX do not depend on a key."""
     for found in _primitives(jaxpr):
         if found.startswith(("random_", "rng_", "threefry")):
             raise NotImplementedError(
@@ -171,8 +178,8 @@ def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def explained_export(row: Any, *, name: str) -> Iterator[None]:
-    """Adds to errors of a member or of `combine` what they were called with."""
+def explain_export(row: Any, *, name: str) -> Iterator[None]:
+    """Adds a note to errors of a member or of `combine`: the shapes that they were called with."""
     try:
         yield
     except (TypeError, ValueError, jax.errors.InconclusiveDimensionOperation) as error:
@@ -189,8 +196,8 @@ def explained_export(row: Any, *, name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained_onnx() -> Iterator[None]:
-    """Adds to the errors of a converter what else can be done."""
+def explain_onnx() -> Iterator[None]:
+    """Adds a note to errors of the converter: its version, and the alternative."""
     try:
         yield
     except Exception as error:

@@ -1,3 +1,5 @@
+"""Checks of meshes, and of what is sharded over them."""
+
 import warnings
 from typing import Any
 
@@ -5,14 +7,13 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from ._leaves import kind_text
-from ._options import check_sequence
+from .._check import check_sequence, kind_text
 
 _AXES = ("members", "data", "model")
 
 
-def enough_devices(members: int | None, data: int, model: int, num_devices: int) -> int:
-    """How many devices members are spread over, of those that there are."""
+def check_num_devices(members: int | None, data: int, model: int, num_devices: int) -> int:
+    """Checks that there are enough devices, and returns over how many members are sharded."""
     of_one = data * model
     if members is None and num_devices < of_one:
         raise ValueError(f"`make_mesh` needs data x model = {data} x {model} devices or more, there are {num_devices}.")
@@ -27,8 +28,8 @@ def enough_devices(members: int | None, data: int, model: int, num_devices: int)
     return members
 
 
-def device_list(devices: Any) -> list[Any]:
-    """Devices of jax, in a list."""
+def check_devices(devices: Any) -> list[Any]:
+    """Checks a sequence of devices and returns it as a list."""
     listed = check_sequence(devices, "devices", name="make_mesh", of="devices")
     for device in listed:
         if not isinstance(device, jax.Device):
@@ -39,8 +40,8 @@ def device_list(devices: Any) -> list[Any]:
     return listed
 
 
-def every_process(devices: Any, num_processes: int) -> None:
-    """A mesh that leaves a process without devices would have it wait for ever."""
+def check_all_processes(devices: Any, num_processes: int) -> None:
+    """Checks that every process has devices in the mesh: one without would wait for ever."""
     there = {device.process_index for device in devices}
     if len(there) < num_processes:
         missing = sorted(set(range(num_processes)) - there)
@@ -50,8 +51,8 @@ def every_process(devices: Any, num_processes: int) -> None:
         )
 
 
-def mesh(value: Any, *, name: str) -> None:
-    """A mesh with an axis `members`, and no axes but ours, all of the type `Auto`."""
+def check_mesh(value: Any, *, name: str) -> None:
+    """Checks a mesh: the axes `members`, `data` and `model` or the first of them, all of the type `Auto`."""
     hint = "Make one with `eqx_ensemble.make_mesh(members=4, data=2)`."
     if not isinstance(value, Mesh):
         raise TypeError(f"`{name}` needs a `jax.sharding.Mesh` as `mesh`, got {kind_text(value)}.\n{hint}")
@@ -61,15 +62,15 @@ def mesh(value: Any, *, name: str) -> None:
             f"`{name}` needs a mesh with the axes `members`, and `data` and `model` if you like, in this order; got "
             f"{names}.\n{hint}"
         )
-    if not is_mesh(value):
+    if not is_members_mesh(value):
         raise ValueError(
             f"`{name}` needs a mesh whose axes are all of the type `Auto`, which `jax.make_mesh` does not make by "
             f"default, got {value.axis_types}.\n{hint}"
         )
 
 
-def is_mesh(value: Mesh) -> bool:
-    """Whether a mesh is one that members can be spread over."""
+def is_members_mesh(value: Mesh) -> bool:
+    """Whether members can be sharded over a mesh."""
     return _has_axes(value) and all(kind == AxisType.Auto for kind in value.axis_types)
 
 
@@ -77,8 +78,8 @@ def _has_axes(value: Mesh) -> bool:
     return value.axis_names[:1] == ("members",) and set(value.axis_names) <= set(_AXES)
 
 
-def shard_without_model(shard: Any, layout: Any) -> None:
-    """A rule says how to split members over the axis `model` of a mesh."""
+def check_shard_rule(shard: Any, mesh: Mesh | None) -> None:
+    """Checks a rule that splits members over the axis `model` of a mesh."""
     if shard is None:
         return
     if not callable(shard):
@@ -86,21 +87,21 @@ def shard_without_model(shard: Any, layout: Any) -> None:
             f"`build` needs `shard` as a function of an array's path, shape and number of parts, got "
             f"{kind_text(shard)}."
         )
-    if layout is None or layout.mesh.shape.get("model", 1) == 1:
+    if mesh is None or mesh.shape.get("model", 1) == 1:
         raise TypeError(
             "`build` takes `shard` with a mesh whose axis `model` has several devices: "
             "`mesh=eqx_ensemble.make_mesh(model=2)`."
         )
 
 
-def spec(value: Any, path: str, shape: tuple[int, ...], parts: int) -> None:
-    """What a rule gave for one array of a member."""
+def check_spec(value: Any, path: str, shape: tuple[int, ...], parts: int) -> None:
+    """Checks the spec that a rule returned for one array of a member."""
     if not isinstance(value, PartitionSpec):
         raise TypeError(f"`shard` needs to return a `PartitionSpec` or `None`, at `{path}` it returned {value!r}.")
     if any(axis not in (None, "model") for axis in value) or sum(axis == "model" for axis in value) > 1:
         raise ValueError(
             f'`shard` may name the axis "model" once, at `{path}` it returned {value}.\n'
-            "The axis of members is not part of it."
+            "The members axis is not part of it."
         )
     if len(value) > len(shape):
         raise ValueError(f"`shard` returned {value} for `{path}`, which has {len(shape)} axes in one member: {shape}.")
@@ -111,79 +112,58 @@ def spec(value: Any, path: str, shape: tuple[int, ...], parts: int) -> None:
         )
 
 
-def rows_divide(num_rows: Any, parts: int, *, name: str) -> None:
-    """Rows that every device gets as many of."""
+def check_rows_divide(num_rows: Any, parts: int, *, name: str) -> None:
+    """Checks that rows divide evenly over the devices."""
     if isinstance(num_rows, bool) or not isinstance(num_rows, int | np.integer) or num_rows < 1:
         raise TypeError(f"`{name}` needs the number of rows of a batch, got {num_rows!r}.")
     if num_rows % parts:
         raise ValueError(f"`{name}` needs rows that divide over data x model = {parts} devices, got {num_rows}.")
 
 
-def local_rows(rows: Any, expected: int, num_rows: int) -> None:
-    """The rows that a process has to bring."""
-    for place, x in jax.tree_util.tree_leaves_with_path(rows):
-        path = jax.tree_util.keystr(place)
+def check_local_rows(rows: Any, expected: int, num_rows: int) -> None:
+    """Checks the rows that this process passes."""
+    for keys, x in jax.tree_util.tree_leaves_with_path(rows):
+        path = jax.tree_util.keystr(keys)
         if np.ndim(x) == 0 or len(x) != expected:
             raise ValueError(
-                f"`sharding.batch` needs this process's {expected} of {num_rows} rows, which "
-                f"`sharding.local_rows(mesh, {num_rows})` says, got {np.shape(x)} at `{path or '<root>'}`."
+                f"`sharding.batch` needs this process's {expected} of {num_rows} rows, given by "
+                f"`sharding.local_rows(mesh, {num_rows})`, got {np.shape(x)} at `{path or '<root>'}`."
             )
 
 
-def uneven_members(num_members: int, layout: Any) -> None:
-    """Warns where members do not divide evenly over a mesh."""
-    width = layout.width(num_members)
+def warn_of_padding(num_members: int, parts: int) -> None:
+    """Warns where members do not divide evenly over the devices of the axis `members`."""
+    width = -(-num_members // parts) * parts
     if width != num_members:
-        warnings.warn(_padded_members(num_members, width, layout.members), stacklevel=4)
-
-
-def _padded_members(num_members: int, width: int, parts: int) -> str:
-    """Members that do not divide evenly over a mesh."""
-    return (
-        f"{num_members} members do not divide evenly over {parts} devices: they are padded to {width}, and between "
-        f"compiled programs some devices hold the same members.\n{width} members would take the same time."
-    )
-
-
-def not_compiled(error: Exception) -> str:
-    """A constructor that cannot be compiled."""
-    return (
-        "`build` cannot compile this constructor, so that its members are made on one device and spread afterwards: "
-        f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    )
-
-
-def uneven_rows(batch_size: int, layout: Any) -> None:
-    """Warns where the rows of a batch do not divide evenly over a mesh."""
-    if layout is not None and batch_size % layout.row_parts:
         warnings.warn(
-            f"Batches of {batch_size} rows do not divide over data x model = {layout.row_parts} devices, each of which "
-            f"computes all of them.\nA multiple of {layout.row_parts} rows would share the work.",
+            f"{num_members} members do not divide evenly over {parts} devices: they are padded to {width}, and between "
+            f"compiled programs some devices hold the same members.\n{width} members would take the same time.",
             stacklevel=4,
         )
 
 
-def memory_of_one_process(num_processes: int) -> None:
-    """A budget of memory is measured, which each process would do for itself."""
-    if num_processes > 1:
-        raise NotImplementedError(
-            "`predict` measures `memory` in one process, and these members lie in several.\n"
-            "Pass `batch_size`: what a device needs is in proportion to the rows of a batch."
+def warn_of_uneven_rows(batch_size: int, parts: int) -> None:
+    """Warns where the rows of a batch do not divide evenly over the devices of the axes `data` and `model`."""
+    if batch_size % parts:
+        warnings.warn(
+            f"Batches of {batch_size} rows do not divide over data x model = {parts} devices, each of which computes "
+            f"all of them.\nA multiple of {parts} rows would share the work.",
+            stacklevel=4,
         )
 
 
-def same_everywhere(same: bool) -> None:  # noqa: FBT001
-    """What every process brings for devices of all of them."""
-    if not same:
+def check_same_arrays(digests: np.ndarray) -> None:
+    """Checks that all processes pass equal arrays, given the digest of each process."""
+    if not (digests == digests[0]).all():
         raise ValueError(
-            "Processes brought different numbers for the same arrays: data, ensembles and keys have to be the same in "
+            "Processes passed different numbers for the same arrays: data, ensembles and keys have to be the same in "
             "all of them.\nRead and draw them from the same files and seeds. Where each process reads rows of its own, "
             "pass an iterable of batches made by `eqx_ensemble.sharding.batch`."
         )
 
 
-def ids_of_members(tree: Any, *, name: str) -> jax.Array:
-    """The ids of the members in a tree that holds an ensemble, a training state or a run."""
+def check_member_ids(tree: Any, *, name: str) -> jax.Array:
+    """Checks that a tree holds an ensemble, a training state or a run, and returns the ids of its members."""
     has_ids = lambda x: isinstance(getattr(x, "ids", None), jax.Array)
     for node in jax.tree.leaves(tree, is_leaf=has_ids):
         if has_ids(node):
