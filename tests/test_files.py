@@ -237,11 +237,11 @@ def test_every_leaf_that_differs_is_listed(tmp_path, unhooked):
     with pytest.raises(ee.MemberMismatchError) as caught:
         ee.load(tmp_path / "e", wide)
     assert str(caught.value) == (
-        f"`eqx_ensemble.load` needs a `like` with the leaves saved in `{tmp_path}/e`; 3 differ.\n"
+        f"`load` needs a `like` with the leaves saved in `{tmp_path}/e`; 3 differ.\n"
         "  at `.stacked.layers[0].weight`: saved f32[2,4,3], expected f32[2,5,3]\n"
         "  at `.stacked.layers[1].weight`: saved f32[2,1,4], expected f32[2,1,5]\n"
         "  at `.stacked.layers[0].bias`: saved f32[2,4], expected nothing\n"
-        "`like` is what was saved, in shape and dtype: make it as the model was made that was saved."
+        "`like` has the shapes and dtypes of what was saved: make it as the saved model was made."
     )
 
 
@@ -251,14 +251,13 @@ def test_a_different_function_is_noticed(tmp_path, unhooked):
     with pytest.raises(ee.MemberMismatchError) as caught:
         ee.load(tmp_path / "e", tanh)
     text = (
-        f"`eqx_ensemble.load` found the leaves of `{tmp_path}/e` alike, but what is not an array differs from what was "
-        "saved.\n  at `.shared.activation`: saved relu, expected tanh"
+        f"`load` found equal leaves in `{tmp_path}/e`, but parts that are not arrays differ from what was saved."
+        "\n  at `.shared.activation`: saved relu, expected tanh"
     )
     assert str(caught.value) == text + (
-        "\nMake `like` as the model was made that was saved, or pass `strict=False` to take these parts from `like` as "
-        "they are."
+        "\nMake `like` as the saved model was made, or pass `strict=False` to take these parts from `like` as they are."
     )
-    with pytest.warns(UserWarning, match="what is not an array differs") as warned:
+    with pytest.warns(UserWarning, match="parts that are not arrays differ") as warned:
         got = ee.load(tmp_path / "e", tanh, strict=False)
     assert str(warned[0].message) == text
     assert got.shared.activation is jnp.tanh
@@ -279,14 +278,12 @@ def test_another_number_of_members_is_noticed(path, ensemble):
 
 
 def test_a_model_where_an_ensemble_was_saved(path, unhooked):
-    with pytest.raises(ee.MemberMismatchError, match="An ensemble was saved, and `like` is none: pass the function"):
+    with pytest.raises(ee.MemberMismatchError, match="An ensemble was saved, and `like` is not one: pass the function"):
         ee.load(path, linear(KEY))
 
 
 def test_the_maker_in_place_of_the_model_replaces_nothing(path, ensemble, unhooked):
-    with pytest.raises(
-        TypeError, match=r"`eqx_ensemble.save` got a function without any array(.|\n)*not what makes it"
-    ):
+    with pytest.raises(TypeError, match=r"`save` got a function without any array(.|\n)*not what makes it"):
         ee.save(path, linear)
     assert_same(ee.load(path, linear), ensemble)
 
@@ -469,9 +466,9 @@ def _files(*names):
 
 FOLDERS = {
     "a run": (_run, r"a folder of `checkpoint.Checkpoints` \(2 checkpoints, the last one `step-000000000012`\).\n"
-              r"`eqx_ensemble.checkpoint.Checkpoints\('.*/x'\).restore\(like\)` reads .*`.*/x/step-000000000012`"),
+              r"`checkpoint.Checkpoints\('.*/x'\).restore\(like\)` reads .*`.*/x/step-000000000012`"),
     "members": (lambda folder: ee.export_members(ee.build(linear, 2, key=KEY), folder / "x"),
-                r"folder of `export_members` \(2 files, the first one `member-000000.eqx`\).\n`eqx_ensemble.load_m"),
+                r"folder of `export_members` \(2 files, the first one `member-000000.eqx`\).\n`load_m"),
     "single models": (_files("b.safetensors", "a.eqx"), r"files of single models \(`a.eqx`, `b.safetensors`\)"),
     "checkpoints": (lambda folder: [ee.save(folder / "x" / name, 1) for name in "ab"],
                     r"holds checkpoints \(`a`, `b`\).\n`load` reads one of them, `.*/x/a`"),
@@ -487,7 +484,7 @@ def test_a_folder_that_is_no_checkpoint_says_what_it_is(name, tmp_path, unhooked
     make, message = FOLDERS[name]
     make(tmp_path)
     calls = {
-        "eqx_ensemble.load": lambda path: ee.load(path, linear),
+        "load": lambda path: ee.load(path, linear),
         "checkpoint.contents": ee.checkpoint.contents,
         "checkpoint.verify": ee.checkpoint.verify,
     }
@@ -500,7 +497,7 @@ def test_a_folder_that_is_no_checkpoint_says_what_it_is(name, tmp_path, unhooked
 def test_a_folder_of_fit_says_what_it_is(tmp_path, ensemble, unhooked):
     loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)
     ee.fit(ensemble, loss, optax.sgd(0.1), jnp.ones((4, 3)), steps=2, checkpoint=tmp_path / "x", key=KEY)
-    way = r"The same call of `fit` with `checkpoint='.*/x'` gives the run; to load the .*`eqx_ensemble.save\(path, ru"
+    way = r"The same call of `fit` with `checkpoint='.*/x'` gives the run; to load the .*`save\(path, ru"
     for like in (linear, ensemble):
         with pytest.raises(FileNotFoundError, match=r"folder of a run of `fit` \(1 checkpoints, the last one `step-0"):
             ee.load(tmp_path / "x", like)

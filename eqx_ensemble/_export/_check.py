@@ -94,7 +94,7 @@ def check_exportable(leaf: Any, path: str, *, name: str) -> None:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise NotImplementedError(
             f"`{name}` needs all numbers in one process, and the leaf `{path}` is sharded over several.\nGather it "
-            "first: `eqx_ensemble.distributed.to_host(tree)`."
+            "first: `distributed.to_host(tree)`."
         )
 
 
@@ -124,7 +124,7 @@ def check_known_plan(plan: Any, *, name: str) -> None:
     if plan.chosen is not plan:
         raise TypeError(
             f'`{name}` needs a plan that is known, got `plan="auto"`: what is fastest can be tried only where the '
-            "program runs.\nPass `Vmap()`, or what `predict` chose with `plan=eqx_ensemble.plan.Auto()`: `plan.chosen`."
+            "program runs.\nPass `Vmap()`, or what `predict` chose with `plan=Auto()`: `plan.chosen`."
         )
 
 
@@ -164,7 +164,7 @@ def check_no_random_numbers(jaxpr: Jaxpr, *, name: str) -> None:
         if found.startswith(("random_", "rng_", "threefry")):
             raise NotImplementedError(
                 f"`{name}` cannot convert random numbers: found `{found}`. In ONNX they would be others.\nDraw them "
-                "before, and pass them as an input; or use `eqx_ensemble.export`."
+                "before, and pass them as an input; or use `export`."
             )
 
 
@@ -203,6 +203,6 @@ def explain_onnx() -> Iterator[None]:
     except Exception as error:
         error.add_note(
             f"`export_onnx` converts with jax2onnx {importlib.metadata.version('jax2onnx')}, which does not know every "
-            f"operation of jax, and may not know jax {jax.__version__} yet. `eqx_ensemble.export` has no such limit."
+            f"operation of jax, and may not know jax {jax.__version__} yet. `export` has no such limit."
         )
         raise

@@ -84,7 +84,7 @@ def export(
     inputs and outputs that are not arrays in dicts, lists and tuples; ValueError for more leaves than fit inside.
     """
     name = "export"
-    check_installed("flatbuffers", what="eqx_ensemble.export", extra="export")
+    check_installed("flatbuffers", what="export", extra="export")
     check_leaves_option(leaves, symbolic_members=symbolic_members, name=name)
     platforms = check_platforms(platforms, name=name)
     job = served(

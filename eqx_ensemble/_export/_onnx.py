@@ -45,7 +45,7 @@ def export_onnx(
     **Raises:** ImportError without jax2onnx; NotImplementedError for operations that it does not know.
     """
     name = "export_onnx"
-    check_installed("jax2onnx", what="eqx_ensemble.export_onnx", extra="onnx")
+    check_installed("jax2onnx", what="export_onnx", extra="onnx")
     call = Call(fn, inference_mode(inference, None, name=name))
     job = served(ensemble, call, name=name, shapes=shapes, combine=combine, weights=weights, state=state)
     x, _ = batches(job.row, batch_size, name=name)

@@ -55,7 +55,7 @@ def served(
     """What is exported, all of it checked."""
     check_ensemble(ensemble, name=name)
     check_optional_function(call.fn, "fn", name=name, example="lambda model, x: model(x)")
-    check_optional_function(combine, "combine", name=name, example="eqx_ensemble.combine.mean")
+    check_optional_function(combine, "combine", name=name, example="combine.mean")
     row = check_row_shapes(shapes, name=name)
     check_model_state_given(ensemble.stacked, state, name=name)
     check_model_state(state, ensemble.num_members, name=name)

@@ -17,7 +17,7 @@ def run_of_fit_message(path: Any, folder: Any, *, name: str) -> str:
     return (
         f"`{name}` needs a checkpoint of an ensemble or a model, and `{path}` is one of a run of `fit`: it holds the "
         f"whole training state.\nThe same call of `fit` with `checkpoint={str(folder)!r}` gives the run; to load the "
-        "ensemble without it, keep it with `eqx_ensemble.save(path, run.ensemble)`."
+        "ensemble without it, keep it with `save(path, run.ensemble)`."
     )
 
 
@@ -87,8 +87,8 @@ def check_no_typed_keys(tree: Any, reason: str, *, name: str) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key):
             raise TypeError(
-                f"`{name}` found typed keys at `{path_text(path)}`: {reason}.\nUse `eqx_ensemble.save` and "
-                "`eqx_ensemble.load`, or keep `jax.random.key_data(key)` in the model."
+                f"`{name}` found typed keys at `{path_text(path)}`: {reason}.\nUse `save` and "
+                "`load`, or keep `jax.random.key_data(key)` in the model."
             )
 
 
@@ -97,7 +97,7 @@ def check_plain_dtype(dtype: Any, path: str, *, name: str) -> None:
     if dtype.name not in PLAIN_DTYPES:
         raise TypeError(
             f"`{name}` cannot write the array `{path}` of dtype {dtype.name}: safetensors has no such type.\n"
-            "Cast it, or use `format='eqx'` or `eqx_ensemble.save`."
+            "Cast it, or use `format='eqx'` or `save`."
         )
 
 

@@ -21,11 +21,11 @@ def is_maker(like: Any) -> bool:
 
 def made(make: Any) -> Any:
     """What a maker makes, as shapes; where it cannot be traced, or hides arrays, as what it really makes."""
-    check_make_of_key(make, name="eqx_ensemble.load")
+    check_make_of_key(make, name="load")
     key = jax.random.key(0)
     try:
         shapes = eqx.filter_eval_shape(make, key)
-        check_no_tracers(shapes, name="eqx_ensemble.load")
+        check_no_tracers(shapes, name="load")
     except (jax.errors.JAXTypeError, MemberMismatchError):
         return make(key)
     return shapes

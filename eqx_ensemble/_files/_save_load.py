@@ -68,8 +68,8 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
     FileExistsError when something that is not a checkpoint of ours stands at `path`; TypeError for traced arrays, a
     function without arrays, and metadata that JSON cannot hold.
     """
-    check_format(format, path, name="eqx_ensemble.save")
-    check_has_arrays(tree, name="eqx_ensemble.save")
+    check_format(format, path, name="save")
+    check_has_arrays(tree, name="save")
     for ensemble in _ensembles(tree):
         check_integer_ids(ensemble.ids)
     how, marked = FORMATS[format], marks(tree)
@@ -126,7 +126,7 @@ def load(
     folder is that holds no checkpoint, and which function reads it; ValueError for a checkpoint of a run of `fit`, and
     for `members` of a tree that holds several ensembles.
     """
-    name = "eqx_ensemble.load"
+    name = "load"
     check_path(path, "path", name=name)
     check_like_given(like, name=name)
     check_flag(strict, "strict", name=name)

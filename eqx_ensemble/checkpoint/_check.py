@@ -53,7 +53,7 @@ def check_savable(leaf: Any, path: str) -> None:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise NotImplementedError(
             f"The leaf at `{path}` is sharded over several processes, and this one holds a part of it only.\nPass "
-            "`format='orbax'`, or gather it first: `eqx_ensemble.distributed.to_host(tree)`."
+            "`format='orbax'`, or gather it first: `distributed.to_host(tree)`."
         )
 
 

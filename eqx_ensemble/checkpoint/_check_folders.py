@@ -138,7 +138,7 @@ def check_folder_exists(path: Any, *, name: str) -> None:
         raise NotADirectoryError(
             errno.ENOTDIR,
             f"`{name}` needs the folder that `save` wrote, and `{path}` is a file.\nFiles of "
-            "`equinox.tree_serialise_leaves` and safetensors files are read by `eqx_ensemble.load_members`",
+            "`equinox.tree_serialise_leaves` and safetensors files are read by `load_members`",
         )
 
 
@@ -158,25 +158,24 @@ _KINDS = {
     "fit": (
         "the folder of a run of `fit` ({count} checkpoints, the last one `{last}`)",
         "The same call of `fit` with `checkpoint={path!r}` gives the run; to load the ensemble without it, keep it "
-        "with `eqx_ensemble.save(path, run.ensemble)`",
+        "with `save(path, run.ensemble)`",
     ),
     "run": (
         "a folder of `checkpoint.Checkpoints` ({count} checkpoints, the last one `{last}`)",
-        "`eqx_ensemble.checkpoint.Checkpoints({path!r}).restore(like)` reads the newest; `load` reads one of them, "
-        "`{path}/{last}`",
+        "`checkpoint.Checkpoints({path!r}).restore(like)` reads the newest; `load` reads one of them, `{path}/{last}`",
     ),
     "members": (
         "a folder of `export_members` ({count} files, the first one `{first}`)",
-        "`eqx_ensemble.load_members(sorted(pathlib.Path({path!r}).glob('member-*')), like)` reads them",
+        "`load_members(sorted(pathlib.Path({path!r}).glob('member-*')), like)` reads them",
     ),
     "files": (
         "a folder with files of single models ({names})",
-        "`eqx_ensemble.load_members(paths, like)` reads files of `equinox.tree_serialise_leaves` and of safetensors",
+        "`load_members(paths, like)` reads files of `equinox.tree_serialise_leaves` and of safetensors",
     ),
     "checkpoints": ("a folder that holds checkpoints ({names})", "`load` reads one of them, `{path}/{first}`"),
     "orbax": (
         "a checkpoint that Orbax wrote alone",
-        "`orbax.checkpoint` reads it; `load` reads what `eqx_ensemble.save(..., format='orbax')` wrote",
+        "`orbax.checkpoint` reads it; `load` reads what `save(..., format='orbax')` wrote",
     ),
     "empty": ("an empty folder", "Check the path, and whether the checkpoint was copied or removed"),
     "other": ("another folder (it holds {names})", "Check the path"),

@@ -19,8 +19,8 @@ def check_process_numbers(num_processes: Any, process_id: Any) -> tuple[int | No
     number = _check_integer(process_id, "process_id", least=0)
     if count is not None and number is not None and number >= count:
         raise ValueError(
-            f"`initialise` needs `process_id` to be below `num_processes`: got process {number} of {count}.\n"
-            "Processes are counted from 0."
+            f"`distributed.initialise` needs `process_id` to be below `num_processes`: got process {number} of "
+            f"{count}.\nProcesses are counted from 0."
         )
     return count, number
 
@@ -33,9 +33,9 @@ def _check_integer(value: Any, argument: str, *, least: int) -> int | None:
     except TypeError:
         number = None
     if number is None or isinstance(value, bool):
-        raise TypeError(f"`initialise` needs an integer `{argument}`, got {value!r}.")
+        raise TypeError(f"`distributed.initialise` needs an integer `{argument}`, got {value!r}.")
     if number < least:
-        raise ValueError(f"`initialise` needs `{argument}` of at least {least}, got {number}.")
+        raise ValueError(f"`distributed.initialise` needs `{argument}` of at least {least}, got {number}.")
     return number
 
 
@@ -43,7 +43,7 @@ def check_coordinator(value: Any) -> tuple[str, int]:
     """Checks `'host:port'` and returns both."""
     if not isinstance(value, str):
         raise TypeError(
-            f"`initialise` needs `coordinator` as text, got {value!r}.\n"
+            f"`distributed.initialise` needs `coordinator` as text, got {value!r}.\n"
             "It is where process 0 runs: `'host:port'`, such as `'127.0.0.1:12345'`."
         )
     host, colon, port = value.rpartition(":")
@@ -51,20 +51,20 @@ def check_coordinator(value: Any) -> tuple[str, int]:
     bracketed = host != bare
     if not colon or not bare or (":" in bare) != bracketed or not port.isascii() or not port.isdigit():
         raise ValueError(
-            f"`initialise` needs `coordinator` as `'host:port'`, got {value!r}.\n"
+            f"`distributed.initialise` needs `coordinator` as `'host:port'`, got {value!r}.\n"
             "It is where process 0 runs: `'127.0.0.1:12345'` on one machine, `'node-0:12345'`, `'[fd00::1]:12345'`."
         )
     if not 0 < int(port) < 2**16:
-        raise ValueError(f"`initialise` needs a port from 1 to 65535 in `coordinator`, got {value!r}.")
+        raise ValueError(f"`distributed.initialise` needs a port from 1 to 65535 in `coordinator`, got {value!r}.")
     return bare, int(port)
 
 
 def check_duration(value: Any, argument: str) -> float:
     """Checks a positive number of seconds and returns it as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"`initialise` needs `{argument}` in seconds, got {value!r}.")
+        raise TypeError(f"`distributed.initialise` needs `{argument}` in seconds, got {value!r}.")
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"`initialise` needs a positive number of seconds as `{argument}`, got {value!r}.")
+        raise ValueError(f"`distributed.initialise` needs a positive number of seconds as `{argument}`, got {value!r}.")
     return float(value)
 
 
@@ -73,7 +73,9 @@ def check_integer_variables(variables: Mapping[str, str], names: Collection[str]
     for name in names:
         text = variables[name].strip()
         if not (text.isascii() and text.isdigit()):
-            raise ValueError(f"`initialise` needs a whole number in the environment variable `{name}`, got {text!r}.")
+            raise ValueError(
+                f"`distributed.initialise` needs a whole number in the environment variable `{name}`, got {text!r}."
+            )
     return [int(variables[name]) for name in names]
 
 
@@ -86,7 +88,7 @@ def check_complete(values: Mapping[str, Any], variables: Mapping[str, str], torc
     hint = "Pass it, or start the processes with `python -m eqx_ensemble.launch`, Slurm or the like."
     if len(unset) < len(torch_like):
         hint += f"\nThe environment variables {_list_text(unset)} are not set; with the others they would define it."
-    raise ValueError(f"`initialise` does not know {_list_text(missing)} of several processes.\n{hint}")
+    raise ValueError(f"`distributed.initialise` does not know {_list_text(missing)} of several processes.\n{hint}")
 
 
 def _list_text(words: list[str]) -> str:
@@ -105,7 +107,8 @@ def check_jax_unused(*, used: bool) -> None:
     """Checks that no backend of JAX is initialised."""
     if used:
         raise RuntimeError(
-            "`initialise` must come before anything that uses a device, and JAX has been used in this process.\n"
+            "`distributed.initialise` must come before anything that uses a device, and JAX has been used in this "
+            "process.\n"
             "Call it first, right after the imports: before arrays, keys, `jax.devices()` and the like."
         )
 
@@ -116,7 +119,7 @@ def check_same_arguments(given: Mapping[str, Any], started: Mapping[str, Any]) -
     if other:
         listed = "\n".join(f"  `{name}`: it was {started[name]!r}, and is now {given[name]!r}" for name in other)
         raise RuntimeError(
-            f"`initialise` was called before in this process, with other arguments:\n{listed}\n"
+            f"`distributed.initialise` was called before in this process, with other arguments:\n{listed}\n"
             "Call it once. To begin anew, call `shutdown` in all processes, and start new ones."
         )
 
@@ -125,15 +128,16 @@ def check_no_arguments(given: Mapping[str, Any]) -> None:
     """Checks that no arguments are given where JAX was initialised by its own function."""
     if any(value is not None for value in given.values()):
         raise RuntimeError(
-            "`jax.distributed.initialize` was called before in this process, so that `initialise` cannot.\n"
-            "Call one of the two, or `initialise()` without arguments, which leaves things as they are."
+            "`jax.distributed.initialize` was called before in this process, so that `distributed.initialise` cannot.\n"
+            "Call one of the two, or `distributed.initialise()` without arguments, which changes nothing."
         )
 
 
 def detection_message(error: Exception) -> str:
     """The message where JAX detects a cluster but cannot read its settings."""
     return (
-        f"JAX detected a cluster, but not the settings that `initialise` needs: {type(error).__name__}: {error}\n"
+        f"JAX detected a cluster, but not the settings that `distributed.initialise` needs: "
+        f"{type(error).__name__}: {error}\n"
         "Pass `coordinator`, `num_processes` and `process_id`; for a single process, `num_processes=1`."
     )
 
@@ -144,13 +148,13 @@ def address_message(address: str, error: OSError) -> str:
         errno.EADDRINUSE: "Another program listens there: choose another port, for all processes.",
         errno.EADDRNOTAVAIL: "It is the address of another machine: it must be one of that of process 0.",
     }.get(error.errno or 0, "It must be an address of the machine on which process 0 runs.")
-    return f"`initialise` cannot listen at {address} as process 0: {error.strerror}.\n{hint}"
+    return f"`distributed.initialise` cannot listen at {address} as process 0: {error.strerror}.\n{hint}"
 
 
 def missing_message(missing: Collection[int], num_processes: int, address: str, seconds: float) -> str:
     """The message where processes did not connect in time."""
     return (
-        f"`initialise` waited {seconds:g} s at {address} for {num_processes} processes, and "
+        f"`distributed.initialise` waited {seconds:g} s at {address} for {num_processes} processes, and "
         f"{processes_text(missing)} did not connect.\n"
         "Check their logs, the address that they were given, and firewalls. If they need longer to start, pass a "
         "larger `timeout`."
@@ -161,14 +165,15 @@ def no_answer_message(address: str, seconds: float, *, process_id: int, stranger
     """The message where process 0 was not found."""
     found = "another program answered" if stranger else "there was no answer"
     return (
-        f"`initialise` in process {process_id} looked for process 0 at {address} for {seconds:g} s, and {found}.\n"
+        f"`distributed.initialise` in process {process_id} looked for process 0 at {address} for {seconds:g} s, "
+        f"and {found}.\n"
         "Check that process 0 runs and was given the same address, and that no firewall is between."
     )
 
 
 def refusal_message(reason: str, address: str) -> str:
     """The message where process 0 rejects a process."""
-    return f"`initialise` was rejected by process 0 at {address}: {reason}."
+    return f"`distributed.initialise` was rejected by process 0 at {address}: {reason}."
 
 
 def check_addressable(leaf: Any, path: str) -> None:

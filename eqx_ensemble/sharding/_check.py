@@ -53,7 +53,7 @@ def check_all_processes(devices: Any, num_processes: int) -> None:
 
 def check_mesh(value: Any, *, name: str) -> None:
     """Checks a mesh: the axes `members`, `data` and `model` or the first of them, all of the type `Auto`."""
-    hint = "Make one with `eqx_ensemble.make_mesh(members=4, data=2)`."
+    hint = "Make one with `make_mesh(members=4, data=2)`."
     if not isinstance(value, Mesh):
         raise TypeError(f"`{name}` needs a `jax.sharding.Mesh` as `mesh`, got {kind_text(value)}.\n{hint}")
     if not _has_axes(value):
@@ -89,8 +89,7 @@ def check_shard_rule(shard: Any, mesh: Mesh | None) -> None:
         )
     if mesh is None or mesh.shape.get("model", 1) == 1:
         raise TypeError(
-            "`build` takes `shard` with a mesh whose axis `model` has several devices: "
-            "`mesh=eqx_ensemble.make_mesh(model=2)`."
+            "`build` takes `shard` with a mesh whose axis `model` has several devices: `mesh=make_mesh(model=2)`."
         )
 
 
@@ -158,7 +157,7 @@ def check_same_arrays(digests: np.ndarray) -> None:
         raise ValueError(
             "Processes passed different numbers for the same arrays: data, ensembles and keys have to be the same in "
             "all of them.\nRead and draw them from the same files and seeds. Where each process reads rows of its own, "
-            "pass an iterable of batches made by `eqx_ensemble.sharding.batch`."
+            "pass an iterable of batches made by `sharding.batch`."
         )
 
 

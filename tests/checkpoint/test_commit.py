@@ -132,12 +132,12 @@ def test_what_an_error_says_is_there_is_there(old, tmp_path):
         if text is None:
             assert now == 2  # only the cleaning failed
             continue
-        in_place = "The new checkpoint is in place and whole" in text
-        assert in_place != ("What was there before is still whole" in text)
+        in_place = "The new checkpoint is in place and complete" in text
+        assert in_place != ("The previous checkpoint, if any, is intact" in text)
         assert now == (2 if in_place else old)
         if in_place:
             said.append(operation)
-            assert "a power cut may bring back what was there before" in text
+            assert "a power cut may restore the old one" in text
             # The manifest that a power cut brings back names the old arrays, which must still be there.
             assert old is None or len(list(path.glob("arrays-*"))) == 2
         ee.save(path, tree(3))

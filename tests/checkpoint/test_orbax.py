@@ -246,7 +246,7 @@ def test_members_of_arrays_on_several_devices(tmp_path):
 def test_a_sharding_that_does_not_fit(tmp_path):
     save(tmp_path / "x", {"x": jnp.zeros((3, 2))})
     like = {"x": jax.ShapeDtypeStruct((3, 2), jnp.float32, sharding=NamedSharding(mesh(4), PartitionSpec("members")))}
-    with pytest.raises(ValueError, match=r"The leaf at `\['x'\]` cannot lie as `like` says: .*evenly divide"):
+    with pytest.raises(ValueError, match=r"The leaf at `\['x'\]` cannot have the sharding of `like`: .*evenly divide"):
         ee.load(tmp_path / "x", like)
 
 

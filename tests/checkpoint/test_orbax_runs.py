@@ -98,7 +98,7 @@ def test_steps_that_were_never_finished(folder):
     (folder / "step-000000000003" / "note.txt").write_text("mine")
     assert checkpoints.steps == [1]
     assert checkpoints.restore(tree(0)).step == 1
-    with pytest.raises(FileNotFoundError, match="found no checkpoint at .* that was finished"):
+    with pytest.raises(FileNotFoundError, match="found no finished checkpoint at .*"):
         ee.load(folder / "step-000000000002", tree(0))
     checkpoints.save(4, tree(4))
     assert sorted(entry.name[-1] for entry in folder.iterdir()) == ["1", "3", "4"]
@@ -339,9 +339,9 @@ BAD = {
     "an unknown store": (
         lambda path: ee.load("memory://x", 1),
         ValueError,
-        "`memory://x` is in no object store that is known here.\nThe path starts with `gs://` or `s3://`",
+        "`memory://x` is in an object store that is not supported.\nThe path starts with `gs://` or `s3://`",
     ),
-    "nothing there": (lambda path: ee.load(path, 1), FileNotFoundError, "`eqx_ensemble.load` found no checkpoint at"),
+    "nothing there": (lambda path: ee.load(path, 1), FileNotFoundError, "`load` found no checkpoint at"),
     "a cast to anything": (
         lambda path: ee.load(_saved(path), 1, cast="all"),
         ValueError,

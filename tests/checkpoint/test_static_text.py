@@ -170,6 +170,6 @@ class Model(eqx.Module):
 def test_loading_notices(tmp_path, saved, now, said):
     ee.save(tmp_path / "a", Model(saved, KEY))
     ee.load(tmp_path / "a", Model(saved, KEY))
-    with pytest.raises(ee.MemberMismatchError, match="what is not an array differs") as caught:
+    with pytest.raises(ee.MemberMismatchError, match="parts that are not arrays differ") as caught:
         ee.load(tmp_path / "a", Model(now, KEY))
     assert said in str(caught.value)

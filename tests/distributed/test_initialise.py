@@ -77,7 +77,7 @@ class TestProcesses:
             for child in children:
                 _, err = child.communicate(timeout=60)
                 assert child.returncode == 1, err
-                assert re.search(r"TimeoutError: .* for 3 processes, and process 1 did not come", err), err
+                assert re.search(r"TimeoutError: .* for 3 processes, and process 1 did not connect", err), err
 
     @pytest.mark.slow
     def test_an_exception_ends_a_process_at_once(self):
@@ -92,7 +92,7 @@ class TestProcesses:
     def test_jax_was_used_before(self):
         with processes("late", ranks=(0,)) as (child,):
             _, err = child.communicate(timeout=60)
-            assert "RuntimeError: `initialise` must come before anything that uses a device" in err
+            assert "RuntimeError: `distributed.initialise` must come before anything that uses a device" in err
 
 
 class TestAlone:
@@ -191,11 +191,13 @@ class TestRollCall:
         assert time.monotonic() - start < 5
         for error in found:
             assert isinstance(error, TimeoutError)
-            assert "for 5 processes, and processes 1 and 3 did not come" in str(error)
+            assert "for 5 processes, and processes 1 and 3 did not connect" in str(error)
 
     def test_the_first_did_not_come(self):
         (error,) = outcomes(calls(2, [1], timeout=0.5))
-        assert re.search(r"process 1 looked for process 0 at 127.0.0.1:\d+ for 0.5 s, and nobody answered", str(error))
+        assert re.search(
+            r"process 1 looked for process 0 at 127.0.0.1:\d+ for 0.5 s, and there was no answer", str(error)
+        )
 
     def test_late_ones_are_waited_for(self):
         first, other = calls(2, [0, 1])
@@ -211,12 +213,12 @@ class TestRollCall:
         first, one, two = calls(3, [0, 1, 1], timeout=2.0)
         _, *both = outcomes([first, one, two])
         assert sum("another process 1 is there" in str(error) for error in both) == 1
-        assert sum("process 2 did not come" in str(error) for error in both) == 1
+        assert sum("process 2 did not connect" in str(error) for error in both) == 1
 
     def test_other_counts(self):
         first, other = calls(2, [0, 1], timeout=1.0)
         found = outcomes([first, other._replace(num_processes=3)])
-        assert "process 1 did not come" in str(found[0])
+        assert "process 1 did not connect" in str(found[0])
         assert "it waits for 2 processes, and this one was told of 3" in str(found[1])
 
     @pytest.mark.parametrize(
@@ -250,7 +252,7 @@ class TestRollCall:
             (error,) = outcomes([other])
             stranger.shutdown(socket.SHUT_RDWR)
             thread.join()
-        assert "what answered was not it" in str(error)
+        assert "another program answered" in str(error)
 
     def test_the_address_is_taken(self):
         (first,) = calls(2, [0])
@@ -339,13 +341,17 @@ class TestWhoSaysIt:
             raise KeyError("job-name")
 
         monkeypatch.setattr(_environment.ClusterEnv, "auto_detect_unset_distributed_params", fail)
-        with pytest.raises(RuntimeError, match="(?s)KeyError: 'job-name'\nPass .* alone, `num_processes=1`"):
+        with pytest.raises(RuntimeError, match="(?s)KeyError: 'job-name'\nPass .* single process, `num_processes=1`"):
             ee.distributed.initialise()
 
 
 START = ee.distributed.initialise
 BAD = {
-    "no port": (lambda: START("node-0", 2, 0), ValueError, "`initialise` needs `coordinator` as `'host:port'`, got "),
+    "no port": (
+        lambda: START("node-0", 2, 0),
+        ValueError,
+        "`distributed.initialise` needs `coordinator` as `'host:port'`, got ",
+    ),
     "no host": (lambda: START(":1234", 2, 0), ValueError, "as `'host:port'`, got ':1234'.\nIt is where process 0 runs"),
     "a bare IPv6 address": (lambda: START("fd00::1:12", 2, 0), ValueError, "`'[fd00::1]:12345'`"),
     "a port too large": (lambda: START("a:70000", 2, 0), ValueError, "needs a port from 1 to 65535 in `coordinator`"),
@@ -353,7 +359,7 @@ BAD = {
     "a process too many": (
         lambda: START("a:1", 2, 2),
         ValueError,
-        "`initialise` needs `process_id` to be below `num_processes`: got process 2 of 2.\n"
+        "`distributed.initialise` needs `process_id` to be below `num_processes`: got process 2 of 2.\n"
         "Processes are counted from 0.",
     ),
     "a negative process": (lambda: START("a:1", 2, -1), ValueError, "needs `process_id` of at least 0, got -1."),
@@ -361,26 +367,38 @@ BAD = {
     "half a process": (lambda: START("a:1", 2.5, 0), TypeError, "needs an integer `num_processes`, got 2.5."),
     "no time": (lambda: START(timeout=0), ValueError, "needs a positive number of seconds as `timeout`, got 0."),
     "for ever": (lambda: START(timeout=float("inf")), ValueError, "positive number of seconds as `timeout`, got inf"),
-    "a text as time": (lambda: START(heartbeat="5s"), TypeError, "`initialise` needs `heartbeat` in seconds, got '5s'"),
+    "a text as time": (
+        lambda: START(heartbeat="5s"),
+        TypeError,
+        "`distributed.initialise` needs `heartbeat` in seconds, got '5s'",
+    ),
     "half of what is needed": (
         lambda: START(num_processes=2),
         ValueError,
-        "`initialise` does not know `coordinator` and `process_id` of several processes.\n"
+        "`distributed.initialise` does not know `coordinator` and `process_id` of several processes.\n"
         "Pass it, or start the processes with `python -m eqx_ensemble.launch`, Slurm or the like.",
     ),
     "a traced array": (
         lambda: jax.jit(lambda x: ee.distributed.to_host({"a": x}))(1.0),
         TypeError,
-        "`to_host` brings numbers to the host, and the leaf at `['a']` is traced: call it outside `jax.jit`",
+        "`distributed.to_host` copies arrays to the host, and the leaf at `['a']` is traced: call it outside `jax.jit`",
     ),
     "a decision that is a text": (
         lambda: ee.distributed.broadcast_from_first("yes"),
         TypeError,
-        "`broadcast_from_first` takes a bool, an int of at most 64 bits or a float of process 0, which passed a str.\n"
-        "Agree on a number that stands for it.",
+        "`distributed.broadcast_from_first` needs a bool, an int of at most 64 bits or a float in process 0, got a "
+        "str.\nEncode it as a number.",
     ),
-    "a decision too large": (lambda: ee.distributed.broadcast_from_first(2**63), TypeError, "which passed an int."),
-    "two decisions": (lambda: ee.distributed.broadcast_from_first(np.ones(2)), TypeError, "which passed a ndarray."),
+    "a decision too large": (
+        lambda: ee.distributed.broadcast_from_first(2**63),
+        TypeError,
+        "in process 0, got an int.",
+    ),
+    "two decisions": (
+        lambda: ee.distributed.broadcast_from_first(np.ones(2)),
+        TypeError,
+        "in process 0, got a ndarray.",
+    ),
 }
 BAD_VARIABLES = {
     "a port that is a word": (
@@ -392,7 +410,7 @@ BAD_VARIABLES = {
         {"MASTER_ADDR": "a", "WORLD_SIZE": "2"},
         "does not know `coordinator`, `num_processes` and `process_id` of several processes.\nPass it, or start the "
         "processes with `python -m eqx_ensemble.launch`, Slurm or the like.\nThe environment variables `MASTER_PORT` "
-        "and `RANK` are not set, which would say it with the others.",
+        "and `RANK` are not set; with the others they would define it.",
     ),
     "a coordinator alone": ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "does not know `num_processes` and `process_id` of"),
 }

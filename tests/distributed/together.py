@@ -80,7 +80,7 @@ def arrays(rank):
     parts = [jax.device_put(np.ones(1), d) for d in jax.local_devices()] if rank == 0 else []
     array = jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=np.float32)
     if rank == 1:  # what is whole in process 0 needs nobody else
-        with pytest.raises(ValueError, match=r"process 1 has none of the leaf at `\['a'\]`"):
+        with pytest.raises(ValueError, match=r"process 1 holds none of the leaf at `\['a'\]`"):
             ee.distributed.to_host({"a": array})
 
 
@@ -90,7 +90,7 @@ def decisions(rank):
         expected = value if isinstance(value, bool | int | float) else value.item()
         assert got == expected
         assert type(got) is type(expected)
-    with pytest.raises(TypeError, match="which passed a str"):
+    with pytest.raises(TypeError, match="in process 0, got a str"):
         ee.distributed.broadcast_from_first("yes" if rank == 0 else True)
 
 

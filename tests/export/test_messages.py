@@ -39,7 +39,7 @@ BAD = {
     ),
     "one model": (
         lambda: ee.export_onnx(ENSEMBLE[0], shapes=(3,)),
-        "ImportError: `eqx_ensemble.export_onnx` needs jax2onnx.\nInstall it: `pip install 'eqx_ensemble[onnx]'`. It "
+        "ImportError: `export_onnx` needs jax2onnx.\nInstall it: `pip install 'eqx_ensemble[onnx]'`. It "
         "does not go with the extra `orbax` in one environment, because jax2onnx needs `orbax-checkpoint` older than "
         "0.11.37."
         if importlib.util.find_spec("jax2onnx") is None
@@ -126,7 +126,7 @@ BAD = {
         lambda: export(plan="auto"),
         'TypeError: `export` needs a plan that is known, got `plan="auto"`: what is fastest can be tried only where '
         "the program runs."
-        "\nPass `Vmap()`, or what `predict` chose with `plan=eqx_ensemble.plan.Auto()`: `plan.chosen`.",
+        "\nPass `Vmap()`, or what `predict` chose with `plan=Auto()`: `plan.chosen`.",
     ),
     "state that is missing": (
         lambda: export(STATEFUL, shapes=(25,)),

@@ -137,7 +137,7 @@ def test_random_numbers_have_no_onnx():
         ee.export_onnx(ensemble, shapes=(25,))
     assert str(caught.value) == (
         "`export_onnx` cannot convert random numbers: found `random_wrap`. In ONNX they would be others.\nDraw them "
-        "before, and pass them as an input; or use `eqx_ensemble.export`."
+        "before, and pass them as an input; or use `export`."
     )
 
 
@@ -149,7 +149,7 @@ def test_what_the_converter_does_not_know_is_explained(ensemble, monkeypatch):
     monkeypatch.setattr("jax2onnx.to_onnx", fails)
     with pytest.raises(NotImplementedError) as caught:
         ee.export_onnx(ensemble, shapes=(3,))
-    assert any("`eqx_ensemble.export` has no such limit" in note for note in caught.value.__notes__)
+    assert any("`export` has no such limit" in note for note in caught.value.__notes__)
 
 
 @needs_onnx

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ...checkpoint._check_like import shape_text
 from .._state import MemberConstants, MemberState
 from ..compiled._loss import Loss
 from ..compiled._member import member_gradient
