@@ -12,7 +12,8 @@ from safetensors.numpy import save as safetensors_bytes
 
 from .._check import CheckpointCorruptError, kind_text
 from ..checkpoint._check import damage_message
-from ..checkpoint._check_like import LeafDifference, check_same_leaves, count_bytes
+from ..checkpoint._check_like import LeafDifference, check_same_leaves
+from ..checkpoint._dtypes import count_bytes
 from ..checkpoint._structure import is_array_like, is_number, saved_leaves
 from ._check import check_no_typed_keys, check_plain_dtype
 

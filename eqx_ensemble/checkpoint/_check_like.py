@@ -1,6 +1,5 @@
 """Checks of `like` against what was saved."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -90,8 +89,3 @@ def check_cast(cast: Any, *, name: str) -> None:
 def shape_text(shape: Sequence[int], dtype: Any) -> str:
     """`f32[4,2]` for an array that was saved."""
     return describe(jax.ShapeDtypeStruct(tuple(shape), dtype))
-
-
-def count_bytes(shape: Sequence[int], itemsize: int) -> int:
-    """The size of an array, as a Python int, which does not wrap around."""
-    return math.prod(shape) * itemsize

@@ -2,8 +2,8 @@ import os
 from typing import Any, NamedTuple
 
 from .._check import check_path, number_text
-from ._check_like import count_bytes, shape_text
-from ._dtypes import DTYPES, key_dtype
+from ._check_like import shape_text
+from ._dtypes import DTYPES, count_bytes, key_dtype
 from ._manifest import Entry, Manifest, is_orbax
 from ._open import opened
 from ._orbax import OrbaxReader

@@ -1,3 +1,5 @@
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -98,3 +100,8 @@ def raw(data: np.ndarray) -> memoryview:
 def key_dtype(kind: str) -> Any:
     """The dtype of typed keys of a generator."""
     return jax.eval_shape(lambda: jax.random.key(0, impl=kind)).dtype
+
+
+def count_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """The size of an array, as a Python int, which does not wrap around."""
+    return math.prod(shape) * itemsize

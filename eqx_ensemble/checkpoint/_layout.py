@@ -2,8 +2,7 @@ import json
 from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
-from ._check_like import count_bytes
-from ._dtypes import DTYPES, stored
+from ._dtypes import DTYPES, count_bytes, stored
 from ._manifest import LIMIT, TABLE, Entry
 
 DIGEST = 32
