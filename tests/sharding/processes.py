@@ -122,7 +122,7 @@ def spoilt():
 def other_data():
     """Processes that read other files are told so, all of them."""
     if jax.process_count() > 1:
-        with pytest.raises(ValueError, match="Processes brought different numbers"):
+        with pytest.raises(ValueError, match="Processes passed different numbers"):
             fitted(ee.make_mesh(), 4, (X + jax.process_index(), Y))
     return {}
 
