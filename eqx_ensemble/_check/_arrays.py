@@ -1,4 +1,3 @@
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -236,26 +235,6 @@ def check_plain_weights(name: str, weights: object) -> None:
         )
 
 
-def check_reduction(name: str, reduction: str, rows: Shape) -> None:
-    """A known reduction, and at least one row where their mean is asked for."""
-    check_choice(name, "reduction", reduction, ("mean", "none"))
-    if reduction == "mean" and math.prod(rows) == 0:
-        raise ValueError(
-            needs_message(
-                name, "at least one row to average over", f"got rows of shape {rows}", "Was every row filtered out?"
-            )
-        )
-
-
-def check_choice(name: str, argument: str, value: str, choices: tuple[str, ...]) -> None:
-    """One of the names that there are."""
-    if not isinstance(value, str) or value not in choices:
-        listed = " or ".join(repr(choice) for choice in choices)
-        raise ValueError(
-            needs_message(name, f"`{argument}` to be {listed}", f"got {value!r}", "Options are passed by name.")
-        )
-
-
 def check_level(name: str, level: float) -> None:
     """A probability strictly between zero and one."""
     host = concrete(level)
@@ -266,20 +245,6 @@ def check_level(name: str, level: float) -> None:
         )
     if not 0 < level < 1:
         raise ValueError(needs_message(name, "a `level` between 0 and 1", f"got {level}", "Write 90 % as `level=0.9`."))
-
-
-def check_interval(name: str, lower: ArrayLike, upper: ArrayLike, mask: ArrayLike | None = None) -> None:
-    """No lower end above its upper end; only where the values are concrete."""
-    low, high, kept = concrete(lower), concrete(upper), kept_rows(mask)
-    if low is None or high is None or kept is None:
-        return
-    wrong = (low > high) & kept
-    if wrong.any():
-        raise ValueError(
-            needs_message(
-                name, "`lower` ends at or below `upper` ends", first_text(low, wrong), "Swapped? `lower` comes first."
-            )
-        )
 
 
 def check_floating(name: str, argument: str, values: ArrayLike) -> Array:
@@ -343,4 +308,45 @@ def check_weight_count(weights: Any, num_members: int, *, name: str) -> None:
     if weights is not None and np.shape(weights) != (num_members,):
         raise ValueError(
             f"`{name}` needs one weight per member: expected shape ({num_members},), got {np.shape(weights)}."
+        )
+
+
+def check_scalar(name: str, argument: str, value: ArrayLike, dtype: jnp.dtype) -> Array:
+    """One number, in the dtype that is computed in."""
+    array = check_array(name, argument, value)
+    if array.shape != ():
+        raise ValueError(
+            needs_message(
+                name, f"one number as `{argument}`", f"got shape {array.shape}", "It is the same for all entries."
+            )
+        )
+    return array.astype(dtype)
+
+
+def check_floating_arrays(name: str, **arrays: ArrayLike) -> tuple[Array, ...]:
+    """Floating arrays of one shape, in one dtype."""
+    checked = {argument: check_floating(name, argument, values) for argument, values in arrays.items()}
+    check_same_shape(name, **checked)
+    return promote(*checked.values())
+
+
+def check_no_nan(name: str, argument: str, values: ArrayLike, mask: ArrayLike | None) -> None:
+    """No NaN in rows that count; only where the values are concrete."""
+    host, kept = concrete(values), None if mask is None else concrete(mask)
+    if host is None or (mask is not None and kept is None):
+        return
+    wrong = np.isnan(host.astype(np.float64)) & (True if kept is None else kept)
+    if wrong.any():
+        fix = "Leave these rows out: `mask=~jnp.isnan(...)`."
+        raise ValueError(needs_message(name, f"`{argument}` without NaN", f"got {int(wrong.sum())} of them", fix))
+
+
+def check_fitted_members(name: str, expected: int, got: int) -> None:
+    """The members that were calibrated."""
+    if got != expected:
+        fix = "A calibration belongs to the ensemble that it was fitted on: fit it anew."
+        raise ValueError(
+            needs_message(
+                name, "predictions of the members that it was fitted on", f"expected {expected} members, got {got}", fix
+            )
         )

@@ -14,6 +14,7 @@ from ._arrays import (
     check_array,
     check_mask,
     check_plain_weights,
+    check_scalar,
     check_values,
     check_weights,
     concrete,
@@ -22,7 +23,6 @@ from ._arrays import (
 )
 from ._leaves import is_traced
 from ._options import check_number, check_positive_int
-from ._rows import check_scalar
 
 _HOW_TO_SCORE = "They are `-scores.per_member(scores.nll, logits, labels, reduction='none')` and the like."
 

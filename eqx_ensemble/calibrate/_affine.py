@@ -1,11 +1,13 @@
 from functools import partial
+from typing import NoReturn
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .. import _check
+from .._check import check_number, check_positive_int
+from ._check import no_gradient_message, warn_of_no_minimum
 from ._minimise import minimise
 from ._pooling import Pool, Pooling, Rows, fit_rows
 
@@ -93,11 +95,11 @@ def vector(
         [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599)
     """
     name = "calibrate.vector"
-    steps = _check.check_positive_int(max_steps, "max_steps", name=name)
+    steps = check_positive_int(max_steps, "max_steps", name=name)
     pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
     rows = rows._replace(logs=_constant(name, rows.logs))
     scale, bias, found = _fit_vector(rows, steps)
-    _check.warn_no_minimum(name, pool, found)
+    warn_of_no_minimum(name, pool, found)
     return Vector(scale, bias, pooling)
 
 
@@ -142,13 +144,14 @@ def matrix(
         calibration](https://arxiv.org/abs/1910.12656)
     """
     name = "calibrate.matrix"
-    steps = _check.check_positive_int(max_steps, "max_steps", name=name)
-    _check.check_penalties(name, off_diagonal_penalty=off_diagonal_penalty, bias_penalty=bias_penalty)
+    steps = check_positive_int(max_steps, "max_steps", name=name)
+    check_number(off_diagonal_penalty, "off_diagonal_penalty", name=name, least=0)
+    check_number(bias_penalty, "bias_penalty", name=name, least=0)
     pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
     rows = rows._replace(logs=_constant(name, rows.logs))
     penalties = jnp.asarray([off_diagonal_penalty, bias_penalty], rows.logs.dtype)
     fitted, bias, found = _fit_matrix(rows, penalties, steps)
-    _check.warn_no_minimum(name, pool, found)
+    warn_of_no_minimum(name, pool, found)
     return Matrix(fitted, bias, pooling)
 
 
@@ -158,7 +161,9 @@ def _constant(name: str, logs: Array) -> Array:
     return logs
 
 
-_constant.defjvp(lambda name, primals, tangents: _check.no_gradient_of_fit(name))
+@_constant.defjvp
+def _refuse_gradient(name: str, primals: tuple, tangents: tuple) -> NoReturn:
+    raise NotImplementedError(no_gradient_message(name))
 
 
 @partial(jax.jit, static_argnames="max_steps")

@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .. import _check
+from .._check import check_word
 from ..scores._binning import Binning, binned
+from ..scores._check import check_positive_int
 from ._pooling import Pool, Pooling, Rows, fit_rows
 
 
@@ -84,8 +85,8 @@ def histogram(
         ```
     """
     name = "calibrate.histogram"
-    _check.check_num_bins(name, num_bins)
-    _check.check_choice(name, "binning", binning, ("width", "mass"))
+    check_positive_int(num_bins, "num_bins", name=name)
+    check_word(binning, "binning", ("width", "mass"), name=name)
     pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
     edges, frequency = _fit(rows, num_bins, binning)
     return Histogram(edges, frequency, pooling)

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .. import _check
+from .._check import missing_extra_message
+from ._check import check_untraced
 from ._histogram import by_class
 from ._pooling import Pool, Pooling, Rows, fit_rows
 
@@ -81,7 +82,7 @@ def isotonic(
         ```
     """
     name = "calibrate.isotonic"
-    _check.check_untraced(name, logits=logits, labels=labels, weights=weights, mask=mask)
+    check_untraced(name, logits=logits, labels=labels, weights=weights, mask=mask)
     pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
     knots, values = _fit(name, rows)
     return Isotonic(knots, values, pooling)
@@ -91,7 +92,7 @@ def _fit(name: str, rows: Rows) -> tuple[Array, Array]:
     try:
         from sklearn.isotonic import IsotonicRegression
     except ImportError as error:
-        raise ImportError(_check.missing_extra_message(name, "scikit-learn", "sklearn")) from error
+        raise ImportError(missing_extra_message(name, "scikit-learn", "sklearn")) from error
     kept = np.asarray(rows.share) > 0
     probabilities, labels = np.asarray(jnp.exp(rows.logs))[:, kept], np.asarray(rows.labels)[kept]
     knots, values = [], []

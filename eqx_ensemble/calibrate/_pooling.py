@@ -5,8 +5,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
-from .. import _check
+from .._check import check_fitted_members, check_labels, check_logits, check_mask, check_weights
 from .._weighting import blank_masked, blank_unweighted, is_class, log_mixture
+from ..scores._check import check_some_rows
+from ._check import check_finite_logits, check_pool
 
 Pool = Literal["members", "mixture"]
 
@@ -27,8 +29,8 @@ class Pooling(eqx.Module):
 
     def logs(self, name: str, logits: ArrayLike) -> Float[Array, "groups *batch classes"]:
         """The log-probabilities to calibrate, with one group per member, or one of all."""
-        checked = _check.check_logits(name, logits)
-        _check.check_calibrated_members(name, self.num_members, checked.shape[0])
+        checked = check_logits(name, logits)
+        check_fitted_members(name, self.num_members, checked.shape[0])
         return _logs(checked, self.weights, self.pool)
 
 
@@ -44,12 +46,12 @@ def fit_rows(
     name: str, logits: ArrayLike, labels: ArrayLike, pool: Pool, weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Pooling, Rows]:
     """What to calibrate, and the rows to fit on; rows left out by the mask or without a class have no share."""
-    checked = _check.check_logits(name, logits)
-    kept = _check.check_mask(name, mask, checked.shape[1:-1])
-    targets = _check.check_labels(name, labels, checked, mask)
+    checked = check_logits(name, logits)
+    kept = check_mask(name, mask, checked.shape[1:-1])
+    targets = check_labels(name, labels, checked, mask)
     pooling = pooled(name, pool, weights, checked)
-    _check.check_reduction(name, "mean", targets.shape)
-    _check.check_finite_logits(name, checked, pooling.weights, mask)
+    check_some_rows(name, targets.shape)
+    check_finite_logits(name, checked, pooling.weights, mask)
     # While tracing, labels cannot be refused.
     known = is_class(targets, checked.shape[-1])
     kept = known if kept is None else kept & known
@@ -60,9 +62,9 @@ def fit_rows(
 
 def pooled(name: str, pool: Pool, weights: ArrayLike | None, predictions: Array) -> Pooling:
     """What to calibrate of predictions with a leading `members` axis."""
-    _check.check_pool(name, pool, weighted=weights is not None)
+    check_pool(name, pool, weighted=weights is not None)
     num_members = predictions.shape[0]
-    return Pooling(pool, num_members, _check.check_weights(name, weights, num_members, predictions.dtype))
+    return Pooling(pool, num_members, check_weights(name, weights, num_members, predictions.dtype))
 
 
 def _shares(kept: Bool[Array, "*batch"], dtype: jnp.dtype) -> Float[Array, " rows"]:

@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .. import _check
+from ._check import check_best_temperature
 from ._pooling import Pool, Pooling, Rows, fit_rows
 
 _BRACKET = 40.0  # logarithms of 1 / T, in units of the largest difference of logits, that are looked at
@@ -84,7 +84,7 @@ def temperature(
     name = "calibrate.temperature"
     pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
     inverse, separated, hopeless = _fit(rows)
-    _check.check_best_temperature(name, pool, separated, hopeless)
+    check_best_temperature(name, pool, separated, hopeless)
     return Temperature(1 / inverse, pooling)
 
 

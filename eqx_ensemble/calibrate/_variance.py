@@ -3,9 +3,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .. import _check
+from .._check import check_fitted_members, check_mask, check_moments, check_regression, check_variance
 from .._weighting import blank_masked
 from ..combine import Gaussian, gaussian
+from ..scores._check import check_some_rows
+from ._check import check_finite_targets, check_scale
 from ._pooling import Pool, Pooling, pooled
 
 
@@ -27,8 +29,8 @@ class Variance(eqx.Module):
     ) -> Gaussian:
         """Means and calibrated variances: of every member `(members, *batch)`; of the combination `(1, *batch)`."""
         name = "calibrate.Variance"
-        means, variances = _check.check_moments(name, mean, variance)
-        _check.check_calibrated_members(name, self.pooling.num_members, means.shape[0])
+        means, variances = check_moments(name, mean, variance)
+        check_fitted_members(name, self.pooling.num_members, means.shape[0])
         means, variances = _moments(means, variances, self.pooling)
         return Gaussian(means, variances * jnp.reshape(self.scale, (-1,) + (1,) * (means.ndim - 1)))
 
@@ -85,15 +87,15 @@ def variance(
         ```
     """
     name = "calibrate.variance"
-    means, variances, observed = _check.check_regression(name, targets, members=True, mean=mean, variance=variance)
-    kept = _check.check_mask(name, mask, observed.shape)
-    _check.check_variance(name, variance, positive=True, mask=mask, weights=weights)
-    _check.check_reduction(name, "mean", observed.shape)
-    _check.check_finite_targets(name, targets, mask)
+    means, variances, observed = check_regression(name, targets, members=True, mean=mean, variance=variance)
+    kept = check_mask(name, mask, observed.shape)
+    check_variance(name, variance, positive=True, mask=mask, weights=weights)
+    check_some_rows(name, observed.shape)
+    check_finite_targets(name, targets, mask)
     pooling = pooled(name, pool, weights, means)
     means, variances = blank_masked(means, kept, before=1), blank_masked(variances, kept, before=1, fill=1)
     scale = _fit(*_moments(means, variances, pooling), blank_masked(observed, kept), kept)
-    _check.check_scale(name, pool, scale)
+    check_scale(name, pool, scale)
     return Variance(scale, pooling)
 
 

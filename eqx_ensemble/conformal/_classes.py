@@ -5,19 +5,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key
 
-from .._check import (
-    check_conformal_logits,
-    check_known,
-    check_labels,
-    check_level,
-    check_logits,
-    check_mask,
-    check_num_free,
-    check_penalties,
-    check_random,
-)
+from .._check import check_key, check_labels, check_level, check_logits, check_mask, check_no_nan, check_number
 from .._keys import member_keys
 from .._weighting import at_label, blank_masked
+from ._check import check_num_free, check_row_logits
 from ._rank import fraction, rank_of, ranked_pair
 
 
@@ -68,7 +59,7 @@ class RandomisedSets(eqx.Module):
         """
         name = "conformal.RandomisedSets"
         checked = check_logits(name, logits, members=False)
-        check_random(name, key)
+        check_key(key, name=name)
         return _sets(checked, member_keys(key, 1, purpose="conformal.RandomisedSets"), self)
 
 
@@ -172,7 +163,7 @@ def raps(
         ```
     """
     name = "conformal.raps"
-    check_penalties(name, penalty=penalty)
+    check_number(penalty, "penalty", name=name, least=0)
     check_num_free(name, num_free)
     return _fit(name, logits, labels, level, penalty, num_free, mask, key)
 
@@ -187,19 +178,19 @@ def _fit(
     mask: ArrayLike | None,
     key: Any,
 ) -> Sets | RandomisedSets:
-    checked = check_conformal_logits(name, logits)
+    checked = check_row_logits(name, logits)
     kept = check_mask(name, mask, checked.shape[:-1])
     targets = check_labels(name, labels, checked, mask, members=False)
     check_level(name, level)
     keys = None
     if key is not None:
-        check_random(name, key)
+        check_key(key, name=name)
         keys = member_keys(key, 1, purpose="conformal.aps")
     extra = jnp.asarray(penalty, checked.dtype), jnp.asarray(num_free, jnp.int32)
     scores, log_rest = _scores(blank_masked(checked, kept), keys, *extra)
     blanked = blank_masked(targets, kept)
     of_label = at_label(scores, blanked)
-    check_known(name, "logits", of_label, mask)
+    check_no_nan(name, "logits", of_label, mask)
     rank = rank_of(name, fraction(level), of_label.size, kept, stacklevel=5)
     threshold, negative = ranked_pair(of_label, -at_label(log_rest, blanked), kept, rank)
     return (Sets if key is None else RandomisedSets)(threshold, -negative, *extra)

@@ -4,9 +4,10 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_choice, check_conformal_targets, check_level, check_mask, check_of_one_shape
+from .._check import check_floating_arrays, check_level, check_mask, check_word
 from .._weighting import blank_masked
 from ..uncertainty import Interval
+from ._check import check_targets
 from ._rank import fraction, rank_of, ranked_jit
 
 
@@ -23,7 +24,7 @@ class Cqr(eqx.Module):
 
     def __call__(self, lower: Float[ArrayLike, "*batch"], upper: Float[ArrayLike, "*batch"]) -> Interval:
         """The conformalised intervals, of any shape; ends that would cross meet in the middle."""
-        low, high = check_of_one_shape("conformal.Cqr", lower=lower, upper=upper)
+        low, high = check_floating_arrays("conformal.Cqr", lower=lower, upper=upper)
         low, high = low - self.below, high + self.above
         middle = low / 2 + high / 2
         return Interval(jnp.where(low > high, middle, low), jnp.where(low > high, middle, high))
@@ -79,10 +80,10 @@ def cqr(
         ```
     """
     name = "conformal.cqr"
-    low, high, observed = check_conformal_targets(name, targets, lower=lower, upper=upper)
+    low, high, observed = check_targets(name, targets, lower=lower, upper=upper)
     kept = check_mask(name, mask, observed.shape)
     check_level(name, level)
-    check_choice(name, "ends", ends, ("together", "each"))
+    check_word(ends, "ends", ("together", "each"), name=name)
     low, high, observed = (blank_masked(x, kept) for x in (low, high, observed))
     wanted = fraction(level) if ends == "together" else (1 + fraction(level)) / 2
     rank = rank_of(name, wanted, observed.size, kept)

@@ -2,21 +2,12 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 
-from .._check import (
-    check_calibrated_members,
-    check_conformal_held_out,
-    check_conformal_targets,
-    check_drawn,
-    check_folds,
-    check_level,
-    check_mask,
-    check_of_folds,
-    check_rows_of_folds,
-    check_values,
-    check_weights,
-)
+from .._check import check_fitted_members, check_level, check_mask, check_values, check_weights
 from ..resample import Folds, out_of_bag
+from ..resample._check import check_drawn
+from ..resample._check_held_out import check_folds
 from ..uncertainty import Interval
+from ._check import check_held_out, check_members_of_folds, check_rows_of_folds, check_targets
 from ._left_out import fit_left_out, intervals
 
 
@@ -43,7 +34,7 @@ class CvPlus(eqx.Module):
         """
         name = "conformal.CvPlus"
         checked = check_values(name, "predictions", predictions)
-        times = check_of_folds(name, self.share.shape[0], checked.shape[0])
+        times = check_members_of_folds(name, self.share.shape[0], checked.shape[0])
         by_fold = jnp.reshape(checked, (times, self.share.shape[0], *checked.shape[1:]))
         return intervals(by_fold, self.residuals, self.share, self.rank, self.mask)
 
@@ -68,7 +59,7 @@ class JackknifePlus(eqx.Module):
         """The intervals `(*batch,)` from all members' predictions for new rows."""
         name = "conformal.JackknifePlus"
         checked = check_values(name, "predictions", predictions)
-        check_calibrated_members(name, self.share.shape[0], checked.shape[0])
+        check_fitted_members(name, self.share.shape[0], checked.shape[0])
         return intervals(checked[None], self.residuals, self.share, self.rank, self.mask)
 
 
@@ -132,13 +123,13 @@ def cv_plus(
         ```
     """
     name = "conformal.cv_plus"
-    check_folds(name, folds, Folds)
-    predicted, observed = check_conformal_targets(name, targets, held_out=held_out)
+    check_folds(name, folds)
+    predicted, observed = check_targets(name, targets, held_out=held_out)
     check_rows_of_folds(name, observed.size, folds.in_test.shape[1])
     kept = check_mask(name, mask, observed.shape)
     check_level(name, level)
     unseen = folds.in_test
-    check_conformal_held_out(name, held_out, unseen, mask, every_row=True)
+    check_held_out(name, held_out, unseen, mask, every_row=True)
     return CvPlus(*fit_left_out(name, predicted, observed, unseen, None, kept, level, 0))
 
 
@@ -202,11 +193,11 @@ def jackknife_plus_after_bootstrap(
         ```
     """
     name = "conformal.jackknife_plus_after_bootstrap"
-    predicted, observed = check_conformal_targets(name, targets, held_out=held_out)
+    predicted, observed = check_targets(name, targets, held_out=held_out)
     kept = check_mask(name, mask, observed.shape)
     check_level(name, level)
     unseen = out_of_bag(check_drawn(name, drawn, observed.size), observed.size)
     convex = check_weights(name, weights, unseen.shape[0], predicted.dtype)
     seen_by = unseen if convex is None else unseen & (convex > 0)[:, None]
-    infinite = check_conformal_held_out(name, held_out, seen_by, mask, every_row=False)
+    infinite = check_held_out(name, held_out, seen_by, mask, every_row=False)
     return JackknifePlus(*fit_left_out(name, predicted, observed, seen_by, convex, kept, level, infinite))

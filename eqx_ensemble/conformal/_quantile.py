@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
 
-from .._check import check_conformal_rows, check_conformal_weights, check_level, check_mask
+from .._check import check_level, check_mask
+from ._check import check_row_weights, check_rows
 from ._rank import fraction, rank_among, rank_of, ranked, ranked_jit
 
 
@@ -51,7 +52,7 @@ def quantile(
         ```
     """
     name = "conformal.quantile"
-    (checked,) = check_conformal_rows(name, scores=scores)
+    (checked,) = check_rows(name, scores=scores)
     kept = check_mask(name, mask, checked.shape)
     check_level(name, level)
     return ranked_jit(checked, kept, rank_of(name, fraction(level), checked.size, kept))
@@ -107,9 +108,9 @@ def weighted_quantile(
         ```
     """
     name = "conformal.weighted_quantile"
-    (checked,) = check_conformal_rows(name, scores=scores)
+    (checked,) = check_rows(name, scores=scores)
     kept = check_mask(name, mask, checked.shape)
-    own, new = check_conformal_weights(name, row_weights, new_weights, checked, mask)
+    own, new = check_row_weights(name, row_weights, new_weights, checked, mask)
     check_level(name, level)
     return _weighted(checked, own, new, kept, float(level), rank_among(fraction(level), checked.size, kept))
 

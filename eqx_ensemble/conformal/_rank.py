@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from .._check import count_rows_kept, warn_infinite
+from .._check import concrete
+from ._check import warn_of_infinite
 
 
 def fraction(level: float) -> Fraction:
@@ -19,15 +20,15 @@ def rank_of(
     name: str, level: Fraction, num_rows: int, mask: Array | None, *, infinite: int = 0, stacklevel: int = 4
 ) -> Int32[Array, ""]:
     r"""$\lceil (n + 1) \mathrm{level} \rceil$ for the $n$ rows that count; warns where no finite score has it."""
-    kept = num_rows if mask is None else count_rows_kept(mask)
+    kept = num_rows if mask is None else _count_kept(mask)
     if kept is not None:
-        warn_infinite(name, _rank(level, kept), kept, infinite, level, stacklevel=stacklevel)
+        warn_of_infinite(name, _rank(level, kept), kept, infinite, level, stacklevel=stacklevel)
     return rank_among(level, num_rows, mask)
 
 
 def rank_among(level: Fraction, num_rows: int, mask: Array | None) -> Int32[Array, ""]:
     """As `rank_of`, without the warning."""
-    if mask is None or (count := count_rows_kept(mask)) is not None:
+    if mask is None or (count := _count_kept(mask)) is not None:
         return jnp.asarray(_rank(level, num_rows if mask is None else count), jnp.int32)
     table = np.asarray([_rank(level, kept) for kept in range(num_rows + 1)], np.int32)
     return jnp.asarray(table)[jnp.sum(mask)]
@@ -35,6 +36,12 @@ def rank_among(level: Fraction, num_rows: int, mask: Array | None) -> Int32[Arra
 
 def _rank(level: Fraction, num_rows: int) -> int:
     return max(-(-(num_rows + 1) * level.numerator // level.denominator), 1)
+
+
+def _count_kept(mask: Array) -> int | None:
+    """How many rows count, where that can be read."""
+    host = concrete(mask)
+    return None if host is None else int(host.sum())
 
 
 def ranked(

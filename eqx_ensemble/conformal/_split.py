@@ -2,9 +2,10 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_conformal_targets, check_level, check_mask, check_of_one_shape, check_scales
+from .._check import check_floating_arrays, check_level, check_mask
 from .._weighting import blank_masked
 from ..uncertainty import Interval
+from ._check import check_scales, check_targets
 from ._rank import fraction, rank_of, ranked_jit
 
 
@@ -20,7 +21,7 @@ class Split(eqx.Module):
 
     def __call__(self, predictions: Float[ArrayLike, "*batch"]) -> Interval:
         """The intervals of predictions of any shape, `predictions - radius` to `predictions + radius`."""
-        (centre,) = check_of_one_shape("conformal.Split", predictions=predictions)
+        (centre,) = check_floating_arrays("conformal.Split", predictions=predictions)
         return Interval(centre - self.radius, centre + self.radius)
 
 
@@ -37,7 +38,7 @@ class Normalised(eqx.Module):
     def __call__(self, predictions: Float[ArrayLike, "*batch"], scale: Float[ArrayLike, "*batch"]) -> Interval:
         """The intervals of predictions of any shape, `factor * scale` to either side."""
         name = "conformal.Normalised"
-        centre, scales = check_of_one_shape(name, predictions=predictions, scale=scale)
+        centre, scales = check_floating_arrays(name, predictions=predictions, scale=scale)
         check_scales(name, scale)
         return Interval(centre - self.factor * scales, centre + self.factor * scales)
 
@@ -80,7 +81,7 @@ def split(
         [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
     """
     name = "conformal.split"
-    centre, observed = check_conformal_targets(name, targets, predictions=predictions)
+    centre, observed = check_targets(name, targets, predictions=predictions)
     kept = check_mask(name, mask, observed.shape)
     check_level(name, level)
     centre, observed = blank_masked(centre, kept), blank_masked(observed, kept)
@@ -124,7 +125,7 @@ def normalised(
         [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
     """
     name = "conformal.normalised"
-    centre, scales, observed = check_conformal_targets(name, targets, predictions=predictions, scale=scale)
+    centre, scales, observed = check_targets(name, targets, predictions=predictions, scale=scale)
     kept = check_mask(name, mask, observed.shape)
     check_scales(name, scale, mask)
     check_level(name, level)

@@ -6,11 +6,13 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .. import _axes
-from .._check import check_folds, check_rows_of_data, rows_of_folds
+from .._check import check_rows_of_data
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from .._predict import predict
 from ..resample import Folds, HeldOut
+from ..resample._check_held_out import check_folds
+from ..train._check_held_out import check_rows_of_folds
 from ..train._fit import fit
 from ..train._run import Run
 from ..train.compiled._optimiser import Optimiser
@@ -76,11 +78,11 @@ def cross_fit(
     """
     name = "methods.cross_fit"
     check_ensemble(ensemble, name=name)
-    check_folds(name, folds, Folds)
+    check_folds(name, folds)
     times = check_whole_folds(folds.test.shape[0], ensemble.num_members, name=name)
     own = jax.tree.map(lambda part: jnp.tile(part, (times, 1)), folds)
     num_rows = check_rows_of_data(x, _axes.Each, ensemble.num_members, argument="x", name=name, finite=False)
-    rows_of_folds(num_rows, own, None, name=name)
+    check_rows_of_folds(num_rows, own, None, name=name)
     predict(ensemble, _first_row(x), state=options.get("state"), fn=fn)  # raises its errors before training
     run = fit(ensemble, loss, optimiser, data, rows=own.train, key=key, **options)
     return CrossFit(run, run.out_of_fold(x, own, fn=fn))

@@ -1,7 +1,7 @@
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from .. import _check
+from .._check import kind_text, missing_extra_message, needs_message
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -17,12 +17,14 @@ def axes_for(name: str, ax: Axes | None) -> Axes:
     try:
         from matplotlib.axes import Axes as Kind
     except ImportError as error:
-        raise ImportError(_check.missing_extra_message(name, "matplotlib", "plot")) from error
+        raise ImportError(missing_extra_message(name, "matplotlib", "plot")) from error
     if ax is None:
         from matplotlib import pyplot
 
         return pyplot.subplots()[1]
-    _check.check_axes(name, ax, Kind)
+    if not isinstance(ax, Kind):
+        fix = "`plt.subplots(1, 2)` returns an array of Axes: pass one of them, `axes[0]`."
+        raise TypeError(needs_message(name, "one matplotlib Axes as `ax`", f"got {kind_text(ax)}", fix))
     return ax
 
 

@@ -4,10 +4,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import ArrayLike, Float, Real
 
-from .. import _check
+from .._check import check_optional_text
 from ..combine import mean
 from ..uncertainty import interval
 from ._axes import Axes, axes_for, of_line, with_unit
+from ._check import check_bands, check_weighted_members
 
 
 def prediction_bands(
@@ -61,9 +62,9 @@ def prediction_bands(
     ```
     """
     name = "plot.prediction_bands"
-    _check.check_optional_text(unit, "unit", name=name)
-    members, convex = _check.check_weighted_members(name, predictions, weights)
-    places, points, bands = _check.check_bands(name, members.shape[1:], x, targets, intervals, levels)
+    check_optional_text(unit, "unit", name=name)
+    members, convex = check_weighted_members(name, predictions, weights)
+    places, points, bands = check_bands(name, members.shape[1:], x, targets, intervals, levels)
     centre = np.asarray(mean(members, weights=convex))
     for level in levels if intervals is None else ():
         lower, upper = interval(members, level=level, weights=convex)

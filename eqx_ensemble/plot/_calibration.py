@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, Bool, Float, Integer, Real
 
-from .. import _check
+from .._check import check_flag, check_word
 from ..combine import mixture
 from ..scores._binning import Binning, mean_gap, of_top_label
 from ..scores._calibration import checked_bins
 from ._axes import Axes, axes_for, of_patch
+from ._check import check_counts, check_plotted
 
 
 def reliability_diagram(
@@ -71,9 +72,9 @@ def reliability_diagram(
         ```
     """
     name = "plot.reliability_diagram"
-    _check.check_flag(show_members, "show_members", name=name)
+    check_flag(show_members, "show_members", name=name)
     checked, targets, convex, kept = checked_bins(name, logits, labels, num_bins, binning, weights, mask)
-    _check.check_plotted(name, "logits", jnp.exp(mixture(checked, weights=convex)))
+    check_plotted(name, "logits", jnp.exp(mixture(checked, weights=convex)))
     bins = _binned(checked, targets, convex, kept, num_bins, binning)
 
     ax = axes_for(name, ax)
@@ -150,8 +151,8 @@ def rank_histogram(
         Forecasts](https://doi.org/10.1175/1520-0493(2001)129%3C0550:IORHFV%3E2.0.CO;2)
     """
     name = "plot.rank_histogram"
-    _check.check_choice(name, "kind", kind, ("rank", "pit"))
-    heights = _check.check_counts(name, counts)
+    check_word(kind, "kind", ("rank", "pit"), name=name)
+    heights = check_counts(name, counts)
 
     ax = axes_for(name, ax)
     total, ranks = heights.sum(), len(heights)

@@ -3,8 +3,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import ArrayLike, Real
 
-from .. import _check
+from .._check import check_flag, check_text
 from ._axes import Axes, axes_for
+from ._check import check_pairs
 
 _MOST_TO_WRITE_OUT = 12
 _MOST_CHARACTERS = 60  # in one row of squares
@@ -52,9 +53,9 @@ def member_similarity(
     ```
     """
     name = "plot.member_similarity"
-    _check.check_text(label, "label", name=name)
-    _check.check_flag(colorbar, "colorbar", name=name)
-    square, names = _check.check_pairs(name, matrix, ids)
+    check_text(label, "label", name=name)
+    check_flag(colorbar, "colorbar", name=name)
+    square, names = check_pairs(name, matrix, ids)
 
     ax = axes_for(name, ax)
     # A member beside itself says nothing, and would leave all others one shade.

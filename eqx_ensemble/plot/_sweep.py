@@ -3,8 +3,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .. import _check
+from .._check import TABLE_COLUMNS, check_mode, check_text
 from ._axes import Axes, axes_for, of_line
+from ._check import check_columns, check_lines, check_plotted
 
 _WIDE = 100
 _MOST_CHARACTERS = 50
@@ -61,12 +62,12 @@ def parallel_coordinates(
         [The Plane with Parallel Coordinates](https://doi.org/10.1007/BF01898350)
     """
     name = "plot.parallel_coordinates"
-    score = _check.check_columns(name, table, columns, log, score)
-    names = [column for column in table if column not in _check.TABLE_COLUMNS and column != score] + [score]
-    lines = _check.check_lines(name, _flat(table, names if columns is None else columns), log)
-    scores = _check.check_plotted(name, score, table[score], "(members,)", finite=False)
-    _check.check_text(cmap, "cmap", name=name)
-    _check.check_mode(mode, name=name)
+    score = check_columns(name, table, columns, log, score)
+    names = [column for column in table if column not in TABLE_COLUMNS and column != score] + [score]
+    lines = check_lines(name, _flat(table, names if columns is None else columns), log)
+    scores = check_plotted(name, score, table[score], "(members,)", finite=False)
+    check_text(cmap, "cmap", name=name)
+    check_mode(mode, name=name)
     # Their order, not their size: one bad score would make all others alike.
     costs = np.where(np.isfinite(scores), scores if mode == "min" else -scores, np.inf)
     place = np.argsort(np.argsort(costs, kind="stable"), kind="stable")

@@ -2,10 +2,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .. import _check
+from .._check import check_axis, check_level, check_optional_text, check_positive_int
 from ..train import History
 from ..train._run import Run
 from ._axes import Axes, axes_for, of_line, with_unit
+from ._check import check_curves
 
 _NAMES = {"loss": "training", "validation": "validation"}
 
@@ -62,11 +63,11 @@ def training_curves(
     ```
     """
     name = "plot.training_curves"
-    _check.check_curves(name, run, (Run, History), curve)
-    _check.check_optional_text(unit, "unit", name=name)
-    _check.check_axis(first_step, "first_step", name=name)
-    _check.check_positive_int(stride, "stride", name=name)
-    _check.check_level(name, level)
+    check_curves(name, run, curve)
+    check_optional_text(unit, "unit", name=name)
+    check_axis(first_step, "first_step", name=name)
+    check_positive_int(stride, "stride", name=name)
+    check_level(name, level)
     history = run.history if isinstance(run, Run) else run
     steps = np.arange(1, history.loss.shape[1] + 1) + first_step if curve == "loss" else history.validation_step
     steps, curves = _means(np.asarray(steps), np.asarray(getattr(history, curve), np.float64), stride)

@@ -3,8 +3,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import ArrayLike, Real
 
-from .. import _check
+from .._check import check_optional_text
 from ._axes import Axes, axes_for, of_line, of_patch, with_unit
+from ._check import check_bin_edges, check_plotted, check_risk_coverage, check_two_names
 
 
 def uncertainty_histogram(
@@ -49,11 +50,11 @@ def uncertainty_histogram(
     ```
     """
     name = "plot.uncertainty_histogram"
-    _check.check_optional_text(unit, "unit", name=name)
-    _check.check_two_names(labels, name=name)
-    known = np.ravel(_check.check_plotted(name, "in_distribution", in_distribution))
-    novel = np.ravel(_check.check_plotted(name, "out_of_distribution", out_of_distribution))
-    edges = np.histogram_bin_edges(np.concatenate([known, novel]), _check.check_bin_edges(name, bins))
+    check_optional_text(unit, "unit", name=name)
+    check_two_names(labels, name=name)
+    known = np.ravel(check_plotted(name, "in_distribution", in_distribution))
+    novel = np.ravel(check_plotted(name, "out_of_distribution", out_of_distribution))
+    edges = np.histogram_bin_edges(np.concatenate([known, novel]), check_bin_edges(name, bins))
 
     ax = axes_for(name, ax)
     filled = {"fill": True, "facecolor": "0.8", "edgecolor": "0.3", "hatch": "///", "linewidth": 0.8}
@@ -105,8 +106,8 @@ def risk_coverage(
         [Selective Classification for Deep Neural Networks](https://arxiv.org/abs/1705.08500)
     """
     name = "plot.risk_coverage"
-    _check.check_optional_text(unit, "unit", name=name)
-    coverages, risks = _check.check_risk_coverage(name, coverage, risk)
+    check_optional_text(unit, "unit", name=name)
+    coverages, risks = check_risk_coverage(name, coverage, risk)
 
     ax = axes_for(name, ax)
     (line,) = ax.plot(coverages, risks, **of_line(ax, options))

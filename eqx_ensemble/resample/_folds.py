@@ -5,16 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from .._check import (
-    check_draw_key,
-    check_num_folds,
-    check_num_rows,
-    check_one_length,
-    check_row_labels,
-    check_splits,
-    missing_extra_message,
-)
+from .._check import missing_extra_message
 from .._streams import key_words
+from ._check import check_draw_key, check_num_rows, check_row_labels
+from ._check_folds import check_num_folds, check_one_length, check_splits
 
 Uneven = Literal["trim", "repeat"]
 Split = tuple[np.ndarray, np.ndarray]

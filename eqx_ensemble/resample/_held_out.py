@@ -5,7 +5,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 
-from .._check import check_choice, check_drawn, check_folds, check_held_out, check_num_rows, check_weights
+from .._check import check_weights, check_word
+from ._check import check_drawn, check_num_rows
+from ._check_held_out import check_folds, check_held_out
 from ._folds import Folds
 from ._weights import count_rows
 
@@ -127,8 +129,8 @@ def out_of_fold(
     ```
     """
     name = "resample.out_of_fold"
-    check_folds(name, folds, Folds)
-    check_choice(name, "rows", rows, ("all", "test"))
+    check_folds(name, folds)
+    check_word(rows, "rows", ("all", "test"), name=name)
     shape, axes = (folds.in_test.shape, "rows") if rows == "all" else (folds.test.shape, "test")
     checked = check_held_out(name, predictions, shape, axes)
     convex = check_weights(name, weights, checked.shape[0], checked.dtype)

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from .._check import check_draw, check_draw_size, check_row_labels, check_shares
 from .._streams import generators
+from ._check import check_draw, check_draw_size, check_row_labels, check_shares
 
 
 def bootstrap(

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float32, Int
 
-from .._check import check_draw, check_num_rows, check_rows
 from .._streams import generators
+from ._check import check_draw, check_num_rows, check_rows
 
 
 def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Array, "members rows"]:

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Key, Real
 
-from .._check import check_function, check_level, check_num_draws, check_random, check_rows_of_scores
+from .._check import check_function, check_key, check_level
 from .._keys import member_keys
+from ._check import check_num_draws
+from ._check_rows import check_rows_of_scores
 
 _MOST_ATTEMPTS = 100  # one in exp(100) draws of one row with weight, among many without, would need more
 
@@ -92,7 +94,7 @@ def bootstrap(
     if statistic is not None:
         check_function(statistic, "statistic", name=name, example="lambda means: jnp.sqrt(means)")
     check_num_draws(name, num_draws)
-    check_random(name, key)
+    check_key(key, name=name)
     keys = member_keys(key, num_draws, purpose="scores.bootstrap")
     return _bootstrap(rows, weights, kept, keys, level, statistic)
 

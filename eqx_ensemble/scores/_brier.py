@@ -5,9 +5,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_choice, check_num_bins
+from .._check import check_word
 from .._weighting import is_class
 from ._binning import Binning, binned, by_class
+from ._check import check_positive_int
 from ._classification import checked_classes, mixture
 from ._reduce import Reduction, masked_mean, reduce
 
@@ -140,8 +141,8 @@ def decompose_brier(
     """
     name = "scores.decompose_brier"
     checked = checked_classes(name, logits, labels, weights, mask, "mean")
-    check_num_bins(name, num_bins)
-    check_choice(name, "binning", binning, ("width", "mass"))
+    check_positive_int(num_bins, "num_bins", name=name)
+    check_word(binning, "binning", ("width", "mass"), name=name)
     return _decompose(*checked, num_bins, binning)
 
 

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_choice, check_flag, check_num_bins
+from .._check import check_flag, check_word
 from ._binning import Binning, binned, by_class, mean_gap, of_top_label
+from ._check import check_positive_int
 from ._classification import checked_classes
 
 
@@ -197,8 +198,8 @@ def checked_bins(
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """As `checked_classes`, and bins that can be made."""
     checked = checked_classes(name, logits, labels, weights, mask, "mean")
-    check_num_bins(name, num_bins)
-    check_choice(name, "binning", binning, ("width", "mass"))
+    check_positive_int(num_bins, "num_bins", name=name)
+    check_word(binning, "binning", ("width", "mass"), name=name)
     return checked
 
 

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_labels, check_logits, check_mask, check_reduction, check_weights
+from .._check import check_labels, check_logits, check_mask, check_weights
 from .._weighting import blank_masked, blank_unweighted, is_class, log_mixture, weighted_mean
+from ._check import check_reduction
 from ._reduce import Reduction, reduce
 
 

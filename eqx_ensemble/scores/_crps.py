@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_choice, check_fair, check_mask, check_reduction, check_regression, check_weights
+from .._check import check_mask, check_regression, check_weights, check_word
 from .._weighting import blank_masked, blank_unweighted
+from ._check import check_fair, check_reduction
 from ._reduce import Reduction, reduce
 
 
@@ -69,7 +70,7 @@ def crps(
     """
     name = "scores.crps"
     points, observed = check_regression(name, targets, members=True, samples=samples)
-    check_choice(name, "estimator", estimator, ("nrg", "fair"))
+    check_word(estimator, "estimator", ("nrg", "fair"), name=name)
     num_members = points.shape[0]
     if estimator == "fair":
         check_fair(name, num_members, weighted=weights is not None)

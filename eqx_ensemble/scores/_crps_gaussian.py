@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_reduction, check_weights
+from .._check import check_weights
 from .._weighting import blank_unweighted, weighted_mean
+from ._check import check_reduction
 from ._gaussian import checked_gaussian
 from ._reduce import Reduction, reduce
 

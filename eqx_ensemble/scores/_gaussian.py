@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_mask, check_reduction, check_regression, check_variance, check_weights
+from .._check import check_mask, check_regression, check_variance, check_weights
 from .._weighting import blank_masked, blank_unweighted, log_mixture
+from ._check import check_reduction
 from ._reduce import Reduction, reduce
 
 

@@ -4,16 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import (
-    check_interval,
-    check_labels,
-    check_mask,
-    check_of_one_shape,
-    check_reduction,
-    check_regression,
-    check_sets,
-)
+from .._check import check_floating_arrays, check_labels, check_mask, check_regression
 from .._weighting import at_label, blank_masked
+from ._check import check_interval, check_reduction, check_sets
 from ._reduce import Reduction, reduce
 
 
@@ -90,7 +83,7 @@ def width(
     ```
     """
     name = "scores.width"
-    low, high = check_of_one_shape(name, lower=lower, upper=upper)
+    low, high = check_floating_arrays(name, lower=lower, upper=upper)
     kept = check_mask(name, mask, low.shape)
     check_interval(name, lower, upper, mask=mask)
     check_reduction(name, reduction, low.shape)

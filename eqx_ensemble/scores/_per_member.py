@@ -3,7 +3,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, ArrayLike
 
-from .._check import check_per_member
+from ._check import check_per_member
 
 
 def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: object) -> Array:

@@ -5,17 +5,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Key, Real
 
-from .._check import (
-    check_mask,
-    check_num_bins,
-    check_random,
-    check_regression,
-    check_unit_interval,
-    check_values,
-    check_weights,
-)
+from .._check import check_key, check_mask, check_regression, check_values, check_weights
 from .._keys import member_keys
 from .._weighting import blank_unweighted, weighted_mean
+from ._check import check_positive_int, check_unit_interval
 from ._gaussian import checked_gaussian
 
 
@@ -75,7 +68,7 @@ def pit(
     convex = check_weights(name, weights, points.shape[0], points.dtype)
     kept = check_mask(name, mask, observed.shape)
     if key is not None:
-        check_random(name, key)
+        check_key(key, name=name)
     return _pit(points, observed, convex, kept, None if key is None else member_keys(key, 1, purpose="pit"))
 
 
@@ -152,7 +145,7 @@ def pit_histogram(
     name = "scores.pit_histogram"
     checked = jnp.ravel(check_values(name, "values", values))
     kept = check_mask(name, mask, jnp.shape(values))
-    check_num_bins(name, num_bins)
+    check_positive_int(num_bins, "num_bins", name=name)
     check_unit_interval(name, values, mask)
     return _pit_histogram(checked, None if kept is None else jnp.ravel(kept), int(num_bins))
 

@@ -2,7 +2,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_level, check_ranking
+from .._check import check_level
+from ._check_rows import check_ranking
 
 
 def auroc(

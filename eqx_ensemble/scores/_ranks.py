@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Key, Real
 
-from .._check import check_known, check_mask, check_random, check_regression
+from .._check import check_key, check_mask, check_no_nan, check_regression
 from .._keys import member_keys
 from .._weighting import blank_masked
 
@@ -62,9 +62,9 @@ def rank_histogram(
     name = "scores.rank_histogram"
     points, observed = check_regression(name, targets, members=True, samples=samples)
     kept = check_mask(name, mask, observed.shape)
-    check_known(name, "samples", samples, mask)
-    check_known(name, "targets", targets, mask)
-    check_random(name, key)
+    check_no_nan(name, "samples", samples, mask)
+    check_no_nan(name, "targets", targets, mask)
+    check_key(key, name=name)
     return _rank_histogram(points, observed, kept, member_keys(key, 1, purpose="rank_histogram"))
 
 

@@ -2,8 +2,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_mask, check_reduction, check_regression, check_weights
+from .._check import check_mask, check_regression, check_weights
 from .._weighting import blank_masked, blank_unweighted, weighted_mean
+from ._check import check_some_rows
 from ._reduce import masked_mean
 
 
@@ -88,7 +89,7 @@ def _checked(
     predicted, observed = check_regression(name, targets, members=True, predictions=predictions)
     convex = check_weights(name, weights, predicted.shape[0], predicted.dtype)
     kept = check_mask(name, mask, observed.shape)
-    check_reduction(name, "mean", observed.shape)
+    check_some_rows(name, observed.shape)
     return blank_masked(predicted, kept, before=1), blank_masked(observed, kept), convex, kept
 
 

@@ -3,28 +3,23 @@
 import contextlib
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Literal
+from typing import Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import (
-    check_choice,
+from .._check import check_level, check_mask, check_regression, check_weights, check_word, missing_extra_message
+from .._weighting import blank_masked, blank_unweighted
+from ._check import (
     check_fair,
     check_interval,
     check_known_weights,
-    check_level,
-    check_mask,
     check_outputs,
     check_reduction,
-    check_regression,
     check_two_members,
-    check_weights,
-    missing_extra_message,
-    no_gradient,
+    no_gradient_message,
 )
-from .._weighting import blank_masked, blank_unweighted
 from ._reduce import Reduction, reduce
 
 
@@ -80,7 +75,7 @@ def energy_score(
     rules = _scoringrules(name)
     points, observed = check_regression(name, targets, members=True, samples=samples)
     check_outputs(name, points)
-    check_choice(name, "estimator", estimator, ("nrg", "fair"))
+    check_word(estimator, "estimator", ("nrg", "fair"), name=name)
     if estimator == "fair":
         check_fair(name, points.shape[0], weighted=weights is not None)
     check_known_weights(name, weights)
@@ -98,7 +93,10 @@ def energy_score(
             options = {"m_axis": 0, "ens_w": spread, "estimator": estimator, "backend": "jax"}
             return rules.es_ensemble(observed, points, **options)
 
-    score.defjvp(lambda primals, tangents: no_gradient(name))
+    @score.defjvp
+    def refuse(primals: tuple, tangents: tuple) -> NoReturn:
+        raise NotImplementedError(no_gradient_message(name))
+
     points = blank_masked(blank_unweighted(points, convex), kept, before=1)
     return reduce(score(points, blank_masked(observed, kept)), reduction, kept)
 

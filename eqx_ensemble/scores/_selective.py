@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_selection
+from ._check_rows import check_selection
 
 
 class RiskCoverage(NamedTuple):

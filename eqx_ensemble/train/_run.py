@@ -15,6 +15,8 @@ from .._predict import predict
 from ..distributed import to_host
 from ..plan import AbstractPlan
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
+from ..resample._check_held_out import check_folds
+from ._check_held_out import check_drawn_rows, check_fold_count, check_no_copies, check_rows_of_folds
 from ._errors import DivergedError
 from ._state import TrainState
 from ._status import Status, status_names
@@ -154,8 +156,8 @@ class Run(eqx.Module, Generic[M]):
 
         **Returns:** [`eqx_ensemble.resample.HeldOut`][]. Members that diverged count for nothing; a warning names them.
         """
-        drawn = _check.drawn_rows(drawn, self.rows)
-        _check.no_copies(self.revived, name="Run.out_of_bag")
+        drawn = check_drawn_rows(drawn, self.rows)
+        check_no_copies(self.revived, name="Run.out_of_bag")
         weights = self._weights_of_the_healthy(weights, name="Run.out_of_bag")
         return out_of_bag_mean(predict(self.ensemble, x, state=self.state, **options), drawn, weights=weights)
 
@@ -172,18 +174,18 @@ class Run(eqx.Module, Generic[M]):
 
         **Returns:** [`eqx_ensemble.resample.HeldOut`][]; see [`eqx_ensemble.methods.cross_fit`][] for an example.
         """
-        _check.check_folds("Run.out_of_fold", folds, Folds)
-        _check.folds_of_members(folds.test.shape[0], len(self.status), name="Run.out_of_fold")
-        _check.no_copies(self.revived, name="Run.out_of_fold")
+        check_folds("Run.out_of_fold", folds)
+        check_fold_count(folds.test.shape[0], len(self.status), name="Run.out_of_fold")
+        check_no_copies(self.revived, name="Run.out_of_fold")
         num_rows = _check.check_rows_of_data(
             x, _axes.Each, len(self.status), argument="x", name="Run.out_of_fold", finite=False
         )
-        _check.rows_of_folds(num_rows, folds, self.rows, name="Run.out_of_fold")
+        check_rows_of_folds(num_rows, folds, self.rows, name="Run.out_of_fold")
         weights = self._weights_of_the_healthy(weights, name="Run.out_of_fold")
         of_each = lambda x: jax.vmap(lambda x, rows: x[rows])(jnp.asarray(x), folds.test)
         own = lambda value: _axes.Each(jax.tree.map(of_each, value))
-        rows_of_folds = _axes.map_each(own, x, shared=lambda x: _axes.Each(jnp.asarray(x)[folds.test]))
-        tested = predict(self.ensemble, rows_of_folds, state=self.state, **options)
+        own_rows = _axes.map_each(own, x, shared=lambda x: _axes.Each(jnp.asarray(x)[folds.test]))
+        tested = predict(self.ensemble, own_rows, state=self.state, **options)
         return out_of_fold(tested, folds, rows="test", weights=weights)
 
     def _weights_of_the_healthy(self, weights: Any, *, name: str) -> np.ndarray | None:

@@ -3,8 +3,9 @@ import jax.numpy as jnp
 from jax.scipy.special import ndtr
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from .._check import check_level, check_levels, check_moments, check_weights
+from .._check import check_level, check_moments, check_weights
 from .._weighting import blank_unweighted, weighted_mean
+from ._check import check_levels
 from ._interval import Interval
 
 

@@ -2,8 +2,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from .._check import check_logits, check_temperature, check_weights
+from .._check import check_logits, check_weights
 from .._weighting import blank_unweighted, log_mixture, weighted_mean
+from ._check import check_temperature
 
 
 def least_confidence(

@@ -2,7 +2,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_logits, check_mask, check_rows_of_members
+from .._check import check_logits, check_mask
+from ._check import check_rows_of_members
 
 
 def pairwise_disagreement(

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .. import _weighting
-from .._check import check_level, check_levels, check_values, check_weights
+from .._check import check_level, check_values, check_weights
+from ._check import check_levels
 from ._interval import Interval
 
 

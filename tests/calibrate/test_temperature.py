@@ -126,7 +126,7 @@ def test_messages():
         calibrate.temperature(-sure, labels, pool="mixture")
     with pytest.raises(ValueError, match=r"finite `logits`.\n  got -inf at index \(1, 0, 2\), the first of 1 such"):
         calibrate.temperature(jnp.asarray(sure).at[1, 0, 2].set(-jnp.inf), labels, pool="mixture")
-    with pytest.raises(ValueError, match="`pool` to be 'members' or 'mixture'.\n  got 'ensemble'"):
+    with pytest.raises(ValueError, match="`pool` to be one of 'members', 'mixture', got 'ensemble'"):
         calibrate.temperature(LOGITS, LABELS, pool="ensemble")
     with pytest.raises(ValueError, match='`weights` only with `pool="mixture"`'):
         calibrate.temperature(LOGITS, LABELS, pool="members", weights=np.ones(3))

@@ -152,7 +152,7 @@ def test_messages():
         conformal.split(CENTRE.reshape(7, 7), TARGETS.reshape(7, 7), level=0.9)
     with pytest.raises(ValueError, match="a `scale` above zero.\n  got 0.0 at index .*, the first of 49 such"):
         conformal.normalised(CENTRE, 0 * SCALE, TARGETS, level=0.9)
-    with pytest.raises(ValueError, match="`ends` to be 'together' or 'each'"):
+    with pytest.raises(ValueError, match="`ends` to be one of 'together', 'each'"):
         conformal.cqr(CENTRE, CENTRE, TARGETS, level=0.9, ends="both")
     with pytest.raises(ValueError, match="one target per row of the prediction"):
         conformal.split(CENTRE, TARGETS[:7], level=0.9)

@@ -272,7 +272,7 @@ TABLE = {
     "validation": np.array([3.0, 1.0, 2.0, np.inf]),
     "best_step": np.array([1, 2, 3, -1]),
     "status": np.array(["ok", "stopped", "ok", "diverged"]),
-    "left": np.array([-1, 3, -1, 2]),
+    "stopped_at": np.array([-1, 3, -1, 2]),
 }
 
 

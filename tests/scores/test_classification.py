@@ -149,7 +149,7 @@ def test_messages(name):
     assert "at least one row" in message(logits[:, :0], labels[:0])
     if name != "ece":
         assert message(logits, labels * 0, reduction="sum").startswith(
-            "`reduction` to be 'mean' or 'none'.\n  got 'sum'"
+            "`reduction` to be one of 'mean', 'none', got 'sum'"
         )
         assert score(logits[:, :0], labels[:0], reduction="none").shape == (0,)
 

@@ -109,7 +109,7 @@ def test_fair_does_not_depend_on_the_number_of_members():
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     samples, targets = _samples((3, 6))
-    with pytest.raises(ValueError, match="`estimator` to be 'nrg' or 'fair'.\n  got 'pwm'"):
+    with pytest.raises(ValueError, match="`estimator` to be one of 'nrg', 'fair', got 'pwm'"):
         scores.crps(samples, targets, estimator="pwm")
     with pytest.raises(ValueError, match='at least two members for estimator="fair".\n  got 1\nUse `estimator="nrg"`.'):
         scores.crps(samples[:1], targets, estimator="fair")

@@ -156,7 +156,7 @@ def test_messages():
         scores.rank_histogram(samples, targets, key=KEY)
     with pytest.raises(TypeError, match="`scores.rank_histogram` needs one key, got the integer 0"):
         scores.rank_histogram(samples[1:], targets, key=0)
-    with pytest.raises(ValueError, match="`scores.pit_histogram` needs `num_bins` of one or more"):
+    with pytest.raises(ValueError, match="`scores.pit_histogram` needs `num_bins` of at least 1"):
         scores.pit_histogram(targets, num_bins=0)
 
 

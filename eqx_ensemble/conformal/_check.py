@@ -6,10 +6,11 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import (
+from .._check import (
     check_array,
     check_floating,
     check_logits,
+    check_positive_int,
     check_regression,
     concrete,
     first_text,
@@ -17,24 +18,23 @@ from ._arrays import (
     needs_message,
     promote,
 )
-from ._options import check_positive_int
 
 
-def check_conformal_rows(name: str, **arrays: ArrayLike) -> tuple[Array, ...]:
+def check_rows(name: str, **arrays: ArrayLike) -> tuple[Array, ...]:
     """Floating arrays `(rows,)`, at least one row, in the dtype that is computed in."""
     checked = promote(*(check_floating(name, argument, values) for argument, values in arrays.items()))
     _one_axis(name, next(iter(arrays)), checked[0])
     return checked
 
 
-def check_conformal_targets(name: str, targets: ArrayLike, **predictions: ArrayLike) -> tuple[Array, ...]:
+def check_targets(name: str, targets: ArrayLike, **predictions: ArrayLike) -> tuple[Array, ...]:
     """Predictions and targets `(rows,)`, at least one row, in one dtype."""
     checked = check_regression(name, targets, members=False, **predictions)
     _one_axis(name, next(iter(predictions)), checked[0])
     return checked
 
 
-def check_conformal_logits(name: str, logits: ArrayLike) -> Array:
+def check_row_logits(name: str, logits: ArrayLike) -> Array:
     """Logits `(rows, classes)`."""
     checked = check_logits(name, logits, members=False)
     if checked.ndim != 2 or checked.shape[0] == 0:
@@ -58,7 +58,7 @@ def _one_axis(name: str, argument: str, array: Array) -> None:
         )
 
 
-def check_conformal_weights(
+def check_row_weights(
     name: str, row_weights: ArrayLike, new_weights: ArrayLike, scores: Array, mask: ArrayLike | None
 ) -> tuple[Array, Array]:
     """Weights of held-out rows, one each, and of new rows: finite and not negative."""
@@ -110,7 +110,7 @@ def check_rows_of_folds(name: str, num_rows: int, expected: int) -> None:
         )
 
 
-def check_of_folds(name: str, num_folds: int, num_members: int) -> int:
+def check_members_of_folds(name: str, num_folds: int, num_members: int) -> int:
     """How many members each fold has."""
     times, rest = divmod(num_members, num_folds)
     if rest or times == 0:
@@ -122,9 +122,7 @@ def check_of_folds(name: str, num_folds: int, num_members: int) -> int:
     return times
 
 
-def check_conformal_held_out(
-    name: str, held_out: ArrayLike, unseen: Array, mask: ArrayLike | None, *, every_row: bool
-) -> int:
+def check_held_out(name: str, held_out: ArrayLike, unseen: Array, mask: ArrayLike | None, *, every_row: bool) -> int:
     """No NaN where somebody held the row out; how many rows nobody held out, of those that count."""
     host, seen_by, kept = concrete(held_out), concrete(unseen), kept_rows(mask)
     if host is None or seen_by is None or kept is None:
@@ -140,13 +138,7 @@ def check_conformal_held_out(
     return int(nobody.sum())
 
 
-def count_rows_kept(mask: Array) -> int | None:
-    """How many rows count, where that can be read."""
-    host = concrete(mask)
-    return None if host is None else int(host.sum())
-
-
-def warn_infinite(name: str, rank: int, num_rows: int, infinite: int, level: Fraction, *, stacklevel: int) -> None:
+def warn_of_infinite(name: str, rank: int, num_rows: int, infinite: int, level: Fraction, *, stacklevel: int) -> None:
     """Says that the rows are too few for the level."""
     if rank <= num_rows - infinite:
         return

@@ -1,33 +1,26 @@
 import warnings
-from typing import NoReturn
 
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import check_choice, concrete, first_text, kept_rows, needs_message
-from ._leaves import is_traced
-from ._options import check_number
+from .._check import (
+    check_word,
+    concrete,
+    first_text,
+    is_traced,
+    kept_rows,
+    needs_message,
+)
 
 
 def check_pool(name: str, pool: str, *, weighted: bool) -> None:
     """Before or after combination, and weights only where there is a combination."""
-    check_choice(name, "pool", pool, ("members", "mixture"))
+    check_word(pool, "pool", ("members", "mixture"), name=name)
     if weighted and pool == "members":
         fix = "Every member is calibrated by itself: weight the members when you combine them."
         raise ValueError(
             needs_message(name, '`weights` only with `pool="mixture"`', 'got both `weights` and `pool="members"`', fix)
-        )
-
-
-def check_calibrated_members(name: str, expected: int, got: int) -> None:
-    """The members that were calibrated."""
-    if got != expected:
-        fix = "A calibration belongs to the ensemble that it was fitted on: fit it anew."
-        raise ValueError(
-            needs_message(
-                name, "predictions of the members that it was fitted on", f"expected {expected} members, got {got}", fix
-            )
         )
 
 
@@ -70,7 +63,7 @@ def check_best_temperature(name: str, pool: str, separated: ArrayLike, hopeless:
         host = concrete(flags)
         if host is not None and host.any():
             raise ValueError(
-                needs_message(name, "labels for which one temperature is best", f"{_who(pool, host)}{got}", fix)
+                needs_message(name, "labels for which one temperature is best", f"{_member_text(pool, host)}{got}", fix)
             )
 
 
@@ -93,7 +86,7 @@ def check_scale(name: str, pool: str, scale: ArrayLike) -> None:
     host = concrete(scale)
     if host is not None and not np.isfinite(host).all():
         wrong = ~np.isfinite(host)
-        got = f"{_who(pool, wrong)}the factor would be {host[wrong][0]}"
+        got = f"{_member_text(pool, wrong)}the factor would be {host[wrong][0]}"
         raise ValueError(
             needs_message(
                 name,
@@ -106,24 +99,21 @@ def check_scale(name: str, pool: str, scale: ArrayLike) -> None:
         fix = "Are the targets the predictions themselves?"
         raise ValueError(
             needs_message(
-                name, "targets that differ from their means", f"{_who(pool, host == 0)}every target is hit exactly", fix
+                name,
+                "targets that differ from their means",
+                f"{_member_text(pool, host == 0)}every target is hit exactly",
+                fix,
             )
         )
 
 
-def no_gradient_of_fit(name: str) -> NoReturn:
-    """Parameters that were found by steps whose number is not known."""
-    raise NotImplementedError(
+def no_gradient_message(name: str) -> str:
+    """The fit, a loop of steps whose number is not known, cannot be differentiated."""
+    return (
         f"`{name}` has no gradient with respect to the logits that it is fitted on.\n"
         "Fit on `jax.lax.stop_gradient(logits)`; what is fitted can be differentiated, and so can the fit of "
         "`calibrate.temperature`."
     )
-
-
-def check_penalties(name: str, **penalties: float) -> None:
-    """Penalties of zero or more."""
-    for argument, value in penalties.items():
-        check_number(value, argument, name=name, least=0)
 
 
 def check_untraced(name: str, **arrays: ArrayLike | None) -> None:
@@ -134,16 +124,16 @@ def check_untraced(name: str, **arrays: ArrayLike | None) -> None:
             raise TypeError(needs_message(name, f"`{argument}` whose values are known", "got a traced array", fix))
 
 
-def warn_no_minimum(name: str, pool: str, flat: ArrayLike) -> None:
+def warn_of_no_minimum(name: str, pool: str, flat: ArrayLike) -> None:
     """Says where L-BFGS did not get to a minimum; only where that is concrete."""
     host = concrete(flat)
     if host is not None and not host.all():
         warnings.warn(
-            f"`{name}`: {_who(pool, ~host)}no minimum was reached. Where the rows can be told apart without "
+            f"`{name}`: {_member_text(pool, ~host)}no minimum was reached. Where the rows can be told apart without "
             "error there is none: fit on more rows, take a calibration with fewer parameters, or a penalty.",
             stacklevel=3,
         )
 
 
-def _who(pool: str, flags: np.ndarray) -> str:
+def _member_text(pool: str, flags: np.ndarray) -> str:
     return f"member {int(np.argmax(flags))}: " if pool == "members" else ""

@@ -4,18 +4,21 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ._arrays import check_choice, check_level, check_weights, concrete, first_text, needs_message
-from ._leaves import kind_text
-from ._options import check_optional_text, check_sequence
+from .._check import (
+    check_level,
+    check_optional_text,
+    check_sequence,
+    check_weights,
+    check_word,
+    concrete,
+    first_text,
+    kind_text,
+    needs_message,
+)
+from ..train import History
+from ..train._run import Run
 
 Bands = dict[float, tuple[np.ndarray, np.ndarray]]
-
-
-def check_axes(name: str, ax: Any, kind: type) -> None:
-    """One Axes of matplotlib."""
-    if not isinstance(ax, kind):
-        fix = "`plt.subplots(1, 2)` returns an array of Axes: pass one of them, `axes[0]`."
-        raise TypeError(needs_message(name, "one matplotlib Axes as `ax`", f"got {kind_text(ax)}", fix))
 
 
 def check_plotted(name: str, argument: str, values: Any, axes: str | None = None, *, finite: bool = True) -> np.ndarray:
@@ -170,14 +173,14 @@ def check_pairs(name: str, matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]
     return square, names
 
 
-def check_curves(name: str, run: Any, kinds: tuple[type, type], curve: str) -> None:
+def check_curves(name: str, run: Any, curve: str) -> None:
     """A run or the history of one, with the curves that are asked for."""
-    if not isinstance(run, kinds):
+    if not isinstance(run, Run | History):
         raise TypeError(
             needs_message(name, "a `Run` or its `History`", f"got {kind_text(run)}", "Pass what `ee.fit` returned.")
         )
-    check_choice(name, "curve", curve, ("loss", "validation"))
-    history = getattr(run, "history", run)
+    check_word(curve, "curve", ("loss", "validation"), name=name)
+    history = run.history if isinstance(run, Run) else run
     if curve == "validation" and history.validation is None:
         raise ValueError(
             needs_message(

@@ -1,23 +1,18 @@
-from typing import Any, NoReturn
+import math
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import (
+from .._check import (
     check_array,
-    check_floating,
-    check_mask,
-    check_same_shape,
+    check_positive_int,
+    check_word,
     concrete,
     first_text,
     kept_rows,
     needs_message,
-    promote,
 )
-from ._keys import check_key
-from ._options import check_positive_int
 
 
 def check_fair(name: str, num_members: int, *, weighted: bool) -> None:
@@ -37,14 +32,6 @@ def check_fair(name: str, num_members: int, *, weighted: bool) -> None:
                 'Drop them, or use `estimator="nrg"`.',
             )
         )
-
-
-def check_num_bins(name: str, num_bins: int) -> None:
-    """A positive count."""
-    if isinstance(num_bins, bool) or not isinstance(num_bins, int | np.integer):
-        raise TypeError(needs_message(name, "an integer `num_bins`", f"got {num_bins!r}", "15 is usual."))
-    if num_bins < 1:
-        raise ValueError(needs_message(name, "`num_bins` of one or more", f"got {num_bins}", "15 is usual."))
 
 
 def check_unit_interval(name: str, values: ArrayLike, mask: ArrayLike | None) -> None:
@@ -78,13 +65,6 @@ def check_per_member(name: str, arrays: tuple[ArrayLike, ...], options: dict[str
             needs_message(name, "predictions with equally many members, at least one", f"got shapes {shapes}", fix)
         )
     return predictions
-
-
-def check_of_one_shape(name: str, **arrays: ArrayLike) -> tuple[Array, ...]:
-    """Floating arrays of one shape, in one dtype."""
-    checked = {argument: check_floating(name, argument, values) for argument, values in arrays.items()}
-    check_same_shape(name, **checked)
-    return promote(*checked.values())
 
 
 def check_sets(name: str, sets: ArrayLike) -> Array:
@@ -131,61 +111,43 @@ def check_known_weights(name: str, weights: ArrayLike | None) -> None:
         )
 
 
-def check_random(name: str, key: Any) -> None:
-    """One threefry key."""
-    check_key(key, name=name)
-
-
-def check_known(name: str, argument: str, values: ArrayLike, mask: ArrayLike | None) -> None:
-    """No NaN in rows that count; only where the values are concrete."""
-    host, kept = concrete(values), None if mask is None else concrete(mask)
-    if host is None or (mask is not None and kept is None):
-        return
-    wrong = np.isnan(host.astype(np.float64)) & (True if kept is None else kept)
-    if wrong.any():
-        fix = "Leave these rows out: `mask=~jnp.isnan(...)`."
-        raise ValueError(needs_message(name, f"`{argument}` without NaN", f"got {int(wrong.sum())} of them", fix))
-
-
-def check_rows_of_scores(
-    name: str, values: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
-) -> tuple[Array, Array | None, Array | None]:
-    """Scores `(..., rows)`, rows on the last axis, one weight per row, and the mask over rows."""
-    array = promote(check_floating(name, "values", values))[0]
-    if array.ndim < 1 or array.shape[-1] == 0:
-        fix = 'Pass one score per row, what `reduction="none"` gives.'
-        raise ValueError(
-            needs_message(name, "`values` with at least one row on the last axis", f"got shape {array.shape}", fix)
-        )
-    rows = check_mask(name, mask, array.shape[-1:])
-    if row_weights is None:
-        return array, None, rows
-    weights = check_array(name, "row_weights", row_weights)
-    if weights.shape != array.shape[-1:]:
-        got = f"expected shape {array.shape[-1:]}, got {weights.shape}"
-        raise ValueError(
-            needs_message(name, "one of `row_weights` per row", got, "Rows are on the last axis of `values`.")
-        )
-    host, kept = concrete(row_weights), kept_rows(mask)
-    if host is not None and kept is not None:
-        wrong = ~np.isfinite(host.astype(np.float64)) | (host < 0)
-        if (wrong & kept).any() or not (host.astype(bool) & kept).any():
-            fix = "A row of weight zero does not count, but is drawn; `mask` leaves rows out."
-            raise ValueError(
-                needs_message(name, "finite `row_weights` of zero or more, not all zero", f"got {host}", fix)
-            )
-    return array, weights.astype(array.dtype), rows
-
-
 def check_num_draws(name: str, num_draws: int) -> None:
     """A number of draws that have a spread."""
     if check_positive_int(num_draws, "num_draws", name=name) < 2:
         raise ValueError(needs_message(name, "`num_draws` of two or more", f"got {num_draws}", "1,000 is usual."))
 
 
-def no_gradient(name: str) -> NoReturn:
-    """A score that cannot be differentiated."""
-    raise NotImplementedError(
+def no_gradient_message(name: str) -> str:
+    """The score cannot be differentiated."""
+    return (
         f"`{name}` has no gradient: where members meet, that of scoringrules is NaN.\n"
         "Train on `scores.crps` of each output, and judge by this score."
     )
+
+
+def check_interval(name: str, lower: ArrayLike, upper: ArrayLike, mask: ArrayLike | None = None) -> None:
+    """No lower end above its upper end; only where the values are concrete."""
+    low, high, kept = concrete(lower), concrete(upper), kept_rows(mask)
+    if low is None or high is None or kept is None:
+        return
+    wrong = (low > high) & kept
+    if wrong.any():
+        raise ValueError(
+            needs_message(
+                name, "`lower` ends at or below `upper` ends", first_text(low, wrong), "Swapped? `lower` comes first."
+            )
+        )
+
+
+def check_reduction(name: str, reduction: str, rows: tuple[int, ...]) -> None:
+    """A known reduction, and at least one row where the mean is asked for."""
+    check_word(reduction, "reduction", ("mean", "none"), name=name)
+    if reduction == "mean":
+        check_some_rows(name, rows)
+
+
+def check_some_rows(name: str, rows: tuple[int, ...]) -> None:
+    """At least one row to average over."""
+    if math.prod(rows) == 0:
+        fix = "Was every row filtered out?"
+        raise ValueError(needs_message(name, "at least one row to average over", f"got rows of shape {rows}", fix))

@@ -1,0 +1,173 @@
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from .._check import (
+    check_array,
+    check_key,
+    check_positive_int,
+    concrete,
+    first_text,
+    is_traced,
+    needs_message,
+)
+
+Labels = tuple[list[Any], np.ndarray]
+
+
+def check_draw(name: str, num_rows: Any, num_members: Any, key: Any) -> tuple[int, int]:
+    """How many rows there are and how many members draw of them, from a key."""
+    rows = check_num_rows(name, num_rows)
+    count = check_positive_int(num_members, "num_members", name=name)
+    check_draw_key(name, key)
+    return rows, count
+
+
+def check_draw_key(name: str, key: Any) -> None:
+    """One threefry key whose value is known."""
+    check_key(key, name=name)
+    if is_traced(key):
+        fix = "Draw before `jax.jit` and pass the result in: rows and weights are ordinary arrays."
+        raise TypeError(
+            needs_message(name, "a key whose value is known, because it draws on the host", "got a traced key", fix)
+        )
+
+
+def check_num_rows(name: str, num_rows: Any) -> int:
+    """A number of rows that 32-bit indices can count."""
+    if np.ndim(num_rows) > 0:
+        got = f"got an array of shape {np.shape(num_rows)}"
+        raise TypeError(needs_message(name, "the number of rows as `num_rows`", got, "Pass `len(x)`."))
+    rows = check_positive_int(num_rows, "num_rows", name=name)
+    if rows >= 2**31:
+        raise ValueError(
+            needs_message(
+                name, "`num_rows` below 2**31, as rows are int32", f"got {rows}", "Resample parts of the data."
+            )
+        )
+    return rows
+
+
+def check_draw_size(name: str, size: Any, num_rows: int, *, replace: bool) -> int:
+    """How many rows a member draws, from a count or from a fraction of the rows."""
+    if isinstance(size, float | np.floating):
+        if not 0 < size <= 1:
+            fix = "A count is passed as an integer: `size=100`."
+            raise ValueError(needs_message(name, "a fraction `size` above 0 and at most 1", f"got {size}", fix))
+        count = round(float(size) * num_rows)
+        if count == 0:
+            fix = "Pass a larger fraction, or a count."
+            raise ValueError(needs_message(name, "a `size` of at least one row", f"got {size} of {num_rows} rows", fix))
+        return count
+    count = check_positive_int(size, "size", name=name)
+    if not replace and count > num_rows:
+        fix = "Drawing with replacement is `bootstrap`, which has no such limit."
+        raise ValueError(
+            needs_message(name, "`size` of at most the number of rows", f"got {count} of {num_rows} rows", fix)
+        )
+    return count
+
+
+def check_row_labels(name: str, argument: str, labels: Any, num_rows: int) -> Labels:
+    """The different labels among `(rows,)` of any discrete kind, in order, and the position there of every row's."""
+    if is_traced(labels):
+        fix = "Resample before `jax.jit`."
+        raise TypeError(needs_message(name, f"`{argument}` whose values are known", "got a traced array", fix))
+    array = np.asarray(labels)
+    if array.shape != (num_rows,):
+        fix = "Labels stand in the order of the rows."
+        if array.shape == (num_rows, 1):
+            fix = f"Pass `{argument}[:, 0]`."
+        elif array.ndim == 2 and len(array) == num_rows:
+            fix = f"One-hot labels? Pass `{argument}.argmax(axis=1)`."
+        raise ValueError(
+            needs_message(
+                name, f"one label per row in `{argument}`", f"expected shape {(num_rows,)}, got {array.shape}", fix
+            )
+        )
+    if array.dtype.kind not in "biuSUTO":
+        fix = "Real-valued targets are binned first: `np.digitize(y, np.quantile(y, [0.25, 0.5, 0.75]))`."
+        raise TypeError(needs_message(name, f"discrete labels in `{argument}`", f"got dtype {array.dtype}", fix))
+    try:
+        different, position = np.unique(array, return_inverse=True)
+    except TypeError as error:
+        fix = "Missing labels? Give them a label of their own."
+        raise TypeError(
+            needs_message(
+                name, f"labels of one kind in `{argument}`", f"got objects that cannot be sorted: {error}", fix
+            )
+        ) from error
+    return different.tolist(), position
+
+
+def check_shares(name: str, names: list[Any], counts: np.ndarray, shares: np.ndarray) -> None:
+    """No class is left out of a stratified draw."""
+    if (shares == 0).any():
+        lost = int(np.argmin(shares))
+        got = f"got {shares.sum()} of {counts.sum()} rows, none of the {counts[lost]} of class {names[lost]!r}"
+        raise ValueError(
+            needs_message(
+                name, "a `size` that leaves rows of every class", got, "Pass a larger `size`, or no `stratify`."
+            )
+        )
+
+
+def check_drawn(name: str, values: ArrayLike, num_rows: int, *, num_members: int | None = None) -> Array:
+    """Rows `(members, n)`, which are integers, or weights `(members, rows)`, which are not."""
+    array = check_array(name, "drawn", values)
+    if num_members is not None and array.shape[:1] != (num_members,):
+        got = f"expected {num_members} members as in `predictions`, got shape {array.shape}"
+        raise ValueError(
+            needs_message(
+                name, "rows or weights of the members that predict", got, "Members stand in one order in both."
+            )
+        )
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        return check_rows(name, values, num_rows)
+    if array.ndim != 2 or array.shape[1] != num_rows or array.shape[0] == 0:
+        fix = "Integers are taken as rows `(members, n)`, all other numbers as weights `(members, rows)`."
+        raise ValueError(
+            needs_message(
+                name, f"weights of shape (members, {num_rows})", f"got {array.dtype} of shape {array.shape}", fix
+            )
+        )
+    host = concrete(values)
+    if host is not None and host.dtype != bool:
+        host = host.astype(np.float64)
+        wrong = ~np.isfinite(host) | (host < 0)
+        if wrong.any():
+            raise ValueError(
+                needs_message(
+                    name, "finite weights of zero or more", first_text(host, wrong), "A row of weight zero is not seen."
+                )
+            )
+    return array
+
+
+def check_rows(name: str, values: ArrayLike, num_rows: int) -> Array:
+    """Row indices `(members, n)`; a range check where concrete."""
+    array = check_array(name, "rows", values)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        fix = "Weights say themselves how often a row counts: they need no counting."
+        raise TypeError(
+            needs_message(name, "integer rows (members, n)", f"got {array.dtype} of shape {array.shape}", fix)
+        )
+    if array.ndim != 2 or 0 in array.shape:
+        fix = "One member? Add a leading axis: `rows[None]`."
+        raise ValueError(
+            needs_message(name, "rows of shape (members, n), at least one", f"got shape {array.shape}", fix)
+        )
+    host = concrete(values)
+    if host is not None:
+        check_in_range(name, host, num_rows, "")
+    return array
+
+
+def check_in_range(name: str, rows: np.ndarray, num_rows: int, words: str) -> None:
+    wrong = (rows < 0) | (rows >= num_rows)
+    if wrong.any():
+        fix = "Rows count from 0; `num_rows` is the length of the data that they index."
+        raise IndexError(needs_message(name, f"rows from 0 to {num_rows - 1}", first_text(rows, wrong) + words, fix))

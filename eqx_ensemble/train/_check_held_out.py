@@ -1,0 +1,47 @@
+from typing import Any
+
+import numpy as np
+
+
+def check_drawn_rows(drawn: Any, rows: Any) -> Any:
+    """What members were trained on: what is given, or the rows that `fit` was given."""
+    if drawn is None and rows is None:
+        raise TypeError(
+            "`Run.out_of_bag` needs to know what the members were trained on: `fit` was given no `rows`.\n"
+            "Pass their weights `(members, rows)` as `drawn`; without either, every member saw every row."
+        )
+    return rows if drawn is None else drawn
+
+
+def check_fold_count(num_folds: int, num_members: int, *, name: str) -> None:
+    """One fold per member."""
+    if num_folds != num_members:
+        raise ValueError(f"`{name}` needs one fold per member, got {num_folds} folds and {num_members} members.")
+
+
+def check_no_copies(revived: list[Any], *, name: str) -> None:
+    """Nobody goes on with weights that another member's rows have trained."""
+    copied = [event for event in revived if event.donor is not None]
+    if copied:
+        words = ", ".join(f"{event.member} of {event.donor}" for event in copied)
+        raise ValueError(
+            f"`{name}` cannot tell what members have seen: some became copies of others ({words}), which trained on "
+            "other rows.\nLet members that diverge start afresh, with `on_diverge=train.Revive(make)`, or freeze them."
+        )
+
+
+def check_rows_of_folds(num_rows: int, folds: Any, rows: Any, *, name: str) -> None:
+    """The folds are those of the data, and no member trained on its own."""
+    expected = folds.in_test.shape[1]
+    if num_rows != expected:
+        raise ValueError(
+            f"`{name}` needs all rows of the data that the folds are of: expected {expected}, got {num_rows}."
+        )
+    if rows is None:
+        return
+    for member, (seen, tested) in enumerate(zip(np.asarray(rows), np.asarray(folds.in_test), strict=True)):
+        if tested[seen].any():
+            raise ValueError(
+                f"`{name}` was given other folds than `fit`: the member at place {member} trained on "
+                f"{int(tested[np.unique(seen)].sum())} rows that it would be tested on."
+            )

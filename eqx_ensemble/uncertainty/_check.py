@@ -1,0 +1,74 @@
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from .._check import (
+    check_array,
+    check_floating,
+    check_mask,
+    check_scalar,
+    concrete,
+    first_text,
+    kept_rows,
+    needs_message,
+    promote,
+)
+
+
+def check_temperature(name: str, temperature: ArrayLike, dtype: jnp.dtype) -> Array:
+    """A temperature above zero, where concrete."""
+    array = check_scalar(name, "temperature", temperature, dtype)
+    host = concrete(temperature)
+    if host is not None and not 0 < host < np.inf:
+        fix = "Logits are divided by it; 1 leaves them as they are."
+        raise ValueError(needs_message(name, "a finite `temperature` above zero", f"got {host}", fix))
+    return array
+
+
+def check_levels(name: str, levels: ArrayLike, dtype: jnp.dtype, *, ends: bool) -> tuple[Array, Array]:
+    """Levels, a number or `(levels,)`, and how far each is below one; with or without 0 and 1 themselves."""
+    array = check_array(name, "levels", levels)
+    if array.ndim > 1:
+        raise ValueError(
+            needs_message(name, "`levels` as a number or `(levels,)`", f"got shape {array.shape}", "Write 90 % as 0.9.")
+        )
+    host = concrete(levels)
+    if host is None:
+        return array.astype(dtype), 1 - array.astype(dtype)
+    host = np.asarray(host, np.float64)
+    inside = (0 <= host) & (host <= 1) if ends else (0 < host) & (host < 1)
+    if not inside.all():
+        words = "`levels` from 0 to 1" if ends else "`levels` between 0 and 1"
+        raise ValueError(needs_message(name, words, first_text(host, ~inside), "Write 90 % as 0.9."))
+    # The distance to one is exact in float64, where float32 would have lost a level such as 1 - 1e-9.
+    return jnp.asarray(host, dtype), jnp.asarray(1 - host, dtype)
+
+
+def check_rows_of_members(
+    name: str, argument: str, values: ArrayLike, mask: ArrayLike | None, *, binary: bool = False
+) -> tuple[Array, Array]:
+    """Values `(members, rows)` made flat, and which rows count; zeros, ones and NaN only where `binary`."""
+    array = check_array(name, argument, values)
+    if array.dtype == jnp.bool_ and binary:
+        array = array.astype(jnp.float32)
+    array = check_floating(name, argument, array)
+    if array.ndim < 2 or array.shape[0] < 1:
+        raise ValueError(
+            needs_message(
+                name,
+                f"`{argument}` of shape (members, *batch)",
+                f"got shape {array.shape}",
+                "The members axis comes first.",
+            )
+        )
+    rows = check_mask(name, mask, array.shape[1:])
+    host, kept = concrete(values), kept_rows(mask)
+    if binary and host is not None and kept is not None:
+        exact = np.asarray(host, np.float64)
+        wrong = ~np.isin(exact, (0, 1)) & ~np.isnan(exact) & kept
+        if wrong.any():
+            fix = "They are `scores.per_member(scores.accuracy, logits, labels, reduction='none')`."
+            raise ValueError(needs_message(name, f"zeros and ones in `{argument}`", first_text(exact, wrong), fix))
+    counted = jnp.ones(array.shape[1:], bool) if rows is None else rows
+    return jnp.reshape(promote(array)[0], (array.shape[0], -1)), jnp.ravel(counted)
