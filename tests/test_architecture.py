@@ -47,16 +47,13 @@ UNRULY_CHECKS: set[str] = {
     "checkpoint_options",
     "chunk_weights",
     "combiner",
-    "count_rows_kept",
     "countable",
     "diverged",
-    "drawn_rows",
     "ended_by_an_error",
     "enough_to_rank",
     "explained_rows",
     "fit_options",
     "folder_of_runs",
-    "folds_of_members",
     "goes_on",
     "goes_on_with_data",
     "hyper",
@@ -75,9 +72,6 @@ UNRULY_CHECKS: set[str] = {
     "members_seen",
     "no_array_options",
     "no_batch_mark",
-    "no_copies",
-    "no_gradient",
-    "no_gradient_of_fit",
     "no_transformation",
     "not_beyond",
     "not_saved",
@@ -99,7 +93,6 @@ UNRULY_CHECKS: set[str] = {
     "revive",
     "row_indices",
     "rows_in_front",
-    "rows_of_folds",
     "run_is_lost",
     "same_batches",
     "same_call",
@@ -260,7 +253,6 @@ LARGE_CLASSES: set[str] = {
 }
 LONG_FILES: set[str] = {
     "_check/_arrays.py",
-    "_check/_resample.py",
     "scores/_scoringrules.py",
 }
 
