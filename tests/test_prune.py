@@ -27,7 +27,7 @@ def test_messages():
     with pytest.raises(ValueError, match=r"`prune` needs one weight per member: expected shape \(4,\), got \(3,\)"):
         ee.prune(_ensemble(), np.ones(3))
     with pytest.raises(
-        TypeError, match=r"`eqx_ensemble.prune` needs `weights` as an array.*\n.*\nPass its weights alone"
+        TypeError, match=r"`prune` needs `weights` as an array.*\n.*\nPass its weights alone"
     ):
         ee.prune(_ensemble(), ee.combine.weights.prune(np.ones(4)))
     with pytest.raises(TypeError, match="prune"):
