@@ -1,5 +1,9 @@
 from ._errors import DivergedError as DivergedError
 from ._errors import NotSavedError as NotSavedError
+from ._revive import Revival as Revival
+from ._revive import Revive as Revive
+from ._revive import perturb as perturb
+from ._revive import revive as revive
 from ._state import TrainState as TrainState
 from ._state import init as init
 from ._status import Status as Status
@@ -7,7 +11,3 @@ from ._step import Metrics as Metrics
 from ._step import Step as Step
 from ._step import make_step as make_step
 from .host._record import History as History
-from .host._revive import Revival as Revival
-from .host._revive import Revive as Revive
-from .host._revive import perturb as perturb
-from .host._revive import revive as revive

@@ -19,6 +19,7 @@ from ..sharding._check import warn_of_uneven_rows
 from ..sharding._layout import Layout
 from ..sharding._shard import shard_members
 from ._errors import DivergedError, NotSavedError
+from ._revive import Revive
 from ._run import Run
 from ._state import TrainState
 from ._status import Status
@@ -35,7 +36,6 @@ from .data._cursor import Length
 from .data._data import as_row_indices, is_batches, on_device, without_marks
 from .data._rows import ORDERS, Order, row_order
 from .host._execute import execute
-from .host._revive import Revive
 from .host._start import Start, layout_of, start_of
 from .resume._identity import identity
 from .resume._resume import Saver

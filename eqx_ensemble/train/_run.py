@@ -18,12 +18,12 @@ from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
 from ..resample._check_held_out import check_folds
 from ._check_held_out import check_drawn_rows, check_fold_count, check_no_copies, check_rows_of_folds
 from ._errors import DivergedError
+from ._revive import Revival
 from ._state import TrainState
 from ._status import Status, status_names
 from ._summary import summary
 from .compiled._selection import Mode, Selection
 from .host._record import History, last_finite
-from .host._revive import Revival
 
 
 class Run(eqx.Module, Generic[M]):

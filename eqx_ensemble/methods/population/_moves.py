@@ -7,9 +7,9 @@ from ..._check import check_mode, train_state
 from ..._ensemble import M
 from ...distributed import to_host
 from ...train import TrainState
+from ...train._revive import copy_donors, take_members
 from ...train._status import Status
 from ...train.compiled._limits import stop_members
-from ...train.host._revive import copy_donors, take_members
 from .._check import check_donors, check_healthy, check_indices, check_member_scores
 
 

@@ -6,12 +6,12 @@ from ... import _axes
 from ..._ensemble import Ensemble
 from ...distributed import to_host
 from ...plan import AbstractPlan
+from .._revive import Revival
 from .._run import Run
 from .._state import TrainState
 from ..compiled._health import fault_path
 from ..data._source import AbstractSource
 from ._loop import Host
-from ._revive import Revival
 from ._start import Start
 
 

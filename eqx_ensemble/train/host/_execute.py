@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 from ... import _check
 from ..._progress import members_in_words, progress_line
 from ...plan._pilot import Pilot, explained_memory
+from .._revive import Revive
 from .._run import Run
 from ..compiled._carry import Carry, Inputs
 from ..compiled._health import nan_is_data
@@ -24,7 +25,7 @@ from ._interrupt import Interruption
 from ._loop import Host, run
 from ._pacing import Pacing
 from ._recording import Recording
-from ._revive import Revive, Reviver
+from ._reviver import Reviver
 from ._saving import Saving
 from ._start import Start
 from ._stopping import Stopping

@@ -1,10 +1,10 @@
 import time
 
+from .._revive import Revival
 from ..data._source import AbstractSource
 from ..resume._resume import Saver
 from ._active import ActiveMembers
 from ._record import Record
-from ._revive import Revival
 
 
 class Saving:

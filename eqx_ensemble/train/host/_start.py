@@ -11,6 +11,7 @@ from ..._ensemble import Ensemble
 from ...sharding._check import warn_of_padding
 from ...sharding._layout import Layout, layout_for
 from ...sharding._shard import replicate, shard_members
+from .._revive import Revival
 from .._run import Run
 from .._state import TrainState, copied, first_state, init_all
 from .._trainable import Trainable
@@ -18,7 +19,6 @@ from ..compiled._optimiser import Optimiser
 from ..compiled._selection import Mode, Selection, no_selection
 from ..data._cursor import Cursor
 from ._record import Record
-from ._revive import Revival
 
 
 class Start(NamedTuple):

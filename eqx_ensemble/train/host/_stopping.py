@@ -4,11 +4,12 @@ from typing import Literal
 import numpy as np
 
 from ...distributed import broadcast_from_first, to_host
+from .._revive import Revive
 from .._status import Status
 from ..compiled._limits import stop_members
 from ._active import ActiveMembers
 from ._interrupt import Interruption
-from ._revive import Revive, Reviver
+from ._reviver import Reviver
 from ._saving import Saving
 
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ...checkpoint._check_like import shape_text
+from .._revive import Revive
 from .._state import MemberConstants, MemberState
 from ..compiled._loss import Loss
 from ..compiled._member import member_gradient
 from ..compiled._optimiser import Optimiser, init_member, update_member
 from ..compiled._program import Program
 from ..data._data import member_shapes
-from ..host._revive import Revive
 from ..host._start import Start
 from ._texts import array_texts, digest_of, function_text, option_text, program_text
 

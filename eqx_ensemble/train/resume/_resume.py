@@ -22,12 +22,12 @@ from ...checkpoint._run_lock import RunLock
 from ...checkpoint._snapshot import versions
 from ...distributed import broadcast_from_first, is_first
 from ...distributed._collectives import raise_on_all
+from .._revive import Revival
 from .._state import MemberConstants, TrainState
 from ..compiled._carry import Carry
 from ..compiled._selection import Mode
 from ..data._cursor import Cursor, decode, encode
 from ..host._record import History, Record
-from ..host._revive import Revival
 from ..host._start import Start
 from ._identity import Identity
 

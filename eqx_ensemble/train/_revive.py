@@ -7,18 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from ... import _axes, _check, _keys
-from ..._build import build
-from ..._ensemble import Ensemble, M
-from ...distributed import to_host
-from ...tree._compare import compare_trees
-from .._hyper import change_hyper
-from .._state import MemberConstants, MemberState, TrainState, init_all
-from .._status import Status
-from ..compiled._carry import Carry
-from ..compiled._optimiser import Optimiser, keep_noise
-from ..compiled._selection import reset_best
-from ._active import ActiveMembers
+from .. import _axes, _check, _keys
+from .._build import build
+from .._ensemble import Ensemble, M
+from ..distributed import to_host
+from ..tree._compare import compare_trees
+from ._hyper import change_hyper
+from ._state import MemberConstants, MemberState, TrainState, init_all
+from ._status import Status
+from .compiled._optimiser import Optimiser, keep_noise
 
 
 def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
@@ -236,30 +233,3 @@ def _perturb(hyper: PyTree, how: Revive, lost: np.ndarray, keys: Key[Array, " lo
 def _own_keys(key: Key[Array, ""], ids: np.ndarray, times: np.ndarray) -> Key[Array, " lost"]:
     own = lambda i, n: jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, _keys.tag("revive")), i), n)
     return jax.vmap(own)(jnp.asarray(ids), jnp.asarray(times))
-
-
-class Reviver:
-    """The host's side of reviving during a run: counts, and puts new members among the compiled ones."""
-
-    def __init__(
-        self, how: Revive, optimiser: Optimiser, shared: PyTree, ids: Array, before: list[Revival], *, key: Any
-    ):
-        self.revivals = list(before)
-        self._how, self._optimiser, self._shared = how, optimiser, shared
-        self._ids, self._key = to_host(ids), key
-        self._times = (self._ids[:, None] == [revival.member for revival in before]).sum(axis=1)
-
-    def revive(self, members: ActiveMembers) -> None:
-        """Revives the members that diverged, but for those that were revived often enough."""
-        slots, carry, inputs = members.slots, members.carry, members.inputs
-        lost = np.flatnonzero(to_host(carry.moving.status) == Status.DIVERGED)
-        lost = lost[self._times[slots.members[lost]] < self._how.most]
-        if len(lost) == 0:
-            return
-        ids, times = jnp.asarray(slots.distinct(self._ids)), self._times[slots.members[lost]]
-        state = TrainState(carry.moving, inputs.fixed, self._shared, ids, carry.step)
-        moving, fixed, revived = revive_members(state, self._optimiser, self._how, lost, times, key=self._key)
-        if revived:
-            self._times[slots.members[lost]] += 1
-            self.revivals += revived
-            members.replace(Carry(moving, reset_best(carry.selection, moving, lost), carry.step), fixed)
