@@ -45,9 +45,13 @@ class Program(eqx.Module):
 
         It is not yet checked for faults. Outputs are `(members, ...)`.
         """
-        moving, outputs = self._over_members(
-            inputs, carry, rows, lambda member, moving, rows: member(moving, rows, carry.step)
-        )
+        member, own = self._member(inputs, carry, rows)
+
+        def one_step(part: PyTree) -> tuple[MemberState, PyTree]:
+            step, moving, rows = member(part)
+            return step(moving, rows, carry.step)
+
+        moving, outputs = _axes.over_leading_axis(self.sharded_plan.run, one_step, own)
         return Carry(moving, carry.selection, carry.step + 1), outputs
 
     def steps(
@@ -60,30 +64,29 @@ class Program(eqx.Module):
         The plan maps over members, and the loop over steps is inside: a plan that runs members one after another runs
         all steps of a member while its weights are in the processor's cache.
         """
+        member, own = self._member(inputs, carry, rows)
 
-        def all_steps(member: Callable[..., Any], moving: MemberState, rows: Int[Array, "steps batch"]) -> tuple:
+        def all_steps(part: PyTree) -> tuple[MemberState, PyTree]:
+            step, moving, rows = member(part)
+
             def one(state: tuple[MemberState, Array], rows: Int[Array, " batch"]) -> tuple:
-                moving, step = state
-                moving, outputs = member(moving, rows, step)
-                return (moving, step + 1), outputs, jnp.bool_(0)
+                moving, outputs = step(state[0], rows, state[1])
+                return (moving, state[1] + 1), outputs, jnp.bool_(0)
 
             (moving, _), outputs, _ = scan(one, (moving, carry.step), rows, count)
             return moving, outputs
 
-        moving, outputs = self._over_members(inputs, carry, rows, all_steps)
+        moving, outputs = _axes.over_leading_axis(self.sharded_plan.run, all_steps, own)
         return Carry(moving, carry.selection, carry.step + count), outputs
 
-    def _over_members(
-        self,
-        inputs: Inputs,
-        carry: Carry,
-        rows: PyTree,
-        run: Callable[[Callable[..., Any], MemberState, PyTree], tuple],
-    ) -> tuple[MemberState, PyTree]:
-        """`run(step, moving, rows)` of every member under the plan, where `step(moving, rows, step)` is one step."""
+    def _member(self, inputs: Inputs, carry: Carry, rows: PyTree) -> tuple[Callable[[PyTree], tuple], PyTree]:
+        """`member`, and the arrays of all members that a plan maps it over.
+
+        Of one member's part, `member(part)` returns `step(moving, rows, step)`, its first state and its rows.
+        """
         own_data, view, _ = _split_data(inputs.data, inputs.fixed)
 
-        def one(part: PyTree) -> tuple:
+        def member(part: PyTree) -> tuple:
             moving, fixed, own_data, own_rows = part
             data = view(own_data)
 
@@ -95,10 +98,9 @@ class Program(eqx.Module):
                 )
                 return moving if self.layout is None else constrain_member(moving, self.layout), outputs
 
-            return run(step, moving, own_rows if self.own_rows else rows)
+            return step, moving, own_rows if self.own_rows else rows
 
-        own = (carry.moving, inputs.fixed, own_data, rows if self.own_rows else None)
-        return _axes.over_leading_axis(self.sharded_plan.run, one, own)
+        return member, (carry.moving, inputs.fixed, own_data, rows if self.own_rows else None)
 
     def constrain(self, carry: Carry) -> Carry:
         """The carry, constrained to the devices of its members."""
