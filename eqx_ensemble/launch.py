@@ -156,7 +156,7 @@ def _watch(children: _Children, running: int, grace: float) -> int:
     return code
 
 
-def surroundings(number: int, *, processes: int, devices: int | None, port: int) -> dict[str, str]:
+def environment_of(number: int, *, processes: int, devices: int | None, port: int) -> dict[str, str]:
     """The environment of one process."""
     variables = {name: value for name, value in os.environ.items() if name not in OURS}
     if processes > 1:
@@ -176,7 +176,7 @@ def _free_port() -> int:
         return free.getsockname()[1]
 
 
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m eqx_ensemble.launch",
         usage="%(prog)s -n PROCESSES [--devices DEVICES] [--grace SECONDS] [-m] PROGRAM [ARGUMENTS ...]",
@@ -199,15 +199,15 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command, with the arguments of its line."""
-    options = _parsed(arguments)
+    options = _parse_arguments(arguments)
     program = ["-m", options.program] if options.module else [options.program]
     command = [sys.executable, *program, *options.arguments]
     if options.processes == 1:
-        os.execve(sys.executable, command, surroundings(0, processes=1, devices=options.devices, port=0))
+        os.execve(sys.executable, command, environment_of(0, processes=1, devices=options.devices, port=0))
     check_process_groups()
     port = _free_port()
     environments = [
-        surroundings(number, processes=options.processes, devices=options.devices, port=port)
+        environment_of(number, processes=options.processes, devices=options.devices, port=port)
         for number in range(options.processes)
     ]
     return run(command, environments, grace=options.grace)

@@ -15,16 +15,16 @@ def about(program: Exported, ensemble: Ensemble[Any], *, symbolic_members: bool)
     return {
         "members": "any number" if symbolic_members else ensemble.num_members,
         "ids": ensemble.ids.tolist(),
-        "inputs": described(x, "x"),
-        "outputs": described(program.out_tree.unflatten(program.out_avals), "out"),
-        "leaves": [entry for part in leaves for entry in described(part)],
+        "inputs": describe_arrays(x, "x"),
+        "outputs": describe_arrays(program.out_tree.unflatten(program.out_avals), "out"),
+        "leaves": [entry for part in leaves for entry in describe_arrays(part)],
         "platforms": list(program.platforms),
         "calling_convention_version": program.calling_convention_version,
         "versions": versions(),
     }
 
 
-def described(tree: PyTree, root: str = "") -> list[dict[str, Any]]:
+def describe_arrays(tree: PyTree, root: str = "") -> list[dict[str, Any]]:
     """Name, dtype and shape of every array of a tree; a size that is left open stands by its name."""
     return list(_entries(tree, root))
 

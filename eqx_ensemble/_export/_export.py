@@ -102,11 +102,11 @@ def export(
     x, symbolic = batches(job.row, batch_size, name=name)
     if leaves == "inside":
         check_fits_inside(sum(array.nbytes for array in packed.arrays.values()), name=name)
-        program = _exported(with_constants(job), (x,), platforms, job.row)
+        program = _export_program(with_constants(job), (x,), platforms, job.row)
         return Artefact(program, None, about(program, ensemble, symbolic_members=False))
     check_plain_dtypes(packed.arrays, name=name)
     specs = _specs(packed, symbolic if symbolic_members else ensemble.num_members)
-    program = _exported(lambda leaves, x: job.run(packed.unpack(leaves), x), (specs, x), platforms, job.row)
+    program = _export_program(lambda leaves, x: job.run(packed.unpack(leaves), x), (specs, x), platforms, job.row)
     host = {text: np.asarray(array) for text, array in packed.arrays.items()}
     return Artefact(program, host, about(program, ensemble, symbolic_members=symbolic_members))
 
@@ -119,7 +119,7 @@ def _specs(packed: Packed, num_members: Any) -> dict[str, jax.ShapeDtypeStruct]:
     return {text: spec(text, x) for text, x in packed.arrays.items()}
 
 
-def _exported(
+def _export_program(
     fn: Callable[..., PyTree], specs: tuple[PyTree, ...], platforms: tuple[str, ...], row: PyTree
 ) -> jax_export.Exported:
     fn.__name__ = "ensemble"  # for error messages where the program is called

@@ -12,7 +12,7 @@ from .._check import check_installed, inference_mode
 from .._ensemble import Ensemble
 from .._predict._batch import Call
 from ..checkpoint._snapshot import versions
-from ._about import described
+from ._about import describe_arrays
 from ._check import check_no_callbacks, check_no_random_numbers, explain_export, explain_onnx
 from ._served import batches, served, with_constants
 
@@ -56,13 +56,13 @@ def export_onnx(
     check_no_callbacks(jaxpr, name=name)
     check_no_random_numbers(jaxpr, name=name)
     with explain_onnx():
-        model = _converted(ClosedJaxpr(jaxpr, traced.jaxpr.consts), x, traced.out_info)
+        model = _convert(ClosedJaxpr(jaxpr, traced.jaxpr.consts), x, traced.out_info)
     origin = {"ids": ensemble.ids.tolist(), "versions": versions()}
     model.metadata_props.add(key="eqx_ensemble", value=json.dumps(origin))
     return model
 
 
-def _converted(closed: ClosedJaxpr, x: PyTree, out: PyTree) -> Any:
+def _convert(closed: ClosedJaxpr, x: PyTree, out: PyTree) -> Any:
     """The model of a traced program: jax2onnx sees jax's operations, and none of the layers that made them."""
     from jax2onnx import to_onnx  # pyright: ignore[reportMissingImports] (an extra)
 
@@ -71,7 +71,7 @@ def _converted(closed: ClosedJaxpr, x: PyTree, out: PyTree) -> Any:
         lambda *x: tuple(program(*x)),
         jax.tree.leaves(x),
         model_name="ensemble",
-        input_names=[entry["name"] for entry in described(x, "x")],
-        output_names=[entry["name"] for entry in described(out, "out")],
+        input_names=[entry["name"] for entry in describe_arrays(x, "x")],
+        output_names=[entry["name"] for entry in describe_arrays(out, "out")],
         enable_double_precision=jnp.result_type(float) == jnp.float64,
     )

@@ -39,10 +39,10 @@ def as_like(like: Any, manifest: Manifest) -> Any:
     if manifest.members is None:
         return one
     if _is_ensemble(manifest, "<root>"):
-        return _stacked(one, manifest, "")
+        return _as_ensemble(one, manifest, "")
     if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], eqx.nn.State) and _is_ensemble(manifest, "[0]"):
         state = jax.tree.map(lambda leaf: _with_axis(leaf, len(manifest.members or ())), one[1])
-        return _stacked(one[0], manifest, "[0]"), state
+        return _as_ensemble(one[0], manifest, "[0]"), state
     return one
 
 
@@ -50,7 +50,7 @@ def _is_ensemble(manifest: Manifest, path: str) -> bool:
     return manifest.structure.get(path) == Ensemble.__name__
 
 
-def _stacked(one: Any, manifest: Manifest, start: str) -> Ensemble[Any]:
+def _as_ensemble(one: Any, manifest: Manifest, start: str) -> Ensemble[Any]:
     """An ensemble of shapes; what its members share is what they shared when it was saved."""
     saved = {entry.path: entry for entry in manifest.entries}
     keyed, treedef = jtu.tree_flatten_with_path(one)

@@ -49,11 +49,11 @@ def export_members(
     paths = []
     for i, member_id in enumerate(ensemble.ids.tolist()):
         paths.append(Path(folder).absolute() / f"member-{member_id:06d}.{format}")
-        write_file(paths[-1], _encoded(ensemble[i], format, name))
+        write_file(paths[-1], _encode(ensemble[i], format, name))
     return paths
 
 
-def _encoded(model: Any, format: str, name: str) -> bytes:
+def _encode(model: Any, format: str, name: str) -> bytes:
     if format == "safetensors":
         return to_safetensors(model, name=name)
     check_no_typed_keys(model, "`equinox.tree_serialise_leaves` cannot write them", name=name)

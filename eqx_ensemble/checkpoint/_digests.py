@@ -46,7 +46,7 @@ def _blocks(leaf: np.ndarray | jax.Array, *, per_member: bool) -> Iterator[tuple
             yield first, np.asarray(shard.data, order="C")
 
 
-class Rows(NamedTuple):
+class DigestRows(NamedTuple):
     """Where the checksums of an array stand in a table with a row for each of its members, or one if it is shared."""
 
     entry: Entry
@@ -54,13 +54,13 @@ class Rows(NamedTuple):
     count: int
 
 
-def rows_of(entries: Sequence[Entry]) -> list[Rows]:
+def rows_of(entries: Sequence[Entry]) -> list[DigestRows]:
     """The places of all arrays in such a table, in the order of the entries."""
     listed, first = [], 0
     for entry in entries:
         if entry.tensor == entry.path:
             count = entry.shape[0] if entry.kind == "members" else 1
-            listed.append(Rows(entry, first, count))
+            listed.append(DigestRows(entry, first, count))
             first += count
     return listed
 

@@ -15,7 +15,7 @@ class Span(NamedTuple):
     size: int
 
 
-class Layout(NamedTuple):
+class FileLayout(NamedTuple):
     """The file of arrays, as it follows from the leaves: nothing of it is taken from the file itself."""
 
     header: bytes
@@ -25,7 +25,7 @@ class Layout(NamedTuple):
     size: int
 
 
-def layout(entries: Sequence[Entry]) -> Layout:
+def file_layout(entries: Sequence[Entry]) -> FileLayout:
     """Where everything stands: large items first, so that each is aligned to its own size, the checksums last."""
     tensors = {entry.tensor: entry for entry in entries}.values()
     order = tuple(sorted(tensors, key=lambda entry: -DTYPES[entry.dtype].itemsize))
@@ -46,7 +46,7 @@ def layout(entries: Sequence[Entry]) -> Layout:
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     spans = {tensor: Span(len(header) + span.start, span.size) for tensor, span in ends.items()}
-    return Layout(header, order, spans, rows, len(header) + end + count * DIGEST)
+    return FileLayout(header, order, spans, rows, len(header) + end + count * DIGEST)
 
 
 def begins_as_ours(file: BinaryIO) -> bool:

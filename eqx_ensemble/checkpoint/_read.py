@@ -12,7 +12,7 @@ from .._check import CheckpointCorruptError
 from ._check import damage_message
 from ._dtypes import DTYPES, raw
 from ._hashing import Digests
-from ._layout import DIGEST, layout
+from ._layout import DIGEST, file_layout
 from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, decode
 from ._place import open_file
 
@@ -36,7 +36,7 @@ class Reader:
         self.folder, self.manifest, self.file = path, manifest, path / manifest.file
         self._file = open_file(self.file)
         try:
-            self._layout = layout(self.manifest.entries)
+            self._layout = file_layout(self.manifest.entries)
             self._check_file()
         except BaseException:
             self.close()

@@ -82,7 +82,7 @@ def _sharding(entry: Entry, like: Any, rows: Sequence[int] | None) -> Any:
 
 def _leaf(data: np.ndarray | jax.Array, entry: Entry, like: Any) -> Any:
     if entry.key is not None:
-        return _placed(jax.random.wrap_key_data(jnp.asarray(data), impl=entry.key), like)
+        return _put_like(jax.random.wrap_key_data(jnp.asarray(data), impl=entry.key), like)
     if isinstance(data, jax.Array):
         return data
     data = _cast(data, _native(like.dtype), entry)
@@ -90,7 +90,7 @@ def _leaf(data: np.ndarray | jax.Array, entry: Entry, like: Any) -> Any:
         return data[()]
     if isinstance(like, np.ndarray):
         return data
-    return _placed(jnp.asarray(data), like)
+    return _put_like(jnp.asarray(data), like)
 
 
 def _native(dtype: Any) -> Any:
@@ -98,7 +98,7 @@ def _native(dtype: Any) -> Any:
     return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype
 
 
-def _placed(leaf: jax.Array, like: Any) -> jax.Array:
+def _put_like(leaf: jax.Array, like: Any) -> jax.Array:
     """On the devices of `like`, if it lies on several and the shape is the same."""
     sharding = getattr(like, "sharding", None)
     if sharding is None or len(sharding.device_set) < 2 or leaf.shape != like.shape:

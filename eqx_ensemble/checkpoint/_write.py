@@ -21,7 +21,7 @@ from ._commit import (
 )
 from ._dtypes import raw
 from ._hashing import Digests
-from ._layout import Layout, layout
+from ._layout import FileLayout, file_layout
 from ._manifest import NAME, encode
 from ._names import REMOVING, SAVING, foreign, is_temporary, next_number, remove_ours, temporary
 from ._place import is_on_disk
@@ -41,7 +41,7 @@ def write(path: Path, content: Snapshot) -> None:
     path = path.absolute()
     if os.path.lexists(path):
         check_own(path)
-    plan = layout(content.manifest.entries)
+    plan = file_layout(content.manifest.entries)
     with explain_writing(path, plan.size):
         make_parents(path.parent)
         clean(path.parent, path.name)
@@ -113,7 +113,7 @@ def _locked_file(path: Path, stack: contextlib.ExitStack) -> tuple[Path, int]:
             return new, file
 
 
-def _write_new(path: Path, content: Snapshot, plan: Layout) -> None:
+def _write_new(path: Path, content: Snapshot, plan: FileLayout) -> None:
     with _temporary(path) as folder:
         _write_files(folder, 1, content, plan)
         put_manifest(folder)
@@ -142,7 +142,7 @@ def _temporary(path: Path) -> Iterator[Path]:
                     remove_ours(folder)
 
 
-def _overwrite(path: Path, content: Snapshot, plan: Layout) -> None:
+def _overwrite(path: Path, content: Snapshot, plan: FileLayout) -> None:
     with _disk.locked(path):
         try:
             _write_files(path, next_number(path), content, plan)
@@ -157,7 +157,7 @@ def _overwrite(path: Path, content: Snapshot, plan: Layout) -> None:
         remove_unused(path)
 
 
-def _write_files(folder: Path, number: int, content: Snapshot, plan: Layout) -> None:
+def _write_files(folder: Path, number: int, content: Snapshot, plan: FileLayout) -> None:
     name = f"arrays-{number:04d}.safetensors"
     with new_file(folder / name) as file:
         checksums = _write_arrays(file, content, plan)
@@ -166,7 +166,7 @@ def _write_files(folder: Path, number: int, content: Snapshot, plan: Layout) -> 
     write_manifest(folder, encode(content.manifest._replace(file=name, entries=entries)))
 
 
-def _write_arrays(file: int, content: Snapshot, plan: Layout) -> dict[str, str]:
+def _write_arrays(file: int, content: Snapshot, plan: FileLayout) -> dict[str, str]:
     """Writes header, tensors and the table of checksums, in large pieces. Returns each tensor's checksum."""
     with Digests(plan.size) as digests:
         found = {}
@@ -185,7 +185,7 @@ def _write_arrays(file: int, content: Snapshot, plan: Layout) -> dict[str, str]:
     return checksums
 
 
-def _write_tensors(file: int, content: Snapshot, plan: Layout) -> bytearray:
+def _write_tensors(file: int, content: Snapshot, plan: FileLayout) -> bytearray:
     """Writes header and tensors; returns what is to be written with what follows."""
     pending = bytearray(plan.header)
     for entry in plan.order:

@@ -15,7 +15,7 @@ _AT_ONCE = 2**26  # bytes that a program gathers: each device holds them whole
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """The arrays of a tree as NumPy arrays in every process, also those that are spread over the processes.
+    """The arrays of a tree as NumPy arrays in every process, also those that are sharded over processes.
 
     All processes must call it, with the same arrays in the same order. Each array passes through each device whole,
     some 64 MiB at a time, one array at least.
@@ -27,20 +27,20 @@ def to_host(tree: PyTree) -> PyTree:
 
     **Arguments:**
 
-    - `tree`: any PyTree. What is no array stays what it is.
+    - `tree`: any PyTree. Leaves that are not arrays are returned unchanged.
 
     **Returns:** the tree with NumPy arrays. Typed keys come as their data, `jax.random.key_data`.
 
-    **Raises:** `TypeError` for traced arrays; `ValueError` for an array of which some process has no part.
+    **Raises:** `TypeError` for traced arrays; `ValueError` for an array of which some process holds no part.
     """
     found, structure = jtu.tree_flatten_with_path(tree)
     for path, leaf in found:
         check_addressable(leaf, path_text(path))
     leaves = [jax.random.key_data(leaf) if is_key(leaf) else leaf for _, leaf in found]
     spread = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_at_hand(leaf)]
-    for places in _programs(leaves, spread):
-        for place, whole in zip(places, _gathered([leaves[i] for i in places]), strict=True):
-            leaves[place] = whole
+    for indices in _programs(leaves, spread):
+        for index, whole in zip(indices, _gather([leaves[i] for i in indices]), strict=True):
+            leaves[index] = whole
     return structure.unflatten([np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
 
 
@@ -48,33 +48,33 @@ def _is_at_hand(array: jax.Array) -> bool:
     return array.is_fully_addressable or array.is_fully_replicated
 
 
-def _programs(leaves: Sequence[Any], places: Sequence[int]) -> Iterator[list[int]]:
-    """Places of arrays in the given order, as many at a time as may be gathered by one program."""
-    together: list[int] = []
+def _programs(leaves: Sequence[Any], indices: Sequence[int]) -> Iterator[list[int]]:
+    """Groups of indices, in order: the arrays of a group are gathered by one program."""
+    group: list[int] = []
     size = 0
-    for place in places:
-        if together and (
-            _copied(leaves[place]) != _copied(leaves[together[0]]) or size + leaves[place].nbytes > _AT_ONCE
+    for index in indices:
+        if group and (
+            _replication(leaves[index]) != _replication(leaves[group[0]]) or size + leaves[index].nbytes > _AT_ONCE
         ):
-            yield together
-            together, size = [], 0
-        together.append(place)
-        size += leaves[place].nbytes
-    if together:
-        yield together
+            yield group
+            group, size = [], 0
+        group.append(index)
+        size += leaves[index].nbytes
+    if group:
+        yield group
 
 
-def _copied(array: jax.Array) -> NamedSharding:
-    """On the devices of an array, and whole on each."""
+def _replication(array: jax.Array) -> NamedSharding:
+    """The sharding that replicates an array over its devices."""
     if isinstance(array.sharding, NamedSharding):
         return NamedSharding(array.sharding.mesh, PartitionSpec())
     devices = list(array.sharding.devices_indices_map(array.shape))
     return NamedSharding(Mesh(np.array(devices), ("devices",)), PartitionSpec())
 
 
-def _gathered(arrays: list[jax.Array]) -> list[np.ndarray]:
-    """Arrays of which all processes have parts, whole, in each of them."""
-    copies = jax.jit(_same, out_shardings=_copied(arrays[0]))(arrays)
+def _gather(arrays: list[jax.Array]) -> list[np.ndarray]:
+    """Arrays of which all processes hold parts, whole, in each of them."""
+    copies = jax.jit(_same, out_shardings=_replication(arrays[0]))(arrays)
     return [np.asarray(copy.addressable_data(0)) for copy in copies]
 
 
@@ -83,11 +83,11 @@ def _same(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def broadcast_from_first(value: Any) -> bool | int | float:
-    """A decision of process 0 for all: what it says is what every process gets.
+    """The value of process 0, in all processes.
 
-    Clocks, files and signals differ between processes. What follows from them and changes what is computed must be
-    the same in all, or they wait for each other for ever. All processes must call it; what others than process 0 pass
-    is not looked at.
+    Clocks, files and signals differ between processes. A decision that follows from them and changes what is computed
+    must be the same in all, or they wait for each other for ever. All processes must call it; the values of the others
+    are ignored.
 
     ```python
     import time
@@ -105,19 +105,19 @@ def broadcast_from_first(value: Any) -> bool | int | float:
 
     **Raises:** `TypeError`, in all processes, for anything else in process 0.
     """
-    said = _packed(value) if jax.process_count() == 1 or jax.process_index() == 0 else b""
+    packet = _pack(value) if jax.process_count() == 1 or jax.process_index() == 0 else b""
     if jax.process_count() > 1:
-        said = _of_the_first(said)
-    kind, number = said[:1].decode(), said[1:9]
+        packet = _receive_from_first(packet)
+    kind, number = packet[:1].decode(), packet[1:9]
     if kind == " ":
-        raise TypeError(broadcast_type_message(said[9:].rstrip(b"\0").decode()))
+        raise TypeError(broadcast_type_message(packet[9:].rstrip(b"\0").decode()))
     return struct.unpack(f"<{kind}", number[: struct.calcsize(f"<{kind}")])[0]
 
 
 _LENGTH = 64  # bytes: what is sent has one length in all processes
 
 
-def _packed(value: Any) -> bytes:
+def _pack(value: Any) -> bytes:
     """A number as bytes, after its kind; for what is none, the name of its type."""
     if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0:
         value = value.item()
@@ -129,11 +129,11 @@ def _packed(value: Any) -> bytes:
     return kind.encode() + struct.pack(f"<{kind}", value)
 
 
-def _of_the_first(said: bytes) -> bytes:
-    """What process 0 said, in all processes: bytes, because no number of 64 bits passes where JAX has 32."""
+def _receive_from_first(packet: bytes) -> bytes:
+    """The packet of process 0, in all processes: bytes, because JAX may have no numbers of 64 bits."""
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[number] for number in sorted(firsts)]), ("processes",))
-    mine = np.frombuffer(said.ljust(_LENGTH, b"\0"), np.uint8)[None]
+    mine = np.frombuffer(packet.ljust(_LENGTH, b"\0"), np.uint8)[None]
     spread = NamedSharding(mesh, PartitionSpec("processes"))
-    (everyone,) = _gathered([jax.make_array_from_process_local_data(spread, mine, (len(firsts), _LENGTH))])
+    (everyone,) = _gather([jax.make_array_from_process_local_data(spread, mine, (len(firsts), _LENGTH))])
     return everyone[0].tobytes()

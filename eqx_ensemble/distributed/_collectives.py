@@ -1,4 +1,4 @@
-"""What processes that do something together tell each other. With one process, nothing is sent."""
+"""Collectives of the processes. With one process, nothing is sent."""
 
 import errno
 
@@ -9,7 +9,7 @@ from ._check import failure_message
 
 
 def all_gather(values: np.ndarray) -> np.ndarray:
-    """The arrays of all processes, in order, as one with a new leading axis. All processes must call it."""
+    """The arrays of all processes, in order, stacked along a new leading axis. All processes must call it."""
     if jax.process_count() == 1 or values.size == 0:
         return values[None]
     from jax.experimental import multihost_utils
@@ -18,7 +18,7 @@ def all_gather(values: np.ndarray) -> np.ndarray:
 
 
 def raise_on_all(error: Exception | None) -> None:
-    """Raises if something failed in any of the processes, so that all go on or none. All processes must call it."""
+    """Raises if any process failed, so that all continue or none. All processes must call it."""
     failed = np.flatnonzero(all_gather(np.array([error is not None])))
     if error is not None:
         raise error

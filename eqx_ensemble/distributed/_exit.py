@@ -3,21 +3,21 @@ import os
 import sys
 
 
-def leave_at_once_after_an_error() -> None:
-    """Has a process that ends with an exception end.
+def exit_after_error() -> None:
+    """Makes a process that ends with an exception exit at once.
 
-    JAX would have it wait for the others, who may wait for it: nobody would notice for minutes.
+    With JAX alone it would wait for the others, which may wait for it, for minutes.
     """
-    atexit.register(_leave)  # comes before JAX's own, which was registered when JAX was imported
+    atexit.register(_exit_at_once)  # comes before JAX's own, which was registered when JAX was imported
 
 
-def stay_after_an_error() -> None:
-    """Takes that back."""
-    atexit.unregister(_leave)
+def wait_after_error() -> None:
+    """Reverts `exit_after_error`."""
+    atexit.unregister(_exit_at_once)
 
 
-def _leave() -> None:
-    error = getattr(sys, "last_value", None)  # set when Python has printed an exception that nobody caught
+def _exit_at_once() -> None:
+    error = getattr(sys, "last_value", None)  # set when Python has printed an uncaught exception
     if error is None or hasattr(sys, "ps1"):
         return
     for stream in (sys.stdout, sys.stderr):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import _manifest
-from eqx_ensemble.checkpoint._layout import layout
+from eqx_ensemble.checkpoint._layout import file_layout
 
 from .damage import HEADERS, HOSTILE, MANIFEST, arrays_file, entry, every_bit, every_length, flip, forge, load, small
 
@@ -148,7 +148,7 @@ def test_memory_is_taken_only_for_what_is_expected(copy):
     manifest = _manifest.decode((copy / MANIFEST).read_bytes(), "x")
     assert content["entries"][0]["shape"] == [3, 2**38]
     with open(arrays_file(copy), "r+b") as file:
-        plan = layout(manifest.entries)
+        plan = file_layout(manifest.entries)
         file.write(plan.header)
         file.truncate(plan.size)
     with pytest.raises(ee.MemberMismatchError, match=r"saved i16\[3,274877906944\], expected i16\[3,2\]"):

@@ -18,8 +18,8 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.distributed import _environment, _initialise, _rendezvous
 from eqx_ensemble.distributed._check import missing_message
-from eqx_ensemble.distributed._environment import OURS, TORCH, Place, located
-from eqx_ensemble.distributed._rendezvous import Call, everyone_is_here
+from eqx_ensemble.distributed._environment import OURS, TORCH, Settings, find_settings
+from eqx_ensemble.distributed._rendezvous import Rendezvous, wait_for_all
 
 HERE = pathlib.Path(__file__).parent
 SOMEONE_SAYS = {*OURS, *TORCH, "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE", "JAX_COORDINATOR_ADDRESS"}
@@ -124,7 +124,7 @@ def outcomes(calls):
 
     def one(i):
         try:
-            everyone_is_here(calls[i])
+            wait_for_all(calls[i])
         except Exception as error:
             found[i] = error
 
@@ -139,7 +139,7 @@ def outcomes(calls):
 
 def calls(count, ranks, *, timeout=10.0, host="127.0.0.1"):
     port = free_port()
-    return [Call(host, port, count, rank, timeout) for rank in ranks]
+    return [Rendezvous(host, port, count, rank, timeout) for rank in ranks]
 
 
 # JSON, but nothing that processes say to each other; a few of them stand for all where they are sent.
@@ -176,7 +176,7 @@ def test_lines_that_say_nothing():
         assert _rendezvous._message(said) is not None
 
 
-class TestRollCall:
+class TestRendezvous:
     @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
     def test_all_come(self, host):
         if host == "::1" and not socket.has_ipv6:
@@ -185,7 +185,7 @@ class TestRollCall:
         assert outcomes(these) == [None] * 5
         socket.create_server(("127.0.0.1", these[0].port)).close()  # the port is free again
 
-    def test_who_did_not_come(self):
+    def test_missing_processes(self):
         start = time.monotonic()
         found = outcomes(calls(5, [0, 2, 4], timeout=1.0))
         assert time.monotonic() - start < 5
@@ -193,7 +193,7 @@ class TestRollCall:
             assert isinstance(error, TimeoutError)
             assert "for 5 processes, and processes 1 and 3 did not connect" in str(error)
 
-    def test_the_first_did_not_come(self):
+    def test_missing_first_process(self):
         (error,) = outcomes(calls(2, [1], timeout=0.5))
         assert re.search(
             r"process 1 looked for process 0 at 127.0.0.1:\d+ for 0.5 s, and there was no answer", str(error)
@@ -219,7 +219,7 @@ class TestRollCall:
         first, other = calls(2, [0, 1], timeout=1.0)
         found = outcomes([first, other._replace(num_processes=3)])
         assert "process 1 did not connect" in str(found[0])
-        assert "it waits for 2 processes, and this one was told of 3" in str(found[1])
+        assert "it waits for 2 processes, and this one for 3" in str(found[1])
 
     @pytest.mark.parametrize(
         "said", [b"", b"GET / HTTP/1.1\n", b"[1]\n", b"x" * 10**4, b"[" * 199, *(line + b"\n" for line in WRONG_LINES)]
@@ -296,31 +296,31 @@ OPEN_MPI = {
 ONE_SLICE = {"MEGASCALE_COORDINATOR_ADDRESS": "localhost", "MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0"}
 TPU_POD = ONE_SLICE | {"TPU_WORKER_HOSTNAMES": "localhost,b", "TPU_WORKER_ID": "1"}
 FOUND = {
-    "nobody": ({}, Place()),
-    "the launcher": (LAUNCHED, Place("127.0.0.1:5", 4, 3, None, False)),
-    "torchrun": (TORCHRUN, Place("node-0:29500", 2, 1, None, False)),
-    "a local rank": (TORCHRUN | {"LOCAL_RANK": "1"}, Place("node-0:29500", 2, 1, [1], False)),
+    "nobody": ({}, Settings()),
+    "the launcher": (LAUNCHED, Settings("127.0.0.1:5", 4, 3, None, False)),
+    "torchrun": (TORCHRUN, Settings("node-0:29500", 2, 1, None, False)),
+    "a local rank": (TORCHRUN | {"LOCAL_RANK": "1"}, Settings("node-0:29500", 2, 1, [1], False)),
     "torchrun's own store": (
         TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"},
-        Place("node-0:29501", 2, 1, None, False),
+        Settings("node-0:29501", 2, 1, None, False),
     ),
-    "IPv6": (TORCHRUN | {"MASTER_ADDR": "fd00::1"}, Place("[fd00::1]:29500", 2, 1, None, False)),
-    "the launcher inside of another": (SLURM | TORCHRUN | LAUNCHED, Place("127.0.0.1:5", 4, 3, None, False)),
-    "Slurm": (SLURM, Place("node003:62440", 8, 5)),
-    "Slurm and half of PyTorch's": (SLURM | {"MASTER_ADDR": "x", "WORLD_SIZE": "8"}, Place("node003:62440", 8, 5)),
-    "Slurm and a coordinator": (SLURM | {"JAX_COORDINATOR_ADDRESS": "b:1"}, Place("b:1", 8, 5)),
-    "Open MPI": (OPEN_MPI, Place("10.0.0.1:62440", 3, 2)),
-    "PyTorch's for one": ({"WORLD_SIZE": "1", "RANK": "0"}, Place()),
+    "IPv6": (TORCHRUN | {"MASTER_ADDR": "fd00::1"}, Settings("[fd00::1]:29500", 2, 1, None, False)),
+    "the launcher inside of another": (SLURM | TORCHRUN | LAUNCHED, Settings("127.0.0.1:5", 4, 3, None, False)),
+    "Slurm": (SLURM, Settings("node003:62440", 8, 5)),
+    "Slurm and half of PyTorch's": (SLURM | {"MASTER_ADDR": "x", "WORLD_SIZE": "8"}, Settings("node003:62440", 8, 5)),
+    "Slurm and a coordinator": (SLURM | {"JAX_COORDINATOR_ADDRESS": "b:1"}, Settings("b:1", 8, 5)),
+    "Open MPI": (OPEN_MPI, Settings("10.0.0.1:62440", 3, 2)),
+    "PyTorch's for one": ({"WORLD_SIZE": "1", "RANK": "0"}, Settings()),
 }
 
 
-class TestWhoSaysIt:
+class TestSettings:
     @pytest.mark.parametrize("name", FOUND)
     def test_found(self, name, monkeypatch):
         variables, place = FOUND[name]
         for variable, value in variables.items():
             monkeypatch.setenv(variable, value)
-        assert located(Place(), timeout=1.0) == place
+        assert find_settings(Settings(), timeout=1.0) == place
 
     def test_pods_of_tpus(self, monkeypatch):
         import jax._src.clusters.cloud_tpu_cluster as pods
@@ -328,13 +328,13 @@ class TestWhoSaysIt:
         monkeypatch.setattr(pods, "running_in_cloud_tpu_vm", True)
         for variable, value in TPU_POD.items():
             monkeypatch.setenv(variable, value)
-        assert located(Place(), timeout=1.0) == Place("localhost:8482", 2, 1)
+        assert find_settings(Settings(), timeout=1.0) == Settings("localhost:8482", 2, 1)
 
     def test_arguments_come_first(self, monkeypatch):
         for variable, value in LAUNCHED.items():
             monkeypatch.setenv(variable, value)
-        assert located(Place(process_id=1), timeout=1.0) == Place("127.0.0.1:5", 4, 1, None, False)
-        assert located(Place(num_processes=1), timeout=1.0).num_processes == 1
+        assert find_settings(Settings(process_id=1), timeout=1.0) == Settings("127.0.0.1:5", 4, 1, None, False)
+        assert find_settings(Settings(num_processes=1), timeout=1.0).num_processes == 1
 
     def test_detection_that_fails(self, monkeypatch):
         def fail(*args):

@@ -336,9 +336,9 @@ def test_where_there_are_no_process_groups(monkeypatch):
 def test_devices_of_others_are_left_alone(monkeypatch):
     for name in ("JAX_PLATFORMS", "JAX_LOCAL_DEVICE_IDS"):
         monkeypatch.delenv(name, raising=False)
-    one = launch.surroundings(1, processes=2, devices=None, port=5)
+    one = launch.environment_of(1, processes=2, devices=None, port=5)
     assert one["JAX_LOCAL_DEVICE_IDS"] == "1"
     assert "JAX_PLATFORMS" not in one
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")
-    assert launch.surroundings(1, processes=2, devices=None, port=5)["JAX_LOCAL_DEVICE_IDS"] == "0"
-    assert launch.surroundings(0, processes=1, devices=None, port=5) == dict(os.environ)
+    assert launch.environment_of(1, processes=2, devices=None, port=5)["JAX_LOCAL_DEVICE_IDS"] == "0"
+    assert launch.environment_of(0, processes=1, devices=None, port=5) == dict(os.environ)
