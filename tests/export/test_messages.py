@@ -40,7 +40,7 @@ BAD = {
     "one model": (
         lambda: ee.export_onnx(ENSEMBLE[0], shapes=(3,)),
         "ImportError: `export_onnx` needs jax2onnx.\nInstall it: `pip install 'eqx_ensemble[onnx]'`. It "
-        "does not go with the extra `orbax` in one environment, because jax2onnx needs `orbax-checkpoint` older than "
+        "conflicts with the extra `orbax` in one environment, because jax2onnx needs `orbax-checkpoint` older than "
         "0.11.37."
         if importlib.util.find_spec("jax2onnx") is None
         else "TypeError: `export_onnx` needs an `Ensemble`, got a MLP.\n"
