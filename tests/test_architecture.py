@@ -342,7 +342,6 @@ PARTICIPLES: set[str] = {
     "_updated",
     "_weighted",
     "begun",
-    "binned",
     "checked",
     "chosen",
     "copied",

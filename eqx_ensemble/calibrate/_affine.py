@@ -74,7 +74,7 @@ def vector(
     - `pool`: `"members"`: every member is calibrated by itself; combine them afterwards. `"mixture"`: the members are
         combined first, and the mixture is calibrated.
     - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `max_steps`: how many steps L-BFGS may take.
 
     **Returns:** [`eqx_ensemble.calibrate.Vector`][], a Module: `fitted(logits)` gives log-probabilities with a leading

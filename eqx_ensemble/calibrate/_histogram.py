@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._check import check_word
-from ..scores._binning import Binning, binned
+from ..scores._binning import Binning, bin_rows
 from ..scores._check import check_positive_int
 from ._pooling import Pool, Pooling, Rows, fit_rows
 
@@ -56,7 +56,7 @@ def histogram(
     - `num_bins`: how many bins a class has.
     - `binning`: `"mass"`, bins of equally many rows; `"width"`, bins of equal width. See [`eqx_ensemble.scores.ece`][].
     - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:** [`eqx_ensemble.calibrate.Histogram`][], a Module: `fitted(logits)` gives log-probabilities with a
     leading axis of the members, or of length one for the mixture; minus infinity where the frequency is zero.
@@ -97,7 +97,7 @@ def _fit(rows: Rows, num_bins: int, binning: Binning) -> tuple[Array, Array]:
     truth = jax.nn.one_hot(rows.labels, rows.logs.shape[-1], dtype=rows.logs.dtype)
 
     def of_class(p: Array, hits: Array) -> tuple[Array, Array]:
-        bins = binned(p, hits, rows.share > 0, num_bins, binning)
+        bins = bin_rows(p, hits, rows.share > 0, num_bins, binning)
         return bins.edges, jnp.where(bins.count == 0, jnp.nan, bins.frequency)
 
     each = jax.vmap(of_class, in_axes=(1, 1))

@@ -52,7 +52,7 @@ def isotonic(
     - `pool`: `"members"`: every member is calibrated by itself; combine them afterwards. `"mixture"`: the members are
         combined first, and the mixture is calibrated.
     - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:** [`eqx_ensemble.calibrate.Isotonic`][], a Module: `fitted(logits)` gives log-probabilities with a
     leading axis of the members, or of length one for the mixture; minus infinity where the probability is zero.

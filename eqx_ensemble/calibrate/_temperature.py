@@ -14,7 +14,7 @@ class Temperature(eqx.Module):
 
     **Attributes:**
 
-    - `temperature`: `(members,)`, or `(1,)` for the mixture; above 1 where the predictions were too sure.
+    - `temperature`: `(members,)`, or `(1,)` for the mixture; above 1 where the predictions were overconfident.
     - `pooling`: what it calibrates: `.pool`, and the `.weights` of the mixture.
     """
 
@@ -40,7 +40,7 @@ def temperature(
     The mean of $-\log \mathrm{softmax}(z / T)_y$ over rows is convex in $1 / T$; Newton's method, kept inside a
     bracket, finds its minimum to the last digits. No prediction changes its most likely class. Calibrating every member
     and combining them afterwards is not calibrating their mixture: that of calibrated members tends to be less sure
-    than it should be. So `pool` has to be said.
+    than it should be. So `pool` has no default.
 
     **Arguments:**
 
@@ -50,7 +50,7 @@ def temperature(
     - `pool`: `"members"`: every member gets the temperature that is best for itself; combine them afterwards.
         `"mixture"`: the members are combined first, and the mixture's log-probabilities are divided by one temperature.
     - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:** [`eqx_ensemble.calibrate.Temperature`][], a Module: `fitted(logits)` gives log-probabilities with a
     leading axis of the members, or of length one for the mixture, for everything that takes logits. While tracing, the

@@ -17,7 +17,7 @@ class Variance(eqx.Module):
     **Attributes:**
 
     - `scale`: what variances are multiplied by, `(members,)`, or `(1,)` for the combination; above 1 where the
-        predictions were too sure.
+        predictions were overconfident.
     - `pooling`: what it calibrates: `.pool`, and the `.weights` of the combination.
     """
 
@@ -57,7 +57,7 @@ def variance(
         the members are combined to one Gaussian first, as [`eqx_ensemble.combine.gaussian`][] does, whose variance
         includes their disagreement.
     - `weights`: convex weights over members, `(members,)`, of the combination; kept for when it is called.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:** [`eqx_ensemble.calibrate.Variance`][], a Module: `fitted(mean, variance)` gives a named tuple with
     `.mean` and `.variance`, with a leading axis of the members, or of length one for the combination.

@@ -147,6 +147,6 @@ def warn_of_infinite(name: str, rank: int, num_rows: int, infinite: int, level: 
         fix = "Train more members, or ask for a lower level."
     else:
         needed = math.ceil(level / (1 - level)) if level < 1 else None
-        because = f"{num_rows} rows say nothing at a level of {float(level):g}"
+        because = f"{num_rows} rows are too few for level {float(level):g}"
         fix = f"Hold out {needed} rows or more, or ask for a lower level." if needed else "Ask for a lower level."
     warnings.warn(f"`{name}`: {because}; every prediction is without bounds. {fix}", stacklevel=stacklevel)

@@ -85,7 +85,7 @@ def aps(
         [`eqx_ensemble.combine.mixture`][] returns. No `members` axis.
     - `labels`: integers `(rows,)` from 0 to classes - 1.
     - `level`: the probability, a Python number between 0 and 1.
-    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `key`: one threefry key, typed or legacy, for randomised sets; none for deterministic ones.
 
     **Returns:** [`eqx_ensemble.conformal.Sets`][]: `fitted(logits)` gives booleans `(*batch, classes)`. With a key,

@@ -39,7 +39,7 @@ def cqr(
     ends: Literal["together", "each"] = "together",
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> Cqr:
-    r"""Conformalised quantile regression: moves the ends of intervals until they hold new targets as often as said.
+    r"""Conformalised quantile regression: corrects the ends of intervals so that their coverage is `level` or more.
 
     With `ends="together"` both ends move by [`eqx_ensemble.conformal.quantile`][] of $\max(l_i - y_i, y_i - u_i)$ on
     held-out rows. With `"each"`, every end moves by the quantile of its own error, at $(1 + \mathrm{level}) / 2$:
@@ -53,7 +53,7 @@ def cqr(
     - `targets`: `(rows,)`; nothing is broadcast.
     - `level`: the probability, a Python number between 0 and 1.
     - `ends`: `"together"` or `"each"`.
-    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:** [`eqx_ensemble.conformal.Cqr`][]: `fitted(lower, upper)` gives `.lower` and `.upper`.
 

@@ -73,20 +73,20 @@ def cv_plus(
 ) -> CvPlus:
     r"""CV+: intervals from one cross-fit run, without rows set aside for calibration.
 
-    Row $i$ was predicted by who did not train on it, and was off by $R_i$; those same members predict $\mu_{-i}(x)$ for
-    a new $x$. With $k = \lceil (n + 1) \, \mathrm{level} \rceil$, the interval ends at the $k$-th smallest of
-    $\mu_{-i}(x) + R_i$, and starts at the $k$-th largest of $\mu_{-i}(x) - R_i$. It holds a new target with probability
-    $2 \, \mathrm{level} - 1$ or more, less a term that vanishes with many folds or rows, whatever the model and the
-    data; in practice with probability `level`.
+    The members that did not train on row $i$ predicted it with the absolute error $R_i$; the same members predict
+    $\mu_{-i}(x)$ for a new $x$. With $k = \lceil (n + 1) \, \mathrm{level} \rceil$, the interval ends at the $k$-th
+    smallest of $\mu_{-i}(x) + R_i$, and starts at the $k$-th largest of $\mu_{-i}(x) - R_i$. It covers a new target
+    with probability $2 \, \mathrm{level} - 1$ or more, less a term that vanishes with many folds or rows,
+    whatever the model and the data; in practice with probability `level`.
 
     **Arguments:**
 
-    - `held_out`: `(rows,)`, the prediction of every row by who held it out: `.held_out.mean` of
+    - `held_out`: `(rows,)`, the prediction of every row by the members that held it out: `.held_out.mean` of
         [`eqx_ensemble.methods.cross_fit`][], one output at a time.
     - `targets`: `(rows,)`; nothing is broadcast.
     - `folds`: what [`eqx_ensemble.resample.folds`][] returned.
     - `level`: a Python number between 0 and 1.
-    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:** [`eqx_ensemble.conformal.CvPlus`][]: `fitted(predictions)` of all members, `(members, *batch)`, gives
     `.lower` and `.upper`.
@@ -159,7 +159,7 @@ def jackknife_plus_after_bootstrap(
     - `level`: a Python number between 0 and 1.
     - `weights`: convex weights over members, `(members,)`, with which the out-of-bag means were taken. A member of
         weight zero is left out.
-    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:** [`eqx_ensemble.conformal.JackknifePlus`][]: `fitted(predictions)` of all members, `(members, *batch)`,
     gives `.lower` and `.upper`.
@@ -167,7 +167,7 @@ def jackknife_plus_after_bootstrap(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for shapes that do not fit, NaN in rows that a member held out, unfit weights, and a level outside
+    - `ValueError` for shapes that do not fit, NaN in rows that a member held out, invalid weights, and a level outside
         0 to 1. Warns where the rows are too few for finite intervals.
     - `IndexError` for rows outside the data (where concrete).
 

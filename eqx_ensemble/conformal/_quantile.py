@@ -23,7 +23,7 @@ def quantile(
 
     - `scores`: `(rows,)`, how unusual each held-out row is, by any measure.
     - `level`: the probability, a Python number between 0 and 1.
-    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
@@ -78,7 +78,7 @@ def weighted_quantile(
     - `row_weights`: `(rows,)`, finite and not negative.
     - `new_weights`: `(*batch,)`, the weights of the new rows.
     - `level`: the probability, a Python number between 0 and 1.
-    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 

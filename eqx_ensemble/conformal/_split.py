@@ -50,7 +50,7 @@ def split(
     level: float,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> Split:
-    r"""Intervals of one width that hold a new target with probability `level` or more, whatever the model.
+    r"""Intervals of one width that cover a new target with probability `level` or more, whatever the model.
 
     Split conformal prediction: half the width is [`eqx_ensemble.conformal.quantile`][] of the absolute errors
     $|y_i - x_i|$ on held-out rows. That holds if new rows are exchangeable with the held-out ones, on average over
@@ -62,7 +62,7 @@ def split(
         fitted one by one.
     - `targets`: `(rows,)`; nothing is broadcast.
     - `level`: the probability, a Python number between 0 and 1.
-    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:** [`eqx_ensemble.conformal.Split`][]: `fitted(predictions)` gives `.lower` and `.upper`.
 
@@ -97,7 +97,7 @@ def normalised(
     level: float,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> Normalised:
-    r"""Intervals as wide as a scale of each row says, that hold a new target with probability `level` or more.
+    r"""Intervals whose width is proportional to a scale of each row, with coverage `level` or more.
 
     As [`eqx_ensemble.conformal.split`][], with the quantile of $|y_i - x_i| / \sigma_i$: rows on which the members
     disagree, or whose predicted variance is large, get wider intervals.
@@ -108,7 +108,7 @@ def normalised(
     - `scale`: `(rows,)`, above zero: a standard deviation, say.
     - `targets`: `(rows,)`; nothing is broadcast.
     - `level`: the probability, a Python number between 0 and 1.
-    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:** [`eqx_ensemble.conformal.Normalised`][]: `fitted(predictions, scale)` gives `.lower` and `.upper`.
 

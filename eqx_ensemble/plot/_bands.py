@@ -51,7 +51,7 @@ def prediction_bands(
     **Raises:**
 
     - `ValueError` for shapes that do not fit, numbers that are not finite, levels outside of 0 to 1, intervals whose
-        lower end is above the upper one, and unfit weights.
+        lower end is above the upper one, and invalid weights.
     - `TypeError` for intervals that are not a dict.
     - `ImportError` without matplotlib (extra `plot`).
 

@@ -47,7 +47,7 @@ def training_curves(
     **Raises:**
 
     - `TypeError` for what is not a run or a history, and a `stride` that is not a whole number.
-    - `ValueError` for validation curves of a run without, curves without a finite number, an unfit level.
+    - `ValueError` for validation curves of a run without, curves without a finite number, an invalid level.
     - `ImportError` without matplotlib (extra `plot`).
 
     ```python

@@ -15,7 +15,7 @@ Split = tuple[np.ndarray, np.ndarray]
 
 
 class Folds(NamedTuple):
-    """Who trains on which rows, and who is tested on which: one split of the data for each member.
+    """The training and test rows of each member: one split of the data per member.
 
     `train` and `test` are rows, with one length for all members; `in_train` and `in_test` say the same of every row
     of the data, and are exact where the parts of the members differ in length.

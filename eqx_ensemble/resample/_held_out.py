@@ -77,7 +77,7 @@ def out_of_bag_mean(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for shapes that do not fit, and for unfit weights.
+    - `ValueError` for shapes that do not fit, and for invalid weights.
     - `IndexError` for rows outside the data (where concrete).
 
     ```python
@@ -118,7 +118,7 @@ def out_of_fold(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for shapes that do not fit, and for unfit weights.
+    - `ValueError` for shapes that do not fit, and for invalid weights.
 
     ```python
     x = jnp.arange(10.0).reshape(10, 1)

@@ -30,7 +30,7 @@ class Bins(NamedTuple):
     frequency: Float[Array, " bins"]
 
 
-def binned(
+def bin_rows(
     probability: Float[Array, " rows"],
     hits: Float[Array, " rows"],
     mask: Bool[Array, " rows"] | None,
@@ -78,7 +78,7 @@ def of_top_label(
     """Bins of the confidence, the mixture's largest probability; a hit is a label that has it."""
     logs = mixture(logits, weights)
     confidence = jnp.ravel(jnp.exp(jnp.max(logs, axis=-1)))
-    return binned(
+    return bin_rows(
         confidence, jnp.ravel(correct(logs, labels)), None if mask is None else jnp.ravel(mask), num_bins, binning
     )
 

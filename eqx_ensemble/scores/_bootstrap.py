@@ -53,7 +53,7 @@ def bootstrap(
     - `row_weights`: weights of the rows, zero or more, which they keep when drawn:
         $\sum_i w_i v_i / \sum_i w_i$ over the rows of a draw. What a row of weight zero holds does not count; a draw
         of nothing but such rows is drawn anew.
-    - `mask`: booleans `(rows,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `level`: the share of the draws between `lower` and `upper`, a Python number between 0 and 1.
     - `num_draws`: how many draws. The standard error itself is uncertain by one part in $\sqrt{2 \, \mathrm{draws}}$.
     - `key`: one threefry key, typed or legacy.

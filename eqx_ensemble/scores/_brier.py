@@ -7,18 +7,18 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._check import check_word
 from .._weighting import is_class
-from ._binning import Binning, binned, by_class
+from ._binning import Binning, bin_rows, by_class
 from ._check import check_positive_int
 from ._classification import checked_classes, mixture
 from ._reduce import Reduction, masked_mean, reduce
 
 
 class BrierDecomposition(NamedTuple):
-    """What a Brier score is made of: it is `reliability - resolution + uncertainty + within_bins`.
+    """The parts of a Brier score, which is `reliability - resolution + uncertainty + within_bins`.
 
     - `reliability`: how far the probabilities are from the frequencies in their bins; 0 if calibrated, lower is better.
     - `resolution`: how far the frequencies in the bins are from those of all rows; higher is better.
-    - `uncertainty`: the score of who always predicts the frequencies of all rows; not the model's doing.
+    - `uncertainty`: the score of a constant prediction, the frequencies of all rows; it does not depend on the model.
     - `within_bins`: what bins hide: the spread of the probabilities within their bin, less what it gains; 0 where all
         rows of a bin have one probability.
     """
@@ -47,7 +47,7 @@ def brier(
     - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
     **Returns:**
@@ -107,7 +107,7 @@ def decompose_brier(
     - `binning`: `"width"`, bins of equal width; or `"mass"`, bins of equally many rows. See
         [`eqx_ensemble.scores.ece`][].
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:** [`eqx_ensemble.scores.BrierDecomposition`][], of scalars: `reliability - resolution + uncertainty +
     within_bins` is [`eqx_ensemble.scores.brier`][] up to rounding.
@@ -172,7 +172,7 @@ def _decompose(
     probabilities, truth, kept = by_class(logits, labels, weights, mask)
 
     def of_class(p: Array, hits: Array) -> BrierDecomposition:
-        bins = binned(p, hits, kept, num_bins, binning)
+        bins = bin_rows(p, hits, kept, num_bins, binning)
         share, overall = bins.count / jnp.sum(bins.count), masked_mean(hits, kept)
         off, surprise = p - bins.probability[bins.index], hits - bins.frequency[bins.index]
         return BrierDecomposition(

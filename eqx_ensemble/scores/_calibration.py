@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._check import check_flag, check_word
-from ._binning import Binning, binned, by_class, mean_gap, of_top_label
+from ._binning import Binning, bin_rows, by_class, mean_gap, of_top_label
 from ._check import check_positive_int
 from ._classification import checked_classes
 
@@ -37,7 +37,7 @@ def ece(
         rows of one confidence being in one bin.
     - `debiased`: whether to take the expected excess off; the result may then be a little below zero.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
@@ -227,7 +227,7 @@ def _classwise_ece(
     debiased: bool,  # noqa: FBT001
 ) -> Float[Array, ""]:
     probabilities, truth, kept = by_class(logits, labels, weights, mask)
-    of_class = lambda p, hits: mean_gap(binned(p, hits, kept, num_bins, binning), debiased=debiased)
+    of_class = lambda p, hits: mean_gap(bin_rows(p, hits, kept, num_bins, binning), debiased=debiased)
     return jnp.mean(jax.vmap(of_class)(probabilities, truth))
 
 

@@ -34,7 +34,7 @@ def crps(
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `estimator`: `"nrg"` or `"fair"`; always say which one you report.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Only with `"nrg"`.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -44,7 +44,7 @@ def crps(
     **Raises:**
 
     - `TypeError` for samples that are not floating-point.
-    - `ValueError` for shapes that do not fit (targets `(n, 1)` against `(n,)` above all), for unfit weights, and for
+    - `ValueError` for shapes that do not fit (targets `(n, 1)` against `(n,)` above all), for invalid weights, and for
         `"fair"` with weights or with fewer than two members.
 
     ```python

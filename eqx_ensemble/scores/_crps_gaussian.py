@@ -29,7 +29,7 @@ def crps_gaussian(
 
     - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. At variance zero the score is the
         absolute error.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -87,7 +87,7 @@ def crps_gaussian_mixture(
     - `mean`, `variance`: `(members, *batch)`, of one shape. Members of variance zero are points.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -96,7 +96,7 @@ def crps_gaussian_mixture(
 
     **Raises:**
 
-    As [`eqx_ensemble.scores.crps_gaussian`][], and `ValueError` for a missing `members` axis or unfit weights.
+    As [`eqx_ensemble.scores.crps_gaussian`][], and `ValueError` for a missing `members` axis or invalid weights.
 
     ```python
     import jax.numpy as jnp

@@ -28,7 +28,7 @@ def nll_gaussian(
     **Arguments:**
 
     - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. Variances above zero.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -76,7 +76,7 @@ def nll_gaussian_mixture(
     - `mean`, `variance`: `(members, *batch)`, of one shape. Variances above zero.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -85,7 +85,7 @@ def nll_gaussian_mixture(
 
     **Raises:**
 
-    As [`eqx_ensemble.scores.nll_gaussian`][], and `ValueError` for a missing `members` axis or unfit weights.
+    As [`eqx_ensemble.scores.nll_gaussian`][], and `ValueError` for a missing `members` axis or invalid weights.
 
     ```python
     import jax.numpy as jnp

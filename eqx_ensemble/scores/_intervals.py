@@ -24,7 +24,7 @@ def coverage(
 
     - `lower`, `upper`: the ends, as [`eqx_ensemble.uncertainty.gaussian_interval`][] returns them; no `members` axis.
     - `targets`: of the same shape; nothing is broadcast.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for 1.0 (inside) or 0.0 (outside) per entry.
 
     **Returns:**
@@ -63,7 +63,7 @@ def width(
     **Arguments:**
 
     - `lower`, `upper`: the ends, of one shape; no `members` axis.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -103,7 +103,7 @@ def set_coverage(
 
     - `sets`: booleans `(*batch, classes)`, as [`eqx_ensemble.conformal.aps`][] makes them; no `members` axis.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (inside) or 0.0 (outside) per row.
 
     **Returns:**
@@ -142,7 +142,7 @@ def set_size(
     **Arguments:**
 
     - `sets`: booleans `(*batch, classes)`; no `members` axis.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
     **Returns:**

@@ -22,7 +22,7 @@ def auroc(
     - `scores`: one number per row `(*batch,)`, higher where positive is more likely: any measure of uncertainty.
     - `positives`: booleans `(*batch,)`: rows from elsewhere, or rows that are predicted wrongly.
     - `row_weights`: finite, of zero or more; how often each row counts.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 

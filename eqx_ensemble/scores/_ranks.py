@@ -25,7 +25,7 @@ def rank_histogram(
 
     - `samples`: `(members, *batch)`, one number per member and entry.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `key`: one threefry key, typed or legacy, that decides ties.
 
     **Returns:**

@@ -45,7 +45,7 @@ def energy_score(
     - `estimator`: `"nrg"`, or `"fair"`, whose last sum is divided by $M (M - 1)$ and not by $M^2$; always say which.
     - `weights`: convex weights over members, `(members,)`, of known values; divided by their sum. A member of weight
         zero is left out. Only with `"nrg"`.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
     **Returns:**
@@ -56,8 +56,8 @@ def energy_score(
 
     - `ImportError` without scoringrules.
     - `TypeError` for samples that are not floating-point.
-    - `ValueError` for shapes that do not fit, for unfit or traced weights, and for `"fair"` with weights or with fewer
-        than two members.
+    - `ValueError` for shapes that do not fit, for invalid or traced weights, and for `"fair"` with weights or with
+        fewer than two members.
     - `NotImplementedError` when it is differentiated.
 
     ```python
@@ -121,7 +121,7 @@ def interval_score(
     - `lower`, `upper`: the ends, of one shape; no `members` axis.
     - `targets`: of the same shape; nothing is broadcast.
     - `level`: the probability that the intervals are meant to hold, a Python number between 0 and 1.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -179,7 +179,7 @@ def pinball(
 
     - `quantiles`, `targets`: of one shape `(*batch,)`; nothing is broadcast, and there is no `members` axis.
     - `level`: which quantile they are predictions of, a Python number between 0 and 1.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -241,7 +241,7 @@ def dawid_sebastiani(
 
     - `samples`: `(members, *batch)`, one number per member and entry; two members or more, equally weighted.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**

@@ -30,7 +30,7 @@ def risk_coverage(
     - `uncertainty`: one number per row `(*batch,)`, higher is less certain.
     - `losses`: `(*batch,)`, such as the scores of the rows, `scores.nll(logits, labels, reduction="none")`, or one
         minus their `scores.accuracy`.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 

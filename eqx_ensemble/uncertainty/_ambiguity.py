@@ -43,7 +43,7 @@ def decompose_squared_error(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for shapes that do not fit (targets `(n, 1)` against `(n,)` above all), and for unfit weights.
+    - `ValueError` for shapes that do not fit (targets `(n, 1)` against `(n,)` above all), and for invalid weights.
 
     ```python
     parts = ee.uncertainty.decompose_squared_error(jnp.array([[1.0], [3.0]]), jnp.array([1.0]))
@@ -97,7 +97,7 @@ def decompose_nll(
     **Raises:**
 
     - `TypeError` for logits that are not floating-point or labels that are not integers.
-    - `ValueError` for shapes that do not fit, labels out of range (where concrete), and unfit weights.
+    - `ValueError` for shapes that do not fit, labels out of range (where concrete), and invalid weights.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.1, 0.9]]]))

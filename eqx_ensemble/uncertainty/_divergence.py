@@ -30,7 +30,7 @@ def jensen_shannon(
     **Raises:**
 
     - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for unfit weights.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
 
     ```python
     logits = jnp.log(jnp.array([[1.0, 0.0], [0.0, 1.0]]))  # two members, one row

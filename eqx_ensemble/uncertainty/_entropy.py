@@ -58,7 +58,7 @@ def decompose_entropy(
     **Raises:**
 
     - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for unfit weights.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
 
     ```python
     import jax.numpy as jnp

@@ -37,7 +37,7 @@ def gaussian_mixture_quantile(
 
     - `TypeError` for arrays that are not floating-point.
     - `ValueError` for levels that are not between 0 and 1, shapes that differ, negative variances (all where concrete),
-        and unfit weights.
+        and invalid weights.
 
     ```python
     mean, variance = jnp.array([[-3.0], [3.0]]), jnp.ones((2, 1))

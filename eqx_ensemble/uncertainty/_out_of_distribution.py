@@ -29,7 +29,7 @@ def least_confidence(
     **Raises:**
 
     - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for unfit weights.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.7, 0.3]]]))

@@ -14,7 +14,7 @@ def pairwise_disagreement(
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
@@ -64,7 +64,7 @@ def q_statistic(
 
     - `correct`: `(members, *batch)`, one where the member is right and zero where it is wrong:
         `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
@@ -109,7 +109,7 @@ def error_correlation(
 
     - `errors`: `(members, *batch)`, such as `predictions - targets[None]`, or, for classes,
         `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 

@@ -35,7 +35,7 @@ def quantile(
     **Raises:**
 
     - `TypeError` for values that are not floating-point.
-    - `ValueError` for levels outside 0 to 1 (where concrete), values without a member, and unfit weights.
+    - `ValueError` for levels outside 0 to 1 (where concrete), values without a member, and invalid weights.
 
     ```python
     values = jnp.array([[1.0], [2.0], [3.0], [4.0]])

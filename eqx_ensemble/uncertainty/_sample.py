@@ -37,7 +37,7 @@ def sample_gaussian_mixture(
     **Raises:**
 
     - `TypeError` for arrays that are not floating-point, and for what is not one threefry key.
-    - `ValueError` for shapes that differ, negative variances (where concrete), unfit weights, and no samples.
+    - `ValueError` for shapes that differ, negative variances (where concrete), invalid weights, and no samples.
 
     ```python
     mean, variance = jnp.array([[-3.0], [3.0]]), jnp.ones((2, 1))
@@ -78,7 +78,7 @@ def sample_class_mixture(
     **Raises:**
 
     - `TypeError` for logits that are not floating-point, and for what is not one threefry key.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, unfit weights, and no samples.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, invalid weights, and no samples.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.5, 0.5]]]))  # two members, one row

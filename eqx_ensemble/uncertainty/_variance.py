@@ -31,7 +31,7 @@ def decompose_variance(
     **Raises:**
 
     - `TypeError` for arrays that are not floating-point.
-    - `ValueError` for shapes that differ, negative variances (where concrete), and unfit weights.
+    - `ValueError` for shapes that differ, negative variances (where concrete), and invalid weights.
 
     ```python
     import jax.numpy as jnp

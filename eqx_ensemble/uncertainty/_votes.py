@@ -27,7 +27,7 @@ def variation_ratio(
     **Raises:**
 
     - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for unfit weights.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
 
     ```python
     logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row

@@ -159,7 +159,7 @@ def test_messages():
     fitted = conformal.normalised(CENTRE, SCALE, TARGETS, level=0.9)
     with pytest.raises(ValueError, match=r"`predictions` and `scale` of one shape.\n  got `predictions` \(49,\),"):
         fitted(CENTRE, SCALE[:7])
-    with pytest.warns(UserWarning, match="`conformal.split`: 49 rows say nothing at a level of 0.99"):
+    with pytest.warns(UserWarning, match="`conformal.split`: 49 rows are too few for level 0.99"):
         conformal.split(CENTRE, TARGETS, level=0.99)
 
 

@@ -122,7 +122,7 @@ def test_masks():
 def test_too_few_rows_have_no_bounds():
     at_rows, new = _predictions(5)
     held_out = resample.out_of_fold(at_rows, FOLDS).mean
-    with pytest.warns(UserWarning, match="`conformal.cv_plus`: 30 rows say nothing at a level of 0.99"):
+    with pytest.warns(UserWarning, match="`conformal.cv_plus`: 30 rows are too few for level 0.99"):
         fitted = conformal.cv_plus(held_out, TARGETS, FOLDS, level=0.99)
     assert (np.asarray(fitted(new).upper) == np.inf).all()
     assert (np.asarray(fitted(new).lower) == -np.inf).all()

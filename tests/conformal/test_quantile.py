@@ -12,7 +12,7 @@ SCORES = np.random.default_rng(0).normal(size=99).astype(np.float32)
 MASK = np.random.default_rng(1).uniform(size=99) < 0.5
 
 
-@pytest.mark.filterwarnings("ignore:.*rows say nothing")
+@pytest.mark.filterwarnings("ignore:.*rows are too few")
 def test_rank_is_exact_for_every_percentage():
     # Scores 1, 2, ..., n, whose quantile is the rank itself. In floats, (n + 1) level is now and then too large.
     wrong = 0
@@ -45,7 +45,7 @@ def test_coverage_follows_its_beta_law():
 
 
 def test_too_few_rows():
-    with pytest.warns(UserWarning, match="9 rows say nothing at a level of 0.95.*Hold out 19 rows"):
+    with pytest.warns(UserWarning, match="9 rows are too few for level 0.95.*Hold out 19 rows"):
         assert conformal.quantile(SCORES[:9], level=0.95) == np.inf
     assert np.isfinite(conformal.quantile(SCORES[:19], level=0.95))
     with pytest.warns(UserWarning, match="Hold out 10 rows or more"):

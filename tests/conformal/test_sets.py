@@ -162,7 +162,7 @@ def test_classes_that_are_hardly_possible_are_told_apart():
 
 
 def test_too_few_rows_hold_every_class():
-    with pytest.warns(UserWarning, match="`conformal.aps`: 9 rows say nothing at a level of 0.95"):
+    with pytest.warns(UserWarning, match="`conformal.aps`: 9 rows are too few for level 0.95"):
         fitted = conformal.aps(LOGITS[:9], LABELS[:9], level=0.95)
     assert np.asarray(fitted(LOGITS)).all()
 
