@@ -35,16 +35,16 @@ def _reductions(logits: np.ndarray) -> dict[str, tuple[Callable[[], Any], Callab
     on_device = jnp.asarray(logits)
     chunks = np.array_split(np.arange(len(logits)), 4)
 
-    def streamed(reduction: ee.reduce.AbstractReduction) -> Any:
+    def streamed(reduction: ee.combine.AbstractCombination) -> Any:
         partial = None
         for chunk in chunks:
             partial = reduction.update(partial, on_device[chunk[0] : chunk[-1] + 1])
         return reduction.finish(partial)
 
     ways = {
-        "mean and variance": (ee.reduce.Moments(), lambda: (logits.mean(0), logits.var(0))),
-        "entropies": (ee.reduce.DecomposeEntropy(), lambda: _entropies(logits)),
-        "votes": (ee.reduce.Vote(), lambda: _votes(logits)),
+        "mean and variance": (ee.combine.streaming(ee.combine.moments), lambda: (logits.mean(0), logits.var(0))),
+        "entropies": (ee.combine.streaming(ee.uncertainty.decompose_entropy), lambda: _entropies(logits)),
+        "votes": (ee.combine.streaming(ee.combine.vote), lambda: _votes(logits)),
     }
     found = {}
     for name, (reduction, by_numpy) in ways.items():
@@ -136,7 +136,7 @@ def _child(name: str, size: str) -> None:
     members, rows = _sizes(quick=quick)[name]
     ensemble = ee.build(lambda key: eqx.nn.MLP(13, 10, 128, 2, key=key), members, key=jax.random.key(0))
     x = np.random.default_rng(0).normal(size=(rows, 13)).astype(np.float32)
-    options = {"combine": ee.reduce.DecomposeEntropy(), "batch_size": 2**13, "memory": _budget(quick=quick)}
+    options = {"combine": ee.uncertainty.decompose_entropy, "batch_size": 2**13, "memory": _budget(quick=quick)}
     run = lambda: ee.predict(ensemble, x, progress=False, **options)
     run()  # compiles; where that showed, the next one takes larger blocks
     result = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.block_until_ready(run())))

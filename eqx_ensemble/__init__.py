@@ -6,7 +6,6 @@ from . import distributed as distributed
 from . import methods as methods
 from . import plan as plan
 from . import plot as plot
-from . import reduce as reduce
 from . import resample as resample
 from . import scores as scores
 from . import sharding as sharding

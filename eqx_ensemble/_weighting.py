@@ -33,6 +33,18 @@ def weighted_mean(values: Float[Array, "members ..."], weights: Float[Array, " m
     return jnp.sum(values * _expand(weights, values), axis=0)
 
 
+def known_mean(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:
+    """Mean over members, of which those of weight zero may be NaN."""
+    return weighted_mean(blank_unweighted(values, weights), weights)
+
+
+def class_mixture(
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+) -> Float[Array, "*batch classes"]:
+    """Log-probabilities of the mixture of the members."""
+    return log_mixture(jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1), weights)
+
+
 def log_mixture(logs: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:
     """Logarithm of the mean over members of `exp(logs)`."""
     num_members = logs.shape[0]
@@ -57,6 +69,14 @@ def moments(
     correction = weighted_mean(deviation, weights)
     variance = weighted_mean((deviation - correction[None]) ** 2, weights)
     return jnp.where(infinite, found, rough + correction), jnp.where(infinite, jnp.inf, variance)
+
+
+def mixture_moments(
+    mean: Float[Array, "members ..."], variance: Float[Array, "members ..."], weights: Float[Array, " members"] | None
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Mean and variance of the mixture of the members' distributions."""
+    centre, between = moments(blank_unweighted(mean, weights), weights)
+    return centre, known_mean(variance, weights) + between
 
 
 def is_class(labels: Integer[Array, "*batch"], num_classes: int) -> Bool[Array, "*batch"]:

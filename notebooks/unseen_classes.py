@@ -109,13 +109,13 @@ assert (run.status == ee.train.Status.OK).all()
 # them finds the image unclear. *Epistemic* is what their disagreement adds, the mutual information between label and
 # member: each may be sure, but of different things. All three are in nats; the total is at most log 8 = 2.08.
 #
-# For many rows and many members the logits of all need not be held at once. A *reduction* takes the members' logits
+# For many rows and many members the logits of all need not be held at once. `predict` combines the members' logits
 # batch by batch of rows (and some members at a time, where a budget `memory=` asks for it), and keeps the sums alone.
 
 
 # %%
 def decomposed(x: np.ndarray) -> ee.uncertainty.Decomposition:
-    return ee.predict(run.ensemble, x, combine=ee.reduce.DecomposeEntropy())
+    return ee.predict(run.ensemble, x, combine=ee.uncertainty.decompose_entropy)
 
 
 known, novel = decomposed(test[0]), decomposed(unseen)
@@ -127,9 +127,9 @@ known, novel = decomposed(test[0]), decomposed(unseen)
 # %%
 logits, logits_unseen = ee.predict(run.ensemble, test[0]), ee.predict(run.ensemble, unseen)
 
-reduction = ee.reduce.DecomposeEntropy()
-halves = [reduction.update(None, ee.predict(run.ensemble[half], test[0])) for half in (slice(0, 16), slice(16, 32))]
-for other in (ee.uncertainty.decompose_entropy(logits), reduction.finish(reduction.merge(*halves))):
+entropies = ee.combine.streaming(ee.uncertainty.decompose_entropy)
+halves = [entropies.update(None, ee.predict(run.ensemble[half], test[0])) for half in (slice(0, 16), slice(16, 32))]
+for other in (ee.uncertainty.decompose_entropy(logits), entropies.finish(entropies.merge(*halves))):
     assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(known, other, strict=True))
 
 print(f"\n{'MEAN ENTROPY, nats':28}{'total':>10}{'aleatoric':>12}{'epistemic':>12}")

@@ -289,7 +289,6 @@ PREFIXED: set[str] = {
     "distributed.initialise()",
     "launch",
     "load",
-    "reduce",
     "tree.take(state, index)",
 }
 

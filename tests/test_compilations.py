@@ -53,6 +53,7 @@ def _sgd_of(hyper):
     return optax.sgd(hyper["rate"])
 
 
+ENTROPIES = ee.combine.streaming(ee.uncertainty.decompose_entropy)
 STATES = [ee.train.init(ensemble, SGD, key=key) for ensemble, key in zip(ENSEMBLES, KEYS, strict=True)]
 
 # What is called a second time, with 1 in place of 0.
@@ -62,7 +63,9 @@ CALLS = {
     "predict combined": lambda i: ee.predict(
         ENSEMBLES[i], X[i][: 20 - 3 * i], combine=ee.combine.mixture, weights=WEIGHTS[i]
     ),
-    "predict reduced": lambda i: ee.predict(ENSEMBLES[i], X[i][: 20 - i], combine=ee.reduce.DecomposeEntropy()),
+    "predict streamed": lambda i: ee.predict(
+        ENSEMBLES[i], X[i][: 20 - i], combine=ee.combine.streaming(ee.uncertainty.decompose_entropy)
+    ),
     "predict in batches": lambda i: ee.predict(ENSEMBLES[i], X[i], batch_size=7),
     "predict with keys": lambda i: ee.predict(ENSEMBLES[i], X[i], inference=False, key=KEYS[i]),
     "map_members": lambda i: ee.map_members(mean_output)(ENSEMBLES[i], X[i]),
@@ -89,13 +92,13 @@ CALLS = {
         ee.combine.median(POINTS[i]),
         ee.combine.gaussian(POINTS[i], VARIANCES[i], weights=WEIGHTS[i]),
     ],
-    "reduce": lambda i: [
+    "streaming": lambda i: [
         reduction(values[i], weights=WEIGHTS[i])
         for reduction, values in (
-            (ee.reduce.Mixture(), LOGITS),
-            (ee.reduce.Disagreement(), LOGITS),
-            (ee.reduce.Moments(), POINTS),
-            (ee.reduce.Quantiles([0.1, 0.9]), POINTS),
+            (ee.combine.streaming(ee.combine.mixture), LOGITS),
+            (ee.combine.streaming(ee.uncertainty.disagreement), LOGITS),
+            (ee.combine.streaming(ee.combine.moments), POINTS),
+            (ee.combine.QuantileSketch([0.1, 0.9]), POINTS),
         )
     ],
     "scores of classes": lambda i: [

@@ -6,9 +6,10 @@ import numpy as np
 from jax import export as jax_export
 from jaxtyping import PyTree
 
-from .._check import check_installed, inference_mode
+from .._check import check_installed
 from .._ensemble import Ensemble
 from .._predict._batch import Call
+from .._predict._check import check_inference
 from ..plan import AbstractPlan
 from ._about import about
 from ._artefact import Artefact
@@ -89,7 +90,7 @@ def export(
     platforms = check_platforms(platforms, name=name)
     job = served(
         ensemble,
-        Call(fn, inference_mode(inference, key, name=name)),
+        Call(fn, check_inference(inference, key, name=name)),
         name=name,
         shapes=shapes,
         combine=combine,

@@ -8,9 +8,10 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import PyTree
 
-from .._check import check_installed, inference_mode
+from .._check import check_installed
 from .._ensemble import Ensemble
 from .._predict._batch import Call
+from .._predict._check import check_inference
 from ..checkpoint._snapshot import versions
 from ._about import describe_arrays
 from ._check import check_no_callbacks, check_no_random_numbers, explain_export, explain_onnx
@@ -46,7 +47,7 @@ def export_onnx(
     """
     name = "export_onnx"
     check_installed("jax2onnx", what="export_onnx", extra="onnx")
-    call = Call(fn, inference_mode(inference, None, name=name))
+    call = Call(fn, check_inference(inference, None, name=name))
     job = served(ensemble, call, name=name, shapes=shapes, combine=combine, weights=weights, state=state)
     x, _ = batches(job.row, batch_size, name=name)
     with explain_export(job.row, name=name):

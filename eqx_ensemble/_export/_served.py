@@ -15,6 +15,7 @@ from .._check import (
     check_positive_int,
     weights_left,
 )
+from .._combination import of_predictions
 from .._ensemble import Ensemble
 from .._ensemble._check import check_ensemble
 from .._predict._batch import Call, Inputs, predict_batch
@@ -68,7 +69,8 @@ def served(
         rows = jnp.arange(jax.tree.leaves(x)[0].shape[0])
         out = predict_batch(plan, call, Inputs(parts.ensemble, x, parts.state, parts.keys), rows)
         if combine is not None:
-            out = combine(out) if parts.weights is None else combine(out, weights=parts.weights)
+            fn = of_predictions(combine)
+            out = fn(out) if parts.weights is None else fn(out, weights=parts.weights)
         return plain(out, name=name)
 
     convex = None if convex is None else jnp.asarray(convex)

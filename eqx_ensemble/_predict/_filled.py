@@ -5,6 +5,7 @@ from jaxtyping import PyTree
 
 from .. import _check
 from ..plan._memory import free_bytes
+from ._check import result_message
 
 
 class Filled:
@@ -38,7 +39,7 @@ class Filled:
         if need > free:
             whole = lambda x: (*x.shape[: self._axis], self._num_rows, *x.shape[self._axis + 1 :])
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(whole(x), x.dtype), part)
-            raise MemoryError(_check.result_too_large(need, free, shapes, combined=self._axis == 0))
+            raise MemoryError(result_message(need, free, shapes, combined=self._axis == 0))
 
 
 def _open(part: PyTree, num_rows: int, axis: int) -> PyTree:

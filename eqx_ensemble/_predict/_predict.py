@@ -10,16 +10,17 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import _axes, _check, _keys
+from .._combination import AbstractCombination, of_predictions, stream_of
 from .._ensemble import Ensemble
 from .._ensemble._check import check_ensemble
 from .._progress import members_in_words, progress_line
 from ..plan import AbstractPlan, AnyPlan
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot, explained_memory
-from ..reduce import AbstractReduction
 from ..sharding._layout import Layout, layout_for
 from ..sharding._shard import replicate, shard_members
 from ._batch import Call, Inputs, alone, arguments, compiled_batch, predict_batch
+from ._check import check_combine, check_inference, check_rows_of_result, check_untraced
 from ._filled import Filled
 from ._rows import first_rows, size_of_few
 from ._sizes import Sizes, measured
@@ -53,7 +54,7 @@ def predict(
     x = jnp.ones((1000, 3))
     ee.predict(ensemble, x).shape  # (4, 1000, 2)
     ee.predict(ensemble, x, combine=ee.combine.mixture).shape  # (1000, 2)
-    parts = ee.predict(ensemble, x, combine=ee.reduce.DecomposeEntropy(), memory=2**26)
+    parts = ee.predict(ensemble, x, combine=ee.uncertainty.decompose_entropy, memory=2**26)
     parts.epistemic.shape  # (1000,)
     ```
 
@@ -64,8 +65,10 @@ def predict(
         `(members, rows, ...)`. A member is called with one row of it.
     - `combine`: what is made of the members' predictions for a batch of rows, `(members, rows, ...)`: any function that
         treats rows apart and returns arrays `(rows, ...)`, called as `combine(predictions)`, with weights as
-        `combine(predictions, weights=weights)`; or a [reduction][eqx_ensemble.reduce.AbstractReduction], which takes
-        some members at a time where `memory` has no room for all.
+        `combine(predictions, weights=weights)`, options by `functools.partial`. Where `memory` has no room for all
+        members, functions of this library that have a [streaming form][eqx_ensemble.combine.streaming] take some at a
+        time, as an [`eqx_ensemble.combine.AbstractCombination`][] of your own does; another function sees all members
+        of fewer rows. Functions of a mean and a variance take members that return a pair.
     - `weights`: for `combine`, one weight for each member `(members,)`.
     - `batch_size`: rows at a time; with `memory`, the most. A program is compiled for this number of rows and, for
         fewer, for the next power of two: the last row fills what is missing, and what comes of it is cut off.
@@ -95,7 +98,7 @@ def predict(
     `memory`, and when the result has no place.
     """
     check_ensemble(ensemble, name="predict")
-    inference = _check.inference_mode(inference, key, name="predict")
+    inference = check_inference(inference, key, name="predict")
     _check.check_optional_function(fn, "fn", name="predict", example="lambda model, x: model(x)")
     _check.check_optional_flag(progress, "progress", name="predict")
     plan = as_plan(plan)
@@ -107,7 +110,9 @@ def predict(
         x, _axes.Each, ensemble.num_members, argument="x", name="predict", finite=False, least=0
     )
     _check.check_integers_fit((ensemble.stacked, ensemble.shared, state), argument="ensemble", name="predict")
-    weights = _check.combiner(combine, weights, ensemble.num_members)
+    weights = check_combine(combine, weights, ensemble.num_members)
+    if combine is not None:
+        combine = of_predictions(combine) if memory is None else stream_of(combine) or combine
     keys = None if key is None else _keys.member_keys(_keys.root(key, name="predict"), ensemble.ids, purpose="predict")
     inputs, layout = _on_mesh(Inputs(ensemble, _axes.map_each(_axes.Each, x), state, keys), mesh, memory)
     if num_rows == 0:
@@ -115,11 +120,11 @@ def predict(
     few = memory is None and num_rows < batch_size and not any(map(_check.is_traced, jax.tree.leaves(inputs)))
     batch_size = size_of_few(num_rows, batch_size) if few else min(batch_size, num_rows)
     pilot = Pilot(plan, name="predict")
-    made = lambda parts: _made(parts, combine, weights)
+    made = lambda parts: _combine(parts, combine, weights)
     work = _Work(pilot, Call(fn, inference, layout), inputs, num_rows, batch_size, made)
     if memory is not None:
         _check.check_positive_int(memory, "memory", name="predict")
-        _check.nothing_traced((inputs, weights))
+        check_untraced((inputs, weights))
 
     axis = 1 if combine is None else 0
     filled = Filled(num_rows, axis=axis)
@@ -130,7 +135,7 @@ def predict(
     ):
         for rows, out in _batches(work) if memory is None else _batches_within(memory, work):
             if combine is not None:
-                _check.rows_in_front(out, len(rows))
+                check_rows_of_result(out, len(rows))
             if len(rows) > num_rows:
                 out = jax.tree.map(lambda x: first_rows(x, num_rows, axis=axis), out)
             filled.write(out, int(rows[0]))
@@ -161,9 +166,9 @@ def _of_no_rows(plan: AbstractPlan, call: Call, inputs: Inputs, combine: Any, we
         lambda inputs: predict_batch(plan, call, inputs.of_a_row_of_zeros(), jnp.arange(1)), inputs
     )
     zeros = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
-    out = _made([(slice(None), jax.tree.map(zeros, shapes))], combine, weights)
+    out = _combine([(slice(None), jax.tree.map(zeros, shapes))], combine, weights)
     if combine is not None:
-        _check.rows_in_front(out, 1)
+        check_rows_of_result(out, 1)
     return jax.tree.map(lambda x: first_rows(x, 0, axis=1 if combine is None else 0), out)
 
 
@@ -225,9 +230,9 @@ def _batches_within(memory: int, work: _Work) -> Iterator[tuple[np.ndarray, PyTr
         start += count
 
 
-def _made(parts: Iterable[tuple[slice, PyTree]], combine: Any, weights: Any) -> PyTree:
+def _combine(parts: Iterable[tuple[slice, PyTree]], combine: Any, weights: Any) -> PyTree:
     """What `combine` makes of the predictions of all members, which come some members at a time."""
-    if isinstance(combine, AbstractReduction):
+    if isinstance(combine, AbstractCombination):
         partial = None
         for chosen, part in parts:
             partial = combine.update(partial, part, weights=None if weights is None else weights[chosen])

@@ -6,11 +6,12 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _axes, _check
+from .. import _axes
 from ..plan import AbstractPlan
 from ..plan._cost import cost_of
 from ..plan._memory import give_back, peak
 from ._batch import Call, Inputs, arguments, compiled_batch, predict_batch
+from ._check import budget_message
 
 _FEW_ROWS = 32  # below so many rows a batch, fewer members at a time are cheaper: weights are read for every batch
 _MOST_STEPS_UP = 2  # a factor of four: what a small block needed foretells only so much
@@ -55,7 +56,7 @@ class Sizes:
         """Takes note of the bytes that the present block needed."""
         steps = math.log2(_SAFETY * self._memory / max(need, 1))
         if steps < 0 and need > self._memory and self._place == len(self._ladder) - 1:
-            raise MemoryError(_check.budget_too_small(need, self._memory))
+            raise MemoryError(budget_message(need, self._memory))
         up = min(int(steps), _MOST_STEPS_UP) if steps > 0 else 0
         if steps < 0:
             self._highest = self._place + 1

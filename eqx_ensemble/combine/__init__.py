@@ -1,3 +1,5 @@
+from .._combination import AbstractCombination as AbstractCombination
+from .._combination import streaming as streaming
 from . import weights as weights
 from ._classes import mean_logits as mean_logits
 from ._classes import mixture as mixture
@@ -5,7 +7,9 @@ from ._classes import vote as vote
 from ._gaussian import Gaussian as Gaussian
 from ._gaussian import gaussian as gaussian
 from ._gaussian import product_gaussian as product_gaussian
+from ._mean import log_mixture as log_mixture
 from ._mean import mean as mean
-from ._mean import mean_densities as mean_densities
+from ._moments import moments as moments
 from ._robust import median as median
 from ._robust import trimmed_mean as trimmed_mean
+from ._sketch import QuantileSketch as QuantileSketch

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_logits, check_weights
-from .._weighting import blank_unweighted, log_mixture, votes, weighted_mean
+from .._combination import Summary, check_one_logits, stream
+from .._weighting import blank_unweighted, class_mixture, known_mean, votes, weighted_mean
 
 
 def mixture(
@@ -136,13 +137,6 @@ def vote(
 
 
 @jax.jit
-def _mixture(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
-) -> Float[Array, "*batch classes"]:
-    return log_mixture(jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1), weights)
-
-
-@jax.jit
 def _mean_logits(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
 ) -> Float[Array, "*batch classes"]:
@@ -153,4 +147,9 @@ def _mean_logits(
     return jax.nn.log_softmax(jnp.where(jnp.any(absent, axis=0), -jnp.inf, pooled), axis=-1)
 
 
-_vote = jax.jit(votes)
+_mixture, _vote = jax.jit(class_mixture), jax.jit(votes)
+
+stream(mixture, Summary("combine.mixture", check_one_logits, _mixture, _mixture, event_ndim=1))
+# The means of groups are normalised, by one constant per row, which changes no mean over groups.
+stream(mean_logits, Summary("combine.mean_logits", check_one_logits, _mean_logits, _mean_logits, event_ndim=1))
+stream(vote, Summary("combine.vote", check_one_logits, _vote, known_mean, event_ndim=1))

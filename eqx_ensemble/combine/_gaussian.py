@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_moments, check_power, check_weights
-from .._weighting import blank_unweighted, moments, weighted_mean
+from .._combination import Summary, check_pair_of_moments, stream
+from .._weighting import blank_unweighted, mixture_moments, weighted_mean
 
 
 class Gaussian(NamedTuple):
@@ -129,8 +130,7 @@ def product_gaussian(
 def _gaussian(
     mean: Float[Array, "members ..."], variance: Float[Array, "members ..."], weights: Float[Array, " members"] | None
 ) -> Gaussian:
-    centre, between = moments(blank_unweighted(mean, weights), weights)
-    return Gaussian(centre, weighted_mean(blank_unweighted(variance, weights), weights) + between)
+    return Gaussian(*mixture_moments(mean, variance, weights))
 
 
 @jax.jit
@@ -158,3 +158,7 @@ def _product(
     deviation = jnp.where(infinite[None], 0, mean) - rough[None]
     correction = weighted_mean(precision * jnp.where(precision == 0, 0, deviation), weights) / total
     return Gaussian(jnp.where(infinite, found, rough + correction), least / total / power)
+
+
+_of_pair = lambda pair, weights: _gaussian(*pair, weights)
+stream(gaussian, Summary("combine.gaussian", check_pair_of_moments, _of_pair, _of_pair, pairs=True))

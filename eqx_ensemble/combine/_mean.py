@@ -1,8 +1,9 @@
 import jax
 from jaxtyping import Array, ArrayLike, Float, Real
 
+from .. import _weighting
 from .._check import check_values, check_weights
-from .._weighting import blank_unweighted, log_mixture, weighted_mean
+from .._weighting import blank_unweighted, known_mean
 
 
 def mean(
@@ -44,7 +45,7 @@ def mean(
     return _mean(checked, convex)
 
 
-def mean_densities(
+def log_mixture(
     log_densities: Float[ArrayLike, "members ..."],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
@@ -71,22 +72,22 @@ def mean_densities(
     import jax.numpy as jnp
     from eqx_ensemble import combine
 
-    combine.mean_densities(jnp.log(jnp.array([[0.5], [0.1]])))  # log(0.3)
+    combine.log_mixture(jnp.log(jnp.array([[0.5], [0.1]])))  # log(0.3)
     ```
     """
-    name = "combine.mean_densities"
+    name = "combine.log_mixture"
     checked = check_values(name, "log_densities", log_densities)
     convex = check_weights(name, weights, checked.shape[0], checked.dtype)
-    return _mean_densities(checked, convex)
+    return _log_mixture(checked, convex)
 
 
 @jax.jit
 def _mean(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:
-    return weighted_mean(blank_unweighted(values, weights), weights)
+    return known_mean(values, weights)
 
 
 @jax.jit
-def _mean_densities(
+def _log_mixture(
     log_densities: Float[Array, "members ..."], weights: Float[Array, " members"] | None
 ) -> Float[Array, "..."]:
-    return log_mixture(blank_unweighted(log_densities, weights), weights)
+    return _weighting.log_mixture(blank_unweighted(log_densities, weights), weights)

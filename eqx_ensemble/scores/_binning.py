@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from .._weighting import is_class
-from ._classification import correct, mixture
+from .._weighting import class_mixture, is_class
+from ._classification import correct
 from ._crps_gaussian import expected_distance
 
 Binning = Literal["width", "mass"]
@@ -59,7 +59,7 @@ def by_class(
 ) -> tuple[Float[Array, "classes rows"], Float[Array, "classes rows"], Bool[Array, " rows"] | None]:
     """The mixture's probabilities and what came true, class by class, of all rows in one axis."""
     num_classes = logits.shape[-1]
-    logs = mixture(logits, weights)
+    logs = class_mixture(logits, weights)
     probabilities = jnp.reshape(jnp.exp(logs), (-1, num_classes))
     flat = jnp.ravel(labels)
     known = is_class(flat, num_classes)
@@ -76,7 +76,7 @@ def of_top_label(
     binning: Binning,
 ) -> Bins:
     """Bins of the confidence, the mixture's largest probability; a hit is a label that has it."""
-    logs = mixture(logits, weights)
+    logs = class_mixture(logits, weights)
     confidence = jnp.ravel(jnp.exp(jnp.max(logs, axis=-1)))
     return bin_rows(
         confidence, jnp.ravel(correct(logs, labels)), None if mask is None else jnp.ravel(mask), num_bins, binning

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._check import check_word
-from .._weighting import is_class
+from .._weighting import class_mixture, is_class
 from ._binning import Binning, bin_rows, by_class
 from ._check import check_positive_int
-from ._classification import checked_classes, mixture
+from ._classification import checked_classes
 from ._reduce import Reduction, masked_mean, reduce
 
 
@@ -154,7 +154,7 @@ def _brier(
     mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    probabilities = jnp.exp(mixture(logits, weights))
+    probabilities = jnp.exp(class_mixture(logits, weights))
     truth = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
     known = is_class(labels, logits.shape[-1])
     return reduce(jnp.where(known, jnp.sum((probabilities - truth) ** 2, axis=-1), jnp.nan), reduction, mask)

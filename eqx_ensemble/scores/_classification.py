@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._check import check_labels, check_logits, check_mask, check_weights
-from .._weighting import blank_masked, blank_unweighted, is_class, log_mixture, weighted_mean
+from .._weighting import blank_masked, blank_unweighted, class_mixture, is_class, log_mixture, weighted_mean
 from ._check import check_reduction
 from ._reduce import Reduction, reduce
 
@@ -173,7 +173,7 @@ def _accuracy(
     mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    return reduce(correct(mixture(logits, weights), labels), reduction, mask)
+    return reduce(correct(class_mixture(logits, weights), labels), reduction, mask)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -186,13 +186,6 @@ def _mean_member_accuracy(
 ) -> Float[Array, "..."]:
     right = correct(blank_unweighted(logits, weights), labels[None])
     return reduce(weighted_mean(right, weights), reduction, mask)
-
-
-def mixture(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
-) -> Float[Array, "*batch classes"]:
-    """Log-probabilities of the mixture of the members."""
-    return log_mixture(jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1), weights)
 
 
 def correct(logits: Float[Array, "*rows classes"], labels: Integer[Array, "*labels"]) -> Float[Array, "*rows"]:

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._weighting import is_class
-from ._classification import checked_classes, mixture
+from .._weighting import class_mixture, is_class
+from ._classification import checked_classes
 from ._reduce import Reduction, reduce
 
 
@@ -73,7 +73,7 @@ def _ranked_probability(
     mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    at_most = jnp.cumsum(jnp.exp(mixture(logits, weights)), axis=-1)[..., :-1]
+    at_most = jnp.cumsum(jnp.exp(class_mixture(logits, weights)), axis=-1)[..., :-1]
     classes = jnp.arange(logits.shape[-1] - 1, dtype=labels.dtype)
     reached = labels[..., None] <= jnp.reshape(classes, (1,) * labels.ndim + (-1,))
     score = jnp.sum((at_most - reached.astype(at_most.dtype)) ** 2, axis=-1)

@@ -1,9 +1,12 @@
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_logits, check_weights
-from .._weighting import blank_unweighted, log_mixture, weighted_mean
+from .._combination import Summary, check_one_logits, stream
+from .._weighting import blank_unweighted, class_mixture, known_mean, log_mixture, weighted_mean
 from ._decomposition import Decomposition
 
 
@@ -127,3 +130,30 @@ def _divergence(
     delta = jnp.where(absent, 0, logs) - jnp.where(absent, 0, jnp.broadcast_to(mixed, logs.shape))
     terms = jnp.where(absent, 1, jnp.maximum(delta * jnp.exp(delta) - jnp.expm1(delta), 0))
     return jnp.sum(jnp.exp(mixed) * terms, axis=-1)
+
+
+class _Summary(NamedTuple):
+    mixture: Float[Array, "..."]
+    aleatoric: Float[Array, "..."]
+    epistemic: Float[Array, "..."]
+
+
+def _of_members(logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None) -> _Summary:
+    return _Summary(class_mixture(logits, weights), *_parts(logits, weights))
+
+
+def _of_groups(groups: _Summary, weights: Float[Array, " groups"]) -> _Summary:
+    """That of all members is the mean of those within groups, and the one between the groups' mixtures."""
+    between = _parts(groups.mixture, weights)[1]
+    within = known_mean(groups.epistemic, weights)
+    return _Summary(class_mixture(groups.mixture, weights), known_mean(groups.aleatoric, weights), within + between)
+
+
+def _decomposition(summary: _Summary) -> Decomposition:
+    return Decomposition(summary.aleatoric + summary.epistemic, summary.aleatoric, summary.epistemic)
+
+
+stream(
+    decompose_entropy,
+    Summary("uncertainty.decompose_entropy", check_one_logits, _of_members, _of_groups, _decomposition, event_ndim=1),
+)

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_logits, check_weights
-from .._weighting import blank_unweighted, log_mixture, weighted_mean
+from .._weighting import blank_unweighted, class_mixture, weighted_mean
 from ._check import check_temperature
 
 
@@ -108,7 +108,7 @@ def free_energy(
 def _least_confidence(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
 ) -> Float[Array, "*batch"]:
-    logs = log_mixture(jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1), weights)
+    logs = class_mixture(logits, weights)
     best = jax.nn.one_hot(jnp.argmax(logs, axis=-1), logs.shape[-1], dtype=bool)
     return jnp.sum(jnp.where(best & ~jnp.isnan(logs), 0, jnp.exp(logs)), axis=-1)
 

@@ -1,8 +1,11 @@
+from typing import Any
+
 import jax
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_moments, check_weights
-from .._weighting import blank_unweighted, moments, weighted_mean
+from .._combination import Summary, check_pair_of_moments, stream
+from .._weighting import blank_unweighted, known_mean, mixture_moments, moments
 from ._decomposition import Decomposition
 
 
@@ -56,6 +59,28 @@ def decompose_variance(
 def _parts(
     mean: Float[Array, "members ..."], variance: Float[Array, "members ..."], weights: Float[Array, " members"] | None
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    aleatoric = weighted_mean(blank_unweighted(variance, weights), weights)
-    epistemic = moments(blank_unweighted(mean, weights), weights)[1]
-    return aleatoric, epistemic
+    return known_mean(variance, weights), moments(blank_unweighted(mean, weights), weights)[1]
+
+
+def _of_members(pair: tuple[Array, Array], weights: Any) -> tuple[tuple[Array, Array], Array]:
+    """The moments of the members' means, and the mean of their variances."""
+    aleatoric, epistemic = _parts(*pair, weights)
+    return (known_mean(pair[0], weights), epistemic), aleatoric
+
+
+def _of_groups(groups: tuple[tuple[Array, Array], Array], weights: Any) -> tuple[tuple[Array, Array], Array]:
+    moments_of_means, variances = groups
+    return mixture_moments(*moments_of_means, weights), known_mean(variances, weights)
+
+
+def _decomposition(summary: tuple[tuple[Array, Array], Array]) -> Decomposition:
+    (_, epistemic), aleatoric = summary
+    return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
+
+
+stream(
+    decompose_variance,
+    Summary(
+        "uncertainty.decompose_variance", check_pair_of_moments, _of_members, _of_groups, _decomposition, pairs=True
+    ),
+)

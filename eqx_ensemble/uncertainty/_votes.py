@@ -3,7 +3,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_logits, check_weights
-from .._weighting import different_votes, votes
+from .._combination import Summary, check_one_logits, stream
+from .._weighting import different_votes, known_mean, votes
 
 
 def variation_ratio(
@@ -77,9 +78,7 @@ def disagreement(
 def _variation_ratio(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
 ) -> Float[Array, "*batch"]:
-    shares = votes(logits, weights)
-    # Not 1 - max: members that agree would disagree by the rounding of their weights.
-    return jnp.sum(shares, axis=-1) - jnp.max(shares, axis=-1)
+    return _rest(votes(logits, weights))
 
 
 @jax.jit
@@ -87,3 +86,14 @@ def _disagreement(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
 ) -> Float[Array, "*batch"]:
     return different_votes(votes(logits, weights))
+
+
+def _rest(shares: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
+    """The votes that did not go to the class with most of them."""
+    # Not 1 - max: members that agree would disagree by the rounding of their weights.
+    return jnp.sum(shares, axis=-1) - jnp.max(shares, axis=-1)
+
+
+for _fn, _result in ((variation_ratio, _rest), (disagreement, different_votes)):
+    _name = f"uncertainty.{_fn.__name__}"
+    stream(_fn, Summary(_name, check_one_logits, votes, known_mean, _result, event_ndim=1))

@@ -105,30 +105,30 @@ def test_traced_weights_are_checked_for_their_number():
         jax.jit(lambda w: combine.mean(np.ones((3, 2)), weights=w))(np.ones(2))
 
 
-def test_mean_densities_is_the_log_of_the_mean():
+def test_log_mixture_is_the_log_of_the_mean():
     logs = 2 * _values((4, 6))
     weights = np.array([0.1, 0.2, 0.3, 0.4])
     exact = np.exp(np.asarray(logs, np.float64))
-    np.testing.assert_allclose(combine.mean_densities(logs), np.log(exact.mean(0)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(combine.log_mixture(logs), np.log(exact.mean(0)), rtol=1e-5, atol=1e-6)
     want = np.log(np.average(exact, axis=0, weights=weights))
-    np.testing.assert_allclose(combine.mean_densities(logs, weights=weights), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(combine.log_mixture(logs, weights=weights), want, rtol=1e-5, atol=1e-6)
     # The mean of the logarithms, a product of densities, would not pass.
     assert not np.allclose(np.average(logs, axis=0, weights=weights), want, rtol=1e-2)
 
 
-def test_mean_densities_far_from_one_and_impossible():
+def test_log_mixture_far_from_one_and_impossible():
     logs = np.float32([[-1e4, 300.0, -np.inf, 0.0], [-1e4 - 1, 299.0, -np.inf, -np.inf]])
     want = [-1e4 + np.log((1 + np.exp(-1)) / 2), 300 + np.log((1 + np.exp(-1)) / 2), -np.inf, -np.log(2)]
-    np.testing.assert_allclose(combine.mean_densities(logs), want, rtol=1e-6)
-    gradient = _gradient(lambda x: jnp.sum(combine.mean_densities(x)[jnp.array([0, 1, 3])]))(logs)
+    np.testing.assert_allclose(combine.log_mixture(logs), want, rtol=1e-6)
+    gradient = _gradient(lambda x: jnp.sum(combine.log_mixture(x)[jnp.array([0, 1, 3])]))(logs)
     assert np.isfinite(gradient).all()
 
 
-def test_mean_densities_leave_out_weight_zero():
+def test_log_mixture_leave_out_weight_zero():
     logs = _values((3, 5))
-    want = combine.mean_densities(logs[jnp.array([0, 2])])
+    want = combine.log_mixture(logs[jnp.array([0, 2])])
     broken = jnp.asarray(logs).at[1].set(jnp.nan)
-    np.testing.assert_allclose(combine.mean_densities(broken, weights=np.array([1, 0, 1])), want, rtol=1e-6)
+    np.testing.assert_allclose(combine.log_mixture(broken, weights=np.array([1, 0, 1])), want, rtol=1e-6)
 
 
 def test_a_weight_of_zero_has_no_gradient():

@@ -24,7 +24,7 @@ def main(benchmarks):
         for count in (10_000, 60_000):
             x = np.random.default_rng(0).normal(size=(count, 3)).astype(np.float32)
             run = lambda ensemble=ensemble, x=x: ee.predict(
-                ensemble, x, combine=ee.reduce.DecomposeEntropy(), batch_size=16_384, memory=BUDGET
+                ensemble, x, combine=ee.uncertainty.decompose_entropy, batch_size=16_384, memory=BUDGET
             )
             for _ in range(2):  # the first compiles, and where that showed, the second takes larger blocks
                 jax.block_until_ready(run())

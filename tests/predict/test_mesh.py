@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*do not divide evenly")  # whic
 KEY, ROWS = jax.random.key(0), 11
 MESHES = [(4, 1), (2, 2), (2, 1), (1, 2), (3, 1)]
 OPTIONS = {
-    "combine": [None, ee.combine.mean, ee.reduce.Moments()],
+    "combine": [None, ee.combine.mean, ee.combine.moments],
     "batch_size": [256, 4],
     "plan": [None, ee.plan.Sequential(), ee.plan.Chunked(2)],
     "born on it": [False, True],

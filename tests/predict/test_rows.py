@@ -29,7 +29,7 @@ def test_any_number_of_rows_is_the_loop(ensemble, batch_size):
         for x in (rows(19)[:count], np.asarray(rows(19))[:count]):
             out = ee.predict(ensemble, x, batch_size=batch_size)
             np.testing.assert_allclose(out, whole[:, :count], rtol=1e-5, atol=1e-6)
-            combined = ee.predict(ensemble, x, batch_size=batch_size, combine=ee.reduce.Moments())
+            combined = ee.predict(ensemble, x, batch_size=batch_size, combine=ee.combine.moments)
             np.testing.assert_allclose(combined.mean, whole[:, :count].mean(0), rtol=1e-5, atol=1e-6)
             assert combined.variance.shape == (count, 2)
 
@@ -86,8 +86,8 @@ NONE = {
     "plain": {},
     "function": {"combine": lambda p: {"a": jnp.mean(p, axis=0), "b": jnp.max(p, axis=(0, 2))}},
     "numpy": {"combine": lambda p: np.mean(p, axis=0)},
-    "reduction": {"combine": ee.reduce.DecomposeEntropy(), "weights": [1.0, 0.0, 2.0, 1.0]},
-    "quantiles": {"combine": ee.reduce.Quantiles([0.1, 0.5])},
+    "streaming": {"combine": ee.combine.streaming(ee.uncertainty.decompose_entropy), "weights": [1.0, 0.0, 2.0, 1.0]},
+    "quantiles": {"combine": ee.combine.QuantileSketch([0.1, 0.5])},
     "sequential": {"plan": ee.plan.Sequential()},
     "auto": {"plan": "auto"},
     "memory": {"memory": 2**26},

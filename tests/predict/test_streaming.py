@@ -1,4 +1,5 @@
 import contextlib
+import functools
 import importlib
 import json
 import math
@@ -40,7 +41,7 @@ def assert_close(found, want):
 COMBINE = {
     "mixture": ee.combine.mixture,
     "decompose_entropy": ee.uncertainty.decompose_entropy,
-    "reduction": ee.reduce.DecomposeEntropy(),
+    "streaming": ee.combine.streaming(ee.uncertainty.decompose_entropy),
     "numpy": lambda p, weights=None: np.average(p, axis=0, weights=weights),
 }
 
@@ -63,7 +64,9 @@ def test_a_function_without_weights_is_called_without(ensemble):
 
 
 def test_combined_in_a_compiled_program(ensemble):
-    combined = lambda ensemble, x, weights: ee.predict(ensemble, x, combine=ee.reduce.Mean(), weights=weights)
+    combined = lambda ensemble, x, weights: ee.predict(
+        ensemble, x, combine=ee.combine.streaming(ee.combine.mean), weights=weights
+    )
     weights = jnp.asarray(WEIGHTS, jnp.float32)
     assert_close(eqx.filter_jit(combined)(ensemble, rows(), weights), combined(ensemble, rows(), weights))
 
@@ -105,14 +108,94 @@ def needing(monkeypatch):
     return said
 
 
+class LargestGap(ee.combine.AbstractCombination):
+    """A user's own: the largest distance between two members' predictions, entry by entry."""
+
+    def update(self, partial, predictions, *, weights=None):
+        return self.merge(partial, (jnp.min(predictions, axis=0), jnp.max(predictions, axis=0)))
+
+    def merge(self, first, second):
+        if first is None:
+            return second
+        return jnp.minimum(first[0], second[0]), jnp.maximum(first[1], second[1])
+
+    def finish(self, partial):
+        return partial[1] - partial[0]
+
+
+def mean_and_variance(model, x):
+    out = model(x)
+    return out, jnp.exp(out)
+
+
 OPTIONS = {
     "plain": {},
+    "own": {"combine": LargestGap()},
+    "a partial": {"combine": functools.partial(ee.uncertainty.quantile, levels=0.3), "weights": WEIGHTS},
+    "a pair": {"combine": ee.combine.gaussian, "fn": mean_and_variance, "weights": WEIGHTS},
+    "the parts of a pair": {"combine": ee.uncertainty.decompose_variance, "fn": mean_and_variance},
+    "chunks": {"combine": ee.uncertainty.decompose_entropy, "plan": ee.plan.Chunked(2)},
+    "unrolled": {"combine": ee.combine.moments, "plan": ee.plan.Unrolled()},
     "function": {"combine": ee.combine.mixture, "weights": WEIGHTS},
-    "reduction": {"combine": ee.reduce.Mixture(), "weights": WEIGHTS.tolist()},
-    "quantiles": {"combine": ee.reduce.Quantiles([0.2, 0.5]), "weights": WEIGHTS},
+    "a list of weights": {"combine": ee.combine.mixture, "weights": WEIGHTS.tolist()},
+    "quantiles": {"combine": ee.combine.QuantileSketch([0.2, 0.5]), "weights": WEIGHTS},
     "auto": {"plan": "auto"},
     "sequential": {"plan": ee.plan.Sequential()},
 }
+
+
+STREAMING = [
+    ee.combine.mean, ee.combine.moments, ee.combine.mixture, ee.combine.mean_logits, ee.combine.vote,
+    ee.uncertainty.decompose_entropy, ee.uncertainty.disagreement, ee.uncertainty.variation_ratio,
+]  # fmt: skip
+PAIRS = [ee.combine.gaussian, ee.uncertainty.decompose_variance]
+
+
+PLANS = [ee.plan.Chunked(2), ee.plan.Sequential(), ee.plan.Unrolled(), "auto"]
+
+
+@pytest.mark.parametrize(
+    ("combine", "plan"),
+    [(combine, None) for combine in STREAMING + PAIRS] + [(ee.uncertainty.decompose_entropy, plan) for plan in PLANS],
+)
+def test_streams_over_members_under_every_plan(ensemble, needing, combine, plan):
+    """As the function of the predictions of all members; no call of it sees all of them."""
+    fn = mean_and_variance if combine in PAIRS else None
+    whole = ee.predict(ensemble, rows(21), fn=fn)
+    want = combine(*whole, weights=WEIGHTS) if combine in PAIRS else combine(whole, weights=WEIGHTS)
+    options = {"combine": combine, "weights": WEIGHTS, "fn": fn, "plan": plan}
+    assert_close(ee.predict(ensemble, rows(21), **options), want)
+    with needing(lambda block: 2**20 * block.members * block.rows) as seen:
+        found = ee.predict(ensemble, rows(21), memory=2**20 * 4 + 1, batch_size=8, **options)
+    assert seen[-1] == (1, 2)
+    assert_close(found, want)
+
+
+@pytest.mark.parametrize("combine", [ee.combine.mixture, ee.uncertainty.decompose_entropy], ids=lambda fn: fn.__name__)
+def test_members_are_never_all_held(ensemble, needing, combine, monkeypatch):
+    """What the combination is given at a time are the members of a block; a function of all would be given five."""
+    form, seen = ee.combine.streaming(combine), set()
+    update = type(form).update
+
+    def noted(self, partial, predictions, **named):
+        seen.add(predictions.shape[0])
+        return update(self, partial, predictions, **named)
+
+    monkeypatch.setattr(type(form), "update", noted)
+    with needing(lambda block: 2**20 * block.members * block.rows):
+        ee.predict(ensemble, rows(21), memory=2**20 * 4 + 1, batch_size=8, combine=combine)
+        assert seen == {5, 1}  # the first, measured block holds all
+        function = lambda p: seen.add(("function", p.shape[0])) or combine(p)
+        ee.predict(ensemble, rows(21), memory=2**20 * 4 + 1, batch_size=8, combine=function)
+    assert seen == {5, 1, ("function", 5)}
+
+
+@pytest.mark.parametrize("combine", STREAMING, ids=lambda fn: fn.__name__)
+def test_all_members_at_hand_are_combined_by_the_function_itself(ensemble, combine):
+    found = ee.predict(ensemble, rows(), combine=combine, weights=WEIGHTS)
+    want = combine(ee.predict(ensemble, rows()), weights=WEIGHTS)
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("case", OPTIONS)
@@ -186,7 +269,7 @@ def test_one_row_of_one_member_does_not_fit(ensemble, needing):
 
 def test_the_result_does_not_fit(ensemble, monkeypatch):
     monkeypatch.setattr(_filled, "free_bytes", lambda: MEMBERS * ROWS * 4 * 4 - 1)
-    with pytest.raises(MemoryError, match=r"no place for its result \(5, 11, 4\): 880 bytes.*\n.*eqx_ensemble.reduce"):
+    with pytest.raises(MemoryError, match=r"no memory for its result \(5, 11, 4\): 880 bytes.*\n.*decompose_entropy"):
         ee.predict(ensemble, rows(), batch_size=4)
     assert ee.predict(ensemble, rows(), combine=ee.combine.mean, batch_size=4).shape == (ROWS, 4)
     monkeypatch.setattr(_filled, "free_bytes", lambda: ROWS * 4 * 4 - 1)
@@ -204,7 +287,7 @@ def test_a_result_stays_where_its_parts_are(ensemble):
         found = ee.predict(spread, rows(), **options)
         assert {shard.data.shape[0] for shard in found.addressable_shards} == {2}
         assert_close(found, want)
-        combined = ee.predict(spread, rows(), combine=ee.reduce.Mean(), **options)
+        combined = ee.predict(spread, rows(), combine=ee.combine.mean, **options)
         assert_close(combined, np.mean(want, axis=0))
 
 
@@ -215,11 +298,15 @@ BAD = {
         ValueError,
         r"it gave \(2, 16, 4\) for 16 rows.\nTo move an axis",
     ),
-    "weights of nothing": ({"weights": WEIGHTS}, TypeError, "needs `combine=` with `weights`"),
-    "too few weights": ({"combine": ee.reduce.Mean(), "weights": [1.0]}, ValueError, r"expected shape \(5,\)"),
-    "zeros": ({"combine": ee.reduce.Mean(), "weights": [0.0] * 5}, ValueError, "not all zero"),
-    "a class": ({"combine": ee.reduce.Mean}, TypeError, r"Pass `Mean\(...\)` instead of the class"),
-    "no function": ({"combine": "mean"}, TypeError, "a function or a reduction, got 'mean'"),
+    "weights of nothing": ({"weights": WEIGHTS}, TypeError, "takes `weights` for `combine`"),
+    "too few weights": ({"combine": ee.combine.mean, "weights": [1.0]}, ValueError, r"expected shape \(5,\)"),
+    "zeros": ({"combine": ee.combine.mean, "weights": [0.0] * 5}, ValueError, "not all zero"),
+    "a class": (
+        {"combine": ee.combine.QuantileSketch},
+        TypeError,
+        r"Pass `QuantileSketch\(...\)` instead of the class",
+    ),
+    "no function": ({"combine": "mean"}, TypeError, "a function or a combination, got 'mean'"),
     "no bytes": ({"memory": 0}, ValueError, "`memory` of at least 1"),
     "words": ({"memory": "2 GiB"}, TypeError, "an integer `memory`"),
 }

@@ -393,7 +393,7 @@ class TestAlong:
         assert_close(ee.predict(ensemble, X, batch_size=10, mesh=mesh), expected, 1e-5)
         combined = ee.predict(ensemble, X, batch_size=16, combine=ee.combine.mean, mesh=mesh)
         assert_close(combined, jnp.mean(expected, axis=0), 1e-5)
-        got = ee.predict(ensemble, X, batch_size=8, combine=ee.reduce.Mean(), mesh=mesh)
+        got = ee.predict(ensemble, X, batch_size=8, combine=ee.combine.mean, mesh=mesh)
         assert_close(got, jnp.mean(expected, axis=0), 1e-5)
 
     def test_predict_with_a_budget(self):

@@ -19,7 +19,8 @@ LEVELS = np.array([0.2, 0.6], np.float32)
 # The arrays with a `members` axis, what else is passed, and options.
 WEIGHTED = {
     combine.mean: ((MEAN,), (), {}),
-    combine.mean_densities: ((MEAN,), (), {}),
+    combine.log_mixture: ((MEAN,), (), {}),
+    combine.moments: ((MEAN,), (), {}),
     combine.median: ((MEAN,), (), {}),
     combine.trimmed_mean: ((MEAN,), (), {"cut": 0.25}),
     combine.mixture: ((LOGITS,), (), {}),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_ensemble import combine, reduce
+from eqx_ensemble import combine
 
 
 def test_elites_are_the_best():
@@ -59,7 +59,7 @@ def test_messages():
     for call in (
         lambda: combine.weights.prune(found),
         lambda: combine.mean(np.ones((2, 3)), weights=found),
-        lambda: reduce.Mean()(np.ones((2, 3)), weights=found),
+        lambda: combine.streaming(combine.mean)(np.ones((2, 3)), weights=found),
     ):
         with pytest.raises(TypeError, match=r"as an array `\(members,\)`.\n  got a Pruned\nPass its weights alone"):
             call()

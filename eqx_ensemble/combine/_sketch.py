@@ -1,13 +1,14 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .. import _check, _weighting
-from ._reduction import AbstractReduction, chunk_weights
+from .. import _weighting
+from .._check import check_positive_int, check_values
+from .._combination import AbstractCombination, check_one_array, check_seen, chunk_weights
+from ._check import check_sketch_levels
 
 
 class _Items(NamedTuple):
@@ -21,7 +22,7 @@ class _Sketch(NamedTuple):
     lean: Float[Array, "..."]  # weight that stands too low, in the mean over pairs, after all joins so far
 
 
-class Quantiles(AbstractReduction):
+class QuantileSketch(AbstractCombination):
     r"""Quantiles over members of predictions `(members, ...)`, entry by entry, from a sketch of bounded size.
 
     Exact below `2 * size` members. When a floor of the sketch holds `2 * size` values, neighbours in their order are
@@ -31,14 +32,14 @@ class Quantiles(AbstractReduction):
     weight, $\log_2(M / \mathrm{size})$ floors are held, and the rank of a quantile is off by at most
     $M \lfloor \log_2(M / \mathrm{size}) \rfloor / (2 \, \mathrm{size})$ members: 2 % of 4,096. A sketch is for members
     that come in a stream. Where they are at hand, [`eqx_ensemble.predict`][] holds the values of all for some rows at a
-    time, which costs less and is exact: `combine=lambda values: jnp.median(values, axis=0)`.
+    time, which costs less and is exact: `combine=functools.partial(ee.uncertainty.quantile, levels=0.9)`.
 
     A quantile is the value at which the weight at or below reaches the level; the midpoint to the next where it meets
     the level exactly (definition 2 of Hyndman and Fan, NumPy's `"averaged_inverted_cdf"`).
 
     ```python
     values = jnp.array([[1.0], [2.0], [3.0], [4.0]])
-    ee.reduce.Quantiles([0.25, 0.9])(values)  # [[1.5, 4.0]]
+    ee.combine.QuantileSketch([0.25, 0.9])(values)  # [[1.5, 4.0]]
     ```
 
     **Arguments:**
@@ -60,18 +61,15 @@ class Quantiles(AbstractReduction):
         ```
     """
 
-    levels: tuple[float, ...] = eqx.field(static=True, converter=tuple)
-    size: int = eqx.field(static=True)
-
     def __init__(self, levels: Sequence[float], *, size: int = 128):
-        self.levels = _check.quantile_levels(levels, name="reduce.Quantiles")
-        self.size = _check.check_positive_int(size, "size", name="reduce.Quantiles")
+        self.levels = check_sketch_levels(levels, name="combine.QuantileSketch")
+        self.size = check_positive_int(size, "size", name="combine.QuantileSketch")
 
     def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
         """The sketch with some more members."""
-        name = "reduce.Quantiles"
-        values = _check.check_values(name, "predictions", _check.one_array(predictions, name=name))
-        weights, total = chunk_weights(self, predictions, weights)
+        name = "combine.QuantileSketch"
+        values = check_values(name, "predictions", check_one_array(predictions, name=name))
+        weights, total = chunk_weights(predictions, weights, name=name)
         if total is None:
             return partial
         weights = jnp.ones(values.shape[0], values.dtype) if weights is None else jnp.asarray(weights, values.dtype)
@@ -104,7 +102,7 @@ class Quantiles(AbstractReduction):
 
     def finish(self, partial: Any) -> Float[Array, "... levels"]:
         """The quantiles for all members seen."""
-        _check.members_seen(partial, name="reduce.Quantiles")
+        check_seen(partial, name="combine.QuantileSketch")
         return _quantiles(partial, jnp.asarray(self.levels, partial.floors[0].values.dtype))
 
 

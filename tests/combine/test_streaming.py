@@ -3,8 +3,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_ensemble import combine, reduce, uncertainty
-from eqx_ensemble.reduce import _blocks, _quantiles, _reduction
+from eqx_ensemble import combine, uncertainty
+from eqx_ensemble._combination import _blocks, _registry, _summary
+from eqx_ensemble.combine import QuantileSketch, _sketch, streaming
+
+MEAN = streaming(combine.mean)
+MOMENTS = streaming(combine.moments)
+MIXTURE = streaming(combine.mixture)
+MEAN_LOGITS = streaming(combine.mean_logits)
+GAUSSIAN = streaming(combine.gaussian)
+VOTE = streaming(combine.vote)
+DISAGREEMENT = streaming(uncertainty.disagreement)
+RATIO = streaming(uncertainty.variation_ratio)
+ENTROPY = streaming(uncertainty.decompose_entropy)
+VARIANCE = streaming(uncertainty.decompose_variance)
 
 MEMBERS = 7
 WEIGHTS = np.array([0.5, 3.0, 0.0, 1.0, 0.2, 2.0, 1.5])
@@ -16,13 +28,13 @@ def logits(seed=0, offset=0.0):
     return jnp.asarray(drawn, jnp.float32)
 
 
-def streamed(reduction, predictions, weights=None, cuts=(3, 6), by=lambda fn: fn):
+def streamed(combination, predictions, weights=None, cuts=(3, 6), by=lambda fn: fn):
     partial, edges = None, [0, *cuts, MEMBERS]
-    update = by(lambda partial, part, weights: reduction.update(partial, part, weights=weights))
+    update = by(lambda partial, part, weights: combination.update(partial, part, weights=weights))
     for first, last in zip(edges[:-1], edges[1:], strict=True):
         part = jax.tree.map(lambda x, first=first, last=last: x[first:last], predictions)
         partial = update(partial, part, None if weights is None else weights[first:last])
-    return reduction.finish(partial)
+    return combination.finish(partial)
 
 
 def as_moments(values, weights):
@@ -41,33 +53,50 @@ def pair(values):
     return values, jnp.exp(values)
 
 
-# A reduction, what it takes, and what it is on the whole: NumPy in float64, or the array function of another room.
+# A combination, what it takes, and what it is on the whole: NumPy in float64, or the array function.
 CASES = {
-    "mean": (reduce.Mean(), lambda x: x, lambda x, w: np.average(np.asarray(x, np.float64), axis=0, weights=w)),
-    "moments": (reduce.Moments(), lambda x: x, as_moments),
-    "mixture": (reduce.Mixture(), lambda x: x, lambda x, w: combine.mixture(x, weights=w)),
-    "mean_logits": (reduce.MeanLogits(), lambda x: x, lambda x, w: combine.mean_logits(x, weights=w)),
-    "gaussian": (reduce.Gaussian(), pair, lambda x, w: combine.gaussian(*x, weights=w)),
-    "vote": (reduce.Vote(), lambda x: x, lambda x, w: combine.vote(x, weights=w)),
-    "disagreement": (reduce.Disagreement(), lambda x: x, as_disagreement),
-    "entropy": (reduce.DecomposeEntropy(), lambda x: x, lambda x, w: uncertainty.decompose_entropy(x, weights=w)),
-    "variance": (reduce.DecomposeVariance(), pair, lambda x, w: uncertainty.decompose_variance(*x, weights=w)),
+    "mean": (
+        MEAN,
+        lambda x: x,
+        lambda x, w: np.average(np.asarray(x, np.float64), axis=0, weights=w),
+    ),
+    "moments": (MOMENTS, lambda x: x, as_moments),
+    "mixture": (MIXTURE, lambda x: x, lambda x, w: combine.mixture(x, weights=w)),
+    "mean_logits": (MEAN_LOGITS, lambda x: x, lambda x, w: combine.mean_logits(x, weights=w)),
+    "gaussian": (GAUSSIAN, pair, lambda x, w: combine.gaussian(*x, weights=w)),
+    "vote": (VOTE, lambda x: x, lambda x, w: combine.vote(x, weights=w)),
+    "disagreement": (DISAGREEMENT, lambda x: x, as_disagreement),
+    "variation_ratio": (
+        RATIO,
+        lambda x: x,
+        lambda x, w: uncertainty.variation_ratio(x, weights=w),
+    ),
+    "entropy": (
+        ENTROPY,
+        lambda x: x,
+        lambda x, w: uncertainty.decompose_entropy(x, weights=w),
+    ),
+    "variance": (
+        VARIANCE,
+        pair,
+        lambda x, w: uncertainty.decompose_variance(*x, weights=w),
+    ),
 }
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
 @pytest.mark.parametrize("case", CASES)
 def test_is_the_array_function_of_the_whole(case, weights):
-    reduction, prepared, whole = CASES[case]
+    combination, prepared, whole = CASES[case]
     predictions = prepared(logits())
     want = jax.tree.leaves(whole(predictions, weights))
     for cuts in CUTS.values():
-        found = jax.tree.leaves(streamed(reduction, predictions, weights, cuts))
+        found = jax.tree.leaves(streamed(combination, predictions, weights, cuts))
         for got, expected in zip(found, want, strict=True):
             np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
-    np.testing.assert_allclose(jax.tree.leaves(reduction(predictions, weights=weights))[0], want[0], rtol=2e-5)
+    np.testing.assert_allclose(jax.tree.leaves(combination(predictions, weights=weights))[0], want[0], rtol=2e-5)
     other = jax.tree.map(lambda x: x.at[0].set(x[0, ::-1, ::-1]), predictions)
-    found = jax.tree.leaves(streamed(reduction, other, weights))
+    found = jax.tree.leaves(streamed(combination, other, weights))
     assert any(not np.allclose(got, expected, rtol=1e-3) for got, expected in zip(found, want, strict=True))
 
 
@@ -75,40 +104,40 @@ def test_is_the_array_function_of_the_whole(case, weights):
 @pytest.mark.parametrize("case", CASES)
 def test_rows_in_blocks(case, weights, monkeypatch):
     """Six blocks of two rows and one row more: each row's result is its own."""
-    reduction, prepared, _ = CASES[case]
+    combination, prepared, _ = CASES[case]
     predictions = prepared(logits())
     many = jax.tree.map(lambda x: jnp.tile(x, (1, 3, 1))[:, :13], predictions)
-    want, sizes = reduction(predictions, weights=weights), []
+    want, sizes = combination(predictions, weights=weights), []
     by_blocks = _blocks.by_blocks
 
     def noted(fn, predictions, **named):
         return by_blocks(lambda part: sizes.append(jax.tree.leaves(part)[0].shape[1]) or fn(part), predictions, **named)
 
     monkeypatch.setattr(_blocks, "_BYTES", 2 * sum(x.nbytes for x in jax.tree.leaves(many)) // 13)
-    monkeypatch.setattr(_reduction, "by_blocks", noted)
-    got = reduction(many, weights=weights)
+    monkeypatch.setattr(_summary, "by_blocks", noted)
+    got = combination(many, weights=weights)
     assert set(sizes) == (set() if case == "mean" else {13, 2, 1})  # 13 is for a look at the shapes
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, jnp.concatenate([y, y, y])[:13], rtol=2e-6, atol=1e-6)
 
 
-def test_every_reduction_has_a_case():
-    public = {getattr(reduce, name) for name in dir(reduce) if not name.startswith("_")}
-    final = {cls for cls in public if isinstance(cls, type) and cls is not reduce.AbstractReduction}
-    assert {type(reduction) for reduction, *_ in CASES.values()} | {reduce.Quantiles} == final
+def test_every_function_with_a_streaming_form_has_a_case():
+    assert {combination for combination, *_ in CASES.values()} == set(_registry._STREAMS.values())
+    public = {fn for room in (combine, uncertainty) for fn in vars(room).values() if callable(fn)}
+    assert set(_registry._STREAMS) <= public
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_of_any_size_of_any_shape_change_nothing(case, monkeypatch):
     """What is cut are rows: `(members, classes)` is one row, however many classes there are."""
-    reduction, prepared, whole = CASES[case]
+    combination, prepared, whole = CASES[case]
     drawn = np.random.default_rng(len(case))
-    least = 1 + reduction.event_ndim
+    least = 1 + combination.event_ndim
     for axes in (least, least + 1, least + 2):
         shape = (MEMBERS, *drawn.integers(2, 9, axes - 1))
         predictions = prepared(jnp.asarray(2 * drawn.normal(size=shape), jnp.float32))
         monkeypatch.setattr(_blocks, "_BYTES", int(drawn.integers(1, 4 * np.prod(shape) // 2)))
-        found = jax.tree.leaves(reduction(predictions, weights=WEIGHTS))
+        found = jax.tree.leaves(combination(predictions, weights=WEIGHTS))
         for got, expected in zip(found, jax.tree.leaves(whole(predictions, WEIGHTS)), strict=True):
             np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6, err_msg=str(shape))
 
@@ -117,8 +146,8 @@ def test_many_classes_of_one_row():
     """As large as blocks are for: more than 2 MiB."""
     values = jnp.asarray(np.random.default_rng(0).normal(size=(3, 200_000)), jnp.float32)
     assert values.nbytes > 2 * _blocks._BYTES
-    np.testing.assert_allclose(jnp.sum(jnp.exp(reduce.Mixture()(values))), 1, rtol=1e-5)
-    np.testing.assert_allclose(jnp.sum(reduce.Vote()(values)), 1, rtol=1e-5)
+    np.testing.assert_allclose(jnp.sum(jnp.exp(MIXTURE(values))), 1, rtol=1e-5)
+    np.testing.assert_allclose(jnp.sum(VOTE(values)), 1, rtol=1e-5)
 
 
 def test_many_rows():
@@ -130,12 +159,17 @@ def test_many_rows():
     mixed = np.average(p, axis=0, weights=weights)
     aleatoric = np.average(-(p * np.log(p)).sum(-1), axis=0, weights=weights)
     want = (-(mixed * np.log(mixed)).sum(-1), aleatoric, -(mixed * np.log(mixed)).sum(-1) - aleatoric)
-    reduction, moments, partial, moment = reduce.DecomposeEntropy(), reduce.Moments(), None, None
+    combination, moments, partial, moment = (
+        ENTROPY,
+        MOMENTS,
+        None,
+        None,
+    )
     for chunk in (slice(0, 1), slice(1, 3), slice(3, 4)):
-        partial = reduction.update(partial, values[chunk], weights=weights[chunk])
+        partial = combination.update(partial, values[chunk], weights=weights[chunk])
         moment = moments.update(moment, values[chunk], weights=weights[chunk])
     whole = uncertainty.decompose_entropy(values, weights=weights)
-    for found in (reduction.finish(partial), reduction(values, weights=weights), whole):
+    for found in (combination.finish(partial), combination(values, weights=weights), whole):
         for got, expected in zip(found, want, strict=True):
             np.testing.assert_allclose(got, expected, atol=2e-6)
     for found in (moments.finish(moment), moments(values, weights=weights)):
@@ -145,10 +179,10 @@ def test_many_rows():
 
 @pytest.mark.parametrize("case", CASES)
 def test_compiled(case):
-    reduction, prepared, _ = CASES[case]
+    combination, prepared, _ = CASES[case]
     predictions, weights = prepared(logits()), jnp.asarray(WEIGHTS, jnp.float32)
-    found = streamed(reduction, predictions, weights, [2, 3, 5], by=jax.jit)  # the third member alone has weight zero
-    want = streamed(reduction, predictions, weights)
+    found = streamed(combination, predictions, weights, [2, 3, 5], by=jax.jit)  # the third member alone has weight zero
+    want = streamed(combination, predictions, weights)
     assert WEIGHTS[2] == 0
     for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
@@ -156,39 +190,39 @@ def test_compiled(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_member_and_merging(case):
-    reduction, prepared, whole = CASES[case]
+    combination, prepared, whole = CASES[case]
     predictions = prepared(logits())
     alone = jax.tree.map(lambda x: x[:1], predictions)
-    for got, expected in zip(*map(jax.tree.leaves, (reduction(alone), whole(alone, None))), strict=True):
+    for got, expected in zip(*map(jax.tree.leaves, (combination(alone), whole(alone, None))), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     first, second = (jax.tree.map(lambda x, s=s: x[s], predictions) for s in (slice(0, 2), slice(2, None)))
-    parts = reduction.update(None, first), reduction.update(None, second)
-    for merged in (reduction.merge(*parts), reduction.merge(*parts[::-1])):
+    parts = combination.update(None, first), combination.update(None, second)
+    for merged in (combination.merge(*parts), combination.merge(*parts[::-1])):
         for got, expected in zip(
-            jax.tree.leaves(reduction.finish(merged)), jax.tree.leaves(reduction(predictions)), strict=True
+            jax.tree.leaves(combination.finish(merged)), jax.tree.leaves(combination(predictions)), strict=True
         ):
             np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
-    assert reduction.merge(None, parts[0]) is parts[0]
-    assert reduction.merge(parts[0], None) is parts[0]
+    assert combination.merge(None, parts[0]) is parts[0]
+    assert combination.merge(parts[0], None) is parts[0]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_member_of_weight_zero_may_be_nan(case):
-    reduction, prepared, _ = CASES[case]
+    combination, prepared, _ = CASES[case]
     broken = jax.tree.map(lambda x: x.at[2].set(jnp.nan), prepared(logits()))
-    want = streamed(reduction, prepared(logits()), WEIGHTS)
+    want = streamed(combination, prepared(logits()), WEIGHTS)
     for cuts in ([2, 3], [4]):
-        found = streamed(reduction, broken, WEIGHTS, cuts)
+        found = streamed(combination, broken, WEIGHTS, cuts)
         for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
-    assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(streamed(reduction, broken)))
+    assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(streamed(combination, broken)))
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
 def test_variance_survives_an_offset(weights):
     values = jnp.asarray(np.random.default_rng(0).normal(size=(MEMBERS, 50)) + 1e4, jnp.float32)
     mean, variance = as_moments(values, weights)
-    found = streamed(reduce.Moments(), values, weights, range(1, MEMBERS))
+    found = streamed(MOMENTS, values, weights, range(1, MEMBERS))
     np.testing.assert_allclose(found.mean, mean, rtol=3e-7)
     # One column of fifty is 1.1e-4 off, all others less than 1e-5.
     np.testing.assert_allclose(found.variance, variance, rtol=2e-4)
@@ -201,10 +235,13 @@ def test_a_thousand_members_one_by_one_at_an_offset():
     values = (np.random.default_rng(0).normal(size=(1024, 40)) + 1e4).astype(np.float32)
     mean, moments = None, None
     for value in values:
-        mean, moments = reduce.Mean().update(mean, value[None]), reduce.Moments().update(moments, value[None])
+        mean, moments = (
+            MEAN.update(mean, value[None]),
+            MOMENTS.update(moments, value[None]),
+        )
     want_mean, want_variance = as_moments(values, None)
-    found = reduce.Moments().finish(moments)
-    for got in (reduce.Mean().finish(mean), found.mean):
+    found = MOMENTS.finish(moments)
+    for got in (MEAN.finish(mean), found.mean):
         np.testing.assert_allclose(got, want_mean, rtol=6e-8)  # half the spacing of float32
     np.testing.assert_allclose(found.variance, want_variance, rtol=1e-5)
 
@@ -213,9 +250,7 @@ def test_a_thousand_members_one_by_one_at_an_offset():
 def test_what_is_not_finite_merges_as_on_the_whole(bad):
     values = logits().at[1, 0, 0].set(bad)
     for cuts in CUTS.values():
-        np.testing.assert_allclose(
-            streamed(reduce.Mean(), values, cuts=cuts), np.mean(values, axis=0), rtol=1e-5, atol=1e-6
-        )
+        np.testing.assert_allclose(streamed(MEAN, values, cuts=cuts), np.mean(values, axis=0), rtol=1e-5, atol=1e-6)
 
 
 def test_small_mutual_information_keeps_its_digits():
@@ -224,7 +259,7 @@ def test_small_mutual_information_keeps_its_digits():
     p = np.exp(near) / np.exp(near).sum(-1, keepdims=True)
     mixed = p.mean(0)
     want = np.mean(np.sum(p * (np.log(p) - np.log(mixed)), -1), 0)
-    parts = streamed(reduce.DecomposeEntropy(), jnp.asarray(near, jnp.float32), None, range(1, MEMBERS))
+    parts = streamed(ENTROPY, jnp.asarray(near, jnp.float32), None, range(1, MEMBERS))
     assert want.max() < 1e-6
     # Float32 logits near 1 are known to 1e-7, their differences here of 1e-3 to 1e-4.
     np.testing.assert_allclose(parts.epistemic, want, rtol=1e-2)
@@ -236,38 +271,38 @@ def test_members_that_agree_do_not_disagree_by_rounding():
     agreed = jnp.tile(jnp.array([1.0, 0.0, 0.0]), (MEMBERS, 1))
     for seed in range(20):
         weights = np.random.default_rng(seed).uniform(size=MEMBERS)
-        assert streamed(reduce.Disagreement(), agreed, weights) == 0
-        assert streamed(reduce.Disagreement(), agreed.at[0].set(jnp.array([0.0, 1.0, 0.0])), weights) > 0
+        assert streamed(DISAGREEMENT, agreed, weights) == 0
+        assert streamed(DISAGREEMENT, agreed.at[0].set(jnp.array([0.0, 1.0, 0.0])), weights) > 0
 
 
 LEVELS = [0.0, 0.1, 0.25, 0.5, 0.9, 1.0]
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS * 10], ids=["equal", "weighted"])
-def test_quantiles_are_exact_for_few_members(weights):
+def test_sketch_are_exact_for_few_members(weights):
     values = logits()
     counts = np.ones(MEMBERS, int) if weights is None else weights.astype(int)
     repeated = np.repeat(np.asarray(values), counts, axis=0)
     want = np.quantile(repeated, LEVELS, axis=0, method="averaged_inverted_cdf")
     for cuts in CUTS.values():
-        found = streamed(reduce.Quantiles(LEVELS), values, weights, cuts)
+        found = streamed(QuantileSketch(LEVELS), values, weights, cuts)
         np.testing.assert_array_equal(found, np.moveaxis(want, 0, -1))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_quantiles_of_many_members(chunk):
+def test_sketch_of_many_members(chunk):
     size, count, levels = 16, 600, [0.05, 0.3, 0.5, 0.99]
     values = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32)
-    reduction, partial = reduce.Quantiles(levels, size=size), None
+    combination, partial = QuantileSketch(levels, size=size), None
     for start in range(0, count, chunk):
-        partial = reduction.update(partial, values[start : start + chunk])
+        partial = combination.update(partial, values[start : start + chunk])
     assert sum(items.values.shape[0] for items in partial.floors) < 2 * size * len(partial.floors) < 250
-    found = np.asarray(reduction.finish(partial))
+    found = np.asarray(combination.finish(partial))
     bound = count * np.floor(np.log2(count / size)) / (2 * size) + 1  # one more for the midpoint
     ranks = (values[:, :, None] <= found[None]).sum(0)
     assert np.abs(ranks - count * np.array(levels)).max() <= bound
     assert np.abs(ranks - count * np.array(levels)).max() > 0
-    ranks = (values[:, :, None] <= np.asarray(reduce.Quantiles(levels, size=1)(values))[None]).sum(0)
+    ranks = (values[:, :, None] <= np.asarray(QuantileSketch(levels, size=1)(values))[None]).sum(0)
     assert np.abs(ranks - count * np.array(levels)).max() > bound
 
 
@@ -276,12 +311,12 @@ def rank_error(values, weights, *, size, chunk):
     levels = [
         0.02 + 0.04 * i for i in range(25)
     ]  # many: one level is off by where it falls between the items of a sketch
-    reduction, partial = reduce.Quantiles(levels, size=size), None
+    combination, partial = QuantileSketch(levels, size=size), None
     for start in range(0, len(values), chunk):
         rows = slice(start, start + chunk)
-        other = reduction.update(None, values[rows], weights=None if weights is None else weights[rows])
-        partial = reduction.merge(partial, other)
-    found = np.asarray(reduction.finish(partial))
+        other = combination.update(None, values[rows], weights=None if weights is None else weights[rows])
+        partial = combination.merge(partial, other)
+    found = np.asarray(combination.finish(partial))
     counts = np.ones(len(values)) if weights is None else weights
     below = [counts @ (values < found[:, i]) + counts @ (values <= found[:, i]) for i in range(len(levels))]
     return np.mean(np.stack(below, axis=-1) / 2 / counts.sum() - np.array(levels))
@@ -290,72 +325,99 @@ def rank_error(values, weights, *, size, chunk):
 @pytest.mark.parametrize(
     ("count", "chunk", "weighted"), [(350, 50, False), (600, 7, False), (600, 120, True), (72, 9, False)]
 )
-def test_quantiles_are_right_on_average(count, chunk, weighted, monkeypatch):
+def test_sketch_are_right_on_average(count, chunk, weighted, monkeypatch):
     rng = np.random.default_rng(count + chunk)
     values = rng.normal(size=(count, 500)).astype(np.float32)
     weights = rng.integers(1, 4, size=count).astype(np.float32) if weighted else None
     bound = 0.002  # 500 seeds, each off by 2 % or less (root mean square): a standard error below 0.001
     assert abs(rank_error(values, weights, size=16, chunk=chunk)) < bound
-    joined = _quantiles._joined
-    monkeypatch.setattr(_quantiles, "_joined", lambda items, lean: joined(items, jnp.full_like(lean, -1)))
+    joined = _sketch._joined
+    monkeypatch.setattr(_sketch, "_joined", lambda items, lean: joined(items, jnp.full_like(lean, -1)))
     assert abs(rank_error(values, weights, size=16, chunk=chunk)) > 2.5 * bound  # always the lower place
 
 
 def test_sketches_of_equal_members_are_equal():
     values = np.random.default_rng(0).normal(size=(90, 3)).astype(np.float32)
-    first, again = (reduce.Quantiles([0.3], size=8).update(None, values) for _ in range(2))
+    first, again = (QuantileSketch([0.3], size=8).update(None, values) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
-    turned = reduce.Quantiles([0.3], size=8).update(None, values[::-1])
+    turned = QuantileSketch([0.3], size=8).update(None, values[::-1])
     np.testing.assert_array_equal(first.floors[1].values, turned.floors[1].values)
 
 
-def test_quantiles_of_compiled_chunks_of_no_weight():
-    reduction, values = reduce.Quantiles([0.5]), logits()
-    update = jax.jit(lambda partial, part, weights: reduction.update(partial, part, weights=weights))
+def test_sketch_of_compiled_chunks_of_no_weight():
+    combination, values = QuantileSketch([0.5]), logits()
+    update = jax.jit(lambda partial, part, weights: combination.update(partial, part, weights=weights))
     partial = update(update(None, values[:3], jnp.ones(3)), values[3:], jnp.zeros(4))
-    np.testing.assert_array_equal(reduction.finish(partial), reduction(values[:3]))
-    assert not np.array_equal(reduction(values[:3]), reduction(values))
-    assert np.isnan(reduction.finish(update(None, values, jnp.zeros(MEMBERS)))).all()
+    np.testing.assert_array_equal(combination.finish(partial), combination(values[:3]))
+    assert not np.array_equal(combination(values[:3]), combination(values))
+    assert np.isnan(combination.finish(update(None, values, jnp.zeros(MEMBERS)))).all()
 
 
-@pytest.mark.parametrize("reduction", [reduce.Quantiles([0.5]), reduce.Mean()], ids=["quantiles", "summary"])
-def test_nothing_merged_with_nothing_is_nothing(reduction):
-    assert reduction.merge(None, None) is None
+@pytest.mark.parametrize("combination", [QuantileSketch([0.5]), MEAN], ids=["quantiles", "summary"])
+def test_nothing_merged_with_nothing_is_nothing(combination):
+    assert combination.merge(None, None) is None
 
 
-def test_quantiles_of_nan():
+def test_sketch_of_nan():
     values = logits().at[1, 2, 0].set(jnp.nan)
-    found = np.asarray(streamed(reduce.Quantiles([0.5]), values))
+    found = np.asarray(streamed(QuantileSketch([0.5]), values))
     assert np.isnan(found[2, 0]).all()
     assert np.isnan(found).sum() == 1
-    assert np.isfinite(streamed(reduce.Quantiles([0.5]), values, np.eye(MEMBERS)[0] + np.eye(MEMBERS)[3])).all()
+    assert np.isfinite(streamed(QuantileSketch([0.5]), values, np.eye(MEMBERS)[0] + np.eye(MEMBERS)[3])).all()
+
+
+def test_functions_without_a_streaming_form_are_refused_with_those_that_have_one():
+    with pytest.raises(TypeError, match="combine.mean, combine.mean_logits, .* subclass of") as caught:
+        streaming(combine.median)
+    assert "uncertainty.decompose_entropy" in str(caught.value)
+    assert streaming(MEAN) is MEAN
 
 
 BAD = {
-    "no member": (lambda: reduce.Mean().finish(None), ValueError, "`eqx_ensemble.reduce.Mean` has nothing to finish"),
-    "only zeros": (lambda: reduce.Vote()(logits(), weights=np.zeros(7)), ValueError, "none of a weight above zero"),
-    "weights": (lambda: reduce.Mean()(logits(), weights=[1.0, 2.0]), ValueError, r"expected shape \(7,\), got \(2,\)"),
-    "negative": (lambda: reduce.Mean()(logits(), weights=-WEIGHTS), ValueError, "finite `weights` of zero or more"),
-    "no axis": (lambda: reduce.Mean()(jnp.float32(1)), ValueError, "leading `members` axis"),
-    "no pair": (lambda: reduce.DecomposeVariance()(logits()), TypeError, r"a pair `\(mean, variance\)`, got"),
-    "three": (lambda: reduce.DecomposeVariance()((logits(),) * 3), TypeError, "got a tuple of 3"),
+    "no member": (lambda: MEAN.finish(None), ValueError, "`combine.mean` has nothing to finish"),
+    "only zeros": (
+        lambda: VOTE(logits(), weights=np.zeros(7)),
+        ValueError,
+        "none of a weight above zero",
+    ),
+    "weights": (
+        lambda: MEAN(logits(), weights=[1.0, 2.0]),
+        ValueError,
+        r"expected shape \(7,\), got \(2,\)",
+    ),
+    "negative": (
+        lambda: MEAN(logits(), weights=-WEIGHTS),
+        ValueError,
+        "finite `weights` of zero or more",
+    ),
+    "no axis": (lambda: MEAN(jnp.float32(1)), ValueError, "leading `members` axis"),
+    "no pair": (
+        lambda: VARIANCE(logits()),
+        TypeError,
+        r"a pair `\(mean, variance\)`, got",
+    ),
+    "three": (lambda: VARIANCE((logits(),) * 3), TypeError, "got a tuple of 3"),
     "a negative variance": (
-        lambda: reduce.DecomposeVariance()((logits(), logits())),
+        lambda: VARIANCE((logits(), logits())),
         ValueError,
-        "`reduce.DecomposeVariance` needs variances of zero or more",
+        "`uncertainty.decompose_variance` needs variances of zero or more",
     ),
-    "a pair": (lambda: reduce.Mean()((logits(), logits())), TypeError, "that are one array, got a tuple of 2"),
-    "a list": (lambda: reduce.Vote()([logits()] * 3), TypeError, "that are one array, got a list of 3"),
-    "quantiles of a pair": (lambda: reduce.Quantiles([0.5])((logits(), logits())), TypeError, "one array, got a tuple"),
-    "integers": (lambda: reduce.Mean()(np.ones((2, 3), int)), TypeError, "floating-point `predictions`"),
+    "a pair": (
+        lambda: MEAN((logits(), logits())),
+        TypeError,
+        "that are one array, got a tuple of 2",
+    ),
+    "a list": (lambda: VOTE([logits()] * 3), TypeError, "that are one array, got a list of 3"),
+    "quantiles of a pair": (lambda: QuantileSketch([0.5])((logits(), logits())), TypeError, "one array, got a tuple"),
+    "integers": (lambda: MEAN(np.ones((2, 3), int)), TypeError, "floating-point `predictions`"),
     "one class": (
-        lambda: reduce.Vote()(jnp.ones((2, 3, 1))),
+        lambda: VOTE(jnp.ones((2, 3, 1))),
         ValueError,
-        "`reduce.Vote` needs at least two",
+        "`combine.vote` needs at least two",
     ),
-    "levels": (lambda: reduce.Quantiles([0.5, 1.2]), ValueError, "`levels` from 0 to 1"),
-    "one level": (lambda: reduce.Quantiles(0.5), TypeError, "a list of `levels`"),
-    "size": (lambda: reduce.Quantiles([0.5], size=0), ValueError, "`size` of at least 1"),
+    "levels": (lambda: QuantileSketch([0.5, 1.2]), ValueError, "`levels` from 0 to 1"),
+    "one level": (lambda: QuantileSketch(0.5), TypeError, "a list of `levels`"),
+    "size": (lambda: QuantileSketch([0.5], size=0), ValueError, "`size` of at least 1"),
 }
 
 

@@ -1,0 +1,13 @@
+from ._check import check_chunk_weights as check_chunk_weights
+from ._check import check_one_array as check_one_array
+from ._check import check_one_logits as check_one_logits
+from ._check import check_one_values as check_one_values
+from ._check import check_pair_of_moments as check_pair_of_moments
+from ._check import check_seen as check_seen
+from ._combination import AbstractCombination as AbstractCombination
+from ._registry import of_predictions as of_predictions
+from ._registry import stream as stream
+from ._registry import stream_of as stream_of
+from ._registry import streaming as streaming
+from ._summary import Summary as Summary
+from ._weights import chunk_weights as chunk_weights

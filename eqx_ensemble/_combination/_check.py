@@ -1,0 +1,91 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._check import check_logits, check_moments, check_plain_weights, check_values
+from .._check._arrays import concrete
+
+
+def check_members(predictions: Any, *, name: str) -> int:
+    """The members in a chunk of predictions, at least one; each array carries them in front."""
+    shapes = {np.shape(leaf) for leaf in jax.tree.leaves(predictions)}
+    counts = {shape[:1] for shape in shapes}
+    if len(counts) != 1 or counts & {(), (0,)}:
+        raise ValueError(
+            f"`{name}` needs predictions with a leading `members` axis of at least one member.\n"
+            f"  got shapes {', '.join(map(str, sorted(shapes)))}\nOne member? Add a leading axis: `prediction[None]`."
+        )
+    return counts.pop()[0]
+
+
+def check_chunk_weights(weights: Any, num_members: int, *, name: str) -> Any:
+    """Weights of the members of a chunk: finite and not negative; they may all be zero. Concrete ones are NumPy's."""
+    check_plain_weights(name, weights)
+    host = concrete(weights)
+    array = jnp.asarray(weights) if host is None else host
+    if array.shape != (num_members,):
+        raise ValueError(
+            f"`{name}` needs one weight per member of the chunk.\n"
+            f"  expected shape {(num_members,)}, got {array.shape}\nWeights stand in the order of the members."
+        )
+    if host is None:
+        return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)
+    host = host.astype(np.float64)
+    if not np.isfinite(host).all() or (host < 0).any():
+        raise ValueError(
+            f"`{name}` needs finite `weights` of zero or more.\n  got {weights}\n"
+            "A member of weight zero is left out; raw scores become weights by `jax.nn.softmax`."
+        )
+    return host
+
+
+def check_seen(partial: Any, *, name: str) -> None:
+    """A member of a weight above zero was seen."""
+    if partial is None:
+        raise ValueError(f"`{name}` has nothing to finish: it has seen no member, or none of a weight above zero.")
+
+
+def check_one_array(predictions: Any, *, name: str) -> Any:
+    """Predictions of one array, which NumPy would make of a tuple of them, with an axis too many."""
+    if isinstance(predictions, tuple | list | dict):
+        raise TypeError(
+            f"`{name}` needs predictions that are one array, got {_several_text(predictions)}.\n"
+            "Pairs `(mean, variance)` are for `combine.gaussian` and `uncertainty.decompose_variance`; to keep one of "
+            "several outputs: `predict(..., fn=lambda model, x: model(x)[0])`."
+        )
+    return predictions
+
+
+def check_pair(predictions: Any, *, name: str) -> tuple[Any, Any]:
+    """Predictions of a mean and a variance."""
+    if not isinstance(predictions, tuple | list) or len(predictions) != 2:
+        got = f"{type(predictions).__name__} of shape {np.shape(predictions)}"
+        if isinstance(predictions, tuple | list | dict):
+            got = _several_text(predictions)
+        raise TypeError(
+            f"`{name}` needs predictions that are a pair `(mean, variance)`, got {got}.\n"
+            "Other outputs become a pair by `predict(..., fn=lambda model, x: (mean, variance))`; for points "
+            "take `combine.moments`."
+        )
+    return predictions[0], predictions[1]
+
+
+def check_one_values(name: str, predictions: Any) -> Any:
+    """Predictions `(members, ...)` of one floating array."""
+    return check_values(name, "predictions", check_one_array(predictions, name=name))
+
+
+def check_one_logits(name: str, predictions: Any) -> Any:
+    """Predictions that are logits `(members, *batch, classes)`."""
+    return check_logits(name, check_one_array(predictions, name=name))
+
+
+def check_pair_of_moments(name: str, predictions: Any) -> tuple[Any, ...]:
+    """Predictions that are means and variances of one shape."""
+    return check_moments(name, *check_pair(predictions, name=name))
+
+
+def _several_text(predictions: Any) -> str:
+    return f"a {type(predictions).__name__} of {len(predictions)}"

@@ -1,0 +1,71 @@
+"""Which functions of this library have a streaming form."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import PyTree
+
+from ._check import check_pair
+from ._combination import AbstractCombination
+from ._summary import Summary
+
+_STREAMS: dict[Callable[..., Any], AbstractCombination] = {}
+
+
+def stream(fn: Callable[..., Any], combination: AbstractCombination) -> None:
+    """Gives a function of the predictions of all members its streaming form."""
+    _STREAMS[fn] = combination
+
+
+def stream_of(combine: Any) -> AbstractCombination | None:
+    """The streaming form of what was given as `combine`, if there is one."""
+    if isinstance(combine, AbstractCombination):
+        return combine
+    return _STREAMS.get(combine) if isinstance(combine, types.FunctionType) else None
+
+
+def streaming(fn: Callable[..., Any]) -> AbstractCombination:
+    """The streaming form of a function, for members that come one after another or stand on several machines.
+
+    [`eqx_ensemble.predict`][] looks it up by itself: `predict(..., combine=ee.combine.mixture, memory=2**28)` takes
+    some members at a time. The result is that of the function, within rounding, however the members are divided.
+
+    ```python
+    predictions = jax.random.normal(key, (6, 100, 3))  # members, rows, classes
+    entropies, partial = ee.combine.streaming(ee.uncertainty.decompose_entropy), None
+    for chunk in (predictions[:4], predictions[4:]):
+        partial = entropies.update(partial, chunk)
+    entropies.finish(partial)  # as ee.uncertainty.decompose_entropy(predictions)
+    ```
+
+    **Arguments:**
+
+    - `fn`: `mean`, `moments`, `mixture`, `mean_logits`, `vote` or `gaussian` of `eqx_ensemble.combine`;
+        `decompose_entropy`, `decompose_variance`, `disagreement` or `variation_ratio` of `eqx_ensemble.uncertainty`.
+        Predictions are what these take: those of a mean and a variance take a pair.
+
+    **Returns:** an [`eqx_ensemble.combine.AbstractCombination`][].
+
+    **Raises:** `TypeError` for a function that has no streaming form.
+    """
+    found = stream_of(fn)
+    if found is None:
+        known = ", ".join(sorted(summary.name for summary in _STREAMS.values() if isinstance(summary, Summary)))
+        raise TypeError(
+            f"`combine.streaming` needs a function with a streaming form, got {fn!r}.\n"
+            f"They are {known}; one of your own is a subclass of `combine.AbstractCombination`."
+        )
+    return found
+
+
+def of_predictions(combine: Callable[..., Any]) -> Callable[..., Any]:
+    """`combine` as a function of predictions: those of a mean and a variance take a pair of them."""
+    summary = stream_of(combine)
+    if summary is combine or not isinstance(summary, Summary) or not summary.pairs:
+        return combine
+
+    def of_pair(predictions: PyTree, **weights: Any) -> PyTree:
+        return combine(*check_pair(predictions, name=summary.name), **weights)
+
+    return of_pair

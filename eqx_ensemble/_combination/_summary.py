@@ -1,0 +1,82 @@
+import dataclasses
+import functools as ft
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from ._blocks import by_blocks, pays
+from ._check import check_seen
+from ._combination import AbstractCombination
+from ._weights import chunk_weights, convex
+
+
+class Partial(NamedTuple):
+    """The summary of the members seen so far, and the sum of their weights."""
+
+    weight: Float[Array, ""]
+    summary: PyTree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Summary(AbstractCombination):
+    """A function whose summaries of groups of members are combined as if each group were a member.
+
+    **Attributes:**
+
+    - `name`: of the function, for messages.
+    - `check`: `check(name, predictions)` returns predictions in the dtype that is computed in.
+    - `of_members`: the summary of members from checked predictions and convex weights, `None` for equal ones.
+    - `of_groups`: the summary of groups from theirs, which stand on the leading axis, and convex weights.
+    - `result`: the function's result from the summary of all.
+    - `pairs`: predictions are a pair of a mean and a variance.
+    - `event_ndim`: how many trailing axes belong to one row: one for `(members, *batch, classes)`, none where entries
+        are treated apart.
+    - `in_blocks`: rows are taken some at a time on a CPU, which is faster for all but plain sums.
+    """
+
+    name: str
+    check: Callable[[str, PyTree], PyTree]
+    of_members: Callable[[PyTree, Any], PyTree]
+    of_groups: Callable[[PyTree, Any], PyTree]
+    result: Callable[[PyTree], PyTree] = lambda summary: summary
+    pairs: bool = False
+    event_ndim: int = 0
+    in_blocks: bool = True
+
+    def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
+        """The partial with some more members."""
+        weights, total = chunk_weights(predictions, weights, name=self.name)
+        if total is None:
+            return partial
+        predictions = self.check(self.name, predictions)
+        return _updated(self, partial, predictions, weights, total, in_blocks=self.in_blocks and pays(predictions))
+
+    def merge(self, first: Any, second: Any) -> Any:
+        """The partial of the members of two partials."""
+        if first is None or second is None:
+            return second if first is None else first
+        return _merged(self, first, second)
+
+    def finish(self, partial: Any) -> PyTree:
+        """The result for all members seen."""
+        check_seen(partial, name=self.name)
+        return self.result(partial.summary)
+
+
+@ft.partial(jax.jit, static_argnames=("form", "in_blocks"))
+def _updated(form: Summary, partial: Any, predictions: PyTree, weights: Any, total: Array, *, in_blocks: bool) -> Any:
+    dtype = jax.tree.leaves(predictions)[0].dtype
+    of_members = lambda predictions: form.of_members(predictions, None if weights is None else convex(weights, dtype))
+    cut = lambda predictions: by_blocks(of_members, predictions, event_ndim=form.event_ndim)
+    new = Partial(total, (cut if in_blocks else of_members)(predictions))
+    return new if partial is None else _merged(form, partial, new)
+
+
+@ft.partial(jax.jit, static_argnames="form")
+def _merged(form: Summary, first: Partial, second: Partial) -> Partial:
+    weights = jnp.stack([first.weight, second.weight])
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), first.summary, second.summary)
+    return Partial(jnp.sum(weights), form.of_groups(stacked, convex(weights, jax.tree.leaves(stacked)[0].dtype)))

@@ -1,0 +1,29 @@
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from ._check import check_chunk_weights, check_members
+
+
+def chunk_weights(predictions: PyTree, weights: Any, *, name: str) -> tuple[Any, Array | None]:
+    """Checked weights of a chunk, and their sum; `None` for it where all of them are known to be zero."""
+    count = check_members(predictions, name=name)
+    if weights is None:
+        return None, jnp.asarray(np.float64(count))
+    weights = check_chunk_weights(weights, count, name=name)
+    if isinstance(weights, np.ndarray):
+        return jnp.asarray(weights), jnp.asarray(weights.sum()) if weights.any() else None
+    return weights, jnp.sum(weights)
+
+
+def convex(weights: Array, dtype: Any) -> Array:
+    """Weights of the sum one; equal ones where all are zero, which a compiled program only knows at run time.
+
+    A chunk or a group of such members then has weight zero itself.
+    """
+    weights = jnp.where(jnp.any(weights > 0), weights, jnp.ones_like(weights)).astype(dtype)
+    # What a weight of zero multiplies is blank, so that its own gradient would be wrong: it has none.
+    weights = jnp.where(weights == 0, 0, weights)
+    return weights / jnp.sum(weights)

@@ -1,0 +1,87 @@
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._check import check_optional_flag, is_traced
+from .._combination import check_chunk_weights
+
+
+def check_combine(combine: Any, weights: Any, num_members: int) -> Any:
+    """Something that can combine, with one weight per member if any: returns these as an array."""
+    if combine is None:
+        if weights is not None:
+            raise TypeError("`predict` takes `weights` for `combine`: weights have no effect without it.")
+        return None
+    if isinstance(combine, type) or not callable(combine):
+        fix = f" Pass `{combine.__name__}(...)` instead of the class." if isinstance(combine, type) else ""
+        raise TypeError(f"`predict` needs `combine` to be a function or a combination, got {combine!r}.{fix}")
+    checked = None if weights is None else check_chunk_weights(weights, num_members, name="predict")
+    if isinstance(checked, np.ndarray) and not checked.any():
+        raise ValueError(f"`predict` needs `weights` that are not all zero, got {num_members} zeros.")
+    return checked
+
+
+def check_inference(inference: Any, key: Any, *, name: str) -> bool:
+    """Whether members are put into inference mode: with a key, which may be meant for dropout, only when asked for."""
+    check_optional_flag(inference, "inference", name=name)
+    if inference is None and key is not None:
+        raise ValueError(
+            f"`{name}` needs `inference` with `key`: by default members are in inference mode, where dropout does "
+            "nothing.\n"
+            "For Monte-Carlo dropout pass `inference=False`; for members that draw random numbers in inference mode, "
+            "`inference=True`."
+        )
+    return True if inference is None else bool(inference)
+
+
+def check_untraced(tree: Any) -> None:
+    """A budget is kept by measuring, which a program that is being compiled cannot."""
+    if any(is_traced(leaf) for leaf in jax.tree.leaves(tree)):
+        raise TypeError(
+            "`predict` keeps to `memory` by measuring what it needs, and cannot inside `jax.jit` and the like: choose "
+            "a `batch_size` there, and a `plan`."
+        )
+
+
+def check_rows_of_result(combined: Any, num_rows: int) -> None:
+    """What `combine` made of some rows has these rows in front."""
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(combined)]
+    if not shapes or any(shape[:1] != (num_rows,) for shape in shapes):
+        listed = ", ".join(map(str, shapes)) or "no array"
+        raise ValueError(
+            f"`predict` calls `combine` with some rows at a time and needs arrays `(rows, ...)` from it; it gave "
+            f"{listed} for {num_rows} rows.\n"
+            "To move an axis: `combine=lambda p: jnp.moveaxis(jnp.quantile(p, levels, axis=0), 0, -1)`. What needs all "
+            "rows at once, such as a mean over them, is to be called on what `predict` returns."
+        )
+
+
+def budget_message(need: int, memory: int) -> str:
+    """The message that not even one row of one member fits."""
+    return (
+        f"`predict` needs about {bytes_text(need)} for one row and one member in addition to inputs and result, more "
+        f"than `memory={memory}` ({bytes_text(memory)})."
+    )
+
+
+def result_message(need: int, free: int, shapes: Any, *, combined: bool) -> str:
+    """The message that there is no memory for the result."""
+    listed = ", ".join(str(x.shape) for x in jax.tree.leaves(shapes))
+    advice = "Predict some rows at a time, and keep what is needed of them."
+    if not combined:
+        advice = (
+            "What is to be made of it needs less: `combine=combine.mean`, `.mixture` or `.vote`, and "
+            "`uncertainty.decompose_entropy`, give `(rows, ...)`."
+        )
+    return (
+        f"`predict` has no memory for its result {listed}: {bytes_text(need)}, with {bytes_text(free)} free.\n{advice}"
+    )
+
+
+def bytes_text(count: int) -> str:
+    """`1.5 MiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"
