@@ -38,7 +38,7 @@ from ._predict import predict as predict
 from ._prune import prune as prune
 from ._typing import Stacked as Stacked
 from ._version import __version__ as __version__
-from .plan import map_members as map_members
+from .plan._map import map_members as map_members
 from .sharding._mesh import make_mesh as make_mesh
 from .train._fit import fit as fit
 from .train._run import Run as Run

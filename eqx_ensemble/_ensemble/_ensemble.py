@@ -11,7 +11,8 @@ from .. import tree as _tree
 from .._axes._check import check_member_axis
 from .._check import check_integer_ids
 from .._typing import kind_of_members
-from ..plan import AbstractPlan, map_members
+from ..plan import AbstractPlan
+from ..plan._map import map_members
 from ._check_members import (
     attribute_message,
     check_callable,

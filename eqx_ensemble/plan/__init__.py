@@ -1,6 +1,5 @@
 from ._auto import AnyPlan as AnyPlan
 from ._auto import Auto as Auto
-from ._map import map_members as map_members
 from ._plans import AbstractPlan as AbstractPlan
 from ._plans import Chunked as Chunked
 from ._plans import Sequential as Sequential

@@ -40,7 +40,7 @@ class Auto(AbstractPlan):
     Plans agree within float rounding, and which is the fastest may differ from one run to the next: for the same bits
     again, pass `run.plan.chosen`.
 
-    Where nothing can be tried, in [`eqx_ensemble.plan.map_members`][] and in a program of your own, the plan is chosen
+    Where nothing can be tried, in [`eqx_ensemble.map_members`][] and in a program of your own, the plan is chosen
     by static analysis only; in several processes too, because each would measure for itself.
 
     ```python

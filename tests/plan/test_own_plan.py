@@ -117,7 +117,7 @@ def test_in_prediction_and_maps(ensemble, plan):
     want = ee.predict(ensemble, DATA[0])
     for options in ({"batch_size": 7}, {"memory": 2**22}, {"mesh": ee.make_mesh(members=2)}):
         np.testing.assert_allclose(ee.predict(ensemble, DATA[0], plan=plan, **options), want, rtol=1e-5, atol=1e-6)
-    mapped = ee.plan.map_members(lambda model, x: jax.vmap(model)(x), plan=plan)
+    mapped = ee.map_members(lambda model, x: jax.vmap(model)(x), plan=plan)
     np.testing.assert_allclose(mapped(ensemble, DATA[0]), want, rtol=1e-5, atol=1e-6)
 
 
@@ -125,7 +125,7 @@ def test_in_prediction_and_maps(ensemble, plan):
 def test_on_a_mesh(ensemble, plan):
     mesh, four = ee.make_mesh(members=2), ensemble[:4]
     assert_close(fitted(four, plan, mesh=mesh).ensemble, fitted(four, None).ensemble, 1e-5)
-    mapped = ee.plan.map_members(lambda model, x: jax.vmap(model)(x), plan=plan, mesh=mesh)
+    mapped = ee.map_members(lambda model, x: jax.vmap(model)(x), plan=plan, mesh=mesh)
     np.testing.assert_allclose(mapped(ensemble, DATA[0]), ee.predict(ensemble, DATA[0]), rtol=1e-5, atol=1e-6)
 
 
