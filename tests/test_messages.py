@@ -266,7 +266,7 @@ BAD = {
     ),
     "fit without patience's validation": (
         lambda: fit(patience=3),
-        "TypeError: `fit` needs `validation=` data with `patience`: it stops on the validation score.",
+        "TypeError: `fit` needs `validation=` data with `patience`: members stop by their validation scores.",
     ),
     "fit an uncalled optimiser": (
         lambda: fit(optimiser=optax.adam),
@@ -286,7 +286,7 @@ BAD = {
     "fit unused hyper": (
         lambda: fit(hyper={"lr": np.ones(3)}),
         "TypeError: "
-        "`fit` was given `hyper`, but nothing uses it.\n"
+        "`fit` got `hyper`, but nothing uses it.\n"
         "Pass the optimiser as a function, `lambda h: optax.adam(h['lr'])`, or name a loss parameter "
         "`hyper`.",
     ),
@@ -322,7 +322,7 @@ BAD = {
         lambda: fit(loss=lambda model, batch, key: (mse(model, batch, key), {})),
         "TypeError: "
         "Training needs a loss that returns one scalar, it returned (float32[], a dict).\n"
-        "Set `has_aux=True` for auxiliary outputs beside the value; pass `state=` for stateful members.",
+        "Set `has_aux=True` for auxiliary outputs after the value; pass `state=` for stateful members.",
     ),
     "fit loss without aux announced": (
         lambda: fit(has_aux=True),
@@ -411,13 +411,13 @@ BAD = {
         "ValueError: "
         "`fit` iterates an iterable of batches once an epoch; with `epochs=2` got a list_iterator, "
         "which gives its batches only once.\n"
-        "Pass an object that starts anew each time (a list, a loader); or make it endless and give `steps`.",
+        "Pass an object that restarts each time (a list, a loader); or make it endless and give `steps`.",
     ),
     "fit a spent generator": (
         lambda: fit(data=iter([(X, Y)]), steps=2),
         "ValueError: "
         "`fit` found no batches in epoch 2: the iterable can be iterated only once, as a generator.\n"
-        "Pass an object that starts anew each time, or make the generator endless and give `steps`.",
+        "Pass an object that restarts each time, or make the generator endless and give `steps`.",
     ),
     "fit nothing trainable": (
         lambda: fit(trainable=lambda leaf: False),

@@ -13,7 +13,6 @@ from .._check import (
     check_model_state_given,
     check_optional_function,
     check_positive_int,
-    weights_left,
 )
 from .._combination import of_predictions
 from .._ensemble import Ensemble
@@ -21,6 +20,7 @@ from .._ensemble._check import check_ensemble
 from .._predict._batch import Call, Inputs, predict_batch
 from ..plan import AbstractPlan
 from ..plan._auto import as_plan
+from ..train._check_run import check_run_weights
 from ._check import check_known_plan, check_row_shapes
 from ._leaves import Packed, Parts, pack
 from ._plain import plain
@@ -60,7 +60,7 @@ def served(
     row = check_row_shapes(shapes, name=name)
     check_model_state_given(ensemble.stacked, state, name=name)
     check_model_state(state, ensemble.num_members, name=name)
-    convex = weights_left(weights, np.ones(ensemble.num_members, bool), combine, name=name)
+    convex = check_run_weights(weights, np.ones(ensemble.num_members, bool), combine, name=name)
     keys = None if key is None else _keys.member_keys(_keys.root(key, name=name), ensemble.ids, purpose="predict")
     plan = as_plan(plan)
     check_known_plan(plan, name=name)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import _axes, _check, _keys
+from .._axes._check_rows import check_no_batch, check_rows_of_data, explain_rows
 from .._combination import AbstractCombination, of_predictions, stream_of
 from .._ensemble import Ensemble
 from .._ensemble._check import check_ensemble
@@ -105,10 +106,8 @@ def predict(
     _check.check_positive_int(batch_size, "batch_size", name="predict")
     _check.check_model_state_given(ensemble.stacked, state, name="predict")
     _check.check_model_state(state, ensemble.num_members, name="predict")
-    _check.no_batch_mark(x, _axes.Batch)
-    num_rows = _check.check_rows_of_data(
-        x, _axes.Each, ensemble.num_members, argument="x", name="predict", finite=False, least=0
-    )
+    check_no_batch(x)
+    num_rows = check_rows_of_data(x, ensemble.num_members, argument="x", name="predict", finite=False, least=0)
     _check.check_integers_fit((ensemble.stacked, ensemble.shared, state), argument="ensemble", name="predict")
     weights = check_combine(combine, weights, ensemble.num_members)
     if combine is not None:
@@ -196,7 +195,7 @@ def _batches(work: _Work) -> Iterator[tuple[np.ndarray, PyTree]]:
     for start in range(0, work.num_rows, work.batch_size):
         rows = work.rows(start, work.batch_size)
         read = arguments(work.call, work.inputs, rows)
-        with _check.explained_rows(work.inputs.x, _axes.Each):
+        with explain_rows(work.inputs.x):
             pilot.look(predict_batch, *alone(read), num_members=num_members, unit="batch")
             began, trial = time.perf_counter(), pilot.watching
             out = pilot.call(lambda plan, read: compiled_batch(plan, *read), read)
@@ -209,7 +208,7 @@ def _batches(work: _Work) -> Iterator[tuple[np.ndarray, PyTree]]:
 def _batches_within(memory: int, work: _Work) -> Iterator[tuple[np.ndarray, PyTree]]:
     """The same within a budget of memory: the sizes of batches follow from what the first ones need."""
     plan, call, inputs = work.pilot.plan, work.call, work.inputs
-    with _check.explained_rows(inputs.x, _axes.Each):
+    with explain_rows(inputs.x):
         sizes = Sizes(memory, call, inputs, most_rows=work.batch_size)
     start = 0
     while start < work.num_rows:

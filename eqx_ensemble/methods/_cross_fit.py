@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .. import _axes
-from .._check import check_rows_of_data
+from .._axes._check_rows import check_rows_of_data
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from .._predict import predict
@@ -81,7 +81,7 @@ def cross_fit(
     check_folds(name, folds)
     times = check_whole_folds(folds.test.shape[0], ensemble.num_members, name=name)
     own = jax.tree.map(lambda part: jnp.tile(part, (times, 1)), folds)
-    num_rows = check_rows_of_data(x, _axes.Each, ensemble.num_members, argument="x", name=name, finite=False)
+    num_rows = check_rows_of_data(x, ensemble.num_members, argument="x", name=name, finite=False)
     check_rows_of_folds(num_rows, own, None, name=name)
     predict(ensemble, _first_row(x), state=options.get("state"), fn=fn)  # raises its errors before training
     run = fit(ensemble, loss, optimiser, data, rows=own.train, key=key, **options)

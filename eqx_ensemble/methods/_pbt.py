@@ -8,11 +8,13 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int, Key, PyTree
 
-from .._check import check_function, check_key, check_positive_int, diverged, same_hyper
+from .._check import check_function, check_key, check_positive_int
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from ..distributed import to_host
 from ..train import perturb
+from ..train._check_member import check_same_hyper
+from ..train._check_run import diverged_message
 from ..train._fit import fit
 from ..train._hyper import hyper_arrays
 from ..train._run import Run
@@ -147,7 +149,7 @@ def population_based_training(
     hyper = hyper_arrays(hyper, ensemble.num_members, name=name)
     one = jax.tree.map(lambda x: x[0], hyper)
     keys = jax.random.split(key, rounds)
-    same_hyper(one, explore(one, keys[0]), name="explore")
+    check_same_hyper(one, explore(one, keys[0]), name="explore")
     run, scores, lineage, hypers = ensemble, [], [], []
     first = {"hyper": hyper, **{name: options.pop(name) for name in ("state", "trainable") if name in options}}
     while True:
@@ -164,7 +166,7 @@ def population_based_training(
         training = to_host(run.train_state.status) == Status.OK
         if len(scores) == rounds or run.interrupted or not training.any():
             if len(scores) < rounds and not training.any():
-                warnings.warn(diverged(lineage[-1], run.stopped_at, run.fault), stacklevel=2)
+                warnings.warn(diverged_message(lineage[-1], run.stopped_at, run.fault), stacklevel=2)
             stacked = jax.tree.map(lambda *parts: np.stack(parts), *hypers)
             run = dataclasses.replace(run, rows=None)  # a copy was trained on the rows of others
             return Population(run, np.stack(scores), np.stack(lineage), stacked)

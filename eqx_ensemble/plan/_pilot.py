@@ -7,7 +7,9 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _axes, _check
+from .. import _axes
+from .._check import is_typed_key
+from ._check import out_of_memory_message, smaller_plan_message
 from ._memory import Peak, is_out_of_memory, peak
 from ._plans import AbstractPlan, Work
 from ._search import Search
@@ -54,7 +56,7 @@ class Pilot:
                 less = self._search.out_of_memory() if is_out_of_memory(error) and kept is not None else None
                 if less is None:
                     raise
-                warnings.warn(_check.smaller_plan(repr(self.plan), repr(less), name=self._name), stacklevel=3)
+                warnings.warn(smaller_plan_message(repr(self.plan), repr(less), name=self._name), stacklevel=3)
                 self.plan, carry = less, jax.device_put(kept)
 
     def note(self, units: int, seconds: float, *, seconds_left: float | None) -> bool:
@@ -80,9 +82,9 @@ def explained_memory(pilot: Pilot, num_members: int, *, name: str) -> Iterator[N
             raise
         less = pilot.plan.smaller(num_members)
         tried, next_one = repr(pilot.plan), None if less is None else repr(less)
-        raise MemoryError(_check.out_of_memory(num_members, tried, next_one, str(error), name=name)) from error
+        raise MemoryError(out_of_memory_message(num_members, tried, next_one, str(error), name=name)) from error
 
 
 def _on_host(tree: PyTree) -> PyTree:
-    copied = lambda x: x.copy() if _check.is_typed_key(x) else np.array(x) if _axes.is_array(x) else x
+    copied = lambda x: x.copy() if is_typed_key(x) else np.array(x) if _axes.is_array(x) else x
     return jax.tree.map(copied, tree)

@@ -3,7 +3,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._check import TABLE_COLUMNS, check_mode, check_text
+from .._check import check_text
+from ..train._check import check_mode
+from ..train._check_member import TABLE_COLUMNS
 from ._axes import Axes, axes_for, of_line
 from ._check import check_columns, check_lines, check_plotted
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from .. import _check
+from ..train.compiled._check import check_loss_signature
 from ..train.compiled._optimiser import Optimiser, init_member, resolve, standard_promotion
 
 
@@ -38,7 +38,7 @@ class Alone:
         self._state, self._key = state, key
         transformation = optax.with_extra_args_support(resolve(optimiser, hyper))
         stateful = state is not None
-        named = {"hyper": hyper} if _check.loss_signature(loss, stateful=stateful, hyper=hyper, name="fit") else {}
+        named = {"hyper": hyper} if check_loss_signature(loss, stateful=stateful, hyper=hyper, name="fit") else {}
 
         def value(params: Any, state: Any, batch: Any, key: Any) -> tuple[Any, Any]:
             model = eqx.combine(params, self._frozen)

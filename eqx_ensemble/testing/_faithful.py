@@ -4,9 +4,10 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import PyTree
 
-from .. import _check, _keys
+from .. import _keys
 from .. import tree as _tree
 from .._build import build
+from .._check import check_number
 from .._ensemble import Ensemble, concatenate, stack
 from ._report import Check, differ, raise_failures, same
 
@@ -34,7 +35,7 @@ def check_ensemble(
         print(check)
     ```
     """
-    _check.check_number(rtol, "rtol", name="testing.check_ensemble", least=0)
+    check_number(rtol, "rtol", name="testing.check_ensemble", least=0)
     made = build(make, num_members, key=key)
     ensemble, state = made if isinstance(made, tuple) else (made, None)
     alone = [make(key) for key in _keys.member_keys(key, num_members)]

@@ -7,15 +7,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .. import _axes, _check, _keys
+from .. import _keys
 from .. import tree as _tree
+from .._axes._check_rows import check_rows_of_data
 from .._build import build
+from .._check import check_number, check_positive_int, check_sequence
 from .._ensemble import Ensemble
 from ..plan import AbstractPlan, Chunked, Sequential, Unrolled, Vmap
 from ..plan._auto import as_plan
+from ..train._check import check_optimiser
 from ..train._fit import fit
 from ..train._hyper import hyper_arrays
 from ..train.compiled._optimiser import Optimiser
+from ..train.data._check import check_batch_size
 from ._alone import Alone
 from ._reference import Reference
 from ._report import Check, raise_failures, same
@@ -72,15 +76,15 @@ def check_independent(
     ```
     """
     name = "testing.check_independent"
-    _check.check_number(rtol, "rtol", name=name, least=0)
-    _check.check_positive_int(steps, "steps", name=name)
-    _check.optimiser(optimiser, hyper=hyper, name=name)
-    plans = [as_plan(plan) for plan in _check.check_sequence(plans, "plans", name=name, of="plans")]
+    check_number(rtol, "rtol", name=name, least=0)
+    check_positive_int(steps, "steps", name=name)
+    check_optimiser(optimiser, hyper=hyper, name=name)
+    plans = [as_plan(plan) for plan in check_sequence(plans, "plans", name=name, of="plans")]
     made = build(make, num_members, key=key)
     ensemble, state = made if isinstance(made, tuple) else (made, None)
-    rows = _check.check_rows_of_data(data, _axes.Each, num_members, argument="data", name=name)
+    rows = check_rows_of_data(data, num_members, argument="data", name=name)
     size = min(32, rows) if batch_size is None else batch_size
-    _check.batch_fits(size, rows, name=name)
+    check_batch_size(size, rows, name=name)
 
     def train(ensemble: Ensemble, plan: AbstractPlan) -> Any:
         with warnings.catch_warnings():

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _check
+from .._check import is_key, is_member_array
 from .._ensemble import Ensemble
 
 
@@ -53,10 +53,8 @@ def distances(got: PyTree, expected: PyTree) -> dict[str, float]:
 
 
 def _arrays(tree: PyTree) -> dict[str, np.ndarray]:
-    found, _ = jax.tree_util.tree_flatten_with_path(eqx.filter(tree, _check.is_member_array))
-    return {
-        jax.tree_util.keystr(path): np.asarray(jax.random.key_data(x) if _check.is_key(x) else x) for path, x in found
-    }
+    found, _ = jax.tree_util.tree_flatten_with_path(eqx.filter(tree, is_member_array))
+    return {jax.tree_util.keystr(path): np.asarray(jax.random.key_data(x) if is_key(x) else x) for path, x in found}
 
 
 def _distance(x: np.ndarray, y: np.ndarray) -> float:

@@ -7,8 +7,8 @@ def check_drawn_rows(drawn: Any, rows: Any) -> Any:
     """What members were trained on: what is given, or the rows that `fit` was given."""
     if drawn is None and rows is None:
         raise TypeError(
-            "`Run.out_of_bag` needs to know what the members were trained on: `fit` was given no `rows`.\n"
-            "Pass their weights `(members, rows)` as `drawn`; without either, every member saw every row."
+            "`Run.out_of_bag` needs the rows that the members were trained on: `fit` was called without `rows`.\n"
+            "Pass their weights `(members, rows)` as `drawn`; without either, every member was trained on every row."
         )
     return rows if drawn is None else drawn
 
@@ -25,8 +25,8 @@ def check_no_copies(revived: list[Any], *, name: str) -> None:
     if copied:
         words = ", ".join(f"{event.member} of {event.donor}" for event in copied)
         raise ValueError(
-            f"`{name}` cannot tell what members have seen: some became copies of others ({words}), which trained on "
-            "other rows.\nLet members that diverge start afresh, with `on_diverge=train.Revive(make)`, or freeze them."
+            f"`{name}` cannot tell which rows members were trained on: some became copies of others ({words}), trained "
+            "on other rows.\nRe-initialise diverged members, with `on_diverge=train.Revive(make)`, or freeze them."
         )
 
 
@@ -34,14 +34,12 @@ def check_rows_of_folds(num_rows: int, folds: Any, rows: Any, *, name: str) -> N
     """The folds are those of the data, and no member trained on its own."""
     expected = folds.in_test.shape[1]
     if num_rows != expected:
-        raise ValueError(
-            f"`{name}` needs all rows of the data that the folds are of: expected {expected}, got {num_rows}."
-        )
+        raise ValueError(f"`{name}` needs all rows of the data of the folds: expected {expected}, got {num_rows}.")
     if rows is None:
         return
     for member, (seen, tested) in enumerate(zip(np.asarray(rows), np.asarray(folds.in_test), strict=True)):
         if tested[seen].any():
             raise ValueError(
-                f"`{name}` was given other folds than `fit`: the member at place {member} trained on "
-                f"{int(tested[np.unique(seen)].sum())} rows that it would be tested on."
+                f"`{name}` needs the folds that were passed to `fit`: the member at index {member} was trained on "
+                f"{int(tested[np.unique(seen)].sum())} of its test rows."
             )

@@ -1,7 +1,7 @@
 from pickle import PicklingError, dumps
 from typing import Any
 
-from .. import _check
+from .resume._check import not_saved_message
 
 
 class DivergedError(ArithmeticError):
@@ -25,7 +25,7 @@ class NotSavedError(OSError):
     """
 
     def __init__(self, error: OSError, run: Any):
-        super().__init__(error.errno, _check.not_saved(error, int(run.train_state.step)))
+        super().__init__(error.errno, not_saved_message(error, int(run.train_state.step)))
         self.run = run
 
     def __reduce__(self) -> tuple:

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from .. import _axes, _check
+from .. import _axes
 from ..distributed import to_host
+from ._check_member import check_hyper, check_same_hyper
 
 
 def hyper_arrays(hyper: PyTree, num_members: int, *, name: str) -> PyTree:
@@ -17,7 +18,7 @@ def hyper_arrays(hyper: PyTree, num_members: int, *, name: str) -> PyTree:
     path_of = lambda path: f"hyper{jax.tree_util.keystr(path)}"
     arrays = [_axes.as_array(values, path=path_of(path), name=name) for path, values in keyed]
     hyper = jax.tree.unflatten(treedef, arrays)
-    _check.hyper(hyper, num_members, name=name)
+    check_hyper(hyper, num_members, name=name)
     return hyper
 
 
@@ -34,7 +35,7 @@ def change_hyper(
     for member, key in zip(members.tolist(), keys, strict=True):
         own = jax.tree.unflatten(treedef, [jnp.asarray(x[member]) for x in leaves])
         new = fn(own, key)
-        _check.same_hyper(own, new, name=name)
+        check_same_hyper(own, new, name=name)
         for x, y in zip(leaves, jax.tree.leaves(new), strict=True):
             x[member] = y
     return jax.tree.unflatten(treedef, [jnp.asarray(x) for x in leaves])

@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from .. import _axes, _check, _keys
+from .. import _axes, _keys
 from .._build import build
+from .._check import check_key, kind_text
 from .._ensemble import Ensemble, M
 from ..distributed import to_host
 from ..tree._compare import compare_trees
+from ._check import check_optimiser_kind, check_revive
 from ._hyper import change_hyper
-from ._state import MemberConstants, MemberState, TrainState, init_all
+from ._state import MemberConstants, MemberState, TrainState, check_train_state, init_all
 from ._status import Status
 from .compiled._optimiser import Optimiser, keep_noise
 
@@ -62,7 +64,7 @@ class Revive(eqx.Module):
     most: int = eqx.field(static=True, default=3, kw_only=True)
 
     def __check_init__(self):
-        _check.revive(self.make, self.perturb, self.most)
+        check_revive(self.make, self.perturb, self.most)
 
 
 class Revival(NamedTuple):
@@ -108,11 +110,11 @@ def revive(
 
     **Returns:** the new training state, and the revived members; none if no healthy donor remains.
     """
-    _check.train_state(state, TrainState)
-    _check.optax_or_function(optimiser, name="train.revive")
-    _check.check_key(key, name="train.revive")
+    check_train_state(state)
+    check_optimiser_kind(optimiser, name="train.revive")
+    check_key(key, name="train.revive")
     if not isinstance(how, Revive | None):
-        raise TypeError(f"`train.revive` needs `how` to be a `Revive`, got {_check.kind_text(how)}.")
+        raise TypeError(f"`train.revive` needs `how` to be a `Revive`, got {kind_text(how)}.")
     lost = np.flatnonzero(to_host(state.moving.status) == Status.DIVERGED)
     if len(lost) == 0:
         return state, []

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, Int8, Key, PyTree
 
-from .. import _axes, _check, _keys
+from .. import _axes, _keys
+from .._check import check_integers_fit, check_model_state, check_model_state_given, is_typed_key, kind_text
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from ..plan import Vmap
@@ -14,6 +15,7 @@ from ..plan._sharded import sharded_plan
 from ..sharding._constrain import constrain_member
 from ..sharding._layout import Layout, layout_for
 from ..sharding._shard import replicate, shard_members
+from ._check import check_optimiser
 from ._hyper import hyper_arrays
 from ._trainable import Trainable, partition_trainable
 from .compiled._optimiser import Optimiser, init_member
@@ -97,6 +99,15 @@ class TrainState(eqx.Module, Generic[M]):
         return self.ids.shape[0]
 
 
+def check_train_state(value: Any) -> None:
+    """Raises unless `value`, the first argument of a step, is a training state."""
+    if not isinstance(value, TrainState):
+        raise TypeError(
+            "A training step is called as `state, metrics = step(state, batch)` with the state that `train.init` "
+            f"made; got {kind_text(value)} as `state`."
+        )
+
+
 def init(
     ensemble: Ensemble[M],
     optimiser: Optimiser,
@@ -107,33 +118,35 @@ def init(
     mesh: Mesh | None = None,
     key: Any,
 ) -> TrainState[M]:
-    """The first training state: every member gets an optimiser state of its own.
+    """Makes the first training state; every member gets its own optimiser state.
 
-    The optimiser's `init` runs mapped over members, so that no optimiser ever sees another member's numbers. The
-    arrays are copied: `ensemble` stays usable.
+    The optimiser's `init` is mapped over members, so that members cannot affect each other. The arrays are copied:
+    `ensemble` stays usable.
+
+    **Arguments:**
+
+    - `ensemble`: the ensemble to train.
+    - `optimiser`: an optax optimiser for ONE member; or, with `hyper`, a function of a member's hyper-parameters
+        that returns one.
+    - `state`: the stacked `equinox.nn.State` of stateful members.
+    - `hyper`: hyper-parameters, any PyTree of arrays `(members, ...)`.
+    - `trainable`: which leaves of a member are trained: a function of a member's leaf (without the `members` axis) or
+        a PyTree of booleans, as in `equinox.partition`. The function decides by type, shape and dtype, which all
+        members have in common. Python floats that `build(zip=...)` or `stack(promote_scalars=True)` stacked are floats
+        to it: `eqx.is_inexact_array_like` selects them, `eqx.is_inexact_array` does not. Shared leaves are never
+        trained.
+    - `mesh`: the devices to shard members over, from [`eqx_ensemble.make_mesh`][]; by default the mesh that the
+        ensemble was built on.
+    - `key`: the root key of the run's random streams.
+
+    **Returns:** the training state.
+
+    **Raises:** `TypeError` or `ValueError` for arguments that do not fit together.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
     train_state = ee.train.init(ensemble, optax.adam(1e-3), key=key)
     ```
-
-    **Arguments:**
-
-    - `ensemble`: what to train.
-    - `optimiser`: an optax optimiser for ONE member; or, with `hyper`, a function of a member's hyper-parameters
-        that makes one.
-    - `state`: the stacked `equinox.nn.State` of stateful members.
-    - `hyper`: hyper-parameters, any PyTree of arrays `(members, ...)`.
-    - `trainable`: which leaves of a member are trained: a function of a member's leaf (without the `members` axis) or
-        a PyTree of booleans, as in `equinox.partition`. The function goes by type, shape and dtype, which are the same
-        in all members. Python floats that `build(zip=...)` or `stack(promote_scalars=True)` stacked are floats to
-        it: `eqx.is_inexact_array_like` selects them, `eqx.is_inexact_array` leaves them constant. Shared leaves never
-        are trained.
-    - `mesh`: the devices to spread members over, from [`eqx_ensemble.make_mesh`][]; where an ensemble was built on a
-        mesh, that one.
-    - `key`: the root key of the run's random streams.
-
-    **Returns:** the training state.
     """
     check_ensemble(ensemble, name="train.init")
     layout = layout_for(mesh, ensemble.stacked, name="train.init")
@@ -152,13 +165,13 @@ def first_state(
     name: str,
     key: Any,
 ) -> TrainState[M]:
-    """[`eqx_ensemble.train.init`][] under the name of the function that the user called."""
+    """[`eqx_ensemble.train.init`][] with the name of the public function."""
     check_ensemble(ensemble, name=name)
-    _check.check_integers_fit((ensemble.stacked, ensemble.shared), argument="ensemble", name=name)
-    _check.optimiser(optimiser, hyper=hyper, name=name)
+    check_integers_fit((ensemble.stacked, ensemble.shared), argument="ensemble", name=name)
+    check_optimiser(optimiser, hyper=hyper, name=name)
     hyper = None if hyper is None else hyper_arrays(hyper, ensemble.num_members, name=name)
-    _check.check_model_state_given(ensemble.stacked, state, name=name)
-    _check.check_model_state(state, ensemble.num_members, name=name)
+    check_model_state_given(ensemble.stacked, state, name=name)
+    check_model_state(state, ensemble.num_members, name=name)
     params, frozen = partition_trainable(ensemble, trainable, name=name)
     key = _keys.root(key, name=name)
     keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
@@ -182,7 +195,7 @@ def first_state(
 def init_all(
     optimiser: Optimiser, params: PyTree, hyper: PyTree, ids: Int[Array, " members"], *, layout: Layout | None = None
 ) -> PyTree:
-    """The optimiser's first state of every member, stacked, where its members are."""
+    """The optimiser's first state of every member, stacked, sharded as the members."""
     one = lambda part: init_member(optimiser, *part)
     held = one if layout is None else lambda part: constrain_member(one(part), layout)
     return _axes.over_leading_axis(sharded_plan(Vmap(), layout).run, held, (params, hyper, ids))
@@ -196,4 +209,4 @@ def copied(tree: PyTree) -> PyTree:
 def _copied(x: Any) -> Any:
     if not eqx.is_array(x):
         return x
-    return x.copy() if _check.is_typed_key(x) else jnp.array(x, dtype=x.dtype)
+    return x.copy() if is_typed_key(x) else jnp.array(x, dtype=x.dtype)

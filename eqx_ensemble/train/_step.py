@@ -7,13 +7,14 @@ import equinox as eqx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int8, PyTree
 
-from .. import _check
+from .._check import check_flag, check_function, check_integers_fit
 from .._ensemble import M
 from ..plan import AbstractPlan, AnyPlan, Vmap
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot
 from ..sharding._layout import Layout, as_layout
-from ._state import MemberState, TrainState
+from ._check import check_optimiser_kind
+from ._state import MemberState, TrainState, check_train_state
 from .compiled._carry import Carry, Inputs
 from .compiled._health import nan_is_data
 from .compiled._loss import as_loss
@@ -22,7 +23,7 @@ from .compiled._program import Program
 
 
 class Metrics(eqx.Module):
-    """What one step reports of every member.
+    """The results of one step, for every member.
 
     **Attributes:**
 
@@ -47,9 +48,9 @@ class Step(eqx.Module, Generic[M]):
     layout: Layout | None = eqx.field(static=True)
 
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
-        """One step on one batch, shared by all members but for its parts marked [`eqx_ensemble.Each`][]."""
-        _check.train_state(state, TrainState)
-        _check.check_integers_fit(batch, argument="batch", name="train.make_step")
+        """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
+        check_train_state(state)
+        check_integers_fit(batch, argument="batch", name="train.make_step")
         if self.layout is not None and self.layout.splits_weights:
             self = dataclasses.replace(self, layout=self.layout.split_weights(state.moving.params))
         with nan_is_data():
@@ -79,7 +80,7 @@ def _step_under(plan: AbstractPlan, step: Step, state: TrainState, batch: PyTree
 
 def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Inputs, Carry]:
     stateful = state.model_state is not None
-    loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper, name="make_step")
+    loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper, name="train.make_step")
     program = Program(loss, step.optimiser, step.plan, step.layout)
     inputs = Inputs(state.fixed, state.shared, batch)
     return program, inputs, Carry(state.moving, None, state.step)
@@ -87,8 +88,8 @@ def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Input
 
 @eqx.filter_jit
 def _compiled_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState, Int[Array, ""], Metrics]:
-    # What stays is not returned: taking big trees apart costs as much as a small step. The same goes for looking at a
-    # signature at every call.
+    # Constants are not returned: flattening big trees takes as long as a small step. So does inspecting a signature
+    # in every call.
     program, inputs, carry = _parts(step, state, batch)
     carry, (value, aux) = program.guarded_step(inputs, carry, None)
     carry = program.constrain(carry)
@@ -103,10 +104,24 @@ def make_step(
     plan: AnyPlan = None,
     mesh: Mesh | None = None,
 ) -> Step:
-    """A compiled step for your own loop: `state, metrics = step(state, batch)`.
+    """Makes a compiled step for a loop of your own: `state, metrics = step(state, batch)`.
 
-    Gradient, optimiser and freezing run mapped over members; loss and optimiser are written for one. The old state
-    stays usable; its memory is needed until the new one is checked, so that donating it would save nothing.
+    Gradient, optimiser and divergence checks are mapped over members; loss and optimiser are written for one. The old
+    state stays usable: it is needed to revert diverged members, so donating it would save no memory.
+
+    **Arguments:**
+
+    - `loss`: `loss(model, batch, key) -> value` of one member; `loss(model, state, batch, key) -> (value, state)` for
+        stateful members. A parameter named `hyper` receives the member's hyper-parameters.
+    - `optimiser`: the optimiser passed to [`eqx_ensemble.train.init`][].
+    - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
+    - `plan`: how the members are executed, by default [`eqx_ensemble.plan.Vmap`][]. `"auto"` measures other plans once
+        the loop has run long enough to save time; `step.plan.explain()` shows the result.
+    - `mesh`: the devices to run on, the mesh passed to [`eqx_ensemble.train.init`][].
+
+    **Returns:** the step, a function of a training state and a batch.
+
+    **Raises:** `TypeError` for a loss or an optimiser of another type.
 
     ```python
     def mse(model, batch, key):
@@ -121,23 +136,10 @@ def make_step(
         state, metrics = step(state, (jnp.ones((8, 3)), jnp.zeros((8, 1))))
     metrics.loss.shape  # (4,)
     ```
-
-    **Arguments:**
-
-    - `loss`: `loss(model, batch, key) -> value` of one member; `loss(model, state, batch, key) -> (value, state)` for
-        stateful members. A parameter named `hyper` receives the member's hyper-parameters.
-    - `optimiser`: what was given to [`eqx_ensemble.train.init`][].
-    - `has_aux`: the loss returns auxiliary outputs after its other outputs.
-    - `plan`: how the members are executed; `eqx_ensemble.plan.Vmap()` if not given. `"auto"` tries others as soon as
-        your loop has lasted long enough to be worth it; `step.plan.explain()` says what was found.
-    - `mesh`: the devices to run on, from [`eqx_ensemble.make_mesh`][]: the one that was given to
-        [`eqx_ensemble.train.init`][].
-
-    **Returns:** the step, a function of a training state and a batch.
     """
-    _check.check_function(loss, "loss", name="make_step", example="lambda model, batch, key: ...")
-    _check.optax_or_function(optimiser, name="make_step")
-    _check.check_flag(has_aux, "has_aux", name="make_step")
+    check_function(loss, "loss", name="train.make_step", example="lambda model, batch, key: ...")
+    check_optimiser_kind(optimiser, name="train.make_step")
+    check_flag(has_aux, "has_aux", name="train.make_step")
     plan = as_plan(plan)
     pilot = Pilot(plan, name="train.make_step") if plan.chosen is not plan else None
-    return Step(loss, optimiser, has_aux, plan, pilot, as_layout(mesh, name="make_step"))
+    return Step(loss, optimiser, has_aux, plan, pilot, as_layout(mesh, name="train.make_step"))

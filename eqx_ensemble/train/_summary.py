@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from .. import _check
+from .._check import is_traced
 from .._progress import members_in_words
 from ._status import Status
 from .host._record import last_finite
@@ -17,8 +17,8 @@ _MOST_IDS = 8  # in one line
 
 
 def summary(run: "Run[Any]") -> str:
-    """Members, statuses, best score, time and plan; inside a compiled program, that nothing of it is known yet."""
-    if any(map(_check.is_traced, jax.tree.leaves(run))):
+    """Members, statuses, best score, time and plan; `Run(...)` inside a compiled program."""
+    if any(map(is_traced, jax.tree.leaves(run))):
         return "Run(...)"
     steps = int(run.train_state.step)
     lines = [f"Run of {members_in_words(len(run.status))}, {steps} {'step' if steps == 1 else 'steps'}"]

@@ -5,8 +5,9 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .. import _check, tree
+from .. import tree
 from .._ensemble import Ensemble, number_flags
+from ._check_member import check_same_choice, check_trainable, check_trained, explain_trainable
 
 Trainable = PyTree | Callable[[Any], bool]
 """Booleans and functions of a leaf, a prefix of a member's tree, as in `equinox.partition`."""
@@ -14,7 +15,7 @@ Trainable = PyTree | Callable[[Any], bool]
 
 def partition_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> tuple[PyTree, PyTree]:
     """What is trained of an ensemble's stacked leaves, and what is not; `trainable` sees the leaves of one member."""
-    _check.trainable_choice(trainable, name=name)
+    check_trainable(trainable, name=name)
     stacked = ensemble.arrays
     leaves, treedef = jax.tree.flatten(stacked)
     flags = number_flags(stacked, ensemble.shared)
@@ -22,7 +23,7 @@ def partition_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) 
     def chosen(own: list[Any]) -> list[bool]:
         own = [0.0 if flag else x for x, flag in zip(own, flags, strict=True)]
         member = jax.tree.unflatten(treedef, own)
-        with _check.explain_trainable(name=name):
+        with explain_trainable(name=name):
             kept = eqx.filter(member, jax.tree.map(_of_floats, trainable), replace=_LeftOut)
         return [x is not _LeftOut for x in jax.tree.leaves(kept)]
 
@@ -30,9 +31,9 @@ def partition_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) 
         mask = chosen(leaves)
     else:
         mask, last = (chosen(tree.take(leaves, member)) for member in (0, -1))
-        _check.same_choice(mask, last, stacked, name=name)
+        check_same_choice(mask, last, stacked, name=name)
     params, frozen = eqx.partition(stacked, jax.tree.unflatten(treedef, mask))
-    _check.trainable(params, name=name)
+    check_trained(params, name=name)
     return params, frozen
 
 

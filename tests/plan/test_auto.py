@@ -298,7 +298,7 @@ class TestOutOfMemory:
 
         monkeypatch.setattr(pilot_module.jax, "block_until_ready", block_until_ready)
         plan = Auto()
-        with pytest.warns(UserWarning, match=r"ran out of memory under `Vmap\(\)` and goes on under `Chunked\(2\)`"):
+        with pytest.warns(UserWarning, match=r"ran out of memory under `Vmap\(\)` and continues under `Chunked\(2\)`"):
             run = fitted(ensemble, plan, loss=own)
         assert_close(run.ensemble, fitted(ensemble, Vmap(), loss=own).ensemble, 1e-5)
         assert plan.chosen == Chunked(2)

@@ -68,7 +68,7 @@ class TestOutOfBag:
         run = ee.fit(ensemble, weighted, ADAM, (X, Y, ee.Each(weights)), epochs=1, progress=False, key=KEY)
         expected = ee.resample.out_of_bag_mean(ee.predict(run.ensemble, X), weights)
         assert_same(run.out_of_bag(X, weights), expected)
-        with pytest.raises(TypeError, match="given no `rows`"):
+        with pytest.raises(TypeError, match="called without `rows`"):
             run.out_of_bag(X)
 
     def test_of_several_runs(self):
@@ -145,7 +145,7 @@ class TestOutOfFold:
 
     def test_what_would_leak_is_refused(self):
         run = fitted(self.folds.train, members=4)
-        with pytest.raises(ValueError, match="other folds than `fit`"):
+        with pytest.raises(ValueError, match="needs the folds that were passed to `fit`"):
             run.out_of_fold(X, ee.resample.folds(ROWS, 4, key=jax.random.key(1)))
         with pytest.raises(ValueError, match="expected 31, got 10"):
             run.out_of_fold(X[:10], self.folds)

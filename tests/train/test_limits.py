@@ -130,11 +130,11 @@ def test_time_is_over(ensemble, monkeypatch):
     ("options", "message"),
     [
         ({"target": 0.1}, "`fit` needs `validation=` data with `target`: a member stops when its score reaches it."),
-        ({"max_steps": [1, 2]}, "`fit` needs `max_steps` to be a whole number, or one each (5,), got [1, 2]."),
-        ({"max_steps": 1.5}, "`fit` needs `max_steps` to be a whole number, or one each (5,), got 1.5."),
+        ({"max_steps": [1, 2]}, "`fit` needs `max_steps` to be an integer, or one per member (5,), got [1, 2]."),
+        ({"max_steps": 1.5}, "`fit` needs `max_steps` to be an integer, or one per member (5,), got 1.5."),
         ({"max_steps": 0}, "`fit` needs `max_steps` to be positive, got 0."),
         ({"max_seconds": -1}, "`fit` needs `max_seconds` to be positive, got -1."),
-        ({"max_seconds": "1 h"}, "`fit` needs `max_seconds` to be a number, or one each (5,), got '1 h'."),
+        ({"max_seconds": "1 h"}, "`fit` needs `max_seconds` to be a number, or one per member (5,), got '1 h'."),
     ],
 )
 def test_mistakes(ensemble, options, message):
@@ -152,7 +152,7 @@ class TestPredictionsOfARun:
 
     def test_the_dead_are_left_out_by_name(self):
         run, (x, _) = self.run(), data(10)
-        with pytest.warns(UserWarning, match=r"`Run.predict` leaves out 2 member\(s\) that diverged: 1, 3\."):
+        with pytest.warns(UserWarning, match=r"`Run.predict` excludes 2 member\(s\) that diverged: 1, 3\."):
             out = run.predict(x)
         np.testing.assert_array_equal(out, ee.predict(run.ensemble, x)[np.array([0, 2, 4])])
         assert run.fault.tolist() == ["", ".layers[0].weight", "", ".layers[0].weight", ""]
@@ -160,14 +160,14 @@ class TestPredictionsOfARun:
     def test_weights_are_renormalised(self):
         run, (x, _) = self.run(), data(10)
         weights = np.array([0.1, 0.4, 0.2, 0.2, 0.1])
-        with pytest.warns(UserWarning, match="leaves out"):
+        with pytest.warns(UserWarning, match="excludes"):
             out = run.predict(x, combine=ee.combine.mean, weights=weights)
         each = np.asarray(ee.predict(run.ensemble, x))
         np.testing.assert_allclose(out, (0.1 * each[0] + 0.2 * each[2] + 0.1 * each[4]) / 0.4, rtol=1e-5)
 
     def test_strict_raises(self):
         run, (x, _) = self.run(), data(10)
-        with pytest.raises(ee.train.DivergedError, match="leaves out 2") as caught:
+        with pytest.raises(ee.train.DivergedError, match="excludes 2") as caught:
             run.predict(x, strict=True)
         assert caught.value.run is run
 

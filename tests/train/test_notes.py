@@ -189,7 +189,7 @@ def test_a_score_with_a_mistake():
 def test_a_step_with_a_mistake():
     state = ee.train.init(ENSEMBLE, ADAM, key=KEY)
     note = note_of(lambda: ee.train.make_step(forgets_vmap, ADAM)(state, (X, ee.Each(jnp.zeros((3, 6, 1))))))
-    assert note.startswith("`make_step` called `forgets_vmap` (")
+    assert note.startswith("`train.make_step` called `forgets_vmap` (")
     assert "  batch: (f32[6,2], f32[6,1])\n" in note, "the batch is that of one member"
 
 

@@ -346,7 +346,9 @@ class TestAnotherCallIsRefused:
     )
     def test_and_the_difference_named(self, ensemble, folder, change, named):
         options = {"steps": 12, "validation": DATA, "patience": 3} | change
-        with pytest.raises(ValueError, match=rf"this call is not the one that wrote it(.|\n)*`{re.escape(named)}`: "):
+        with pytest.raises(
+            ValueError, match=rf"this call differs from the one that wrote it(.|\n)*`{re.escape(named)}`: "
+        ):
             fitted(ensemble, checkpoint=folder, **options)
 
     def test_another_ensemble(self, folder):
@@ -406,7 +408,7 @@ class TestAnotherCallIsRefused:
         now = resume_module._conditions()
         monkeypatch.setattr(resume_module, "_conditions", lambda: now | {"jax": "9.9"})
         options = {"steps": 12, "validation": DATA, "patience": 3, "checkpoint": tmp_path / "a"}
-        with pytest.warns(UserWarning, match=r"goes on, but not bit for bit") as caught:
+        with pytest.warns(UserWarning, match=r"will not be the same bit for bit") as caught:
             fitted(ensemble, **options)
         assert f"(jax {jax.__version__} -> 9.9)" in str(caught[0].message)
         with pytest.raises(ValueError, match="`min_delta`"), pytest.warns(UserWarning, match="bit for bit"):

@@ -140,7 +140,7 @@ def test_the_same_call_goes_on(ensemble, tmp_path):
     options = {"steps": 5, "checkpoint": tmp_path / "run"}
     with pytest.raises(OwnError) as caught:
         fit(ensemble, _raising(), **options)
-    assert caught.value.__notes__[0].endswith("The same call goes on from there.")
+    assert caught.value.__notes__[0].endswith("Rerunning the same call resumes there.")
     assert ee.checkpoint.Checkpoints(tmp_path / "run").steps == [BAD]
     assert_same(fit(ensemble, BATCHES, **options).train_state, fit(ensemble, BATCHES, steps=5).train_state)
 

@@ -195,7 +195,7 @@ def folder(tmp_path_factory):
     ],
 )
 def test_a_refusal_says_what_differs_with_both_values(folder, change, said):
-    with pytest.raises(ValueError, match="this call is not the one that wrote it") as caught:
+    with pytest.raises(ValueError, match="this call differs from the one that wrote it") as caught:
         fitted(folder, **(SAVED | change))
     differ = {line for line in str(caught.value).splitlines() if line.startswith("  `")}
     assert differ - {"  `members' keys`: not the same as saved"} == {f"  {said}"}  # which follow from the key

@@ -7,13 +7,13 @@ import numpy as np
 from jaxtyping import Int, Key, PyTree
 
 from ... import _keys, _streams
-from ..._check import check_function, check_number, train_state
+from ..._check import check_function, check_number
 from ..._ensemble import M
 from ...sweep import AbstractRange
 from ...sweep._check import check_ranges
 from ...train import TrainState
 from ...train._hyper import change_hyper
-from ...train._state import MemberConstants
+from ...train._state import MemberConstants, check_train_state
 from .._check import (
     check_factors,
     check_fraction,
@@ -142,7 +142,7 @@ def set_hyper(
     ```
     """
     name = "methods.population.set_hyper"
-    train_state(state, TrainState)
+    check_train_state(state)
     members = check_indices(members, state.num_members, name=name)
     check_state_has_hyper(state.hyper, name=name)
     check_function(fn, "fn", name=name, example="lambda hyper, key: hyper")

@@ -3,11 +3,12 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from ..._check import check_mode, train_state
 from ..._ensemble import M
 from ...distributed import to_host
 from ...train import TrainState
+from ...train._check import check_mode
 from ...train._revive import copy_donors, take_members
+from ...train._state import check_train_state
 from ...train._status import Status
 from ...train.compiled._limits import stop_members
 from .._check import check_donors, check_healthy, check_indices, check_member_scores
@@ -53,7 +54,7 @@ def select(state: TrainState[M], members: Any) -> TrainState[M]:
     ee.methods.population.select(state, [5, 0, 2]).ids  # [5, 0, 2]
     ```
     """
-    train_state(state, TrainState)
+    check_train_state(state)
     members = check_indices(members, state.num_members, name="methods.population.select", unique=True)
     moving, fixed, ids = take_members((state.moving, state.fixed, state.ids), members)
     return TrainState(moving, fixed, state.shared, ids, state.step)
@@ -80,7 +81,7 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
     state = ee.methods.population.clone(state, [0, 1, 0, 1])  # members 2 and 3 become copies of 0 and 1
     ```
     """
-    train_state(state, TrainState)
+    check_train_state(state)
     count, moving, fixed = state.num_members, state.moving, state.fixed
     donors = check_indices(donors, count, name="methods.population.clone")
     check_donors(donors, to_host(moving.status) == Status.OK, np.asarray(state.ids))
@@ -98,7 +99,7 @@ def stop(state: TrainState[M], members: Any) -> TrainState[M]:
 
     **Returns:** the new training state. `fit` removes stopped members from its compiled arrays when that saves time.
     """
-    train_state(state, TrainState)
+    check_train_state(state)
     members, moving = check_indices(members, state.num_members, name="methods.population.stop"), state.moving
     chosen = np.isin(np.arange(state.num_members), members)
     moving = stop_members(moving, chosen, state.step)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ... import _check
 from ._carry import Carry, Inputs
+from ._check import check_same_outputs
 from ._health import revert_diverged
 from ._limits import stop_at_limits
 from ._program import Program
@@ -57,7 +57,7 @@ def run_chunk(
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(finish, carry, rest)[1])
         if blank[0] is not None:
             of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype), outputs)
-            _check.same_outputs(of_one, blank[0])
+            check_same_outputs(of_one, blank[0])
         before = carry.moving.fault
         carry, ending = jax.lax.cond(ends & ~again, finish, lambda carry, rest: (carry, blank), carry, rest)
         faults |= jnp.any(carry.moving.fault != before)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ... import _check
+from .._check import check_limit
 from .._state import MemberState
 from .._status import Status
 
@@ -20,8 +20,8 @@ class Limits(eqx.Module):
 
 def make_limits(max_steps: Any, target: Any, num_members: int, *, min_delta: float) -> Limits:
     """The limits, each from a scalar or from one value per member, checked."""
-    steps = _check.limit(max_steps, "max_steps", num_members, name="fit", whole=True)
-    target = _check.limit(target, "target", num_members, name="fit")
+    steps = check_limit(max_steps, "max_steps", num_members, name="fit", whole=True)
+    target = check_limit(target, "target", num_members, name="fit")
     return Limits(
         None if steps is None else jnp.asarray(steps, jnp.int32),
         None if target is None else jnp.asarray(target, float),

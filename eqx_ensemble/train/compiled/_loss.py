@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
-from ... import _check
+from ..._check import is_member_array
+from .._state import TrainState
+from ._check import check_loss_output, check_loss_signature
+from ._explain import explain_loss
+from ._promotion import warn_of_two_batch_axes
 
 
 class Loss(eqx.Module):
@@ -28,10 +32,10 @@ class Loss(eqx.Module):
         own = (model, jax.tree.map(lambda x: x, state), batch, key) if self.stateful else arguments
         named = {"hyper": hyper} if self.wants_hyper else {}
         shapes = jax.tree.map(_shape, (arguments, named))  # taken now, because a state can be used only once
-        with _check.explain_loss(self.fn, arguments, named.get("hyper"), name=self.name, purpose=self.purpose):
+        with explain_loss(self.fn, arguments, named.get("hyper"), name=self.name, purpose=self.purpose):
             out = self.fn(*own, **named)
-            _check.loss_output(out, stateful=self.stateful, has_aux=self.has_aux)
-        _check.warn_of_two_batch_axes(self.fn, *shapes)
+            check_loss_output(out, stateful=self.stateful, has_aux=self.has_aux)
+        warn_of_two_batch_axes(self.fn, *shapes)
         if not (self.stateful or self.has_aux):
             return out, (None, None)
         value, *more = out
@@ -41,7 +45,7 @@ class Loss(eqx.Module):
 
 
 def _shape(x: Any) -> Any:
-    if not _check.is_member_array(x):
+    if not is_member_array(x):
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=isinstance(x, jax.Array) and x.weak_type)
 
@@ -56,5 +60,21 @@ def as_loss(
     purpose: Literal["in training", "in validation"] = "in training",
 ) -> Loss:
     """The loss as the step calls it, its signature checked."""
-    wants_hyper = _check.loss_signature(fn, stateful=stateful, hyper=hyper, name=name)
+    wants_hyper = check_loss_signature(fn, stateful=stateful, hyper=hyper, name=name)
     return Loss(fn, stateful, has_aux, wants_hyper, name, purpose)
+
+
+def make_losses(
+    first: TrainState,
+    loss: Callable[..., Any],
+    score: Callable[..., Any] | None,
+    *,
+    has_aux: bool,
+    has_validation: bool,
+) -> tuple[Loss, Loss | None]:
+    """The loss, and the score if there are validation data."""
+    options = {"stateful": first.model_state is not None, "hyper": first.fixed.hyper, "name": "fit"}
+    loss_of_one = as_loss(loss, has_aux=has_aux, **options)
+    if not has_validation:
+        return loss_of_one, None
+    return loss_of_one, as_loss(score or loss, has_aux=has_aux and score is None, purpose="in validation", **options)

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ... import _check, _keys
+from ... import _keys
+from ..._check import is_typed_key
+from ._check import check_made_optimiser, check_state_after, concrete_hyper_message
+from ._explain import explain_optimiser
 
 Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
 """An optax optimiser, or a function that makes one from a member's hyper-parameters."""
@@ -18,7 +21,7 @@ Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransfo
 def init_member(optimiser: Optimiser, params: PyTree, hyper: PyTree, member_id: Int[Array, ""]) -> PyTree:
     """The optimiser's first state for one member."""
     transformation = resolve(optimiser, hyper)
-    with standard_promotion(), _check.explain_optimiser("in the optimiser's `init`", transformation.init, hyper):
+    with standard_promotion(), explain_optimiser("in the optimiser's `init`", transformation.init, hyper):
         state = transformation.init(params)
     # optax starts some counters weakly typed (lbfgs); a step returns them strongly typed and would compile twice.
     state = jax.tree.map(lambda x: jnp.asarray(x, dtype=jnp.result_type(x)) if _is_number(x) else x, state)
@@ -48,11 +51,11 @@ def update_member(
 
     transformation = optax.with_extra_args_support(resolve(optimiser, hyper))
     extra = {"value": value, "grad": grads, "value_fn": value_at, "obj_fn": value_fn, "grad_fn": grad_at}
-    with standard_promotion(), _check.explain_optimiser("in the optimiser's `update`", transformation.update, hyper):
+    with standard_promotion(), explain_optimiser("in the optimiser's `update`", transformation.update, hyper):
         updates, new_state = transformation.update(grads, opt_state, params, **_accepted(transformation.update, extra))
         new_params = optax.apply_updates(params, updates)
-    _check.state_after(new_state, opt_state, what="optimiser's state")
-    _check.state_after(new_params, params, what="parameters")
+    check_state_after(new_state, opt_state, what="optimiser's state")
+    check_state_after(new_params, params, what="parameters")
     return new_params, jax.tree.map(_strongly_typed, new_state, opt_state)
 
 
@@ -69,11 +72,11 @@ def resolve(optimiser: Optimiser, hyper: PyTree) -> optax.GradientTransformation
     if isinstance(optimiser, optax.GradientTransformation):
         return optimiser
     try:
-        with _check.explain_optimiser("where the optimiser is made of `hyper`", optimiser, hyper):
+        with explain_optimiser("where the optimiser is made of `hyper`", optimiser, hyper):
             made = optimiser(jax.tree.map(_as_python_float, hyper))
     except jax.errors.TracerBoolConversionError as error:
-        raise TypeError(_check.LOOKS_AT_HYPER) from error
-    _check.made_optimiser(made, name="fit")
+        raise TypeError(concrete_hyper_message()) from error
+    check_made_optimiser(made, name="fit")
     return made
 
 
@@ -91,7 +94,7 @@ def _as_python_float(x: Any) -> Any:
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, jax.Array | int | float) and not _check.is_typed_key(x)
+    return isinstance(x, jax.Array | int | float) and not is_typed_key(x)
 
 
 def _strongly_typed(new: Any, old: Any) -> Any:
@@ -105,7 +108,7 @@ def _own_noise(path: tuple, x: Any, member_id: Int[Array, ""]) -> Any:
     if not _is_noise(path, x):
         return x
     own = jax.random.fold_in(jax.random.fold_in(x, _keys.tag("optimiser")), member_id)
-    return own if _check.is_typed_key(x) else jax.random.key_data(own)
+    return own if is_typed_key(x) else jax.random.key_data(own)
 
 
 def keep_noise(state: PyTree, own: PyTree) -> PyTree:
@@ -115,7 +118,7 @@ def keep_noise(state: PyTree, own: PyTree) -> PyTree:
 
 
 def _is_noise(path: tuple, x: Any) -> bool:
-    if _check.is_typed_key(x):
+    if is_typed_key(x):
         return True
     name = getattr(path[-1], "name", None) if path else None
     return name in ("key", "rng_key") and isinstance(x, jax.Array) and x.dtype == jnp.uint32 and x.shape[-1:] == (2,)

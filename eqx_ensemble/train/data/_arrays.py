@@ -6,7 +6,6 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ... import _check
 from ...distributed import to_host
 from .._status import Status
 from ..compiled._carry import Carry
@@ -15,6 +14,7 @@ from ..compiled._limits import next_limit
 from ..compiled._program import in_a_loop
 from ..compiled._stepwise import run_stepwise
 from ..resume._texts import array_text, array_texts
+from ._check import check_batch_size, check_last_step, check_not_exceeded, check_patience_length
 from ._data import member_shapes
 from ._queue import PieceQueue
 from ._rows import Piece, PieceIterator, RowOrder
@@ -57,7 +57,7 @@ class ArraySource(AbstractSource):
 
     def __init__(self, data: PyTree, order: RowOrder, *, batch_size: int | None, scan: bool | None):
         self.batch_size = min(32, order.num_rows) if batch_size is None else batch_size
-        _check.batch_fits(self.batch_size, order.num_rows, name="fit")
+        check_batch_size(self.batch_size, order.num_rows, name="fit")
         self.data, self.rows, self._order = data, order.rows, order
         self._scan = scan
         self._epoch = -(-order.num_rows // self.batch_size)  # in steps
@@ -82,9 +82,9 @@ class ArraySource(AbstractSource):
         self.cursor, self._every, self._step = setting.cursor, setting.every, setting.step
         num_steps = int(steps or 0) if epochs is None else epochs * self._epoch
         self.num_steps, self.last_step = num_steps, begun + num_steps
-        _check.patience_fits(setting.program.patience, num_steps, self._epoch, begun, name="fit")
-        _check.not_beyond(setting.step, self.last_step, "steps")
-        _check.countable(self.last_step, name="fit")
+        check_patience_length(setting.program.patience, num_steps, self._epoch, begun, name="fit")
+        check_not_exceeded(setting.step, self.last_step, "steps")
+        check_last_step(self.last_step, name="fit")
         members = (len(setting.slots.index),) if setting.program.own_rows else ()
         rows = jax.ShapeDtypeStruct((*members, self.batch_size), np.int32)
         program, cost = setting.inspect(rows=rows, steps_inside=True, scan=self._scan), setting.cost(rows)

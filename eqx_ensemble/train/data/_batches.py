@@ -6,11 +6,11 @@ from typing import Any, final
 import jax
 from jaxtyping import PyTree
 
-from ... import _check
 from ...sharding._layout import Layout
 from ..compiled._carry import Carry
 from ..compiled._chunk import compiled_batch
 from ..resume._texts import digest_of
+from ._check import check_last_step, check_not_exceeded, check_some_batches, idle_patience_message, many_shapes_message
 from ._cursor import Cursor
 from ._data import member_shapes
 from ._iterator import BatchIterator, iterate_from
@@ -52,16 +52,16 @@ class IterableSource(AbstractSource):
         """The shapes of the first batch as one member sees it."""
         self._first = self._iterate()
         first = self._first.peek()
-        _check.some_batches(int(first is not None), 0, name="fit")
+        check_some_batches(int(first is not None), 0, name="fit")
         return member_shapes(first)
 
     def start(self, setting: Setting) -> None:
         """Begins, or resumes at the cursor with the first call of `next`."""
         begun, self._epochs, self.num_steps = setting.length
         self.last_step = None if self.num_steps is None else begun + self.num_steps
-        _check.not_beyond(setting.step, self.last_step, "steps")
-        _check.countable(self.last_step, name="fit")
-        _check.not_beyond(setting.cursor.epochs, self._epochs, "epochs")
+        check_not_exceeded(setting.step, self.last_step, "steps")
+        check_last_step(self.last_step, name="fit")
+        check_not_exceeded(setting.cursor.epochs, self._epochs, "epochs")
         self.cursor, self._step, self._patience = setting.cursor, setting.step, setting.program.patience
         # The run before may have counted an epoch whose end it did not see.
         self._may_be_empty = self.cursor.state is not None
@@ -81,7 +81,7 @@ class IterableSource(AbstractSource):
         self._taken = self._iterator.take()
         if self._taken is None:
             if not self._may_be_empty:
-                _check.some_batches(self.cursor.batches, self.cursor.epochs, name="fit")
+                check_some_batches(self.cursor.batches, self.cursor.epochs, name="fit")
             return EpochEnd()
         _warn_of_many_shapes(self._taken, self._seen)
         batch = slots.own(self._taken)
@@ -116,7 +116,7 @@ class IterableSource(AbstractSource):
     def finish(self, step: int) -> None:
         """Warns where patience never acted, because no epoch ended."""
         if self.cursor.epochs == 0 and self._patience is not None and step == self.last_step:
-            warnings.warn(_check.IDLE_PATIENCE, stacklevel=5)
+            warnings.warn(idle_patience_message(), stacklevel=5)
 
 
 def _warn_of_many_shapes(batch: PyTree, seen: set[Any]) -> None:
@@ -124,4 +124,4 @@ def _warn_of_many_shapes(batch: PyTree, seen: set[Any]) -> None:
     before = len(seen)
     seen.add(shapes)
     if before < len(seen) == _MANY_SHAPES:
-        warnings.warn(_check.many_shapes(seen), stacklevel=6)
+        warnings.warn(many_shapes_message(seen), stacklevel=6)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import _check
+from ._check import cursor_not_savable_message
 
 
 class Length(NamedTuple):
@@ -50,7 +50,7 @@ def encode(state: Any, path: str = "") -> Any:
         array = np.asarray(state)
         if array.dtype.kind in "biufc":
             return {"": [kind, array.dtype.str, list(array.shape), _text(array.tobytes())]}
-    raise TypeError(_check.place_not_savable(state, path))
+    raise TypeError(cursor_not_savable_message(state, path))
 
 
 def decode(text: Any) -> Any:

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ... import _axes, _check
+from ... import _axes
+from ..._axes._check_rows import check_rows_of_data
 from ...sharding._layout import Layout
 from ...sharding._shard import replicate_rows, shard_rows
+from ._check import check_row_indices
 
 
 def is_batches(data: Any) -> bool:
@@ -31,7 +33,7 @@ def on_device(
     Arrays are `(rows, ...)`; those marked `Each` are `(members, rows, ...)`. On a mesh, rows are split over devices
     where that is possible; every device has all of them if they are to be `whole`.
     """
-    rows = _check.check_rows_of_data(data, _axes.Each, num_members, argument=argument, name=name)
+    rows = check_rows_of_data(data, num_members, argument=argument, name=name)
     data = _axes.map_each(_axes.Each, data)
     if layout is None:
         return jax.tree.map(jnp.asarray, data), rows
@@ -48,7 +50,7 @@ def as_row_indices(rows: Any, num_members: int, num_rows: int, *, name: str) -> 
     if rows is None:
         return None
     rows = np.asarray(_axes.map_each(lambda value: value, rows))
-    _check.row_indices(rows, num_members, num_rows, name=name)
+    check_row_indices(rows, num_members, num_rows, name=name)
     return rows.astype(np.int32)
 
 

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ... import _axes, _check
+from ... import _axes
 from ...sharding._layout import Layout
 from ..resume._texts import digest_of
+from ._check import check_resumable, check_same_batches
 from ._cursor import Cursor
 from ._data import on_device
 
@@ -25,7 +26,7 @@ class BatchIterator:
         self._iterator, self._num_members, self._layout = iter(batches), num_members, layout
         self._holder, self._names = _with_state(self._iterator, batches)
         if state is not None:
-            _check.goes_on_with_data(able=self._holder is not None)
+            check_resumable(able=self._holder is not None)
             getattr(self._holder, self._names[1])(copy.deepcopy(state))
             if self._holder is not self._iterator:  # a loader resumes with the next iterator that it makes
                 self._iterator = iter(batches)
@@ -118,5 +119,5 @@ def iterate_from(
     for _ in range(cursor.batches - 1):
         iterator.pass_over()
     if cursor.batches > 0:
-        _check.same_batches(digest_of(iterator.take()), cursor.digest)
+        check_same_batches(digest_of(iterator.take()), cursor.digest)
     return iterator

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ... import _check
 from ..._progress import members_in_words, progress_line
 from ...plan._pilot import Pilot, explained_memory
 from .._revive import Revive
@@ -19,6 +18,7 @@ from ..data._cursor import Length
 from ..data._source import AbstractSource
 from ..resume._resume import Saver
 from ._active import ActiveMembers
+from ._check import ended_message, lost_run_message
 from ._collect import collect_run
 from ._executor import Executor
 from ._interrupt import Interruption
@@ -92,9 +92,9 @@ def _attach_run(host: Host, source: AbstractSource, collect: Any) -> Iterator[No
                 saving.save(host.members, source)
                 saving.wait()
                 error.run = collect(interrupted=False)  # pyright: ignore[reportAttributeAccessIssue]
-                error.add_note(_check.ended_by_an_error(record.steps, saved=saving.is_on, failed=saving.error))
+                error.add_note(ended_message(record.steps, saved=saving.is_on, failed=saving.error))
             except Exception as second:
-                error.add_note(_check.run_is_lost(second))
+                error.add_note(lost_run_message(second))
         raise
 
 

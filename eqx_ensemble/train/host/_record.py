@@ -5,7 +5,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int, PyTree
 
-from ... import _check
+from ..compiled._check import check_same_outputs
 
 
 class History(eqx.Module):
@@ -49,7 +49,7 @@ class Record:
         """Outputs of consecutive steps, each `(steps, members, ...)`."""
         outputs = jax.tree.map(np.asarray, outputs)
         if self._outputs:
-            _check.same_outputs(*(jax.tree.map(lambda x: x[0], part) for part in (self._outputs[0], outputs)))
+            check_same_outputs(*(jax.tree.map(lambda x: x[0], part) for part in (self._outputs[0], outputs)))
         self._outputs.append(outputs)
         self.steps += outputs[0].shape[0]
         last = last_finite(outputs[0].T)

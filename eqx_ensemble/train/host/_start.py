@@ -6,11 +6,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ... import _check
 from ..._ensemble import Ensemble
 from ...sharding._check import warn_of_padding
 from ...sharding._layout import Layout, layout_for
 from ...sharding._shard import replicate, shard_members
+from .._check import check_optimiser
 from .._revive import Revival
 from .._run import Run
 from .._state import TrainState, copied, first_state, init_all
@@ -18,6 +18,7 @@ from .._trainable import Trainable
 from ..compiled._optimiser import Optimiser
 from ..compiled._selection import Mode, Selection, no_selection
 from ..data._cursor import Cursor
+from ._check import check_not_given_again, check_opt_state, check_same_mode, missing_validation_message
 from ._record import Record
 
 
@@ -65,18 +66,18 @@ def start_of(
         selection = no_selection(first.moving, mode) if has_validation else None
         return Start(first, selection, Record(), [], Cursor(), _no_rows(first))
     given = {"state": state is not None, "hyper": hyper is not None, "trainable": trainable is not eqx.is_inexact_array}
-    _check.nothing_twice([name for name, there in given.items() if there])
+    check_not_given_again([name for name, there in given.items() if there])
     run, first = (begun, begun.train_state) if isinstance(begun, Run) else (None, begun)
     if run is not None and run.selection is not None and not has_validation:
-        raise TypeError(_check.FORGETS_THE_BEST)
+        raise TypeError(missing_validation_message())
     hyper = first.fixed.hyper
-    _check.optimiser(optimiser, hyper=hyper, name="fit")
+    check_optimiser(optimiser, hyper=hyper, name="fit")
     expected = eqx.filter_eval_shape(init_all, optimiser, first.moving.params, hyper, first.ids)
-    _check.state_of_optimiser(first.moving.opt_state, expected)
+    check_opt_state(first.moving.opt_state, expected)
     first = _spread(copied(first), layout)
     selection = run.selection if run is not None and has_validation else None
     if has_validation:
-        _check.same_mode(mode, None if selection is None else selection.mode)
+        check_same_mode(mode, None if selection is None else selection.mode)
         fresh = no_selection(first.moving, mode)
         selection = fresh if selection is None else jax.tree.map(lambda x: x.copy(), selection)
     if run is None:

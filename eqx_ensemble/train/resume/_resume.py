@@ -1,9 +1,7 @@
-import errno
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal
 
@@ -11,17 +9,13 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from ... import _check
 from ...checkpoint import Checkpoints, Contents
-from ...checkpoint._check_folders import check_nothing_newer, check_overwritable, explain_folder
-from ...checkpoint._commit import make_parents
+from ...checkpoint._check_folders import check_overwritable
 from ...checkpoint._formats import FormatName
 from ...checkpoint._names import is_sealed
 from ...checkpoint._place import is_on_disk
-from ...checkpoint._run_lock import RunLock
 from ...checkpoint._snapshot import versions
-from ...distributed import broadcast_from_first, is_first
-from ...distributed._collectives import raise_on_all
+from ...distributed import broadcast_from_first
 from .._revive import Revival
 from .._state import MemberConstants, TrainState
 from ..compiled._carry import Carry
@@ -29,6 +23,8 @@ from ..compiled._selection import Mode
 from ..data._cursor import Cursor, decode, encode
 from ..host._record import History, Record
 from ..host._start import Start
+from ._check import check_record, check_resume, check_run_folder, check_same_call, other_versions_message
+from ._claim import Claim
 from ._identity import Identity
 
 _SECONDS_BETWEEN = 60.0
@@ -36,14 +32,14 @@ _PER_MEMBER = ("moving", "fixed", "ids", "selection", "loss", "aux", "validation
 
 
 class Saver:
-    """Saves a run at boundaries of its chunks, and says where it stands that was saved last.
+    """Saves a run at boundaries of its chunks, and restores it.
 
     **Attributes:**
 
     - `every`: the number of steps between two checkpoints; about a minute if `None`.
-    - `step`: the step saved last.
-    - `failed`: the error of a save that failed, after which the run ends.
-    - `seconds_before`: what the run has taken before this process.
+    - `step`: the last saved step, or -1.
+    - `failed`: the error of a failed save, after which the run ends.
+    - `seconds_before`: the duration of the run before this process.
     """
 
     def __init__(
@@ -54,7 +50,7 @@ class Saver:
         resume: Literal["auto", "must", "never"],
     ):
         own = isinstance(checkpoint, Checkpoints)
-        # Arrays that lie in several processes are what Orbax writes.
+        # Arrays on several processes are written by Orbax.
         kind: FormatName = "safetensors" if jax.process_count() == 1 else "orbax"
         self._checkpoints = checkpoint if own else Checkpoints(checkpoint, asynchronous=True, format=kind)
         self.every = every
@@ -62,13 +58,11 @@ class Saver:
         self.failed: OSError | None = None
         self.seconds_before = 0.0
         self._saved_at = time.perf_counter()
+        self.folder = self._checkpoints.path(0).parent
         check_overwritable(self.folder, is_checkpoint=not self.folder.exists() or self.folder.is_dir())
-        _check.folder_of_runs(self.folder, is_checkpoint=is_on_disk(self.folder) and is_sealed(self.folder))
-        _check.something_to_resume(self._checkpoints.steps, self.folder, resume)
-        # One process takes the lock for all that run together. Object stores have no locks.
-        self._lock = RunLock(self.folder) if is_on_disk(self.folder) and is_first() else None
-        self._claimed = False
-        self._in_first(self._prepare)
+        check_run_folder(self.folder, is_checkpoint=is_on_disk(self.folder) and is_sealed(self.folder))
+        check_resume(self._checkpoints.steps, self.folder, resume)
+        self._claim = Claim(self._checkpoints)
 
     def __enter__(self) -> "Saver":
         return self
@@ -76,45 +70,14 @@ class Saver:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None or jax.process_count() == 1:  # after an error, the other processes may be gone
             self._checkpoints.finish()
-        if self._lock is not None:
-            self._lock.release()
+        self._claim.release()
 
     def claim(self) -> None:
-        """Takes the folder for this run, before its first step: a run that is finished only reads."""
-        if not self._claimed:
-            self._in_first(self._take)
-            self._claimed = True
+        """Takes the folder for this run, before its first step: a complete run is only read."""
+        self._claim.take(self._seen)
 
-    def _in_first(self, job: Callable[[RunLock], None]) -> None:
-        """Does a job with the lock in the process that has it; what fails there fails in all."""
-        failed = None
-        try:
-            if self._lock is not None:
-                job(self._lock)
-        except OSError as error:
-            failed = error
-        raise_on_all(failed)
-
-    def _prepare(self, lock: RunLock) -> None:
-        """Finds out before anything is compiled what would keep the run from being saved."""
-        with explain_folder(self.folder):
-            make_parents(self.folder)
-            if not self._checkpoints.steps and not os.access(self.folder, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        lock.look()
-
-    def _take(self, lock: RunLock) -> None:
-        with explain_folder(self.folder):
-            lock.acquire()
-        check_nothing_newer(self.folder, self._seen, self._checkpoints.steps)
-
-    @property
-    def folder(self) -> Any:
-        """The folder of the run."""
-        return self._checkpoints.path(0).parent
-
-    def resumed(self, start: Start, identity: Identity) -> Start:
-        """Where the last good checkpoint stands, or the start of a run that has none yet."""
+    def resume(self, start: Start, identity: Identity) -> Start:
+        """The start at the last good checkpoint, or `start` if there is none."""
         self._identity, self._begun = identity, int(start.state.step)
         self._shared, self._ids = start.state.shared, start.state.ids
         self._seen = self._checkpoints.steps
@@ -136,14 +99,14 @@ class Saver:
         )
 
     def _like(self, start: Start, contents: Contents) -> dict[str, Any]:
-        """What a checkpoint of this run holds, as shapes; refuses that of another one."""
-        meta, now = _check.of_fit(contents.meta, self.folder), _conditions()
+        """The shapes in a checkpoint of this run; raises for one of another run."""
+        meta, now = check_record(contents.meta, self.folder), _conditions()
         texts = dict(self._identity.texts)
         saved = meta["identity"]
         if meta["conditions"] != now:
-            warnings.warn(_check.other_versions(meta["conditions"], now, self.folder), stacklevel=5)
+            warnings.warn(other_versions_message(meta["conditions"], now, self.folder), stacklevel=5)
             saved, texts = ({k: v for k, v in t.items() if k not in self._identity.traced} for t in (saved, texts))
-        _check.same_call(saved, texts, self.folder)
+        check_same_call(saved, texts, self.folder)
         state = start.state
         along = lambda x: np.empty((state.num_members, meta["steps"], *x.shape), x.dtype)
         count, selection = meta["validations"], start.selection
@@ -162,7 +125,7 @@ class Saver:
         )
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written after `step`."""
+        """Whether to write a checkpoint after `step`."""
         if self.every is None:
             return broadcast_from_first(time.perf_counter() - self._saved_at) >= _SECONDS_BETWEEN
         last = max(self.step, self._begun)
@@ -178,7 +141,7 @@ class Saver:
         cursor: Cursor,
         seconds: float,
     ) -> None:
-        """Saves all members as they are. An error waits in `failed`, so that the run can end in order."""
+        """Saves all members. An error is kept in `failed`, so that the run can end in order."""
         history = record.curves()
         tree = _tree(carry, fixed, self._shared, self._ids, history)
         scores = history.validation
@@ -193,7 +156,7 @@ class Saver:
         }
         try:
             self.claim()
-            self._in_first(RunLock.check)
+            self._claim.check()
             self._checkpoints.save(
                 record.steps,
                 tree,
@@ -207,7 +170,7 @@ class Saver:
         self.step, self._saved_at = record.steps, time.perf_counter()
 
     def wait(self) -> None:
-        """Returns when the last save is done."""
+        """Waits for the last save."""
         try:
             self._checkpoints.wait()
         except OSError as error:
@@ -215,7 +178,7 @@ class Saver:
 
 
 def _tree(carry: Carry, fixed: MemberConstants, shared: PyTree, ids: Array, history: History) -> dict[str, Any]:
-    """What is saved of a run, plainly named."""
+    """The saved parts of a run, by name."""
     return {
         "moving": carry.moving,
         "selection": carry.selection,
@@ -231,9 +194,11 @@ def _tree(carry: Carry, fixed: MemberConstants, shared: PyTree, ids: Array, hist
 
 
 def _conditions() -> dict[str, str]:
-    """What decides the last bits of a run, beside the call itself."""
+    """The conditions, in addition to the call, that determine the last bits of a run."""
     packages = {name: version for name, version in versions().items() if name not in ("python", "numpy")}
-    packages["bytecode"] = str(sys.implementation.cache_tag)  # of functions that cannot be traced, their code counts
+    packages["bytecode"] = str(
+        sys.implementation.cache_tag
+    )  # functions that cannot be traced are compared by their code
     return packages | {"backend": jax.default_backend(), "x64": str(jax.config.read("jax_enable_x64"))}
 
 
@@ -242,6 +207,6 @@ def _mode_of(carry: Carry) -> Mode:
 
 
 def _mean(scores: np.ndarray, *, mode: Mode) -> float | None:
-    """The mean as a score of which less is better, as those of checkpoints are."""
+    """The mean, negated for `mode="max"`: lower scores of checkpoints are better."""
     finite = scores[np.isfinite(scores)] * (1 if mode == "min" else -1)
     return float(finite.mean()) if finite.size else None

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ... import _axes, _check
+from ... import _axes
+from ..._check import is_typed_key
 from ...checkpoint._check_like import shape_text
 from ...distributed import to_host
 from ...tree._statics import static_parts
@@ -26,7 +27,7 @@ def option_text(option: Any) -> str:
     """A text for a number, a word, a key, or one number for each member; of what kind a number is does not count."""
     if option is None or isinstance(option, str):
         return repr(option)
-    if _check.is_typed_key(option):
+    if is_typed_key(option):
         option = jax.random.key_data(option)
     values = np.asarray(to_host(option))
     if values.size > _SHOWN:
@@ -43,7 +44,7 @@ def array_texts(tree: PyTree, name: str) -> dict[str, str]:
 def array_text(x: Any) -> str:
     """Shape, dtype, the first values and a digest of all."""
     x = to_host(x)
-    first = "" if _check.is_typed_key(x) else ", ".join(map(str, np.ravel(x[:_SHOWN] if x.ndim else x)[:_SHOWN]))
+    first = "" if is_typed_key(x) else ", ".join(map(str, np.ravel(x[:_SHOWN] if x.ndim else x)[:_SHOWN]))
     more = ", ..." if x.size > _SHOWN else ""
     return f"{shape_text(x.shape, x.dtype)} [{first}{more}], {digest_of(x)}"
 
@@ -82,7 +83,7 @@ def digest_of(tree: PyTree) -> str:
 
 
 def _add(digest: Any, path: str, leaf: Any) -> None:
-    if _check.is_typed_key(leaf):
+    if is_typed_key(leaf):
         path, leaf = f"{path} {jax.random.key_impl(leaf)}", jax.random.key_data(leaf)
     array = np.ascontiguousarray(to_host(leaf))
     digest.update(f"{path} {array.dtype} {array.shape}".encode())

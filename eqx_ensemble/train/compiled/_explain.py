@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ._leaves import describe, is_member_array, kind_text
+from ..._check import describe, is_member_array, kind_text
 
 _MOST_SHAPES = 8
 _ONE_FOR_MANY = "rank should be at least 1, but is only 0"

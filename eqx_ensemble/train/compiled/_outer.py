@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 _PACKAGES = Path(jax.__file__).parent.parent
 _COMPUTING = tuple(f"{_PACKAGES / name}{os.sep}" for name in ("jax", "jaxlib"))
 _BETWEEN = [Path(str(module.__file__)).parent for module in (eqx, optax, jaxtyping)]
-_LIBRARIES = tuple(f"{path}{os.sep}" for path in (*_BETWEEN, _PACKAGES / "beartype", Path(__file__).parent.parent))
+_LIBRARIES = tuple(f"{path}{os.sep}" for path in (*_BETWEEN, _PACKAGES / "beartype", Path(__file__).parents[2]))
 
 
 class Axis(NamedTuple):

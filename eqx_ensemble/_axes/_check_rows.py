@@ -1,0 +1,109 @@
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._check import MemberMismatchError, check_in_range, is_traced, kind_text
+from ._marks import Batch, Each
+
+
+def check_rows_of_data(
+    data: Any, num_members: int, *, argument: str, name: str, finite: bool = True, least: int = 1
+) -> int:
+    """Raises unless all arrays of a data set have one number of rows, and finite numbers if `finite`. Returns it.
+
+    Arrays are `(rows, ...)`, in an `Each` `(members, rows, ...)`.
+    """
+    sizes: dict[int, str] = {}
+    for path, x, axis in _data_leaves(data, argument):
+        _numeric(x, path, name=name)
+        check_in_range(x, name=name, path=path)
+        if axis == 1 and x.shape[:1] != (num_members,):
+            raise MemberMismatchError(
+                f"`{name}` needs one data set per member in the `Each` of `{argument}`; at `{path}`: expected "
+                f"({num_members}, rows, ...), got {x.shape}."
+            )
+        if x.ndim <= axis:
+            raise ValueError(
+                f"`{name}` needs arrays with one row per example in `{argument}`; at `{path}`: got shape {x.shape}."
+            )
+        sizes.setdefault(x.shape[axis], path)
+        if finite:
+            _finite(x, path, name=name)
+    if not sizes:
+        raise TypeError(f"`{name}` needs at least one array in `{argument}`, got {kind_text(data)}.")
+    if len(sizes) > 1:
+        listed = ", ".join(f"{rows} rows at `{path}`" for rows, path in sizes.items())
+        raise ValueError(f"`{name}` needs arrays of one length in `{argument}`; got {listed}.")
+    rows = next(iter(sizes))
+    if rows < least:
+        raise ValueError(f"`{name}` needs at least one row in `{argument}`, got none.")
+    return rows
+
+
+def _data_leaves(data: Any, argument: str) -> Iterator[tuple[str, Any, int]]:
+    """The leaves of a data set, with their paths and the axes of their rows."""
+    for keys, node in jtu.tree_flatten_with_path(data, is_leaf=lambda x: isinstance(x, Each))[0]:
+        path = argument + jtu.keystr(keys)
+        if not isinstance(node, Each):
+            yield path, node, 0
+            continue
+        for inner, leaf in jtu.tree_flatten_with_path(node.per_member())[0]:
+            yield path + jtu.keystr(inner), leaf, 1
+
+
+def _numeric(x: Any, path: str, *, name: str) -> None:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(
+            f"`{name}` needs arrays in its data; at `{path}`: {kind_text(x)}.\n"
+            "Convert tables and lists first, for example `np.asarray(table)`."
+        )
+    if isinstance(x, np.ndarray) and x.dtype.kind not in "biufcV":
+        raise TypeError(f"`{name}` needs arrays of numbers; at `{path}`: dtype {x.dtype}.\nEncode labels as integers.")
+
+
+def _finite(x: Any, path: str, *, name: str) -> None:
+    if is_traced(x) or not jnp.issubdtype(x.dtype, jnp.floating) or _all_finite(x):
+        return
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        raise ValueError(f"`{name}` needs finite numbers; the array at `{path}` holds NaN or infinite values.")
+    bad = ~np.isfinite(np.asarray(x))
+    first = tuple(int(i) for i in np.argwhere(bad)[0])
+    raise ValueError(
+        f"`{name}` needs finite numbers; the array at `{path}` holds {int(bad.sum())} NaN or infinite values, the "
+        f"first at index {first}.\nMembers that see them would diverge: drop or impute those rows."
+    )
+
+
+def _all_finite(x: Any) -> bool:
+    far = isinstance(x, jax.Array) and (not x.is_fully_addressable or any(d.platform != "cpu" for d in x.devices()))
+    if far:  # stays where it is
+        return bool(jnp.all(jnp.isfinite(x)))
+    # A sum is not finite when an element is not; it may overflow without one, so that only then all are looked at.
+    x = np.asarray(x)
+    return bool(np.isfinite(x.sum(dtype=np.float64)) or np.isfinite(x).all())
+
+
+@contextlib.contextmanager
+def explain_rows(data: Any) -> Iterator[None]:
+    """Adds to an error of a member the shape of the rows that `predict` passes to it."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        rows = dict.fromkeys(str(tuple(leaf.shape[axis + 1 :])) for _, leaf, axis in _data_leaves(data, "x"))
+        note = f"`predict` calls a member with one row of `x`; here a row has shape {', '.join(rows)}."
+        if list(rows) == ["()"]:
+            note += " For a single example pass `x[None]`."
+        error.add_note(note)
+        raise
+
+
+def check_no_batch(data: Any) -> None:
+    """Raises for a `Batch`: `predict` maps members over rows itself."""
+    is_batch = lambda x: isinstance(x, Batch)
+    if any(map(is_batch, jax.tree.leaves(data, is_leaf=is_batch))):
+        raise TypeError("`predict` takes the rows as they are: pass `x` instead of `Batch(x)`.")

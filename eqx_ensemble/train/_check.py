@@ -1,0 +1,185 @@
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from .._check import (
+    array_leaves,
+    check_counter,
+    check_number,
+    check_positive_int,
+    check_word,
+    describe,
+    is_inside_transformation,
+    kind_text,
+)
+from .._check._options import MOST_STEPS
+
+MULTI_STEPS = "Pass `optax.MultiSteps(...).gradient_transformation()`."
+
+
+def check_no_transformation(*, name: str) -> None:
+    """Raises inside a transformation: training decides by values when to save, stop members and end."""
+    if is_inside_transformation():
+        raise TypeError(
+            f"`{name}` cannot run inside `jax.jit`, `jax.vmap`, `jax.grad` or another transformation: it makes "
+            "decisions on the host. There, use `train.make_step` in a `jax.lax.scan`, or write the whole training of "
+            "one member as a function for `map_members`."
+        )
+
+
+def check_length(epochs: Any, steps: Any, *, name: str) -> None:
+    """Raises unless exactly one of `epochs` and `steps` is given."""
+    if (epochs is None) == (steps is None):
+        got = "neither" if epochs is None else "both"
+        raise TypeError(f"`{name}` needs either `epochs` or `steps`, got {got}.")
+    if steps is None:
+        check_counter(epochs, "epochs", name=name)
+    else:
+        check_counter(steps, "steps", name=name)
+
+
+def check_patience(value: Any, validation: Any, *, name: str) -> None:
+    """Raises unless `patience` is a count and comes with validation data."""
+    if value is None:
+        return
+    check_counter(value, "patience", name=name)
+    if validation is None:
+        raise TypeError(f"`{name}` needs `validation=` data with `patience`: members stop by their validation scores.")
+
+
+_NEEDS_VALIDATION = {
+    "target": "a member stops when its score reaches it",
+    "score": "members are scored on them at the end of every epoch",
+    "min_delta": "it is the smallest improvement of a validation score",
+}
+
+
+def check_mode(value: Any, *, name: str) -> None:
+    """Raises unless `value` says which scores are better."""
+    check_word(value, "mode", ("min", "max"), name=name)
+
+
+def check_scoring(score: Any, mode: Any, min_delta: Any, target: Any, validation: Any) -> None:
+    """Raises for an invalid `mode` or `min_delta`, and for options that need validation data."""
+    check_mode(mode, name="fit")
+    check_number(min_delta, "min_delta", name="fit", least=0)
+    if validation is not None:
+        return
+    for word, given in (("target", target is not None), ("score", score is not None), ("min_delta", min_delta != 0)):
+        if given:
+            raise TypeError(f"`fit` needs `validation=` data with `{word}`: {_NEEDS_VALIDATION[word]}.")
+
+
+def check_one_pass(data: Any, epochs: Any) -> None:
+    """Raises for several epochs of data that can be iterated only once.
+
+    An iterator whose own `__iter__` does anything may restart there, and is accepted.
+    """
+    code = getattr(type(data).__iter__, "__code__", None)
+    if epochs is None or epochs == 1 or not isinstance(data, Iterator) or (code is not None and code.co_names):
+        return
+    raise ValueError(
+        f"`fit` iterates an iterable of batches once an epoch; with `epochs={epochs}` got {kind_text(data)}, which "
+        "gives its batches only once.\nPass an object that restarts each time (a list, a loader); or make it "
+        "endless and give `steps`."
+    )
+
+
+def check_no_array_options(*, batch_size: Any, rows: Any, order: Any, scan: Any, name: str) -> None:
+    """Raises if an option for data in arrays comes with an iterable of batches."""
+    used = {"batch_size": batch_size is not None, "rows": rows is not None, "order": order != "each"}
+    used["scan"] = scan is not None
+    given = [f"`{word}`" for word, is_used in used.items() if is_used]
+    if given:
+        raise TypeError(
+            f"`{name}` takes {', '.join(given)} for data in arrays; an iterable of batches decides that itself."
+        )
+
+
+def check_same_structure(validation: Any, data: Any) -> None:
+    """Raises unless validation data have the structure of the training data."""
+    expected, got = jax.tree.structure(data), jax.tree.structure(validation)
+    if expected != got:
+        raise TypeError(
+            f"`fit` needs `validation` with the structure of `data`, because the loss takes both; expected {expected}, "
+            f"got {got}.\nPass both as `(x, y)`; or give a `score` of its own."
+        )
+
+
+def check_hyper_used(optimiser: Any, *, wants_hyper: bool, name: str) -> None:
+    """Raises unless the optimiser or the loss uses the hyper-parameters."""
+    if isinstance(optimiser, optax.GradientTransformation) and not wants_hyper:
+        raise TypeError(
+            f"`{name}` got `hyper`, but nothing uses it.\n"
+            "Pass the optimiser as a function, `lambda h: optax.adam(h['lr'])`, or name a loss parameter `hyper`."
+        )
+
+
+def check_some_training(training: np.ndarray, *, ids: np.ndarray) -> None:
+    """Raises if no member is training."""
+    if not training.any():
+        raise ValueError(
+            f"`fit` has no member left to train: all {len(ids)} members have stopped or diverged.\n"
+            "To train their weights again, pass the ensemble: `fit(run.ensemble, ...)`."
+        )
+
+
+def check_optimiser_kind(value: Any, *, name: str) -> None:
+    """Raises unless `value` is an optax optimiser or a function."""
+    if isinstance(value, optax.GradientTransformation):
+        return
+    if isinstance(value, optax.MultiSteps):
+        raise TypeError(f"`{name}` needs an optax optimiser, got a MultiSteps.\n{MULTI_STEPS}")
+    if not callable(value):
+        arrays = len(array_leaves(value))
+        if arrays:
+            raise TypeError(
+                f"`{name}` needs an optax optimiser, got {kind_text(value)} of {arrays} arrays: an optimiser's state?\n"
+                "Pass the optimiser itself, such as `optax.adam(1e-3)`; its state is made for every member."
+            )
+        raise TypeError(f"`{name}` needs an optax optimiser, got {describe(value)}.")
+
+
+def check_optimiser(value: Any, *, hyper: Any, name: str) -> None:
+    """Raises unless `value` is an optax optimiser, or with `hyper` a function that makes one."""
+    check_optimiser_kind(value, name=name)
+    if isinstance(value, optax.GradientTransformation):
+        return
+    if hyper is None:
+        named = getattr(value, "__name__", type(value).__name__)
+        raise TypeError(
+            f"`{name}` needs an optax optimiser, got the function `{named}`.\n"
+            f"Call it first, for example `optax.adam(1e-3)`; or pass `hyper=` if `{named}` makes an optimiser from "
+            "each member's hyper-parameters."
+        )
+
+
+def check_limit(value: Any, argument: str, num_members: int, *, name: str, whole: bool = False) -> np.ndarray | None:
+    """Raises unless `value` is one number, or one per member, positive but for `target`. Returns it as `(members,)`."""
+    if value is None:
+        return None
+    numbers = np.asarray(value)
+    if numbers.shape not in ((), (num_members,)) or numbers.dtype.kind not in ("iu" if whole else "iuf"):
+        kind = "an integer" if whole else "a number"
+        raise TypeError(f"`{name}` needs `{argument}` to be {kind}, or one per member ({num_members},), got {value!r}.")
+    if not np.isfinite(numbers).all() or (argument != "target" and (numbers <= 0).any()):
+        raise ValueError(
+            f"`{name}` needs `{argument}` to be {'finite' if argument == 'target' else 'positive'}, got {value!r}."
+        )
+    if whole and (numbers > MOST_STEPS).any():
+        raise ValueError(
+            f"`{name}` needs `{argument}` of at most {MOST_STEPS}, because compiled programs count in 32 bits; got "
+            f"{value!r}."
+        )
+    return np.broadcast_to(numbers, (num_members,))
+
+
+def check_revive(make: Any, perturb: Any, most: Any) -> None:
+    """Raises for invalid arguments of `Revive`."""
+    for argument, value in (("make", make), ("perturb", perturb)):
+        if value is not None and not callable(value):
+            raise TypeError(f"`train.Revive` needs `{argument}` to be a function, got {value!r}.")
+    check_positive_int(most, "most", name="train.Revive")

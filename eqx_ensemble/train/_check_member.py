@@ -1,0 +1,109 @@
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._check import MemberMismatchError, array_leaves, kind_text
+
+TABLE_COLUMNS = ("member", "loss", "validation", "best_step", "status", "stopped_at")
+"""The columns of a run's table in addition to those of its hyper-parameters."""
+
+
+def hyper_column_text(path: tuple) -> str:
+    """The column of a hyper-parameter in a run's table."""
+    return jax.tree_util.keystr(path, simple=True, separator=".") or "hyper"
+
+
+def check_hyper(values: Any, num_members: int, *, name: str) -> None:
+    """Raises unless every hyper-parameter has one value per member and a column of its own in the table."""
+    leaves = array_leaves(values)
+    if not leaves:
+        raise TypeError(f"`{name}` needs `hyper` to hold arrays with one value per member, got {values!r}.")
+    for path, x in leaves:
+        if x.ndim == 0 or x.shape[0] != num_members:
+            raise MemberMismatchError(
+                f"`{name}` needs one value per member in `hyper`; at `{path}`: expected ({num_members}, ...), "
+                f"got {x.shape}."
+            )
+    columns = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(values):
+        column = hyper_column_text(path)
+        if column in TABLE_COLUMNS or column in columns:
+            other = f"`hyper{jax.tree_util.keystr(columns[column])}`" if column in columns else "what a run reports"
+            raise ValueError(
+                f"`{name}` needs names in `hyper` that are columns of their own in `run.table()`; "
+                f"`hyper{jax.tree_util.keystr(path)}` would be the column `{column}`, which is that of {other}.\n"
+                "Name it differently."
+            )
+        columns[column] = path
+
+
+def check_same_hyper(old: Any, new: Any, *, name: str) -> None:
+    """Raises unless new hyper-parameters have the structure, the shapes and the kinds of the old ones."""
+    shapes = lambda tree: [jnp.shape(x) for x in jax.tree.leaves(tree)]
+    if jax.tree.structure(old) != jax.tree.structure(new) or shapes(old) != shapes(new):
+        raise TypeError(
+            f"`{name}` needs a function that returns hyper-parameters like those it is given: expected "
+            f"{jax.tree.structure(old)} of shapes {shapes(old)}, got {jax.tree.structure(new)} of {shapes(new)}."
+        )
+    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(old)[0], jax.tree.leaves(new), strict=True):
+        if not jnp.issubdtype(x.dtype, jnp.inexact) and np.asarray(y).dtype.kind == "f":
+            raise TypeError(
+                f"`{name}` needs integers for hyper-parameters that are integers; at `{jax.tree_util.keystr(path)}`: "
+                f"got {y!r} for {x.dtype}.\nRound it in the function that changes it, or make it a float in `hyper`."
+            )
+
+
+def check_trainable(value: Any, *, name: str) -> None:
+    """Raises unless `trainable` is a function of a leaf, or a tree of booleans and functions."""
+    for leaf in [None] if value is None else jax.tree.leaves(value):
+        if not isinstance(leaf, bool | np.bool_) and not callable(leaf):
+            raise TypeError(
+                f"`{name}` needs `trainable` to be a function of a leaf, or a tree of booleans, got "
+                f"{kind_text(leaf)}.\n"
+                "For example `lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim == 2`."
+            )
+
+
+@contextlib.contextmanager
+def explain_trainable(*, name: str) -> Iterator[None]:
+    """Adds to an error in `trainable` how it is called."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"`{name}` calls `trainable` with each leaf of one member, or takes a tree of booleans like one member, "
+            "as `equinox.partition` does.\nTo train a part of a model: "
+            "`eqx.tree_at(lambda m: m.part, jax.tree.map(lambda _: False, ensemble[0]), replace=True)`."
+        )
+        raise
+
+
+def check_same_choice(first: list[bool], last: list[bool], leaves: Any, *, name: str) -> None:
+    """Raises unless the same leaves are trained in all members."""
+    if first == last:
+        return
+    keyed = jax.tree_util.tree_leaves_with_path(leaves)
+    where = next(path for (path, _), a, b in zip(keyed, first, last, strict=True) if a != b)
+    raise ValueError(
+        f"`{name}` trains the same leaves in all members; `trainable` differs between the first and the last member at "
+        f"`{jax.tree_util.keystr(where)}`.\nDecide by type, shape and dtype, not by values."
+    )
+
+
+def check_trained(params: Any, *, name: str) -> None:
+    """Raises unless there is something to train, all of it floating-point."""
+    leaves = array_leaves(params)
+    if not leaves:
+        raise ValueError(
+            f"`{name}` found nothing to train: no stacked floating-point array is selected by `trainable`.\n"
+            "Shared leaves are constants in training."
+        )
+    for path, x in leaves:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"`{name}` can train floating-point arrays only; `trainable` selects `{path}` of dtype {x.dtype}."
+            )

@@ -1,0 +1,53 @@
+from typing import Any
+
+import jax
+
+
+def check_not_given_again(given: list[str]) -> None:
+    """Raises if something is given that the training state already has."""
+    if given:
+        words = ", ".join(f"`{name}`" for name in given)
+        raise TypeError(
+            f"`fit` continues a training state, which has its own {words}: omit that.\n"
+            "To change hyper-parameters: `equinox.tree_at(lambda s: s.hyper, state, new)`."
+        )
+
+
+def missing_validation_message() -> str:
+    """The message that a run with best weights continues without validation data."""
+    return (
+        "`fit` continues a run with best weights by a validation score, and needs `validation=` again.\n"
+        "To continue from the last weights without the best: `fit(run.train_state, ...)`."
+    )
+
+
+def check_opt_state(found: Any, expected: Any) -> None:
+    """Raises unless the optimiser is the one that made the state."""
+    shapes = lambda tree: [(path, x.shape, x.dtype) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    if jax.tree.structure(found) != jax.tree.structure(expected) or shapes(found) != shapes(expected):
+        raise TypeError(
+            "`fit` continues a training state that another optimiser made: its optimiser state is\n"
+            f"{jax.tree.structure(found)}, this optimiser's would be\n{jax.tree.structure(expected)}."
+        )
+
+
+def check_same_mode(value: str, before: str | None) -> None:
+    """Raises if a run is continued with another `mode`."""
+    if before not in (None, value):
+        raise ValueError(
+            f"`fit` continues a run whose best weights were chosen with `mode={before!r}`, got `mode={value!r}`.\n"
+            "Pass the same mode; or continue from `run.train_state`, without the best weights."
+        )
+
+
+def ended_message(step: int, *, saved: bool, failed: OSError | None) -> str:
+    """The note on an error that ended a run."""
+    note = f"`fit` ended after {step} steps; this error's `run` is the run so far."
+    if failed is not None:
+        return f"{note} It could not be saved: {failed.strerror or failed}"
+    return f"{note} Rerunning the same call resumes there." if saved else note
+
+
+def lost_run_message(error: Exception) -> str:
+    """The note on an error that ended a run, if the run could not be collected."""
+    return f"`fit` could not keep the run so far: {type(error).__name__}: {error}"
