@@ -10,13 +10,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..sharding._check import warn_of_padding
 from .. import _axes, _keys
-from .._check import check_sequence, check_key, is_typed_key, is_readable, MemberMismatchError
-from .._ensemble._check import check_no_text_arrays, check_selection
-from ._check import check_make, check_signature, check_count, check_no_key, check_arguments, explain_make, check_keys
-from ._check_equal import warn_of_equal_members
+from .._check import MemberMismatchError, check_key, check_sequence, is_readable, is_typed_key
 from .._ensemble import Ensemble, M, Where, from_stacked, mark_numbers
+from .._ensemble._check import check_no_text_arrays, check_selection
 from ..plan import Vmap
 from ..plan._sharded import sharded_plan
 from ..sharding import Shard
@@ -25,6 +22,8 @@ from ..sharding._constrain import constrain_member
 from ..sharding._layout import Layout, as_layout
 from ..sharding._shard import replicate, shard_members
 from ..tree._hidden import check_no_tracers
+from ._check import check_arguments, check_count, check_keys, check_make, check_no_key, check_signature, explain_make
+from ._check_equal import warn_of_equal_members
 
 Arguments = Mapping[str, Any]
 """Per-member arguments of a constructor: a name and its values, one per member."""
@@ -73,9 +72,9 @@ def build(
 ) -> Any:
     """Builds an [`eqx_ensemble.Ensemble`][] from the constructor of one member.
 
-    `make(key)` runs once under `equinox.filter_vmap`, which builds all members as one stacked Module; each member equals,
-    bit for bit, the model that `make` gives alone. Weakly typed arrays (`jnp.asarray(2.0)`) become strongly typed, so
-    that training and loading do not change how they promote. With `zip` or `product` it is called as
+    `make(key)` runs once under `equinox.filter_vmap`, which builds all members as one stacked Module; each member
+    equals, bit for bit, the model that `make` gives alone. Weakly typed arrays (`jnp.asarray(2.0)`) become strongly
+    typed, so that training and loading do not change how they promote. With `zip` or `product` it is called as
     `make(key, **arguments)`.
 
     **Arguments:**
@@ -94,8 +93,8 @@ def build(
     - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
         are taken from the first member and kept once.
     - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][]. Members are initialised on their own devices;
-        if they divide evenly, no device ever holds all of them. `make` is compiled for this; if it cannot be, it runs as
-        without a mesh, with a warning.
+        if they divide evenly, no device ever holds all of them. `make` is compiled for this; if it cannot be, it runs
+        as without a mesh, with a warning.
     - `shard`: how to split the weights of a member over the mesh's axis `model`: `shard(path, shape, parts)` gives a
         `PartitionSpec` for each of a member's arrays, or `None`;
         [`eqx_ensemble.sharding.by_largest_axis`][] if not given. For `None`, sharding is left to the compiler.
@@ -148,7 +147,11 @@ def build(
         return one
 
     with explain_make():
-        made = _vmap_make(make_one, keys, arguments) if layout is None else _make_on_mesh(make_one, keys, arguments, layout, shard)
+        made = (
+            _vmap_make(make_one, keys, arguments)
+            if layout is None
+            else _make_on_mesh(make_one, keys, arguments, layout, shard)
+        )
     check_no_tracers(made, name="build")
     warn_of_equal_members(made, keys, arguments)
     model, *state = made if _is_stateful(made) else (made,)

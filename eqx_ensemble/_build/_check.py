@@ -6,8 +6,11 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 import numpy as np
-from .._check import MemberMismatchError, Size, array_leaves, check_axis, check_positive_int, check_sequence, describe, check_in_range, check_integer_ids, is_readable, is_key, is_member_array, is_traced, kind_text, path_text, check_flag, check_integers_fit, check_key, is_typed_key, check_key_shape, check_plain_weights, check_weight_count
 
+from .._check import (
+    check_key_shape,
+    kind_text,
+)
 
 T = TypeVar("T")
 
