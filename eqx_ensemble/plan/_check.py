@@ -22,7 +22,7 @@ def smaller_plan_message(plan: str, less: str, *, name: str) -> str:
 def out_of_memory_message(num_members: int, plan: str, less: str | None, error: str, *, name: str) -> str:
     """The message that memory has run out, with what to try."""
     first = error.splitlines()[0] if error else "RESOURCE_EXHAUSTED"
-    hint = f'Try `plan.{less}`, or `plan="auto"`, which searches for a plan that fits.'
+    hint = f'Try `plan={less}`, or `plan="auto"`, which searches for a plan that fits.'
     if less is None:
         hint = "Not even one member at a time fits: choose a smaller `batch_size`."
     return f"`{name}` ran out of memory with {num_members} members under `{plan}`: {first}\n{hint}"

@@ -135,7 +135,7 @@ BAD = {
     ),
     "weights without something that takes them": (
         lambda: export(weights=[0.5, 0.5]),
-        "TypeError: `export` needs `combine=` with `weights`: predictions of single members have no weights.",
+        "TypeError: `export` needs `combine=` with `weights`: weights have no effect without `combine`.",
     ),
     "weights of others": (
         lambda: export(weights=[1.0], combine=ee.combine.mean),

@@ -326,7 +326,7 @@ class TestOutOfMemory:
         """)
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
         assert "`fit` ran out of memory with 32 members under `Vmap()`: RESOURCE_EXHAUSTED" in done.stdout, done.stderr
-        assert 'Try `plan=eqx_ensemble.plan.Chunked(16)`, or `plan="auto"`' in done.stdout
+        assert 'Try `plan=Chunked(16)`, or `plan="auto"`' in done.stdout
 
     def test_other_errors_pass(self, ensemble):
         def broken(model, batch, key):

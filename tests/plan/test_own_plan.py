@@ -157,7 +157,7 @@ def test_in_the_messages(ensemble, monkeypatch):
     monkeypatch.setattr("eqx_ensemble._predict._predict.compiled_batch", fail)
     with pytest.raises(MemoryError, match=r"with 5 members under `Strided\(2\)`") as caught:
         ee.predict(ensemble, DATA[0], plan=Strided(2))
-    assert "Try `plan=eqx_ensemble.plan.Sequential()`" in str(caught.value)
+    assert "Try `plan=Sequential()`" in str(caught.value)
     monkeypatch.undo()
     assert "plan     Strided(2)" in str(fitted(ensemble, Strided(2)))
 
