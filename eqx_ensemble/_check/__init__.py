@@ -21,15 +21,6 @@ from ._arrays import first_text as first_text
 from ._arrays import kept_rows as kept_rows
 from ._arrays import needs_message as needs_message
 from ._arrays import promote as promote
-from ._combining import check_cut as check_cut
-from ._combining import check_greedy as check_greedy
-from ._combining import check_log_scores as check_log_scores
-from ._combining import check_power as check_power
-from ._combining import check_prune as check_prune
-from ._combining import check_score_value as check_score_value
-from ._combining import check_scores_of_members as check_scores_of_members
-from ._combining import check_tolerance as check_tolerance
-from ._combining import warn_of_gap as warn_of_gap
 from ._errors import CheckpointCorruptError as CheckpointCorruptError
 from ._errors import MemberMismatchError as MemberMismatchError
 from ._extras import check_installed as check_installed
@@ -67,5 +58,3 @@ from ._options import check_positive_int as check_positive_int
 from ._options import check_sequence as check_sequence
 from ._options import check_text as check_text
 from ._options import check_word as check_word
-from ._training import check_model_state as check_model_state
-from ._training import check_model_state_given as check_model_state_given

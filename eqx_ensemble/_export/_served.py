@@ -9,14 +9,13 @@ from jaxtyping import PyTree
 
 from .. import _keys
 from .._check import (
-    check_model_state,
-    check_model_state_given,
     check_optional_function,
     check_positive_int,
 )
 from .._combination import of_predictions
 from .._ensemble import Ensemble
 from .._ensemble._check import check_ensemble
+from .._ensemble._check_state import check_model_state, check_model_state_given
 from .._predict._batch import Call, Inputs, predict_batch
 from ..plan import AbstractPlan
 from ..plan._auto import as_plan

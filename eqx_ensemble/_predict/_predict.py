@@ -14,6 +14,7 @@ from .._axes._check_rows import check_no_batch, check_rows_of_data, explain_rows
 from .._combination import AbstractCombination, of_predictions, stream_of
 from .._ensemble import Ensemble
 from .._ensemble._check import check_ensemble
+from .._ensemble._check_state import check_model_state, check_model_state_given
 from .._progress import members_in_words, progress_line
 from ..plan import AbstractPlan, AnyPlan
 from ..plan._auto import as_plan
@@ -104,8 +105,8 @@ def predict(
     _check.check_optional_flag(progress, "progress", name="predict")
     plan = as_plan(plan)
     _check.check_positive_int(batch_size, "batch_size", name="predict")
-    _check.check_model_state_given(ensemble.stacked, state, name="predict")
-    _check.check_model_state(state, ensemble.num_members, name="predict")
+    check_model_state_given(ensemble.stacked, state, name="predict")
+    check_model_state(state, ensemble.num_members, name="predict")
     check_no_batch(x)
     num_rows = check_rows_of_data(x, ensemble.num_members, argument="x", name="predict", finite=False, least=0)
     _check.check_integers_fit((ensemble.stacked, ensemble.shared, state), argument="ensemble", name="predict")

@@ -1,6 +1,11 @@
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from .._check import check_scalar, concrete, needs_message
 
 
 def check_sketch_levels(levels: Any, *, name: str) -> tuple[float, ...]:
@@ -11,3 +16,29 @@ def check_sketch_levels(levels: Any, *, name: str) -> tuple[float, ...]:
     if not ((found >= 0) & (found <= 1)).all():
         raise ValueError(f"`{name}` needs `levels` from 0 to 1, got {levels!r}.")
     return tuple(float(level) for level in found)
+
+
+def check_power(name: str, power: ArrayLike, dtype: jnp.dtype) -> Array:
+    """The sum of exponents, above zero where concrete."""
+    array = check_scalar(name, "power", power, dtype)
+    host = concrete(power)
+    if host is not None and not 0 < host < np.inf:
+        fix = "1 is the geometric mean, `num_members` the plain product."
+        raise ValueError(needs_message(name, "a finite `power` above zero", f"got {host}", fix))
+    return array
+
+
+def check_cut(name: str, cut: ArrayLike, dtype: jnp.dtype) -> Array:
+    """A share to cut off at both ends that leaves something between them."""
+    array = check_scalar(name, "cut", cut, dtype)
+    host = concrete(cut)
+    if host is not None and not (0 <= host and host.astype(dtype) < 0.5):
+        raise ValueError(
+            needs_message(
+                name,
+                "a `cut` from 0 to below 0.5",
+                f"got {host}",
+                "10 % at each end are `cut=0.1`; for 0.5 use `median`.",
+            )
+        )
+    return array

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from .._check import check_moments, check_power, check_weights
+from .._check import check_moments, check_weights
 from .._combination import Summary, check_pair_of_moments, stream
 from .._weighting import blank_unweighted, mixture_moments, weighted_mean
+from ._check import check_power
 
 
 class Gaussian(NamedTuple):

@@ -2,8 +2,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from .._check import check_cut, check_values, check_weights
+from .._check import check_values, check_weights
 from .._weighting import blank_unweighted, quantile, sort_members
+from ._check import check_cut
 
 
 def median(

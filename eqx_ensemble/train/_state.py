@@ -7,9 +7,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, Int8, Key, PyTree
 
 from .. import _axes, _keys
-from .._check import check_integers_fit, check_model_state, check_model_state_given, is_typed_key, kind_text
+from .._check import check_integers_fit, is_typed_key, kind_text
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
+from .._ensemble._check_state import check_model_state, check_model_state_given
 from ..plan import Vmap
 from ..plan._sharded import sharded_plan
 from ..sharding._constrain import constrain_member

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from ..._check import check_log_scores
+from ._check import check_log_scores
 
 
 def bayesian(

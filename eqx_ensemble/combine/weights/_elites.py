@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from ..._check import check_scores_of_members
+from ._check import check_scores_of_members
 
 
 def elites(scores: Real[ArrayLike, " members"], count: int) -> Float[Array, " members"]:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32
 
-from ..._check import check_greedy, check_log_scores, check_score_value, check_values
+from ..._check import check_values
+from ._check import check_greedy, check_log_scores, check_score_value
 
 
 class Greedy(NamedTuple):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int32, Real
 
-from ..._check import check_prune
+from ._check import check_prune
 
 
 class Pruned(NamedTuple):

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Int32
 
-from ..._check import check_log_scores, check_positive_int, check_tolerance, warn_of_gap
+from ..._check import check_positive_int
+from ._check import check_log_scores, check_tolerance, warn_of_gap
 
 
 class Stacking(NamedTuple):

@@ -3,8 +3,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from ._errors import MemberMismatchError
-from ._leaves import array_leaves, kind_text
+from .._check import MemberMismatchError, array_leaves, kind_text
 
 
 def check_model_state(state: Any, num_members: int, *, name: str) -> None:
@@ -13,14 +12,14 @@ def check_model_state(state: Any, num_members: int, *, name: str) -> None:
         return
     if not isinstance(state, eqx.nn.State):
         raise TypeError(
-            f"`{name}` needs `state` to be the stacked `equinox.nn.State` that `build` returned beside the ensemble, "
+            f"`{name}` needs `state` to be the stacked `equinox.nn.State` that `build` returned with the ensemble, "
             f"got {kind_text(state)}."
         )
     for path, x in array_leaves(state):
         if x.ndim == 0 or x.shape[0] != num_members:
             raise MemberMismatchError(
                 f"`{name}` needs a state with one value per member; at `{path}`: expected ({num_members}, ...), "
-                f"got {x.shape}.\nIndex the state as the ensemble: `eqx_ensemble.tree.take(state, index)`."
+                f"got {x.shape}.\nIndex the state as the ensemble: `tree.take(state, index)`."
             )
 
 

@@ -1,5 +1,3 @@
-"""What combinations of members and the search for their weights are given."""
-
 import math
 import warnings
 from collections.abc import Callable
@@ -10,47 +8,21 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import (
+from ..._check import (
     check_array,
     check_mask,
+    check_number,
     check_plain_weights,
-    check_scalar,
+    check_positive_int,
     check_values,
     check_weights,
     concrete,
     first_text,
+    is_traced,
     needs_message,
 )
-from ._leaves import is_traced
-from ._options import check_number, check_positive_int
 
 _HOW_TO_SCORE = "They are `-scores.per_member(scores.nll, logits, labels, reduction='none')` and the like."
-
-
-def check_power(name: str, power: ArrayLike, dtype: jnp.dtype) -> Array:
-    """The sum of exponents, above zero where concrete."""
-    array = check_scalar(name, "power", power, dtype)
-    host = concrete(power)
-    if host is not None and not 0 < host < np.inf:
-        fix = "1 is the geometric mean, `num_members` the plain product."
-        raise ValueError(needs_message(name, "a finite `power` above zero", f"got {host}", fix))
-    return array
-
-
-def check_cut(name: str, cut: ArrayLike, dtype: jnp.dtype) -> Array:
-    """A share to cut off at both ends that leaves something between them."""
-    array = check_scalar(name, "cut", cut, dtype)
-    host = concrete(cut)
-    if host is not None and not (0 <= host and host.astype(dtype) < 0.5):
-        raise ValueError(
-            needs_message(
-                name,
-                "a `cut` from 0 to below 0.5",
-                f"got {host}",
-                "10 % at each end are `cut=0.1`; for 0.5 use `median`.",
-            )
-        )
-    return array
 
 
 def check_log_scores(name: str, log_scores: ArrayLike, mask: ArrayLike | None) -> tuple[Array, Array | None]:
