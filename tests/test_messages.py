@@ -434,7 +434,7 @@ BAD = {
     "fit a state of the wrong kind": (
         lambda: fit(ensemble=STATEFUL, state={"a": 1}),
         "TypeError: "
-        "`fit` needs `state` to be the stacked `equinox.nn.State` that `build` returned beside the "
+        "`fit` needs `state` to be the stacked `equinox.nn.State` that `build` returned with the "
         "ensemble, got a dict.",
     ),
     "fit a stateful loss of three": (
