@@ -38,7 +38,7 @@ def assert_listed(found: set[str], listed: set[str], rule: str):
 
 # Names of checks.
 
-HELPERS = {"array_leaves", "concrete", "describe", "kept_rows", "member_dtype", "promote"}
+HELPERS = {"array_leaves", "concrete", "kept_rows", "member_dtype", "promote"}
 """What several checks calculate with."""
 
 UNRULY_CHECKS: set[str] = {

@@ -730,7 +730,7 @@ def test_an_ensemble_inside_vmap_names_map_members(unhooked, use, mapped):
     ensemble = ee.build(linear, 3, key=KEY)
     with pytest.raises(ee.MemberMismatchError) as caught:
         mapped(USES[use])(ensemble)
-    assert "at `.ids`: expected i32[members], got i32[]" in str(caught.value)
+    assert "at `.ids`: expected int32[members], got int32[]" in str(caught.value)
     assert "`map_members(fn)(ensemble, x)`" in str(caught.value)
     assert all("with one example" not in note for note in getattr(caught.value, "__notes__", []))
 

@@ -119,7 +119,7 @@ class Field(eqx.Module):
 def test_the_first_use_says_what_happened(use, unhooked, tmp_path):
     for name, corrupt in CORRUPT.items():
         ensemble = corrupt()
-        kind = "bf16[3]" if "cast" in name else "f32[3]"
+        kind = "bfloat16[3]" if "cast" in name else "float32[3]"
         with pytest.raises(TypeError) as caught:
             USES[use](ensemble, tmp_path)
         assert str(caught.value) == (

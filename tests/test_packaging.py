@@ -101,6 +101,26 @@ def test_changelog_starts_with_this_version():
     assert versions[0] == PYPROJECT["project"]["version"]
 
 
+def test_dependencies_are_few():
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in PYPROJECT["project"]["dependencies"]}
+    assert names == {"jax", "jaxlib", "equinox", "optax", "jaxtyping", "beartype", "safetensors", "tqdm"}
+
+
+def imported(path):
+    """The packages that a file imports at its top level."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.partition(".")[0]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_only_dependencies_are_imported_at_the_top_level(path):
+    allowed = {"jax", "equinox", "optax", "jaxtyping", "beartype", "safetensors", "tqdm", "numpy"}  # NumPy is JAX's
+    assert set(imported(path)) <= allowed | set(sys.stdlib_module_names)
+
+
 def test_dependencies_have_lower_bounds_only():
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]

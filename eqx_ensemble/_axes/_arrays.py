@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._check import check_integers_fit, describe
+from .._check import check_integers_fit
+from .._describe import describe
 from ._check import too_large_message
 
 

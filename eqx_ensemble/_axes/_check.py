@@ -4,7 +4,8 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .._check import MemberMismatchError, Size, array_leaves, check_axis, describe
+from .._check import MemberMismatchError, Size, array_leaves, check_axis
+from .._describe import describe
 
 _STACK = "If this is a list of models, make one stacked model of it first: `stack(models)`."
 

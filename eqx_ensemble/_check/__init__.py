@@ -34,7 +34,6 @@ from ._leaves import Size as Size
 from ._leaves import array_leaves as array_leaves
 from ._leaves import check_in_range as check_in_range
 from ._leaves import check_integers_fit as check_integers_fit
-from ._leaves import describe as describe
 from ._leaves import is_inside_transformation as is_inside_transformation
 from ._leaves import is_key as is_key
 from ._leaves import is_member_array as is_member_array

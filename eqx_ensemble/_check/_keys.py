@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._errors import MemberMismatchError
-from ._leaves import describe, is_key
+from ._leaves import is_key
 
 
 def is_typed_key(key: Any) -> bool:
@@ -43,8 +43,7 @@ def check_key_shape(key: Any, *, name: str, wanted: str) -> tuple[int, ...]:
         return key.shape[:-1]
     if isinstance(key, int):
         raise TypeError(f"`{name}` needs {wanted}, got the integer {key}.\nMake a key of it: `jax.random.key({key})`.")
-    described = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array | np.ndarray) else repr(key)
-    raise TypeError(f"`{name}` needs {wanted} from `jax.random.key(seed)`, got {described}.")
+    raise TypeError(f"`{name}` needs {wanted} from `jax.random.key(seed)`, got {_array_text(key)}.")
 
 
 def check_integer_ids(values: Any) -> None:
@@ -54,7 +53,7 @@ def check_integer_ids(values: Any) -> None:
     """
     if getattr(values, "ndim", 1) == 0:
         raise MemberMismatchError(
-            f"`Ensemble` needs one id per member; at `.ids`: expected i32[members], got {describe(values)}.\n"
+            f"`Ensemble` needs one id per member; at `.ids`: expected int32[members], got {_array_text(values)}.\n"
             "Inside `equinox.filter_vmap`, `jax.vmap` or `jax.lax.scan`, what is left of an ensemble is not a model. "
             "Write `map_members(fn)(ensemble, x)` or `ensemble.map(fn, x)`: there, `fn` gets the model of "
             "one member."
@@ -63,8 +62,12 @@ def check_integer_ids(values: Any) -> None:
     if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
             "`Ensemble` needs integer member ids, from which the members' random streams follow; at `.ids`: got "
-            f"{describe(values)}.\n"
+            f"{_array_text(values)}.\n"
             "Arithmetic on all arrays of an ensemble changes its ids too: select the weights alone, with "
             "`eqx.partition(ensemble, eqx.is_inexact_array)` or `eqx.filter`. For a moving average of ensembles write "
             "`tree.polyak(old, new, tau)`."
         )
+
+
+def _array_text(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, jax.Array | np.ndarray) else repr(value)

@@ -1,17 +1,10 @@
-import dataclasses
-import types
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import wadler_lindig as wl
 from jax._src.core import trace_state_clean  # JAX has no public way to ask this
 from jax.core import Tracer
-
-_LONGEST = 60
 
 MOST_BITS = 2_000
 """Python always converts integers of 640 digits to decimals; the limit above is configurable, by default 4,300."""
@@ -68,40 +61,6 @@ def kind_text(value: Any) -> str:
 def number_text(value: Any) -> str:
     """A Python number as text, hexadecimal where Python makes no decimals of it."""
     return hex(value) if isinstance(value, int) and value.bit_length() > MOST_BITS else repr(value)
-
-
-def describe(value: Any) -> str:
-    """A short text for a leaf or a static value: `f32[4,2]` for an array, otherwise a trimmed representation."""
-    if is_member_array(value) or isinstance(value, jax.ShapeDtypeStruct):
-        return wl.pformat(wl.array_summary(value.shape, value.dtype.name, kind=None))
-    if isinstance(value, types.CodeType):
-        return f"<{value.co_qualname}, {Path(value.co_filename).name}:{value.co_firstlineno}>"
-    if isinstance(value, np.ndarray):  # of strings or objects, for which equinox shows but the type
-        return f"{value!r}"[:_LONGEST]
-    text = " ".join(wl.pformat(value, width=10**6, indent=2, short_arrays=True, custom=_as_doc).split())
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
-
-
-@dataclasses.dataclass
-class _Partial:
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-
-_Partial.__name__ = _Partial.__qualname__ = jax.tree_util.Partial.__name__
-
-
-def _as_doc(value: Any) -> wl.AbstractDoc | None:
-    """Arrays, wrapped functions and partials inside a value, in the words of Equinox's `tree_pformat`."""
-    if isinstance(value, jax.Array):
-        dtype = f"weak_{value.dtype.name}" if getattr(value, "weak_type", False) else value.dtype.name
-        return wl.array_summary(value.shape, dtype, kind=None)
-    if isinstance(value, jax.custom_jvp | jax.custom_vjp):
-        return wl.pdoc(value.__wrapped__)  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(value, jax.tree_util.Partial):
-        return wl.pdoc(_Partial(value.func, value.args, value.keywords))
-    return None
 
 
 def check_in_range(leaf: Any, *, name: str, path: str) -> None:

@@ -12,10 +12,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from .._check import (
     check_flag,
     check_word,
-    describe,
     is_traced,
     kind_text,
 )
+from .._describe import describe
 from .._files._check import PLAIN_DTYPES
 
 _PLATFORMS = ("cpu", "cuda", "tpu", "rocm")

@@ -4,7 +4,8 @@ from typing import Any
 import jax.tree_util as jtu
 from jaxtyping import AbstractArray
 
-from .._check import describe, path_text
+from .._check import path_text
+from .._describe import describe
 
 _WRITE = 'Write `Stacked[Model, "members"]`: the type of one member, then the names of the leading axes.'
 _MOST = 4

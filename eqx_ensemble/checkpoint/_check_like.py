@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._check import MemberMismatchError, check_word, describe
+from .._check import MemberMismatchError, check_word
+from .._describe import describe
 from ._check import safe_text
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._check import describe, is_key, is_traced, number_text
+from .._check import is_key, is_traced, number_text
+from .._describe import describe
 
 _LONGEST = 200
 _DEEPEST = 20

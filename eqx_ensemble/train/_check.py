@@ -11,11 +11,11 @@ from .._check import (
     check_number,
     check_positive_int,
     check_word,
-    describe,
     is_inside_transformation,
     kind_text,
 )
 from .._check._options import MOST_STEPS
+from .._describe import describe
 
 MULTI_STEPS = "Pass `optax.MultiSteps(...).gradient_transformation()`."
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._check import MemberMismatchError, check_integer_ids, describe, is_member_array, is_traced, path_text
+from .._check import MemberMismatchError, check_integer_ids, is_member_array, is_traced, path_text
+from .._describe import describe
 
 _MOST_LINES = 8
 _NO_AXIS = "A tree that was never stacked has no `members` axis: stack a list of members first."

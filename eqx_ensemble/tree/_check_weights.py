@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._check import describe, is_key, is_member_array, is_traced
+from .._check import is_key, is_member_array, is_traced
+from .._describe import describe
 
 
 def check_tree_weights(weights: Any, count: int, *, name: str, mean: bool = False) -> list | jax.Array:

@@ -4,7 +4,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.tree_util as jtu
 
-from .._check import MemberMismatchError, check_in_range, describe, is_member_array, is_number, member_dtype, path_text
+from .._check import MemberMismatchError, check_in_range, is_member_array, is_number, member_dtype, path_text
+from .._describe import describe
 from ._columns import Columns
 from ._statics import gap_text
 from ._walk import Column, Difference, Walk, from_gap

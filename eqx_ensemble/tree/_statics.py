@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._check import describe, is_key, is_member_array, is_traced
+from .._check import is_key, is_member_array, is_traced
+from .._describe import describe
 
 _HEAPTYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`, which `copyreg` also uses to tell Python classes from built-in ones
 _BOUND_BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._check import describe
+from .._describe import describe
 from ._statics import StaticGap, static_gap
 
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..._check import describe, is_member_array, kind_text
+from ..._check import is_member_array, kind_text
+from ..._describe import describe
 
 _MOST_SHAPES = 8
 _ONE_FOR_MANY = "rank should be at least 1, but is only 0"
