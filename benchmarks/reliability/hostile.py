@@ -25,7 +25,7 @@ from _measure import Report, counted, script
 from damage import HEADERS, HOSTILE, MANIFEST, arrays_file, forge, load, small, write_manifest
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint._layout import layout
+from eqx_ensemble.checkpoint._layout import file_layout
 from eqx_ensemble.checkpoint._manifest import LIMIT, decode
 
 BOUND = 64 * 2**20
@@ -205,7 +205,7 @@ def _change_both(path: pathlib.Path, draw: random.Random) -> None:
     _change_manifest(path, draw)
     file = arrays_file(path)
     try:
-        plan = layout(decode((path / MANIFEST).read_bytes(), MANIFEST).entries)
+        plan = file_layout(decode((path / MANIFEST).read_bytes(), MANIFEST).entries)
     except Exception:  # its outcome is looked at when it is read
         return
     data = file.read_bytes()
