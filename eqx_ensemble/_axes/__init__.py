@@ -1,5 +1,5 @@
 from ._arrays import as_array as as_array
-from ._arrays import strongly_typed as strongly_typed
+from ._arrays import strip_weak_types as strip_weak_types
 from ._arrays import where_members as where_members
 from ._map import map_each as map_each
 from ._map import over_batch as over_batch

@@ -13,14 +13,14 @@ def as_array(values: Any, *, path: str, name: str) -> jax.Array:
     """Values as a strongly typed jax array; raises an error for integers that overflow."""
     check_integers_fit(values, argument=path, name=name)
     try:
-        return strongly_typed(jnp.asarray(values))
+        return strip_weak_types(jnp.asarray(values))
     except OverflowError as error:  # Python's own integers
         raise ValueError(too_large_message(values, path=path, name=name)) from error
     except TypeError as error:
         raise TypeError(f"`{name}` needs numbers at `{path}`, got {describe(values)}.") from error
 
 
-def strongly_typed(tree: PyTree) -> PyTree:
+def strip_weak_types(tree: PyTree) -> PyTree:
     """Makes the weakly typed floating-point arrays of a tree strongly typed.
 
     `jnp.full(3, 0.1)` and `jnp.asarray(2.0)` are weakly typed: with bfloat16 they give bfloat16. The outputs of

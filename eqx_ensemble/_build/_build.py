@@ -157,7 +157,7 @@ def build(
     model, *state = made if _is_stateful(made) else (made,)
     numbers = _numbers(make, keys, arguments, model)
     ensemble = _as_ensemble(model, ids, shared, numbers)
-    return (ensemble, _axes.strongly_typed(state[0])) if state else ensemble
+    return (ensemble, _axes.strip_weak_types(state[0])) if state else ensemble
 
 
 def _is_stateful(made: Any) -> bool:

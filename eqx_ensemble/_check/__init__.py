@@ -9,6 +9,7 @@ from ._arrays import check_mask as check_mask
 from ._arrays import check_moments as check_moments
 from ._arrays import check_no_nan as check_no_nan
 from ._arrays import check_plain_weights as check_plain_weights
+from ._arrays import check_positive_scalar as check_positive_scalar
 from ._arrays import check_regression as check_regression
 from ._arrays import check_same_shape as check_same_shape
 from ._arrays import check_scalar as check_scalar

@@ -323,6 +323,15 @@ def check_scalar(name: str, argument: str, value: ArrayLike, dtype: jnp.dtype) -
     return array.astype(dtype)
 
 
+def check_positive_scalar(name: str, argument: str, value: ArrayLike, dtype: jnp.dtype, *, fix: str) -> Array:
+    """One finite number above zero (where concrete), in the dtype that is computed in."""
+    array = check_scalar(name, argument, value, dtype)
+    host = concrete(value)
+    if host is not None and not 0 < host < np.inf:
+        raise ValueError(needs_message(name, f"a finite `{argument}` above zero", f"got {host}", fix))
+    return array
+
+
 def check_floating_arrays(name: str, **arrays: ArrayLike) -> tuple[Array, ...]:
     """Floating arrays of one shape, in one dtype."""
     checked = {argument: check_floating(name, argument, values) for argument, values in arrays.items()}

@@ -52,13 +52,13 @@ class Summary(AbstractCombination):
         if total is None:
             return partial
         predictions = self.check(self.name, predictions)
-        return _updated(self, partial, predictions, weights, total, in_blocks=self.in_blocks and pays(predictions))
+        return _update(self, partial, predictions, weights, total, in_blocks=self.in_blocks and pays(predictions))
 
     def merge(self, first: Any, second: Any) -> Any:
         """The partial of the members of two partials."""
         if first is None or second is None:
             return second if first is None else first
-        return _merged(self, first, second)
+        return _merge(self, first, second)
 
     def finish(self, partial: Any) -> PyTree:
         """The result for all members seen."""
@@ -67,16 +67,16 @@ class Summary(AbstractCombination):
 
 
 @ft.partial(jax.jit, static_argnames=("form", "in_blocks"))
-def _updated(form: Summary, partial: Any, predictions: PyTree, weights: Any, total: Array, *, in_blocks: bool) -> Any:
+def _update(form: Summary, partial: Any, predictions: PyTree, weights: Any, total: Array, *, in_blocks: bool) -> Any:
     dtype = jax.tree.leaves(predictions)[0].dtype
     of_members = lambda predictions: form.of_members(predictions, None if weights is None else convex(weights, dtype))
     cut = lambda predictions: by_blocks(of_members, predictions, event_ndim=form.event_ndim)
     new = Partial(total, (cut if in_blocks else of_members)(predictions))
-    return new if partial is None else _merged(form, partial, new)
+    return new if partial is None else _merge(form, partial, new)
 
 
 @ft.partial(jax.jit, static_argnames="form")
-def _merged(form: Summary, first: Partial, second: Partial) -> Partial:
+def _merge(form: Summary, first: Partial, second: Partial) -> Partial:
     weights = jnp.stack([first.weight, second.weight])
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), first.summary, second.summary)
     return Partial(jnp.sum(weights), form.of_groups(stacked, convex(weights, jax.tree.leaves(stacked)[0].dtype)))

@@ -34,7 +34,7 @@ def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> E
     ```
     """
     check_no_text_arrays(model, name="from_stacked")
-    stacked, rest = eqx.partition(_axes.strongly_typed(model), _axes_mask(model, shared))
+    stacked, rest = eqx.partition(_axes.strip_weak_types(model), _axes_mask(model, shared))
     num_members = check_member_axis(stacked, axis=0, name="from_stacked")
     return Ensemble(stacked, rest, _keys.member_ids(num_members if ids is None else ids))
 
@@ -70,7 +70,7 @@ def stack(
     compare_trees(models, name="stack", rules=rules)
     for model in models:
         check_no_text_arrays(model, name="stack")
-    stacked = _axes.strongly_typed(_tree.stack(models, promote_scalars=promote_scalars))
+    stacked = _axes.strip_weak_types(_tree.stack(models, promote_scalars=promote_scalars))
     numbers = jax.tree.map(lambda x, y: _axes.is_array(x) and type(y) is float, stacked, models[0])
     stacked, rest = eqx.partition(stacked, _axes_mask(stacked, shared))
     if shared is not None:
@@ -78,7 +78,7 @@ def stack(
         rules = Rules(needs="models whose shared nodes are equal", noun="model")
         compare_trees(unstacked, name="stack", rules=rules)
         check_equal_shared(unstacked, name="stack")
-        rest = _axes.strongly_typed(unstacked[0])
+        rest = _axes.strip_weak_types(unstacked[0])
     rest = mark_numbers(stacked, rest, numbers)
     return Ensemble(stacked, rest, _keys.member_ids(len(models) if ids is None else ids))
 

@@ -49,7 +49,7 @@ def fit_rows(
     checked = check_logits(name, logits)
     kept = check_mask(name, mask, checked.shape[1:-1])
     targets = check_labels(name, labels, checked, mask)
-    pooling = pooled(name, pool, weights, checked)
+    pooling = make_pooling(name, pool, weights, checked)
     check_some_rows(name, targets.shape)
     check_finite_logits(name, checked, pooling.weights, mask)
     # While tracing, labels cannot be refused.
@@ -60,7 +60,7 @@ def fit_rows(
     return pooling, Rows(jnp.reshape(logs, (logs.shape[0], -1, logs.shape[-1])), rows, share)
 
 
-def pooled(name: str, pool: Pool, weights: ArrayLike | None, predictions: Array) -> Pooling:
+def make_pooling(name: str, pool: Pool, weights: ArrayLike | None, predictions: Array) -> Pooling:
     """What to calibrate of predictions with a leading `members` axis."""
     check_pool(name, pool, weighted=weights is not None)
     num_members = predictions.shape[0]

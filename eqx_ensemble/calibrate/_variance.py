@@ -8,7 +8,7 @@ from .._weighting import blank_masked
 from ..combine import Gaussian, gaussian
 from ..scores._check import check_some_rows
 from ._check import check_finite_targets, check_scale
-from ._pooling import Pool, Pooling, pooled
+from ._pooling import Pool, Pooling, make_pooling
 
 
 class Variance(eqx.Module):
@@ -92,7 +92,7 @@ def variance(
     check_variance(name, variance, positive=True, mask=mask, weights=weights)
     check_some_rows(name, observed.shape)
     check_finite_targets(name, targets, mask)
-    pooling = pooled(name, pool, weights, means)
+    pooling = make_pooling(name, pool, weights, means)
     means, variances = blank_masked(means, kept, before=1), blank_masked(variances, kept, before=1, fill=1)
     scale = _fit(*_moments(means, variances, pooling), blank_masked(observed, kept), kept)
     check_scale(name, pool, scale)

@@ -5,7 +5,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._check import check_scalar, concrete, needs_message
+from .._check import check_positive_scalar, check_scalar, concrete, needs_message
 
 
 def check_sketch_levels(levels: Any, *, name: str) -> tuple[float, ...]:
@@ -20,12 +20,9 @@ def check_sketch_levels(levels: Any, *, name: str) -> tuple[float, ...]:
 
 def check_power(name: str, power: ArrayLike, dtype: jnp.dtype) -> Array:
     """The sum of exponents, above zero where concrete."""
-    array = check_scalar(name, "power", power, dtype)
-    host = concrete(power)
-    if host is not None and not 0 < host < np.inf:
-        fix = "1 is the geometric mean, `num_members` the plain product."
-        raise ValueError(needs_message(name, "a finite `power` above zero", f"got {host}", fix))
-    return array
+    return check_positive_scalar(
+        name, "power", power, dtype, fix="1 is the geometric mean, `num_members` the plain product."
+    )
 
 
 def check_cut(name: str, cut: ArrayLike, dtype: jnp.dtype) -> Array:

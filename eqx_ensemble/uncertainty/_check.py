@@ -7,7 +7,7 @@ from .._check import (
     check_array,
     check_floating,
     check_mask,
-    check_scalar,
+    check_positive_scalar,
     concrete,
     first_text,
     kept_rows,
@@ -18,12 +18,8 @@ from .._check import (
 
 def check_temperature(name: str, temperature: ArrayLike, dtype: jnp.dtype) -> Array:
     """A temperature above zero, where concrete."""
-    array = check_scalar(name, "temperature", temperature, dtype)
-    host = concrete(temperature)
-    if host is not None and not 0 < host < np.inf:
-        fix = "Logits are divided by it; 1 leaves them as they are."
-        raise ValueError(needs_message(name, "a finite `temperature` above zero", f"got {host}", fix))
-    return array
+    fix = "Logits are divided by it; 1 leaves them as they are."
+    return check_positive_scalar(name, "temperature", temperature, dtype, fix=fix)
 
 
 def check_levels(name: str, levels: ArrayLike, dtype: jnp.dtype, *, ends: bool) -> tuple[Array, Array]:

@@ -56,7 +56,7 @@ def update_member(
         new_params = optax.apply_updates(params, updates)
     check_state_after(new_state, opt_state, what="optimiser's state")
     check_state_after(new_params, params, what="parameters")
-    return new_params, jax.tree.map(_strongly_typed, new_state, opt_state)
+    return new_params, jax.tree.map(_strip_weak_type, new_state, opt_state)
 
 
 def _accepted(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, jax.Array | int | float) and not is_typed_key(x)
 
 
-def _strongly_typed(new: Any, old: Any) -> Any:
+def _strip_weak_type(new: Any, old: Any) -> Any:
     if _is_number(new) and jnp.result_type(new) == jnp.result_type(old):
         return jnp.asarray(new, dtype=jnp.result_type(old))
     return new
