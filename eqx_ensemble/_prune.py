@@ -33,5 +33,5 @@ def prune(
     """
     check_ensemble(ensemble, name="prune")
     _check.check_weight_count(weights, ensemble.num_members, name="prune")
-    left, kept = combine.weights.prune(weights, above=above, num_members=num_members)
+    left, kept = combine.weights.sparsify(weights, above=above, num_members=num_members)
     return ensemble[left], kept

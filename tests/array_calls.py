@@ -52,7 +52,7 @@ CALLS = {
         "bayesian": {"log_scores": _MEAN, "mask": _MASK},
         "elites": {"scores": _MEAN[:, 0], "count": 2},
         "greedy": {"predictions": _MEAN, "score": "log", "num_steps": 3, "num_initial": 1, "mask": _MASK},
-        "prune": {"weights": _WEIGHTS, "above": 0.1, "num_members": 3},
+        "sparsify": {"weights": _WEIGHTS, "above": 0.1, "num_members": 3},
         "stacking": {"log_scores": _MEAN, "mask": _MASK, "tolerance": 1.0, "max_steps": 5},
     },
     scores: {

@@ -33,7 +33,7 @@ def _spoilt(name, member, value):
 
 CASES = [(name, member) for name in NAMES for member in (False, True)
          if {False: "mask", True: "weights"}[member] in arguments_of(name)
-         and name not in ("combine.weights.prune", "tree.weighted_sum", "tree.weighted_mean")]  # fmt: skip
+         and name not in ("combine.weights.sparsify", "tree.weighted_sum", "tree.weighted_mean")]  # fmt: skip
 
 
 def _numbers(result):

@@ -27,6 +27,6 @@ def test_messages():
     with pytest.raises(ValueError, match=r"`prune` needs one weight per member: expected shape \(4,\), got \(3,\)"):
         ee.prune(_ensemble(), np.ones(3))
     with pytest.raises(TypeError, match=r"`prune` needs `weights` as an array.*\n.*\nPass its weights alone"):
-        ee.prune(_ensemble(), ee.combine.weights.prune(np.ones(4)))
+        ee.prune(_ensemble(), ee.combine.weights.sparsify(np.ones(4)))
     with pytest.raises(TypeError, match="prune"):
         ee.prune(eqx.nn.Linear(1, 1, key=jax.random.key(0)), np.ones(3))

@@ -131,10 +131,10 @@ def warn_of_gap(name: str, gap: Array, tolerance: float) -> None:
         )
 
 
-def check_prune(name: str, weights: ArrayLike, above: float, num_members: Any) -> np.ndarray:
+def check_sparsify(name: str, weights: ArrayLike, above: float, num_members: Any) -> np.ndarray:
     """Concrete convex weights, as float64."""
     if is_traced(weights):
-        fix = "Prune outside `jax.jit`: how many members are left depends on the weights."
+        fix = "Call it outside `jax.jit`: how many members are left depends on the weights."
         raise TypeError(needs_message(name, "weights whose values are known", "got a traced array", fix))
     check_plain_weights(name, weights)
     shape = np.shape(weights)

@@ -1,4 +1,4 @@
-"""Elites and pruning: which members are left."""
+"""Elites and sparse weights: which members are left."""
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +19,23 @@ def test_elites_are_the_best():
     np.testing.assert_array_equal(jax.vmap(lambda x: combine.weights.elites(x, 2))(scores[None])[0], jitted)
 
 
-def test_pruned_weights():
+def test_sparse_weights():
     weights = np.array([0.5, 0.0, 0.125, 0.375])
-    members, kept = combine.weights.prune(weights)
+    members, kept = combine.weights.sparsify(weights)
     np.testing.assert_array_equal(members, [0, 2, 3])
     np.testing.assert_allclose(kept, [0.5, 0.125, 0.375], rtol=1e-6)
-    members, kept = combine.weights.prune(3 * weights, above=0.125)  # not those at 0.125 itself
+    members, kept = combine.weights.sparsify(3 * weights, above=0.125)  # not those at 0.125 itself
     np.testing.assert_array_equal(members, [0, 3])
     np.testing.assert_allclose(kept, [4 / 7, 3 / 7], rtol=1e-6)
-    np.testing.assert_array_equal(combine.weights.prune(weights, num_members=1).members, [0])
-    np.testing.assert_array_equal(combine.weights.prune(weights, num_members=9).members, [0, 2, 3])
-    np.testing.assert_array_equal(combine.weights.prune(np.array([1, 2, 2, 2]), num_members=2).members, [1, 2])
-    assert combine.weights.prune(weights.astype(np.float32)).weights.dtype == jnp.float32
+    np.testing.assert_array_equal(combine.weights.sparsify(weights, num_members=1).members, [0])
+    np.testing.assert_array_equal(combine.weights.sparsify(weights, num_members=9).members, [0, 2, 3])
+    np.testing.assert_array_equal(combine.weights.sparsify(np.array([1, 2, 2, 2]), num_members=2).members, [1, 2])
+    assert combine.weights.sparsify(weights.astype(np.float32)).weights.dtype == jnp.float32
 
 
-def test_a_pruned_combination_is_the_weighted_one():
+def test_a_sparse_combination_is_the_weighted_one():
     values, weights = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32), np.array([0.5, 0.0, 0.1, 0.4])
-    members, kept = combine.weights.prune(weights)
+    members, kept = combine.weights.sparsify(weights)
     want = combine.mean(values, weights=weights)
     np.testing.assert_allclose(combine.mean(values[members], weights=kept), want, rtol=1e-6)
     assert not np.allclose(combine.mean(values[members]), want, rtol=1e-2)
@@ -51,19 +51,19 @@ def test_messages():
         combine.weights.elites(np.array([1.0, np.nan]), 2)
     with pytest.raises(TypeError, match="needs an integer `count`, got 1.5"):
         combine.weights.elites(np.ones(2), 1.5)
-    with pytest.raises(TypeError, match="weights whose values are known.\n  got a traced array\nPrune outside"):
-        jax.jit(lambda w: combine.weights.prune(w).weights)(np.ones(2))
+    with pytest.raises(TypeError, match="weights whose values are known.\n  got a traced array\nCall it outside"):
+        jax.jit(lambda w: combine.weights.sparsify(w).weights)(np.ones(2))
     with pytest.raises(ValueError, match="finite `weights` of zero or more"):
-        combine.weights.prune(np.array([1.0, -1.0]))
-    found = combine.weights.Pruned(np.arange(2), np.ones(2))
+        combine.weights.sparsify(np.array([1.0, -1.0]))
+    found = combine.weights.Sparse(np.arange(2), np.ones(2))
     for call in (
-        lambda: combine.weights.prune(found),
+        lambda: combine.weights.sparsify(found),
         lambda: combine.mean(np.ones((2, 3)), weights=found),
         lambda: combine.streaming(combine.mean)(np.ones((2, 3)), weights=found),
     ):
-        with pytest.raises(TypeError, match=r"as an array `\(members,\)`.\n  got a Pruned\nPass its weights alone"):
+        with pytest.raises(TypeError, match=r"as an array `\(members,\)`.\n  got a Sparse\nPass its weights alone"):
             call()
     with pytest.raises(ValueError, match=r"leaves a member.\n  got above=0.6; the largest weight is 0.5 of a sum of 1"):
-        combine.weights.prune(np.ones(2), above=0.6)
+        combine.weights.sparsify(np.ones(2), above=0.6)
     with pytest.raises(ValueError, match=r"one weight per member, `\(members,\)`.\n  got shape \(\)"):
-        combine.weights.prune(np.float32(1))
+        combine.weights.sparsify(np.float32(1))
