@@ -185,7 +185,6 @@ LARGE_CLASSES: set[str] = {
     "Checkpoints",
     "Ensemble",
     "Reader",
-    "Search",
 }
 LONG_FILES: set[str] = {
     "_check/_arrays.py",
@@ -259,14 +258,12 @@ PARTICIPLES: set[str] = {
     "_hashed",
     "_joined",
     "_listed",
-    "_lost",
     "_made",
     "_mixed",
     "_moved",
     "_named",
     "_numbered",
     "_piloted",
-    "_refused",
     "_reshaped",
     "_resized",
     "_scattered",
@@ -294,7 +291,6 @@ PARTICIPLES: set[str] = {
     "resumed",
     "served",
     "stored",
-    "untested",
     "validated",
 }
 IRREGULAR = set(

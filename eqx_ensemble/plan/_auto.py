@@ -8,9 +8,11 @@ from jaxtyping import PyTree
 from .. import _axes, _check
 from ._candidates import candidates
 from ._check import check_plan
-from ._cost import Cost, cost_of
+from ._cost import cost_of
 from ._plans import AbstractPlan, Vmap, Work
-from ._search import Search, cache_of, search_table
+from ._report import search_report
+from ._search import Search
+from ._trials import cache_of
 
 AnyPlan = AbstractPlan | Literal["auto"] | None
 """What functions take as `plan`: a plan, `"auto"`, or nothing for `Vmap()`."""
@@ -97,7 +99,7 @@ class Auto(AbstractPlan):
         """What the analysis found, what was tried, how long it took, and what was chosen."""
         if not self.notes.searches:
             return "Nothing was run with this plan yet, so that nothing was tried."
-        return "\n\n".join(_explanation(name, search) for name, search in self.notes.searches.items())
+        return "\n\n".join(search_report(name, search) for name, search in self.notes.searches.items())
 
 
 def as_plan(plan: AnyPlan) -> AbstractPlan:
@@ -113,25 +115,3 @@ def _suggestion(work: Work) -> AbstractPlan:
     """The plan that static analysis suggests."""
     cost = cost_of(work.fn, *work.args)
     return candidates(cost, work.num_members, steps_inside=work.steps_inside, scan=work.scan)[0]
-
-
-def _explanation(name: str, search: Search) -> str:
-    cache = search.cache
-    spent = (
-        f"{search.spent:.2f} s of {search.seconds:.2f}" if search.spent else "nothing in addition to the work itself"
-    )
-    return (
-        f"`{name}` runs {cache.num_members} members on {jax.default_backend()} under {search.plan!r}.\n"
-        f"One member's {cache.unit}: {_cost_text(cache.cost)}.\n{search_table(search)}\nThe search cost {spent}."
-    )
-
-
-def _cost_text(cost: Cost) -> str:
-    counts = {
-        "convolutions": cost.convolutions,
-        "batched products as in attention": cost.batched_products,
-        "loops": cost.loops,
-    }
-    parts = [f"{count} {what}" if count else f"no {what}" for what, count in counts.items()]
-    size = f"at most {cost.bytes / 2**20:.3g} MiB of intermediate arrays"
-    return f"{cost.flops / 1e6:.3g} MFLOP in products, {', '.join(parts)}, {size}"

@@ -18,7 +18,9 @@ from eqx_ensemble.plan import _pilot as pilot_module
 from eqx_ensemble.plan._candidates import candidates
 from eqx_ensemble.plan._cost import Cost, cost_of
 from eqx_ensemble.plan._memory import Peak
-from eqx_ensemble.plan._search import Search, SearchCache, Trial
+from eqx_ensemble.plan._report import reason
+from eqx_ensemble.plan._search import Search
+from eqx_ensemble.plan._trials import SearchCache, Trial
 
 from ..factories import assert_close, assert_same
 
@@ -138,7 +140,7 @@ class TestSearch:
         world = World({Vmap(): 2e-3, Sequential(): 1e-3})
         assert world.run(20, seconds_left=10.0) == Vmap()
         assert set(world.used) == {Vmap()}
-        assert "compiling it was expected to take" in world.search.reason(world.search.cache.trials[1])
+        assert "compiling it was expected to take" in reason(world.search, world.search.cache.trials[1])
 
     def test_a_run_of_unknown_length_waits_until_a_trial_is_worth_it(self, monkeypatch):
         now = [0.0]
@@ -190,7 +192,7 @@ def eager(monkeypatch):
     """Trials as if compiling took no time, and short ones: how many are made does not depend on the machine."""
     monkeypatch.setattr("eqx_ensemble.plan._search._ENOUGH_SECONDS", 0.0)
     monkeypatch.setattr("eqx_ensemble.train.host._pacing._SECONDS_PER_TRIAL", 1e-3)
-    monkeypatch.setattr(Search, "_seconds_to_compile", lambda self, trial: 0.0)
+    monkeypatch.setattr(SearchCache, "seconds_to_compile", lambda self, trial: 0.0)
 
 
 class TestUse:
@@ -221,7 +223,7 @@ class TestUse:
         run = fitted(ensemble, second, loss=own, epochs=2)
         assert run.plan is second
         assert second.notes.searches["fit"].cache is known
-        assert second.notes.searches["fit"]._best().plan == second.chosen
+        assert second.notes.searches["fit"].cache.best(None).plan == second.chosen
 
     @pytest.mark.usefixtures("eager")
     def test_own_loop(self, ensemble):

@@ -11,7 +11,9 @@ import eqx_ensemble as ee
 from eqx_ensemble.plan import Chunked, Sequential, Unrolled, Vmap
 from eqx_ensemble.plan._cost import Cost
 from eqx_ensemble.plan._memory import Peak
-from eqx_ensemble.plan._search import Search, SearchCache, Trial
+from eqx_ensemble.plan._report import reason
+from eqx_ensemble.plan._search import Search
+from eqx_ensemble.plan._trials import SearchCache, Trial
 
 from ..factories import assert_close, assert_same
 
@@ -171,7 +173,7 @@ def test_in_a_search():
     for _ in range(8):
         peak.bytes = 100 * search.plan.width(8)
         search.note(1, 1.0, peak, seconds_left=1e3)
-    assert search.expected_peak(Plain()) == 800
-    assert search.expected_peak(Strided(4)) == 200
-    assert search.reason(cache.trials[0]).startswith("not tried: expected to need")
+    assert cache.expected_peak(Plain()) == 800
+    assert cache.expected_peak(Strided(4)) == 200
+    assert reason(search, cache.trials[0]).startswith("not tried: expected to need")
     assert cache.trials[1].per_unit == 1.0

@@ -14,7 +14,9 @@ class Sparse(NamedTuple):
     weights: Float[Array, " left"]
 
 
-def sparsify(weights: Real[ArrayLike, " members"], *, above: float | int = 0.0, num_members: int | None = None) -> Sparse:
+def sparsify(
+    weights: Real[ArrayLike, " members"], *, above: float | int = 0.0, num_members: int | None = None
+) -> Sparse:
     """Keeps the members with enough weight, with normalised weights.
 
     For an ensemble instead of its weights see [`eqx_ensemble.prune`][].
