@@ -9,7 +9,7 @@ from .._check._arrays import concrete
 
 
 def check_members(predictions: Any, *, name: str) -> int:
-    """The members in a chunk of predictions, at least one; each array carries them in front."""
+    """The number of members in a chunk of predictions, at least one: the leading axis of every array."""
     shapes = {np.shape(leaf) for leaf in jax.tree.leaves(predictions)}
     counts = {shape[:1] for shape in shapes}
     if len(counts) != 1 or counts & {(), (0,)}:
@@ -36,19 +36,19 @@ def check_chunk_weights(weights: Any, num_members: int, *, name: str) -> Any:
     if not np.isfinite(host).all() or (host < 0).any():
         raise ValueError(
             f"`{name}` needs finite `weights` of zero or more.\n  got {weights}\n"
-            "A member of weight zero is left out; raw scores become weights by `jax.nn.softmax`."
+            "A member of weight zero has no influence; `jax.nn.softmax` converts scores to weights."
         )
     return host
 
 
 def check_seen(partial: Any, *, name: str) -> None:
-    """A member of a weight above zero was seen."""
+    """At least one member of positive weight was seen."""
     if partial is None:
-        raise ValueError(f"`{name}` has nothing to finish: it has seen no member, or none of a weight above zero.")
+        raise ValueError(f"`{name}` has nothing to finish: it has seen no member of positive weight.")
 
 
 def check_one_array(predictions: Any, *, name: str) -> Any:
-    """Predictions of one array, which NumPy would make of a tuple of them, with an axis too many."""
+    """Predictions that are one array; NumPy would stack a tuple along a new axis."""
     if isinstance(predictions, tuple | list | dict):
         raise TypeError(
             f"`{name}` needs predictions that are one array, got {_several_text(predictions)}.\n"

@@ -7,10 +7,10 @@ from jaxtyping import PyTree
 class AbstractCombination(abc.ABC):
     """Combines predictions some members at a time, and never holds those of all.
 
-    What was seen so far is a *partial*: an ordinary PyTree, `None` before anything was seen. Partials of parts of the
-    ensemble, made one after another or on different machines, are merged. [`eqx_ensemble.predict`][] takes a
-    combination as `combine`; it is also a plain function of the predictions of all members. Those of this library's
-    functions come from [`eqx_ensemble.combine.streaming`][]. One of your own defines three methods, `__call__` follows:
+    The members seen so far are summarised in a *partial*: a PyTree, or `None` for no members. Partials of different
+    members, from one process or from several machines, can be merged. [`eqx_ensemble.predict`][] takes a combination as
+    `combine`; it is also a function of the predictions of all members. For the functions of this library see
+    [`eqx_ensemble.combine.streaming`][]. Your own defines three methods, from which `__call__` follows:
 
     ```python
     class Range(ee.combine.AbstractCombination):
@@ -32,23 +32,23 @@ class AbstractCombination(abc.ABC):
 
     @abc.abstractmethod
     def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
-        """The partial with some more members.
+        """Adds members to a partial.
 
         **Arguments:**
 
-        - `partial`: of the members seen so far; `None` for none.
-        - `predictions`: of some more members, `(members, ...)`.
-        - `weights`: one for each of these members `(members,)`, on the scale of all others: only their ratios matter.
-            1 each if not given. A member of weight zero is left out.
+        - `partial`: that of the members seen so far; `None` for none.
+        - `predictions`: those of further members, `(members, ...)`; not always all members of the ensemble.
+        - `weights`: one for each of these members `(members,)`, 1 each if not given. Weights of different calls are on
+            one scale: only their ratios matter. A member of weight zero has no influence.
         """
 
     @abc.abstractmethod
     def merge(self, first: Any, second: Any) -> Any:
-        """The partial of the members of two partials, up to rounding the same in either order."""
+        """The partial of the members of two partials, each of which may be `None`; the order affects rounding only."""
 
     @abc.abstractmethod
     def finish(self, partial: Any) -> PyTree:
-        """The result for all members seen."""
+        """The result for all members seen, arrays `(rows, ...)`."""
 
     def __call__(self, predictions: PyTree, *, weights: Any = None) -> PyTree:
         """The result for `predictions` `(members, ...)` of all members at once."""

@@ -14,22 +14,32 @@ _STREAMS: dict[Callable[..., Any], AbstractCombination] = {}
 
 
 def stream(fn: Callable[..., Any], combination: AbstractCombination) -> None:
-    """Gives a function of the predictions of all members its streaming form."""
+    """Registers the streaming form of a function of the predictions of all members."""
     _STREAMS[fn] = combination
 
 
 def stream_of(combine: Any) -> AbstractCombination | None:
-    """The streaming form of what was given as `combine`, if there is one."""
+    """The streaming form of the argument `combine`, if there is one."""
     if isinstance(combine, AbstractCombination):
         return combine
     return _STREAMS.get(combine) if isinstance(combine, types.FunctionType) else None
 
 
 def streaming(fn: Callable[..., Any]) -> AbstractCombination:
-    """The streaming form of a function, for members that come one after another or stand on several machines.
+    """The streaming form of a function, for members that arrive one after another or are on several machines.
 
-    [`eqx_ensemble.predict`][] looks it up by itself: `predict(..., combine=ee.combine.mixture, memory=2**28)` takes
-    some members at a time. The result is that of the function, within rounding, however the members are divided.
+    [`eqx_ensemble.predict`][] uses it with `memory`: `predict(..., combine=ee.combine.mixture, memory=2**28)` takes
+    some members at a time. The result is that of the function, within rounding, for any division of the members.
+
+    **Arguments:**
+
+    - `fn`: `mean`, `moments`, `mixture`, `mean_logits`, `vote` or `gaussian` of `eqx_ensemble.combine`;
+        `decompose_entropy`, `decompose_variance`, `disagreement` or `variation_ratio` of `eqx_ensemble.uncertainty`.
+        Functions of a mean and a variance take predictions that are a pair.
+
+    **Returns:** an [`eqx_ensemble.combine.AbstractCombination`][].
+
+    **Raises:** `TypeError` for a function that has no streaming form.
 
     ```python
     predictions = jax.random.normal(key, (6, 100, 3))  # members, rows, classes
@@ -38,29 +48,19 @@ def streaming(fn: Callable[..., Any]) -> AbstractCombination:
         partial = entropies.update(partial, chunk)
     entropies.finish(partial)  # as ee.uncertainty.decompose_entropy(predictions)
     ```
-
-    **Arguments:**
-
-    - `fn`: `mean`, `moments`, `mixture`, `mean_logits`, `vote` or `gaussian` of `eqx_ensemble.combine`;
-        `decompose_entropy`, `decompose_variance`, `disagreement` or `variation_ratio` of `eqx_ensemble.uncertainty`.
-        Predictions are what these take: those of a mean and a variance take a pair.
-
-    **Returns:** an [`eqx_ensemble.combine.AbstractCombination`][].
-
-    **Raises:** `TypeError` for a function that has no streaming form.
     """
     found = stream_of(fn)
     if found is None:
         known = ", ".join(sorted(summary.name for summary in _STREAMS.values() if isinstance(summary, Summary)))
         raise TypeError(
             f"`combine.streaming` needs a function with a streaming form, got {fn!r}.\n"
-            f"They are {known}; one of your own is a subclass of `combine.AbstractCombination`."
+            f"They are {known}; for your own subclass `combine.AbstractCombination`."
         )
     return found
 
 
 def of_predictions(combine: Callable[..., Any]) -> Callable[..., Any]:
-    """`combine` as a function of predictions: those of a mean and a variance take a pair of them."""
+    """`combine` as a function of predictions: one of a mean and a variance then takes a pair."""
     summary = stream_of(combine)
     if summary is combine or not isinstance(summary, Summary) or not summary.pairs:
         return combine

@@ -29,12 +29,12 @@ class Summary(AbstractCombination):
     - `name`: of the function, for messages.
     - `check`: `check(name, predictions)` returns predictions in the dtype that is computed in.
     - `of_members`: the summary of members from checked predictions and convex weights, `None` for equal ones.
-    - `of_groups`: the summary of groups from theirs, which stand on the leading axis, and convex weights.
+    - `of_groups`: the summary of groups from their summaries, stacked on the leading axis, and convex weights.
     - `result`: the function's result from the summary of all.
     - `pairs`: predictions are a pair of a mean and a variance.
-    - `event_ndim`: how many trailing axes belong to one row: one for `(members, *batch, classes)`, none where entries
-        are treated apart.
-    - `in_blocks`: rows are taken some at a time on a CPU, which is faster for all but plain sums.
+    - `event_ndim`: the number of trailing axes of one row: one for `(members, *batch, classes)`, none where entries are
+        independent.
+    - `in_blocks`: rows are processed in blocks on a CPU, which is faster for all but plain sums.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Summary(AbstractCombination):
     in_blocks: bool = True
 
     def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
-        """The partial with some more members."""
+        """Adds members to a partial."""
         weights, total = chunk_weights(predictions, weights, name=self.name)
         if total is None:
             return partial

@@ -8,7 +8,7 @@ from ._check import check_chunk_weights, check_members
 
 
 def chunk_weights(predictions: PyTree, weights: Any, *, name: str) -> tuple[Any, Array | None]:
-    """Checked weights of a chunk, and their sum; `None` for it where all of them are known to be zero."""
+    """Checked weights of a chunk, and their sum; `None` for the sum where all weights are known to be zero."""
     count = check_members(predictions, name=name)
     if weights is None:
         return None, jnp.asarray(np.float64(count))
@@ -19,11 +19,11 @@ def chunk_weights(predictions: PyTree, weights: Any, *, name: str) -> tuple[Any,
 
 
 def convex(weights: Array, dtype: Any) -> Array:
-    """Weights of the sum one; equal ones where all are zero, which a compiled program only knows at run time.
+    """Weights normalised to the sum one; equal weights where all are zero, which a program only knows at run time.
 
     A chunk or a group of such members then has weight zero itself.
     """
     weights = jnp.where(jnp.any(weights > 0), weights, jnp.ones_like(weights)).astype(dtype)
-    # What a weight of zero multiplies is blank, so that its own gradient would be wrong: it has none.
+    # Values of weight zero are blank, so that the gradient of this weight would be wrong: it has none.
     weights = jnp.where(weights == 0, 0, weights)
     return weights / jnp.sum(weights)

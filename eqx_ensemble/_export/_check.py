@@ -121,10 +121,10 @@ def check_platforms(values: Any, *, name: str) -> tuple[str, ...]:
 
 def check_known_plan(plan: Any, *, name: str) -> None:
     """Checks that a plan does not have to be measured first."""
-    if plan.chosen is not plan:
+    if plan.choice is not plan:
         raise TypeError(
             f'`{name}` needs a plan that is known, got `plan="auto"`: what is fastest can be tried only where the '
-            "program runs.\nPass `Vmap()`, or what `predict` chose with `plan=Auto()`: `plan.chosen`."
+            "program runs.\nPass `Vmap()`, or what `predict` chose with `plan=Auto()`: `plan.choice`."
         )
 
 

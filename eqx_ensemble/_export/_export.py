@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from .._check import check_installed
 from .._ensemble import Ensemble
-from .._predict._batch import Call
+from .._predict._batch import MemberCall
 from .._predict._check import check_inference
 from ..plan import AbstractPlan
 from ._about import about
@@ -90,7 +90,7 @@ def export(
     platforms = check_platforms(platforms, name=name)
     job = served(
         ensemble,
-        Call(fn, check_inference(inference, key, name=name)),
+        MemberCall(fn, check_inference(inference, key, name=name)),
         name=name,
         shapes=shapes,
         combine=combine,

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from .._check import check_installed
 from .._ensemble import Ensemble
-from .._predict._batch import Call
+from .._predict._batch import MemberCall
 from .._predict._check import check_inference
 from ..checkpoint._snapshot import versions
 from ._about import describe_arrays
@@ -47,7 +47,7 @@ def export_onnx(
     """
     name = "export_onnx"
     check_installed("jax2onnx", what="export_onnx", extra="onnx")
-    call = Call(fn, check_inference(inference, None, name=name))
+    call = MemberCall(fn, check_inference(inference, None, name=name))
     job = served(ensemble, call, name=name, shapes=shapes, combine=combine, weights=weights, state=state)
     x, _ = batches(job.row, batch_size, name=name)
     with explain_export(job.row, name=name):

@@ -16,7 +16,7 @@ from .._combination import of_predictions
 from .._ensemble import Ensemble
 from .._ensemble._check import check_ensemble
 from .._ensemble._check_state import check_model_state, check_model_state_given
-from .._predict._batch import Call, Inputs, predict_batch
+from .._predict._batch import MemberCall, PredictionInputs, predict_batch
 from ..plan import AbstractPlan
 from ..plan._auto import as_plan
 from ..train._check_run import check_run_weights
@@ -42,7 +42,7 @@ class Served(NamedTuple):
 
 def served(
     ensemble: Ensemble[Any],
-    call: Call,
+    call: MemberCall,
     *,
     name: str,
     shapes: PyTree,
@@ -66,7 +66,7 @@ def served(
 
     def run(parts: Parts, x: PyTree) -> PyTree:
         rows = jnp.arange(jax.tree.leaves(x)[0].shape[0])
-        out = predict_batch(plan, call, Inputs(parts.ensemble, x, parts.state, parts.keys), rows)
+        out = predict_batch(plan, call, PredictionInputs(parts.ensemble, x, parts.state, parts.keys), rows)
         if combine is not None:
             fn = of_predictions(combine)
             out = fn(out) if parts.weights is None else fn(out, weights=parts.weights)

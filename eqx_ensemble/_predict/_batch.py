@@ -17,7 +17,7 @@ from ..sharding._shard import shard_rows
 from ._rows import row_of_zeros, take_rows
 
 
-class Call(eqx.Module):
+class MemberCall(eqx.Module):
     """How a member is called with a row."""
 
     fn: Callable[..., Any] | None = eqx.field(static=True)
@@ -25,37 +25,37 @@ class Call(eqx.Module):
     layout: Layout | None = eqx.field(static=True, default=None)
 
 
-class Inputs(eqx.Module):
-    """All that a prediction reads: the members, the rows, and what belongs to them."""
+class PredictionInputs(eqx.Module):
+    """The arrays of a prediction: the members, the rows, and the members' states and keys."""
 
     ensemble: Ensemble
     x: PyTree
     state: PyTree
     keys: Any
 
-    def of_rows(self, rows: np.ndarray) -> "Inputs":
+    def take_rows(self, rows: np.ndarray) -> "PredictionInputs":
         """The inputs of some of the rows."""
         own = lambda value: _axes.Each(jax.tree.map(lambda x: take_rows(x, rows, axis=1), value))
         x = _axes.map_each(own, self.x, shared=lambda x: take_rows(x, rows, axis=0))
-        return Inputs(self.ensemble, x, self.state, self.keys)
+        return PredictionInputs(self.ensemble, x, self.state, self.keys)
 
-    def of_a_row_of_zeros(self) -> "Inputs":
-        """The inputs of one row, where there is none."""
+    def one_row_of_zeros(self) -> "PredictionInputs":
+        """The inputs with a single row of zeros, for the shapes of a prediction without rows."""
         own = lambda value: _axes.Each(jax.tree.map(lambda x: row_of_zeros(x, axis=1), value))
         x = _axes.map_each(own, self.x, shared=lambda x: row_of_zeros(x, axis=0))
-        return Inputs(self.ensemble, x, self.state, self.keys)
+        return PredictionInputs(self.ensemble, x, self.state, self.keys)
 
-    def of_members(self, chosen: slice) -> "Inputs":
+    def take_members(self, index: slice) -> "PredictionInputs":
         """The inputs of some of the members."""
-        if len(range(*chosen.indices(self.ensemble.num_members))) == self.ensemble.num_members:
+        if len(range(*index.indices(self.ensemble.num_members))) == self.ensemble.num_members:
             return self
-        x = _axes.map_each(lambda value: _axes.Each(tree.take(value, chosen)), self.x)
-        state = None if self.state is None else tree.take(self.state, chosen)
-        return Inputs(self.ensemble[chosen], x, state, None if self.keys is None else self.keys[chosen])
+        x = _axes.map_each(lambda value: _axes.Each(tree.take(value, index)), self.x)
+        state = None if self.state is None else tree.take(self.state, index)
+        return PredictionInputs(self.ensemble[index], x, state, None if self.keys is None else self.keys[index])
 
 
-def predict_batch(plan: AbstractPlan, call: Call, inputs: Inputs, rows: jax.Array) -> PyTree:
-    """The predictions of all members for all rows of `inputs`, whose places in the data are `rows`."""
+def predict_batch(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs, rows: jax.Array) -> PyTree:
+    """The predictions of all members for all rows of `inputs`; `rows` are their indices in the data."""
     read = (inputs.ensemble, inputs.x, inputs.state, None if inputs.keys is None else _axes.Each(inputs.keys))
     own, view, _ = _axes.split_members(read, name="predict")
 
@@ -80,17 +80,18 @@ def predict_batch(plan: AbstractPlan, call: Call, inputs: Inputs, rows: jax.Arra
 compiled_batch = eqx.filter_jit(predict_batch)
 
 
-def arguments(
-    call: Call, inputs: Inputs, rows: np.ndarray, *, members: slice = slice(None)
-) -> tuple[Call, Inputs, jax.Array]:
-    """What `predict_batch` takes, beside the plan, for some rows and members."""
-    some = inputs.of_rows(rows).of_members(members)
+def batch_arguments(
+    call: MemberCall, inputs: PredictionInputs, rows: np.ndarray, *, members: slice = slice(None)
+) -> tuple[MemberCall, PredictionInputs, jax.Array]:
+    """The arguments of `predict_batch`, except for the plan, for some rows and members."""
+    some = inputs.take_rows(rows).take_members(members)
     if call.layout is None or any(map(_check.is_traced, jax.tree.leaves(some.x))):
         return call, some, jnp.asarray(rows)
     return call, dataclasses.replace(some, x=shard_rows(some.x, call.layout)), shard_rows(rows, call.layout)
 
 
-def alone(read: tuple[Call, Inputs, jax.Array]) -> tuple[Call, Inputs, jax.Array]:
-    """The same as on one device, to be looked at."""
-    call, inputs, rows = read
+def on_one_device(
+    call: MemberCall, inputs: PredictionInputs, rows: jax.Array
+) -> tuple[MemberCall, PredictionInputs, jax.Array]:
+    """The same arguments without a layout, for static analysis."""
     return dataclasses.replace(call, layout=None), inputs, rows

@@ -8,7 +8,7 @@ from .._combination import check_chunk_weights
 
 
 def check_combine(combine: Any, weights: Any, num_members: int) -> Any:
-    """Something that can combine, with one weight per member if any: returns these as an array."""
+    """Checks `combine` and returns the weights as an array, one per member."""
     if combine is None:
         if weights is not None:
             raise TypeError("`predict` takes `weights` for `combine`: weights have no effect without it.")
@@ -23,7 +23,7 @@ def check_combine(combine: Any, weights: Any, num_members: int) -> Any:
 
 
 def check_inference(inference: Any, key: Any, *, name: str) -> bool:
-    """Whether members are put into inference mode: with a key, which may be meant for dropout, only when asked for."""
+    """Whether members are put into inference mode: with a key, which may be meant for dropout, there is no default."""
     check_optional_flag(inference, "inference", name=name)
     if inference is None and key is not None:
         raise ValueError(
@@ -36,24 +36,24 @@ def check_inference(inference: Any, key: Any, *, name: str) -> bool:
 
 
 def check_untraced(tree: Any) -> None:
-    """A budget is kept by measuring, which a program that is being compiled cannot."""
+    """Arrays are concrete: a memory budget needs measurements, which are impossible while tracing."""
     if any(is_traced(leaf) for leaf in jax.tree.leaves(tree)):
         raise TypeError(
-            "`predict` keeps to `memory` by measuring what it needs, and cannot inside `jax.jit` and the like: choose "
-            "a `batch_size` there, and a `plan`."
+            "`predict` measures what it needs to stay within `memory`, which is impossible inside `jax.jit` and the "
+            "like: pass a `batch_size` and a `plan` there."
         )
 
 
 def check_rows_of_result(combined: Any, num_rows: int) -> None:
-    """What `combine` made of some rows has these rows in front."""
+    """The leading axis of every combined array is that of the rows."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(combined)]
     if not shapes or any(shape[:1] != (num_rows,) for shape in shapes):
         listed = ", ".join(map(str, shapes)) or "no array"
         raise ValueError(
             f"`predict` calls `combine` with some rows at a time and needs arrays `(rows, ...)` from it; it gave "
             f"{listed} for {num_rows} rows.\n"
-            "To move an axis: `combine=lambda p: jnp.moveaxis(jnp.quantile(p, levels, axis=0), 0, -1)`. What needs all "
-            "rows at once, such as a mean over them, is to be called on what `predict` returns."
+            "To move an axis: `combine=lambda p: jnp.moveaxis(jnp.quantile(p, levels, axis=0), 0, -1)`. For "
+            "statistics over all rows, such as a mean over them, call the function on what `predict` returns."
         )
 
 
@@ -68,11 +68,11 @@ def budget_message(need: int, memory: int) -> str:
 def result_message(need: int, free: int, shapes: Any, *, combined: bool) -> str:
     """The message that there is no memory for the result."""
     listed = ", ".join(str(x.shape) for x in jax.tree.leaves(shapes))
-    advice = "Predict some rows at a time, and keep what is needed of them."
+    advice = "Call it with some rows at a time, and keep what is needed of their predictions."
     if not combined:
         advice = (
-            "What is to be made of it needs less: `combine=combine.mean`, `.mixture` or `.vote`, and "
-            "`uncertainty.decompose_entropy`, give `(rows, ...)`."
+            "Combined predictions are smaller: `combine=combine.mean`, `.mixture` or `.vote`, and "
+            "`uncertainty.decompose_entropy`, return arrays `(rows, ...)`."
         )
     return (
         f"`predict` has no memory for its result {listed}: {bytes_text(need)}, with {bytes_text(free)} free.\n{advice}"

@@ -18,14 +18,14 @@ from .._ensemble._check_state import check_model_state, check_model_state_given
 from .._progress import members_in_words, progress_line
 from ..plan import AbstractPlan, AnyPlan
 from ..plan._auto import as_plan
-from ..plan._pilot import Pilot, explained_memory
+from ..plan._pilot import Pilot, explain_memory
 from ..sharding._layout import Layout, layout_for
 from ..sharding._shard import replicate, shard_members
-from ._batch import Call, Inputs, alone, arguments, compiled_batch, predict_batch
+from ._batch import MemberCall, PredictionInputs, batch_arguments, compiled_batch, on_one_device, predict_batch
+from ._block_sizes import BlockSizes, measure
 from ._check import check_combine, check_inference, check_rows_of_result, check_untraced
-from ._filled import Filled
+from ._output import OutputBuffer
 from ._rows import first_rows, size_of_few
-from ._sizes import Sizes, measured
 
 
 def predict(
@@ -46,10 +46,48 @@ def predict(
 ) -> PyTree:
     """Predictions of every member for every row, in bounded memory.
 
-    Rows go through the members `batch_size` at a time, so that the intermediate arrays of a batch are all that is
-    held beside the result; batches of a few hundred rows stay in a processor's cache. With `combine` the predictions
-    of all members are never there for more than one batch: what is needed grows with neither members nor rows, inputs
-    and result aside.
+    Rows are processed in batches of `batch_size`, so that the intermediate arrays of one batch are all that is needed
+    in addition to the result; batches of a few hundred rows stay in a processor's cache. With `combine` the predictions
+    of all members exist for one batch at a time: apart from inputs and result, memory grows with neither members nor
+    rows.
+
+    **Arguments:**
+
+    - `ensemble`: members are functions of one example.
+    - `x`: any PyTree of arrays `(rows, ...)`, of zero or more rows; parts marked [`eqx_ensemble.Each`][] are
+        `(members, rows, ...)`. A member is called with one row of it.
+    - `combine`: combines the members' predictions for a batch of rows, `(members, rows, ...)`: any function that treats
+        rows independently and returns arrays `(rows, ...)`, called as `combine(predictions)`, with weights as
+        `combine(predictions, weights=weights)`, options by `functools.partial`. Where `memory` has no room for all
+        members, functions of this library that have a [streaming form][eqx_ensemble.combine.streaming] take some at a
+        time, as an [`eqx_ensemble.combine.AbstractCombination`][] of your own does; any other function is called with
+        all members for fewer rows. Functions of a mean and a variance take members that return a pair.
+    - `weights`: for `combine`, one weight for each member `(members,)`.
+    - `batch_size`: rows per batch; with `memory`, the maximum. A program is compiled for this number of rows and, for
+        fewer, for the next power of two: the last row is repeated as padding, and the padding is dropped.
+    - `memory`: a budget in bytes for the peak in addition to inputs and result. Fewer rows and, if need be, fewer
+        members are processed at a time; how many follows from measuring the first batches, since compilers' own
+        estimates can be many times too low. On a CPU the memory of the process is sampled, which needs Linux;
+        elsewhere, and on an accelerator that needed more before, only the compiler's estimate is known. The memory of
+        the compiler itself is not counted. `plan="auto"` then chooses by static analysis only.
+    - `state`: the stacked `equinox.nn.State` of stateful members, which are called as `model(x, state)` and whose new
+        states are dropped.
+    - `fn`: called instead of the member as `fn(model, x)`, `fn(model, x, state)`, `fn(model, x, key=key)`.
+    - `inference`: whether to put the members into inference mode (`equinox.nn.inference_mode`) first, which switches
+        dropout off. The default is `True`; with `key` there is no default.
+    - `plan`: how the members are executed; `"auto"` measures candidates while it processes the batches.
+    - `mesh`: the devices to predict on, from [`eqx_ensemble.make_mesh`][]; for an ensemble that was built on a mesh,
+        that one. Members are sharded over its axis `members`, the rows of a batch over `data`; with `memory`, members
+        are not padded, and there can be only one process.
+    - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
+    - `key`: if given, members are called with `key=`, a different key for every row: with `inference=False` this is
+        Monte-Carlo dropout.
+
+    **Returns:** the predictions, each array `(members, rows, ...)`; with `combine`, its results, each array
+    `(rows, ...)`.
+
+    **Raises:** `ValueError` for a `key` without `inference`; `MemoryError` when one row of one member needs more than
+    `memory`, and when there is no memory for the result.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 16, 2, key=key), 4, key=key)
@@ -59,45 +97,6 @@ def predict(
     parts = ee.predict(ensemble, x, combine=ee.uncertainty.decompose_entropy, memory=2**26)
     parts.epistemic.shape  # (1000,)
     ```
-
-    **Arguments:**
-
-    - `ensemble`: members are functions of one example.
-    - `x`: any PyTree of arrays `(rows, ...)`, of none or more rows; parts marked [`eqx_ensemble.Each`][] are
-        `(members, rows, ...)`. A member is called with one row of it.
-    - `combine`: what is made of the members' predictions for a batch of rows, `(members, rows, ...)`: any function that
-        treats rows apart and returns arrays `(rows, ...)`, called as `combine(predictions)`, with weights as
-        `combine(predictions, weights=weights)`, options by `functools.partial`. Where `memory` has no room for all
-        members, functions of this library that have a [streaming form][eqx_ensemble.combine.streaming] take some at a
-        time, as an [`eqx_ensemble.combine.AbstractCombination`][] of your own does; another function sees all members
-        of fewer rows. Functions of a mean and a variance take members that return a pair.
-    - `weights`: for `combine`, one weight for each member `(members,)`.
-    - `batch_size`: rows at a time; with `memory`, the most. A program is compiled for this number of rows and, for
-        fewer, for the next power of two: the last row fills what is missing, and what comes of it is cut off.
-    - `memory`: a budget in bytes for what is needed at the peak beside inputs and result. Fewer rows and, if need be,
-        fewer members go through the program at a time; how many follows from measuring the first batches, since
-        compilers' own estimates can be many times too low. On a CPU the process is watched, which Linux allows;
-        elsewhere, and on an accelerator that needed more before, only what the compiler counts is known. What compiling
-        takes is left out. `plan="auto"` then goes by a look at the program.
-    - `state`: the stacked `equinox.nn.State` of stateful members, which are called as `model(x, state)` and whose new
-        states are dropped.
-    - `fn`: called instead of the member as `fn(model, x)`, `fn(model, x, state)`, `fn(model, x, key=key)`, for models
-        that are called in another way.
-    - `inference`: whether to put the members into inference mode (`equinox.nn.inference_mode`) first, which switches
-        dropout off. So it is done by default; with `key` it is to be said.
-    - `plan`: how the members are executed; `"auto"` tries what makes sense while it goes through the batches.
-    - `mesh`: the devices to predict on, from [`eqx_ensemble.make_mesh`][]; where an ensemble was built on a mesh, that
-        one. Members are spread over its axis `members`, the rows of a batch over `data`; with `memory`, not
-        padded, and in one process only.
-    - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
-    - `key`: if given, members are called with `key=`, a key of their own for every row: with `inference=False` this
-        is Monte-Carlo dropout.
-
-    **Returns:** the predictions, each array `(members, rows, ...)`; with `combine`, what it makes of them, each array
-    `(rows, ...)`.
-
-    **Raises:** `ValueError` for a `key` without `inference`; `MemoryError` when one row of one member needs more than
-    `memory`, and when the result has no place.
     """
     check_ensemble(ensemble, name="predict")
     inference = check_inference(inference, key, name="predict")
@@ -114,37 +113,37 @@ def predict(
     if combine is not None:
         combine = of_predictions(combine) if memory is None else stream_of(combine) or combine
     keys = None if key is None else _keys.member_keys(_keys.root(key, name="predict"), ensemble.ids, purpose="predict")
-    inputs, layout = _on_mesh(Inputs(ensemble, _axes.map_each(_axes.Each, x), state, keys), mesh, memory)
+    inputs, layout = _on_mesh(PredictionInputs(ensemble, _axes.map_each(_axes.Each, x), state, keys), mesh, memory)
     if num_rows == 0:
-        return _of_no_rows(plan, Call(fn, inference), inputs, combine, weights)
+        return _of_no_rows(plan, MemberCall(fn, inference), inputs, combine, weights)
     few = memory is None and num_rows < batch_size and not any(map(_check.is_traced, jax.tree.leaves(inputs)))
     batch_size = size_of_few(num_rows, batch_size) if few else min(batch_size, num_rows)
     pilot = Pilot(plan, name="predict")
-    made = lambda parts: _combine(parts, combine, weights)
-    work = _Work(pilot, Call(fn, inference, layout), inputs, num_rows, batch_size, made)
+    collect = lambda parts: _combine(parts, combine, weights)
+    work = _Work(pilot, MemberCall(fn, inference, layout), inputs, num_rows, batch_size, collect)
     if memory is not None:
         _check.check_positive_int(memory, "memory", name="predict")
         check_untraced((inputs, weights))
 
     axis = 1 if combine is None else 0
-    filled = Filled(num_rows, axis=axis)
+    output = OutputBuffer(num_rows, axis=axis)
     described = f"predict, {members_in_words(ensemble.num_members)}"
     with (
         progress_line(show=progress, description=described, total=num_rows, unit="row") as line,
-        explained_memory(pilot, ensemble.num_members, name="predict"),
+        explain_memory(pilot, ensemble.num_members, name="predict"),
     ):
         for rows, out in _batches(work) if memory is None else _batches_within(memory, work):
             if combine is not None:
                 check_rows_of_result(out, len(rows))
             if len(rows) > num_rows:
                 out = jax.tree.map(lambda x: first_rows(x, num_rows, axis=axis), out)
-            filled.write(out, int(rows[0]))
+            output.write(out, int(rows[0]))
             line.update(int(rows[-1]) + 1 - line.n)
-    return filled.value
+    return output.value
 
 
-def _on_mesh(inputs: Inputs, mesh: Mesh | None, memory: int | None) -> tuple[Inputs, Layout | None]:
-    """The inputs on the devices of a mesh, if there is one."""
+def _on_mesh(inputs: PredictionInputs, mesh: Mesh | None, memory: int | None) -> tuple[PredictionInputs, Layout | None]:
+    """The inputs on the devices of a mesh, with its layout; unchanged without a mesh."""
     layout = layout_for(mesh, inputs.ensemble.stacked, name="predict")
     if layout is None or any(map(_check.is_traced, jax.tree.leaves(inputs))):
         return inputs, layout
@@ -156,14 +155,14 @@ def _on_mesh(inputs: Inputs, mesh: Mesh | None, memory: int | None) -> tuple[Inp
     ensemble = inputs.ensemble
     stacked, state, keys = shard_members((ensemble.stacked, inputs.state, inputs.keys), layout)
     shared, ids = replicate((ensemble.shared, ensemble.ids), layout)
-    # What is measured for a budget are blocks of members, which lie where their members are.
-    return Inputs(Ensemble(stacked, shared, ids), inputs.x, state, keys), layout if memory is None else None
+    # A budget is measured on blocks of members, which stay on the devices of these members.
+    return PredictionInputs(Ensemble(stacked, shared, ids), inputs.x, state, keys), layout if memory is None else None
 
 
-def _of_no_rows(plan: AbstractPlan, call: Call, inputs: Inputs, combine: Any, weights: Any) -> PyTree:
-    """What a prediction is where there are no rows: its shapes are those of one row, without this row."""
+def _of_no_rows(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs, combine: Any, weights: Any) -> PyTree:
+    """The prediction for no rows: that for one row, by its shapes alone, without this row."""
     shapes = eqx.filter_eval_shape(
-        lambda inputs: predict_batch(plan, call, inputs.of_a_row_of_zeros(), jnp.arange(1)), inputs
+        lambda inputs: predict_batch(plan, call, inputs.one_row_of_zeros(), jnp.arange(1)), inputs
     )
     zeros = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
     out = _combine([(slice(None), jax.tree.map(zeros, shapes))], combine, weights)
@@ -174,68 +173,68 @@ def _of_no_rows(plan: AbstractPlan, call: Call, inputs: Inputs, combine: Any, we
 
 class _Work(NamedTuple):
     pilot: Pilot
-    call: Call
-    inputs: Inputs
+    call: MemberCall
+    inputs: PredictionInputs
     num_rows: int
     batch_size: int
-    made: Callable[[Iterable[tuple[slice, PyTree]]], PyTree]
+    collect: Callable[[Iterable[tuple[slice, PyTree]]], PyTree]
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """So many rows from `start`; at the end of the data the last ones, some of them once more.
+        """The indices of `count` rows from `start`; at the end of the data the last `count` rows.
 
-        Where there are not so many, the last one fills the rest.
+        If there are fewer rows than `count`, the last one is repeated.
         """
         start = max(min(start, self.num_rows - count), 0)
         return np.minimum(np.arange(start, start + count), self.num_rows - 1)
 
 
 def _batches(work: _Work) -> Iterator[tuple[np.ndarray, PyTree]]:
-    """The rows in batches of one size, with what is made of the predictions for them."""
+    """The rows in batches of one size, with the result for them."""
     pilot, num_members, layout = work.pilot, work.inputs.ensemble.num_members, work.call.layout
     num_members = num_members if layout is None else layout.per_device(num_members)
     for start in range(0, work.num_rows, work.batch_size):
         rows = work.rows(start, work.batch_size)
-        read = arguments(work.call, work.inputs, rows)
+        read = batch_arguments(work.call, work.inputs, rows)
         with explain_rows(work.inputs.x):
-            pilot.look(predict_batch, *alone(read), num_members=num_members, unit="batch")
+            pilot.look(predict_batch, *on_one_device(*read), num_members=num_members, unit="batch")
             began, trial = time.perf_counter(), pilot.watching
             out = pilot.call(lambda plan, read: compiled_batch(plan, *read), read)
         seconds = time.perf_counter() - began
         batches_left = (work.num_rows - 1 - start) // work.batch_size
         pilot.note(1, seconds, seconds_left=batches_left * seconds if trial else 0.0)
-        yield rows, work.made([(slice(None), out)])
+        yield rows, work.collect([(slice(None), out)])
 
 
 def _batches_within(memory: int, work: _Work) -> Iterator[tuple[np.ndarray, PyTree]]:
-    """The same within a budget of memory: the sizes of batches follow from what the first ones need."""
+    """The same within a budget of memory: the block of later batches follows from the peak of the first."""
     plan, call, inputs = work.pilot.plan, work.call, work.inputs
     with explain_rows(inputs.x):
-        sizes = Sizes(memory, call, inputs, most_rows=work.batch_size)
+        sizes = BlockSizes(memory, call, inputs, most_rows=work.batch_size)
     start = 0
     while start < work.num_rows:
         members, count = sizes.block
         rows = work.rows(start, count)
         chunks = [slice(i, i + members) for i in range(0, inputs.ensemble.num_members, members)]
-        # A batch waits for the one before: what is not done yet would hold its memory too.
+        # Unfinished batches would occupy memory too: each one is awaited.
         some = lambda chunk, rows=rows: jax.block_until_ready(
-            compiled_batch(plan, *arguments(call, inputs, rows, members=chunk))
+            compiled_batch(plan, *batch_arguments(call, inputs, rows, members=chunk))
         )
-        of_rows = lambda chunks=chunks, some=some: work.made((chunk, some(chunk)) for chunk in chunks)
+        predict_rows = lambda chunks=chunks, some=some: work.collect((chunk, some(chunk)) for chunk in chunks)
         if sizes.settled:
-            out = jax.block_until_ready(of_rows())
+            out = jax.block_until_ready(predict_rows())
         else:
-            out, need = measured(plan, call, inputs, rows, of_rows, members=members)
+            out, need = measure(plan, call, inputs, rows, predict_rows, members=members)
             sizes.note(need)
         yield rows, out
         start += count
 
 
 def _combine(parts: Iterable[tuple[slice, PyTree]], combine: Any, weights: Any) -> PyTree:
-    """What `combine` makes of the predictions of all members, which come some members at a time."""
+    """Combines the predictions of all members, of which `parts` holds some members at a time."""
     if isinstance(combine, AbstractCombination):
         partial = None
-        for chosen, part in parts:
-            partial = combine.update(partial, part, weights=None if weights is None else weights[chosen])
+        for index, part in parts:
+            partial = combine.update(partial, part, weights=None if weights is None else weights[index])
         return combine.finish(partial)
     held = [part for _, part in parts]
     predictions = held[0] if len(held) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *held)

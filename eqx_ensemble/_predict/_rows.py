@@ -10,7 +10,7 @@ from .. import _check
 
 
 def size_of_few(num_rows: int, batch_size: int) -> int:
-    """The rows of the program for fewer rows than a batch: a power of two, so that there are only a few programs."""
+    """The rows of the program for fewer rows than a batch: a power of two, so that few programs are compiled."""
     return min(batch_size, 1 << (num_rows - 1).bit_length())
 
 
@@ -21,13 +21,13 @@ def take_rows(x: Any, rows: np.ndarray, *, axis: int) -> Any:
 
 
 def first_rows(x: Any, count: int, *, axis: int) -> Any:
-    """So many rows from the first one on."""
+    """The first `count` rows of an array along an axis."""
     index = (slice(None),) * axis + (slice(0, count),)
     return _on_host(x, index) if _is_on_host(x) else x[index]
 
 
 def row_of_zeros(x: Any, *, axis: int) -> jax.Array:
-    """One row in the place of none, whose shape and dtype alone matter."""
+    """A row of zeros, of the shape and dtype of one row."""
     shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
     if _check.is_typed_key(x):
         return jnp.broadcast_to(jax.random.key(0, impl=jax.random.key_impl(x)), shape)
@@ -35,13 +35,13 @@ def row_of_zeros(x: Any, *, axis: int) -> jax.Array:
 
 
 def _is_on_host(x: Any) -> bool:
-    """Whether NumPy reads an array where it is; a weak type would be lost."""
+    """Whether NumPy can read an array without a copy; a weak type would be lost."""
     if not isinstance(x, jax.Array) or _check.is_traced(x) or _check.is_typed_key(x) or x.aval.weak_type:
         return False
     return x.is_fully_addressable and len(x.devices()) == 1 and all(d.platform == "cpu" for d in x.devices())
 
 
 def _on_host(x: jax.Array, index: tuple) -> jax.Array:
-    # A copy, which does not hold the whole.
+    # A copy, so that the whole array can be freed.
     some = np.ascontiguousarray(np.asarray(x)[index])
     return jax.device_put(some, x.sharding if x.committed else None)

@@ -9,7 +9,7 @@ from .._check import check_positive_scalar, check_scalar, concrete, needs_messag
 
 
 def check_sketch_levels(levels: Any, *, name: str) -> tuple[float, ...]:
-    """Several numbers from 0 to 1."""
+    """A list of numbers from 0 to 1."""
     found = np.asarray(levels)
     if found.ndim != 1 or found.size == 0 or found.dtype.kind not in "fiu":
         raise TypeError(f"`{name}` needs a list of `levels`, got {levels!r}.")
@@ -26,7 +26,7 @@ def check_power(name: str, power: ArrayLike, dtype: jnp.dtype) -> Array:
 
 
 def check_cut(name: str, cut: ArrayLike, dtype: jnp.dtype) -> Array:
-    """A share to cut off at both ends that leaves something between them."""
+    """A fraction to cut off at both ends, from 0 to below 0.5."""
     array = check_scalar(name, "cut", cut, dtype)
     host = concrete(cut)
     if host is not None and not (0 <= host and host.astype(dtype) < 0.5):

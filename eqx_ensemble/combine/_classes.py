@@ -30,14 +30,11 @@ def mixture(
     **Raises:**
 
     - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for unfit weights.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import combine
-
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.3, 0.7]]]))  # two members, one row, two classes
-    jnp.exp(combine.mixture(logits))  # [[0.6, 0.4]]
+    jnp.exp(ee.combine.mixture(logits))  # [[0.6, 0.4]]
     ```
     """
     name = "combine.mixture"
@@ -55,8 +52,8 @@ def mean_logits(
 
     $\mathrm{log\,softmax}(\sum_m w_m \, \mathrm{logits}_m)$, also called the logarithmic opinion pool. Of all
     distributions it is the one with the smallest mean divergence to the members, $\sum_m w_m \mathrm{KL}(p \| p_m)$.
-    A member that is sure moves it more than it moves the mean of the probabilities,
-    [`eqx_ensemble.combine.mixture`][]: one that rules a class out, rules it out for all.
+    A confident member influences it more than it influences the mean of the probabilities,
+    [`eqx_ensemble.combine.mixture`][]: a class of probability zero under one member has probability zero.
 
     **Arguments:**
 
@@ -65,19 +62,16 @@ def mean_logits(
 
     **Returns:**
 
-    Log-probabilities `(*batch, classes)`. A row is NaN where the members together rule every class out. Members that
-    count as independent observers have their logits added, not averaged: `log_softmax(num_members * ...)` of this.
+    Log-probabilities `(*batch, classes)`. A row is NaN where each class has probability zero under some member. For
+    independent observers, whose logits are added instead of averaged, take `log_softmax(num_members * ...)` of this.
 
     **Raises:**
 
     As [`eqx_ensemble.combine.mixture`][].
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import combine
-
     logits = jnp.log(jnp.array([[0.9, 0.1], [0.5, 0.5]]))  # two members, one row
-    jnp.exp(combine.mean_logits(logits))  # [0.75, 0.25]: the odds 9 and 1 have the geometric mean 3
+    jnp.exp(ee.combine.mean_logits(logits))  # [0.75, 0.25]: the odds 9 and 1 have the geometric mean 3
     ```
 
     ??? cite
@@ -103,10 +97,10 @@ def vote(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Float[Array, "*batch classes"]:
-    """The share of the members' votes that each class gets; each member votes for its most likely class.
+    """The fraction of the members' votes for each class; each member votes for its most likely class.
 
     A member whose best classes tie votes for the lowest of them. The elected class is `jnp.argmax(vote(logits), -1)`,
-    where equal shares again go to the lowest class. Votes have no useful gradient.
+    where ties again go to the lowest class. Votes have no useful gradient.
 
     **Arguments:**
 
@@ -115,19 +109,17 @@ def vote(
 
     **Returns:**
 
-    Shares `(*batch, classes)`, which sum to one on the last axis. A NaN logit of a member that votes makes its row NaN.
+    Fractions `(*batch, classes)`, which sum to one on the last axis. A NaN logit of a member of positive weight makes
+    its row NaN.
 
     **Raises:**
 
     - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for unfit weights.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import combine
-
     logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row
-    combine.vote(logits)  # [0.667, 0.333]
+    ee.combine.vote(logits)  # [0.667, 0.333]
     ```
     """
     name = "combine.vote"

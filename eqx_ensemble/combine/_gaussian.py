@@ -41,13 +41,10 @@ def gaussian(
     **Raises:**
 
     - `TypeError` for arrays that are not floating-point.
-    - `ValueError` for shapes that differ, negative variances (where concrete), and unfit weights.
+    - `ValueError` for shapes that differ, negative variances (where concrete), and invalid weights.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import combine
-
-    matched = combine.gaussian(jnp.array([[1.0], [3.0]]), jnp.array([[0.5], [0.5]]))
+    matched = ee.combine.gaussian(jnp.array([[1.0], [3.0]]), jnp.array([[0.5], [0.5]]))
     matched.mean, matched.variance  # [2.0], [1.5]
     ```
 
@@ -80,31 +77,29 @@ def product_gaussian(
 
     The precision is $\sigma^{-2} = a \sum_m w_m \sigma_m^{-2}$ and the mean
     $\mu = a \, \sigma^2 \sum_m w_m \mu_m / \sigma_m^2$, entry by entry, with $a$ the `power`: the sum of all
-    exponents. With 1 it is the geometric mean of the densities, as sure as a member when all agree. With the number of
-    members it is the plain product, right for members whose errors are independent: every further one narrows it.
+    exponents. With 1 it is the geometric mean of the densities, as confident as a member when all agree. With the
+    number of members it is the plain product, valid for members with independent errors: each further member narrows
+    it.
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, ...)`, of one shape. A member of infinite variance says nothing; beside members
-        of variance zero, which are certain, the others do not count.
+    - `mean`, `variance`: `(members, ...)`, of one shape. A member of infinite variance has no influence; where a
+        member has variance zero, only such members count.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
     - `power`: the sum of the exponents, above zero.
 
     **Returns:**
 
     A named tuple with `.mean` and `.variance`, of the shape of one member's mean. Unlike that of the mixture,
-    [`eqx_ensemble.combine.gaussian`][], this variance ignores how far apart the means are.
+    [`eqx_ensemble.combine.gaussian`][], this variance ignores the distances between the means.
 
     **Raises:**
 
     As [`eqx_ensemble.combine.gaussian`][], and `ValueError` for a power that is not above zero (where concrete).
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import combine
-
     mean, variance = jnp.array([[0.0], [3.0]]), jnp.array([[1.0], [2.0]])
-    combine.product_gaussian(mean, variance, power=2)  # mean 1.0, variance 2/3
+    ee.combine.product_gaussian(mean, variance, power=2)  # mean 1.0, variance 2/3
     ```
 
     ??? cite
@@ -149,10 +144,10 @@ def _product(
     of_equals = (variance == least[None]).astype(variance.dtype)
     safe = jnp.where(limit[None], 1, variance)
     precision = jnp.where(limit[None], of_equals, 1 / (safe / jnp.where(limit, 1, least)[None]))
-    # A member without any precision has no say, wherever its mean is.
+    # A member without any precision has no influence, whatever its mean.
     mean = jnp.where(precision == 0, 0, mean)
     total = weighted_mean(precision, weights)
-    # The first mean is one by precision too: one that a member of hardly any precision moved would be far off.
+    # The first mean is weighted by precision too: otherwise members of little precision would move it far away.
     found = weighted_mean(precision * mean, weights) / total
     infinite = jnp.isinf(found)
     rough = jnp.where(infinite, 0, found)

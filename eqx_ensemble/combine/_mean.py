@@ -31,12 +31,9 @@ def mean(
     - `ValueError` for values without a member, and for weights of the wrong number, negative, not finite or all zero.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import combine
-
     values = jnp.array([[1.0, 2.0], [4.0, 8.0]])
-    combine.mean(values)  # [2.5, 5.0]
-    combine.mean(values, weights=jnp.array([2, 1]))  # [2.0, 4.0]
+    ee.combine.mean(values)  # [2.5, 5.0]
+    ee.combine.mean(values, weights=jnp.array([2, 1]))  # [2.0, 4.0]
     ```
     """
     name = "combine.mean"
@@ -69,10 +66,7 @@ def log_mixture(
     As [`eqx_ensemble.combine.mean`][].
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import combine
-
-    combine.log_mixture(jnp.log(jnp.array([[0.5], [0.1]])))  # log(0.3)
+    ee.combine.log_mixture(jnp.log(jnp.array([[0.5], [0.1]])))  # log(0.3)
     ```
     """
     name = "combine.log_mixture"

@@ -22,8 +22,8 @@ def moments(
     $\mu = \sum_m w_m v_m$ and $\sigma^2 = \sum_m w_m (v_m - \mu)^2$ (ddof 0). Deviations are formed before they are
     squared, so that a large common offset costs no precision. In its streaming form groups of members with weights
     $w_g$, means $\mu_g$ and variances $v_g$ merge into $\mu = \sum_g w_g \mu_g$ and
-    $\sum_g w_g (v_g + (\mu_g - \mu)^2)$ (Chan et al.; member by member this is Welford's method); what rounding leaves
-    out of a mean is kept, so that the number of groups costs no precision either.
+    $\sum_g w_g (v_g + (\mu_g - \mu)^2)$ (Chan et al.; member by member this is Welford's method); the
+    rounding error of a mean is carried along, so that the number of groups costs no precision either.
 
     **Arguments:**
 
@@ -68,7 +68,7 @@ def _moments(values: Float[Array, "members ..."], weights: Float[Array, " member
 
 
 class _Centre(NamedTuple):
-    """A mean in two parts: the rounded one, and what rounding has left out so far."""
+    """A mean in two parts: the rounded one, and its rounding error so far."""
 
     mean: Float[Array, "..."]
     rest: Float[Array, "..."]

@@ -12,9 +12,9 @@ def median(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Float[Array, "..."]:
-    r"""The weighted median over members, entry by entry: members that are far off do not move it.
+    r"""The weighted median over members, entry by entry, which is robust to outlying members.
 
-    The value at which half of the weight is reached; the midpoint to the next value where exactly half lies at or
+    The value at which half of the weight is reached; the midpoint to the next value where exactly half is at or
     below. For equal weights this is the usual median.
 
     **Arguments:**
@@ -32,12 +32,9 @@ def median(
     As [`eqx_ensemble.combine.mean`][].
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import combine
-
     values = jnp.array([[1.0], [2.0], [1e9]])
-    combine.median(values)  # [2.0]
-    combine.median(values, weights=jnp.array([3, 1, 1]))  # [1.0]
+    ee.combine.median(values)  # [2.0]
+    ee.combine.median(values, weights=jnp.array([3, 1, 1]))  # [1.0]
     ```
     """
     name = "combine.median"
@@ -55,14 +52,14 @@ def trimmed_mean(
     r"""The mean over members without the lowest and the highest, entry by entry.
 
     $\frac{1}{1 - 2c} \int_c^{1 - c} Q(u) \, du$ with $Q$ the quantiles of the members and $c$ the `cut`: of the weight
-    in the order of the values, the share $c$ is cut off at either end. A member at the edge counts in part, so that the
-    result is continuous in `cut`, and does not change when a member is split into two of half the weight. Where $c$
-    times the number of members is whole, whole members go, as in `scipy.stats.trim_mean`.
+    in the order of the values, the fraction $c$ is cut off at either end. A member at the edge counts in part, so that
+    the result is continuous in `cut`, and does not change when a member is split into two of half the weight. Where $c$
+    times the number of members is an integer, whole members are cut off, as in `scipy.stats.trim_mean`.
 
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`.
-    - `cut`: the share that is cut off at each end, from 0 (the mean) to below 0.5 (the median).
+    - `cut`: the fraction that is cut off at each end, from 0 (the mean) to below 0.5 (the median).
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
 
     **Returns:**
@@ -74,11 +71,8 @@ def trimmed_mean(
     As [`eqx_ensemble.combine.mean`][], and `ValueError` for a `cut` out of range (where concrete).
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import combine
-
     values = jnp.array([[-1e9], [1.0], [2.0], [3.0], [1e9]])
-    combine.trimmed_mean(values, cut=0.2)  # [2.0]
+    ee.combine.trimmed_mean(values, cut=0.2)  # [2.0]
     ```
     """
     name = "combine.trimmed_mean"
@@ -100,7 +94,7 @@ def _trimmed_mean(
     in_order, share = sort_members(values, weights)
     inside = jnp.clip(share, cut, 1 - cut)
     kept = jnp.diff(inside, axis=0, prepend=jnp.broadcast_to(cut, inside[:1].shape))
-    # A share that is left by rounding alone must not bring back a member that is far off.
+    # A fraction left by rounding alone must not bring back an outlying member.
     rounding = jnp.minimum(8 * jnp.finfo(values.dtype).eps, jnp.max(kept, axis=0) / 2)
     kept = jnp.where(kept < rounding[None], 0, kept)
     kept = kept / jnp.sum(kept, axis=0)[None]

@@ -17,35 +17,36 @@ class _Items(NamedTuple):
 
 
 class _Sketch(NamedTuple):
-    floors: tuple[_Items, ...]
+    tiers: tuple[_Items, ...]
     unknown: Bool[Array, "..."]
-    lean: Float[Array, "..."]  # weight that stands too low, in the mean over pairs, after all joins so far
+    lean: Float[Array, "..."]  # weight assigned to too low a value, in the mean over pairs, after all merges so far
 
 
 class QuantileSketch(AbstractCombination):
     r"""Quantiles over members of predictions `(members, ...)`, entry by entry, from a sketch of bounded size.
 
-    Exact below `2 * size` members. When a floor of the sketch holds `2 * size` values, neighbours in their order are
-    joined into one of their summed weight at the place of the heavier, which go to the next floor. Where both weigh
-    the same, the lower and the higher place take turns from join to join, so that ranks are right on average; which
-    comes first is drawn from the bits of the values, so that equal members give equal results. Of $M$ members of equal
-    weight, $\log_2(M / \mathrm{size})$ floors are held, and the rank of a quantile is off by at most
+    Exact below `2 * size` members. When a level of the sketch holds `2 * size` values, neighbours in sorted order are
+    merged into the value of the heavier one, with the sum of their weights, and moved to the next level. At equal
+    weights the lower and the higher value alternate from merge to merge, so that ranks are unbiased; the first choice
+    depends on the bits of the values, so that equal members give equal results. For $M$ members of equal weight there
+    are $\log_2(M / \mathrm{size})$ levels, and the error of a rank is at most
     $M \lfloor \log_2(M / \mathrm{size}) \rfloor / (2 \, \mathrm{size})$ members: 2 % of 4,096. A sketch is for members
-    that come in a stream. Where they are at hand, [`eqx_ensemble.predict`][] holds the values of all for some rows at a
-    time, which costs less and is exact: `combine=functools.partial(ee.uncertainty.quantile, levels=0.9)`.
+    that come in a stream. For an ensemble in memory, [`eqx_ensemble.predict`][] holds the values of all members for
+    some rows at a time, which costs less and is exact:
+    `combine=functools.partial(ee.uncertainty.quantile, levels=0.9)`.
 
     A quantile is the value at which the weight at or below reaches the level; the midpoint to the next where it meets
     the level exactly (definition 2 of Hyndman and Fan, NumPy's `"averaged_inverted_cdf"`).
+
+    **Arguments:**
+
+    - `levels`: from 0 to 1; the quantiles are on the last axis of the result `(..., levels)`.
+    - `size`: half the number of values that a level of the sketch may hold.
 
     ```python
     values = jnp.array([[1.0], [2.0], [3.0], [4.0]])
     ee.combine.QuantileSketch([0.25, 0.9])(values)  # [[1.5, 4.0]]
     ```
-
-    **Arguments:**
-
-    - `levels`: from 0 to 1; the quantiles stand on the last axis of the result `(..., levels)`.
-    - `size`: half the values that a floor may hold.
 
     ??? cite
         [Approximate Medians and other Quantiles in One Pass and with Limited
@@ -82,28 +83,28 @@ class QuantileSketch(AbstractCombination):
             first, second = second, None
         if first is None:
             return None
-        floors, unknown, lean = list(first.floors), first.unknown, first.lean
+        tiers, unknown, lean = list(first.tiers), first.unknown, first.lean
         if second is not None:
             unknown, lean = unknown | second.unknown, lean + second.lean
-        for i, items in enumerate(() if second is None else second.floors):
-            if i < len(floors):
-                floors[i] = jax.tree.map(lambda *xs: jnp.concatenate(xs), floors[i], items)
+        for i, items in enumerate(() if second is None else second.tiers):
+            if i < len(tiers):
+                tiers[i] = jax.tree.map(lambda *xs: jnp.concatenate(xs), tiers[i], items)
             else:
-                floors.append(items)
-        for i, items in enumerate(floors):  # also those that are appended here
+                tiers.append(items)
+        for i, items in enumerate(tiers):  # also those that are appended here
             if items.values.shape[0] < 2 * self.size:
                 continue
-            floors[i], joined, lean = _joined(items, lean)
-            if i + 1 < len(floors):
-                floors[i + 1] = jax.tree.map(lambda *xs: jnp.concatenate(xs), floors[i + 1], joined)
+            tiers[i], joined, lean = _join_pairs(items, lean)
+            if i + 1 < len(tiers):
+                tiers[i + 1] = jax.tree.map(lambda *xs: jnp.concatenate(xs), tiers[i + 1], joined)
             else:
-                floors.append(joined)
-        return _Sketch(tuple(floors), unknown, lean)
+                tiers.append(joined)
+        return _Sketch(tuple(tiers), unknown, lean)
 
     def finish(self, partial: Any) -> Float[Array, "... levels"]:
         """The quantiles for all members seen."""
         check_seen(partial, name="combine.QuantileSketch")
-        return _quantiles(partial, jnp.asarray(self.levels, partial.floors[0].values.dtype))
+        return _quantiles(partial, jnp.asarray(self.levels, partial.tiers[0].values.dtype))
 
 
 @jax.jit
@@ -118,8 +119,8 @@ def _unknown(values: Array, weights: Array) -> Array:
 
 
 @jax.jit
-def _joined(items: _Items, lean: Array) -> tuple[_Items, _Items, Array]:
-    """What is left of a floor, at most one value, its pairs of neighbours, and how far all joins lean now."""
+def _join_pairs(items: _Items, lean: Array) -> tuple[_Items, _Items, Array]:
+    """The rest of a level, at most one value, its merged pairs of neighbours, and the new lean."""
     values, weights = jax.lax.sort(tuple(items), dimension=0, num_keys=1)
     whole = values.shape[0] // 2 * 2
     low, high, of_low, of_high = values[0:whole:2], values[1:whole:2], weights[0:whole:2], weights[1:whole:2]
@@ -131,14 +132,14 @@ def _joined(items: _Items, lean: Array) -> tuple[_Items, _Items, Array]:
 
 
 def _coin(values: Float[Array, "items ..."]) -> Bool[Array, "..."]:
-    """Heads or tails for each entry, from the bits of its values in whatever order: a fixed side would bias ranks."""
+    """A pseudo-random bit for each entry, from the bits of its values in any order: a fixed side would bias ranks."""
     bits = jax.lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}"))
     return jnp.sum(jax.lax.population_count(bits) & 1, axis=0) % 2 == 1
 
 
 @jax.jit
 def _quantiles(sketch: _Sketch, levels: Array) -> Array:
-    items = jax.tree.map(lambda *xs: jnp.concatenate(xs), *sketch.floors)
+    items = jax.tree.map(lambda *xs: jnp.concatenate(xs), *sketch.tiers)
     values, weights = jax.lax.sort(tuple(items), dimension=0, num_keys=1)
     one = lambda level: _weighting.quantile_in_order(values, weights, level, 1 - level)
     found = jnp.stack([one(level) for level in levels], axis=-1)

@@ -15,11 +15,11 @@ from ._search import Search
 from ._trials import cache_of
 
 AnyPlan = AbstractPlan | Literal["auto"] | None
-"""What functions take as `plan`: a plan, `"auto"`, or nothing for `Vmap()`."""
+"""The argument `plan` of functions: a plan, `"auto"`, or `None` for `Vmap()`."""
 
 
 class _Notes:
-    """The searches made with one plan, newest last. They are no part of the plan's value: all notes are equal."""
+    """The searches made with one plan, newest last. They are not part of the plan's value: all notes are equal."""
 
     def __init__(self):
         self.searches: dict[str, Search] = {}
@@ -34,16 +34,23 @@ class _Notes:
 class Auto(AbstractPlan):
     """Analyses the program, tries the few plans that make sense for it, and keeps the fastest that fits in memory.
 
-    Written `plan="auto"`. A trial is a stretch of the work itself, so that all that a search costs are compilations and
-    slower stretches: together at most `max_overhead` of the time. A short run therefore keeps the plan that static
-    analysis suggests. Results of a search are cached for the process's life: another run of the same program starts
-    with the fastest plan.
+    Written `plan="auto"`. A trial is a stretch of the work itself, so that a search costs only compilations and slower
+    stretches: together at most `max_overhead` of the time. A short run therefore keeps the plan that static analysis
+    suggests. Results of a search are cached for the process's life: another run of the same program starts with the
+    fastest plan.
 
-    Plans agree within float rounding, and which is the fastest may differ from one run to the next: for the same bits
-    again, pass `run.plan.chosen`.
+    Plans agree within float rounding, and the fastest may differ from run to run: for the same bits again, pass
+    `run.plan.choice`.
 
-    Where nothing can be tried, in [`eqx_ensemble.map_members`][] and in a program of your own, the plan is chosen
-    by static analysis only; in several processes too, because each would measure for itself.
+    Where trials are impossible, in [`eqx_ensemble.map_members`][] and inside your own `jax.jit`, the plan is chosen by
+    static analysis only; in several processes too, because each would measure for itself.
+
+    **Arguments:**
+
+    - `memory`: the bytes that a step may need in addition to the training state; nine tenths of the device's free
+        memory by default. Where memory may be short, plans are tried from the smallest up, because a compiler's own
+        estimates can be many times too low, and the memory for more members is extrapolated from that for fewer.
+    - `max_overhead`: the most that the search may cost, as a fraction of the whole time.
 
     ```python
     def loss(model, batch, key):
@@ -55,13 +62,6 @@ class Auto(AbstractPlan):
     run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=2, plan="auto", key=key)
     print(run.plan.explain())
     ```
-
-    **Arguments:**
-
-    - `memory`: the bytes that a step may need in addition to the training state. If not given: nine tenths of what the
-        device has left. Plans are then tried from the smallest up, because a compiler's own estimates can be many times
-        too low, and what more members will need is extrapolated from what fewer needed.
-    - `max_overhead`: the most that the search may cost, as a fraction of the whole time.
     """
 
     memory: int | None = eqx.field(static=True, default=None, kw_only=True)
@@ -80,7 +80,7 @@ class Auto(AbstractPlan):
         return _suggestion(work).run(fn, arrays)
 
     def begin(self, work: Work) -> tuple[AbstractPlan, Search | None]:
-        """A search, which continues an earlier one of the same program; of several processes each would measure."""
+        """A search, which continues an earlier one of the same program; none in several processes."""
         if jax.process_count() > 1:
             return _suggestion(work), None
         leaves, treedef = jax.tree.flatten(work.args)
@@ -91,8 +91,8 @@ class Auto(AbstractPlan):
         return search.plan, search
 
     @property
-    def chosen(self) -> AbstractPlan | None:
-        """The plan that the latest search has found; `None` before there is one."""
+    def choice(self) -> AbstractPlan | None:
+        """The plan that the latest search has found; `None` before a search."""
         return list(self.notes.searches.values())[-1].plan if self.notes.searches else None
 
     def explain(self) -> str:

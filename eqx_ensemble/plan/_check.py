@@ -4,7 +4,7 @@ from ._plans import AbstractPlan
 
 
 def check_plan(value: Any) -> None:
-    """An execution plan, not its class; its name only for `"auto"`, which the caller has made a plan of."""
+    """An execution plan, not its class; the caller has converted `"auto"`."""
     if isinstance(value, AbstractPlan):
         return
     hint = "For example `plan.Vmap()`."
@@ -20,7 +20,7 @@ def smaller_plan_message(plan: str, less: str, *, name: str) -> str:
 
 
 def out_of_memory_message(num_members: int, plan: str, less: str | None, error: str, *, name: str) -> str:
-    """The message that memory has run out, with what to try."""
+    """The message that memory has run out, with a plan to try."""
     first = error.splitlines()[0] if error else "RESOURCE_EXHAUSTED"
     hint = f'Try `plan={less}`, or `plan="auto"`, which searches for a plan that fits.'
     if less is None:

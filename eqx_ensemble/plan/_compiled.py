@@ -10,7 +10,7 @@ import equinox as eqx
 from .. import _check
 from ._plans import AbstractPlan
 
-_MOST_PROGRAMS = 32  # each holds its function, and what this reads
+_MOST_PROGRAMS = 32  # each holds its function, and the variables that this reads
 
 
 class _Program(NamedTuple):
@@ -22,22 +22,21 @@ _PROGRAMS: OrderedDict[Any, _Program] = OrderedDict()
 
 
 def keeps_program(plan: AbstractPlan) -> bool:
-    """Whether a call here and now is compiled, and its program kept: inside a transformation nothing is."""
+    """Whether a call is compiled and its program kept: inside a transformation nothing is."""
     return plan.compiles and not _check.is_inside_transformation()
 
 
 def program_of(fn: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     """`eqx.filter_jit(run)` for a function: the same one while the variables that it reads are the same objects.
 
-    A compiled program keeps the values that it read first. It would go on with an array that a notebook has defined
-    anew since.
+    A compiled program keeps the values that it read first, even if a notebook has redefined an array since.
     """
     plain = isinstance(fn, types.FunctionType)
     outside = tuple(_read_by(fn)) if plain else ()
     key = fn if plain else type(fn)  # of other callables, `filter_jit` itself tells one from another
     found = _PROGRAMS.get(key)
     if found is None or not _same(found.outside, outside):
-        found = _Program(outside, eqx.filter_jit(lambda *args: run(*args)))  # which frees its programs when it goes
+        found = _Program(outside, eqx.filter_jit(lambda *args: run(*args)))  # its programs are freed with it
         _PROGRAMS[key] = found
         while len(_PROGRAMS) > _MOST_PROGRAMS:
             _PROGRAMS.popitem(last=False)

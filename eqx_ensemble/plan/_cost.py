@@ -42,7 +42,7 @@ def cost_of(fn: Callable[..., Any], *args: PyTree) -> Cost:
 
 
 class FirstMember(AbstractPlan):
-    """Runs the first member only: its program is what one member costs."""
+    """Runs the first member only: its program is the cost of one member."""
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """`fn` of the first member."""

@@ -31,6 +31,19 @@ def map_members(
     calls read is that of the first call, as with `jax.jit`. `equinox.filter_jit` around the result compiles under any
     plan.
 
+    **Arguments:**
+
+    - `fn`: any function of one member; it may take and return any PyTree.
+    - `plan`: how the members are executed: [`eqx_ensemble.plan.Vmap`][] (the default), `Chunked(size)` or
+        `Sequential()`, `Unrolled()`; or `"auto"`, which analyses `fn`. It changes time and memory and nothing else.
+    - `mesh`: the devices to spread members over, from [`eqx_ensemble.make_mesh`][]; each runs its own under the plan.
+    - `out_axis`: where the `members` axis stands in every array output.
+
+    **Returns:** the function of all members.
+
+    **Raises:** (when called) `MemberMismatchError` when arguments disagree on the number of members; `TypeError`
+    when no argument has members.
+
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
     x, y = jnp.ones((10, 3)), jnp.zeros((10, 1))
@@ -41,19 +54,6 @@ def map_members(
 
     mse(ensemble, x, y).shape  # (4,)
     ```
-
-    **Arguments:**
-
-    - `fn`: any function of one member; it may take and return any PyTree.
-    - `plan`: how the members are executed: [`eqx_ensemble.plan.Vmap`][] (the default), `Chunked(size)` or
-        `Sequential()`, `Unrolled()`; or `"auto"`, which looks at `fn`. It changes time and memory and nothing else.
-    - `mesh`: the devices to spread members over, from [`eqx_ensemble.make_mesh`][]; each runs its own under the plan.
-    - `out_axis`: where the `members` axis stands in every array output.
-
-    **Returns:** the function of all members.
-
-    **Raises:** (when called) `MemberMismatchError` when arguments disagree on the number of members; `TypeError`
-    when no argument has members.
     """
     _check.check_function(fn, "fn", name="map_members", example="lambda model, x: model(x)")
     out_axis = _check.check_axis(out_axis, "out_axis", name="map_members")
@@ -61,8 +61,8 @@ def map_members(
     name = getattr(fn, "__name__", type(fn).__name__)
 
     @ft.wraps(fn)
-    def mapped(*args: Any, **kwargs: Any) -> PyTree:
-        call = _Call(plan, f"map_members({name})", out_axis)
+    def run_all(*args: Any, **kwargs: Any) -> PyTree:
+        call = _Mapping(plan, f"map_members({name})", out_axis)
         if not keeps_program(plan):
             return _run(call, fn, args, kwargs)
         try:
@@ -71,16 +71,16 @@ def map_members(
             # The program knows only shape and dtype of what members share; `fn` may ask for more, or be at fault.
             return _run(call, fn, args, kwargs)
 
-    return mapped
+    return run_all
 
 
-class _Call(eqx.Module):
+class _Mapping(eqx.Module):
     plan: AbstractPlan
     name: str = eqx.field(static=True)
     out_axis: int = eqx.field(static=True)
 
 
-def _run(call: _Call, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
+def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
     parts, view, _ = _axes.split_members((args, kwargs), name=call.name)
 
     def one(part: PyTree) -> PyTree:

@@ -9,11 +9,11 @@ import jax
 
 _STATM = pathlib.Path("/proc/self/statm")
 _MEMINFO = pathlib.Path("/proc/meminfo")
-_SECONDS_BETWEEN_LOOKS, _PART_BETWEEN_LOOKS = 2e-3, 0.02
+_SECONDS_BETWEEN_SAMPLES, _FRACTION_BETWEEN_SAMPLES = 2e-3, 0.02
 
 
 class Peak:
-    """The most memory in use while something ran, beyond what was in use before; `None` where nobody can say."""
+    """The peak of memory while something ran, in addition to what was in use before; `None` where it is unknown."""
 
     bytes: int | None = None
 
@@ -22,8 +22,9 @@ class Peak:
 def peak() -> Iterator[Peak]:
     """Watches the memory of the default device, or of the process where that is the device's.
 
-    An accelerator reports its peak itself, which never falls: a later, smaller one is not seen. A process is looked at
-    every other millisecond, and less and less often, because looking takes time: what lives for less is missed.
+    An accelerator reports its peak since the start of the process: a later, smaller one is not seen. The memory of a
+    process is sampled every other millisecond, and less and less often, because sampling takes time: shorter peaks are
+    missed.
     """
     found = Peak()
     before = _device_stats()
@@ -33,18 +34,18 @@ def peak() -> Iterator[Peak]:
         if after is not None and after["peak_bytes_in_use"] > before["peak_bytes_in_use"]:
             found.bytes = after["peak_bytes_in_use"] - before["bytes_in_use"]
         return
-    start, begun = _resident(), time.perf_counter()
+    start, began = _resident(), time.perf_counter()
     if start is None:
         yield found
         return
     most, over = start, threading.Event()
 
-    def look() -> None:
+    def sample() -> None:
         nonlocal most
-        while not over.wait(max(_SECONDS_BETWEEN_LOOKS, _PART_BETWEEN_LOOKS * (time.perf_counter() - begun))):
+        while not over.wait(max(_SECONDS_BETWEEN_SAMPLES, _FRACTION_BETWEEN_SAMPLES * (time.perf_counter() - began))):
             most = max(most, _resident() or 0)
 
-    watch = threading.Thread(target=look, daemon=True)
+    watch = threading.Thread(target=sample, daemon=True)
     watch.start()
     try:
         yield found
@@ -54,8 +55,8 @@ def peak() -> Iterator[Peak]:
     found.bytes = max(most, _resident() or 0) - start
 
 
-def give_back() -> None:
-    """Gives the system what this process has freed and kept, where it can, so that its next use shows in `peak`."""
+def release_freed() -> None:
+    """Returns freed memory to the system, where possible, so that its next use shows in `peak`."""
     import ctypes
     import sys
 
@@ -65,7 +66,7 @@ def give_back() -> None:
 
 
 def free_bytes() -> int | None:
-    """What the default device has left, or the machine where that is the device's; `None` where nobody can say."""
+    """The free memory of the default device, of the machine for a CPU; `None` where it is unknown."""
     stats = _device_stats()
     if stats is not None:
         return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
@@ -74,7 +75,7 @@ def free_bytes() -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a compiled program did not find the memory that it needs."""
+    """Whether a compiled program ran out of memory."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 

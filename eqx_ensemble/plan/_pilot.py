@@ -20,7 +20,7 @@ class Pilot:
 
     **Attributes:**
 
-    - `plan`: the plan of the next stretch; until `look` was called, what was asked for.
+    - `plan`: the plan of the next stretch; before `look`, the plan that was passed.
     """
 
     def __init__(self, plan: AbstractPlan, *, name: str):
@@ -35,15 +35,15 @@ class Pilot:
         return self._search is not None and self._search.watching
 
     def look(self, fn: Callable[..., Any], *args: PyTree, **work: Any) -> None:
-        """Chooses the plan of `fn(plan, *args)`, one unit of the work, if that is still to be chosen."""
+        """Chooses the plan of `fn(plan, *args)`, one unit of the work, if the plan searches."""
         self.plan, search = self.plan.begin(Work(self._name, fn, args, **work))
         self._search = search or self._search
 
     def call(self, stretch: Callable[[AbstractPlan, Any], Any], carry: Any) -> Any:
         """`stretch(plan, carry)`, which may donate `carry`.
 
-        A plan's first call may find too little memory. It is then called again under a smaller one, with the carry from
-        a copy on the host, because a donated one is gone.
+        A plan's first call may run out of memory. It is then repeated under a smaller plan, with the carry from a copy
+        on the host, because a donated one is deleted.
         """
         if self._search is None or not (self._search.watching or self._search.risky):
             return stretch(self.plan, carry)
@@ -60,7 +60,7 @@ class Pilot:
                 self.plan, carry = less, jax.device_put(kept)
 
     def note(self, units: int, seconds: float, *, seconds_left: float | None) -> bool:
-        """Notes how long the last stretch took. Returns whether the next one runs under another plan."""
+        """Records the time of the last stretch. Returns whether the next one runs under another plan."""
         if self._search is None:
             return False
         changed = self._search.note(units, seconds, self._peak, seconds_left=seconds_left)
@@ -68,13 +68,13 @@ class Pilot:
         return changed
 
     def settle(self) -> None:
-        """Stays with the present plan from here on."""
+        """Ends the search with the present plan."""
         self._search = None
 
 
 @contextlib.contextmanager
-def explained_memory(pilot: Pilot, num_members: int, *, name: str) -> Iterator[None]:
-    """Says what to try when a compiled program finds too little memory."""
+def explain_memory(pilot: Pilot, num_members: int, *, name: str) -> Iterator[None]:
+    """Raises a `MemoryError` that names a smaller plan when a compiled program runs out of memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -86,5 +86,5 @@ def explained_memory(pilot: Pilot, num_members: int, *, name: str) -> Iterator[N
 
 
 def _on_host(tree: PyTree) -> PyTree:
-    copied = lambda x: x.copy() if is_typed_key(x) else np.array(x) if _axes.is_array(x) else x
-    return jax.tree.map(copied, tree)
+    copy = lambda x: x.copy() if is_typed_key(x) else np.array(x) if _axes.is_array(x) else x
+    return jax.tree.map(copy, tree)

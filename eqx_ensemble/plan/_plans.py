@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Work(NamedTuple):
-    """What is to be run under a plan, as far as the plan's choice depends on it.
+    """The work to run under a plan, as far as the choice of the plan depends on it.
 
     **Attributes:**
 
@@ -25,7 +25,7 @@ class Work(NamedTuple):
     - `unit`: a step, a batch.
     - `steps_inside`: each member does several steps in a row: weights then stay in a cache when members take turns,
         while a single step has to fetch them.
-    - `scan`: whether these steps are one compiled loop, if that was asked for.
+    - `scan`: whether these steps are one compiled loop; `None` if not given.
     """
 
     name: str
@@ -64,7 +64,7 @@ class AbstractPlan(eqx.Module):
         return num_members
 
     def smaller(self, num_members: int) -> "AbstractPlan | None":
-        """The plan to try when this one ran out of memory: half as many members at a time; `None` below one."""
+        """The plan to try after this one ran out of memory: half as many members at a time; `None` below one."""
         half = min(self.width(num_members), num_members) // 2
         if half < 1:
             return None
@@ -88,7 +88,7 @@ class AbstractPlan(eqx.Module):
         return False
 
     @property
-    def chosen(self) -> "AbstractPlan | None":
+    def choice(self) -> "AbstractPlan | None":
         """The plan that runs: this one; of a plan that searches the one found so far, `None` before there is one."""
         return self
 
@@ -153,12 +153,12 @@ class Chunked(AbstractPlan):
 class Sequential(AbstractPlan):
     """One member after another: the least memory; on one CPU device, bit for bit each member run alone.
 
-    An ensemble of one member is a loop that the compiler unrolls: its last bit may be another one than in company, as
-    with `optax.MultiSteps` around Adam. `fit(..., scan=False)` has no such loop.
+    The compiler unrolls the loop over a single member, whose last bit may then differ from the same member in a larger
+    ensemble, as with `optax.MultiSteps` around Adam. `fit(..., scan=False)` has no such loop.
 
-    In [`eqx_ensemble.fit`][] each member does many steps before the next one's turn, with its weights in the
-    processor's cache, or, for convolutions on a CPU, has a compiled call of its own for every step: on a CPU this is
-    the fastest for all but small models.
+    In [`eqx_ensemble.fit`][] each member does many steps before the next one starts, so that its weights stay in the
+    processor's cache; for convolutions on a CPU each step of a member is a compiled call. On a CPU this is the fastest
+    plan for all but small models.
     """
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
@@ -171,15 +171,15 @@ class Sequential(AbstractPlan):
 
     @property
     def one_by_one(self) -> bool:
-        """Each member's step then stands in no loop, and compiling does not take longer for more members."""
+        """A member's step is then in no loop, and compile time does not grow with the number of members."""
         return True
 
 
 class Unrolled(AbstractPlan):
     """One member after another, each written out in the compiled program.
 
-    The compiler sees every member's operations as they are alone, and loops over nothing: on a CPU this is the fastest
-    way for convolutions in a single call, as in [`eqx_ensemble.predict`][]; `jax.vmap` turns them into grouped ones.
+    The compiler sees every member's operations as for a single model, without a loop: on a CPU this is the fastest plan
+    for convolutions in a single call, as in [`eqx_ensemble.predict`][]; `jax.vmap` turns them into grouped ones.
     Compile time grows with the number of members.
     """
 

@@ -11,10 +11,10 @@ from ._plans import AbstractPlan
 
 
 class ShardedPlan(AbstractPlan):
-    """Members spread over the devices of a mesh; each device runs its own under the plan inside.
+    """Members sharded over the devices of a mesh; each device runs its own under the inner plan.
 
-    Members that do not divide evenly are padded with copies of the last one, whose results are dropped: a compiler
-    would else have every device compute all of them.
+    Members that do not divide evenly are padded with copies of the last one, whose results are dropped: otherwise
+    every device would compute all of them.
     """
 
     inner: AbstractPlan
@@ -29,7 +29,7 @@ class ShardedPlan(AbstractPlan):
             jax.tree.map(lambda x: x.reshape(layout.members, x.shape[0] // layout.members, *x.shape[1:]), arrays),
             layout,
         )
-        # The name lets what is said about one member's layout go on under it.
+        # The name keeps constraints on one member's layout valid inside.
         out = jax.vmap(lambda some: self.inner.run(fn, some), spmd_axis_name="members")(own)
         out = constrain_members(jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), out), layout)
         if layout.width(count) == count:
@@ -46,7 +46,7 @@ class ShardedPlan(AbstractPlan):
 
     @property
     def compiles(self) -> bool:
-        """Whether the plan inside does."""
+        """Whether the inner plan does."""
         return self.inner.compiles
 
 

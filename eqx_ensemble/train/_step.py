@@ -141,5 +141,5 @@ def make_step(
     check_optimiser_kind(optimiser, name="train.make_step")
     check_flag(has_aux, "has_aux", name="train.make_step")
     plan = as_plan(plan)
-    pilot = Pilot(plan, name="train.make_step") if plan.chosen is not plan else None
+    pilot = Pilot(plan, name="train.make_step") if plan.choice is not plan else None
     return Step(loss, optimiser, has_aux, plan, pilot, as_layout(mesh, name="train.make_step"))

@@ -29,7 +29,7 @@ def summary(run: "Run[Any]") -> str:
         lines.append(f"  revived  {len(run.revived)} times")
     lines += _scores(run, ids)
     lines.append(f"  time     {run.seconds:.3g} s")
-    plan = run.plan.chosen or run.plan
+    plan = run.plan.choice or run.plan
     lines.append(f"  plan     {plan!r}")
     return "\n".join(lines)
 

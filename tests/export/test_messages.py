@@ -126,7 +126,7 @@ BAD = {
         lambda: export(plan="auto"),
         'TypeError: `export` needs a plan that is known, got `plan="auto"`: what is fastest can be tried only where '
         "the program runs."
-        "\nPass `Vmap()`, or what `predict` chose with `plan=Auto()`: `plan.chosen`.",
+        "\nPass `Vmap()`, or what `predict` chose with `plan=Auto()`: `plan.choice`.",
     ),
     "state that is missing": (
         lambda: export(STATEFUL, shapes=(25,)),

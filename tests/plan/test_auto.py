@@ -223,7 +223,7 @@ class TestUse:
         run = fitted(ensemble, second, loss=own, epochs=2)
         assert run.plan is second
         assert second.notes.searches["fit"].cache is known
-        assert second.notes.searches["fit"].cache.best(None).plan == second.chosen
+        assert second.notes.searches["fit"].cache.best(None).plan == second.choice
 
     @pytest.mark.usefixtures("eager")
     def test_own_loop(self, ensemble):
@@ -269,7 +269,7 @@ class TestUse:
     def test_explained_in_words_and_numbers(self, ensemble):
         plan = Auto()
         assert plan.explain() == "Nothing was run with this plan yet, so that nothing was tried."
-        assert plan.chosen is None
+        assert plan.choice is None
         fitted(ensemble, plan)
         words = plan.explain()
         assert words.startswith("`fit` runs 5 members on cpu under Vmap().\nOne member's step: 0.00")
@@ -303,7 +303,7 @@ class TestOutOfMemory:
         with pytest.warns(UserWarning, match=r"ran out of memory under `Vmap\(\)` and continues under `Chunked\(2\)`"):
             run = fitted(ensemble, plan, loss=own)
         assert_close(run.ensemble, fitted(ensemble, Vmap(), loss=own).ensemble, 1e-5)
-        assert plan.chosen == Chunked(2)
+        assert plan.choice == Chunked(2)
         assert "ran out of memory" in plan.explain()
 
     @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space as Linux does")

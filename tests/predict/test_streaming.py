@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble._predict import _filled, _sizes
+from eqx_ensemble._predict import _block_sizes, _output
 from eqx_ensemble.plan import _memory
 
 KEY, MEMBERS, ROWS = jax.random.key(0), 5, 11
@@ -95,14 +95,14 @@ def needing(monkeypatch):
 
     @contextlib.contextmanager
     def said(need):
-        seen, note = [], _sizes.Sizes.note
+        seen, note = [], _block_sizes.BlockSizes.note
 
         def noted(sizes, _):
             seen.append(sizes.block)
             note(sizes, need(sizes.block))
 
         with monkeypatch.context() as patched:
-            patched.setattr(_sizes.Sizes, "note", noted)
+            patched.setattr(_block_sizes.BlockSizes, "note", noted)
             yield seen
 
     return said
@@ -231,7 +231,7 @@ def test_small_blocks_of_members_with_inputs_state_and_keys_of_their_own(needing
 
 
 def test_a_block_grows_to_what_fits(ensemble, needing, monkeypatch):
-    monkeypatch.setattr(_sizes, "_bound", lambda call, inputs: lambda block: math.inf)
+    monkeypatch.setattr(_block_sizes, "_byte_bound", lambda call, inputs: lambda block: math.inf)
     with needing(lambda block: 2**20 * block.members * block.rows) as seen:
         found = ee.predict(ensemble, rows(200), memory=2**20 * MEMBERS * 64 * 2 + 1)
     assert seen == [(1, 1), (1, 4), (1, 16), (2, 32), (5, 32), (5, 64)]
@@ -240,7 +240,7 @@ def test_a_block_grows_to_what_fits(ensemble, needing, monkeypatch):
 
 @pytest.mark.parametrize(("members", "most"), [(1, 1), (1, 7), (5, 11), (64, 256), (3, 1000)])
 def test_the_ladder(members, most):
-    blocks = _sizes._ladder(_sizes.Block(members, most))
+    blocks = _block_sizes._ladder(_block_sizes.Block(members, most))
     assert blocks[0] == (members, most)
     assert blocks[-1] == (1, 1)
     cells = [block.members * block.rows for block in blocks]
@@ -252,8 +252,10 @@ def test_what_is_known_counts_where_nothing_can_be_seen(ensemble, monkeypatch):
     monkeypatch.setattr(_memory, "_resident", lambda: None)
     x = jnp.zeros((4096, 3))
     copying = lambda model, x: jnp.broadcast_to(model(x), (256, 4))
-    seen, note = [], _sizes.Sizes.note
-    monkeypatch.setattr(_sizes.Sizes, "note", lambda sizes, need: (seen.append((sizes.block, need)), note(sizes, need)))
+    seen, note = [], _block_sizes.BlockSizes.note
+    monkeypatch.setattr(
+        _block_sizes.BlockSizes, "note", lambda sizes, need: (seen.append((sizes.block, need)), note(sizes, need))
+    )
     kept = ee.predict(ensemble, x, fn=copying, combine=lambda p: p[0, :, 0], batch_size=4096, memory=2**20)
     assert kept.shape == (4096, 4)
     block, need = seen[-1]
@@ -268,12 +270,12 @@ def test_one_row_of_one_member_does_not_fit(ensemble, needing):
 
 
 def test_the_result_does_not_fit(ensemble, monkeypatch):
-    monkeypatch.setattr(_filled, "free_bytes", lambda: MEMBERS * ROWS * 4 * 4 - 1)
+    monkeypatch.setattr(_output, "free_bytes", lambda: MEMBERS * ROWS * 4 * 4 - 1)
     with pytest.raises(MemoryError, match=r"no memory for its result \(5, 11, 4\): 880 bytes.*\n.*decompose_entropy"):
         ee.predict(ensemble, rows(), batch_size=4)
     assert ee.predict(ensemble, rows(), combine=ee.combine.mean, batch_size=4).shape == (ROWS, 4)
-    monkeypatch.setattr(_filled, "free_bytes", lambda: ROWS * 4 * 4 - 1)
-    with pytest.raises(MemoryError, match=r"\(11, 4\): 176 bytes.*\nPredict some rows"):
+    monkeypatch.setattr(_output, "free_bytes", lambda: ROWS * 4 * 4 - 1)
+    with pytest.raises(MemoryError, match=r"\(11, 4\): 176 bytes.*\nCall it with some rows"):
         ee.predict(ensemble, rows(), combine=ee.combine.mean, batch_size=4)
 
 
@@ -321,7 +323,7 @@ def test_mistakes(ensemble, case):
 
 
 def test_no_budget_in_a_compiled_program(ensemble):
-    with pytest.raises(TypeError, match="cannot inside `jax.jit`"):
+    with pytest.raises(TypeError, match="impossible inside `jax.jit`"):
         jax.jit(lambda x: ee.predict(ensemble, x, memory=2**20))(rows())
 
 

@@ -8,19 +8,19 @@ from ._check import check_log_scores
 def bayesian(
     log_scores: Float[ArrayLike, " members *batch"], *, mask: Bool[ArrayLike, "*batch"] | None = None
 ) -> Float[Array, " members"]:
-    r"""The posterior probabilities of the members, equally probable before: weights of Bayesian model averaging.
+    r"""The posterior probabilities of the members, with equal prior probabilities: weights of Bayesian model averaging.
 
     $w_m \propto \exp \sum_i \ell_{mi}$ with $\ell_{mi}$ the log-likelihood of row $i$ under member $m$. Differences
-    between members are summed, so that large log-likelihoods lose no digits to their common part. With many rows nearly
-    all weight is on the single best member, since one of the members is taken to be the truth; weights that predict
-    well when none of them is are those of [`eqx_ensemble.combine.weights.stacking`][].
+    between members are summed, so that a large common part of the log-likelihoods costs no precision. With many rows
+    nearly all weight is on the single best member, since one of the members is assumed to be true; for weights that
+    predict well when none of them is, see [`eqx_ensemble.combine.weights.stacking`][].
 
     **Arguments:**
 
     - `log_scores`: the members' log evidences `(members,)`, or their log-likelihoods of each row `(members, *batch)`.
         Likelihoods of the rows that members were trained on favour those that overfit: they are evidence only for
         members whose parameters were fixed before. A prior is added to evidences: `log_evidences + jnp.log(prior)`.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
@@ -54,5 +54,5 @@ def _bayesian(logs: Float[Array, " members *batch"], mask: Bool[Array, "*batch"]
     logs = logs if mask is None else jnp.where(mask[None], logs, 0)
     total = lambda values: jnp.sum(values, axis=tuple(range(1, logs.ndim)))
     best = jnp.argmax(total(logs - jnp.max(logs, axis=0)[None]))
-    # Beside the best member, not beside the best of each row, sums over many rows stay small and keep their digits.
+    # Relative to the best member, not to the best of each row, sums over many rows stay small and accurate.
     return jax.nn.softmax(total(logs - jax.lax.stop_gradient(logs[best])[None]))

@@ -41,11 +41,11 @@ def check_log_scores(name: str, log_scores: ArrayLike, mask: ArrayLike | None) -
     host = np.asarray(host, np.float64)
     wrong = (np.isnan(host) | (host == np.inf)) & counted
     if wrong.any():
-        fix = f"Leave broken members out, and broken rows by `mask`. {_HOW_TO_SCORE}"
+        fix = f"Remove broken members, and mask broken rows by `mask`. {_HOW_TO_SCORE}"
         raise ValueError(needs_message(name, "`log_scores` that are finite or -inf", first_text(host, wrong), fix))
     hopeless = (host == -np.inf).all(axis=0) & counted
     if hopeless.any():
-        fix = "No weights explain such a row: leave it out by `mask`, or bound the members' probabilities away from 0."
+        fix = "No weights explain such a row: mask it by `mask`, or bound the members' probabilities away from 0."
         raise ValueError(
             needs_message(
                 name, "a member above -inf in every row of `log_scores`", f"got none in {_where(hopeless)}", fix
@@ -55,7 +55,7 @@ def check_log_scores(name: str, log_scores: ArrayLike, mask: ArrayLike | None) -
 
 
 def check_scores_of_members(name: str, scores: ArrayLike, count: Any) -> tuple[Array, int]:
-    """One score per member, lower is better, enough of them not NaN."""
+    """One score per member, lower is better, at least `count` of them not NaN."""
     array, number = check_array(name, "scores", scores), check_positive_int(count, "count", name=name)
     if array.ndim != 1:
         fix = "Lower is better. `scores.per_member` makes them."
@@ -92,8 +92,8 @@ def check_greedy(
         )
     if callable(score):
         if mask is not None:
-            fix = "Let the score leave out what it is not to see."
-            raise ValueError(needs_message(name, "no `mask` beside a score of your own", "got `mask`", fix))
+            fix = "Ignore those rows in the score itself."
+            raise ValueError(needs_message(name, "no `mask` with a score of your own", "got `mask`", fix))
         return score
     if not isinstance(score, str) or score != "log":
         fix = "Predictions come first, then the score of their mean."
@@ -104,7 +104,7 @@ def check_greedy(
 
 
 def check_score_value(name: str, shape: tuple[int, ...]) -> None:
-    """A score of one number."""
+    """A score that is a scalar."""
     if shape != ():
         fix = "Return the mean over rows."
         raise ValueError(
@@ -121,7 +121,7 @@ def check_tolerance(name: str, tolerance: float | None) -> None:
 
 
 def warn_of_gap(name: str, gap: Array, tolerance: float) -> None:
-    """Say when a search for weights ended before its tolerance; only where the result is concrete."""
+    """Warns that a search for weights ended above its tolerance; only where the result is concrete."""
     host = concrete(gap)
     if host is not None and not (host <= tolerance).all():
         warnings.warn(

@@ -13,13 +13,13 @@ def elites(scores: Real[ArrayLike, " members"], count: int) -> Float[Array, " me
     **Arguments:**
 
     - `scores`: one per member, `(members,)`, lower is better: `scores.per_member(scores.nll, logits, labels)`, or the
-        `best_score` of a run. Of members that tie the first is taken; NaN is worse than any number.
+        `best_score` of a run. Where members tie, the first is selected; NaN is worse than any number.
     - `count`: how many.
 
     **Returns:**
 
     Convex weights `(members,)`, each 0 or `1 / count`. The members themselves are `jnp.flatnonzero(weights)`, or what
-    [`eqx_ensemble.prune`][] leaves of an ensemble.
+    [`eqx_ensemble.prune`][] keeps of an ensemble.
 
     **Raises:**
 

@@ -11,10 +11,10 @@ from ._check import check_greedy, check_log_scores, check_score_value
 
 
 class Greedy(NamedTuple):
-    """What a greedy selection took, and how good it was after each step.
+    """The members of a greedy selection, and the score after each step.
 
     - `weights`: `(members,)`, `counts` divided by their sum.
-    - `counts`: how often each member stands in the best ensemble on the way, `(members,)`.
+    - `counts`: how often each member is in the best ensemble of all steps, `(members,)`.
     - `order`: the member that each step took, `(steps,)`.
     - `scores`: the score after each step, `(steps,)`; lower is better.
     """
@@ -33,11 +33,11 @@ def greedy(
     num_initial: int = 0,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Greedy:
-    r"""Weights by ensemble selection: step by step, the member that helps the mean most is added once more.
+    r"""Weights by ensemble selection: each step adds the member that improves the mean most.
 
-    Any score can be optimised so. Members are taken with replacement, so the weights are multiples of one over the
-    number of members taken; the best ensemble on the way is returned, not the last. A step costs as much as scoring
-    every member once. For the log score [`eqx_ensemble.combine.weights.stacking`][] finds the best weights there are.
+    Any score can be optimised. Members are selected with replacement, so that weights are multiples of one over the
+    number of selected members; the best ensemble of all steps is returned, not the last. A step costs as much as
+    scoring every member once. For the log score [`eqx_ensemble.combine.weights.stacking`][] finds the optimal weights.
 
     **Arguments:**
 
@@ -45,21 +45,21 @@ def greedy(
         `(members, *batch)` as for [`eqx_ensemble.combine.weights.stacking`][]: the mean is that of the probabilities.
         Otherwise anything whose plain mean over members is the ensemble's prediction.
     - `score`: `"log"` for the mean negative log score, or a function of the mean prediction `(...)` that JAX can trace,
-        to one number; lower is better. NaN is worse than any number.
-    - `num_steps`: how many members are taken.
-    - `num_initial`: the first steps take the best single members, one of each. A few of them keep the first steps, when
-        the ensemble has one or two members, from overfitting.
-    - `mask`: with `"log"`, booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+        to a scalar; lower is better. NaN is worse than any number.
+    - `num_steps`: how many members are selected.
+    - `num_initial`: the first steps select the best single members, one of each. A few of them prevent overfitting in
+        the first steps, when the ensemble has one or two members.
+    - `mask`: with `"log"`, booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    [`eqx_ensemble.combine.weights.Greedy`][]. Where members tie, the first is taken; where ensembles on the way tie,
+    [`eqx_ensemble.combine.weights.Greedy`][]. Where members tie, the first is selected; where ensembles tie,
     the smallest. There is no gradient through the choice.
 
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for counts out of range, a score of more than one number, a `mask` beside a score of your own, and
+    - `ValueError` for counts out of range, a score that is no scalar, a `mask` with a score of your own, and
         log scores as in [`eqx_ensemble.combine.weights.stacking`][].
 
     ```python

@@ -9,10 +9,10 @@ from ._check import check_log_scores, check_tolerance, warn_of_gap
 
 
 class Stacking(NamedTuple):
-    """Weights that were found, and the proof of how good they are.
+    """Weights, and a bound of their distance from the optimum.
 
     - `weights`: `(members,)`, convex.
-    - `gap`: no other weights have a mean log score that is higher by more than this, in nats.
+    - `gap`: the mean log score of no other weights is higher by more than this, in nats.
     - `num_steps`: how many steps it took.
     """
 
@@ -31,18 +31,18 @@ def stacking(
     r"""The weights whose mixture of the members has the best mean log score: stacking of predictive distributions.
 
     Maximises $f(w) = \frac1n \sum_i \log \sum_m w_m p_{mi}$ over convex weights, where $p_{mi}$ is the probability or
-    density that member $m$ gave to what was observed in row $i$. The problem is convex: the mixture is unique, and so
+    density of the observation in row $i$ under member $m$. The problem is convex: the mixture is unique, and so
     are the weights unless members are mixtures of others. With $g = \nabla f(w)$ no weights are better than $w$ by more
-    than $\max_m g_m - 1$, the `gap`: the search, a primal-dual interior-point method, ends when that is proven to be at
-    most `tolerance`. Members that do not help get the weight zero.
+    than $\max_m g_m - 1$, the `gap`: the search, a primal-dual interior-point method, ends when the gap is at most
+    `tolerance`. Members that do not help have weight zero.
 
     **Arguments:**
 
     - `log_scores`: natural logarithms of $p_{mi}$, `(members, *batch)`, of rows that no member was trained on: for
         classes `-scores.per_member(scores.nll, logits, labels, reduction="none")`. A constant per row changes nothing.
-    - `mask`: booleans `(*batch,)`; rows where it is false are left out, whatever they hold.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `tolerance`: in nats; 1e-6 in float32 and 1e-10 in float64 if not given.
-    - `max_steps`: the search ends here at the latest, with a warning. It usually takes 5 to 15 steps.
+    - `max_steps`: the maximum number of steps, after which the search ends with a warning. 5 to 15 are usual.
 
     **Returns:**
 
@@ -128,7 +128,7 @@ def _stacking(
 def _step(likelihood: Float[Array, "blocks members rows"], share: Float[Array, "blocks rows"], point: _Point) -> _Point:
     """One Newton step to a tenth of the product of weights and slack; one of expectation-maximisation if that fails."""
     weights, slack = point.weights, point.slack
-    mixed = _mixed(likelihood, weights)
+    mixed = _mixture(likelihood, weights)
     gradient = _gradient(likelihood, share, weights)
     value = _mean_log(share, mixed)
 
@@ -145,7 +145,7 @@ def _step(likelihood: Float[Array, "blocks members rows"], share: Float[Array, "
     moved = moved / jnp.sum(moved)
     new_slack = slack + _length(slack, slack_change) * slack_change
     rounding = 8 * jnp.finfo(weights.dtype).eps * (1 + jnp.abs(value))
-    better = _mean_log(share, _mixed(likelihood, moved)) >= value - rounding
+    better = _mean_log(share, _mixture(likelihood, moved)) >= value - rounding
     good = better & jnp.all(jnp.isfinite(new_slack))
     moved = jnp.where(good, moved, weights * gradient)
     gap = _gap(likelihood, share, moved)
@@ -165,7 +165,7 @@ def _blocks(values: Float[Array, "members rows"], *, fill: int) -> Float[Array, 
     return jnp.swapaxes(jnp.reshape(padded, (num_members, -1, width)), 0, 1)
 
 
-def _mixed(
+def _mixture(
     likelihood: Float[Array, "blocks members rows"], weights: Float[Array, " members"]
 ) -> Float[Array, "blocks rows"]:
     return jnp.einsum("m,bmr->br", weights, likelihood, precision="highest")
@@ -180,7 +180,7 @@ def _gradient(
     share: Float[Array, "blocks rows"],
     weights: Float[Array, " members"],
 ) -> Float[Array, " members"]:
-    per_block = jnp.einsum("bmr,br->bm", likelihood, share / _mixed(likelihood, weights), precision="highest")
+    per_block = jnp.einsum("bmr,br->bm", likelihood, share / _mixture(likelihood, weights), precision="highest")
     gradient = jnp.sum(per_block, axis=0)
     # Its mean over the weights is one: what the sums lose to rounding is much the same for all members.
     return gradient / jnp.dot(weights, gradient)

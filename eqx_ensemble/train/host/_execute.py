@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..._progress import members_in_words, progress_line
-from ...plan._pilot import Pilot, explained_memory
+from ...plan._pilot import Pilot, explain_memory
 from .._revive import Revive
 from .._run import Run
 from ..compiled._carry import Carry, Inputs
@@ -70,7 +70,7 @@ def execute(
             Executor(program, pilot, members), members, Pacing(pilot), Recording(record, line), stopping, saving
         )
         collect = lambda **options: collect_run(start, host, source, plan, revivals, **options)
-        with _attach_run(host, source, collect), explained_memory(pilot, first.num_members, name="fit"):
+        with _attach_run(host, source, collect), explain_memory(pilot, first.num_members, name="fit"):
             run(source, host, length, start.cursor)
             saving.wait()
     return collect(interrupted=interruption.requested)

@@ -128,7 +128,7 @@ def test_messages():
         combine.weights.greedy(predictions, "brier")
     with pytest.raises(ValueError, match=r"one number for one combined prediction.\n  got shape \(40,\)"):
         combine.weights.greedy(predictions, lambda mean: mean)
-    with pytest.raises(ValueError, match="no `mask` beside a score of your own"):
+    with pytest.raises(ValueError, match="no `mask` with a score of your own"):
         combine.weights.greedy(predictions, score, mask=np.ones(40, bool))
     with pytest.raises(ValueError, match="`num_steps` of at least 1, got 0"):
         combine.weights.greedy(predictions, score, num_steps=0)

@@ -8,12 +8,12 @@ from ..plan._memory import free_bytes
 from ._check import result_message
 
 
-class Filled:
-    """A result that is filled some rows at a time, in place: beside it, no second copy is ever held.
+class OutputBuffer:
+    """A result that is written some rows at a time, in place, so that there is never a second copy of it.
 
     **Attributes:**
 
-    - `value`: the result; `None` before the first rows came.
+    - `value`: the result; `None` before the first rows are written.
     """
 
     def __init__(self, num_rows: int, *, axis: int):
@@ -21,15 +21,15 @@ class Filled:
         self._num_rows, self._axis = num_rows, axis
 
     def write(self, part: PyTree, start: int) -> None:
-        """Writes the result of the rows from `start`; the first part is to begin with row 0."""
+        """Writes a part of the result at the row `start`; the first part has to start at row 0."""
         if self.value is not None:
             traced = any(map(_check.is_traced, jax.tree.leaves((self.value, part))))
-            self.value = (_written if traced else _written_over)(self.value, part, start, self._axis)
+            self.value = (_write_copy if traced else _write_in_place)(self.value, part, start, self._axis)
             return
         rows = jax.tree.leaves(part)[0].shape[self._axis]
         self._check_room(part, rows)
-        # Made from the first part, the result lies on the devices where this lies.
-        self.value = part if rows == self._num_rows else _opened(part, self._num_rows, self._axis)
+        # Made from the first part, the result is on the same devices.
+        self.value = part if rows == self._num_rows else _pad_rows(part, self._num_rows, self._axis)
 
     def _check_room(self, part: PyTree, rows: int) -> None:
         leaves, free = jax.tree.leaves(part), free_bytes()
@@ -42,18 +42,18 @@ class Filled:
             raise MemoryError(result_message(need, free, shapes, combined=self._axis == 0))
 
 
-def _open(part: PyTree, num_rows: int, axis: int) -> PyTree:
-    def longer(x: jax.Array) -> jax.Array:
+def _extend(part: PyTree, num_rows: int, axis: int) -> PyTree:
+    def extend(x: jax.Array) -> jax.Array:
         padding = [(0, num_rows - size if i == axis else 0, 0) for i, size in enumerate(x.shape)]
         return jax.lax.pad(x, jax.numpy.zeros((), x.dtype), padding)
 
-    return jax.tree.map(longer, part)
+    return jax.tree.map(extend, part)
 
 
 def _write(whole: PyTree, part: PyTree, start: Any, axis: int) -> PyTree:
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, axis), whole, part)
 
 
-_opened = jax.jit(_open, static_argnums=(1, 2))
-_written = jax.jit(_write, static_argnums=3)
-_written_over = jax.jit(_write, static_argnums=3, donate_argnums=0)
+_pad_rows = jax.jit(_extend, static_argnums=(1, 2))
+_write_copy = jax.jit(_write, static_argnums=3)
+_write_in_place = jax.jit(_write, static_argnums=3, donate_argnums=0)
