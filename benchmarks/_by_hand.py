@@ -1,7 +1,7 @@
-"""The same training without us: what people write by hand with Equinox and optax.
+"""The same training without this library: written by hand with Equinox and optax.
 
-Each function returns `train(rows)`: it trains from the first weights over epochs of rows, as `Problem.own_rows` yields
-them, and returns the losses of every step.
+Each function returns `train(rows)`: it trains from the initial weights over epochs of rows, as `Problem.own_rows`
+yields them, and returns the losses of every step.
 """
 
 from collections.abc import Callable, Iterable
@@ -75,7 +75,7 @@ def idiomatic(problem: Problem, optimiser: optax.GradientTransformation, *, shar
 
 
 def loop_of_members(problem: Problem, optimiser: optax.GradientTransformation) -> Train:
-    """A Python loop over members, each step of each a call of one `filter_jit`ted function."""
+    """A Python loop over members; each step of a member is a call of one `filter_jit`ted function."""
 
     @eqx.filter_jit
     def step(model: Any, opt_state: Any, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How we measure: contenders take turns in one process, ratios are taken within a round, medians come with quartiles.
+"""How we measure: contenders alternate in one process, ratios are computed per round, medians come with quartiles.
 
 Every script here is a function `measure(quick) -> Report` handed to `script`.
 """
@@ -26,7 +26,7 @@ ABSENT = "absent"
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One way to do the work. `run` returns what to wait for; one run does `units` steps, rows or calls."""
+    """One way to do the work. `run` returns arrays to wait for; one run does `units` steps, rows or calls."""
 
     name: str
     run: Callable[[], Any]
@@ -44,7 +44,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The answer to one question: a ratio with its quartiles, beside what we want it to be."""
+    """The answer to one question: a ratio with its quartiles, and its target."""
 
     question: str
     ratio_of: str
@@ -68,7 +68,7 @@ class Row:
 
 @dataclasses.dataclass
 class Report:
-    """What a script found out: rows of ratios, the times behind them, and facts in words."""
+    """The results of a script: rows of ratios, the times behind them, and facts as text."""
 
     title: str
     rows: list[Row] = dataclasses.field(default_factory=list)
@@ -95,7 +95,7 @@ def interleaved(contenders: Iterable[Contender], *, rounds: int) -> dict[str, Ti
 
 
 def compared(question: str, above: Timing | None, below: Timing | None, *, target: str = "") -> Row:
-    """The ratio `above / below`, taken in every round; `None` stands for a peer that is not installed."""
+    """The ratio `above / below` of every round; `None` for a peer that is not installed."""
     if above is None or below is None:
         present = above or below
         return Row(question, f"{ABSENT} / {present.name}" if present else ABSENT, None, None, None, None, target)
@@ -141,7 +141,7 @@ def device_name() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What a result depends on beside the code."""
+    """What a result depends on in addition to the code."""
     versions = {}
     for name in ("eqx_ensemble", "jax", "jaxlib", "equinox", "optax", "numpy", "torch", "flax", "scikit-learn"):
         try:
@@ -245,7 +245,7 @@ def flags() -> argparse.ArgumentParser:
 def script(measure: Callable[..., Report], *, amount: tuple[str, float, float] | None = None, cores: int = 1) -> None:
     """The `main` of a script: measures, prints, and writes JSON if asked to.
 
-    With `amount`, a flag of this name, its default and its default with `--quick`, the script is told how much to do.
+    `amount` is a flag for the amount of work: its name, its default and its default with `--quick`.
     """
     name = pathlib.Path(measure.__code__.co_filename).stem
     parser = flags()
@@ -261,7 +261,7 @@ def script(measure: Callable[..., Report], *, amount: tuple[str, float, float] |
     else:
         usual = quick if options.quick else usual
         report = measure(options.quick, usual if options.amount is None else options.amount)
-    if options.quick:  # the smallest sizes say nothing about speed
+    if options.quick:  # the smallest sizes do not measure speed
         report.rows = [row if row.low is None else dataclasses.replace(row, target="") for row in report.rows]
     found = environment()
     printed(report, found)

@@ -1,4 +1,4 @@
-"""The memory that a call needs at its peak, above what was there: the compiler's word for it, and the truth."""
+"""The peak memory of a call, above the memory before it: as estimated by the compiler, and as measured."""
 
 import ctypes
 import json
@@ -17,11 +17,11 @@ CLEAR = pathlib.Path("/proc/self/clear_refs")
 # Memory kept after it was freed does not show as used when it is used again. glibc keeps arrays of up to 32 MiB, and
 # what compiling leaves between live blocks: the first are never to be taken from there, the second is given back.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-UNKNOWN = "this system does not tell the peak of a part of a run"
+UNKNOWN = "this system does not report the peak of a part of a run"
 
 
 def peak(run: Callable[[], Any]) -> int | None:
-    """The bytes by which a call raises this process's peak resident size; `None` where the system does not tell.
+    """The bytes by which a call raises this process's peak resident size; `None` where the system does not report it.
 
     Whatever it needs only once, such as compiling, is to be done before.
     """
@@ -44,7 +44,7 @@ def in_child(script: str, *arguments: str) -> Any:
 
 
 def estimate(compiled: jax.stages.Compiled) -> dict[str, int] | None:
-    """The bytes of temporaries and of results as the compiler counts them; `None` where it does not say."""
+    """The bytes of temporaries and of results as the compiler counts them; `None` where it does not report them."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return None

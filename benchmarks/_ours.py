@@ -1,4 +1,4 @@
-"""The training done by us."""
+"""The same training by this library."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,7 +21,7 @@ def fit(
     plan: Any = None,
     mesh: Any = None,
 ) -> Callable[[], ee.Run]:
-    """A whole `fit`; with `order="given"` every member has rows of its own all the same, but none are drawn."""
+    """A whole `fit`; with `order="given"` every member still has its own rows, but none are drawn."""
     ensemble, key = problem.ensemble(mesh), jax.random.key(0)
     rows = np.concatenate(list(next(problem.own_rows(1))), axis=1) if order == "given" else None
 

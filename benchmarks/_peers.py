@@ -1,4 +1,4 @@
-"""The same training in other libraries, which may be absent: `import` errors are the caller's to report."""
+"""The same training in other libraries, which may be absent: the caller reports `import` errors."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -95,7 +95,7 @@ def nnx_vmap(problem: Problem) -> Train:
     import optax
     from flax import nnx
 
-    transformation = optax.adam(problem.learning_rate)  # one object, or every run would compile anew
+    transformation = optax.adam(problem.learning_rate)  # one object: a new one would compile again in every run
 
     class MLP(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):

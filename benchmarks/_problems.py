@@ -50,7 +50,7 @@ class Problem:
         return list(itertools.pairwise(self.sizes))
 
     def flops_per_step(self) -> int:
-        """Operations of a step's matrix products; the data themselves need no gradient."""
+        """Operations of a step's matrix products; there is no gradient with respect to the data."""
         products = [2 * self.num_members * self.batch_size * inputs * out for inputs, out in self.layers]
         return 3 * sum(products) - products[0]
 
@@ -82,7 +82,7 @@ def cross_entropy(model: Any, batch: Any, key: Any) -> jax.Array:
 
 
 def tiny(*, quick: bool) -> Problem:
-    """The tiny MLP: the machine idles over one member."""
+    """The tiny MLP: one member leaves the machine idle."""
     generator = np.random.default_rng(1)
     rows = 256 if quick else 2048
     x = generator.standard_normal((rows, 13), np.float32)
@@ -97,7 +97,7 @@ def middle(*, quick: bool) -> Problem:
 
 
 def deep(*, quick: bool) -> Problem:
-    """MLPs whose weights and intermediate arrays are big: what a plan holds of them at a time is its memory."""
+    """MLPs with large weights and intermediate arrays: memory depends on how many members a plan runs at a time."""
     num_members, width, rows = (2, 32, 64) if quick else (32, 256, 256)
     x, y = _classes(rows, 16)
     return _of_mlps("deep", (16, width, width, width, width, 10), cross_entropy, x, y, num_members, rows)

@@ -1,4 +1,4 @@
-"""What `import eqx_ensemble` costs beside the libraries that it stands on."""
+"""What `import eqx_ensemble` costs, compared with the import of its dependencies."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ def measure(quick: bool) -> Report:
     rounds = 1 if quick else 11
     statements = (OURS, THEIRS)
     with tempfile.TemporaryDirectory() as folder:
-        # Byte code as pip leaves it behind, also where this interpreter was told to write none; the first import does.
+        # Byte code as pip writes it, even if this interpreter is configured to write none; the first import writes it.
         environment = os.environ | {"PYTHONPYCACHEPREFIX": folder}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         seconds = functools.partial(_seconds, environment=environment)

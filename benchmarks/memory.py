@@ -1,4 +1,4 @@
-"""What does a plan hold at a time? The peak memory of a training step, and of a whole `fit`, under each plan."""
+"""How much memory does a plan need? The peak of a training step, and of a whole `fit`, under each plan."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Which plan is the fastest? Every plan on five kinds of models, beside what people write by hand."""
+"""Which plan is the fastest? Every plan on five kinds of models, compared with hand-written code."""
 
 import dataclasses
 import time
@@ -21,7 +21,7 @@ ALL = (*LOOPS, "Unrolled")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A problem, its epochs per run (of `fit`, of the idiomatic step), and how far we want to be from the latter."""
+    """A problem, its epochs per run (of `fit`, of the idiomatic step), and the target ratio to the latter."""
 
     problem: Problem
     epochs: tuple[int, int]
@@ -37,7 +37,7 @@ def measure(quick: bool) -> Report:
 
 
 def _cases() -> list[Case]:
-    """All plans, but for 64 members written out, which take minutes to compile."""
+    """All plans, except `Unrolled` for 64 members, which takes minutes to compile."""
     return [
         Case(tiny(quick=False), (24, 6), LOOPS, ">= 2"),
         Case(middle(quick=False), (2, 2), ALL),
@@ -49,7 +49,7 @@ def _cases() -> list[Case]:
 
 
 def _smallest() -> list[Case]:
-    """Every plan, and a model with convolutions, but not all pairs: compilers take the time here."""
+    """Every plan, and a model with convolutions, but not all pairs: most of the time here is compilation."""
     return [Case(tiny(quick=True), (1, 1), ALL), Case(cnn(2, quick=True), (1, 1), ("Sequential",))]
 
 

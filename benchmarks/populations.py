@@ -1,4 +1,4 @@
-"""Many configurations: in one program, in a loop of fits, and one after another as Optuna asks for them."""
+"""Many configurations: in one program, in a loop of fits, and one after another as Optuna proposes them."""
 
 import functools as ft
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def _fit(problem: Problem, epochs: int, lr: Any, ids: Any, plan: Any = None) -> 
 
 
 def _configurations(report: Report, problem: Problem, *, count: int, epochs: int, rounds: int) -> None:
-    """One program of all, a loop of fits of one, and the same asked for by Optuna (its sampler's time included)."""
+    """One program of all, a loop of fits of one, and the same proposed by Optuna (its sampler's time included)."""
     lr, tried = np.asarray(ee.sweep.draw(RANGES, count, key=jax.random.key(1))["lr"]), min(count, 8)
 
     def loop() -> list[ee.Run]:
@@ -107,7 +107,7 @@ def _halving(report: Report, problem: Problem, *, count: int, epochs: int, round
 
 
 def _streaming(report: Report, problem: Problem, *, rounds: int) -> None:
-    """Batches made on the host while the device works, beside the same batches that wait in a list."""
+    """Batches made on the host while the device works, compared with the same batches from a list."""
     ensemble, key = problem.ensemble(), jax.random.key(0)
     adam, rows = optax.adam(problem.learning_rate), list(next(problem.shared_rows(1)))
     ready = [(problem.x[own], problem.y[own]) for own in rows]

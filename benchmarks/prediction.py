@@ -68,7 +68,7 @@ def _all_rows(ensemble: ee.Ensemble, x: jax.Array) -> jax.Array:
 
 
 def _estimates(ensemble: ee.Ensemble, x: jax.Array) -> str:
-    """What `memory_analysis` says of the plain program, and of ours for one batch of rows."""
+    """`memory_analysis` of the plain program, and of ours for one batch of rows."""
     batch = eqx.filter_jit(lambda ensemble, x: ee.predict(ensemble, x, batch_size=BATCH, progress=False))
     programs = {
         "vmap": eqx.filter_jit(_all_rows).lower(ensemble, x),

@@ -1,7 +1,7 @@
 """Scaling: one set of members on more devices, more members on more devices, more members on one; and what is sent.
 
-On a CPU the devices are virtual and share its cores. What its cores can do at all is measured beside them: a spin test
-of as many threads as there are devices. `docs/scale.md` explains the figures.
+On a CPU the devices are virtual and share its cores. A spin test with as many threads as
+devices measures what its cores can do at most. `docs/scale.md` explains the figures.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ def _of(problem: Problem, num_members: int) -> Problem:
 def _over_devices(
     report: Report, what: str, problems: dict[int, Problem], lengths: Lengths, *, axis: str = "members"
 ) -> None:
-    """The problem of each number of devices, per member and step, beside the first without a mesh, and a spin test."""
+    """The problem of each number of devices, per member and step, compared with one device; a spin test."""
     first, optimiser = problems[1], optax.adam(problems[1].learning_rate)
     label = lambda name: f"{first.name}, {what}: {name}"
     contenders = [*_spins(problems), *_ways(first, optimiser, lengths, None, "no mesh")]
@@ -112,7 +112,7 @@ def _ways(problem: Problem, optimiser: Any, lengths: Lengths, mesh: Any, where: 
 def _share(
     question: str, n: int, times: dict[str, Timing], label: Callable, alone: Timing | None, on_n: Timing | None
 ) -> Row:
-    """The speed-up as a share of what so many threads do; of the number of devices where these are no CPU's."""
+    """The speed-up as a share of that of so many threads on a CPU; of the number of devices elsewhere."""
     question = question.replace("speed-up", "share of what is there reached")
     if alone is None or on_n is None:
         return compared(question, on_n, alone)
@@ -123,7 +123,7 @@ def _share(
 
 
 def _spins(counts: Any) -> list[Contender]:
-    """Hashing in threads, which holds no lock: how many cores are really there. The CPU's only."""
+    """Hashing in threads, which holds no lock: the number of cores that are really available. CPU only."""
     if jax.default_backend() != "cpu":
         return []
     pool = ThreadPoolExecutor(max(counts))
@@ -147,7 +147,7 @@ def _check_losses(problem: Problem, optimiser: Any, mesh: Any) -> None:
 
 
 def _ladder(report: Report, *, quick: bool) -> None:
-    """More and more members on the default device, beside one."""
+    """More and more members on the default device, compared with one."""
     on_cpu = jax.default_backend() == "cpu"
     of = lambda problem, *counts: dict.fromkeys(counts[:2] if quick else counts, problem)
     images = {n: cnn(n, quick=quick) for n in ((1,) if quick else (1, 4, 16))}
@@ -167,7 +167,7 @@ def _rungs(
     kind = "CNN" if first.name.startswith("CNN") else first.name
     label = lambda n: f"{kind}, {'one batch for all, ' * (order == 'shared')}{n} member{'s' * (n > 1)}"
     for n, problem in problems.items():
-        # On a CPU a run of many members is long enough sooner; elsewhere what a run costs beside its steps would show.
+        # On a CPU a run of many members is long enough sooner; elsewhere the fixed costs of a run would show.
         length = max(1, epochs * 16 // max(16, n)) if jax.default_backend() == "cpu" else epochs
         fit = _ours.fit(_of(problem, n), optimiser, epochs=length, order=order, plan=plan)
         contenders.append(Contender(label(n), fit, problem.steps_per_epoch * length))
@@ -176,12 +176,12 @@ def _rungs(
     for n in problems:
         if n > 1:
             limit = "<= 2" if target and n == 64 else ""
-            question = f"{label(n)}: a step of all beside a step of one"
+            question = f"{label(n)}: a step of all / a step of one"
             report.rows.append(compared(question, times[label(n)], times[label(1)], target=limit))
 
 
 def _sent(report: Report, *, quick: bool) -> None:
-    """What the compiled step and the compiled stretch of `fit` send, and what a device holds."""
+    """The communication of the compiled step and of the compiled chunk of `fit`, and the bytes on a device."""
     problem = _of(tiny(quick=True) if quick else middle(quick=False), 4)
     optimiser = optax.adam(problem.learning_rate)
     names = list(MESHES)[:1] if quick else list(MESHES)
@@ -218,7 +218,7 @@ def _say_sent(report: Report, label: str, found: list, weights: int, *, data: in
 
 
 def _line_search(report: Report) -> None:
-    """A loop that goes on while any member does has to ask."""
+    """A loop that runs until all members are done needs communication at every iteration."""
     problem, mesh, optimiser = _of(tiny(quick=False), 4), _mesh(members=4), optax.lbfgs()
     if mesh is None:
         return
@@ -230,7 +230,7 @@ def _line_search(report: Report) -> None:
 
 
 def _row_orders(report: Report, num_members: int) -> None:
-    """What the host draws for an epoch; each process does for all members."""
+    """The row orders that the host draws for an epoch; each process draws those of all members."""
     order, rows = row_order(jax.random.key(0), np.arange(num_members), "each", 2048, None), np.arange(num_members)
     timing = interleaved([Contender("orders", lambda: order.epoch(0, rows).sum(), num_members)], rounds=3)["orders"]
     report.facts["row orders of 2,048 rows, drawn by the host"] = (
@@ -259,7 +259,7 @@ def _shown(found: list) -> str:
 
 @contextmanager
 def _texts_of_chunks() -> Iterator[list[str]]:
-    """The programs of the stretches that are run meanwhile."""
+    """The programs of the chunks that run in this context."""
     compiled, texts = _arrays.compiled_chunk, []
 
     def noted(read: Any, carry: Any) -> Any:

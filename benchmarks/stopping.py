@@ -1,7 +1,7 @@
-"""Members that stop early: what is the time that they give back?
+"""Members that stop early: how much time is saved?
 
 Members stop after numbers of epochs that are geometrically distributed, a quarter of all epochs on average. Each
-counts its epochs in a weight of its own, so that its validation score can stop improving at the epoch that it is told.
+counts its epochs in a weight of its own, so that its validation score stops improving at a given epoch.
 """
 
 import functools as ft
@@ -34,8 +34,8 @@ def measure(quick: bool) -> Report:
     fit = ft.partial(_fit, problem, _parts(problem), epochs)  # the same functions share their compiled programs
     never = np.full(problem.num_members, epochs)
     contenders = [
-        Contender("nobody may stop", lambda: fit(never, patience=None)),
-        Contender("nobody stops", lambda: fit(never, patience=1)),
+        Contender("without patience", lambda: fit(never, patience=None)),
+        Contender("no member stops", lambda: fit(never, patience=1)),
         Contender("geometric stops", lambda: fit(ends, patience=1)),
     ]
     _check_ends(fit(ends, patience=1), problem, ends, epochs)

@@ -1,4 +1,4 @@
-"""Training: `fit` and `make_step` beside what people write today, on a tiny and on a middle MLP."""
+"""Training: `fit` and `make_step` compared with other ways to train, on a tiny and on a middle MLP."""
 
 import dataclasses
 import functools as ft
@@ -21,7 +21,7 @@ import eqx_ensemble as ee
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Epochs per run. The slow do fewer: they have no cost per run to spread, and times are per step."""
+    """Epochs per run. Slow contenders run fewer: they have no fixed cost per run, and times are per step."""
 
     fast: int
     slow: int
@@ -105,7 +105,7 @@ def _middle(report: Report, *, quick: bool, lengths: Lengths) -> None:
 
 
 def _full_batch(report: Report, *, quick: bool) -> None:
-    """One step per epoch, many epochs: whatever an epoch costs beside its steps shows here."""
+    """One step per epoch, many epochs: this shows the fixed cost of an epoch."""
     few = tiny(quick=quick)
     few = dataclasses.replace(few, name="full batch", x=few.x[:256], y=few.y[:256], batch_size=256)
     problem, optimiser = few, optax.adam(few.learning_rate)
@@ -147,7 +147,7 @@ def _by_others(problem: Problem, optimiser: optax.GradientTransformation, length
 
 
 def _peer(report: Report, problem: Problem, name: str, epochs: int, make: Callable[[], Train]) -> list[Contender]:
-    """A peer as a contender, or none when it is not installed, and the report says so."""
+    """A peer as a contender, or none if it is not installed, which the report records."""
     try:
         train = make()
     except ImportError:
@@ -183,11 +183,11 @@ def _check_losses(report: Report, problem: Problem, optimiser: Any) -> None:
 
 
 def _one_off_costs(report: Report, problem: Problem, optimiser: Any, steady: Timing) -> None:
-    """What a fit costs beside its steps: a second call, and everything up to the first step of a first one."""
+    """The fixed costs of a fit: a second call, and everything up to the first step of a first call."""
     one_epoch = _ours.fit(problem, optimiser, epochs=1, order="each")
     times = interleaved([Contender("fit of one epoch", one_epoch)], rounds=7)["fit of one epoch"]
     rest = np.median(times.wall) - problem.steps_per_epoch * np.median(steady.wall)
-    report.facts["tiny: a compiled fit costs beside its steps"] = f"{rest * 1e3:.1f} ms"
+    report.facts["tiny: a compiled fit without its steps"] = f"{rest * 1e3:.1f} ms"
     jax.clear_caches()
     start = time.perf_counter()
     one_epoch()

@@ -1,4 +1,4 @@
-"""Uncertainty: reductions over members beside NumPy and torchmetrics, and the memory of streaming predictions."""
+"""Uncertainty: reductions over members compared with NumPy and torchmetrics, and the memory of streaming."""
 
 import json
 import sys
@@ -89,7 +89,7 @@ def _raced(report: Report, question: str, ways: dict[str, Callable[[], Any] | No
 
 
 def _beside_torchmetrics(report: Report, logits: np.ndarray, labels: np.ndarray, *, quick: bool) -> None:
-    """The calibration error of the mixture, which is a score that torchmetrics has too."""
+    """The calibration error of the mixture, a score that torchmetrics also has."""
     mixed = jax.block_until_ready(ee.combine.mixture(jnp.asarray(logits)))
     ours = lambda: ee.scores.ece(mixed[None], jnp.asarray(labels))
     try:

@@ -1,7 +1,7 @@
 """When is `vmap` fast? The same function of one member, run for all in the ways that jax offers.
 
-`vmap` wins where one member leaves the machine idle. A Python loop pays a call for each member; `lax.map` pays nothing
-for calls and forgoes batching; code batched by hand is what `vmap` writes for you.
+`vmap` wins where one member leaves the machine idle. A Python loop has the cost of one call per member; `lax.map` has
+no calls, but does not batch; code batched by hand is what `vmap` generates.
 """
 
 import dataclasses
@@ -129,7 +129,7 @@ def _distance(found: Any, expected: np.ndarray) -> float:
 
 
 def _repeats(run: Callable[[Any], Any], stacked: Any) -> int:
-    """So many calls that the clock's resolution does not matter."""
+    """The number of calls for which the clock's resolution does not matter."""
     contender = Contender("once", lambda: run(stacked))
     once = np.median(interleaved([contender], rounds=5)["once"].wall)
     return max(1, int(0.02 / once))

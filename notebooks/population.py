@@ -15,9 +15,9 @@
 # %% [markdown]
 # # A search: thirty-two configurations in one program, and what to do with them
 #
-# Which learning rate, which weight decay, how much dropout? We try thirty-two answers at once on handwritten digits,
-# then spend the same time more cleverly: by dropping the worst early, and by making the worst copies of the best.
-# At the end stands a decision, taken on validation data and judged on test data that nobody has looked at before.
+# Which learning rate, which weight decay, how much dropout? We try thirty-two configurations at once on handwritten
+# digits, then use the same time better: by stopping the worst early, and by replacing the worst by copies of the best.
+# The page ends with a decision, made on validation data and evaluated on test data that were not used before.
 #
 # This page is a notebook and a program: `python notebooks/population.py` prints the tables and writes the figure. It
 # needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on two cores.
@@ -58,7 +58,7 @@ figures = pathlib.Path(os.environ.get("POPULATION_FIGURES", here / "figures"))
 # %% [markdown]
 # ## Data
 #
-# 1,797 digits of 8 x 8 pixels, a third of them for training so that the choice matters.
+# 1,797 digits of 8 x 8 pixels. Only a third of them are for training, so that the choice matters.
 
 # %%
 NUM_MEMBERS, EPOCHS, BATCH = 32, 48, 50
@@ -72,8 +72,8 @@ train, validation, test = ((x[part], y[part]) for part in (slice(0, 600), slice(
 # %% [markdown]
 # ## One member
 #
-# Model and loss are those of one member. How much it drops is a number that its constructor gets; the learning rate and
-# the weight decay go to its optimiser.
+# Model and loss are those of one member. The dropout rate is an argument of its constructor; the learning rate and the
+# weight decay are passed to its optimiser.
 
 
 # %%
@@ -106,7 +106,7 @@ def optimiser(hyper):
 # %% [markdown]
 # ## Thirty-two configurations, drawn at random
 #
-# Each member is validated after every epoch, stops when it has not improved for ten of them, and ends at its own best
+# Each member is validated after every epoch, stops when it has not improved for ten epochs, and keeps its own best
 # weights.
 
 # %%
@@ -135,9 +135,9 @@ def print_best(title: str, run: ee.Run, count: int = 5) -> None:
 print_best("RANDOM SEARCH: the best five of thirty-two", run)
 
 # %% [markdown]
-# ## Fewer and fewer
+# ## Successive halving
 #
-# Successive halving stops most members early and gives their time to the promising ones.
+# Successive halving stops most members early and continues with the promising ones.
 
 # %%
 halved = ee.methods.successive_halving(
@@ -146,10 +146,10 @@ halved = ee.methods.successive_halving(
 print_best("HALVING: the best five of thirty-two", halved)
 
 # %% [markdown]
-# ## Copies of the best
+# ## Population-based training
 #
-# Population-based training replaces the worst by copies of the best, which then explore other rates. What it finds is
-# not a number but a schedule.
+# Population-based training replaces the worst members by copies of the best, with perturbed hyper-parameters. It finds
+# a schedule instead of a single value.
 
 # %%
 moving = {name: ranges[name] for name in ("lr", "decay")}
@@ -164,10 +164,10 @@ best = int(np.argmin(population.run.best_score))
 line = population.ancestors(best)
 rates = [float(population.hyper["lr"][r, member]) for r, member in enumerate(line)]
 print(f"\nmember {best} descends from {' -> '.join(map(str, dict.fromkeys(line.tolist())))}")
-print("learning rates that made it:", ", ".join(f"{rate:.4f}" for rate in rates))
+print("learning rates of its ancestors:", ", ".join(f"{rate:.4f}" for rate in rates))
 
 # %% [markdown]
-# ## The picture
+# ## The figure
 
 # %%
 figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
@@ -175,7 +175,7 @@ ee.plot.training_curves(run, curve="validation", unit="nats", color="black", ax=
 left.set(yscale="log", title="Random search: every member's curve")
 points = middle.scatter(hyper["lr"], run.best_score, c=hyper["dropout"], cmap="viridis", edgecolors="black")
 middle.set(xlabel="learning rate", ylabel="best validation loss, nats", xscale="log", yscale="log")
-middle.set_title("What the learning rate decides")
+middle.set_title("Random search: loss by learning rate")
 figure.colorbar(points, ax=middle, label="dropout")
 for i in range(NUM_MEMBERS):
     right.plot(population.hyper["lr"][:, i], color="0.8", linewidth=0.8)
@@ -189,11 +189,12 @@ print(f"figure: {figures / 'population.png'}")
 # %% [markdown]
 # ## The decision
 #
-# One model, or the best five of a search together? Validation data decide; test data say whether that was right.
+# One model, or the best five of a search as an ensemble? We choose by validation data, and evaluate the choice on test
+# data.
 
 
 # %%
-def judged(chosen: ee.Ensemble, data: tuple[np.ndarray, np.ndarray]) -> tuple[float, float]:
+def evaluate(chosen: ee.Ensemble, data: tuple[np.ndarray, np.ndarray]) -> tuple[float, float]:
     """Negative log-likelihood in nats and accuracy of the mean of the members' probabilities."""
     x, y = data
     log_probs = ee.combine.mixture(ee.predict(chosen, x))
@@ -207,10 +208,10 @@ choices = {
     "population, the best": population.run.best(1),
     "population, the best five": population.run.best(5),
 }
-on_validation = {name: judged(chosen, validation)[0] for name, chosen in choices.items()}
+on_validation = {name: evaluate(chosen, validation)[0] for name, chosen in choices.items()}
 decision = min(on_validation, key=on_validation.__getitem__)
 print(f"\n{'THE DECISION':32}{'validation NLL':>16}{'test NLL':>10}{'test accuracy':>15}")
 for name, chosen in choices.items():
-    nll, accuracy = judged(chosen, test)
+    nll, accuracy = evaluate(chosen, test)
     mark = "  <- chosen" if name == decision else ""
     print(f"{name:32}{on_validation[name]:16.4f}{nll:10.4f}{accuracy:15.4f}{mark}")

@@ -15,8 +15,9 @@
 # %% [markdown]
 # # Quickstart: sixteen models for little more than the price of one
 #
-# We train sixteen small networks on handwritten digits as **one** stacked Module, ask them about a digit that none of
-# them has ever seen, and then build a deep ensemble that predicts a mean and a variance from a table of patients.
+# We train sixteen small networks on handwritten digits as **one** stacked Module, test them on a digit that was left
+# out of the training data, and then build a deep ensemble that predicts a mean and a variance from a table of
+# patients.
 #
 # You write the model, the loss and the optimiser for *one* member. `eqx_ensemble` runs them for all.
 #
@@ -59,13 +60,13 @@ here = pathlib.Path.cwd() if in_notebook else pathlib.Path(__file__).parent
 figures = pathlib.Path(os.environ.get("QUICKSTART_FIGURES", here / "figures"))
 
 # %% [markdown]
-# # Part 1: digits, and a digit nobody has seen
+# # Part 1: digits, and a digit that was left out
 #
 # ## The data
 #
-# Scikit-learn ships 1,797 images of 8 x 8 pixels. We take every nine away: they are the images that no member will ever
-# see. The other digits are split once: 60 % to train on, 15 % to stop by, 25 % to judge by. The last part is used for
-# nothing but the table at the end.
+# Scikit-learn ships 1,797 images of 8 x 8 pixels. We remove every nine: no member is trained on one. The other digits
+# are split once: 60 % for training, 15 % for early stopping, 25 % for the evaluation. The last part is used only for
+# the table at the end.
 
 
 # %%
@@ -83,13 +84,13 @@ seen = digits.target != 9
 digits_train, digits_validation, (images, labels) = split(pixels[seen], digits.target[seen])
 nines = jnp.asarray(pixels[~seen])
 
-print(f"{len(digits_train[0])} images to train on, {len(images)} to judge by, {len(nines)} nines never seen")
+print(f"{len(digits_train[0])} images for training, {len(images)} for evaluation, {len(nines)} nines left out")
 
 # %% [markdown]
 # ## Build
 #
-# `make` builds one member from one key. `ee.build` runs it once, under `eqx.filter_vmap`, so that all members are born
-# stacked: an array of shape `(64, 64)` in one `eqx.nn.MLP` has shape `(16, 64, 64)` in the ensemble.
+# `make` builds one member from one key. `ee.build` runs it once, under `eqx.filter_vmap`, so that the members are
+# stacked from the start: an array of shape `(64, 64)` in one `eqx.nn.MLP` has shape `(16, 64, 64)` in the ensemble.
 
 
 # %%
@@ -107,8 +108,9 @@ print(
 # %% [markdown]
 # ## Call: what `Batch` and `Each` are for
 #
-# A member is a function of *one* image, and so is the ensemble. Two marks say what else an input may be, because a size
-# alone cannot: sixteen images could be a batch, or one image for each of the sixteen members. Nothing is guessed.
+# A member is a function of *one* image, and so is the ensemble. `Batch` and `Each` mark other inputs, because a size
+# alone is ambiguous: sixteen images could be a batch, or one image for each of the sixteen members. Nothing is
+# guessed.
 
 # %%
 one_image, sixteen_images = images[0], images[:16]
@@ -137,10 +139,10 @@ def cross_entropy(
 
 # %% [markdown]
 # The optimiser, too, is that of one member: `ee.fit` runs its `init` and its `update` under `vmap`, so that optax sees
-# one member at a time. This is not a detail. Handed the stacked gradients as they are, `clip_by_global_norm` would
-# measure *one* norm over all sixteen members: a large gradient in one of them would shrink the steps of the fifteen
-# others, and a single NaN would reach them all. About half of the optimisers in optax go wrong on stacked parameters in
-# some such way, and none of them complains.
+# one member at a time. This matters. Applied directly to the stacked gradients, `clip_by_global_norm` would compute
+# *one* norm over all sixteen members: a large gradient in one of them would shrink the steps of the fifteen others,
+# and a single NaN would reach them all. About half of the optimisers in optax go wrong on stacked parameters in some
+# such way, without an error.
 #
 # With `validation` and `patience` every member stops when *it* has stopped improving, and keeps its own best weights.
 
@@ -172,21 +174,21 @@ for name, column in run.table().items():
     )
 
 # %% [markdown]
-# ## A member never notices the others
+# ## Members are independent
 #
-# Member 3 trained in company is member 3 trained alone: its weights, its row order and its random numbers follow from
-# the key and from its own id, which it keeps wherever it goes. We train it once more, by itself. At most the rounding
-# of two different programs lies between the two.
+# Member 3 trained in the ensemble is member 3 trained alone: its weights, its row order and its random numbers follow
+# from the key and from its own id, which indexing preserves. We train it once more, alone. The two differ at most by
+# the rounding of two different programs.
 
 # %%
 alone = train(ensemble[[3]])
-print(f"best validation loss of member 3: {run.best_score[3]:.6f} in company, {alone.best_score[0]:.6f} alone")
+print(f"best validation loss of member 3: {run.best_score[3]:.6f} in the ensemble, {alone.best_score[0]:.6f} alone")
 
 # %% [markdown]
 # ## Take a member out
 #
-# Indexing with an integer gives back an ordinary `eqx.nn.MLP`, to save, to serve or to look at; indexing with a list or
-# a slice gives a smaller ensemble.
+# Indexing with an integer gives an ordinary `eqx.nn.MLP`, to save, serve or inspect; indexing with a list or a slice
+# gives a smaller ensemble.
 
 # %%
 member = run.ensemble[3]
@@ -197,7 +199,7 @@ print(type(member).__name__, member.layers[1].weight.shape, "and", run.ensemble[
 #
 # `ee.predict` maps over members and rows, a few hundred rows at a time. `ee.Stacked` is the type of a stacked model:
 # where annotations are checked, `members` is bound together with the other shapes of the signature, so that logits of
-# another number of members would be refused.
+# another number of members raise an error.
 
 
 # %%
@@ -213,13 +215,13 @@ of_nines = log_probabilities(run.ensemble, nines)
 assert jnp.allclose(of_digits[3], jax.nn.log_softmax(jax.vmap(member)(images)), atol=1e-4)
 
 # %% [markdown]
-# ## Judge
+# ## Evaluate
 #
-# Every score takes the predictions of all members and judges their mixture: the mean of their probabilities.
+# Every score takes the predictions of all members and evaluates their mixture: the mean of their probabilities.
 # `scores.per_member` gives the score of each member alone, which is what the ensemble has to beat. For the negative
-# log-likelihood and the Brier score it is a theorem that the mixture is no worse than the *mean* member. Nothing says
-# that it beats the *best* one, and nothing promises a better calibration error (ECE): a mixture is less confident than
-# its members, which helps if they are too confident and hurts if they are not.
+# log-likelihood and the Brier score it is a theorem that the mixture is no worse than the *mean* member. There is no
+# guarantee that it beats the *best* one, or that its calibration error (ECE) is lower: a mixture is less confident
+# than its members, which helps if they are overconfident and hurts if they are not.
 
 # %%
 digit_scores = {
@@ -234,13 +236,13 @@ digit_rows = [
 ]
 
 # %% [markdown]
-# ## What nobody has seen
+# ## The digit that was left out
 #
-# The entropy of the mixture has two parts. *Aleatoric* is the entropy that the members have on average: they agree that
-# the image is unclear. *Epistemic* is what their disagreement adds, the mutual information between label and member:
-# each may be sure, but of different things. A nine is like nothing in the training data, so it is the second part that
-# should be large. How well does each tell nines from other test digits? The area under the ROC curve says: 0.5 is
-# guessing, 1 is perfect.
+# The entropy of the mixture has two parts. *Aleatoric* is the entropy that the members have on average: they agree
+# that the image is unclear. *Epistemic* is what their disagreement adds, the mutual information between label and
+# member: each may be confident, but in a different label. A nine is unlike the training data, so the second part
+# should be large. How well does each part separate nines from other test digits? The area under the ROC curve measures
+# this: 0.5 is guessing, 1 is perfect.
 
 # %%
 known = ee.uncertainty.decompose_entropy(of_digits)
@@ -261,12 +263,12 @@ digit_rows += [
 ]
 
 # %% [markdown]
-# # Part 2: how far has the disease come?
+# # Part 2: the progression of a disease
 #
 # ## The data
 #
-# The diabetes table has 442 patients, ten measurements each, and a score of how far the disease has come after a year.
-# Inputs and targets are standardised by the *training* patients.
+# The diabetes table has 442 patients, ten measurements each, and a score of how far the disease has progressed after a
+# year. Inputs and targets are standardised with the mean and standard deviation of the *training* patients.
 
 # %%
 diabetes = load_diabetes()
@@ -332,14 +334,13 @@ diabetes_run = ee.fit(
 )
 
 # %% [markdown]
-# ## Predict, combine, judge
+# ## Predict, combine, evaluate
 #
-# A member that returns a tuple makes `ee.predict` return a tuple, each part with `members` in front. We go back to the
-# unit of the target before anything is judged.
+# If a member returns a tuple, `ee.predict` returns a tuple, each part with `members` in front. We transform
+# predictions back to the unit of the target before we evaluate them.
 #
-# Sixteen Gaussians are combined in two ways: as the *mixture* that they are, or as the *one Gaussian* of the same mean
-# and variance. The variance of both is the members' mean variance (noise) plus the variance of their means
-# (disagreement).
+# Sixteen Gaussians are combined in two ways: as their *mixture*, or as the *one Gaussian* of the same mean and
+# variance. The variance of both is the members' mean variance (noise) plus the variance of their means (disagreement).
 
 # %%
 mean, variance = ee.predict(diabetes_run.ensemble, standardise_x(x_test))
@@ -387,13 +388,13 @@ diabetes_rows = [
 # %% [markdown]
 # # The result
 #
-# One row a score: the mean of the members' own values and their range, then what they give together. The last column
-# counts the members that the mixture beats.
+# One row per score: the mean of the members' own values and their range, then the combined predictions. The last
+# column counts the members that the mixture beats.
 
 
 # %%
-def off(value, better):
-    """How far a value is from what is best, up to a constant."""
+def distance_to_best(value, better):
+    """The distance of a value from the best one, up to a constant."""
     return {"higher": -value, "lower": value, "0.9": abs(value - 0.9)}[better]
 
 
@@ -404,16 +405,18 @@ def print_row(name, *cells):
 
 
 def print_rows(title, rows, *, decimals):
-    def shown(value):
+    def show(value):
         return "" if value is None else f"{float(value):.{decimals}f}"
 
     print_row(title, "better", "mean member", "their range", "one Gaussian", "mixture", "beats")
     for name, better, members, gaussian, mixture in rows:
         alone, span, beaten = "", "", ""
         if members is not None:
-            alone, span = shown(np.mean(members)), f"{shown(np.min(members))} to {shown(np.max(members))}"
-            beaten = f"{np.sum(off(mixture, better) < off(members, better))} of {len(members)}"
-        print_row(f"  {name}", better, alone, span, shown(gaussian), shown(mixture), beaten)
+            alone, span = show(np.mean(members)), f"{show(np.min(members))} to {show(np.max(members))}"
+            beaten = (
+                f"{np.sum(distance_to_best(mixture, better) < distance_to_best(members, better))} of {len(members)}"
+            )
+        print_row(f"  {name}", better, alone, span, show(gaussian), show(mixture), beaten)
     print()
 
 
@@ -422,17 +425,17 @@ confidence = jnp.exp(jnp.max(ee.combine.mixture(of_digits), axis=-1))
 
 print_rows(f"DIGITS, {len(labels)} test images", digit_rows, decimals=4)
 print_rows(f"DIABETES, {len(y_test)} test patients", diabetes_rows, decimals=3)
-print(f"A member is right on {ee.scores.mean_member_accuracy(of_digits, labels):.1%} of the digits", end=" ")
-print(f"and claims {jnp.mean(confidence_of_members):.1%};", end=" ")
-print(f"the mixture is right on {ee.scores.accuracy(of_digits, labels):.1%} and claims {jnp.mean(confidence):.1%}.")
+print(f"Members: accuracy {ee.scores.mean_member_accuracy(of_digits, labels):.1%}", end=", ")
+print(f"mean confidence {jnp.mean(confidence_of_members):.1%};", end=" ")
+print(f"mixture: accuracy {ee.scores.accuracy(of_digits, labels):.1%}, mean confidence {jnp.mean(confidence):.1%}.")
 
 # %% [markdown]
-# Read the table with its size in mind: one image more or less is a quarter of a per cent of accuracy, and a coverage of
-# 0.9 measured on 111 patients has a standard error of 0.03. The gains are small, and on most rows some member does
-# better than the mixture; which one, only the test set tells.
+# Read the table with the size of the test sets in mind: one image more or less is a quarter of a per cent of accuracy,
+# and a coverage of 0.9 measured on 111 patients has a standard error of 0.03. The gains are small, and on most rows
+# some member does better than the mixture; which one is known only from the test set.
 #
-# When this page was written, the calibration error of the digits became *worse*. The line below the table says why: a
-# member is right about as often as it claims, while the mixture is right more often and claims less.
+# When this page was written, the calibration error of the digits became *worse*. The line below the table shows why:
+# the members' mean confidence is about their accuracy, while the mixture has a higher accuracy and a lower confidence.
 
 # %% [markdown]
 # # The figure
@@ -460,11 +463,11 @@ def draw_images(axes, title, images, captions):
 
 
 def draw_reliability(ax, confidence, right, *, detailed, **style):
-    """How often predictions of similar confidence are right; in detail, with standard errors and numbers of images."""
+    """The accuracy of predictions of similar confidence; in detail, with standard errors and numbers of images."""
     edges = np.array([0.5, 0.7, 0.85, 0.95])
     _, bins, counts = np.unique(np.searchsorted(edges, np.ravel(confidence)), return_inverse=True, return_counts=True)
     x, y = (np.bincount(bins, np.ravel(values)) / counts for values in (confidence, right))
-    smoothed = (y * counts + 1) / (counts + 2)  # a bin in which all are right still has an error
+    smoothed = (y * counts + 1) / (counts + 2)  # so that the error of a bin without mistakes is not zero
     ax.errorbar(x, y, np.sqrt(smoothed * (1 - smoothed) / counts) if detailed else None, **style)
     for i in range(len(counts) if detailed else 0):
         text = f"{counts[i]} images" if i == 0 else counts[i]
@@ -472,9 +475,9 @@ def draw_reliability(ax, confidence, right, *, detailed, **style):
 
 
 # %%
-says, says_of_nines = (np.argmax(ee.combine.mixture(logits), axis=-1) for logits in (of_digits, of_nines))
-right_of_members, right = np.argmax(of_digits, axis=-1) == np.asarray(labels), says == np.asarray(labels)
-divided, nines_divided = np.argsort(known.epistemic)[::-1], np.argsort(novel.epistemic)[::-1]
+predicted, predicted_of_nines = (np.argmax(ee.combine.mixture(logits), axis=-1) for logits in (of_digits, of_nines))
+right_of_members, right = np.argmax(of_digits, axis=-1) == np.asarray(labels), predicted == np.asarray(labels)
+order, nines_order = np.argsort(known.epistemic)[::-1], np.argsort(novel.epistemic)[::-1]
 
 figure = plt.figure(figsize=(13.5, 9.5), layout="constrained")
 figure.get_layout_engine().set(h_pad=0.1, w_pad=0.1)
@@ -488,16 +491,16 @@ ax.set(yscale="log", title="Sixteen members, one program")
 cell = grid[0, 1].subgridspec(3, 4, width_ratios=[4.2, 1, 1, 1])
 ax = figure.add_subplot(cell[:, 0])
 names = (f"{len(images)} other test digits", f"{len(nines)} nines")
-bins = np.geomspace(1e-5, 1, 21)  # the first bin holds what is smaller as well
+bins = np.geomspace(1e-5, 1, 21)  # the first bin also counts smaller values
 ee.plot.uncertainty_histogram(known.epistemic, novel.epistemic, bins=bins, labels=names, ax=ax)
 ax.set(xscale="log", xlabel="disagreement (mutual information), nats", xlim=(1e-5, 1))
-ax.set_title(f"Nines, never seen: AUROC {auroc(known.epistemic, novel.epistemic):.2f}")
+ax.set_title(f"Nines, left out: AUROC {auroc(known.epistemic, novel.epistemic):.2f}")
 thumbnails = [[figure.add_subplot(cell[i, j]) for j in (1, 2, 3)] for i in range(3)]
-top, fooled, others = nines_divided[:3], nines_divided[-3:], divided[:3]
-draw_images(thumbnails[0], "nines that divide them most", nines[top], [f"says {i}" for i in says_of_nines[top]])
-draw_images(thumbnails[1], "nines that fool them all", nines[fooled], [f"says {i}" for i in says_of_nines[fooled]])
-captions = [f"{labels[i]}, says {says[i]}" for i in others]
-draw_images(thumbnails[2], "others that divide them most", images[others], captions)
+top, last, others = nines_order[:3], nines_order[-3:], order[:3]
+draw_images(thumbnails[0], "nines, most disagreement", nines[top], [f"as {i}" for i in predicted_of_nines[top]])
+draw_images(thumbnails[1], "nines, least disagreement", nines[last], [f"as {i}" for i in predicted_of_nines[last]])
+captions = [f"{labels[i]}, as {predicted[i]}" for i in others]
+draw_images(thumbnails[2], "others, most disagreement", images[others], captions)
 
 ax = figure.add_subplot(grid[1, 0])
 ax.plot([0, 1], [0, 1], color="black", lw=0.8, ls=":")
@@ -506,14 +509,14 @@ draw_reliability(ax, confidence, right, detailed=True, color=DARK, lw=2, marker=
 ece_of_members, ece = np.mean(ee.scores.per_member(ee.scores.ece, of_digits, labels)), ee.scores.ece(of_digits, labels)
 ax.text(0.69, 0.92, f"mixture,\nECE {ece:.3f}", color=DARK, ha="right")
 ax.text(0.72, 0.62, f"members together,\nmean ECE {ece_of_members:.3f}", color=TEXT)
-ax.set(xlim=(0.3, 1), ylim=(0.34, 1.04), xlabel="confidence", ylabel="share that is right")
-ax.set_title("Calibration: averaging makes a prediction more modest")
+ax.set(xlim=(0.3, 1), ylim=(0.34, 1.04), xlabel="confidence", ylabel="accuracy")
+ax.set_title("Calibration: averaging makes predictions less confident")
 
 ax = figure.add_subplot(grid[1, 1])
 ee.plot.prediction_bands(matched.mean[None], intervals={0.9: band}, targets=y_test, color=DARK, ax=ax)
 inside = int(np.sum((band.lower <= y_test) & (y_test <= band.upper)))
 ax.set(xlabel="test patients, in the order of their prediction", ylabel="disease progression")
-ax.set_title(f"Diabetes: the band holds {inside} of {len(y_test)} test patients")
+ax.set_title(f"Diabetes: the band covers {inside} of {len(y_test)} test patients")
 
 figures.mkdir(parents=True, exist_ok=True)
 figure.savefig(figures / "quickstart.png", dpi=120)

@@ -16,8 +16,8 @@
 # # Time series: forecasts with their uncertainty, week by week
 #
 # How much carbon dioxide will there be in the air over Mauna Loa in one week, in a month, in half a year? Eight small
-# networks each give a mean and a variance for all of the next twenty-six weeks. Their mixture is judged on twelve years
-# that lie after everything it was trained and calibrated on.
+# networks each predict a mean and a variance for each of the next twenty-six weeks. Their mixture is evaluated on the
+# twelve years after the training and calibration data.
 #
 # This page is a notebook and a program: `python notebooks/time_series.py` prints the tables and writes the figure. It
 # needs `pip install 'eqx_ensemble[examples]'`, no network, and less than a minute on two cores.
@@ -59,11 +59,11 @@ figures = pathlib.Path(os.environ.get("TIME_SERIES_FIGURES", here / "figures"))
 # ## Data
 #
 # Statsmodels ships the weekly means from March 1958 to the end of 2001, 2,284 weeks, in parts per million (ppm). The
-# 59 weeks without a measurement are filled by straight lines; all of them lie before September 1985, and none in the
-# years that we judge by.
+# 59 weeks without a measurement are filled by linear interpolation; all of them are before September 1985, and none in
+# the test years.
 #
-# At the end of week $t$ a member sees the last 52 weekly changes and the time of the year, and predicts by how much the
-# level of each of the next 26 weeks will differ from that of week $t$.
+# At the end of week $t$ a member sees the last 52 weekly changes and the time of the year, and predicts by how much
+# the level of each of the next 26 weeks will differ from that of week $t$.
 
 # %%
 HISTORY, HORIZONS = 52, 26
@@ -80,23 +80,23 @@ ahead = np.stack([level[t + 1 : t + HORIZONS + 1] - level[t] for t in origins])
 # %% [markdown]
 # ## The split is in time, never shuffled
 #
-# Neighbouring windows share 51 of 52 weeks. If windows were shuffled, each one left out would lie between two that were
-# trained on, which hold its past, its future and its weather; and it would be of the same years. The score would answer
-# how well gaps are filled, and nobody asks that of a forecast. So all that is learned comes first, all that is
-# calibrated second, all that is judged last. A window whose future reaches into the next part belongs to neither. (Its
-# past may reach back: that is known when it is used.) Scales, too, are those of the training years.
+# Neighbouring windows share 51 of 52 weeks. If windows were shuffled, each test window would be between two training
+# windows, which contain its past and its future; and it would be from the same years. The score would measure
+# interpolation, not forecasting. So the training years come first, the calibration years second, the test years last.
+# A window whose future reaches into the next part belongs to neither. (Its past may reach back: that is known at the
+# time of the forecast.) Scales, too, are those of the training years.
 #
-# What a shuffled split would have claimed is measured below.
+# The error of a shuffled split is measured below.
 
 # %%
 begin, end = years[origins], years[origins + HORIZONS]
 parts = {"train": end < 1985, "calibrate": (begin >= 1985) & (end < 1990), "test": begin >= 1990}
 for name, part in parts.items():
-    print(f"{name:10}{np.sum(part):6} weeks to forecast from, {begin[part][0]} to {begin[part][-1]}")
+    print(f"{name:10}{np.sum(part):6} windows, {begin[part][0]} to {begin[part][-1]}")
 
 
-def scaled(train: Bool[np.ndarray, " rows"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs and targets by the scales of the training windows, and the scale of each horizon in ppm."""
+def scale_windows(train: Bool[np.ndarray, " rows"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Inputs and targets, scaled by the training windows, and the scale of each horizon in ppm."""
     season = np.sin(angle[origins]), np.cos(angle[origins])
     x = np.column_stack([changes / np.std(changes[train]), *season]).astype(np.float32)
     scale = np.std(ahead[train], axis=0).astype(np.float32)
@@ -107,7 +107,7 @@ def scaled(train: Bool[np.ndarray, " rows"]) -> tuple[np.ndarray, np.ndarray, np
 # ## One member
 #
 # The loss is the mean negative log-likelihood over the horizons: each of them is forecast as a Gaussian of its own.
-# Nothing is said about how the errors of two horizons go together.
+# Correlations between the errors of two horizons are not modelled.
 
 
 # %%
@@ -135,24 +135,24 @@ ensemble = ee.build(lambda key: Forecaster(key=key), 8, key=key)
 optimiser = optax.adamw(1e-3, weight_decay=1e-2)
 
 
-def forecasts(
+def forecast_all(
     train: Bool[np.ndarray, " rows"],
 ) -> tuple[Float[Array, "8 rows horizons"], Float[Array, "8 rows horizons"]]:
-    """Means and variances of all members for all weeks, in ppm, after training on some."""
-    x, y, scale = scaled(train)
+    """Means and variances of all members for all windows, in ppm, after training on those of `train`."""
+    x, y, scale = scale_windows(train)
     run = ee.fit(ensemble, loss, optimiser, (x[train], y[train]), epochs=20, batch_size=64, key=key)
     mean, variance = run.predict(x)
     return mean * scale, variance * scale**2
 
 
-mean, variance = forecasts(parts["train"])
+mean, variance = forecast_all(parts["train"])
 target = ahead.astype(np.float32)
 
 # %% [markdown]
-# ## Something to beat
+# ## A baseline
 #
-# *Seasonal persistence*: the level will change as it did after the same week last year, give or take what that was
-# wrong by in the training years. A forecast that does not beat it has learned nothing worth having.
+# *Seasonal persistence*: the level will change as it did after the same week last year, with the mean squared error of
+# the training years as its variance. A useful forecast has to beat it.
 
 # %%
 last_year = np.stack([level[t - 51 : t - 51 + HORIZONS] - level[t - 52] for t in origins]).astype(np.float32)
@@ -162,9 +162,9 @@ persistence = last_year[None], np.broadcast_to(squared_error, last_year.shape)[N
 # %% [markdown]
 # ## Calibration by variance scaling
 #
-# Networks that learn their own variance are too sure about weeks that they have not seen. Variance scaling multiplies
-# all variances by the number that makes the five calibration years most likely. The members are combined first, to one
-# Gaussian, whose variance holds their disagreement too. One factor for all, or one for each horizon?
+# Networks that learn their own variance are overconfident on new data. Variance scaling multiplies all variances by
+# the factor that maximises the likelihood of the five calibration years. The members are combined first, to one
+# Gaussian, whose variance includes their disagreement. One factor for all, or one for each horizon?
 
 
 # %%
@@ -172,11 +172,11 @@ def of_part(forecast: tuple, name: str) -> tuple[Float[Array, "_ rows horizons"]
     return tuple(jnp.asarray(values)[:, parts[name]] for values in forecast)
 
 
-to_calibrate, seen_then = of_part((mean, variance), "calibrate"), target[parts["calibrate"]]
-one_factor = ee.calibrate.variance(*to_calibrate, seen_then, pool="mixture")
+to_calibrate, observed = of_part((mean, variance), "calibrate"), target[parts["calibrate"]]
+one_factor = ee.calibrate.variance(*to_calibrate, observed, pool="mixture")
 factors = jnp.stack(
     [
-        ee.calibrate.variance(*(values[..., h] for values in to_calibrate), seen_then[:, h], pool="mixture").scale[0]
+        ee.calibrate.variance(*(values[..., h] for values in to_calibrate), observed[:, h], pool="mixture").scale[0]
         for h in range(HORIZONS)
     ]
 )
@@ -192,31 +192,31 @@ print(f"\nvariances are multiplied by {one_factor.scale[0]:.2f};", end=" ")
 print(f"horizon by horizon, by {jnp.min(factors):.2f} to {jnp.max(factors):.2f}")
 
 # %% [markdown]
-# ## Judge
+# ## Evaluate
 #
-# The *CRPS* of a mixture of Gaussians is in the unit of the target, here ppm. Of a forecast without uncertainty it is
-# the absolute error; it rewards being close, and being as sure as one is close. *Coverage* is the share of the weeks
-# inside the central 90 % of the mixture, *width* is what that costs.
+# The *CRPS* of a mixture of Gaussians is in the unit of the target, here ppm. For a forecast without uncertainty it is
+# the absolute error; it rewards forecasts that are accurate and whose variance fits their error. *Coverage* is the
+# share of the weeks inside the central 90 % of the mixture, *width* the width of that interval.
 
 
 # %%
-def judged(forecast: tuple, name: str = "test") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """CRPS, whether the 90 % interval holds the target, and its width: each `(rows, horizons)`."""
+def evaluate(forecast: tuple, name: str = "test") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """CRPS, whether the 90 % interval contains the target, and its width: each `(rows, horizons)`."""
     moments, y = of_part(forecast, name), target[parts[name]]
     lower, upper = ee.uncertainty.gaussian_mixture_interval(*moments, level=0.9)
     crps = ee.scores.crps_gaussian_mixture(*moments, y, reduction="none")
     return np.asarray(crps), np.asarray((lower <= y) & (y <= upper)), np.asarray(upper - lower)
 
 
-results = {name: judged(forecast) for name, forecast in ways.items()}
+results = {name: evaluate(forecast) for name, forecast in ways.items()}
 crps_of_members = jax.vmap(lambda m, v: ee.scores.crps_gaussian(m, v, target[parts["test"]], reduction="none"))(
     *of_part((mean, variance), "test")
 )
 
 # %% [markdown]
-# Every week is forecast from 26 weeks before it on, so that neighbouring rows err together: 600 weeks are nothing like
-# 600 independent ones. Calendar years are nearly that. The standard error below is the standard deviation of the
-# twelve yearly means over the square root of twelve.
+# Every week is forecast in each of the 26 weeks before it, so that the errors of neighbouring rows are correlated: 600
+# weeks are far from 600 independent ones. Calendar years are nearly independent. The standard error below is the
+# standard deviation of the twelve yearly means over the square root of twelve.
 
 # %%
 test_years = begin[parts["test"]]
@@ -224,23 +224,23 @@ of_years = lambda values: np.array([np.mean(values[test_years == year]) for year
 standard_error = lambda values: np.std(of_years(values), ddof=1) / np.sqrt(len(np.unique(test_years)))
 
 # %% [markdown]
-# ## What a shuffled split would have claimed
+# ## The estimate of a shuffled split
 #
-# The same training, on as many windows drawn at random from all those before 1990. Whoever shuffles learns what to
-# expect from the windows that were left out; whoever splits in time, from the calibration years. Both are then taken to
-# the years that followed.
+# The same training, on as many windows drawn at random from all those before 1990. With a shuffled split, the windows
+# that were left out give the estimate of the scores; with a split in time, the calibration years do. Both are compared
+# with the scores in the years that followed.
 
 # %%
 before_1990 = np.flatnonzero(end < 1990)
 drawn = np.random.default_rng(0).permutation(before_1990)[: np.sum(parts["train"])]
 parts["shuffled"] = np.isin(np.arange(len(origins)), drawn)
 parts["left out"] = (end < 1990) & ~parts["shuffled"]
-of_shuffled = forecasts(parts["shuffled"])
+of_shuffled = forecast_all(parts["shuffled"])
 claims = {
-    "shuffled: windows left out": judged(of_shuffled, "left out"),
-    "shuffled: 1990 to 2001": judged(of_shuffled),
-    "in time: 1985 to 1989": judged((mean, variance), "calibrate"),
-    "in time: 1990 to 2001": judged((mean, variance)),
+    "shuffled: windows left out": evaluate(of_shuffled, "left out"),
+    "shuffled: 1990 to 2001": evaluate(of_shuffled),
+    "in time: 1985 to 1989": evaluate((mean, variance), "calibrate"),
+    "in time: 1990 to 2001": evaluate((mean, variance)),
 }
 
 # %% [markdown]
@@ -282,38 +282,38 @@ print(f"\n{'COVERAGE AT 0.9, by year':26}" + "".join(f"{year:6}" for year in np.
 print(f"  {'one factor':24}" + "".join(f"{value:6.2f}" for value in by_year))
 print(f"  {'growth, ppm a year':24}" + "".join(f"{value:6.2f}" for value in growth))
 
-print(f"\n{'CLAIMED, AND FOUND':32}{'CRPS':>8}{'coverage':>10}")
+print(f"\n{'ESTIMATED, AND FOUND':32}{'CRPS':>8}{'coverage':>10}")
 for name, (crps, inside, _) in claims.items():
     print(f"  {name:30}{np.mean(crps):8.3f}{np.mean(inside):10.3f}{len(crps):8} weeks")
 
 # %% [markdown]
 # When this page was written:
 #
-# - *Skill.* The mixture beats seasonal persistence at every horizon, by more than six standard errors in all, and the
-#   mean member at every horizon too: the more so the further ahead, where members disagree more. That it is no worse
-#   than the mean member is a theorem. How much better it is, is not.
-# - *Calibration.* The mixture as it is holds eight weeks in ten, not nine. The calibration years ask for variances that
-#   are a third larger, and with them the coverage is 0.85: better, and not there. The CRPS hardly moves. Twenty-six
-#   factors do no better than one: 235 overlapping weeks do not hold enough to tell them apart.
-# - *What is missing* is in the rows by year. The worst year, 1998, is that of the fastest rise, faster than in any year
-#   of training or calibration. 1992, the year of the slowest rise in the test years, is among the worst as well. No
-#   factor fitted to the past can know of either. Conformal intervals would not: their guarantee needs weeks that are
-#   exchangeable.
-# - *Claimed, and found.* Either split promises more than the nineties keep. The shuffled one promises a higher coverage
-#   and is further off, but not by much: the networks are small, and weeks are noisy. A network that learns its windows
-#   by heart would be flattered more. One splits in time not because it always changes the number, but because it is the
-#   question that is asked.
+# - *Skill.* The mixture beats seasonal persistence at every horizon, by more than six standard errors overall, and the
+#   mean member at every horizon too: by more at longer horizons, where members disagree more. It is a theorem that it
+#   is no worse than the mean member; how much better it is depends on the data.
+# - *Calibration.* The mixture as it is covers eight weeks in ten, not nine. The calibration years give variances that
+#   are a third larger, and with them the coverage is 0.85: better, but still below 0.9. The CRPS hardly changes.
+#   Twenty-six factors do no better than one: 235 overlapping weeks are too few to estimate them.
+# - *The remaining error* is in the rows by year. The worst year, 1998, is that of the fastest rise, faster than in any
+#   year of training or calibration. 1992, the year of the slowest rise in the test years, is among the worst as well.
+#   A factor fitted to the past cannot predict either. Conformal intervals would not help: their guarantee needs weeks
+#   that are exchangeable.
+# - *Estimated, and found.* Both splits estimate better scores than those of the nineties. The shuffled split estimates
+#   a higher coverage and is further off, but not by much: the networks are small, and weeks are noisy. For a network
+#   that memorises its windows the difference would be larger. The reason to split in time is not that it always
+#   changes the number, but that it measures what a forecast is used for.
 #
 # What it does *not* show. One series, one split, twelve years: the standard errors are those of twelve numbers.
-# Intervals hold week by week, not whole paths: the share of half-years that stay inside at every one of their 26 weeks
-# is smaller. And the networks were given the right past: the level of the last week as we know it today.
+# Intervals cover single weeks, not whole paths: the share of half-years that are inside at every one of their 26 weeks
+# is smaller. And the inputs of the networks were exact: the level of the last week as it is known today.
 
 # %% [markdown]
 # # The figure
 #
-# The *probability integral transform* (PIT) is how much of the forecast's probability lay below what happened: spread
-# evenly if the forecast is calibrated, heaped at both ends if it is too sure. The band of two standard deviations
-# takes all values for independent, which they are not, even though only every 26th week is forecast from here.
+# The *probability integral transform* (PIT) is the forecast's probability of values below the observation: it is
+# uniform if the forecast is calibrated, and has peaks at both ends if it is overconfident. The band of two standard
+# deviations assumes independent values, which they are not, even though only every 26th window is used here.
 
 # %%
 figure = plt.figure(figsize=(15, 8.5), layout="constrained")
@@ -347,13 +347,13 @@ axes["coverage"].set(
 )
 axes["coverage"].legend()
 
-for place, name, title in (("before", "mixture, as it is", "As it is"), ("after", "one factor", "One factor")):
+for panel, name, title in (("before", "mixture, as it is", "As it is"), ("after", "one factor", "One factor")):
     moments = (jnp.asarray(values)[:, chosen] for values in ways[name])
     pit = ee.scores.pit_gaussian_mixture(*moments, target[chosen])
-    ee.plot.rank_histogram(ee.scores.pit_histogram(pit, num_bins=10), kind="pit", ax=axes[place])
-    axes[place].set(
+    ee.plot.rank_histogram(ee.scores.pit_histogram(pit, num_bins=10), kind="pit", ax=axes[panel])
+    axes[panel].set(
         title=f"PIT of the test years: {title.lower()}",
-        xlabel="probability below what happened",
+        xlabel="probability below the observation",
         ylabel="weeks",
         ylim=(0, 115),
     )

@@ -13,11 +13,11 @@
 # ---
 
 # %% [markdown]
-# # Unseen classes: what an ensemble knows that it does not know
+# # Unseen classes: uncertainty on classes that were left out of training
 #
-# We train thirty-two small networks on handwritten digits from which the eights and the nines were taken away. Then we
-# show them all ten digits. Four questions follow: what is the uncertainty made of, how well does it find the eights and
-# nines, what is it worth to refuse to answer, and are the probabilities true?
+# We train thirty-two small networks on handwritten digits without the eights and the nines, and evaluate them on all
+# ten digits. Four questions follow: which parts does the uncertainty have, how well does it detect the eights and
+# nines, how much does it help to reject uncertain images, and are the probabilities calibrated?
 #
 # This page is a notebook and a program: `python notebooks/unseen_classes.py` prints the tables and writes the figure.
 # It needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on two cores.
@@ -58,9 +58,9 @@ figures = pathlib.Path(os.environ.get("UNSEEN_CLASSES_FIGURES", here / "figures"
 # %% [markdown]
 # ## Data
 #
-# Scikit-learn ships 1,797 images of 8 x 8 pixels. The eights and nines are set aside: no member is trained on them,
-# nothing is calibrated on them, nothing is chosen by them. Of the other images 200 are to train on, 500 to calibrate
-# on, and the rest is to judge by. So few to train on, because with more there would be next to no errors to study.
+# Scikit-learn ships 1,797 images of 8 x 8 pixels. The eights and nines are set aside: nothing is trained, calibrated
+# or selected on them. Of the other images 200 are for training, 500 for calibration, and the rest for the evaluation.
+# The training set is small because with more images there would be almost no errors to study.
 
 # %%
 NUM_MEMBERS, UNSEEN = 32, (8, 9)
@@ -73,15 +73,17 @@ labels = digits.target[order].astype(np.int32)
 is_unseen = np.isin(labels, UNSEEN)
 x, y, unseen = pixels[~is_unseen], labels[~is_unseen], pixels[is_unseen]
 train, held_out, test = ((x[part], y[part]) for part in (slice(0, 200), slice(200, 700), slice(700, None)))
-print(f"{len(train[0])} images to train on, {len(held_out[0])} to calibrate on, {len(test[0])} to judge by,", end=" ")
+print(
+    f"{len(train[0])} images for training, {len(held_out[0])} for calibration, {len(test[0])} for evaluation,", end=" "
+)
 print(f"and {len(unseen)} of digits that no member has seen")
 
 # %% [markdown]
 # ## Train
 #
-# Model and loss are those of one member. Members differ in their first weights and in the order of their rows, and in
-# nothing else: a deep ensemble. They are trained for long, until they are surer than they should be, as large networks
-# usually are; members that stop early have less to gain from calibration.
+# Model and loss are those of one member. Members differ only in their initial weights and in the order of their rows:
+# a deep ensemble. They are trained until they are overconfident, as large networks usually are; members that stop
+# early gain less from calibration.
 
 # %%
 key = jax.random.key(0)
@@ -105,24 +107,25 @@ assert (run.status == ee.train.Status.OK).all()
 # %% [markdown]
 # ## Two kinds of uncertainty
 #
-# The entropy of the mixture, *total*, has two parts. *Aleatoric* is the entropy that members have on average: each of
-# them finds the image unclear. *Epistemic* is what their disagreement adds, the mutual information between label and
-# member: each may be sure, but of different things. All three are in nats; the total is at most log 8 = 2.08.
+# The entropy of the mixture, *total*, has two parts. *Aleatoric* is the entropy that members have on average: to each
+# of them the image is unclear. *Epistemic* is what their disagreement adds, the mutual information between label and
+# member: each may be confident, but in a different label. All three are in nats; the total is at most log 8 = 2.08.
 #
-# For many rows and many members the logits of all need not be held at once. `predict` combines the members' logits
-# batch by batch of rows (and some members at a time, where a budget `memory=` asks for it), and keeps the sums alone.
+# For many rows and members, the logits of all need not be in memory at once. `predict` combines the members' logits
+# for one batch of rows after another (and for some members at a time, within a budget `memory=`), and keeps only the
+# sums.
 
 
 # %%
-def decomposed(x: np.ndarray) -> ee.uncertainty.Decomposition:
+def decompose(x: np.ndarray) -> ee.uncertainty.Decomposition:
     return ee.predict(run.ensemble, x, combine=ee.uncertainty.decompose_entropy)
 
 
-known, novel = decomposed(test[0]), decomposed(unseen)
+known, novel = decompose(test[0]), decompose(unseen)
 
 # %% [markdown]
-# It is the same as from the logits of all members, which this page also needs. It is the same, too, if half of the
-# members are seen first and the other half later, or elsewhere: partial results merge.
+# The result is the same as from the logits of all members, which this page also needs. It is also the same if half of
+# the members are processed first and the other half later, or elsewhere: partial results can be merged.
 
 # %%
 logits, logits_unseen = ee.predict(run.ensemble, test[0]), ee.predict(run.ensemble, unseen)
@@ -137,22 +140,22 @@ for name, parts in (("  digits 0 to 7", known), ("  eights and nines", novel)):
     print(f"{name:28}{jnp.mean(parts.total):10.3f}{jnp.mean(parts.aleatoric):12.3f}{jnp.mean(parts.epistemic):12.3f}")
 
 # %% [markdown]
-# Both parts are larger for the unseen digits. The names promise more than a network keeps: an image that is unlike all
-# training data has no business looking "noisy", and yet much of its entropy is called aleatoric. The parts are
-# statements about these members, not about the world.
+# Both parts are larger for the unseen digits. The names should not be taken literally: an image that is unlike all
+# training data is not "noisy", and yet much of its entropy is called aleatoric. The parts describe these members, not
+# the data.
 
 # %% [markdown]
-# ## Which score finds the unseen digits?
+# ## Which score detects the unseen digits?
 #
-# Any measure of uncertainty ranks images. Three numbers say how well a ranking parts unseen from seen:
+# Any measure of uncertainty ranks images. Three numbers measure how well a ranking separates unseen from seen images:
 #
 # - *AUROC*, the probability that an unseen image scores higher than a seen one; 0.5 is guessing.
 # - *AUPR*, the area under precision and recall with the unseen as positives; guessing gives their share of the images.
-# - *FPR95*, the share of the seen images that is refused at the threshold which finds 95 % of the unseen; lower is
+# - *FPR95*, the share of the seen images that is rejected at the threshold which detects 95 % of the unseen; lower is
 #   better. (Papers differ in which of the two kinds is the positive one. Here it is the unseen.)
 #
-# The standard error comes from two hundred weightings of the images, the Bayesian bootstrap. It says what other images
-# would change, not what other training runs or other left-out digits would.
+# The standard error comes from the Bayesian bootstrap, with two hundred weightings of the images. It measures
+# variation over images, not over training runs or left-out digits.
 
 
 # %%
@@ -172,7 +175,7 @@ weightings = ee.resample.bayesian_weights(len(positive), 200, key=key)
 
 
 def standard_error(score: Float[Array, " batch"], positive: Bool[Array, " batch"]) -> float:
-    """Of the area under the ROC curve, other images being drawn."""
+    """The standard error of the area under the ROC curve, over images."""
     return float(jnp.std(jax.vmap(lambda w: ee.scores.auroc(score, positive, row_weights=w))(weightings)))
 
 
@@ -183,11 +186,11 @@ for name, measure in measures.items():
     by_score[name] = [*map(float, rankings), standard_error(score, positive)]
 
 # %% [markdown]
-# ## How many members does it take?
+# ## How many members are needed?
 #
 # One member alone has a confidence, an entropy and an energy, but no disagreement. Thirty-two members are also sixteen
-# pairs, eight fours or four eights: disjoint groups, trained independently, whose spread shows what another training
-# run would change.
+# pairs, eight groups of four or four of eight: disjoint groups, trained independently, whose standard deviation
+# measures the variation over training runs.
 
 # %%
 SIZES = (1, 2, 4, 8, 32)
@@ -214,18 +217,18 @@ for i, name in enumerate(names):
     print(f"  {name:30}" + "".join(f"{cell:>16}" for cell in shown) + f"{areas[32][0, i]:>16.3f}")
 
 # %% [markdown]
-# When this page was written, more members were steadier rather than much better. The mean area rises by less than one
-# hundredth from one member to thirty-two. The spread between training runs, which one run alone cannot know of, is
-# about halved by eight members for the total entropy, and more than halved for the energy. A group of eight is, on
-# average, within 0.003 of all thirty-two.
+# When this page was written, more members made the scores less variable rather than much better. The mean area rises
+# by less than one hundredth from one member to thirty-two. The standard deviation over training runs, which one run
+# alone does not show, is about halved by eight members for the total entropy, and more than halved for the energy. A
+# group of eight is, on average, within 0.003 of all thirty-two.
 
 # %% [markdown]
-# ## Refusing to answer
+# ## Selective prediction
 #
-# *Selective prediction*: refuse the images of highest uncertainty and answer the rest. The risk-coverage curve gives
-# the share of wrong answers among those that are given. The area under it, AURC, is the mean of that share over all
-# coverages; lower is better. We look twice: at digits that could be right, and at all images together, in which every
-# answer to an eight or a nine is wrong. No refusal can then push the risk of answering *all* images below their share.
+# *Selective prediction* rejects the images of highest uncertainty and predicts the rest. The risk-coverage curve gives
+# the share of wrong predictions among those that are made. The area under it, AURC, is the mean of that share over all
+# coverages; lower is better. We compute it twice: for the digits 0 to 7, and for all images, where every prediction
+# for an eight or a nine is wrong. The risk of predicting *all* images is then at least the share of eights and nines.
 
 
 # %%
@@ -233,8 +236,8 @@ def wrong(logits: Float[Array, "members batch 8"], labels: Int[np.ndarray, " bat
     return 1.0 - ee.scores.accuracy(logits, labels, reduction="none")
 
 
-def refusal(logits: Float[Array, "members batch 8"], *, among: str) -> tuple[Array, Array]:
-    """What it refuses by, and what it would have got wrong."""
+def selection(logits: Float[Array, "members batch 8"], *, among: str) -> tuple[Array, Array]:
+    """The uncertainty by which rows are rejected, and which predictions are wrong."""
     uncertainty = of_entropy(logits).total
     is_wrong = jnp.concatenate([wrong(logits[:, : len(test[0])], test[1]), jnp.ones(len(unseen))])
     rows = slice(None) if among == "all images" else slice(len(test[0]))
@@ -243,21 +246,21 @@ def refusal(logits: Float[Array, "members batch 8"], *, among: str) -> tuple[Arr
 
 def areas_of(among: str) -> tuple[Float[Array, " members"], Float[Array, ""]]:
     """The areas under the risk-coverage curves of each member alone, and of all together."""
-    area = lambda logits: ee.scores.aurc(*refusal(logits, among=among))
+    area = lambda logits: ee.scores.aurc(*selection(logits, among=among))
     return jax.vmap(lambda member: area(member[None]))(everything), area(everything)
 
 
 selective = {among: areas_of(among) for among in ("digits 0 to 7", "all images")}
-curve = ee.scores.risk_coverage(*refusal(everything, among="digits 0 to 7"))
+curve = ee.scores.risk_coverage(*selection(everything, among="digits 0 to 7"))
 at_90 = float(np.interp(0.9, curve.coverage, curve.risk))
 
 # %% [markdown]
-# ## Are the probabilities true?
+# ## Are the probabilities calibrated?
 #
-# A member that says 90 % should be right nine times in ten. *Temperature scaling* divides the logits by one number,
-# fitted on the 500 images that were kept for it. There are two places to do it, and they are not the same: every member
-# by itself, before their probabilities are averaged; or the mixture, after. Averaging makes probabilities less extreme,
-# so that a mixture of calibrated members tends to be less sure than it should be.
+# Predictions with a confidence of 90 % should be correct nine times in ten. *Temperature scaling* divides the logits
+# by one number, fitted on the 500 calibration images. It can be applied in two ways, which are not the same: to each
+# member before their probabilities are averaged; or to the mixture. Averaging makes probabilities less extreme, so
+# that a mixture of calibrated members tends to be underconfident.
 
 # %%
 logits_held_out = ee.predict(run.ensemble, held_out[0])
@@ -276,7 +279,7 @@ variants = {
 }
 
 
-def judged(name: str) -> tuple[float, ...]:
+def evaluate(name: str) -> tuple[float, ...]:
     """Accuracy, negative log-likelihood, calibration error, confidence in unseen digits, and AUROC by entropy."""
     of_all = variants[name](everything)
     calibrated, calibrated_unseen = of_all[:, : len(test[0])], of_all[:, len(test[0]) :]
@@ -289,7 +292,7 @@ def judged(name: str) -> tuple[float, ...]:
     )
 
 
-per_variant = {name: judged(name) for name in variants}
+per_variant = {name: evaluate(name) for name in variants}
 nll = lambda name: ee.scores.nll(variants[name](logits), test[1], reduction="none")
 gains = {name: ee.scores.bootstrap(nll(name) - nll("not calibrated"), key=key) for name in (*variants,)[1:]}
 mean_member = [
@@ -304,9 +307,9 @@ mean_member += [
 # %% [markdown]
 # ## Other digits left out
 #
-# Eights and nines are one choice. Here are five, at once: forty members, eight for each pair of digits left out. Each
-# member has rows of its own in the shared data, so that all forty train as one program. They have ten outputs; those of
-# the two digits that a member never saw learn only to be small.
+# Eights and nines are one choice. Here are five at once: forty members, eight for each pair of digits left out. Each
+# member has its own rows in the shared data, so that all forty train as one program. They have ten outputs; a member
+# only learns that the outputs of its two left-out digits are small.
 
 # %%
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
@@ -337,10 +340,10 @@ print(f"\n{'AUROC, by pair left out':32}{'total':>10}{'aleatoric':>12}{'epistemi
 for (a, b), (total, aleatoric, epistemic, energy) in by_pair.items():
     print(f"  {f'{a} and {b}':30}{total:10.3f}{aleatoric:12.3f}{epistemic:12.3f}{energy:9.3f}")
 
-print(f"\n{'REFUSING, AURC':32}{'mean member':>12}{'their range':>18}{'ensemble':>10}")
+print(f"\n{'SELECTION, AURC':32}{'mean member':>12}{'their range':>18}{'ensemble':>10}")
 for among, (alone, together) in selective.items():
     print(f"  {among:30}{np.mean(alone):12.4f}{f'{np.min(alone):.4f} to {np.max(alone):.4f}':>18}{together:10.4f}")
-print(f"  wrong among digits 0 to 7: {curve.risk[-1]:.4f} of all, {at_90:.4f} of the surest 90 %")
+print(f"  wrong among digits 0 to 7: {curve.risk[-1]:.4f} of all, {at_90:.4f} of the most confident 90 %")
 
 heads = ("accuracy", "NLL", "ECE", "unseen at", "AUROC")
 print(f"\n{'CALIBRATION':32}" + "".join(f"{head:>10}" for head in heads))
@@ -351,34 +354,36 @@ for name, gain in gains.items():
     print(f"  NLL of '{name}' less 'not calibrated': {gain.estimate:.4f} +- {gain.standard_error:.4f}")
 
 # %% [markdown]
-# ## What to make of it
+# ## Conclusions
 #
-# When this page was written, these could be read from the tables.
+# When this page was written, the tables showed the following.
 #
-# - *Which score.* The epistemic part finds the unseen digits a little better than the total entropy, whichever pair is
-#   left out. The energy, which looks at the size of the logits and not at probabilities, is best for eights and nines
-#   and worst for two other pairs. One left-out pair decides nothing.
-# - *Votes.* The share of other votes is a poor score: on more than 5 % of the unseen images all members vote alike,
-#   there is nothing below such a tie, and so every seen image is refused with them: an FPR95 of 1.
-# - *Refusing.* The ensemble makes as many mistakes as its members, but knows better which they are: it has a smaller
-#   AURC than the mean member. Whoever answers only the surest 90 % of the digits makes about a quarter of the mistakes.
-# - *Calibration.* Members are too sure, and so is their mixture, less so: its temperature is lower. One temperature for
-#   the mixture gives the best likelihood, but the gain is no larger than its standard error: the test images are too
-#   few to prove it. The calibration errors (ECE, 15 bins) lie close together, and with 17 wrong answers among 743 they
-#   are themselves uncertain by about half a per cent. The ten bins of the figure put the two mixtures in the other
-#   order.
+# - *Which score.* The epistemic part detects the unseen digits a little better than the total entropy, whichever pair
+#   is left out. The energy, which depends on the size of the logits and not on probabilities, is best for eights and
+#   nines and worst for two other pairs. One left-out pair does not decide which score is best.
+# - *Votes.* The share of other votes is a poor score: on more than 5 % of the unseen images all members vote alike.
+#   This is its lowest value, so that every seen image is rejected with them: an FPR95 of 1.
+# - *Selection.* The ensemble makes as many mistakes as its members, but its uncertainty ranks them better: it has a
+#   smaller AURC than the mean member. On the most confident 90 % of the digits it makes about a quarter of the
+#   mistakes.
+# - *Calibration.* Members are overconfident. So is their mixture, but less: its temperature is lower. One temperature
+#   for the mixture gives the best likelihood, but the gain is no larger than its standard error: the test set is too
+#   small to prove it. The calibration errors (ECE, 15 bins) differ little, and with 17 wrong predictions among 743
+#   they are themselves uncertain by about half a per cent. With the ten bins of the figure, the two mixtures are in
+#   the other order.
 #
-# What it does *not* show. Temperatures are fitted to seen digits, and they are true for seen digits. Of an eight or a
-# nine the calibrated mixture is still three quarters sure on average, and wrong every time: no calibration on familiar
-# data makes a probability true on unfamiliar ones. An AUROC of 0.9 is no guard either: the threshold that finds 95 %
-# of the unseen images refuses a third or more of the good ones. And small images of digits are an easy case: neither
-# numbers nor ranking carry over to other data without being measured there.
+# What it does *not* show. Temperatures are fitted to seen digits, and calibrate predictions for seen digits. For
+# eights and nines the mean confidence of the calibrated mixture is still three quarters, and every prediction is
+# wrong: calibration on in-distribution data does not calibrate predictions out of distribution. Nor is an AUROC of 0.9
+# enough for a reliable filter: the threshold that detects 95 % of the unseen images rejects a third or more of the
+# others. And small images of digits are an easy case: neither the numbers nor the ranking of the scores can be assumed
+# for other data.
 
 # %% [markdown]
 # # The figure
 #
-# The histograms have logarithmic heights: most of the seen digits are in the first bar, where no doubt is left, and a
-# third or more of the unseen ones with them. Those are the images that no threshold on these scores can find. In the
+# The histograms have logarithmic heights: most of the seen digits are in the first bar, with almost no uncertainty,
+# and so are a third or more of the unseen ones. No threshold on these scores can detect those images. In the
 # reliability diagrams nearly all images are in the last bar; bars of a few images mean little.
 
 
@@ -386,7 +391,10 @@ for name, gain in gains.items():
 figure, axes = plt.subplots(2, 3, figsize=(15, 8.5), layout="constrained")
 options = {"labels": ("digits 0 to 7", "eights and nines"), "unit": "nats"}
 for ax, part, title in zip(
-    axes[0], ("aleatoric", "epistemic"), ("The members' own doubt", "Their disagreement"), strict=False
+    axes[0],
+    ("aleatoric", "epistemic"),
+    ("Aleatoric: the members' mean entropy", "Epistemic: their disagreement"),
+    strict=False,
 ):
     ee.plot.uncertainty_histogram(getattr(known, part), getattr(novel, part), ax=ax, **options)
     ax.set(title=title, xlabel=f"{part} part of the entropy, nats", yscale="log")
@@ -394,23 +402,23 @@ for ax, part, title in zip(
 steps = axes[0, 2]
 for i, (name, marker) in enumerate(zip(names, "os^", strict=True)):
     middle = np.array([np.mean(areas[size][:, i]) for size in SIZES])
-    spread = np.array([np.std(areas[size][:, i]) for size in SIZES])
-    spread[-1] = np.nan  # of one group
-    steps.errorbar(np.array(SIZES) * 1.04 ** (i - 1), middle, spread, marker=marker, capsize=3, label=name)
+    deviation = np.array([np.std(areas[size][:, i]) for size in SIZES])
+    deviation[-1] = np.nan  # of one group
+    steps.errorbar(np.array(SIZES) * 1.04 ** (i - 1), middle, deviation, marker=marker, capsize=3, label=name)
 steps.set_xscale("log", base=2)
-steps.set(title="More members: steadier", xlabel="members", xticks=SIZES, xticklabels=SIZES, ylabel="AUROC")
+steps.set(title="More members: less variable", xlabel="members", xticks=SIZES, xticklabels=SIZES, ylabel="AUROC")
 steps.legend()
 
-refusing = axes[1, 0]
+selective_axes = axes[1, 0]
 styles = {"color": "black", "marker": "None"}
 for among, line in (("all images", "-"), ("digits 0 to 7", "--")):
     for label, chosen, width in (
         (f"ensemble, {among}", everything, 2.0),
         (f"one member, {among}", everything[:1], 0.7),
     ):
-        points = ee.scores.risk_coverage(*refusal(chosen, among=among))
-        ee.plot.risk_coverage(*points, ax=refusing, label=label, linestyle=line, linewidth=width, **styles)
-refusing.set(title="Refusing the least certain", ylabel="share of given answers that is wrong")
+        points = ee.scores.risk_coverage(*selection(chosen, among=among))
+        ee.plot.risk_coverage(*points, ax=selective_axes, label=label, linestyle=line, linewidth=width, **styles)
+selective_axes.set(title="Rejecting the least certain", ylabel="share of wrong predictions")
 
 for ax, name, title in (
     (axes[1, 1], "not calibrated", "The mixture as it is"),

@@ -30,8 +30,8 @@ except jaxtyping.TypeCheckError:
 # The same for the studies: each call goes wrong in its shapes alone, and has another error without the hook.
 WRONG_CALLS = {
     "unseen_classes": "standard_error(jnp.zeros(3), jnp.zeros((2, 2), bool))",
-    "conformal_regression": "conformalised(jnp.zeros((4, 2)), jnp.zeros(4), jnp.zeros((1, 3)))",
-    "time_series": "scaled(np.zeros((2, 2), bool))",
+    "conformal_regression": "conformalise(jnp.zeros((4, 2)), jnp.zeros(4), jnp.zeros((1, 3)))",
+    "time_series": "scale_windows(np.zeros((2, 2), bool))",
 }
 
 HEADINGS = {
@@ -223,8 +223,8 @@ def claims_of_unseen_classes(text):
     by_number = table(text, "AUROC, by number of members")
     assert 0 < by_number["entropy, total"][-1] - by_number["entropy, total"][0] < 0.02
     assert by_number["energy of the logits"][7] < by_number["energy of the logits"][1]
-    refusing = table(text, "REFUSING, AURC")  # mean member, their range, ensemble
-    assert all(refusing[name][3] < refusing[name][0] for name in ("digits 0 to 7", "all images"))
+    selection = table(text, "SELECTION, AURC")  # mean member, their range, ensemble
+    assert all(selection[name][3] < selection[name][0] for name in ("digits 0 to 7", "all images"))
     calibration = table(text, "CALIBRATION")  # accuracy, NLL, ECE, confidence in unseen digits, AUROC
     nll = {name: numbers[1] for name, numbers in calibration.items()}
     assert nll["not calibrated"] < nll["mean member, not calibrated"]  # a theorem
@@ -248,8 +248,8 @@ def claims_of_conformal_regression(text):
     assert found["split"][5] > 0.92 > 0.89 > found["split"][7]
     assert found["CQR"][5] - found["CQR"][7] < found["split"][5] - found["split"][7]
     law = table(text, "THE LAW OF THE COVERAGE")
-    deals, exact, fixed = law.values()
-    assert abs(deals[0] - exact[0]) < 5 * exact[1] / math.sqrt(4000)
+    divisions, exact, fixed = law.values()
+    assert abs(divisions[0] - exact[0]) < 5 * exact[1] / math.sqrt(4000)
     assert exact[2] > 1e-3
     assert fixed[2] == 0
     assert [row[1] for row in table(text, "PATIENTS TO CALIBRATE ON").values()] == [0.7839, 0.8482, 0.8773, 0.89]
@@ -267,7 +267,7 @@ def claims_of_time_series(text):
     coverage, growth = by_year["one factor"], by_year["growth, ppm a year"]
     assert len(coverage) == 12
     assert coverage.index(min(coverage)) == growth.index(max(growth)) == 1998 - 1990
-    claimed = table(text, "CLAIMED, AND FOUND")  # CRPS, coverage
+    claimed = table(text, "ESTIMATED, AND FOUND")  # CRPS, coverage
     assert claimed["shuffled: windows left out"][1] > claimed["shuffled: 1990 to 2001"][1] + 0.03
     assert claimed["shuffled: windows left out"][1] > claimed["in time: 1985 to 1989"][1]
 

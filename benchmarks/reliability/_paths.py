@@ -1,4 +1,4 @@
-"""Finds the neighbours: `_measure` one folder up, and what the tests of checkpoints and of runs share with us."""
+"""Paths of the modules used here: `_measure` one folder up, and helpers of the tests of checkpoints and runs."""
 
 import pathlib
 import sys

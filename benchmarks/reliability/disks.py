@@ -1,4 +1,4 @@
-"""Disks that are full, limited, read-only or taken away while a checkpoint is written: what is said, what is left?"""
+"""Disks that are full, limited, read-only or removed while a checkpoint is written: which error, which files remain?"""
 
 import os
 import pathlib
@@ -21,7 +21,7 @@ NOBODY = 65534
 
 
 class Skip(Exception):
-    """The system does not let this case be made."""
+    """The system does not allow this case."""
 
 
 def measure(quick: bool) -> Report:
@@ -63,7 +63,7 @@ def refused(save: Callable[[], object]) -> Exception | None:
 
 
 def usable(path: pathlib.Path) -> bool:
-    """Whether the old checkpoint is there, as it was, and can be written over."""
+    """Whether the old checkpoint is unchanged and can be overwritten."""
     same = np.array_equal(ee.load(path, tree(SMALL))["a"], tree(SMALL)["a"])
     return same and not any(entry.name.startswith(".") for entry in path.parent.iterdir())
 
@@ -129,7 +129,7 @@ def limited_files(folder: pathlib.Path) -> tuple[Exception | None, bool]:
 
 
 def read_only_folder(name: str) -> Callable:
-    """Permissions bind everybody but root, who becomes nobody for this case."""
+    """Permissions do not restrict root: run as root, this case switches to the user `nobody`."""
 
     def run(folder: pathlib.Path) -> tuple[Exception | None, bool]:
         if os.name == "nt":
@@ -153,7 +153,7 @@ def read_only_folder(name: str) -> Callable:
 
 
 def removed(names: str) -> Callable:
-    """What has such a name is gone before each of the operations in turn that write a new checkpoint."""
+    """Removes what has such a name before each of the operations that write a new checkpoint, one after another."""
 
     def run(folder: pathlib.Path) -> tuple[Exception | None, bool]:
         def away() -> None:

@@ -1,4 +1,4 @@
-"""Flips bits of checkpoints and cuts them off: is anything loaded that is not what was saved?
+"""Flips bits of checkpoints and truncates them: is anything loaded that differs from what was saved?
 
 `python benchmarks/reliability/flips.py --flips 100000`
 """
@@ -62,7 +62,7 @@ def _larger(*, quick: bool) -> dict[str, object]:
 
 
 def _random_flips(path: pathlib.Path, flips: int) -> int:
-    """How many single flips, at places drawn evenly over the bytes of both files, nobody noticed."""
+    """The number of undetected single flips, at positions drawn uniformly over the bytes of both files."""
     files = [path / MANIFEST, arrays_file(path)]
     ends = np.cumsum([file.stat().st_size for file in files])
     silent = 0
@@ -85,7 +85,7 @@ def _random_flips(path: pathlib.Path, flips: int) -> int:
 
 
 def _random_flips_unchecked(path: pathlib.Path, tree: dict, flips: int) -> int:
-    """The same, of a file that has no checksums: how many loads gave something else than was saved."""
+    """The same for a file without checksums: the number of loads that differ from what was saved."""
     arrays = {name: np.asarray(getattr(x, "value", x)) for name, x in tree.items()}
     save_file(arrays, path)
     silent = 0

@@ -1,4 +1,4 @@
-"""Reads files that somebody made to do harm, and as many random ones as time allows.
+"""Reads hostile files, written by hand and as many random ones as time allows.
 
 Every read must end in the documented errors or in a tree, within a bound on memory, without running code and without
 touching a file outside of the checkpoint. `python benchmarks/reliability/hostile.py --minutes 60`
@@ -51,7 +51,7 @@ INTERESTING += ["\ud800", "\0", "a" * 10_000, "float32", "bool", "members", "sha
 
 
 class Watch:
-    """Sees code that is run and files that are opened, while it is on."""
+    """Records code that is run and files that are opened, while it is active."""
 
     def __init__(self, folder: pathlib.Path):
         self._folder, self.on, self.seen = str(folder), False, []
@@ -126,7 +126,7 @@ def _linked(file: pathlib.Path, target: str) -> None:
 
 
 def _outcome(folder: pathlib.Path, watch: Watch, damage: Callable[[pathlib.Path], None], case: str = "") -> str:
-    """How reading a damaged copy ends; with a `!` in front if nobody was told to expect it."""
+    """The outcome of reading a damaged copy, with a `!` in front if it is not a documented one."""
     path = folder / "copy"
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(folder / "good", path)
@@ -160,7 +160,7 @@ def _fuzzed(folder: pathlib.Path, watch: Watch, seconds: float) -> tuple[collect
 
 
 def _change_bytes(path: pathlib.Path, draw: random.Random) -> None:
-    """Any bytes, in one of the two files."""
+    """Random bytes in one of the two files."""
     file = draw.choice([path / MANIFEST, arrays_file(path)])
     data = bytearray(file.read_bytes())
     for _ in range(draw.randint(1, 8)):
@@ -171,7 +171,7 @@ def _change_bytes(path: pathlib.Path, draw: random.Random) -> None:
 
 
 def _change_manifest(path: pathlib.Path, draw: random.Random) -> None:
-    """A manifest whose checksum is right, and some of whose values are not."""
+    """A manifest with a correct checksum and some wrong values."""
 
     def change(content: dict) -> None:
         for _ in range(draw.choice([1, 1, 1, 2, 5])):
@@ -201,7 +201,7 @@ def _change_value(content: Any, draw: random.Random) -> None:
 
 
 def _change_both(path: pathlib.Path, draw: random.Random) -> None:
-    """Another manifest, and a file of arrays with the header and the size that follow from it."""
+    """A changed manifest, and a file of arrays with the header and the size that follow from it."""
     _change_manifest(path, draw)
     file = arrays_file(path)
     try:
@@ -214,7 +214,7 @@ def _change_both(path: pathlib.Path, draw: random.Random) -> None:
 
 
 def _seen_of_a_pickle(watch: Watch) -> int:
-    """The control: whether code is seen that a file runs."""
+    """The control: whether code that a file runs is recorded."""
     before, watch.on = len(watch.seen), True
     pickle.loads(b"cos\nsystem\n(S'true'\ntR.")
     watch.on = False

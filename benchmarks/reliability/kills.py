@@ -1,7 +1,7 @@
-"""Kills training that saves itself, at random moments and at every operation on the disk: is anything lost?
+"""Kills training with checkpoints, at random moments and at every operation on the disk: is anything lost?
 
-Every life of a run is a process that goes on from the checkpoint that the one before left, saves at least once, and is
-killed at a random moment thereafter. A run that reaches its end must have the bits of one that nobody killed.
+Each process of a run resumes from the checkpoint of the process before, saves at least once, and is killed at a random
+moment after that. A run that reaches its end must have the bits of a run that was not killed.
 `python benchmarks/reliability/kills.py --kills 1000`
 """
 
@@ -36,7 +36,7 @@ SECONDS = 0.2
 
 @dataclasses.dataclass
 class Tally:
-    """What became of the runs, and of the checkpoints that were finished."""
+    """The outcomes of the runs, and of the complete checkpoints."""
 
     kills: int = 0
     within_a_save: int = 0
@@ -89,14 +89,14 @@ def _killed_at_random(folder: pathlib.Path, kills: int, epochs: int) -> Tally:
             shutil.rmtree(run)
         if (tally.kills + tally.ends) % 10 == 0:
             print(tally, flush=True)
-    if run.exists():  # what the last kill left must go on too
+    if run.exists():  # the state after the last kill must resume too
         tally.ends += 1
         tally.different += _in_a_child(lambda: _life(run, epochs)) != expected
     return tally
 
 
 def _one_life(run: pathlib.Path, epochs: int, moments: random.Random, tally: Tally) -> tuple[int, str | None]:
-    """The step that was surely saved when the process died; the run's digest, if it came to its end before."""
+    """The last step that was saved for certain when the process died; the run's digest, if it ended before."""
     saved = _newest(run)
     child, reading = _forked(lambda writing: _life(run, epochs, writing))
     said = os.read(reading, 1024)
@@ -117,7 +117,7 @@ def _one_life(run: pathlib.Path, epochs: int, moments: random.Random, tally: Tal
 
 
 def _life(run: pathlib.Path, epochs: int, writing: int | None = None) -> str:
-    """Trains to the end; says each step that is saved, as soon as it is."""
+    """Trains to the end; prints each step as soon as it is saved."""
     rename = _disk.rename
 
     def said(old: pathlib.Path, new: pathlib.Path) -> None:
@@ -135,7 +135,7 @@ def _newest(run: pathlib.Path) -> int:
 
 
 def _is_whole(run: pathlib.Path, saved: int) -> bool:
-    """Whether the newest checkpoint is at least the one that was said to be saved, and undamaged."""
+    """Whether the newest checkpoint is undamaged, and at least as new as the last that was reported as saved."""
     newest = _newest(run)
     try:
         ee.checkpoint.verify(Checkpoints(run).path(newest))
@@ -145,7 +145,7 @@ def _is_whole(run: pathlib.Path, saved: int) -> bool:
 
 
 def _killed_everywhere(folder: pathlib.Path, steps: int, *, seldom: bool) -> dict[str, int]:
-    """A run stopped before, amid and after each of its operations on the disk, and the run that goes on from there."""
+    """A run killed before, during and after each of its operations on the disk, and the run that resumes it."""
     train = trainer()
     call = lambda: train(steps=steps, progress=False, checkpoint=folder, checkpoint_every=EVERY)
     with Layer() as layer:
@@ -174,7 +174,7 @@ def _killed_everywhere(folder: pathlib.Path, steps: int, *, seldom: bool) -> dic
 
 
 def _forked(work: Callable[[int], Any]) -> tuple[int, int]:
-    """A child that does the work, whose result comes through a pipe. No thread of jax runs yet in this process."""
+    """A child process that does the work and returns its result through a pipe. No thread of jax runs here yet."""
     reading, writing = os.pipe()
     child = os.fork()
     if child:

@@ -1,7 +1,7 @@
-"""What a checkpoint with checksums, synced to the disk, costs beside the files of Equinox and Orbax.
+"""What a checkpoint with checksums, synced to the disk, costs compared with the files of Equinox and Orbax.
 
 The state is an ensemble of eight members. `eqx.tree_serialise_leaves` neither checks nor syncs what it writes: it runs
-as it is, and with an fsync after it. Set `TMPDIR` to choose the disk; `--megabytes 50` leaves out what is larger.
+as it is, and with an fsync after it. Set `TMPDIR` to choose the disk; `--megabytes 50` omits larger sizes.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ def _measure_size(report: Report, size: str, megabytes: float, folder: pathlib.P
 
 
 def _rows(question: str, times: dict[str, Timing]) -> list[Row]:
-    """Ours beside each, and beside the faster of the two others."""
+    """Ours compared with each, and with the faster of the two others."""
     ours, orbax = times[OURS], times.get(ORBAX)
     rows = [compared(question, ours, orbax)]
     for equinox in [times[name] for name in (PLAIN, SYNCED) if name in times]:
@@ -71,7 +71,7 @@ def _rows(question: str, times: dict[str, Timing]) -> list[Row]:
 
 
 def _blocked(question: str, ensemble: ee.Ensemble, folder: pathlib.Path, *, rounds: int) -> Row:
-    """How much of a save its caller waits for when it is asynchronous; the save before has ended."""
+    """The share of an asynchronous save that blocks its caller; the save before has ended."""
     ratios = []
     with ee.checkpoint.Checkpoints(folder, last=1, asynchronous=True) as checkpoints:
         for step in range(rounds):
