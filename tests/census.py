@@ -1,4 +1,4 @@
-"""Bad values for every argument of a function, and what came of each call."""
+"""Bad values for every argument of a function, and the outcome of each call."""
 
 import dataclasses
 import inspect
@@ -32,7 +32,7 @@ PYTHONS_OWN = {"int64": 2, "float32": 0.5}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A function, arguments that it takes (each made anew for every call), and which of its arguments to spoil."""
+    """A function, arguments that it takes (each created for every call), and which of its arguments to spoil."""
 
     fn: Callable[..., Any]
     arguments: Mapping[str, Callable[[], Any]]
@@ -67,7 +67,7 @@ class Outcome:
 
 
 def outcomes(case: Case) -> Iterator[tuple[str, str, Outcome]]:
-    """For every argument and every bad value: argument, label of the value, and what came of it."""
+    """For every argument and every bad value: argument, label of the value, and the outcome."""
     for name in case.names:
         for label, value in BAD.items():
             yield name, label, case.call(name, value)

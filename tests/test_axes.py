@@ -1,4 +1,4 @@
-"""Marks and values, wherever they enter: every function that takes them treats them alike."""
+"""Marks and values: every function that takes them treats them in the same way."""
 
 import equinox as eqx
 import jax
@@ -74,7 +74,7 @@ ENTRIES = {
 @pytest.mark.filterwarnings("ignore:.*do not divide evenly")  # three members on a mesh for two
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_every_entry_honours_the_axis_of_each(entry):
-    """The axis of a mark says where the values stand and nothing else: bit for bit what members in front give."""
+    """The axis of a mark only says where members are: the result is, bit for bit, that of members in front."""
     values, call = ENTRIES[entry]
     expected = call(ee.Each(values))
     got = call(ee.Each(np.moveaxis(values, 0, 1), axis=1))

@@ -1,4 +1,4 @@
-"""Every benchmark runs with its smallest sizes, and its method measures what it says."""
+"""Every benchmark runs with its smallest sizes, and its method measures what it claims."""
 
 import importlib
 import json
@@ -96,7 +96,7 @@ def test_seconds_are_per_unit(method):
 
 
 @pytest.mark.skipif(
-    not pathlib.Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak of a part of a run"
+    not pathlib.Path("/proc/self/clear_refs").exists(), reason="only Linux reports the peak of a part of a run"
 )
 def test_peak_is_what_a_call_holds_at_a_time(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)

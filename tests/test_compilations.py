@@ -1,4 +1,4 @@
-"""A census of second calls: other values, other rows of data, a function looked up anew. None of them compiles."""
+"""A census of second calls: other values, other rows of data, a function looked up again. None of them compiles."""
 
 import equinox as eqx
 import jax
@@ -115,7 +115,7 @@ CALLS = {
         ee.uncertainty.decompose_variance(POINTS[i], VARIANCES[i]),
         ee.uncertainty.disagreement(LOGITS[i]),
     ],
-    # Not `isotonic`, whose steps are as many as the data say, nor another `patience`, which is part of the program.
+    # Not `isotonic`, whose number of steps depends on the data, nor another `patience`, which is part of the program.
     "calibrate": lambda i: [
         ee.calibrate.temperature(LOGITS[i], LABELS[i], pool="mixture")(LOGITS[i]),
         ee.calibrate.vector(LOGITS[i], LABELS[i], pool="mixture")(LOGITS[i]),
@@ -134,7 +134,7 @@ def test_a_second_call_compiles_nothing(name, compiled):
 
 
 def test_a_compilation_is_seen(compiled):
-    """Else the census would say nothing."""
+    """Otherwise the census could not fail."""
     with compiled() as programs:
         ee.predict(ENSEMBLES[0], X[0][:20], fn=lambda model, x: model(x))
     assert programs

@@ -160,7 +160,7 @@ def test_product_is_that_of_itertools():
         assert (model.dropout.p, model.width) == (p, width)
 
 
-def test_arguments_come_with_a_key_of_the_member():
+def test_arguments_are_passed_with_the_key_of_the_member():
     def scaled(key, scale):
         return eqx.tree_at(lambda m: m.weight, linear(key), linear(key).weight * scale)
 
@@ -329,7 +329,7 @@ class Scaled(eqx.Module):
         return self.scale * jnp.sum(x, axis=0)
 
 
-def test_marks_stand_at_any_depth(ensemble):
+def test_marks_at_any_depth(ensemble):
     def residual(model, batch, *, weight):
         return weight * (model(batch["x"]) - batch["y"])
 

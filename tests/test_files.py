@@ -163,7 +163,7 @@ def parts_of_a_tree():
 
 
 def test_members_of_a_tree_are_those_of_its_one_ensemble(tmp_path):
-    """Of any two parts, in either order: the members chosen by hand, or a refusal; never a part whole beside others."""
+    """Of any two parts, in either order: the members chosen by hand, or an error, but never a part without choice."""
     parts, refusals = parts_of_a_tree(), 0
     for (a, (one, n)), (b, (other, m)) in itertools.permutations(parts.items(), 2):
         tree, path = {"a": one, "b": other}, tmp_path / f"{a} {b}"
@@ -480,7 +480,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_that_is_no_checkpoint_says_what_it_is(name, tmp_path, unhooked):
+def test_a_folder_that_is_no_checkpoint_is_described(name, tmp_path, unhooked):
     make, message = FOLDERS[name]
     make(tmp_path)
     calls = {
@@ -494,7 +494,7 @@ def test_a_folder_that_is_no_checkpoint_says_what_it_is(name, tmp_path, unhooked
         assert f"`{function}` needs the folder of one checkpoint" in str(caught.value)
 
 
-def test_a_folder_of_fit_says_what_it_is(tmp_path, ensemble, unhooked):
+def test_a_folder_of_fit_is_described(tmp_path, ensemble, unhooked):
     loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)
     ee.fit(ensemble, loss, optax.sgd(0.1), jnp.ones((4, 3)), steps=2, checkpoint=tmp_path / "x", key=KEY)
     way = r"The same call of `fit` with `checkpoint='.*/x'` gives the run; to load the .*`save\(path, ru"

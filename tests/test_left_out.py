@@ -10,7 +10,7 @@ from .array_calls import NAMES, arguments_of, call
 KEPT = np.array([True, True, False, True, True, True])
 WEIGHTS = np.array([0.75, 0.0, 0.25])
 
-# Sets of rows, drawn rows and the like are not predictions: they say themselves what counts.
+# Sets of rows, drawn rows and the like are not predictions: they define themselves which rows count.
 _NOT_SPOILT = ("weights", "mask", "row_weights", "new_weights", "positives", "drawn", "sets", "correct")
 
 

@@ -1,4 +1,4 @@
-"""What other people's code does to all leaves of an ensemble, and what becomes of the members' ids."""
+"""Other libraries' operations on all leaves of an ensemble, and their effect on the members' ids."""
 
 import equinox as eqx
 import jax
@@ -116,7 +116,7 @@ class Field(eqx.Module):
 
 
 @pytest.mark.parametrize("use", USES)
-def test_the_first_use_says_what_happened(use, unhooked, tmp_path):
+def test_the_first_use_explains_what_happened(use, unhooked, tmp_path):
     for name, corrupt in CORRUPT.items():
         ensemble = corrupt()
         kind = "bfloat16[3]" if "cast" in name else "float32[3]"

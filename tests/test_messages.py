@@ -1,4 +1,4 @@
-"""What the library says of wrong inputs, word for word."""
+"""Messages for wrong inputs, word for word."""
 
 import equinox as eqx
 import jax
@@ -579,7 +579,7 @@ def test_message(unhooked, name):
 
 
 @pytest.mark.parametrize("x", [X[0], ee.Each(jnp.ones((3, 2)))], ids=["shared", "each"])
-def test_predict_says_what_a_row_is(x):
+def test_predict_explains_what_a_row_is(x):
     with pytest.raises((TypeError, ValueError)) as caught:
         ee.predict(ENSEMBLE, x)
     assert "here a row has shape (). For a single example pass `x[None]`." in "\n".join(caught.value.__notes__)

@@ -138,7 +138,7 @@ def test_the_table_is_complete(way, request):
         table = rows(text, title)
         assert list(table) == names
         for name, values in table.items():
-            # One member has no disagreement, and digits have no Gaussians; the level 0.9 stands among the numbers.
+            # One member has no disagreement, and digits have no Gaussians; the level 0.9 is among the numbers.
             expected = (
                 1 if name.endswith("disagreement") else {"DIGITS": 4, "DIABETES": 5}[title] + name.startswith("cov")
             )

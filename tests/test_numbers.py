@@ -15,7 +15,7 @@ ROWS = (jnp.linspace(-1.0, 1.0, 24).reshape(8, 3), jnp.ones((8, 1)))
 
 
 class Net(eqx.Module):
-    """Numbers as a constructor keeps them: given, derived, in an array's place, beside parameters of no axes."""
+    """Numbers as a constructor keeps them: given, derived, instead of an array, next to parameters without axes."""
 
     layer: eqx.nn.Linear
     rate: float
@@ -162,7 +162,7 @@ def test_trainable_decides(case):
     assert names_trained(ensemble, **options) == expected
     # The test that finds a leading axis in the way: what Equinox itself chooses of one member.
     (test,) = options.values() or (eqx.is_inexact_array,)
-    if case not in ("matrices", "no axes"):  # which ask Python numbers for their axes
+    if case not in ("matrices", "no axes"):  # which need Python numbers as axes
         chosen = eqx.filter(ensemble[0], test)
         assert {name for name in vars(chosen) if jax.tree.leaves(getattr(chosen, name))} == expected
 

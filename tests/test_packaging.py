@@ -65,7 +65,7 @@ def test_a_started_backend_would_be_noticed():
 
 
 def test_import_changes_no_setting():
-    # Equinox and optax come first: what they set is theirs.
+    # Equinox and optax are imported first: what they change is not attributed to us.
     assert_runs("""
         import os, random, warnings
         import equinox, jax, numpy, optax
@@ -225,7 +225,7 @@ def test_what_is_warned_of_does_not_install():
 
 
 @pytest.mark.parametrize("extra", ["onnx", "orbax"])
-def test_extras_that_exclude_each_other_say_so(extra):
+def test_extras_that_exclude_each_other_are_explained(extra):
     other = {"onnx": "orbax", "orbax": "onnx"}[extra]
     with pytest.raises(ImportError, match=rf"\[{extra}\]'`. It conflicts with the extra `{other}` in one environment"):
-        _check.check_installed("a package that nobody has", what="f", extra=extra)
+        _check.check_installed("a package that does not exist", what="f", extra=extra)

@@ -225,7 +225,7 @@ def test_refused(value, annotation):
 
 
 def test_an_unstacked_square_model_passes_only_as_a_raw_one():
-    # Every array of this model starts with 8: nothing says that this is not the number of members.
+    # Every array of this model starts with 8: nothing excludes that this is the number of members.
     square = MLP(8, 8, 8, 1, key=jax.random.key(0))
     assert isinstance(square, ee.Stacked[MLP, "members"])
     ensemble = ee.build(lambda key: MLP(8, 8, 8, 1, key=key), 8, key=jax.random.key(0))

@@ -62,7 +62,7 @@ def test_a_stateful_model():
 
 
 class Attention(eqx.Module):
-    """The keys' bias moves all scores of a query alike: its true gradient is zero."""
+    """The keys' bias shifts all scores of a query equally: its true gradient is zero."""
 
     attention: eqx.nn.MultiheadAttention
     out: eqx.nn.Linear
@@ -109,7 +109,7 @@ def layer_norm(key):
 
 
 def softmax_loss(model, batch, key):
-    """Sums to one whatever the model says: all true gradients are zero."""
+    """Sums to one whatever the model predicts: all true gradients are zero."""
     return jnp.sum(jax.nn.softmax(jax.vmap(model)(batch[0])[:, 0]))
 
 

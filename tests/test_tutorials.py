@@ -1,4 +1,4 @@
-"""What people first try with many models in JAX, each as it should go."""
+"""What users first try with many models in JAX, and the expected result of each."""
 
 import equinox as eqx
 import jax

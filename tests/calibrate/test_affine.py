@@ -123,8 +123,8 @@ def test_warns_where_there_is_no_minimum():
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_penalty_gives_a_minimum_where_rows_can_be_told_apart():
-    # Every class is taken for the next one: no scales and offsets tell them apart, a matrix does so without error.
+def test_a_penalty_gives_a_minimum_where_rows_can_be_separated():
+    # Every class is predicted as the next one: no scales and offsets separate them, a matrix does so without error.
     labels = np.arange(30) % 3
     logits = np.log(np.full((1, 30, 3), 0.1) + 0.7 * np.eye(3)[(labels + 1) % 3]).astype(np.float32)
     fitted = calibrate.matrix(logits, labels, pool="mixture", off_diagonal_penalty=0.01, bias_penalty=0.01)

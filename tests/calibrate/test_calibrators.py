@@ -1,4 +1,4 @@
-"""What every fitted calibration promises alike: jit, files, shapes, precisions."""
+"""What holds for every calibration: jit, files, shapes, precisions."""
 
 import inspect
 

@@ -31,7 +31,7 @@ def flip(file, data, bit):
 
 
 def every_bit(path, step, start=0):
-    """Flips single bits in both files, and asks what was noticed: a list of what was not."""
+    """Flips single bits in both files; returns a list of the flips that were not detected."""
     silent, count = [], 0
     for file in list(path.iterdir()):
         data = file.read_bytes()

@@ -10,7 +10,7 @@ HOWS = ("before", "amid", "after")
 
 
 class Killed(BaseException):
-    """The process is gone: nothing after it runs."""
+    """The process ends: nothing after it runs."""
 
 
 class Layer:

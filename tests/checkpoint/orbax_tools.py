@@ -26,7 +26,7 @@ def save(path, tree, **options):
 
 
 def tree(version):
-    """A tree that says which version it is of."""
+    """A tree whose values show its version."""
     return {"x": np.full(4, version), "step": version}
 
 

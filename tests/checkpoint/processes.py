@@ -58,7 +58,7 @@ def refused(kind, call):
 
 
 def everything(folder, rank, whole, by_members):
-    """Arrays of every kind, and what there is to say of them."""
+    """Arrays of every kind, and a description of each."""
     by_columns = NamedSharding(by_members.mesh, PartitionSpec(None, "members"))
     copied = NamedSharding(by_members.mesh, PartitionSpec())
     tree = {

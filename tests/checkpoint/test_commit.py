@@ -22,7 +22,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 def tree(version):
-    """Two arrays that say which version they are of, so that a mixture is seen; one is larger than a piece."""
+    """Two arrays whose values show their version, so that a mixture is detected; one is larger than a piece."""
     return {"a": np.full(5, version), "b": np.full(200_000, version, np.int64)}
 
 
@@ -108,7 +108,7 @@ def _all_disks_sync(monkeypatch):
 
 
 def stopped_at(stop, error, save):
-    """What a save says that is refused one operation; the name of that operation, `None` if there are not so many."""
+    """The error of a save in which one operation fails; the name of that operation, `None` if there are fewer."""
     with Layer(stop=stop, error=error) as layer:
         try:
             save()
@@ -118,8 +118,8 @@ def stopped_at(stop, error, save):
 
 
 @pytest.mark.parametrize("old", [None, 1], ids=["new", "overwrite"])
-def test_what_an_error_says_is_there_is_there(old, tmp_path):
-    """At whichever operation the disk fails: `load` reads what the message says is there."""
+def test_what_an_error_reports_as_present_is_present(old, tmp_path):
+    """At whichever operation the disk fails: `load` reads what the message names."""
     path, stop, said = tmp_path / "run" / "x", 0, []
     while True:
         shutil.rmtree(path.parent, ignore_errors=True)
@@ -162,7 +162,7 @@ def test_a_file_system_that_cannot_sync_folders(error, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_file_is_there_whole_or_not_at_all(how, tmp_path):
+def test_a_file_is_written_atomically(how, tmp_path):
     """As exports are written: what a kill leaves, the next one to the same path removes."""
     path = tmp_path / "x.zip"
     for stop in range(operations_of(lambda: write_file(path, b"1" * 100)).count):
@@ -257,7 +257,7 @@ def test_power_cut_at_every_moment(syncs, old, tmp_path):
     found = outcomes(log, root, before, tmp_path, old)
     if syncs:
         assert found == {(False, old), (False, 2), (True, 2)}
-    else:  # the control: the same writer on a disk that is never told to hurry
+    else:  # the control: the same writer on a disk that is never synced
         assert (True, old) in found
         assert (True, "damaged") in found
 

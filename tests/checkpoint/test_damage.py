@@ -220,7 +220,7 @@ json_values = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_any_value_in_any_field(data):
-    """No other error than ours, whatever stands in the manifest."""
+    """No error other than ours, whatever the manifest contains."""
     content = {"format": _manifest.FORMAT, "version": 1, "file": "arrays-0001.safetensors", "members": [0, 1]}
     content |= {"entries": [{"path": "a", "tensor": "a", "kind": "members", "dtype": "float32", "shape": [2, 3]}]}
     content["entries"][0] |= {"key": None, "checksum": "0"}

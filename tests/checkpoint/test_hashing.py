@@ -77,7 +77,7 @@ def test_an_error_ends_the_threads():
     assert threading.active_count() == before
 
 
-def test_a_large_save_goes_on_while_python_exits(tmp_path):
+def test_a_large_save_continues_while_python_exits(tmp_path):
     code = (
         "import sys, time, numpy as np, eqx_ensemble as ee\n"
         "finish = ee.checkpoint.Checkpoints._finish\n"

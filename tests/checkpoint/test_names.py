@@ -181,7 +181,7 @@ def test_names_of_any_length(name, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_links_on_the_way_lead_where_the_system_says(tmp_path, monkeypatch):
+def test_links_are_resolved_by_the_system(tmp_path, monkeypatch):
     """`link/..` is the folder above the one that the link leads to."""
     (tmp_path / "far" / "inside").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "far" / "inside")
@@ -200,7 +200,7 @@ def test_links_on_the_way_lead_where_the_system_says(tmp_path, monkeypatch):
 
 
 def test_the_manifest_of_anything_is_strict_json(tmp_path):
-    """Numbers that JSON does not have come back as they were, and every reader takes the file."""
+    """Numbers that JSON does not have are restored exactly, and every reader accepts the file."""
     nan, inf = float("nan"), float("inf")
     meta = {"loss": [1.5, nan, {"best": -inf}], "nested": {"<float": "nan", "x": "nan"}}
     checkpoints = Checkpoints(tmp_path)

@@ -1,4 +1,4 @@
-"""The format of Orbax: what it writes comes back as it was, on the devices of `like`, or an error says why not."""
+"""The format of Orbax: arrays are restored exactly, on the devices of `like`, or an error explains why not."""
 
 import importlib.metadata
 
@@ -189,11 +189,11 @@ def test_onto_another_mesh(name, kind, tmp_path):
     assert got["ids"].devices() == {jax.devices()[0]}
 
 
-def test_orbax_is_told_where_every_array_goes(tmp_path, monkeypatch):
+def test_orbax_gets_the_sharding_of_every_array(tmp_path, monkeypatch):
     """So that no device and no host holds all of an array of which it needs a part."""
     told = {}
 
-    class Told:
+    class Recorder:
         Context = ocp.Context
 
         @staticmethod
@@ -204,7 +204,7 @@ def test_orbax_is_told_where_every_array_goes(tmp_path, monkeypatch):
     key = jax.random.split(KEY, 4)
     made = {"a": spread(jnp.ones(8), mesh(4)), "b": jnp.ones(2), "c": np.ones(2), "key": spread(key, mesh(4))}
     save(tmp_path / "x", made)
-    monkeypatch.setattr(_orbax, "_orbax", lambda: Told)
+    monkeypatch.setattr(_orbax, "_orbax", lambda: Recorder)
     like = made | {"a": spread(jnp.ones(8), mesh(2))}
     assert_same(ee.load(tmp_path / "x", like), like)
     assert (told["['a']"].sharding, told["['key']"].sharding) == (like["a"].sharding, made["key"].sharding)
@@ -212,7 +212,7 @@ def test_orbax_is_told_where_every_array_goes(tmp_path, monkeypatch):
 
 
 def test_orbax_alone_takes_the_devices_it_was_saved_from(tmp_path):
-    """The control: that is what happens where it is not told another place."""
+    """The control: this happens without another sharding."""
     save(tmp_path / "x", {"x": spread(jnp.arange(8.0), mesh(4))})
     with pytest.warns(UserWarning, match="Sharding info not provided"):
         alone = ocp.load(tmp_path / "x" / "orbax-0001")

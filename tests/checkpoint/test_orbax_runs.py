@@ -169,7 +169,7 @@ def test_other_threads_do_not_matter(folder):
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    """Each prints what it found; `processes.py` says what that is."""
+    """Each prints what it found; `processes.py` describes it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -45,7 +45,7 @@ Pair = collections.namedtuple("Pair", ["a", "b"])
 
 
 def values():
-    """Values that differ from each other, made anew at each call."""
+    """Values that differ from each other, created at each call."""
     return {
         "nothing": None,
         "true": True,
@@ -99,7 +99,7 @@ def values():
     }
 
 
-def test_values_are_told_apart_and_equal_ones_are_not():
+def test_different_values_differ_and_equal_ones_do_not():
     first, again = ({name: static_text(value) for name, value in values().items()} for _ in range(2))
     assert first == again
     assert max(map(len, first.values())) < 250
@@ -117,12 +117,12 @@ TREES = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(TREES, TREES)
 def test_one_text_for_one_value(a, b):
-    """`repr` is what tells 0.0 from -0.0 and 1 from True, as the texts do; `Config` has one of its own."""
+    """`repr` distinguishes 0.0 from -0.0 and 1 from True, as the texts do; `Config` has one of its own."""
     assert (static_text(a) == static_text(b)) == (repr(a) == repr(b) or (a == b and _alike(a, b)))
 
 
 def _alike(a, b):
-    """Equal dicts whose items stand in another order."""
+    """Equal dicts whose items have another order."""
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(_alike(a[k], b[k]) for k in a)
     if isinstance(a, tuple):
@@ -132,8 +132,8 @@ def _alike(a, b):
     return repr(a) == repr(b)
 
 
-def test_what_cannot_be_told_apart():
-    """As the documentation of `load` says."""
+def test_what_cannot_be_distinguished():
+    """As documented for `load`."""
     assert static_text(lambda x: x + 1) == static_text(lambda x: x + 2)
     assert static_text(object()) == static_text(object())
 

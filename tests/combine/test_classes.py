@@ -37,7 +37,7 @@ def test_mixture_is_the_mean_of_the_probabilities(shape):
         assert not np.allclose(np.exp(combine.mixture(logits, weights=weights[::-1])), want, rtol=1e-2)
 
 
-def test_mixture_takes_log_probabilities_and_shifted_logits_alike():
+def test_mixture_of_log_probabilities_and_of_shifted_logits_is_the_same():
     logits = _logits()
     want = combine.mixture(logits)
     np.testing.assert_allclose(combine.mixture(jax.nn.log_softmax(logits)), want, rtol=1e-5, atol=1e-6)
@@ -103,7 +103,7 @@ def test_jit_vmap_and_dtypes(rule):
 
 @pytest.mark.usefixtures("unhooked")
 @pytest.mark.parametrize("rule", [combine.mixture, combine.vote])
-def test_unfit_logits(rule):
+def test_invalid_logits(rule):
     name = rule.__name__
     with pytest.raises(ValueError, match=rf"`combine.{name}` needs .*\n  got shape \(3,\)\nOne member\?"):
         rule(np.zeros(3))

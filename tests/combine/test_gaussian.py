@@ -135,7 +135,7 @@ def test_product_with_a_large_offset():
     np.testing.assert_allclose(combine.product_gaussian(mean, variance).mean, want, rtol=1.2e-7)
 
 
-def test_product_of_the_very_sure_and_the_clueless():
+def test_product_of_high_and_low_precision():
     mean = np.float32([[0.0, 0.0, 0.0, 0.0, 2.0], [1.0, 1.0, 1.0, 1.0, 4.0]])
     variance = np.float32([[0.0, 1e-36, np.inf, 0.0, np.inf], [1.0, 1e36, 2.0, 0.0, np.inf]])
     got = combine.product_gaussian(mean, variance, power=2.0)
@@ -146,7 +146,7 @@ def test_product_of_the_very_sure_and_the_clueless():
         assert np.isfinite(gradient).all()
 
 
-def test_product_is_not_moved_by_who_says_nothing():
+def test_product_is_not_changed_by_members_without_precision():
     mean, variance = np.float32([[1.0, 1.0], [1e10, 1e10]]), np.float32([[1.0, 1.0], [np.inf, 1e30]])
     np.testing.assert_allclose(combine.product_gaussian(mean, variance).mean, 1, rtol=1e-6)
     with jax.numpy_dtype_promotion("standard"):
@@ -186,5 +186,5 @@ def test_infinite_means_and_variances():
     np.testing.assert_array_equal(combine.gaussian(mean, ones), [[1.5, inf, nan, inf], [1.25, inf, nan, inf]])
     one_unsure = np.float32([[1, 1, 1, 1], [1, 1, 1, inf]])
     np.testing.assert_array_equal(combine.gaussian(mean[:, :1], one_unsure[:, 3:]), [[1.5], [inf]])
-    # A member without any precision has no say, wherever its mean is.
+    # A member without any precision has no influence, wherever its mean is.
     np.testing.assert_array_equal(combine.product_gaussian(mean, one_unsure), [[1.5, inf, nan, 5], [1, 1, 1, 2]])

@@ -83,14 +83,14 @@ def test_jit_vmap_and_weights_as_arguments():
         ([0.0, 0.0, 0.0], "`weights` that are not all zero.\n  got 3 zeros"),
     ],
 )
-def test_unfit_weights(weights, got):
+def test_invalid_weights(weights, got):
     with pytest.raises(ValueError, match="`combine.mean` needs ") as caught:
         combine.mean(_values((3, 2)), weights=np.array(weights))
     assert got in str(caught.value)
 
 
 @pytest.mark.usefixtures("unhooked")
-def test_unfit_values():
+def test_invalid_values():
     with pytest.raises(TypeError, match="floating-point `values`.\n  got dtype int32"):
         combine.mean(jnp.arange(3, dtype=jnp.int32))
     with pytest.raises(ValueError, match=r"leading `members` axis.*\n  got shape \(\)\nOne member\?.*`values\[None\]`"):

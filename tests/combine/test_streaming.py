@@ -307,7 +307,7 @@ def test_sketch_of_many_members(chunk):
 
 
 def rank_error(values, weights, *, size, chunk):
-    """The mean over seeds, in columns, and levels of how far quantiles stand from their ranks, as a share of all."""
+    """The mean over seeds, in columns, and levels of the distance of quantiles from their ranks, as a share of all."""
     levels = [
         0.02 + 0.04 * i for i in range(25)
     ]  # many: one level is off by where it falls between the items of a sketch

@@ -1,4 +1,4 @@
-"""CV+ and jackknife+-after-bootstrap beside loops over rows, and what they promise."""
+"""CV+ and jackknife+-after-bootstrap compared with loops over rows, and their guarantee."""
 
 import equinox as eqx
 import jax
@@ -18,19 +18,19 @@ FOLDS = resample.folds(ROWS, 5, key=KEY)
 
 
 def _loop(predictions, new, unseen, targets, level, weights=None, counts=None):
-    """One row after another: who has not seen it predicts it, and predicts the new rows."""
+    """One row after another: the members that were not trained on it predict it and the new rows."""
     weights = np.ones(len(predictions)) if weights is None else weights
     kept = [i for i in range(len(targets)) if counts is None or counts[i]]
     lower, upper = np.zeros((len(kept), new.shape[1])), np.zeros((len(kept), new.shape[1]))
-    for place, i in enumerate(kept):
-        who = np.flatnonzero(unseen[:, i] & (weights > 0))
-        if who.size == 0:
-            lower[place], upper[place] = -np.inf, np.inf
+    for index, i in enumerate(kept):
+        members = np.flatnonzero(unseen[:, i] & (weights > 0))
+        if members.size == 0:
+            lower[index], upper[index] = -np.inf, np.inf
             continue
-        own = weights[who] / weights[who].sum()
-        residual = abs(targets[i] - own @ np.float64(predictions[who, i]))
-        lower[place] = own @ np.float64(new[who]) - residual
-        upper[place] = own @ np.float64(new[who]) + residual
+        own = weights[members] / weights[members].sum()
+        residual = abs(targets[i] - own @ np.float64(predictions[members, i]))
+        lower[index] = own @ np.float64(new[members]) - residual
+        upper[index] = own @ np.float64(new[members]) + residual
     n = len(kept)
     rank = -(-(n + 1) * round(100 * level) // 100)
     if rank > n:
@@ -94,8 +94,8 @@ def test_rows_that_every_member_drew_count_as_infinite():
     at_rows, new = _predictions(4)
     drawn = resample.bootstrap(ROWS, 4, key=KEY)
     unseen = np.asarray(resample.out_of_bag(drawn, ROWS))
-    nobody = int((~unseen.any(0)).sum())
-    assert 0 < nobody < 9
+    without = int((~unseen.any(0)).sum())
+    assert 0 < without < 9
     held_out = resample.out_of_bag_mean(at_rows, drawn).mean
     fitted = conformal.jackknife_plus_after_bootstrap(held_out, TARGETS, drawn, level=0.6)
     want = _loop(at_rows, new, unseen, TARGETS, 0.6)
@@ -103,7 +103,7 @@ def test_rows_that_every_member_drew_count_as_infinite():
     seen = unseen.any(0)
     dropped = _loop(at_rows[:, seen], new, unseen[:, seen], TARGETS[seen], 0.6)
     assert (dropped[1] - dropped[0] < want[1] - want[0]).all()
-    with pytest.warns(UserWarning, match=f"{nobody} of 30 rows were drawn by every member.*Train more members"):
+    with pytest.warns(UserWarning, match=f"{without} of 30 rows were drawn by every member.*Train more members"):
         conformal.jackknife_plus_after_bootstrap(held_out, TARGETS, drawn, level=0.9)
 
 

@@ -152,7 +152,7 @@ def test_masks_shapes_jit_and_files(tmp_path):
     assert np.isnan(traced(LABELS - 1))
 
 
-def test_classes_that_are_hardly_possible_are_told_apart():
+def test_classes_of_tiny_probability_are_distinguished():
     # The probability left beyond each class is exp(-200), exp(-500) and nothing: all three scores round to one.
     logits = np.float32([200.0, 0.0, -np.inf, -300.0])
     for label, want in [(0, [1, 0, 0, 0]), (1, [1, 1, 0, 0]), (2, [1, 1, 1, 1]), (3, [1, 1, 1, 1])]:

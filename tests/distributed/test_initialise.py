@@ -26,7 +26,7 @@ SOMEONE_SAYS = {*OURS, *TORCH, "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE", "JA
 
 
 @pytest.fixture(autouse=True)
-def _nobody_says_anything(monkeypatch):
+def _empty_environment(monkeypatch):
     for name in SOMEONE_SAYS:
         monkeypatch.delenv(name, raising=False)
 
@@ -72,7 +72,7 @@ class TestProcesses:
                 assert out.split()[-1] == "done"
 
     @pytest.mark.slow
-    def test_one_that_did_not_come(self):
+    def test_one_does_not_connect(self):
         with processes("missing", "3", count=3, ranks=(0, 2)) as children:
             for child in children:
                 _, err = child.communicate(timeout=60)
@@ -142,7 +142,7 @@ def calls(count, ranks, *, timeout=10.0, host="127.0.0.1"):
     return [Rendezvous(host, port, count, rank, timeout) for rank in ranks]
 
 
-# JSON, but nothing that processes say to each other; a few of them stand for all where they are sent.
+# JSON, but not messages of these processes; where they are sent, a few represent all.
 WRONG_LINES = [b'{"process": [1e999, 2]}', b'{"missing": 5, "over": true}']
 MORE_WRONG_LINES = [
     b"1e999",
@@ -169,7 +169,7 @@ MORE_WRONG_LINES = [
 ]
 
 
-def test_lines_that_say_nothing():
+def test_lines_without_information():
     for line in WRONG_LINES + MORE_WRONG_LINES:
         assert _rendezvous._message(line) is None, line
     for said in [b'{"process": [1, 2]}', b'{"refused": "a"}', b'{"missing": [], "over": true}']:
@@ -178,7 +178,7 @@ def test_lines_that_say_nothing():
 
 class TestRendezvous:
     @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-    def test_all_come(self, host):
+    def test_all_connect(self, host):
         if host == "::1" and not socket.has_ipv6:
             pytest.skip("needs IPv6")
         these = calls(5, range(5), host=host)
@@ -224,7 +224,7 @@ class TestRendezvous:
     @pytest.mark.parametrize(
         "said", [b"", b"GET / HTTP/1.1\n", b"[1]\n", b"x" * 10**4, b"[" * 199, *(line + b"\n" for line in WRONG_LINES)]
     )
-    def test_strangers_who_call_are_ignored(self, said):
+    def test_other_clients_are_ignored(self, said):
         first, other = calls(2, [0, 1])
         thread = threading.Thread(target=lambda: outcomes([first]))
         thread.start()
@@ -236,7 +236,7 @@ class TestRendezvous:
     @pytest.mark.parametrize(
         "said", [b"", b"HTTP/1.1 400 Bad Request\n\n", b"[]\n", b"\xff\n", *(line + b"\n" for line in WRONG_LINES)]
     )
-    def test_strangers_who_answer(self, said):
+    def test_other_servers(self, said):
         (other,) = calls(2, [1], timeout=1.0)
         with socket.create_server(("127.0.0.1", other.port)) as stranger:
 
@@ -275,7 +275,7 @@ class TestRendezvous:
             with contextlib.suppress(OSError):
                 return socket.create_connection(("127.0.0.1", port))
             time.sleep(0.05)
-        raise AssertionError("nobody listens")
+        raise AssertionError("no process listens")
 
 
 LAUNCHED = dict(zip(OURS, ["127.0.0.1:5", "4", "3"], strict=True))
@@ -330,7 +330,7 @@ class TestSettings:
             monkeypatch.setenv(variable, value)
         assert find_settings(Settings(), timeout=1.0) == Settings("localhost:8482", 2, 1)
 
-    def test_arguments_come_first(self, monkeypatch):
+    def test_arguments_take_precedence(self, monkeypatch):
         for variable, value in LAUNCHED.items():
             monkeypatch.setenv(variable, value)
         assert find_settings(Settings(process_id=1), timeout=1.0) == Settings("127.0.0.1:5", 4, 1, None, False)

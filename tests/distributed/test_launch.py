@@ -24,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("processes")  # where groups are asked for,
 
 @pytest.fixture
 def script(tmp_path):
-    """Writes a script, which need not know JAX, and gives its path."""
+    """Writes a script, which need not import JAX, and returns its path."""
 
     def written(text):
         path = tmp_path / "script.py"
@@ -224,7 +224,7 @@ def test_a_signal_while_processes_are_started(script, run, tmp_path, monkeypatch
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", interrupted)
-    before = signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(SystemExit(99)))  # of whoever calls
+    before = signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(SystemExit(99)))  # of the caller
     try:
         code, _, _ = run("-n", "2", "--grace", "1", path)
     finally:
@@ -251,7 +251,7 @@ def test_what_a_process_has_left_ends_too(script, run, tmp_path):
     assert [pid for pid in pids if is_running(pid)] == []
 
 
-def test_progress_is_shown_while_it_goes_on(script, run, tmp_path):
+def test_progress_is_shown_while_the_script_runs(script, run, tmp_path):
     """As lines, at most one each second, and the last one."""
     path = script("""
         import sys, time
@@ -273,7 +273,7 @@ def test_progress_is_shown_while_it_goes_on(script, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_nobody_reads(script):
+def test_output_without_reader(script):
     path = script("import time\nwhile True: print('x' * 1000); time.sleep(0.01)")
     with start("-n", "2", path) as launcher:
         launcher.stdout.readline()

@@ -1,4 +1,4 @@
-"""Lines out of bytes that come in any chunks."""
+"""Lines from bytes that arrive in any chunks."""
 
 import tracemalloc
 

@@ -54,7 +54,7 @@ def test_anything_else(folder):
 
 
 def test_slurm(folder):
-    """What `srun` says to two tasks of one node."""
+    """The variables that `srun` sets for two tasks of one node."""
     task = "export SLURM_JOB_ID={job} SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_PROCID={i} SLURM_LOCALID={i}\n"
     task += "export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2; python check.py"
     job = os.getpid()

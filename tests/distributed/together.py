@@ -1,6 +1,6 @@
 """What one of two processes, with two devices each, sees; run by `test_initialise` and `test_launch`.
 
-`together.py MODE [...]` prints `done` when everything was as it should be. The environment says who it is.
+`together.py MODE [...]` prints `done` when everything was correct. The environment has the number of the process.
 """
 
 import os
@@ -79,7 +79,7 @@ def arrays(rank):
     shape, sharding = (2,), NamedSharding(theirs, PartitionSpec("members"))
     parts = [jax.device_put(np.ones(1), d) for d in jax.local_devices()] if rank == 0 else []
     array = jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=np.float32)
-    if rank == 1:  # what is whole in process 0 needs nobody else
+    if rank == 1:  # what process 0 holds completely needs no other process
         with pytest.raises(ValueError, match=r"process 1 holds none of the leaf at `\['a'\]`"):
             ee.distributed.to_host({"a": array})
 

@@ -1,4 +1,4 @@
-"""What `export` says of wrong inputs, word for word."""
+"""Messages of `export` for wrong inputs, word for word."""
 
 import collections
 import importlib.util

@@ -142,7 +142,7 @@ def test_random_numbers_have_no_onnx():
 
 
 @needs_onnx
-def test_what_the_converter_does_not_know_is_explained(ensemble, monkeypatch):
+def test_what_the_converter_does_not_support_is_explained(ensemble, monkeypatch):
     def fails(*args, **kwargs):
         raise NotImplementedError("No plugins registered")
 

@@ -61,7 +61,7 @@ OPTIONS = {"batch_size": BATCH, "order": "given", "score": score, "progress": Fa
 
 
 class Alone:
-    """One model, trained as people do who have only one: `equinox.filter_jit` and optax, and nothing of ensembles."""
+    """One model, trained as usual with `equinox.filter_jit` and optax, without ensembles."""
 
     def __init__(self, model, key):
         self.model, self.key, self.step = model, key, 0
@@ -178,7 +178,7 @@ class TestTruncation:
             seen |= set(donors[order[-count:]].tolist())
         assert seen == set(order[:count].tolist())
 
-    def test_who_diverged_is_replaced_and_gives_nothing(self):
+    def test_a_diverged_member_is_replaced_and_is_no_donor(self):
         scores = [0.0, np.nan, 0.2, 0.1, 0.4, 0.3, np.nan, 0.5]
         healthy = [False, True, True, True, True, True, False, True]
         for seed in range(20):
@@ -186,7 +186,7 @@ class TestTruncation:
             assert set(donors[[0, 1, 6]]) <= {2, 3}
             assert donors[[2, 3, 4, 5, 7]].tolist() == [2, 3, 4, 5, 7]
 
-    def test_nobody_is_left(self):
+    def test_no_member_is_left(self):
         assert population.truncation([1.0, 2.0], [False, False], key=KEY).tolist() == [0, 1]
         assert population.truncation([1.0], key=KEY).tolist() == [0]
 
@@ -211,11 +211,11 @@ class TestExplore:
         own = {"lr": jnp.array(0.09), "width": jnp.array(16), "other": jnp.array(3.0)}
         found = [fn(own, jax.random.key(seed)) for seed in range(30)]
         rates = sorted({round(float(one["lr"]), 6) for one in found})
-        assert rates == [0.072, 0.1]  # 0.9 * 1.2 lies outside
+        assert rates == [0.072, 0.1]  # 0.9 * 1.2 is outside
         assert {one["width"] for one in found} == {8, 32}  # a choice moves to a neighbour
         assert all(one["other"] == 3.0 for one in found)
 
-    def test_drawn_anew(self):
+    def test_drawn_again(self):
         fn = population.perturb_hyper(RANGES, resample=1.0)
         found = [fn({"lr": jnp.array(0.02)}, jax.random.key(seed))["lr"] for seed in range(200)]
         assert len(set(found)) == 200
@@ -412,7 +412,7 @@ def run():
 
 
 class TestSuccessiveHalving:
-    def test_who_goes_on_and_how_long(self, run):
+    def test_which_members_continue_and_how_long(self, run):
         assert sorted(run.stopped_at.tolist()) == [-1] + [5] * 6 + [15] * 2
         scores, first = run.history.validation, np.sort(run.stopped_at)[1:]
         assert set(np.argsort(scores[:, 0])[:3]) == set(np.flatnonzero((run.stopped_at == -1) | (run.stopped_at == 15)))
@@ -466,7 +466,7 @@ def test_a_score_that_is_no_number_is_dropped_first():
 
 
 @pytest.mark.parametrize(("epochs", "longest"), [(5, [5, 5]), (8, [8, 8]), (10, [10, 10, 10])])
-def test_nobody_trains_longer_than_asked_for(epochs, longest):
+def test_no_member_trains_longer_than_requested(epochs, longest):
     runs = ee.methods.hyperband(
         make, RANGES, loss, OPTIMISER, data(8), validation=data(16, 1), epochs=epochs, **OPTIONS
     )

@@ -174,7 +174,7 @@ class TestSearch:
         world = World(seconds, peaks, memory=500, width=1000)
         assert world.run(40, seconds_left=1e3) == Chunked(4)
         assert Vmap() not in world.used
-        assert world.used[0] == Sequential()  # the smallest first, because nobody knew
+        assert world.used[0] == Sequential()  # the smallest first, because memory was unknown
         assert World(seconds, peaks, memory=900, width=1000).run(40, seconds_left=1e3) == Vmap()
 
     def test_a_plan_that_turns_out_too_big_is_left(self):
@@ -284,7 +284,7 @@ class TestUse:
 
 
 class TestOutOfMemory:
-    def test_auto_goes_on_under_a_smaller_plan(self, ensemble, monkeypatch):
+    def test_auto_continues_under_a_smaller_plan(self, ensemble, monkeypatch):
         """The first call under `Vmap` fails as XLA fails, after it has taken the donated state with it."""
         own = lambda model, batch, key: loss(model, batch, key)
         waiting = pilot_module.jax.block_until_ready
@@ -307,7 +307,7 @@ class TestOutOfMemory:
         assert "ran out of memory" in plan.explain()
 
     @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space as Linux does")
-    def test_a_real_one_says_what_to_try(self):
+    def test_a_real_one_suggests_a_plan(self):
         program = textwrap.dedent("""
             import re, resource
             import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax

@@ -154,7 +154,7 @@ def test_a_second_call_compiles_nothing(ensemble, compiled, plan):
 SCALE = 1.0
 
 
-def test_a_kept_program_goes_on_with_no_old_variable(ensemble, monkeypatch):
+def test_a_cached_program_uses_no_old_variable(ensemble, monkeypatch):
     """Global ones, enclosing ones, and those that only a function inside reads."""
     factor = jnp.ones(())
 
@@ -172,7 +172,7 @@ def test_a_kept_program_goes_on_with_no_old_variable(ensemble, monkeypatch):
 
 
 def test_the_value_of_what_members_share_is_known_under_every_plan(ensemble):
-    """Under `Vmap` nothing but members is traced, so that a function may ask for it."""
+    """Under `Vmap` nothing but members is traced, so that a function may read it."""
 
     def some(model, count):
         return jnp.sum(model(jnp.ones(3)) * (2 if count > 1 else 1)) * jnp.ones(int(count))

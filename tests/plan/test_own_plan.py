@@ -1,4 +1,4 @@
-"""A plan of the user's own is as good as the library's: nothing asks which class it is."""
+"""A plan of the user's own works like the library's: nothing depends on its class."""
 
 import equinox as eqx
 import jax

@@ -66,7 +66,7 @@ def test_reliability_diagram(ax, weights):
 
 
 def inside_of(bars, confidence):
-    """Which of the rows lie in each bar, whose upper end belongs to it."""
+    """Which of the rows are in each bar; its upper end is included."""
     left = np.array([bar.get_x() for bar in bars])
     right = left + [bar.get_width() for bar in bars]
     return (left[:, None] + 1e-6 < confidence) & (confidence <= right[:, None] + 1e-6)
@@ -100,7 +100,7 @@ def test_reliability_diagram_of_some_rows(ax, binning):
 
 
 def test_edges_of_bins_are_those_of_the_calibration_error(ax):
-    # 0.5 is an edge of four bins: in (0.25, 0.5] it stands alone.
+    # 0.5 is an edge of four bins: it is the only value in (0.25, 0.5].
     logits = np.log(np.array([[[0.5, 0.5], [0.6, 0.4]]], np.float32))
     plot.reliability_diagram(logits, np.array([1, 0]), num_bins=4, ax=ax)
     assert [bar.get_x() for bar in ax.containers[0]] == [0.25, 0.5]
@@ -143,7 +143,7 @@ def test_training_curves_of_every_step(ax):
     for line, curve in zip(members, LOSS, strict=True):
         np.testing.assert_allclose(line.get_ydata(), np.where(np.isfinite(curve), curve, np.nan))
     for edge, q in zip(band(ax.collections[0]), (0.2, 0.8), strict=True):
-        # The smallest of the sorted numbers up to which this share of them lies.
+        # The smallest of the sorted numbers that is at least as large as this share of them.
         want = [np.sort(column)[int(np.ceil(q * len(column) - 1e-9)) - 1] for column in finite]
         np.testing.assert_allclose(edge, want)
 
@@ -177,12 +177,12 @@ def test_points_that_no_member_has_are_left_out(ax):
     assert len(ax.lines[0].get_xdata()) == 9
 
 
-def test_validation_curves_stand_at_their_steps(ax):
+def test_validation_curves_are_drawn_at_their_steps(ax):
     validation = np.arange(6.0).reshape(2, 3)
     plot.training_curves(history(LOSS[:2], validation, [4, 8, 12]), curve="validation", ax=ax)
     assert ax.lines[0].get_xdata().tolist() == [4, 8, 12]
     assert ax.lines[0].get_ydata().tolist() == [1.5, 2.5, 3.5]
-    assert len(ax.lines) == 3  # a history does not say which weights were kept
+    assert len(ax.lines) == 3  # a history does not contain which weights were kept
 
 
 @pytest.mark.parametrize("x", [None, np.array([3.0, 1.0, 2.0, 0.0])])
@@ -209,7 +209,7 @@ def test_prediction_bands(ax, x):
 
 def test_bands_of_weighted_members(ax):
     predictions, weights = RNG.normal(size=(6, 5)).astype(np.float32), np.array([1, 4, 0, 2, 3, 3])
-    counted = np.repeat(predictions, weights, axis=0)  # 13: no quantile of 0.2 and 0.8 lies between two
+    counted = np.repeat(predictions, weights, axis=0)  # 13: no quantile of 0.2 and 0.8 is between two
     predictions[2] = np.nan
     plot.prediction_bands(predictions, weights=weights, levels=(0.6,), ax=ax)
     order = np.argsort(counted.mean(0))
@@ -322,7 +322,7 @@ def test_member_similarity(ax):
     assert image.colorbar.ax.get_ylabel() == "share of rows"
 
 
-def test_shades_are_of_pairs_not_of_a_member_beside_itself(ax):
+def test_shades_are_scaled_by_pairs_of_different_members(ax):
     # Correlations of 0.1 to 0.2: on a scale up to the ones of the diagonal they would all look alike.
     matrix = np.eye(12) + np.where(np.eye(12) == 1, 0, RNG.uniform(0.1, 0.2, size=(12, 12)))
     plot.member_similarity(matrix, ax=ax)

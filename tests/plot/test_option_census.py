@@ -62,7 +62,7 @@ ACCEPTED = {
     "uncertainty_histogram": UNIT
     | {"in_distribution": ANY_NUMBERS, "out_of_distribution": ANY_NUMBERS, "bins": "int64"},
 }
-RAW = {"parallel_coordinates": {"cmap": "text"}}  # which colour maps there are is matplotlib's to say
+RAW = {"parallel_coordinates": {"cmap": "text"}}  # matplotlib checks the names of colour maps
 
 
 def test_every_plot_is_here():

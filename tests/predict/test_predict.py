@@ -68,7 +68,7 @@ def test_state_in_inference_mode():
     ensemble, state = ee.build(eqx.nn.make_with_state(ConvBatchNorm), 2, key=KEY)
     x = jax.random.normal(jax.random.key(1), (5, 25))
 
-    def trained(model, state):  # untrained statistics say nothing
+    def trained(model, state):  # untrained statistics are meaningless
         _, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
         return state
 

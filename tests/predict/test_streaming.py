@@ -248,7 +248,7 @@ def test_the_ladder(members, most):
 
 
 def test_what_is_known_counts_where_nothing_can_be_seen(ensemble, monkeypatch):
-    """A process that nobody can look into: inputs, weights, outputs and what the compiler says are known."""
+    """A process whose memory cannot be measured: inputs, weights, outputs and the compiler's estimate are known."""
     monkeypatch.setattr(_memory, "_resident", lambda: None)
     x = jnp.zeros((4096, 3))
     copying = lambda model, x: jnp.broadcast_to(model(x), (256, 4))
@@ -329,7 +329,7 @@ def test_no_budget_in_a_compiled_program(ensemble):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not pathlib.Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak of a part of a run"
+    not pathlib.Path("/proc/self/clear_refs").exists(), reason="only Linux reports the peak of a part of a run"
 )
 def test_peak_is_flat_in_rows_and_members_and_within_the_budget(monkeypatch):
     """A layer of one batch of all members is 256 MiB, their predictions for all rows 73."""

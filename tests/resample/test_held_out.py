@@ -69,7 +69,7 @@ def test_out_of_bag_mean_is_the_mean_row_by_row(weights, shape):
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_members_that_saw_a_row_have_no_say(poison, weights):
+def test_members_trained_on_a_row_do_not_predict_it(poison, weights):
     left_out = ~UNSEEN if weights is None else ~(UNSEEN & (weights > 0)[:, None])
     clean = resample.out_of_bag_mean(PREDICTIONS, ROWS_SEEN, weights=weights)
     poisoned = np.where(left_out[..., None], np.float32(poison), PREDICTIONS)

@@ -1,4 +1,4 @@
-"""What the library says of wrong inputs, word for word."""
+"""Messages for wrong inputs, word for word."""
 
 import jax
 import jax.numpy as jnp

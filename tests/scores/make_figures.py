@@ -1,4 +1,4 @@
-"""Computes `figures.json`: what other libraries say of one small data set, in float64, with their versions.
+"""Computes `figures.json`: the scores of other libraries on one small data set, in float64, with their versions.
 
 Run by hand where they are installed: `python tests/scores/make_figures.py`. The tests read the file only.
 """

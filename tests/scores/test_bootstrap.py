@@ -36,7 +36,7 @@ def test_draws_are_all_resamples_of_three_rows():
     assert abs(plain / means.std() - 1) > 0.02
 
 
-def test_draws_without_any_weight_are_drawn_anew():
+def test_draws_without_any_weight_are_drawn_again():
     # Of three rows two have weight: one resample in 27 has none, and the law is that of the 26 others.
     values, weights = np.array([0.0, 1.0, np.nan], np.float32), np.array([1.0, 2.0, 0.0])
     rows = np.array([row for row in itertools.product(range(3), repeat=3) if row != (2, 2, 2)])

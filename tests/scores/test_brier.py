@@ -26,7 +26,7 @@ def test_murphys_parts_by_hand():
     np.testing.assert_allclose(parts.uncertainty, 2 * 0.25, rtol=1e-6)
     np.testing.assert_allclose(parts.within_bins, 0, atol=1e-7)
     np.testing.assert_allclose(scores.brier(logits, labels), 2 * (0.5 * 0.16 + 0.5 * 0.2), rtol=1e-5)
-    # All in one bin nothing is resolved, and the rest says so.
+    # With all rows in one bin the resolution is zero, and the remainder contains it.
     parts = scores.decompose_brier(logits, labels, num_bins=1)
     np.testing.assert_allclose(parts.resolution, 0, atol=1e-7)
     assert abs(parts.within_bins) > 0.05

@@ -52,7 +52,7 @@ def test_worked_by_hand():
 
 
 def test_edges_belong_to_the_bin_below():
-    # 0.5 is an edge of four bins: in (0.25, 0.5] it stands alone, in [0.5, 0.75) the two errors would nearly cancel.
+    # 0.5 is an edge of four bins and the only value in (0.25, 0.5]; in [0.5, 0.75) the errors would nearly cancel.
     confidence = np.array([0.5, 0.6], np.float32)
     logits = np.log(np.stack([confidence, 1 - confidence], axis=-1))[None]
     got = scores.ece(logits, np.array([1, 0]), num_bins=4)
@@ -66,7 +66,7 @@ def test_confidence_that_rounds_above_one_stays_in_the_last_bin():
     np.testing.assert_allclose(scores.ece(logits, np.ones(100, int)), 1, rtol=1e-6)
 
 
-def test_rows_of_any_shape_count_alike():
+def test_rows_of_any_shape_have_equal_weight():
     logits, labels = _data((3, 6, 5, 4))
     flat = scores.ece(logits.reshape(3, 30, 4), labels.reshape(30))
     np.testing.assert_allclose(scores.ece(logits, labels), flat, rtol=1e-6)
@@ -193,7 +193,7 @@ def test_bins_of_a_single_row_are_left_out_of_the_debiased_square():
 
 
 @pytest.mark.usefixtures("unhooked")
-def test_unfit_bins():
+def test_invalid_bins():
     logits, labels = _data((2, 30, 4))
     with pytest.raises(ValueError, match="`scores.ece` needs `num_bins` of at least 1, got 0"):
         scores.ece(logits, labels, num_bins=0)

@@ -1,4 +1,4 @@
-"""What scikit-learn, torchmetrics, scoringrules, scipy and uncertainty-calibration say of one data set.
+"""The scores of scikit-learn, torchmetrics, scoringrules, scipy and uncertainty-calibration on one data set.
 
 `make_figures.py` has computed and stored it: none of them is needed here.
 """

@@ -12,7 +12,7 @@ def test_width():
     assert scores.width(LOWER, UPPER) == np.float32(4 / 3)
     np.testing.assert_array_equal(scores.width(LOWER, UPPER, reduction="none"), [1, 3, 0])
     assert scores.width(LOWER, np.array([1, np.inf, 2], np.float32)) == np.inf
-    # The common offset is gone exactly.
+    # The common offset cancels exactly.
     assert scores.width(LOWER + 1e4, UPPER + 1e4) == np.float32(4 / 3)
 
 

@@ -12,7 +12,7 @@ METRICS = {"auroc": ee.scores.auroc, "aupr": ee.scores.aupr, "fpr_at_tpr": ee.sc
 
 
 def _rows(num_rows=200, seed=0, distinct=None):
-    """Scores, of which few values are distinct if told, which rows are positive, and how much each counts."""
+    """Scores, with few distinct values on request, which rows are positive, and the weight of each."""
     rng = np.random.default_rng(seed)
     positives = rng.uniform(size=num_rows) < 0.3
     scores = rng.normal(size=num_rows) + positives

@@ -103,7 +103,7 @@ def test_transforms_and_unknown_rows():
         assert np.isnan(area(values, np.where(np.arange(60) == 7, np.nan, losses)))
         assert np.isnan(area(np.where(np.arange(60) == 7, np.nan, values), losses))
     assert ee.scores.aurc(values, (losses > 1).astype(int)).dtype == jnp.float32
-    # The area is linear in the losses, and its gradient says by how much each counts.
+    # The area is linear in the losses, and its gradient is the weight of each.
     gradient = jax.grad(ee.scores.aurc, argnums=1)(values, losses)
     np.testing.assert_allclose(np.sum(gradient * losses), ee.scores.aurc(values, losses), rtol=1e-5)
     np.testing.assert_allclose(np.sum(gradient), 1, rtol=1e-5)

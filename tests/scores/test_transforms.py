@@ -1,4 +1,4 @@
-"""What every score promises alike: jit, vmap, gradients, weights and dtypes."""
+"""What holds for every score: jit, vmap, gradients, weights and dtypes."""
 
 import functools
 import inspect

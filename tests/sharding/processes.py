@@ -1,6 +1,6 @@
 """What one or two processes on four devices compute; run by `test_processes`.
 
-`processes.py MODE FOLDER` leaves its results in `FOLDER/results.npz`. The environment says who it is.
+`processes.py MODE FOLDER` leaves its results in `FOLDER/results.npz`. The environment has the number of the process.
 """
 
 import os
@@ -120,7 +120,7 @@ def spoilt():
 
 
 def other_data():
-    """Processes that read other files are told so, all of them."""
+    """If processes read different files, all of them raise an error."""
     if jax.process_count() > 1:
         with pytest.raises(ValueError, match="Processes passed different numbers"):
             fitted(ee.make_mesh(), 4, (X + jax.process_index(), Y))
@@ -184,7 +184,7 @@ def saved(folder, found):
 
 
 if __name__ == "__main__":
-    # Bits are compared between one process and two, which are compiled alike.
+    # Bits are compared between one process and two, which are compiled in the same way.
     jax.config.update("jax_num_cpu_devices", int(os.environ["DEVICES"]))
     processes = ee.distributed.initialise(timeout=120, heartbeat=10)
     modes = {

@@ -163,7 +163,7 @@ class TestBuild:
         for x in jax.tree.leaves(eqx.filter((got[0].stacked, got[1]), eqx.is_array)):
             assert x.sharding.spec[0] == "members"
 
-    def test_padding_is_told(self):
+    def test_padding_is_reported(self):
         with pytest.warns(UserWarning, match="5 members do not divide evenly over 4 devices: they are padded to 8"):
             ee.build(make, 5, mesh=ee.make_mesh(), key=KEY)
 
@@ -209,7 +209,7 @@ class TestFit:
         prediction = ee.predict(run.ensemble, X)
         assert prediction.sharding.spec[0] == "members"
 
-    def test_state_lies_with_its_members(self):
+    def test_state_is_on_the_devices_of_its_members(self):
         """What was trained, the optimiser's state, the best weights: a quarter of all on each device."""
         mesh = ee.make_mesh()
         state = ee.train.init(ee.build(make, 8, mesh=mesh, key=KEY), OPTIMISERS["adam"], mesh=mesh, key=KEY)
@@ -288,7 +288,7 @@ class TestFit:
     @uneven
     @pytest.mark.parametrize("revive", [None, ee.train.Revive(perturb=None), ee.train.Revive(make)])
     def test_a_member_that_diverges(self, revive):
-        """Healthy members and those that come back are as on one device."""
+        """Healthy and revived members are as on one device."""
 
         def spoilt(model, batch, key, hyper):
             return loss(model, batch, key) * jnp.where(jnp.isnan(hyper["spoil"]), jnp.nan, 1.0)
@@ -308,7 +308,7 @@ class TestFit:
     @uneven
     @pytest.mark.parametrize("mesh", [*MESHES.values(), MODEL], ids=str)
     def test_one_compile(self, mesh, compiled):
-        """Arrays come out of a program as they went in: the next chunk, and the next fit, find it compiled."""
+        """Arrays leave a program with the shardings of its inputs: the next chunk, and the next fit, reuse it."""
         options = {"mesh": mesh, "epochs": 3, "batch_size": 4, "order": "given", "num_members": 6}
         with compiled() as programs:
             fitted(**options)
@@ -360,7 +360,7 @@ class TestGoingOn:
         expected = ee.fit(ensemble, loss, OPTIMISERS["sgd"], data, epochs=3, **options | {"checkpoint": None})
         same_run(got, expected)
 
-    def test_a_run_goes_on(self):
+    def test_a_run_continues(self):
         mesh = ee.make_mesh()
         run = fitted(4, mesh=MESHES["4x1"], epochs=2)
         again = ee.fit(
@@ -382,7 +382,7 @@ class TestGoingOn:
 
 
 class TestAlong:
-    """What stands on `fit` and `predict` takes the mesh along."""
+    """What is built on `fit` and `predict` passes the mesh on."""
 
     @uneven
     @pytest.mark.parametrize("mesh", MESHES)
@@ -436,7 +436,7 @@ def step_text(mesh, num_members=8, model=make, optimiser="adam"):
 class TestWhatIsSent:
     def test_nothing_where_members_are_apart(self):
         text = step_text(ee.make_mesh())
-        # Whether a member failed is asked of all in `fit`, where a stretch of steps ends; a single step asks nobody.
+        # In `fit`, devices communicate at the end of a chunk whether a member failed; a single step does not.
         assert ee.sharding._collectives.in_text(text) == []
         assert "f32[2,8,8]" in text
         assert "f32[8,8,8]" not in text
@@ -575,7 +575,7 @@ class TestRows:
 
 
 def test_refined_meshes_hold_every_device():
-    """Members that do not divide lie on as many devices as they can, on all of them alike."""
+    """Members that do not divide are on as many devices as possible, equally many on each."""
     layout = Layout(ee.make_mesh())
     spread = shard_members(jnp.arange(6.0), layout)
     assert {shard.data.shape for shard in spread.addressable_shards} == {(3,)}

@@ -73,7 +73,7 @@ def test_eight_devices(tmp_path):
 
 
 def test_a_process_that_dies(tmp_path):
-    """The other ends with an error in bounded time; the job goes on with two processes, with one, and on one device."""
+    """The other ends with an error in bounded time; the job resumes with two processes, with one, and on one device."""
     whole = results("training", tmp_path / "whole", processes=2)
     folder = tmp_path / "killed"
     folder.mkdir()
@@ -82,7 +82,7 @@ def test_a_process_that_dies(tmp_path):
     assert second.returncode == -9
     died = time.monotonic()
     text = first.communicate(timeout=90)[0]
-    assert time.monotonic() - died < 60, "it is to notice that nobody answers"
+    assert time.monotonic() - died < 60, "it has to notice that no process answers"
     assert first.returncode != 0
     assert "process" in text.lower() or "gloo" in text.lower(), text
     assert not (folder / "results.npz").exists()

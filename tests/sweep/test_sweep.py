@@ -109,7 +109,7 @@ class TestBestOfARun:
         with pytest.warns(UserWarning, match="diverged"):
             return ee.fit(ensemble, loss, optimiser, data, epochs=2, hyper=hyper, progress=False, key=KEY, **options)
 
-    def test_the_best_come_first_and_the_dead_never(self):
+    def test_the_best_come_first_and_diverged_members_never(self):
         x = jax.random.normal(KEY, (32, 3))
         run = self.run(validation=(x, x.sum(1, keepdims=True)))
         best = run.best(5)

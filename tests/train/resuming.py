@@ -28,7 +28,7 @@ def trainer():
 
 
 def digest(run):
-    """Says everything that a run ends with: weights, optimiser state, best weights, history."""
+    """A digest of everything that a run ends with: weights, optimiser state, best weights, history."""
     history = run.history.loss, run.history.validation
     return digest_of((run.ensemble.stacked, run.train_state, run.selection, history))
 

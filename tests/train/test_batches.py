@@ -1,4 +1,4 @@
-"""Iterables of batches: fetched ahead, and taken up where they stood."""
+"""Iterables of batches: prefetched, and resumed at their position."""
 
 import os
 import pathlib
@@ -49,7 +49,7 @@ class Batches:
 
 
 class Resumable:
-    """As grain's iterators and torchdata's loaders: they say where they stand, and can be set there."""
+    """As grain's iterators and torchdata's loaders: they report their position, and can be set to it."""
 
     def __init__(self, get="get_state", put="set_state"):
         self.place = 0
@@ -121,7 +121,7 @@ def test_the_next_is_drawn_while_the_device_works(ensemble, monkeypatch):
 
 @pytest.mark.parametrize("names", [("get_state", "set_state"), ("state_dict", "load_state_dict")])
 @pytest.mark.parametrize("cut", [1, 5, 7])
-def test_goes_on_where_the_iterator_stood(ensemble, names, cut):
+def test_resumes_at_the_position_of_the_iterator(ensemble, names, cut):
     whole = fitted(ensemble, Resumable(*names), epochs=1)
     first = fitted(ensemble, Resumable(*names), steps=cut)
     assert first.data_state == {"place": cut}
@@ -176,7 +176,7 @@ def test_memory_stays_flat(ensemble):
     """Batches of 8 MiB, of which a few are there at a time; all of them would take 1.6 GiB."""
     pages = pathlib.Path("/proc/self/statm")
     if not pages.exists():
-        pytest.skip("Linux tells the memory of a process")
+        pytest.skip("only Linux reports the memory of a process")
     resident, size = [], 2**20 * 8 // 12
 
     def batches():

@@ -1,4 +1,4 @@
-"""A run that is cut anywhere and goes on equals the run that is not cut: no step more, none less, none twice."""
+"""A run that is interrupted anywhere and resumed equals the uninterrupted run: no step more, none less, none twice."""
 
 import equinox as eqx
 import jax
@@ -45,7 +45,7 @@ def ensemble():
 
 
 class Resumable:
-    """Batches that say where they stand by their own live state; the last is smaller where `size` does not divide."""
+    """Batches that report their position by their own live state; the last is smaller where `size` does not divide."""
 
     def __init__(self, data, size):
         self._data, self._size, self._state = data, size, {"row": 0}

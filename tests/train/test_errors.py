@@ -1,4 +1,4 @@
-"""Errors that hold a run go to other processes, and `jax_debug_nans` ends nobody's training."""
+"""Errors that hold a run can be sent to other processes, and `jax_debug_nans` ends no training."""
 
 import copy
 import pickle

@@ -77,7 +77,7 @@ def kink(model, here):
 
 
 def loss(model, batch, key, hyper):
-    """Every fault stands in arrays, so that one compiled program serves all. Reports the weights before the step."""
+    """Every fault is stored in arrays, so that one compiled program serves all. Reports the weights before the step."""
     x, y, quality, step = batch
     now = step[0] == hyper["step"]
     x = x * jnp.sqrt(quality)[:, None]
@@ -123,7 +123,7 @@ def fitted(optimiser, plan, fault=None, *, models=None):
 
 
 def part(tree, *index):
-    """What stands at `index` in every array of a tree, by path."""
+    """The value at `index` in every array of a tree, by path."""
     return {path: x[index] for path, x in numbers(tree).items()}
 
 
@@ -245,7 +245,7 @@ def test_every_public_name_is_in_the_census():
     assert set(SWALLOWED) | set(LATER) <= set(TRAINED)
 
 
-def test_faults_come_to_every_member_and_at_every_step():
+def test_faults_occur_in_every_member_and_at_every_step():
     faults = [drawn(kind, name, plan) for kind in KINDS for name, plan in COMBINATIONS]
     assert {fault.member for fault in faults} == set(range(MEMBERS))
     assert {fault.step for fault in faults if fault.kind == "gradient"} == set(range(STEPS))

@@ -250,7 +250,7 @@ def test_patience_of_its_own(ensemble, min_delta):
 
 
 def test_score_in_inference_mode():
-    """`score` judges instead of the loss, without dropout, and lower is better."""
+    """`score` replaces the loss in validation, without dropout, and lower is better."""
 
     def make(key):
         return eqx.nn.Sequential([eqx.nn.Dropout(0.5), eqx.nn.Linear(3, 1, key=key)])
@@ -372,7 +372,7 @@ def test_a_shared_trunk_is_constant():
 
 
 class Anew:
-    """Starts anew at each iteration, as a loader does."""
+    """Restarts at each iteration, as a loader does."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -454,7 +454,7 @@ def test_hyper_for_the_score_alone(ensemble):
 
 @pytest.mark.parametrize("marked", ["data", "validation"])
 def test_marks_on_one_side_only(ensemble, marked):
-    """A loss takes data and validation data apart alike, whoever owns them."""
+    """A loss unpacks data and validation data in the same way, whether they are shared or per member."""
     data = {"data": dataset(), "validation": dataset(10, seed=1)}
     expected = ee.fit(ensemble, loss, SGD, batch_size=BATCH, epochs=2, key=KEY, **data)
     x, y = data[marked]

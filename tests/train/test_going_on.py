@@ -99,7 +99,7 @@ class TestAsIfItHadNotStopped:
         assert len(run.revived) == 2
         with pytest.warns(UserWarning, match="diverged"):
             again = fit(run, epochs=1)
-        assert again.revived == run.revived  # it came back as often as it may
+        assert again.revived == run.revived  # it was revived as often as allowed
         assert again.history.loss.shape == (MEMBERS, 10)
 
     def test_over_batches_of_ones_own(self, ensemble):
@@ -180,13 +180,13 @@ class TestRefused:
         with pytest.raises(TypeError, match="another optimiser made"):
             fitted(state, epochs=1)
 
-    def test_nobody_trains(self, ensemble):
+    def test_no_member_trains(self, ensemble):
         run = fitted(ensemble, epochs=2, max_steps=3)
         with pytest.raises(ValueError, match="all 4 members have stopped or diverged"):
             fitted(run, epochs=1)
 
     def test_all_failed_before_their_first_validation(self, ensemble):
-        """Their history has validations of nobody, none of which is kept."""
+        """Their history has validations without members, none of which is kept."""
         huge = optax.sgd(1e30)
         with pytest.warns(UserWarning, match="diverged"):
             run = ee.fit(ensemble, loss, huge, data(40), batch_size=8, epochs=2, validation=data(16), key=KEY)

@@ -139,8 +139,8 @@ def test_the_users_own_loop_finds_the_same_faults():
 
 
 @pytest.mark.filterwarnings("ignore:.*diverged:UserWarning")
-def test_validation_beside_faults():
-    """Pieces that are run again validate once, and those who failed have their best weights from before."""
+def test_validation_with_faults():
+    """Pieces that are run again validate once, and members that failed have their best weights from before."""
     options = {"steps": None, "epochs": 3, "validation": dataset()}
     faults = [-1, 9, 20, 33, -1, 50]
     run, healthy = fitted(faults, seen, **options), fitted([-1] * MEMBERS, seen, **options)
@@ -153,7 +153,7 @@ def test_validation_beside_faults():
         assert np.isnan(run.history.validation[i, judged:]).all()
 
 
-def test_an_optimiser_that_handles_bad_gradients_goes_on():
+def test_an_optimiser_that_handles_bad_gradients_continues():
     """A gradient that is not finite is no fault where the weights stay finite: training alone would go on as well."""
 
     def kinked(model, batch, key):
@@ -174,7 +174,7 @@ def test_an_optimiser_that_handles_bad_gradients_goes_on():
 
 
 def test_a_failure_that_must_not_be():
-    """The error names who failed and when, and holds what there is."""
+    """The error names the members that failed and the steps, and holds the run so far."""
     with pytest.raises(ee.train.DivergedError, match=r"1 member\(s\) diverged .*: 2 at step 9 \(`.*`\)\.") as caught:
         fitted(FAULTS["one"], unseen, on_diverge="raise", steps=10**6)
     run = caught.value.run

@@ -37,7 +37,7 @@ def fitted(rows, y=Y, members=MEMBERS, **options):
 class TestOutOfBag:
     rows = np.asarray(ee.resample.bootstrap(ROWS, MEMBERS, key=KEY))
 
-    def test_is_the_mean_of_those_who_never_saw_the_row(self):
+    def test_is_the_mean_of_the_members_not_trained_on_the_row(self):
         run = fitted(self.rows)
         found, models = run.out_of_bag(X), run.ensemble.unstack()
         for row in range(ROWS):
@@ -72,7 +72,7 @@ class TestOutOfBag:
             run.out_of_bag(X)
 
     def test_of_several_runs(self):
-        """A run that goes on has seen the rows of both."""
+        """A continued run has been trained on the rows of both."""
         both = fitted(self.rows)
         other = np.asarray(ee.resample.bootstrap(ROWS, MEMBERS, key=jax.random.key(5)))
         went_on = lambda rows: ee.fit(both, loss, ADAM, (X, Y), rows=rows, epochs=1, progress=False, key=KEY)
@@ -97,7 +97,7 @@ class TestOutOfBag:
         assert_same(found.num_members, expected.num_members)
 
 
-def test_of_least_squares_beside_scikit_learn():
+def test_of_least_squares_compared_with_scikit_learn():
     """Its bagged linear regressions on the very rows that it drew; ours are trained to the bottom of the same loss."""
     ensemble = pytest.importorskip("sklearn.ensemble")
     from sklearn.linear_model import LinearRegression

@@ -112,7 +112,7 @@ def test_a_shared_gradient_would_be_noticed():
 
 
 def noisy_loss(model, batch, key, hyper):
-    """Dropout of inputs from the member's key; NaN where its `hyper` says so."""
+    """Dropout of inputs from the member's key; NaN where its `hyper` requests it."""
     x, y = batch
     x = jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0)
     return jnp.mean((jax.vmap(model)(x) - y) ** 2) + hyper["fault"]

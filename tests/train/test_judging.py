@@ -1,4 +1,4 @@
-"""Which scores are better, and by how much: what is refused, and who ranks members by them."""
+"""Which scores are better, and by how much: invalid arguments, and the functions that rank members by them."""
 
 import re
 
@@ -38,7 +38,7 @@ def fitted(**options):
     return ee.fit(built(), loss, sgd, ROWS, **options)
 
 
-# `mode="max"` of a score is `mode="min"` of its negative, whoever ranks by it
+# `mode="max"` of a score is `mode="min"` of its negative, in every function that ranks
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_run(pair):
     assert low.best(2).ids.tolist() == high.best(2).ids.tolist() == np.argsort(low.best_score)[:2].tolist()
     accuracy = [0.1, 0.2, 0.9, 0.3]
     assert low.best(by=accuracy, mode="max").ids.tolist() == [2]
-    assert high.best(by=accuracy).ids.tolist() == [0]  # of scores that `fit` knows nothing of, lower ones are better
+    assert high.best(by=accuracy).ids.tolist() == [0]  # for scores computed after `fit`, lower is better
 
 
 def test_runs_that_go_on(pair):

@@ -71,7 +71,7 @@ def test_in_batches_of_ones_own(ensemble):
     assert run.stopped_at.tolist() == [1, 2, 3, 4, -1]
 
 
-def test_weights_of_members_that_leave_the_arrays_are_judged(ensemble, monkeypatch):
+def test_weights_of_members_that_leave_the_arrays_are_validated(ensemble, monkeypatch):
     """Members go as soon as they stop, before the epoch ends; over batches whose pass never ends, too."""
     pays = "eqx_ensemble.train.host._pacing.Pacing.pays"
     monkeypatch.setattr(pays, lambda self, width, before, steps_left: width < before)
@@ -176,7 +176,7 @@ class TestPredictionsOfARun:
         with pytest.raises(ee.train.DivergedError, match="all 5 members diverged"):
             run.predict(x)
 
-    def test_nobody_is_dead(self):
+    def test_no_member_is_dead(self):
         run, (x, _) = self.run(()), data(10)
         np.testing.assert_array_equal(run.predict(x), ee.predict(run.ensemble, x))
         with pytest.raises(TypeError, match="needs `combine=` with `weights`"):

@@ -271,7 +271,7 @@ def test_a_constructor_that_takes_its_key_by_name(unhooked, make):
 
 
 def test_constructors_that_can_be_called():
-    """A decorator may hand on something else than it is given: what it wraps says nothing."""
+    """A decorator may pass on other arguments than its own: the wrapped function's signature shows nothing."""
 
     @functools.wraps(eqx.nn.MLP)
     def decorated(key):

@@ -58,7 +58,7 @@ def batches():
 
 
 def _with_own_noise(state, member):
-    """As the library says: a key in an optimiser's state is folded with the purpose and the member's id."""
+    """As documented: a key in an optimiser's state is folded with the purpose and the member's id."""
 
     def own(path, x):
         if getattr(path[-1], "name", None) not in ("key", "rng_key"):
@@ -108,7 +108,7 @@ def together(name):
 
 
 def _unmapped(name):
-    """What optax does with stacked parameters when nobody maps it."""
+    """What optax does with stacked parameters without a map over members."""
     transform = optimiser(name)
 
     @jax.jit

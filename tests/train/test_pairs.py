@@ -1,7 +1,7 @@
 """Options of `fit` drawn at random and together: faults live where two of them meet.
 
 Each member is compared with a plain loop over it alone, of Equinox and optax; and the run with a twin that is to be the
-same: under another plan, cut in two, beside fewer members, on a mesh, or saved and resumed.
+same: under another plan, cut in two, with fewer members, on a mesh, or saved and resumed.
 """
 
 import functools
@@ -69,7 +69,7 @@ def matrices(x):
 
 
 def drawn(seed):
-    """A call of `fit`: its options, and what the plain loop has to know."""
+    """A call of `fit`: its options, and what the plain loop needs."""
     rng = np.random.default_rng(seed)
     maybe, pick = lambda share: bool(rng.random() < share), lambda *values: values[rng.integers(len(values))]
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)

@@ -1,4 +1,4 @@
-"""Runs that save themselves: the same call goes on, bit for bit, whatever ended it; another call is refused."""
+"""Runs with checkpoints: the same call resumes bit for bit, whatever ended it; a different call raises an error."""
 
 import pathlib
 import re
@@ -148,7 +148,7 @@ class TestTheSameCallGoesOn:
         assert_resumes(tmp_path, 4, lambda **more: fitted(ensemble, fn=loss, state=state, epochs=2, **more))
 
     @pytest.mark.slow
-    def test_of_a_run_that_went_on(self, ensemble, tmp_path):
+    def test_of_a_continued_run(self, ensemble, tmp_path):
         before = fitted(ensemble, steps=7, validation=DATA)
         assert_resumes(tmp_path, 5, lambda **more: fitted(before, steps=16, validation=DATA, **more))
 
@@ -212,7 +212,7 @@ class TestTheSameCallGoesOn:
 
 
 class Stateful:
-    """Batches that say where they stand, drawn by a generator that an epoch does not start anew."""
+    """Batches that report their position, drawn by a generator that is not restarted at each epoch."""
 
     def __init__(self):
         self._generator = np.random.default_rng(3)
@@ -258,7 +258,7 @@ class TestOverBatches:
     def test_for_steps(self, ensemble, tmp_path, batches):
         assert_resumes(tmp_path, 3, lambda **more: fitted(ensemble, data=batches(), steps=12, **more))
 
-    def test_a_run_that_went_on(self, ensemble, tmp_path):
+    def test_a_continued_run(self, ensemble, tmp_path):
         before = fitted(ensemble, data=Stateful(), steps=7)
         assert before.data_state["left"] == 3
         assert_resumes(tmp_path, 3, lambda **more: fitted(before, data=Stateful(), steps=11, **more))
@@ -298,7 +298,7 @@ class TestPlaces:
             {3: "x", (1, 2): b"y"}, {"": "an empty name"}, 2**100,
         ],
     )  # fmt: skip
-    def test_come_back_as_they_were(self, state):
+    def test_are_restored_exactly(self, state):
         assert decode(encode(state)) == state
         assert repr(decode(encode(state))) == repr(state)
 
@@ -374,7 +374,7 @@ class TestAnotherCallIsRefused:
             fitted(ensemble, fn=weighted(np.full(3, 2, np.float32)), steps=5, checkpoint=tmp_path / "a")
 
     def test_a_global_that_has_changed_since_it_was_compiled(self, ensemble, tmp_path, monkeypatch):
-        """What the checkpoint says was traced is what ran: another process goes on from it with that."""
+        """The program recorded in the checkpoint is the one that ran: another process resumes with it."""
         before = fitted(ensemble, fn=weighted, steps=5).history.loss
         monkeypatch.setitem(globals(), "WEIGHT", 2.0)
         run = fitted(ensemble, fn=weighted, steps=5, checkpoint=tmp_path / "a")
@@ -403,7 +403,7 @@ class TestAnotherCallIsRefused:
             with pytest.raises(ValueError, match="were not written by `fit`"):
                 fitted(ensemble, steps=4, checkpoint=tmp_path)
 
-    def test_under_other_versions_it_goes_on(self, ensemble, folder, tmp_path, monkeypatch):
+    def test_under_other_versions_it_resumes(self, ensemble, folder, tmp_path, monkeypatch):
         shutil.copytree(folder, tmp_path / "a")
         now = resume_module._conditions()
         monkeypatch.setattr(resume_module, "_conditions", lambda: now | {"jax": "9.9"})
@@ -509,7 +509,7 @@ class TestNothingIsLost:
 
 @pytest.mark.slow
 def test_a_killed_process(tmp_path):
-    """A process that is killed in the middle, twice, ends with the bits of one that nobody killed."""
+    """A process that is killed in the middle, twice, ends with the bits of one that was not killed."""
     script = [sys.executable, str(pathlib.Path(__file__).with_name("resuming.py"))]
     whole = subprocess.run(script, check=True, capture_output=True, text=True).stdout
     assert len(whole) == 65

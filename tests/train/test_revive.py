@@ -1,4 +1,4 @@
-"""Members that diverge and come back: as a copy of a healthy one, or from a fresh initialisation."""
+"""Members that diverge and are revived: as a copy of a healthy one, or from a fresh initialisation."""
 
 import equinox as eqx
 import jax
@@ -22,7 +22,7 @@ def make(key):
 
 
 def faulty_at(step, member):
-    """A loss that is NaN for one member at one step of its first life, told by the learning rate that it was given."""
+    """A loss that is NaN for one member at one step before its revival, recognised by its first learning rate."""
 
     def loss(model, batch, key, hyper):
         x, y = batch
@@ -34,7 +34,7 @@ def faulty_at(step, member):
 
 
 def data(steps=20):
-    """Rows in the order given; each says at which step it is used."""
+    """Rows in the order given; each contains the step at which it is used."""
     x = jax.random.normal(KEY, (steps * BATCH, 3))
     return x, jnp.stack([jnp.sin(x[:, 0]), jnp.repeat(jnp.arange(steps), BATCH).astype(float)], axis=1)
 
@@ -84,7 +84,7 @@ class TestDonor:
         assert run.status.tolist() == [Status.OK] * MEMBERS
         assert clean.revived == []
 
-    def test_it_goes_on_as_a_copy_of_its_donor(self):
+    def test_it_continues_as_a_copy_of_its_donor(self):
         """Replayed by hand: the donor's weights, optimiser and hyper-parameters, from the step after the fault on."""
         run = fitted(KEPT)
         (event,) = run.revived
@@ -131,7 +131,7 @@ class TestDonor:
         assert run.status[2] == Status.DIVERGED
         assert run.fault[2] == "loss"
 
-    def test_nobody_healthy_is_left(self):
+    def test_no_healthy_member_is_left(self):
         nan = lambda model, batch, key: jnp.nan * jnp.mean(jax.vmap(model)(batch[0]))
         ensemble = ee.build(make, 3, key=KEY)
         with pytest.warns(UserWarning, match=r"3 member\(s\) diverged"):
@@ -263,7 +263,7 @@ def test_batches_of_ones_own():
     assert run.revived == fitted(KEPT).revived
 
 
-def test_beside_members_that_left_the_arrays(monkeypatch):
+def test_with_members_that_left_the_arrays(monkeypatch):
     """Three quarters have stopped and left; one of those that train fails and comes back in its place."""
     pays = "eqx_ensemble.train.host._pacing.Pacing.pays"
     monkeypatch.setattr(pays, lambda self, width, before, steps_left: width < before)

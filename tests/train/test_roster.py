@@ -1,4 +1,4 @@
-"""Members that left leave the compiled arrays, and nobody can tell from the results."""
+"""Inactive members leave the compiled arrays, without effect on the results."""
 
 import equinox as eqx
 import jax
@@ -68,7 +68,7 @@ def fitted(data, **options):
 
 @pytest.fixture
 def widths(monkeypatch):
-    """Shrinks whenever it can, and tells to which widths."""
+    """Shrinks whenever possible, and records the widths."""
     seen = []
     shrink = ActiveMembers.shrink
 
@@ -147,7 +147,7 @@ def test_it_takes_what_pays():
     pacing = Pacing(Pilot(ee.plan.Vmap(), name="fit"))
     pacing.measure(1, 4.5, width=11, steps_left=None)  # of which the compiler took most
     pacing.measure(1, 1.0, width=11, steps_left=None)
-    assert not pacing.pays(11, 11, 10**9), "nobody has left"
+    assert not pacing.pays(11, 11, 10**9), "no member has left"
     assert pacing.pays(6, 11, 10)
     assert not pacing.pays(6, 11, 9)
     pacing.measure(1, 1.0, width=6, steps_left=None)  # half the members took as long as all: the machine idles

@@ -129,7 +129,7 @@ def test_a_folder_that_is_taken_over_is_noticed_at_the_next_save(ensemble, tmp_p
     assert json.loads((tmp_path / "a" / NAME).read_text())["token"] == "theirs"
 
 
-def test_without_locks_a_run_goes_on(ensemble, tmp_path, monkeypatch):
+def test_without_locks_a_run_continues(ensemble, tmp_path, monkeypatch):
     monkeypatch.setattr(_disk, "fcntl", None)
     fitted(ensemble, tmp_path / "a")
     assert len(names(tmp_path / "a")) == 3
@@ -225,7 +225,7 @@ reading, writing = os.pipe()
 _write.write_manifest = slow
 checkpoints = Checkpoints(folder / "run", asynchronous=True)
 checkpoints.save(1, {"a": np.zeros(3)})
-os.read(reading, 1)  # the thread is amid an overwrite, and has its lock
+os.read(reading, 1)  # the thread is overwriting, and has the lock
 child = os.fork()
 if child == 0:
     checkpoints.wait()  # the save is the parent's
@@ -243,7 +243,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.slow
 def test_a_forked_child_neither_waits_nor_holds_locks(tmp_path):
-    """A child that lives longer than its parent, as a loader's worker may, keeps nobody from the folder."""
+    """A child that lives longer than its parent, as a loader's worker may, does not block the folder."""
     command = [sys.executable, "-W", "ignore", "-c", FORKS, str(tmp_path)]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)

@@ -1,4 +1,4 @@
-"""Errors that end a run on the way: they stay what they are, and carry the run as far as it came."""
+"""Errors that end a run: they keep their type, and carry the run so far."""
 
 import re
 
@@ -135,7 +135,7 @@ def test_of_data(ensemble, kind):
     assert_same(fit(run, BATCHES[BAD:], steps=2, validation=(X, Y)).train_state, whole.train_state)
 
 
-def test_the_same_call_goes_on(ensemble, tmp_path):
+def test_the_same_call_resumes(ensemble, tmp_path):
     """What was reached is saved, so that a call with the data mended repeats nothing."""
     options = {"steps": 5, "checkpoint": tmp_path / "run"}
     with pytest.raises(OwnError) as caught:
@@ -175,7 +175,7 @@ def test_a_live_state_is_that_of_the_last_step(ensemble, tmp_path, saved):
         fit(ensemble, Live(fails=BAD), steps=5, **options)
     run, whole = caught.value.run, fit(ensemble, BATCHES, steps=5)
     assert run.data_state == {"place": BAD}
-    for _ in range(2):  # to go on from a run leaves it as it was
+    for _ in range(2):  # continuing a run does not change it
         again = fit(ensemble, Live(), steps=5, **options) if saved else fit(run, Live(), steps=2)
         assert_same(again.train_state, whole.train_state)
     assert run.data_state == {"place": BAD}

@@ -75,7 +75,7 @@ def test_scores_of_double_precision_decide(score, mode, tmp_path):
             assert stopped.best().ids.tolist() == [best]
 
 
-def test_scores_of_single_precision_stay_so_beside_doubles():
+def test_scores_of_single_precision_stay_so_with_doubles():
     """A target of 0.1 is the score's 0.1, as it is without doubles."""
 
     def tenth(model, batch, key):

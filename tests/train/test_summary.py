@@ -1,4 +1,4 @@
-"""A run as text: a few lines that say what became of it."""
+"""A run as text: a few lines about its outcome."""
 
 import equinox as eqx
 import jax
@@ -28,7 +28,7 @@ def run():
         return ee.fit(ensemble, loss, lambda h: optax.sgd(h["rate"]), DATA, key=KEY, **options)
 
 
-def test_says_what_became_of_a_run_in_ten_lines(run):
+def test_summarises_a_run_in_ten_lines(run):
     lines = repr(run).splitlines()
     assert len(lines) <= 10
     assert max(map(len, lines)) <= 100

@@ -1,4 +1,4 @@
-"""What a call of `fit` is, in texts that another process makes alike: equal for equal calls, different for others."""
+"""A call of `fit` as texts, the same in other processes: equal for equal calls, different for others."""
 
 import functools as ft
 import itertools
@@ -54,7 +54,7 @@ def by_global(hyper, key):
 
 
 def ways():
-    """Ways to bring members back, no two alike; made anew at every call, so that nothing has the same address."""
+    """Ways to revive members, all different; created at every call, so that no address is the same."""
     linear = lambda width: lambda key: eqx.nn.Linear(width, 1, key=key)
     return {
         "a clone": Revive(),
@@ -90,7 +90,7 @@ def texts():
     return {name: _identity._revive_text(how, HYPER) for name, how in ways().items()}
 
 
-def test_ways_to_come_back_are_told_apart_by_what_they_do():
+def test_ways_to_revive_differ_by_what_they_do():
     first, again = texts(), texts()
     assert first == again
     assert all(" at 0x" not in text for text in first.values())
@@ -105,7 +105,7 @@ def test_a_global_that_a_function_reads(monkeypatch):
 
 
 @pytest.mark.slow
-def test_another_process_says_the_same():
+def test_another_process_gives_the_same_text():
     """Its addresses are others, and so are the orders of its sets."""
     program = "from tests.train import test_texts as t; print(t.texts())"
     said = {
@@ -194,15 +194,15 @@ def folder(tmp_path_factory):
         ),
     ],
 )
-def test_a_refusal_says_what_differs_with_both_values(folder, change, said):
+def test_the_error_lists_differences_with_both_values(folder, change, said):
     with pytest.raises(ValueError, match="this call differs from the one that wrote it") as caught:
         fitted(folder, **(SAVED | change))
     differ = {line for line in str(caught.value).splitlines() if line.startswith("  `")}
     assert differ - {"  `members' keys`: not the same as saved"} == {f"  {said}"}  # which follow from the key
 
 
-def test_the_same_call_in_other_kinds_goes_on(folder):
-    """Lists for arrays, Python's numbers for NumPy's, a function made anew, a legacy key."""
+def test_the_same_call_with_other_types_resumes(folder):
+    """Lists for arrays, Python's numbers for NumPy's, a function defined again, a legacy key."""
     same = {
         "hyper": {"lr": [0.1, 0.2]}, "patience": 2, "max_steps": [3, 9], "target": 1e-9,
         "on_diverge": Revive(perturb=Plain(0.5)), "key": jax.random.PRNGKey(0),

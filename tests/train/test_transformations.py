@@ -1,4 +1,4 @@
-"""`fit` inside a transformation says so; what it names there works."""
+"""`fit` inside a transformation raises an error; what the error suggests works."""
 
 import equinox as eqx
 import jax

@@ -13,7 +13,7 @@ import eqx_ensemble as ee
 from eqx_ensemble.train import Status
 from eqx_ensemble.train.compiled._loss import as_loss
 
-ROWS = 8  # also the width of the model below, so that a batch's length alone tells nothing
+ROWS = 8  # also the width of the model below, so that a batch's length alone is not enough
 KEY = jax.random.key(0)
 MODEL = eqx.nn.MLP(3, 1, ROWS, 1, key=KEY)
 SCALAR = eqx.nn.MLP(3, "scalar", ROWS, 1, key=KEY)
@@ -186,7 +186,7 @@ def heteroscedastic(m, x, y):
 
 
 def library(m, x, y):
-    """Functions of jax that compare all with all inside, on a column that nobody wrote."""
+    """Functions of jax that compare all pairs internally, on a column that the user did not write."""
     column, knots = x[:, :1] * m.layers[1].bias, jnp.sort(y)
     found = [
         jnp.interp(column, knots, y),

@@ -213,7 +213,7 @@ def test_tied_arrays_stay_tied():
         assert result["a"] is not result["b"][1]
 
 
-def test_arrays_tied_in_one_member_only_come_apart():
+def test_arrays_tied_in_one_member_only_are_separated():
     weight = jnp.ones(2)
     stacked = tree.stack([{"a": weight, "b": weight}, {"a": jnp.zeros(2), "b": jnp.full(2, 3.0)}])
     assert stacked["a"].tolist() == [[1, 1], [0, 0]]

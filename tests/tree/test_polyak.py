@@ -30,7 +30,7 @@ def test_members_move_as_alone(tau):
     assert got.ids.dtype == OLD.ids.dtype
     for i in range(3):
         old, new = (eqx.filter(x[i], eqx.is_inexact_array) for x in (OLD, NEW))
-        # One rounding of a fused multiply and add, beside numbers that may be smaller than their two terms.
+        # One rounding of a fused multiply and add, relative to sums that may be smaller than their two terms.
         same_arrays(got[i], optax.incremental_update(new, old, tau), rtol=1e-6, atol=1e-7)
 
 

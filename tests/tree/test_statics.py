@@ -97,7 +97,7 @@ def _cyclic(value):
     return one
 
 
-# How a value is hidden, and the words that say where.
+# How a value is hidden, and the words that name its place.
 HIDDEN = {
     "closure": (_closure, "closure variable `value`"),
     "default": (_default, "default 0"),

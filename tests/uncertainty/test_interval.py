@@ -34,7 +34,7 @@ def test_shapes_and_jit():
 
 @pytest.mark.usefixtures("unhooked")
 @pytest.mark.parametrize("level", [0.0, 1.0, 90.0, float("nan")])
-def test_unfit_level(level):
+def test_invalid_level(level):
     with pytest.raises(ValueError, match=r"a `level` between 0 and 1.\n  got .*\nWrite 90 % as `level=0.9`."):
         uncertainty.gaussian_interval(np.ones(3), np.ones(3), level=level)
 

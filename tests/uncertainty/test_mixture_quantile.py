@@ -69,7 +69,7 @@ def test_a_large_offset_costs_no_precision():
     far = (1e4 + mean).astype(np.float32)
     want = uncertainty.gaussian_mixture_quantile((far - np.float32(1e4)).astype(np.float32), variance, LEVELS)
     got = uncertainty.gaussian_mixture_quantile(far, variance, LEVELS)
-    # float32 numbers near 1e4 lie 1e-3 apart.
+    # The spacing of float32 numbers near 1e4 is 1e-3.
     np.testing.assert_allclose(np.asarray(got, np.float64) - 1e4, want, atol=1.5e-3)
 
 
@@ -78,7 +78,7 @@ def test_members_that_are_points_are_steps():
     variance[2, 1] = 1.0
     got = uncertainty.gaussian_mixture_quantile(mean, variance, np.array([0.2, 0.5, 0.9]))
     np.testing.assert_allclose(got[:, 0], [1, 2, 3], rtol=1e-6)
-    # Two thirds of the second mixture stand at 0, from level 1/6 to 5/6.
+    # Two thirds of the second mixture are at 0, from level 1/6 to 5/6.
     np.testing.assert_allclose(got[:, 1], [0, 0, stats.norm.ppf(0.7)], atol=1e-6)
 
 
@@ -100,7 +100,7 @@ def _below(x, mean, variance, weights):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_level_lies_between_the_neighbours_of_the_quantile_and_order_is_kept(dtype, seed):
+def test_level_is_between_the_neighbours_of_the_quantile_and_order_is_kept(dtype, seed):
     # Where a component is narrow, no x has the level itself: a little lower x has too little, a little higher enough.
     with jax.enable_x64(True):
         mean, variance, weights = _narrow_mixtures(200, 5, seed)

@@ -86,7 +86,7 @@ def test_errors_that_are_all_the_same_correlate_with_none(count):
     assert np.isfinite(uncertainty.error_correlation(errors)).all()
 
 
-def test_correlation_says_what_combining_gains():
+def test_correlation_determines_the_gain_of_combining():
     errors = np.random.default_rng(0).normal(size=(6, 5000)) + np.random.default_rng(1).normal(size=5000)
     errors = (errors - errors.mean(1, keepdims=True)) / errors.std(1, keepdims=True)
     rho = (np.sum(uncertainty.error_correlation(errors.astype(np.float32))) - 6) / 30

@@ -90,6 +90,6 @@ def test_small_weights_are_met_or_missed_by_themselves():
     values, weights = np.float32([[1], [2], [3]]), np.array([5e-7, 1 - 1e-6, 5e-7])
     levels = np.array([1e-8, 1e-6, 0.5, 1 - 1e-6, 1 - 1e-8])
     np.testing.assert_array_equal(uncertainty.quantile(values, levels, weights=weights)[:, 0], [1, 2, 2, 2, 3])
-    # A level that is met exactly, from either end, still lies midway to the next value.
+    # A level that is met exactly, from either end, is still midway to the next value.
     exact = np.array([0.25, 0.75])
     np.testing.assert_array_equal(uncertainty.quantile(np.float32([[1], [2], [4], [8]]), exact)[:, 0], [1.5, 6])

@@ -1,4 +1,4 @@
-"""What every function of members promises alike: weights count members, and dtypes are those that are computed in."""
+"""What holds for every function of members: weights count members, and dtypes are those of the computation."""
 
 import inspect
 
@@ -104,7 +104,7 @@ def test_jit_vmap_and_dtypes(function):
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
 def test_a_common_offset_moves_the_centre_and_nothing_else(offset):
-    """Values near 1e4 with a variance near 1, as they come in float32, beside float64."""
+    """Values near 1e4 with a variance near 1, in float32 compared with float64."""
     mean = (offset + RNG.normal(size=(16, 40))).astype(np.float32)
     variance = RNG.uniform(0.5, 2, size=(16, 40)).astype(np.float32)
     exact, precision = mean.astype(np.float64), 1 / variance.astype(np.float64)

@@ -7,7 +7,7 @@ from eqx_ensemble import combine
 
 
 def test_posterior_of_binomials():
-    # Members that say 0.2, 0.5 and 0.8; seven successes of ten: the posterior in closed form.
+    # Members that predict 0.2, 0.5 and 0.8; seven successes of ten: the posterior in closed form.
     p, data = np.array([0.2, 0.5, 0.8]), np.array([1] * 7 + [0] * 3)
     want = p**7 * (1 - p) ** 3 / np.sum(p**7 * (1 - p) ** 3)
     rows = np.where(data[None], np.log(p)[:, None], np.log(1 - p)[:, None]).astype(np.float32)
@@ -59,6 +59,6 @@ def test_many_rows_keep_their_digits():
     odds = np.sum(rows[0].astype(np.float64) - rows[1])
     found = combine.weights.bayesian(rows)
     np.testing.assert_allclose(np.log(found[0] / found[1]), odds, atol=5e-3)
-    # Sums beside the best of each row are near -6e5, where float32 numbers are 0.06 apart.
+    # Sums relative to the best of each row are near -6e5, where float32 numbers are 0.06 apart.
     behind = np.sum(rows - rows.max(0), axis=1, dtype=np.float64).astype(np.float32)
     assert np.spacing(np.abs(behind)).min() > 0.03

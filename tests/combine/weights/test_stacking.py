@@ -132,7 +132,7 @@ def test_improves_what_it_claims_to():
 def test_many_rows_lose_no_proof_to_rounding():
     log_scores = _log_scores((2, 200_000), scale=3.0) - np.float32([[0], [1]])
     assert _gap(log_scores, combine.weights.stacking(log_scores).weights) < 1.5e-6
-    # What plain float32 sums over all rows say of the exact solution is off by more.
+    # Plain float32 sums over all rows have a larger error at the exact solution.
     likelihood = np.exp(log_scores - log_scores.max(0))
     with jax.enable_x64(True):
         exact = np.asarray(combine.weights.stacking(log_scores.astype(np.float64)).weights, np.float32)
