@@ -296,7 +296,7 @@ def test_sketch_of_many_members(chunk):
     combination, partial = QuantileSketch(levels, size=size), None
     for start in range(0, count, chunk):
         partial = combination.update(partial, values[start : start + chunk])
-    assert sum(items.values.shape[0] for items in partial.floors) < 2 * size * len(partial.floors) < 250
+    assert sum(items.values.shape[0] for items in partial.tiers) < 2 * size * len(partial.tiers) < 250
     found = np.asarray(combination.finish(partial))
     bound = count * np.floor(np.log2(count / size)) / (2 * size) + 1  # one more for the midpoint
     ranks = (values[:, :, None] <= found[None]).sum(0)
@@ -341,7 +341,7 @@ def test_sketches_of_equal_members_are_equal():
     first, again = (QuantileSketch([0.3], size=8).update(None, values) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     turned = QuantileSketch([0.3], size=8).update(None, values[::-1])
-    np.testing.assert_array_equal(first.floors[1].values, turned.floors[1].values)
+    np.testing.assert_array_equal(first.tiers[1].values, turned.tiers[1].values)
 
 
 def test_sketch_of_compiled_chunks_of_no_weight():
