@@ -1,4 +1,4 @@
-"""One small call of every public function of arrays, with all of its arguments: what the censuses go through."""
+"""One small call of every public function of arrays, with all of its arguments: the input of the censuses."""
 
 import inspect
 

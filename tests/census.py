@@ -40,7 +40,7 @@ class Case:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The arguments to spoil: all that the function has, if not said otherwise."""
+        """The arguments to spoil: by default all arguments of the function."""
         parameters = inspect.signature(self.fn).parameters.values()
         named = (p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
         return self.spoiled or tuple(named)

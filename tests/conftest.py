@@ -40,7 +40,7 @@ def pytest_runtest_teardown():
 
 @pytest.fixture
 def unhooked():
-    """Switch the jaxtyping + beartype net off, as it is for users, so that the library's own messages are seen."""
+    """Switch off jaxtyping and beartype, as for users, so that the library's own messages are seen."""
     before = jaxtyping_config.jaxtyping_disable
     jaxtyping_config.update("jaxtyping_disable", True)
     yield

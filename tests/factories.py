@@ -200,7 +200,7 @@ def data(rows=ROWS, seed=7):
 
 @contextlib.contextmanager
 def relaxed():
-    """What optax needs of NumPy's promotion, which the suite makes strict."""
+    """The dtype promotion that optax needs; the test suite sets it to strict."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 

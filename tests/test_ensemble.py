@@ -1,4 +1,4 @@
-"""Building and holding ensembles: whatever is done with all members is what a Python loop over `unstack()` does."""
+"""Building and using ensembles: every operation on all members equals a Python loop over `unstack()`."""
 
 import copy
 import dataclasses
@@ -812,7 +812,7 @@ def test_equal_members_of_a_stack_are_meant():
 
 
 def test_gradients_of_shared_arrays():
-    """Both wishes of the documentation: a trunk that all members train, and one that is a constant."""
+    """Both cases of the documentation: a trunk that all members train, and one that is a constant."""
     ensemble = ee.build(Branching, 3, shared=lambda model: model.trunk, key=KEY)
     x = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
 

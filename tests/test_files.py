@@ -1,4 +1,4 @@
-"""Saving and loading ensembles: what comes back is what was saved, or an error that lists all that differs."""
+"""Saving and loading ensembles: the result is what was saved, or an error that lists all differences."""
 
 import functools as ft
 import itertools
@@ -409,7 +409,7 @@ def test_members_from_many_checkpoints(tmp_path):
 
 
 def test_a_file_of_another_model_is_noticed(tmp_path, unhooked):
-    """Equinox itself loads the six layers into three without a word."""
+    """Equinox itself loads the six layers into three without an error."""
     deep, shallow = (eqx.nn.MLP(2, 2, 2, depth, key=KEY) for depth in (5, 2))
     eqx.tree_serialise_leaves(tmp_path / "m.eqx", deep)
     eqx.tree_deserialise_leaves(tmp_path / "m.eqx", shallow)

@@ -1,4 +1,4 @@
-"""Every argument of every public function of arrays is given what it should not be given.
+"""Every argument of every public function of arrays is given bad values.
 
 Each call gives a right result or an error that names the function: never an error from within JAX or NumPy, and never a
 silent result of what cannot have been meant. What is right about those that give a result is said in `MEANT`.

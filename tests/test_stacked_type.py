@@ -31,7 +31,7 @@ checked = jaxtyped(typechecker=beartype)
 
 @pytest.fixture(autouse=True)
 def _hooked():
-    """These tests are about the net, so that it is on also where the suite runs without it."""
+    """These tests are about run-time type checks, which are on here even where the suite runs without them."""
     before = jaxtyping_config.jaxtyping_disable
     jaxtyping_config.update("jaxtyping_disable", False)
     yield

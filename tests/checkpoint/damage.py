@@ -51,7 +51,7 @@ def every_bit(path, step, start=0):
 
 
 def every_length(path, step, start=0):
-    """Cuts both files off, and makes them longer: a list of what was not noticed."""
+    """Truncates and extends both files; returns a list of the changes that were not detected."""
     silent, count = [], 0
     for file in list(path.iterdir()):
         data = file.read_bytes()
@@ -72,7 +72,7 @@ def every_length(path, step, start=0):
 
 
 def forge(path, change):
-    """Writes a manifest with some changes under a checksum that is right."""
+    """Writes a manifest with some changes and a correct checksum."""
     file = path / MANIFEST
     content = json.loads(file.read_text())["manifest"]
     changed = change(content)

@@ -57,7 +57,7 @@ def finished(pipe):
 
 
 def killed_often(folder, kills, mode):
-    """How often it killed, how many saves were finished, and how many times something was lost."""
+    """The numbers of kills, of completed saves, and of losses."""
     moments = random.Random(0)
     killed = saves = lost = version = 0
     while killed < kills:

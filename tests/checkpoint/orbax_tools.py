@@ -40,7 +40,7 @@ def version_at(path):
 
 
 def replaced(path, arrays):
-    """Other arrays in the place of those that Orbax wrote."""
+    """Replaces the arrays that Orbax wrote."""
     from orbax.checkpoint.experimental import v1 as ocp
 
     folder = path / "orbax-0001"

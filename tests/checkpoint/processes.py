@@ -36,7 +36,7 @@ def spread(tree, sharding):
 
 
 def assert_parts(got, expected):
-    """What this process has of the arrays is what it should have."""
+    """The parts of the arrays on this process are correct."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         if not isinstance(y, jax.Array):
             assert not eqx.is_array(y) or np.array_equal(x, y)
@@ -97,7 +97,7 @@ def everything(folder, rank, whole, by_members):
 
 
 def run(folder, rank, ensemble):
-    """A run with retention, and the way back from damage that one process sees."""
+    """A run with retention, and the fallback from damage that one process detects."""
     flags = jax.tree.map(eqx.is_array, ensemble)
     checkpoints = ee.checkpoint.Checkpoints(folder / "run", format="orbax", last=2, asynchronous=True)
     for step in range(4):

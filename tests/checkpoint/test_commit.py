@@ -263,7 +263,7 @@ def test_power_cut_at_every_moment(syncs, old, tmp_path):
 
 
 def test_overwriting_in_place_loses_some(tmp_path):
-    """The control: the same kill under a writer that writes where the old file is."""
+    """The control: the same kill under a writer that overwrites the old file."""
     path = tmp_path / "x"
 
     def save(version):

@@ -1,4 +1,4 @@
-"""Whatever happens to the bytes of a checkpoint, and whatever somebody writes there: an error, never other numbers."""
+"""Damaged and hostile checkpoints raise an error, and never load as other numbers."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: their order, what is kept, the way back, and saving in another thread."""
+"""The checkpoints of a run: their order, retention, fallback, and saving in another thread."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Only what is ours is ever replaced or removed: by name, by kind and by how a manifest begins."""
+"""Only files of the library are ever replaced or removed: by name, by kind and by how a manifest begins."""
 
 import json
 import os
@@ -92,7 +92,7 @@ USERS = ["notes.txt", "arrays-1.safetensors", "orbax-0002", "checkpoint.json.bak
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_of_the_user_is_ever_removed(seed, tmp_path):
-    """Saves, retention and cleaning over folders in which somebody puts files: all of these stay as they are."""
+    """Saves, retention and cleaning over folders with other files: all of these stay unchanged."""
     draw = random.Random(seed)
     run, own = tmp_path / "run", {}
     checkpoints = Checkpoints(run, last=2, best=1)

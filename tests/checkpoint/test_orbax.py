@@ -118,7 +118,7 @@ def test_tied_arrays_are_saved_once_and_stay_tied(tmp_path):
 
 
 def test_one_array_as_two_kinds(tmp_path):
-    """An array that is wanted on devices at one place and in host memory at another."""
+    """An array that `like` has on devices at one path and in host memory at another."""
     x = spread(jnp.arange(8.0), mesh(4))
     save(tmp_path / "x", {"a": x, "b": x, "c": x})
     for like in ({"a": x, "b": np.zeros(8, np.float32), "c": x}, {"a": np.zeros(8, np.float32), "b": x, "c": x}):
@@ -310,7 +310,7 @@ def test_what_orbax_alone_does(tmp_path):
 
 
 def test_options_around_the_call_change_nothing(tmp_path):
-    """A context that makes Orbax store less than it is given."""
+    """A context in which Orbax stores less than its input."""
     made = {"x": jnp.asarray(random_bytes((3, 5), "float32"))}
     context = ocp.Context()
     context.array.saving.storage_options = type(context.array.saving.storage_options)(dtype=jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Whatever is written comes back bit for bit; and other programs can read the arrays."""
+"""Everything is restored bit for bit; and other programs can read the arrays."""
 
 import collections
 import dataclasses

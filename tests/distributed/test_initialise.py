@@ -1,4 +1,4 @@
-"""Several processes as one program: finding each other, and what is the same in all of them afterwards."""
+"""Several processes as one program: how they connect, and what is the same in all of them afterwards."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The files of `docs/processes.md` do what they are there for, as far as that shows on one machine."""
+"""The files of `docs/processes.md` work, as far as one machine can show it."""
 
 import os
 import pathlib

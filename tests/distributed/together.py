@@ -105,7 +105,7 @@ def missing():
 
 
 def error():
-    """Process 1 ends with an exception, and process 0 has nothing to do with it."""
+    """Process 1 ends with an exception, and process 0 does not communicate with it."""
     processes = ee.distributed.initialise(timeout=60)
     if processes.process_id == 1:
         print("about to fail", end="")
@@ -114,7 +114,7 @@ def error():
 
 
 def killed():
-    """Process 1 is killed, and process 0 will not hear of it by itself."""
+    """Process 1 is killed, and process 0 does not notice it by itself."""
     processes = ee.distributed.initialise(timeout=60)
     if processes.process_id == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a server does: reads artefacts and calls them, where jax is installed and nothing of the model's.
+"""What a server does: loads and calls artefacts, with jax installed, but without this library and the model.
 
 The lines that do it are those of the documentation: the jobs bring them along.
 """

@@ -1,4 +1,4 @@
-"""The archive that is saved: what is in it, and that damage to it never goes unnoticed."""
+"""The saved archive: its content, and that damage is always detected."""
 
 import json
 import zipfile

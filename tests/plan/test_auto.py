@@ -1,4 +1,4 @@
-"""`plan="auto"`: what it looks at, what it tries, and that it changes nothing but time and memory."""
+"""`plan="auto"`: what it analyses, what it tries, and that it changes only time and memory."""
 
 import subprocess
 import sys

@@ -165,7 +165,7 @@ def test_in_the_messages(ensemble, monkeypatch):
 
 
 def test_in_a_search():
-    """Its memory is extrapolated by its width, and what it needs to compile by its own account."""
+    """Its memory is extrapolated by its width, its compilation time by its own method."""
     cache = SearchCache(Cost(0, 1000, 0, 0, 0, 0), 8, [Trial(plan) for plan in (Plain(), Strided(4))], "step")
     search = Search(cache, max_overhead=1.0, memory=500)
     assert search.plan == Sequential()

@@ -1,4 +1,4 @@
-"""What all plots have in common: the Axes they draw on, what they leave alone, what they refuse."""
+"""What all plots have in common: the Axes they draw on, what they do not change, what they reject."""
 
 import builtins
 import inspect

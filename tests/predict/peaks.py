@@ -1,4 +1,4 @@
-"""The memory that predictions within a budget need at their peak, as JSON: a process of its own, so that nothing that
+"""The peak memory of predictions within a budget, as JSON: a process of its own, so that nothing that
 other tests freed is used again unseen.
 """
 

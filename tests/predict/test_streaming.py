@@ -91,7 +91,7 @@ def test_of_a_run(ensemble):
 
 @pytest.fixture
 def needing(monkeypatch):
-    """A context in which every block is said to need so many bytes; gives the blocks that were measured."""
+    """A context in which every block is reported to need so many bytes; yields the blocks that were measured."""
 
     @contextlib.contextmanager
     def said(need):

@@ -93,7 +93,7 @@ def eight(folder):
 
 
 def streamed():
-    """Each process brings the rows that its devices need."""
+    """Each process provides the rows that its devices need."""
     mesh = ee.make_mesh(data=2)
     own = ee.sharding.local_rows(mesh, 12)
     assert jax.process_count() == 1 or own.stop - own.start == 12, "members are apart first, rows inside a process"
@@ -139,7 +139,7 @@ def population():
 
 
 def files(folder):
-    """An ensemble is saved by all, and comes back onto another mesh."""
+    """An ensemble is saved by all processes, and loaded onto another mesh."""
     ensemble = ee.build(make, 8, mesh=ee.make_mesh(), key=KEY(0))
     if jax.process_count() > 1:
         with pytest.raises(NotImplementedError, match="format='orbax'"):
@@ -162,7 +162,7 @@ class DiesAt:
 
 
 def training(folder, *, dies=False, epochs=6):
-    """A run that saves itself; process 1 is killed within it, if it is to die."""
+    """A run with checkpoints; process 1 is killed within it on request."""
     checkpoints = ee.checkpoint.Checkpoints(folder / "run", format="orbax")
     if dies:
         killer, save = DiesAt(folder / "run", 2, 1), ee.checkpoint.Checkpoints.save

@@ -1,4 +1,4 @@
-"""Members and rows spread over devices: the same results as on one, and nothing sent that need not be."""
+"""Members and rows sharded over devices: the results of one device, without unnecessary communication."""
 
 import functools as ft
 import re
@@ -116,7 +116,7 @@ class TestMakeMesh:
             calls[name](mesh())
 
     def test_a_mesh_of_another_kind_is_left_alone(self):
-        """An ensemble that its owner has put somewhere else is used as it is there."""
+        """An ensemble that the user has placed on other devices is used there."""
         mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("members", "mine"))
         ensemble, there = ee.build(make, 4, key=KEY), NamedSharding(mesh, PartitionSpec("members"))
         spread = jax.tree.map(lambda x: jax.device_put(x, there) if eqx.is_array(x) else x, ensemble)
@@ -168,7 +168,7 @@ class TestBuild:
             ee.build(make, 5, mesh=ee.make_mesh(), key=KEY)
 
     def test_what_cannot_be_compiled(self):
-        """A constructor that looks at its numbers is run as without a mesh."""
+        """A constructor that uses concrete values is run as without a mesh."""
 
         def looks(key):
             assert float(jnp.ones(())) == 1.0  # is a tracer where this is compiled, and a number where it is not

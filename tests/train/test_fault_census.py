@@ -48,7 +48,7 @@ class Layer(eqx.Module):
 
 
 class Fault(NamedTuple):
-    """What befalls one member, and when; `kind` is one of `KINDS`."""
+    """The fault of one member, and its step; `kind` is one of `KINDS`."""
 
     kind: str
     member: int
@@ -145,7 +145,7 @@ FINITE = "its weights are finite unless they came otherwise"
 
 
 def broken_promises(fault, left, clean, run):
-    """Which promises a run breaks in which one member has a fault and is to leave at step `left`, -1 for never.
+    """The promises that a run breaks in which one member has a fault and should leave at step `left`, -1 for never.
 
     The auxiliary outputs are the weights before each step.
     """
@@ -192,7 +192,7 @@ def leaves_at(name, fault):
 
 
 def wrong(name, plan):
-    """Everything that is wrong with an optimiser under a plan, one line for each fault."""
+    """All failures of an optimiser under a plan, one line per fault."""
     clean = fitted(optimiser(name), PLANS[plan])
     lines = [] if (clean.status == Status.OK).all() else ["the run without a fault has one"]
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""Runs that go on where another run, a training state or one's own loop stopped."""
+"""Runs that continue another run, a training state or a user's loop."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Members that fail at steps which the compiled loop does not look at one by one."""
+"""Members that fail within a chunk, whose steps are not checked one by one."""
 
 import functools
 
@@ -154,7 +154,7 @@ def test_validation_with_faults():
 
 
 def test_an_optimiser_that_handles_bad_gradients_continues():
-    """A gradient that is not finite is no fault where the weights stay finite: training alone would go on as well."""
+    """A gradient that is not finite is no fault where the weights stay finite: training alone continues too."""
 
     def kinked(model, batch, key):
         x, y = batch

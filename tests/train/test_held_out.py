@@ -1,4 +1,4 @@
-"""Predictions of rows by members that never saw them, straight from a run."""
+"""Predictions of rows by members that were not trained on them, directly from a run."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Member i of an ensemble is the model that one gets by training it alone."""
+"""Member i of an ensemble is the model that training it alone gives."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Members that have done enough: step and time budgets, target scores."""
+"""Members that stop at limits: step and time budgets, target scores."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""Options of `fit` drawn at random and together: faults live where two of them meet.
+"""Random combinations of options of `fit`: most faults are in combinations of two options.
 
 Each member is compared with a plain loop over it alone, of Equinox and optax; and the run with a twin that is to be the
 same: under another plan, cut in two, with fewer members, on a mesh, or saved and resumed.

@@ -1,4 +1,4 @@
-"""One run at a time has a checkpoint folder, and what keeps it from saving is said before anything is compiled."""
+"""Only one run at a time can use a checkpoint folder, and obstacles to saving raise before anything is compiled."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""`(n, 1)` against `(n,)` in a loss is warned of, and nothing else is."""
+"""`(n, 1)` against `(n,)` in a loss gives a warning, and nothing else does."""
 
 import inspect
 

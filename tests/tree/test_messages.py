@@ -1,4 +1,4 @@
-"""The words of the errors, and what must be an error."""
+"""The messages of the errors, and what must be an error."""
 
 import collections
 

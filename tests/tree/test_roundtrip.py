@@ -1,4 +1,4 @@
-"""Random trees go through stack, unstack, take, concatenate and replace without losing a bit."""
+"""Random trees are preserved by stack, unstack, take, concatenate and replace, bit for bit."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is not an array is kept once: equal in meaning passes, anything else is refused by name."""
+"""Values that are not arrays are stored once: equal ones pass, others raise an error that names them."""
 
 import dataclasses
 import functools as ft

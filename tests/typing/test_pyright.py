@@ -1,4 +1,4 @@
-"""A type checker understands what users write, and refuses what is wrong."""
+"""A type checker accepts correct user code, and rejects wrong code."""
 
 import importlib.util
 import json
