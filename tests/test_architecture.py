@@ -34,6 +34,7 @@ def docstrings(file: str) -> set[int]:
 
 def assert_listed(found: set[str], listed: set[str], rule: str):
     assert not found - listed, f"{rule}: {sorted(found - listed)}"
+    assert not listed - found, f"mended, so take them off the list: {sorted(listed - found)}"
 
 
 # Names of checks.
@@ -173,7 +174,6 @@ LARGE_CLASSES: set[str] = {
     "Reader",
 }
 LONG_FILES: set[str] = {
-    "_check/_arrays.py",
     "scores/_scoringrules.py",
 }
 
@@ -207,11 +207,8 @@ def test_files_are_short():
 # Messages name a function by its dotted path, without the package.
 
 PREFIXED: set[str] = {
-    "",
     "distributed.initialise()",
     "launch",
-    "load",
-    "tree.take(state, index)",
 }
 
 
@@ -238,10 +235,8 @@ PARTICIPLES: set[str] = {
     "_centred",
     "_checked",
     "_copied",
-    "_described",
     "_hashed",
     "_listed",
-    "_made",
     "_moved",
     "_named",
     "_numbered",
@@ -255,10 +250,8 @@ PARTICIPLES: set[str] = {
     "_stacked",
     "_weighted",
     "begun",
-    "checked",
     "chosen",
     "copied",
-    "diverged",
     "fixed",
     "held",
     "listed",
@@ -268,7 +261,6 @@ PARTICIPLES: set[str] = {
     "opened",
     "ranked",
     "replicated",
-    "resumed",
     "served",
     "stored",
     "validated",

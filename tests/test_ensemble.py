@@ -558,7 +558,7 @@ def test_average_refuses_what_has_no_mean():
     differing = eqx.tree_at(lambda e: e.stacked.weight, alike, alike.stacked.weight.at[1, 0, 0].set(9))
     with pytest.raises(ee.MemberMismatchError, match=r"the int32 array at `\.weight` differs between members"):
         ee.average(differing)
-    with pytest.raises(ValueError, match=r"one weight per member: expected shape \(2,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"one weight per member.\n  expected shape \(2,\), got \(3,\)"):
         ee.average(alike, [1, 1, 1])
     with pytest.raises(TypeError, match="got a Linear"):
         ee.average(linear(KEY))

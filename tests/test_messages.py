@@ -498,7 +498,8 @@ BAD = {
     ),
     "average with two weights": (
         lambda: ee.average(ENSEMBLE, [1, 2]),
-        "ValueError: `average` needs one weight per member: expected shape (3,), got (2,).",
+        "ValueError: `average` needs one weight per member.\n"
+        "  expected shape (3,), got (2,)\nWeights are in the order of the members.",
     ),
     "weighted sum of two shapes": (
         lambda: ee.tree.weighted_sum([{"a": jnp.ones(3)}, {"a": jnp.ones(4)}], [1, 1]),

@@ -24,7 +24,7 @@ def test_a_pruned_ensemble_predicts_what_the_weighted_one_did():
 
 
 def test_messages():
-    with pytest.raises(ValueError, match=r"`prune` needs one weight per member: expected shape \(4,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"`prune` needs one weight per member.\n  expected shape \(4,\), got \(3,\)"):
         ee.prune(_ensemble(), np.ones(3))
     with pytest.raises(TypeError, match=r"`prune` needs `weights` as an array.*\n.*\nPass its weights alone"):
         ee.prune(_ensemble(), ee.combine.weights.sparsify(np.ones(4)))

@@ -9,6 +9,7 @@ import numpy as np
 
 from .._check import (
     check_key_shape,
+    is_integer,
     kind_text,
 )
 
@@ -57,7 +58,7 @@ def check_count(**counts: int | None) -> int:
             "`build` needs to know how many members to make: pass `num_members`, `ids`, `keys`, `zip` or `product`."
         )
     for count in given.values():
-        if isinstance(count, bool) or not isinstance(count, int | np.integer):
+        if not is_integer(count):
             raise TypeError(f"`build` needs an integer number of members, got {count!r}.")
     if len(set(given.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in given.items())

@@ -4,7 +4,7 @@ import math
 import operator
 import os
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -76,7 +76,7 @@ def check_number(
 
 def check_axis(value: Any, argument: str, *, name: str) -> int:
     """An axis: an integer, from the end if it is negative."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+    if not is_integer(value):
         raise TypeError(f"`{name}` needs `{argument}` to be an integer, got {_value_text(value)}.")
     return int(value)
 
@@ -104,17 +104,27 @@ def _value_text(value: Any) -> str:
     return repr(value) if isinstance(value, str | int | float | bool | None) else kind_text(value)
 
 
-def check_positive_int(value: Any, argument: str, *, name: str) -> int:
-    """A count of at least one."""
+def is_integer(value: Any) -> TypeGuard[int]:
+    """Whether it is Python's or NumPy's integer, and no boolean, which is one to `isinstance`."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_integer(value: Any, argument: str, *, name: str, least: int) -> int:
+    """An integer of `least` or more, an array of no axes included."""
     try:
         number = operator.index(value)
     except TypeError:
         number = None
     if number is None or isinstance(value, bool):
         raise TypeError(f"`{name}` needs an integer `{argument}`, got {value!r}.")
-    if number < 1:
-        raise ValueError(f"`{name}` needs `{argument}` of at least 1, got {number}.")
+    if number < least:
+        raise ValueError(f"`{name}` needs `{argument}` of at least {least}, got {number}.")
     return number
+
+
+def check_positive_int(value: Any, argument: str, *, name: str) -> int:
+    """A count of at least one."""
+    return check_integer(value, argument, name=name, least=1)
 
 
 MOST_STEPS = 2**31 - 1

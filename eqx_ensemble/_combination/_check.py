@@ -4,8 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._check import check_logits, check_moments, check_plain_weights, check_values
-from .._check._arrays import concrete
+from .._check import (
+    check_logits,
+    check_moments,
+    check_nonnegative_weights,
+    check_values,
+    check_weight_count,
+    concrete,
+)
 
 
 def check_members(predictions: Any, *, name: str) -> int:
@@ -22,23 +28,13 @@ def check_members(predictions: Any, *, name: str) -> int:
 
 def check_chunk_weights(weights: Any, num_members: int, *, name: str) -> Any:
     """Weights of the members of a chunk: finite and not negative; they may all be zero. Concrete ones are NumPy's."""
-    check_plain_weights(name, weights)
+    check_weight_count(weights, num_members, name=name)
+    check_nonnegative_weights(name, weights)
     host = concrete(weights)
-    array = jnp.asarray(weights) if host is None else host
-    if array.shape != (num_members,):
-        raise ValueError(
-            f"`{name}` needs one weight per member of the chunk.\n"
-            f"  expected shape {(num_members,)}, got {array.shape}\nWeights stand in the order of the members."
-        )
-    if host is None:
-        return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)
-    host = host.astype(np.float64)
-    if not np.isfinite(host).all() or (host < 0).any():
-        raise ValueError(
-            f"`{name}` needs finite `weights` of zero or more.\n  got {weights}\n"
-            "A member of weight zero has no influence; `jax.nn.softmax` converts scores to weights."
-        )
-    return host
+    if host is not None:
+        return host.astype(np.float64)
+    array = jnp.asarray(weights)
+    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)
 
 
 def check_seen(partial: Any, *, name: str) -> None:

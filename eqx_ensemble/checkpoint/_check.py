@@ -4,9 +4,8 @@ import os
 from typing import Any
 
 import jax
-import numpy as np
 
-from .._check import MemberMismatchError, check_path, check_word, is_member_array, is_traced, kind_text
+from .._check import MemberMismatchError, check_path, check_word, is_integer, is_member_array, is_traced, kind_text
 from .._check._leaves import MOST_BITS
 
 KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
@@ -125,7 +124,7 @@ def check_retention(last: Any, best: Any, keep_period: Any) -> None:
     for argument, value, least in (("last", last, 1), ("best", best, 0), ("keep_period", keep_period, 1)):
         if value is None and argument == "keep_period":
             continue
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        if not is_integer(value):
             raise TypeError(f"`Checkpoints` needs an integer `{argument}`, got {value!r}.")
         if value < least:
             raise ValueError(f"`Checkpoints` needs `{argument}` of at least {least}, got {value}.")

@@ -10,6 +10,7 @@ from .._check import (
     check_array,
     check_floating,
     check_logits,
+    check_nonnegative,
     check_positive_int,
     check_regression,
     concrete,
@@ -68,17 +69,9 @@ def check_row_weights(
         raise ValueError(
             needs_message(name, "one of `row_weights` per score", got, "They stand in the order of the scores.")
         )
-    for argument, values, counts in (
-        ("row_weights", row_weights, kept_rows(mask)),
-        ("new_weights", new_weights, np.ones(())),
-    ):
-        host = concrete(values)
-        if host is None or counts is None:
-            continue
-        wrong = (~np.isfinite(host.astype(np.float64)) | (host < 0)) & counts.astype(bool)
-        if wrong.any():
-            fix = "How much more often such an input comes up among new rows: a ratio of densities."
-            raise ValueError(needs_message(name, f"finite `{argument}` of zero or more", first_text(host, wrong), fix))
+    fix = "How much more often such an input comes up among new rows: a ratio of densities."
+    check_nonnegative(name, "row_weights", row_weights, fix=fix, mask=mask)
+    check_nonnegative(name, "new_weights", new_weights, fix=fix)
     return own.astype(scores.dtype), new.astype(scores.dtype)
 
 

@@ -2,13 +2,12 @@
 
 import errno
 import math
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from .._check import is_traced
+from .._check import check_integer, is_traced
 
 _SHOWN = 8
 
@@ -26,17 +25,7 @@ def check_process_numbers(num_processes: Any, process_id: Any) -> tuple[int | No
 
 
 def _check_integer(value: Any, argument: str, *, least: int) -> int | None:
-    if value is None:
-        return None
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise TypeError(f"`distributed.initialise` needs an integer `{argument}`, got {value!r}.")
-    if number < least:
-        raise ValueError(f"`distributed.initialise` needs `{argument}` of at least {least}, got {number}.")
-    return number
+    return None if value is None else check_integer(value, argument, name="distributed.initialise", least=least)
 
 
 def check_coordinator(value: Any) -> tuple[str, int]:

@@ -12,6 +12,7 @@ from .._check import (
     check_word,
     concrete,
     first_text,
+    is_integer,
     kind_text,
     needs_message,
 )
@@ -137,7 +138,7 @@ def check_counts(name: str, counts: Any) -> np.ndarray:
 
 def check_bin_edges(name: str, bins: Any) -> int | np.ndarray:
     """A number of bins, or their edges, rising."""
-    if isinstance(bins, int | np.integer) and not isinstance(bins, bool):
+    if is_integer(bins):
         if bins < 1:
             raise ValueError(needs_message(name, "`bins` of one or more", f"got {bins}", "20 is usual."))
         return int(bins)

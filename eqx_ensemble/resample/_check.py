@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 from .._check import (
     check_array,
     check_key,
+    check_nonnegative,
     check_positive_int,
     concrete,
     first_text,
@@ -134,16 +135,7 @@ def check_drawn(name: str, values: ArrayLike, num_rows: int, *, num_members: int
                 name, f"weights of shape (members, {num_rows})", f"got {array.dtype} of shape {array.shape}", fix
             )
         )
-    host = concrete(values)
-    if host is not None and host.dtype != bool:
-        host = host.astype(np.float64)
-        wrong = ~np.isfinite(host) | (host < 0)
-        if wrong.any():
-            raise ValueError(
-                needs_message(
-                    name, "finite weights of zero or more", first_text(host, wrong), "A row of weight zero is not seen."
-                )
-            )
+    check_nonnegative(name, "drawn", values, fix="A row of weight zero is not seen.")
     return array
 
 

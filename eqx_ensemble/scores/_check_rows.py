@@ -1,5 +1,4 @@
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -7,9 +6,8 @@ from .._check import (
     check_array,
     check_floating,
     check_mask,
+    check_nonnegative,
     concrete,
-    first_text,
-    kept_rows,
     needs_message,
     promote,
 )
@@ -31,7 +29,7 @@ def check_ranking(
     else:
         array = check_array(name, "row_weights", row_weights)
         _same_rows(name, "scores", values, "row_weights", array)
-        _not_negative(name, "row_weights", row_weights, mask)
+        check_nonnegative(name, "row_weights", row_weights, fix="Zero leaves a row out.", mask=mask)
         values, weights = promote(values, array)
     weights = weights if rows is None else jnp.where(rows, weights, 0)
     counts = concrete(weights)
@@ -72,21 +70,6 @@ def _same_rows(name: str, argument: str, values: Array, other: str, array: Array
         raise ValueError(needs_message(name, f"`{argument}` and `{other}` of one shape", got, fix))
 
 
-def _not_negative(name: str, argument: str, values: ArrayLike, mask: ArrayLike | None) -> None:
-    host, kept = concrete(values), kept_rows(mask)
-    if host is None or kept is None:
-        return
-    if (wrong := ~((host >= 0) & np.isfinite(host)) & kept).any():
-        raise ValueError(
-            needs_message(
-                name,
-                f"finite `{argument}` of zero or more",
-                first_text(np.asarray(host), wrong),
-                "Zero leaves a row out.",
-            )
-        )
-
-
 def check_rows_of_scores(
     name: str, values: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Array, Array | None, Array | None]:
@@ -106,12 +89,6 @@ def check_rows_of_scores(
         raise ValueError(
             needs_message(name, "one of `row_weights` per row", got, "Rows are on the last axis of `values`.")
         )
-    host, kept = concrete(row_weights), kept_rows(mask)
-    if host is not None and kept is not None:
-        wrong = ~np.isfinite(host.astype(np.float64)) | (host < 0)
-        if (wrong & kept).any() or not (host.astype(bool) & kept).any():
-            fix = "A row of weight zero does not count, but is drawn; `mask` leaves rows out."
-            raise ValueError(
-                needs_message(name, "finite `row_weights` of zero or more, not all zero", f"got {host}", fix)
-            )
+    fix = "A row of weight zero does not count, but is drawn; `mask` leaves rows out."
+    check_nonnegative(name, "row_weights", row_weights, fix=fix, mask=mask, all_zero=False)
     return array, weights.astype(array.dtype), rows

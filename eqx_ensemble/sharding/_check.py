@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from .._check import check_sequence, kind_text
+from .._check import check_sequence, is_integer, kind_text
 
 _AXES = ("members", "data", "model")
 
@@ -113,7 +113,7 @@ def check_spec(value: Any, path: str, shape: tuple[int, ...], parts: int) -> Non
 
 def check_rows_divide(num_rows: Any, parts: int, *, name: str) -> None:
     """Checks that rows divide evenly over the devices."""
-    if isinstance(num_rows, bool) or not isinstance(num_rows, int | np.integer) or num_rows < 1:
+    if not is_integer(num_rows) or num_rows < 1:
         raise TypeError(f"`{name}` needs the number of rows of a batch, got {num_rows!r}.")
     if num_rows % parts:
         raise ValueError(f"`{name}` needs rows that divide over data x model = {parts} devices, got {num_rows}.")

@@ -2,7 +2,7 @@ from typing import Any
 
 import numpy as np
 
-from .._check import check_positive_int, check_weight_count
+from .._check import check_nonnegative_weights, check_positive_int, check_weight_count
 
 
 def diverged_message(ids: Any, stopped_at: Any, faults: Any, *, first_step: int = -1, integers: str = "") -> str:
@@ -38,9 +38,8 @@ def check_run_weights(weights: Any, healthy: np.ndarray, combine: Any, *, name: 
     if combine is None:
         raise TypeError(f"`{name}` needs `combine=` with `weights`: weights have no effect without `combine`.")
     check_weight_count(weights, len(healthy), name=name)
+    check_nonnegative_weights(name, weights, mask=healthy, all_zero=False)
     kept = np.asarray(weights, float)[healthy]
-    if not np.isfinite(kept).all() or (kept < 0).any() or (kept.size and kept.sum() == 0):
-        raise ValueError(f"`{name}` needs weights that are finite, not negative and not all zero, got {weights!r}.")
     return kept / kept.sum() if kept.size else kept
 
 

@@ -139,7 +139,8 @@ BAD = {
     ),
     "weights of others": (
         lambda: export(weights=[1.0], combine=ee.combine.mean),
-        "ValueError: `export` needs one weight per member: expected shape (2,), got (1,).",
+        "ValueError: `export` needs one weight per member.\n"
+        "  expected shape (2,), got (1,)\nWeights are in the order of the members.",
     ),
     "traced leaves": (
         lambda: eqx.filter_jit(lambda ensemble: export(ensemble))(ENSEMBLE),

@@ -247,7 +247,7 @@ BAD = {
     ),
     "negative weights": (
         lambda: resample.out_of_bag(np.array([[1.0, -0.5]]), 2),
-        "ValueError: `resample.out_of_bag` needs finite weights of zero or more.\n"
+        "ValueError: `resample.out_of_bag` needs finite `drawn` of zero or more.\n"
         "  got -0.5 at index (0, 1), the first of 1 such\n"
         "A row of weight zero is not seen.",
     ),
