@@ -1,46 +1,73 @@
-from . import calibrate as calibrate
-from . import checkpoint as checkpoint
-from . import combine as combine
-from . import conformal as conformal
-from . import distributed as distributed
-from . import methods as methods
-from . import plan as plan
-from . import plot as plot
-from . import resample as resample
-from . import scores as scores
-from . import sharding as sharding
-from . import sweep as sweep
-from . import testing as testing
-from . import train as train
-from . import tree as tree
-from . import uncertainty as uncertainty
-from ._axes import AbstractPerMember as AbstractPerMember
-from ._axes import Batch as Batch
-from ._axes import Each as Each
-from ._build import build as build
-from ._check import CheckpointCorruptError as CheckpointCorruptError
-from ._check import MemberMismatchError as MemberMismatchError
-from ._ensemble import Ensemble as Ensemble
-from ._ensemble import average as average
-from ._ensemble import concatenate as concatenate
-from ._ensemble import from_stacked as from_stacked
-from ._ensemble import stack as stack
-from ._export import Artefact as Artefact
-from ._export import export as export
-from ._export import export_onnx as export_onnx
-from ._files import export_members as export_members
-from ._files import load as load
-from ._files import load_members as load_members
-from ._files import save as save
+from typing import TYPE_CHECKING
+
 from ._jaxlib import warn_of_jaxlib as _warn_of_jaxlib
-from ._keys import member_keys as member_keys
-from ._predict import predict as predict
-from ._prune import prune as prune
-from ._typing import Stacked as Stacked
+from ._lazy import import_when_used as _import_when_used
 from ._version import __version__ as __version__
-from .plan._map import map_members as map_members
-from .sharding._mesh import make_mesh as make_mesh
-from .train._fit import fit as fit
-from .train._run import Run as Run
+
+if TYPE_CHECKING:
+    from . import calibrate as calibrate
+    from . import checkpoint as checkpoint
+    from . import combine as combine
+    from . import conformal as conformal
+    from . import distributed as distributed
+    from . import methods as methods
+    from . import plan as plan
+    from . import plot as plot
+    from . import resample as resample
+    from . import scores as scores
+    from . import sharding as sharding
+    from . import sweep as sweep
+    from . import testing as testing
+    from . import train as train
+    from . import tree as tree
+    from . import uncertainty as uncertainty
+    from ._axes import AbstractPerMember as AbstractPerMember
+    from ._axes import Batch as Batch
+    from ._axes import Each as Each
+    from ._build import build as build
+    from ._check import CheckpointCorruptError as CheckpointCorruptError
+    from ._check import MemberMismatchError as MemberMismatchError
+    from ._ensemble import Ensemble as Ensemble
+    from ._ensemble import average as average
+    from ._ensemble import concatenate as concatenate
+    from ._ensemble import from_stacked as from_stacked
+    from ._ensemble import stack as stack
+    from ._export import Artefact as Artefact
+    from ._export import export as export
+    from ._export import export_onnx as export_onnx
+    from ._files import export_members as export_members
+    from ._files import load as load
+    from ._files import load_members as load_members
+    from ._files import save as save
+    from ._keys import member_keys as member_keys
+    from ._predict import predict as predict
+    from ._prune import prune as prune
+    from ._typing import Stacked as Stacked
+    from .plan._map import map_members as map_members
+    from .sharding._mesh import make_mesh as make_mesh
+    from .train._fit import fit as fit
+    from .train._run import Run as Run
+else:
+    __getattr__, __dir__, __all__ = _import_when_used(
+        __name__,
+        rooms="calibrate checkpoint combine conformal distributed methods plan plot resample "
+        "scores sharding sweep testing train tree uncertainty".split(),
+        names={
+            "_axes": ["AbstractPerMember", "Batch", "Each"],
+            "_build": ["build"],
+            "_check": ["CheckpointCorruptError", "MemberMismatchError"],
+            "_ensemble": ["Ensemble", "average", "concatenate", "from_stacked", "stack"],
+            "_export": ["Artefact", "export", "export_onnx"],
+            "_files": ["export_members", "load", "load_members", "save"],
+            "_keys": ["member_keys"],
+            "_predict": ["predict"],
+            "_prune": ["prune"],
+            "_typing": ["Stacked"],
+            "plan._map": ["map_members"],
+            "sharding._mesh": ["make_mesh"],
+            "train._fit": ["fit"],
+            "train._run": ["Run"],
+        },
+    )
 
 _warn_of_jaxlib()

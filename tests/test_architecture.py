@@ -128,12 +128,12 @@ TWO_HOMES: set[str] = set()
 
 
 def exported(module: str) -> dict[str, object]:
-    """The names that a package re-exports, with what they are."""
+    """The names that a package re-exports, with what they are; when they are imported does not matter."""
     loaded = importlib.import_module(module)
     tree = ast.parse(Path(str(loaded.__file__)).read_text())
     names = [
         alias.asname
-        for node in tree.body
+        for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.asname and not alias.asname.startswith("_")

@@ -1,6 +1,7 @@
 """What holds for the package as a whole: its import, its metadata, its wheel, and what its source may not contain."""
 
 import ast
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import TypeCheckError
 
+import eqx_ensemble
 from eqx_ensemble import _check, _jaxlib, combine
 
 SAFE = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
@@ -55,7 +57,7 @@ assert jax.device_count() == 3
 
 
 def test_import_starts_no_backend():
-    assert_runs(STARTS_NO_BACKEND.format(statement="import eqx_ensemble"))
+    assert_runs(STARTS_NO_BACKEND.format(statement="from eqx_ensemble import *"))
 
 
 def test_a_started_backend_would_be_noticed():
@@ -77,7 +79,7 @@ def test_import_changes_no_setting():
             )
 
         before = settings()
-        import eqx_ensemble
+        from eqx_ensemble import *
         for old, new in zip(before, settings(), strict=True):
             assert old == new, (old, new)
     """)
@@ -86,10 +88,60 @@ def test_import_changes_no_setting():
 def test_import_loads_nothing_heavy():
     assert_runs(f"""
         import sys
-        import eqx_ensemble
+        from eqx_ensemble import *
         loaded = [name for name in {HEAVY!r} if name in sys.modules]
         assert not loaded, loaded
     """)
+
+
+def test_rooms_are_imported_when_they_are_used():
+    assert_runs("""
+        import sys
+        import eqx_ensemble as ee
+
+        loaded = lambda: {name for name in sys.modules if name.startswith("eqx_ensemble.")}
+        assert "train" in dir(ee) and "fit" in dir(ee) and "__name__" in dir(ee)
+        assert loaded() <= {"eqx_ensemble._jaxlib", "eqx_ensemble._lazy", "eqx_ensemble._version"}, loaded()
+        ee.combine.mixture
+        assert "eqx_ensemble.combine" in loaded() and "eqx_ensemble.train" not in loaded()
+    """)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from eqx_ensemble import combine; combine.mixture",
+        "import eqx_ensemble.combine; eqx_ensemble.combine.mixture",
+        "import eqx_ensemble.train._fit; import eqx_ensemble; eqx_ensemble.train.init",
+        "import eqx_ensemble as ee; ee.combine.weights.stacking; assert ee.Ensemble is ee.Ensemble",
+        "from eqx_ensemble import *; fit, Ensemble, combine.mixture",
+    ],
+)
+def test_every_way_to_import(statement):
+    assert_runs(statement)
+
+
+def test_a_name_that_does_not_exist():
+    with pytest.raises(AttributeError, match="module 'eqx_ensemble' has no attribute 'nothing'"):
+        getattr(eqx_ensemble, "nothing")  # noqa: B009
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec("from eqx_ensemble import nothing")
+
+
+def test_what_type_checkers_see_is_what_is_imported():
+    """Each name that is imported for type checkers is found when it is used, in the same module, and no other."""
+    tree = ast.parse((ROOT / "eqx_ensemble/__init__.py").read_text())
+    seen = {
+        alias.name: importlib.import_module(f"eqx_ensemble.{node.module or alias.name}")
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(seen) == eqx_ensemble.__all__
+    for name, module in seen.items():
+        assert getattr(eqx_ensemble, name) is getattr(module, name, module)
 
 
 def test_version_is_the_one_of_the_metadata():

@@ -517,6 +517,7 @@ def test_jaxtyping_disabled_from_outside():
         from jaxtyping import install_import_hook
         with install_import_hook("eqx_ensemble", "beartype.beartype"):
             import eqx_ensemble as ee
+            ee.Ensemble, ee.Stacked, ee.build
         import equinox as eqx, jax, jax.numpy as jnp
         from beartype import beartype
         from jaxtyping import Array, Float, jaxtyped
