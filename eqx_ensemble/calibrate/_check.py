@@ -34,13 +34,12 @@ def check_finite_logits(name: str, logits: Array, weights: ArrayLike | None, mas
         counts = counts & (share > 0).reshape((-1,) + (1,) * (host.ndim - 1))
     wrong = ~np.isfinite(host) & counts
     if wrong.any():
-        place = tuple(int(i) for i in np.argwhere(wrong)[0])
         fix = "Probabilities of zero? Mix a little of the uniform distribution in before you take their logarithm."
         raise ValueError(
             needs_message(
                 name,
                 "finite `logits`",
-                f"got {host[place]} at index {place}, the first of {int(wrong.sum())} such",
+                first_text(host, wrong),
                 fix,
             )
         )

@@ -5,9 +5,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_word
+from .._check import check_positive_int, check_word
 from ..scores._binning import Binning, bin_rows
-from ..scores._check import check_positive_int
 from ._pooling import Pool, Pooling, Rows, fit_rows
 
 

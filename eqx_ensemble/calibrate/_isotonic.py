@@ -102,10 +102,10 @@ def _fit(name: str, rows: Rows) -> tuple[Array, Array]:
             knots.append(fitted.X_thresholds_)
             values.append(fitted.y_thresholds_)
     shape = (*probabilities.shape[::2], -1)
-    return _filled_up(knots, shape, rows.logs.dtype), _filled_up(values, shape, rows.logs.dtype)
+    return _fill_up(knots, shape, rows.logs.dtype), _fill_up(values, shape, rows.logs.dtype)
 
 
-def _filled_up(parts: list[np.ndarray], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+def _fill_up(parts: list[np.ndarray], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """Parts of several lengths in one array; the last number of a shorter one is repeated."""
     longest = max(map(len, parts))
     padded = [np.pad(part, (0, longest - len(part)), mode="edge") for part in parts]

@@ -15,19 +15,19 @@ class Minimum(NamedTuple):
 
 
 def minimise(
-    name: Callable[[PyTree], Float[Array, ""]], start: PyTree, scale: Float[Array, ""], max_steps: int
+    fn: Callable[[PyTree], Float[Array, ""]], start: PyTree, scale: Float[Array, ""], max_steps: int
 ) -> Minimum:
     """The minimum of a smooth convex function by L-BFGS; `scale` is the size of slopes that are not small."""
     optimiser = optax.lbfgs()
-    value_and_grad = optax.value_and_grad_from_state(name)
+    value_and_grad = optax.value_and_grad_from_state(fn)
     precision = jnp.finfo(scale.dtype).eps * scale
 
     def step(carry: tuple) -> tuple:
         params, state, *_, count = carry
         value, grad = value_and_grad(params, state=state)
-        updates, new_state = optimiser.update(grad, state, params, value=value, grad=grad, value_fn=name)
+        updates, new_state = optimiser.update(grad, state, params, value=value, grad=grad, value_fn=fn)
         new_params = optax.apply_updates(params, updates)
-        return new_params, _typed_as(new_state, state), _largest(grad), _largest(updates), count + 1
+        return new_params, _cast_like(new_state, state), _largest(grad), _largest(updates), count + 1
 
     def goes_on(carry: tuple) -> Array:
         *_, slope, moved, count = carry
@@ -39,7 +39,7 @@ def minimise(
         far = jnp.asarray(jnp.inf, scale.dtype)
         params, *_ = jax.lax.while_loop(goes_on, step, (start, state, far, far, 0))
         # Rounding of the value ends a line search where the slope is about the square root of that rounding.
-        flat = _largest(jax.grad(name)(params)) <= 10 * jnp.sqrt(precision * scale)
+        flat = _largest(jax.grad(fn)(params)) <= 10 * jnp.sqrt(precision * scale)
     return Minimum(params, flat)
 
 
@@ -47,5 +47,5 @@ def _largest(tree: PyTree) -> Float[Array, ""]:
     return jnp.max(jnp.stack([jnp.max(jnp.abs(x)) for x in jax.tree.leaves(tree)]))
 
 
-def _typed_as(new: PyTree, old: PyTree) -> PyTree:
+def _cast_like(new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), new, old)

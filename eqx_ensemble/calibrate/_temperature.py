@@ -120,8 +120,8 @@ def _slope_and_curvature(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     p = jax.nn.softmax(beta * gaps, axis=-1)
     mean = jnp.sum(p * gaps, axis=-1)
-    spread = jnp.sum(p * (gaps - mean[:, None]) ** 2, axis=-1)
-    return jnp.sum(share * mean), jnp.sum(share * spread)
+    variance = jnp.sum(p * (gaps - mean[:, None]) ** 2, axis=-1)
+    return jnp.sum(share * mean), jnp.sum(share * variance)
 
 
 def _root(gaps: Float[Array, "rows classes"], share: Float[Array, " rows"]) -> Float[Array, ""]:

@@ -9,7 +9,7 @@ from .._check import check_key, check_labels, check_level, check_logits, check_m
 from .._keys import member_keys
 from .._weighting import at_label, blank_masked
 from ._check import check_num_free, check_row_logits
-from ._rank import fraction, rank_of, ranked_pair
+from ._rank import fraction, pair_at_rank, rank_of
 
 
 class Sets(eqx.Module):
@@ -192,7 +192,7 @@ def _fit(
     of_label = at_label(scores, blanked)
     check_no_nan(name, "logits", of_label, mask)
     rank = rank_of(name, fraction(level), of_label.size, kept, stacklevel=5)
-    threshold, negative = ranked_pair(of_label, -at_label(log_rest, blanked), kept, rank)
+    threshold, negative = pair_at_rank(of_label, -at_label(log_rest, blanked), kept, rank)
     return (Sets if key is None else RandomisedSets)(threshold, -negative, *extra)
 
 
@@ -207,7 +207,7 @@ def _scores(
     below = jax.lax.cumlogsumexp(ordered, axis=logs.ndim - 1)
     below = jnp.concatenate([jnp.full_like(below[..., :1], -jnp.inf), below], axis=-1)
     # Counted, not taken from the order of sorting: classes of one probability have one score.
-    less, most = _places(ordered, logs, "left"), _places(ordered, logs, "right")
+    less, most = _positions(ordered, logs, "left"), _positions(ordered, logs, "right")
     share = 1.0 if keys is None else jax.random.uniform(keys[0], (*logits.shape[:-1], 1), logits.dtype)
     own = jnp.log((most - less).astype(logits.dtype) - share) + logs
     log_rest = jnp.minimum(jnp.logaddexp(jnp.take_along_axis(below, less, axis=-1), own), 0)
@@ -215,7 +215,7 @@ def _scores(
     return -jnp.expm1(log_rest) + extra, log_rest
 
 
-def _places(
+def _positions(
     ordered: Float[Array, "*batch classes"], values: Float[Array, "*batch classes"], side: str
 ) -> Int32[Array, "*batch classes"]:
     find = lambda row, wanted: jnp.searchsorted(row, wanted, side=side)

@@ -8,7 +8,7 @@ from .._check import check_floating_arrays, check_level, check_mask, check_word
 from .._weighting import blank_masked
 from ..uncertainty import Interval
 from ._check import check_targets
-from ._rank import fraction, rank_of, ranked_jit
+from ._rank import fraction, rank_of, value_at_rank_jit
 
 
 class Cqr(eqx.Module):
@@ -88,6 +88,6 @@ def cqr(
     wanted = fraction(level) if ends == "together" else (1 + fraction(level)) / 2
     rank = rank_of(name, wanted, observed.size, kept)
     if ends == "together":
-        margin = ranked_jit(jnp.maximum(low - observed, observed - high), kept, rank)
+        margin = value_at_rank_jit(jnp.maximum(low - observed, observed - high), kept, rank)
         return Cqr(margin, margin)
-    return Cqr(ranked_jit(low - observed, kept, rank), ranked_jit(observed - high, kept, rank))
+    return Cqr(value_at_rank_jit(low - observed, kept, rank), value_at_rank_jit(observed - high, kept, rank))

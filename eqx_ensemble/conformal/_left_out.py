@@ -4,7 +4,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from .._weighting import blank_masked
 from ..uncertainty import Interval
-from ._rank import fraction, rank_of, ranked
+from ._rank import fraction, rank_of, value_at_rank
 
 _CHUNK = 256
 """How many new rows are compared with all held-out rows at a time."""
@@ -59,7 +59,9 @@ def intervals(
         # A common offset is taken off first: a sum of products of large numbers would round it differently row by row.
         offset = jnp.sum(jnp.where(used, of_row, 0)) / jnp.sum(used).astype(of_row.dtype)
         left_out = jnp.matmul(of_row - offset, share, precision=jax.lax.Precision.HIGHEST)
-        return offset - ranked(residuals - left_out, mask, rank), offset + ranked(residuals + left_out, mask, rank)
+        below = value_at_rank(residuals - left_out, mask, rank)
+        above = value_at_rank(residuals + left_out, mask, rank)
+        return offset - below, offset + above
 
     lower, upper = jax.lax.map(ends, flat.T, batch_size=_CHUNK)
     return Interval(jnp.reshape(lower, mean.shape[1:]), jnp.reshape(upper, mean.shape[1:]))

@@ -6,7 +6,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
 
 from .._check import check_level, check_mask
 from ._check import check_row_weights, check_rows
-from ._rank import fraction, rank_among, rank_of, ranked, ranked_jit
+from ._rank import fraction, rank_among, rank_of, value_at_rank, value_at_rank_jit
 
 
 def quantile(
@@ -55,7 +55,7 @@ def quantile(
     (checked,) = check_rows(name, scores=scores)
     kept = check_mask(name, mask, checked.shape)
     check_level(name, level)
-    return ranked_jit(checked, kept, rank_of(name, fraction(level), checked.size, kept))
+    return value_at_rank_jit(checked, kept, rank_of(name, fraction(level), checked.size, kept))
 
 
 def weighted_quantile(
@@ -112,11 +112,11 @@ def weighted_quantile(
     kept = check_mask(name, mask, checked.shape)
     own, new = check_row_weights(name, row_weights, new_weights, checked, mask)
     check_level(name, level)
-    return _weighted(checked, own, new, kept, float(level), rank_among(fraction(level), checked.size, kept))
+    return _weighted_quantile(checked, own, new, kept, float(level), rank_among(fraction(level), checked.size, kept))
 
 
 @jax.jit
-def _weighted(
+def _weighted_quantile(
     scores: Float[Array, " rows"],
     row_weights: Float[Array, " rows"],
     new_weights: Float[Array, "*batch"],
@@ -131,10 +131,10 @@ def _weighted(
     # What the rounding of a sum can take away must not count as not reached.
     slack = 1 - 4 * math.log2(2 * scores.size) * jnp.finfo(scores.dtype).eps
     wanted = jnp.asarray(level, scores.dtype) * slack * (reached[-1] + new_weights)
-    place = jnp.searchsorted(reached, jnp.ravel(wanted), side="left")
-    found = jnp.append(ordered, jnp.inf)[jnp.reshape(place, new_weights.shape)]
+    index = jnp.searchsorted(reached, jnp.ravel(wanted), side="left")
+    found = jnp.append(ordered, jnp.inf)[jnp.reshape(index, new_weights.shape)]
     # Of many rows that slack is more than one: equal weights are counted instead.
     alike = new_weights == (row_weights if mask is None else jnp.where(mask, row_weights, jnp.inf)).min()
     alike = alike & (new_weights == weights.max()) & (new_weights > 0)
-    found = jnp.where(alike, ranked(scores, mask, rank), found)
+    found = jnp.where(alike, value_at_rank(scores, mask, rank), found)
     return jnp.where(jnp.any(jnp.isnan(counted)), jnp.nan, found)

@@ -44,7 +44,7 @@ def _count_kept(mask: Array) -> int | None:
     return None if host is None else int(host.sum())
 
 
-def ranked(
+def value_at_rank(
     scores: Float[Array, " rows"], mask: Bool[Array, " rows"] | None, rank: Int32[Array, ""]
 ) -> Float[Array, ""]:
     """The score of that rank among those that count, infinite beyond the last; NaN if one of them is."""
@@ -55,17 +55,17 @@ def ranked(
     return jnp.where(jnp.any(jnp.isnan(counted)), jnp.nan, found)
 
 
-ranked_jit = jax.jit(ranked)
+value_at_rank_jit = jax.jit(value_at_rank)
 
 
 @jax.jit
-def ranked_pair(
+def pair_at_rank(
     scores: Float[Array, " rows"],
     ties: Float[Array, " rows"],
     mask: Bool[Array, " rows"] | None,
     rank: Int32[Array, ""],
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """As `ranked`, of scores that `ties` bring into order where they are equal, and the value of `ties` there."""
+    """As `value_at_rank`, of scores ordered by `ties` where they are equal, and the value of `ties` there."""
     counted = scores if mask is None else jnp.where(mask, scores, jnp.inf)
     _, in_order = jax.lax.sort((counted, ties), num_keys=2)
-    return ranked(scores, mask, rank), in_order[jnp.clip(rank - 1, 0, scores.size - 1)]
+    return value_at_rank(scores, mask, rank), in_order[jnp.clip(rank - 1, 0, scores.size - 1)]

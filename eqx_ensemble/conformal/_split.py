@@ -6,7 +6,7 @@ from .._check import check_floating_arrays, check_level, check_mask
 from .._weighting import blank_masked
 from ..uncertainty import Interval
 from ._check import check_scales, check_targets
-from ._rank import fraction, rank_of, ranked_jit
+from ._rank import fraction, rank_of, value_at_rank_jit
 
 
 class Split(eqx.Module):
@@ -86,7 +86,7 @@ def split(
     check_level(name, level)
     centre, observed = blank_masked(centre, kept), blank_masked(observed, kept)
     rank = rank_of(name, fraction(level), observed.size, kept)
-    return Split(ranked_jit(jnp.abs(observed - centre), kept, rank))
+    return Split(value_at_rank_jit(jnp.abs(observed - centre), kept, rank))
 
 
 def normalised(
@@ -133,4 +133,4 @@ def normalised(
         blank_masked(x, kept, fill=fill) for x, fill in ((centre, 0), (scales, 1), (observed, 0))
     )
     rank = rank_of(name, fraction(level), observed.size, kept)
-    return Normalised(ranked_jit(jnp.abs(observed - centre) / scales, kept, rank))
+    return Normalised(value_at_rank_jit(jnp.abs(observed - centre) / scales, kept, rank))

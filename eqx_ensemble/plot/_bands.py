@@ -64,15 +64,15 @@ def prediction_bands(
     name = "plot.prediction_bands"
     check_optional_text(unit, "unit", name=name)
     members, convex = check_weighted_members(name, predictions, weights)
-    places, points, bands = check_bands(name, members.shape[1:], x, targets, intervals, levels)
+    positions, points, bands = check_bands(name, members.shape[1:], x, targets, intervals, levels)
     centre = np.asarray(mean(members, weights=convex))
     for level in levels if intervals is None else ():
         lower, upper = interval(members, level=level, weights=convex)
         bands[level] = np.asarray(lower), np.asarray(upper)
 
     ax = axes_for(name, ax)
-    order = np.argsort(centre if places is None else places, kind="stable")
-    at = np.arange(len(order)) if places is None else places[order]
+    order = np.argsort(centre if positions is None else positions, kind="stable")
+    at = np.arange(len(order)) if positions is None else positions[order]
     (line,) = ax.plot(at, centre[order], **of_line(ax, options, label="mean of the members", zorder=2.5))
     widest_first = sorted(bands, reverse=True)
     for level, alpha in zip(widest_first, np.linspace(0.2, 0.45, max(len(bands), 2)), strict=False):
@@ -86,7 +86,7 @@ def prediction_bands(
         if not inside.all():
             hollow: dict[str, Any] = {"markersize": 5, "markerfacecolor": "none", "zorder": 3}
             ax.plot(at[~inside], points[order][~inside], "D", color="black", label="target outside", **hollow)
-    label = "rows, in the order of their mean prediction" if places is None else "x"
+    label = "rows, in the order of their mean prediction" if positions is None else "x"
     ax.set(xlabel=label, ylabel=with_unit("prediction", unit))
     ax.legend()
     return ax

@@ -8,8 +8,7 @@ from jaxtyping import ArrayLike, Bool, Float, Integer, Real
 
 from .._check import check_flag, check_word
 from ..combine import mixture
-from ..scores._binning import Binning, mean_gap, of_top_label
-from ..scores._calibration import checked_bins
+from ..scores._binning import Binning, check_bins, mean_gap, of_top_label
 from ._axes import Axes, axes_for, of_patch
 from ._check import check_counts, check_plotted
 
@@ -73,7 +72,7 @@ def reliability_diagram(
     """
     name = "plot.reliability_diagram"
     check_flag(show_members, "show_members", name=name)
-    checked, targets, convex, kept = checked_bins(name, logits, labels, num_bins, binning, weights, mask)
+    checked, targets, convex, kept = check_bins(name, logits, labels, num_bins, binning, weights, mask)
     check_plotted(name, "logits", jnp.exp(mixture(checked, weights=convex)))
     bins = _binned(checked, targets, convex, kept, num_bins, binning)
 
@@ -156,15 +155,15 @@ def rank_histogram(
 
     ax = axes_for(name, ax)
     total, ranks = heights.sum(), len(heights)
-    expected, spread = total / ranks, np.sqrt(total * (1 - 1 / ranks) / ranks)
+    expected, deviation = total / ranks, np.sqrt(total * (1 - 1 / ranks) / ranks)
     bars = {"facecolor": "0.75", "edgecolor": "black", "linewidth": 0.8}
     width, label = (1.0, "rank of the target among the members") if kind == "rank" else (1 / ranks, "PIT of the target")
     middle = np.arange(ranks) if kind == "rank" else (np.arange(ranks) + 0.5) / ranks
     ax.bar(middle, heights, **of_patch(options, width=width, **bars))
-    ax.set(xlabel=label, ylabel="rows", ylim=(0, 1.25 * max(heights.max(), expected + 2 * spread)))
+    ax.set(xlabel=label, ylabel="rows", ylim=(0, 1.25 * max(heights.max(), expected + 2 * deviation)))
     ax.axhline(expected, color="black", linestyle="--", linewidth=1, label="calibrated")
     label = "two standard deviations of one bar"
-    ax.axhspan(expected - 2 * spread, expected + 2 * spread, color="black", alpha=0.15, linewidth=0, label=label)
+    ax.axhspan(expected - 2 * deviation, expected + 2 * deviation, color="black", alpha=0.15, linewidth=0, label=label)
     ax.legend(loc="upper center", fontsize="small")
     return ax
 

@@ -30,7 +30,7 @@ def member_similarity(
     - `matrix`: one number for each pair `(members, members)`: the share of rows on which they disagree,
         [`eqx_ensemble.uncertainty.pairwise_disagreement`][], the correlation of their errors,
         [`eqx_ensemble.uncertainty.error_correlation`][], a distance. Pairs of which it is NaN stay blank.
-    - `ids`: the members' names `(members,)`, such as `ensemble.ids`; their places if not given.
+    - `ids`: the members' names `(members,)`, such as `ensemble.ids`; their positions if not given.
     - `label`: what the numbers are, with their unit.
     - `colorbar`: whether to draw the scale, which takes its room from `ax`.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
@@ -64,7 +64,7 @@ def member_similarity(
     image = ax.imshow(square, **{"cmap": "Greys", **limits, **options})
     if colorbar:
         ax.figure.colorbar(image, ax=ax, label=label)
-    places = range(len(names))
+    positions = range(len(names))
     if len(names) <= _MOST_TO_WRITE_OUT:
         largest = float(np.abs(others).max(initial=0))
         known = zip(*np.nonzero(np.isfinite(square)), strict=True)
@@ -76,8 +76,8 @@ def member_similarity(
             dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
             color = "white" if dark else "black"
             ax.text(j, i, written[i, j], ha="center", va="center", fontsize="small", color=color)
-        ax.set_xticks(places, names)
-        ax.set_yticks(places, names)
+        ax.set_xticks(positions, names)
+        ax.set_yticks(positions, names)
     elif ids is not None:
         shown = np.linspace(0, len(names) - 1, _MOST_TO_WRITE_OUT).round().astype(int).tolist()
         ax.set_xticks(shown, [names[i] for i in shown])

@@ -7,7 +7,8 @@ from .._check import check_text
 from ..train._check import check_mode
 from ..train._check_member import TABLE_COLUMNS
 from ._axes import Axes, axes_for, of_line
-from ._check import check_columns, check_lines, check_plotted
+from ._check import check_plotted
+from ._check_run import check_columns, check_lines
 
 _WIDE = 100
 _MOST_CHARACTERS = 50
@@ -72,19 +73,19 @@ def parallel_coordinates(
     check_mode(mode, name=name)
     # Their order, not their size: one bad score would make all others alike.
     costs = np.where(np.isfinite(scores), scores if mode == "min" else -scores, np.inf)
-    place = np.argsort(np.argsort(costs, kind="stable"), kind="stable")
+    rank = np.argsort(np.argsort(costs, kind="stable"), kind="stable")
     diverged = np.asarray(table["status"]) == "diverged" if "status" in table else ~np.isfinite(scores)
     heights = np.stack([_height(x, _is_log(column, x, log)) for column, x in lines.items()], axis=1)
 
     ax = axes_for(name, ax)
     from matplotlib import colormaps
 
-    shades = colormaps[cmap](0.8 * place / max(len(place) - 1, 1))
-    for i in np.argsort(-place).tolist():
+    shades = colormaps[cmap](0.8 * rank / max(len(rank) - 1, 1))
+    for i in np.argsort(-rank).tolist():
         style = {"color": shades[i], "linewidth": 1.0, "linestyle": ":" if diverged[i] else "-", "label": None}
         if diverged[i] and i == np.argmax(diverged):
             style["label"] = "diverged"
-        elif place[i] == 0:
+        elif rank[i] == 0:
             member = np.asarray(table["member"])[i] if "member" in table else i
             style |= {"linewidth": 2.5, "linestyle": "--", "label": f"{_BEST[mode]} {score}: member {member}"}
         ax.plot(heights[i], **of_line(ax, options, **style, marker="None"))
@@ -109,8 +110,8 @@ def _flat(table: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
     flat = {}
     for name in names:
         values = np.asarray(table[name])
-        for place in np.ndindex(values.shape[1:]):
-            flat[name + "".join(f"[{i}]" for i in place)] = values[:, *place]
+        for index in np.ndindex(values.shape[1:]):
+            flat[name + "".join(f"[{i}]" for i in index)] = values[:, *index]
     return flat
 
 

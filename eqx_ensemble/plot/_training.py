@@ -6,7 +6,7 @@ from .._check import check_axis, check_level, check_optional_text, check_positiv
 from ..train import History
 from ..train._run import Run
 from ._axes import Axes, axes_for, of_line, with_unit
-from ._check import check_curves
+from ._check_run import check_curves
 
 _NAMES = {"loss": "training", "validation": "validation"}
 

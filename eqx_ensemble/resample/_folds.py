@@ -160,7 +160,7 @@ def _folds(name: str, splits: list[Split], num_rows: int, uneven: Uneven | None)
     lengths = [len(train) for train, _ in splits]
     check_one_length(name, lengths, uneven)
     length = max(lengths) if uneven == "repeat" else min(lengths)
-    train = [part[_spread(len(part), length, i / len(splits))] for i, (part, _) in enumerate(splits)]
+    train = [part[_space_evenly(len(part), length, i / len(splits))] for i, (part, _) in enumerate(splits)]
     longest = max(len(test) for _, test in splits)
     test = [np.pad(part, (0, longest - len(part)), mode="edge") for _, part in splits]
     valid = [np.arange(longest) < len(part) for _, part in splits]
@@ -171,6 +171,6 @@ def _folds(name: str, splits: list[Split], num_rows: int, uneven: Uneven | None)
     return Folds(*rows, *map(jnp.asarray, (np.stack(valid), in_train, in_test)))
 
 
-def _spread(length: int, wanted: int, start: float) -> np.ndarray:
+def _space_evenly(length: int, wanted: int, start: float) -> np.ndarray:
     """In order, `wanted` of `length` positions, what is left out or repeated being spread evenly from `start` on."""
     return np.sort((np.arange(wanted) * length // wanted + int(start * length)) % length)

@@ -134,7 +134,7 @@ def out_of_fold(
     shape, axes = (folds.in_test.shape, "rows") if rows == "all" else (folds.test.shape, "test")
     checked = check_held_out(name, predictions, shape, axes)
     convex = check_weights(name, weights, checked.shape[0], checked.dtype)
-    return _held_out(checked, folds.in_test, convex) if rows == "all" else _scattered(checked, folds, convex)
+    return _held_out(checked, folds.in_test, convex) if rows == "all" else _scatter_mean(checked, folds, convex)
 
 
 @partial(jax.jit, static_argnames="num_rows")
@@ -160,7 +160,7 @@ def _held_out(
 
 
 @jax.jit
-def _scattered(
+def _scatter_mean(
     predictions: Float[Array, "members test ..."], folds: Folds, weights: Float[Array, " members"] | None
 ) -> HeldOut:
     num_rows = folds.in_test.shape[1]

@@ -63,7 +63,7 @@ def bootstrap(
     count = num_rows if size is None else check_draw_size(name, size, num_rows, replace=True)
     streams = generators(key, num_members, purpose="bootstrap")
     if stratify is None:
-        return _stacked([stream.integers(num_rows, size=count) for stream in streams])
+        return _stack([stream.integers(num_rows, size=count) for stream in streams])
 
     names, classes = check_row_labels(name, "stratify", stratify, num_rows)
     by_class, sizes = np.argsort(classes, kind="stable"), np.bincount(classes)
@@ -73,7 +73,7 @@ def bootstrap(
     for stream in streams:
         own = classes if size is None else stream.permutation(wanted)
         drawn.append(by_class[starts[own] + stream.integers(sizes[own])])
-    return _stacked(drawn)
+    return _stack(drawn)
 
 
 def subsets(
@@ -112,7 +112,7 @@ def subsets(
     count = check_draw_size(name, size, num_rows, replace=False)
     streams = generators(key, num_members, purpose="subsets")
     if stratify is None:
-        return _stacked([stream.choice(num_rows, count, replace=False) for stream in streams])
+        return _stack([stream.choice(num_rows, count, replace=False) for stream in streams])
 
     names, classes = check_row_labels(name, "stratify", stratify, num_rows)
     sizes = np.bincount(classes)
@@ -122,7 +122,7 @@ def subsets(
     for stream in streams:
         parts = [stream.choice(rows, share, replace=False) for rows, share in zip(of_each, shares, strict=True)]
         drawn.append(stream.permutation(np.concatenate(parts)))
-    return _stacked(drawn)
+    return _stack(drawn)
 
 
 def _shares(name: str, names: list, sizes: np.ndarray, count: int) -> np.ndarray:
@@ -133,5 +133,5 @@ def _shares(name: str, names: list, sizes: np.ndarray, count: int) -> np.ndarray
     return shares
 
 
-def _stacked(drawn: list[np.ndarray]) -> Int32[Array, "members size"]:
+def _stack(drawn: list[np.ndarray]) -> Int32[Array, "members size"]:
     return jnp.asarray(np.stack(drawn).astype(np.int32))

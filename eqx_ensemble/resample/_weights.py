@@ -60,7 +60,7 @@ def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Arr
     """
     num_rows, num_members = check_draw("resample.poisson_weights", num_rows, num_members, key)
     streams = generators(key, num_members, purpose="poisson weights")
-    return _stacked([stream.poisson(size=num_rows) for stream in streams])
+    return _stack([stream.poisson(size=num_rows) for stream in streams])
 
 
 def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Array, "members rows"]:
@@ -107,7 +107,7 @@ def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Ar
     gaps = [
         stream.standard_exponential(num_rows) for stream in generators(key, num_members, purpose="bayesian weights")
     ]
-    return _stacked([num_rows * (gap / gap.sum()) for gap in gaps])
+    return _stack([num_rows * (gap / gap.sum()) for gap in gaps])
 
 
 def counts(rows: Int[ArrayLike, "members n"], num_rows: int) -> Float32[Array, "members rows"]:
@@ -151,5 +151,5 @@ def count_rows(rows: Int[Array, "members n"], num_rows: int) -> Float32[Array, "
     return jax.vmap(one)(rows)
 
 
-def _stacked(drawn: list[np.ndarray]) -> Float32[Array, "members rows"]:
+def _stack(drawn: list[np.ndarray]) -> Float32[Array, "members rows"]:
     return jnp.asarray(np.stack(drawn).astype(np.float32))

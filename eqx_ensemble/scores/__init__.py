@@ -5,13 +5,14 @@ from ._brier import brier as brier
 from ._brier import decompose_brier as decompose_brier
 from ._calibration import classwise_ece as classwise_ece
 from ._calibration import ece as ece
-from ._calibration import squared_calibration_error as squared_calibration_error
 from ._classification import accuracy as accuracy
 from ._classification import mean_member_accuracy as mean_member_accuracy
 from ._classification import nll as nll
 from ._crps import crps as crps
 from ._crps_gaussian import crps_gaussian as crps_gaussian
 from ._crps_gaussian import crps_gaussian_mixture as crps_gaussian_mixture
+from ._dawid_sebastiani import dawid_sebastiani as dawid_sebastiani
+from ._energy_score import energy_score as energy_score
 from ._gaussian import nll_gaussian as nll_gaussian
 from ._gaussian import nll_gaussian_mixture as nll_gaussian_mixture
 from ._intervals import coverage as coverage
@@ -22,6 +23,8 @@ from ._per_member import per_member as per_member
 from ._pit import pit as pit
 from ._pit import pit_gaussian_mixture as pit_gaussian_mixture
 from ._pit import pit_histogram as pit_histogram
+from ._quantile_scores import interval_score as interval_score
+from ._quantile_scores import pinball as pinball
 from ._ranked import ranked_probability as ranked_probability
 from ._ranking import aupr as aupr
 from ._ranking import auroc as auroc
@@ -29,11 +32,8 @@ from ._ranking import fpr_at_tpr as fpr_at_tpr
 from ._ranks import rank_histogram as rank_histogram
 from ._regression import mean_member_rmse as mean_member_rmse
 from ._regression import rmse as rmse
-from ._scoringrules import dawid_sebastiani as dawid_sebastiani
-from ._scoringrules import energy_score as energy_score
-from ._scoringrules import interval_score as interval_score
-from ._scoringrules import pinball as pinball
 from ._selective import RiskCoverage as RiskCoverage
 from ._selective import aurc as aurc
 from ._selective import excess_aurc as excess_aurc
 from ._selective import risk_coverage as risk_coverage
+from ._squared_calibration import squared_calibration_error as squared_calibration_error

@@ -5,10 +5,11 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer
 
+from .._check import check_positive_int, check_word
 from .._weighting import class_mixture, is_class
-from ._classification import correct
+from ._classification import check_classes, correct
 from ._crps_gaussian import expected_distance
 
 Binning = Literal["width", "mass"]
@@ -28,6 +29,22 @@ class Bins(NamedTuple):
     count: Float[Array, " bins"]
     probability: Float[Array, " bins"]
     frequency: Float[Array, " bins"]
+
+
+def check_bins(
+    name: str,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    num_bins: int,
+    binning: Binning,
+    weights: ArrayLike | None,
+    mask: ArrayLike | None,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """Checked logits, labels, weights and mask, as of `check_classes`; one bin or more, of a known kind."""
+    checked = check_classes(name, logits, labels, weights, mask, "mean")
+    check_positive_int(num_bins, "num_bins", name=name)
+    check_word(binning, "binning", ("width", "mass"), name=name)
+    return checked
 
 
 def bin_rows(
@@ -96,8 +113,8 @@ def mean_gap(bins: Bins, *, debiased: bool) -> Float[Array, ""]:
 def _sum_by_bin(values: Float[Array, " rows"], index: Int[Array, " rows"], num_bins: int) -> Float[Array, " bins"]:
     """The sum of every bin, block by block of rows, so that no small number is added to a very large one."""
     num_blocks = max(-(-values.size // _BLOCK), 1)
-    place = index + num_bins * (jnp.arange(values.size, dtype=index.dtype) // _BLOCK)
-    sums = jax.ops.segment_sum(values, place, num_segments=num_bins * num_blocks)
+    segment = index + num_bins * (jnp.arange(values.size, dtype=index.dtype) // _BLOCK)
+    sums = jax.ops.segment_sum(values, segment, num_segments=num_bins * num_blocks)
     return jnp.sum(jnp.reshape(sums, (num_blocks, num_bins)), axis=0)
 
 
@@ -114,5 +131,5 @@ def _of_mass(
     last = probability.size - 1 if mask is None else jnp.sum(mask) - 1
     inner = jnp.arange(1, num_bins)
     # In two parts, because the product may be more than 32-bit integers hold.
-    place = last // num_bins * inner + last % num_bins * inner // num_bins
-    return ordered[place]
+    index = last // num_bins * inner + last % num_bins * inner // num_bins
+    return ordered[index]

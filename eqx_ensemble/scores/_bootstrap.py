@@ -116,12 +116,12 @@ def _bootstrap(
     # A large common offset is taken off, or the small differences between draws would drown in its rounding.
     rest = (values - mean[..., None]) * _along(share, values)
     num_kept = num_rows if mask is None else jnp.sum(mask, dtype=jnp.int32)
-    places = jnp.arange(num_rows) if mask is None else jnp.argsort(~mask, stable=True)
+    candidates = jnp.arange(num_rows) if mask is None else jnp.argsort(~mask, stable=True)
 
     counts = (jnp.arange(num_rows) < num_kept).astype(values.dtype)
 
     def draw(key: Array) -> tuple[Array, Array]:
-        drawn = places[jax.random.randint(key, (num_rows,), 0, num_kept)]
+        drawn = candidates[jax.random.randint(key, (num_rows,), 0, num_kept)]
         return drawn, jnp.sum(share[drawn] * counts)
 
     def shift(key: Array) -> Array:

@@ -5,11 +5,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_word
 from .._weighting import class_mixture, is_class
-from ._binning import Binning, bin_rows, by_class
-from ._check import check_positive_int
-from ._classification import checked_classes
+from ._binning import Binning, bin_rows, by_class, check_bins
+from ._classification import check_classes
 from ._reduce import Reduction, masked_mean, reduce
 
 
@@ -79,7 +77,7 @@ def brier(
         }
         ```
     """
-    return _brier(*checked_classes("scores.brier", logits, labels, weights, mask, reduction), reduction)
+    return _brier(*check_classes("scores.brier", logits, labels, weights, mask, reduction), reduction)
 
 
 def decompose_brier(
@@ -140,9 +138,7 @@ def decompose_brier(
         ```
     """
     name = "scores.decompose_brier"
-    checked = checked_classes(name, logits, labels, weights, mask, "mean")
-    check_positive_int(num_bins, "num_bins", name=name)
-    check_word(binning, "binning", ("width", "mass"), name=name)
+    checked = check_bins(name, logits, labels, num_bins, binning, weights, mask)
     return _decompose(*checked, num_bins, binning)
 
 

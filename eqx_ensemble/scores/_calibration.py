@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_flag, check_word
-from ._binning import Binning, bin_rows, by_class, mean_gap, of_top_label
-from ._check import check_positive_int
-from ._classification import checked_classes
+from .._check import check_flag
+from ._binning import Binning, bin_rows, by_class, check_bins, mean_gap, of_top_label
 
 
 def ece(
@@ -69,7 +67,7 @@ def ece(
         }
         ```
     """
-    checked = checked_bins("scores.ece", logits, labels, num_bins, binning, weights, mask)
+    checked = check_bins("scores.ece", logits, labels, num_bins, binning, weights, mask)
     debiased = check_flag(debiased, "debiased", name="scores.ece")
     return _ece(*checked, num_bins, binning, debiased)
 
@@ -125,82 +123,9 @@ def classwise_ece(
         }
         ```
     """
-    checked = checked_bins("scores.classwise_ece", logits, labels, num_bins, binning, weights, mask)
+    checked = check_bins("scores.classwise_ece", logits, labels, num_bins, binning, weights, mask)
     debiased = check_flag(debiased, "debiased", name="scores.classwise_ece")
     return _classwise_ece(*checked, num_bins, binning, debiased)
-
-
-def squared_calibration_error(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
-    *,
-    num_bins: int = 15,
-    binning: Binning = "mass",
-    debiased: bool = True,
-    weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
-) -> Float[Array, ""]:
-    r"""Mean squared calibration error of the mixture's top label, without bias for the given bins; lower is better.
-
-    $\sum_k \frac{n_k}{n} \left((a_k - c_k)^2 - \frac{a_k (1 - a_k)}{n_k - 1}\right)$ with the accuracy $a_k$ and the
-    mean confidence $c_k$ of bin $k$. The last term, which `debiased=False` leaves out, is what the noise in the labels
-    adds on average: without it a perfectly calibrated model has an error above zero, which shrinks only with more rows.
-
-    **Arguments:**
-
-    - `binning`: `"mass"`, bins of equally many rows, or `"width"`; see [`eqx_ensemble.scores.ece`][], also for the
-        other arguments.
-    - `debiased`: whether to take off the expected excess. Bins of a single row then count as zero.
-
-    **Returns:**
-
-    A scalar, a probability squared; below zero now and then where the model is well calibrated. For the l2 calibration
-    error take `jnp.sqrt(jnp.maximum(x, 0))`.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
-
-    ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
-    logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))
-    scores.squared_calibration_error(logits, jnp.array([0, 1]), debiased=False)  # 0.3**2 = 0.09
-    scores.squared_calibration_error(logits, jnp.array([0, 1]))  # 0.09 - 0.25 = -0.16
-    ```
-
-    ??? cite
-        [Verified Uncertainty Calibration](https://arxiv.org/abs/1909.10155)
-
-        ```bibtex
-        @inproceedings{kumar2019verified,
-            author={Ananya Kumar and Percy Liang and Tengyu Ma},
-            title={Verified Uncertainty Calibration},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={2019},
-        }
-        ```
-    """
-    checked = checked_bins("scores.squared_calibration_error", logits, labels, num_bins, binning, weights, mask)
-    debiased = check_flag(debiased, "debiased", name="scores.squared_calibration_error")
-    return _squared(*checked, num_bins, binning, debiased)
-
-
-def checked_bins(
-    name: str,
-    logits: ArrayLike,
-    labels: ArrayLike,
-    num_bins: int,
-    binning: Binning,
-    weights: ArrayLike | None,
-    mask: ArrayLike | None,
-) -> tuple[Array, Array, Array | None, Array | None]:
-    """As `checked_classes`, and bins that can be made."""
-    checked = checked_classes(name, logits, labels, weights, mask, "mean")
-    check_positive_int(num_bins, "num_bins", name=name)
-    check_word(binning, "binning", ("width", "mass"), name=name)
-    return checked
 
 
 @partial(jax.jit, static_argnames=("num_bins", "binning", "debiased"))
@@ -229,21 +154,3 @@ def _classwise_ece(
     probabilities, truth, kept = by_class(logits, labels, weights, mask)
     of_class = lambda p, hits: mean_gap(bin_rows(p, hits, kept, num_bins, binning), debiased=debiased)
     return jnp.mean(jax.vmap(of_class)(probabilities, truth))
-
-
-@partial(jax.jit, static_argnames=("num_bins", "binning", "debiased"))
-def _squared(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
-    mask: Bool[Array, "*batch"] | None,
-    num_bins: int,
-    binning: Binning,
-    debiased: bool,  # noqa: FBT001
-) -> Float[Array, ""]:
-    bins = of_top_label(logits, labels, weights, mask, num_bins, binning)
-    errors = (bins.frequency - bins.probability) ** 2
-    if debiased:
-        noise = bins.frequency * (1 - bins.frequency) / jnp.maximum(bins.count - 1, 1)
-        errors = jnp.where(bins.count < 2, 0 * errors, errors - noise)  # times zero, so that NaN stays NaN
-    return jnp.sum(bins.count * errors) / jnp.sum(bins.count)

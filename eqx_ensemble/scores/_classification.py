@@ -50,7 +50,7 @@ def nll(
     scores.nll(logits, jnp.array([0]))  # -log(0.6) = 0.511
     ```
     """
-    return _nll(*checked_classes("scores.nll", logits, labels, weights, mask, reduction), reduction)
+    return _nll(*check_classes("scores.nll", logits, labels, weights, mask, reduction), reduction)
 
 
 def accuracy(
@@ -89,7 +89,7 @@ def accuracy(
     scores.mean_member_accuracy(logits, jnp.array([0]))  # 0.5
     ```
     """
-    return _accuracy(*checked_classes("scores.accuracy", logits, labels, weights, mask, reduction), reduction)
+    return _accuracy(*check_classes("scores.accuracy", logits, labels, weights, mask, reduction), reduction)
 
 
 def mean_member_accuracy(
@@ -129,11 +129,11 @@ def mean_member_accuracy(
     ```
     """
     return _mean_member_accuracy(
-        *checked_classes("scores.mean_member_accuracy", logits, labels, weights, mask, reduction), reduction
+        *check_classes("scores.mean_member_accuracy", logits, labels, weights, mask, reduction), reduction
     )
 
 
-def checked_classes(
+def check_classes(
     name: str,
     logits: ArrayLike,
     labels: ArrayLike,

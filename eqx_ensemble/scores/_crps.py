@@ -109,6 +109,6 @@ def _distribution(
     if weights is None:
         share = jnp.arange(1, num_members, dtype=values.dtype) / num_members
         return jnp.sort(values, axis=0), jnp.reshape(share, (-1,) + (1,) * (values.ndim - 1))
-    spread = jnp.broadcast_to(jnp.reshape(weights, (-1,) + (1,) * (values.ndim - 1)), values.shape)
-    ordered, reordered = jax.lax.sort((values, spread), dimension=0, num_keys=1)
+    expanded = jnp.broadcast_to(jnp.reshape(weights, (-1,) + (1,) * (values.ndim - 1)), values.shape)
+    ordered, reordered = jax.lax.sort((values, expanded), dimension=0, num_keys=1)
     return ordered, jnp.cumsum(reordered, axis=0)[:-1]

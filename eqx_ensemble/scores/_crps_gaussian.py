@@ -8,7 +8,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 from .._check import check_weights
 from .._weighting import blank_unweighted, weighted_mean
 from ._check import check_reduction
-from ._gaussian import checked_gaussian
+from ._gaussian import check_gaussian
 from ._reduce import Reduction, reduce
 
 
@@ -62,7 +62,7 @@ def crps_gaussian(
         ```
     """
     name = "scores.crps_gaussian"
-    *arrays, kept = checked_gaussian(name, mean, variance, targets, mask, members=False, positive=False)
+    *arrays, kept = check_gaussian(name, mean, variance, targets, mask, members=False, positive=False)
     check_reduction(name, reduction, arrays[-1].shape)
     return _single(*arrays, kept, reduction)
 
@@ -121,7 +121,7 @@ def crps_gaussian_mixture(
         ```
     """
     name = "scores.crps_gaussian_mixture"
-    *arrays, kept = checked_gaussian(name, mean, variance, targets, mask, members=True, positive=False, weights=weights)
+    *arrays, kept = check_gaussian(name, mean, variance, targets, mask, members=True, positive=False, weights=weights)
     convex = check_weights(name, weights, arrays[0].shape[0], arrays[0].dtype)
     check_reduction(name, reduction, arrays[-1].shape)
     return _mixture(*arrays, kept, convex, reduction)

@@ -53,7 +53,7 @@ def nll_gaussian(
         [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
     """
     name = "scores.nll_gaussian"
-    *arrays, kept = checked_gaussian(name, mean, variance, targets, mask, members=False, positive=True)
+    *arrays, kept = check_gaussian(name, mean, variance, targets, mask, members=False, positive=True)
     check_reduction(name, reduction, arrays[-1].shape)
     return _nll(*arrays, kept, reduction)
 
@@ -96,13 +96,13 @@ def nll_gaussian_mixture(
     ```
     """
     name = "scores.nll_gaussian_mixture"
-    *arrays, kept = checked_gaussian(name, mean, variance, targets, mask, members=True, positive=True, weights=weights)
+    *arrays, kept = check_gaussian(name, mean, variance, targets, mask, members=True, positive=True, weights=weights)
     convex = check_weights(name, weights, arrays[0].shape[0], arrays[0].dtype)
     check_reduction(name, reduction, arrays[-1].shape)
     return _nll_mixture(*arrays, kept, convex, reduction)
 
 
-def checked_gaussian(
+def check_gaussian(
     name: str,
     mean: ArrayLike,
     variance: ArrayLike,
@@ -114,12 +114,12 @@ def checked_gaussian(
     weights: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Means, variances, targets and mask; rows that the mask leaves out hold numbers that every score is finite at."""
-    centre, spread, observed = check_regression(name, targets, members=members, mean=mean, variance=variance)
+    means, variances, observed = check_regression(name, targets, members=members, mean=mean, variance=variance)
     kept = check_mask(name, mask, observed.shape)
     check_variance(name, variance, positive=positive, mask=mask, weights=weights)
-    centre = blank_masked(centre, kept, before=int(members))
-    spread = blank_masked(spread, kept, before=int(members), fill=1)
-    return centre, spread, blank_masked(observed, kept), kept
+    means = blank_masked(means, kept, before=int(members))
+    variances = blank_masked(variances, kept, before=int(members), fill=1)
+    return means, variances, blank_masked(observed, kept), kept
 
 
 @partial(jax.jit, static_argnames="reduction")

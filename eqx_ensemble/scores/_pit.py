@@ -9,7 +9,7 @@ from .._check import check_key, check_mask, check_regression, check_values, chec
 from .._keys import member_keys
 from .._weighting import blank_unweighted, weighted_mean
 from ._check import check_positive_int, check_unit_interval
-from ._gaussian import checked_gaussian
+from ._gaussian import check_gaussian
 
 
 def pit(
@@ -108,7 +108,7 @@ def pit_gaussian_mixture(
     ```
     """
     name = "scores.pit_gaussian_mixture"
-    *arrays, kept = checked_gaussian(name, mean, variance, targets, mask, members=True, positive=True, weights=weights)
+    *arrays, kept = check_gaussian(name, mean, variance, targets, mask, members=True, positive=True, weights=weights)
     convex = check_weights(name, weights, arrays[0].shape[0], arrays[0].dtype)
     return _pit_gaussian_mixture(*arrays, kept, convex)
 

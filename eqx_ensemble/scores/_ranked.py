@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._weighting import class_mixture, is_class
-from ._classification import checked_classes
+from ._classification import check_classes
 from ._reduce import Reduction, reduce
 
 
@@ -60,7 +60,7 @@ def ranked_probability(
         }
         ```
     """
-    checked = checked_classes("scores.ranked_probability", logits, labels, weights, mask, reduction)
+    checked = check_classes("scores.ranked_probability", logits, labels, weights, mask, reduction)
     return _ranked_probability(*checked, reduction)
 
 

@@ -44,7 +44,7 @@ def rmse(
     scores.mean_member_rmse(predictions, targets)  # sqrt(0.5) = 0.707
     ```
     """
-    return _rmse(*_checked("scores.rmse", predictions, targets, weights, mask))
+    return _rmse(*_check_points("scores.rmse", predictions, targets, weights, mask))
 
 
 def mean_member_rmse(
@@ -80,10 +80,10 @@ def mean_member_rmse(
     scores.mean_member_rmse(jnp.array([[0.0], [4.0]]), jnp.array([1.0]))  # (1 + 3) / 2 = 2.0
     ```
     """
-    return _mean_member_rmse(*_checked("scores.mean_member_rmse", predictions, targets, weights, mask))
+    return _mean_member_rmse(*_check_points("scores.mean_member_rmse", predictions, targets, weights, mask))
 
 
-def _checked(
+def _check_points(
     name: str, predictions: ArrayLike, targets: ArrayLike, weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Array, Array, Array | None, Array | None]:
     predicted, observed = check_regression(name, targets, members=True, predictions=predictions)

@@ -117,14 +117,14 @@ def _pairwise_kl(
     logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
     absent = logs == -jnp.inf
     finite = jnp.where(absent, 0, logs)
-    product = _centred(jnp.where(absent, 0, jnp.exp(finite)), weights) * _centred(finite, weights)
+    product = _centre(jnp.where(absent, 0, jnp.exp(finite)), weights) * _centre(finite, weights)
     # Members of weight zero are blank, and so never absent.
     nowhere = weighted_mean(jnp.where(absent, 0, jnp.ones_like(logs)), weights) == 0
     disputed = jnp.any(absent, axis=0) & ~nowhere
     return jnp.sum(jnp.where(disputed, jnp.inf, jnp.maximum(weighted_mean(product, weights), 0)), axis=-1)
 
 
-def _centred(
+def _centre(
     values: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
 ) -> Float[Array, "members *batch classes"]:
     deviation = values - weighted_mean(values, weights)[None]

@@ -1,0 +1,74 @@
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
+
+from .._check import check_mask, check_regression
+from .._weighting import blank_masked
+from ._check import check_reduction, check_two_members
+from ._reduce import Reduction, reduce
+from ._scoringrules import import_scoringrules, scoringrules_config
+
+
+def dawid_sebastiani(
+    samples: Float[ArrayLike, " members *batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Dawid-Sebastiani score of the mean and the variance of the members' point predictions; lower is better.
+
+    $(y - \mu)^2 / \sigma^2 + \log \sigma^2$ with the members' mean $\mu$ and variance $\sigma^2$ (ddof 1): it sees two
+    moments only. Of a Gaussian it is twice the negative log-density, less $\log 2 \pi$: for members with variances of
+    their own take [`eqx_ensemble.scores.nll_gaussian`][] of [`eqx_ensemble.combine.gaussian`][]. Computed by
+    `scoringrules` (`pip install 'eqx_ensemble[scores]'`).
+
+    **Arguments:**
+
+    - `samples`: `(members, *batch)`, one number per member and entry; two members or more, equally weighted.
+    - `targets`: `(*batch,)`; nothing is broadcast.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. Where all members agree there is no finite value.
+
+    **Raises:**
+
+    - `ImportError` without scoringrules.
+    - `TypeError` for samples that are not floating-point.
+    - `ValueError` for shapes that do not fit, and for fewer than two members.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    scores.dawid_sebastiani(jnp.array([[0.0], [2.0]]), jnp.array([1.0]))  # log(2) = 0.693
+    ```
+
+    ??? cite
+        [Coherent Dispersion Criteria for Optimal Experimental Design](https://doi.org/10.1214/aos/1018031101)
+
+        ```bibtex
+        @article{dawid1999coherent,
+            author={A. Philip Dawid and Paola Sebastiani},
+            title={Coherent Dispersion Criteria for Optimal Experimental Design},
+            journal={The Annals of Statistics},
+            year={1999},
+        }
+        ```
+    """
+    name = "scores.dawid_sebastiani"
+    rules = import_scoringrules(name)
+    points, observed = check_regression(name, targets, members=True, samples=samples)
+    check_two_members(name, points.shape[0])
+    kept = check_mask(name, mask, observed.shape)
+    check_reduction(name, reduction, observed.shape)
+    # Rows that are left out hold the members' numbers 0, 1, 2...: equal ones would have a NaN gradient.
+    numbers = jnp.arange(points.shape[0], dtype=points.dtype)
+    # Errors, not values: the mean of large numbers would be rounded.
+    errors = points - observed[None]
+    errors = blank_masked(errors, kept, before=1, fill=jnp.reshape(numbers, (-1,) + (1,) * observed.ndim))
+    with scoringrules_config():
+        rows = rules.dssuv_ensemble(jnp.zeros_like(observed), errors, m_axis=0, backend="jax")
+    return reduce(rows, reduction, kept)

@@ -1,0 +1,89 @@
+from typing import Literal, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
+
+from .._check import check_mask, check_regression, check_weights, check_word
+from .._weighting import blank_masked, blank_unweighted
+from ._check import check_fair, check_known_weights, check_outputs, check_reduction, no_gradient_message
+from ._reduce import Reduction, reduce
+from ._scoringrules import import_scoringrules, scoringrules_config
+
+
+def energy_score(
+    samples: Float[ArrayLike, "members *batch out"],
+    targets: Real[ArrayLike, "*batch out"],
+    *,
+    estimator: Literal["nrg", "fair"] = "nrg",
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Energy score of the members' predictions of several outputs, taken as samples; lower is better.
+
+    $\sum_m w_m \|x_m - y\| - \frac12 \sum_{mn} w_m w_n \|x_m - x_n\|$ with Euclidean norms over the outputs, which need
+    one unit: [`eqx_ensemble.scores.crps`][] for vectors. Computed by `scoringrules`
+    (`pip install 'eqx_ensemble[scores]'`), which holds an array `(*batch, members, members, out)`.
+
+    **Arguments:**
+
+    - `samples`: `(members, *batch, out)`.
+    - `targets`: `(*batch, out)`; nothing is broadcast.
+    - `estimator`: `"nrg"`, or `"fair"`, whose last sum is divided by $M (M - 1)$ and not by $M^2$; always say which.
+    - `weights`: convex weights over members, `(members,)`, of known values; divided by their sum. A member of weight
+        zero is left out. Only with `"nrg"`.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. It has no gradient.
+
+    **Raises:**
+
+    - `ImportError` without scoringrules.
+    - `TypeError` for samples that are not floating-point.
+    - `ValueError` for shapes that do not fit, for invalid or traced weights, and for `"fair"` with weights or with
+        fewer than two members.
+    - `NotImplementedError` when it is differentiated.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    samples, targets = jnp.array([[[0.0, 0.0]], [[6.0, 8.0]]]), jnp.array([[3.0, 4.0]])
+    scores.energy_score(samples, targets)  # 5 - 10 / 4 = 2.5
+    ```
+
+    ??? cite
+        [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
+    """
+    name = "scores.energy_score"
+    rules = import_scoringrules(name)
+    points, observed = check_regression(name, targets, members=True, samples=samples)
+    check_outputs(name, points)
+    check_word(estimator, "estimator", ("nrg", "fair"), name=name)
+    if estimator == "fair":
+        check_fair(name, points.shape[0], weighted=weights is not None)
+    check_known_weights(name, weights)
+    convex = check_weights(name, weights, points.shape[0], points.dtype)
+    kept = check_mask(name, mask, observed.shape[:-1])
+    check_reduction(name, reduction, observed.shape[:-1])
+
+    # The gradient of the distance of a member from itself, which scoringrules takes too, is NaN.
+    @jax.custom_jvp
+    def score(points: Array, observed: Array) -> Array:
+        expanded = None
+        if convex is not None:
+            expanded = jnp.broadcast_to(jnp.reshape(convex, (-1,) + (1,) * (points.ndim - 2)), points.shape[:-1])
+        with scoringrules_config():
+            options = {"m_axis": 0, "ens_w": expanded, "estimator": estimator, "backend": "jax"}
+            return rules.es_ensemble(observed, points, **options)
+
+    @score.defjvp
+    def refuse(primals: tuple, tangents: tuple) -> NoReturn:
+        raise NotImplementedError(no_gradient_message(name))
+
+    points = blank_masked(blank_unweighted(points, convex), kept, before=1)
+    return reduce(score(points, blank_masked(observed, kept)), reduction, kept)

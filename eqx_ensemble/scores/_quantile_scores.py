@@ -1,0 +1,130 @@
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
+
+from .._check import check_level, check_mask, check_regression
+from .._weighting import blank_masked
+from ._check import check_interval, check_reduction
+from ._reduce import Reduction, reduce
+from ._scoringrules import import_scoringrules, scoringrules_config
+
+
+def interval_score(
+    lower: Float[ArrayLike, "*batch"],
+    upper: Float[ArrayLike, "*batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    level: float,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Interval (Winkler) score of central intervals: width, and a price for targets outside; lower is better.
+
+    $(u - l) + \frac{2}{1 - \mathrm{level}} (\max(l - y, 0) + \max(y - u, 0))$, in the unit of the target: the smallest
+    on average for the true quantiles, so that it weighs coverage against width. Computed by `scoringrules`
+    (`pip install 'eqx_ensemble[scores]'`).
+
+    **Arguments:**
+
+    - `lower`, `upper`: the ends, of one shape; no `members` axis.
+    - `targets`: of the same shape; nothing is broadcast.
+    - `level`: the probability that the intervals are meant to hold, a Python number between 0 and 1.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. Infinite for intervals without an end, which [`eqx_ensemble.conformal.quantile`][] of few
+    rows gives, and for infinite targets.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.coverage`][], `ValueError` for a level outside 0 to 1, and `ImportError` without
+    scoringrules.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    scores.interval_score(jnp.zeros(1), jnp.ones(1), jnp.array([1.1]), level=0.8)  # 1 + 0.1 * 2 / 0.2 = 2.0
+    ```
+
+    ??? cite
+        [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
+    """
+    name = "scores.interval_score"
+    rules = import_scoringrules(name)
+    low, high, observed = check_regression(name, targets, members=False, lower=lower, upper=upper)
+    check_level(name, level)
+    kept = check_mask(name, mask, observed.shape)
+    check_interval(name, lower, upper, mask=mask)
+    check_reduction(name, reduction, observed.shape)
+    low, high, observed = (blank_masked(x, kept) for x in (low, high, observed))
+    # scoringrules multiplies distances by whether they count, and infinity times zero is NaN.
+    infinite = jnp.isinf(low) | jnp.isinf(high) | jnp.isinf(observed)
+    unknown = jnp.isnan(low) | jnp.isnan(high) | jnp.isnan(observed)
+    low, high, observed = (jnp.where(infinite, 0, x) for x in (low, high, observed))
+    with scoringrules_config():
+        rows = rules.interval_score(observed, low, high, 1 - level, backend="jax")
+    rows = jnp.where(infinite, jnp.where(unknown, jnp.nan, jnp.inf), jnp.reshape(rows, observed.shape))
+    return reduce(rows, reduction, kept)
+
+
+def pinball(
+    quantiles: Float[ArrayLike, "*batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    level: float,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Pinball (quantile) score of predictions of ONE quantile; lower is better.
+
+    $\tau (y - q)$ where the target is above the prediction, $(1 - \tau) (q - y)$ where it is below, with the level
+    $\tau$; in the unit of the target. Computed by `scoringrules` (`pip install 'eqx_ensemble[scores]'`).
+
+    **Arguments:**
+
+    - `quantiles`, `targets`: of one shape `(*batch,)`; nothing is broadcast, and there is no `members` axis.
+    - `level`: which quantile they are predictions of, a Python number between 0 and 1.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`.
+
+    **Raises:**
+
+    - `ImportError` without scoringrules.
+    - `TypeError` for quantiles that are not floating-point.
+    - `ValueError` for shapes that differ, and for a level outside 0 to 1.
+
+    ```python
+    import jax.numpy as jnp
+    from eqx_ensemble import scores
+
+    scores.pinball(jnp.zeros(2), jnp.array([1.0, -1.0]), level=0.9)  # (0.9 + 0.1) / 2 = 0.5
+    ```
+
+    ??? cite
+        [Regression Quantiles](https://doi.org/10.2307/1913643)
+
+        ```bibtex
+        @article{koenker1978regression,
+            author={Roger Koenker and Gilbert Bassett},
+            title={Regression Quantiles},
+            journal={Econometrica},
+            year={1978},
+        }
+        ```
+    """
+    name = "scores.pinball"
+    rules = import_scoringrules(name)
+    predicted, observed = check_regression(name, targets, members=False, quantiles=quantiles)
+    check_level(name, level)
+    kept = check_mask(name, mask, observed.shape)
+    check_reduction(name, reduction, observed.shape)
+    predicted, observed = blank_masked(predicted, kept), blank_masked(observed, kept)
+    with scoringrules_config():
+        rows = rules.quantile_score(observed, predicted, level, backend="jax")
+    return reduce(rows, reduction, kept)
