@@ -19,7 +19,7 @@ class Vector(eqx.Module):
 
     - `scale`, `bias`: `(groups, classes)`, one group per member or one for the mixture: log-probabilities are
         multiplied by the first, then the second is added.
-    - `pooling`: what it calibrates: `.pool`, and the `.weights` of the mixture.
+    - `pooling`: the predictions that it calibrates: `.pool`, and the `.weights` of the mixture.
     """
 
     scale: Float[Array, "groups classes"]
@@ -39,7 +39,7 @@ class Matrix(eqx.Module):
     - `matrix`: `(groups, classes, classes)`, one group per member or one for the mixture; its product with the
         log-probabilities of a row, plus `bias`, are the calibrated logits.
     - `bias`: `(groups, classes)`.
-    - `pooling`: what it calibrates: `.pool`, and the `.weights` of the mixture.
+    - `pooling`: the predictions that it calibrates: `.pool`, and the `.weights` of the mixture.
     """
 
     matrix: Float[Array, "groups classes classes"]
@@ -60,30 +60,31 @@ def vector(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     max_steps: int = 1000,
 ) -> Vector:
-    r"""Vector scaling: every class's log-probability gets a factor and an offset that make held-out labels most likely.
+    r"""Vector scaling: a factor and an offset for each class's log-probability, fitted by maximum likelihood.
 
     The mean of $-\log \mathrm{softmax}(w \odot \log p + b)_y$ over rows is convex in $w$ and $b$, and is minimised by
-    optax's L-BFGS from $w = 1, b = 0$. Log-probabilities and not logits are scaled, so that an arbitrary offset of a
-    row's logits changes nothing, and members and mixtures are treated alike.
+    optax's L-BFGS from $w = 1, b = 0$. Log-probabilities are scaled, not logits, so that an arbitrary offset of a
+    row's logits has no effect, and members and mixtures are treated alike.
 
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
         passed as they are.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `pool`: `"members"`: every member is calibrated by itself; combine them afterwards. `"mixture"`: the members are
+    - `pool`: `"members"`: each member is calibrated separately; combine them afterwards. `"mixture"`: the members are
         combined first, and the mixture is calibrated.
-    - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
+    - `weights`: convex weights over members, `(members,)`, of the mixture; stored in the result.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `max_steps`: how many steps L-BFGS may take.
+    - `max_steps`: the maximum number of L-BFGS steps.
 
-    **Returns:** [`eqx_ensemble.calibrate.Vector`][], a Module: `fitted(logits)` gives log-probabilities with a leading
+    **Returns:**
+
+    [`eqx_ensemble.calibrate.Vector`][], a Module: `fitted(logits)` gives log-probabilities with a leading
     axis of the members, or of length one for the mixture.
 
     **Raises:**
 
-    As [`eqx_ensemble.calibrate.temperature`][]. Warns where the steps did not lead to a minimum, of which there is none
-    when the rows can be told apart without error.
+    As [`eqx_ensemble.calibrate.temperature`][]. Warns if no minimum was reached; none exists if the rows are separable.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4 + [[0.2, 0.8]] * 4]))
@@ -118,16 +119,18 @@ def matrix(
 
     The mean of $-\log \mathrm{softmax}(W \log p + b)_y$ over rows, plus $\lambda$ times the mean square of the entries
     of $W$ off its diagonal and $\mu$ times that of $b$, is convex; optax's L-BFGS minimises it from the identity.
-    With many classes and few rows it fits noise unless the penalties keep it near vector scaling.
+    With many classes and few rows it overfits unless the penalties keep it near vector scaling.
 
     **Arguments:**
 
     - `off_diagonal_penalty`, `bias_penalty`: $\lambda$ and $\mu$, zero or more: choose them by cross-validation.
     - the others as for [`eqx_ensemble.calibrate.vector`][].
 
-    **Returns:** [`eqx_ensemble.calibrate.Matrix`][], a Module: `fitted(logits)` gives log-probabilities with a leading
-    axis of the members, or of length one for the mixture. Without penalties a number added to a column of the matrix or
-    to the bias changes no prediction.
+    **Returns:**
+
+    [`eqx_ensemble.calibrate.Matrix`][], a Module: `fitted(logits)` gives log-probabilities with a leading axis of the
+    members, or of length one for the mixture. Without penalties, adding a constant to a column of the matrix or to the
+    bias changes no prediction.
 
     **Raises:**
 
@@ -157,7 +160,7 @@ def matrix(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _constant(name: str, logs: Array) -> Array:
-    """The logits as they are, whose gradient is refused in words."""
+    """The identity, whose gradient raises an error."""
     return logs
 
 
@@ -182,7 +185,7 @@ def _fit_matrix(rows: Rows, penalties: Float[Array, "2"], max_steps: int) -> tup
     num_classes = rows.logs.shape[-1]
     diagonal = jnp.eye(num_classes, dtype=bool)
     per_entry = penalties / jnp.asarray([num_classes * (num_classes - 1), num_classes], penalties.dtype)
-    # Parameters in units in which a penalty bends the loss about as much as the rows do: L-BFGS then takes few steps.
+    # Parameters are scaled so that the penalties and the rows have similar curvature: L-BFGS then takes few steps.
     unit = 1 / jnp.sqrt(1 + 2 * per_entry)
 
     def of_group(logs: Array) -> tuple[Array, Array, Array]:
@@ -197,7 +200,7 @@ def _fit_matrix(rows: Rows, penalties: Float[Array, "2"], max_steps: int) -> tup
         start = (jnp.eye(num_classes, dtype=logs.dtype), jnp.zeros(num_classes, logs.dtype))
         scaled, flat = minimise(loss, start, _size(logs, rows), max_steps)
         matrix, bias = parameters(scaled)
-        # Only parameters without a penalty can grow for ever.
+        # Only parameters without a penalty can diverge.
         free = jnp.where(diagonal | (penalties[0] == 0), matrix, 0), jnp.where(penalties[1] == 0, bias, 0)
         return matrix, bias, flat & ~_is_separated(_by_matrix(logs, *free), rows)
 
@@ -220,10 +223,10 @@ def _loss(logs: Float[Array, "rows classes"], rows: Rows) -> Float[Array, ""]:
 
 
 def _is_separated(logs: Float[Array, "rows classes"], rows: Rows) -> Bool[Array, ""]:
-    """Whether every label is the most likely class: the loss then falls for ever as all parameters grow."""
+    """Whether every label is the most likely class: the loss then has no minimum."""
     return jnp.all((jnp.argmax(logs, axis=-1).astype(rows.labels.dtype) == rows.labels) | (rows.share == 0))
 
 
 def _size(logs: Float[Array, "rows classes"], rows: Rows) -> Float[Array, ""]:
-    """The size of slopes that are not small: that of the mean log-probability."""
+    """The scale of gradients: that of the mean log-probability."""
     return 1 + jnp.sum(rows.share[:, None] * jnp.abs(logs)) / logs.shape[-1]

@@ -15,10 +15,10 @@ from .._check import (
 
 
 def check_pool(name: str, pool: str, *, weighted: bool) -> None:
-    """Before or after combination, and weights only where there is a combination."""
+    """A known `pool`, and weights only for the mixture."""
     check_word(pool, "pool", ("members", "mixture"), name=name)
     if weighted and pool == "members":
-        fix = "Every member is calibrated by itself: weight the members when you combine them."
+        fix = "Each member is calibrated separately: weight the members when you combine them."
         raise ValueError(
             needs_message(name, '`weights` only with `pool="mixture"`', 'got both `weights` and `pool="members"`', fix)
         )
@@ -34,7 +34,7 @@ def check_finite_logits(name: str, logits: Array, weights: ArrayLike | None, mas
         counts = counts & (share > 0).reshape((-1,) + (1,) * (host.ndim - 1))
     wrong = ~np.isfinite(host) & counts
     if wrong.any():
-        fix = "Probabilities of zero? Mix a little of the uniform distribution in before you take their logarithm."
+        fix = "Probabilities of zero? Mix in a little of the uniform distribution before taking the logarithm."
         raise ValueError(
             needs_message(
                 name,
@@ -46,23 +46,25 @@ def check_finite_logits(name: str, logits: Array, weights: ArrayLike | None, mas
 
 
 def check_best_temperature(name: str, pool: str, separated: ArrayLike, hopeless: ArrayLike) -> None:
-    """A finite temperature above zero is best for all; only where that is concrete."""
+    """The likelihood has a maximum at a finite temperature above zero; only where that is concrete."""
     for flags, got, fix in (
         (
             separated,
-            "every label is the most likely class already, so that ever smaller temperatures are better",
-            "Fit on more rows: one that the prediction gets wrong is enough.",
+            "every label already is the most likely class, so the likelihood increases as the temperature goes to zero",
+            "Fit on more rows, with at least one wrong prediction.",
         ),
         (
             hopeless,
-            "the labels are not more likely than by chance, so that ever larger temperatures are better",
-            "Are the labels those of these rows, in their order?",
+            "the labels are no more likely than by chance, so the likelihood increases with the temperature",
+            "Are the labels in the order of the rows?",
         ),
     ):
         host = concrete(flags)
         if host is not None and host.any():
             raise ValueError(
-                needs_message(name, "labels for which one temperature is best", f"{_member_text(pool, host)}{got}", fix)
+                needs_message(
+                    name, "labels for which an optimal temperature exists", f"{_member_text(pool, host)}{got}", fix
+                )
             )
 
 
@@ -91,7 +93,7 @@ def check_scale(name: str, pool: str, scale: ArrayLike) -> None:
                 name,
                 "finite means and variances",
                 got,
-                "Leave broken members out (`weights`), and broken rows by `mask`.",
+                "Exclude such members by `weights`, and such rows by `mask`.",
             )
         )
     if host is not None and (host == 0).any():
@@ -99,37 +101,37 @@ def check_scale(name: str, pool: str, scale: ArrayLike) -> None:
         raise ValueError(
             needs_message(
                 name,
-                "targets that differ from their means",
-                f"{_member_text(pool, host == 0)}every target is hit exactly",
+                "targets that differ from the predicted means",
+                f"{_member_text(pool, host == 0)}every target equals its mean exactly",
                 fix,
             )
         )
 
 
 def no_gradient_message(name: str) -> str:
-    """The fit, a loop of steps whose number is not known, cannot be differentiated."""
+    """The fit, a loop with a dynamic number of steps, cannot be differentiated."""
     return (
         f"`{name}` has no gradient with respect to the logits that it is fitted on.\n"
-        "Fit on `jax.lax.stop_gradient(logits)`; what is fitted can be differentiated, and so can the fit of "
+        "Fit on `jax.lax.stop_gradient(logits)`; the fitted Module is differentiable, and so is the fit of "
         "`calibrate.temperature`."
     )
 
 
 def check_untraced(name: str, **arrays: ArrayLike | None) -> None:
-    """Arrays whose values are known."""
+    """Concrete arrays."""
     for argument, values in arrays.items():
         if is_traced(values):
-            fix = "Fit before `jax.jit`; what is fitted can be called inside."
-            raise TypeError(needs_message(name, f"`{argument}` whose values are known", "got a traced array", fix))
+            fix = "Fit outside `jax.jit`; the fitted Module can be called inside."
+            raise TypeError(needs_message(name, f"a concrete `{argument}`", "got a traced array", fix))
 
 
 def warn_of_no_minimum(name: str, pool: str, flat: ArrayLike) -> None:
-    """Says where L-BFGS did not get to a minimum; only where that is concrete."""
+    """Warns if L-BFGS did not reach a minimum; only where that is concrete."""
     host = concrete(flat)
     if host is not None and not host.all():
         warnings.warn(
-            f"`{name}`: {_member_text(pool, ~host)}no minimum was reached. Where the rows can be told apart without "
-            "error there is none: fit on more rows, take a calibration with fewer parameters, or a penalty.",
+            f"`{name}`: {_member_text(pool, ~host)}no minimum was reached. If the rows are separable, none exists: "
+            "fit on more rows, use a calibration with fewer parameters, or add a penalty.",
             stacklevel=3,
         )
 

@@ -16,8 +16,8 @@ class Histogram(eqx.Module):
     **Attributes:**
 
     - `edges`: the inner edges of the bins `(groups, classes, bins - 1)`; an edge belongs to the bin below it.
-    - `frequency`: `(groups, classes, bins)`, how often the class occurred in each bin; NaN where a bin was empty.
-    - `pooling`: what it calibrates: `.pool`, and the `.weights` of the mixture.
+    - `frequency`: `(groups, classes, bins)`, the frequency of the class in each bin; NaN for empty bins.
+    - `pooling`: the predictions that it calibrates: `.pool`, and the `.weights` of the mixture.
     """
 
     edges: Float[Array, "groups classes edges"]
@@ -40,29 +40,32 @@ def histogram(
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Histogram:
-    """Histogram binning: every probability becomes how often the class occurred in its bin of held-out rows.
+    """Histogram binning: each probability is replaced by the class's frequency in its bin of held-out rows.
 
-    Class by class, against all others; the results of a row are then divided by their sum, and where all are zero every
-    class gets the same. Of two classes only the second is binned. A probability in an empty bin stays as it is.
+    One class against the rest; the results of a row are then normalised, to the uniform distribution if all are zero.
+    For two classes only the second is binned. A probability in an empty bin is unchanged.
 
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
         passed as they are.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `pool`: `"members"`: every member is calibrated by itself; combine them afterwards. `"mixture"`: the members are
+    - `pool`: `"members"`: each member is calibrated separately; combine them afterwards. `"mixture"`: the members are
         combined first, and the mixture is calibrated.
-    - `num_bins`: how many bins a class has.
+    - `num_bins`: the number of bins for each class.
     - `binning`: `"mass"`, bins of equally many rows; `"width"`, bins of equal width. See [`eqx_ensemble.scores.ece`][].
-    - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
+    - `weights`: convex weights over members, `(members,)`, of the mixture; stored in the result.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
-    **Returns:** [`eqx_ensemble.calibrate.Histogram`][], a Module: `fitted(logits)` gives log-probabilities with a
+    **Returns:**
+
+    [`eqx_ensemble.calibrate.Histogram`][], a Module: `fitted(logits)` gives log-probabilities with a
     leading axis of the members, or of length one for the mixture; minus infinity where the frequency is zero.
 
     **Raises:**
 
-    As [`eqx_ensemble.calibrate.temperature`][], but for what no temperature can do; `ValueError` for no bin.
+    As [`eqx_ensemble.calibrate.temperature`][], except for the absence of an optimum; `ValueError` for fewer than one
+    bin.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))
@@ -112,8 +115,8 @@ def _frequency_of(p: Float[Array, "*batch"], edges: Float[Array, " edges"], freq
 def by_class(
     calibrated, probabilities: Float[Array, "groups *batch classes"], first: Array, second: Array
 ) -> Float[Array, "groups *batch classes"]:
-    """Log-probabilities from every class's probability calibrated against all others."""
-    # A search through knots or edges puts NaN behind the last of them.
+    """Log-probabilities from calibrating each class's probability against the rest."""
+    # A search through knots or edges puts NaN after the last.
     known = lambda p, *fitted: jnp.where(jnp.isnan(p), p, calibrated(p, *fitted))
     each = jax.vmap(jax.vmap(known, in_axes=(-1, 0, 0), out_axes=-1))
     if probabilities.shape[-1] == 2:

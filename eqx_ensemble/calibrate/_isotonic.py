@@ -14,9 +14,9 @@ class Isotonic(eqx.Module):
 
     **Attributes:**
 
-    - `knots`, `values`: the rising function of every class `(groups, classes, knots)`: straight lines between knots,
-        constant beyond the first and the last, which is repeated where a class has fewer.
-    - `pooling`: what it calibrates: `.pool`, and the `.weights` of the mixture.
+    - `knots`, `values`: the increasing function of each class, `(groups, classes, knots)`: linear between knots and
+        constant beyond the first and the last, which is repeated for classes with fewer knots.
+    - `pooling`: the predictions that it calibrates: `.pool`, and the `.weights` of the mixture.
     """
 
     knots: Float[Array, "groups classes knots"]
@@ -37,30 +37,32 @@ def isotonic(
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Isotonic:
-    """Isotonic calibration: probabilities go through the rising function that fits held-out labels best.
+    """Isotonic calibration: an increasing function of the probabilities, fitted to held-out labels.
 
-    Class by class, against all others, by scikit-learn's `IsotonicRegression` (`pip install 'eqx_ensemble[sklearn]'`);
-    the results of a row are then divided by their sum, and where all are zero every class gets the same, as
-    scikit-learn's `CalibratedClassifierCV` does. Of two classes only the second is fitted. What is fitted is plain
-    arrays: calling it needs no scikit-learn.
+    One class against the rest, by scikit-learn's `IsotonicRegression` (`pip install 'eqx_ensemble[sklearn]'`); the
+    results of a row are then normalised, to the uniform distribution if all are zero, as in scikit-learn's
+    `CalibratedClassifierCV`. For two classes only the second is fitted. The result holds plain arrays: calling it does
+    not need scikit-learn.
 
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
-        passed as they are. Their values must be known: fit outside `jax.jit`.
+        passed as they are. They must be concrete: fit outside `jax.jit`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `pool`: `"members"`: every member is calibrated by itself; combine them afterwards. `"mixture"`: the members are
+    - `pool`: `"members"`: each member is calibrated separately; combine them afterwards. `"mixture"`: the members are
         combined first, and the mixture is calibrated.
-    - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
+    - `weights`: convex weights over members, `(members,)`, of the mixture; stored in the result.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
-    **Returns:** [`eqx_ensemble.calibrate.Isotonic`][], a Module: `fitted(logits)` gives log-probabilities with a
+    **Returns:**
+
+    [`eqx_ensemble.calibrate.Isotonic`][], a Module: `fitted(logits)` gives log-probabilities with a
     leading axis of the members, or of length one for the mixture; minus infinity where the probability is zero.
 
     **Raises:**
 
-    As [`eqx_ensemble.calibrate.temperature`][], but for what no temperature can do; `TypeError` for traced arrays, and
-    `ImportError` without scikit-learn.
+    As [`eqx_ensemble.calibrate.temperature`][], except for the absence of an optimum; `TypeError` for traced arrays,
+    and `ImportError` without scikit-learn.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 3 + [[0.4, 0.6]] * 2]))
@@ -106,7 +108,7 @@ def _fit(name: str, rows: Rows) -> tuple[Array, Array]:
 
 
 def _fill_up(parts: list[np.ndarray], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Parts of several lengths in one array; the last number of a shorter one is repeated."""
+    """Parts of several lengths in one array; the last number of shorter parts is repeated."""
     longest = max(map(len, parts))
     padded = [np.pad(part, (0, longest - len(part)), mode="edge") for part in parts]
     return jnp.asarray(np.reshape(padded, shape), dtype)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 
 class Minimum(NamedTuple):
-    """Where a function was found to be smallest, and whether it is flat there."""
+    """The minimiser of a function, and whether its gradient vanishes there."""
 
     at: PyTree
     flat: Bool[Array, ""]
@@ -17,7 +17,7 @@ class Minimum(NamedTuple):
 def minimise(
     fn: Callable[[PyTree], Float[Array, ""]], start: PyTree, scale: Float[Array, ""], max_steps: int
 ) -> Minimum:
-    """The minimum of a smooth convex function by L-BFGS; `scale` is the size of slopes that are not small."""
+    """The minimum of a smooth convex function by L-BFGS; `scale` is the scale of its gradients."""
     optimiser = optax.lbfgs()
     value_and_grad = optax.value_and_grad_from_state(fn)
     precision = jnp.finfo(scale.dtype).eps * scale
@@ -33,12 +33,12 @@ def minimise(
         *_, slope, moved, count = carry
         return (slope > precision) & (moved > 0) & (count < max_steps)
 
-    # optax promotes dtypes and ranks, which a user may have forbidden.
+    # optax promotes dtypes and ranks, which the user's configuration may forbid.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         state = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), optimiser.init(start))
         far = jnp.asarray(jnp.inf, scale.dtype)
         params, *_ = jax.lax.while_loop(goes_on, step, (start, state, far, far, 0))
-        # Rounding of the value ends a line search where the slope is about the square root of that rounding.
+        # Rounding of the value ends a line search at gradients of about the square root of the rounding.
         flat = _largest(jax.grad(fn)(params)) <= 10 * jnp.sqrt(precision * scale)
     return Minimum(params, flat)
 

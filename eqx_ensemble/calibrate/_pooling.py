@@ -14,12 +14,12 @@ Pool = Literal["members", "mixture"]
 
 
 class Pooling(eqx.Module):
-    """What is calibrated: every member by itself, or their mixture, which then is an ensemble of one.
+    """The predictions to calibrate: each member separately, or their mixture, which then is an ensemble of one.
 
     **Attributes:**
 
     - `pool`: `"members"` or `"mixture"`.
-    - `num_members`: how many members predict.
+    - `num_members`: the number of members.
     - `weights`: those of the mixture `(members,)`, if it has any.
     """
 
@@ -35,7 +35,7 @@ class Pooling(eqx.Module):
 
 
 class Rows(NamedTuple):
-    """Log-probabilities, labels and shares in the mean of all rows in one axis."""
+    """Log-probabilities, labels and weights in the mean, with all rows on one axis."""
 
     logs: Float[Array, "groups rows classes"]
     labels: Integer[Array, " rows"]
@@ -45,14 +45,14 @@ class Rows(NamedTuple):
 def fit_rows(
     name: str, logits: ArrayLike, labels: ArrayLike, pool: Pool, weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Pooling, Rows]:
-    """What to calibrate, and the rows to fit on; rows left out by the mask or without a class have no share."""
+    """The predictions to calibrate, and the rows to fit on; masked rows and rows without a class have weight zero."""
     checked = check_logits(name, logits)
     kept = check_mask(name, mask, checked.shape[1:-1])
     targets = check_labels(name, labels, checked, mask)
     pooling = make_pooling(name, pool, weights, checked)
     check_some_rows(name, targets.shape)
     check_finite_logits(name, checked, pooling.weights, mask)
-    # While tracing, labels cannot be refused.
+    # While tracing, invalid labels raise no error.
     known = is_class(targets, checked.shape[-1])
     kept = known if kept is None else kept & known
     logs = _logs(blank_masked(checked, kept, before=1), pooling.weights, pool)
@@ -61,7 +61,7 @@ def fit_rows(
 
 
 def make_pooling(name: str, pool: Pool, weights: ArrayLike | None, predictions: Array) -> Pooling:
-    """What to calibrate of predictions with a leading `members` axis."""
+    """The pooling of predictions with a leading `members` axis."""
     check_pool(name, pool, weighted=weights is not None)
     num_members = predictions.shape[0]
     return Pooling(pool, num_members, check_weights(name, weights, num_members, predictions.dtype))

@@ -6,7 +6,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 from ._check import check_best_temperature
 from ._pooling import Pool, Pooling, Rows, fit_rows
 
-_BRACKET = 40.0  # logarithms of 1 / T, in units of the largest difference of logits, that are looked at
+_BRACKET = 40.0  # bounds of log(1 / T), in units of the largest difference of logits
 
 
 class Temperature(eqx.Module):
@@ -15,7 +15,7 @@ class Temperature(eqx.Module):
     **Attributes:**
 
     - `temperature`: `(members,)`, or `(1,)` for the mixture; above 1 where the predictions were overconfident.
-    - `pooling`: what it calibrates: `.pool`, and the `.weights` of the mixture.
+    - `pooling`: the predictions that it calibrates: `.pool`, and the `.weights` of the mixture.
     """
 
     temperature: Float[Array, " groups"]
@@ -35,35 +35,37 @@ def temperature(
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Temperature:
-    r"""Temperature scaling: logits are divided by the number that makes held-out labels most likely.
+    r"""Temperature scaling: logits are divided by a number that is fitted to held-out labels by maximum likelihood.
 
     The mean of $-\log \mathrm{softmax}(z / T)_y$ over rows is convex in $1 / T$; Newton's method, kept inside a
-    bracket, finds its minimum to the last digits. No prediction changes its most likely class. Calibrating every member
-    and combining them afterwards is not calibrating their mixture: that of calibrated members tends to be less sure
-    than it should be. So `pool` has no default.
+    bracket, finds its minimum to the last digits. The most likely class is unchanged. Calibrating every member
+    and combining them afterwards differs from calibrating their mixture: the mixture of calibrated members tends to be
+    underconfident. So `pool` has no default.
 
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
         passed as they are.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with any other are left out.
-    - `pool`: `"members"`: every member gets the temperature that is best for itself; combine them afterwards.
-        `"mixture"`: the members are combined first, and the mixture's log-probabilities are divided by one temperature.
-    - `weights`: convex weights over members, `(members,)`, of the mixture; kept for when it is called.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels are ignored.
+    - `pool`: `"members"`: one temperature is fitted for each member; combine them afterwards.
+        `"mixture"`: the members are combined first, and one temperature is fitted for the mixture.
+    - `weights`: convex weights over members, `(members,)`, of the mixture; stored in the result.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
-    **Returns:** [`eqx_ensemble.calibrate.Temperature`][], a Module: `fitted(logits)` gives log-probabilities with a
-    leading axis of the members, or of length one for the mixture, for everything that takes logits. While tracing, the
-    temperature is NaN where none is best. Its gradient is that of the implicit function.
+    **Returns:**
+
+    [`eqx_ensemble.calibrate.Temperature`][], a Module: `fitted(logits)` gives log-probabilities with a
+    leading axis of the members, or of length one for the mixture, for all functions of logits. While tracing, the
+    temperature is NaN where no optimum exists. Its gradient is that of the implicit function.
 
     **Raises:**
 
     - `TypeError` for logits that are not floating-point or labels that are not integers.
     - `ValueError` for shapes that do not fit, labels out of range, infinite logits, weights with `pool="members"`, and
-        where no temperature is best: all labels are the most likely class, or they are less likely than by chance.
+        if no optimum exists: all labels are the most likely class, or they are less likely than by chance.
 
     ```python
-    logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))  # one member that is 90 % sure, and right in three of four rows
+    logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))  # one member with 90 % confidence, right in three of four rows
     fitted = ee.calibrate.temperature(logits, jnp.array([0, 0, 0, 1]), pool="mixture")
     jnp.exp(fitted(logits))[0, 0]  # [0.75, 0.25], at the temperature log(9) / log(3) = 2
     ```
@@ -90,14 +92,14 @@ def temperature(
 
 @jax.jit
 def _fit(rows: Rows) -> tuple[Float[Array, " groups"], Bool[Array, " groups"], Bool[Array, " groups"]]:
-    # Relative to the label's own: the loss of a row is logsumexp(beta * gaps), and gaps say what no beta can do.
+    # Relative to the label's: the loss of a row is logsumexp(beta * gaps); their signs show whether an optimum exists.
     of_label = jnp.take_along_axis(rows.logs, rows.labels[None, :, None], axis=-1)
     gaps = rows.logs - of_label
     counted = jnp.reshape(rows.share > 0, (1, -1, 1))
     separated = jnp.all((gaps <= 0) | ~counted, axis=(1, 2))
     hopeless = jnp.sum(jnp.mean(gaps, axis=-1) * rows.share[None], axis=-1) >= 0
     gaps = jnp.where(counted, gaps, 0)
-    # In units of the largest gap: logits may be of any size.
+    # In units of the largest gap: logits may have any magnitude.
     unit = jax.lax.stop_gradient(jnp.max(jnp.abs(gaps), axis=(1, 2)))
     unit = jnp.where(unit > 0, unit, 1)
     log_beta = jax.vmap(_log_inverse_temperature, in_axes=(0, None))(gaps / unit[:, None, None], rows.share)
@@ -108,7 +110,7 @@ def _fit(rows: Rows) -> tuple[Float[Array, " groups"], Bool[Array, " groups"], B
 
 def _log_inverse_temperature(gaps: Float[Array, "rows classes"], share: Float[Array, " rows"]) -> Float[Array, ""]:
     found = _root(*jax.lax.stop_gradient((gaps, share)))
-    # A Newton step of no length carries the gradient of the implicit function.
+    # A Newton step of length zero carries the gradient of the implicit function.
     beta = jnp.exp(found)
     slope, curvature = _slope_and_curvature(beta, gaps, share)
     weight = jax.lax.stop_gradient(jnp.where(curvature > 0, beta * curvature, jnp.inf))
@@ -125,7 +127,7 @@ def _slope_and_curvature(
 
 
 def _root(gaps: Float[Array, "rows classes"], share: Float[Array, " rows"]) -> Float[Array, ""]:
-    """The root of the slope of the mean loss, which never falls: Newton's steps while they shrink, else halving."""
+    """The root of the increasing slope of the mean loss: Newton's steps while they shrink, else bisection."""
 
     def step(state: tuple[Array, ...]) -> tuple[Array, ...]:
         log_beta, low, high, last, count = state

@@ -16,9 +16,9 @@ class Variance(eqx.Module):
 
     **Attributes:**
 
-    - `scale`: what variances are multiplied by, `(members,)`, or `(1,)` for the combination; above 1 where the
+    - `scale`: the factor of the variances, `(members,)`, or `(1,)` for the combination; above 1 where the
         predictions were overconfident.
-    - `pooling`: what it calibrates: `.pool`, and the `.weights` of the combination.
+    - `pooling`: the predictions that it calibrates: `.pool`, and the `.weights` of the combination.
     """
 
     scale: Float[Array, " groups"]
@@ -44,29 +44,32 @@ def variance(
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Variance:
-    r"""Variance scaling: variances are multiplied by the number that makes held-out targets most likely.
+    r"""Variance scaling: variances are multiplied by a number that is fitted to held-out targets by maximum likelihood.
 
-    Of a Gaussian that is the mean of $(y - \mu)^2 / \sigma^2$ over all entries, in closed form. Means stay as they are.
+    For a Gaussian it is the mean of $(y - \mu)^2 / \sigma^2$ over all entries. Means are unchanged.
 
     **Arguments:**
 
     - `mean`, `variance`: `(members, *batch)`, of one shape, for rows that the members were not trained on. Variances
         above zero.
-    - `targets`: `(*batch,)`; nothing is broadcast. All entries share the factor: for one per output fit each by itself.
-    - `pool`: `"members"`: every member gets the factor that is best for itself; combine them afterwards. `"mixture"`:
-        the members are combined to one Gaussian first, as [`eqx_ensemble.combine.gaussian`][] does, whose variance
+    - `targets`: `(*batch,)`; nothing is broadcast. All entries share the factor: for one per output fit each
+        separately.
+    - `pool`: `"members"`: one factor is fitted for each member; combine them afterwards. `"mixture"`:
+        the members are combined into one Gaussian first, as [`eqx_ensemble.combine.gaussian`][] does, whose variance
         includes their disagreement.
-    - `weights`: convex weights over members, `(members,)`, of the combination; kept for when it is called.
+    - `weights`: convex weights over members, `(members,)`, of the combination; stored in the result.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
-    **Returns:** [`eqx_ensemble.calibrate.Variance`][], a Module: `fitted(mean, variance)` gives a named tuple with
+    **Returns:**
+
+    [`eqx_ensemble.calibrate.Variance`][], a Module: `fitted(mean, variance)` gives a named tuple with
     `.mean` and `.variance`, with a leading axis of the members, or of length one for the combination.
 
     **Raises:**
 
     - `TypeError` for means or variances that are not floating-point.
-    - `ValueError` for shapes that do not fit, variances that are not above zero, targets that are all hit exactly or
-        not finite (where concrete), and weights with `pool="members"`.
+    - `ValueError` for shapes that do not fit, variances that are not above zero, targets that all equal their means or
+        are not finite (where concrete), and weights with `pool="members"`.
 
     ```python
     mean, variance, targets = jnp.zeros((1, 2)), jnp.ones((1, 2)), jnp.array([2.0, -2.0])

@@ -51,8 +51,8 @@ def check_row_logits(name: str, logits: ArrayLike) -> Array:
 def _one_axis(name: str, argument: str, array: Array) -> None:
     if array.ndim != 1 or array.size == 0:
         fix = (
-            "The entries of a row are not exchangeable: fit every output by itself, `jax.vmap` over the last axis, "
-            "and combine members first."
+            "The entries of a row are not exchangeable: combine members first, and fit each output separately, "
+            "with `jax.vmap` over the last axis."
         )
         raise ValueError(
             needs_message(name, f"`{argument}` of shape (rows,), at least one row", f"got shape {array.shape}", fix)
@@ -67,9 +67,9 @@ def check_row_weights(
     if own.shape != scores.shape:
         got = f"expected shape {scores.shape}, got {own.shape}"
         raise ValueError(
-            needs_message(name, "one of `row_weights` per score", got, "They stand in the order of the scores.")
+            needs_message(name, "one of `row_weights` per score", got, "Weights are in the order of the scores.")
         )
-    fix = "How much more often such an input comes up among new rows: a ratio of densities."
+    fix = "The weight of an input is the ratio of its density among new rows to that among held-out rows."
     check_nonnegative(name, "row_weights", row_weights, fix=fix, mask=mask)
     check_nonnegative(name, "new_weights", new_weights, fix=fix)
     return own.astype(scores.dtype), new.astype(scores.dtype)
@@ -93,53 +93,51 @@ def check_num_free(name: str, num_free: int) -> None:
 
 
 def check_rows_of_folds(name: str, num_rows: int, expected: int) -> None:
-    """All rows that the folds are of."""
+    """The number of rows of the folds."""
     if num_rows != expected:
-        fix = "Rows to leave out are masked, not dropped."
+        fix = "Use `mask` to exclude rows."
         raise ValueError(
             needs_message(
-                name, "predictions of all rows that the folds are of", f"expected {expected} rows, got {num_rows}", fix
+                name, "predictions of all rows of the folds", f"expected {expected} rows, got {num_rows}", fix
             )
         )
 
 
 def check_members_of_folds(name: str, num_folds: int, num_members: int) -> int:
-    """How many members each fold has."""
+    """The number of members of each fold."""
     times, rest = divmod(num_members, num_folds)
     if rest or times == 0:
         got = f"fitted on {num_folds}, got {num_members}"
-        fix = "Pass what all members predict, those that were fitted, in their order."
-        raise ValueError(
-            needs_message(name, "predictions of one member per fold or bag, or of equally many for each", got, fix)
-        )
+        fix = "Pass the predictions of all fitted members, in order."
+        raise ValueError(needs_message(name, "predictions of equally many members for each fold", got, fix))
     return times
 
 
 def check_held_out(name: str, held_out: ArrayLike, unseen: Array, mask: ArrayLike | None, *, every_row: bool) -> int:
-    """No NaN where somebody held the row out; how many rows nobody held out, of those that count."""
-    host, seen_by, kept = concrete(held_out), concrete(unseen), kept_rows(mask)
-    if host is None or seen_by is None or kept is None:
+    """No NaN in rows that a member held out; the number of rows, not masked, that none held out."""
+    host, held_out_by, kept = concrete(held_out), concrete(unseen), kept_rows(mask)
+    if host is None or held_out_by is None or kept is None:
         return 0
-    nobody = ~seen_by.any(axis=0) & kept
-    if every_row and nobody.any():
-        got = f"got {int(nobody.sum())} rows that none holds out, the first is row {int(np.argmax(nobody))}"
-        raise ValueError(needs_message(name, "folds that hold out every row", got, "Leave these rows out with `mask`."))
-    wrong = np.isnan(host) & kept & ~nobody
+    never = ~held_out_by.any(axis=0) & kept
+    if every_row and never.any():
+        got = f"got {int(never.sum())} rows that no fold holds out, the first is row {int(np.argmax(never))}"
+        raise ValueError(needs_message(name, "folds that hold out every row", got, "Exclude these rows with `mask`."))
+    wrong = np.isnan(host) & kept & ~never
     if wrong.any():
-        fix = "Did members diverge? Leave their rows out with `mask`, or train them again."
+        fix = "Did members diverge? Exclude their rows with `mask`, or retrain them."
         raise ValueError(needs_message(name, "`held_out` predictions without NaN", first_text(host, wrong), fix))
-    return int(nobody.sum())
+    return int(never.sum())
 
 
 def warn_of_infinite(name: str, rank: int, num_rows: int, infinite: int, level: Fraction, *, stacklevel: int) -> None:
-    """Says that the rows are too few for the level."""
+    """Warns if the rows are too few for the level."""
     if rank <= num_rows - infinite:
         return
     if infinite:
-        because = f"{infinite} of {num_rows} rows were drawn by every member, so that nothing is known of their error"
+        because = f"{infinite} of {num_rows} rows were drawn by every member, so that they have no held-out prediction"
         fix = "Train more members, or ask for a lower level."
     else:
         needed = math.ceil(level / (1 - level)) if level < 1 else None
         because = f"{num_rows} rows are too few for level {float(level):g}"
         fix = f"Hold out {needed} rows or more, or ask for a lower level." if needed else "Ask for a lower level."
-    warnings.warn(f"`{name}`: {because}; every prediction is without bounds. {fix}", stacklevel=stacklevel)
+    warnings.warn(f"`{name}`: {because}; every prediction is unbounded. {fix}", stacklevel=stacklevel)

@@ -18,9 +18,9 @@ class Sets(eqx.Module):
     **Attributes:**
 
     - `threshold`: a class is in the set if its score is at most this. The score is the probability of the class and of
-        all likelier ones, plus the penalty.
-    - `log_rest`: breaks ties at the threshold, as where both round to one: the class is in the set if the logarithm of
-        the remaining probability is at least this.
+        all likelier classes, plus the penalty.
+    - `log_rest`: breaks ties at the threshold, as for scores that round to one: the class is in the set if the
+        logarithm of the remaining probability is at least this.
     - `penalty`, `num_free`: each class beyond the first `num_free` adds `penalty` to the score.
     """
 
@@ -30,7 +30,7 @@ class Sets(eqx.Module):
     num_free: Int32[Array, ""]
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
-        """Which classes are in the set of each row; all of them where the logits are NaN."""
+        """The set of each row, as booleans; all classes where the logits are NaN."""
         checked = check_logits("conformal.Sets", logits, members=False)
         return _sets(checked, None, self)
 
@@ -41,9 +41,9 @@ class RandomisedSets(eqx.Module):
     **Attributes:**
 
     - `threshold`: a class is in the set if its score is at most this. The score is the probability of all likelier
-        classes and a random share of its own, plus the penalty.
-    - `log_rest`: breaks ties at the threshold, as where both round to one: the class is in the set if the logarithm of
-        the remaining probability is at least this.
+        classes and a random fraction of its own, plus the penalty.
+    - `log_rest`: breaks ties at the threshold, as for scores that round to one: the class is in the set if the
+        logarithm of the remaining probability is at least this.
     - `penalty`, `num_free`: each class beyond the first `num_free` adds `penalty` to the score.
     """
 
@@ -53,9 +53,9 @@ class RandomisedSets(eqx.Module):
     num_free: Int32[Array, ""]
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"], *, key: Any) -> Bool[Array, "*batch classes"]:
-        """Which classes are in the set of each row; all of them where the logits are NaN.
+        """The set of each row, as booleans; all classes where the logits are NaN.
 
-        `key` is one threefry key, which draws every row's share.
+        `key` is one threefry key, from which the random fraction of each row is drawn.
         """
         name = "conformal.RandomisedSets"
         checked = check_logits(name, logits, members=False)
@@ -71,31 +71,33 @@ def aps(
     mask: Bool[ArrayLike, " rows"] | None = None,
     key: Any = None,
 ) -> Sets | RandomisedSets:
-    r"""Adaptive prediction sets: the likeliest classes, more of them where the prediction is unsure.
+    r"""Adaptive prediction sets with guaranteed coverage: larger where the prediction is uncertain.
 
-    A class's score is the probability of all likelier classes plus its own; the set holds the classes whose score is
-    at most [`eqx_ensemble.conformal.quantile`][] of the labels' scores on held-out rows, and so holds a new label with
-    probability `level` or more. With a `key`, its own probability counts with a random share: the sets are smaller,
-    some of them empty, and their coverage is exact, not merely enough. Scores that round to one, as those of confident
-    predictions do, are told apart by the logarithm of the probability that is left.
+    A class's score is the probability of all likelier classes plus its own; the set has the classes whose score is at
+    most [`eqx_ensemble.conformal.quantile`][] of the labels' scores on held-out rows, and so contains a new label with
+    probability `level` or more. With a `key`, a random fraction of the class's own probability counts: the sets are
+    smaller, some of them empty, and their coverage is exact. Scores that round to one, common for confident
+    predictions, are compared by the logarithm of the remaining probability.
 
     **Arguments:**
 
-    - `logits`: `(rows, classes)`, of the combined prediction for rows that no member was trained on: pass what
-        [`eqx_ensemble.combine.mixture`][] returns. No `members` axis.
+    - `logits`: `(rows, classes)`, of the combined prediction for rows that no member was trained on, such as the
+        result of [`eqx_ensemble.combine.mixture`][]. No `members` axis.
     - `labels`: integers `(rows,)` from 0 to classes - 1.
-    - `level`: the probability, a Python number between 0 and 1.
+    - `level`: the coverage, a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `key`: one threefry key, typed or legacy, for randomised sets; none for deterministic ones.
+    - `key`: one threefry key, typed or legacy, for randomised sets; without it they are deterministic.
 
-    **Returns:** [`eqx_ensemble.conformal.Sets`][]: `fitted(logits)` gives booleans `(*batch, classes)`. With a key,
+    **Returns:**
+
+    [`eqx_ensemble.conformal.Sets`][]: `fitted(logits)` gives booleans `(*batch, classes)`. With a key,
     [`eqx_ensemble.conformal.RandomisedSets`][]: `fitted(logits, key=key)`.
 
     **Raises:**
 
-    - `TypeError` for logits that are not floating-point, labels that are not integers, what is not a threefry key.
-    - `ValueError` for shapes that do not fit, labels out of range, NaN, and a level outside 0 to 1. Warns where the
-        rows are too few, so that all classes are in all sets. While tracing, one NaN among the rows does the same.
+    - `TypeError` for logits that are not floating-point, labels that are not integers, and an invalid key.
+    - `ValueError` for shapes that do not fit, labels out of range, NaN, and a level outside 0 to 1. Warns if there
+        are too few rows, so that all sets have all classes. While tracing, a NaN among the rows does the same.
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
@@ -128,21 +130,25 @@ def raps(
     mask: Bool[ArrayLike, " rows"] | None = None,
     key: Any = None,
 ) -> Sets | RandomisedSets:
-    r"""Regularised adaptive prediction sets: as [`eqx_ensemble.conformal.aps`][], but large sets cost extra.
+    r"""Regularised adaptive prediction sets: [`eqx_ensemble.conformal.aps`][] with a penalty on large sets.
 
-    To a class's score comes $\lambda \max(0, o - k)$, where $o$ is how many classes are as likely as it is or likelier:
-    with many classes, whose small probabilities are noise, this keeps the sets small. Coverage is the same; choose
-    `penalty` and `num_free` on other rows than these.
+    $\lambda \max(0, o - k)$ is added to a class's score, where $o$ is the number of classes that are at least as
+    likely. With many classes, whose small probabilities are noise, this keeps the sets small. Coverage is the same if
+    `penalty` and `num_free` are chosen on other rows.
 
     **Arguments:**
 
     - `penalty`: $\lambda$, zero or more.
-    - `num_free`: $k$, how many classes cost nothing extra.
+    - `num_free`: $k$, the number of classes without a penalty.
     - the others as for [`eqx_ensemble.conformal.aps`][].
 
-    **Returns:** as [`eqx_ensemble.conformal.aps`][].
+    **Returns:**
 
-    **Raises:** as [`eqx_ensemble.conformal.aps`][], and `ValueError` for a negative penalty or number.
+    As [`eqx_ensemble.conformal.aps`][].
+
+    **Raises:**
+
+    As [`eqx_ensemble.conformal.aps`][], and `ValueError` for a negative `penalty` or `num_free`.
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
@@ -200,13 +206,13 @@ def _fit(
 def _scores(
     logits: Float[Array, "*batch classes"], keys: Key[Array, "1"] | None, penalty: Array, num_free: Array
 ) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
-    """The scores, and the logarithm of the probability that is left, which tells scores apart that round to one."""
+    """The scores, and the logarithm of the remaining probability, which distinguishes scores that round to one."""
     logs = jax.nn.log_softmax(logits, axis=-1)
     ordered = jnp.sort(logs, axis=-1)
     # Element i is the logarithm of the probability of the i least likely classes.
     below = jax.lax.cumlogsumexp(ordered, axis=logs.ndim - 1)
     below = jnp.concatenate([jnp.full_like(below[..., :1], -jnp.inf), below], axis=-1)
-    # Counted, not taken from the order of sorting: classes of one probability have one score.
+    # Counted, not taken from the sorting order: classes of equal probability have equal scores.
     less, most = _positions(ordered, logs, "left"), _positions(ordered, logs, "right")
     share = 1.0 if keys is None else jax.random.uniform(keys[0], (*logits.shape[:-1], 1), logits.dtype)
     own = jnp.log((most - less).astype(logits.dtype) - share) + logs
@@ -227,5 +233,5 @@ def _sets(
     logits: Float[Array, "*batch classes"], keys: Key[Array, "1"] | None, fitted: Sets | RandomisedSets
 ) -> Bool[Array, "*batch classes"]:
     scores, rest = _scores(logits, keys, fitted.penalty, fitted.num_free)
-    # Only scores above the threshold are left out, so that a NaN score is in the set.
+    # Only scores above the threshold are excluded, so that a NaN score is in the set.
     return ~((scores > fitted.threshold) | ((scores == fitted.threshold) & (rest < fitted.log_rest)))

@@ -16,14 +16,14 @@ class Cqr(eqx.Module):
 
     **Attributes:**
 
-    - `below`, `above`: how far the lower end moves down and the upper end up; negative where intervals are narrowed.
+    - `below`, `above`: the shifts of the lower end down and of the upper end up; negative where intervals are narrowed.
     """
 
     below: Float[Array, ""]
     above: Float[Array, ""]
 
     def __call__(self, lower: Float[ArrayLike, "*batch"], upper: Float[ArrayLike, "*batch"]) -> Interval:
-        """The conformalised intervals, of any shape; ends that would cross meet in the middle."""
+        """The conformalised intervals, of any shape; ends that would cross are set to their midpoint."""
         low, high = check_floating_arrays("conformal.Cqr", lower=lower, upper=upper)
         low, high = low - self.below, high + self.above
         middle = low / 2 + high / 2
@@ -39,23 +39,26 @@ def cqr(
     ends: Literal["together", "each"] = "together",
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> Cqr:
-    r"""Conformalised quantile regression: corrects the ends of intervals so that their coverage is `level` or more.
+    r"""Conformalised quantile regression: intervals whose ends are corrected for coverage of `level` or more.
 
     With `ends="together"` both ends move by [`eqx_ensemble.conformal.quantile`][] of $\max(l_i - y_i, y_i - u_i)$ on
-    held-out rows. With `"each"`, every end moves by the quantile of its own error, at $(1 + \mathrm{level}) / 2$:
-    targets are then below and above with at most half of the rest each, for somewhat wider intervals. New targets are
-    inside with probability `level` or more, on the terms of [`eqx_ensemble.conformal.split`][].
+    held-out rows. With `"each"`, each end moves by the quantile of its own error, at $(1 + \mathrm{level}) / 2$:
+    targets are then below with probability at most $(1 - \mathrm{level}) / 2$, and likewise above, for somewhat wider
+    intervals. New targets are inside with probability `level` or more, under the assumptions of
+    [`eqx_ensemble.conformal.split`][].
 
     **Arguments:**
 
-    - `lower`, `upper`: `(rows,)`, ends for rows that no member was trained on: two predicted quantiles, or what
-        [`eqx_ensemble.uncertainty.gaussian_interval`][] returns. Predicted quantiles may cross.
+    - `lower`, `upper`: `(rows,)`, ends for rows that no member was trained on: two predicted quantiles, or the result
+        of [`eqx_ensemble.uncertainty.gaussian_interval`][]. Predicted quantiles may cross.
     - `targets`: `(rows,)`; nothing is broadcast.
-    - `level`: the probability, a Python number between 0 and 1.
+    - `level`: the coverage, a Python number between 0 and 1.
     - `ends`: `"together"` or `"each"`.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
-    **Returns:** [`eqx_ensemble.conformal.Cqr`][]: `fitted(lower, upper)` gives `.lower` and `.upper`.
+    **Returns:**
+
+    [`eqx_ensemble.conformal.Cqr`][]: `fitted(lower, upper)` gives `.lower` and `.upper`.
 
     **Raises:**
 

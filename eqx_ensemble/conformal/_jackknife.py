@@ -18,8 +18,8 @@ class CvPlus(eqx.Module):
 
     - `residuals`: `(rows,)`, the absolute error of every row's held-out prediction.
     - `share`: `(folds, rows)`, the weights of the folds that held the row out; they sum to one.
-    - `rank`: the rank of the value that is the end of an interval.
-    - `mask`: booleans `(rows,)`, the rows that count.
+    - `rank`: the rank of the value at the end of an interval.
+    - `mask`: booleans `(rows,)`, the rows that are used.
     """
 
     residuals: Float[Array, " rows"]
@@ -30,7 +30,7 @@ class CvPlus(eqx.Module):
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
         """The intervals `(*batch,)` from all members' predictions for new rows.
 
-        Members of cross-fitting may be several times the folds: member `i` has fold `i % folds`.
+        Cross-fitting may train several members per fold: member `i` has fold `i % folds`.
         """
         name = "conformal.CvPlus"
         checked = check_values(name, "predictions", predictions)
@@ -46,8 +46,8 @@ class JackknifePlus(eqx.Module):
 
     - `residuals`: `(rows,)`, the absolute error of every row's held-out prediction; infinite for rows without one.
     - `share`: `(members, rows)`, the weights of the members that held the row out; they sum to one.
-    - `rank`: the rank of the value that is the end of an interval.
-    - `mask`: booleans `(rows,)`, the rows that count.
+    - `rank`: the rank of the value at the end of an interval.
+    - `mask`: booleans `(rows,)`, the rows that are used.
     """
 
     residuals: Float[Array, " rows"]
@@ -71,31 +71,34 @@ def cv_plus(
     level: float,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> CvPlus:
-    r"""CV+: intervals from one cross-fit run, without rows set aside for calibration.
+    r"""CV+: intervals from one cross-fit run, without separate calibration data.
 
-    The members that did not train on row $i$ predicted it with the absolute error $R_i$; the same members predict
-    $\mu_{-i}(x)$ for a new $x$. With $k = \lceil (n + 1) \, \mathrm{level} \rceil$, the interval ends at the $k$-th
-    smallest of $\mu_{-i}(x) + R_i$, and starts at the $k$-th largest of $\mu_{-i}(x) - R_i$. It covers a new target
-    with probability $2 \, \mathrm{level} - 1$ or more, less a term that vanishes with many folds or rows,
-    whatever the model and the data; in practice with probability `level`.
+    Let $R_i$ be the absolute error of row $i$ under the members that were not trained on it, and $\mu_{-i}(x)$ the
+    prediction of these members for a new $x$. With $k = \lceil (n + 1) \, \mathrm{level} \rceil$, the interval ends at
+    the $k$-th smallest of $\mu_{-i}(x) + R_i$, and starts at the $k$-th largest of $\mu_{-i}(x) - R_i$. It covers a new
+    target with probability at least $2 \, \mathrm{level} - 1$, less a term that vanishes with many folds or rows, for
+    any model and distribution; in practice with probability `level`.
 
     **Arguments:**
 
     - `held_out`: `(rows,)`, the prediction of every row by the members that held it out: `.held_out.mean` of
         [`eqx_ensemble.methods.cross_fit`][], one output at a time.
     - `targets`: `(rows,)`; nothing is broadcast.
-    - `folds`: what [`eqx_ensemble.resample.folds`][] returned.
+    - `folds`: the result of [`eqx_ensemble.resample.folds`][].
     - `level`: a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
-    **Returns:** [`eqx_ensemble.conformal.CvPlus`][]: `fitted(predictions)` of all members, `(members, *batch)`, gives
+    **Returns:**
+
+    [`eqx_ensemble.conformal.CvPlus`][]: `fitted(predictions)` of all members, `(members, *batch)`, gives
     `.lower` and `.upper`.
 
     **Raises:**
 
-    - `TypeError` for predictions that are not floating-point, and for what are not folds.
-    - `ValueError` for shapes that do not fit, NaN, rows that no fold holds out, and a level outside 0 to 1. Warns where
-        the rows are too few for finite intervals.
+    - `TypeError` for predictions that are not floating-point, and for `folds` that are not
+        [`eqx_ensemble.resample.Folds`][].
+    - `ValueError` for shapes that do not fit, NaN, rows that no fold holds out, and a level outside 0 to 1. Warns if
+        there are too few rows for finite intervals.
 
     ```python
     def loss(model, batch, key):
@@ -142,39 +145,41 @@ def jackknife_plus_after_bootstrap(
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> JackknifePlus:
-    r"""Jackknife+-after-bootstrap: intervals from one bagged ensemble, without rows set aside for calibration.
+    r"""Jackknife+-after-bootstrap: intervals from one bagged ensemble, without separate calibration data.
 
     As [`eqx_ensemble.conformal.cv_plus`][], where $\mu_{-i}$ is the mean of the members that never drew row $i$. A row
-    that all members drew has no held-out prediction: its error counts as infinite, which keeps the guarantee and costs
-    width, so that a few dozen members are wanted. The guarantee of $2 \, \mathrm{level} - 1$ is exact for a number of
-    members that is itself drawn from a binomial law.
+    that all members drew has no held-out prediction: its error counts as infinite, which keeps the guarantee but widens
+    the intervals, so use a few dozen members. The guarantee of $2 \, \mathrm{level} - 1$ is exact if the number of
+    members is drawn from a binomial distribution.
 
     **Arguments:**
 
     - `held_out`: `(rows,)`, the out-of-bag prediction of every row: `.mean` of
         [`eqx_ensemble.resample.out_of_bag_mean`][], one output at a time; NaN where there is none.
     - `targets`: `(rows,)`; nothing is broadcast.
-    - `drawn`: what the members were trained on: row indices `(members, n)` or weights `(members, rows)`, as for
+    - `drawn`: the training rows of the members: row indices `(members, n)` or weights `(members, rows)`, as for
         [`eqx_ensemble.resample.out_of_bag`][].
     - `level`: a Python number between 0 and 1.
-    - `weights`: convex weights over members, `(members,)`, with which the out-of-bag means were taken. A member of
-        weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means. A member of weight
+        zero is left out.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
-    **Returns:** [`eqx_ensemble.conformal.JackknifePlus`][]: `fitted(predictions)` of all members, `(members, *batch)`,
+    **Returns:**
+
+    [`eqx_ensemble.conformal.JackknifePlus`][]: `fitted(predictions)` of all members, `(members, *batch)`,
     gives `.lower` and `.upper`.
 
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
     - `ValueError` for shapes that do not fit, NaN in rows that a member held out, invalid weights, and a level outside
-        0 to 1. Warns where the rows are too few for finite intervals.
+        0 to 1. Warns if there are too few rows for finite intervals.
     - `IndexError` for rows outside the data (where concrete).
 
     ```python
     x, y = jnp.linspace(-1, 1, 50)[:, None], jnp.linspace(-1, 1, 50)
     rows = ee.resample.bootstrap(50, 20, key=key)
-    predictions = jnp.tile(jnp.mean(y[rows], axis=1)[:, None], 50)  # members that have learnt the mean of their rows
+    predictions = jnp.tile(jnp.mean(y[rows], axis=1)[:, None], 50)  # members that predict the mean of their rows
     held_out = ee.resample.out_of_bag_mean(predictions, rows).mean
     fitted = ee.conformal.jackknife_plus_after_bootstrap(held_out, y, rows, level=0.8)
     lower, upper = fitted(predictions)

@@ -7,7 +7,7 @@ from ..uncertainty import Interval
 from ._rank import fraction, rank_of, value_at_rank
 
 _CHUNK = 256
-"""How many new rows are compared with all held-out rows at a time."""
+"""The number of new rows compared with all held-out rows at a time."""
 
 
 def fit_left_out(
@@ -20,7 +20,7 @@ def fit_left_out(
     level: float,
     infinite: int,
 ) -> tuple[Array, Array, Array, Array]:
-    """Residuals, shares of those that did not see a row, the rank of the quantile, and which rows count."""
+    """Residuals, weights of the members that held each row out, the rank of the quantile, and the used rows."""
     rank = rank_of(name, fraction(level), targets.size, mask, infinite=infinite, stacklevel=5)
     kept = jnp.ones(targets.shape, bool) if mask is None else mask
     held_out, targets = blank_masked(held_out, mask), blank_masked(targets, mask)
@@ -49,14 +49,14 @@ def intervals(
     rank: Int32[Array, ""],
     mask: Bool[Array, " rows"],
 ) -> Interval:
-    """The quantiles, over held-out rows, of what those who did not see the row predict, give or take its residual."""
+    """Quantiles over held-out rows of the prediction by members that held the row out, plus or minus its residual."""
     mean = jnp.mean(predictions, axis=0)
     flat = jnp.reshape(mean, (mean.shape[0], -1))
     used = jnp.any(share > 0, axis=1)
     flat = jnp.where(used[:, None], flat, 0)
 
     def ends(of_row: Float[Array, " folds"]) -> tuple[Array, Array]:
-        # A common offset is taken off first: a sum of products of large numbers would round it differently row by row.
+        # A common offset is removed first: in sums of products of large numbers its rounding would differ between rows.
         offset = jnp.sum(jnp.where(used, of_row, 0)) / jnp.sum(used).astype(of_row.dtype)
         left_out = jnp.matmul(of_row - offset, share, precision=jax.lax.Precision.HIGHEST)
         below = value_at_rank(residuals - left_out, mask, rank)

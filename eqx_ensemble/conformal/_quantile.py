@@ -12,28 +12,28 @@ from ._rank import fraction, rank_among, rank_of, value_at_rank, value_at_rank_j
 def quantile(
     scores: Float[ArrayLike, " rows"], *, level: float, mask: Bool[ArrayLike, " rows"] | None = None
 ) -> Float[Array, ""]:
-    r"""The conformal quantile: what one more score is at or below with probability `level` or more.
+    r"""The conformal quantile: an upper bound for a new score that holds with probability `level` or more.
 
-    Of $n$ scores the $\lceil (n + 1) \, \mathrm{level} \rceil$ smallest, and infinity where that is more than $n$. A
-    decimal level is taken for the fraction that it stands for: of 9 scores 0.9 takes the ninth. If the new score is
-    exchangeable with these, and no two are equal, the probability that it is below is
-    $\lceil (n + 1) \, \mathrm{level} \rceil / (n + 1)$; given these $n$ it follows a Beta law about that.
+    Of $n$ scores the $\lceil (n + 1) \, \mathrm{level} \rceil$-th smallest, and infinity where that is more than $n$. A
+    decimal level is read as an exact fraction: of 9 scores 0.9 takes the ninth. If the new score is exchangeable with
+    these, and no two are equal, it is at or below the quantile with probability $\lceil (n + 1) \, \mathrm{level}
+    \rceil / (n + 1)$; given these $n$ scores this probability has a Beta distribution.
 
     **Arguments:**
 
-    - `scores`: `(rows,)`, how unusual each held-out row is, by any measure.
-    - `level`: the probability, a Python number between 0 and 1.
+    - `scores`: `(rows,)`, one nonconformity score per held-out row, higher is more unusual.
+    - `level`: the coverage, a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    A scalar. NaN if a score is.
+    A scalar. NaN if a score is NaN.
 
     **Raises:**
 
     - `TypeError` for scores that are not floating-point.
-    - `ValueError` for scores that are not one per row, and a level outside 0 to 1. Warns where the rows are too few for
-        a finite quantile.
+    - `ValueError` for scores that are not one per row, and a level outside 0 to 1. Warns if there are too few rows
+        for a finite quantile.
 
     ```python
     ee.conformal.quantile(jnp.arange(1.0, 10.0), level=0.9)  # of 1, ..., 9 the ninth, 9
@@ -66,23 +66,23 @@ def weighted_quantile(
     level: float,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> Float[Array, "*batch"]:
-    r"""The conformal quantile where new rows come from another distribution of inputs than the held-out ones.
+    r"""The conformal quantile under covariate shift, for new rows with another distribution of inputs.
 
     The smallest score $s$ with $\sum_i w_i [s_i \le s] \ge \mathrm{level} \, (\sum_i w_i + w_\mathrm{new})$, where the
-    weights are how much more often such an input comes up among new rows than among held-out ones, up to a common
-    factor; infinity where there is none. With equal weights it is [`eqx_ensemble.conformal.quantile`][].
+    weights are the ratios of the density of an input among new rows to that among held-out rows, up to a common factor;
+    infinity where there is none. With equal weights it is [`eqx_ensemble.conformal.quantile`][].
 
     **Arguments:**
 
-    - `scores`: `(rows,)`, how unusual each held-out row is, by any measure.
+    - `scores`: `(rows,)`, one nonconformity score per held-out row, higher is more unusual.
     - `row_weights`: `(rows,)`, finite and not negative.
     - `new_weights`: `(*batch,)`, the weights of the new rows.
-    - `level`: the probability, a Python number between 0 and 1.
+    - `level`: the coverage, a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    One quantile for each new row, `(*batch,)`. NaN if a score is.
+    One quantile for each new row, `(*batch,)`. NaN if a score is NaN.
 
     **Raises:**
 
@@ -91,7 +91,7 @@ def weighted_quantile(
 
     ```python
     scores = jnp.arange(1.0, 10.0)
-    weights = jnp.where(scores > 5, 3.0, 1.0)  # inputs with high scores come up three times as often now
+    weights = jnp.where(scores > 5, 3.0, 1.0)  # inputs with high scores are three times as frequent now
     ee.conformal.weighted_quantile(scores, weights, jnp.ones(1), level=0.5)  # half of 18 is reached at 7
     ```
 
@@ -128,12 +128,12 @@ def _weighted_quantile(
     weights = row_weights if mask is None else jnp.where(mask, row_weights, 0)
     ordered, reordered = jax.lax.sort((counted, weights), num_keys=1)
     reached = jnp.cumsum(reordered)
-    # What the rounding of a sum can take away must not count as not reached.
+    # A level that is missed only by rounding of a sum counts as reached.
     slack = 1 - 4 * math.log2(2 * scores.size) * jnp.finfo(scores.dtype).eps
     wanted = jnp.asarray(level, scores.dtype) * slack * (reached[-1] + new_weights)
     index = jnp.searchsorted(reached, jnp.ravel(wanted), side="left")
     found = jnp.append(ordered, jnp.inf)[jnp.reshape(index, new_weights.shape)]
-    # Of many rows that slack is more than one: equal weights are counted instead.
+    # For many rows that slack exceeds one row: equal weights are counted instead.
     alike = new_weights == (row_weights if mask is None else jnp.where(mask, row_weights, jnp.inf)).min()
     alike = alike & (new_weights == weights.max()) & (new_weights > 0)
     found = jnp.where(alike, value_at_rank(scores, mask, rank), found)

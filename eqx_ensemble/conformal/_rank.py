@@ -1,4 +1,4 @@
-"""Which of the sorted scores is the quantile, in whole numbers: a rank that rounding moves by one is another law."""
+"""The rank of the quantile among the sorted scores, in exact arithmetic: rounding must not change it."""
 
 from fractions import Fraction
 
@@ -12,14 +12,14 @@ from ._check import warn_of_infinite
 
 
 def fraction(level: float) -> Fraction:
-    """The fraction that is meant: 0.9 is 9/10, which no float is."""
+    """The intended fraction: 0.9 is 9/10, which is not a float."""
     return Fraction(float(level)).limit_denominator(10**9)
 
 
 def rank_of(
     name: str, level: Fraction, num_rows: int, mask: Array | None, *, infinite: int = 0, stacklevel: int = 4
 ) -> Int32[Array, ""]:
-    r"""$\lceil (n + 1) \mathrm{level} \rceil$ for the $n$ rows that count; warns where no finite score has it."""
+    r"""$\lceil (n + 1) \mathrm{level} \rceil$ for the $n$ rows that are not masked; warns if no finite score has it."""
     kept = num_rows if mask is None else _count_kept(mask)
     if kept is not None:
         warn_of_infinite(name, _rank(level, kept), kept, infinite, level, stacklevel=stacklevel)
@@ -39,7 +39,7 @@ def _rank(level: Fraction, num_rows: int) -> int:
 
 
 def _count_kept(mask: Array) -> int | None:
-    """How many rows count, where that can be read."""
+    """The number of rows that are not masked, where concrete."""
     host = concrete(mask)
     return None if host is None else int(host.sum())
 
@@ -47,7 +47,7 @@ def _count_kept(mask: Array) -> int | None:
 def value_at_rank(
     scores: Float[Array, " rows"], mask: Bool[Array, " rows"] | None, rank: Int32[Array, ""]
 ) -> Float[Array, ""]:
-    """The score of that rank among those that count, infinite beyond the last; NaN if one of them is."""
+    """The score of that rank among rows that are not masked, infinite beyond the last; NaN if any is NaN."""
     count = scores.size if mask is None else jnp.sum(mask, dtype=jnp.int32)
     counted = scores if mask is None else jnp.where(mask, scores, jnp.inf)
     found = jnp.sort(counted)[jnp.clip(rank - 1, 0, scores.size - 1)]

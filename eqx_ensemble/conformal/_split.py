@@ -36,7 +36,7 @@ class Normalised(eqx.Module):
     factor: Float[Array, ""]
 
     def __call__(self, predictions: Float[ArrayLike, "*batch"], scale: Float[ArrayLike, "*batch"]) -> Interval:
-        """The intervals of predictions of any shape, `factor * scale` to either side."""
+        """The intervals of predictions of any shape, `predictions` plus or minus `factor * scale`."""
         name = "conformal.Normalised"
         centre, scales = check_floating_arrays(name, predictions=predictions, scale=scale)
         check_scales(name, scale)
@@ -50,31 +50,33 @@ def split(
     level: float,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> Split:
-    r"""Intervals of one width that cover a new target with probability `level` or more, whatever the model.
+    r"""Intervals of constant width that cover a new target with probability `level` or more, for any model.
 
     Split conformal prediction: half the width is [`eqx_ensemble.conformal.quantile`][] of the absolute errors
-    $|y_i - x_i|$ on held-out rows. That holds if new rows are exchangeable with the held-out ones, on average over
-    both; no model, distribution or number of rows is assumed.
+    $|y_i - x_i|$ on held-out rows. The guarantee holds on average over held-out and new rows, if these
+    are exchangeable, for any model, distribution and number of rows.
 
     **Arguments:**
 
-    - `predictions`: `(rows,)`, the combined prediction for rows that no member was trained on. Several outputs are
-        fitted one by one.
+    - `predictions`: `(rows,)`, the combined prediction for rows that no member was trained on. Fit several
+        outputs separately.
     - `targets`: `(rows,)`; nothing is broadcast.
-    - `level`: the probability, a Python number between 0 and 1.
+    - `level`: the coverage, a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
-    **Returns:** [`eqx_ensemble.conformal.Split`][]: `fitted(predictions)` gives `.lower` and `.upper`.
+    **Returns:**
+
+    [`eqx_ensemble.conformal.Split`][]: `fitted(predictions)` gives `.lower` and `.upper`.
 
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for shapes that do not fit and a level outside 0 to 1. Warns where the rows are too few for finite
+    - `ValueError` for shapes that do not fit and a level outside 0 to 1. Warns if there are too few rows for finite
         intervals.
 
     ```python
     fitted = ee.conformal.split(jnp.zeros(9), jnp.arange(1.0, 10.0), level=0.8)
-    fitted(jnp.array([5.0]))  # 5 -+ 8
+    fitted(jnp.array([5.0]))  # -3 to 13
     ```
 
     ??? cite
@@ -105,12 +107,14 @@ def normalised(
     **Arguments:**
 
     - `predictions`: `(rows,)`, the combined prediction for rows that no member was trained on.
-    - `scale`: `(rows,)`, above zero: a standard deviation, say.
+    - `scale`: `(rows,)`, above zero, such as a standard deviation.
     - `targets`: `(rows,)`; nothing is broadcast.
-    - `level`: the probability, a Python number between 0 and 1.
+    - `level`: the coverage, a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
-    **Returns:** [`eqx_ensemble.conformal.Normalised`][]: `fitted(predictions, scale)` gives `.lower` and `.upper`.
+    **Returns:**
+
+    [`eqx_ensemble.conformal.Normalised`][]: `fitted(predictions, scale)` gives `.lower` and `.upper`.
 
     **Raises:**
 
@@ -118,7 +122,7 @@ def normalised(
 
     ```python
     fitted = ee.conformal.normalised(jnp.zeros(9), jnp.full(9, 2.0), jnp.arange(1.0, 10.0), level=0.8)
-    fitted(jnp.array([5.0]), jnp.array([1.0]))  # 5 -+ 4
+    fitted(jnp.array([5.0]), jnp.array([1.0]))  # 1 to 9
     ```
 
     ??? cite

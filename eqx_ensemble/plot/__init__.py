@@ -1,4 +1,4 @@
-"""Plots that read well in grey: each draws on the Axes that it is given, and returns them."""
+"""Plots that are legible in greyscale: each draws on the given Axes, and returns them."""
 
 from ._bands import prediction_bands as prediction_bands
 from ._calibration import rank_histogram as rank_histogram

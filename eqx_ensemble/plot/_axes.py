@@ -6,7 +6,7 @@ from .._check import kind_text, missing_extra_message, needs_message
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
 else:
-    Axes = Any  # matplotlib is optional: nothing of it is imported before something is drawn
+    Axes = Any  # matplotlib is optional: it is imported on drawing
 
 _MARKERS = ("None", "o", "s", "^", "D", "v")
 _LINES = ("-", "--", "-.", ":")
@@ -29,7 +29,7 @@ def axes_for(name: str, ax: Axes | None) -> Axes:
 
 
 def of_line(ax: Axes, options: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Options of a new line, in a style that no line on `ax` has yet, so that it is told apart without its colour."""
+    """Options of a new line, in a style that no line on `ax` has yet, distinguishable without colour."""
     from matplotlib.cbook import normalize_kwargs
     from matplotlib.lines import Line2D
 
@@ -46,7 +46,7 @@ def of_patch(options: dict[str, Any], **defaults: Any) -> dict[str, Any]:
     from matplotlib.patches import Patch
 
     given = normalize_kwargs(options, Patch)
-    if "color" in given:  # matplotlib lets `color` and `facecolor` fight
+    if "color" in given:  # `color` and `facecolor` conflict in matplotlib
         defaults.pop("facecolor", None)
         defaults.pop("edgecolor", None)
     return defaults | given

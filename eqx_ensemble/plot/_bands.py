@@ -23,22 +23,21 @@ def prediction_bands(
     ax: Axes | None = None,
     **options: Any,
 ) -> Axes:
-    """The members' mean prediction, in bands that hold central parts of what may be.
+    """The members' mean prediction, with bands for central intervals.
 
-    Without `intervals` a band is the [`eqx_ensemble.uncertainty.interval`][] of the members' predictions: what the
-    members disagree on, and no noise. Pass `intervals` for bands that should hold targets. Targets outside of the
-    widest band are hollow diamonds.
+    Without `intervals` a band is the [`eqx_ensemble.uncertainty.interval`][] of the members' predictions: it shows the
+    disagreement between members, without noise. Pass `intervals` for bands that should cover targets. Targets outside
+    the widest band are hollow diamonds.
 
     **Arguments:**
 
     - `predictions`: one number per member and row, `(members, batch)`.
-    - `x`: where to draw the rows, `(batch,)`, in any order. If not given, they stand in the order of their mean
-        prediction.
+    - `x`: the horizontal positions of the rows, `(batch,)`, in any order. If not given, rows are in the order of their
+        mean prediction.
     - `targets`: `(batch,)`, drawn as points.
-    - `intervals`: bands instead of those of the members: a dict from their level to `(lower, upper)`, each `(batch,)`,
-        such as `{0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`; the intervals of any function will
-        do.
-    - `levels`: the levels of the bands without `intervals`.
+    - `intervals`: bands instead of those of the members: a dict from level to `(lower, upper)`, each `(batch,)`, from
+        any function, such as `{0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`.
+    - `levels`: the levels of the bands if `intervals` are not given.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
     - `unit`: of the prediction, for the label of the axis.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
@@ -50,7 +49,7 @@ def prediction_bands(
 
     **Raises:**
 
-    - `ValueError` for shapes that do not fit, numbers that are not finite, levels outside of 0 to 1, intervals whose
+    - `ValueError` for shapes that do not fit, numbers that are not finite, levels outside 0 to 1, intervals whose
         lower end is above the upper one, and invalid weights.
     - `TypeError` for intervals that are not a dict.
     - `ImportError` without matplotlib (extra `plot`).

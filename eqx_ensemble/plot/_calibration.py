@@ -25,12 +25,11 @@ def reliability_diagram(
     ax: Axes | None = None,
     **options: Any,
 ) -> Axes:
-    r"""How often the mixture of the members is right, beside how sure it is.
+    r"""Reliability diagram: the accuracy of the mixture of the members against its confidence.
 
-    Rows are put into bins by their confidence, as [`eqx_ensemble.scores.ece`][] does, whose value stands in the legend.
-    A bar is as high as the share of its rows that is right; what is hatched is the gap to the mean confidence of these
-    rows. Above the bar's foot stands how many rows it has, since a bar of few rows means little; for bins of
-    equal mass the legend says it.
+    Rows are put into bins by their confidence, as in [`eqx_ensemble.scores.ece`][], whose value is in the legend. The
+    height of a bar is the accuracy of its rows; the hatched area is the gap to their mean confidence. The number of
+    rows is at the foot of each bar; for bins of equal mass it is in the legend.
 
     **Arguments:**
 
@@ -40,7 +39,7 @@ def reliability_diagram(
     - `binning`: `"width"`, bins of equal width; or `"mass"`, bins of equally many rows.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `show_members`: also draw each member's own curve, from bin to bin, as a thin line.
+    - `show_members`: whether to also draw each member's curve, as a thin line.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of the bars, for `matplotlib.axes.Axes.bar`.
 
@@ -79,7 +78,7 @@ def reliability_diagram(
     ax = axes_for(name, ax)
     filled = np.flatnonzero(bins.count)
     counts, confidence, right = (np.asarray(x)[filled] for x in (bins.count, bins.probability, bins.frequency))
-    # The largest of several probabilities is never below their mean: a bin of equal mass does not start at zero.
+    # The largest of several probabilities is at least their mean, so a bin of equal mass does not start at zero.
     lowest = min(1 / checked.shape[-1], *np.asarray(bins.edges)) if binning == "mass" else 0
     edges = np.concatenate([[lowest], np.asarray(bins.edges), [1]])
     left, width = edges[:-1][filled], np.diff(edges)[filled]
@@ -101,7 +100,7 @@ def reliability_diagram(
             curve = np.asarray(own.probability)[filled], np.asarray(own.frequency)[filled]
             label = "a member" if i == present[0] else "_nolegend_"
             ax.plot(*curve, color="0.45", linewidth=0.6, label=label)
-    # Room for the legend: bars may be anywhere between zero and one.
+    # Room for the legend above bars of any height.
     height = 1.24 if not show_members else 1.3
     ax.set(xlim=(0, 1), ylim=(0, height), yticks=np.linspace(0, 1, 6))
     ax.set(xlabel="confidence", ylabel="share of rows that is right")
@@ -116,18 +115,18 @@ def rank_histogram(
     ax: Axes | None = None,
     **options: Any,
 ) -> Axes:
-    r"""How often the target has each rank among the members' predictions: flat if these are calibrated.
+    r"""Rank histogram of the target among the members' predictions: flat if these are calibrated.
 
-    Low in the middle says that the members are too alike, high in the middle that they are too different, a slope that
-    all lie on one side. Of $n$ rows and $k$ ranks, the line at $n / k$ is what is expected of a calibrated ensemble;
-    the band around it is two standard deviations, $\sqrt{n (1 - 1/k) / k}$, of one bar, rows being independent.
+    A U shape means that the ensemble is underdispersed, a hump that it is overdispersed, a slope that it is biased.
+    With $n$ rows and $k$ ranks, the line at $n / k$ is the expected count for a calibrated ensemble; the band around it
+    is plus or minus two standard deviations, $\sqrt{n (1 - 1/k) / k}$, of one bar, for independent rows.
 
     **Arguments:**
 
-    - `counts`: `(members + 1,)`, how many targets lie below all members, above one of them, and so on, which
-        [`eqx_ensemble.scores.rank_histogram`][] counts; or, with `kind="pit"`, how many values of the probability
-        integral transform lie in each bin from 0 to 1, which [`eqx_ensemble.scores.pit_histogram`][] counts.
-    - `kind`: `"rank"` or `"pit"`, what is counted: it names the axis.
+    - `counts`: `(members + 1,)`, the number of targets below all members, above one of them, and so on, from
+        [`eqx_ensemble.scores.rank_histogram`][]; or, with `kind="pit"`, the number of values of the probability
+        integral transform in each bin from 0 to 1, from [`eqx_ensemble.scores.pit_histogram`][].
+    - `kind`: `"rank"` or `"pit"`, for the label of the axis.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of the bars, for `matplotlib.axes.Axes.bar`.
 

@@ -19,12 +19,12 @@ Bands = dict[float, tuple[np.ndarray, np.ndarray]]
 
 
 def check_plotted(name: str, argument: str, values: Any, axes: str | None = None, *, finite: bool = True) -> np.ndarray:
-    """Known real numbers, at least one, in float64; with axes such as `(members, batch)` where they are told."""
+    """Concrete real numbers, at least one, in float64; with axes such as `(members, batch)` if given."""
     host = concrete(values)
     if host is None:
         needs, fix = (
-            f"`{argument}` whose values are known on this host",
-            "Plot outside `jax.jit`; gather what others hold.",
+            f"a concrete `{argument}` on this host",
+            "Plot outside `jax.jit`; gather distributed arrays first.",
         )
         raise TypeError(needs_message(name, needs, "got a traced or distributed array", fix))
     if not (jnp.issubdtype(host.dtype, jnp.floating) or host.dtype.kind in "biu"):
@@ -32,7 +32,7 @@ def check_plotted(name: str, argument: str, values: Any, axes: str | None = None
         raise TypeError(needs_message(name, f"real numbers in `{argument}`", got, "Pass an array of numbers."))
     wanted = host.ndim if axes is None else len(axes.strip("(,)").split(","))
     if host.ndim != wanted:
-        several = f"No axis is dropped: pass one of several, `{argument}[..., 0]`."
+        several = f"Pass one entry of the extra axis, `{argument}[..., 0]`."
         fix = f"One member? Add a leading axis: `{argument}[None]`." if host.ndim < wanted else several
         raise ValueError(needs_message(name, f"`{argument}` of shape {axes}", f"got shape {host.shape}", fix))
     if host.size == 0:
@@ -43,13 +43,13 @@ def check_plotted(name: str, argument: str, values: Any, axes: str | None = None
         )
     host = host.astype(np.float64)
     if finite and not np.isfinite(host).all():
-        fix = "Leave diverged members and missing rows out: `run.predict` does for members."
+        fix = "Exclude diverged members and missing rows; `run.predict` excludes diverged members."
         raise ValueError(needs_message(name, f"finite `{argument}`", first_text(host, ~np.isfinite(host)), fix))
     return host
 
 
 def check_weighted_members(name: str, predictions: Any, weights: Any) -> tuple[np.ndarray, np.ndarray | None]:
-    """Predictions `(members, batch)` of the members that count, and the weights of these."""
+    """Predictions `(members, batch)` of the members of nonzero weight, and their weights."""
     axes = "(members, batch)"
     if weights is None:
         return check_plotted(name, "predictions", predictions, axes), None
@@ -64,7 +64,7 @@ def check_weighted_members(name: str, predictions: Any, weights: Any) -> tuple[n
 def check_bands(
     name: str, rows: tuple[int, ...], x: Any, targets: Any, intervals: Any, levels: tuple[float, ...]
 ) -> tuple[np.ndarray | None, np.ndarray | None, Bands]:
-    """One number per row of the predictions, where there are any; the bands if they were passed."""
+    """Optional arrays with one number per row of the predictions; the bands of `intervals`."""
     per_row = {}
     for argument, values in (("x", x), ("targets", targets)):
         per_row[argument] = None if values is None else _per_row(name, argument, values, rows)
@@ -93,7 +93,7 @@ def check_bands(
 
 
 def check_risk_coverage(name: str, coverage: Any, risk: Any) -> tuple[np.ndarray, np.ndarray]:
-    """A curve: coverages that do not fall, from 0 to 1, and a risk at each."""
+    """A curve: nondecreasing coverages from 0 to 1, and a risk at each."""
     coverages, risks = (
         check_plotted(name, "coverage", coverage, "(rows,)"),
         check_plotted(name, "risk", risk, "(rows,)"),
@@ -101,7 +101,7 @@ def check_risk_coverage(name: str, coverage: Any, risk: Any) -> tuple[np.ndarray
     if coverages.shape != risks.shape:
         got = f"got `coverage` {coverages.shape}, `risk` {risks.shape}"
         raise ValueError(
-            needs_message(name, "`coverage` and `risk` of one shape", got, "They are the two parts of one curve.")
+            needs_message(name, "`coverage` and `risk` of one shape", got, "They are the coordinates of one curve.")
         )
     wrong = (coverages < 0) | (coverages > 1) | (np.diff(coverages, prepend=coverages[0]) < 0)
     if wrong.any():
@@ -119,11 +119,11 @@ def check_risk_coverage(name: str, coverage: Any, risk: Any) -> tuple[np.ndarray
 def check_counts(name: str, counts: Any) -> np.ndarray:
     """Counts of two bins or more, not all of them zero."""
     host = check_plotted(name, "counts", counts, "(ranks,)")
-    fix = "Pass how many rows have each rank, `(members + 1,)`, not the ranks themselves: `np.bincount(ranks)`."
+    fix = "Pass the number of rows for each rank, `(members + 1,)`, not the ranks: `np.bincount(ranks)`."
     if len(host) < 2:
         raise ValueError(needs_message(name, "`counts` of at least two ranks", f"got {len(host)}", fix))
     if (wrong := host != np.round(host)).any():
-        fix = "Values of a probability integral transform are counted first: `scores.pit_histogram(values)`."
+        fix = "For values of a probability integral transform pass `scores.pit_histogram(values)`."
         raise ValueError(needs_message(name, "whole `counts`", first_text(host, wrong), fix))
     if (host < 0).any():
         raise ValueError(needs_message(name, "`counts` of zero or more", first_text(host, host < 0), fix))
@@ -148,17 +148,17 @@ def check_bin_edges(name: str, bins: Any) -> int | np.ndarray:
 
 
 def check_two_names(labels: Any, *, name: str) -> None:
-    """Two texts."""
-    listed = check_sequence(labels, "labels", name=name, of="two texts")
+    """Two strings."""
+    listed = check_sequence(labels, "labels", name=name, of="two strings")
     if len(listed) != 2 or not all(isinstance(label, str) for label in listed):
-        raise TypeError(f"`{name}` needs `labels` to be two texts, got {kind_text(labels)} of {len(listed)}.")
+        raise TypeError(f"`{name}` needs `labels` to be two strings, got {kind_text(labels)} of {len(listed)}.")
 
 
 def check_pairs(name: str, matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]]:
     """One number for each pair of members, and the members' names."""
     square = check_plotted(name, "matrix", matrix, "(members, members)", finite=False)
     if square.shape[0] != square.shape[1]:
-        fix = "Pass what says how alike two members are: `ee.uncertainty` compares their predictions."
+        fix = "Pass a comparison of members, such as `uncertainty.pairwise_disagreement(logits)`."
         raise ValueError(needs_message(name, "`matrix` of shape (members, members)", f"got shape {square.shape}", fix))
     listed = range(len(square)) if ids is None else check_sequence(ids, "ids", name=name, of="ids")
     names = [str(i) for i in listed]
@@ -175,6 +175,8 @@ def _per_row(name: str, argument: str, values: Any, rows: tuple[int, ...]) -> np
     if host.shape != rows:
         got = f"expected {rows}, as `predictions` are (members, batch); got {host.shape}"
         raise ValueError(
-            needs_message(name, f"one number per row in `{argument}`", got, "Rows stand in the same order everywhere.")
+            needs_message(
+                name, f"one number per row in `{argument}`", got, "Rows have the same order in all arguments."
+            )
         )
     return host

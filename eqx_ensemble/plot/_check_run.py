@@ -10,10 +10,10 @@ from ._check import check_plotted
 
 
 def check_curves(name: str, run: Any, curve: str) -> None:
-    """A run or the history of one, with the curves that are asked for."""
+    """A run or its history, with finite values of the given curve."""
     if not isinstance(run, Run | History):
         raise TypeError(
-            needs_message(name, "a `Run` or its `History`", f"got {kind_text(run)}", "Pass what `ee.fit` returned.")
+            needs_message(name, "a `Run` or its `History`", f"got {kind_text(run)}", "Pass the result of `fit`.")
         )
     check_word(curve, "curve", ("loss", "validation"), name=name)
     history = run.history if isinstance(run, Run) else run
@@ -26,13 +26,16 @@ def check_curves(name: str, run: Any, curve: str) -> None:
     if not np.isfinite(getattr(history, curve)).any():
         raise ValueError(
             needs_message(
-                name, f"a finite number in `history.{curve}`", "got none", "`run.fault` says what was first not finite."
+                name,
+                f"a finite number in `history.{curve}`",
+                "got none",
+                "`run.fault` is the first value that was not finite.",
             )
         )
 
 
 def check_columns(name: str, table: Any, columns: Any, log: Any, score: str | None) -> str:
-    """A table with the columns that are asked for; the name of the one to shade by."""
+    """A table with the given columns; the name of the column that determines the shade."""
     if not callable(getattr(table, "items", None)) or not len(table):
         raise TypeError(
             needs_message(
@@ -50,7 +53,7 @@ def check_columns(name: str, table: Any, columns: Any, log: Any, score: str | No
         missing = [argument for argument in names if not isinstance(argument, str) or argument not in table]
         if missing:
             listed = ", ".join(f"`{argument}`" for argument in table)
-            fix = f"Name what stands in the table: {listed}."
+            fix = f"Columns of the table: {listed}."
             raise ValueError(needs_message(name, f"names of columns in `{option}`", f"got {missing[0]!r}", fix))
     return score
 
@@ -62,7 +65,7 @@ def check_lines(name: str, lines: Mapping[str, Any], log: Any) -> dict[str, np.n
         for argument, values in lines.items()
     }
     if len(checked) < 2:
-        fix = "A run without `hyper` has nothing to compare scores with; name any columns by `columns=`."
+        fix = "A run without `hyper` has only scores; pass names of columns as `columns`."
         raise ValueError(needs_message(name, "two or more columns", f"got {list(checked)}", fix))
     if len({values.shape for values in checked.values()}) > 1:
         listed = ", ".join(f"{len(values)} in `{argument}`" for argument, values in checked.items())
@@ -76,7 +79,7 @@ def check_lines(name: str, lines: Mapping[str, Any], log: Any) -> dict[str, np.n
         if not len(finite):
             raise ValueError(
                 needs_message(
-                    name, f"a finite number in column `{argument}`", "got none", "Leave it out: `columns=[...]`."
+                    name, f"a finite number in column `{argument}`", "got none", "Pass other columns as `columns`."
                 )
             )
         if argument in (log or ()) and finite.min() <= 0:

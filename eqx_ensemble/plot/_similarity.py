@@ -20,19 +20,19 @@ def member_similarity(
     ax: Axes | None = None,
     **options: Any,
 ) -> Axes:
-    """How alike any two members are: a square for each pair, darker for higher numbers.
+    """Similarity of members: a matrix with one square for each pair, darker for higher numbers.
 
-    The shades go from the lowest to the highest number of two different members. The numbers of up to twelve members
-    are written into the squares if they fit.
+    The shades range from the lowest to the highest number of two different members. Numbers are written into the
+    squares for up to twelve members, if they fit.
 
     **Arguments:**
 
-    - `matrix`: one number for each pair `(members, members)`: the share of rows on which they disagree,
+    - `matrix`: one number for each pair `(members, members)`: the fraction of rows on which they disagree,
         [`eqx_ensemble.uncertainty.pairwise_disagreement`][], the correlation of their errors,
-        [`eqx_ensemble.uncertainty.error_correlation`][], a distance. Pairs of which it is NaN stay blank.
+        [`eqx_ensemble.uncertainty.error_correlation`][], or a distance. Pairs with NaN are blank.
     - `ids`: the members' names `(members,)`, such as `ensemble.ids`; their positions if not given.
-    - `label`: what the numbers are, with their unit.
-    - `colorbar`: whether to draw the scale, which takes its room from `ax`.
+    - `label`: the label of the numbers, with their unit.
+    - `colorbar`: whether to draw a colour bar, which takes space from `ax`.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: for `matplotlib.axes.Axes.imshow`, such as `vmin`, `vmax` and `cmap`.
 
@@ -42,7 +42,7 @@ def member_similarity(
 
     **Raises:**
 
-    - `TypeError` for what are not real numbers.
+    - `TypeError` for a matrix that is not of real numbers.
     - `ValueError` for a matrix that is not square, and ids that do not fit.
     - `ImportError` without matplotlib (extra `plot`).
 
@@ -58,7 +58,7 @@ def member_similarity(
     square, names = check_pairs(name, matrix, ids)
 
     ax = axes_for(name, ax)
-    # A member beside itself says nothing, and would leave all others one shade.
+    # The diagonal would dominate the scale of the shades.
     others = square[~np.eye(len(square), dtype=bool) & np.isfinite(square)]
     limits = {"vmin": others.min(), "vmax": others.max()} if others.size and "norm" not in options else {}
     image = ax.imshow(square, **{"cmap": "Greys", **limits, **options})
@@ -69,7 +69,7 @@ def member_similarity(
         largest = float(np.abs(others).max(initial=0))
         known = zip(*np.nonzero(np.isfinite(square)), strict=True)
         written = {(i, j): _short(float(square[i, j]), largest) for i, j in known}
-        # Squares that are too narrow for their numbers have the colour bar.
+        # Where squares are too narrow for numbers, there is the colour bar.
         fits = len(names) * max(map(len, written.values()), default=0) <= _MOST_CHARACTERS
         for i, j in written if fits else ():
             red, green, blue, _ = image.cmap(image.norm(square[i, j]))
@@ -87,7 +87,7 @@ def member_similarity(
 
 
 def _short(number: float, largest: float) -> str:
-    """Two decimals without the zero before them, `.25`, where these tell numbers up to `largest` apart."""
+    """Two decimals without the leading zero, `.25`, where these suit numbers up to `largest`."""
     if not 0.05 <= largest < 10:
         return f"{number:.2g}"
     text = f"{number:.2f}".removesuffix(".00").replace("0.", ".", 1)

@@ -26,22 +26,22 @@ def parallel_coordinates(
     ax: Axes | None = None,
     **options: Any,
 ) -> Axes:
-    """A sweep as parallel lines: a member is a line through its hyper-parameters to its score.
+    """Parallel coordinates of a sweep: each member is a line through its hyper-parameters and its score.
 
-    Every column has its own scale, from its lowest value at the bottom to its highest at the top; both stand beside it.
-    The better the score, the darker the line; the best member's is thick and dashed, those of members
-    that diverged are dotted.
+    Each column has its own scale, from its lowest value at the bottom to its highest at the top; both are labelled. The
+    better the score, the darker the line; the best member's line is thick and dashed, those of diverged members are
+    dotted.
 
     **Arguments:**
 
-    - `table`: columns by name, `(members,)`, or `(members, ...)` for several columns each: the dict that
-        [`eqx_ensemble.Run.table`][] returns, or a data frame.
+    - `table`: columns by name, `(members,)`, or `(members, ...)` for several columns each: the result of
+        [`eqx_ensemble.Run.table`][], or a data frame.
     - `columns`: their names, from left to right. If not given, the hyper-parameters and the score.
-    - `score`: what the lines are shaded by; `"validation"` if not given, or `"loss"` where there is none.
+    - `score`: the column that determines the shade; `"validation"` if not given, or `"loss"` if there is none.
     - `log`: the columns on a logarithmic scale. If not given, those of positive numbers whose highest is at least
-        a hundred times the lowest.
+        100 times the lowest.
     - `mode`: `"min"` where lower scores are better, `"max"` where higher ones are.
-    - `cmap`: the matplotlib colour map of the scores, whose beginning is the best.
+    - `cmap`: the matplotlib colour map of the scores, from best to worst.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of the lines, for `matplotlib.axes.Axes.plot`.
 
@@ -51,9 +51,9 @@ def parallel_coordinates(
 
     **Raises:**
 
-    - `TypeError` for what is not a table, and columns that are not numbers.
+    - `TypeError` for a table that is not a dict of columns, and columns that are not numbers.
     - `ValueError` for names that are not in the table, fewer than two columns, columns without a finite number, and
-        numbers that have no logarithm.
+        numbers on a logarithmic scale that are not positive.
     - `ImportError` without matplotlib (extra `plot`).
 
     ```python
@@ -71,7 +71,7 @@ def parallel_coordinates(
     scores = check_plotted(name, score, table[score], "(members,)", finite=False)
     check_text(cmap, "cmap", name=name)
     check_mode(mode, name=name)
-    # Their order, not their size: one bad score would make all others alike.
+    # Their order, not their values: one bad score would make all others look alike.
     costs = np.where(np.isfinite(scores), scores if mode == "min" else -scores, np.inf)
     rank = np.argsort(np.argsort(costs, kind="stable"), kind="stable")
     diverged = np.asarray(table["status"]) == "diverged" if "status" in table else ~np.isfinite(scores)
@@ -95,7 +95,7 @@ def parallel_coordinates(
         ax.text(i, -0.03, f"{finite.min():.3g}", ha="center", va="top", fontsize="small")
         scale = "\n(log)" if _is_log(column, x, log) else ""
         ax.text(i, 1.03, f"{finite.max():.3g}{scale}", ha="center", va="bottom", fontsize="small")
-    # Names that would run into each other are written in two rows.
+    # Names that would overlap are written in two rows.
     crowded = sum(map(len, lines)) > _MOST_CHARACTERS
     ax.set_xticks(range(len(lines)), ["\n" * (crowded and i % 2) + column for i, column in enumerate(lines)])
     # Room for the numbers at the outer columns, and for the legend above those at the top.
@@ -106,7 +106,7 @@ def parallel_coordinates(
 
 
 def _flat(table: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """The columns, one of several numbers a member as several columns."""
+    """The columns; one with several numbers per member becomes several columns."""
     flat = {}
     for name in names:
         values = np.asarray(table[name])

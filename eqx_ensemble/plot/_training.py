@@ -22,20 +22,20 @@ def training_curves(
     ax: Axes | None = None,
     **options: Any,
 ) -> Axes:
-    """How members learned: a thin line each, their median, and a band that holds the central part of them.
+    """Learning curves: one thin line for each member, their median, and a band for a central part of them.
 
-    Median and band are of the members that were still training; numbers that are not finite are left out. Validation
-    curves of a run have a dot where each member's weights were kept. Call it twice to draw training and validation on
-    one Axes: the second call takes another style of line.
+    Median and band are over members that were still training; numbers that are not finite are ignored. Validation
+    curves of a run have a dot at the step whose weights were kept. Call it twice to draw training and validation on the
+    same Axes: the second call uses another line style.
 
     **Arguments:**
 
-    - `run`: what [`eqx_ensemble.fit`][] returned, or its `history`.
+    - `run`: the result of [`eqx_ensemble.fit`][], or its `history`.
     - `curve`: `"loss"`, the training loss of every step, or `"validation"`, the scores on validation data.
-    - `stride`: show means over this many consecutive points: a loss of single batches is noisy.
-    - `level`: the share of the members in the band, between their quantiles `(1 - level) / 2` and `(1 + level) / 2`, as
-        [`eqx_ensemble.uncertainty.interval`][] takes them.
-    - `first_step`: for losses, the steps that were done before this history began.
+    - `stride`: the number of consecutive points to average, since the loss of single batches is noisy.
+    - `level`: the fraction of the members in the band, between their quantiles `(1 - level) / 2` and `(1 + level) / 2`,
+        as in [`eqx_ensemble.uncertainty.interval`][].
+    - `first_step`: for losses, the number of steps before this history.
     - `unit`: of the loss, such as `"nats"`, for the label of the axis.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of the line of the median, for `matplotlib.axes.Axes.plot`; its colour is that of all.
@@ -46,8 +46,8 @@ def training_curves(
 
     **Raises:**
 
-    - `TypeError` for what is not a run or a history, and a `stride` that is not a whole number.
-    - `ValueError` for validation curves of a run without, curves without a finite number, an invalid level.
+    - `TypeError` for a `run` that is not a `Run` or a `History`, and a `stride` that is not an integer.
+    - `ValueError` for validation curves of a run without validation, curves without a finite number, an invalid level.
     - `ImportError` without matplotlib (extra `plot`).
 
     ```python
@@ -71,7 +71,7 @@ def training_curves(
     history = run.history if isinstance(run, Run) else run
     steps = np.arange(1, history.loss.shape[1] + 1) + first_step if curve == "loss" else history.validation_step
     steps, curves = _means(np.asarray(steps), np.asarray(getattr(history, curve), np.float64), stride)
-    # Rounded, because (1 - 0.8) / 2 is less than 0.1 and would be the quantile of another member.
+    # Rounded, because (1 - 0.8) / 2 is less than 0.1 and would select another member.
     ends = np.round([(1 - level) / 2, (1 + level) / 2], 12)
     lower, upper = np.nanquantile(curves, ends, axis=0, method="averaged_inverted_cdf")
 

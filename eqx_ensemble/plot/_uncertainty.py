@@ -18,17 +18,17 @@ def uncertainty_histogram(
     ax: Axes | None = None,
     **options: Any,
 ) -> Axes:
-    """Uncertainties of data like the training data, filled, and of other data, as an outline, in common bins.
+    """Histograms of uncertainty in distribution, filled, and out of distribution, as an outline, in common bins.
 
-    Each histogram shows shares of its own rows, so that sets of different sizes compare. What lies beyond the outer
-    edges counts in the outer bins.
+    Each histogram shows percentages of its rows, so that data of different sizes are comparable. Values beyond the
+    outer edges count in the outer bins.
 
     **Arguments:**
 
     - `in_distribution`, `out_of_distribution`: one uncertainty per row, of any shapes, such as `.epistemic` of
         [`eqx_ensemble.uncertainty.decompose_entropy`][].
-    - `bins`: how many bins from the lowest to the highest of all values, or the edges of the bins.
-    - `labels`: the names of the two in the legend.
+    - `bins`: the number of bins from the lowest to the highest of all values, or the edges of the bins.
+    - `labels`: the two names in the legend.
     - `unit`: of the uncertainty, such as `"nats"`, for the label of the axis.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of both histograms, for `matplotlib.axes.Axes.stairs`.
@@ -39,7 +39,7 @@ def uncertainty_histogram(
 
     **Raises:**
 
-    - `TypeError` for what are not real numbers.
+    - `TypeError` for values that are not real numbers.
     - `ValueError` for no rows, numbers that are not finite, and edges that do not rise.
     - `ImportError` without matplotlib (extra `plot`).
 
@@ -75,15 +75,15 @@ def risk_coverage(
     ax: Axes | None = None,
     **options: Any,
 ) -> Axes:
-    """The mean loss of the rows that are predicted, against their share, when the least certain are refused.
+    """Risk-coverage curve: the mean loss of the predicted rows against their fraction, least certain rows rejected.
 
-    Call it again with the same `ax` to compare: every curve takes another style of line. The dotted line is the risk of
-    predicting all rows, which refusing at random would not change; a good uncertainty lies well below it.
+    Call it again with the same `ax` to compare: each curve uses another line style. The dotted line is the risk of
+    predicting all rows, which is also that of rejecting at random; the curve of a good uncertainty is well below it.
 
     **Arguments:**
 
-    - `coverage`: shares of the rows that are predicted, rising, `(rows,)`.
-    - `risk`: their mean loss, `(rows,)`. Both are what [`eqx_ensemble.scores.risk_coverage`][] returns.
+    - `coverage`: fractions of the rows that are predicted, increasing, `(rows,)`.
+    - `risk`: their mean loss, `(rows,)`. Both are returned by [`eqx_ensemble.scores.risk_coverage`][].
     - `unit`: of the loss, such as `"nats"`, for the label of the axis.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of the curve, for `matplotlib.axes.Axes.plot`, such as `label`.
@@ -94,7 +94,8 @@ def risk_coverage(
 
     **Raises:**
 
-    - `ValueError` for shapes that differ, numbers that are not finite, and coverages that fall or leave 0 to 1.
+    - `ValueError` for shapes that differ, numbers that are not finite, and coverages that decrease or are outside 0 to
+        1.
     - `ImportError` without matplotlib (extra `plot`).
 
     ```python

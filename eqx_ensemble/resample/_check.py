@@ -20,7 +20,7 @@ Labels = tuple[list[Any], np.ndarray]
 
 
 def check_draw(name: str, num_rows: Any, num_members: Any, key: Any) -> tuple[int, int]:
-    """How many rows there are and how many members draw of them, from a key."""
+    """The number of rows and the number of members that draw from them, with a key."""
     rows = check_num_rows(name, num_rows)
     count = check_positive_int(num_members, "num_members", name=name)
     check_draw_key(name, key)
@@ -28,17 +28,17 @@ def check_draw(name: str, num_rows: Any, num_members: Any, key: Any) -> tuple[in
 
 
 def check_draw_key(name: str, key: Any) -> None:
-    """One threefry key whose value is known."""
+    """One concrete threefry key."""
     check_key(key, name=name)
     if is_traced(key):
-        fix = "Draw before `jax.jit` and pass the result in: rows and weights are ordinary arrays."
+        fix = "Draw outside `jax.jit` and pass the result in: rows and weights are ordinary arrays."
         raise TypeError(
-            needs_message(name, "a key whose value is known, because it draws on the host", "got a traced key", fix)
+            needs_message(name, "a concrete key, because rows are drawn on the host", "got a traced key", fix)
         )
 
 
 def check_num_rows(name: str, num_rows: Any) -> int:
-    """A number of rows that 32-bit indices can count."""
+    """A number of rows that fits 32-bit indices."""
     if np.ndim(num_rows) > 0:
         got = f"got an array of shape {np.shape(num_rows)}"
         raise TypeError(needs_message(name, "the number of rows as `num_rows`", got, "Pass `len(x)`."))
@@ -46,14 +46,14 @@ def check_num_rows(name: str, num_rows: Any) -> int:
     if rows >= 2**31:
         raise ValueError(
             needs_message(
-                name, "`num_rows` below 2**31, as rows are int32", f"got {rows}", "Resample parts of the data."
+                name, "`num_rows` below 2**31, as rows are int32", f"got {rows}", "Resample the data in parts."
             )
         )
     return rows
 
 
 def check_draw_size(name: str, size: Any, num_rows: int, *, replace: bool) -> int:
-    """How many rows a member draws, from a count or from a fraction of the rows."""
+    """The number of rows that a member draws, from a count or a fraction of the rows."""
     if isinstance(size, float | np.floating):
         if not 0 < size <= 1:
             fix = "A count is passed as an integer: `size=100`."
@@ -73,13 +73,13 @@ def check_draw_size(name: str, size: Any, num_rows: int, *, replace: bool) -> in
 
 
 def check_row_labels(name: str, argument: str, labels: Any, num_rows: int) -> Labels:
-    """The different labels among `(rows,)` of any discrete kind, in order, and the position there of every row's."""
+    """The sorted distinct values of discrete labels `(rows,)`, and the index of each row's label among them."""
     if is_traced(labels):
         fix = "Resample before `jax.jit`."
-        raise TypeError(needs_message(name, f"`{argument}` whose values are known", "got a traced array", fix))
+        raise TypeError(needs_message(name, f"a concrete `{argument}`", "got a traced array", fix))
     array = np.asarray(labels)
     if array.shape != (num_rows,):
-        fix = "Labels stand in the order of the rows."
+        fix = "Labels are in the order of the rows."
         if array.shape == (num_rows, 1):
             fix = f"Pass `{argument}[:, 0]`."
         elif array.ndim == 2 and len(array) == num_rows:
@@ -95,7 +95,7 @@ def check_row_labels(name: str, argument: str, labels: Any, num_rows: int) -> La
     try:
         different, position = np.unique(array, return_inverse=True)
     except TypeError as error:
-        fix = "Missing labels? Give them a label of their own."
+        fix = "Missing labels? Replace them by a label for missing values."
         raise TypeError(
             needs_message(
                 name, f"labels of one kind in `{argument}`", f"got objects that cannot be sorted: {error}", fix
@@ -105,7 +105,7 @@ def check_row_labels(name: str, argument: str, labels: Any, num_rows: int) -> La
 
 
 def check_shares(name: str, names: list[Any], counts: np.ndarray, shares: np.ndarray) -> None:
-    """No class is left out of a stratified draw."""
+    """A stratified draw has rows of every class."""
     if (shares == 0).any():
         lost = int(np.argmin(shares))
         got = f"got {shares.sum()} of {counts.sum()} rows, none of the {counts[lost]} of class {names[lost]!r}"
@@ -123,19 +123,19 @@ def check_drawn(name: str, values: ArrayLike, num_rows: int, *, num_members: int
         got = f"expected {num_members} members as in `predictions`, got shape {array.shape}"
         raise ValueError(
             needs_message(
-                name, "rows or weights of the members that predict", got, "Members stand in one order in both."
+                name, "rows or weights of the members that predict", got, "Members have the same order in both."
             )
         )
     if jnp.issubdtype(array.dtype, jnp.integer):
         return check_rows(name, values, num_rows)
     if array.ndim != 2 or array.shape[1] != num_rows or array.shape[0] == 0:
-        fix = "Integers are taken as rows `(members, n)`, all other numbers as weights `(members, rows)`."
+        fix = "Integers are row indices `(members, n)`, other numbers are weights `(members, rows)`."
         raise ValueError(
             needs_message(
                 name, f"weights of shape (members, {num_rows})", f"got {array.dtype} of shape {array.shape}", fix
             )
         )
-    check_nonnegative(name, "drawn", values, fix="A row of weight zero is not seen.")
+    check_nonnegative(name, "drawn", values, fix="A row of weight zero is out of bag.")
     return array
 
 
@@ -143,7 +143,7 @@ def check_rows(name: str, values: ArrayLike, num_rows: int) -> Array:
     """Row indices `(members, n)`; a range check where concrete."""
     array = check_array(name, "rows", values)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        fix = "Weights say themselves how often a row counts: they need no counting."
+        fix = "Weights need no counting: they already are how often a row counts."
         raise TypeError(
             needs_message(name, "integer rows (members, n)", f"got {array.dtype} of shape {array.shape}", fix)
         )

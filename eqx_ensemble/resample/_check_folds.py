@@ -15,10 +15,10 @@ Split = tuple[np.ndarray, np.ndarray]
 
 
 def check_num_folds(name: str, num_folds: Any, num_rows: int, classes: Labels | None, groups: Labels | None) -> int:
-    """Folds for which there are enough rows, rows of every class, and groups."""
+    """A number of folds that does not exceed the rows, the rows of any class, or the groups."""
     count = check_positive_int(num_folds, "num_folds", name=name)
     if not 2 <= count <= num_rows:
-        fix = "A fold holds a row at least, and there is a fold to test on and one to train on."
+        fix = "Each fold has at least one row, and there are at least two folds."
         raise ValueError(
             needs_message(
                 name, "`num_folds` from 2 to the number of rows", f"got {count} folds of {num_rows} rows", fix
@@ -30,7 +30,7 @@ def check_num_folds(name: str, num_folds: Any, num_rows: int, classes: Labels | 
             needs_message(name, "as many rows of every class as folds", got, "Pass fewer folds, or merge rare classes.")
         )
     if groups is not None and len(groups[0]) < count:
-        fix = "Pass fewer folds; `groups` says which rows belong together, `stratify` which are of one class."
+        fix = "Pass fewer folds; `groups` are rows that belong together, `stratify` are classes."
         raise ValueError(
             needs_message(name, "as many groups as folds", f"got {count} folds and {len(groups[0])} groups", fix)
         )
@@ -38,9 +38,9 @@ def check_num_folds(name: str, num_folds: Any, num_rows: int, classes: Labels | 
 
 
 def check_splits(name: str, pairs: Any, num_rows: int) -> list[Split]:
-    """Pairs of row indices: each part holds a row, the two have none in common, and no row is tested twice."""
+    """Pairs of row indices: both parts are nonempty and disjoint, and no row is tested twice."""
     if not isinstance(pairs, Iterable):
-        fix = "Pass what the splitter splits: `splitter.split(x, y)`."
+        fix = "Pass the result of a splitter: `splitter.split(x, y)`."
         raise TypeError(
             needs_message(name, "an iterable of `(train, test)` row indices", f"got {kind_text(pairs)}", fix)
         )
@@ -58,9 +58,7 @@ def check_splits(name: str, pairs: Any, num_rows: int) -> list[Split]:
         unique, times = np.unique(test, return_counts=True)
         if (times > 1).any():
             got = f"got row {unique[times > 1][0]} {times.max()} times in the test rows of split {i}"
-            raise ValueError(
-                needs_message(name, "test rows that differ", got, "Repeated rows belong to training only.")
-            )
+            raise ValueError(needs_message(name, "test rows that differ", got, "Only training rows may repeat."))
         both = np.intersect1d(train, unique)
         if both.size:
             got = f"got {both.size} of them in split {i}, the first is row {both[0]}"
@@ -69,12 +67,12 @@ def check_splits(name: str, pairs: Any, num_rows: int) -> list[Split]:
                     name,
                     "no row in both the train and the test part of a split",
                     got,
-                    "The test would be of seen rows.",
+                    "The test rows would not be held out.",
                 )
             )
         checked.append((train, test))
     if not checked:
-        fix = "A generator that was used up? Call `splitter.split(x, y)` anew."
+        fix = "An exhausted generator? Call `splitter.split(x, y)` again."
         raise ValueError(needs_message(name, "at least one split", "got none", fix))
     return checked
 
@@ -86,7 +84,7 @@ def _indices(name: str, part: Any, words: str, num_rows: int) -> np.ndarray:
             needs_message(name, "integer row indices", f"got booleans as the {words}", "Pass `np.flatnonzero(mask)`.")
         )
     if rows.ndim != 1 or rows.size == 0:
-        fix = "Every split needs rows to train on and rows to test on."
+        fix = "Each split needs training rows and test rows."
         raise ValueError(
             needs_message(name, "row indices `(n,)`, at least one", f"got shape {rows.shape} as the {words}", fix)
         )
@@ -98,12 +96,12 @@ def _indices(name: str, part: Any, words: str, num_rows: int) -> np.ndarray:
 
 
 def check_one_length(name: str, lengths: list[int], uneven: Any) -> None:
-    """Training parts differ by a row at most, or it was said what to do about it."""
+    """Training parts whose lengths differ by at most one row, unless `uneven` is given."""
     check_word(uneven, "uneven", ("trim", "repeat", None), name=name)
     short, long = min(lengths), max(lengths)
     if uneven is None and long - short > 1:
         fix = (
-            '`uneven="trim"` leaves rows of the longer ones out, `uneven="repeat"` repeats rows of the shorter ones; '
+            '`uneven="trim"` drops rows of the longer ones, `uneven="repeat"` repeats rows of the shorter ones; '
             "with either, weights `in_train` train on exactly the rows of each split."
         )
         raise ValueError(

@@ -33,5 +33,5 @@ def check_held_out(
 def check_folds(name: str, value: Any) -> None:
     """Folds, not one of their parts."""
     if not isinstance(value, Folds):
-        fix = "Of splits made elsewhere, `from_splits(splits, num_rows)` makes one."
+        fix = "For other splits use `from_splits(splits, num_rows)`."
         raise TypeError(needs_message(name, "`folds` to be a `Folds`", f"got {kind_text(value)}", fix))

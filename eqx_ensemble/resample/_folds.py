@@ -17,13 +17,13 @@ Split = tuple[np.ndarray, np.ndarray]
 class Folds(NamedTuple):
     """The training and test rows of each member: one split of the data per member.
 
-    `train` and `test` are rows, with one length for all members; `in_train` and `in_test` say the same of every row
-    of the data, and are exact where the parts of the members differ in length.
+    `train` and `test` are row indices, with equal lengths for all members; `in_train` and `in_test` are masks over the
+    rows of the data, and are exact even if the parts of the members differ in length.
 
-    - `train`: rows `(members, train)` for `fit(..., rows=folds.train)`. Never a row of the member's test part.
-    - `test`: rows `(members, test)`; a shorter test part is filled up with its last row.
-    - `valid`: `(members, test)`, false where `test` was filled up.
-    - `in_train`: `(members, rows)`, the rows of the member's training part, also those that `train` had to leave out.
+    - `train`: rows `(members, train)` for `fit(..., rows=folds.train)`. None is in the member's test part.
+    - `test`: rows `(members, test)`; a shorter test part is padded with its last row.
+    - `valid`: `(members, test)`, `False` where `test` is padded.
+    - `in_train`: `(members, rows)`, the rows of the member's training part, including those dropped from `train`.
     - `in_test`: `(members, rows)`, the rows of the member's test part.
     """
 
@@ -45,31 +45,33 @@ def folds(
 ) -> Folds:
     """Cross-validation: member `i` is tested on fold `i`, and trained on the other folds.
 
-    The folds are parts of the data of sizes that differ by at most one row, in the order of the data without a `key`,
-    of rows drawn at random with one. With `stratify` or `groups` they are scikit-learn's `StratifiedKFold`,
+    The sizes of folds differ by at most one row. Without a `key` folds are consecutive rows; with one, rows are
+    shuffled. With `stratify` or `groups` they are scikit-learn's `StratifiedKFold`,
     `GroupKFold` or `StratifiedGroupKFold` (`pip install 'eqx_ensemble[sklearn]'`).
 
-    No member trains on a row of its own fold. But `fit` trains all members on equally many rows: where `num_folds`
-    does not divide `num_rows`, some training parts have one row more than others, of which `train` leaves out one, at
-    another place for each member; `in_train` has it still. Groups may make parts that differ by more: these are
-    refused unless `uneven` says what to do. Weights train on exactly the rows of every split: give `fit` no `rows`,
-    but the data `(x, y, Each(folds.in_train.astype(float)))`, and weight the loss.
+    `fit` trains all members on equally many rows: if `num_folds` does not divide `num_rows`, some training parts have
+    one row more than others, and `train` drops one of their rows, a different one for each member; `in_train` still
+    includes it. Groups may give parts that differ by more, which requires `uneven`. To train on exactly the rows of
+    each split, use weights: call `fit` without `rows`, on the data `(x, y, Each(folds.in_train.astype(float)))`, and
+    weight the loss.
 
     **Arguments:**
 
-    - `num_rows`: how many rows the data have, `len(x)`.
-    - `num_folds`: how many folds, which is also the number of members.
-    - `stratify`: discrete labels `(rows,)`: every fold has the classes' shares.
+    - `num_rows`: the number of rows of the data, `len(x)`.
+    - `num_folds`: the number of folds, which is also the number of members.
+    - `stratify`: discrete labels `(rows,)`: every fold has the same proportions of classes.
     - `groups`: discrete labels `(rows,)`: all rows of a group are in one fold.
-    - `uneven`: what `train` does with training parts of several lengths. `"trim"`: longer ones leave rows out;
-        `"repeat"`: shorter ones repeat rows, each at most once more than another. Both spread evenly.
-    - `key`: one threefry key, typed or legacy, that draws the folds.
+    - `uneven`: how to make training parts equally long. `"trim"`: rows of longer ones are dropped; `"repeat"`: rows of
+        shorter ones are repeated, as evenly as possible.
+    - `key`: one threefry key, typed or legacy, to shuffle the rows.
 
-    **Returns:** [`eqx_ensemble.resample.Folds`][], with one member per fold.
+    **Returns:**
+
+    [`eqx_ensemble.resample.Folds`][], with one member per fold.
 
     **Raises:**
 
-    - `TypeError` for what is not a count, a threefry key or discrete labels.
+    - `TypeError` for invalid counts, keys, or labels that are not discrete.
     - `ValueError` for more folds than rows, than rows of a class or than groups; for labels of the wrong length; for
         training parts that differ by more than a row, without `uneven`.
     - `ImportError` for `stratify` and `groups` without scikit-learn.
@@ -81,7 +83,7 @@ def folds(
     folds = ee.resample.folds(len(x), 5, key=key)
     run = ee.fit(ensemble, loss, optax.adam(1e-2), (x, y), epochs=2, rows=folds.train, key=key)
     prediction = ee.predict(run.ensemble, x)
-    held_out = ee.resample.out_of_fold(prediction, folds).mean  # (100, 1): each row from the member that held it out
+    held_out = ee.resample.out_of_fold(prediction, folds).mean  # (100, 1): each row by the member that held it out
     ```
     """
     name = "resample.folds"
@@ -106,23 +108,25 @@ def folds(
 
 
 def from_splits(splits: Iterable[tuple[Any, Any]], num_rows: int, *, uneven: Uneven | None = None) -> Folds:
-    """What a splitter of scikit-learn splits, or any `(train, test)` row indices: one split for each member.
+    """Folds from a scikit-learn splitter, or from any `(train, test)` row indices: one split for each member.
 
-    `KFold`, `RepeatedKFold`, `ShuffleSplit`, `LeaveOneOut` and their like fit as they are. Splitters whose training
-    parts differ by more than a row, such as `TimeSeriesSplit` and `GroupKFold`, are refused unless `uneven` says what
-    to do; see [`eqx_ensemble.resample.folds`][].
+    `KFold`, `RepeatedKFold`, `ShuffleSplit` and `LeaveOneOut` work directly. Splitters whose training parts differ by
+    more than one row, such as `TimeSeriesSplit` and `GroupKFold`, require `uneven`; see
+    [`eqx_ensemble.resample.folds`][].
 
     **Arguments:**
 
-    - `splits`: an iterable of pairs of integer arrays `(train, test)`: what `splitter.split(x, y)` gives.
-    - `num_rows`: how many rows the data have, `len(x)`.
+    - `splits`: an iterable of pairs of integer arrays `(train, test)`, such as `splitter.split(x, y)`.
+    - `num_rows`: the number of rows of the data, `len(x)`.
     - `uneven`: as in [`eqx_ensemble.resample.folds`][].
 
-    **Returns:** [`eqx_ensemble.resample.Folds`][], with one member per split.
+    **Returns:**
+
+    [`eqx_ensemble.resample.Folds`][], with one member per split.
 
     **Raises:**
 
-    - `TypeError` for what is not an iterable of pairs of integer arrays.
+    - `TypeError` for splits that are not an iterable of pairs of integer arrays.
     - `ValueError` for empty parts, a row in both parts of a split, test rows that repeat, and training parts that
         differ by more than a row, without `uneven`.
     - `IndexError` for rows outside the data.
@@ -172,5 +176,5 @@ def _folds(name: str, splits: list[Split], num_rows: int, uneven: Uneven | None)
 
 
 def _space_evenly(length: int, wanted: int, start: float) -> np.ndarray:
-    """In order, `wanted` of `length` positions, what is left out or repeated being spread evenly from `start` on."""
+    """Sorted, `wanted` of `length` positions, with dropped or repeated ones evenly spaced from `start`."""
     return np.sort((np.arange(wanted) * length // wanted + int(start * length)) % length)

@@ -16,7 +16,7 @@ class HeldOut(NamedTuple):
     """A prediction for every row by members that were not trained on it.
 
     - `mean`: `(rows, ...)`, the mean over these members; NaN where there is none.
-    - `num_members`: `(rows,)`, how many they are.
+    - `num_members`: `(rows,)`, the number of these members.
     """
 
     mean: Float[Array, "rows ..."]
@@ -26,14 +26,14 @@ class HeldOut(NamedTuple):
 def out_of_bag(
     drawn: Num[ArrayLike, "members n"] | Bool[ArrayLike, "members n"], num_rows: int
 ) -> Bool[Array, "members rows"]:
-    """Which rows each member never saw.
+    """The rows that each member was not trained on.
 
     **Arguments:**
 
-    - `drawn`: what the members were trained on: integers are row indices `(members, n)`; floats and booleans are
-        weights `(members, rows)`, of which 0 is out of bag. Make whole-numbered weights floats, as
-        [`eqx_ensemble.resample.counts`][] does.
-    - `num_rows`: how many rows the data have, `len(x)`.
+    - `drawn`: the training rows of the members: integers are row indices `(members, n)`; floats and booleans are
+        weights `(members, rows)`, where 0 is out of bag. Pass integer-valued weights as floats, as
+        [`eqx_ensemble.resample.counts`][] returns them.
+    - `num_rows`: the number of rows of the data, `len(x)`.
 
     **Returns:**
 
@@ -60,18 +60,20 @@ def out_of_bag_mean(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> HeldOut:
-    """The mean over those members that never saw the row: an honest prediction of every row without held-out data.
+    """The mean over members that were not trained on the row: a held-out prediction without held-out data.
 
     Class probabilities are averaged, not logits: pass `jax.nn.softmax(logits)`.
 
     **Arguments:**
 
-    - `predictions`: floating-point, `(members, rows, ...)`, of all rows by all members.
-    - `drawn`: what the members were trained on, as in [`eqx_ensemble.resample.out_of_bag`][].
+    - `predictions`: floating-point, `(members, rows, ...)`, of all members for all rows.
+    - `drawn`: the training rows of the members, as in [`eqx_ensemble.resample.out_of_bag`][].
     - `weights`: convex weights over members, `(members,)`, divided for each row by their sum over the members that
-        never saw it. A member of weight zero is left out.
+        were not trained on it. A member of weight zero is left out.
 
-    **Returns:** [`eqx_ensemble.resample.HeldOut`][]: `.mean` `(rows, ...)`, NaN where every member saw the row, and
+    **Returns:**
+
+    [`eqx_ensemble.resample.HeldOut`][]: `.mean` `(rows, ...)`, NaN where every member was trained on the row, and
     `.num_members` `(rows,)`.
 
     **Raises:**
@@ -101,18 +103,20 @@ def out_of_fold(
     rows: Literal["all", "test"] = "all",
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> HeldOut:
-    """The prediction of every row by the member that was tested on it; their mean, where there are several.
+    """The prediction of every row by the member that held it out; the mean if there are several.
 
     **Arguments:**
 
     - `predictions`: floating-point, `(members, rows, ...)` of all rows by all members, or `(members, test, ...)`.
-    - `folds`: what [`eqx_ensemble.resample.folds`][] or [`eqx_ensemble.resample.from_splits`][] returned.
-    - `rows`: which rows the predictions are of: `"all"`, or `"test"`, each member's `folds.test` only, which
-        `predict(ensemble, Each(x[folds.test]))` gives at the cost of one model.
+    - `folds`: the result of [`eqx_ensemble.resample.folds`][] or [`eqx_ensemble.resample.from_splits`][].
+    - `rows`: the rows of the predictions: `"all"`, or `"test"`, only each member's `folds.test`, computed by
+        `predict(ensemble, Each(x[folds.test]))` at the cost of one model.
     - `weights`: convex weights over members, `(members,)`, divided for each row by their sum over the members that
         were tested on it. A member of weight zero is left out.
 
-    **Returns:** [`eqx_ensemble.resample.HeldOut`][]: `.mean` `(rows, ...)`, NaN for rows of no test part, and
+    **Returns:**
+
+    [`eqx_ensemble.resample.HeldOut`][]: `.mean` `(rows, ...)`, NaN for rows in no test part, and
     `.num_members` `(rows,)`, 1 for k-fold cross-validation.
 
     **Raises:**
@@ -152,7 +156,7 @@ def _held_out(
 ) -> HeldOut:
     share, used = _shares(unseen, weights, predictions.dtype)
     total = jnp.sum(share, axis=0)
-    # Divided first: the share of a single member is exactly 1, and so its prediction is returned bit for bit.
+    # Divided first: the share of a single member is exactly 1, so that its prediction is returned bit for bit.
     share = _like(share / jnp.where(total == 0, 1, total)[None], predictions)
     mean = jnp.sum(jnp.where(share == 0, 0, predictions) * share, axis=0)
     num_members = jnp.sum(used, axis=0, dtype=jnp.int32)
@@ -176,7 +180,7 @@ def _scatter_mean(
 def _shares(
     unseen: Bool[Array, "members n"], weights: Float[Array, " members"] | None, dtype: jnp.dtype
 ) -> tuple[Float[Array, "members n"], Bool[Array, "members n"]]:
-    """The members' weights where they held out, and where these count."""
+    """The members' weights for rows that they held out, and where these are nonzero."""
     if weights is None:
         return unseen.astype(dtype), unseen
     share = jnp.where(unseen, weights[:, None], 0)

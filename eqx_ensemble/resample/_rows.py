@@ -11,22 +11,22 @@ from ._check import check_draw, check_draw_size, check_row_labels, check_shares
 def bootstrap(
     num_rows: int, num_members: int, *, size: int | float | None = None, stratify: Any = None, key: Any
 ) -> Int32[Array, "members size"]:
-    r"""Rows drawn with replacement, for every member its own.
+    r"""Rows drawn with replacement, independently for each member.
 
-    Each of a member's rows is any of the `num_rows` rows with equal probability, so that it never sees a share of
-    about $(1 - 1/n)^n \approx 0.37$ of them: these are its out-of-bag rows, see
-    [`eqx_ensemble.resample.out_of_bag`][]. A member's rows follow from the key and its number alone: growing
-    `num_members` changes no old member's. Whole groups of rows are drawn by drawing the groups, see
+    Each of a member's rows is any of the `num_rows` rows with equal probability, so that a fraction
+    of about $(1 - 1/n)^n \approx 0.37$ of them is not drawn: these are its out-of-bag rows, see
+    [`eqx_ensemble.resample.out_of_bag`][]. A member's rows depend only on the key and its index: increasing
+    `num_members` does not change earlier members. To draw whole groups of rows see
     [`eqx_ensemble.resample.counts`][].
 
     **Arguments:**
 
-    - `num_rows`: how many rows the data have, `len(x)`.
-    - `num_members`: how many members draw.
-    - `size`: how many rows a member draws, a count (also a larger one) or a fraction of `num_rows`, to the nearest
-        row; all of them if not given.
-    - `stratify`: discrete labels `(rows,)`: draws within each class, so that classes keep their counts; of a smaller
-        `size` they keep their shares, to the nearest row. Without `size`, entry `i` is a row of the class of row `i`.
+    - `num_rows`: the number of rows of the data, `len(x)`.
+    - `num_members`: the number of members.
+    - `size`: the number of rows for each member, a count (which may exceed `num_rows`) or a fraction of `num_rows`,
+        rounded; `num_rows` if not given.
+    - `stratify`: discrete labels `(rows,)`: draws within each class, so that class counts are kept; for another
+        `size` class proportions are kept, up to rounding. Without `size`, entry `i` is a row of the class of row `i`.
     - `key`: one threefry key, typed or legacy. Draws are made on the host, outside `jax.jit`.
 
     **Returns:**
@@ -35,8 +35,8 @@ def bootstrap(
 
     **Raises:**
 
-    - `TypeError` for what is not a count, a fraction, a threefry key or discrete labels.
-    - `ValueError` for sizes below one row, labels of the wrong length, and a `size` that leaves out a class.
+    - `TypeError` for invalid counts, fractions, keys, or labels that are not discrete.
+    - `ValueError` for sizes below one row, labels of the wrong length, and a `size` with no row of some class.
 
     ```python
     x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
@@ -79,28 +79,28 @@ def bootstrap(
 def subsets(
     num_rows: int, num_members: int, *, size: int | float, stratify: Any = None, key: Any
 ) -> Int32[Array, "members size"]:
-    """Rows drawn without replacement, for every member its own.
+    """Rows drawn without replacement, independently for each member.
 
-    A member's rows are any `size` of the `num_rows` rows with equal probability, in random order. They follow from
-    the key and the member's number alone: growing `num_members` changes no old member's.
+    A member's rows are any `size` of the `num_rows` rows with equal probability, in random order. They depend
+    only on the key and the member's index: increasing `num_members` does not change earlier members.
 
     **Arguments:**
 
-    - `num_rows`: how many rows the data have, `len(x)`.
-    - `num_members`: how many members draw.
-    - `size`: how many rows a member draws, a count or a fraction of `num_rows`, to the nearest row.
-    - `stratify`: discrete labels `(rows,)`: classes keep their shares, to the nearest row.
+    - `num_rows`: the number of rows of the data, `len(x)`.
+    - `num_members`: the number of members.
+    - `size`: the number of rows for each member, a count or a fraction of `num_rows`, rounded.
+    - `stratify`: discrete labels `(rows,)`: class proportions are kept, up to rounding.
     - `key`: one threefry key, typed or legacy. Draws are made on the host, outside `jax.jit`.
 
     **Returns:**
 
-    int32 row indices `(members, size)`, for `fit(..., rows=...)`; those of one member differ.
+    int32 row indices `(members, size)`, for `fit(..., rows=...)`; distinct for each member.
 
     **Raises:**
 
-    - `TypeError` for what is not a count, a fraction, a threefry key or discrete labels.
-    - `ValueError` for sizes below one row or above `num_rows`, labels of the wrong length, and a `size` that leaves
-        out a class.
+    - `TypeError` for invalid counts, fractions, keys, or labels that are not discrete.
+    - `ValueError` for sizes below one row or above `num_rows`, labels of the wrong length, and a `size` with no
+        row of some class.
 
     ```python
     rows = ee.resample.subsets(100, 8, size=0.5, key=key)
@@ -126,7 +126,7 @@ def subsets(
 
 
 def _shares(name: str, names: list, sizes: np.ndarray, count: int) -> np.ndarray:
-    """How many rows of each class: its quota rounded down, and one more where most was cut off, first classes first."""
+    """The number of rows of each class: its quota rounded down, plus one for classes with the largest remainders."""
     whole, cut = np.divmod(count * sizes, sizes.sum())
     shares = whole + (np.argsort(np.argsort(-cut, kind="stable")) < count - whole.sum())
     check_shares(name, names, sizes, shares)

@@ -11,25 +11,25 @@ from ._check import check_draw, check_num_rows, check_rows
 
 
 def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Array, "members rows"]:
-    """Poisson(1) weights of every row for every member: a bootstrap whose rows are drawn independently.
+    """Poisson(1) weights of every row for each member: a bootstrap with independently drawn rows.
 
-    Mean and variance are 1, as those of the bootstrap's counts are for many rows; but a member's sum varies about
-    `num_rows`, and for a handful of rows it may be 0. A row of weight 0 is out of bag. A member's weights follow from
-    the key and its number alone.
+    Mean and variance are 1, as of the bootstrap's counts for many rows; but the sum of a member's weights varies about
+    `num_rows`, and for very few rows it may be 0. A row of weight 0 is out of bag. A member's weights depend only on
+    the key and its index.
 
     **Arguments:**
 
-    - `num_rows`: how many rows the data have, `len(x)`.
-    - `num_members`: how many members draw.
+    - `num_rows`: the number of rows of the data, `len(x)`.
+    - `num_members`: the number of members.
     - `key`: one threefry key, typed or legacy. Draws are made on the host, outside `jax.jit`.
 
     **Returns:**
 
-    float32 whole numbers `(members, rows)`, for `fit` as an [`eqx_ensemble.Each`][] beside the data.
+    float32 whole numbers `(members, rows)`, for `fit` as an [`eqx_ensemble.Each`][] in addition to the data.
 
     **Raises:**
 
-    - `TypeError` for what is not a count or a threefry key.
+    - `TypeError` for invalid counts or keys.
     - `ValueError` for counts below one.
 
     ```python
@@ -64,25 +64,25 @@ def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Arr
 
 
 def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Array, "members rows"]:
-    r"""Weights of the Bayesian bootstrap: `num_rows` times a draw from Dirichlet(1, ..., 1), for every member.
+    r"""Weights of the Bayesian bootstrap: `num_rows` times a draw from Dirichlet(1, ..., 1), for each member.
 
     A member's weights sum to $n$, `num_rows`; each has mean 1 and variance $(n - 1) / (n + 1)$. No row has weight 0:
-    nothing is out of bag, and no class gets lost. A member's weights follow from the key and its number alone.
+    none is out of bag, and no class is lost. A member's weights depend only on the key and its index.
 
     **Arguments:**
 
-    - `num_rows`: how many rows the data have, `len(x)`.
-    - `num_members`: how many members draw.
+    - `num_rows`: the number of rows of the data, `len(x)`.
+    - `num_members`: the number of members.
     - `key`: one threefry key, typed or legacy. Draws are made on the host, outside `jax.jit`.
 
     **Returns:**
 
-    float32 weights `(members, rows)`, for `fit` as an [`eqx_ensemble.Each`][] beside the data: see
+    float32 weights `(members, rows)`, for `fit` as an [`eqx_ensemble.Each`][] in addition to the data: see
     [`eqx_ensemble.resample.poisson_weights`][].
 
     **Raises:**
 
-    - `TypeError` for what is not a count or a threefry key.
+    - `TypeError` for invalid counts or keys.
     - `ValueError` for counts below one.
 
     ```python
@@ -103,7 +103,7 @@ def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Ar
         ```
     """
     num_rows, num_members = check_draw("resample.bayesian_weights", num_rows, num_members, key)
-    # Exponential variables divided by their sum have this law.
+    # Exponential variables divided by their sum have this distribution.
     gaps = [
         stream.standard_exponential(num_rows) for stream in generators(key, num_members, purpose="bayesian weights")
     ]
@@ -111,15 +111,15 @@ def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Ar
 
 
 def counts(rows: Int[ArrayLike, "members n"], num_rows: int) -> Float32[Array, "members rows"]:
-    """How often each row occurs among the rows of each member: rows as weights.
+    """The number of times that each row occurs among the rows of each member: rows as weights.
 
-    With the rows of groups instead of single rows, these are the weights of a bootstrap of whole groups, whose
-    number of rows varies: `counts(bootstrap(num_groups, ...), num_groups)[:, groups]`.
+    For a bootstrap of whole groups, whose number of rows varies, expand the counts of groups to their rows:
+    `counts(bootstrap(num_groups, ...), num_groups)[:, groups]`.
 
     **Arguments:**
 
     - `rows`: row indices `(members, n)`.
-    - `num_rows`: how many rows the data have, `len(x)`.
+    - `num_rows`: the number of rows of the data, `len(x)`.
 
     **Returns:**
 
@@ -136,7 +136,7 @@ def counts(rows: Int[ArrayLike, "members n"], num_rows: int) -> Float32[Array, "
 
     groups = np.array([0, 0, 0, 1, 2, 2])  # six rows of three patients
     drawn = ee.resample.bootstrap(3, 8, key=key)
-    ee.resample.counts(drawn, 3)[:, groups]  # (8, 6): rows of one patient have one weight
+    ee.resample.counts(drawn, 3)[:, groups]  # (8, 6): rows of one patient have equal weights
     ```
     """
     name = "resample.counts"

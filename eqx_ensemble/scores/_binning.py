@@ -1,4 +1,4 @@
-"""Rows put into bins by a probability, which calibration errors and the parts of the Brier score share."""
+"""Rows in bins by a probability, for calibration errors and the parts of the Brier score."""
 
 from typing import Literal, NamedTuple
 
@@ -19,7 +19,7 @@ _BLOCK = 1024
 
 
 class Bins(NamedTuple):
-    """The inner edges of the bins, and the bin of every row; how many rows a bin has, their mean probability and hits.
+    """The inner edges of the bins, the bin of every row, and for each bin its rows, mean probability and frequency.
 
     The means of an empty bin are zero.
     """
@@ -54,7 +54,7 @@ def bin_rows(
     num_bins: int,
     binning: Binning,
 ) -> Bins:
-    """Bins of equal width or of equal mass; rows that the mask leaves out count nowhere."""
+    """Bins of equal width or of equal mass; masked rows are in no bin."""
     kept = jnp.ones_like(probability) if mask is None else mask.astype(probability.dtype)
     edges = _of_width(num_bins, probability.dtype) if binning == "width" else _of_mass(probability, mask, num_bins)
     edges = jax.lax.stop_gradient(edges)
@@ -63,7 +63,7 @@ def bin_rows(
     count = total(jnp.ones_like(probability))
     filled = jnp.maximum(count, 1)
     rough = total(probability) / filled
-    # Equal numbers are all rounded one way when they are added; their small deviations from the mean are not.
+    # A sum of equal numbers always rounds the same way; a sum of small deviations from the mean does not.
     mean = rough + total(probability - rough[index]) / filled
     return Bins(edges, index, count, mean, total(hits) / filled)
 
@@ -74,7 +74,7 @@ def by_class(
     weights: Float[Array, " members"] | None,
     mask: Bool[Array, "*batch"] | None,
 ) -> tuple[Float[Array, "classes rows"], Float[Array, "classes rows"], Bool[Array, " rows"] | None]:
-    """The mixture's probabilities and what came true, class by class, of all rows in one axis."""
+    """The mixture's probabilities and the one-hot labels, class by class, with all rows on one axis."""
     num_classes = logits.shape[-1]
     logs = class_mixture(logits, weights)
     probabilities = jnp.reshape(jnp.exp(logs), (-1, num_classes))
@@ -92,7 +92,7 @@ def of_top_label(
     num_bins: int,
     binning: Binning,
 ) -> Bins:
-    """Bins of the confidence, the mixture's largest probability; a hit is a label that has it."""
+    """Bins of the confidence, which is the mixture's largest probability; a hit is a label of that class."""
     logs = class_mixture(logits, weights)
     confidence = jnp.ravel(jnp.exp(jnp.max(logs, axis=-1)))
     return bin_rows(

@@ -11,15 +11,15 @@ from .._keys import member_keys
 from ._check import check_num_draws
 from ._check_rows import check_rows_of_scores
 
-_MOST_ATTEMPTS = 100  # one in exp(100) draws of one row with weight, among many without, would need more
+_MOST_ATTEMPTS = 100  # exceeded with probability exp(-100) where one of many rows has weight
 
 
 class Bootstrap(NamedTuple):
-    """A statistic of the rows and how far other rows would have moved it: arrays of the statistic's shape.
+    """A statistic with its standard error and interval over bootstrap draws: arrays of the statistic's shape.
 
     - `estimate`: the statistic of the rows as they are.
     - `standard_error`: its standard deviation over the draws (ddof 1).
-    - `lower`, `upper`: the quantiles of the draws between which a share `level` of them lies.
+    - `lower`, `upper`: the quantiles of the draws that enclose a fraction `level` of them.
     """
 
     estimate: Float[Array, "..."]
@@ -38,42 +38,41 @@ def bootstrap(
     num_draws: int = 1000,
     key: Any,
 ) -> Bootstrap:
-    r"""Standard error and interval of the mean of any score over rows, by drawing the rows again with replacement.
+    r"""Bootstrap standard error and interval of the mean of any score over rows.
 
-    Two models are compared on the same rows: the difference of their scores, row by row, has a far smaller standard
-    error than either of them. Several scores `(*scores, rows)` are judged on the same draws.
+    Rows are drawn with replacement. To compare two models, pass the difference of their scores row by row: its standard
+    error is far smaller than that of either. Several scores `(*scores, rows)` share the same draws.
 
     **Arguments:**
 
-    - `values`: one score per row, `(*scores, rows)`: what the scores give with `reduction="none"`. Rows that belong
-        together (repeated measurements, neighbours in time) are averaged first.
-    - `statistic`: a function of the means `(*scores,)`, if more than these is asked for; JAX must be able to trace it.
+    - `values`: one score per row, `(*scores, rows)`: the result of a score with `reduction="none"`. Average rows that
+        belong together (repeated measurements, neighbours in time) first.
+    - `statistic`: an optional function of the means `(*scores,)`, traceable by JAX.
         `jnp.sqrt` of squared errors gives the root mean squared error; `lambda m: jnp.sqrt(m[0]) - jnp.sqrt(m[1])` the
         difference of two.
-    - `row_weights`: weights of the rows, zero or more, which they keep when drawn:
-        $\sum_i w_i v_i / \sum_i w_i$ over the rows of a draw. What a row of weight zero holds does not count; a draw
-        of nothing but such rows is drawn anew.
+    - `row_weights`: weights of the rows, zero or more, kept when a row is drawn:
+        $\sum_i w_i v_i / \sum_i w_i$ over the rows of a draw. A row of weight zero does not count, even if it
+        contains NaN; a draw of only such rows is repeated.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `level`: the share of the draws between `lower` and `upper`, a Python number between 0 and 1.
-    - `num_draws`: how many draws. The standard error itself is uncertain by one part in $\sqrt{2 \, \mathrm{draws}}$.
+    - `level`: the fraction of the draws between `lower` and `upper`, a Python number between 0 and 1.
+    - `num_draws`: the number of draws. The relative error of the standard error is about one in $\sqrt{2 \,
+        \mathrm{draws}}$.
     - `key`: one threefry key, typed or legacy.
 
-    **Returns:** [`eqx_ensemble.scores.Bootstrap`][], with `.estimate`, `.standard_error`, `.lower` and `.upper`.
+    **Returns:**
+
+    [`eqx_ensemble.scores.Bootstrap`][], with `.estimate`, `.standard_error`, `.lower` and `.upper`.
 
     **Raises:**
 
-    - `TypeError` for values that are not floating-point, and for what is not a threefry key.
+    - `TypeError` for values that are not floating-point, and for an invalid key.
     - `ValueError` for no rows, weights and masks that do not fit, a level outside 0 to 1, fewer than two draws.
 
     ```python
-    import jax
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     targets = jnp.linspace(-1, 1, 50)
-    one, other = (scores.crps_gaussian(targets * 0, targets * 0 + v, targets, reduction="none") for v in (0.3, 1.0))
-    gain = scores.bootstrap(other - one, key=jax.random.key(0))
-    gain.estimate, gain.standard_error  # below zero by several standard errors: the second would be the better one
+    one, other = (ee.scores.crps_gaussian(targets * 0, targets * 0 + v, targets, reduction="none") for v in (0.3, 1.0))
+    gain = ee.scores.bootstrap(other - one, key=jax.random.key(0))
+    gain.estimate, gain.standard_error  # several standard errors above zero: the first is better
     ```
 
     ??? cite
@@ -113,7 +112,7 @@ def _bootstrap(
     share = share if mask is None else jnp.where(mask, share, 0)
     values = jnp.where(_along(share == 0, values), 0, values)
     mean = jnp.sum(values * _along(share, values), axis=-1) / jnp.sum(share)
-    # A large common offset is taken off, or the small differences between draws would drown in its rounding.
+    # A large common offset is removed first, or its rounding would exceed the differences between draws.
     rest = (values - mean[..., None]) * _along(share, values)
     num_kept = num_rows if mask is None else jnp.sum(mask, dtype=jnp.int32)
     candidates = jnp.arange(num_rows) if mask is None else jnp.argsort(~mask, stable=True)
@@ -129,7 +128,7 @@ def _bootstrap(
             attempt, _, _ = state
             return (attempt + 1, *draw(jax.random.fold_in(key, attempt)))
 
-        # A draw without any weight has no mean. It is rare where there are many rows with weight, and never likely.
+        # A draw without any weight has no mean and is repeated.
         empty = lambda state: (state[2] == 0) & (state[0] < _MOST_ATTEMPTS)
         _, drawn, total = jax.lax.while_loop(empty, again, (0, *draw(key)))
         return jnp.sum(rest[..., drawn] * _along(counts, values), axis=-1) / total
@@ -146,5 +145,5 @@ def _bootstrap(
 
 
 def _along(row: Array, values: Array) -> Array:
-    """One number per row beside scores `(*scores, rows)`."""
+    """One number per row, broadcastable to scores `(*scores, rows)`."""
     return jnp.reshape(row, (1,) * (values.ndim - 1) + row.shape)

@@ -16,9 +16,9 @@ class BrierDecomposition(NamedTuple):
 
     - `reliability`: how far the probabilities are from the frequencies in their bins; 0 if calibrated, lower is better.
     - `resolution`: how far the frequencies in the bins are from those of all rows; higher is better.
-    - `uncertainty`: the score of a constant prediction, the frequencies of all rows; it does not depend on the model.
-    - `within_bins`: what bins hide: the spread of the probabilities within their bin, less what it gains; 0 where all
-        rows of a bin have one probability.
+    - `uncertainty`: the score of predicting the frequencies of all rows; independent of the model.
+    - `within_bins`: the remainder due to binning: the variance of the probabilities within bins, less twice their
+        covariance with the outcomes; 0 if all rows of each bin have the same probability.
     """
 
     reliability: Float[Array, ""]
@@ -37,8 +37,8 @@ def brier(
 ) -> Float[Array, "..."]:
     r"""Brier score of the mixture of the members, from 0 to 2; lower is better.
 
-    $\sum_c (p_c - [c = y])^2$ for each row: the original sum over all classes, so that for two classes it is twice the
-    score that looks at one class only.
+    $\sum_c (p_c - [c = y])^2$ for each row: Brier's original sum over all classes, which for two classes is twice
+    the score of one class.
 
     **Arguments:**
 
@@ -57,11 +57,8 @@ def brier(
     As [`eqx_ensemble.scores.nll`][].
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.3, 0.7]]]))
-    scores.brier(logits, jnp.array([0]))  # 0.4**2 + 0.4**2 = 0.32
+    ee.scores.brier(logits, jnp.array([0]))  # 0.4**2 + 0.4**2 = 0.32
     ```
 
     ??? cite
@@ -89,13 +86,13 @@ def decompose_brier(
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> BrierDecomposition:
-    r"""Murphy's parts of the Brier score of the mixture of the members: calibration, sharpness and what is given.
+    r"""Murphy's decomposition of the Brier score of the mixture: reliability, resolution and uncertainty.
 
     For one class, with the rows in bins by its probability $p$, bins of $n_k$ rows with mean probability $\bar p_k$ and
     frequency $\bar o_k$, and $\bar o$ the frequency in all rows: reliability is $\sum_k \frac{n_k}{n} (\bar p_k - \bar
-    o_k)^2$, resolution $\sum_k \frac{n_k}{n} (\bar o_k - \bar o)^2$, uncertainty $\bar o (1 - \bar o)$; what is left,
+    o_k)^2$, resolution $\sum_k \frac{n_k}{n} (\bar o_k - \bar o)^2$, uncertainty $\bar o (1 - \bar o)$; the remainder,
     $\frac1n \sum_i (p_i - \bar p_{k(i)}) (p_i - \bar p_{k(i)} - 2 (o_i - \bar o_{k(i)}))$, is `within_bins`. Each
-    is the sum over classes, as the score itself.
+    is summed over classes, as the score is.
 
     **Arguments:**
 
@@ -107,7 +104,9 @@ def decompose_brier(
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
-    **Returns:** [`eqx_ensemble.scores.BrierDecomposition`][], of scalars: `reliability - resolution + uncertainty +
+    **Returns:**
+
+    [`eqx_ensemble.scores.BrierDecomposition`][], of scalars: `reliability - resolution + uncertainty +
     within_bins` is [`eqx_ensemble.scores.brier`][] up to rounding.
 
     **Raises:**
@@ -115,11 +114,8 @@ def decompose_brier(
     As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))
-    parts = scores.decompose_brier(logits, jnp.array([0, 1]))
+    parts = ee.scores.decompose_brier(logits, jnp.array([0, 1]))
     parts.reliability, parts.resolution, parts.uncertainty  # 2 * 0.3**2 = 0.18, 0, 2 * 0.25 = 0.5
     ```
 

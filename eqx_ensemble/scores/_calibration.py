@@ -23,8 +23,8 @@ def ece(
     The rows are put into $K$ bins by their confidence, the largest probability of the mixture; then
     $\sum_k \frac{n_k}{n} |\mathrm{accuracy}_k - \mathrm{confidence}_k|$. The estimate is of the top label only (the l1
     norm of torchmetrics' multi-class calibration error), depends on the bins, and is biased upwards when bins hold few
-    rows: `debiased` takes off the excess that the noise in the labels gives on average, were the accuracy of a bin
-    Gaussian around the one that is seen.
+    rows. `debiased` subtracts the expected excess due to noise in the labels, assuming that the accuracy of a bin is
+    Gaussian around the observed one.
 
     **Arguments:**
 
@@ -32,8 +32,8 @@ def ece(
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `num_bins`: the number of bins $K$.
     - `binning`: `"width"`, bins $(k / K, (k + 1) / K]$; or `"mass"`, the adaptive error: bins of equally many rows,
-        rows of one confidence being in one bin.
-    - `debiased`: whether to take the expected excess off; the result may then be a little below zero.
+        with rows of equal confidence in the same bin.
+    - `debiased`: whether to subtract the expected excess; the result may then be slightly negative.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
@@ -46,11 +46,8 @@ def ece(
     As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
-    logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))  # one member that is 80 % sure, twice
-    scores.ece(logits, jnp.array([0, 1]))  # |0.5 - 0.8| = 0.3
+    logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))  # one member, two rows, 80 % confidence
+    ee.scores.ece(logits, jnp.array([0, 1]))  # |0.5 - 0.8| = 0.3
     ```
 
     ??? cite
@@ -86,11 +83,13 @@ def classwise_ece(
 
     For each class $c$ the rows are put into bins by the probability $p_c$, and
     $\sum_k \frac{n_k}{n} |\mathrm{frequency}_k - \mathrm{probability}_k|$ compares it with how often the class occurs.
-    From 0 to 1; lower is better. It sees what [`eqx_ensemble.scores.ece`][], which looks at the top label, does not;
-    with many classes most probabilities are close to zero, and bins of equal mass say more. With them, this is the
-    adaptive calibration error (ACE).
+    From 0 to 1; lower is better. Unlike [`eqx_ensemble.scores.ece`][] it assesses all classes, not only the top
+    label. With many classes most probabilities are close to zero, and bins of equal mass are more informative. With
+    them, this is the adaptive calibration error (ACE).
 
-    **Arguments:** as [`eqx_ensemble.scores.ece`][].
+    **Arguments:**
+
+    As [`eqx_ensemble.scores.ece`][].
 
     **Returns:**
 
@@ -101,11 +100,8 @@ def classwise_ece(
     As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     logits = jnp.log(jnp.array([[[0.6, 0.3, 0.1], [0.6, 0.3, 0.1]]]))
-    scores.classwise_ece(logits, jnp.array([0, 2]))  # (|0.5 - 0.6| + |0 - 0.3| + |0.5 - 0.1|) / 3 = 0.267
+    ee.scores.classwise_ece(logits, jnp.array([0, 2]))  # (|0.5 - 0.6| + |0 - 0.3| + |0.5 - 0.1|) / 3 = 0.267
     ```
 
     ??? cite

@@ -50,11 +50,14 @@ def check_per_member(name: str, arrays: tuple[ArrayLike, ...], options: dict[str
     if len(arrays) < 2:
         raise ValueError(
             needs_message(
-                name, "predictions, then the target", f"got {len(arrays)} arrays", "`per_member(nll, logits, labels)`."
+                name,
+                "predictions, then the target",
+                f"got {len(arrays)} arrays",
+                "`per_member(scores.nll, logits, labels)`.",
             )
         )
     if "weights" in options:
-        fix = "Each member is scored alone: weight the result, or call the score itself."
+        fix = "Each member is scored by itself: weight the result, or call the score directly."
         raise ValueError(needs_message(name, "no `weights`", "got `weights`", fix))
     predictions = tuple(jnp.asarray(values) for values in arrays[:-1])
     counts = {prediction.shape[:1] for prediction in predictions}
@@ -71,7 +74,7 @@ def check_sets(name: str, sets: ArrayLike) -> Array:
     """Booleans `(*batch, classes)`."""
     array = check_array(name, "sets", sets)
     if array.dtype != bool:
-        fix = "One boolean per class says whether the set holds it."
+        fix = "Pass one boolean per class: whether it is in the set."
         raise TypeError(needs_message(name, "boolean `sets`", f"got dtype {array.dtype}, shape {array.shape}", fix))
     if array.ndim < 1:
         raise ValueError(
@@ -94,10 +97,8 @@ def check_outputs(name: str, samples: Array) -> None:
 def check_two_members(name: str, num_members: int) -> None:
     """Members that have a variance."""
     if num_members < 2:
-        fix = "One member with a variance of its own is judged by `nll_gaussian`."
-        raise ValueError(
-            needs_message(name, "at least two members, whose variance is taken", f"got {num_members}", fix)
-        )
+        fix = "For one member that predicts a variance use `scores.nll_gaussian`."
+        raise ValueError(needs_message(name, "at least two members to compute a variance", f"got {num_members}", fix))
 
 
 def check_known_weights(name: str, weights: ArrayLike | None) -> None:
@@ -106,13 +107,13 @@ def check_known_weights(name: str, weights: ArrayLike | None) -> None:
         fix = "Close over the weights instead of passing them into `jax.jit`."
         raise ValueError(
             needs_message(
-                name, "`weights` whose values are known, because scoringrules reads them", "got a traced array", fix
+                name, "concrete `weights`, because scoringrules reads their values", "got a traced array", fix
             )
         )
 
 
 def check_num_draws(name: str, num_draws: int) -> None:
-    """A number of draws that have a spread."""
+    """A number of draws that has a standard deviation."""
     if check_positive_int(num_draws, "num_draws", name=name) < 2:
         raise ValueError(needs_message(name, "`num_draws` of two or more", f"got {num_draws}", "1,000 is usual."))
 
@@ -120,8 +121,8 @@ def check_num_draws(name: str, num_draws: int) -> None:
 def no_gradient_message(name: str) -> str:
     """The score cannot be differentiated."""
     return (
-        f"`{name}` has no gradient: where members meet, that of scoringrules is NaN.\n"
-        "Train on `scores.crps` of each output, and judge by this score."
+        f"`{name}` has no gradient: where members coincide, that of scoringrules is NaN.\n"
+        "Train on `scores.crps` of each output, and evaluate with this score."
     )
 
 

@@ -16,10 +16,10 @@ from .._check import (
 def check_ranking(
     name: str, scores: ArrayLike, positives: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Array, Array, Array]:
-    """Scores, which of them are positive, and the weight of each row, all flat; both kinds among those that count."""
+    """Scores, which of them are positive, and the weights of rows, all flat; there are positive and negative rows."""
     values, truth = check_floating(name, "scores", scores), check_array(name, "positives", positives)
     if truth.dtype != jnp.bool_:
-        fix = "True where a high score is right: `labels == 1`, or `jnp.arange(n) >= num_inside`."
+        fix = "For example `labels == 1`, or `jnp.arange(n) >= num_inside`."
         raise TypeError(needs_message(name, "boolean `positives`", f"got dtype {truth.dtype}", fix))
     _same_rows(name, "scores", values, "positives", truth)
     rows = check_mask(name, mask, values.shape)
@@ -29,7 +29,7 @@ def check_ranking(
     else:
         array = check_array(name, "row_weights", row_weights)
         _same_rows(name, "scores", values, "row_weights", array)
-        check_nonnegative(name, "row_weights", row_weights, fix="Zero leaves a row out.", mask=mask)
+        check_nonnegative(name, "row_weights", row_weights, fix="Rows of weight zero are ignored.", mask=mask)
         values, weights = promote(values, array)
     weights = weights if rows is None else jnp.where(rows, weights, 0)
     counts = concrete(weights)
@@ -39,9 +39,9 @@ def check_ranking(
                 raise ValueError(
                     needs_message(
                         name,
-                        "both kinds of rows",
+                        "positive and negative rows",
                         f"got no {kind} row that counts",
-                        "A ranking of one kind has no score.",
+                        "The ranking of one kind of rows has no score.",
                     )
                 )
     return jnp.ravel(values), jnp.ravel(truth), jnp.ravel(weights)
@@ -66,7 +66,7 @@ def check_selection(
 def _same_rows(name: str, argument: str, values: Array, other: str, array: Array) -> None:
     if array.shape != values.shape:
         got = f"got `{argument}` {values.shape}, `{other}` {array.shape}"
-        fix = "Nothing is broadcast. Scores of every member? Map over them with `jax.vmap`."
+        fix = "Nothing is broadcast. One score per member? Use `jax.vmap`."
         raise ValueError(needs_message(name, f"`{argument}` and `{other}` of one shape", got, fix))
 
 
@@ -89,6 +89,6 @@ def check_rows_of_scores(
         raise ValueError(
             needs_message(name, "one of `row_weights` per row", got, "Rows are on the last axis of `values`.")
         )
-    fix = "A row of weight zero does not count, but is drawn; `mask` leaves rows out."
+    fix = "Rows of weight zero are drawn but do not count; use `mask` to exclude rows."
     check_nonnegative(name, "row_weights", row_weights, fix=fix, mask=mask, all_zero=False)
     return array, weights.astype(array.dtype), rows

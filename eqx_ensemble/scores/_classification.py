@@ -21,7 +21,7 @@ def nll(
     r"""Negative log-likelihood, in nats, of the labels under the mixture of the members; lower is better.
 
     $-\log \sum_m w_m \, p_m(y)$ for each row, computed in logarithms. It is at most the mean of the members' own
-    values, which `per_member(nll, logits, labels)` gives.
+    values, `scores.per_member(scores.nll, logits, labels)`.
 
     **Arguments:**
 
@@ -35,7 +35,7 @@ def nll(
     **Returns:**
 
     A scalar, or `(*batch,)`; float32 or float64. Infinite where no member gives the label any probability. While
-    tracing, labels cannot be read: one that is out of range makes its row NaN.
+    tracing, a label out of range makes its row NaN.
 
     **Raises:**
 
@@ -43,11 +43,8 @@ def nll(
     - `ValueError` for shapes that do not fit, labels out of range (where concrete), and invalid weights.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.3, 0.7]]]))  # two members, one row, two classes
-    scores.nll(logits, jnp.array([0]))  # -log(0.6) = 0.511
+    ee.scores.nll(logits, jnp.array([0]))  # -log(0.6) = 0.511
     ```
     """
     return _nll(*check_classes("scores.nll", logits, labels, weights, mask, reduction), reduction)
@@ -61,7 +58,7 @@ def accuracy(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    """Share of the rows whose most likely class under the mixture of the members is the label; higher is better.
+    """Fraction of the rows whose most likely class under the mixture of the members is the label; higher is better.
 
     **Arguments:**
 
@@ -73,20 +70,17 @@ def accuracy(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Classes that tie count as the lowest of them. A NaN prediction is NaN, not wrong, and so
-    is, while tracing, a label out of range.
+    A scalar, or `(*batch,)`. Ties are resolved in favour of the lowest class. A NaN prediction gives NaN, not 0; so
+    does a label out of range while tracing.
 
     **Raises:**
 
     As [`eqx_ensemble.scores.nll`][].
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.3, 0.7]]]))
-    scores.accuracy(logits, jnp.array([0]))  # 1.0
-    scores.mean_member_accuracy(logits, jnp.array([0]))  # 0.5
+    ee.scores.accuracy(logits, jnp.array([0]))  # 1.0
+    ee.scores.mean_member_accuracy(logits, jnp.array([0]))  # 0.5
     ```
     """
     return _accuracy(*check_classes("scores.accuracy", logits, labels, weights, mask, reduction), reduction)
@@ -102,7 +96,7 @@ def mean_member_accuracy(
 ) -> Float[Array, "..."]:
     """Mean over members of each member's own accuracy; higher is better.
 
-    What [`eqx_ensemble.scores.accuracy`][] gains over this is the gain from combining.
+    The gain from combining is [`eqx_ensemble.scores.accuracy`][] minus this.
 
     **Arguments:**
 
@@ -110,7 +104,7 @@ def mean_member_accuracy(
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for the share of members that are right on each row.
+    - `reduction`: `"mean"` over all rows, or `"none"` for the fraction of members that are right on each row.
 
     **Returns:**
 
@@ -121,11 +115,8 @@ def mean_member_accuracy(
     As [`eqx_ensemble.scores.nll`][].
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     logits = jnp.array([[[2.0, 1.0]], [[0.0, 1.0]]])
-    scores.mean_member_accuracy(logits, jnp.array([0]))  # 0.5
+    ee.scores.mean_member_accuracy(logits, jnp.array([0]))  # 0.5
     ```
     """
     return _mean_member_accuracy(
@@ -141,7 +132,7 @@ def check_classes(
     mask: ArrayLike | None,
     reduction: Reduction,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Logits, labels, weights and mask; rows that the mask leaves out hold numbers that every score is finite at."""
+    """Logits, labels, weights and mask; masked rows are overwritten with values for which every score is finite."""
     checked = check_logits(name, logits)
     kept = check_mask(name, mask, checked.shape[1:-1])
     targets = check_labels(name, labels, checked, mask)
@@ -191,6 +182,6 @@ def _mean_member_accuracy(
 def correct(logits: Float[Array, "*rows classes"], labels: Integer[Array, "*labels"]) -> Float[Array, "*rows"]:
     """1.0 where the label is the most likely class, else 0.0; NaN where either is not known."""
     right = (jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels).astype(logits.dtype)
-    # argmax takes NaN for the largest: without this a broken prediction would count as right now and then.
+    # argmax treats NaN as the largest: without this a NaN prediction could count as right.
     unknown = jnp.any(jnp.isnan(logits), axis=-1) | ~is_class(labels, logits.shape[-1])
     return jnp.where(unknown, jnp.nan, right)

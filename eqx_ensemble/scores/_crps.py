@@ -25,14 +25,14 @@ def crps(
     In the unit of the target. With estimator `"nrg"`, the score of the members' empirical distribution,
     $\sum_m w_m |x_m - y| - \frac12 \sum_{mn} w_m w_n |x_m - x_n|$; with `"fair"` the last sum is divided by
     $M (M - 1)$ and not by $M^2$, which is unbiased for the distribution that the members are drawn from and does not
-    favour larger ensembles. The names are those of `scoringrules`. The members are sorted once and $\int (F(z) -
+    favour larger ensembles. The names are those of `scoringrules`. Members are sorted once and $\int (F(z) -
     [z \ge y])^2 dz$ is summed over the gaps: O(M log M), and no large numbers cancel.
 
     **Arguments:**
 
     - `samples`: `(members, *batch)`, one number per member and entry.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `estimator`: `"nrg"` or `"fair"`; always say which one you report.
+    - `estimator`: `"nrg"` or `"fair"`; report which one was used.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Only with `"nrg"`.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
@@ -48,12 +48,9 @@ def crps(
         `"fair"` with weights or with fewer than two members.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     samples, targets = jnp.array([[0.0], [2.0]]), jnp.array([1.0])
-    scores.crps(samples, targets)  # 1 - 0.5 = 0.5
-    scores.crps(samples, targets, estimator="fair")  # 1 - 1 = 0.0
+    ee.scores.crps(samples, targets)  # 1 - 0.5 = 0.5
+    ee.scores.crps(samples, targets, estimator="fair")  # 1 - 1 = 0.0
     ```
 
     ??? cite

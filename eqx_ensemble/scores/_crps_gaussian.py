@@ -23,7 +23,7 @@ def crps_gaussian(
     r"""Continuous ranked probability score of ONE Gaussian per entry, in closed form; lower is better.
 
     $\sigma (z (2 \Phi(z) - 1) + 2 \varphi(z) - \pi^{-1/2})$ with $z = (y - \mu) / \sigma$, in the unit of the
-    target. No `members` axis: this judges what [`eqx_ensemble.combine.gaussian`][] returns.
+    target. No `members` axis: pass the result of [`eqx_ensemble.combine.gaussian`][].
 
     **Arguments:**
 
@@ -43,10 +43,7 @@ def crps_gaussian(
         concrete).
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
-    scores.crps_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([0.0]))  # (sqrt(2) - 1) / sqrt(pi) = 0.234
+    ee.scores.crps_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([0.0]))  # (sqrt(2) - 1) / sqrt(pi) = 0.234
     ```
 
     ??? cite
@@ -80,7 +77,7 @@ def crps_gaussian_mixture(
 
     $\sum_m w_m A(y - \mu_m, \sigma_m^2) - \frac12 \sum_{mn} w_m w_n A(\mu_m - \mu_n, \sigma_m^2 + \sigma_n^2)$,
     where $A(d, v)$ is the mean distance from zero of a Gaussian of mean $d$ and variance $v$. In the unit of the
-    target; lower is better. Takes O(M^2) time, one member after another, and the memory of one.
+    target; lower is better. Takes O(M^2) time and the memory of one member.
 
     **Arguments:**
 
@@ -99,11 +96,8 @@ def crps_gaussian_mixture(
     As [`eqx_ensemble.scores.crps_gaussian`][], and `ValueError` for a missing `members` axis or invalid weights.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     mean, variance = jnp.array([[-1.0], [1.0]]), jnp.ones((2, 1))
-    scores.crps_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 0.359
+    ee.scores.crps_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 0.359
     ```
 
     ??? cite
@@ -160,9 +154,9 @@ def _mixture(
 def _finite(
     mean: Float[Array, "*members"], variance: Float[Array, "*members"], targets: Float[Array, "*batch"]
 ) -> tuple[Array, Array, Array, Bool[Array, "*batch"]]:
-    """The arrays with numbers in place of infinities, and in which rows these were; NaN stays.
+    """The arrays with infinities replaced by one, and a mask of the rows that had any; NaN stays.
 
-    Their score is infinite, also where both expected distances of the closed form are.
+    The score of these rows is infinite, even where the closed form gives infinity minus infinity.
     """
     over_members = (lambda x: jnp.any(x, axis=0)) if mean.ndim > targets.ndim else (lambda x: x)
     infinite = over_members(jnp.isinf(mean) | jnp.isinf(variance)) | jnp.isinf(targets)
@@ -187,7 +181,7 @@ def expected_distance(distance: Float[Array, "*batch"], variance: Float[Array, "
     """Mean of $|X|$ for a Gaussian X of that mean and variance; its gradient is finite at variance zero too."""
     point = variance == 0
     sigma = jnp.sqrt(jnp.where(point, 1, variance))
-    # Nothing is divided by the variance, whose inverse square, in the gradient, is infinite where it is tiny.
+    # Division by the variance is avoided: in the gradient its inverse square overflows for tiny values.
     z = distance / sigma
     inner = distance * jax.scipy.special.erf(z / math.sqrt(2))
     outer = sigma * math.sqrt(2 / math.pi) * jnp.exp(-0.5 * z**2)

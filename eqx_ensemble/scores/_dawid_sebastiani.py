@@ -17,9 +17,9 @@ def dawid_sebastiani(
 ) -> Float[Array, "..."]:
     r"""Dawid-Sebastiani score of the mean and the variance of the members' point predictions; lower is better.
 
-    $(y - \mu)^2 / \sigma^2 + \log \sigma^2$ with the members' mean $\mu$ and variance $\sigma^2$ (ddof 1): it sees two
-    moments only. Of a Gaussian it is twice the negative log-density, less $\log 2 \pi$: for members with variances of
-    their own take [`eqx_ensemble.scores.nll_gaussian`][] of [`eqx_ensemble.combine.gaussian`][]. Computed by
+    $(y - \mu)^2 / \sigma^2 + \log \sigma^2$ with the members' mean $\mu$ and variance $\sigma^2$ (ddof 1): it depends
+    on two moments only. For a Gaussian it is twice the negative log-density, less $\log 2 \pi$: for members that
+    predict variances use [`eqx_ensemble.scores.nll_gaussian`][] of [`eqx_ensemble.combine.gaussian`][]. Computed by
     `scoringrules` (`pip install 'eqx_ensemble[scores]'`).
 
     **Arguments:**
@@ -31,7 +31,7 @@ def dawid_sebastiani(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Where all members agree there is no finite value.
+    A scalar, or `(*batch,)`. Not finite where all members agree.
 
     **Raises:**
 
@@ -40,10 +40,7 @@ def dawid_sebastiani(
     - `ValueError` for shapes that do not fit, and for fewer than two members.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
-    scores.dawid_sebastiani(jnp.array([[0.0], [2.0]]), jnp.array([1.0]))  # log(2) = 0.693
+    ee.scores.dawid_sebastiani(jnp.array([[0.0], [2.0]]), jnp.array([1.0]))  # log(2) = 0.693
     ```
 
     ??? cite
@@ -64,9 +61,9 @@ def dawid_sebastiani(
     check_two_members(name, points.shape[0])
     kept = check_mask(name, mask, observed.shape)
     check_reduction(name, reduction, observed.shape)
-    # Rows that are left out hold the members' numbers 0, 1, 2...: equal ones would have a NaN gradient.
+    # Masked rows are overwritten with 0, 1, 2...: equal members would give a NaN gradient.
     numbers = jnp.arange(points.shape[0], dtype=points.dtype)
-    # Errors, not values: the mean of large numbers would be rounded.
+    # Errors, not values, because the mean of large numbers would be rounded.
     errors = points - observed[None]
     errors = blank_masked(errors, kept, before=1, fill=jnp.reshape(numbers, (-1,) + (1,) * observed.ndim))
     with scoringrules_config():

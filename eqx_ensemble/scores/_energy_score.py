@@ -22,16 +22,17 @@ def energy_score(
 ) -> Float[Array, "..."]:
     r"""Energy score of the members' predictions of several outputs, taken as samples; lower is better.
 
-    $\sum_m w_m \|x_m - y\| - \frac12 \sum_{mn} w_m w_n \|x_m - x_n\|$ with Euclidean norms over the outputs, which need
-    one unit: [`eqx_ensemble.scores.crps`][] for vectors. Computed by `scoringrules`
-    (`pip install 'eqx_ensemble[scores]'`), which holds an array `(*batch, members, members, out)`.
+    $\sum_m w_m \|x_m - y\| - \frac12 \sum_{mn} w_m w_n \|x_m - x_n\|$ with Euclidean norms over the outputs, which must
+    have the same unit: [`eqx_ensemble.scores.crps`][] generalised to vectors. Computed by `scoringrules`
+    (`pip install 'eqx_ensemble[scores]'`), which allocates an array `(*batch, members, members, out)`.
 
     **Arguments:**
 
     - `samples`: `(members, *batch, out)`.
     - `targets`: `(*batch, out)`; nothing is broadcast.
-    - `estimator`: `"nrg"`, or `"fair"`, whose last sum is divided by $M (M - 1)$ and not by $M^2$; always say which.
-    - `weights`: convex weights over members, `(members,)`, of known values; divided by their sum. A member of weight
+    - `estimator`: `"nrg"`, or `"fair"`, whose last sum is divided by $M (M - 1)$ and not by $M^2$; report which one was
+        used.
+    - `weights`: convex weights over members, `(members,)`, concrete; divided by their sum. A member of weight
         zero is left out. Only with `"nrg"`.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
@@ -46,14 +47,11 @@ def energy_score(
     - `TypeError` for samples that are not floating-point.
     - `ValueError` for shapes that do not fit, for invalid or traced weights, and for `"fair"` with weights or with
         fewer than two members.
-    - `NotImplementedError` when it is differentiated.
+    - `NotImplementedError` when differentiated.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     samples, targets = jnp.array([[[0.0, 0.0]], [[6.0, 8.0]]]), jnp.array([[3.0, 4.0]])
-    scores.energy_score(samples, targets)  # 5 - 10 / 4 = 2.5
+    ee.scores.energy_score(samples, targets)  # 5 - 10 / 4 = 2.5
     ```
 
     ??? cite

@@ -21,9 +21,9 @@ def nll_gaussian(
 ) -> Float[Array, "..."]:
     r"""Negative log-density, in nats, of the targets under ONE Gaussian per entry; lower is better.
 
-    $\frac12 \log(2 \pi \sigma^2) + (y - \mu)^2 / (2 \sigma^2)$. No `members` axis: this judges what
-    [`eqx_ensemble.combine.gaussian`][] returns, the score that the deep-ensembles paper reports. For the mixture itself
-    see [`eqx_ensemble.scores.nll_gaussian_mixture`][].
+    $\frac12 \log(2 \pi \sigma^2) + (y - \mu)^2 / (2 \sigma^2)$. No `members` axis: pass the result of
+    [`eqx_ensemble.combine.gaussian`][] for the score that the deep-ensembles paper reports. For the mixture itself see
+    [`eqx_ensemble.scores.nll_gaussian_mixture`][].
 
     **Arguments:**
 
@@ -33,8 +33,8 @@ def nll_gaussian(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Several outputs per row are entries of their own: for the joint density of independent
-    outputs sum the values of `"none"` over them.
+    A scalar, or `(*batch,)`. Several outputs per row are separate entries: for the joint density of independent outputs
+    sum the values of `"none"` over them.
 
     **Raises:**
 
@@ -43,10 +43,7 @@ def nll_gaussian(
         above zero (where concrete).
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
-    scores.nll_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([1.0]))  # 0.919 + 0.5 = 1.419
+    ee.scores.nll_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([1.0]))  # 0.919 + 0.5 = 1.419
     ```
 
     ??? cite
@@ -81,18 +78,15 @@ def nll_gaussian_mixture(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Several outputs per row are entries of their own: each has its own mixture.
+    A scalar, or `(*batch,)`. Several outputs per row are separate entries, each with its own mixture.
 
     **Raises:**
 
     As [`eqx_ensemble.scores.nll_gaussian`][], and `ValueError` for a missing `members` axis or invalid weights.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     mean, variance = jnp.array([[-1.0], [1.0]]), jnp.ones((2, 1))
-    scores.nll_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 1.419
+    ee.scores.nll_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 1.419
     ```
     """
     name = "scores.nll_gaussian_mixture"
@@ -113,7 +107,7 @@ def check_gaussian(
     positive: bool,
     weights: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Means, variances, targets and mask; rows that the mask leaves out hold numbers that every score is finite at."""
+    """Means, variances, targets and mask; masked rows are overwritten with values for which every score is finite."""
     means, variances, observed = check_regression(name, targets, members=members, mean=mean, variance=variance)
     kept = check_mask(name, mask, observed.shape)
     check_variance(name, variance, positive=positive, mask=mask, weights=weights)

@@ -18,18 +18,18 @@ def coverage(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    """Share of the targets that lie in their interval, ends included; best close to the interval's level.
+    """Fraction of the targets that lie in their interval, ends included; ideally equal to the interval's level.
 
     **Arguments:**
 
-    - `lower`, `upper`: the ends, as [`eqx_ensemble.uncertainty.gaussian_interval`][] returns them; no `members` axis.
+    - `lower`, `upper`: the ends, such as those of [`eqx_ensemble.uncertainty.gaussian_interval`][]; no `members` axis.
     - `targets`: of the same shape; nothing is broadcast.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for 1.0 (inside) or 0.0 (outside) per entry.
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Where an end or the target is NaN the entry is NaN, not outside.
+    A scalar, or `(*batch,)`. NaN where an end or the target is NaN.
 
     **Raises:**
 
@@ -37,10 +37,7 @@ def coverage(
     - `ValueError` for shapes that differ, and for a lower end above its upper end (where concrete).
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
-    scores.coverage(jnp.zeros(2), jnp.ones(2), jnp.array([0.5, 3.0]))  # 0.5
+    ee.scores.coverage(jnp.zeros(2), jnp.ones(2), jnp.array([0.5, 3.0]))  # 0.5
     ```
     """
     name = "scores.coverage"
@@ -58,7 +55,7 @@ def width(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    """Width of intervals, in the unit of the target; of two that cover alike the narrower is better.
+    """Width of intervals, in the unit of the target; at equal coverage, narrower is better.
 
     **Arguments:**
 
@@ -76,10 +73,7 @@ def width(
     - `ValueError` for shapes that differ, and for a lower end above its upper end (where concrete).
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
-    scores.width(jnp.zeros(2), jnp.array([1.0, 3.0]))  # 2.0
+    ee.scores.width(jnp.zeros(2), jnp.array([1.0, 3.0]))  # 2.0
     ```
     """
     name = "scores.width"
@@ -97,11 +91,11 @@ def set_coverage(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    """Share of the labels that are in their prediction set; best close to the sets' level.
+    """Fraction of the labels that are in their prediction set; ideally equal to the sets' level.
 
     **Arguments:**
 
-    - `sets`: booleans `(*batch, classes)`, as [`eqx_ensemble.conformal.aps`][] makes them; no `members` axis.
+    - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.aps`][]; no `members` axis.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (inside) or 0.0 (outside) per row.
@@ -116,11 +110,8 @@ def set_coverage(
     - `ValueError` for shapes that do not fit, and labels out of range (where concrete).
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     sets = jnp.array([[True, True, False], [True, False, False]])
-    scores.set_coverage(sets, jnp.array([1, 2])), scores.set_size(sets)  # 0.5, 1.5
+    ee.scores.set_coverage(sets, jnp.array([1, 2])), ee.scores.set_size(sets)  # 0.5, 1.5
     ```
     """
     name = "scores.set_coverage"
@@ -137,7 +128,7 @@ def set_size(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    """Number of classes in prediction sets; of two kinds that cover alike the smaller is better.
+    """Number of classes in prediction sets; at equal coverage, smaller is better.
 
     **Arguments:**
 
@@ -155,10 +146,7 @@ def set_size(
     - `ValueError` for sets without a class axis.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
-    scores.set_size(jnp.array([[True, True, False], [True, False, False]]))  # 1.5
+    ee.scores.set_size(jnp.array([[True, True, False], [True, False, False]]))  # 1.5
     ```
     """
     name = "scores.set_size"

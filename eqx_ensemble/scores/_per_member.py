@@ -12,12 +12,12 @@ def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: objec
     **Arguments:**
 
     - `score`: a score that takes predictions with a leading `members` axis, such as [`eqx_ensemble.scores.nll`][] or
-        [`eqx_ensemble.scores.crps_gaussian_mixture`][]; also your own, if JAX can trace it.
-    - `arrays`: what the score takes, in its order. All but the last are predictions `(members, ...)`; the last is the
-        target, which all members share.
-    - `options`: the score's own options, passed on by name. `weights` have no meaning for one member and are refused.
+        [`eqx_ensemble.scores.crps_gaussian_mixture`][]; also a function of your own that JAX can trace.
+    - `arrays`: the arguments of the score, in order. All but the last are predictions `(members, ...)`; the last is the
+        target, shared by all members.
+    - `options`: keyword arguments of the score. `weights` are not accepted, since they have no effect for one member.
 
-    A score that takes no `members` axis maps over members as it is:
+    Map a score without a `members` axis directly:
     `jax.vmap(scores.nll_gaussian, in_axes=(0, 0, None))(mean, variance, targets)`.
 
     **Returns:**
@@ -29,11 +29,8 @@ def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: objec
     - `ValueError` for fewer than two arrays, predictions with different numbers of members, and `weights`.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     logits = jnp.array([[[2.0, 0.0], [0.0, 1.0]], [[0.0, 2.0], [0.0, 1.0]]])
-    scores.per_member(scores.accuracy, logits, jnp.array([0, 1]))  # [1.0, 0.5]
+    ee.scores.per_member(ee.scores.accuracy, logits, jnp.array([0, 1]))  # [1.0, 0.5]
     ```
     """
     predictions = check_per_member("scores.per_member", arrays, options)

@@ -23,32 +23,29 @@ def pit(
     r"""Probability integral transform of the targets under the members' empirical distribution.
 
     $\sum_m w_m [x_m < y] + V \sum_m w_m [x_m = y]$, where $V$ is uniform between 0 and 1 with a `key`, and one half
-    without. Of a calibrated forecast the values are spread evenly from 0 to 1: too many at the ends say that the
-    members are too close together, too many in the middle that they are too far apart.
+    without. The values of a calibrated forecast are uniform from 0 to 1: an excess near the ends means that the
+    ensemble is underdispersed, an excess in the middle that it is overdispersed.
 
     **Arguments:**
 
     - `samples`: `(members, *batch)`, one number per member and entry.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `mask`: booleans `(*batch,)`; rows where it is false are NaN, whatever they hold.
-    - `key`: one threefry key, typed or legacy, that spreads targets which equal members evenly over their step: for
-        counts and other discrete targets.
+    - `mask`: booleans `(*batch,)`; the result is NaN for rows where it is `False`.
+    - `key`: one threefry key, typed or legacy, that randomises targets which tie with members: for counts and other
+        discrete targets.
 
     **Returns:**
 
-    `(*batch,)`. Without ties, multiples of the members' weights: for a test of uniformity with few members take
-    [`eqx_ensemble.scores.rank_histogram`][]. NaN where a member or the target is.
+    `(*batch,)`. Without ties, sums of members' weights: for a test of uniformity with few members use
+    [`eqx_ensemble.scores.rank_histogram`][]. NaN where a member or the target is NaN.
 
     **Raises:**
 
-    As [`eqx_ensemble.scores.crps`][], and `TypeError` for what is not a threefry key.
+    As [`eqx_ensemble.scores.crps`][], and `TypeError` for an invalid key.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
-    scores.pit(jnp.array([[0.0], [1.0], [1.0], [4.0]]), jnp.array([1.0]))  # 0.25 + 0.5 / 2 = 0.5
+    ee.scores.pit(jnp.array([[0.0], [1.0], [1.0], [4.0]]), jnp.array([1.0]))  # 0.25 + 0.5 / 2 = 0.5
     ```
 
     ??? cite
@@ -82,14 +79,14 @@ def pit_gaussian_mixture(
 ) -> Float[Array, "*batch"]:
     r"""Probability integral transform of the targets under the mixture of the members' Gaussians.
 
-    $\sum_m w_m \Phi((y - \mu_m) / \sigma_m)$, spread evenly from 0 to 1 if the mixture is calibrated.
+    $\sum_m w_m \Phi((y - \mu_m) / \sigma_m)$, uniform from 0 to 1 if the mixture is calibrated.
 
     **Arguments:**
 
     - `mean`, `variance`: `(members, *batch)`, of one shape. Variances above zero.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `mask`: booleans `(*batch,)`; rows where it is false are NaN, whatever they hold.
+    - `mask`: booleans `(*batch,)`; the result is NaN for rows where it is `False`.
 
     **Returns:**
 
@@ -100,11 +97,8 @@ def pit_gaussian_mixture(
     As [`eqx_ensemble.scores.nll_gaussian_mixture`][].
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     mean, variance = jnp.array([[-1.0], [1.0]]), jnp.ones((2, 1))
-    scores.pit_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 0.5
+    ee.scores.pit_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 0.5
     ```
     """
     name = "scores.pit_gaussian_mixture"
@@ -116,14 +110,14 @@ def pit_gaussian_mixture(
 def pit_histogram(
     values: Float[ArrayLike, "..."], *, num_bins: int = 10, mask: Bool[ArrayLike, "..."] | None = None
 ) -> Int32[Array, " bins"]:
-    """How many values of a probability integral transform lie in each of equally wide bins; flat if calibrated.
+    """Histogram of a probability integral transform in bins of equal width; flat if calibrated.
 
     **Arguments:**
 
-    - `values`: of any shape, from 0 to 1: what [`eqx_ensemble.scores.pit`][] and
-        [`eqx_ensemble.scores.pit_gaussian_mixture`][] return.
-    - `num_bins`: how many bins. Their upper ends belong to them, and 0 to the first.
-    - `mask`: booleans of the same shape; entries where it is false are left out, and so is NaN.
+    - `values`: of any shape, from 0 to 1: the result of [`eqx_ensemble.scores.pit`][] or
+        [`eqx_ensemble.scores.pit_gaussian_mixture`][].
+    - `num_bins`: the number of bins. A bin includes its upper end, and the first also 0.
+    - `mask`: booleans of the same shape; entries where it is `False` are ignored, and so is NaN.
 
     **Returns:**
 
@@ -132,14 +126,11 @@ def pit_histogram(
     **Raises:**
 
     - `TypeError` for values that are not floating-point.
-    - `ValueError` for fewer than one bin, and for values outside 0 to 1 (where concrete; while tracing, they are left
-        out).
+    - `ValueError` for fewer than one bin, and for values outside 0 to 1 (where concrete; ignored while
+        tracing).
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
-    scores.pit_histogram(jnp.array([0.0, 0.1, 0.5, 0.9]), num_bins=2)  # [3, 1]
+    ee.scores.pit_histogram(jnp.array([0.0, 0.1, 0.5, 0.9]), num_bins=2)  # [3, 1]
     ```
     """
     name = "scores.pit_histogram"

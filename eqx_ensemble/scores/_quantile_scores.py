@@ -17,24 +17,24 @@ def interval_score(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Interval (Winkler) score of central intervals: width, and a price for targets outside; lower is better.
+    r"""Interval (Winkler) score of central intervals: width plus a penalty for targets outside; lower is better.
 
-    $(u - l) + \frac{2}{1 - \mathrm{level}} (\max(l - y, 0) + \max(y - u, 0))$, in the unit of the target: the smallest
-    on average for the true quantiles, so that it weighs coverage against width. Computed by `scoringrules`
-    (`pip install 'eqx_ensemble[scores]'`).
+    $(u - l) + \frac{2}{1 - \mathrm{level}} (\max(l - y, 0) + \max(y - u, 0))$, in the unit of the target. Its
+    expectation is minimised by the true quantiles, so that it balances coverage against width. Computed by
+    `scoringrules` (`pip install 'eqx_ensemble[scores]'`).
 
     **Arguments:**
 
     - `lower`, `upper`: the ends, of one shape; no `members` axis.
     - `targets`: of the same shape; nothing is broadcast.
-    - `level`: the probability that the intervals are meant to hold, a Python number between 0 and 1.
+    - `level`: the nominal coverage of the intervals, a Python number between 0 and 1.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Infinite for intervals without an end, which [`eqx_ensemble.conformal.quantile`][] of few
-    rows gives, and for infinite targets.
+    A scalar, or `(*batch,)`. Infinite for unbounded intervals, such as those of [`eqx_ensemble.conformal.split`][] with
+    too few rows, and for infinite targets.
 
     **Raises:**
 
@@ -42,10 +42,7 @@ def interval_score(
     scoringrules.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
-    scores.interval_score(jnp.zeros(1), jnp.ones(1), jnp.array([1.1]), level=0.8)  # 1 + 0.1 * 2 / 0.2 = 2.0
+    ee.scores.interval_score(jnp.zeros(1), jnp.ones(1), jnp.array([1.1]), level=0.8)  # 1 + 0.1 * 2 / 0.2 = 2.0
     ```
 
     ??? cite
@@ -59,7 +56,7 @@ def interval_score(
     check_interval(name, lower, upper, mask=mask)
     check_reduction(name, reduction, observed.shape)
     low, high, observed = (blank_masked(x, kept) for x in (low, high, observed))
-    # scoringrules multiplies distances by whether they count, and infinity times zero is NaN.
+    # scoringrules multiplies distances by zero or one, and infinity times zero is NaN.
     infinite = jnp.isinf(low) | jnp.isinf(high) | jnp.isinf(observed)
     unknown = jnp.isnan(low) | jnp.isnan(high) | jnp.isnan(observed)
     low, high, observed = (jnp.where(infinite, 0, x) for x in (low, high, observed))
@@ -85,7 +82,7 @@ def pinball(
     **Arguments:**
 
     - `quantiles`, `targets`: of one shape `(*batch,)`; nothing is broadcast, and there is no `members` axis.
-    - `level`: which quantile they are predictions of, a Python number between 0 and 1.
+    - `level`: the level of the predicted quantile, a Python number between 0 and 1.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
@@ -100,10 +97,7 @@ def pinball(
     - `ValueError` for shapes that differ, and for a level outside 0 to 1.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
-    scores.pinball(jnp.zeros(2), jnp.array([1.0, -1.0]), level=0.9)  # (0.9 + 0.1) / 2 = 0.5
+    ee.scores.pinball(jnp.zeros(2), jnp.array([1.0, -1.0]), level=0.9)  # (0.9 + 0.1) / 2 = 0.5
     ```
 
     ??? cite

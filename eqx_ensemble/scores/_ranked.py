@@ -19,8 +19,8 @@ def ranked_probability(
 ) -> Float[Array, "..."]:
     r"""Ranked probability score of the mixture of the members, for classes that have an order; lower is better.
 
-    $\sum_k (P_k - [y \le k])^2$ with the mixture's probability $P_k$ of class $k$ or a lower one: a probability on a
-    class far from the label costs more than on its neighbour. From 0 to classes - 1; not divided by it.
+    $\sum_k (P_k - [y \le k])^2$ with the mixture's probability $P_k$ of class $k$ or a lower one: probability far from
+    the label costs more than on a neighbouring class. From 0 to classes - 1; not divided by it.
 
     **Arguments:**
 
@@ -39,12 +39,9 @@ def ranked_probability(
     As [`eqx_ensemble.scores.nll`][].
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     logits = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))
-    scores.ranked_probability(logits, jnp.array([0]))  # 0.5**2 + 0.2**2 = 0.29
-    scores.ranked_probability(logits, jnp.array([2]))  # 0.5**2 + 0.8**2 = 0.89
+    ee.scores.ranked_probability(logits, jnp.array([0]))  # 0.5**2 + 0.2**2 = 0.29
+    ee.scores.ranked_probability(logits, jnp.array([2]))  # 0.5**2 + 0.8**2 = 0.89
     ```
 
     ??? cite
@@ -64,7 +61,7 @@ def ranked_probability(
     return _ranked_probability(*checked, reduction)
 
 
-# scoringrules has this score too, but reads the probabilities, so that it can neither be traced nor differentiated.
+# The version of scoringrules reads the probabilities, so that it can be neither traced nor differentiated.
 @partial(jax.jit, static_argnames="reduction")
 def _ranked_probability(
     logits: Float[Array, "members *batch classes"],

@@ -19,20 +19,20 @@ def auroc(
 
     **Arguments:**
 
-    - `scores`: one number per row `(*batch,)`, higher where positive is more likely: any measure of uncertainty.
-    - `positives`: booleans `(*batch,)`: rows from elsewhere, or rows that are predicted wrongly.
-    - `row_weights`: finite, of zero or more; how often each row counts.
+    - `scores`: one number per row `(*batch,)`, higher where positive is more likely, such as a measure of uncertainty.
+    - `positives`: booleans `(*batch,)`, such as out-of-distribution rows, or rows that are predicted wrongly.
+    - `row_weights`: `(*batch,)`, finite and zero or more; how often each row counts.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    A scalar. NaN if a row that counts has a NaN score, and while tracing also where one of the two kinds is missing.
-    Several scores, such as those of every member, are mapped over by `jax.vmap`.
+    A scalar. NaN if a row that counts has a NaN score, and, while tracing, if there are no positive or no negative
+    rows. For several scores, such as one per member, use `jax.vmap`.
 
     **Raises:**
 
     - `TypeError` for scores that are not floating-point, and positives or a mask that are not boolean.
-    - `ValueError` for shapes that differ, and where only one of the two kinds counts (where concrete).
+    - `ValueError` for shapes that differ, and for rows that are all positive or all negative (where concrete).
 
     ```python
     inside, outside = jnp.array([0.1, 0.2, 0.3]), jnp.array([0.2, 0.9])
@@ -65,9 +65,9 @@ def aupr(
 ) -> Float[Array, ""]:
     r"""Area under the precision-recall curve, as average precision, $\sum_k (R_k - R_{k-1}) P_k$ over thresholds.
 
-    Recall $R_k$ and precision $P_k$ are those of all rows at or above the $k$-th highest score, so rows that tie are
-    taken together. Nothing is interpolated, which would be too optimistic. Chance is the share of positive rows: areas
-    of data sets with other shares, or with the two kinds swapped, do not compare.
+    Recall $R_k$ and precision $P_k$ are those of all rows at or above the $k$-th highest score, so tied
+    rows are taken together. Nothing is interpolated, which would be too optimistic. Chance level is the fraction of
+    positive rows: areas for data with different fractions, or with positive and negative swapped, are not comparable.
 
     **Arguments:**
 
@@ -109,16 +109,16 @@ def fpr_at_tpr(
     row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
-    """The share of the negative rows that are called positive where at least `level` of the positive ones are: FPR95.
+    """False positive rate at the threshold where the true positive rate reaches `level`: FPR95 by default.
 
-    At the highest threshold that finds so many; rows at the threshold are called positive, and nothing is interpolated.
+    The highest such threshold is used; rows at the threshold count as positive, and nothing is interpolated.
 
     **Arguments:**
 
     - `scores`, `positives`, `row_weights`, `mask`: as for [`eqx_ensemble.scores.auroc`][]. Papers on
-        out-of-distribution data differ in which kind is positive. Where the familiar data are, 95 % of them are to be
-        accepted: pass `-scores, ~positives` of scores that are high for unfamiliar data.
-    - `level`: the share of the positive rows to find, a Python number between 0 and 1.
+        out-of-distribution detection differ in which rows are positive. If in-distribution rows are, pass
+        `-scores, ~positives` with scores that are high out of distribution.
+    - `level`: the true positive rate, a Python number between 0 and 1.
 
     **Returns:**
 
@@ -141,7 +141,7 @@ def fpr_at_tpr(
 def _rates(
     scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
 ) -> tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, " rows"]]:
-    """Shares of positive and negative rows, and the weight of all, at or above the score of each row, highest first."""
+    """True and false positive rates, and precision, at the score of each row, highest first."""
     scores = jnp.where(weights == 0, -jnp.inf, scores)
     order = jnp.argsort(-scores)
     ranked = -scores[order]

@@ -16,17 +16,17 @@ def rank_histogram(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     key: Any,
 ) -> Int32[Array, " ranks"]:
-    """How often the target has each rank among the members, from below all of them to above all; flat if calibrated.
+    """Histogram of the target's rank among the members, from below all to above all; flat if calibrated.
 
-    A target that equals members gets any of the ranks that it could have among them, with equal probability. All
-    members count alike: for weights see [`eqx_ensemble.scores.pit`][].
+    Ties between target and members are broken uniformly at random. Members are equally weighted: for weights see
+    [`eqx_ensemble.scores.pit`][].
 
     **Arguments:**
 
     - `samples`: `(members, *batch)`, one number per member and entry.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `key`: one threefry key, typed or legacy, that decides ties.
+    - `key`: one threefry key, typed or legacy, that breaks ties.
 
     **Returns:**
 
@@ -34,16 +34,12 @@ def rank_histogram(
 
     **Raises:**
 
-    - `TypeError` for samples that are not floating-point, and for what is not a threefry key.
-    - `ValueError` for shapes that do not fit, and for NaN (where concrete; while tracing, such rows are left out).
+    - `TypeError` for samples that are not floating-point, and for an invalid key.
+    - `ValueError` for shapes that do not fit, and for NaN (where concrete; such rows are ignored while tracing).
 
     ```python
-    import jax
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     samples, targets = jnp.array([[0.0, 0.0], [2.0, 2.0]]), jnp.array([1.0, 3.0])
-    scores.rank_histogram(samples, targets, key=jax.random.key(0))  # [0, 1, 1]
+    ee.scores.rank_histogram(samples, targets, key=jax.random.key(0))  # [0, 1, 1]
     ```
 
     ??? cite

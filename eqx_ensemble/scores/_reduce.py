@@ -9,14 +9,14 @@ Reduction = Literal["mean", "none"]
 def reduce(
     rows: Float[Array, "*batch"], reduction: Reduction, mask: Bool[Array, "*batch"] | None = None
 ) -> Float[Array, "..."]:
-    """The mean over rows, or the rows as they are; those that the mask leaves out are NaN."""
+    """The mean over rows, or the rows as they are; masked rows are NaN."""
     if reduction == "none":
         return rows if mask is None else jnp.where(mask, rows, jnp.nan)
     return masked_mean(rows, mask)
 
 
 def masked_mean(rows: Float[Array, "*batch"], mask: Bool[Array, "*batch"] | None) -> Float[Array, ""]:
-    """The mean over the rows that the mask does not leave out."""
+    """The mean over rows that are not masked."""
     if mask is None:
         return jnp.mean(rows)
     return jnp.sum(jnp.where(mask, rows, 0)) / jnp.sum(mask).astype(rows.dtype)

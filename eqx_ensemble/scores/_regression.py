@@ -28,7 +28,7 @@ def rmse(
 
     **Returns:**
 
-    A scalar. At a perfect fit its gradient is zero.
+    A scalar. Its gradient at a perfect fit is zero.
 
     **Raises:**
 
@@ -36,12 +36,9 @@ def rmse(
     - `ValueError` for shapes that do not fit (targets `(n, 1)` against `(n,)` above all), no rows, and invalid weights.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     predictions, targets = jnp.array([[0.0, 1.0], [2.0, 1.0]]), jnp.array([1.0, 1.0])
-    scores.rmse(predictions, targets)  # 0.0
-    scores.mean_member_rmse(predictions, targets)  # sqrt(0.5) = 0.707
+    ee.scores.rmse(predictions, targets)  # 0.0
+    ee.scores.mean_member_rmse(predictions, targets)  # sqrt(0.5) = 0.707
     ```
     """
     return _rmse(*_check_points("scores.rmse", predictions, targets, weights, mask))
@@ -56,7 +53,7 @@ def mean_member_rmse(
 ) -> Float[Array, ""]:
     """Mean over members of each member's own root mean squared error; lower is better.
 
-    What `rmse` gains over this is the gain from combining.
+    The gain from combining is this minus [`eqx_ensemble.scores.rmse`][].
 
     **Arguments:**
 
@@ -74,10 +71,7 @@ def mean_member_rmse(
     As [`eqx_ensemble.scores.rmse`][].
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
-    scores.mean_member_rmse(jnp.array([[0.0], [4.0]]), jnp.array([1.0]))  # (1 + 3) / 2 = 2.0
+    ee.scores.mean_member_rmse(jnp.array([[0.0], [4.0]]), jnp.array([1.0]))  # (1 + 3) / 2 = 2.0
     ```
     """
     return _mean_member_rmse(*_check_points("scores.mean_member_rmse", predictions, targets, weights, mask))
@@ -117,6 +111,6 @@ def _mean_member_rmse(
 
 
 def _root(values: Float[Array, "..."]) -> Float[Array, "..."]:
-    # The square root has no gradient at zero; a perfect fit must not turn a training step into NaN.
+    # The square root has no gradient at zero; a perfect fit must not give a NaN gradient.
     exact = values == 0
     return jnp.where(exact, 0, jnp.sqrt(jnp.where(exact, 1, values)))

@@ -8,7 +8,7 @@ from ._check_rows import check_selection
 
 
 class RiskCoverage(NamedTuple):
-    """The mean loss of the rows that are predicted, `risk`, when this share of all rows is, `coverage`: `(rows,)`."""
+    """The fraction of rows that are predicted, `coverage`, and their mean loss, `risk`, each `(rows,)`."""
 
     coverage: Float[Array, " rows"]
     risk: Float[Array, " rows"]
@@ -20,10 +20,10 @@ def risk_coverage(
     *,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> RiskCoverage:
-    """The risk-coverage curve of selective prediction: how good are predictions if the least certain are refused?
+    """The risk-coverage curve of selective prediction: the mean loss when the least certain rows are rejected.
 
-    Point `k` is the mean loss of the `k + 1` rows of lowest uncertainty. Rows that tie are taken in random order: the
-    risk is its expectation, which does not depend on the order in which they were passed.
+    Point `k` is the mean loss of the `k + 1` rows of lowest uncertainty. The risk of tied rows is its
+    expectation over their random order, so that the order of the rows does not matter.
 
     **Arguments:**
 
@@ -35,7 +35,7 @@ def risk_coverage(
     **Returns:**
 
     A named tuple with `.coverage`, rising to 1, and `.risk`, each `(rows,)`; with a mask the last point is repeated.
-    NaN where a row that counts has a NaN.
+    NaN if a row that counts is NaN.
 
     **Raises:**
 
@@ -70,7 +70,7 @@ def aurc(
 ) -> Float[Array, ""]:
     r"""Area under the risk-coverage curve, $\frac1n \sum_{k=1}^n \mathrm{risk}_k$; lower is better.
 
-    In the unit of the loss. It judges the ranking and the predictions at once: for the ranking alone see
+    In the unit of the loss. It depends on both the ranking and the predictions: for the ranking alone see
     [`eqx_ensemble.scores.excess_aurc`][].
 
     **Arguments:**
@@ -79,7 +79,7 @@ def aurc(
 
     **Returns:**
 
-    A scalar. Where all rows tie, it is the mean loss.
+    A scalar. If all rows tie, it is the mean loss.
 
     **Raises:**
 
@@ -111,9 +111,9 @@ def excess_aurc(
     *,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
-    """The area under the risk-coverage curve above that of the best ranking there is, the one by the losses: E-AURC.
+    """Excess area under the risk-coverage curve over that of the ideal ranking, by the losses: E-AURC.
 
-    Zero for a perfect ranking. The best area is that of these very rows, not its limit for many of them.
+    Zero for a perfect ranking. The ideal area is computed exactly for these rows, not in the limit of many rows.
 
     **Arguments:**
 
@@ -121,7 +121,7 @@ def excess_aurc(
 
     **Returns:**
 
-    A scalar of zero or more, in the unit of the loss. What all losses have in common costs no precision.
+    A scalar of zero or more, in the unit of the loss. A common offset of the losses costs no precision.
 
     **Raises:**
 
@@ -143,11 +143,11 @@ def _risk_coverage(
     uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], counted: Bool[Array, " rows"]
 ) -> RiskCoverage:
     uncertainty = jnp.where(counted, uncertainty, jnp.inf)
-    # Rows that do not count come last, also behind rows of infinite uncertainty.
+    # Masked rows come last, after rows of infinite uncertainty.
     order = jnp.lexsort((uncertainty, ~counted))
     ranked, kept = uncertainty[order], counted[order]
     losses = jnp.where(kept, losses[order], 0)
-    # The expectation over random orders: every row of those that tie has their mean loss.
+    # The expectation over random orders: each of several tied rows has their mean loss.
     new = (ranked[1:] != ranked[:-1]) | (kept[1:] != kept[:-1])
     group = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(new, dtype=jnp.int32)])
     per_group = lambda x: jax.ops.segment_sum(x, group, num_segments=group.size)[group]
@@ -177,6 +177,6 @@ def _excess_aurc(
 
 
 def _area(risk: Float[Array, " rows"], counted: Bool[Array, " rows"]) -> Float[Array, ""]:
-    """The mean over the points of rows that count, which are the first."""
+    """The mean over the points of rows that are not masked, which come first."""
     number = jnp.sum(counted)
     return jnp.sum(jnp.where(jnp.arange(risk.size) < number, risk, 0)) / number.astype(risk.dtype)

@@ -21,18 +21,19 @@ def squared_calibration_error(
     r"""Mean squared calibration error of the mixture's top label, without bias for the given bins; lower is better.
 
     $\sum_k \frac{n_k}{n} \left((a_k - c_k)^2 - \frac{a_k (1 - a_k)}{n_k - 1}\right)$ with the accuracy $a_k$ and the
-    mean confidence $c_k$ of bin $k$. The last term, which `debiased=False` leaves out, is what the noise in the labels
-    adds on average: without it a perfectly calibrated model has an error above zero, which shrinks only with more rows.
+    mean confidence $c_k$ of bin $k$. The last term, omitted by `debiased=False`, is the expected contribution of noise
+    in the labels: without it even a perfectly calibrated model has an error above zero, which vanishes only with many
+    rows.
 
     **Arguments:**
 
-    - `binning`: `"mass"`, bins of equally many rows, or `"width"`; see [`eqx_ensemble.scores.ece`][], also for the
-        other arguments.
-    - `debiased`: whether to take off the expected excess. Bins of a single row then count as zero.
+    - `binning`: `"mass"`, bins of equally many rows, or `"width"`; see [`eqx_ensemble.scores.ece`][].
+    - `debiased`: whether to subtract the expected excess. Bins of a single row then count as zero.
+    - the others as for [`eqx_ensemble.scores.ece`][].
 
     **Returns:**
 
-    A scalar, a probability squared; below zero now and then where the model is well calibrated. For the l2 calibration
+    A scalar, a squared probability; it may be negative if the model is well calibrated. For the l2 calibration
     error take `jnp.sqrt(jnp.maximum(x, 0))`.
 
     **Raises:**
@@ -40,12 +41,9 @@ def squared_calibration_error(
     As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import scores
-
     logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))
-    scores.squared_calibration_error(logits, jnp.array([0, 1]), debiased=False)  # 0.3**2 = 0.09
-    scores.squared_calibration_error(logits, jnp.array([0, 1]))  # 0.09 - 0.25 = -0.16
+    ee.scores.squared_calibration_error(logits, jnp.array([0, 1]), debiased=False)  # 0.3**2 = 0.09
+    ee.scores.squared_calibration_error(logits, jnp.array([0, 1]))  # 0.09 - 0.25 = -0.16
     ```
 
     ??? cite

@@ -9,9 +9,9 @@ from .._weighting import at_label, blank_unweighted, is_class, moments, weighted
 
 
 class Ambiguity(NamedTuple):
-    """The loss of the ensemble in two parts, `ensemble` = `members` - `ambiguity`, all of one shape.
+    """The loss of the ensemble in two parts, `ensemble` = `members` - `ambiguity`, all of the same shape.
 
-    `members` is the mean loss of the members, and `ambiguity`, never below zero, what is gained by their diversity.
+    `members` is the mean loss of the members, and `ambiguity`, never negative, the gain from their diversity.
     """
 
     ensemble: Float[Array, "..."]
@@ -38,7 +38,7 @@ def decompose_squared_error(
 
     **Returns:**
 
-    A named tuple with `.ensemble`, `.members` and `.ambiguity`, each `(*batch,)`; take means over the rows you want.
+    A named tuple with `.ensemble`, `.members` and `.ambiguity`, each `(*batch,)`, not reduced over rows.
 
     **Raises:**
 
@@ -80,8 +80,8 @@ def decompose_nll(
 
     With $q$ the normalised geometric mean of the members, [`eqx_ensemble.combine.mean_logits`][]:
     $-\log q(y) = -\sum_m w_m \log p_m(y) - \sum_m w_m \mathrm{KL}(q \| p_m)$, in nats. As for the squared error the
-    ambiguity does not depend on the label. This holds for the mean of the logits only: that of the probabilities,
-    [`eqx_ensemble.combine.mixture`][], has a gain that does depend on it.
+    ambiguity does not depend on the label. This holds only for the mean of the logits: for that of the probabilities,
+    [`eqx_ensemble.combine.mixture`][], the gain depends on the label.
 
     **Arguments:**
 
@@ -91,7 +91,7 @@ def decompose_nll(
 
     **Returns:**
 
-    A named tuple with `.ensemble`, `.members` and `.ambiguity`, each `(*batch,)`; take means over the rows you want.
+    A named tuple with `.ensemble`, `.members` and `.ambiguity`, each `(*batch,)`, not reduced over rows.
     While tracing, a label out of range makes its row NaN.
 
     **Raises:**
@@ -132,7 +132,7 @@ def _squared_error(
     targets: Float[Array, "*batch"],
     weights: Float[Array, " members"] | None,
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-    # Of errors, not of predictions: a large common offset is gone before anything is squared.
+    # Errors, not predictions: a large common offset cancels before squaring.
     error, ambiguity = moments(blank_unweighted(predictions - targets[None], weights), weights)
     return error**2, ambiguity
 

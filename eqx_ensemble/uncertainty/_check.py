@@ -18,7 +18,7 @@ from .._check import (
 
 def check_temperature(name: str, temperature: ArrayLike, dtype: jnp.dtype) -> Array:
     """A temperature above zero, where concrete."""
-    fix = "Logits are divided by it; 1 leaves them as they are."
+    fix = "Logits are divided by it; 1 leaves them unchanged."
     return check_positive_scalar(name, "temperature", temperature, dtype, fix=fix)
 
 
@@ -37,14 +37,14 @@ def check_levels(name: str, levels: ArrayLike, dtype: jnp.dtype, *, ends: bool) 
     if not inside.all():
         words = "`levels` from 0 to 1" if ends else "`levels` between 0 and 1"
         raise ValueError(needs_message(name, words, first_text(host, ~inside), "Write 90 % as 0.9."))
-    # The distance to one is exact in float64, where float32 would have lost a level such as 1 - 1e-9.
+    # The distance to one is taken in float64, because float32 rounds a level such as 1 - 1e-9 to one.
     return jnp.asarray(host, dtype), jnp.asarray(1 - host, dtype)
 
 
 def check_rows_of_members(
     name: str, argument: str, values: ArrayLike, mask: ArrayLike | None, *, binary: bool = False
 ) -> tuple[Array, Array]:
-    """Values `(members, rows)` made flat, and which rows count; zeros, ones and NaN only where `binary`."""
+    """Values flattened to `(members, rows)`, and a mask of rows; zeros, ones and NaN only where `binary`."""
     array = check_array(name, argument, values)
     if array.dtype == jnp.bool_ and binary:
         array = array.astype(jnp.float32)

@@ -4,9 +4,10 @@ from jaxtyping import Array, Float
 
 
 class Decomposition(NamedTuple):
-    """Uncertainty in two parts, `total` = `aleatoric` + `epistemic`, all of one shape.
+    """Uncertainty in two parts, `total` = `aleatoric` + `epistemic`, all of the same shape.
 
-    Aleatoric is what the members agree is noise; epistemic is their disagreement, which more data would reduce.
+    Aleatoric uncertainty is the noise that members predict; epistemic uncertainty is the disagreement between members,
+    which more data would reduce.
     """
 
     total: Float[Array, "..."]

@@ -16,7 +16,7 @@ def jensen_shannon(
 
     $\sum_m w_m \mathrm{KL}(p_m \| p)$ with $p = \sum_m w_m p_m$, from 0 to the entropy of the weights. It is the mutual
     information between label and member, the `epistemic` part of [`eqx_ensemble.uncertainty.decompose_entropy`][]. For
-    two members of equal weight it is half of Lin's $L$, the sum of their divergences from the mixture.
+    two equally weighted members it is half of Lin's $L$, the sum of their divergences from the mixture.
 
     **Arguments:**
 
@@ -25,7 +25,7 @@ def jensen_shannon(
 
     **Returns:**
 
-    Divergences `(*batch,)`, never below zero.
+    Divergences `(*batch,)`, never negative.
 
     **Raises:**
 
@@ -63,9 +63,9 @@ def pairwise_kl(
 
     $\sum_{mn} w_m w_n \mathrm{KL}(p_m \| p_n) = \sum_c \mathrm{Cov}_m(p_{mc}, \log p_{mc})$, an upper bound of
     [`eqx_ensemble.uncertainty.jensen_shannon`][] in time linear in the members. Added to the mean entropy of the
-    members it gives their mean cross-entropy: the total uncertainty when a member, not the mixture, predicts. Pairs of
-    a member with itself count, with nothing: for equal weights the mean over pairs of different members is
-    `num_members / (num_members - 1)` times this.
+    members it gives their mean cross-entropy: the total uncertainty when a random member, not the mixture, predicts.
+    Pairs of a member with itself are included, and are zero: for equal weights the mean over pairs of different members
+    is `num_members / (num_members - 1)` times this.
 
     **Arguments:**
 
@@ -74,7 +74,8 @@ def pairwise_kl(
 
     **Returns:**
 
-    Divergences `(*batch,)`, never below zero; infinite where a member rules out what another one does not.
+    Divergences `(*batch,)`, never negative; infinite where one member gives a class probability zero and another does
+    not.
 
     **Raises:**
 

@@ -15,7 +15,7 @@ def entropy(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"
 
     **Arguments:**
 
-    - `logits`: `(*batch, classes)`, with or without a `members` axis in front: every leading axis is kept.
+    - `logits`: `(*batch, classes)`, with or without a leading `members` axis: every leading axis is kept.
         Log-probabilities may be passed as they are; for probabilities `p` pass `jnp.log(p)`. A class of probability
         zero adds nothing.
 
@@ -28,10 +28,7 @@ def entropy(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"
     - `TypeError` for logits that are not floating-point, `ValueError` for fewer than two classes.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import uncertainty
-
-    uncertainty.entropy(jnp.log(jnp.array([[0.5, 0.5], [1.0, 0.0]])))  # [0.693, 0.0]
+    ee.uncertainty.entropy(jnp.log(jnp.array([[0.5, 0.5], [1.0, 0.0]])))  # [0.693, 0.0]
     ```
     """
     checked = check_logits("uncertainty.entropy", logits, members=False)
@@ -43,11 +40,11 @@ def decompose_entropy(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Decomposition:
-    r"""The entropy of the mixture of the members, in nats, split into what is noise and what is disagreement.
+    r"""The entropy of the mixture of the members, in nats, split into noise and disagreement between members.
 
     With $p = \sum_m w_m p_m$: `total` is $H(p)$; `aleatoric` is $\sum_m w_m H(p_m)$; `epistemic` is their difference,
-    the mutual information $\sum_m w_m \mathrm{KL}(p_m \| p)$ between label and member. The last is computed from terms
-    that cannot be negative, not as a difference, so it is never below zero and small values keep their digits.
+    the mutual information $\sum_m w_m \mathrm{KL}(p_m \| p)$ between label and member. The last is computed from
+    nonnegative terms, not as a difference, so it is never negative, and small values are accurate.
 
     **Arguments:**
 
@@ -64,11 +61,8 @@ def decompose_entropy(
     - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import uncertainty
-
-    certain_but_opposed = jnp.log(jnp.array([[[1.0, 0.0]], [[0.0, 1.0]]]))
-    parts = uncertainty.decompose_entropy(certain_but_opposed)
+    opposed = jnp.log(jnp.array([[[1.0, 0.0]], [[0.0, 1.0]]]))
+    parts = ee.uncertainty.decompose_entropy(opposed)
     parts.total, parts.aleatoric, parts.epistemic  # [0.693], [0.0], [0.693]
     ```
 
@@ -106,7 +100,7 @@ def mean_divergence(
 ) -> Float[Array, "*batch"]:
     """Mean divergence of the members from their mixture, of log-probabilities."""
     mixed = log_mixture(logs, weights)[None]
-    # A member of weight zero may be infinitely far from the mixture, and zero times infinity is NaN: it is put there.
+    # A member of weight zero may have infinite divergence, and zero times infinity is NaN: it is set to the mixture.
     return weighted_mean(_divergence(blank_unweighted(logs, weights, fill=mixed), mixed), weights)
 
 
@@ -143,7 +137,7 @@ def _of_members(logits: Float[Array, "members *batch classes"], weights: Float[A
 
 
 def _of_groups(groups: _Summary, weights: Float[Array, " groups"]) -> _Summary:
-    """That of all members is the mean of those within groups, and the one between the groups' mixtures."""
+    """The divergence of all members is the mean of those within groups, plus that between the groups' mixtures."""
     between = _parts(groups.mixture, weights)[1]
     within = known_mean(groups.epistemic, weights)
     return _Summary(class_mixture(groups.mixture, weights), known_mean(groups.aleatoric, weights), within + between)

@@ -8,7 +8,7 @@ from .._check import check_level, check_moments
 
 
 class Interval(NamedTuple):
-    """The ends of an interval per entry: `lower` and `upper`, of the same shape."""
+    """The ends of an interval for each entry: `lower` and `upper`, of the same shape."""
 
     lower: Float[Array, "..."]
     upper: Float[Array, "..."]
@@ -19,12 +19,12 @@ def gaussian_interval(
 ) -> Interval:
     r"""The central interval of a Gaussian, $\mu \pm \sigma \, \Phi^{-1}((1 + \mathrm{level}) / 2)$.
 
-    For an ensemble pass what [`eqx_ensemble.combine.gaussian`][] returns; judge the interval by
+    For an ensemble pass the result of [`eqx_ensemble.combine.gaussian`][]; evaluate the interval with
     [`eqx_ensemble.scores.coverage`][].
 
     **Arguments:**
 
-    - `mean`, `variance`: of one shape, entry by entry; with a `members` axis, one interval per member.
+    - `mean`, `variance`: `(*batch,)`, of one shape; with a `members` axis, one interval per member.
     - `level`: the probability inside, a Python number between 0 and 1.
 
     **Returns:**
@@ -37,10 +37,7 @@ def gaussian_interval(
     - `ValueError` for shapes that differ, negative variances (where concrete), and a level outside 0 to 1.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import uncertainty
-
-    lower, upper = uncertainty.gaussian_interval(jnp.array([0.0]), jnp.array([1.0]), level=0.95)
+    lower, upper = ee.uncertainty.gaussian_interval(jnp.array([0.0]), jnp.array([1.0]), level=0.95)
     lower, upper  # [-1.96], [1.96]
     ```
     """
@@ -49,7 +46,7 @@ def gaussian_interval(
     name = "uncertainty.gaussian_interval"
     check_level(name, level)
     means, variances = check_moments(name, mean, variance, members=False)
-    # The small tail is exact in floating point where one minus it is not.
+    # The small tail is exact in floating point; one minus the tail is not.
     return _interval(means, variances, -NormalDist().inv_cdf((1 - level) / 2))
 
 

@@ -18,9 +18,9 @@ def gaussian_mixture_quantile(
 ) -> Float[Array, "..."]:
     r"""Quantiles of the mixture of the members' Gaussians, entry by entry.
 
-    The least $x$ with $\sum_m w_m \Phi((x - \mu_m) / \sigma_m) \ge \mathrm{level}$, found to rounding by bisection, so
-    that narrow members far apart cannot mislead it, and monotone in the level. Levels above one half are compared with
-    the upper tail, so that those close to one keep their digits; a level nearer to 0 or 1 than the dtype's least normal
+    The least $x$ with $\sum_m w_m \Phi((x - \mu_m) / \sigma_m) \ge \mathrm{level}$, found to rounding by bisection,
+    which is robust to narrow, distant members, and monotone in the level. Levels above one half are compared with the
+    upper tail, so that levels close to one are accurate; a level nearer to 0 or 1 than the dtype's smallest normal
     number has an infinite quantile. The gradient is that of the implicit function.
 
     **Arguments:**
@@ -62,7 +62,7 @@ def gaussian_mixture_interval(
 
     From the quantile of level $(1 - \mathrm{level}) / 2$ to that of $(1 + \mathrm{level}) / 2$, as
     [`eqx_ensemble.uncertainty.gaussian_mixture_quantile`][] finds them. Unlike the interval of one Gaussian with the
-    same mean and variance, [`eqx_ensemble.uncertainty.gaussian_interval`][], it is right where members disagree.
+    same mean and variance, [`eqx_ensemble.uncertainty.gaussian_interval`][], it is exact where members disagree.
 
     **Arguments:**
 
@@ -72,7 +72,8 @@ def gaussian_mixture_interval(
 
     **Returns:**
 
-    A named tuple with `.lower` and `.upper`, `(*batch,)`; judge it by [`eqx_ensemble.scores.coverage`][].
+    A named tuple with `.lower` and `.upper`, `(*batch,)`; evaluate it with
+    [`eqx_ensemble.scores.coverage`][].
 
     **Raises:**
 
@@ -103,7 +104,7 @@ def _quantile(
     mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights)
     point = variance == 0
     sigma = jnp.where(point, 0, jnp.sqrt(jnp.where(point, 1, variance)))
-    # Solved for deviations from the middle: a large common offset of the means costs no precision.
+    # Solved for deviations from the mean: a large common offset of the means costs no precision.
     middle = jax.lax.stop_gradient(weighted_mean(jnp.where(jnp.isinf(mean), 0, mean), weights))
     one = lambda below, over: middle + _solve(mean - middle[None], sigma, below, over, weights)
     return jax.vmap(one)(below, over) if below.ndim else one(below, over)
@@ -117,7 +118,7 @@ def _solve(
     weights: Float[Array, " members"] | None,
 ) -> Float[Array, "*batch"]:
     x = _bisect(*jax.lax.stop_gradient((mean, sigma, below, over, weights)))
-    # A Newton step of no length carries the gradient of the implicit function.
+    # A Newton step of length zero carries the gradient of the implicit function.
     density = jax.lax.stop_gradient(_density(x, mean, sigma, weights))
     excess = _tails(x, mean, sigma, weights)[0] - below
     return x - jnp.where(density > 0, (excess - jax.lax.stop_gradient(excess)) / jnp.where(density > 0, density, 1), 0)
@@ -130,17 +131,17 @@ def _bisect(
     over: Float[Array, ""],
     weights: Float[Array, " members"] | None,
 ) -> Float[Array, "*batch"]:
-    """The least number with the level at or below it, by a binary search among all numbers of the dtype.
+    """The smallest number at which the level is reached, by a binary search over all numbers of the dtype.
 
-    Newton's method would stop inside a narrow component, where its steps are short, however wrong the level there. The
-    search asks the same numbers in the same order for every level, and what it asks is monotone in the level: so are
-    the quantiles, exactly, whatever the rounding of the distribution function.
+    Newton's method could stop inside a narrow component, where its steps are short. The search compares the same
+    numbers in the same order for every level, and each comparison is monotone in the level; so the quantiles are
+    exactly monotone, despite rounding in the distribution function.
     """
     dtype = mean.dtype
     whole = jnp.int32 if dtype == jnp.float32 else jnp.int64
     largest = jnp.iinfo(whole).max
 
-    # Bits of floating-point numbers, read as whole numbers, are in the order of the numbers; negative ones reversed.
+    # Bits of floating-point numbers, read as integers, are in the order of the numbers; negative ones reversed.
     def number(key: Array) -> Array:
         return jax.lax.bitcast_convert_type(jnp.where(key < 0, key ^ largest, key), dtype)
 
@@ -150,13 +151,13 @@ def _bisect(
         low, high = ends
         middle = (low & high) + ((low ^ high) >> 1)  # the floor of the mean, without overflow
         lower, upper = _tails(number(middle), mean, sigma, weights)
-        # Of the two tails the smaller has the digits.
+        # The smaller of the two tails is the more accurate.
         short = jnp.where(lower <= upper, lower < below, upper > over)
         return jnp.where(short, middle, low), jnp.where(short, high, middle)
 
     shape = mean.shape[1:]
     start = jnp.broadcast_to(~infinity, shape), jnp.broadcast_to(infinity, shape)
-    # One step more than there are bits: it asks minus infinity itself, where the answer is no number above it.
+    # One step more than there are bits, for minus infinity.
     found = number(jax.lax.fori_loop(0, jnp.iinfo(whole).bits + 1, step, start)[1])
     unknown = jnp.any(jnp.isnan(mean) | jnp.isnan(sigma), axis=0)
     if weights is not None:

@@ -14,8 +14,8 @@ def least_confidence(
 ) -> Float[Array, "*batch"]:
     r"""One minus the largest probability of the mixture of the members, $1 - \max_c \sum_m w_m p_{mc}$.
 
-    A score for data that are unlike those of training, and for predictions that are wrong; higher is less sure. It is
-    the sum of the other probabilities, so that rows which are nearly certain keep their order.
+    Detects out-of-distribution data and wrong predictions; higher is less certain. It is computed as the sum of the
+    other probabilities, so that nearly certain rows remain distinguishable.
 
     **Arguments:**
 
@@ -62,15 +62,15 @@ def free_energy(
 ) -> Float[Array, "*batch"]:
     r"""The mean over members of the free energy of their logits, $-T \log \sum_c \exp(f_c / T)$.
 
-    A score for data that are unlike those of training; higher is less like them. It sees how large the logits are,
-    which probabilities do not.
+    Detects out-of-distribution data; higher is less like the training data. Unlike probabilities it depends on the
+    magnitude of the logits.
 
     **Arguments:**
 
-    - `logits`: raw logits `(members, *batch, classes)`. Log-probabilities have lost what is measured: at $T = 1$ their
-        energy is zero, and at another $T$ it is a measure of how far from uniform they are.
-    - `temperature`: $T$, above zero. Logits that were divided by $T$ before have, at temperature 1, this energy over
-        $T$: the same order of rows.
+    - `logits`: raw logits `(members, *batch, classes)`. Not log-probabilities, which have lost the magnitude: at $T =
+        1$ their energy is zero.
+    - `temperature`: $T$, above zero. Logits divided by $T$ have, at temperature 1, this energy divided by $T$: the
+        same order of rows.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
 
     **Returns:**

@@ -9,7 +9,7 @@ from ._check import check_rows_of_members
 def pairwise_disagreement(
     logits: Float[ArrayLike, "members *batch classes"], *, mask: Bool[ArrayLike, "*batch"] | None = None
 ) -> Float[Array, "members members"]:
-    """The share of the rows on which two members vote for different classes, for every pair of members.
+    """The fraction of rows on which two members vote for different classes, for every pair of members.
 
     **Arguments:**
 
@@ -18,8 +18,8 @@ def pairwise_disagreement(
 
     **Returns:**
 
-    A symmetric matrix `(members, members)` with zeros on its diagonal. The rows and columns of a member with a NaN in
-    a row that counts are NaN.
+    A symmetric matrix `(members, members)` with zeros on its diagonal. The rows and columns of a member with NaN
+    predictions (in rows that are not masked) are NaN.
 
     **Raises:**
 
@@ -53,12 +53,12 @@ def q_statistic(
     *,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, "members members"]:
-    r"""Yule's Q of every pair of members: do they fail on the same rows?
+    r"""Yule's Q of every pair of members: whether they fail on the same rows.
 
-    $Q = \frac{N_{11} N_{00} - N_{10} N_{01}}{N_{11} N_{00} + N_{10} N_{01}}$, where $N_{ab}$ counts the rows that are
-    right (1) or wrong (0) for the one and the other. 1 where one is never right without the other, 0
-    for errors that are independent, below 0 where members fail on different rows, -1 where they are never right
-    together, or never wrong together.
+    $Q = \frac{N_{11} N_{00} - N_{10} N_{01}}{N_{11} N_{00} + N_{10} N_{01}}$, where $N_{ab}$ counts the rows on which
+    the first and the second member are right (1) or wrong (0). 1 if one is never right without the other, 0 for
+    independent errors, negative if members fail on different rows, -1 if they are never right together or never wrong
+    together.
 
     **Arguments:**
 
@@ -69,7 +69,7 @@ def q_statistic(
     **Returns:**
 
     A symmetric matrix `(members, members)`. NaN where numerator and denominator are both zero, as for a member that is
-    never wrong, and for a member with a NaN in a row that counts.
+    never wrong, and for a member with NaN in a row that is not masked.
 
     **Raises:**
 
@@ -102,7 +102,7 @@ def error_correlation(
 ) -> Float[Array, "members members"]:
     r"""Pearson's correlation over rows of the errors of every pair of members.
 
-    Members whose errors are independent gain most from being combined: the variance of the mean of $M$ errors of equal
+    Ensembles gain most from members with uncorrelated errors: the variance of the mean of $M$ errors of equal
     variance $\sigma^2$ and correlation $\rho$ is $\sigma^2 (1 + (M - 1) \rho) / M$.
 
     **Arguments:**
@@ -113,8 +113,8 @@ def error_correlation(
 
     **Returns:**
 
-    A symmetric matrix `(members, members)` with ones on its diagonal. NaN for a member whose errors are all the same,
-    and for one with a NaN in a row that counts.
+    A symmetric matrix `(members, members)` with ones on its diagonal. NaN for a member with constant errors, and for
+    one with NaN in a row that is not masked.
 
     **Raises:**
 
@@ -164,9 +164,9 @@ def _error_correlation(
     deviation = jnp.where(counted[None], deviation - over_rows(deviation), 0)
     lowest = jnp.min(jnp.where(counted[None], errors, jnp.inf), axis=1, keepdims=True)
     highest = jnp.max(jnp.where(counted[None], errors, -jnp.inf), axis=1, keepdims=True)
-    # Of errors that are all the same only rounding is left, which must not be taken for something that correlates.
+    # The deviations of constant errors are only rounding, which must not count as correlation.
     deviation = jnp.where(lowest == highest, jnp.nan, deviation)
-    # Divided by the largest first, or the squares of very large and very small errors would leave the range.
+    # Divided by the largest first: squares of very large or very small errors would overflow or underflow.
     deviation = deviation / jnp.max(jnp.abs(deviation), axis=1, keepdims=True)
     scaled = deviation / jnp.sqrt(jnp.sum(deviation**2, axis=1, keepdims=True))
     return jnp.clip(jnp.matmul(scaled, scaled.T, precision="highest"), -1, 1)

@@ -18,12 +18,12 @@ def quantile(
 
     The value at which the weight at or below reaches the level; the midpoint to the next value where it meets the level
     exactly. This is the estimator that NumPy calls `"averaged_inverted_cdf"` (definition 2 of Hyndman and Fan), which
-    is also right with weights: a member of weight 2 counts as two members. Values between those of two members, which
-    `jnp.quantile(values, levels, axis=0)` interpolates, have no such definition with weights.
+    extends to weights: a member of weight 2 counts as two members. The linear interpolation of
+    `jnp.quantile(values, levels, axis=0)` has no such extension to weights.
 
     **Arguments:**
 
-    - `values`: floating-point, `(members, ...)`. For Gaussian members their mixture has quantiles of its own,
+    - `values`: floating-point, `(members, ...)`. For quantiles of a mixture of Gaussians see
         [`eqx_ensemble.uncertainty.gaussian_mixture_quantile`][].
     - `levels`: a number from 0 to 1, or several `(levels,)`.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
@@ -69,9 +69,9 @@ def interval(
     r"""The central interval of the members' values, taken as a weighted sample, entry by entry.
 
     From the quantile of level $(1 - \mathrm{level}) / 2$ to that of $(1 + \mathrm{level}) / 2$, by the estimator of
-    [`eqx_ensemble.uncertainty.quantile`][]. It holds what the members say and no noise: for members that predict a
-    variance see [`eqx_ensemble.uncertainty.gaussian_mixture_interval`][]. Of fewer than `2 / (1 - level)` members it is
-    the whole range.
+    [`eqx_ensemble.uncertainty.quantile`][]. It covers the members' values without noise: for members that predict a
+    variance see [`eqx_ensemble.uncertainty.gaussian_mixture_interval`][]. For fewer than `2 / (1 - level)` members it
+    is their whole range.
 
     **Arguments:**
 

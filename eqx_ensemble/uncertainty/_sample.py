@@ -24,9 +24,9 @@ def sample_gaussian_mixture(
     **Arguments:**
 
     - `mean`, `variance`: `(members, *batch)`, of one shape.
-    - `num_samples`: how many samples of every entry.
-    - `joint`: draw one member for all entries of a sample, so that a sample follows one model throughout; otherwise
-        every entry draws its own, and entries are independent. Each entry alone has the same distribution either way.
+    - `num_samples`: the number of samples of each entry.
+    - `joint`: whether to draw one member for all entries of a sample, so that a sample follows one model; otherwise
+        each entry draws a member, and entries are independent. The marginal distribution of an entry is the same.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
     - `key`: one threefry key, typed or legacy.
 
@@ -36,8 +36,9 @@ def sample_gaussian_mixture(
 
     **Raises:**
 
-    - `TypeError` for arrays that are not floating-point, and for what is not one threefry key.
-    - `ValueError` for shapes that differ, negative variances (where concrete), invalid weights, and no samples.
+    - `TypeError` for arrays that are not floating-point, and for an invalid key.
+    - `ValueError` for shapes that differ, negative variances (where concrete), invalid weights, and `num_samples` below
+        one.
 
     ```python
     mean, variance = jnp.array([[-3.0], [3.0]]), jnp.ones((2, 1))
@@ -65,9 +66,9 @@ def sample_class_mixture(
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
-    - `num_samples`: how many samples of every row.
-    - `joint`: draw one member for all rows of a sample, so that a sample follows one model throughout; otherwise every
-        row draws its own, and rows are independent. Each row alone has the same distribution either way.
+    - `num_samples`: the number of samples of each row.
+    - `joint`: whether to draw one member for all rows of a sample, so that a sample follows one model; otherwise each
+        row draws a member, and rows are independent. The marginal distribution of a row is the same.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
     - `key`: one threefry key, typed or legacy.
 
@@ -77,8 +78,9 @@ def sample_class_mixture(
 
     **Raises:**
 
-    - `TypeError` for logits that are not floating-point, and for what is not one threefry key.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, invalid weights, and no samples.
+    - `TypeError` for logits that are not floating-point, and for an invalid key.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, invalid weights, and
+        `num_samples` below one.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.5, 0.5]]]))  # two members, one row
@@ -104,7 +106,7 @@ def _gaussian(
 ) -> Float[Array, " samples *batch"]:
     which, noise = jax.random.split(key)
     members = _members(mean.shape[0], weights, (num_samples, *mean.shape[1:]), joint, which)
-    # No sample is of a member of weight zero, but the gradient of what it holds would be.
+    # Members of weight zero are never drawn, but NaN in them would reach the gradient.
     mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights)
     point = variance == 0
     sigma = jnp.where(point, 0, jnp.sqrt(jnp.where(point, 1, variance)))

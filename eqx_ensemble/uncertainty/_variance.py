@@ -19,12 +19,12 @@ def decompose_variance(
 
     `aleatoric` is the mean of the members' variances, $\sum_m w_m \sigma_m^2$; `epistemic` is the variance of their
     means, $\sum_m w_m (\mu_m - \mu)^2$ (ddof 0); `total` is the sum, the variance that
-    [`eqx_ensemble.combine.gaussian`][] gives. All in the squared unit of the target. For the probabilities `p` of
-    classes pass `p` and `p * (1 - p)`, the variance of each class's indicator, and sum the parts over classes.
+    [`eqx_ensemble.combine.gaussian`][] gives. All in the squared unit of the target. For class probabilities `p` pass
+    `p` and `p * (1 - p)`, the variance of each class's indicator, and sum the parts over classes.
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, ...)`, of one shape. Members that predict points have `jnp.zeros_like(mean)`.
+    - `mean`, `variance`: `(members, ...)`, of one shape. For point predictions pass `jnp.zeros_like(mean)`.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
 
     **Returns:**
@@ -37,10 +37,7 @@ def decompose_variance(
     - `ValueError` for shapes that differ, negative variances (where concrete), and invalid weights.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble import uncertainty
-
-    parts = uncertainty.decompose_variance(jnp.array([[1.0], [3.0]]), jnp.array([[0.5], [0.7]]))
+    parts = ee.uncertainty.decompose_variance(jnp.array([[1.0], [3.0]]), jnp.array([[0.5], [0.7]]))
     parts.total, parts.aleatoric, parts.epistemic  # [1.6], [0.6], [1.0]
     ```
 

@@ -12,9 +12,9 @@ def variation_ratio(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Float[Array, "*batch"]:
-    """The share of the members' votes that did not go to the class with most of them.
+    """The fraction of the members' votes that are not for the most voted class.
 
-    From 0, all agree, to 1 - 1 / `classes`. A member votes for its most likely class, the lowest of those that tie.
+    From 0, all agree, to 1 - 1 / `classes`. A member votes for its most likely class; ties go to the lowest class.
 
     **Arguments:**
 
@@ -23,7 +23,7 @@ def variation_ratio(
 
     **Returns:**
 
-    Shares `(*batch,)`; NaN where a member that votes has a NaN. They have no useful gradient.
+    Fractions `(*batch,)`; NaN where a member of nonzero weight is NaN. Their gradient is zero.
 
     **Raises:**
 
@@ -47,9 +47,9 @@ def disagreement(
 ) -> Float[Array, "*batch"]:
     r"""The probability that two members, each drawn by its weight, vote for different classes.
 
-    $1 - \sum_c v_c^2$ with $v_c$ the share of the votes for class $c$. Pairs of a member with itself count, and agree:
-    for equal weights the share of the pairs of different members is `num_members / (num_members - 1)` times this. For
-    every pair of members over all rows see [`eqx_ensemble.uncertainty.pairwise_disagreement`][].
+    $1 - \sum_c v_c^2$ with $v_c$ the fraction of votes for class $c$. Pairs of a member with itself are included, and
+    agree: for equal weights the fraction of disagreeing pairs of different members is `num_members / (num_members - 1)`
+    times this. For every pair of members over all rows see [`eqx_ensemble.uncertainty.pairwise_disagreement`][].
 
     **Arguments:**
 
@@ -58,7 +58,7 @@ def disagreement(
 
     **Returns:**
 
-    Probabilities `(*batch,)`; NaN where a member that votes has a NaN. They have no useful gradient.
+    Probabilities `(*batch,)`; NaN where a member of nonzero weight is NaN. Their gradient is zero.
 
     **Raises:**
 
@@ -89,8 +89,8 @@ def _disagreement(
 
 
 def _rest(shares: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
-    """The votes that did not go to the class with most of them."""
-    # Not 1 - max: members that agree would disagree by the rounding of their weights.
+    """The votes that are not for the most voted class."""
+    # Not 1 - max, which is not exactly zero where all members agree, because weights are rounded.
     return jnp.sum(shares, axis=-1) - jnp.max(shares, axis=-1)
 
 

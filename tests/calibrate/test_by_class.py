@@ -116,7 +116,7 @@ def test_nan_stays_nan(fit, classes):
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
-    with pytest.raises(TypeError, match="calibrate.isotonic` needs `logits` whose values are known"):
+    with pytest.raises(TypeError, match="calibrate.isotonic` needs a concrete `logits`"):
         jax.jit(lambda x: calibrate.isotonic(x, LABELS, pool="mixture"))(LOGITS)
     with pytest.raises(ValueError, match="`num_bins` of at least 1"):
         calibrate.histogram(LOGITS, LABELS, pool="mixture", num_bins=0)

@@ -120,9 +120,9 @@ def test_messages():
     sure = np.tile(3 * np.eye(4, dtype=np.float32), (2, 1, 1))
     labels = np.arange(4)
     sure[0, 0] = sure[0, 1]
-    with pytest.raises(ValueError, match="one temperature is best.\n  member 1: every label is the most likely class"):
+    with pytest.raises(ValueError, match="exists.\n  member 1: every label already is the most likely"):
         calibrate.temperature(sure, labels, pool="members")
-    with pytest.raises(ValueError, match="one temperature is best.\n  the labels are not more likely than by chance"):
+    with pytest.raises(ValueError, match="optimal temperature exists.\n  the labels are no more likely than by chance"):
         calibrate.temperature(-sure, labels, pool="mixture")
     with pytest.raises(ValueError, match=r"finite `logits`.\n  got -inf at index \(1, 0, 2\), the first of 1 such"):
         calibrate.temperature(jnp.asarray(sure).at[1, 0, 2].set(-jnp.inf), labels, pool="mixture")

@@ -65,7 +65,7 @@ def test_fits_inside_jit():
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
-    with pytest.raises(ValueError, match="differ from their means.\n  member 0: every target is hit exactly"):
+    with pytest.raises(ValueError, match="the predicted means.\n  member 0: every target equals its mean"):
         calibrate.variance(MEAN, VARIANCE, MEAN[0], pool="members")
     with pytest.raises(ValueError, match="variances above zero"):
         calibrate.variance(MEAN, 0 * VARIANCE, TARGETS, pool="members")

@@ -232,11 +232,9 @@ def test_messages():
     at_rows, new = _predictions(5)
     held_out = np.array(resample.out_of_fold(at_rows, FOLDS).mean)
     fitted = conformal.cv_plus(held_out, TARGETS, FOLDS, level=0.8)
-    with pytest.raises(
-        ValueError, match="one member per fold or bag, or of equally many for each.\n  fitted on 5, got 7"
-    ):
+    with pytest.raises(ValueError, match="predictions of equally many members for each fold.\n  fitted on 5, got 7"):
         fitted(np.zeros((7, 2), np.float32))
-    with pytest.raises(ValueError, match="all rows that the folds are of.\n  expected 30 rows, got 29"):
+    with pytest.raises(ValueError, match="all rows of the folds.\n  expected 30 rows, got 29"):
         conformal.cv_plus(held_out[:29], TARGETS[:29], FOLDS, level=0.8)
     with pytest.raises(TypeError, match="`folds` to be a `Folds`"):
         conformal.cv_plus(held_out, TARGETS, FOLDS.in_test, level=0.8)
@@ -249,7 +247,7 @@ def test_messages():
     with pytest.raises(ValueError, match="`held_out` predictions without NaN.\n  got nan at index"):
         conformal.cv_plus(held_out, TARGETS, FOLDS, level=0.8)
     part = resample.from_splits([(np.arange(5, 30), np.arange(4)), (np.arange(4), np.arange(5, 30))], 30, uneven="trim")
-    with pytest.raises(ValueError, match="hold out every row.\n  got 1 rows that none holds out, the first is row 4"):
+    with pytest.raises(ValueError, match="every row.\n  got 1 rows that no fold holds out, the first is row 4"):
         conformal.cv_plus(held_out, TARGETS, part, level=0.8)
 
 

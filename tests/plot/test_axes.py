@@ -272,7 +272,7 @@ BAD = {
     "swapped": (lambda: plot.risk_coverage(np.array([0.2, 0.1]), np.array([0.5, 1.0])), "`coverage` that rises"),
     "no_column": (
         lambda: plot.parallel_coordinates(TABLE, columns=["lr", "wd"]),
-        "names of columns in `columns`.\n  got 'wd'\nName what stands in the table: `lr`, `loss`.",
+        "names of columns in `columns`.\n  got 'wd'\nColumns of the table: `lr`, `loss`.",
     ),
     "one_column": (lambda: plot.parallel_coordinates({"loss": np.ones(3)}), r"two or more columns.\n  got \['loss'\]"),
     "uneven": (
@@ -305,7 +305,7 @@ WRONG_KINDS = {
     ),
     "traced": (
         lambda: jax.jit(lambda counts: plot.rank_histogram(counts) and counts)(np.ones(3)),
-        "`counts` whose values are known on this host",
+        "a concrete `counts` on this host",
     ),
 }
 

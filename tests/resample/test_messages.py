@@ -38,7 +38,7 @@ BAD = {
         lambda: bootstrap(2**31),
         "ValueError: `resample.bootstrap` needs `num_rows` below 2**31, as rows are int32.\n"
         "  got 2147483648\n"
-        "Resample parts of the data.",
+        "Resample the data in parts.",
     ),
     "no members": (
         lambda: resample.poisson_weights(10, 0, key=KEY),
@@ -64,9 +64,9 @@ BAD = {
     ),
     "a traced key": (
         lambda: jax.jit(lambda key: bootstrap(key=key))(KEY),
-        "TypeError: `resample.bootstrap` needs a key whose value is known, because it draws on the host.\n"
+        "TypeError: `resample.bootstrap` needs a concrete key, because rows are drawn on the host.\n"
         "  got a traced key\n"
-        "Draw before `jax.jit` and pass the result in: rows and weights are ordinary arrays.",
+        "Draw outside `jax.jit` and pass the result in: rows and weights are ordinary arrays.",
     ),
     "a fraction above one": (
         lambda: bootstrap(size=1.5),
@@ -94,7 +94,7 @@ BAD = {
         lambda: bootstrap(stratify=LABELS[:9]),
         "ValueError: `resample.bootstrap` needs one label per row in `stratify`.\n"
         "  expected shape (10,), got (9,)\n"
-        "Labels stand in the order of the rows.",
+        "Labels are in the order of the rows.",
     ),
     "labels in a column": (
         lambda: bootstrap(stratify=LABELS[:, None]),
@@ -118,13 +118,11 @@ BAD = {
         lambda: subsets(stratify=np.array(["a", None] * 5, dtype=object)),
         "TypeError: `resample.subsets` needs labels of one kind in `stratify`.\n"
         "  got objects that cannot be sorted: '<' not supported between instances of 'NoneType' and 'str'\n"
-        "Missing labels? Give them a label of their own.",
+        "Missing labels? Replace them by a label for missing values.",
     ),
     "traced labels": (
         lambda: jax.jit(lambda labels: subsets(stratify=labels))(jnp.arange(10) % 2),
-        "TypeError: `resample.subsets` needs `stratify` whose values are known.\n"
-        "  got a traced array\n"
-        "Resample before `jax.jit`.",
+        "TypeError: `resample.subsets` needs a concrete `stratify`.\n  got a traced array\nResample before `jax.jit`.",
     ),
     "a class that is left out": (
         lambda: subsets(1, stratify=LABELS),
@@ -136,13 +134,13 @@ BAD = {
         lambda: resample.folds(10, 1),
         "ValueError: `resample.folds` needs `num_folds` from 2 to the number of rows.\n"
         "  got 1 folds of 10 rows\n"
-        "A fold holds a row at least, and there is a fold to test on and one to train on.",
+        "Each fold has at least one row, and there are at least two folds.",
     ),
     "more folds than rows": (
         lambda: resample.folds(10, 11),
         "ValueError: `resample.folds` needs `num_folds` from 2 to the number of rows.\n"
         "  got 11 folds of 10 rows\n"
-        "A fold holds a row at least, and there is a fold to test on and one to train on.",
+        "Each fold has at least one row, and there are at least two folds.",
     ),
     "more folds than rows of a class": (
         lambda: resample.folds(10, 4, stratify=LABELS),
@@ -154,13 +152,13 @@ BAD = {
         lambda: resample.folds(10, 3, groups=LABELS),
         "ValueError: `resample.folds` needs as many groups as folds.\n"
         "  got 3 folds and 2 groups\n"
-        "Pass fewer folds; `groups` says which rows belong together, `stratify` which are of one class.",
+        "Pass fewer folds; `groups` are rows that belong together, `stratify` are classes.",
     ),
     "groups of many sizes": (
         lambda: resample.folds(10, 2, groups=LABELS),
         "ValueError: `resample.folds` needs training sets of one length, give or take a row.\n"
         "  got 3 to 7 rows\n"
-        '`uneven="trim"` leaves rows of the longer ones out, `uneven="repeat"` repeats rows of the shorter ones; with '
+        '`uneven="trim"` drops rows of the longer ones, `uneven="repeat"` repeats rows of the shorter ones; with '
         "either, weights `in_train` train on exactly the rows of each split.",
     ),
     "another word": (
@@ -171,13 +169,13 @@ BAD = {
         lambda: resample.from_splits(object(), 10),  # pyright: ignore
         "TypeError: `resample.from_splits` needs an iterable of `(train, test)` row indices.\n"
         "  got an object\n"
-        "Pass what the splitter splits: `splitter.split(x, y)`.",
+        "Pass the result of a splitter: `splitter.split(x, y)`.",
     ),
     "no splits": (
         lambda: resample.from_splits([], 10),
         "ValueError: `resample.from_splits` needs at least one split.\n"
         "  got none\n"
-        "A generator that was used up? Call `splitter.split(x, y)` anew.",
+        "An exhausted generator? Call `splitter.split(x, y)` again.",
     ),
     "one split alone": (
         lambda: resample.from_splits((TRAIN, TEST), 10),  # pyright: ignore
@@ -201,7 +199,7 @@ BAD = {
         lambda: resample.from_splits([(TRAIN, TEST), (TRAIN, [])], 10),
         "ValueError: `resample.from_splits` needs row indices `(n,)`, at least one.\n"
         "  got shape (0,) as the test rows of split 1\n"
-        "Every split needs rows to train on and rows to test on.",
+        "Each split needs training rows and test rows.",
     ),
     "a row outside the data": (
         lambda: resample.from_splits([(TRAIN, TEST)], 9),
@@ -213,19 +211,19 @@ BAD = {
         lambda: resample.from_splits([(TRAIN, TEST - 2)], 10),
         "ValueError: `resample.from_splits` needs no row in both the train and the test part of a split.\n"
         "  got 2 of them in split 0, the first is row 3\n"
-        "The test would be of seen rows.",
+        "The test rows would not be held out.",
     ),
     "a row tested twice": (
         lambda: resample.from_splits([(TRAIN, [5, 6, 6])], 10),
         "ValueError: `resample.from_splits` needs test rows that differ.\n"
         "  got row 6 2 times in the test rows of split 0\n"
-        "Repeated rows belong to training only.",
+        "Only training rows may repeat.",
     ),
     "counts of weights": (
         lambda: resample.counts(np.ones((3, 10), np.float32), 10),
         "TypeError: `resample.counts` needs integer rows (members, n).\n"
         "  got float32 of shape (3, 10)\n"
-        "Weights say themselves how often a row counts: they need no counting.",
+        "Weights need no counting: they already are how often a row counts.",
     ),
     "rows of one member": (
         lambda: resample.counts(np.arange(3), 10),
@@ -243,19 +241,19 @@ BAD = {
         lambda: resample.out_of_bag(np.ones((3, 9), np.float32), 10),
         "ValueError: `resample.out_of_bag` needs weights of shape (members, 10).\n"
         "  got float32 of shape (3, 9)\n"
-        "Integers are taken as rows `(members, n)`, all other numbers as weights `(members, rows)`.",
+        "Integers are row indices `(members, n)`, other numbers are weights `(members, rows)`.",
     ),
     "negative weights": (
         lambda: resample.out_of_bag(np.array([[1.0, -0.5]]), 2),
         "ValueError: `resample.out_of_bag` needs finite `drawn` of zero or more.\n"
         "  got -0.5 at index (0, 1), the first of 1 such\n"
-        "A row of weight zero is not seen.",
+        "A row of weight zero is out of bag.",
     ),
     "rows of other members": (
         lambda: resample.out_of_bag_mean(PREDICTIONS, bootstrap(10, 4)),
         "ValueError: `resample.out_of_bag_mean` needs rows or weights of the members that predict.\n"
         "  expected 3 members as in `predictions`, got shape (4, 10)\n"
-        "Members stand in one order in both.",
+        "Members have the same order in both.",
     ),
     "predictions of one member": (
         lambda: resample.out_of_bag_mean(PREDICTIONS[0], bootstrap()),
@@ -273,7 +271,7 @@ BAD = {
         lambda: resample.out_of_fold(PREDICTIONS, FOLDS.test),  # pyright: ignore
         "TypeError: `resample.out_of_fold` needs `folds` to be a `Folds`.\n"
         "  got an ArrayImpl\n"
-        "Of splits made elsewhere, `from_splits(splits, num_rows)` makes one.",
+        "For other splits use `from_splits(splits, num_rows)`.",
     ),
     "predictions of test rows": (
         lambda: resample.out_of_fold(PREDICTIONS[:, :4], FOLDS),

@@ -115,9 +115,9 @@ def test_messages():
     samples, targets = _vectors()
     with pytest.raises(ValueError, match=r"`samples` of shape \(members, \*batch, out\).\n  got shape \(5,\)"):
         scores.energy_score(samples[:, 0, 0], targets[0, 0])
-    with pytest.raises(ValueError, match="at least two members, whose variance is taken.\n  got 1"):
+    with pytest.raises(ValueError, match="at least two members to compute a variance.\n  got 1"):
         scores.dawid_sebastiani(samples[:1, :, 0], targets[:, 0])
-    with pytest.raises(ValueError, match="`weights` whose values are known, because scoringrules reads them"):
+    with pytest.raises(ValueError, match="concrete `weights`, because scoringrules reads their values"):
         jax.jit(lambda w: scores.energy_score(samples, targets, weights=w))(WEIGHTS)
     with pytest.raises(ValueError, match="a `level` between 0 and 1"):
         scores.pinball(targets, targets, level=90.0)
