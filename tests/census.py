@@ -28,6 +28,8 @@ BAD: dict[str, Any] = {
     "None": None,
 }
 PYTHONS_OWN = {"int64": 2, "float32": 0.5}
+# Functions of arrays are also given an array of three axes.
+BAD_OF_ARRAYS = BAD | {"3d": np.ones((5, 7, 2), np.float32)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,45 +13,34 @@ import numpy as np
 import pytest
 
 from .array_calls import CALLS, NAMES, arguments_of, call
-
-VALUES = {
-    "nan": float("nan"),
-    "inf": float("inf"),
-    "minus one": -1,
-    "zero": 0,
-    "text": "twelve",
-    "NumPy integer": np.int64(2),
-    "NumPy float": np.float32(0.5),
-    "shape": np.ones((5, 7, 2), np.float32),
-    "None": None,
-}
+from .census import BAD_OF_ARRAYS
 
 COUNTS = ("count", "max_steps", "num_axes", "num_bins", "num_draws", "num_folds", "num_members", "num_rows")
 COUNTS += ("num_samples", "num_steps", "num_initial", "num_free", "size")
 
 # What gives a result, by argument and value, and why that is right.
 MEANT = {
-    **{(name, "NumPy integer"): "NumPy's integers are counts" for name in COUNTS},
-    **{(name, "zero"): "a count that may be zero" for name in ("num_initial", "num_free")},
-    ("size", "NumPy float"): "half of the rows",
-    ("level", "NumPy float"): "NumPy's floats are levels",
-    ("levels", "NumPy float"): "one level",
-    ("levels", "zero"): "the lowest value",
-    ("cut", "zero"): "the mean",
-    ("above", "zero"): "all weights that are not zero",
+    **{(name, "int64"): "NumPy's integers are counts" for name in COUNTS},
+    **{(name, "0"): "a count that may be zero" for name in ("num_initial", "num_free")},
+    ("size", "float32"): "half of the rows",
+    ("level", "float32"): "NumPy's floats are levels",
+    ("levels", "float32"): "one level",
+    ("levels", "0"): "the lowest value",
+    ("cut", "0"): "the mean",
+    ("above", "0"): "all weights that are not zero",
     **{(name, kind): "a number of zero or more" for name in ("bias_penalty", "off_diagonal_penalty", "penalty")
-       for kind in ("zero", "NumPy integer", "NumPy float")},
-    **{("tolerance", kind): "a number of zero or more" for kind in ("zero", "NumPy integer", "NumPy float")},
+       for kind in ("0", "int64", "float32")},
+    **{("tolerance", kind): "a number of zero or more" for kind in ("0", "int64", "float32")},
     **{(name, kind): "a number above zero" for name in ("power", "temperature")
-       for kind in ("NumPy integer", "NumPy float")},
-    **{("index", kind): "indices count from either end" for kind in ("minus one", "zero", "NumPy integer")},
-    **{("low", kind): "a range may start anywhere" for kind in ("minus one", "zero", "NumPy float")},
-    **{("high", kind): "NumPy's numbers are ends" for kind in ("NumPy integer", "NumPy float")},
+       for kind in ("int64", "float32")},
+    **{("index", kind): "indices count from either end" for kind in ("-1", "0", "int64")},
+    **{("low", kind): "a range may start anywhere" for kind in ("-1", "0", "float32")},
+    **{("high", kind): "NumPy's numbers are ends" for kind in ("int64", "float32")},
     **{("new_weights", kind): "weights of any number of new rows"
-       for kind in ("zero", "NumPy integer", "NumPy float", "shape")},
-    ("logits", "shape"): "log-probabilities of one model have any number of axes of rows",
-    ("tree", "shape"): "an array is a tree of one leaf",
-    ("values", "shape"): "a choice of arrays",
+       for kind in ("0", "int64", "float32", "array", "3d")},
+    **{("logits", kind): "log-probabilities of one model have any number of axes of rows" for kind in ("array", "3d")},
+    **{("tree", kind): "an array is a tree of one leaf" for kind in ("array", "3d")},
+    **{("values", kind): "a choice of arrays" for kind in ("array", "3d")},
 }  # fmt: skip
 
 ERRORS = (TypeError, ValueError, IndexError)  # IndexError for rows that are not there
@@ -72,7 +61,7 @@ def test_every_public_function_is_here():
 def test_wrong_arguments_give_our_errors_and_odd_ones_what_is_meant(name):
     faults = []
     for argument in arguments_of(name):
-        for kind, value in VALUES.items():
+        for kind, value in BAD_OF_ARRAYS.items():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 fault = _fault(name, argument, kind, value)
