@@ -231,7 +231,7 @@ BAD = {
     ),
     "nan": (
         lambda: plot.prediction_bands(np.array([[1.0, np.nan]])),
-        r"finite `predictions`.\n  got nan at index \(0, 1\), the first of 1 such\nLeave diverged members",
+        r"finite `predictions`.\n  got nan at index \(0, 1\), the first of 1 such\nExclude diverged members",
     ),
     "weights": (
         lambda: plot.prediction_bands(LOGITS[..., 0], weights=np.ones(3)),
