@@ -173,7 +173,7 @@ LARGE_CLASSES: set[str] = {
     "Ensemble",
     "Reader",
 }
-LONG_FILES: set[str] = {}
+LONG_FILES: set[str] = set()
 
 
 def large_classes(tree: ast.AST) -> set[str]:
