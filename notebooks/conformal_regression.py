@@ -350,7 +350,7 @@ for ax, name in zip(axes[0], ("split", "CQR"), strict=True):
     band = {LEVEL: (75 * ends.lower[0] + 150, 75 * ends.upper[0] + 150)}
     ee.plot.prediction_bands(predictions, targets=targets, intervals=band, ax=ax, color="C0")
     ax.set(
-        title=f"{name[0].upper() + name[1:]}, first split: covers {np.mean(ends.inside[0]):.2f}",
+        title=f"{name[0].upper() + name[1:]}, first of sixteen splits: covers {np.mean(ends.inside[0]):.2f}",
         ylabel="disease score",
         ylim=(-20, 420),
     )

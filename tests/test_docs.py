@@ -29,10 +29,10 @@ EXAMPLE = re.compile(r"^([ \t]*)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTA
 def public_names(module):
     """Every name that `module` and its public subpackages export, by its path."""
     names = {}
-    for name, value in vars(module).items():
+    for name in getattr(module, "__all__", None) or list(vars(module)):  # the first, where names are imported when used
         if name.startswith("_"):
             continue
-        path = f"{module.__name__}.{name}"
+        path, value = f"{module.__name__}.{name}", getattr(module, name)
         if not isinstance(value, types.ModuleType):
             names[path] = value
         elif value.__name__ == path and path != "eqx_ensemble.launch":  # a program, there once a test has imported it
