@@ -22,7 +22,7 @@ from ._check import (
     explain_export,
 )
 from ._leaves import Packed
-from ._served import batches, served, with_constants
+from ._prepare import batches, prepare_export, with_constants
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 
@@ -88,7 +88,7 @@ def export(
     check_installed("flatbuffers", what="export", extra="export")
     check_leaves_option(leaves, symbolic_members=symbolic_members, name=name)
     platforms = check_platforms(platforms, name=name)
-    job = served(
+    job = prepare_export(
         ensemble,
         MemberCall(fn, check_inference(inference, key, name=name)),
         name=name,

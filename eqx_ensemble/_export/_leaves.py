@@ -73,9 +73,9 @@ def _plain(leaf: Any) -> jax.Array | np.ndarray:
 
 def _distinct(text: str, taken: dict[str, Any]) -> str:
     """A node of the user's own may give two children one name."""
-    number = next(number for number in range(len(taken) + 1) if _numbered(text, number) not in taken)
-    return _numbered(text, number)
+    number = next(number for number in range(len(taken) + 1) if _with_number(text, number) not in taken)
+    return _with_number(text, number)
 
 
-def _numbered(text: str, number: int) -> str:
+def _with_number(text: str, number: int) -> str:
     return text if number == 0 else f"{text}#{number}"

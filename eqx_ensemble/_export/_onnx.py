@@ -15,7 +15,7 @@ from .._predict._check import check_inference
 from ..checkpoint._snapshot import versions
 from ._about import describe_arrays
 from ._check import check_no_callbacks, check_no_random_numbers, explain_export, explain_onnx
-from ._served import batches, served, with_constants
+from ._prepare import batches, prepare_export, with_constants
 
 
 def export_onnx(
@@ -48,7 +48,7 @@ def export_onnx(
     name = "export_onnx"
     check_installed("jax2onnx", what="export_onnx", extra="onnx")
     call = MemberCall(fn, check_inference(inference, None, name=name))
-    job = served(ensemble, call, name=name, shapes=shapes, combine=combine, weights=weights, state=state)
+    job = prepare_export(ensemble, call, name=name, shapes=shapes, combine=combine, weights=weights, state=state)
     x, _ = batches(job.row, batch_size, name=name)
     with explain_export(job.row, name=name):
         traced = jax.jit(with_constants(job)).trace(x)

@@ -19,7 +19,7 @@ def is_maker(like: Any) -> bool:
     return callable(like) and not isinstance(like, eqx.Module | tuple)
 
 
-def made(make: Any) -> Any:
+def evaluate_make(make: Any) -> Any:
     """What a maker makes, as shapes; where it cannot be traced, or hides arrays, as what it really makes."""
     check_make_of_key(make, name="load")
     key = jax.random.key(0)
@@ -35,7 +35,7 @@ def as_like(like: Any, manifest: Manifest) -> Any:
     """The tree that was saved, of which a maker makes one member only."""
     if not is_maker(like):
         return like
-    one = made(like)
+    one = evaluate_make(like)
     if manifest.members is None:
         return one
     if _is_ensemble(manifest, "<root>"):

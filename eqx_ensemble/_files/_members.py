@@ -8,10 +8,10 @@ import equinox as eqx
 from .._check import check_path
 from .._ensemble import Ensemble, stack
 from .._ensemble._check import check_ensemble
-from ..checkpoint._place import is_on_disk, located
+from ..checkpoint._path import as_path, is_on_disk
 from ..checkpoint._write import write_file
 from ._check import check_like_given, check_member_format, check_no_typed_keys, check_paths
-from ._like import is_maker, made
+from ._like import evaluate_make, is_maker
 from ._save_load import PathLike, load
 from ._single import read_equinox, read_safetensors, to_safetensors
 
@@ -89,8 +89,8 @@ def load_members(paths: Iterable[PathLike], like: Any, *, ids: Any = None) -> En
     name = "load_members"
     paths = check_paths(paths, name=name)
     check_like_given(like, name=name)
-    like = made(like) if is_maker(like) else like
-    return stack([_one(located(path), like, name) for path in paths], ids=ids)
+    like = evaluate_make(like) if is_maker(like) else like
+    return stack([_one(as_path(path), like, name) for path in paths], ids=ids)
 
 
 def _one(path: Any, like: Any, name: str) -> Any:

@@ -16,8 +16,8 @@ from ..checkpoint._check import check_format
 from ..checkpoint._formats import FORMATS, FormatName
 from ..checkpoint._kind import is_of_fit
 from ..checkpoint._manifest import Manifest
-from ..checkpoint._open import opened
-from ..checkpoint._place import located
+from ..checkpoint._open import open_checkpoint
+from ..checkpoint._path import as_path
 from ..checkpoint._restore import restore
 from ..checkpoint._snapshot import snapshot
 from ..distributed import to_host
@@ -74,7 +74,7 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
         check_integer_ids(ensemble.ids)
     how, marked = FORMATS[format], marks(tree)
     content = snapshot(tree, per_member=marked.per_member, ids=marked.ids, meta=meta, take=how.take)
-    how.settle(how.begin(located(path), content))
+    how.settle(how.begin(as_path(path), content))
 
 
 def load(
@@ -131,7 +131,7 @@ def load(
     check_like_given(like, name=name)
     check_flag(strict, "strict", name=name)
     layout = as_layout(mesh, name=name)
-    with opened(located(path), name=name) as reader:
+    with open_checkpoint(as_path(path), name=name) as reader:
         if is_of_fit(reader.manifest) and not isinstance(like, dict):
             raise ValueError(run_of_fit_message(reader.folder, reader.folder.parent, name=name))
         rows = None if members is None else _rows(members, reader.manifest, path, name)

@@ -82,7 +82,7 @@ def to_safetensors(model: Any, *, name: str) -> bytes:
     """The arrays of a model under names as `layers.0.weight`."""
     check_no_typed_keys(model, "safetensors files hold plain arrays", name=name)
     arrays = {}
-    for where, leaf in _named(model):
+    for where, leaf in _named_leaves(model):
         if is_array_like(leaf):
             arrays[where] = np.array(leaf, order="C")
             check_plain_dtype(arrays[where].dtype, where, name=name)
@@ -96,7 +96,7 @@ def read_safetensors(path: Path, like: Any, *, name: str) -> Any:
         with safe_open(path, framework="np") as file:
             found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
             gaps = []
-            for where, leaf in _named(like):
+            for where, leaf in _named_leaves(like):
                 if is_array_like(leaf):
                     saved = found.pop(where, None)
                     shape = None if saved is None else tuple(saved.get_shape())
@@ -105,9 +105,8 @@ def read_safetensors(path: Path, like: Any, *, name: str) -> Any:
                         gaps.append(LeafDifference(where, text, f"{leaf.dtype}{list(leaf.shape)}"))
             gaps += [LeafDifference(where, f"{s.get_dtype()}{s.get_shape()}", "nothing") for where, s in found.items()]
             check_same_leaves(gaps, path, only_dtypes=False, name=name)
-            leaves = [
-                _as(leaf, file.get_tensor(where)) if is_array_like(leaf) else leaf for where, leaf in _named(like)
-            ]
+            read = lambda where, leaf: _as(leaf, file.get_tensor(where)) if is_array_like(leaf) else leaf
+            leaves = [read(where, leaf) for where, leaf in _named_leaves(like)]
     except SafetensorError as error:
         raise CheckpointCorruptError(damage_message(path, f"it is no safetensors file: {error}"), str(path)) from None
     return jtu.tree_unflatten(jtu.tree_structure(like), leaves)
@@ -117,6 +116,6 @@ def _as(like: Any, data: np.ndarray) -> Any:
     return data if isinstance(like, np.ndarray) else jnp.asarray(data)
 
 
-def _named(tree: Any) -> list[tuple[str, Any]]:
+def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
     keyed, _ = jtu.tree_flatten_with_path(tree)
     return [(jtu.keystr(path, simple=True, separator="."), leaf) for path, leaf in keyed]

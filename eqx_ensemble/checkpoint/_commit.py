@@ -14,7 +14,7 @@ from ._check import check_manifest_size
 from ._check_folders import NotSyncedError, check_overwritable, no_sync_message
 from ._manifest import LIMIT, NAME
 from ._names import UNFINISHED, foreign, is_checkpoint, is_ours, number_of, remove_entry, remove_ours
-from ._place import has_manifest, listed
+from ._path import has_manifest, list_folder
 from ._read import read_manifest
 
 _CANNOT = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -70,7 +70,7 @@ def remove_unused(path: Any) -> None:
     """Removes the arrays that the manifest which is there now does not name; which ones these are, only it can tell."""
     with contextlib.suppress(OSError, CheckpointCorruptError):
         used = read_manifest(path).file
-        for entry in listed(path):
+        for entry in list_folder(path):
             if is_ours(entry) and entry.name not in (NAME, used):
                 remove_entry(entry)
 
@@ -80,10 +80,10 @@ def give_up(path: Any, number: int) -> None:
     if has_manifest(path):
         return remove_unused(path)
     with contextlib.suppress(OSError):
-        for entry in listed(path):
+        for entry in list_folder(path):
             if entry.name == UNFINISHED or number_of(entry) == number:
                 remove_entry(entry)
-        if path.exists() and not listed(path):
+        if path.exists() and not list_folder(path):
             remove_ours(path)
     return None
 

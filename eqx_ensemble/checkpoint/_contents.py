@@ -5,9 +5,9 @@ from .._check import check_path, number_text
 from ._check_like import shape_text
 from ._dtypes import DTYPES, count_bytes, key_dtype
 from ._manifest import Entry, Manifest, is_orbax
-from ._open import opened
+from ._open import open_checkpoint
 from ._orbax import OrbaxReader
-from ._place import located
+from ._path import as_path
 from ._read import Reader, Wanted
 
 
@@ -54,7 +54,7 @@ def contents(path: str | os.PathLike[str]) -> Contents:
     FileNotFoundError when there is no checkpoint.
     """
     check_path(path, "path", name="checkpoint.contents")
-    with opened(located(path), name="checkpoint.contents") as reader:
+    with open_checkpoint(as_path(path), name="checkpoint.contents") as reader:
         return contents_of(reader)
 
 
@@ -78,7 +78,7 @@ def verify(path: str | os.PathLike[str]) -> Contents:
     saved.
     """
     check_path(path, "path", name="checkpoint.verify")
-    with opened(located(path), name="checkpoint.verify") as reader:
+    with open_checkpoint(as_path(path), name="checkpoint.verify") as reader:
         for _ in reader.arrays([Wanted(entry, None) for entry in _tensors(reader.manifest)]):
             pass
         return contents_of(reader)

@@ -91,7 +91,7 @@ def write_all(file: int, data: bytes | memoryview) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+def hold_lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """Holds the lock of a folder or a file; yields whether it is held. The system frees it when the process ends.
 
     With `wait`, where they cannot be locked (Windows, folders on network disks), work goes on without.

@@ -35,18 +35,18 @@ DTYPES |= {name: np.dtype(getattr(jnp, name)) for name in (*_NATIVE, *_AS_BYTES)
 """The dtypes that a file may name. Nothing is looked up by a name from a file but in this table."""
 
 
-class Stored(NamedTuple):
+class Storage(NamedTuple):
     """How an array stands in a safetensors file."""
 
     code: str
     shape: tuple[int, ...]
 
 
-def stored(dtype: str, shape: tuple[int, ...]) -> Stored:
+def storage_of(dtype: str, shape: tuple[int, ...]) -> Storage:
     """The safetensors dtype and shape of an array."""
     if dtype in _NATIVE:
-        return Stored(_NATIVE[dtype], shape)
-    return Stored("U8", (*shape, DTYPES[dtype].itemsize))
+        return Storage(_NATIVE[dtype], shape)
+    return Storage("U8", (*shape, DTYPES[dtype].itemsize))
 
 
 class Numbers(NamedTuple):

@@ -15,8 +15,8 @@ from ._contents import contents_of
 from ._formats import FORMATS, FormatName
 from ._kind import STEP
 from ._names import is_unfinished
-from ._open import opened
-from ._place import absolute, listed, located
+from ._open import open_checkpoint
+from ._path import absolute, as_path, list_folder
 from ._read import read_manifest
 from ._restore import restore
 from ._snapshot import snapshot
@@ -93,7 +93,7 @@ class Checkpoints:
         check_format(format, folder, name="Checkpoints")
         check_flag(asynchronous, "asynchronous", name="Checkpoints")
         self._format = FORMATS[format]
-        self._folder = absolute(located(folder))
+        self._folder = absolute(as_path(folder))
         self._keep = last, best, keep_period
         self._asynchronous = asynchronous
         self._worker = Worker()
@@ -186,7 +186,7 @@ class Checkpoints:
         bad: list[tuple[int, Exception]] = []
         for number in reversed(steps) if step is None else [step]:
             try:
-                with opened(self.path(number), name=_NAME) as reader:
+                with open_checkpoint(self.path(number), name=_NAME) as reader:
                     expected = like(contents_of(reader)) if inspect.isroutine(like) else like
                     tree = restore(reader, expected, rows=None, cast=cast, strict=strict, name=_NAME)
                     manifest = reader.manifest
@@ -205,7 +205,7 @@ class Checkpoints:
 
     def _folders(self) -> list[tuple[int, Any]]:
         """The folders of checkpoints, also of those that were never finished, with their steps."""
-        matches = [(STEP.fullmatch(entry.name), entry) for entry in listed(self._folder) if entry.is_dir()]
+        matches = [(STEP.fullmatch(entry.name), entry) for entry in list_folder(self._folder) if entry.is_dir()]
         return [(int(match[1]), entry) for match, entry in matches if match]
 
     def _finish(self, step: int, write: Callable[[], None], score: float | None) -> None:

@@ -7,7 +7,7 @@ from ..distributed import is_first
 from ..distributed._collectives import raise_on_all
 from . import _orbax
 from ._dtypes import device_numbers, host_numbers
-from ._place import has_manifest
+from ._path import has_manifest
 from ._snapshot import Snapshot
 from ._write import write
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from .._check import CheckpointCorruptError
 from ._manifest import Manifest
 from ._names import is_sealed
-from ._place import listed
+from ._path import list_folder
 from ._read import read_manifest
 
 STEP = re.compile(r"step-([0-9]{12})")
@@ -25,7 +25,7 @@ class Kind(NamedTuple):
 
 def kind_of(folder: Path) -> Kind:
     """What a folder is, from the names in it."""
-    entries = sorted(listed(folder), key=lambda entry: entry.name)
+    entries = sorted(list_folder(folder), key=lambda entry: entry.name)
     steps = [entry for entry in entries if STEP.fullmatch(entry.name) and entry.is_dir()]
     if steps:
         return Kind("fit" if any(map(_is_of_fit, steps)) else "run", [entry.name for entry in steps])

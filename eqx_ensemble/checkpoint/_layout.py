@@ -2,7 +2,7 @@ import json
 from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
-from ._dtypes import DTYPES, count_bytes, stored
+from ._dtypes import DTYPES, count_bytes, storage_of
 from ._manifest import LIMIT, TABLE, Entry
 
 DIGEST = 32
@@ -32,7 +32,7 @@ def file_layout(entries: Sequence[Entry]) -> FileLayout:
     fields, ends, end = {}, {}, 0
     for entry in order:
         start, end = end, end + count_bytes(entry.shape, DTYPES[entry.dtype].itemsize)
-        code, shape = stored(entry.dtype, entry.shape)
+        code, shape = storage_of(entry.dtype, entry.shape)
         fields[entry.tensor] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
         ends[entry.tensor] = Span(start, end - start)
     rows, count = {}, 0

@@ -10,7 +10,7 @@ from typing import Any
 from .._check import CheckpointCorruptError
 from . import _disk, _layout, _manifest
 from ._manifest import NAME
-from ._place import has_manifest, is_on_disk, listed, open_file
+from ._path import has_manifest, is_on_disk, list_folder, open_file
 
 SAVING, REMOVING = "saving", "removing"
 UNFINISHED = f"{NAME}.{SAVING}"
@@ -48,7 +48,7 @@ def _is_link(entry: Any) -> bool:
 
 def foreign(path: Any) -> list[str]:
     """The names in a folder that are not ours."""
-    return sorted(entry.name for entry in listed(path) if not is_ours(entry))
+    return sorted(entry.name for entry in list_folder(path) if not is_ours(entry))
 
 
 def is_checkpoint(path: Any) -> bool:
@@ -78,17 +78,17 @@ def _has_our_header(entry: Any) -> bool:
 
 def has_arrays(path: Any) -> bool:
     """Whether there are arrays of ours in a folder: by name and by content, damaged or not."""
-    return any(number_of(entry) and (entry.is_dir() or _has_our_header(entry)) for entry in listed(path))
+    return any(number_of(entry) and (entry.is_dir() or _has_our_header(entry)) for entry in list_folder(path))
 
 
 def is_unfinished(path: Any) -> bool:
     """Whether a folder holds nothing but arrays of Orbax for which there is no manifest, or nothing at all yet."""
-    return all((number_of(entry) and entry.is_dir()) or entry.name == UNFINISHED for entry in listed(path))
+    return all((number_of(entry) and entry.is_dir()) or entry.name == UNFINISHED for entry in list_folder(path))
 
 
 def next_number(path: Any) -> int:
     """A number that no arrays in a folder have yet."""
-    return 1 + max(map(number_of, listed(path)), default=0)
+    return 1 + max(map(number_of, list_folder(path)), default=0)
 
 
 def temporary(path: Path, kind: str) -> Path:
@@ -110,10 +110,10 @@ def _short(name: str) -> str:
 
 def remove_ours(folder: Any) -> None:
     """Removes a checkpoint's folder, but for what is not ours in it: then the folder stays, with that."""
-    for entry in listed(folder):
+    for entry in list_folder(folder):
         if is_ours(entry):
             remove_entry(entry)
-    if listed(folder):
+    if list_folder(folder):
         return
     if is_on_disk(folder):
         _disk.remove_empty_folder(folder)

@@ -8,20 +8,20 @@ from ._kind import kind_of
 from ._manifest import is_orbax
 from ._names import is_sealed, is_unfinished, is_written
 from ._orbax import OrbaxReader
-from ._place import has_manifest, is_on_disk, listed
+from ._path import has_manifest, is_on_disk, list_folder
 from ._read import Reader, read_manifest
 
 _ATTEMPTS = 5
 
 
-def opened(path: Any, *, name: str) -> Reader | OrbaxReader:
+def open_checkpoint(path: Any, *, name: str) -> Reader | OrbaxReader:
     """A checkpoint opened for reading, in whichever format it is.
 
-    **Arguments:** `path`, the folder, from `located`; `name`, the function on whose behalf it is opened.
+    **Arguments:** `path`, the folder, from `as_path`; `name`, the function on whose behalf it is opened.
     """
     if is_on_disk(path):
         check_folder_exists(path, name=name)
-        if not (is_sealed(path) or any(map(is_written, listed(path)))):
+        if not (is_sealed(path) or any(map(is_written, list_folder(path)))):
             raise FileNotFoundError(errno.ENOENT, not_a_checkpoint_message(path, *kind_of(path), name=name))
     check_finished(path, finished=not is_unfinished(path) if is_on_disk(path) else has_manifest(path), name=name)
     for _ in range(_ATTEMPTS):

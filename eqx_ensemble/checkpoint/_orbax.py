@@ -29,7 +29,7 @@ from ._digests import SIZE, checksum, digests, rows_of
 from ._dtypes import DTYPES
 from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, encode
 from ._names import next_number
-from ._place import absolute, is_on_disk
+from ._path import absolute, is_on_disk
 from ._read import Wanted
 from ._snapshot import Snapshot
 

@@ -14,7 +14,7 @@ from ._dtypes import DTYPES, raw
 from ._hashing import Digests
 from ._layout import DIGEST, file_layout
 from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, decode
-from ._place import open_file
+from ._path import open_file
 
 _PART = 2**20
 

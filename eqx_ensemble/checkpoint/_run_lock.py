@@ -32,7 +32,7 @@ class RunLock:
         self._token, self._process = "", 0
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether this process has the lock. A child that was forked has not."""
         return self._stack is not None and self._process == os.getpid()
 

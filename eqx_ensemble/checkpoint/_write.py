@@ -24,7 +24,7 @@ from ._hashing import Digests
 from ._layout import FileLayout, file_layout
 from ._manifest import NAME, encode
 from ._names import REMOVING, SAVING, foreign, is_temporary, next_number, remove_ours, temporary
-from ._place import is_on_disk
+from ._path import is_on_disk
 from ._snapshot import Snapshot
 
 _CHUNK = 2**20
@@ -73,7 +73,7 @@ def clean(parent: Any, of: re.Pattern[str] | str) -> None:
     if not is_on_disk(parent):
         return
     for left in [Path(entry.path) for entry in os.scandir(parent) if is_temporary(entry.name, of)]:
-        with _disk.locked(left, wait=False) as stale, contextlib.suppress(FileNotFoundError):
+        with _disk.hold_lock(left, wait=False) as stale, contextlib.suppress(FileNotFoundError):
             if stale and not left.is_symlink():
                 remove_ours(left) if left.is_dir() else _disk.remove(left)
 
@@ -131,7 +131,7 @@ def _temporary(path: Path) -> Iterator[Path]:
             _disk.make_folder(folder)
             # Before the lock is held, another process may take the folder for a stale one and remove it.
             with contextlib.suppress(FileNotFoundError):
-                stack.enter_context(_disk.locked(folder))
+                stack.enter_context(_disk.hold_lock(folder))
                 if folder.exists():
                     break
         try:
@@ -143,7 +143,7 @@ def _temporary(path: Path) -> Iterator[Path]:
 
 
 def _overwrite(path: Path, content: Snapshot, plan: FileLayout) -> None:
-    with _disk.locked(path):
+    with _disk.hold_lock(path):
         try:
             _write_files(path, next_number(path), content, plan)
             sync_names(path)  # the arrays' name is on the disk before the manifest that names them

@@ -61,7 +61,7 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     @property
-    def replicated(self) -> NamedSharding:
+    def replication(self) -> NamedSharding:
         """The sharding of an array that every device holds whole."""
         return self.sharding()
 

@@ -36,7 +36,7 @@ def shard_members(tree: PyTree, layout: Layout) -> PyTree:
 
 def replicate(tree: PyTree, layout: Layout) -> PyTree:
     """Arrays that every device holds whole."""
-    return _put_leaves(tree, None, lambda *_: layout.replicated)
+    return _put_leaves(tree, None, lambda *_: layout.replication)
 
 
 def shard_rows(tree: PyTree, layout: Layout) -> PyTree:

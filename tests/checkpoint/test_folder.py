@@ -130,14 +130,14 @@ def test_a_disk_that_cannot_be_read_is_damage_too(folder, monkeypatch):
     checkpoints = Checkpoints(folder)
     checkpoints.save(1, tree(1))
     checkpoints.save(2, tree(2))
-    opened = _folder.opened
+    opened = _folder.open_checkpoint
 
     def failing(path, *, name):
         if path.name.endswith("2"):
             raise OSError(5, "Input/output error")
         return opened(path, name=name)
 
-    monkeypatch.setattr(_folder, "opened", failing)
+    monkeypatch.setattr(_folder, "open_checkpoint", failing)
     with pytest.warns(UserWarning, match="Input/output error"):
         assert checkpoints.restore(tree(0)).step == 1
 

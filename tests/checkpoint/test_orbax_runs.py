@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint import Checkpoints, _disk, _orbax, _place
+from eqx_ensemble.checkpoint import Checkpoints, _disk, _orbax, _path
 
 from ..factories import mlp
 from ..test_files import assert_same as assert_same_model
@@ -310,7 +310,7 @@ def test_checkpoints_in_an_object_store(store, unhooked):
 
 
 def test_real_paths_of_object_stores():
-    path = _place.absolute(_place.located("gs://bucket/run"))
+    path = _path.absolute(_path.as_path("gs://bucket/run"))
     assert str(path / "orbax-0001") == "gs://bucket/run/orbax-0001"
     assert not isinstance(path, pathlib.Path)
 

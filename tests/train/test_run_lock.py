@@ -233,10 +233,10 @@ if child == 0:
     _write.write_manifest = before
     with Checkpoints(folder / "child", asynchronous=True) as own:  # the child has a thread of its own
         own.save(1, {"a": np.ones(1)})
-    print("child", lock.held, flush=True)
+    print("child", lock.is_held, flush=True)
     time.sleep(600)
 checkpoints.wait()
-print("parent", lock.held, child, flush=True)
+print("parent", lock.is_held, child, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -62,5 +62,5 @@ class PieceQueue:
         layout = self._layout
         if layout is None:
             return Chunk(*jax.device_put(chunk))
-        own = layout.sharding(None, "members") if self._own_rows else layout.replicated
-        return Chunk(*map(put, chunk, (own, own, *[layout.replicated] * 3)))
+        own = layout.sharding(None, "members") if self._own_rows else layout.replication
+        return Chunk(*map(put, chunk, (own, own, *[layout.replication] * 3)))

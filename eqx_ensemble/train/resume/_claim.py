@@ -5,7 +5,7 @@ from collections.abc import Callable
 from ...checkpoint import Checkpoints
 from ...checkpoint._check_folders import check_nothing_newer, explain_folder
 from ...checkpoint._commit import make_parents
-from ...checkpoint._place import is_on_disk
+from ...checkpoint._path import is_on_disk
 from ...checkpoint._run_lock import RunLock
 from ...distributed import is_first
 from ...distributed._collectives import raise_on_all

@@ -13,7 +13,7 @@ from ...checkpoint import Checkpoints, Contents
 from ...checkpoint._check_folders import check_overwritable
 from ...checkpoint._formats import FormatName
 from ...checkpoint._names import is_sealed
-from ...checkpoint._place import is_on_disk
+from ...checkpoint._path import is_on_disk
 from ...checkpoint._snapshot import versions
 from ...distributed import broadcast_from_first
 from .._revive import Revival

@@ -12,7 +12,7 @@ from ._manifest import NAME
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
-def located(path: str | os.PathLike[str]) -> Any:
+def as_path(path: str | os.PathLike[str]) -> Any:
     """Where a path leads: a `Path`, or for an object store (`gs://...`) what Orbax takes for one."""
     text = os.fspath(path)
     if "://" not in text:
@@ -34,7 +34,7 @@ def absolute(path: Any) -> Any:
 
 
 def is_on_disk(path: Any) -> bool:
-    """Whether a path from `located` leads to this machine's file systems, and not to an object store."""
+    """Whether a path from `as_path` leads to this machine's file systems, and not to an object store."""
     return isinstance(path, Path)
 
 
@@ -43,7 +43,7 @@ def has_manifest(path: Any) -> bool:
     return (path / NAME).exists()
 
 
-def listed(path: Any) -> list[Any]:
+def list_folder(path: Any) -> list[Any]:
     """What is in a folder. One that is not there holds nothing: an object store has no folders without objects."""
     try:
         return list(path.iterdir())

@@ -25,7 +25,7 @@ from ._leaves import Packed, Parts, pack
 from ._plain import plain
 
 
-class Served(NamedTuple):
+class ExportJob(NamedTuple):
     """What is exported.
 
     **Attributes:**
@@ -40,7 +40,7 @@ class Served(NamedTuple):
     row: PyTree
 
 
-def served(
+def prepare_export(
     ensemble: Ensemble[Any],
     call: MemberCall,
     *,
@@ -51,7 +51,7 @@ def served(
     state: Any,
     plan: AbstractPlan | None = None,
     key: Any = None,
-) -> Served:
+) -> ExportJob:
     """What is exported, all of it checked."""
     check_ensemble(ensemble, name=name)
     check_optional_function(call.fn, "fn", name=name, example="lambda model, x: model(x)")
@@ -73,10 +73,10 @@ def served(
         return plain(out, name=name)
 
     convex = None if convex is None else jnp.asarray(convex)
-    return Served(run, pack(Parts(ensemble, state, convex, keys), name=name), row)
+    return ExportJob(run, pack(Parts(ensemble, state, convex, keys), name=name), row)
 
 
-def with_constants(job: Served) -> Callable[[PyTree], PyTree]:
+def with_constants(job: ExportJob) -> Callable[[PyTree], PyTree]:
     """The prediction for a batch, with all arrays inside."""
     return lambda x: job.run(job.packed.unpack(job.packed.arrays), x)
 
