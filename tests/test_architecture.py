@@ -169,9 +169,7 @@ def test_a_second_home_is_found():
 # Small classes, short files.
 
 LARGE_CLASSES: set[str] = {
-    "Checkpoints",
     "Ensemble",
-    "Reader",
 }
 LONG_FILES: set[str] = set()
 

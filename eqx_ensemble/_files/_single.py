@@ -10,9 +10,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as safetensors_bytes
 
-from .._check import CheckpointCorruptError, kind_text
-from ..checkpoint._check import damage_message
+from .._check import kind_text
 from ..checkpoint._check_like import LeafDifference, check_same_leaves
+from ..checkpoint._damage import corrupt_error
 from ..checkpoint._dtypes import count_bytes
 from ..checkpoint._structure import is_array_like, is_number, saved_leaves
 from ._check import check_no_typed_keys, check_plain_dtype
@@ -50,14 +50,11 @@ def _header(file: BinaryIO, size: int, path: Path, where: str) -> jax.ShapeDtype
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
     except ValueError as error:
-        raise CheckpointCorruptError(
-            damage_message(path, f"it is no file of `equinox.tree_serialise_leaves`: {error}", leaf=where),
-            str(path),
-            where,
-        ) from None
+        reason = f"it is no file of `equinox.tree_serialise_leaves`: {error}"
+        raise corrupt_error(path, reason, leaf=where) from None
     end = file.tell() + count_bytes(shape, dtype.itemsize)
     if dtype.hasobject or end > size:
-        raise CheckpointCorruptError(damage_message(path, "the file ends too early", leaf=where), str(path), where)
+        raise corrupt_error(path, "the file ends too early", leaf=where)
     file.seek(end)
     return np.broadcast_to(np.empty((), dtype), shape)
 
@@ -108,7 +105,7 @@ def read_safetensors(path: Path, like: Any, *, name: str) -> Any:
             read = lambda where, leaf: _as(leaf, file.get_tensor(where)) if is_array_like(leaf) else leaf
             leaves = [read(where, leaf) for where, leaf in _named_leaves(like)]
     except SafetensorError as error:
-        raise CheckpointCorruptError(damage_message(path, f"it is no safetensors file: {error}"), str(path)) from None
+        raise corrupt_error(path, f"it is no safetensors file: {error}") from None
     return jtu.tree_unflatten(jtu.tree_structure(like), leaves)
 
 

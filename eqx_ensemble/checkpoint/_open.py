@@ -1,9 +1,8 @@
 import errno
 from typing import Any
 
-from .._check import CheckpointCorruptError
-from ._check import damage_message
 from ._check_folders import check_finished, check_folder_exists, not_a_checkpoint_message
+from ._damage import corrupt_error
 from ._kind import kind_of
 from ._manifest import is_orbax
 from ._names import is_sealed, is_unfinished, is_written
@@ -32,9 +31,5 @@ def open_checkpoint(path: Any, *, name: str) -> Reader | OrbaxReader:
             # Overwritten between the two: the manifest that is there now names other arrays.
             if read_manifest(path) == manifest:
                 first = manifest.entries[0].path if manifest.entries else None
-                raise CheckpointCorruptError(
-                    damage_message(path / manifest.file, "the file is missing", leaf=first),
-                    str(path / manifest.file),
-                    first,
-                ) from None
-    raise CheckpointCorruptError(damage_message(path, "it is replaced faster than it can be read"), str(path))
+                raise corrupt_error(path / manifest.file, "the file is missing", leaf=first) from None
+    raise corrupt_error(path, "it is replaced faster than it can be read")

@@ -12,7 +12,7 @@ import numpy as np
 from .._check import CheckpointCorruptError, check_version, missing_extra_message
 from ..distributed import is_first
 from ..distributed._collectives import all_gather, raise_on_all
-from ._check import check_manifest_size, check_same_in_processes, damage_message
+from ._check import check_manifest_size, check_same_in_processes
 from ._check_folders import NotSyncedError, explain_orbax, explain_writing
 from ._check_like import shape_text
 from ._commit import (
@@ -25,12 +25,13 @@ from ._commit import (
     sync_names,
     write_manifest,
 )
+from ._damage import corrupt_error
 from ._digests import SIZE, checksum, digests, rows_of
 from ._dtypes import DTYPES
 from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, encode
 from ._names import next_number
 from ._path import absolute, is_on_disk
-from ._read import Wanted
+from ._read import MISMATCH, Wanted
 from ._snapshot import Snapshot
 
 _OLDEST = (0, 12, 8)
@@ -202,9 +203,7 @@ class OrbaxReader:
         except Exception as error:
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
                 raise
-            raise CheckpointCorruptError(
-                damage_message(self.file, f"Orbax cannot read it: {error}"), str(self.file)
-            ) from error
+            raise corrupt_error(self.file, f"Orbax cannot read it: {error}") from error
 
     def _verify(self, loaded: dict[str, Any]) -> None:
         """What this process holds of each array is what was saved."""
@@ -212,19 +211,13 @@ class OrbaxReader:
             data = loaded[entry.tensor]
             if data.shape != entry.shape or data.dtype != DTYPES[entry.dtype]:
                 found = shape_text(data.shape, data.dtype)
-                raise CheckpointCorruptError(
-                    damage_message(self.file, f"it is {found} there", leaf=entry.path), str(self.file), entry.path
-                )
+                raise corrupt_error(self.file, f"it is {found} there", leaf=entry.path)
             rows = loaded[TABLE][first : first + count].tobytes()
             if entry.checksum == "":
                 continue
-            self._expect(checksum(entry, rows) == entry.checksum, "its checksums have changed", entry)
+            if checksum(entry, rows) != entry.checksum:
+                raise corrupt_error(self.file, "its checksums have changed", leaf=entry.path)
             for row, digest in digests(data, per_member=entry.kind == "members").items():
-                same = digest == rows[row * SIZE : (row + 1) * SIZE]
-                self._expect(same, "the checksum does not match", entry, row if entry.kind == "members" else None)
-
-    def _expect(self, condition: bool, reason: str, entry: Entry, member: int | None = None) -> None:  # noqa: FBT001
-        if not condition:
-            raise CheckpointCorruptError(
-                damage_message(self.file, reason, leaf=entry.path, member=member), str(self.file), entry.path, member
-            )
+                if digest != rows[row * SIZE : (row + 1) * SIZE]:
+                    member = row if entry.kind == "members" else None
+                    raise corrupt_error(self.file, MISMATCH, leaf=entry.path, member=member)

@@ -5,8 +5,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from .._check import CheckpointCorruptError, missing_extra_message
-from ._check import check_object_store, damage_message
+from .._check import missing_extra_message
+from ._check import check_object_store
+from ._damage import corrupt_error
 from ._manifest import NAME
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -59,11 +60,9 @@ def open_file(file: Any) -> Any:
         handle = os.open(file, _FLAGS)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
-            raise CheckpointCorruptError(
-                damage_message(file, "it is a symbolic link, which is not followed"), str(file)
-            ) from None
+            raise corrupt_error(file, "it is a symbolic link, which is not followed") from None
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise CheckpointCorruptError(damage_message(file, "it is no ordinary file"), str(file))
+        raise corrupt_error(file, "it is no ordinary file")
     return io.FileIO(handle, "rb")

@@ -1,5 +1,4 @@
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -8,118 +7,86 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._check import CheckpointCorruptError
-from ._check import damage_message
+from ._arrays_file import ArraysFile
+from ._damage import corrupt_error
+from ._decode import decode
 from ._dtypes import DTYPES, raw
 from ._hashing import Digests
 from ._layout import DIGEST, file_layout
-from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, decode
+from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest
 from ._path import open_file
+
+MISMATCH = "the checksum does not match"
 
 _PART = 2**20
 
 
 class Wanted(NamedTuple):
-    """A leaf to read, and where its array should lie; `None` for the memory of the host."""
+    """A leaf to read, and the sharding that its array is to have; `None` for host memory."""
 
     entry: Entry
     sharding: jax.sharding.Sharding | None
 
 
 class Reader:
-    """A checkpoint opened for reading: its manifest is whole, and its file of arrays has the size it should have.
+    """A checkpoint open for reading. The checksums of numbers are verified as they are read.
 
-    Numbers are checked as they are read. Memory is taken for one array at a time, which the size of the file bounds.
+    Memory is taken for one array at a time, which the size of the file bounds.
     """
 
     def __init__(self, path: Path, manifest: Manifest):
-        self.folder, self.manifest, self.file = path, manifest, path / manifest.file
-        self._file = open_file(self.file)
-        try:
-            self._layout = file_layout(self.manifest.entries)
-            self._check_file()
-        except BaseException:
-            self.close()
-            raise
+        self.folder, self.manifest = path, manifest
+        self._path, self._layout = path / manifest.file, file_layout(manifest.entries)
+        self._file = ArraysFile(self._path, self._layout)
 
     def __enter__(self) -> "Reader":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
     def arrays(self, wanted: Sequence[Wanted], rows: Sequence[int] | None = None) -> Iterator[np.ndarray]:
-        """The arrays of leaves, checked, one at a time; of those with members, `rows` only."""
+        """The arrays of leaves, verified, one at a time; of those with members, `rows` only."""
         for entry, _ in wanted:
-            yield self._array(entry, rows)
+            yield self._shared(entry) if entry.kind == "shared" else self._members(entry, rows)
 
-    def _array(self, entry: Entry, rows: Sequence[int] | None = None) -> np.ndarray:
-        if entry.kind == "shared":
-            data, found = self._read(entry, 0, entry.shape, 1)
-            self._expect(found[0].hex() == entry.checksum, "the checksum does not match", entry)
-            return data
+    def _shared(self, entry: Entry) -> np.ndarray:
+        data, (digest,) = self._read(entry, 0, entry.shape, 1)
+        if digest.hex() != entry.checksum:
+            raise corrupt_error(self._path, MISMATCH, leaf=entry.path)
+        return data
+
+    def _members(self, entry: Entry, rows: Sequence[int] | None) -> np.ndarray:
         digests = self._digests(entry)
         count, *inner = entry.shape
         if rows is None:
             data, found = self._read(entry, 0, entry.shape, count)
-            self._expect_members(entry, found, digests, range(count))
+            self._check_members(entry, found, digests, range(count))
             return data
         data = np.empty((len(rows), *inner), DTYPES[entry.dtype])
         for i, row in enumerate(rows):
             one, found = self._read(entry, row, (1, *inner), 1)
-            self._expect_members(entry, found, digests, [row])
+            self._check_members(entry, found, digests, [row])
             data[i] = one[0]
         return data
 
-    def _check_file(self) -> None:
-        size, expected = os.fstat(self._file.fileno()).st_size, self._layout.size
-        if size != expected:
-            raise CheckpointCorruptError(
-                damage_message(self.file, f"it has {size} bytes, not {expected}", leaf=self._leaf_at(size)),
-                str(self.file),
-                self._leaf_at(size),
-            )
-        header = self._layout.header
-        if self._bytes(0, len(header)) != header:
-            raise CheckpointCorruptError(
-                damage_message(self.file, "its header is not the one that follows from the manifest"), str(self.file)
-            )
-
-    def _leaf_at(self, size: int) -> str | None:
-        """The first leaf that does not fit a file of this size."""
-        for entry in self._layout.order:
-            start, length = self._layout.spans[entry.tensor]
-            if start + length > size:
-                return entry.path
-        return None
-
-    def _expect(self, condition: bool, reason: str, entry: Entry, member: int | None = None) -> None:  # noqa: FBT001
-        if not condition:
-            raise CheckpointCorruptError(
-                damage_message(self.file, reason, leaf=entry.path, member=member), str(self.file), entry.path, member
-            )
-
-    def _expect_members(self, entry: Entry, found: Sequence[bytes], digests: bytes, rows: Sequence[int]) -> None:
+    def _check_members(self, entry: Entry, found: Sequence[bytes], digests: bytes, rows: Sequence[int]) -> None:
         for digest, row in zip(found, rows, strict=True):
-            same = digest == digests[row * DIGEST : (row + 1) * DIGEST]
-            self._expect(same, "the checksum does not match", entry, row)
+            if digest != digests[row * DIGEST : (row + 1) * DIGEST]:
+                raise corrupt_error(self._path, MISMATCH, leaf=entry.path, member=row)
 
     def _digests(self, entry: Entry) -> bytes:
         start = self._layout.spans[TABLE].start + self._layout.rows[entry.tensor] * DIGEST
-        digests = self._bytes(start, entry.shape[0] * DIGEST)
-        same = hashlib.sha256(digests).hexdigest() == entry.checksum
-        self._expect(same, "the members' checksums have changed", entry)
+        digests = self._file.read(start, entry.shape[0] * DIGEST)
+        if hashlib.sha256(digests).hexdigest() != entry.checksum:
+            raise corrupt_error(self._path, "the checksums of its members have changed", leaf=entry.path)
         return digests
 
     def _read(self, entry: Entry, first_row: int, shape: Sequence[int], count: int) -> tuple[np.ndarray, list[bytes]]:
-        """Numbers as they stand in the file, and the SHA-256 of each of `count` equal pieces of them."""
+        """Numbers as they are in the file, and the SHA-256 of each of `count` equal pieces of them."""
         data = np.empty(shape, DTYPES[entry.dtype])
         view = raw(data)
-        self._file.seek(self._layout.spans[entry.tensor].start + first_row * len(view))
+        start = self._layout.spans[entry.tensor].start + first_row * len(view)
         size = len(view) // count
         step = max(1, _PART // max(1, size))
         found = []
@@ -127,25 +94,11 @@ class Reader:
             for first in range(0, count, step):
                 pieces = min(step, count - first)
                 part = view[first * size : (first + pieces) * size]
-                self._fill(part, entry)
+                self._file.fill(part, start + first * size, entry.path)
                 found.append(digests.add(part, pieces))
-        if entry.dtype == "bool":  # NumPy takes any byte for a boolean, and then calculates with it
-            self._expect(not (data.view(np.uint8) > 1).any(), "a boolean is neither true nor false", entry)
+        if entry.dtype == "bool" and (data.view(np.uint8) > 1).any():  # NumPy would calculate with such a byte
+            raise corrupt_error(self._path, "a boolean is neither true nor false", leaf=entry.path)
         return data, [digest for part in found for digest in part]
-
-    def _fill(self, view: memoryview, entry: Entry) -> None:
-        while view:
-            count = self._file.readinto(view)
-            self._expect(bool(count), "the file ends too early", entry)
-            view = view[count:]
-
-    def _bytes(self, start: int, size: int) -> bytes:
-        self._file.seek(start)
-        parts = []
-        while size > 0 and (part := self._file.read(size)):
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
 
 
 def read_manifest(path: Any) -> Manifest:
@@ -155,9 +108,7 @@ def read_manifest(path: Any) -> Manifest:
         with open_file(file) as handle:
             data = handle.read(LIMIT + 1)
     except FileNotFoundError:
-        raise CheckpointCorruptError(damage_message(file, "the file is missing"), str(file)) from None
+        raise corrupt_error(file, "the file is missing") from None
     if len(data) > LIMIT:
-        raise CheckpointCorruptError(
-            damage_message(file, f"its bytes are more than the {LIMIT} that are read"), str(file)
-        )
+        raise corrupt_error(file, f"it has more than the {LIMIT} bytes that are read")
     return decode(data, file)

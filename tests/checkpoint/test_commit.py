@@ -171,7 +171,7 @@ def test_a_file_is_written_atomically(how, tmp_path):
         assert path.read_bytes() in (b"1" * 100, b"2" * 100)
         busy = tmp_path / ".x.zip.saving-00000000"
         busy.write_bytes(b"3")
-        with _disk.locked(busy):
+        with _disk.hold_lock(busy):
             write_file(path, b"4" * 100)
             assert sorted(entry.name for entry in tmp_path.iterdir()) == [busy.name, path.name]
         write_file(path, b"5" * 100)
@@ -320,7 +320,7 @@ def test_what_a_living_process_writes_is_left_alone(tmp_path):
         folder.mkdir()
         (folder / part).write_bytes(b"1")
     (mixed / "note").write_text("mine")
-    with _disk.locked(busy):
+    with _disk.hold_lock(busy):
         ee.save(tmp_path / "x", tree(1))
     for folder in (busy, *others):
         assert (folder / part).exists()

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint import _manifest
+from eqx_ensemble.checkpoint import _decode, _manifest
 from eqx_ensemble.checkpoint._layout import file_layout
 
 from .damage import HEADERS, HOSTILE, MANIFEST, arrays_file, entry, every_bit, every_length, flip, forge, load, small
@@ -135,7 +135,7 @@ def test_a_newer_format(copy):
 def test_a_huge_manifest_is_not_read(copy):
     with open(copy / MANIFEST, "r+b") as file:
         file.truncate(2**40)
-    with pytest.raises(ee.CheckpointCorruptError, match="more than the 16777216 that are read"):
+    with pytest.raises(ee.CheckpointCorruptError, match="more than the 16777216 bytes that are read"):
         load(copy)
 
 
@@ -145,7 +145,7 @@ def test_memory_is_taken_only_for_what_is_expected(copy):
     with pytest.raises(ee.CheckpointCorruptError, match="it has [0-9]+ bytes, not"):
         load(copy)
     content = json.loads((copy / MANIFEST).read_text())["manifest"]
-    manifest = _manifest.decode((copy / MANIFEST).read_bytes(), "x")
+    manifest = _decode.decode((copy / MANIFEST).read_bytes(), "x")
     assert content["entries"][0]["shape"] == [3, 2**38]
     with open(arrays_file(copy), "r+b") as file:
         plan = file_layout(manifest.entries)
@@ -207,7 +207,7 @@ def test_any_bytes_as_manifest(body, sealed):
     if sealed:
         body = b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n"manifest": ' + body + b"}\n"
     with pytest.raises(ee.CheckpointCorruptError):
-        _manifest.decode(body, "x")
+        _decode.decode(body, "x")
 
 
 json_values = st.recursive(
@@ -232,7 +232,7 @@ def test_any_value_in_any_field(data):
     body = json.dumps(content).encode()
     sealed = b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n"manifest": ' + body + b"}\n"
     try:
-        _manifest.decode(sealed, "x")
+        _decode.decode(sealed, "x")
     except (ee.CheckpointCorruptError, ValueError):
         pass
 

@@ -80,9 +80,10 @@ def test_an_error_ends_the_threads():
 def test_a_large_save_continues_while_python_exits(tmp_path):
     code = (
         "import sys, time, numpy as np, eqx_ensemble as ee\n"
-        "finish = ee.checkpoint.Checkpoints._finish\n"
+        "from eqx_ensemble.checkpoint._run_folder import RunFolder\n"
+        "finish = RunFolder.finish\n"
         "def later(*args):\n    time.sleep(1)\n    finish(*args)\n"
-        "ee.checkpoint.Checkpoints._finish = later\n"
+        "RunFolder.finish = later\n"
         "tree = {'a': np.arange(2**20, dtype=np.int64)}\n"
         "ee.checkpoint.Checkpoints(sys.argv[1], asynchronous=True).save(1, tree)\n"
     )

@@ -23,7 +23,7 @@ from ..factories import mlp
 from ..test_files import assert_same as assert_same_model
 from ..test_files import built
 from .orbax_tools import mesh, replaced, save, spread, tree, version_at
-from .test_folder import KEEPS, SCORES
+from .test_checkpoints import KEEPS, SCORES
 
 ocp = pytest.importorskip("orbax.checkpoint.experimental.v1", reason="needs orbax-checkpoint (extra `orbax`)")
 

@@ -17,6 +17,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints
+from eqx_ensemble.checkpoint._run_folder import RunFolder
 from eqx_ensemble.train import NotSavedError, Revive, Status
 from eqx_ensemble.train.data._cursor import decode, encode
 from eqx_ensemble.train.host._executor import Executor
@@ -471,7 +472,7 @@ class TestNothingIsLost:
     def test_a_disk_that_is_full(self, ensemble, tmp_path, monkeypatch, asynchronous):
         whole = fitted(ensemble, steps=20)
         checkpoints = Checkpoints(tmp_path / "a", asynchronous=asynchronous)
-        finish = Checkpoints._finish
+        finish = RunFolder.finish
 
         def full(self, step, *rest):
             if step > 6:
@@ -479,7 +480,7 @@ class TestNothingIsLost:
             finish(self, step, *rest)
 
         with monkeypatch.context() as patched:
-            patched.setattr(Checkpoints, "_finish", full)
+            patched.setattr(RunFolder, "finish", full)
             with pytest.raises(NotSavedError, match="No space left on device") as caught:
                 fitted(ensemble, steps=20, checkpoint=checkpoints, checkpoint_every=5)
         part = caught.value.run
@@ -495,7 +496,7 @@ class TestNothingIsLost:
         def full(self, *_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(Checkpoints, "_finish", full)
+        monkeypatch.setattr(RunFolder, "finish", full)
         with pytest.raises(NotSavedError) as caught:
             fitted(ensemble, steps=20, checkpoint=tmp_path / "a")
         assert_same_run(caught.value.run, whole)

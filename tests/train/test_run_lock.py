@@ -263,7 +263,7 @@ def test_a_forked_child_neither_waits_nor_holds_locks(tmp_path):
         lock = RunLock(tmp_path)
         lock.acquire()
         lock.release()
-        with _disk.locked(tmp_path / "run" / "step-000000000001", wait=False) as free:
+        with _disk.hold_lock(tmp_path / "run" / "step-000000000001", wait=False) as free:
             assert free
         assert time.monotonic() - started < 0.4
     finally:

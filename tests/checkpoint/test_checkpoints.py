@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint import Checkpoints, _disk, _folder, _formats
+from eqx_ensemble.checkpoint import Checkpoints, _checkpoints, _disk, _formats
 
 
 def tree(value):
@@ -130,14 +130,14 @@ def test_a_disk_that_cannot_be_read_is_damage_too(folder, monkeypatch):
     checkpoints = Checkpoints(folder)
     checkpoints.save(1, tree(1))
     checkpoints.save(2, tree(2))
-    opened = _folder.open_checkpoint
+    opened = _checkpoints.open_checkpoint
 
     def failing(path, *, name):
         if path.name.endswith("2"):
             raise OSError(5, "Input/output error")
         return opened(path, name=name)
 
-    monkeypatch.setattr(_folder, "open_checkpoint", failing)
+    monkeypatch.setattr(_checkpoints, "open_checkpoint", failing)
     with pytest.warns(UserWarning, match="Input/output error"):
         assert checkpoints.restore(tree(0)).step == 1
 

@@ -1,27 +1,24 @@
+import dataclasses
 import errno
 import functools as ft
 import inspect
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, final
 
 from .._check import CheckpointCorruptError, check_flag
 from ._check import check_format, check_retention, check_step
 from ._check_folders import all_damaged_message, check_step_exists, fallback_message
 from ._contents import contents_of
 from ._formats import FORMATS, FormatName
-from ._kind import STEP
-from ._names import is_unfinished
 from ._open import open_checkpoint
-from ._path import absolute, as_path, list_folder
-from ._read import read_manifest
+from ._path import absolute, as_path
 from ._restore import restore
+from ._run_folder import Retention, RunFolder
 from ._snapshot import snapshot
 from ._worker import Worker
-from ._write import clean, remove
 
 _NAME = "Checkpoints.restore"
 
@@ -43,6 +40,8 @@ class Restored(NamedTuple):
     meta: Any
 
 
+@final
+@dataclasses.dataclass(init=False, eq=False)
 class Checkpoints:
     """A folder of checkpoints of one run, numbered by step.
 
@@ -79,6 +78,10 @@ class Checkpoints:
         the arrays; what is damaged for one of them is passed over by all.
     """
 
+    folder: Any
+    retention: Retention
+    asynchronous: bool
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -92,13 +95,12 @@ class Checkpoints:
         check_retention(last, best, keep_period)
         check_format(format, folder, name="Checkpoints")
         check_flag(asynchronous, "asynchronous", name="Checkpoints")
+        self.folder = absolute(as_path(folder))
+        self.retention = Retention(last, best, keep_period)
+        self.asynchronous = asynchronous
         self._format = FORMATS[format]
-        self._folder = absolute(as_path(folder))
-        self._keep = last, best, keep_period
-        self._asynchronous = asynchronous
+        self._run = RunFolder(self.folder, self._format, self.retention)
         self._worker = Worker()
-        self._scores: dict[int, float | None] = {}
-        self._stay: set[int] = set()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -106,16 +108,10 @@ class Checkpoints:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.wait()
 
-    def __repr__(self) -> str:
-        last, best, keep_period = self._keep
-        return (
-            f"Checkpoints({str(self._folder)!r}, {last=}, {best=}, {keep_period=}, asynchronous={self._asynchronous})"
-        )
-
     @property
     def steps(self) -> list[int]:
         """The step numbers of the complete checkpoints, in order."""
-        return sorted(step for step, entry in self._folders() if self._format.stands(entry))
+        return self._run.steps()
 
     def path(self, step: int) -> Path | Any:
         """The folder of one checkpoint, which [`eqx_ensemble.load`][] reads too.
@@ -123,7 +119,7 @@ class Checkpoints:
         In an object store, an `etils.epath.Path`.
         """
         check_step(step)
-        return self._folder / f"step-{step:012d}"
+        return self._run.step_path(step)
 
     def save(
         self, step: int, tree: Any, *, per_member: Any = False, ids: Any = None, score: Any = None, meta: Any = None
@@ -145,13 +141,13 @@ class Checkpoints:
         """
         self.wait()
         path = self.path(step)
-        copy, take = self._asynchronous, self._format.take
+        copy, take = self.asynchronous, self._format.take
         content = snapshot(
             tree, per_member=per_member, ids=ids, meta=meta, step=step, score=score, copy=copy, take=take
         )
         score, write = content.manifest.score, self._format.begin(path, content)
-        job = ft.partial(self._finish, step, write, score)
-        if self._asynchronous:
+        job = ft.partial(self._run.finish, step, write, score)
+        if self.asynchronous:
             self._worker.start(job)
         else:
             self._format.settle(job)
@@ -182,7 +178,7 @@ class Checkpoints:
         """
         self.wait()
         steps = self.steps
-        check_step_exists(self._folder, step, steps)
+        check_step_exists(self.folder, step, steps)
         bad: list[tuple[int, Exception]] = []
         for number in reversed(steps) if step is None else [step]:
             try:
@@ -200,56 +196,5 @@ class Checkpoints:
                     warnings.warn(fallback_message(bad, number), stacklevel=2)
                 return Restored(tree, number, manifest.score, manifest.meta)
         first = bad[0][1]
-        file, leaf = getattr(first, "file", str(self._folder)), getattr(first, "leaf", None)
-        raise CheckpointCorruptError(all_damaged_message(bad, self._folder), file, leaf)
-
-    def _folders(self) -> list[tuple[int, Any]]:
-        """The folders of checkpoints, also of those that were never finished, with their steps."""
-        matches = [(STEP.fullmatch(entry.name), entry) for entry in list_folder(self._folder) if entry.is_dir()]
-        return [(int(match[1]), entry) for match, entry in matches if match]
-
-    def _finish(self, step: int, write: Callable[[], None], score: float | None) -> None:
-        write()
-        self._scores[step] = score
-        if not self._format.leads():
-            return
-        try:
-            self._clean()
-            for old in self._superfluous(step):
-                self._remove(old)
-        except OSError as error:
-            warnings.warn(f"Step {step} is saved, but an old checkpoint could not be removed: {error}", stacklevel=2)
-
-    def _remove(self, step: int) -> None:
-        """Removes an old checkpoint, but for one in which there are other things: of these a warning says once."""
-        try:
-            remove(self.path(step))
-        except FileExistsError as error:
-            if step not in self._stay:
-                self._stay.add(step)
-                warnings.warn(f"An old checkpoint is kept: {error}", stacklevel=2)
-
-    def _clean(self) -> None:
-        """Removes what processes that were killed left."""
-        clean(self._folder, STEP)
-        for _, entry in self._folders():
-            if is_unfinished(entry):
-                remove(entry)
-
-    def _superfluous(self, newest: int) -> list[int]:
-        """The steps to remove. One whose manifest cannot be read counts for nothing, and is left where it is."""
-        last, best, keep_period = self._keep
-        scores = {step: score for step in self.steps for score in self._score(step)}
-        kept = {newest, *sorted(scores)[-last:]}
-        scored = [(score, -step) for step, score in scores.items() if score is not None]
-        kept |= {-step for _, step in sorted(scored)[:best]}
-        return [step for step in scores if step not in kept and not (keep_period and step % keep_period == 0)]
-
-    def _score(self, step: int) -> list[float | None]:
-        """The score of a step as a list of one, empty if its manifest cannot be read."""
-        if step not in self._scores:
-            try:
-                self._scores[step] = read_manifest(self.path(step)).score
-            except (ValueError, OSError):
-                return []
-        return [self._scores[step]]
+        file, leaf = getattr(first, "file", str(self.folder)), getattr(first, "leaf", None)
+        raise CheckpointCorruptError(all_damaged_message(bad, self.folder), file, leaf)

@@ -1,0 +1,89 @@
+"""The folder of a run: which checkpoints are in it, and which of them are kept."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ._formats import Format
+from ._kind import STEP
+from ._names import is_unfinished
+from ._path import list_folder
+from ._read import read_manifest
+from ._write import clean, remove
+
+
+class Retention(NamedTuple):
+    """Which checkpoints are kept: the `last` newest, the `best` by score, and every multiple of `keep_period`."""
+
+    last: int
+    best: int
+    keep_period: int | None
+
+    def superfluous(self, scores: Mapping[int, float | None], newest: int) -> list[int]:
+        """The steps that are not kept, given the scores of all; `newest`, the one just saved, always is."""
+        kept = {newest, *sorted(scores)[-self.last :]}
+        scored = [(score, -step) for step, score in scores.items() if score is not None]
+        kept |= {-step for _, step in sorted(scored)[: self.best]}
+        return [step for step in scores if step not in kept and not (self.keep_period and step % self.keep_period == 0)]
+
+
+class RunFolder:
+    """Checkpoints in one folder, numbered by step; old ones are removed after each save."""
+
+    def __init__(self, path: Any, format: Format, retention: Retention):
+        self._path, self._format, self._retention = path, format, retention
+        self._scores: dict[int, float | None] = {}
+        self._warned: set[int] = set()
+
+    def step_path(self, step: int) -> Any:
+        """The folder of one checkpoint."""
+        return self._path / f"step-{step:012d}"
+
+    def steps(self) -> list[int]:
+        """The step numbers of the complete checkpoints, in order."""
+        return sorted(step for step, entry in self._entries() if self._format.stands(entry))
+
+    def finish(self, step: int, write: Callable[[], None], score: float | None) -> None:
+        """Writes a checkpoint, then removes those that are not kept."""
+        write()
+        self._scores[step] = score
+        if not self._format.leads():
+            return
+        try:
+            self._clean()
+            # One whose manifest cannot be read has no score: it counts for nothing, and is left where it is.
+            scores = {known: score for known in self.steps() for score in self._score(known)}
+            for old in self._retention.superfluous(scores, step):
+                self._remove(old)
+        except OSError as error:
+            warnings.warn(f"Step {step} is saved, but an old checkpoint could not be removed: {error}", stacklevel=2)
+
+    def _entries(self) -> list[tuple[int, Any]]:
+        """The folders of checkpoints, also of those that were never finished, with their steps."""
+        matches = [(STEP.fullmatch(entry.name), entry) for entry in list_folder(self._path) if entry.is_dir()]
+        return [(int(match[1]), entry) for match, entry in matches if match]
+
+    def _clean(self) -> None:
+        """Removes what killed processes left."""
+        clean(self._path, STEP)
+        for _, entry in self._entries():
+            if is_unfinished(entry):
+                remove(entry)
+
+    def _remove(self, step: int) -> None:
+        """Removes an old checkpoint; one that holds other files stays, with one warning."""
+        try:
+            remove(self.step_path(step))
+        except FileExistsError as error:
+            if step not in self._warned:
+                self._warned.add(step)
+                warnings.warn(f"An old checkpoint is kept: {error}", stacklevel=2)
+
+    def _score(self, step: int) -> list[float | None]:
+        """The score of a step as a list of one, empty if its manifest cannot be read."""
+        if step not in self._scores:
+            try:
+                self._scores[step] = read_manifest(self.step_path(step)).score
+            except (ValueError, OSError):
+                return []
+        return [self._scores[step]]
