@@ -55,10 +55,7 @@ def _manifest(content: dict) -> Manifest:
     _expect("a field is missing or unknown", holds=set(content) == {"format", "version", *Manifest._fields})
     members = content["members"]
     if members is not None:
-        _expect("`members` are no ids", holds=_is_list(members, int) and len(members) > 0)
-        _expect(
-            "`members` are no ids", holds=all(0 <= i < 2**31 for i in members) and len(set(members)) == len(members)
-        )
+        _expect("`members` are no ids", holds=_is_ids(members))
         members = tuple(members)
     structure, versions = content["structure"], content["versions"]
     _expect("`structure` or `versions` are no texts", holds=_is_texts(structure) and _is_texts(versions))
@@ -76,6 +73,10 @@ def _manifest(content: dict) -> Manifest:
 
 def _is_list(value: Any, kind: type) -> bool:
     return type(value) is list and all(type(item) is kind for item in value)
+
+
+def _is_ids(value: Any) -> bool:
+    return _is_list(value, int) and 0 < len(value) == len(set(value)) and all(0 <= i < 2**31 for i in value)
 
 
 def _is_texts(value: Any) -> bool:

@@ -48,15 +48,15 @@ class Reader:
     def arrays(self, wanted: Sequence[Wanted], rows: Sequence[int] | None = None) -> Iterator[np.ndarray]:
         """The arrays of leaves, verified, one at a time; of those with members, `rows` only."""
         for entry, _ in wanted:
-            yield self._shared(entry) if entry.kind == "shared" else self._members(entry, rows)
+            yield self._read_shared(entry) if entry.kind == "shared" else self._read_members(entry, rows)
 
-    def _shared(self, entry: Entry) -> np.ndarray:
+    def _read_shared(self, entry: Entry) -> np.ndarray:
         data, (digest,) = self._read(entry, 0, entry.shape, 1)
         if digest.hex() != entry.checksum:
             raise corrupt_error(self._path, MISMATCH, leaf=entry.path)
         return data
 
-    def _members(self, entry: Entry, rows: Sequence[int] | None) -> np.ndarray:
+    def _read_members(self, entry: Entry, rows: Sequence[int] | None) -> np.ndarray:
         digests = self._digests(entry)
         count, *inner = entry.shape
         if rows is None:
