@@ -1,6 +1,7 @@
 """Several processes on this machine that run one program: `python -m eqx_ensemble.launch -n 2 script.py`."""
 
 import argparse
+import contextlib
 import math
 import os
 import queue
@@ -10,14 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .distributed._environment import OURS
 from .distributed._lines import lines
 
 _BETWEEN_UPDATES = 1.0  # seconds between two lines of a progress bar
-_LAST_WORDS = 2.0  # seconds for reading what processes have written before they ended
+_LAST_WORDS = 2.0  # seconds for what processes that are left behind still write
 
 
 class _Ended(NamedTuple):
@@ -29,13 +30,65 @@ class _Signalled(NamedTuple):
     number: int
 
 
+class _Copier:
+    """Copies what a process writes, line by line, in a thread of its own, so that no process waits for another one."""
+
+    def __init__(self, source: Any, target: Any, prefix: bytes, lock: threading.Lock, news: queue.SimpleQueue[Any]):
+        self._source, self._target, self._prefix, self._lock, self._news = source, target, prefix, lock, news
+        self._reading, self._deadline = False, math.inf
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def finish_by(self, deadline: float) -> None:
+        """Reads no more after the deadline: what a process has left behind may write for ever."""
+        self._deadline = deadline
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all is copied, or all that remains could come from a process that was left behind.
+
+        A terminal or a pipe that takes the lines slowly is waited for.
+        """
+        return not self._thread.is_alive() or (self._reading and time.monotonic() > self._deadline)
+
+    def _chunks(self) -> Iterator[bytes]:
+        while time.monotonic() < self._deadline:
+            self._reading = True
+            chunk = self._source.read1(2**16)
+            self._reading = False
+            if not chunk:
+                break
+            yield chunk
+
+    def _run(self) -> None:
+        shown = -_BETWEEN_UPDATES
+        try:
+            with self._source:
+                for line in lines(self._chunks()):
+                    if line.update and time.monotonic() < shown + _BETWEEN_UPDATES:
+                        continue
+                    shown = time.monotonic() if line.update else shown
+                    with self._lock:
+                        self._write(self._prefix + line.text + b"\n")
+        except BrokenPipeError:  # nobody reads any longer; what is left must not fail once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._target.fileno())
+            self._news.put(_Signalled(signal.SIGPIPE))
+
+    def _write(self, text: bytes) -> None:
+        """Without the buffer of the target, whose lock Python needs when it exits; the time does not count."""
+        begin = time.monotonic()
+        while text:
+            text = text[os.write(self._target.fileno(), text) :]
+        self._deadline += time.monotonic() - begin
+
+
 class _Children:
-    """The processes, what they say, and the news of them."""
+    """The processes, what they write, and the news of them."""
 
     def __init__(self):
         self.news: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._readers: list[threading.Thread] = []
+        self._copiers: list[_Copier] = []
         self._children: list[subprocess.Popen[Any]] = []
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -52,10 +105,7 @@ class _Children:
         self._children.append(child)
         threading.Thread(target=self._wait_for, args=(number, child), daemon=True).start()
         for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
-            prefix = f"[{number}] ".encode()
-            reader = threading.Thread(target=self._copy, args=(source, target, prefix), daemon=True)
-            reader.start()
-            self._readers.append(reader)
+            self._copiers.append(_Copier(source, target, f"[{number}] ".encode(), self._lock, self.news))
 
     def _wait_for(self, number: int, child: subprocess.Popen[Any]) -> None:
         if not hasattr(os, "waitid"):  # macOS before Python 3.13: what an ended process has left is not ended
@@ -65,21 +115,6 @@ class _Children:
         how = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert how is not None  # that is for `WNOHANG`
         self.news.put(_Ended(number, how.si_status if how.si_code == os.CLD_EXITED else -how.si_status))
-
-    def _copy(self, source: Any, target: Any, prefix: bytes) -> None:
-        shown = -_BETWEEN_UPDATES
-        try:
-            with source:
-                for line in lines(iter(lambda: source.read1(2**16), b"")):
-                    if line.update and time.monotonic() < shown + _BETWEEN_UPDATES:
-                        continue
-                    shown = time.monotonic() if line.update else shown
-                    with self._lock:
-                        target.buffer.write(prefix + line.text + b"\n")
-                        target.buffer.flush()
-        except BrokenPipeError:  # nobody reads any longer; what is left must not fail once more at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
-            self.news.put(_Signalled(signal.SIGPIPE))
 
     def send(self, number: int) -> None:
         """Sends a signal to the processes that still run, and to what all have started."""
@@ -93,15 +128,18 @@ class _Children:
     def end(self) -> None:
         """Ends all that is left, shows its last lines, and forgets it."""
         self.send(signal.SIGKILL)
-        self.read_to_the_end()
+        self._show_last_lines()
         for child in self._children:
             child.wait()
 
-    def read_to_the_end(self) -> None:
-        """Waits for their last lines; not for ever, because what a process has left may hold its output open."""
-        deadline = time.monotonic() + _LAST_WORDS
-        for reader in self._readers:
-            reader.join(max(0.0, deadline - time.monotonic()))
+    def _show_last_lines(self) -> None:
+        """Returns when the lines of all are written, or at a signal."""
+        for copier in self._copiers:
+            copier.finish_by(time.monotonic() + _LAST_WORDS)
+        while not all(copier.is_done for copier in self._copiers):
+            with contextlib.suppress(queue.Empty):
+                if isinstance(self.news.get(timeout=0.02), _Signalled):
+                    return
 
 
 def run(command: Sequence[str], environments: Sequence[Mapping[str, str]], *, grace: float) -> int:
@@ -142,7 +180,6 @@ def _watch(children: _Children, running: int, grace: float) -> int:
             failed = news.code != 0 and code == 0
             if failed:
                 code = news.code if news.code > 0 else 128 - news.code
-                print(exit_message(news.process_id, news.code, others=running), file=sys.stderr, flush=True)
         elif news.number == signal.SIGINT and not interrupted and deadline is None:
             interrupted, code = True, 130
             children.send(signal.SIGINT)
@@ -153,6 +190,8 @@ def _watch(children: _Children, running: int, grace: float) -> int:
         if failed and running:
             children.send(signal.SIGTERM)
             deadline = time.monotonic() + grace
+        if failed and isinstance(news, _Ended):
+            print(exit_message(news.process_id, news.code, others=running), file=sys.stderr, flush=True)
     return code
 
 
@@ -181,7 +220,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m eqx_ensemble.launch",
         usage="%(prog)s -n PROCESSES [--devices DEVICES] [--grace SECONDS] [-m] PROGRAM [ARGUMENTS ...]",
         description="Run a program in several processes on this machine that find each other, and show what they "
-        "write with their number in front. For programs that call `eqx_ensemble.distributed.initialise()`.",
+        "write with their number in front. For programs that call `distributed.initialise`.",
     )
     parser.add_argument("-n", "--processes", type=int, required=True, help="how many processes")
     parser.add_argument("--devices", type=int, help="how many virtual CPU devices each has (default: what JAX finds)")
@@ -229,8 +268,9 @@ def check_process_groups() -> None:
     """Checks that the system can end a process with all that it has started."""
     if not hasattr(os, "killpg"):
         raise NotImplementedError(
-            "`eqx_ensemble.launch` ends processes in groups, which this system does not have.\nStart the processes "
-            "yourself, and pass `coordinator`, `num_processes` and `process_id` to `initialise`."
+            "`python -m eqx_ensemble.launch` ends processes in groups, which this system does not have.\n"
+            "Start the processes yourself, and pass `coordinator`, `num_processes` and `process_id` to "
+            "`distributed.initialise`."
         )
 
 

@@ -5,7 +5,6 @@ import os
 import pathlib
 import re
 import socket
-import subprocess
 import sys
 import threading
 
@@ -19,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints, _disk, _orbax, _path
 
+from ..children import Child
 from ..factories import mlp
 from ..test_files import assert_same as assert_same_model
 from ..test_files import built
@@ -175,14 +175,11 @@ def test_two_processes(tmp_path):
         port = free.getsockname()[1]
     run = [sys.executable, str(HERE / "processes.py"), str(tmp_path), str(port)]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent.parent)}
-    both = [
-        subprocess.Popen([*run, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-        for i in range(2)
-    ]
+    both = [Child([*run, str(i)], env) for i in range(2)]
     try:
         for child in both:
-            out, err = child.communicate(timeout=300)
-            assert child.returncode == 0, out + err[-5000:]
+            code, out, err = child.finish(300)
+            assert code == 0, out + err[-5000:]
             assert out.split()[-1] == "done"
     finally:
         for child in both:

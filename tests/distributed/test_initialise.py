@@ -5,7 +5,6 @@ import os
 import pathlib
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,8 @@ from eqx_ensemble.distributed import _environment, _initialise, _rendezvous
 from eqx_ensemble.distributed._check import missing_message
 from eqx_ensemble.distributed._environment import OURS, TORCH, Settings, find_settings
 from eqx_ensemble.distributed._rendezvous import Rendezvous, wait_for_all
+
+from ..children import Child
 
 HERE = pathlib.Path(__file__).parent
 SOMEONE_SAYS = {*OURS, *TORCH, "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE", "JAX_COORDINATOR_ADDRESS"}
@@ -48,18 +49,12 @@ def processes(*arguments, count=2, ranks=(0, 1)):
         "WORLD_SIZE": str(count),
     }
     command = [sys.executable, str(HERE / "together.py"), *arguments]
-    children = [
-        subprocess.Popen(
-            command, env=common | {"RANK": str(i)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for i in ranks
-    ]
+    children = [Child(command, common | {"RANK": str(i)}) for i in ranks]
     try:
         yield children
     finally:
         for child in children:
             child.kill()
-            child.communicate()
 
 
 @pytest.mark.xdist_group("processes")  # where groups are asked for, one process runs them, one after another
@@ -67,31 +62,31 @@ class TestProcesses:
     def test_everything_in_two_of_them(self):
         with processes("everything") as children:
             for child in children:
-                out, err = child.communicate(timeout=120)
-                assert child.returncode == 0, out + err[-5000:]
+                code, out, err = child.finish(120)
+                assert code == 0, out + err[-5000:]
                 assert out.split()[-1] == "done"
 
     @pytest.mark.slow
     def test_one_does_not_connect(self):
         with processes("missing", "3", count=3, ranks=(0, 2)) as children:
             for child in children:
-                _, err = child.communicate(timeout=60)
-                assert child.returncode == 1, err
+                code, _, err = child.finish(60)
+                assert code == 1, err
                 assert re.search(r"TimeoutError: .* for 3 processes, and process 1 did not connect", err), err
 
     @pytest.mark.slow
     def test_an_exception_ends_a_process_at_once(self):
         """Without waiting for the other one, as JAX would have it."""
         with processes("error", "60") as children:
-            out, err = children[1].communicate(timeout=30)
-            assert children[1].returncode == 1
+            code, out, err = children[1].finish(30)
+            assert code == 1
             assert out == "about to fail"
             assert "ArithmeticError: one of us" in err
-            assert children[0].poll() is None
+            assert children[0].process.poll() is None
 
     def test_jax_was_used_before(self):
         with processes("late", ranks=(0,)) as (child,):
-            _, err = child.communicate(timeout=60)
+            _, _, err = child.finish(60)
             assert "RuntimeError: `distributed.initialise` must come before anything that uses a device" in err
 
 

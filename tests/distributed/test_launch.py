@@ -273,6 +273,43 @@ def test_progress_is_shown_while_the_script_runs(script, run, tmp_path):
 
 
 @pytest.mark.slow
+def test_much_output_without_reader(script):
+    """More than all pipes hold, on both streams: the processes wait, and nothing is lost."""
+    path = script("""
+        import sys
+        for i in range(3000):
+            print(i, "o" * 50)
+            print(i, "e" * 50, file=sys.stderr)
+    """)
+    with start("-n", "2", path) as launcher:
+        time.sleep(8)
+        assert launcher.poll() is None
+        out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0
+    for number in range(2):
+        assert by_process(out, number) == [f"{i} {'o' * 50}" for i in range(3000)]
+        assert by_process(err, number) == [f"{i} {'e' * 50}" for i in range(3000)]
+
+
+def test_last_lines_are_read_late(script):
+    """What has been printed when all have ended is waited for as well."""
+    path = script("""
+        import os
+        print("x" * 50_000)
+        open(os.environ["EQX_ENSEMBLE_PROCESS_ID"], "w")
+    """)
+    folder = pathlib.Path(path).parent
+    with start("-n", "3", path, cwd=folder) as launcher:
+        while not all((folder / str(number)).exists() for number in range(3)):
+            assert launcher.poll() is None
+            time.sleep(0.02)
+        time.sleep(4)
+        out, err = launcher.communicate(timeout=60)
+    assert (launcher.returncode, err) == (0, "")
+    assert sorted(out.splitlines()) == [f"[{number}] " + "x" * 50_000 for number in range(3)]
+
+
+@pytest.mark.slow
 def test_output_without_reader(script):
     path = script("import time\nwhile True: print('x' * 1000); time.sleep(0.01)")
     with start("-n", "2", path) as launcher:

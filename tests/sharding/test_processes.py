@@ -4,12 +4,13 @@ import os
 import pathlib
 import shutil
 import socket
-import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
+
+from ..children import Child
 
 pytest.importorskip("orbax.checkpoint", reason="checkpoints of several processes need the extra `orbax`")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
@@ -26,23 +27,19 @@ def started(mode, folder, *, processes, devices):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "DEVICES": str(devices // processes)}
     if processes > 1:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    return [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, mode, folder],
-            env=environment | ({"RANK": str(rank)} if processes > 1 else {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
+    command = [sys.executable, SCRIPT, mode, folder]
+    return [Child(command, environment | ({"RANK": str(rank)} if processes > 1 else {})) for rank in range(processes)]
 
 
 def finished(running):
-    printed = [process.communicate(timeout=LONGEST)[0] for process in running]
-    for process, text in zip(running, printed, strict=True):
-        assert process.returncode == 0, text
-        assert text.rstrip().endswith("done"), text
+    try:
+        ends = [child.finish(LONGEST) for child in running]
+    finally:
+        for child in running:
+            child.kill()
+    for code, out, err in ends:
+        assert code == 0, out + err
+        assert out.rstrip().endswith("done"), out + err
 
 
 def results(mode, folder, *, processes, devices=4):
@@ -78,12 +75,16 @@ def test_a_process_that_dies(tmp_path):
     folder = tmp_path / "killed"
     folder.mkdir()
     first, second = started("dying", folder, processes=2, devices=4)
-    second.communicate(timeout=LONGEST)
-    assert second.returncode == -9
-    died = time.monotonic()
-    text = first.communicate(timeout=90)[0]
+    try:
+        assert second.finish(LONGEST)[0] == -9
+        died = time.monotonic()
+        code, *texts = first.finish(90)
+    finally:
+        first.kill()
+        second.kill()
     assert time.monotonic() - died < 60, "it has to notice that no process answers"
-    assert first.returncode != 0
+    assert code != 0
+    text = "".join(texts)
     assert "process" in text.lower() or "gloo" in text.lower(), text
     assert not (folder / "results.npz").exists()
     left = sorted(path.name for path in (folder / "run").iterdir())
