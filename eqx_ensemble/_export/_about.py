@@ -10,7 +10,7 @@ from ..checkpoint._snapshot import versions
 
 
 def about(program: Exported, ensemble: Ensemble[Any], *, symbolic_members: bool) -> dict[str, Any]:
-    """What a program says of itself, as JSON can hold it."""
+    """The description of a program, for JSON."""
     (*leaves, x), _ = program.in_tree.unflatten(program.in_avals)
     return {
         "members": "any number" if symbolic_members else ensemble.num_members,
@@ -25,7 +25,7 @@ def about(program: Exported, ensemble: Ensemble[Any], *, symbolic_members: bool)
 
 
 def describe_arrays(tree: PyTree, root: str = "") -> list[dict[str, Any]]:
-    """Name, dtype and shape of every array of a tree; a size that is left open stands by its name."""
+    """Name, dtype and shape of every array of a tree; symbolic sizes by their names."""
     return list(_entries(tree, root))
 
 

@@ -29,9 +29,9 @@ class Artefact:
 
     - `program`: the `jax.export.Exported`; `program.serialize()` are the bytes that `jax.export.deserialize` reads, and
         `program.mlir_module()` is the StableHLO as a text.
-    - `leaves`: the arrays by name, that the program takes as its first argument; `None` where they are inside.
-    - `about`: what is in it, as saved in `export.json`: the members' ids; name, dtype and shape of inputs, outputs and
-        leaves; platforms; versions.
+    - `leaves`: the arrays by name, which the program takes as its first argument; `None` where they are inside.
+    - `about`: the description that is saved in `export.json`: the members' ids; name, dtype and shape of inputs,
+        outputs and leaves; platforms; versions.
     """
 
     program: Exported
@@ -39,9 +39,9 @@ class Artefact:
     about: dict[str, Any]
 
     def __call__(self, x: PyTree) -> PyTree:
-        """What the program gives for a batch of rows `(batch, ...)`, to try it where it was made.
+        """Calls the program with a batch of rows `(batch, ...)`, where it was made.
 
-        A program for any number of rows takes one or more, as all of `jax.export` do; called here it takes none too.
+        Programs of `jax.export` with a symbolic number of rows need at least one; called here, they also accept none.
         """
         sizes = self._open_sizes()
         if sizes and all(np.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(x)):
@@ -55,7 +55,7 @@ class Artefact:
         return self.program.call(x) if self.leaves is None else self.program.call(self.leaves, x)
 
     def _open_sizes(self) -> set[Any]:
-        """The number of rows, if the program leaves it open."""
+        """The symbolic number of rows, if it is one."""
         (*_, x), _ = self.program.in_tree.unflatten(self.program.in_avals)
         sizes = {aval.shape[0] for aval in jax.tree.leaves(x)}
         return {size for size in sizes if not isinstance(size, int)}
@@ -63,11 +63,10 @@ class Artefact:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one zip archive: `program.bin`, `export.json` and, where there are any, `leaves.safetensors`.
 
-        The file is there whole or not at all, and one that it replaces stays until then; what a killed process left
-        of it is removed by the next save to the same path. Nothing in it is compressed;
-        each part has a checksum, which whatever reads zip archives looks at. The same artefact gives the same bytes.
+        The file is written atomically; what a killed process left is removed by the next save to the same path. Nothing
+        is compressed. Each part has a checksum, which readers of zip archives verify. Equal artefacts give equal bytes.
 
-        **Raises:** OSError that says how many bytes are needed and free.
+        **Raises:** `OSError` with the bytes needed and free, where the disk is full or cannot be written.
         """
         files = {PROGRAM: bytes(self.program.serialize())}
         if self.leaves is not None:
@@ -80,7 +79,7 @@ def _archive(files: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in files.items():
-            entry = zipfile.ZipInfo(name)  # with a date of its own, so that equal content gives equal bytes
+            entry = zipfile.ZipInfo(name)  # with a fixed date, so that equal content gives equal bytes
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, data)
     return buffer.getvalue()

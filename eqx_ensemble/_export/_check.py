@@ -120,7 +120,7 @@ def check_platforms(values: Any, *, name: str) -> tuple[str, ...]:
 
 
 def check_known_plan(plan: Any, *, name: str) -> None:
-    """Checks that a plan does not have to be measured first."""
+    """Checks that a plan is chosen already, without measuring."""
     if plan.choice is not plan:
         raise TypeError(
             f'`{name}` needs a plan that is known, got `plan="auto"`: what is fastest can be tried only where the '

@@ -45,9 +45,34 @@ def export(
 ) -> Artefact:
     """Exports an ensemble as one StableHLO program, which runs without this library and without the model's code.
 
-    The program takes a batch of rows and returns what `combine` makes of the predictions of all members: the same as
-    [`eqx_ensemble.predict`][] and `combine` give here. To load and call it, jax (`jax.export`) and flatbuffers are
-    enough: jax reads its own format with that package, and does not bring it along.
+    The program takes a batch of rows and returns the predictions of all members, combined by `combine`: the result of
+    [`eqx_ensemble.predict`][] and `combine`. Loading and calling it needs jax (`jax.export`) and flatbuffers, which jax
+    uses for its file format and does not install.
+
+    **Arguments:**
+
+    - `ensemble`: members are functions of one example. Of a run take `run.healthy`.
+    - `shapes`: the shape of one row of the input, `(13,)`, or a `jax.ShapeDtypeStruct` where its dtype is not the
+        default float; for an input of several arrays, dicts, lists and tuples of these.
+    - `combine`: the function that combines predictions, such as [`eqx_ensemble.combine.mixture`][] or your own, called
+        as `combine(predictions)` with arrays `(members, batch, ...)`. If not given, these are returned.
+    - `weights`: for `combine`, which is then called as `combine(predictions, weights=weights)`: one weight for each
+        member `(members,)`, divided by their sum.
+    - `batch_size`: the rows in a batch; if not given, any number of rows from one on. The artefact itself, called where
+        it was made, also accepts none.
+    - `leaves`: `"inside"`: the members' arrays are constants of the program, called as `program(x)`. `"beside"`: they
+        are its first argument, a dict of arrays by name, so that one program serves any members of this architecture:
+        `program(leaves, x)`.
+    - `symbolic_members`: any number of members, for `leaves="beside"`.
+    - `platforms`: what the program can run on: any of `"cpu"`, `"cuda"`, `"tpu"`, `"rocm"`.
+    - `state`, `fn`, `inference`: as for [`eqx_ensemble.predict`][].
+    - `plan`: how the members are executed, not `"auto"`. With `symbolic_members`, `Vmap()` or `Sequential()`.
+    - `key`: as for [`eqx_ensemble.predict`][]. It is a constant of the program: every call draws the same numbers.
+
+    **Returns:** an [`eqx_ensemble.Artefact`][].
+
+    **Raises:** `ImportError` without flatbuffers; `TypeError` for host callbacks (`jax.debug.print` and the like), and
+    for inputs and outputs that are not arrays in dicts, lists and tuples; `ValueError` for more leaves than fit inside.
 
     ```python
     import tempfile
@@ -58,31 +83,6 @@ def export(
     artefact(jnp.ones((5, 13))).shape  # (5, 3)
     artefact.save(path)
     ```
-
-    **Arguments:**
-
-    - `ensemble`: members are functions of one example. Of a run take `run.healthy`.
-    - `shapes`: the shape of one row of the input, `(13,)`, or a `jax.ShapeDtypeStruct` where its dtype is not the
-        default float; for an input of several arrays, dicts, lists and tuples of these.
-    - `combine`: what makes one prediction of all, such as [`eqx_ensemble.combine.mixture`][] or a function of your own,
-        called as `combine(predictions)` with arrays `(members, batch, ...)`. If not given, these are returned.
-    - `weights`: for `combine`, which is then called as `combine(predictions, weights=weights)`: one weight for each
-        member `(members,)`, divided by their sum.
-    - `batch_size`: rows in a batch; if not given, any number of rows from one on. The artefact itself, called where it
-        was made, takes none too.
-    - `leaves`: `"inside"`: the members' arrays are constants of the program, called as `program(x)`. `"beside"`: they
-        are its first argument, a dict of arrays by name, so that one program serves any members of this architecture:
-        `program(leaves, x)`.
-    - `symbolic_members`: any number of members, for `leaves="beside"`.
-    - `platforms`: what the program can run on: any of `"cpu"`, `"cuda"`, `"tpu"`, `"rocm"`.
-    - `state`, `fn`, `inference`: as for [`eqx_ensemble.predict`][].
-    - `plan`: how the members are executed, not `"auto"`. Any number of members runs under `Vmap()` or `Sequential()`.
-    - `key`: as for [`eqx_ensemble.predict`][]. It is a constant of the program: every call draws the same.
-
-    **Returns:** an [`eqx_ensemble.Artefact`][].
-
-    **Raises:** ImportError without flatbuffers; TypeError for host callbacks (`jax.debug.print` and the like), and for
-    inputs and outputs that are not arrays in dicts, lists and tuples; ValueError for more leaves than fit inside.
     """
     name = "export"
     check_installed("flatbuffers", what="export", extra="export")

@@ -13,7 +13,7 @@ from ._check import check_exportable
 
 
 class Parts(NamedTuple):
-    """What a program needs beside its input: everything in it that has members."""
+    """What a program needs in addition to its input: everything that has members."""
 
     ensemble: Ensemble[Any]
     state: PyTree
@@ -26,9 +26,9 @@ class Packed(NamedTuple):
 
     **Attributes:**
 
-    - `arrays`: `model.layers.0.weight` and the like. Typed keys are there as their data: no file has them.
+    - `arrays`: `model.layers.0.weight` and the like. Typed keys are replaced by their data, which files can hold.
     - `stacked`: the names of those that carry the members axis.
-    - `unpack`: makes the parts again, of these arrays or of others with the same names.
+    - `unpack`: rebuilds the parts from these arrays, or from others with the same names.
     """
 
     arrays: dict[str, jax.Array | np.ndarray]
@@ -37,29 +37,29 @@ class Packed(NamedTuple):
 
 
 def pack(parts: Parts, *, name: str) -> Packed:
-    """Takes the arrays out of some parts. What is not an array stays with `unpack`."""
+    """Separates the arrays of some parts; `unpack` keeps everything else."""
     own = {"model": parts.ensemble.stacked, "state": parts.state, "weights": parts.weights, "keys": parts.keys}
     keyed, treedef = jtu.tree_flatten_with_path((own, {"model": parts.ensemble.shared}))
     leaves = [leaf for _, leaf in keyed]
-    arrays, places, stacked = {}, {}, set()
-    for place, (path, leaf) in enumerate(keyed):
+    arrays, positions, stacked = {}, {}, set()
+    for position, (path, leaf) in enumerate(keyed):
         if is_member_array(leaf):
             text = _distinct(jtu.keystr(path[1:], simple=True, separator="."), arrays)
             check_exportable(leaf, text, name=name)
             generator = str(jax.random.key_impl(leaf)) if is_key(leaf) else None
             arrays[text] = _plain(leaf) if generator is None else jax.random.key_data(leaf)
-            places[text] = place, generator
+            positions[text] = position, generator
             if path[0] == jtu.SequenceKey(0):
                 stacked.add(text)
 
     def unpack(arrays: dict[str, Any]) -> Parts:
         filled = list(leaves)
-        for text, (place, generator) in places.items():
+        for text, (position, generator) in positions.items():
             x = jnp.asarray(arrays[text])
-            filled[place] = x if generator is None else jax.random.wrap_key_data(x, impl=generator)
+            filled[position] = x if generator is None else jax.random.wrap_key_data(x, impl=generator)
         own, shared = jtu.tree_unflatten(treedef, filled)
         count = next(arrays[text].shape[0] for text in arrays if text in stacked)
-        # Ids say which random stream a member has: `keys` are drawn already, and nothing else asks for them.
+        # Ids select random streams, and `keys` are drawn already.
         ensemble = Ensemble(own["model"], shared["model"], jnp.arange(count, dtype=jnp.int32))
         return Parts(ensemble, own["state"], own["weights"], own["keys"])
 
@@ -67,12 +67,12 @@ def pack(parts: Parts, *, name: str) -> Packed:
 
 
 def _plain(leaf: Any) -> jax.Array | np.ndarray:
-    """A leaf of the dtype that it has in a program."""
+    """A leaf with the dtype that it has in a program."""
     return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype=member_dtype(leaf))
 
 
 def _distinct(text: str, taken: dict[str, Any]) -> str:
-    """A node of the user's own may give two children one name."""
+    """A name that is not taken: a custom node may give two children the same name."""
     number = next(number for number in range(len(taken) + 1) if _with_number(text, number) not in taken)
     return _with_number(text, number)
 

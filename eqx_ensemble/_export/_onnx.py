@@ -29,12 +29,12 @@ def export_onnx(
     fn: Callable[..., Any] | None = None,
     inference: bool | None = None,
 ) -> Any:
-    """Converts an ensemble into one ONNX model, for ONNX Runtime and others that know nothing of jax.
+    """Converts an ensemble into one ONNX model, for ONNX Runtime and other runtimes without jax.
 
-    Needs the extra `onnx`. The conversion is done by jax2onnx, which has no ONNX for random numbers and for some less
-    common operations, and raises then; there is no such limit to [`eqx_ensemble.export`][].
+    Needs the extra `onnx`. jax2onnx does the conversion; it does not support random numbers and some less common
+    operations, for which it raises. [`eqx_ensemble.export`][] has no such limit.
 
-    Inputs are named `x`, or `x.image` for `shapes={"image": ...}`, outputs likewise `out`.
+    Inputs are named `x`, or `x.image` for `shapes={"image": ...}`; outputs are named `out` in the same way.
 
     **Arguments:**
 
@@ -43,7 +43,7 @@ def export_onnx(
 
     **Returns:** an `onnx.ModelProto`: `onnx.save(model, path)` writes it to a file.
 
-    **Raises:** ImportError without jax2onnx; NotImplementedError for operations that it does not know.
+    **Raises:** `ImportError` without jax2onnx; `NotImplementedError` for operations that it does not support.
     """
     name = "export_onnx"
     check_installed("jax2onnx", what="export_onnx", extra="onnx")
@@ -52,7 +52,7 @@ def export_onnx(
     x, _ = batches(job.row, batch_size, name=name)
     with explain_export(job.row, name=name):
         traced = jax.jit(with_constants(job)).trace(x)
-    # Random keys that inference asks for and does not use would still be there.
+    # This drops random keys that inference requires and does not use.
     jaxpr, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars), instantiate=True)
     check_no_callbacks(jaxpr, name=name)
     check_no_random_numbers(jaxpr, name=name)
@@ -64,7 +64,7 @@ def export_onnx(
 
 
 def _convert(closed: ClosedJaxpr, x: PyTree, out: PyTree) -> Any:
-    """The model of a traced program: jax2onnx sees jax's operations, and none of the layers that made them."""
+    """Converts a traced program, in which jax2onnx sees jax's operations and not the layers that made them."""
     from jax2onnx import to_onnx  # pyright: ignore[reportMissingImports] (an extra)
 
     program = jaxpr_as_fun(closed)

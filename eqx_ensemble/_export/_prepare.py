@@ -26,12 +26,12 @@ from ._plain import plain
 
 
 class ExportJob(NamedTuple):
-    """What is exported.
+    """What to export.
 
     **Attributes:**
 
     - `run`: the prediction of all members for a batch, combined, in plain containers.
-    - `packed`: the arrays of what `run` is called with.
+    - `packed`: the arrays in the first argument of `run`.
     - `row`: shapes and dtypes of one row of the input.
     """
 
@@ -52,7 +52,7 @@ def prepare_export(
     plan: AbstractPlan | None = None,
     key: Any = None,
 ) -> ExportJob:
-    """What is exported, all of it checked."""
+    """Checks what to export and collects it."""
     check_ensemble(ensemble, name=name)
     check_optional_function(call.fn, "fn", name=name, example="lambda model, x: model(x)")
     check_optional_function(combine, "combine", name=name, example="combine.mean")
@@ -77,12 +77,12 @@ def prepare_export(
 
 
 def with_constants(job: ExportJob) -> Callable[[PyTree], PyTree]:
-    """The prediction for a batch, with all arrays inside."""
+    """The prediction for a batch, with all arrays as constants."""
     return lambda x: job.run(job.packed.unpack(job.packed.arrays), x)
 
 
 def batches(row: PyTree, batch_size: int | None, *, name: str) -> tuple[PyTree, Any]:
-    """The shapes of a batch of rows, of any number of them where none is given; and a symbol for the members."""
+    """The shapes of a batch, with a symbolic number of rows if `batch_size` is `None`; and a symbol for the members."""
     batch, members = symbolic_shape("batch, members")
     if batch_size is not None:
         batch = check_positive_int(batch_size, "batch_size", name=name)

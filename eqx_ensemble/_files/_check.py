@@ -22,7 +22,7 @@ def run_of_fit_message(path: Any, folder: Any, *, name: str) -> str:
 
 
 def check_has_arrays(tree: Any, *, name: str) -> None:
-    """Checks that a tree is not a mere function, such as the one that makes the model."""
+    """Checks that a tree is not a function without arrays, such as the one that makes the model."""
     leaves = jax.tree.leaves(tree)
     if callable(tree) and all(callable(leaf) and not is_member_array(leaf) for leaf in leaves):
         raise TypeError(

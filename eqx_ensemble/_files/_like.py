@@ -20,7 +20,7 @@ def is_maker(like: Any) -> bool:
 
 
 def evaluate_make(make: Any) -> Any:
-    """What a maker makes, as shapes; where it cannot be traced, or hides arrays, as what it really makes."""
+    """The shapes of what `make` returns, or what it returns, if it cannot be traced or hides arrays."""
     check_make_of_key(make, name="load")
     key = jax.random.key(0)
     try:
@@ -32,7 +32,7 @@ def evaluate_make(make: Any) -> Any:
 
 
 def as_like(like: Any, manifest: Manifest) -> Any:
-    """The tree that was saved, of which a maker makes one member only."""
+    """A tree like the one that was saved, from a function that makes one member of it."""
     if not is_maker(like):
         return like
     one = evaluate_make(like)
@@ -51,7 +51,7 @@ def _is_ensemble(manifest: Manifest, path: str) -> bool:
 
 
 def _as_ensemble(one: Any, manifest: Manifest, start: str) -> Ensemble[Any]:
-    """An ensemble of shapes; what its members share is what they shared when it was saved."""
+    """An ensemble of shapes, whose members share what they shared when it was saved."""
     saved = {entry.path: entry for entry in manifest.entries}
     keyed, treedef = jtu.tree_flatten_with_path(one)
     count = len(manifest.members or ())
@@ -78,7 +78,7 @@ def _with_axis(leaf: Any, count: int) -> jax.ShapeDtypeStruct:
 
 
 def check_make_of_key(make: Callable[..., Any], *, name: str) -> None:
-    """The function can be called with a key alone: of numbers of the members, the file has the values."""
+    """Checks that the function can be called with a key alone: the values of `zip` and `product` are in the file."""
     try:
         inspect.signature(make, follow_wrapped=False).bind(None)
     except ValueError:

@@ -19,7 +19,18 @@ from ._single import read_equinox, read_safetensors, to_safetensors
 def export_members(
     ensemble: Ensemble[Any], folder: PathLike, *, format: Literal["eqx", "safetensors"] = "eqx"
 ) -> list[Path]:
-    """Writes every member into a file of its own, for those who do not use this library.
+    """Writes every member into a file of its own, which other libraries can read.
+
+    **Arguments:**
+
+    - `ensemble`: the ensemble.
+    - `folder`: the folder to write to; files in it with the same names are replaced.
+    - `format`: `"eqx"` for files that `equinox.tree_deserialise_leaves` reads; `"safetensors"` for the arrays by name,
+        as `layers.0.weight`, which many languages and frameworks read.
+
+    **Returns:** the paths, `member-000003.eqx` for the member with id 3, in the order of the members.
+
+    **Raises:** `TypeError` for arrays that the format cannot hold: typed keys in either, complex128 in safetensors.
 
     ```python
     import tempfile
@@ -30,17 +41,6 @@ def export_members(
     eqx.tree_deserialise_leaves(paths[0], make(key))  # the first member
     ee.load_members(paths, make)  # the ensemble
     ```
-
-    **Arguments:**
-
-    - `ensemble`: the ensemble.
-    - `folder`: where to write; files in it with the same names are replaced.
-    - `format`: `"eqx"` for files that `equinox.tree_deserialise_leaves` reads; `"safetensors"` for the arrays by name,
-        as `layers.0.weight`, which many languages and frameworks read.
-
-    **Returns:** the paths, `member-000003.eqx` for the member with id 3, in the order of the members.
-
-    **Raises:** TypeError for arrays that the format cannot hold: typed keys in either, complex128 in safetensors.
     """
     name = "export_members"
     check_ensemble(ensemble, name=name)
@@ -65,6 +65,19 @@ def _encode(model: Any, format: str, name: str) -> bytes:
 def load_members(paths: Iterable[PathLike], like: Any, *, ids: Any = None) -> Ensemble[Any]:
     """Loads many files of one model each into one [`eqx_ensemble.Ensemble`][].
 
+    **Arguments:**
+
+    - `paths`: files of `equinox.tree_serialise_leaves`, files `.safetensors` with the names that
+        [`eqx_ensemble.export_members`][] gives them, or folders of [`eqx_ensemble.save`][]. Only the last kind has
+        checksums; in the others, a changed bit goes unnoticed.
+    - `like`: what one file holds: a function that makes it from a key, a model, or its shapes.
+    - `ids`: the members' ids; `0, 1, 2, ...` if not given.
+
+    **Returns:** an ensemble with one member for each path.
+
+    **Raises:** `MemberMismatchError` with every leaf of a file that differs from `like`; `CheckpointCorruptError` for
+    files that are truncated or in another format.
+
     ```python
     import tempfile
 
@@ -74,17 +87,6 @@ def load_members(paths: Iterable[PathLike], like: Any, *, ids: Any = None) -> En
         eqx.tree_serialise_leaves(f"{folder}/{i}.eqx", make(jax.random.key(i)))
     ensemble = ee.load_members([f"{folder}/{i}.eqx" for i in range(4)], make)
     ```
-
-    **Arguments:**
-
-    - `paths`: files of `equinox.tree_serialise_leaves`, files `.safetensors` with the names that
-        [`eqx_ensemble.export_members`][] gives them, or folders of [`eqx_ensemble.save`][]. Only the last kind has
-        checksums; in the others, a changed bit cannot be noticed.
-    - `like`: what one file holds: a function that makes it from a key, a model, or its shapes.
-    - `ids`: the members' ids; `0, 1, 2, ...` if not given.
-
-    **Raises:** `MemberMismatchError` that lists every leaf of a file that differs from `like`;
-    `CheckpointCorruptError` for files that are cut short or no such files.
     """
     name = "load_members"
     paths = check_paths(paths, name=name)

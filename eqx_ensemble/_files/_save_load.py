@@ -42,8 +42,22 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
 
     Arrays (also typed keys) and Python numbers are saved, each with a checksum, those of an ensemble with one for each
     member; functions, strings and static fields are described, so that loading into another model is noticed. Nothing
-    is pickled. `path` becomes a folder with a manifest in JSON and the arrays in the safetensors format. It is there
-    whole or not at all; a checkpoint that stands there already is replaced, and stays whole until the new one is.
+    is pickled. `path` becomes a folder with a manifest in JSON and the arrays in the safetensors format. It is written
+    atomically; a checkpoint that is already there stays complete until the new one replaces it.
+
+    **Arguments:**
+
+    - `path`: the folder to write. Missing parents are created.
+    - `tree`: any PyTree.
+    - `meta`: dicts, lists, strings and numbers to keep with it, as JSON: [`eqx_ensemble.checkpoint.contents`][]
+        returns them.
+    - `format`: `"safetensors"`; or `"orbax"` (extra `orbax`) for arrays on the devices of several processes, which all
+        of them call this with, and for object stores, where `path` is like `"gs://bucket/run"`.
+        [`eqx_ensemble.load`][] detects the format. [What is different](#orbax).
+
+    **Raises:** `OSError` with the bytes needed and free, where the disk is full or cannot be written;
+    `FileExistsError` where `path` exists and is not a checkpoint of this library; `TypeError` for traced arrays, a
+    function without arrays, and metadata that JSON cannot hold.
 
     ```python
     import tempfile
@@ -53,20 +67,6 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
     ee.save(path, ee.build(make, 8, key=key), meta={"data": "boston"})
     ensemble = ee.load(path, make)
     ```
-
-    **Arguments:**
-
-    - `path`: the folder to write. Folders on the way to it are made.
-    - `tree`: any PyTree.
-    - `meta`: dicts, lists, strings and numbers to keep with it, as JSON: [`eqx_ensemble.checkpoint.contents`][]
-        gives them back.
-    - `format`: `"safetensors"`; or `"orbax"` (extra `orbax`) for arrays on the devices of several processes, which all
-        of them call this with, and for object stores, where `path` is like `"gs://bucket/run"`.
-        [`eqx_ensemble.load`][] finds out by itself. [What is different](#orbax).
-
-    **Raises:** OSError that says how many bytes are needed and free, when the disk is full or cannot be written;
-    FileExistsError when something that is not a checkpoint of ours stands at `path`; TypeError for traced arrays, a
-    function without arrays, and metadata that JSON cannot hold.
     """
     check_format(format, path, name="save")
     check_has_arrays(tree, name="save")
@@ -88,8 +88,33 @@ def load(
 ) -> Any:
     """Loads what [`eqx_ensemble.save`][] saved.
 
-    The numbers come from the file, checked; the code and everything else that is not a number comes from `like`. Arrays
+    Numbers come from the file, and their checksums are verified; the code and all other values come from `like`. Arrays
     have the dtype that was saved, strongly typed.
+
+    **Arguments:**
+
+    - `path`: the folder.
+    - `like`: what was saved, in one of three ways: the function that makes one member from a key, as given to
+        [`eqx_ensemble.build`][] (also one that returns a model and its `equinox.nn.State`); a tree like the one saved;
+        or its shapes, from `equinox.filter_eval_shape`. Arrays are NumPy arrays where `like` has these, jax arrays
+        elsewhere, sharded over several devices where those of `like` are.
+    - `members`: positions of the members to read, as in `ensemble[members]`: a list, a slice or a mask. The tree must
+        hold one ensemble, besides states and inputs marked `Each` with as many members. `like` may then have any number
+        of members. With the format `"orbax"`, all are read and these are kept.
+    - `cast`: `"like"` casts floats to floats, integers to integers and complex to complex numbers of another
+        precision, if none of them becomes infinite or wraps around. Without it, nothing is cast.
+    - `mesh`: the devices for ensembles, from [`eqx_ensemble.make_mesh`][], wherever they were saved from.
+    - `strict`: `False` warns instead of raising when functions, strings or static fields differ from those saved.
+        Numbers, strings, enumerations, containers, dataclasses, partial functions and arrays in static fields are
+        compared by value; functions by their name and other objects by their type, so that one `lambda` in place of
+        another, or a closure over another number, is not noticed.
+
+    **Returns:** a tree like the one that was saved.
+
+    **Raises:** `MemberMismatchError` with every leaf that differs, what was saved and what is expected;
+    `CheckpointCorruptError` with the file, leaf and member that are damaged; `FileNotFoundError` for any other folder,
+    with what it is and which function reads it; `ValueError` for a checkpoint of a run of `fit`, and for `members` of a
+    tree that holds several ensembles.
 
     ```python
     import tempfile
@@ -102,29 +127,6 @@ def load(
     more = ee.build(make, ids=[8, 9], key=key)
     ee.concatenate([ee.load(path, make), more])  # the same as ee.build(make, 10, key=key)
     ```
-
-    **Arguments:**
-
-    - `path`: the folder.
-    - `like`: what was saved, in one of three ways: the function that makes one member from a key, as given to
-        [`eqx_ensemble.build`][] (also one that returns a model and its `equinox.nn.State`); a tree like the one saved;
-        or its shapes, from `equinox.filter_eval_shape`. Arrays come back as NumPy arrays where `like` has them, else
-        as jax arrays, on several devices where those of `like` are.
-    - `members`: positions of the members to read, as in `ensemble[members]`: a list, a slice or a mask. The tree holds
-        one ensemble, and with it at most states and inputs marked `Each` of as many members. How many members `like`
-        has does not matter then. With the format `"orbax"` all are read, and these are kept.
-    - `cast`: `"like"` casts floats to floats, integers to integers and complex to complex numbers of another
-        precision, if none of them becomes infinite or wraps around. Without it, nothing is cast.
-    - `mesh`: the devices to put ensembles on, from [`eqx_ensemble.make_mesh`][], whatever they were saved from.
-    - `strict`: `False` warns instead of raising when functions, strings or static fields differ from those saved.
-        Numbers, strings, enumerations, containers, dataclasses, partial functions and arrays in static fields are
-        compared by value; functions by their name and other objects by their type, so that one `lambda` in place of
-        another, or a closure over another number, is not noticed.
-
-    **Raises:** `MemberMismatchError` that lists every leaf that differs, with what was saved and what is expected;
-    `CheckpointCorruptError` that names file, leaf and member of what is damaged; FileNotFoundError that says what a
-    folder is that holds no checkpoint, and which function reads it; ValueError for a checkpoint of a run of `fit`, and
-    for `members` of a tree that holds several ensembles.
     """
     name = "load"
     check_path(path, "path", name=name)
@@ -139,11 +141,11 @@ def load(
         if rows is not None:
             _one_set_of_members(like, reader.manifest, path, name)
         tree = restore(reader, like, rows=rows, cast=cast, strict=strict, name=name)
-    return tree if layout is None else _spread(tree, layout)
+    return tree if layout is None else _shard(tree, layout)
 
 
-def _spread(tree: Any, layout: Layout) -> Any:
-    """The members of ensembles and states on their devices, all else on every device."""
+def _shard(tree: Any, layout: Layout) -> Any:
+    """Shards the members of ensembles and states over the mesh, and replicates everything else."""
 
     def put(node: Any) -> Any:
         if not isinstance(node, Ensemble):
@@ -157,7 +159,7 @@ def _spread(tree: Any, layout: Layout) -> Any:
 
 
 def _ensembles(tree: PyTree) -> Iterator[Ensemble]:
-    """The ensembles of a tree, and those that are their members."""
+    """The ensembles of a tree, and those nested in them."""
     for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Ensemble)):
         if isinstance(node, Ensemble):
             yield node
@@ -172,10 +174,10 @@ class Marks(NamedTuple):
 
 
 def marks(tree: PyTree) -> Marks:
-    """What the ensembles, states and inputs marked `Each` in a tree say of its members.
+    """Finds the members of a tree in its ensembles, states and inputs marked `Each`.
 
-    Where a tree has several sets of members, the first one counts: its members have checksums of their own. Files hold
-    members along the leading axis only, so that an `Each` along another one is saved as a whole.
+    Where a tree has several sets of members, those of the first one have checksums of their own. Files hold members
+    along the leading axis only: an `Each` along another axis is saved as one array.
     """
     nodes = jax.tree.leaves(tree, is_leaf=_axes.is_per_member)
     ids = next((to_host(node.ids) for node in nodes if isinstance(node, Ensemble) and node.ids is not None), None)
@@ -196,7 +198,7 @@ def _flags(node: Any, ids: np.ndarray | None) -> Iterable[bool]:
 
 
 def _count(node: Any) -> int | None:
-    """The length of the leading axis on which all arrays of a node agree; none where members stand along another."""
+    """The length of the leading axis of all arrays of a node; `None` if they differ or `Each` has another axis."""
     if isinstance(node, _axes.Each) and node.axis != 0:
         return None
     shapes = {x.shape[:1] for x in jax.tree.leaves(eqx.filter(node, is_member_array))}
@@ -204,7 +206,7 @@ def _count(node: Any) -> int | None:
 
 
 def _one_set_of_members(like: Any, manifest: Manifest, path: PathLike, name: str) -> None:
-    """All that has members in a tree has the same ones, so that some of them can be chosen."""
+    """Checks that a tree has one set of members, so that some of them can be chosen."""
     kinds = {entry.path: entry.kind for entry in manifest.entries}
     keyed, _ = jtu.tree_flatten_with_path(like, is_leaf=_axes.is_per_member)
     marked = [(keys, node) for keys, node in keyed if _axes.is_per_member(node)]

@@ -22,9 +22,9 @@ _KINDS = {bool: "b", int: "iu", float: "f", complex: "c"}
 
 
 def read_equinox(path: Path, like: Any, *, name: str) -> Any:
-    """A file of `equinox.tree_serialise_leaves`, all of it, after a look at what it holds: it names and counts nothing.
+    """Reads a file of `equinox.tree_serialise_leaves`, which has neither names nor a count of its arrays.
 
-    The look also keeps NumPy from taking memory for an array that the file does not have.
+    Their headers are compared with `like` first. NumPy then takes memory only for arrays that the file has.
     """
     check_no_typed_keys(like, "files of `equinox.tree_serialise_leaves` hold none", name=name)
     with open(path, "rb") as file:
@@ -76,7 +76,7 @@ def _gap(where: str, found: Any, leaf: Any) -> LeafDifference:
 
 
 def to_safetensors(model: Any, *, name: str) -> bytes:
-    """The arrays of a model under names as `layers.0.weight`."""
+    """The arrays of a model under names such as `layers.0.weight`."""
     check_no_typed_keys(model, "safetensors files hold plain arrays", name=name)
     arrays = {}
     for where, leaf in _named_leaves(model):
@@ -87,7 +87,7 @@ def to_safetensors(model: Any, *, name: str) -> bytes:
 
 
 def read_safetensors(path: Path, like: Any, *, name: str) -> Any:
-    """A model from its arrays by name; numbers, as everything else, come from `like`."""
+    """Reads a model from its arrays by name; everything else, numbers included, comes from `like`."""
     check_no_typed_keys(like, "safetensors files hold plain arrays", name=name)
     try:
         with safe_open(path, framework="np") as file:

@@ -14,7 +14,7 @@ _JSON = "Metadata are dicts with string keys, lists, strings, numbers, booleans 
 
 
 def safe_text(text: Any) -> str:
-    """A text from a file, made printable: characters that cannot be encoded are escaped."""
+    """Text from a file, made printable: characters that cannot be encoded are escaped."""
     return str(text).encode("utf-8", "backslashreplace").decode()
 
 
@@ -63,7 +63,7 @@ def check_savable_dtype(dtype: Any, path: str, *, known: bool) -> None:
 
 
 def check_key_kind(kind: str, path: str) -> None:
-    """Checks that jax can make keys of a generator again from their data."""
+    """Checks that jax can restore keys of a generator from their data."""
     if kind not in KEY_WORDS:
         raise TypeError(
             f"The keys at `{path}` are of the generator {kind!r}, which cannot be saved: use one of "
@@ -81,7 +81,7 @@ def check_saved_rows(shape: tuple[int, ...], num_members: int | None, path: str)
 
 
 def check_json(value: Any, path: str = "meta") -> None:
-    """Checks that JSON returns a value unchanged, but for tuples."""
+    """Checks that JSON returns a value unchanged, except for tuples."""
     if isinstance(value, dict):
         for key, item in value.items():
             if type(key) is not str:
@@ -114,9 +114,11 @@ def check_manifest_size(size: int, limit: int, path: Any) -> None:
 def check_step(step: Any) -> None:
     """Checks a step number."""
     if isinstance(step, bool) or not isinstance(step, int):
-        raise TypeError(f"`Checkpoints` needs an integer `step`, got {step!r}.\nWrite `int(step)` for an array.")
+        raise TypeError(
+            f"`checkpoint.Checkpoints` needs an integer `step`, got {step!r}.\nWrite `int(step)` for an array."
+        )
     if not 0 <= step < 10**12:
-        raise ValueError(f"`Checkpoints` needs `step` from 0 to 10**12 - 1, got {step}.")
+        raise ValueError(f"`checkpoint.Checkpoints` needs `step` from 0 to 10**12 - 1, got {step}.")
 
 
 def check_retention(last: Any, best: Any, keep_period: Any) -> None:
@@ -125,9 +127,9 @@ def check_retention(last: Any, best: Any, keep_period: Any) -> None:
         if value is None and argument == "keep_period":
             continue
         if not is_integer(value):
-            raise TypeError(f"`Checkpoints` needs an integer `{argument}`, got {value!r}.")
+            raise TypeError(f"`checkpoint.Checkpoints` needs an integer `{argument}`, got {value!r}.")
         if value < least:
-            raise ValueError(f"`Checkpoints` needs `{argument}` of at least {least}, got {value}.")
+            raise ValueError(f"`checkpoint.Checkpoints` needs `{argument}` of at least {least}, got {value}.")
 
 
 _STORES = ("gs", "s3")
@@ -161,7 +163,7 @@ def check_orbax_dtype(dtype: Any, path: str) -> None:
 
 
 def check_same_in_processes(path: str, *, same: bool) -> None:
-    """Checks that a leaf, or the members that several processes hold, is the same in all of them."""
+    """Checks that a leaf is the same in all processes that hold it."""
     if not same:
         raise ValueError(
             f"The leaf at `{path}` is not the same in all processes, and only one of them can be saved.\n"

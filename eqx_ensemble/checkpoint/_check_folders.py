@@ -72,7 +72,7 @@ def no_sync_message(folder: Any, error: OSError) -> str:
 
 
 def check_overwritable(path: Any, *, is_checkpoint: bool, holds: Sequence[str] = ()) -> None:
-    """Checks that there is a checkpoint at the path to be written, or nothing."""
+    """Checks that the path to be written is free or holds a checkpoint."""
     if not is_checkpoint:
         there = f": it holds {names_text(holds)}" if holds else ""
         raise FileExistsError(
@@ -82,7 +82,7 @@ def check_overwritable(path: Any, *, is_checkpoint: bool, holds: Sequence[str] =
 
 
 def check_removable(path: Any, holds: Sequence[str], *, is_link: bool) -> None:
-    """Checks that a checkpoint to be removed is a folder that holds nothing else."""
+    """Checks that a checkpoint to be removed is a folder without other files."""
     if holds or is_link:
         what = f"holds {names_text(holds)}, which `save` did not write" if holds else "is a link"
         raise FileExistsError(
@@ -91,7 +91,7 @@ def check_removable(path: Any, holds: Sequence[str], *, is_link: bool) -> None:
 
 
 def names_text(found: Sequence[str]) -> str:
-    """Names, of many the first ones."""
+    """The first few names, and how many more there are."""
     text = ", ".join(f"`{name}`" for name in found[:3])
     return text if len(found) <= 3 else f"{text} and {len(found) - 3} more"
 
@@ -143,7 +143,7 @@ def check_folder_exists(path: Any, *, name: str) -> None:
 
 
 def not_a_checkpoint_message(path: Any, kind: str, found: Sequence[str], *, name: str) -> str:
-    """The message for a folder without a checkpoint: what it is, and which function reads it.
+    """The message for a folder that is not a checkpoint: what it is, and which function reads it.
 
     **Arguments:** `kind`, one of those in `_KINDS`; `found`, the names in the folder that show it, in order.
     """
@@ -185,18 +185,21 @@ _KINDS = {
 def check_step_exists(folder: Any, step: int | None, steps: Sequence[int]) -> None:
     """Checks that a step has a checkpoint."""
     if step is None and not steps:
-        raise FileNotFoundError(errno.ENOENT, f"`Checkpoints.restore` found no checkpoint in `{folder}`")
+        raise FileNotFoundError(errno.ENOENT, f"`checkpoint.Checkpoints.restore` found no checkpoint in `{folder}`")
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps)) or "none"
         raise FileNotFoundError(
-            errno.ENOENT, f"`Checkpoints.restore` found no checkpoint of step {step} in `{folder}`; there are: {there}"
+            errno.ENOENT,
+            f"`checkpoint.Checkpoints.restore` found no checkpoint of step {step} in `{folder}`; there are: {there}",
         )
 
 
 def fallback_message(bad: Sequence[tuple[int, Exception]], step: int) -> str:
     """The warning where the newest checkpoints are damaged."""
     damaged = "\n".join(f"  step {number}: {str(error).splitlines()[0]}" for number, error in bad)
-    return f"`Checkpoints.restore` went back to step {step}, because newer checkpoints are damaged.\n{damaged}"
+    return (
+        f"`checkpoint.Checkpoints.restore` went back to step {step}, because newer checkpoints are damaged.\n{damaged}"
+    )
 
 
 def all_damaged_message(bad: Sequence[tuple[int, Exception]], folder: Any) -> str:
@@ -218,6 +221,6 @@ def explain_orbax(path: Any) -> Iterator[None]:
 
 
 def check_finished(path: Any, *, finished: bool, name: str) -> None:
-    """Checks that a checkpoint has a manifest, which is written last."""
+    """Checks that a checkpoint is finished: its manifest is written last."""
     if not finished:
         raise FileNotFoundError(errno.ENOENT, f"`{name}` found no finished checkpoint at `{path}`")

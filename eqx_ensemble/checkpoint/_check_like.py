@@ -19,7 +19,7 @@ def check_sharding(sharding: Any, shape: tuple[int, ...], path: str) -> None:
 
 
 class LeafDifference(NamedTuple):
-    """A leaf that differs, as texts: its path, what was saved, and what is expected."""
+    """A leaf that differs, as text: its path, what was saved, and what is expected."""
 
     path: str
     saved: str
@@ -51,7 +51,7 @@ def structure_text(differences: Sequence[LeafDifference], path: Any, *, name: st
 
 
 def check_same_structure(differences: Sequence[LeafDifference], path: Any, *, name: str) -> None:
-    """Checks that what is not an array is in `like` as it was saved."""
+    """Checks that the static parts of `like` are those that were saved."""
     if differences:
         raise MemberMismatchError(
             f"{structure_text(differences, path, name=name)}\nMake `like` as the saved model was made, or pass "

@@ -20,11 +20,11 @@ from ._run_folder import Retention, RunFolder
 from ._snapshot import snapshot
 from ._worker import Worker
 
-_NAME = "Checkpoints.restore"
+_NAME = "checkpoint.Checkpoints.restore"
 
 
 class Restored(NamedTuple):
-    """What [`eqx_ensemble.checkpoint.Checkpoints.restore`][] gives back.
+    """What [`eqx_ensemble.checkpoint.Checkpoints.restore`][] returns.
 
     **Attributes:**
 
@@ -45,10 +45,24 @@ class Restored(NamedTuple):
 class Checkpoints:
     """A folder of checkpoints of one run, numbered by step.
 
-    Each is a folder `step-000000000100` that is complete or absent, whatever happens to the process or the machine.
-    Their order is that of the step numbers. After each save, old ones go: what stays are the `last` newest, the `best`
-    ones by score, and those whose step is a multiple of `keep_period`. One in whose folder you put something of your
-    own stays as well, and a warning says so.
+    Each checkpoint is a folder `step-000000000100`, written atomically: a kill or a power cut leaves it complete or
+    absent. Checkpoints are ordered by step. After each save, old ones are removed, except for the `last` newest, the
+    `best` by score, and every multiple of `keep_period`. One that holds files of your own is kept too, with a warning.
+
+    In a `with` statement, leaving the block waits for a save that is in progress.
+
+    **Arguments:**
+
+    - `folder`: the run's folder, created by the first save.
+    - `last`: how many of the newest to keep, at least 1.
+    - `best`: how many of the best to keep: those with the lowest scores.
+    - `keep_period`: keep those whose step is a multiple of this, for good.
+    - `asynchronous`: copy the tree to host memory, and write it in another thread. One save runs at a time; the next
+        one waits for it. If a save fails, the next `save` or `wait` raises its error; without either, it is printed
+        when Python exits.
+    - `format`: as in [`eqx_ensemble.save`][]. With `"orbax"`, arrays may be sharded over several processes, and
+        `folder` may be in an object store. All processes then call each method, with equal arguments apart from their
+        own parts of the arrays. A checkpoint that is damaged for one of them is skipped by all.
 
     ```python
     import tempfile
@@ -61,21 +75,6 @@ class Checkpoints:
     restored = checkpoints.restore(model)
     restored.tree, restored.step, restored.meta
     ```
-
-    Used in a `with` statement, it waits at the end for a save that is still being written.
-
-    **Arguments:**
-
-    - `folder`: the run's folder, made with the first save.
-    - `last`: how many of the newest to keep, at least 1.
-    - `best`: how many of the best to keep: those with the lowest scores.
-    - `keep_period`: keep those whose step is a multiple of this, for good.
-    - `asynchronous`: copy the tree to host memory, and write it in another thread. One save is in flight at a time:
-        the next one waits for it. If it fails, the error is raised by the next `save` or by `wait`, and where neither
-        comes, printed when Python exits.
-    - `format`: as in [`eqx_ensemble.save`][]. With `"orbax"`, arrays may lie on the devices of several processes, and
-        `folder` in an object store. All processes then call each method, with equal arguments but for what they hold of
-        the arrays; what is damaged for one of them is passed over by all.
     """
 
     folder: Any
@@ -93,8 +92,8 @@ class Checkpoints:
         format: FormatName = "safetensors",
     ):
         check_retention(last, best, keep_period)
-        check_format(format, folder, name="Checkpoints")
-        check_flag(asynchronous, "asynchronous", name="Checkpoints")
+        check_format(format, folder, name="checkpoint.Checkpoints")
+        check_flag(asynchronous, "asynchronous", name="checkpoint.Checkpoints")
         self.folder = absolute(as_path(folder))
         self.retention = Retention(last, best, keep_period)
         self.asynchronous = asynchronous
@@ -116,7 +115,7 @@ class Checkpoints:
     def path(self, step: int) -> Path | Any:
         """The folder of one checkpoint, which [`eqx_ensemble.load`][] reads too.
 
-        In an object store, an `etils.epath.Path`.
+        In an object store, it is an `etils.epath.Path`.
         """
         check_step(step)
         return self._run.step_path(step)
@@ -124,7 +123,7 @@ class Checkpoints:
     def save(
         self, step: int, tree: Any, *, per_member: Any = False, ids: Any = None, score: Any = None, meta: Any = None
     ) -> None:
-        """Saves a tree under a step number; one that is there under this number is replaced.
+        """Saves a tree as the checkpoint of a step, in place of one with the same number.
 
         **Arguments:**
 
@@ -136,8 +135,8 @@ class Checkpoints:
         - `score`: the lower, the better; NaN is never best.
         - `meta`: dicts, lists, strings and numbers to keep with it, as JSON.
 
-        **Raises:** OSError that says how many bytes are needed and free, when the disk is full or cannot be written;
-        what was there stays usable. With `asynchronous`, the error of the save before.
+        **Raises:** `OSError` with the bytes needed and free, where the disk is full or cannot be written; earlier
+        checkpoints stay usable. With `asynchronous`, the error of the previous save.
         """
         self.wait()
         path = self.path(step)
@@ -153,28 +152,30 @@ class Checkpoints:
             self._format.settle(job)
 
     def wait(self) -> None:
-        """Returns when nothing is being written. Raises the error of an asynchronous save that failed."""
+        """Waits for a save that is in progress. Raises the error of an asynchronous save that failed."""
         if self._worker.has_job:
             self._format.settle(self._worker.wait)
 
     def finish(self) -> None:
-        """Returns when nothing is being written in this process. The error of a save that failed stays for `wait`."""
+        """Waits for a save that this process is writing. The error of a save that failed is left to `wait`."""
         self._worker.finish()
 
     def restore(
         self, like: Any, *, step: int | None = None, cast: Literal["like"] | None = None, strict: bool = True
     ) -> Restored:
-        """The newest checkpoint that is not damaged. If it is not the newest of all, a warning names what is damaged.
+        """Restores the newest checkpoint that is not damaged. A warning lists newer ones that are.
 
         **Arguments:**
 
         - `like`: a tree like the one that was saved, of arrays or of shapes from `equinox.filter_eval_shape`; or a
-            function that makes one from what a checkpoint says of itself, [`eqx_ensemble.checkpoint.Contents`][].
+            function that makes such a tree from the checkpoint's [`eqx_ensemble.checkpoint.Contents`][].
         - `step`: the number of the one checkpoint to read, instead of the newest.
         - `cast`, `strict`: as in [`eqx_ensemble.load`][].
 
-        **Raises:** `CheckpointCorruptError` when no checkpoint is whole, or the one asked for is not; FileNotFoundError
-        when there is none; `MemberMismatchError` that lists all leaves in which `like` differs.
+        **Returns:** [`eqx_ensemble.checkpoint.Restored`][].
+
+        **Raises:** `CheckpointCorruptError` where all checkpoints, or the one of `step`, are damaged;
+        `FileNotFoundError` where there is none; `MemberMismatchError` with all leaves in which `like` differs.
         """
         self.wait()
         steps = self.steps

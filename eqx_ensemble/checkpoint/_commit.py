@@ -1,4 +1,4 @@
-"""How what was written into a checkpoint's folder becomes the checkpoint: its manifest takes its name, in one step."""
+"""Commits what was written into a checkpoint's folder: renaming the manifest makes it the checkpoint, atomically."""
 
 import contextlib
 import errno
@@ -19,16 +19,16 @@ from ._read import read_manifest
 
 _CANNOT = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _unsynced: set[int] = set()
-"""The disks of which a warning has said that their folders cannot be synced."""
+"""The disks whose folders cannot be synced, about which a warning was given."""
 
 
 def check_own(path: Any) -> None:
-    """Refuses to write where something stands that is not a checkpoint, nor what is left of one."""
+    """Checks that a path holds a checkpoint, or what is left of one, and nothing else."""
     check_overwritable(path, is_checkpoint=is_checkpoint(path), holds=foreign(path))
 
 
 def sync_names(folder: Path) -> None:
-    """Returns when the names in a folder are on the disk, or at once, with a warning, where that cannot be had."""
+    """Syncs the names in a folder to the disk; warns once for each disk that cannot do so."""
     try:
         _disk.sync_folder(folder)
     except OSError as error:
@@ -41,17 +41,17 @@ def sync_names(folder: Path) -> None:
 
 
 def sync_last(folder: Path) -> None:
-    """As `sync_names`, after the operation by which the new checkpoint takes the place of the old one."""
+    """As `sync_names`, after the operation by which the new checkpoint replaces the old one."""
     try:
         sync_names(folder)
     except FileNotFoundError:
-        raise  # somebody has removed the folder, and with it what is new
+        raise  # the folder was removed, and with it the new checkpoint
     except OSError as error:
         raise NotSyncedError(error.errno, error.strerror) from error
 
 
 def write_manifest(folder: Path, manifest: bytes) -> None:
-    """Writes the manifest under a name under which it does not count yet."""
+    """Writes the manifest under a temporary name."""
     check_manifest_size(len(manifest), LIMIT, folder)
     unfinished = folder / UNFINISHED
     with contextlib.suppress(FileNotFoundError):
@@ -62,12 +62,12 @@ def write_manifest(folder: Path, manifest: bytes) -> None:
 
 
 def put_manifest(folder: Path) -> None:
-    """Makes the manifest count that `write_manifest` wrote."""
+    """Renames the manifest that `write_manifest` wrote, which commits the checkpoint."""
     _disk.replace(folder / UNFINISHED, folder / NAME)
 
 
 def remove_unused(path: Any) -> None:
-    """Removes the arrays that the manifest which is there now does not name; which ones these are, only it can tell."""
+    """Removes the arrays that the current manifest does not name."""
     with contextlib.suppress(OSError, CheckpointCorruptError):
         used = read_manifest(path).file
         for entry in list_folder(path):
@@ -76,7 +76,7 @@ def remove_unused(path: Any) -> None:
 
 
 def give_up(path: Any, number: int) -> None:
-    """Removes what was written of arrays that no manifest will name, and the folder if there is nothing else in it."""
+    """Removes the arrays of a save that failed, and the folder if nothing else is in it."""
     if has_manifest(path):
         return remove_unused(path)
     with contextlib.suppress(OSError):
@@ -89,7 +89,7 @@ def give_up(path: Any, number: int) -> None:
 
 
 def make_parents(folder: Path) -> None:
-    """Makes a folder and those that lead to it, and returns when their names are on the disk."""
+    """Creates a folder and its parents, and syncs their names."""
     if folder.is_dir():
         return
     make_parents(folder.parent)
@@ -100,7 +100,7 @@ def make_parents(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """A file that was not there, open for writing."""
+    """A new file, open for writing."""
     file = _disk.create(path)
     try:
         yield file

@@ -12,19 +12,19 @@ from ._read import Reader, Wanted
 
 
 class Contents(NamedTuple):
-    """What a checkpoint says of itself.
+    """What the manifest of a checkpoint lists.
 
     **Attributes:**
 
     - `ids`: the members' ids; `None` for a tree without members.
     - `leaves`: by path, the arrays as `f32[8,50,13]` and the Python numbers.
-    - `structure`: by path, what else the tree is made of: types, static fields, functions by name.
-    - `meta`, `step`, `score`: what was saved with it.
+    - `structure`: by path, the rest of the tree: types, static fields, functions by name.
+    - `meta`, `step`, `score`: as they were saved.
     - `versions`: those of Python and of the libraries that wrote it.
     - `num_bytes`: the size of its arrays.
     - `format`: `"safetensors"` or `"orbax"`.
-    - `unchecked`: the paths of leaves without a checksum, in which a changed bit cannot be noticed. There are none but
-        in the format `"orbax"`, where no process held all of a leaf, or all of one member's part of it.
+    - `unchecked`: the paths of leaves without a checksum, in which a changed bit goes unnoticed. There are some only in
+        the format `"orbax"`, where no process held all of a leaf, or all of one member's part of it.
     """
 
     ids: tuple[int, ...] | None
@@ -40,7 +40,12 @@ class Contents(NamedTuple):
 
 
 def contents(path: str | os.PathLike[str]) -> Contents:
-    """What is in a checkpoint, without reading its arrays and without the model's code.
+    """Lists what is in a checkpoint, without reading its arrays and without the model's code.
+
+    **Returns:** [`eqx_ensemble.checkpoint.Contents`][].
+
+    **Raises:** `CheckpointCorruptError` for a damaged manifest, or a file of arrays of the wrong size;
+    `FileNotFoundError` where there is no checkpoint.
 
     ```python
     import tempfile
@@ -49,9 +54,6 @@ def contents(path: str | os.PathLike[str]) -> Contents:
     ee.save(path, eqx.nn.Linear(3, 1, key=key), meta={"note": "an example"})
     ee.checkpoint.contents(path).leaves  # {".weight": "f32[1,3]", ".bias": "f32[1]"}
     ```
-
-    **Raises:** `CheckpointCorruptError` for a manifest that is damaged, or a file of arrays of the wrong size;
-    FileNotFoundError when there is no checkpoint.
     """
     check_path(path, "path", name="checkpoint.contents")
     with open_checkpoint(as_path(path), name="checkpoint.contents") as reader:
@@ -59,10 +61,15 @@ def contents(path: str | os.PathLike[str]) -> Contents:
 
 
 def verify(path: str | os.PathLike[str]) -> Contents:
-    """Reads a whole checkpoint and checks every number in it, without the model's code.
+    """Reads a checkpoint and verifies all of its checksums, without the model's code.
 
-    In the format `"orbax"`, all arrays are read into host memory at once, and what has no checksum is not checked: its
-    paths are the `unchecked` of the contents.
+    In the format `"orbax"`, all arrays are read into host memory at once. Leaves without a checksum are not verified;
+    `unchecked` lists them.
+
+    **Returns:** what [`eqx_ensemble.checkpoint.contents`][] returns.
+
+    **Raises:** `CheckpointCorruptError` with the file, the leaf and the member, if anything differs from what was
+    saved.
 
     ```python
     import tempfile
@@ -71,11 +78,6 @@ def verify(path: str | os.PathLike[str]) -> Contents:
     ee.save(path, eqx.nn.Linear(3, 1, key=key))
     ee.checkpoint.verify(path).num_bytes  # 16
     ```
-
-    **Returns:** what [`eqx_ensemble.checkpoint.contents`][] returns.
-
-    **Raises:** `CheckpointCorruptError` that names the file, the leaf and the member, if anything is not as it was
-    saved.
     """
     check_path(path, "path", name="checkpoint.verify")
     with open_checkpoint(as_path(path), name="checkpoint.verify") as reader:
@@ -90,7 +92,7 @@ def _tensors(manifest: Manifest) -> list[Entry]:
 
 
 def contents_of(reader: Reader | OrbaxReader) -> Contents:
-    """What the manifest of an open checkpoint says."""
+    """The contents of an open checkpoint."""
     manifest = reader.manifest
     leaves = {entry.path: _text(entry) for entry in manifest.entries}
     leaves |= {number.path: number_text(number.value) for number in manifest.numbers}

@@ -1,4 +1,4 @@
-"""Reads a manifest that anybody may have written: whatever it holds, only what `encode` writes is accepted."""
+"""Reads manifests from untrusted files: only what `encode` writes is accepted."""
 
 import json
 import math
@@ -84,7 +84,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _is_file(name: Any) -> bool:
-    """Only two kinds of names are ever opened, which lead out of no folder."""
+    """Whether a name is one of the two kinds that are opened; neither leads out of the folder."""
     if type(name) is not str:
         return False
     start, end = ("orbax-", "") if is_orbax(name) else ("arrays-", ".safetensors")
@@ -139,7 +139,7 @@ def _number(fields: dict) -> Number:
 
 
 def unstrict(value: Any) -> Any:
-    """What `strict` was given, tuples aside."""
+    """Reverts `strict`, except that tuples become lists."""
     if isinstance(value, dict):
         if set(value) == {FLOAT} and value[FLOAT] in _NOT_FINITE:
             return float(value[FLOAT])

@@ -12,9 +12,9 @@ SIZE = 32
 
 
 def digests(leaf: np.ndarray | jax.Array, *, per_member: bool) -> dict[int, bytes]:
-    """By member, the SHA-256 of its part of an array; for a shared array that of all of it, as if of member 0.
+    """The SHA-256 of each member's part of an array, by member; a shared array counts as member 0.
 
-    Of an array that lies on several devices or in several processes, those that this process holds in one piece.
+    For an array on several devices or in several processes: the members that this process holds in one piece.
     """
     found = {}
     for first, block in _blocks(leaf, per_member=per_member):
@@ -26,7 +26,7 @@ def digests(leaf: np.ndarray | jax.Array, *, per_member: bool) -> dict[int, byte
 
 
 def _blocks(leaf: np.ndarray | jax.Array, *, per_member: bool) -> Iterator[tuple[int, np.ndarray]]:
-    """Whole members of an array in host memory, each block with the position of the first of them."""
+    """Blocks of complete members in host memory, each with the position of its first member."""
     if isinstance(leaf, np.ndarray):
         yield 0, leaf
         return
@@ -47,7 +47,7 @@ def _blocks(leaf: np.ndarray | jax.Array, *, per_member: bool) -> Iterator[tuple
 
 
 class DigestRows(NamedTuple):
-    """Where the checksums of an array stand in a table with a row for each of its members, or one if it is shared."""
+    """The rows of an array in a table of checksums: one for each of its members, or one if it is shared."""
 
     entry: Entry
     first: int
@@ -55,16 +55,16 @@ class DigestRows(NamedTuple):
 
 
 def rows_of(entries: Sequence[Entry]) -> list[DigestRows]:
-    """The places of all arrays in such a table, in the order of the entries."""
-    listed, first = [], 0
+    """The rows of all arrays, in the order of the entries."""
+    rows, first = [], 0
     for entry in entries:
         if entry.tensor == entry.path:
             count = entry.shape[0] if entry.kind == "members" else 1
-            listed.append(DigestRows(entry, first, count))
+            rows.append(DigestRows(entry, first, count))
             first += count
-    return listed
+    return rows
 
 
 def checksum(entry: Entry, digests: bytes) -> str:
-    """What the manifest says of an array whose rows of the table these are."""
+    """The checksum in the manifest of an array with these rows in the table."""
     return digests.hex() if entry.kind == "shared" else hashlib.sha256(digests).hexdigest()

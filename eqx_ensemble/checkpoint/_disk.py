@@ -1,7 +1,4 @@
-"""The one place through which checkpoints change the disk, so that tests can break it at every step.
-
-Each function is one operation that the operating system does or refuses.
-"""
+"""Every change of the disk by checkpoints is one of these functions, so that tests can make each of them fail."""
 
 import contextlib
 import enum
@@ -20,32 +17,32 @@ except ImportError:  # Windows: folders cannot be locked, and stale ones are lef
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder that is not there."""
+    """Creates a new folder."""
     os.mkdir(path)
 
 
 def open_or_create(path: Path) -> int:
-    """Opens a file for reading and writing; it stays what it is if it is there."""
+    """Opens a file for reading and writing, creating it if needed."""
     return os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666)
 
 
 def create(path: Path) -> int:
-    """Opens a file that is not there for writing."""
+    """Creates a new file for writing."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
 
 
 def write(file: int, data: bytes | memoryview) -> int:
-    """Writes some of the bytes, and says how many."""
+    """Writes some of the bytes, and returns how many."""
     return os.write(file, data)
 
 
 def sync(file: int) -> None:
-    """Returns when the content of an open file is on the disk."""
+    """Syncs the content of an open file to the disk."""
     os.fsync(file)
 
 
 def sync_folder(path: Path) -> None:
-    """Returns when the names in a folder are on the disk."""
+    """Syncs the names in a folder to the disk."""
     if os.name == "nt":
         return
     folder = os.open(path, os.O_RDONLY)
@@ -56,12 +53,12 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Gives a folder a name that is free."""
+    """Renames a folder to an unused name."""
     os.rename(old, new)
 
 
 def replace(old: Path, new: Path) -> None:
-    """Puts a file in the place of another, in one step."""
+    """Replaces a file by another, atomically."""
     os.replace(old, new)
 
 
@@ -71,7 +68,7 @@ def remove(path: Any) -> None:
 
 
 def remove_empty_folder(path: Path) -> None:
-    """Removes a folder in which there is nothing."""
+    """Removes an empty folder."""
     os.rmdir(path)
 
 
@@ -92,9 +89,9 @@ def write_all(file: int, data: bytes | memoryview) -> None:
 
 @contextlib.contextmanager
 def hold_lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Holds the lock of a folder or a file; yields whether it is held. The system frees it when the process ends.
+    """Holds the lock of a folder or a file; yields whether it is held. The system releases it when the process ends.
 
-    With `wait`, where they cannot be locked (Windows, folders on network disks), work goes on without.
+    Where locking is impossible (Windows, folders on network disks), `wait` continues without a lock.
     """
     if fcntl is None:
         yield wait
@@ -111,7 +108,7 @@ def hold_lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 class Lock(enum.Enum):
-    """What became of the wish to lock a file."""
+    """The outcome of locking a file."""
 
     HELD = enum.auto()
     BUSY = enum.auto()
@@ -119,7 +116,7 @@ class Lock(enum.Enum):
 
 
 def lock(file: int, *, wait: bool, shared: bool = False) -> Lock:
-    """Locks an open file or folder, until it is closed; says whether that can be done there at all."""
+    """Locks an open file or folder until it is closed; `UNKNOWN` where the file system has no locks."""
     if fcntl is None:
         return Lock.UNKNOWN
     try:
@@ -135,7 +132,7 @@ _open: set[int] = set()
 
 @contextlib.contextmanager
 def closing(file: int) -> Iterator[int]:
-    """Closes a file at the end, unless this is then another process than the one that opened it."""
+    """Closes a file at the end, in the process that opened it."""
     _open.add(file)
     try:
         yield file
@@ -146,7 +143,7 @@ def closing(file: int) -> Iterator[int]:
 
 
 def _close_in_child() -> None:
-    """A child has the files of its parent, and with them would hold their locks after the parent's end."""
+    """Closes inherited files, through which a child would hold locks longer than its parent."""
     while _open:
         os.close(_open.pop())
 

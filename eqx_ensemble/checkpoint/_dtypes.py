@@ -32,11 +32,11 @@ _AS_BYTES += ("float8_e8m0fnu",)
 
 DTYPES = {"bool": np.dtype(bool)}
 DTYPES |= {name: np.dtype(getattr(jnp, name)) for name in (*_NATIVE, *_AS_BYTES) if name != "bool"}
-"""The dtypes that a file may name. Nothing is looked up by a name from a file but in this table."""
+"""The dtypes that a file may name. Names from files are looked up in this table only."""
 
 
 class Storage(NamedTuple):
-    """How an array stands in a safetensors file."""
+    """The dtype and shape of an array in a safetensors file."""
 
     code: str
     shape: tuple[int, ...]
@@ -50,14 +50,14 @@ def storage_of(dtype: str, shape: tuple[int, ...]) -> Storage:
 
 
 class Numbers(NamedTuple):
-    """The numbers of an array, C-ordered and little-endian; of PRNG keys their data, with the generator's name."""
+    """The numbers of an array, C-ordered and little-endian; for PRNG keys their data, with the generator's name."""
 
     data: Any
     key: str | None
 
 
 def host_numbers(leaf: Any, path: str, *, copy: bool) -> Numbers:
-    """The numbers of an array leaf, in host memory. Without `copy` they may be the leaf's own, which jax may reuse."""
+    """The numbers of an array leaf, in host memory. Without `copy` they may share memory that jax reuses later."""
     check_savable(leaf, path)
     leaf, key = _without_keys(leaf, path)
     data = np.array(leaf, order="C") if copy else np.asarray(leaf, order="C")
@@ -65,9 +65,9 @@ def host_numbers(leaf: Any, path: str, *, copy: bool) -> Numbers:
 
 
 def device_numbers(leaf: Any, path: str, *, copy: bool) -> Numbers:
-    """The numbers of an array leaf, where they are: on one or more devices, of one or more processes.
+    """The numbers of an array leaf on its devices, in one process or several.
 
-    Orbax copies them when it takes them, also without `copy`.
+    Orbax copies them itself, also without `copy`.
     """
     check_not_traced(leaf, path)
     leaf, key = _without_keys(leaf, path)

@@ -15,22 +15,22 @@ FormatName = Literal["safetensors", "orbax"]
 
 
 class Format(NamedTuple):
-    """How checkpoints are written: all in which the formats differ."""
+    """How checkpoints are written: everything in which the formats differ."""
 
     take: Callable[..., Any]
     """Gives the numbers of an array leaf, for a `Snapshot`."""
 
     begin: Callable[[Any, Snapshot], Callable[[], None]]
-    """Starts to write one, and returns what does the rest, in any thread."""
+    """Begins a checkpoint; returns a function that completes it, in any thread."""
 
     stands: Callable[[Any], bool]
-    """Whether a checkpoint stands at a path, and not something that is still written."""
+    """Whether there is a complete checkpoint at a path."""
 
     settle: Callable[[Callable[[], None]], None]
-    """Runs what may fail. All processes that write one checkpoint together call it."""
+    """Runs a job that may fail. All processes that write a checkpoint together call it."""
 
     leads: Callable[[], bool]
-    """Whether this process does what only one of them must do."""
+    """Whether this process does what one process does for all."""
 
 
 def _begin(path: Any, content: Snapshot) -> Callable[[], None]:

@@ -12,12 +12,12 @@ _MOST_THREADS = 3
 class Digests:
     """SHA-256 of pieces of memory, computed in other threads while this one reads or writes.
 
-    Hashing, reading and writing all let go of Python's lock. When the `with` block ends, every digest is there; where
-    no thread can be had, or none is worth it, the end of the block computes them.
+    Hashing, reading and writing all release Python's lock. Every digest is complete when the `with` block ends. Small
+    sizes start no threads; the end of the block then computes the digests, as where the system has no more threads.
     """
 
     def __init__(self, num_bytes: int):
-        """**Arguments:** `num_bytes`, how much will be hashed."""
+        """**Arguments:** `num_bytes`, the number of bytes that will be hashed."""
         self._jobs: SimpleQueue[tuple[list[bytes], memoryview, int, range] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         if num_bytes >= _WORTH_A_THREAD:
@@ -46,7 +46,7 @@ class Digests:
             thread.join()
 
     def add(self, data: memoryview, count: int) -> list[bytes]:
-        """The digests of `count` equal pieces of `data`: a list that is filled when the block ends."""
+        """The digests of `count` equal pieces of `data`: a list that is complete when the block ends."""
         found = [b""] * count
         size = len(data) // max(1, count)
         step = max(1, _JOB // max(1, size))

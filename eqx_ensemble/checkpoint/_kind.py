@@ -1,4 +1,4 @@
-"""What a folder is that is not a checkpoint."""
+"""Recognises folders that are not checkpoints."""
 
 import re
 from pathlib import Path
@@ -17,14 +17,14 @@ _SINGLE = (".eqx", ".safetensors")
 
 
 class Kind(NamedTuple):
-    """The kind of a folder, one of those that `not_a_checkpoint_message` knows, and the names that show it."""
+    """The kind of a folder, as `not_a_checkpoint_message` names it, and the names in the folder that show it."""
 
     name: str
     found: list[str]
 
 
 def kind_of(folder: Path) -> Kind:
-    """What a folder is, from the names in it."""
+    """The kind of a folder, from the names in it."""
     entries = sorted(list_folder(folder), key=lambda entry: entry.name)
     steps = [entry for entry in entries if STEP.fullmatch(entry.name) and entry.is_dir()]
     if steps:

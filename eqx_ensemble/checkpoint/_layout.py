@@ -9,14 +9,14 @@ DIGEST = 32
 
 
 class Span(NamedTuple):
-    """Where a tensor stands in the file of arrays: its first byte and its number of bytes."""
+    """A tensor in the file of arrays: its first byte and its number of bytes."""
 
     start: int
     size: int
 
 
 class FileLayout(NamedTuple):
-    """The file of arrays, as it follows from the leaves: nothing of it is taken from the file itself."""
+    """The file of arrays, as it follows from the leaves: no size or offset is read from the file itself."""
 
     header: bytes
     order: tuple[Entry, ...]
@@ -26,7 +26,7 @@ class FileLayout(NamedTuple):
 
 
 def file_layout(entries: Sequence[Entry]) -> FileLayout:
-    """Where everything stands: large items first, so that each is aligned to its own size, the checksums last."""
+    """The layout for these leaves: large items first, so that each is aligned to its own size, the checksums last."""
     tensors = {entry.tensor: entry for entry in entries}.values()
     order = tuple(sorted(tensors, key=lambda entry: -DTYPES[entry.dtype].itemsize))
     fields, ends, end = {}, {}, 0
@@ -50,9 +50,9 @@ def file_layout(entries: Sequence[Entry]) -> FileLayout:
 
 
 def begins_as_ours(file: BinaryIO) -> bool:
-    """Whether a file of arrays is ours, whatever may have become of the rest: its header ends with our table.
+    """Whether a file of arrays is ours, damaged or not: its header ends with our table.
 
-    A file of which a crash of the system left zeros, or nothing, counts as well.
+    A file that a crash of the system left empty or full of zeros counts as ours.
     """
     size = int.from_bytes(file.read(8), "little")
     return size == 0 or TABLE.encode() in file.read(min(size, LIMIT))

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 NAME = "checkpoint.json"
 FORMAT, VERSION = "eqx_ensemble checkpoint", 1
 LIMIT = 16 * 2**20
-"""The most bytes that a manifest may have: that many can become some 400 MB of Python objects, and no more."""
+"""The most bytes that a manifest may have: they become at most some 400 MB of Python objects."""
 
 TABLE = "<checksums>"
 """The tensor with the SHA-256 of every member's part of every leaf: `(leaves with members * members, 32)`, bytes."""
@@ -38,7 +38,7 @@ class Number(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint says of itself, beside the numbers."""
+    """The description of a checkpoint: everything except the numbers of its arrays."""
 
     file: str
     members: tuple[int, ...] | None
@@ -52,12 +52,12 @@ class Manifest(NamedTuple):
 
 
 def begins_as_ours(data: bytes) -> bool:
-    """Whether bytes begin as manifests do, whatever may have become of the rest."""
+    """Whether bytes begin as a manifest does, damaged or not."""
     return _START.match(data) is not None
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as JSON, its SHA-256 in front."""
+    """The manifest as JSON, after its SHA-256."""
     content = {"format": FORMAT, "version": VERSION} | manifest._asdict()
     content["meta"], content["score"] = strict(manifest.meta), strict(manifest.score)
     content["entries"] = [entry._asdict() for entry in manifest.entries]
@@ -85,7 +85,7 @@ def _json(value: Any) -> str:
 
 
 def strict(value: Any) -> Any:
-    """A value as JSON has it: NaN and the infinities, for which it has no numbers, stand as `{"<float>": "nan"}`."""
+    """A value in strict JSON: NaN and the infinities, which it lacks, become `{"<float>": "nan"}`."""
     if isinstance(value, float) and not math.isfinite(value):
         return {FLOAT: repr(float(value))}
     if isinstance(value, dict):
@@ -94,12 +94,12 @@ def strict(value: Any) -> Any:
 
 
 def is_orbax(name: str) -> bool:
-    """Whether the arrays of a manifest stand in a folder of Orbax, and not in a safetensors file."""
+    """Whether the arrays are in a folder of Orbax, and not in a safetensors file."""
     return name.startswith("orbax-")
 
 
 def _number_fields(number: Number) -> dict:
-    """Exact texts: Python's `float.hex`, and such for integers too, which JSON readers may round."""
+    """A number as exact text: `float.hex`, and `hex` for integers, which JSON readers may round."""
     value = text = number.value
     if type(value) is int:
         text = hex(value)

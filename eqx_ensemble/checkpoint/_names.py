@@ -1,4 +1,4 @@
-"""The names that are ours, exactly. Nothing with another name is ever replaced or removed."""
+"""The exact names that this library writes. Nothing with another name is ever replaced or removed."""
 
 import contextlib
 import hashlib
@@ -30,7 +30,7 @@ def number_of(entry: Any) -> int:
 
 
 def is_ours(entry: Any) -> bool:
-    """Whether what stands in a checkpoint's folder under its name is what we write under such a name."""
+    """Whether an entry of a checkpoint's folder is something that this library writes under its name."""
     if number_of(entry):
         return True
     named = entry.name in (NAME, UNFINISHED) or _COPY.fullmatch(entry.name)
@@ -38,7 +38,7 @@ def is_ours(entry: Any) -> bool:
 
 
 def is_written(entry: Any) -> bool:
-    """Whether an entry shows that somebody wrote a checkpoint here: a manifest alone, others have as well."""
+    """Whether an entry shows that a checkpoint was written here; others may use the manifest's name."""
     return bool(number_of(entry)) or entry.name == UNFINISHED
 
 
@@ -52,9 +52,9 @@ def foreign(path: Any) -> list[str]:
 
 
 def is_checkpoint(path: Any) -> bool:
-    """Whether a folder is a checkpoint, damaged or not, or what is left of one: new arrays may be written into it.
+    """Whether a folder is a checkpoint, damaged or not, or what is left of one, so that it may be overwritten.
 
-    The manifest says so by how it begins. Where that is damaged or missing, all that is there must be ours.
+    The beginning of the manifest decides. Where it is damaged or missing, everything in the folder must be ours.
     """
     if not path.is_dir():
         return False
@@ -64,7 +64,7 @@ def is_checkpoint(path: Any) -> bool:
 
 
 def is_sealed(path: Any) -> bool:
-    """Whether there is a manifest in a folder that begins as ours do."""
+    """Whether a folder has a manifest that begins as ours do."""
     with contextlib.suppress(OSError, CheckpointCorruptError), open_file(path / NAME) as file:
         return _manifest.begins_as_ours(file.read(256))
     return False
@@ -77,39 +77,39 @@ def _has_our_header(entry: Any) -> bool:
 
 
 def has_arrays(path: Any) -> bool:
-    """Whether there are arrays of ours in a folder: by name and by content, damaged or not."""
+    """Whether a folder has arrays of ours, by name and content, damaged or not."""
     return any(number_of(entry) and (entry.is_dir() or _has_our_header(entry)) for entry in list_folder(path))
 
 
 def is_unfinished(path: Any) -> bool:
-    """Whether a folder holds nothing but arrays of Orbax for which there is no manifest, or nothing at all yet."""
+    """Whether a folder is empty, or holds only arrays of Orbax without a manifest."""
     return all((number_of(entry) and entry.is_dir()) or entry.name == UNFINISHED for entry in list_folder(path))
 
 
 def next_number(path: Any) -> int:
-    """A number that no arrays in a folder have yet."""
+    """The first number above those of all arrays in a folder."""
     return 1 + max(map(number_of, list_folder(path)), default=0)
 
 
 def temporary(path: Path, kind: str) -> Path:
-    """A hidden name beside `path` that no other process chooses."""
+    """A hidden path next to `path` that no other process chooses."""
     return path.parent / f".{_short(path.name)}.{kind}-{_disk.token()}"
 
 
 def is_temporary(name: str, of: re.Pattern[str] | str) -> bool:
-    """Whether `temporary` chose this name for a path of this name, or for one whose name has this pattern."""
+    """Whether a name is one that `temporary` makes for the name `of`, or for names of this pattern."""
     base = of.pattern if isinstance(of, re.Pattern) else re.escape(_short(of))
     return re.fullmatch(rf"\.{base}\.({SAVING}|{REMOVING})-[0-9a-f]{{8}}", name) is not None
 
 
 def _short(name: str) -> str:
-    """A name that leaves room for what is added to it: file systems take 143 to 255 bytes."""
+    """A name short enough for the suffixes added to it: file systems allow 143 to 255 bytes."""
     encoded = os.fsencode(name)
     return name if len(encoded) <= _LONGEST else hashlib.sha256(encoded).hexdigest()[:32]
 
 
 def remove_ours(folder: Any) -> None:
-    """Removes a checkpoint's folder, but for what is not ours in it: then the folder stays, with that."""
+    """Removes what is ours in a checkpoint's folder, and the folder itself if it is then empty."""
     for entry in list_folder(folder):
         if is_ours(entry):
             remove_entry(entry)

@@ -14,7 +14,7 @@ _ATTEMPTS = 5
 
 
 def open_checkpoint(path: Any, *, name: str) -> Reader | OrbaxReader:
-    """A checkpoint opened for reading, in whichever format it is.
+    """Opens a checkpoint of either format for reading.
 
     **Arguments:** `path`, the folder, from `as_path`; `name`, the function on whose behalf it is opened.
     """

@@ -1,4 +1,4 @@
-"""The one place that knows Orbax, which writes and reads the arrays. The manifest and the checksums are ours."""
+"""Orbax writes and reads the arrays; the manifest and the checksums are ours. Only this module uses Orbax."""
 
 import contextlib
 import importlib.metadata
@@ -38,11 +38,11 @@ _OLDEST = (0, 12, 8)
 
 
 def begin(path: Any, content: Snapshot) -> Callable[[], None]:
-    """Starts to write a checkpoint at `path`, and returns when all arrays are copied. What it returns does the rest.
+    """Begins a checkpoint at `path`; returns, when all arrays are copied, a function that completes it.
 
-    Orbax writes into a folder of its own inside, beside the one of a checkpoint that stands there already. The
-    manifest, which says which of them is meant, is replaced in one step, on disks and in object stores alike: until
-    then, `path` is what it was. All processes must call both functions.
+    Orbax writes into a new folder inside `path`, next to that of an earlier checkpoint. The manifest names one of them
+    and is replaced atomically, on disks and in object stores: until then, the checkpoint at `path` is the earlier one.
+    All processes must call both functions.
     """
     ocp = _orbax()
     path = absolute(path)
@@ -53,7 +53,7 @@ def begin(path: Any, content: Snapshot) -> Callable[[], None]:
     manifest = encode(content.manifest._replace(file=name, entries=entries, versions=versions))
     check_manifest_size(len(manifest), LIMIT, path)
     arrays = {tensor: data for tensor, data in content.arrays.items() if data.size} | {TABLE: table}
-    with _writing(path, number), ocp.Context():  # without the options around the call, which are meant for other trees
+    with _writing(path, number), ocp.Context():  # without the options of a context around the call
         response = ocp.save_async(str(path / name), arrays) if entries else None
 
     def finish() -> None:
@@ -86,7 +86,7 @@ def _other_threads_have(dtype: Any) -> bool:
 
 
 def _agreed_number(path: Any) -> int:
-    """The number of the folder to write. The first process chooses it, once it may write there."""
+    """The number of the folder to write, chosen by the first process once it may write there."""
     number, error = 0, None
     if is_first():
         try:
@@ -105,8 +105,8 @@ def _agreed_number(path: Any) -> int:
 def _with_checksums(content: Snapshot) -> tuple[tuple[Entry, ...], np.ndarray]:
     """The entries with their checksums, and the table of the checksums of their members.
 
-    Each process knows those of the members it holds in one piece. A leaf some of whose members no process holds in one
-    piece has none. What several processes hold must be the same.
+    Each process computes those of the members that it holds in one piece. A leaf has no checksum if no process holds
+    some member of it in one piece. What several processes hold must be equal.
     """
     places = rows_of(content.manifest.entries)
     known = np.zeros((sum(place.count for place in places), 1 + SIZE), np.uint8)
@@ -140,7 +140,7 @@ def _writing(path: Any, number: int) -> Iterator[None]:
 
 def _commit(path: Any, name: str, manifest: bytes) -> None:
     if is_on_disk(path):
-        for entry in [*(path / name).rglob("*"), path / name]:  # Orbax leaves to the system when it writes them
+        for entry in [*(path / name).rglob("*"), path / name]:  # which Orbax does not sync
             if entry.exists():
                 sync_names(entry)
         write_manifest(path, manifest)
@@ -148,12 +148,12 @@ def _commit(path: Any, name: str, manifest: bytes) -> None:
         put_manifest(path)
         sync_last(path)
     else:
-        (path / NAME).write_bytes(manifest)  # an object is there whole or not at all
+        (path / NAME).write_bytes(manifest)  # objects are written atomically
     remove_unused(path)
 
 
 class OrbaxReader:
-    """A checkpoint whose arrays Orbax wrote, opened for reading. Numbers are checked as they are read, all at once."""
+    """A checkpoint whose arrays Orbax wrote, open for reading. All arrays are read and verified at once."""
 
     def __init__(self, path: Any, manifest: Manifest):
         self.folder, self.manifest, self.file = path, manifest, path / manifest.file
@@ -167,7 +167,7 @@ class OrbaxReader:
         pass
 
     def arrays(self, wanted: Sequence[Wanted], rows: Sequence[int] | None = None) -> Iterator[np.ndarray | jax.Array]:
-        """The arrays of leaves, checked, on the devices they are wanted on; of those with members, `rows` only.
+        """The arrays of leaves, verified, with the sharding that is wanted; of those with members, `rows` only.
 
         All processes must ask for the same leaves. If one of them finds damage, all raise.
         """
@@ -183,7 +183,7 @@ class OrbaxReader:
             yield data if rows is None or entry.kind == "shared" else data[np.asarray(rows, int)]
 
     def _load(self, wanted: Sequence[Wanted]) -> dict[str, Any]:
-        """All arrays. Orbax is told of each where it goes, or it would take the devices on which it was saved."""
+        """All arrays, each with a sharding: without one, Orbax uses the devices from which it was saved."""
         like: dict[str, Any] = {TABLE: np.ndarray}
         loaded: dict[str, Any] = {}
         for entry, sharding in wanted:
@@ -206,12 +206,12 @@ class OrbaxReader:
             raise corrupt_error(self.file, f"Orbax cannot read it: {error}") from error
 
     def _verify(self, loaded: dict[str, Any]) -> None:
-        """What this process holds of each array is what was saved."""
+        """Checks that the parts of arrays that this process holds are as they were saved."""
         for entry, first, count in rows_of(self.manifest.entries):
             data = loaded[entry.tensor]
             if data.shape != entry.shape or data.dtype != DTYPES[entry.dtype]:
                 found = shape_text(data.shape, data.dtype)
-                raise corrupt_error(self.file, f"it is {found} there", leaf=entry.path)
+                raise corrupt_error(self.file, f"it has {found}", leaf=entry.path)
             rows = loaded[TABLE][first : first + count].tobytes()
             if entry.checksum == "":
                 continue

@@ -14,7 +14,7 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 
 
 
 def as_path(path: str | os.PathLike[str]) -> Any:
-    """Where a path leads: a `Path`, or for an object store (`gs://...`) what Orbax takes for one."""
+    """A path as a `Path`; in an object store (`gs://...`), as an `etils.epath.Path`."""
     text = os.fspath(path)
     if "://" not in text:
         return Path(text)
@@ -27,25 +27,25 @@ def as_path(path: str | os.PathLike[str]) -> Any:
 
 
 def absolute(path: Any) -> Any:
-    """The whole path; that of an object store is whole already.
+    """The absolute path; that of an object store already is.
 
-    `..` stays where it is: what comes before may be a link, which leads elsewhere than its name says.
+    `..` is kept: the folder before it may be a link.
     """
     return path.absolute() if is_on_disk(path) else path
 
 
 def is_on_disk(path: Any) -> bool:
-    """Whether a path from `as_path` leads to this machine's file systems, and not to an object store."""
+    """Whether a path is in a file system, and not in an object store."""
     return isinstance(path, Path)
 
 
 def has_manifest(path: Any) -> bool:
-    """Whether a checkpoint stands there: without a manifest, it is one that is still written or was never finished."""
+    """Whether a folder has a manifest; without one, a checkpoint is unfinished."""
     return (path / NAME).exists()
 
 
 def list_folder(path: Any) -> list[Any]:
-    """What is in a folder. One that is not there holds nothing: an object store has no folders without objects."""
+    """The entries of a folder; none if it does not exist, as an object store has no empty folders."""
     try:
         return list(path.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -53,7 +53,7 @@ def list_folder(path: Any) -> list[Any]:
 
 
 def open_file(file: Any) -> Any:
-    """Opens a regular file for reading, and neither what a link leads to nor a pipe."""
+    """Opens a regular file for reading; refuses links and pipes."""
     if not is_on_disk(file):
         return file.open("rb")
     try:

@@ -33,7 +33,7 @@ def restore(
 ) -> Any:
     """The tree that was saved: arrays and numbers from the file, everything else from `like`.
 
-    All that differs is found before any number is read. With `rows`, only these members are read, and the number of
+    All differences are found before any number is read. With `rows`, only these members are read, and the number of
     members in `like` does not matter.
     """
     check_cast(cast, name=name)
@@ -61,7 +61,7 @@ def restore(
 
 
 def _identity(entry: Entry, like: Any) -> tuple:
-    """What leaves have in common that are one array, before and after."""
+    """A key that is equal for leaves that are one array, both when saved and when restored."""
     return entry.tensor, type(like), like.dtype
 
 
@@ -71,7 +71,7 @@ def _check_like(entry: Entry, like: Any) -> None:
 
 
 def _sharding(entry: Entry, like: Any, rows: Sequence[int] | None) -> Any:
-    """Where an array can lie from the start: on the devices of `like`, if these are several and it stays as saved."""
+    """The sharding with which an array can be read: that of `like`, if it has several devices and nothing is cast."""
     sharding = getattr(like, "sharding", None)
     as_saved = rows is None and (entry.key is not None or DTYPES[entry.dtype] == like.dtype)
     if not (as_saved and isinstance(sharding, jax.sharding.NamedSharding) and len(sharding.device_set) > 1):
@@ -94,12 +94,12 @@ def _leaf(data: np.ndarray | jax.Array, entry: Entry, like: Any) -> Any:
 
 
 def _native(dtype: Any) -> Any:
-    """The dtype in this machine's byte order, in which everything comes back."""
+    """The dtype in this machine's byte order, which all restored arrays have."""
     return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype
 
 
 def _put_like(leaf: jax.Array, like: Any) -> jax.Array:
-    """On the devices of `like`, if it lies on several and the shape is the same."""
+    """The leaf with the sharding of `like`, if that has several devices and the shapes are equal."""
     sharding = getattr(like, "sharding", None)
     if sharding is None or len(sharding.device_set) < 2 or leaf.shape != like.shape:
         return leaf
@@ -139,7 +139,7 @@ def _compare(
 
 
 def _same(found: Any, leaf: Any, *, any_count: bool, cast: str | None) -> tuple[bool, bool]:
-    """Whether shape and dtype of what was saved are those of the leaf."""
+    """Whether what was saved has the shape and the dtype of the leaf."""
     if is_number(leaf):
         same = not (found is None or isinstance(found, Entry)) and type(found.value) is type(leaf)
         return same, same

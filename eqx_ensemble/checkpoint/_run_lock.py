@@ -1,4 +1,4 @@
-"""The lock of a run's folder: one run at a time trains there."""
+"""The lock of a run's folder, in which one run trains at a time."""
 
 import contextlib
 import datetime
@@ -20,10 +20,10 @@ _ATTEMPTS, _PAUSE = 10, 0.05
 
 
 class RunLock:
-    """The lock of a folder, held by this process until `release`, or until the process ends in whatever way.
+    """The lock of a folder, held by this process until `release` or until it ends.
 
-    The system's lock on a file in the folder decides; what the file holds says who has it. Where a file system has no
-    locks, or none between machines, the last to come has the folder, and `check` tells the one before.
+    It is the system's lock on a file in the folder; the file's content names the holder. Where a file system has no
+    locks, or none between machines, the latest run takes the folder, and `check` raises in the one before.
     """
 
     def __init__(self, folder: Path):
@@ -33,21 +33,21 @@ class RunLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process has the lock. A child that was forked has not."""
+        """Whether this process has the lock; a forked child does not."""
         return self._stack is not None and self._process == os.getpid()
 
     def look(self) -> None:
-        """Raises BlockingIOError if another run has the lock; takes and makes nothing."""
+        """Raises `BlockingIOError` if another run has the lock; changes nothing."""
         try:
             file = os.open(self._path, os.O_RDONLY)
-        except OSError:  # there is none, or one that `acquire` will have more to say of
+        except OSError:  # there is none, or `acquire` raises a better error
             return
         with _disk.closing(file):
             free = _disk.lock(file, wait=False, shared=True) is not Lock.BUSY
             check_folder_free(self._folder, self._holder(), free=free)
 
     def acquire(self) -> None:
-        """Takes the lock; raises BlockingIOError, which names who has it."""
+        """Takes the lock; raises `BlockingIOError`, which names its holder."""
         make_parents(self._folder)
         for last in (*[False] * _ATTEMPTS, True):
             with contextlib.ExitStack() as stack:
@@ -61,10 +61,10 @@ class RunLock:
                     _disk.write_all(file, json.dumps(self._self()).encode())
                     self._stack = stack.pop_all()
                     return
-            time.sleep(_PAUSE)  # another one looked at the same time, or is just about to let go
+            time.sleep(_PAUSE)  # another process was just looking, or is about to release it
 
     def check(self) -> None:
-        """Raises BlockingIOError if another run has taken the folder over; takes the lock again if the file is gone."""
+        """Raises `BlockingIOError` if another run has taken the folder; takes the lock again if its file is gone."""
         if not self._path.exists():
             self.release()
             self.acquire()
@@ -72,7 +72,7 @@ class RunLock:
         check_lock_held(self._folder, holder, ours=holder is None or holder.get("token") == self._token)
 
     def release(self) -> None:
-        """Lets go of the lock, and removes the file."""
+        """Releases the lock, and removes its file."""
         stack, self._stack = self._stack, None
         if stack is None or self._process != os.getpid():
             return
@@ -85,7 +85,7 @@ class RunLock:
         return {"host": socket.gethostname(), "pid": self._process, "since": since, "token": self._token}
 
     def _holder(self) -> dict[str, Any] | None:
-        """What the file says of who has the lock; `None` if it says nothing, because that one has only just come."""
+        """The holder of the lock, from its file; `None` if it is not written yet."""
         try:
             with open(self._path, "rb") as file:
                 holder = json.loads(file.read(_LIMIT))

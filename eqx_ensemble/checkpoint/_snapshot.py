@@ -18,7 +18,7 @@ _PACKAGES = ("eqx_ensemble", "jax", "jaxlib", "equinox", "optax", "numpy")
 
 
 class Snapshot(NamedTuple):
-    """All that will be written: the manifest, still without a file and checksums, and the arrays by tensor."""
+    """What will be written: the manifest, without file name and checksums yet, and the arrays by tensor."""
 
     manifest: Manifest
     arrays: dict[str, Any]
@@ -35,7 +35,7 @@ def snapshot(
     copy: bool = False,
     take: Callable[..., Numbers] = host_numbers,
 ) -> Snapshot:
-    """The content of a checkpoint, in host memory or where `take` leaves it.
+    """The content of a checkpoint, in host memory or on the devices that `take` leaves it on.
 
     **Arguments:**
 
@@ -44,8 +44,8 @@ def snapshot(
         axis.
     - `ids`: the members' ids.
     - `meta`: what JSON can hold.
-    - `copy`: take copies, for a writer in another thread; without it, arrays on the CPU stand where they are.
-    - `take`: what gives the numbers of an array leaf.
+    - `copy`: copy the arrays, for a writer in another thread; without it, arrays on the CPU are not copied.
+    - `take`: the function that returns the numbers of an array leaf.
     """
     check_json(meta)
     members = None if ids is None else tuple(int(i) for i in to_host(ids))
@@ -56,7 +56,7 @@ def snapshot(
             numbers.append(Number(path, leaf))
         elif is_member_array(leaf):
             first = firsts.get((id(leaf), bool(flag)))
-            if first is not None:  # one array at two places stays one array
+            if first is not None:  # an array that occurs twice is saved once
                 entries.append(first._replace(path=path))
                 continue
             data, key = take(leaf, path, copy=copy)
@@ -81,7 +81,7 @@ def _score(score: Any) -> float | None:
 
 
 def versions() -> dict[str, str]:
-    """Those of Python and of the libraries that decide what is computed."""
+    """The versions of Python and of the libraries that affect results."""
     return {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES}
 
 

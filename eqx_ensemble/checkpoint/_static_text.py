@@ -26,11 +26,11 @@ _SAY_THEMSELVES = (
 
 
 def static_text(value: Any) -> str:
-    """A static value in a readable text: equal for equal values, in another process and another version too.
+    """A static value as readable text: equal for equal values, across processes and versions.
 
-    Values are told apart by their contents: numbers, strings, enumerations, containers, dataclasses, partial functions,
-    arrays. Functions stand by their name, other objects by their type, which is all that stays the same: two lambdas
-    have one text. Long texts are cut, and end with a digest of the whole.
+    Numbers, strings, enumerations, containers, dataclasses, partial functions and arrays are described by their
+    contents, functions by their name and other objects by their type, so that two lambdas have the same text. Long
+    texts are cut, and end with a digest of the complete text.
     """
     return _text(value, 0)
 
@@ -58,13 +58,13 @@ def _long_text(value: Any, depth: int) -> str:
     name = getattr(value, "__name__", None)  # functions, also those that jax has wrapped
     if isinstance(name, str):
         return name
-    if depth == _DEEPEST:  # of what holds itself
+    if depth == _DEEPEST:  # of a container that holds itself
         return type(value).__name__
     return _parts_text(value, lambda part: _text(part, depth + 1))
 
 
 def _parts_text(value: Any, text: Any) -> str:
-    """What holds other values; an object of any other kind by its type."""
+    """A container by its contents; an object of any other kind by its type."""
     kind = type(value).__name__
     names = getattr(value, "_fields", None)
     if isinstance(value, tuple) and names is not None:

@@ -10,7 +10,7 @@ from ._manifest import TABLE
 from ._static_text import static_text
 
 STATIC = ": "
-"""Stands between the path of a node and the name of one of its static fields."""
+"""The separator between the path of a node and the name of one of its static fields."""
 
 
 def saved_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -19,13 +19,13 @@ def saved_leaves(tree: Any) -> list[tuple[str, Any]]:
     leaves = []
     for keys, leaf in jtu.tree_flatten_with_path(tree)[0]:
         path = path_text(keys)
-        number = taken[path] = taken.get(path, -1) + 1  # a node of the user's own may give two children one name
+        number = taken[path] = taken.get(path, -1) + 1  # a custom node may give two children the same name
         leaves.append((path if number == 0 else f"{path}#{number}", leaf))
     return leaves
 
 
 def is_array_like(leaf: Any) -> bool:
-    """Whether a leaf is saved as an array, or stands for one."""
+    """Whether a leaf is an array or the shape of one."""
     return is_member_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
@@ -35,10 +35,10 @@ def is_number(leaf: Any) -> bool:
 
 
 def structure(tree: Any) -> dict[str, str]:
-    """What a tree is made of beside its arrays and numbers, in readable texts by path.
+    """Everything in a tree except its arrays and numbers, as readable text by path.
 
-    Types of nodes with their static fields, and leaves that are neither arrays nor numbers, each as
-    [`static_text`][eqx_ensemble.checkpoint._static_text.static_text] says it.
+    These are the types of nodes with their static fields, and leaves that are neither arrays nor numbers, each as
+    [`static_text`][eqx_ensemble.checkpoint._static_text.static_text].
     """
     return dict(_visit((), tree))
 
@@ -62,7 +62,7 @@ def _visit(path: tuple, node: Any) -> Iterator[tuple[str, str]]:
 def unlike(saved: dict[str, str], expected: dict[str, str]) -> list[str]:
     """The paths at which two structures differ.
 
-    Static fields that one of them does not have are let through: versions of a class differ by them.
+    Static fields that only one of them has are ignored, because versions of a class differ by them.
     """
     paths = [*saved, *(path for path in expected if path not in saved)]
     differ = [path for path in paths if saved.get(path) != expected.get(path)]

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 _unseen: set[Future] = set()
-"""Jobs that run, and jobs whose failure nobody has seen."""
+"""Jobs in progress, and failed jobs whose error was not raised yet."""
 
 
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
 class Worker:
-    """A thread that does one job at a time, and keeps the error of one that failed until somebody asks."""
+    """A thread that does one job at a time, and keeps the error of a failed job until it is raised."""
 
     def __init__(self):
         self._pool: ThreadPoolExecutor | None = None
@@ -20,7 +20,7 @@ class Worker:
         _workers.add(self)
 
     def start(self, job: Callable[[], None]) -> None:
-        """Runs the job in the thread. The one before it must have been waited for."""
+        """Runs the job in the thread. `wait` must have been called for the one before."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eqx_ensemble.checkpoint")
         self._job = self._pool.submit(job)
@@ -29,20 +29,20 @@ class Worker:
 
     @property
     def has_job(self) -> bool:
-        """Whether there is a job that nobody has waited for."""
+        """Whether there is a job for which `wait` was not called."""
         return self._job is not None
 
     def finish(self) -> None:
-        """Returns when the job is done. Its error stays for `wait`, or for the end of the program."""
+        """Waits for the job. Its error is left to `wait`, or to the end of the program."""
         if self._job is not None:
             wait([self._job])
 
     def forget(self) -> None:
-        """Leaves the job to the process that has the thread."""
+        """Forgets the job, in a process that does not have the thread."""
         self._pool = self._job = None
 
     def wait(self) -> None:
-        """Returns when the job is done; raises its error, once."""
+        """Waits for the job; raises its error, once."""
         job, self._job = self._job, None
         if job is not None:
             try:
@@ -58,14 +58,14 @@ def _forget_if_done(job: Future) -> None:
 
 @atexit.register
 def _raise_unseen() -> None:
-    """By now all threads have ended. Raising here makes Python print the error as it exits."""
+    """Raises when all threads have ended, so that Python prints the error as it exits."""
     for job in list(_unseen):
         _unseen.discard(job)
         job.result()
 
 
 def _forget_in_child() -> None:
-    """A child has no thread but the one that forked: the job is its parent's, and would never end here."""
+    """Forgets the jobs of the parent, whose threads a forked child does not have."""
     _unseen.clear()
     for worker in list(_workers):
         worker.forget()

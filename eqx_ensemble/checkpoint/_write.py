@@ -32,11 +32,11 @@ _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EACC
 
 
 def write(path: Path, content: Snapshot) -> None:
-    """Writes a checkpoint at `path`, or leaves what is there.
+    """Writes a checkpoint at `path`, atomically.
 
-    A new one is written into a folder beside it that is renamed once it is whole and on the disk. In the place of an
-    old one, new arrays are written beside the old arrays, and the manifest, which says which of them are meant, is
-    replaced in one step. So at every moment `path` holds the old checkpoint or the new one, whole.
+    A new one is written into a temporary folder, which is renamed once it is complete and on the disk. To replace an
+    old one, new arrays are written next to the old arrays, and the manifest, which names one of them, is replaced
+    atomically. So at every moment `path` holds the old checkpoint or the new one.
     """
     path = path.absolute()
     if os.path.lexists(path):
@@ -51,12 +51,12 @@ def write(path: Path, content: Snapshot) -> None:
             except OSError as error:
                 taken = error.errno in _TAKEN and not isinstance(error, NotSyncedError)
                 if not (taken and os.path.isdir(path)):
-                    raise  # otherwise somebody else wrote it at the same time
+                    raise  # otherwise another process wrote it at the same time
         return _overwrite(path, content, plan)
 
 
 def remove(path: Any) -> None:
-    """Removes a checkpoint, so that no part of it ever stands under its name; FileExistsError if it holds more."""
+    """Removes a checkpoint, never leaving a part of it under its name; `FileExistsError` if it holds other files."""
     check_removable(path, foreign(path), is_link=is_on_disk(path) and path.is_symlink())
     if not is_on_disk(path):
         with contextlib.suppress(FileNotFoundError):
@@ -69,7 +69,7 @@ def remove(path: Any) -> None:
 
 
 def clean(parent: Any, of: re.Pattern[str] | str) -> None:
-    """Removes what killed processes left of paths with this name. What a living one writes is locked."""
+    """Removes what killed processes left of paths with this name. Those that are being written are locked."""
     if not is_on_disk(parent):
         return
     for left in [Path(entry.path) for entry in os.scandir(parent) if is_temporary(entry.name, of)]:
@@ -79,7 +79,7 @@ def clean(parent: Any, of: re.Pattern[str] | str) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes one file as a checkpoint is written: `path` holds what was there or the new bytes, whole."""
+    """Writes one file atomically: `path` holds the old content or the new bytes."""
     path = path.absolute()
     with explain_writing(path, len(data)):
         make_parents(path.parent)
@@ -104,7 +104,7 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def _locked_file(path: Path, stack: contextlib.ExitStack) -> tuple[Path, int]:
-    """A file beside `path`, locked for as long as it is open: so a file whose lock is free is a dead process's."""
+    """A temporary file, locked while it is open: one whose lock is free was left by a killed process."""
     while True:
         new = temporary(path, SAVING)
         file = stack.enter_context(_disk.closing(_disk.create(new)))
@@ -124,7 +124,7 @@ def _write_new(path: Path, content: Snapshot, plan: FileLayout) -> None:
 
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
-    """A folder beside `path`, locked for as long as it is written, and removed if it still has its name then."""
+    """A temporary folder, locked while it is written, and removed at the end unless it was renamed."""
     with contextlib.ExitStack() as stack:
         while True:
             folder = temporary(path, SAVING)
@@ -150,7 +150,7 @@ def _overwrite(path: Path, content: Snapshot, plan: FileLayout) -> None:
             put_manifest(path)
             sync_last(path)
         except NotSyncedError:
-            raise  # the disk may still go back to the old manifest, which names the old arrays
+            raise  # the disk may still return to the old manifest, which names the old arrays
         except BaseException:
             remove_unused(path)
             raise
@@ -186,7 +186,7 @@ def _write_arrays(file: int, content: Snapshot, plan: FileLayout) -> dict[str, s
 
 
 def _write_tensors(file: int, content: Snapshot, plan: FileLayout) -> bytearray:
-    """Writes header and tensors; returns what is to be written with what follows."""
+    """Writes header and tensors; returns the rest, to be written with what follows."""
     pending = bytearray(plan.header)
     for entry in plan.order:
         data = raw(content.arrays[entry.tensor])

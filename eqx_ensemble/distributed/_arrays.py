@@ -11,34 +11,34 @@ from jaxtyping import PyTree
 from .._check import is_key, kind_text, path_text
 from ._check import broadcast_type_message, check_addressable
 
-_AT_ONCE = 2**26  # bytes that a program gathers: each device holds them whole
+_AT_ONCE = 2**26  # bytes that one program gathers on each device
 
 
 def to_host(tree: PyTree) -> PyTree:
     """The arrays of a tree as NumPy arrays in every process, also those that are sharded over processes.
 
-    All processes must call it, with the same arrays in the same order. Each array passes through each device whole,
-    some 64 MiB at a time, one array at least.
-
-    ```python
-    run = {"loss": jnp.zeros((8, 100)), "name": "a"}
-    ee.distributed.to_host(run)["loss"].mean()  # NumPy, in all processes
-    ```
+    All processes must call it, with the same arrays in the same order. Arrays are replicated on the devices on their
+    way: some 64 MiB at a time, and at least one array.
 
     **Arguments:**
 
     - `tree`: any PyTree. Leaves that are not arrays are returned unchanged.
 
-    **Returns:** the tree with NumPy arrays. Typed keys come as their data, `jax.random.key_data`.
+    **Returns:** the tree with NumPy arrays. Typed keys become their data, `jax.random.key_data`.
 
     **Raises:** `TypeError` for traced arrays; `ValueError` for an array of which some process holds no part.
+
+    ```python
+    run = {"loss": jnp.zeros((8, 100)), "name": "a"}
+    ee.distributed.to_host(run)["loss"].mean()  # NumPy, in all processes
+    ```
     """
     found, structure = jtu.tree_flatten_with_path(tree)
     for path, leaf in found:
         check_addressable(leaf, path_text(path))
     leaves = [jax.random.key_data(leaf) if is_key(leaf) else leaf for _, leaf in found]
-    spread = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_at_hand(leaf)]
-    for indices in _programs(leaves, spread):
+    remote = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_at_hand(leaf)]
+    for indices in _programs(leaves, remote):
         for index, whole in zip(indices, _gather([leaves[i] for i in indices]), strict=True):
             leaves[index] = whole
     return structure.unflatten([np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
@@ -73,7 +73,7 @@ def _replication(array: jax.Array) -> NamedSharding:
 
 
 def _gather(arrays: list[jax.Array]) -> list[np.ndarray]:
-    """Arrays of which all processes hold parts, whole, in each of them."""
+    """The complete arrays, in every process, of which all processes hold parts."""
     copies = jax.jit(_same, out_shardings=_replication(arrays[0]))(arrays)
     return [np.asarray(copy.addressable_data(0)) for copy in copies]
 
@@ -83,11 +83,19 @@ def _same(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def broadcast_from_first(value: Any) -> bool | int | float:
-    """The value of process 0, in all processes.
+    """Broadcasts a value of process 0 to all processes.
 
-    Clocks, files and signals differ between processes. A decision that follows from them and changes what is computed
-    must be the same in all, or they wait for each other for ever. All processes must call it; the values of the others
-    are ignored.
+    Clocks, files and signals differ between processes. A decision that depends on them and changes what is computed
+    must be the same in all processes, or they block each other. All processes must call this function; the values of
+    the others are ignored.
+
+    **Arguments:**
+
+    - `value`: a bool, an int of at most 64 bits or a float.
+
+    **Returns:** a bool, an int or a float of Python.
+
+    **Raises:** `TypeError`, in all processes, for any other value in process 0.
 
     ```python
     import time
@@ -96,14 +104,6 @@ def broadcast_from_first(value: Any) -> bool | int | float:
     while ee.distributed.broadcast_from_first(time.monotonic() - start < 0.01):
         pass  # a step of training
     ```
-
-    **Arguments:**
-
-    - `value`: a bool, an int of at most 64 bits or a float.
-
-    **Returns:** a bool, an int or a float of Python.
-
-    **Raises:** `TypeError`, in all processes, for anything else in process 0.
     """
     packet = _pack(value) if jax.process_count() == 1 or jax.process_index() == 0 else b""
     if jax.process_count() > 1:
@@ -114,11 +114,11 @@ def broadcast_from_first(value: Any) -> bool | int | float:
     return struct.unpack(f"<{kind}", number[: struct.calcsize(f"<{kind}")])[0]
 
 
-_LENGTH = 64  # bytes: what is sent has one length in all processes
+_LENGTH = 64  # bytes of a packet, the same in all processes
 
 
 def _pack(value: Any) -> bytes:
-    """A number as bytes, after its kind; for what is none, the name of its type."""
+    """A number as bytes, after its kind; for anything else, the name of its type."""
     if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0:
         value = value.item()
     kind = {bool: "?", int: "q", float: "d"}.get(type(value), " ")
@@ -134,6 +134,6 @@ def _receive_from_first(packet: bytes) -> bytes:
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[number] for number in sorted(firsts)]), ("processes",))
     mine = np.frombuffer(packet.ljust(_LENGTH, b"\0"), np.uint8)[None]
-    spread = NamedSharding(mesh, PartitionSpec("processes"))
-    (everyone,) = _gather([jax.make_array_from_process_local_data(spread, mine, (len(firsts), _LENGTH))])
-    return everyone[0].tobytes()
+    sharding = NamedSharding(mesh, PartitionSpec("processes"))
+    (gathered,) = _gather([jax.make_array_from_process_local_data(sharding, mine, (len(firsts), _LENGTH))])
+    return gathered[0].tobytes()

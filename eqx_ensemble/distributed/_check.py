@@ -1,4 +1,4 @@
-"""Checks of the processes of one program, and of what they send each other."""
+"""Checks of the processes of one program, and of their messages."""
 
 import errno
 import math
@@ -69,7 +69,7 @@ def check_integer_variables(variables: Mapping[str, str], names: Collection[str]
 
 
 def check_complete(values: Mapping[str, Any], variables: Mapping[str, str], torch_like: Collection[str]) -> None:
-    """Checks that nothing is missing: a process that ran alone would repeat the work of the others."""
+    """Checks that no setting is missing: without one, each process would do all of the work alone."""
     missing = [f"`{name}`" for name, value in values.items() if value is None]
     if not missing:
         return
@@ -196,4 +196,4 @@ def broadcast_type_message(kind: str) -> str:
 def failure_message(processes: Sequence[int]) -> str:
     """The message in processes without a failure, when others failed."""
     listed = ", ".join(map(str, processes))
-    return f"The checkpoint was given up because it failed in another process ({listed}); see its log"
+    return f"The checkpoint was not written, because it failed in another process ({listed}); check its log"

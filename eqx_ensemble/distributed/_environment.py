@@ -2,7 +2,7 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jax._src.clusters import ClusterEnv  # JAX has no public way to ask where it is
+from jax._src.clusters import ClusterEnv  # JAX has no public function for this
 
 from ._check import check_complete, check_coordinator, check_integer_variables, check_process_numbers, detection_message
 

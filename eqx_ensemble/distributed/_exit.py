@@ -8,7 +8,7 @@ def exit_after_error() -> None:
 
     With JAX alone it would wait for the others, which may wait for it, for minutes.
     """
-    atexit.register(_exit_at_once)  # comes before JAX's own, which was registered when JAX was imported
+    atexit.register(_exit_at_once)  # runs before that of JAX, which was registered earlier
 
 
 def wait_after_error() -> None:

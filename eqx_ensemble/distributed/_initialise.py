@@ -2,7 +2,7 @@ import math
 from typing import NamedTuple
 
 import jax
-from jax._src.xla_bridge import backends_are_initialized  # JAX has no public way to ask this without starting one
+from jax._src.xla_bridge import backends_are_initialized  # JAX has no public function for this that starts none
 
 from ._check import (
     check_coordinator,
@@ -52,17 +52,14 @@ def initialise(
     3. what JAX detects by itself: Slurm, Open MPI, Kubernetes (with the package `kubernetes`) and pods of TPUs.
 
     Without any of these there is a single process and nothing happens, so that the same script runs on a laptop. It
-    may be called again with the same arguments, or without any.
+    may be called again with the same arguments, or without arguments.
 
     The processes first connect at the address of the coordinator: a missing process is an error that names it, in all
     others (JAX alone does not name it). At an address on this machine (`127.0.0.1`, `localhost`, `[::1]`) process 0
     listens on this machine only; at any other, on all its interfaces, unless `JAX_COORDINATOR_BIND_ADDRESS` is set.
     The connection is neither encrypted nor authenticated: use a network that you trust.
 
-    ```python
-    processes = ee.distributed.initialise()
-    print(f"process {processes.process_id} of {processes.num_processes}")
-    ```
+    A process that ends with an exception ends at once. (JAX alone would have it wait five minutes for the others.)
 
     **Arguments:**
 
@@ -79,7 +76,10 @@ def initialise(
     before, or where this process was initialised in another way; `OSError` where process 0 cannot listen at
     the address; `TypeError` and `ValueError` for invalid arguments and environment variables.
 
-    A process that ends with an exception ends at once. (JAX alone would have it wait five minutes for the others.)
+    ```python
+    processes = ee.distributed.initialise()
+    print(f"process {processes.process_id} of {processes.num_processes}")
+    ```
     """
     if coordinator is not None:
         check_coordinator(coordinator)
@@ -134,16 +134,16 @@ def shutdown() -> None:
 def is_first() -> bool:
     """Whether this is process 0, which prints, shows progress and writes small files.
 
-    Call it after [`eqx_ensemble.distributed.initialise`][]. What all processes compute together must be
-    computed by all: only what is done with the result may depend on this.
+    Call it after [`eqx_ensemble.distributed.initialise`][]. All processes must run the same computations; only the use
+    of their results may depend on this.
+
+    **Returns:** `True` in process 0, and in a single process.
 
     ```python
     loss = ee.distributed.to_host(jnp.ones(4))
     if ee.distributed.is_first():
         print(loss.mean())
     ```
-
-    **Returns:** `True` in process 0, and in a single process.
     """
     if _started:
         return _started[0][1].process_id == 0

@@ -1,23 +1,23 @@
-"""Lines of what a process writes, without waiting for the end of one that has none."""
+"""Splits the output of a process into lines, without waiting for the end of a very long one."""
 
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-LONGEST = 2**16  # bytes of a line that are held; a longer one comes in pieces
-# A carriage return at the very end may be half of `\r\n`: the next bytes tell.
+LONGEST = 2**16  # bytes of a line; a longer one is split into pieces
+# A carriage return at the very end may be the first half of `\r\n`.
 _END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
 class Line(NamedTuple):
-    """A line without its end. `update`: the next one overwrites it, as those of a progress bar do."""
+    """A line without its end. `update`: the next line overwrites it, as in a progress bar."""
 
     text: bytes
     update: bool
 
 
 def lines(chunks: Iterable[bytes]) -> Iterator[Line]:
-    """The lines in bytes that come in chunks, the last one also without its end. Empty updates are left out."""
+    """The lines in chunks of bytes; the last one may lack its end. Empty updates are dropped."""
     held = b""
     for chunk in chunks:
         held += chunk

@@ -1,4 +1,4 @@
-"""The processes connect before JAX waits for all: it ends a process after its timeout without naming the others.
+"""The processes connect before JAX waits for them: its own timeout would not name the missing ones.
 
 Process 0 listens at the address of JAX's coordinator; the others connect to it with `{"process": [id, count]}`, and
 receive the missing processes at intervals. When none is missing, all continue. Every message is one line of JSON.
@@ -21,7 +21,7 @@ _LONGEST_ANSWER = 2**20
 
 
 class Rendezvous(NamedTuple):
-    """One process of several that are to find each other."""
+    """A process of several, and the address at which they find each other."""
 
     host: str
     port: int
@@ -52,7 +52,7 @@ def bind_address(host: str, port: int) -> str:
 
 
 def wait_for_all(call: Rendezvous) -> None:
-    """Returns when all processes have connected; raises in all that did if one does not in time."""
+    """Waits until all processes are connected; after the timeout, raises in those that are."""
     (_first if call.process_id == 0 else _other)(call)
 
 
@@ -175,7 +175,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     try:
         connection.sendall(json.dumps(message).encode() + b"\n")
     except OSError:
-        pass  # it is closed, or does not read: noticed when reading from it
+        pass  # it is closed, or does not read: reading from it will show
 
 
 def _other(call: Rendezvous) -> None:
@@ -216,11 +216,11 @@ def _read_answers(call: Rendezvous, deadline: float) -> Iterator[dict[str, Any] 
             if not heard:
                 yield None
     except OSError:
-        return  # it is not there yet, or its name is not known yet
+        return  # it is not listening yet, or its name is not known yet
 
 
 def _message(line: bytes) -> dict[str, Any] | None:
-    """The message in a line, one of three kinds; `None` for all else."""
+    """The message in a line, one of three kinds; `None` for anything else."""
     try:
         said = json.loads(line)
     except (ValueError, RecursionError):

@@ -13,7 +13,7 @@ _AXES = ("members", "data", "model")
 
 
 def check_num_devices(members: int | None, data: int, model: int, num_devices: int) -> int:
-    """Checks that there are enough devices, and returns over how many members are sharded."""
+    """Checks that there are enough devices, and returns the size of the axis `members`."""
     of_one = data * model
     if members is None and num_devices < of_one:
         raise ValueError(f"`make_mesh` needs data x model = {data} x {model} devices or more, there are {num_devices}.")
@@ -41,12 +41,12 @@ def check_devices(devices: Any) -> list[Any]:
 
 
 def check_all_processes(devices: Any, num_processes: int) -> None:
-    """Checks that every process has devices in the mesh: one without would wait for ever."""
+    """Checks that every process has devices in the mesh: one without any would block."""
     there = {device.process_index for device in devices}
     if len(there) < num_processes:
         missing = sorted(set(range(num_processes)) - there)
         raise ValueError(
-            f"`make_mesh` needs devices of all {num_processes} processes, and the first {len(devices)} are none of "
+            f"`make_mesh` needs devices of all {num_processes} processes, and the first {len(devices)} include none of "
             f"process {', '.join(map(str, missing))}.\nAsk for more devices, or start fewer processes."
         )
 

@@ -16,12 +16,12 @@ _BITS = re.compile(r"[0-9]+")
 
 
 class Collective(NamedTuple):
-    """What devices tell each other at one place of a compiled program.
+    """One communication between devices in a compiled program.
 
     **Attributes:**
 
     - `kind`: such as `"all-reduce"`.
-    - `bytes`: of its result on one device.
+    - `bytes`: the size of its result on one device.
     """
 
     kind: str
@@ -29,24 +29,24 @@ class Collective(NamedTuple):
 
 
 def collectives(fn: Callable[..., Any], *args: PyTree) -> list[Collective]:
-    """What devices tell each other in `fn(*args)`, read off the program that the compiler made for them.
+    """Lists the communication between devices in `fn(*args)`, from its compiled program.
 
-    Nothing runs. What stands in a loop counts once.
+    The program does not run. A collective in a loop counts once.
+
+    **Arguments:**
+
+    - `fn`: a function of arrays on a mesh; it may take and return any PyTree.
+    - `args`: its arguments.
+
+    **Returns:** a list of [`eqx_ensemble.sharding.Collective`][eqx_ensemble.sharding.collectives], in the order of the
+    program.
 
     ```python
     mesh = ee.make_mesh()
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, mesh=mesh, key=key)
     mean_square = ee.map_members(lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), mesh=mesh)
-    ee.sharding.collectives(mean_square, ensemble, jnp.ones((32, 3)))  # []: members need nothing of each other
+    ee.sharding.collectives(mean_square, ensemble, jnp.ones((32, 3)))  # []: members are independent
     ```
-
-    **Arguments:**
-
-    - `fn`: a function of arrays on a mesh; it may take and return any PyTree.
-    - `args`: what it is called with.
-
-    **Returns:** a [`eqx_ensemble.sharding.Collective`][eqx_ensemble.sharding.collectives] for each place, in the order
-    of the program.
     """
     check_function(fn, "fn", name="sharding.collectives", example="lambda ensemble, x: ensemble(x)")
     return in_text(compiled_text(fn, *args))

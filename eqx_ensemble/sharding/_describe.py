@@ -11,13 +11,13 @@ from ._check import check_member_ids
 
 
 class Placement(NamedTuple):
-    """Where members lie; printed, a table.
+    """The placement of members on devices; prints as a table.
 
     **Attributes:**
 
-    - `members`: for each device, the ids of the members of which it holds something.
-    - `bytes`: for each device, the bytes that it holds of them and of what they share.
-    - `copies`: how many devices hold the same part of a member; 1 where nothing is held twice.
+    - `members`: for each device, the ids of the members of which it holds a part.
+    - `bytes`: for each device, the bytes that it holds of members and of what they share.
+    - `copies`: the number of devices that hold the same part of a member; 1 where nothing is replicated.
     """
 
     members: dict[Any, list[int]]
@@ -31,25 +31,26 @@ class Placement(NamedTuple):
             rows.append((str(device), str(device.process_index), shown, f"{self.bytes[device] / 2**20:.3g}"))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-        return table + ("" if self.copies == 1 else f"\neach part of a member lies on {self.copies} devices")
+        return table + ("" if self.copies == 1 else f"\neach part of a member is on {self.copies} devices")
 
 
 def describe(tree: PyTree) -> Placement:
-    """Which member lives where, and how many bytes each device holds.
+    """Describes which members each device holds, and how many bytes.
+
+    [`eqx_ensemble.sharding.collectives`][] lists the communication between devices.
+
+    **Arguments:**
+
+    - `tree`: an ensemble, a training state, a run, or any PyTree that holds one.
+
+    **Returns:** [`eqx_ensemble.sharding.Placement`][].
+
+    **Raises:** `TypeError` where there are no members.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, mesh=ee.make_mesh(), key=key)
     print(ee.sharding.describe(ensemble))
     ```
-
-    **Arguments:**
-
-    - `tree`: an ensemble, a training state, a run, or any PyTree that holds one. What devices tell each other in a
-        program of it is what [`eqx_ensemble.sharding.collectives`][] says.
-
-    **Returns:** [`eqx_ensemble.sharding.Placement`][].
-
-    **Raises:** `TypeError` where there are no members.
     """
     ids = check_member_ids(tree, name="sharding.describe")
     names = to_host(ids)
@@ -71,28 +72,29 @@ def describe(tree: PyTree) -> Placement:
 
 
 def _copies(splits: list[jax.Array]) -> int:
-    """On how many devices each part lies of the largest array."""
+    """The number of devices that hold each part of the largest array."""
     if not splits:
         return 1
     largest = max(splits, key=lambda x: x.size)
-    places = largest.sharding.devices_indices_map(largest.shape).values()
-    distinct = {tuple((part.start, part.stop) for part in index or ()) for index in places}
-    return len(list(places)) // len(distinct)
+    indices = largest.sharding.devices_indices_map(largest.shape).values()
+    distinct = {tuple((part.start, part.stop) for part in index or ()) for index in indices}
+    return len(list(indices)) // len(distinct)
 
 
 def visualise(tree: PyTree) -> None:
-    """Prints which device holds which members, as `jax.debug.visualize_array_sharding` draws it.
+    """Prints which device holds which members, by `jax.debug.visualize_array_sharding`.
+
+    Without `rich`, which draws, it prints the table of [`eqx_ensemble.sharding.describe`][].
+
+    **Arguments:**
+
+    - `tree`: an array `(members, ...)`, an ensemble, or any PyTree that holds one. The largest array of its members is
+        drawn, with all axes but the first flattened.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, mesh=ee.make_mesh(), key=key)
     ee.sharding.visualise(ensemble)
     ```
-
-    **Arguments:**
-
-    - `tree`: an array `(members, ...)`, an ensemble, or any PyTree that holds one, of which the largest array of
-        members is drawn, its other axes in one. The table of [`eqx_ensemble.sharding.describe`][] is printed where
-        `rich`, which draws, is not installed.
     """
     if _axes.is_array(tree):
         largest = tree

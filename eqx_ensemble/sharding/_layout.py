@@ -16,8 +16,8 @@ from ._weights import UNSPLIT, Shard, WeightSpecs, current_specs, specs_by_rule
 class Layout:
     """A mesh, and which arrays of a member are split over its axis `model`.
 
-    Members are padded to a multiple of the axis `members` wherever they are computed: jax would silently replicate an
-    axis that does not divide evenly.
+    Members are padded to a multiple of the axis `members` in every computation, because jax silently replicates an axis
+    that does not divide evenly.
     """
 
     mesh: Mesh
@@ -62,7 +62,7 @@ class Layout:
 
     @property
     def replication(self) -> NamedSharding:
-        """The sharding of an array that every device holds whole."""
+        """The sharding of an array that is replicated on every device."""
         return self.sharding()
 
     def row_axes(self, num_rows: int) -> tuple[str, ...] | None:
@@ -93,13 +93,13 @@ def mesh_of(tree: PyTree) -> Mesh | None:
     for x in jax.tree.leaves(tree):
         sharding = getattr(x, "sharding", None) if isinstance(x, jax.Array) and not is_traced(x) else None
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        whole = _whole(mesh) if isinstance(mesh, Mesh) and mesh.size > 1 else None
-        if whole is not None and is_members_mesh(whole):
-            return whole
+        members_mesh = _before_split(mesh) if isinstance(mesh, Mesh) and mesh.size > 1 else None
+        if members_mesh is not None and is_members_mesh(members_mesh):
+            return members_mesh
     return None
 
 
-def _whole(mesh: Mesh) -> Mesh:
+def _before_split(mesh: Mesh) -> Mesh:
     """The mesh before its axis `members` was split in two."""
     if mesh.axis_names[1:2] != ("copies",):
         return mesh

@@ -20,30 +20,30 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of devices with the axes `members`, `data` and `model`, for the `mesh=` of other functions.
 
-    Members need nothing of each other: `members` says over how many devices they are spread, and costs no
-    communication in a step. `data` splits the rows of every batch, whose gradients are then summed over these devices.
-    `model` splits the weights of a member that does not fit one device.
+    `members` shards the members, which are independent: a step needs no communication over it. `data` splits the rows
+    of every batch; gradients are summed over its devices. `model` splits the weights of a member that does not fit one
+    device.
 
-    Devices of one process lie together: `data` and `model`, which communicate at every step, stay inside a host as far
-    as they fit there, and `members` goes across.
-
-    ```python
-    mesh = ee.make_mesh()  # all devices there are, for different members
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, mesh=mesh, key=key)
-    ee.sharding.visualise(ensemble)
-    ```
+    Devices of one process are adjacent: `data` and `model`, which communicate at every step, stay inside a host as far
+    as they fit there, and `members` extends over hosts.
 
     **Arguments:**
 
-    - `members`: how many devices members are spread over; as many as are left by the other axes, if not given.
-    - `data`: how many devices share the rows of a batch.
-    - `model`: how many devices share the weights of a member.
-    - `devices`: which; all of all processes, if not given. Those of the product of the three are taken.
+    - `members`: the number of devices over which members are sharded; if not given, all that the other axes leave.
+    - `data`: the number of devices that share the rows of a batch.
+    - `model`: the number of devices that share the weights of a member.
+    - `devices`: the devices, of which the first `members * data * model` are used; those of all processes, if not
+        given.
 
-    **Returns:** a `jax.sharding.Mesh` whose axes are all of the type `Auto`, so that compiled programs find their
-    layouts by themselves.
+    **Returns:** a `jax.sharding.Mesh` whose axes are all of the type `Auto`, so that the compiler chooses layouts.
 
-    **Raises:** `ValueError` when there are fewer devices than asked for, or when they are left out of some process.
+    **Raises:** `ValueError` where there are too few devices, or none of some process among those used.
+
+    ```python
+    mesh = ee.make_mesh()  # all devices, for different members
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, mesh=mesh, key=key)
+    ee.sharding.visualise(ensemble)
+    ```
     """
     found = jax.devices() if devices is None else check_devices(devices)
     check_positive_int(data, "data", name="make_mesh")

@@ -11,52 +11,52 @@ from ._layout import Layout
 
 
 def local_rows(mesh: Mesh, num_rows: int) -> slice:
-    """Which of the rows of a batch this process has to bring: those that its devices work on.
+    """The rows of a batch that this process must load, because its devices process them.
 
-    Processes whose devices hold other members need the same rows, processes along the axis `data` different ones; the
-    sharding is asked, not the number of the process.
-
-    ```python
-    mesh = ee.make_mesh()
-    ee.sharding.local_rows(mesh, 32)  # slice(0, 32): one process needs them all
-    ```
+    They follow from the sharding, not from the number of the process: processes whose devices hold different members
+    need the same rows, and processes along the axis `data` different ones.
 
     **Arguments:**
 
     - `mesh`: what [`eqx_ensemble.make_mesh`][] returned.
-    - `num_rows`: the rows of the whole batch.
+    - `num_rows`: the number of rows of the global batch.
 
     **Returns:** a slice of consecutive rows.
 
-    **Raises:** `ValueError` when rows do not divide evenly over the mesh.
+    **Raises:** `ValueError` where rows do not divide evenly over the mesh.
+
+    ```python
+    mesh = ee.make_mesh()
+    ee.sharding.local_rows(mesh, 32)  # slice(0, 32): a single process needs all of them
+    ```
     """
     check_mesh(mesh, name="sharding.local_rows")
     layout = Layout(mesh)
-    check_rows_divide(num_rows, layout.row_parts, name="local_rows")
-    places = _rows_of(layout, num_rows).addressable_devices_indices_map((num_rows,)).values()
-    bounds = [index[0].indices(num_rows)[:2] for index in places if index is not None]
+    check_rows_divide(num_rows, layout.row_parts, name="sharding.local_rows")
+    indices = _rows_of(layout, num_rows).addressable_devices_indices_map((num_rows,)).values()
+    bounds = [index[0].indices(num_rows)[:2] for index in indices if index is not None]
     return slice(min(start for start, _ in bounds), max(stop for _, stop in bounds))
 
 
 def batch(mesh: Mesh, rows: PyTree, num_rows: int) -> PyTree:
-    """A batch on the devices of all processes, of which each process brings its own rows.
+    """A global batch, sharded over the devices of all processes, from the rows of each process.
 
-    For iterables of batches given to [`eqx_ensemble.fit`][] by a loader that reads, in every process, only what
-    [`eqx_ensemble.sharding.local_rows`][] says.
+    For loaders that read, in every process, only the rows that [`eqx_ensemble.sharding.local_rows`][] returns, and
+    pass batches to [`eqx_ensemble.fit`][] as an iterable.
+
+    **Arguments:**
+
+    - `mesh`: what [`eqx_ensemble.make_mesh`][] returned.
+    - `rows`: any PyTree of this process's rows, each array `(local rows, ...)`.
+    - `num_rows`: the number of rows of the global batch.
+
+    **Returns:** the same tree of arrays `(num_rows, ...)`.
 
     ```python
     mesh = ee.make_mesh()
     own = ee.sharding.local_rows(mesh, 32)
     x = ee.sharding.batch(mesh, np.ones((32, 3))[own], 32)  # (32, 3), over all processes
     ```
-
-    **Arguments:**
-
-    - `mesh`: what [`eqx_ensemble.make_mesh`][] returned.
-    - `rows`: any PyTree of this process's rows, each array `(local rows, ...)`.
-    - `num_rows`: the rows of the whole batch.
-
-    **Returns:** the same tree of arrays `(num_rows, ...)`.
     """
     check_mesh(mesh, name="sharding.batch")
     layout = Layout(mesh)
@@ -64,12 +64,12 @@ def batch(mesh: Mesh, rows: PyTree, num_rows: int) -> PyTree:
     check_local_rows(rows, own.stop - own.start, num_rows)
     check_integers_fit(rows, argument="rows", name="sharding.batch")
 
-    def whole(x: Any) -> jax.Array:
+    def globalise(x: Any) -> jax.Array:
         x = np.asarray(x)
         sharding = _rows_of(layout, num_rows)
         return jax.make_array_from_process_local_data(sharding, x, (num_rows, *x.shape[1:]))
 
-    return jax.tree.map(whole, rows)
+    return jax.tree.map(globalise, rows)
 
 
 def _rows_of(layout: Layout, num_rows: int) -> Any:

@@ -1,4 +1,4 @@
-"""Outside compiled programs: arrays of members and of data, put on the devices of a mesh."""
+"""Outside compiled programs: arrays of members and of data are sharded over a mesh."""
 
 import functools as ft
 import math
@@ -26,26 +26,26 @@ def pad_members(tree: PyTree, layout: Layout) -> PyTree:
 
 
 def shard_members(tree: PyTree, layout: Layout) -> PyTree:
-    """Arrays `(members, ...)` on their devices: each member on one, or its weights over those of `model`.
+    """Shards arrays `(members, ...)`: each member on one device, or its weights over those of `model`.
 
-    Members that do not divide evenly are split into as many parts as divide them, each held by several devices.
+    Members that do not divide evenly are split into as many parts as divide them, each replicated on several devices.
     """
     specs = leaf_specs(tree, layout.weights, skip=1) if layout.weights else None
     return _put_leaves(tree, specs, lambda x, spec: _of_members(layout, x.shape[0], spec))
 
 
 def replicate(tree: PyTree, layout: Layout) -> PyTree:
-    """Arrays that every device holds whole."""
+    """Replicates arrays on every device."""
     return _put_leaves(tree, None, lambda *_: layout.replication)
 
 
 def shard_rows(tree: PyTree, layout: Layout) -> PyTree:
-    """Data `(rows, ...)` in parts where they divide evenly; those marked `Each` with their members."""
+    """Shards data `(rows, ...)` where rows divide evenly; those marked `Each` with their members."""
     return _put_data(tree, layout, layout.row_axes)
 
 
 def replicate_rows(tree: PyTree, layout: Layout) -> PyTree:
-    """Data `(rows, ...)` whole on every device; those marked `Each` with their members."""
+    """Replicates data `(rows, ...)` on every device; those marked `Each` with their members."""
     return _put_data(tree, layout, lambda num_rows: None)
 
 
@@ -72,7 +72,7 @@ def _put_leaves(tree: PyTree, specs: list | None, sharding: Any) -> PyTree:
 
 
 def put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """The array with this sharding. Each process passes all of it; that they pass the same is not checked here."""
+    """The array with this sharding. Each process passes the complete array; that they are equal is not checked here."""
     if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:

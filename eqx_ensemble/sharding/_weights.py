@@ -1,4 +1,4 @@
-"""Which axis of which array of a member is split over the devices of the mesh's axis `model`."""
+"""Splits the arrays of a member over the mesh's axis `model`."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ UNSPLIT: WeightSpecs = ()
 
 
 def by_largest_axis(path: str, shape: tuple[int, ...], parts: int) -> PartitionSpec | None:
-    """The rule if none is given: the largest axis that divides evenly is split, as fully sharded data parallelism does.
+    """The default rule: splits the largest axis that divides evenly, as fully sharded data parallelism does.
 
     **Arguments:**
 
@@ -28,7 +28,7 @@ def by_largest_axis(path: str, shape: tuple[int, ...], parts: int) -> PartitionS
     - `shape`: its shape in one member.
     - `parts`: the number of devices of the axis `model`.
 
-    **Returns:** which axis; `None` for arrays that have none that divides, which every device holds whole.
+    **Returns:** a `PartitionSpec`; `None` for arrays without such an axis, which are replicated.
     """
     del path
     fitting = [axis for axis, size in enumerate(shape) if size % parts == 0 and size >= parts]
@@ -53,7 +53,7 @@ def specs_by_rule(rule: Shard | None, tree: PyTree, mesh: Mesh) -> WeightSpecs:
 
 
 def current_specs(tree: PyTree, mesh: Mesh) -> WeightSpecs:
-    """How members that are already on the mesh are split."""
+    """The specs of members that are already on the mesh."""
     specs = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         sharding = getattr(x, "sharding", None)
@@ -65,7 +65,7 @@ def current_specs(tree: PyTree, mesh: Mesh) -> WeightSpecs:
 
 
 def leaf_specs(tree: PyTree, specs: WeightSpecs, *, skip: int = 0) -> list[PartitionSpec | None]:
-    """How each leaf is split: like the weight whose path its own ends with, as in an optimiser's state."""
+    """The spec of each leaf: that of the weight whose path its own ends with, as in an optimiser's state."""
     found = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         name, shape = jax.tree_util.keystr(path), np.shape(x)[skip:] if _axes.is_array(x) else None

@@ -113,7 +113,7 @@ def test_back_to_the_newest_that_is_not_damaged(folder):
         restored = checkpoints.restore(tree(0))
     assert (restored.step, restored.tree["x"].tolist()) == (2, [2] * 4)
     assert str(caught[0].message) == (
-        "`Checkpoints.restore` went back to step 2, because newer checkpoints are damaged.\n"
+        "`checkpoint.Checkpoints.restore` went back to step 2, because newer checkpoints are damaged.\n"
         f"  step 4: A checkpoint is damaged: `{file}`, at `['x']`: the checksum does not match.\n"
         f"  step 3: A checkpoint is damaged: `{checkpoints.path(3)}/checkpoint.json`: the file is missing."
     )

@@ -101,8 +101,8 @@ def test_every_bit_of_the_manifest(tmp_path):
 DAMAGE = {
     "another number": (lambda x: x + 1, r"at `\['e'\].value`, member 0: the checksum does not match"),
     "another member": (lambda x: x * np.array([[1], [1], [2]], x.dtype), "member 2: the checksum does not match"),
-    "another shape": (lambda x: x[:, :1], r"at `\['e'\].value`: it is i16\[3,1\] there"),
-    "another dtype": (lambda x: x.astype(np.int32), r"at `\['e'\].value`: it is i32\[3,2\] there"),
+    "another shape": (lambda x: x[:, :1], r"at `\['e'\].value`: it has i16\[3,1\]"),
+    "another dtype": (lambda x: x.astype(np.int32), r"at `\['e'\].value`: it has i32\[3,2\]"),
 }
 
 

@@ -321,7 +321,7 @@ BAD = {
     "a run in another format": (
         lambda path: Checkpoints(path, format="x"),
         ValueError,
-        "`Checkpoints` needs `format` to be",
+        "`checkpoint.Checkpoints` needs `format` to be",
     ),
     "safetensors in a bucket": (
         lambda path: ee.save("gs://bucket/x", 1),
@@ -331,7 +331,7 @@ BAD = {
     "a run in a bucket": (
         lambda path: Checkpoints("s3://b/x"),
         ValueError,
-        "`Checkpoints` writes safetensors to disks",
+        "`checkpoint.Checkpoints` writes safetensors to disks",
     ),
     "an unknown store": (
         lambda path: ee.load("memory://x", 1),

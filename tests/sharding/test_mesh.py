@@ -543,7 +543,7 @@ class TestDescribe:
         lines = str(found).splitlines()
         assert len(lines) == 6
         assert "0-3" in lines[1]
-        assert lines[-1] == "each part of a member lies on 2 devices"
+        assert lines[-1] == "each part of a member is on 2 devices"
 
     def test_runs_and_states(self):
         run = fitted(4, mesh=MESHES["4x1"], epochs=1)
