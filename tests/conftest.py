@@ -26,9 +26,19 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+_LISTED_AS_SLOW = pathlib.Path(__file__).with_name("slow.txt").read_text().splitlines()
 _MOST_MAPPINGS = 30_000  # Linux allows a process 65,530; every compiled program takes some, and one too many is a crash
 _TESTS_BETWEEN_LOOKS = 25
 _tests = itertools.count(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks those of `slow.txt` before marks are selected."""
+    listed = {line for line in _LISTED_AS_SLOW if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in listed or item.nodeid.partition("[")[0] in listed:
+            item.add_marker("slow")
 
 
 def pytest_runtest_teardown():

@@ -283,7 +283,11 @@ def check_twin(case, whole, folder):
             check_same(fitted(case, begun, steps=case.steps - case.cut), whole, best=best)
 
 
-@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(i, marks=pytest.mark.slow) for i in range(10, 70))])
+def _marks(seed):
+    return [] if seed < len(TWINS) else pytest.mark.slow if seed < 25 else pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=_marks(seed)) for seed in range(70)])
 def test_options_together(seed, tmp_path, monkeypatch):
     case = drawn(seed)
     whole = fitted(case)
