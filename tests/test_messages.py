@@ -150,7 +150,7 @@ BAD = {
     "build of a model": (
         lambda: ee.build(MODELS[0], 3, key=KEY),
         "TypeError: "
-        "`build` needs a function that makes one member from a key, got a Linear itself.\n"
+        "`build` needs a function that makes one member from a key, got a model, `Linear`.\n"
         "Write `build(lambda key: Model(..., key=key), num_members, key=key)`; a list of models goes to "
         "`stack`.",
     ),
@@ -372,6 +372,11 @@ BAD = {
         "`fit` needs arrays in its data; at `data[1][0]`: a float.\n"
         "Convert tables and lists first, for example `np.asarray(table)`.",
     ),
+    "fit a function as data": (
+        lambda: fit(data=lambda key: (X, X)),
+        "TypeError: "
+        "`fit` needs arrays in its data; at `data`: a function.\nCall it, and pass the arrays that it returns.",
+    ),
     "fit too large a batch": (
         lambda: fit(batch_size=7),
         "ValueError: "
@@ -542,6 +547,10 @@ BAD = {
         "AttributeError: "
         "An `Ensemble` has no attribute `weight`. What its members hold is in `ensemble.stacked`, with the leading "
         "members axis, or in a single member, `ensemble[0]`.",
+    ),
+    "a function of the package as a method": (
+        lambda: ENSEMBLE.predict(X),
+        "AttributeError: An `Ensemble` has no method `predict`: it is a function of the package, `predict(ensemble, x)`.",
     ),
     "predict rows in lists": (
         lambda: ee.predict(ENSEMBLE, [[1.0, 2.0]]),

@@ -58,10 +58,10 @@ def _data_leaves(data: Any, argument: str) -> Iterator[tuple[str, Any, int]]:
 
 def _numeric(x: Any, path: str, *, name: str) -> None:
     if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(
-            f"`{name}` needs arrays in its data; at `{path}`: {kind_text(x)}.\n"
-            "Convert tables and lists first, for example `np.asarray(table)`."
-        )
+        fix = "Convert tables and lists first, for example `np.asarray(table)`."
+        if callable(x):
+            fix = "Call it, and pass the arrays that it returns."
+        raise TypeError(f"`{name}` needs arrays in its data; at `{path}`: {kind_text(x)}.\n{fix}")
     if isinstance(x, np.ndarray) and x.dtype.kind not in "biufcV":
         raise TypeError(f"`{name}` needs arrays of numbers; at `{path}`: dtype {x.dtype}.\nEncode labels as integers.")
 

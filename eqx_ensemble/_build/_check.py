@@ -20,7 +20,7 @@ def check_make(make: Any) -> None:
     """A function that makes one member."""
     if isinstance(make, eqx.Module):
         raise TypeError(
-            f"`build` needs a function that makes one member from a key, got {kind_text(make)} itself.\n"
+            f"`build` needs a function that makes one member from a key, got a model, `{type(make).__name__}`.\n"
             "Write `build(lambda key: Model(..., key=key), num_members, key=key)`; a list of models goes to `stack`."
         )
     if isinstance(make, list | tuple):

@@ -141,7 +141,10 @@ def check_regression(name: str, targets: ArrayLike, *, members: bool, **predicti
 def check_fitted_members(name: str, expected: int, got: int) -> None:
     """The members that were calibrated."""
     if got != expected:
-        fix = "A calibration belongs to the ensemble that it was fitted on: fit it anew."
+        fix = (
+            "Pass the predictions of all members, before any combination. A calibration belongs to the ensemble that it "
+            "was fitted on: for another one fit it anew."
+        )
         raise ValueError(
             needs_message(
                 name, "predictions of the members that it was fitted on", f"expected {expected} members, got {got}", fix

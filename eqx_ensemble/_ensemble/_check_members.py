@@ -53,8 +53,18 @@ def check_callable(model: Any) -> None:
         raise TypeError(f"The members of this ensemble are of type {type(model).__name__} and cannot be called.")
 
 
+_FUNCTIONS = {
+    "fit": "`fit(ensemble, loss, optimiser, data, ...)`",
+    "predict": "`predict(ensemble, x)`",
+    "save": "`save(path, ensemble)`",
+    "load": "`load(path, like)`",
+}
+
+
 def attribute_message(name: str) -> str:
-    """An ensemble lacks an attribute that its members may have."""
+    """An ensemble lacks an attribute that its members may have, or that is a function of the package."""
+    if name in _FUNCTIONS:
+        return f"An `Ensemble` has no method `{name}`: it is a function of the package, {_FUNCTIONS[name]}."
     return (
         f"An `Ensemble` has no attribute `{name}`. What its members hold is in `ensemble.stacked`, with the leading "
         "members axis, or in a single member, `ensemble[0]`."

@@ -55,6 +55,9 @@ class Population(eqx.Module, Generic[M]):
     lineage: Int[np.ndarray, "rounds members"]
     hyper: PyTree
 
+    def __repr__(self) -> str:
+        return f"{len(self.scores)} rounds of population-based training\n{self.run!r}"
+
     def ancestors(self, index: int) -> Int[np.ndarray, " rounds"]:
         """The ids of the members whose weights the member at `index` descends from, one per round.
 
