@@ -267,6 +267,10 @@ class TestPopulationBasedTraining:
         for i, member in enumerate(members):
             assert_close(last[i], member.model, 2e-5)  # forty steps of Adam in another program
 
+    def test_its_text_is_the_summary_of_its_run(self, found):
+        assert repr(found) == f"4 rounds of population-based training\n{found.run!r}"
+        assert len(repr(found)) < 3000
+
     def test_only_the_worst_were_replaced_by_the_best(self, found):
         for scores, row in zip(found.scores[:3], found.lineage[:3], strict=True):
             order = np.argsort(scores)
