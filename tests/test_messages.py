@@ -550,7 +550,8 @@ BAD = {
     ),
     "a function of the package as a method": (
         lambda: ENSEMBLE.predict(X),
-        "AttributeError: An `Ensemble` has no method `predict`: it is a function of the package, `predict(ensemble, x)`.",
+        "AttributeError: "
+        "An `Ensemble` has no method `predict`: it is a function of the package, `predict(ensemble, x)`.",
     ),
     "predict rows in lists": (
         lambda: ee.predict(ENSEMBLE, [[1.0, 2.0]]),

@@ -142,8 +142,8 @@ def check_fitted_members(name: str, expected: int, got: int) -> None:
     """The members that were calibrated."""
     if got != expected:
         fix = (
-            "Pass the predictions of all members, before any combination. A calibration belongs to the ensemble that it "
-            "was fitted on: for another one fit it anew."
+            "Pass the predictions of all members, before any combination. A calibration belongs to the ensemble that "
+            "it was fitted on: for another one fit it anew."
         )
         raise ValueError(
             needs_message(
