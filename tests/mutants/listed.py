@@ -1,0 +1,248 @@
+"""Faults put into the library by hand: a file, text that it holds once, what to write instead, tests to run first."""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """`path` and `tests` are relative to `eqx_ensemble` and `tests`."""
+
+    path: str
+    old: str
+    new: str
+    tests: str
+
+
+def of(path, tests, *pairs):
+    return [Mutant(path, old, new, tests) for old, new in pairs]
+
+
+MUTANTS = [
+    *of(
+        "_keys.py",
+        "test_keys.py test_ensemble.py",
+        ("jax.random.fold_in(key, tag), ids)", "key, ids)"),
+        ("(counts > 1).any()", "(counts > 2).any()"),
+        ("jnp.arange(ids, dtype=jnp.int32)", "jnp.arange(1, ids + 1, dtype=jnp.int32)"),
+    ),
+    *of(
+        "_weighting.py",
+        "combine/test_mean.py combine/test_gaussian.py combine/test_robust.py uncertainty/test_quantile.py "
+        "scores/test_regression.py scores/test_classification.py",
+        ("_expand(weights, values) == 0, fill, values", "_expand(weights, values) != 0, fill, values"),
+        ("jnp.where(jnp.reshape(mask, shape), values, fill)", "jnp.where(jnp.reshape(mask, shape), fill, values)"),
+        ("known_mean(variance, weights) + between", "known_mean(variance, weights)"),
+        ("(labels >= 0) & (labels < num_classes)", "(labels >= 0) & (labels <= num_classes)"),
+        ("1 / num_members, logs.dtype", "1.0, logs.dtype"),
+        ("0.5 * low + 0.5 * high", "low"),
+        ("jnp.arange(1, num_members + 1, dtype=values.dtype)", "jnp.arange(num_members, dtype=values.dtype)"),
+    ),
+    *of(
+        "combine/_gaussian.py",
+        "combine/test_gaussian.py",
+        ("least / total / power", "least / total"),
+    ),
+    *of(
+        "combine/_moments.py",
+        "combine/test_streaming.py",
+        ("weights[1] * (1 - weights[1]) * gap**2", "weights[1] * gap**2"),
+        ("step = left_out + weights[1] * gap", "step = left_out + gap"),
+    ),
+    *of(
+        "combine/weights/_greedy.py",
+        "combine/weights/test_greedy.py",
+        ("jnp.arange(num_steps) <= best", "jnp.arange(num_steps) < best"),
+        ("number < num_initial", "number <= num_initial"),
+    ),
+    *of(
+        "scores/_crps.py",
+        "scores/test_crps.py",
+        ("(samples.shape[0] - 1)", "samples.shape[0]"),
+        ("(1 - below) ** 2", "(1 - below)"),
+    ),
+    *of(
+        "scores/_reduce.py",
+        "scores/test_regression.py scores/test_brier.py",
+        ("/ jnp.sum(mask).astype(rows.dtype)", "/ rows.size"),
+    ),
+    *of(
+        "scores/_regression.py",
+        "scores/test_regression.py",
+        (
+            "masked_mean(weighted_mean(errors, weights) ** 2, mask)",
+            "masked_mean(weighted_mean(errors**2, weights), mask)",
+        ),
+    ),
+    *of(
+        "scores/_brier.py",
+        "scores/test_brier.py",
+        ("uncertainty=overall * (1 - overall)", "uncertainty=overall**2"),
+        ("(bins.frequency - overall) ** 2", "(bins.probability - overall) ** 2"),
+    ),
+    *of(
+        "scores/_binning.py",
+        "scores/test_calibration.py",
+        ("errors = 2 * errors -", "errors = errors -"),
+        ("[1:-1], dtype)", "[1:], dtype)"),
+    ),
+    *of(
+        "scores/_ranking.py",
+        "scores/test_ranking.py",
+        ('side="right") - 1', 'side="left")'),
+        ("jnp.diff(hits, prepend=0) * precision", "jnp.diff(hits, prepend=1) * precision"),
+    ),
+    *of(
+        "scores/_gaussian.py",
+        "scores/test_gaussian.py",
+        ("jnp.log(variance) + (targets", "2 * jnp.log(variance) + (targets"),
+    ),
+    *of(
+        "scores/_pit.py",
+        "scores/test_pit.py",
+        ("jnp.sqrt(variance)), weights)", "variance), weights)"),
+    ),
+    *of(
+        "scores/_selective.py",
+        "scores/test_selective.py",
+        ("jnp.lexsort((uncertainty, ~counted))", "jnp.lexsort((-uncertainty, ~counted))"),
+    ),
+    *of(
+        "uncertainty/_entropy.py",
+        "uncertainty/test_entropy.py",
+        ("jnp.exp(logs) * -finite", "jnp.exp(logs) * finite"),
+    ),
+    *of(
+        "uncertainty/_variance.py",
+        "uncertainty/test_variance.py",
+        ("moments(blank_unweighted(mean, weights), weights)[1]", "moments(mean, weights)[1]"),
+    ),
+    *of(
+        "conformal/_rank.py",
+        "conformal/test_quantile.py conformal/test_intervals.py",
+        ("-(-(num_rows + 1) * level.numerator", "-(-num_rows * level.numerator"),
+        ("jnp.where(rank > count, jnp.inf, found)", "found"),
+    ),
+    *of(
+        "calibrate/_variance.py",
+        "calibrate/test_variance.py",
+        ("return jnp.mean(errors, axis=entries)", "return jnp.sum(errors, axis=entries)"),
+    ),
+    *of(
+        "resample/_weights.py",
+        "resample/test_weights.py",
+        ("num_rows * (gap / gap.sum())", "gap / gap.sum()"),
+        (".at[own].add(1)", ".at[own].set(1)"),
+    ),
+    *of(
+        "resample/_folds.py",
+        "resample/test_folds.py",
+        (
+            "np.flatnonzero(fold_of != i), np.flatnonzero(fold_of == i)",
+            "np.arange(num_rows), np.flatnonzero(fold_of == i)",
+        ),
+        ("np.arange(longest) < len(part)", "np.arange(longest) <= len(part)"),
+    ),
+    *of(
+        "tree/_polyak.py",
+        "tree/test_polyak.py",
+        ("[1 - float(tau), float(tau)]", "[float(tau), 1 - float(tau)]"),
+    ),
+    *of(
+        "tree/_index.py",
+        "tree/test_roundtrip.py tree/test_statics.py",
+        ("_unstack(member, treedef, sizes[1:])", "_unstack(member, treedef, sizes[:1])"),
+    ),
+    *of(
+        "tree/_sum.py",
+        "tree/test_sum.py",
+        ("_sum_column(leaves, weights) / math.fsum(weights)", "_sum_column(leaves, weights) / len(weights)"),
+    ),
+    *of(
+        "_axes/_map.py",
+        "test_axes.py",
+        ("if node.axis == 0:", "if True:"),
+    ),
+    *of(
+        "_axes/_arrays.py",
+        "train/test_health.py",
+        ("(-1,) + (1,) * (x.ndim - 1)), x, y)", "(-1,) + (1,) * (x.ndim - 1)), y, x)"),
+    ),
+    *of(
+        "sweep/_ranges.py",
+        "sweep/test_sweep.py",
+        (
+            "math.exp(generator.uniform(math.log(self.low), math.log(self.high)))",
+            "generator.uniform(self.low, self.high)",
+        ),
+    ),
+    *of(
+        "methods/population/_decisions.py",
+        "methods/test_population.py",
+        ("if i not in best] +", "if i in best] +"),
+    ),
+    *of(
+        "_predict/_rows.py",
+        "predict/test_rows.py",
+        ("1 << (num_rows - 1).bit_length()", "1 << num_rows.bit_length()"),
+    ),
+    *of(
+        "train/compiled/_member.py",
+        "train/test_fit.py",
+        ("jax.random.fold_in(fixed.key, step)", "fixed.key"),
+    ),
+    *of(
+        "train/compiled/_scan.py",
+        "train/test_fit.py train/test_cuts.py",
+        ("(state[0] < length) & ~state[1]", "(state[0] <= length) & ~state[1]"),
+    ),
+    *of(
+        "train/compiled/_select.py",
+        "train/test_fit.py train/test_selection.py train/test_limits.py",
+        ("waited >= patience", "waited > patience"),
+        ("sign * value <= sign * target", "sign * value >= sign * target"),
+        ('sign = 1 if selection.mode == "min" else -1', "sign = 1"),
+    ),
+    *of(
+        "train/compiled/_health.py",
+        "train/test_health.py train/test_fault_census.py",
+        ("keep = training & good & ~again & some", "keep = good & ~again & some"),
+        ("jnp.where(diverged, step, before.stopped_at)", "before.stopped_at"),
+        ("(num_steps > 1) & jnp.any(lost)", "(num_steps > 1) & jnp.all(lost)"),
+    ),
+    *of(
+        "train/compiled/_limits.py",
+        "train/test_limits.py",
+        ("limits.steps <= step", "limits.steps < step"),
+        ('side="right") :][:1]', 'side="left") :][:1]'),
+    ),
+    *of(
+        "train/compiled/_stepwise.py",
+        "train/test_stepwise.py",
+        ("jax.lax.dynamic_update_slice_in_dim(x, y, member, 0)", "jax.lax.dynamic_update_slice_in_dim(x, y, 0, 0)"),
+    ),
+    *of(
+        "train/host/_record.py",
+        "train/test_fit.py train/test_going_on.py",
+        ("np.fmin if mode", "np.fmax if mode"),
+        ("history.validation_step <= end", "history.validation_step < end"),
+    ),
+    *of(
+        "train/host/_active.py",
+        "train/test_roster.py",
+        ("np.argsort(status != Status.OK", "np.argsort(status == Status.OK"),
+    ),
+    *of(
+        "checkpoint/_names.py",
+        "checkpoint/test_orbax_commit.py checkpoint/test_commit.py",
+        ("return 1 + max(map(number_of", "return max(map(number_of"),
+    ),
+    *of(
+        "sharding/_layout.py",
+        "sharding/test_mesh.py",
+        ("-(-num_members // self.members) * self.members", "num_members // self.members * self.members"),
+    ),
+    *of(
+        "plan/_plans.py",
+        "plan/test_map.py plan/test_auto.py",
+        ("min(self.width(num_members), num_members) // 2", "self.width(num_members) // 2"),
+    ),
+]
