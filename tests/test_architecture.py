@@ -224,20 +224,7 @@ def test_a_prefix_is_found():
 # Functions are verbs or nouns.
 
 PARTICIPLES: set[str] = {
-    "_accepted",
-    "_copied",
-    "_hashed",
-    "_listed",
-    "_moved",
-    "_piloted",
-    "_reshaped",
-    "_resized",
-    "_seen",
-    "begun",
     "chosen",
-    "copied",
-    "fixed",
-    "validated",
 }
 IRREGULAR = set(
     "begun born bought bound brought built caught chosen come cut done drawn driven fallen felt forgotten found frozen "

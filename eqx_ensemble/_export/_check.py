@@ -17,6 +17,7 @@ from .._check import (
 )
 from .._describe import describe
 from .._files._check import PLAIN_DTYPES
+from .._jaxpr import inner_jaxprs
 
 _PLATFORMS = ("cpu", "cuda", "tpu", "rocm")
 _MOST_INSIDE = 2**31  # what the file format of `jax.export` can hold
@@ -168,13 +169,11 @@ def check_no_random_numbers(jaxpr: Jaxpr, *, name: str) -> None:
             )
 
 
-def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
-    is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+def _primitives(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
-        for part in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr):
-            if is_jaxpr(part):
-                yield from _primitives(part.jaxpr if isinstance(part, ClosedJaxpr) else part)
+        for part in inner_jaxprs(eqn):
+            yield from _primitives(part)
 
 
 @contextlib.contextmanager

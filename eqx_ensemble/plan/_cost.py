@@ -1,6 +1,6 @@
 import functools as ft
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -9,6 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import PyTree
 
 from .. import _axes
+from .._jaxpr import inner_jaxprs
 from ._plans import AbstractPlan
 
 
@@ -49,7 +50,7 @@ class FirstMember(AbstractPlan):
         return jax.tree.map(lambda x: x[None], fn(jax.tree.map(lambda x: x[0], arrays)))
 
 
-def _cost_of_jaxpr(jaxpr: Jaxpr) -> Cost:
+def _cost_of_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Cost:
     flops = held = convolutions = products = loops = callbacks = 0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -58,7 +59,7 @@ def _cost_of_jaxpr(jaxpr: Jaxpr) -> Cost:
         loops += name in ("scan", "while")
         callbacks += name.endswith("callback")
         held += sum(_bytes(var.aval) for var in eqn.outvars)
-        for inner in map(_cost_of_jaxpr, _inner(eqn)):
+        for inner in map(_cost_of_jaxpr, inner_jaxprs(eqn)):
             flops += times * inner.flops
             held += inner.bytes
             convolutions += inner.convolutions
@@ -74,13 +75,6 @@ def _cost_of_jaxpr(jaxpr: Jaxpr) -> Cost:
             flops += 2 * math.prod(shapes[-1]) * math.prod(shapes[1]) // max(out, 1)
             convolutions += 1
     return Cost(flops, held, convolutions, products, loops, callbacks)
-
-
-def _inner(eqn: Any) -> Iterator[Jaxpr]:
-    is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
-    for part in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr):
-        if is_jaxpr(part):
-            yield part.jaxpr if isinstance(part, ClosedJaxpr) else part
 
 
 def _bytes(aval: Any) -> int:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from ..._check import is_member_array
+from ..._jaxpr import warn_of_two_batch_axes
 from .._state import TrainState
 from ._check import check_loss_output, check_loss_signature
 from ._explain import explain_loss
-from ._promotion import warn_of_two_batch_axes
 
 
 class Loss(eqx.Module):

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from ... import _axes
 from ..._check import is_typed_key
+from ..._jaxpr import inner_jaxprs
 from ...checkpoint._check_like import shape_text
 from ...distributed import to_host
 from ...tree._statics import static_parts
@@ -63,14 +64,10 @@ def program_text(fn: Callable[..., Any], *args: PyTree) -> tuple[str, PyTree]:
 
 def _constants(jaxpr: Any) -> Iterator[Any]:
     """The constants of a program and of those inside it."""
-    inner = getattr(jaxpr, "jaxpr", None)
-    if inner is not None:
-        yield from jaxpr.consts
-        jaxpr = inner
-    for equation in getattr(jaxpr, "eqns", ()):
-        for parameter in equation.params.values():
-            for part in parameter if isinstance(parameter, tuple | list) else (parameter,):
-                yield from _constants(part)
+    yield from getattr(jaxpr, "consts", ())
+    for eqn in jaxpr.eqns:
+        for part in inner_jaxprs(eqn):
+            yield from _constants(part)
 
 
 def digest_of(tree: PyTree) -> str:

@@ -17,10 +17,12 @@ import jaxtyping
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from ._inner import inner_jaxprs
+
 _PACKAGES = Path(jax.__file__).parent.parent
 _COMPUTING = tuple(f"{_PACKAGES / name}{os.sep}" for name in ("jax", "jaxlib"))
 _BETWEEN = [Path(str(module.__file__)).parent for module in (eqx, optax, jaxtyping)]
-_LIBRARIES = tuple(f"{path}{os.sep}" for path in (*_BETWEEN, _PACKAGES / "beartype", Path(__file__).parents[2]))
+_LIBRARIES = tuple(f"{path}{os.sep}" for path in (*_BETWEEN, _PACKAGES / "beartype", Path(__file__).parents[1]))
 
 
 class Axis(NamedTuple):
@@ -81,13 +83,13 @@ class _Reader:
     def _results(self, eqn: Any, values: list[Value], *, mapped: bool, caller: Any) -> list[Value]:
         if not eqn.outvars:
             return []
-        inner = list(_inner(eqn))
+        inner = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in inner_jaxprs(eqn)]
         if inner:
             return self._results_of_inner(eqn, inner, values, mapped=mapped, caller=caller)
         out = self.fresh(eqn.outvars[0], written=eqn.primitive.name == "iota")
         rest = [self.fresh(var) for var in eqn.outvars[1:]]
         arrays = [value for value in values if value.axes]
-        axes = _moved(eqn, values, call=None if mapped else _call(caller or eqn))
+        axes = _view_axes(eqn, values, call=None if mapped else _call(caller or eqn))
         if axes is not None:
             return [Value(axes, values[0].source), *rest]
         like = [value for value in arrays if len(value.axes) == len(out.axes)]
@@ -140,7 +142,7 @@ class _Reader:
 _NEW = ("dot_general", "conv_general_dilated", "gather", "scatter", "concatenate", "iota")
 
 
-def _moved(eqn: Any, values: list[Value], *, call: Any) -> tuple[Axis, ...] | None:
+def _view_axes(eqn: Any, values: list[Value], *, call: Any) -> tuple[Axis, ...] | None:
     """The axes of a result that is another view of the first operand, or a reduction of it.
 
     Axes that it adds were written in the `call`; there is none under `jax.vmap`.
@@ -158,7 +160,7 @@ def _moved(eqn: Any, values: list[Value], *, call: Any) -> tuple[Axis, ...] | No
         case "squeeze":
             return _without(axes, params["dimensions"])
         case "reshape":
-            return _reshaped(axes, _shape(eqn.invars[0]), _shape(eqn.outvars[0]), added)
+            return _reshape_axes(axes, _shape(eqn.invars[0]), _shape(eqn.outvars[0]), added)
         case "slice" | "dynamic_slice":
             return tuple(
                 axis if axis.single else Axis(size == 1)
@@ -173,7 +175,7 @@ def _without(axes: list[Axis], gone: Collection[Any]) -> tuple[Axis, ...]:
     return tuple(axis for k, axis in enumerate(axes) if k not in gone)
 
 
-def _reshaped(axes: list[Axis], old: tuple[int, ...], new: tuple[int, ...], added: Axis) -> tuple[Axis, ...]:
+def _reshape_axes(axes: list[Axis], old: tuple[int, ...], new: tuple[int, ...], added: Axis) -> tuple[Axis, ...]:
     """Axes of length one may come and go in a reshape; other axes that change are new ones."""
     if [size for size in old if size != 1] != [size for size in new if size != 1]:
         return tuple(Axis(size == 1) for size in new)
@@ -201,13 +203,6 @@ def _before_promotion(value: Value, shape: tuple[int, ...], call: Any) -> tuple[
 
 def _shape(var: Any) -> tuple[int, ...]:
     return getattr(var.aval, "shape", ())
-
-
-def _inner(eqn: Any) -> Iterator[Jaxpr]:
-    is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
-    for part in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr):
-        if is_jaxpr(part):
-            yield part.jaxpr if isinstance(part, ClosedJaxpr) else part
 
 
 def _is_of_jax(jaxpr: Jaxpr) -> bool:

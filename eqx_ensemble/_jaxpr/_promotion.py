@@ -20,12 +20,12 @@ def warn_of_two_batch_axes(fn: Callable[..., Any], arguments: tuple[Any, ...], n
     """
     *before, batch, key = arguments
     sizes = [x.shape[0] for x in jax.tree.leaves(batch) if _is_struct(x) and x.shape]
-    if not sizes or sizes[0] < 2 or _seen(fn, *_hashed((arguments, named))):
+    if not sizes or sizes[0] < 2 or _is_known(fn, *_without_batch_size((arguments, named))):
         return
     found = [outer for outer in _outers(fn, arguments, named) if outer.lengths == (sizes[0],) * 2]
     if not found:
         return
-    resized = jax.tree.map(lambda x: _resized(x, sizes[0]), batch)
+    resized = jax.tree.map(lambda x: _resize(x, sizes[0]), batch)
     again = _outers(fn, (*before, resized, key), named)
     lines = {(outer.file, outer.line) for outer in again if outer.lengths == (_ANOTHER_SIZE,) * 2}
     for outer in {(outer.file, outer.line): outer for outer in found if (outer.file, outer.line) in lines}.values():
@@ -40,13 +40,13 @@ def warn_of_two_batch_axes(fn: Callable[..., Any], arguments: tuple[Any, ...], n
         warnings.warn_explicit(message, UserWarning, outer.file, outer.line)
 
 
-def _resized(x: Any, size: int) -> Any:
+def _resize(x: Any, size: int) -> Any:
     if not _is_struct(x) or x.shape[:1] != (size,):
         return x
     return jax.ShapeDtypeStruct((_ANOTHER_SIZE, *x.shape[1:]), x.dtype)
 
 
-def _hashed(args: PyTree) -> tuple[Any, tuple]:
+def _without_batch_size(args: PyTree) -> tuple[Any, tuple]:
     """The arguments but for lengths of batches, which change from step to step."""
     leaves, treedef = jax.tree.flatten(args)
     return treedef, tuple((x.shape[1:], x.dtype) if _is_struct(x) else x for x in leaves)
@@ -56,7 +56,7 @@ def _is_struct(x: Any) -> bool:
     return isinstance(x, jax.ShapeDtypeStruct)
 
 
-def _seen(fn: Callable[..., Any], treedef: Any, leaves: tuple) -> bool:
+def _is_known(fn: Callable[..., Any], treedef: Any, leaves: tuple) -> bool:
     """Whether the function has been looked at with such arguments."""
     marks = _marks(fn, treedef, leaves)
     marks.append(True)
