@@ -34,6 +34,11 @@ class Pilot:
         """Whether the next stretch is a trial of a plan."""
         return self._search is not None and self._search.watching
 
+    @property
+    def is_trial(self) -> bool:
+        """Whether the next stretch may show something: how long it takes, or that memory does not suffice."""
+        return self._search is not None and (self._search.watching or self._search.risky)
+
     def look(self, fn: Callable[..., Any], *args: PyTree, **work: Any) -> None:
         """Chooses the plan of `fn(plan, *args)`, one unit of the work, if the plan searches."""
         self.plan, search = self.plan.begin(Work(self._name, fn, args, **work))
@@ -45,7 +50,7 @@ class Pilot:
         A plan's first call may run out of memory. It is then repeated under a smaller plan, with the carry from a copy
         on the host, because a donated one is deleted.
         """
-        if self._search is None or not (self._search.watching or self._search.risky):
+        if self._search is None or not self.is_trial:
             return stretch(self.plan, carry)
         while True:
             kept = _on_host(carry) if self._search.risky else None

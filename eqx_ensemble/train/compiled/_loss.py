@@ -8,29 +8,41 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from ..._check import is_member_array
 from ..._jaxpr import warn_of_two_batch_axes
-from .._state import TrainState
+from .._state import MemberConstants, TrainState
 from ._check import check_loss_output, check_loss_signature
 from ._explain import explain_loss
 
 
 class Loss(eqx.Module):
-    """A user's loss of one member behind one signature, whatever it takes and returns."""
+    """A user's loss or score of one member behind one signature, whatever it takes and returns."""
 
     fn: Callable[..., Any] = eqx.field(static=True)
     stateful: bool = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
     wants_hyper: bool = eqx.field(static=True)
     name: str = eqx.field(static=True)
-    purpose: str = eqx.field(static=True)
+    purpose: Literal["in training", "in validation"] = eqx.field(static=True)
 
     def __call__(
-        self, model: PyTree, state: PyTree, batch: PyTree, key: Key[Array, ""], hyper: PyTree
+        self,
+        params: PyTree,
+        state: PyTree,
+        fixed: MemberConstants,
+        shared: PyTree,
+        batch: PyTree,
+        key: Key[Array, ""],
     ) -> tuple[Float[Array, ""], tuple[PyTree, PyTree]]:
-        """The loss's value, the new state of the model (`None` if it has none) and the auxiliary outputs."""
+        """The loss's value, the new state of the model (`None` if it has none) and the auxiliary outputs.
+
+        In validation the model is in inference mode.
+        """
+        model = eqx.combine(params, fixed.frozen, shared)
+        if self.purpose == "in validation":
+            model = eqx.nn.inference_mode(model)
         arguments = (model, state, batch, key) if self.stateful else (model, batch, key)
         # A `State` can be updated once, and a line search would update this one again: each call gets a copy.
         own = (model, jax.tree.map(lambda x: x, state), batch, key) if self.stateful else arguments
-        named = {"hyper": hyper} if self.wants_hyper else {}
+        named = {"hyper": fixed.hyper} if self.wants_hyper else {}
         shapes = jax.tree.map(_shape, (arguments, named))  # taken now, because a state can be used only once
         with explain_loss(self.fn, arguments, named.get("hyper"), name=self.name, purpose=self.purpose):
             out = self.fn(*own, **named)

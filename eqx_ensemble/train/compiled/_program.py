@@ -1,4 +1,3 @@
-import dataclasses
 import functools as ft
 from collections.abc import Callable
 from typing import Any
@@ -6,11 +5,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from ... import _axes
 from ...plan import AbstractPlan
-from ...plan._cost import Cost, cost_of
+from ...plan._cost import Cost
 from ...plan._sharded import sharded_plan
 from ...sharding._constrain import constrain_carry, constrain_member, constrain_rows
 from ...sharding._layout import Layout
@@ -19,8 +18,7 @@ from ._carry import Carry, Inputs
 from ._health import revert_diverged_one
 from ._limits import stop_at_limits
 from ._loss import Loss
-from ._member import member_step
-from ._optimiser import Optimiser
+from ._optimiser import Optimiser, update_member
 from ._scan import scan
 from ._select import EPOCH, select
 
@@ -82,22 +80,13 @@ class Program(eqx.Module):
     def _member(self, inputs: Inputs, carry: Carry, rows: PyTree) -> tuple[Callable[[PyTree], tuple], PyTree]:
         """`member`, and the arrays of all members that a plan maps it over.
 
-        Of one member's part, `member(part)` returns `step(moving, rows, step)`, its first state and its rows.
+        Of one member's part, `member(part)` returns its step, its first state and its rows.
         """
         own_data, view, _ = _split_data(inputs.data, inputs.fixed)
 
         def member(part: PyTree) -> tuple:
             moving, fixed, own_data, own_rows = part
-            data = view(own_data)
-
-            def step(moving: MemberState, rows: PyTree, step: Int[Array, ""]) -> tuple:
-                batch = data if rows is None else take_rows(data, rows)
-                batch = batch if self.layout is None else constrain_rows(batch, self.layout)
-                moving, outputs = member_step(
-                    moving, fixed, inputs.shared, batch, step, loss=self.loss, optimiser=self.optimiser
-                )
-                return moving if self.layout is None else constrain_member(moving, self.layout), outputs
-
+            step = ft.partial(_member_step, self, fixed, inputs.shared, view(own_data))
             return step, moving, own_rows if self.own_rows else rows
 
         return member, (carry.moving, inputs.fixed, own_data, rows if self.own_rows else None)
@@ -142,6 +131,30 @@ class Program(eqx.Module):
         return Carry(moving, selection, carry.step), scores
 
 
+def _member_step(
+    program: Program,
+    fixed: MemberConstants,
+    shared: PyTree,
+    data: PyTree,
+    moving: MemberState,
+    rows: Int[Array, " batch"] | None,
+    step: Int[Array, ""],
+) -> tuple[MemberState, tuple[Float[Array, ""], PyTree]]:
+    """One step of one member, not yet checked for faults; every plan runs this function and no other."""
+    batch = data if rows is None else take_rows(data, rows)
+    batch = batch if program.layout is None else constrain_rows(batch, program.layout)
+    key = jax.random.fold_in(fixed.key, step)
+    rest = (moving.model_state, fixed, shared, batch, key)
+    (value, (model_state, aux)), grads = jax.value_and_grad(program.loss, has_aux=True)(moving.params, *rest)
+    value_of = lambda params: program.loss(params, *rest)[0]
+    params, opt_state = update_member(
+        program.optimiser, moving.params, moving.opt_state, grads, value, value_of, fixed.hyper
+    )
+    moving = MemberState(params, opt_state, model_state, moving.status, moving.stopped_at, moving.fault)
+    moving = moving if program.layout is None else constrain_member(moving, program.layout)
+    return moving, (value, aux)
+
+
 def _split_data(data: PyTree, fixed: MemberConstants) -> tuple[PyTree, Callable[[PyTree], PyTree], int]:
     own, view, count = _axes.split_members((_axes.Each(fixed.key), data), name="fit")
     return own, lambda part: view(part)[1], count
@@ -152,36 +165,8 @@ def take_rows(data: PyTree, rows: Int[Array, " batch"]) -> PyTree:
     return jax.tree.map(lambda x: x.at[rows].get(mode="promise_in_bounds"), data)
 
 
-def step_under(
-    plan: AbstractPlan, program: Program, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None
-) -> tuple[Carry, PyTree]:
-    """One step under another plan than the program's own."""
-    return dataclasses.replace(program, plan=plan).step(inputs, carry, rows)
-
-
-def on_one_device(program: Program) -> Program:
-    """The program as it is without a mesh, to be looked at."""
-    return dataclasses.replace(program, layout=None)
-
-
 def in_a_loop(cost: Cost, *, scan: bool | None) -> bool:
     """Whether many steps run in one compiled loop: XLA's CPU convolutions are several times slower there."""
     if scan is not None:
         return scan
     return jax.default_backend() != "cpu" or cost.convolutions == 0
-
-
-def cost_of_step(program: Program, inputs: Inputs, carry: Carry, rows: jax.ShapeDtypeStruct) -> Cost:
-    """What one member's step costs."""
-    leaves, treedef = jax.tree.flatten((on_one_device(program), inputs, carry, rows))
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x for x in leaves)
-    return _cost_of_step(shapes, treedef)
-
-
-@ft.lru_cache(maxsize=64)
-def _cost_of_step(leaves: tuple, treedef: Any) -> Cost:
-    return cost_of(_own_step, *jax.tree.unflatten(treedef, leaves))
-
-
-def _own_step(_: AbstractPlan, program: Program, *rest: Any) -> tuple[Carry, PyTree]:
-    return program.step(*rest)  # under its own plan, on which a step may depend

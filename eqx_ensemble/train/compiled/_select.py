@@ -26,9 +26,8 @@ def match_dtype(score: Loss, selection: Selection, state: TrainState, validation
 
     def one(part: PyTree) -> Array:
         moving, fixed, own = part
-        model = eqx.nn.inference_mode(eqx.combine(moving.params, fixed.frozen, state.shared))
         key, data = view(own)
-        return score(model, moving.model_state, data, key, fixed.hyper)[0]
+        return score(moving.params, moving.model_state, fixed, state.shared, data, key)[0]
 
     own, view, _ = _axes.split_members((_axes.Each(state.fixed.key), validation), name="fit")
     every = lambda parts: _axes.over_leading_axis(lambda fn, parts: jax.vmap(fn)(parts), one, parts)
@@ -57,13 +56,12 @@ def select(
 
     def one(part: PyTree) -> PyTree:
         moving, selection, fixed, own = part
-        model = eqx.nn.inference_mode(eqx.combine(moving.params, fixed.frozen, inputs.shared))
         training = (moving.status == Status.OK) & (occasion != LEFT)
         unseen = (moving.status == Status.STOPPED) & (moving.stopped_at != selection.scored)
         at = jnp.where(unseen, moving.stopped_at, step)
         key = jax.random.fold_in(fixed.key, at)
         _, validation, target, min_delta = view(own)
-        value, _ = score(model, moving.model_state, validation, key, fixed.hyper)
+        value, _ = score(moving.params, moving.model_state, fixed, inputs.shared, validation, key)
         value = value.astype(selection.score.dtype)
         sign = 1 if selection.mode == "min" else -1  # which changes no bit of what is compared
         gain = lambda best: sign * value < sign * best - min_delta.astype(value.dtype)

@@ -1,14 +1,16 @@
 import dataclasses
+import functools as ft
 from typing import Any
 
+import equinox as eqx
 import jax
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 
-from ...plan import Vmap
-from ...plan._cost import Cost
+from ...plan import AbstractPlan, Vmap
+from ...plan._cost import Cost, cost_of
 from ...plan._pilot import Pilot
-from ..compiled._carry import Carry
-from ..compiled._program import Program, cost_of_step, on_one_device, step_under
+from ..compiled._carry import Carry, Inputs
+from ..compiled._program import Program
 from ..data._source import AbstractWork
 from ._active import ActiveMembers
 
@@ -29,21 +31,42 @@ class Executor:
     def call(self, work: AbstractWork) -> tuple[Carry, PyTree]:
         """Runs the work: the carry after it, and its results, which the device may still be computing."""
         inputs, batch, compiled = self._members.inputs, work.batch, work.compiled
+        if not self._pilot.is_trial:
+            return compiled((self.program, inputs, batch), self._members.carry)
         return self._pilot.call(lambda plan, carry: compiled((self.program, inputs, batch), carry), self._members.carry)
 
     def inspect(
         self, *, data: PyTree = None, rows: Any = None, steps_inside: bool = False, scan: bool | None = None
     ) -> Program:
         """Analyses a step on `rows` of the data, or on `data`, if the plan is still to be chosen."""
-        program = on_one_device(dataclasses.replace(self._program, plan=Vmap()))
+        program = dataclasses.replace(self._program, plan=Vmap(), layout=None)
         layout, carry, inputs = self._program.layout, self._members.carry, self._members.inputs
         inputs = inputs if rows is not None else dataclasses.replace(inputs, data=data)
         count = carry.moving.status.shape[0]
         count = count if layout is None else layout.per_device(count)
         options = {"num_members": count, "unit": "step", "steps_inside": steps_inside, "scan": scan}
-        self._pilot.look(step_under, program, inputs, carry, rows, **options)
+        self._pilot.look(_step_under, program, inputs, carry, rows, **options)
         return self.program
 
     def cost(self, rows: jax.ShapeDtypeStruct) -> Cost:
         """What one member's step on such rows costs."""
-        return cost_of_step(self.program, self._members.inputs, self._members.carry, rows)
+        program = dataclasses.replace(self.program, layout=None)
+        leaves, treedef = jax.tree.flatten((program, self._members.inputs, self._members.carry, rows))
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x for x in leaves)
+        return _cost_of(shapes, treedef)
+
+
+def _step_under(
+    plan: AbstractPlan, program: Program, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None
+) -> tuple[Carry, PyTree]:
+    """One step under another plan than the program's own."""
+    return dataclasses.replace(program, plan=plan).step(inputs, carry, rows)
+
+
+@ft.lru_cache(maxsize=64)
+def _cost_of(leaves: tuple, treedef: Any) -> Cost:
+    return cost_of(_own_step, *jax.tree.unflatten(treedef, leaves))
+
+
+def _own_step(_: AbstractPlan, program: Program, *rest: Any) -> tuple[Carry, PyTree]:
+    return program.step(*rest)  # under its own plan, on which a step may depend

@@ -11,7 +11,6 @@ from ...checkpoint._check_like import shape_text
 from .._revive import Revive
 from .._state import MemberConstants, MemberState
 from ..compiled._loss import Loss
-from ..compiled._member import member_gradient
 from ..compiled._optimiser import Optimiser, init_member, update_member
 from ..compiled._program import Program
 from ..data._data import member_shapes
@@ -94,12 +93,12 @@ def _programs(program: Program, start: Start, batch: PyTree, validation: PyTree)
 
 
 def _gradient(loss: Loss, moving: MemberState, fixed: MemberConstants, shared: PyTree, batch: PyTree) -> PyTree:
-    return member_gradient(moving, fixed, shared, batch, fixed.key, loss=loss)
+    rest = (moving.model_state, fixed, shared, batch, fixed.key)
+    return jax.value_and_grad(loss, has_aux=True)(moving.params, *rest)
 
 
 def _score(score: Loss, moving: MemberState, fixed: MemberConstants, shared: PyTree, validation: PyTree) -> PyTree:
-    model = eqx.nn.inference_mode(eqx.combine(moving.params, fixed.frozen, shared))
-    return score(model, moving.model_state, validation, fixed.key, fixed.hyper)
+    return score(moving.params, moving.model_state, fixed, shared, validation, fixed.key)
 
 
 def _update(optimiser: Optimiser, moving: MemberState, fixed: MemberConstants, member_id: Any, value: Any) -> PyTree:
