@@ -2,19 +2,22 @@ import dataclasses
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ...distributed import to_host
-from ..compiled._select import END, EPOCH
+from .._status import Status
+from ..compiled._chunk import compiled_validation
+from ..compiled._program import Program
+from ..compiled._select import END, EPOCH, LEFT
 from ..data._cursor import Cursor, Length
 from ..data._source import AbstractSource, AbstractWork, EpochEnd, Setting
 from ._active import ActiveMembers, width_for
 from ._executor import Executor
 from ._pacing import Pacing
-from ._recording import Recording
+from ._record import Recording
 from ._saving import Saving
 from ._stopping import Stopping
-from ._validation import validate, validate_stopped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,3 +118,22 @@ def _validate_last(host: Host) -> None:
         validate_stopped(program, members, recording)
     else:
         validate(program, members, recording, END)
+
+
+def validate(program: Program, members: ActiveMembers, recording: Recording, occasion: int) -> None:
+    """Scores members between chunks, if there are validation data."""
+    if program.score is None:
+        return
+    carry, scores = compiled_validation((program, members.inputs, jnp.int32(occasion)), members.carry)
+    recording.add_scores(to_host(scores), members.slots, of_all=occasion != LEFT)
+    members.carry = carry
+
+
+def validate_stopped(program: Program, members: ActiveMembers, recording: Recording) -> None:
+    """Scores members that stopped within an epoch, if there are any whose last weights no validation has seen."""
+    moving, selection = members.carry.moving, members.carry.selection
+    if program.score is None or selection is None:
+        return
+    status, stopped_at, scored = to_host((moving.status, moving.stopped_at, selection.scored))
+    if ((status == Status.STOPPED) & (stopped_at != scored)).any():
+        validate(program, members, recording, LEFT)

@@ -1,11 +1,18 @@
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import Float, Int, PyTree
 
+from .._status import Status
 from ..compiled._check import check_same_outputs
+from ..data._slots import Slots
+from ..data._source import Outcome
+from ._active import ActiveMembers
+
+if TYPE_CHECKING:
+    from tqdm.std import tqdm
 
 
 class History(eqx.Module):
@@ -106,3 +113,44 @@ def last_finite(curves: np.ndarray) -> np.ndarray:
     finite = np.isfinite(curves)
     last = curves.shape[1] - 1 - np.argmax(finite[:, ::-1], axis=1)
     return np.where(finite.any(axis=1), np.take_along_axis(curves, last[:, None], axis=1)[:, 0], np.nan)
+
+
+class Recording:
+    """Records what steps and validations report, and shows it in a progress line."""
+
+    def __init__(self, record: Record, line: "tqdm"):
+        self.record, self._line = record, line
+
+    def start(self, total: int | None, done: int) -> None:
+        """Sets the length of the progress line, and what is done of it."""
+        self._line.total, self._line.n = total, done
+
+    def add(self, outcome: Outcome, slots: Slots) -> None:
+        """Records the outputs of the members in `slots`."""
+        for steps, scores in outcome.outputs:
+            if steps is not None:
+                self.record.add_steps(slots.expand(steps))
+            if scores is not None:
+                self.add_scores(scores, slots)
+
+    def add_scores(self, scores: Any, slots: Slots, *, of_all: bool = True) -> None:
+        """Records validation scores `(slots,)`; or those only of members that stopped before."""
+        self.record.add_scores(slots.expand(np.asarray(scores)[None])[0], of_all=of_all)
+
+    def report(self, steps: int, members: ActiveMembers) -> None:
+        """Moves the progress line on by `steps`."""
+        selection, status = members.carry.selection, members.status
+        losses, scores = self.record.latest("min" if selection is None else selection.mode)
+        shown = {"loss": f"{_mean(losses):.4g}"}
+        if scores is not None:
+            shown["best validation"] = f"{_mean(scores):.4g}"
+        for name, code in (("stopped", Status.STOPPED), ("diverged", Status.DIVERGED)):
+            if (status == code).any():
+                shown[name] = str(int((status == code).sum()))
+        self._line.set_postfix(shown, refresh=False)
+        self._line.update(steps)
+
+
+def _mean(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else float("nan")
