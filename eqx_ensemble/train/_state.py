@@ -177,7 +177,7 @@ def first_state(
     key = _keys.root(key, name=name)
     keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
 
-    params, frozen, state, shared, ids = copied((params, frozen, state, ensemble.shared, ensemble.ids))
+    params, frozen, state, shared, ids = copy_arrays((params, frozen, state, ensemble.shared, ensemble.ids))
 
     count = ensemble.num_members
     if layout is not None:
@@ -202,12 +202,12 @@ def init_all(
     return _axes.over_leading_axis(sharded_plan(Vmap(), layout).run, held, (params, hyper, ids))
 
 
-def copied(tree: PyTree) -> PyTree:
+def copy_arrays(tree: PyTree) -> PyTree:
     """Copies that a step may donate, strongly typed because a step's results are."""
-    return jax.tree.map(_copied, tree)
+    return jax.tree.map(_copy, tree)
 
 
-def _copied(x: Any) -> Any:
+def _copy(x: Any) -> Any:
     if not eqx.is_array(x):
         return x
     return x.copy() if is_typed_key(x) else jnp.array(x, dtype=x.dtype)

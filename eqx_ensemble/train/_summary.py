@@ -39,11 +39,11 @@ def _statuses(status: np.ndarray, ids: np.ndarray) -> str:
     for one in Status:
         here = ids[status == one]
         if len(here):
-            parts.append(f"{len(here)} {one!s}" + ("" if one is Status.OK else f" ({_listed(here)})"))
+            parts.append(f"{len(here)} {one!s}" + ("" if one is Status.OK else f" ({_list_ids(here)})"))
     return ", ".join(parts)
 
 
-def _listed(ids: np.ndarray) -> str:
+def _list_ids(ids: np.ndarray) -> str:
     shown = ", ".join(map(str, ids[:_MOST_IDS].tolist()))
     return f"id {shown}" + (", ..." if len(ids) > _MOST_IDS else "")
 

@@ -20,7 +20,7 @@ def partition_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) 
     leaves, treedef = jax.tree.flatten(stacked)
     flags = number_flags(stacked, ensemble.shared)
 
-    def chosen(own: list[Any]) -> list[bool]:
+    def select(own: list[Any]) -> list[bool]:
         own = [0.0 if flag else x for x, flag in zip(own, flags, strict=True)]
         member = jax.tree.unflatten(treedef, own)
         with explain_trainable(name=name):
@@ -28,9 +28,9 @@ def partition_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) 
         return [x is not _LeftOut for x in jax.tree.leaves(kept)]
 
     if trainable is eqx.is_inexact_array:  # it depends on dtypes alone, so that no member has to be taken
-        mask = chosen(leaves)
+        mask = select(leaves)
     else:
-        mask, last = (chosen(tree.take(leaves, member)) for member in (0, -1))
+        mask, last = (select(tree.take(leaves, member)) for member in (0, -1))
         check_same_choice(mask, last, stacked, name=name)
     params, frozen = eqx.partition(stacked, jax.tree.unflatten(treedef, mask))
     check_trained(params, name=name)

@@ -20,7 +20,7 @@ from ._limits import stop_at_limits
 from ._loss import Loss
 from ._optimiser import Optimiser, update_member
 from ._scan import scan
-from ._select import EPOCH, select
+from ._select import Occasion, select
 
 
 class Program(eqx.Module):
@@ -111,7 +111,7 @@ class Program(eqx.Module):
         moving, outputs = revert_diverged_one(carry.moving, after.moving, outputs, carry.step)
         return Carry(stop_at_limits(moving, inputs.limits, after.step), carry.selection, after.step), outputs
 
-    def validate(self, inputs: Inputs, carry: Carry, occasion: Any = EPOCH) -> tuple[Carry, PyTree]:
+    def validate(self, inputs: Inputs, carry: Carry, occasion: Any = Occasion.EPOCH_END) -> tuple[Carry, PyTree]:
         """Scores every member on the validation data, keeps its best weights, stops it when its patience ends.
 
         The last only at the end of an epoch, which is the usual `occasion`.

@@ -1,4 +1,5 @@
 import dataclasses
+import enum
 
 import equinox as eqx
 import jax
@@ -14,9 +15,18 @@ from ._limits import stop_members
 from ._loss import Loss
 from ._selection import Selection
 
-# Which members a validation scores. `LEFT`: those that stopped within an epoch, at weights not validated yet.
-# `END`: those that train as well, where a run ends within an epoch. `EPOCH`: the same, and patience and target act.
-LEFT, END, EPOCH = 0, 1, 2
+
+class Occasion(enum.IntEnum):
+    """When a validation is made, and so which members it scores.
+
+    - `MEMBERS_STOPPED`: those that stopped within an epoch, at weights not validated yet.
+    - `RUN_END`: those that train as well, where a run ends within an epoch.
+    - `EPOCH_END`: the same, and patience and target act.
+    """
+
+    MEMBERS_STOPPED = 0
+    RUN_END = 1
+    EPOCH_END = 2
 
 
 def match_dtype(score: Loss, selection: Selection, state: TrainState, validation: PyTree) -> Selection:
@@ -56,7 +66,7 @@ def select(
 
     def one(part: PyTree) -> PyTree:
         moving, selection, fixed, own = part
-        training = (moving.status == Status.OK) & (occasion != LEFT)
+        training = (moving.status == Status.OK) & (occasion != Occasion.MEMBERS_STOPPED)
         unseen = (moving.status == Status.STOPPED) & (moving.stopped_at != selection.scored)
         at = jnp.where(unseen, moving.stopped_at, step)
         key = jax.random.fold_in(fixed.key, at)
@@ -72,7 +82,7 @@ def select(
             (moving.params, moving.model_state),
             (selection.params, selection.model_state),
         )
-        counts = training & (occasion == EPOCH)
+        counts = training & (occasion == Occasion.EPOCH_END)
         closer = counts & gain(selection.bar)
         waited = jnp.where(closer, 0, selection.waited + counts.astype(jnp.int32))
         selection = Selection(

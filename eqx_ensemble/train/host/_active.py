@@ -66,7 +66,7 @@ class ActiveMembers:
         return of_all
 
     @property
-    def fixed(self) -> MemberConstants:
+    def constants(self) -> MemberConstants:
         """The constants of all members."""
         return self._all_inputs.fixed
 
@@ -80,7 +80,7 @@ class ActiveMembers:
         """Takes a carry and constants that were changed outside of a compiled program."""
         slots = self.slots
         own = slots.without_pads(fixed)
-        own = own if slots.complete else _put(self.fixed, own, slots.members)
+        own = own if slots.complete else _put(self.constants, own, slots.members)
         self._all_inputs = dataclasses.replace(self._all_inputs, fixed=own)
         moving, selection, fixed = slots.shard((carry.moving, carry.selection, fixed))
         self.inputs, self.carry = dataclasses.replace(self.inputs, fixed=fixed), Carry(moving, selection, carry.step)

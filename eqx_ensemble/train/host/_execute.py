@@ -112,7 +112,7 @@ def collect_run(
 ) -> Run:
     """The run: all members in their order, each at its best weights if there are any."""
     first, cursor = start.state, source.cursor
-    carry, fixed = host.members.all(), host.members.fixed
+    carry, fixed = host.members.all(), host.members.constants
     last = TrainState(carry.moving, fixed, first.shared, first.ids, carry.step)
     moving, selection = carry.moving, carry.selection
     params, state, best_step, best_score = moving.params, moving.model_state, None, None

@@ -9,7 +9,7 @@ from ...distributed import to_host
 from .._status import Status
 from ..compiled._chunk import compiled_validation
 from ..compiled._program import Program
-from ..compiled._select import END, EPOCH, LEFT
+from ..compiled._select import Occasion
 from ..data._cursor import Cursor, Length
 from ..data._source import AbstractSource, AbstractWork, EpochEnd, Setting
 from ._active import ActiveMembers, width_for
@@ -33,7 +33,7 @@ class Host:
 
     def should_stop(self) -> bool:
         """Whether the run ends here."""
-        return self.stopping.should_stop(self.members, begun=self.recording.record.begun)
+        return self.stopping.should_stop(self.members, begun=self.recording.record.has_steps)
 
 
 def run(source: AbstractSource, host: Host, length: Length, cursor: Cursor) -> None:
@@ -45,7 +45,7 @@ def run(source: AbstractSource, host: Host, length: Length, cursor: Cursor) -> N
     recording.start(source.num_steps, record.steps - length.begun)
     while not host.should_stop() and (work := source.next(pacing.steps, members.slots)) is not None:
         if isinstance(work, EpochEnd):
-            validate(executor.program, members, recording, EPOCH)
+            validate(executor.program, members, recording, Occasion.EPOCH_END)
             source.advance(work)
             continue
         started = time.perf_counter()
@@ -112,20 +112,20 @@ def _can_halve(work: AbstractWork) -> bool:
 def _validate_last(host: Host) -> None:
     """Validates where a run ends within an epoch, so that every member's last weights are scored."""
     program, members, recording = host.executor.program, host.members, host.recording
-    if program.score is None or recording.record.validated:
+    if program.score is None or recording.record.is_validated:
         return
     if host.should_stop():
         validate_stopped(program, members, recording)
     else:
-        validate(program, members, recording, END)
+        validate(program, members, recording, Occasion.RUN_END)
 
 
-def validate(program: Program, members: ActiveMembers, recording: Recording, occasion: int) -> None:
+def validate(program: Program, members: ActiveMembers, recording: Recording, occasion: Occasion) -> None:
     """Scores members between chunks, if there are validation data."""
     if program.score is None:
         return
     carry, scores = compiled_validation((program, members.inputs, jnp.int32(occasion)), members.carry)
-    recording.add_scores(to_host(scores), members.slots, of_all=occasion != LEFT)
+    recording.add_scores(to_host(scores), members.slots, of_all=occasion != Occasion.MEMBERS_STOPPED)
     members.carry = carry
 
 
@@ -136,4 +136,4 @@ def validate_stopped(program: Program, members: ActiveMembers, recording: Record
         return
     status, stopped_at, scored = to_host((moving.status, moving.stopped_at, selection.scored))
     if ((status == Status.STOPPED) & (stopped_at != scored)).any():
-        validate(program, members, recording, LEFT)
+        validate(program, members, recording, Occasion.MEMBERS_STOPPED)

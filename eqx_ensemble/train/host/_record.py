@@ -64,7 +64,7 @@ class Record:
 
     def add_scores(self, scores: Any, *, of_all: bool = True) -> None:
         """The members' validation scores `(members,)` after the steps so far; or of those only that stopped before."""
-        if of_all and self.validated:  # where the run before this one ended, and so did an epoch
+        if of_all and self.is_validated:  # where the run before this one ended, and so did an epoch
             self._scores.pop()
             self._score_steps.pop()
         self._scores.append(np.asarray(scores))
@@ -72,7 +72,7 @@ class Record:
         self._validated_at = self.steps if of_all else self._validated_at
 
     @property
-    def begun(self) -> bool:
+    def has_steps(self) -> bool:
         """Whether any step is recorded."""
         return bool(self._outputs)
 
@@ -83,7 +83,7 @@ class Record:
         return self._latest, better.reduce(self._scores) if self._scores else None
 
     @property
-    def validated(self) -> bool:
+    def is_validated(self) -> bool:
         """Whether the present weights have their score."""
         return self._validated_at == self.steps
 

@@ -46,7 +46,7 @@ class Saving:
             return
         saver.save(
             members.all(),
-            members.fixed,
+            members.constants,
             self._record,
             revived=self._revivals,
             cursor=source.bookmark(),

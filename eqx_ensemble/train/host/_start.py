@@ -13,7 +13,7 @@ from ...sharding._shard import replicate, shard_members
 from .._check import check_optimiser
 from .._revive import Revival
 from .._run import Run
-from .._state import TrainState, copied, first_state, init_all
+from .._state import TrainState, copy_arrays, first_state, init_all
 from .._trainable import Trainable
 from ..compiled._optimiser import Optimiser
 from ..compiled._selection import Mode, Selection, no_selection
@@ -74,7 +74,7 @@ def start_of(
     check_optimiser(optimiser, hyper=hyper, name="fit")
     expected = eqx.filter_eval_shape(init_all, optimiser, first.moving.params, hyper, first.ids)
     check_opt_state(first.moving.opt_state, expected)
-    first = _spread(copied(first), layout)
+    first = _shard(copy_arrays(first), layout)
     selection = run.selection if run is not None and has_validation else None
     if has_validation:
         check_same_mode(mode, None if selection is None else selection.mode)
@@ -86,7 +86,7 @@ def start_of(
     return Start(first, selection, record, run.revived, Cursor(state=run.data_state), run.rows)
 
 
-def _spread(state: TrainState, layout: Layout | None) -> TrainState:
+def _shard(state: TrainState, layout: Layout | None) -> TrainState:
     if layout is None:
         return state
     moving, fixed = shard_members((state.moving, state.fixed), layout)
