@@ -61,6 +61,7 @@ def _fit(problem: Problem, parts: tuple[Any, ...], epochs: int, ends: np.ndarray
         hyper={"end": ends.astype(np.float32) * problem.steps_per_epoch},
         validation=(problem.x[:32], problem.y[:32]),
         score=score,
+        mode="min",
         patience=patience,
         progress=False,
         key=jax.random.key(0),

@@ -247,7 +247,7 @@ ACCEPTED = {
         "checkpoint": "text None",
     }
     | dict.fromkeys(["epochs", "validation", "score", "patience", "target", "state", "hyper", "rows"], "None")
-    | dict.fromkeys(["plan", "scan", "mesh", "checkpoint_every", "progress"], "None"),
+    | dict.fromkeys(["mode", "plan", "scan", "mesh", "checkpoint_every", "progress"], "None"),
     "fit, validated": {
         "epochs": "int64",
         "validation": "None",
@@ -257,6 +257,7 @@ ACCEPTED = {
         "max_steps": "int64 None",
         "max_seconds": "int64 float32 None",
         "score": "None",
+        "mode": "None",
     },
     "fit, swept": {"rows": "None"},
     "fit, saved": {"checkpoint": "text None", "checkpoint_every": "int64 None"},

@@ -1,5 +1,5 @@
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -62,15 +62,20 @@ def check_mode(value: Any, *, name: str) -> None:
     check_word(value, "mode", ("min", "max"), name=name)
 
 
-def check_scoring(score: Any, mode: Any, min_delta: Any, target: Any, validation: Any) -> None:
-    """Raises for an invalid `mode` or `min_delta`, and for options that need validation data."""
-    check_mode(mode, name="fit")
+def check_scoring(score: Any, mode: Any, min_delta: Any, target: Any, validation: Any) -> Literal["min", "max"]:
+    """Raises for an invalid `mode` or `min_delta`, and for options that need each other. Returns the mode."""
+    if mode is not None:
+        check_mode(mode, name="fit")
     check_number(min_delta, "min_delta", name="fit", least=0)
-    if validation is not None:
-        return
     for word, given in (("target", target is not None), ("score", score is not None), ("min_delta", min_delta != 0)):
-        if given:
+        if given and validation is None:
             raise TypeError(f"`fit` needs `validation=` data with `{word}`: {_NEEDS_VALIDATION[word]}.")
+    if score is not None and mode is None:
+        raise TypeError(
+            "`fit` needs `mode` with `score`, because a score may be better when it is lower or when it is higher.\n"
+            'Pass `mode="min"` for an error, `mode="max"` for an accuracy.'
+        )
+    return mode or "min"
 
 
 def check_one_pass(data: Any, epochs: Any) -> None:

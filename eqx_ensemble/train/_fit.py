@@ -14,14 +14,11 @@ from ..checkpoint import Checkpoints
 from ..distributed import to_host
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
-from ..sharding._check import warn_of_uneven_rows
-from ..sharding._layout import Layout
 from ..sharding._shard import shard_members
 from ._check import (
     check_hyper_used,
     check_length,
     check_limit,
-    check_no_array_options,
     check_no_transformation,
     check_one_pass,
     check_patience,
@@ -36,20 +33,20 @@ from ._run import Run
 from ._state import TrainState
 from ._status import Status
 from ._trainable import Trainable
+from ._unused_hyper import warn_of_unused_hyper
 from .compiled._limits import make_limits, stop_at_limits
 from .compiled._loss import make_losses
 from .compiled._optimiser import Optimiser
 from .compiled._program import Program
 from .compiled._select import match_dtype
 from .compiled._selection import Mode
-from .data._arrays import ArraySource
-from .data._batches import IterableSource
 from .data._check import integers_text
 from .data._cursor import Length
-from .data._data import as_row_indices, is_batches, on_device, without_marks
-from .data._rows import ORDERS, Order, row_order
+from .data._data import is_batches, member_shapes, on_device, without_marks
+from .data._rows import ORDERS, Order
+from .data._sources import make_source
 from .host._execute import execute
-from .host._start import Start, layout_of, start_of
+from .host._start import layout_of, start_of
 from .resume._check import check_checkpoint_options
 from .resume._identity import identity
 from .resume._resume import Saver
@@ -66,7 +63,7 @@ def fit(
     batch_size: int | None = None,
     validation: PyTree = None,
     score: Callable[..., Any] | None = None,
-    mode: Mode = "min",
+    mode: Mode | None = None,
     patience: int | None = None,
     min_delta: float = 0.0,
     target: Any = None,
@@ -129,7 +126,7 @@ def fit(
     *Stopping:*
 
     - `score`: the validation score, called like `loss`; by default the loss.
-    - `mode`: `"min"` if lower scores are better, `"max"` if higher, such as for accuracy.
+    - `mode`: `"min"` if lower scores are better, `"max"` if higher, such as for accuracy. Required with `score`.
     - `patience`: a member stops after this many epochs without an improvement by more than `min_delta`.
     - `min_delta`: the smallest improvement of a score that counts, not negative.
     - `target`: a member stops at the end of the epoch in which its validation score is `<= target`, or `>= target` with
@@ -141,7 +138,8 @@ def fit(
     *Members:*
 
     - `state`: the stacked `equinox.nn.State` of stateful members.
-    - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`.
+    - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`. For data in arrays a warning names those that
+        neither the optimiser nor a loss uses.
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs; the history holds them.
     - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][]. Numbers of
         `build(zip=...)`, such as dropout rates, are trained only if it selects them.
@@ -217,7 +215,7 @@ def fit(
         check_word(how, "on_diverge", ("freeze", "revive", "raise"), name="fit")
     check_length(epochs, steps, name="fit")
     check_patience(patience, validation, name="fit")
-    check_scoring(score, mode, min_delta, target, validation)
+    mode = check_scoring(score, mode, min_delta, target, validation)
     if is_batches(data):
         check_one_pass(data, epochs)
     check_checkpoint_options(checkpoint, checkpoint_every, resume)
@@ -247,7 +245,12 @@ def fit(
     )
     if first.fixed.hyper is not None:
         check_hyper_used(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses), name="fit")
-    source = _source(data, start, rows=rows, order=order, batch_size=batch_size, scan=scan, layout=layout, key=key)
+    source = make_source(
+        data, start.state, rows=rows, order=order, batch_size=batch_size, scan=scan, layout=layout, key=key
+    )
+    if first.fixed.hyper is not None and not is_batches(data):
+        seen = ((losses[0], source.shapes()), (losses[1], member_shapes(validation)))
+        warn_of_unused_hyper(first, optimiser, [(fn, own) for fn, own in seen if fn is not None and fn.wants_hyper])
     if saver is not None:
         options = {"key": key, "max_steps": max_steps, "target": target, "on_diverge": how}
         options |= {"min_delta": float(min_delta), "mode": mode}
@@ -274,27 +277,3 @@ def fit(
             raise DivergedError(message, run)
         warnings.warn(message, stacklevel=2)
     return run
-
-
-def _source(
-    data: PyTree | Iterable[PyTree],
-    start: Start,
-    *,
-    rows: Any,
-    order: Order,
-    batch_size: int | None,
-    scan: bool | None,
-    layout: Layout | None,
-    key: Any,
-) -> ArraySource | IterableSource:
-    """Where a run's batches come from."""
-    num_members = start.state.num_members
-    if is_batches(data):
-        check_no_array_options(batch_size=batch_size, rows=rows, order=order, scan=scan, name="fit")
-        return IterableSource(data, num_members, layout)
-    data, num_rows = on_device(data, num_members, argument="data", name="fit", layout=layout, whole=True)
-    rows = as_row_indices(rows, num_members, num_rows, name="fit")
-    source = ArraySource(data, row_order(key, start.state.ids, order, num_rows, rows), batch_size=batch_size, scan=scan)
-    if layout is not None:
-        warn_of_uneven_rows(source.batch_size, layout.row_parts)
-    return source

@@ -265,7 +265,16 @@ def test_score_in_inference_mode():
 
     ensemble, validation = ee.build(make, 2, key=BUILD_KEY), dataset(10, seed=1)
     run = ee.fit(
-        ensemble, dropout_loss, SGD, dataset(), batch_size=ROWS, epochs=4, validation=validation, score=score, key=KEY
+        ensemble,
+        dropout_loss,
+        SGD,
+        dataset(),
+        batch_size=ROWS,
+        epochs=4,
+        validation=validation,
+        score=score,
+        mode="min",
+        key=KEY,
     )
     found = [score(eqx.nn.inference_mode(member), validation, None) for member in run.ensemble]
     np.testing.assert_allclose(run.best_score, found, rtol=1e-6)
@@ -446,7 +455,7 @@ def test_hyper_for_the_score_alone(ensemble):
         return hyper["offset"] + 0.0 * loss(model, batch, key)
 
     run = ee.fit(
-        ensemble, loss, SGD, dataset(), epochs=1, validation=dataset(10), score=score,
+        ensemble, loss, SGD, dataset(), epochs=1, validation=dataset(10), score=score, mode="min",
         hyper={"offset": np.arange(3.0, dtype=np.float32)}, key=KEY,
     )  # fmt: skip
     assert run.best_score.tolist() == [0, 1, 2]

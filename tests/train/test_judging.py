@@ -63,7 +63,7 @@ def test_runs_that_go_on(pair):
     more = ee.fit(high, loss, sgd, ROWS, score=negative, mode="max", **options)
     np.testing.assert_array_equal(more.best_score, -ee.fit(low, loss, sgd, ROWS, **options).best_score)
     with pytest.raises(ValueError, match=r"chosen with `mode='max'`, got `mode='min'`"):
-        ee.fit(high, loss, sgd, ROWS, score=negative, **options)
+        ee.fit(high, loss, sgd, ROWS, score=negative, mode="min", **options)
 
 
 def test_no_score_yet():

@@ -84,7 +84,18 @@ def test_scores_of_single_precision_stay_so_with_doubles():
     with jax.enable_x64(True):
         ensemble = ee.build(lambda key: eqx.nn.Linear(1, 1, key=key, dtype=jnp.float32), 2, key=KEY)
         rows = (jnp.ones((4, 1), jnp.float32), jnp.ones((4, 1), jnp.float32))
-        run = ee.fit(ensemble, loss, optax.sgd(0.1), rows, epochs=3, validation=rows, score=tenth, target=0.1, key=KEY)
+        run = ee.fit(
+            ensemble,
+            loss,
+            optax.sgd(0.1),
+            rows,
+            epochs=3,
+            validation=rows,
+            score=tenth,
+            mode="min",
+            target=0.1,
+            key=KEY,
+        )
     assert run.history.validation.dtype == run.best_score.dtype == np.float32
     assert run.stopped_at.tolist() == [1, 1]
 

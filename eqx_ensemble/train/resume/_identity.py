@@ -88,7 +88,7 @@ def _programs(program: Program, start: Start, batch: PyTree, validation: PyTree)
     if program.score is not None:
         seen = member_shapes(validation)
         texts["score"] = program_text(_score, program.score, moving, fixed, shared, seen)[0]
-    texts["optimiser"] = program_text(_update, program.optimiser, moving, fixed, ids, value)[0]
+    texts["optimiser"] = program_text(optimiser_step, program.optimiser, fixed.hyper, moving, ids, value)[0]
     return texts, value, aux
 
 
@@ -101,9 +101,9 @@ def _score(score: Loss, moving: MemberState, fixed: MemberConstants, shared: PyT
     return score(moving.params, moving.model_state, fixed, shared, validation, fixed.key)
 
 
-def _update(optimiser: Optimiser, moving: MemberState, fixed: MemberConstants, member_id: Any, value: Any) -> PyTree:
+def optimiser_step(optimiser: Optimiser, hyper: PyTree, moving: MemberState, member_id: Any, value: Any) -> PyTree:
     """The optimiser's part of a step; what stands for the loss in a line search does not matter."""
     params = moving.params
     some_loss = lambda params: jnp.asarray(sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(params)), value.dtype)
-    first = init_member(optimiser, params, fixed.hyper, member_id)
-    return first, update_member(optimiser, params, moving.opt_state, params, value, some_loss, fixed.hyper)
+    first = init_member(optimiser, params, hyper, member_id)
+    return first, update_member(optimiser, params, moving.opt_state, params, value, some_loss, hyper)

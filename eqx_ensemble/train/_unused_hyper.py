@@ -1,0 +1,65 @@
+import functools as ft
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._jaxpr import unused_inputs
+from ._check_member import hyper_column_text
+from ._state import MemberConstants, TrainState
+from .compiled._loss import Loss
+from .compiled._optimiser import Optimiser
+from .data._data import member_shapes
+from .resume._identity import optimiser_step
+
+
+def warn_of_unused_hyper(state: TrainState, optimiser: Optimiser, losses: list[tuple[Loss, PyTree]]) -> None:
+    """Warns of hyper-parameters that nothing uses: a misspelt name would have no effect.
+
+    `losses` are those that take hyper-parameters, each with the shapes of a batch as one member sees it.
+    """
+    one = lambda tree: jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if eqx.is_array(x) else x, tree
+    )
+    moving, fixed, ids = one((state.moving, state.fixed, state.ids))
+    value = jax.ShapeDtypeStruct((), jnp.result_type(float))
+    unused = _unused(optimiser_step, optimiser, fixed.hyper, moving, ids, value)
+    for loss, batch in losses:
+        if any(unused):
+            own = _unused(_loss_of, loss, fixed.hyper, moving, fixed, member_shapes(state.shared), batch)
+            unused = [a and b for a, b in zip(unused, own, strict=True)]
+    keyed = jax.tree_util.tree_leaves_with_path(state.hyper)
+    names = [hyper_column_text(path) for (path, _), is_unused in zip(keyed, unused, strict=True) if is_unused]
+    if names:
+        words = ", ".join(f"`{name}`" for name in names)
+        warnings.warn(
+            f"`fit` got {words} in `hyper`, but neither the optimiser nor the loss uses it: is the name misspelt?",
+            stacklevel=3,
+        )
+
+
+def _unused(call: Callable[..., Any], fn: Any, *args: PyTree) -> list[bool]:
+    leaves, treedef = jax.tree.flatten(args)
+    return _unused_leaves(call, fn, tuple(leaves), treedef)
+
+
+@ft.lru_cache(maxsize=64)
+def _unused_leaves(call: Callable[..., Any], fn: Any, leaves: tuple, treedef: Any) -> list[bool]:
+    args = jax.tree.unflatten(treedef, leaves)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says what it says when it is traced for training
+            closed, _, _ = eqx.filter_make_jaxpr(ft.partial(call, fn))(*args)
+    except Exception:  # it will raise again where it is traced for training, with a note
+        return [False] * len(jax.tree.leaves(args[0]))
+    return unused_inputs(closed.jaxpr)[: len(jax.tree.leaves(args[0]))]
+
+
+def _loss_of(loss: Loss, hyper: PyTree, moving: Any, fixed: MemberConstants, shared: PyTree, batch: PyTree) -> Any:
+    model = eqx.combine(moving.params, fixed.frozen, shared)
+    arguments = (model, moving.model_state, batch, fixed.key) if loss.stateful else (model, batch, fixed.key)
+    return loss.fn(*arguments, hyper=hyper)
