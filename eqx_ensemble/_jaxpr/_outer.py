@@ -1,9 +1,9 @@
-"""Two batch axes made by implicit rank promotion: `(n, 1)` against `(n,)` is `(n, n)`, a wrong loss without a word.
+"""Two batch axes made by implicit rank promotion: `(n, 1)` with `(n,)` is `(n, n)`, a wrong loss without an error.
 
-A program is read forward, and of each axis is known whether it holds one value only, and which call added it. An
-operation makes two batch axes when one operand has axis `i` and one value along `j`, and the other has `j` and was
+A program is read forward. For each axis the reader knows whether its length is one, and which call added it. An
+operation makes two batch axes when one operand has axis `i` and length one along `j`, and the other has `j` and was
 given `i` by the same call that combines them, which is what rank promotion does. An axis that is written in the loss
-(`x[:, None]`, `keepdims=True`, `reshape`) is meant to be there; one made under `jax.vmap` belongs to one example.
+(`x[:, None]`, `keepdims=True`, `reshape`) is intended; one made under `jax.vmap` belongs to one example.
 """
 
 import os
@@ -26,7 +26,7 @@ _LIBRARIES = tuple(f"{path}{os.sep}" for path in (*_BETWEEN, _PACKAGES / "bearty
 
 
 class Axis(NamedTuple):
-    """One axis of an array: whether it has one value only, was written by the user, and which call added it."""
+    """One axis of an array: whether its length is one, whether the user wrote it, and which call added it."""
 
     single: bool
     written: bool = False
@@ -34,14 +34,14 @@ class Axis(NamedTuple):
 
 
 class Value(NamedTuple):
-    """An array: its axes, and which array it was taken from."""
+    """An array: its axes, and the number of the array that it is a view of."""
 
     axes: tuple[Axis, ...]
     source: int
 
 
 class Outer(NamedTuple):
-    """An operation that makes two axes: the shapes before promotion, the axes' lengths, and the line it stands in."""
+    """An operation that makes two axes: the shapes before promotion, the axes' lengths, and the line of the code."""
 
     shapes: tuple[tuple[int, ...], ...]
     lengths: tuple[int, int]
@@ -50,7 +50,7 @@ class Outer(NamedTuple):
 
 
 def outer_operations(jaxpr: Jaxpr) -> list[Outer]:
-    """The operations of a program that make two axes of lengths that met by rank promotion."""
+    """The operations of a program that make two axes by rank promotion."""
     reader = _Reader()
     reader.read(jaxpr, [reader.fresh(var) for var in jaxpr.invars], mapped=False, caller=None)
     return reader.found
@@ -64,13 +64,13 @@ class _Reader:
         self._count = 0
 
     def fresh(self, var: Any, *, written: bool = False) -> Value:
-        """A new array: an input, or the result of an operation of which nothing is known."""
+        """A new array: an input, or the result of an operation that the reader does not follow."""
         self._count += 1
         shape = getattr(var.aval, "shape", ())
         return Value(tuple(Axis(size == 1, written and size == 1) for size in shape), self._count)
 
     def read(self, jaxpr: Jaxpr, inputs: list[Value], *, mapped: bool, caller: Any) -> list[Value]:
-        """The values of a program's results. `mapped` is set in what `jax.vmap` runs, `caller` in compiled parts."""
+        """The values of a program's results. `mapped` is set under `jax.vmap`, `caller` in compiled functions."""
         known = dict(zip(jaxpr.invars, inputs, strict=True))
         known |= {var: self.fresh(var, written=True) for var in jaxpr.constvars}
         of = lambda var: self.fresh(var, written=True) if isinstance(var, Literal) else known[var]
@@ -97,7 +97,7 @@ class _Reader:
             return [out, *rest]
         if not mapped:
             self._look(eqn, like, caller)
-        # A bias of one output says nothing of the axes that it is spread along.
+        # A bias of one output tells nothing about the axes along which it is broadcast.
         wide = [value for value in like if not all(axis.single for axis in value.axes)] or like
         axes = tuple(_joint([value.axes[k] for value in wide]) for k in range(len(out.axes)))
         return [Value(axes, arrays[0].source if len(arrays) == 1 else out.source), *rest]
@@ -117,7 +117,7 @@ class _Reader:
         return [self.fresh(var) for var in eqn.outvars]
 
     def _look(self, eqn: Any, values: list[Value], caller: Any) -> None:
-        """Notes an operation in which one operand has what the other was given by rank promotion."""
+        """Records an operation in which one operand has an axis that the other was given by rank promotion."""
         shape = _shape(eqn.outvars[0])
         call = _call(caller or eqn)
         if call is None or not any(axis.call == call for value in values for axis in value.axes):
@@ -149,7 +149,7 @@ def _view_axes(eqn: Any, values: list[Value], *, call: Any) -> tuple[Axis, ...] 
     """
     params = eqn.params
     axes: list[Axis] = [*values[0].axes] if values else []
-    # What is made of one number is no axis that somebody wrote.
+    # An axis that is added to a scalar was not written by the user.
     added = Axis(single=True, written=True, call=call) if call and axes else Axis(single=True)
     match eqn.primitive.name:
         case "broadcast_in_dim":
@@ -210,7 +210,7 @@ def _is_of_jax(jaxpr: Jaxpr) -> bool:
 
 
 def _frames(eqn: Any) -> Iterator[tuple[Any, int]]:
-    """The code that made an operation, and how far it was, from the inside out, jax's own left out."""
+    """The code that made an operation, and the position in it, innermost first, without jax's own."""
     traceback = eqn.source_info.traceback
     codes, positions = ((), ()) if traceback is None else traceback.raw_frames()
     for code, position in zip(codes, positions, strict=True):

@@ -15,8 +15,8 @@ _ANOTHER_SIZE = 1009  # a prime, so that no other length is a product with it
 def warn_of_two_batch_axes(fn: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Warns once if `fn(*arguments, **named)`, a loss of one member, makes two batch axes by implicit rank promotion.
 
-    The arguments are shapes, the last two of them those of the batch and the key. What depends on the batch is found
-    by another batch size: lengths that are equal by chance, as of a batch and a layer, do not change with it.
+    The arguments are shapes, the last two of them those of the batch and the key. The loss is traced with another batch
+    size, too: a length that equals the batch size by chance, as of a layer, does not change with it.
     """
     *before, batch, key = arguments
     sizes = [x.shape[0] for x in jax.tree.leaves(batch) if _is_struct(x) and x.shape]
@@ -47,7 +47,7 @@ def _resize(x: Any, size: int) -> Any:
 
 
 def _without_batch_size(args: PyTree) -> tuple[Any, tuple]:
-    """The arguments but for lengths of batches, which change from step to step."""
+    """The arguments without batch sizes, which change from step to step."""
     leaves, treedef = jax.tree.flatten(args)
     return treedef, tuple((x.shape[1:], x.dtype) if _is_struct(x) else x for x in leaves)
 
@@ -57,7 +57,7 @@ def _is_struct(x: Any) -> bool:
 
 
 def _is_known(fn: Callable[..., Any], treedef: Any, leaves: tuple) -> bool:
-    """Whether the function has been looked at with such arguments."""
+    """Whether the function was analysed with such arguments before."""
     marks = _marks(fn, treedef, leaves)
     marks.append(True)
     return len(marks) > 1
@@ -71,9 +71,11 @@ def _marks(fn: Callable[..., Any], treedef: Any, leaves: tuple) -> list[bool]:
 
 def _outers(fn: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> list[Outer]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the loss has said what it says when it was traced for training
+        warnings.simplefilter("ignore")  # the loss warned when it was traced for training
         try:
             closed, _, _ = eqx.filter_make_jaxpr(fn)(*arguments, **named)
             return outer_operations(closed.jaxpr)
-        except Exception:  # a loss for one batch size only, or a program of a new kind: a look must not end training
+        except (
+            Exception
+        ):  # a loss for one batch size only, or a new kind of program: this analysis must not end training
             return []

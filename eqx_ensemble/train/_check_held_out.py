@@ -4,7 +4,7 @@ import numpy as np
 
 
 def check_drawn_rows(drawn: Any, rows: Any) -> Any:
-    """What members were trained on: what is given, or the rows that `fit` was given."""
+    """Raises unless the rows that members were trained on are known: `drawn`, or else those passed to `fit`."""
     if drawn is None and rows is None:
         raise TypeError(
             "`Run.out_of_bag` needs the rows that the members were trained on: `fit` was called without `rows`.\n"
@@ -14,13 +14,13 @@ def check_drawn_rows(drawn: Any, rows: Any) -> Any:
 
 
 def check_fold_count(num_folds: int, num_members: int, *, name: str) -> None:
-    """One fold per member."""
+    """Raises unless there is one fold per member."""
     if num_folds != num_members:
         raise ValueError(f"`{name}` needs one fold per member, got {num_folds} folds and {num_members} members.")
 
 
 def check_no_copies(revived: list[Any], *, name: str) -> None:
-    """Nobody goes on with weights that another member's rows have trained."""
+    """Raises if a member became a copy of another, and so was trained on that one's rows."""
     copied = [event for event in revived if event.donor is not None]
     if copied:
         words = ", ".join(f"{event.member} of {event.donor}" for event in copied)
@@ -31,7 +31,7 @@ def check_no_copies(revived: list[Any], *, name: str) -> None:
 
 
 def check_rows_of_folds(num_rows: int, folds: Any, rows: Any, *, name: str) -> None:
-    """The folds are those of the data, and no member trained on its own."""
+    """Raises unless the folds fit the data and no member was trained on rows of its test fold."""
     expected = folds.in_test.shape[1]
     if num_rows != expected:
         raise ValueError(f"`{name}` needs all rows of the data of the folds: expected {expected}, got {num_rows}.")

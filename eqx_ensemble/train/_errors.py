@@ -7,7 +7,7 @@ from .resume._check import not_saved_message
 class DivergedError(ArithmeticError):
     """Raised by [`eqx_ensemble.fit`][] with `on_diverge="raise"` when members diverge; `run` is the run so far.
 
-    In another process `run` is `None` where it cannot be pickled; a note says what is in the way.
+    In another process `run` is `None` if it cannot be pickled; a note says why.
     """
 
     def __init__(self, message: str, run: Any):
@@ -21,7 +21,7 @@ class DivergedError(ArithmeticError):
 class NotSavedError(OSError):
     """Raised by [`eqx_ensemble.fit`][] when a checkpoint cannot be written; `run` is the run so far.
 
-    In another process `run` is `None` where it cannot be pickled; a note says what is in the way.
+    In another process `run` is `None` if it cannot be pickled; a note says why.
     """
 
     def __init__(self, error: OSError, run: Any):
@@ -33,7 +33,7 @@ class NotSavedError(OSError):
 
 
 def _again(kind: type[Exception], arguments: tuple) -> Exception:
-    """The error, as far as its message goes; pickle calls the constructor of others with their message alone."""
+    """The error with its message; the constructors above need a run as well."""
     error = kind.__new__(kind)
     if isinstance(error, OSError):
         OSError.__init__(error, *arguments)
@@ -43,7 +43,7 @@ def _again(kind: type[Exception], arguments: tuple) -> Exception:
 
 
 def _state_of(error: DivergedError | NotSavedError) -> dict[str, Any]:
-    """What else the error holds, the run only where it can be pickled: `jax.nn.relu`, for one, cannot."""
+    """The error's other attributes, the run only if it can be pickled: `jax.nn.relu`, for one, cannot."""
     try:
         dumps(error.run)
     except (PicklingError, AttributeError, TypeError) as problem:

@@ -23,16 +23,20 @@ from .compiled._optimiser import Optimiser, keep_noise
 def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
     """A member's hyper-parameters, each floating-point array multiplied by 0.8 or by 1.2.
 
-    ??? cite
-
-        Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
-
     **Arguments:**
 
     - `hyper`: the hyper-parameters of one member.
     - `key`: draws the factors, one per array.
 
     **Returns:** the new hyper-parameters.
+
+    ```python
+    ee.train.perturb({"lr": jnp.float32(0.1)}, key)  # {"lr": 0.08} or {"lr": 0.12}
+    ```
+
+    ??? cite
+
+        Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
     """
     leaves, treedef = jax.tree.flatten(hyper)
     factors = jnp.where(jax.random.bernoulli(key, shape=(len(leaves),)), 1.2, 0.8)
@@ -49,12 +53,25 @@ class Revive(eqx.Module):
     **Arguments:**
 
     - `make`: a constructor of one member, as for [`eqx_ensemble.build`][], called with a key only: the member starts
-        from a fresh initialisation and keeps the numbers (dropout rates) of `build(zip=...)`, but for those that are
-        trained. If not given, it becomes a copy of a healthy member drawn at random, with that one's optimiser
-        state and hyper-parameters.
+        from a fresh initialisation and keeps the numbers (dropout rates) of `build(zip=...)`, except those that are
+        trained. By default it becomes a copy of a random healthy member, with the optimiser state and
+        hyper-parameters of that member.
     - `perturb`: `perturb(hyper, key)` changes the hyper-parameters of one revived member, so that it may not
-        diverge in the same way; [`eqx_ensemble.train.perturb`][] if not given, `None` to keep them.
+        diverge in the same way; by default [`eqx_ensemble.train.perturb`][], `None` to keep them.
     - `most`: how often a member may be revived before it stays frozen.
+
+    ```python
+    def mse(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    make = lambda key: eqx.nn.Linear(3, 1, key=key)
+    data = (jnp.ones((8, 3)), jnp.zeros((8, 1)))
+    run = ee.fit(
+        ee.build(make, 4, key=key), mse, optax.sgd(0.1), data, epochs=2, on_diverge=ee.train.Revive(make), key=key
+    )
+    run.revived  # [], because no member diverged
+    ```
     """
 
     make: Callable[..., Any] | None = eqx.field(static=True, default=None)
@@ -87,6 +104,15 @@ def revive(
 ) -> tuple[TrainState[M], list[Revival]]:
     """Revives the members of a training state that diverged, as `fit` does; for your own loop.
 
+    **Arguments:**
+
+    - `state`: the training state.
+    - `optimiser`: the optimiser passed to [`eqx_ensemble.train.init`][].
+    - `how`: fresh or from a donor, and with which hyper-parameters; `how.most` has no effect here.
+    - `key`: draws donors, factors and fresh initialisations.
+
+    **Returns:** the new training state, and the revived members; none if no healthy donor remains.
+
     ```python
     def mse(model, batch, key):
         x, y = batch
@@ -100,15 +126,6 @@ def revive(
     state, revived = ee.train.revive(state, optimiser, ee.train.Revive(make), key=key)
     revived  # [], because no member diverged
     ```
-
-    **Arguments:**
-
-    - `state`: the training state.
-    - `optimiser`: what was given to [`eqx_ensemble.train.init`][].
-    - `how`: fresh or from a donor, and with which hyper-parameters; `how.most` is yours to count.
-    - `key`: draws donors, factors and fresh initialisations.
-
-    **Returns:** the new training state, and the revived members; none if no healthy donor remains.
     """
     check_train_state(state)
     check_optimiser_kind(optimiser, name="train.revive")
@@ -195,7 +212,7 @@ def _from_scratch(
 
 
 def _with_numbers_of(before: Ensemble, new: Ensemble) -> Ensemble:
-    """New members with the numbers that `build(zip=...)` gave each of those `before` them: `make` does not know these.
+    """New members with the numbers that `build(zip=...)` gave those `before` them, which `make` does not know.
 
     Models of another structure stay as they are.
     """

@@ -1,4 +1,4 @@
-"""What is said of errors inside a user's own functions: where they were called, with what, and the likely cause."""
+"""Notes on errors inside a user's functions: where they were called, with which arguments, and the likely cause."""
 
 import contextlib
 import difflib
@@ -28,7 +28,7 @@ _UNBOUND = re.compile(r"unbound axis name:? '?(\w+)")
 def explain_loss(
     fn: Callable[..., Any], arguments: tuple[Any, ...], hyper: PyTree, *, name: str, purpose: str
 ) -> Iterator[None]:
-    """Adds to an error inside a loss or a score where it was called, with what, and the likely cause.
+    """Adds a note to an error inside a loss or a score: where it was called, with which arguments, the likely cause.
 
     `arguments` are those of one member: its model, its state if it has one, its batch and its key. `hyper` is `None`
     if the function does not take it.
@@ -47,7 +47,7 @@ def explain_loss(
 
 @contextlib.contextmanager
 def explain_optimiser(part: str, fn: Callable[..., Any], hyper: PyTree) -> Iterator[None]:
-    """Adds to an error inside an optimiser which part of it ran, for a member with which hyper-parameters."""
+    """Adds a note to an error inside an optimiser: which part of it ran, and the member's hyper-parameters."""
     try:
         yield
     except Exception as error:
@@ -70,7 +70,7 @@ def _where(fn: Callable[..., Any]) -> str:
 
 
 def _parameters_of(fn: Callable[..., Any], count: int) -> list[str]:
-    """The names of the first positional parameters, as the user wrote them."""
+    """The names of the first positional parameters."""
     named = [*inspect.signature(fn).parameters.values()] if _has_signature(fn) else []
     words = [p.name for p in named if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [*words, *(f"argument {i}" for i in range(len(words), count))][:count]
@@ -85,7 +85,7 @@ def _has_signature(fn: Callable[..., Any]) -> bool:
 
 
 def _short(value: Any) -> str:
-    """A model by its type, everything else by the shapes of its arrays."""
+    """A model as its type, everything else as the shapes of its arrays."""
     if isinstance(value, eqx.Module | eqx.nn.State):
         return type(value).__name__
     if len(jax.tree.leaves(value)) > _MOST_SHAPES:
@@ -119,10 +119,10 @@ def _cause(error: Exception, parameters: list[str], arguments: tuple[Any, ...], 
 
 
 def _known_cause(error: Exception, leaves: list[Any], hyper: PyTree) -> str | None:
-    """Mistakes that JAX's own messages give away."""
+    """The causes that JAX's messages identify."""
     text = str(error)
     no_labels = [x for x in leaves if not jnp.issubdtype(x.dtype, jnp.integer)]
-    # The one of the dtype that the error names, and of those the one with the fewest axes.
+    # Prefers the dtype that the error names, then the fewest axes.
     no_labels.sort(key=lambda x: (x.dtype.name not in text, x.ndim))
     if no_labels and _INTEGERS.search(text):
         labels = describe(no_labels[0])
@@ -152,7 +152,7 @@ def _missing_hyper(error: Exception, hyper: PyTree) -> str | None:
 
 
 def _model_call(error: Exception, model: Any) -> tuple[str, list[Any]] | None:
-    """The outermost call of a method of the model on the way to the error: its class, and the arrays it was given."""
+    """The outermost call of a method of the model in the traceback: its class and its array arguments."""
     kinds = {type(x) for x in _modules_in(model)}
     trace = error.__traceback__
     while trace is not None:
@@ -161,7 +161,7 @@ def _model_call(error: Exception, model: Any) -> tuple[str, list[Any]] | None:
         words = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         if words[:1] == ("self",) and type(frame.f_locals.get("self")) in kinds:
             given = [frame.f_locals.get(word) for word in words[1:]]
-            # A state that was used cannot be taken apart.
+            # A state that was used cannot be flattened.
             given = jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, eqx.nn.State))
             return type(frame.f_locals["self"]).__name__, [x for x in given if isinstance(x, jax.Array)]
     return None
@@ -178,7 +178,7 @@ def _modules_in(tree: PyTree) -> Iterator[eqx.Module]:
 
 
 def _is_whole_batch(x: Any, leaves: list[Any]) -> bool:
-    """Whether an argument is a leaf of the batch; one of the same shape, unless an example could have that shape."""
+    """Whether an argument is a leaf of the batch, or has the shape of one and not that of an example."""
     if any(x is leaf for leaf in leaves):
         return True
     an_example = {leaf.shape[1:] for leaf in leaves}
@@ -192,7 +192,7 @@ def _model_shapes(call: tuple[str, list[Any]] | None) -> str | None:
 
 
 def _strings_in(fn: Any) -> list[str]:
-    """The strings that take a number's place in the closures of an optimiser; optax keeps its numbers there."""
+    """The strings in the closures of an optimiser where optax keeps numbers."""
     found, seen, todo = [], set(), [fn]
     while todo:
         part = todo.pop()

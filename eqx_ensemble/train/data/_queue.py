@@ -1,4 +1,4 @@
-"""Pieces of rows that wait for their turn, and the shape in which they are run."""
+"""Pieces of rows that are still to run, and the shape in which they run."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from ._slots import Slots
 
 
 class PieceQueue:
-    """The pieces of a run that wait for their turn, and the one shape in which chunks of them are run."""
+    """The pieces that are still to run, and the one shape in which chunks of them run."""
 
     def __init__(self, drawn: Iterator[Piece], most_pieces: int, most_steps: int, program: Program):
         self._drawn = drawn

@@ -27,6 +27,17 @@ class History(eqx.Module):
     - `validation`: `(members, validations)`; `None` without validation data. A member that stopped within an epoch is
         validated once more, at its last weights; then it has NaN.
     - `validation_step`: `(validations,)`, the number of steps done at each validation.
+
+    ```python
+    def mse(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
+    data = (jnp.ones((64, 3)), jnp.zeros((64, 1)))
+    history = ee.fit(ensemble, mse, optax.sgd(0.1), data, epochs=3, validation=data, key=key).history
+    history.loss.shape, history.validation.shape  # (4, 6), (4, 3)
+    ```
     """
 
     loss: Float[np.ndarray, "members steps"]

@@ -1,4 +1,4 @@
-"""What makes two calls of `fit` the same: programs, data, beginning and options, each in a short text."""
+"""The identity of a call of `fit`: its programs, data, start and options, each as a short text."""
 
 from typing import Any, NamedTuple
 
@@ -19,10 +19,14 @@ from ._texts import array_texts, digest_of, function_text, option_text, program_
 
 
 class Identity(NamedTuple):
-    """What a call of `fit` is.
+    """The identity of a call of `fit`.
 
-    `texts` say it, of which those named in `traced` hold under the same versions of the libraries only; `programs` are
-    those of loss, score and optimiser, `value` and `aux` the shapes of a member's loss and its auxiliary outputs.
+    **Attributes:**
+
+    - `texts`: what identifies the call, by name.
+    - `traced`: the names of texts that can be compared under the same versions of the libraries only.
+    - `programs`: the digests of loss, score and optimiser.
+    - `value`, `aux`: the shapes of a member's loss and of its auxiliary outputs.
     """
 
     texts: dict[str, str]
@@ -35,14 +39,14 @@ class Identity(NamedTuple):
 def identity(
     program: Program, start: Start, batch: PyTree, validation: PyTree, texts: dict[str, str], options: dict[str, Any]
 ) -> Identity:
-    """What a run is that begins at `start`.
+    """The identity of a run that begins at `start`.
 
     **Arguments:**
 
     - `batch`: the shapes of a batch as one member sees it.
     - `validation`: the validation data on the device.
-    - `texts`: what is known of the data.
-    - `options`: what else was asked for.
+    - `texts`: the fingerprint of the data.
+    - `options`: the other options of the call.
     """
     state, selection = start.state, start.selection
     moving, fixed = state.moving, state.fixed
@@ -62,7 +66,7 @@ def identity(
 
 
 def _revive_text(how: Revive, hyper: PyTree) -> str:
-    """How members come back: the functions by what they do, not by where they lie in memory."""
+    """A text for a `Revive`: its functions by their programs, not by their addresses."""
     key = jax.random.key(0)
     make = None if how.make is None else function_text(how.make, key)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), hyper)
@@ -76,7 +80,7 @@ def _shapes_text(tree: PyTree) -> str:
 
 
 def _programs(program: Program, start: Start, batch: PyTree, validation: PyTree) -> tuple[dict[str, str], Any, PyTree]:
-    """A text for loss, score and optimiser as they are traced, and the shapes that the loss returns."""
+    """The digests of loss, score and optimiser as they are traced, and the shapes that the loss returns."""
     state = start.state
     one = lambda tree: jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if eqx.is_array(x) else x, tree
@@ -102,7 +106,7 @@ def _score(score: Loss, moving: MemberState, fixed: MemberConstants, shared: PyT
 
 
 def optimiser_step(optimiser: Optimiser, hyper: PyTree, moving: MemberState, member_id: Any, value: Any) -> PyTree:
-    """The optimiser's part of a step; what stands for the loss in a line search does not matter."""
+    """The optimiser's part of a step; which loss a line search calls here does not matter."""
     params = moving.params
     some_loss = lambda params: jnp.asarray(sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(params)), value.dtype)
     first = init_member(optimiser, params, hyper, member_id)

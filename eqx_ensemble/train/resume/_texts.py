@@ -1,4 +1,4 @@
-"""Values, functions and programs in short texts, which another process makes alike."""
+"""Short texts of values, functions and programs, the same in every process."""
 
 import hashlib
 import re
@@ -25,7 +25,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def option_text(option: Any) -> str:
-    """A text for a number, a word, a key, or one number for each member; of what kind a number is does not count."""
+    """A text for a number, a word, a key, or one number per member, regardless of the type of a number."""
     if option is None or isinstance(option, str):
         return repr(option)
     if is_typed_key(option):
@@ -43,7 +43,7 @@ def array_texts(tree: PyTree, name: str) -> dict[str, str]:
 
 
 def array_text(x: Any) -> str:
-    """Shape, dtype, the first values and a digest of all."""
+    """An array's shape, dtype, first values and digest."""
     x = to_host(x)
     first = "" if is_typed_key(x) else ", ".join(map(str, np.ravel(x[:_SHOWN] if x.ndim else x)[:_SHOWN]))
     more = ", ..." if x.size > _SHOWN else ""
@@ -51,14 +51,14 @@ def array_text(x: Any) -> str:
 
 
 def program_text(fn: Callable[..., Any], *args: PyTree) -> tuple[str, PyTree]:
-    """A digest of the program that `fn` is, with all its constants; and its results' shapes."""
+    """A digest of the traced program of `fn` with all its constants, and the shapes of its results."""
     jaxpr, out, constant_out = eqx.filter_make_jaxpr(fn)(*args)
     text = _ADDRESS.sub("", str(jaxpr))
     text = _SET.sub(lambda found: f"frozenset({{{', '.join(sorted(found[1].split(', ')))}}})", text)
     digest = hashlib.sha256(text.encode())
     for constant in _constants(jaxpr):
         _add(digest, "", constant)
-    digest.update(digest_of(constant_out).encode())  # numbers that it returns without calculating
+    digest.update(digest_of(constant_out).encode())  # numbers that it returns as they are
     return digest.hexdigest(), out
 
 
@@ -88,11 +88,11 @@ def _add(digest: Any, path: str, leaf: Any) -> None:
 
 
 def function_text(fn: Callable[..., Any], *args: PyTree) -> str:
-    """A function's name and a digest of the program that it is for such arguments; of its code if it has none."""
+    """A function's name and a digest of its program for such arguments, or of its code if it cannot be traced."""
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     try:
         return f"{name} {program_text(fn, *args)[0]}"
-    except Exception:  # it may look at values; whatever it raises, it will raise again where it is called
+    except Exception:  # it may use concrete values; another error is raised again where it is called
         return f"{name} {_code_digest(fn)}"
 
 
@@ -103,7 +103,7 @@ def _code_digest(fn: Callable[..., Any]) -> str:
 
 
 def _add_part(digest: Any, x: Any, seen: dict[int, tuple[int, Any]]) -> None:
-    """What a function or an object is made of, to the numbers and names in it."""
+    """Adds the parts of a function or an object, down to numbers and names."""
     if isinstance(x, _PLAIN) or isinstance(x, np.generic):
         digest.update(f"{type(x).__name__} {x!r}".encode())
     elif _axes.is_array(x):
@@ -126,7 +126,7 @@ def _add_part(digest: Any, x: Any, seen: dict[int, tuple[int, Any]]) -> None:
 
 
 def _globals_of(fn: types.FunctionType) -> dict[str, Any]:
-    """The numbers, arrays and functions of its own module that a function reads; of others the name is enough."""
+    """The globals that a function reads: numbers, arrays and functions of its module; others count by name."""
     names, codes = set(), [fn.__code__]
     for code in codes:
         names |= set(code.co_names)
