@@ -27,10 +27,10 @@ def warn_of_unused_hyper(state: TrainState, optimiser: Optimiser, losses: list[t
     )
     moving, fixed, ids = one((state.moving, state.fixed, state.ids))
     value = jax.ShapeDtypeStruct((), jnp.result_type(float))
-    unused = _unused(optimiser_step, optimiser, fixed.hyper, moving, ids, value)
+    unused = _find_unused(optimiser_step, optimiser, fixed.hyper, moving, ids, value)
     for loss, batch in losses:
         if any(unused):
-            own = _unused(_loss_of, loss, fixed.hyper, moving, fixed, member_shapes(state.shared), batch)
+            own = _find_unused(_loss_of, loss, fixed.hyper, moving, fixed, member_shapes(state.shared), batch)
             unused = [a and b for a, b in zip(unused, own, strict=True)]
     keyed = jax.tree_util.tree_leaves_with_path(state.hyper)
     names = [hyper_column_text(path) for (path, _), is_unused in zip(keyed, unused, strict=True) if is_unused]
@@ -42,7 +42,7 @@ def warn_of_unused_hyper(state: TrainState, optimiser: Optimiser, losses: list[t
         )
 
 
-def _unused(call: Callable[..., Any], fn: Any, *args: PyTree) -> list[bool]:
+def _find_unused(call: Callable[..., Any], fn: Any, *args: PyTree) -> list[bool]:
     leaves, treedef = jax.tree.flatten(args)
     return _unused_leaves(call, fn, tuple(leaves), treedef)
 
