@@ -9,3 +9,10 @@ def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr | ClosedJaxpr]:
     """The programs inside an operation: the body of a loop, the branches of a condition, a function that is called."""
     is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
     yield from (part for part in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr) if is_jaxpr(part))
+
+
+def has_callbacks(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    """Whether a program calls Python while it runs, as `equinox.error_if` does."""
+    return any(
+        eqn.primitive.name.endswith("callback") or any(map(has_callbacks, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
+    )

@@ -14,6 +14,7 @@ from ..plan._auto import as_plan
 from ..plan._pilot import Pilot
 from ..sharding._layout import Layout, as_layout
 from ._check import check_optimiser_kind
+from ._flat_step import LastState, call_flat
 from ._state import MemberState, TrainState, check_train_state
 from .compiled._carry import Carry, Inputs
 from .compiled._health import nan_is_data
@@ -46,6 +47,7 @@ class Step(eqx.Module, Generic[M]):
     plan: AbstractPlan
     pilot: Pilot | None = eqx.field(static=True)
     layout: Layout | None = eqx.field(static=True)
+    last: LastState = eqx.field(static=True)
 
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
@@ -55,13 +57,16 @@ class Step(eqx.Module, Generic[M]):
             self = dataclasses.replace(self, layout=self.layout.split_weights(state.moving.params))
         with nan_is_data():
             if self.pilot is None:
+                found = call_flat(_one_step, self, state, batch, self.last)
+                if found is not None:
+                    return found
                 moving, step, metrics = _compiled_step(self, state, batch)
             else:
-                moving, step, metrics = _piloted(self, self.pilot, state, batch)
+                moving, step, metrics = _step_under_pilot(self, self.pilot, state, batch)
         return TrainState(moving, state.fixed, state.shared, state.ids, step), metrics
 
 
-def _piloted(step: Step, pilot: Pilot, state: TrainState, batch: PyTree) -> tuple:
+def _step_under_pilot(step: Step, pilot: Pilot, state: TrainState, batch: PyTree) -> tuple:
     plain = dataclasses.replace(step, plan=Vmap(), pilot=None)
     alone, layout = dataclasses.replace(plain, layout=None), step.layout
     count = state.num_members if layout is None else layout.per_device(state.num_members)
@@ -86,14 +91,16 @@ def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Input
     return program, inputs, Carry(state.moving, None, state.step)
 
 
-@eqx.filter_jit
-def _compiled_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState, Int[Array, ""], Metrics]:
+def _one_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState, Int[Array, ""], Metrics]:
     # Constants are not returned: flattening big trees takes as long as a small step. So does inspecting a signature
     # in every call.
     program, inputs, carry = _parts(step, state, batch)
     carry, (value, aux) = program.guarded_step(inputs, carry, None)
     carry = program.constrain(carry)
     return carry.moving, carry.step, Metrics(value, aux, carry.moving.status)
+
+
+_compiled_step = eqx.filter_jit(_one_step)
 
 
 def make_step(
@@ -142,4 +149,4 @@ def make_step(
     check_flag(has_aux, "has_aux", name="train.make_step")
     plan = as_plan(plan)
     pilot = Pilot(plan, name="train.make_step") if plan.choice is not plan else None
-    return Step(loss, optimiser, has_aux, plan, pilot, as_layout(mesh, name="train.make_step"))
+    return Step(loss, optimiser, has_aux, plan, pilot, as_layout(mesh, name="train.make_step"), LastState())

@@ -1,0 +1,114 @@
+"""A training step as a call of a compiled function of flat lists: flattening Modules takes as long as a small step."""
+
+import functools as ft
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from .._check import is_traced
+from .._jaxpr import has_callbacks
+from ._state import TrainState
+
+_ARRAYS = (jax.Array, np.ndarray)
+
+
+class FlatState(NamedTuple):
+    """A state as a list of arrays.
+
+    `top` is the structure of its fields, `moving` that of the first of them. `calls` are the compiled steps of such
+    states, by structure and shapes of the batch; `None` where a step has to be called with the state as it is.
+    """
+
+    arrays: list[Any]
+    top: Any
+    moving: Any
+    calls: dict[Any, Callable[..., Any] | None]
+
+
+class LastState:
+    """The arrays of the state that a step returned last, for as long as that state lives.
+
+    All instances are equal, so that equal steps share their programs.
+    """
+
+    def __init__(self):
+        self._known: tuple[weakref.ref, FlatState] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LastState)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def find(self, state: TrainState) -> FlatState | None:
+        """The arrays of `state`, if it is the last one."""
+        known = self._known
+        return known[1] if known is not None and known[0]() is state else None
+
+    def remember(self, state: TrainState, flat: FlatState) -> None:
+        """Keeps the arrays of a state."""
+        self._known = (weakref.ref(state, self._forget), flat)
+
+    def _forget(self, ref: weakref.ref) -> None:
+        if self._known is not None and self._known[0] is ref:
+            self._known = None
+
+
+def flatten_state(state: TrainState) -> FlatState:
+    """A state as a list of arrays."""
+    top = jax.tree.structure(state, is_leaf=lambda x: x is not state)
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, _ARRAYS)]
+    return FlatState(arrays, top, jax.tree.structure(state.moving), {})
+
+
+def call_flat(
+    fn: Callable[..., Any], step: PyTree, state: TrainState, batch: PyTree, last: LastState
+) -> tuple[TrainState, PyTree] | None:
+    """The new state and the metrics of `fn(step, state, batch)`; `None` if that cannot be a call of flat lists."""
+    flat = last.find(state) or flatten_state(state)
+    own, treedef = jax.tree.flatten(batch)
+    if not all(isinstance(x, _ARRAYS) for x in own):
+        return None
+    key = (treedef, *((x.shape, x.dtype) for x in own))
+    if key not in flat.calls:
+        flat.calls[key] = _compile(fn, step, state, own, treedef)
+    call = flat.calls[key]
+    if call is None:
+        return None
+    moving, count, metrics = call(flat.arrays, own)
+    fields = (jax.tree.unflatten(flat.moving, moving), state.fixed, state.shared, state.ids, count)
+    new = jax.tree.unflatten(flat.top, fields)  # a constructor takes as long as a small step, too
+    last.remember(new, flat._replace(arrays=[*moving, *flat.arrays[len(moving) : -1], count]))
+    return new, metrics
+
+
+def _compile(
+    fn: Callable[..., Any], step: PyTree, state: TrainState, batch: list[Any], treedef: Any
+) -> Callable[..., Any] | None:
+    """The compiled step; `None` if it calls Python: what that raises is explained by `equinox.filter_jit`."""
+    leaves, structure = jax.tree.flatten(state)
+    settings, step_treedef = jax.tree.flatten(step)
+    others = tuple(None if isinstance(x, _ARRAYS) else x for x in leaves)
+    if settings or is_traced(state.step) or not all(isinstance(x, _ARRAYS) for x in jax.tree.leaves(state.moving)):
+        return None
+    call = _jit(fn, step_treedef, structure, others, treedef)
+    traced = call.trace([x for x in leaves if isinstance(x, _ARRAYS)], batch)
+    return None if has_callbacks(traced.jaxpr.jaxpr) else call
+
+
+@ft.lru_cache(maxsize=64)
+def _jit(fn: Callable[..., Any], step_treedef: Any, structure: Any, others: tuple, batch_treedef: Any) -> Any:
+    """The step of states that differ in their arrays only."""
+
+    def flat_step(arrays: list[Any], batch: list[Any]) -> tuple[list[Any], Any, PyTree]:
+        left = iter(arrays)
+        state = jax.tree.unflatten(structure, [next(left) if x is None else x for x in others])
+        step = jax.tree.unflatten(step_treedef, ())
+        moving, count, metrics = fn(step, state, jax.tree.unflatten(batch_treedef, batch))
+        return jax.tree.leaves(moving), count, metrics
+
+    return jax.jit(flat_step)
