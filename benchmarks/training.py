@@ -55,7 +55,7 @@ def _tiny(report: Report, *, quick: bool, lengths: Lengths) -> None:
         ("fit against a scan by hand", "fit, own rows", "scan by hand, own rows", "<= 1.03"),
         ("the same, one batch for all", "fit, shared rows", "scan by hand, shared rows", "<= 1.03"),
         ("a row order of its own per member", "fit, own rows", "fit, rows given", "<= 1.10"),
-        ("make_step", "idiomatic, own rows", "make_step, own rows", ""),
+        ("make_step", "idiomatic, own rows", "make_step, own rows", ">= 1.0"),
         ("flax.nnx vmap", "nnx.vmap", "fit, own rows", ""),
         ("scikit-learn's bagging", "sklearn bagging", "fit, own rows", ""),
     ]

@@ -329,8 +329,8 @@ class TestAnotherCallIsRefused:
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            ({"fn": lambda model, batch, key: 2 * loss(model, batch, key), "score": loss}, "loss"),
-            ({"score": lambda model, batch, key: 2 * loss(model, batch, key)}, "score"),
+            ({"fn": lambda model, batch, key: 2 * loss(model, batch, key), "score": loss, "mode": "min"}, "loss"),
+            ({"score": lambda model, batch, key: 2 * loss(model, batch, key), "mode": "min"}, "score"),
             ({"optimiser": optax.adam(1e-3)}, "optimiser"),
             ({"data": (X + 1, DATA[1]), "batch_size": 8}, "data[0]"),
             ({"validation": (X, DATA[1] + 1)}, "validation[1]"),
