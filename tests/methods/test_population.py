@@ -57,7 +57,7 @@ def state(ensemble):
     return run.train_state
 
 
-OPTIONS = {"batch_size": BATCH, "order": "given", "score": score, "progress": False, "key": KEY}
+OPTIONS = {"batch_size": BATCH, "order": "given", "score": score, "mode": "min", "progress": False, "key": KEY}
 
 
 class Alone:
