@@ -1,6 +1,15 @@
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from ..resample import out_of_bag_mean
+from ._check_run import check_run_weights, excluded_message
+from ._errors import DivergedError
+from ._status import Status
+
+if TYPE_CHECKING:
+    from ._run import Run
 
 
 def check_drawn_rows(drawn: Any, rows: Any) -> Any:
@@ -43,3 +52,18 @@ def check_rows_of_folds(num_rows: int, folds: Any, rows: Any, *, name: str) -> N
                 f"`{name}` needs the folds that were passed to `fit`: the member at index {member} was trained on "
                 f"{int(tested[np.unique(seen)].sum())} of its test rows."
             )
+
+
+def check_held_out_weights(run: "Run[Any]", weights: Any, *, name: str) -> np.ndarray | None:
+    """Warns of diverged members, or raises if all are. Returns weights `(members,)`, zero for them; `None` if equal."""
+    healthy = run.status != Status.DIVERGED
+    if healthy.all():
+        return weights
+    message = excluded_message(np.asarray(run.ensemble.ids)[~healthy], healthy, name=name)
+    if not healthy.any():
+        raise DivergedError(message, run)
+    warnings.warn(message, stacklevel=3)
+    kept = np.zeros(len(healthy))
+    given = np.ones(len(healthy)) if weights is None else weights
+    kept[healthy] = check_run_weights(given, healthy, out_of_bag_mean, name=name)
+    return kept

@@ -11,24 +11,27 @@ from jaxtyping import Float, Int, Int8, PyTree
 
 from .. import _axes, tree
 from .._axes._check_rows import check_rows_of_data
-from .._check import missing_extra_message
 from .._ensemble import Ensemble, M
 from .._predict import predict
-from ..distributed import to_host
 from ..plan import AbstractPlan
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
 from ..resample._check_held_out import check_folds
 from ._check import check_mode
-from ._check_held_out import check_drawn_rows, check_fold_count, check_no_copies, check_rows_of_folds
-from ._check_member import hyper_column_text
+from ._check_held_out import (
+    check_drawn_rows,
+    check_fold_count,
+    check_held_out_weights,
+    check_no_copies,
+    check_rows_of_folds,
+)
 from ._check_run import check_num_ranked, check_run_weights, check_scores_to_rank, excluded_message
 from ._errors import DivergedError
 from ._revive import Revival
 from ._state import TrainState
-from ._status import Status, status_names
-from ._summary import summary
+from ._status import Status
+from ._summary import data_frame, summary, table_columns
 from .compiled._selection import Mode, Selection
-from .host._record import History, last_finite
+from .host._record import History
 
 
 class Run(eqx.Module, Generic[M]):
@@ -167,7 +170,7 @@ class Run(eqx.Module, Generic[M]):
         """
         drawn = check_drawn_rows(drawn, self.rows)
         check_no_copies(self.revived, name="Run.out_of_bag")
-        weights = _healthy_weights(self, weights, name="Run.out_of_bag")
+        weights = check_held_out_weights(self, weights, name="Run.out_of_bag")
         return out_of_bag_mean(predict(self.ensemble, x, state=self.state, **options), drawn, weights=weights)
 
     def out_of_fold(self, x: PyTree, folds: Folds, *, weights: Any = None, **options: Any) -> HeldOut:
@@ -190,7 +193,7 @@ class Run(eqx.Module, Generic[M]):
         check_no_copies(self.revived, name="Run.out_of_fold")
         num_rows = check_rows_of_data(x, len(self.status), argument="x", name="Run.out_of_fold", finite=False)
         check_rows_of_folds(num_rows, folds, self.rows, name="Run.out_of_fold")
-        weights = _healthy_weights(self, weights, name="Run.out_of_fold")
+        weights = check_held_out_weights(self, weights, name="Run.out_of_fold")
         of_each = lambda x: jax.vmap(lambda x, rows: x[rows])(jnp.asarray(x), folds.test)
         own = lambda value: _axes.Each(jax.tree.map(of_each, value))
         own_rows = _axes.map_each(own, x, shared=lambda x: _axes.Each(jnp.asarray(x)[folds.test]))
@@ -249,39 +252,5 @@ class Run(eqx.Module, Generic[M]):
 
         **Raises:** `ImportError` if pandas is not installed.
         """
-        columns = {"member": np.asarray(self.ensemble.ids)}
-        for path, values in jax.tree_util.tree_flatten_with_path(self.train_state.hyper)[0]:
-            columns[hyper_column_text(path)] = to_host(values)
-        columns["loss"] = last_finite(self.history.loss)
-        if self.best_score is not None and self.best_step is not None:
-            columns["validation"] = self.best_score
-            columns["best_step"] = self.best_step
-        columns |= {"status": status_names(self.status), "stopped_at": self.stopped_at}
-        return _frame(columns) if as_frame else columns
-
-
-def _healthy_weights(run: Run, weights: Any, *, name: str) -> np.ndarray | None:
-    """The weights `(members,)`, zero for diverged members; `None` if all are equal."""
-    healthy = run.status != Status.DIVERGED
-    if healthy.all():
-        return weights
-    message = excluded_message(np.asarray(run.ensemble.ids)[~healthy], healthy, name=name)
-    if not healthy.any():
-        raise DivergedError(message, run)
-    warnings.warn(message, stacklevel=3)
-    kept = np.zeros(len(healthy))
-    given = np.ones(len(healthy)) if weights is None else weights
-    kept[healthy] = check_run_weights(given, healthy, out_of_bag_mean, name=name)
-    return kept
-
-
-def _frame(columns: dict[str, np.ndarray]) -> Any:
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError(missing_extra_message("Run.table(as_frame=True)", "pandas", "pandas")) from error
-    flat = {}
-    for name, values in columns.items():
-        for index in np.ndindex(values.shape[1:]):
-            flat[name + "".join(f"[{i}]" for i in index)] = values[:, *index]
-    return pandas.DataFrame(flat)
+        columns = table_columns(self)
+        return data_frame(columns) if as_frame else columns

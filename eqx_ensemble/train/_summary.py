@@ -1,13 +1,15 @@
-"""A run in a few lines."""
+"""A run in a few lines, and as a table."""
 
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from .._check import is_traced
+from .._check import is_traced, missing_extra_message
 from .._progress import members_in_words
-from ._status import Status
+from ..distributed import to_host
+from ._check_member import hyper_column_text
+from ._status import Status, status_names
 from .host._record import last_finite
 
 if TYPE_CHECKING:
@@ -59,3 +61,29 @@ def _scores(run: "Run[Any]", ids: np.ndarray) -> list[str]:
         best = int(np.flatnonzero(ids == np.asarray(run.best().ids)[0])[0])
         lines.append(f"  best     {run.best_score[best]:.4g} by id {ids[best]} after {run.best_step[best]} steps")
     return lines
+
+
+def table_columns(run: "Run[Any]") -> dict[str, np.ndarray]:
+    """The columns of a run's table, one row per member."""
+    columns = {"member": np.asarray(run.ensemble.ids)}
+    for path, values in jax.tree_util.tree_flatten_with_path(run.train_state.hyper)[0]:
+        columns[hyper_column_text(path)] = to_host(values)
+    columns["loss"] = last_finite(run.history.loss)
+    if run.best_score is not None and run.best_step is not None:
+        columns["validation"] = run.best_score
+        columns["best_step"] = run.best_step
+    columns |= {"status": status_names(run.status), "stopped_at": run.stopped_at}
+    return columns
+
+
+def data_frame(columns: dict[str, np.ndarray]) -> Any:
+    """Columns as a `pandas.DataFrame`; a column of several numbers becomes several columns."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError(missing_extra_message("Run.table(as_frame=True)", "pandas", "pandas")) from error
+    flat = {}
+    for name, values in columns.items():
+        for index in np.ndindex(values.shape[1:]):
+            flat[name + "".join(f"[{i}]" for i in index)] = values[:, *index]
+    return pandas.DataFrame(flat)
