@@ -75,7 +75,5 @@ def _outers(fn: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str,
         try:
             closed, _, _ = eqx.filter_make_jaxpr(fn)(*arguments, **named)
             return outer_operations(closed.jaxpr)
-        except (
-            Exception
-        ):  # a loss for one batch size only, or a new kind of program: this analysis must not end training
+        except Exception:  # a loss for one batch size only, or a new kind of program: training goes on
             return []

@@ -11,6 +11,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.train import Status
+from eqx_ensemble.train._state import MemberConstants
 from eqx_ensemble.train.compiled._loss import as_loss
 
 ROWS = 8  # also the width of the model below, so that a batch's length alone is not enough
@@ -229,7 +230,8 @@ def shapes_of(model, x, y, value):
         lambda model, batch, key: value(model, *batch), stateful=False, has_aux=False, hyper=None, name="fit"
     )
     params, static = eqx.partition(model, eqx.is_array)
-    one = lambda params, batch, key: loss(eqx.combine(params, static), None, batch, key, None)[0]
+    fixed = MemberConstants(static, KEY, None)
+    one = lambda params, batch, key: loss(params, None, fixed, static, batch, key)[0]
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         return jax.eval_shape(jax.grad(one), params, (x, y), KEY)
 
