@@ -151,7 +151,8 @@ class TestDonor:
     def test_best_weights_are_those_of_the_new_life(self):
         """The best score of the life before is forgotten with its weights."""
         x, y = data()
-        options = {"validation": (x, y), "score": lambda model, batch, key: jnp.mean(model.layers[0].bias)}
+        score = lambda model, batch, key: jnp.mean(model.layers[0].bias)
+        options = {"validation": (x, y), "score": score, "mode": "min"}
         run = fitted(KEPT, step=17, **options)
         assert run.best_step[2] == 20
 
