@@ -28,6 +28,7 @@ def check_key(key: Any, *, name: str) -> None:
 
 
 def check_key_shape(key: Any, *, name: str, wanted: str) -> tuple[int, ...]:
+    """The shape of threefry keys, typed or legacy: `()` for one key."""
     if key is None:
         raise TypeError(f"`{name}` needs {wanted}: for example `key=jax.random.key(0)`.")
     if is_typed_key(key):
