@@ -10,7 +10,7 @@ from ._leaves import Size, kind_text
 
 
 def check_nonnegative(
-    name: str, argument: str, values: ArrayLike, *, fix: str, mask: ArrayLike | None = None, all_zero: bool = True
+    name: str, argument: str, values: Any, *, fix: str, mask: ArrayLike | None = None, all_zero: bool = True
 ) -> None:
     """Finite numbers of zero or more where `mask`, all of them zero only if `all_zero`; where these are concrete."""
     host, kept = concrete(values), kept_rows(mask)
@@ -41,9 +41,7 @@ def check_weight_count(weights: Any, num_members: Size, *, name: str) -> None:
         raise ValueError(needs_message(name, "one weight per member", got, "Weights are in the order of the members."))
 
 
-def check_nonnegative_weights(
-    name: str, weights: ArrayLike, *, mask: ArrayLike | None = None, all_zero: bool = True
-) -> None:
+def check_nonnegative_weights(name: str, weights: Any, *, mask: ArrayLike | None = None, all_zero: bool = True) -> None:
     """Weights of members, finite and not negative where `mask`; all of them zero only if `all_zero`."""
     fix = "A member of weight zero has no influence; `jax.nn.softmax` converts scores to weights."
     check_nonnegative(name, "weights", weights, fix=fix, mask=mask, all_zero=all_zero)

@@ -185,7 +185,7 @@ MUTANTS = [
         ("1 << (num_rows - 1).bit_length()", "1 << num_rows.bit_length()"),
     ),
     *of(
-        "train/compiled/_member.py",
+        "train/compiled/_program.py",
         "train/test_fit.py",
         ("jax.random.fold_in(fixed.key, step)", "fixed.key"),
     ),
