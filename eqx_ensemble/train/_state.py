@@ -53,7 +53,7 @@ class TrainState(eqx.Module, Generic[M]):
     - `hyper`: the hyper-parameters, each `(members, ...)`, or `None`.
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     - `ids`: `(members,)`, the members' ids.
-    - `step`: the number of steps done.
+    - `step`: the number of steps done; of a run whose members have all stopped, those of the member that ran longest.
 
     To replace a part: `eqx.tree_at(lambda state: state.hyper, state, new)`.
     """

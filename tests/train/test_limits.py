@@ -103,6 +103,7 @@ def test_one_budget_for_all_ends_the_run(ensemble):
     run = fitted(ensemble, max_steps=12)
     assert run.stopped_at.tolist() == [12] * MEMBERS
     assert run.history.loss.shape == (MEMBERS, 12)
+    assert run.train_state.step == 12  # though the chunk was longer
 
 
 def test_a_target_is_each_members_own(ensemble):

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -16,6 +17,7 @@ from ...plan._pilot import Pilot, explain_memory
 from .._revive import Revival, Revive
 from .._run import Run
 from .._state import TrainState
+from .._status import Status
 from ..compiled._carry import Carry, Inputs
 from ..compiled._health import fault_path, nan_is_data
 from ..compiled._limits import Limits, stop_at_limits
@@ -113,7 +115,12 @@ def collect_run(
     """The run: all members in their order, each at its best weights if there are any."""
     first, cursor = start.state, source.cursor
     carry, fixed = host.members.all(), host.members.constants
-    last = TrainState(carry.moving, fixed, first.shared, first.ids, carry.step)
+    record = host.recording.record
+    history, status = record.history(), to_host(carry.moving.status)
+    step = carry.step
+    if not (status == Status.OK).any():  # the last chunk may have been longer than any member's training
+        step = jnp.minimum(step, record.first_step + history.loss.shape[1])
+    last = TrainState(carry.moving, fixed, first.shared, first.ids, step)
     moving, selection = carry.moving, carry.selection
     params, state, best_step, best_score = moving.params, moving.model_state, None, None
     if selection is not None:
@@ -127,8 +134,8 @@ def collect_run(
     return Run(
         ensemble=Ensemble(eqx.combine(params, fixed.frozen), first.shared, first.ids),
         state=state,
-        history=host.recording.record.history(),
-        status=to_host(moving.status),
+        history=history,
+        status=status,
         stopped_at=to_host(moving.stopped_at),
         fault=np.array([fault_path(fault, moving.params) for fault in to_host(moving.fault).tolist()]),
         revived=revivals,
