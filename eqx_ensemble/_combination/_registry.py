@@ -11,6 +11,19 @@ from ._combination import AbstractCombination
 from ._summary import Summary
 
 _STREAMS: dict[Callable[..., Any], AbstractCombination] = {}
+# For messages: rooms are imported when they are used, so that the registry may not hold all of them yet.
+NAMES = (
+    "combine.gaussian",
+    "combine.mean",
+    "combine.mean_logits",
+    "combine.mixture",
+    "combine.moments",
+    "combine.vote",
+    "uncertainty.decompose_entropy",
+    "uncertainty.decompose_variance",
+    "uncertainty.disagreement",
+    "uncertainty.variation_ratio",
+)
 
 
 def stream(fn: Callable[..., Any], combination: AbstractCombination) -> None:
@@ -51,10 +64,9 @@ def streaming(fn: Callable[..., Any]) -> AbstractCombination:
     """
     found = stream_of(fn)
     if found is None:
-        known = ", ".join(sorted(summary.name for summary in _STREAMS.values() if isinstance(summary, Summary)))
         raise TypeError(
             f"`combine.streaming` needs a function with a streaming form, got {fn!r}.\n"
-            f"They are {known}; for your own subclass `combine.AbstractCombination`."
+            f"They are {', '.join(NAMES)}; for your own subclass `combine.AbstractCombination`."
         )
     return found
 

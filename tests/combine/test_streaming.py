@@ -331,8 +331,8 @@ def test_sketch_are_right_on_average(count, chunk, weighted, monkeypatch):
     weights = rng.integers(1, 4, size=count).astype(np.float32) if weighted else None
     bound = 0.002  # 500 seeds, each off by 2 % or less (root mean square): a standard error below 0.001
     assert abs(rank_error(values, weights, size=16, chunk=chunk)) < bound
-    joined = _sketch._joined
-    monkeypatch.setattr(_sketch, "_joined", lambda items, lean: joined(items, jnp.full_like(lean, -1)))
+    joined = _sketch._join_pairs
+    monkeypatch.setattr(_sketch, "_join_pairs", lambda items, lean: joined(items, jnp.full_like(lean, -1)))
     assert abs(rank_error(values, weights, size=16, chunk=chunk)) > 2.5 * bound  # always the lower place
 
 
@@ -367,8 +367,10 @@ def test_sketch_of_nan():
 
 
 def test_functions_without_a_streaming_form_are_refused_with_those_that_have_one():
-    with pytest.raises(TypeError, match="combine.mean, combine.mean_logits, .* subclass of") as caught:
+    with pytest.raises(TypeError, match="combine.mean, combine.mean_logits, .* your own subclass") as caught:
         streaming(combine.median)
+    registered = {form.name for form in _registry._STREAMS.values() if isinstance(form, _summary.Summary)}
+    assert sorted(registered) == list(_registry.NAMES)
     assert "uncertainty.decompose_entropy" in str(caught.value)
     assert streaming(MEAN) is MEAN
 
@@ -378,7 +380,7 @@ BAD = {
     "only zeros": (
         lambda: VOTE(logits(), weights=np.zeros(7)),
         ValueError,
-        "none of a weight above zero",
+        "it has seen no member of positive weight",
     ),
     "weights": (
         lambda: MEAN(logits(), weights=[1.0, 2.0]),
