@@ -1,8 +1,10 @@
-"""Prediction: `predict` in batches of rows against one plain `vmap` over all rows."""
+"""Prediction: `predict` in batches of rows against one plain `vmap` over all rows, and few rows in many calls."""
 
+import contextlib
+import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -45,7 +47,51 @@ def measure(quick: bool) -> Report:
             f"vmap {np.median(plain) / 2**20:.1f} MiB, predict {np.median(ours) / 2**20:.1f} MiB"
         )
     report.facts["the compiler's estimate of temporary and result"] = _estimates(ensemble, x)
+    _measure_small_calls(report, ensemble, x, quick=quick)
     return report
+
+
+def _measure_small_calls(report: Report, ensemble: ee.Ensemble, x: jax.Array, *, quick: bool) -> None:
+    """`predict` of a few rows, called again and again, against a jitted `vmap`; and its programs for all row counts."""
+    ensemble, calls = ensemble[:8], 2 if quick else 100
+    plain = eqx.filter_jit(_all_rows)
+    repeated = lambda call: Contender("", lambda: [jax.block_until_ready(call()) for _ in range(calls)][-1], calls)
+    words = []
+    for count in (16, 24) if quick else (1, 16, 24, 64):
+        few = x[:count]
+        ways = {
+            "predict": lambda few=few: ee.predict(ensemble, few),
+            "predict, mean": lambda few=few: ee.predict(ensemble, few, combine=ee.combine.mean),
+            "jitted vmap": lambda few=few: plain(ensemble, few),
+        }
+        contenders = [dataclasses.replace(repeated(call), name=name) for name, call in ways.items()]
+        times = interleaved(contenders, rounds=3 if quick else 15)
+        times = {name: dataclasses.replace(time, name=f"{count} rows: {name}") for name, time in times.items()}
+        report.timings += times.values()
+        for name in ("predict", "predict, mean"):
+            question = f"8 tiny members, {count} rows a call: {name}"
+            report.rows.append(compared(question, times[name], times["jitted vmap"], target="<= 3"))
+        words.append(f"{count} rows {1e3 * np.min(times['predict'].wall):.3f}")
+    report.facts["fastest milliseconds a call of `predict`"] = ", ".join(words)
+    host = np.asarray(x)
+    with _count_programs() as programs:
+        own = lambda model, x: 2 * model(x)
+        for count in range(1, 17 if quick else 201):
+            ee.predict(ensemble, host[:count], fn=own)
+    report.facts["programs compiled for every number of rows up to 200"] = str(programs[0])
+
+
+@contextlib.contextmanager
+def _count_programs() -> Iterator[list[int]]:
+    """Counts the programs that are compiled inside."""
+    found, active = [0], [True]
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        found[0] += active[0] and event == "/jax/core/compile/backend_compile_duration"
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    active[0] = False
 
 
 def _problem(*, quick: bool) -> tuple[ee.Ensemble, jax.Array]:

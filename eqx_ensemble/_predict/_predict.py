@@ -24,6 +24,16 @@ from ..sharding._shard import replicate, shard_members
 from ._batch import MemberCall, PredictionInputs, batch_arguments, compiled_batch, on_one_device, predict_batch
 from ._block_sizes import BlockSizes, measure
 from ._check import check_combine, check_inference, check_rows_of_result, check_untraced
+from ._few import (
+    FewProgram,
+    FewRows,
+    can_keep_program,
+    few_rows,
+    find_program,
+    keep_program,
+    make_program,
+    run_program,
+)
 from ._output import OutputBuffer
 from ._rows import first_rows, size_of_few
 
@@ -98,6 +108,12 @@ def predict(
     parts.epistemic.shape  # (1000,)
     ```
     """
+    few = None
+    if memory is None and mesh is None and key is None and (progress is None or progress is False):
+        few = few_rows(ensemble, x, state, fn=fn, inference=inference, plan=plan, batch_size=batch_size)
+    program = None if few is None else find_program(few)
+    if few is not None and program is not None:
+        return _predict_few(program, few, x, combine, weights)
     check_ensemble(ensemble, name="predict")
     inference = check_inference(inference, key, name="predict")
     _check.check_optional_function(fn, "fn", name="predict", example="lambda model, x: model(x)")
@@ -109,6 +125,11 @@ def predict(
     check_no_batch(x)
     num_rows = check_rows_of_data(x, ensemble.num_members, argument="x", name="predict", finite=False, least=0)
     _check.check_integers_fit((ensemble.stacked, ensemble.shared, state), argument="ensemble", name="predict")
+    if few is not None and can_keep_program(plan, x):
+        program = make_program(plan, MemberCall(fn, inference), PredictionInputs(ensemble, x, state, None))
+        out = _predict_few(program, few, x, combine, weights)
+        keep_program(few, program)
+        return out
     weights = check_combine(combine, weights, ensemble.num_members)
     if combine is not None:
         combine = of_predictions(combine) if memory is None else stream_of(combine) or combine
@@ -116,8 +137,8 @@ def predict(
     inputs, layout = _on_mesh(PredictionInputs(ensemble, _axes.map_each(_axes.Each, x), state, keys), mesh, memory)
     if num_rows == 0:
         return _of_no_rows(plan, MemberCall(fn, inference), inputs, combine, weights)
-    few = memory is None and num_rows < batch_size and not any(map(_check.is_traced, jax.tree.leaves(inputs)))
-    batch_size = size_of_few(num_rows, batch_size) if few else min(batch_size, num_rows)
+    padded = memory is None and num_rows < batch_size and not any(map(_check.is_traced, jax.tree.leaves(inputs)))
+    batch_size = size_of_few(num_rows, batch_size) if padded else min(batch_size, num_rows)
     pilot = Pilot(plan, name="predict")
     collect = lambda parts: _combine(parts, combine, weights)
     work = _Work(pilot, MemberCall(fn, inference, layout), inputs, num_rows, batch_size, collect)
@@ -140,6 +161,18 @@ def predict(
             output.write(out, int(rows[0]))
             line.update(int(rows[-1]) + 1 - line.n)
     return output.value
+
+
+def _predict_few(program: FewProgram, few: FewRows, x: PyTree, combine: Any, weights: Any) -> PyTree:
+    """The prediction for at most a batch of rows, by one call of a program."""
+    weights = check_combine(combine, weights, program.num_members)
+    with explain_memory(Pilot(program.plan, name="predict"), program.num_members, name="predict"):
+        with explain_rows(x):
+            out = run_program(program, few)
+        if combine is not None:
+            out = _combine([(slice(None), out)], of_predictions(combine), weights)
+            check_rows_of_result(out, size_of_few(few.num_rows, few.batch_size))
+        return jax.tree.map(lambda x: first_rows(x, few.num_rows, axis=1 if combine is None else 0), out)
 
 
 def _on_mesh(inputs: PredictionInputs, mesh: Mesh | None, memory: int | None) -> tuple[PredictionInputs, Layout | None]:

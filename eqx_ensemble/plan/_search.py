@@ -5,17 +5,20 @@ from ._plans import AbstractPlan
 from ._trials import SearchCache, Trial
 
 _ENOUGH_CALLS, _ENOUGH_SECONDS = 3, 0.2
+_SECONDS_PER_CALL = 0.1  # of a trial, at least
 _PLENTY_OF_SECONDS = 0.6  # one call of this length is enough
 _SURELY_COMPILED_BEFORE = 0.5  # of the time that a unit of the very first call took
 _ROUNDS = 2  # because a shared machine may be slow just while one plan is tried
+_SLOWER = 2.0  # than the best plan, for a plan that was never timed
 _SAFETY = 0.9  # of the free memory
 
 
 class Search:
     """Chooses a plan while the work goes on: every trial is a stretch of the work itself.
 
-    Read `plan` before each stretch, and pass its time to `note` afterwards. A plan is tried if its compilation is
-    expected to take at most `max_overhead` of the whole time, and if its memory is expected to stay within the budget.
+    Read `plan` before each stretch, and pass its time to `note` afterwards. A plan is tried if its compilation and a
+    stretch at half the speed of the best plan would take at most `max_overhead` of the whole time, and if its memory is
+    expected to stay within the budget.
 
     **Attributes:**
 
@@ -78,7 +81,7 @@ class Search:
             if not enough and self._seconds < _PLENTY_OF_SECONDS:
                 return False
             trial.rounds += 1
-        upcoming = self._next(seconds_left)
+        upcoming = self._next(seconds_left, per_unit=seconds / units)
         self.watching = upcoming is not None
         self._calls, self._seconds = 0, 0.0
         self._trial = upcoming or self.cache.best(self.budget) or trial
@@ -99,18 +102,30 @@ class Search:
         if best is not None and best is not self._trial:
             self.spent += max(0.0, seconds - units * (best.per_unit or 0.0))
 
-    def _next(self, seconds_left: float | None) -> Trial | None:
-        """The next trial for which there is time and memory; `None` when nothing is left to measure."""
+    def _next(self, seconds_left: float | None, *, per_unit: float) -> Trial | None:
+        """The next trial for which there is time and memory; `None` when nothing is left to measure.
+
+        `seconds_left` is the time of the rest at `per_unit` seconds a unit.
+        """
         cache = self.cache
-        room = self.max_overhead * (self.seconds + (seconds_left or 0.0)) - self.spent
         possible = [trial for trial in cache.trials if not trial.refused and not cache.exceeds(trial.plan, self.budget)]
-        for trial in possible:
-            if trial.rounds == 0 and cache.seconds_to_compile(trial) < room:
-                return trial
         best = cache.best(self.budget)
+        fastest = 0.0 if best is None else best.per_unit or 0.0
+        left = (seconds_left or 0.0) * (min(fastest / max(per_unit, 1e-12), 1.0) if fastest else 1.0)
+        room = self.max_overhead * (self.seconds + left) - self.spent
+        lost = _seconds_lost(fastest, _SLOWER, first=True)
+        for trial in possible:
+            if trial.rounds == 0 and cache.seconds_to_compile(trial) + lost < room:
+                return trial
         again = [trial for trial in possible if trial.rounds]
-        for trial in again if best is not None and len(again) > 1 else ():
-            slower = (trial.per_unit or 0.0) / ((best and best.per_unit) or 1.0)
-            if trial.rounds < _ROUNDS and _ENOUGH_SECONDS * (slower - 1) < room:
+        for trial in again if fastest and len(again) > 1 else ():
+            if trial.rounds < _ROUNDS and _seconds_lost(fastest, (trial.per_unit or 0.0) / fastest, first=False) < room:
                 return trial
         return None
+
+
+def _seconds_lost(fastest: float, slower: float, *, first: bool) -> float:
+    """What a trial costs under a plan `slower` times as slow as the best, which takes `fastest` for a unit."""
+    call = max(slower * fastest, _SECONDS_PER_CALL)
+    trial = min(max(_ENOUGH_CALLS * call, _ENOUGH_SECONDS), max(_PLENTY_OF_SECONDS, call))
+    return (trial + first * call) * (1 - 1 / slower) if fastest else 0.0

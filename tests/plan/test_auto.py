@@ -142,6 +142,24 @@ class TestSearch:
         assert set(world.used) == {Vmap()}
         assert "compiling it was expected to take" in reason(world.search, world.search.cache.trials[1])
 
+    @pytest.mark.parametrize("steps", [8, 16, 64, 256, 1024])
+    @pytest.mark.parametrize("step", [2e-3, 0.02, 0.1])
+    @pytest.mark.parametrize("slower", [1.2, 2.0])
+    def test_a_run_of_any_length_takes_little_longer_than_under_the_best_plan(self, steps, step, slower, monkeypatch):
+        """All plans have been compiled before, so that trials seem to cost nothing; each costs its slower steps."""
+        now = [0.0]
+        monkeypatch.setattr("eqx_ensemble.plan._search.time.perf_counter", lambda: now[0])
+        seconds = {Sequential(): step, Vmap(): slower * step, Unrolled(): slower * step}
+        search = World(seconds).search
+        left = steps
+        while left:
+            units = min(left, max(1, round(0.1 / seconds[search.plan])))
+            took = units * seconds[search.plan]
+            now[0], left = now[0] + took, left - units
+            search.note(units, took, None, seconds_left=left * seconds[search.plan])
+        assert now[0] <= 1.05 * steps * step
+        assert steps * step < 20 or len(search._compiled_here) == 3
+
     def test_a_run_of_unknown_length_waits_until_a_trial_is_worth_it(self, monkeypatch):
         now = [0.0]
         monkeypatch.setattr("eqx_ensemble.plan._search.time.perf_counter", lambda: now[0])
@@ -191,6 +209,7 @@ class TestSearch:
 def eager(monkeypatch):
     """Trials as if compiling took no time, and short ones: how many are made does not depend on the machine."""
     monkeypatch.setattr("eqx_ensemble.plan._search._ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr("eqx_ensemble.plan._search._SECONDS_PER_CALL", 0.0)
     monkeypatch.setattr("eqx_ensemble.train.host._pacing._SECONDS_PER_TRIAL", 1e-3)
     monkeypatch.setattr(SearchCache, "seconds_to_compile", lambda self, trial: 0.0)
 
