@@ -68,7 +68,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))])
 def test_random_options_are_the_loop_over_members(ensemble, in_batches, programs, seed):
     """Bit for bit what batches give, and within rounding each member called by itself."""
     rng = np.random.default_rng(seed)
