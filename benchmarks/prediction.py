@@ -75,10 +75,10 @@ def _measure_small_calls(report: Report, ensemble: ee.Ensemble, x: jax.Array, *,
     report.facts["fastest milliseconds a call of `predict`"] = ", ".join(words)
     host = np.asarray(x)
     with _count_programs() as programs:
-        own = lambda model, x: 2 * model(x)
-        for count in range(1, 17 if quick else 201):
+        own, most = lambda model, x: 2 * model(x), 16 if quick else 200
+        for count in range(1, most + 1):
             ee.predict(ensemble, host[:count], fn=own)
-    report.facts["programs compiled for every number of rows up to 200"] = str(programs[0])
+    report.facts[f"programs compiled for every number of rows up to {most}"] = str(programs[0])
 
 
 @contextlib.contextmanager
