@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
 
+from ._check import as_column
+
 
 def blank_unweighted(
     values: Float[Array, "members ..."], weights: Float[Array, " members"] | None, *, fill: ArrayLike = 0.0
@@ -13,7 +15,7 @@ def blank_unweighted(
     """The values, overwritten for members of weight zero, so that their NaNs affect no value and no gradient."""
     if weights is None:
         return values
-    return jnp.where(_expand(weights, values) == 0, fill, values)
+    return jnp.where(as_column(weights, values.ndim) == 0, fill, values)
 
 
 def blank_masked(
@@ -30,7 +32,7 @@ def weighted_mean(values: Float[Array, "members ..."], weights: Float[Array, " m
     """Mean over members."""
     if weights is None:
         return jnp.mean(values, axis=0)
-    return jnp.sum(values * _expand(weights, values), axis=0)
+    return jnp.sum(values * as_column(weights, values.ndim), axis=0)
 
 
 def known_mean(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:
@@ -49,7 +51,7 @@ def log_mixture(logs: Float[Array, "members ..."], weights: Float[Array, " membe
     """Logarithm of the mean over members of `exp(logs)`."""
     num_members = logs.shape[0]
     convex = jnp.full(num_members, 1 / num_members, logs.dtype) if weights is None else weights
-    spread = _expand(convex, logs)
+    spread = as_column(convex, logs.ndim)
     # Where no member gives any probability, logsumexp has the right value but a NaN gradient.
     impossible = jnp.all((logs == -jnp.inf) | (spread == 0), axis=0)
     safe = jnp.where(impossible[None], 0, logs)
@@ -114,9 +116,9 @@ def sort_members(
     num_members = values.shape[0]
     if weights is None:
         count = jnp.arange(1, num_members + 1, dtype=values.dtype)
-        return jnp.sort(values, axis=0), jnp.broadcast_to(_expand(count / num_members, values), values.shape)
+        return jnp.sort(values, axis=0), jnp.broadcast_to(as_column(count / num_members, values.ndim), values.shape)
     blanked = blank_unweighted(values, weights, fill=jnp.inf)
-    spread = jnp.broadcast_to(_expand(weights, values), values.shape)
+    spread = jnp.broadcast_to(as_column(weights, values.ndim), values.shape)
     in_order, reordered = jax.lax.sort((blanked, spread), dimension=0, num_keys=1)
     share = jnp.cumsum(reordered, axis=0)
     return in_order, share / share[-1:]
@@ -131,10 +133,10 @@ def quantile(
     """Where the weight of the values at or below reaches the level; midway to the next where it meets it exactly."""
     unknown = jnp.any(jnp.isnan(blank_unweighted(values, weights)), axis=0)
     if weights is None:
-        in_order, reordered = jnp.sort(values, axis=0), _expand(jnp.ones(values.shape[0], values.dtype), values)
+        in_order, reordered = jnp.sort(values, axis=0), as_column(jnp.ones(values.shape[0], values.dtype), values.ndim)
     else:
         blanked = blank_unweighted(values, weights, fill=jnp.inf)
-        own = jnp.broadcast_to(_expand(weights, values), values.shape)
+        own = jnp.broadcast_to(as_column(weights, values.ndim), values.shape)
         in_order, reordered = jax.lax.sort((blanked, own), dimension=0, num_keys=1)
     return jnp.where(unknown, jnp.nan, quantile_in_order(in_order, reordered, level, over))
 
@@ -168,7 +170,3 @@ def quantile_in_order(
     low, high = (jnp.take_along_axis(in_order, index[None], axis=0)[0] for index in (lower, upper))
     found = jnp.where(lower == upper, low, 0.5 * low + 0.5 * high)
     return jnp.where(jnp.isnan(share[-1]), jnp.nan, found)
-
-
-def _expand(weights: Float[Array, " members"], values: Float[Array, "members ..."]) -> Float[Array, "members ..."]:
-    return jnp.reshape(weights, (-1,) + (1,) * (values.ndim - 1))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._check import check_integers_fit
+from .._check import as_column, check_integers_fit
 from .._describe import describe
 from ._check import too_large_message
 
@@ -33,4 +33,4 @@ def strip_weak_types(tree: PyTree) -> PyTree:
 
 def where_members(chosen: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     """`x` for the members where `chosen` `(members,)` is true, else `y`; both have the leading `members` axis."""
-    return jnp.where(jnp.reshape(jnp.asarray(chosen), (-1,) + (1,) * (x.ndim - 1)), x, y)
+    return jnp.where(as_column(jnp.asarray(chosen), x.ndim), x, y)

@@ -1,3 +1,4 @@
+from ._arrays import as_column as as_column
 from ._arrays import check_array as check_array
 from ._arrays import check_floating as check_floating
 from ._arrays import check_floating_arrays as check_floating_arrays

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -35,6 +37,11 @@ def first_text(host: np.ndarray, wrong: np.ndarray) -> str:
 
 def one_member_text(name: str) -> str:
     return f"One member? Add a leading axis: `{name}[None]`."
+
+
+def as_column(per_member: Any, ndim: int) -> Any:
+    """An array `(members,)`, of NumPy or jax, as `(members, 1, ...)` with `ndim` axes."""
+    return per_member.reshape((-1,) + (1,) * (ndim - 1))
 
 
 def check_array(name: str, argument: str, values: ArrayLike) -> Array:

@@ -4,6 +4,7 @@ from jax.typing import ArrayLike
 
 from ._arrays import (
     Shape,
+    as_column,
     check_array,
     check_floating,
     check_same_shape,
@@ -108,7 +109,7 @@ def check_variance(
         if share is None:
             return
         if share.shape == host.shape[:1]:  # others are refused by `check_weights`
-            kept = kept & (share != 0).reshape((-1,) + (1,) * (host.ndim - 1))
+            kept = kept & as_column(share != 0, host.ndim)
     wrong = (host <= 0 if positive else host < 0) & kept
     if wrong.any():
         needs = "variances above zero" if positive else "variances of zero or more"

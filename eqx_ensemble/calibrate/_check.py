@@ -5,6 +5,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .._check import (
+    as_column,
     check_word,
     concrete,
     first_text,
@@ -31,7 +32,7 @@ def check_finite_logits(name: str, logits: Array, weights: ArrayLike | None, mas
         return
     counts = np.broadcast_to(kept, host.shape[1:-1])[None, ..., None]
     if share is not None:
-        counts = counts & (share > 0).reshape((-1,) + (1,) * (host.ndim - 1))
+        counts = counts & as_column(share > 0, host.ndim)
     wrong = ~np.isfinite(host) & counts
     if wrong.any():
         fix = "Probabilities of zero? Mix in a little of the uniform distribution before taking the logarithm."

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
+from .._promotion import standard_promotion
+
 
 class Minimum(NamedTuple):
     """The minimiser of a function, and whether its gradient vanishes there."""
@@ -34,7 +36,7 @@ def minimise(
         return (slope > precision) & (moved > 0) & (count < max_steps)
 
     # optax promotes dtypes and ranks, which the user's configuration may forbid.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with standard_promotion():
         state = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), optimiser.init(start))
         far = jnp.asarray(jnp.inf, scale.dtype)
         params, *_ = jax.lax.while_loop(goes_on, step, (start, state, far, far, 0))

@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
+from .._check import as_column
 from ._check import check_best_temperature
 from ._pooling import Pool, Pooling, Rows, fit_rows
 
@@ -24,7 +25,7 @@ class Temperature(eqx.Module):
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities: of every member `(members, *batch, classes)`; of the mixture `(1, ...)`."""
         logs = self.pooling.logs("calibrate.Temperature", logits)
-        return jax.nn.log_softmax(logs / jnp.reshape(self.temperature, (-1,) + (1,) * (logs.ndim - 1)), axis=-1)
+        return jax.nn.log_softmax(logs / as_column(self.temperature, logs.ndim), axis=-1)
 
 
 def temperature(

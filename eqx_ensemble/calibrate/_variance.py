@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_fitted_members, check_mask, check_moments, check_regression, check_variance
+from .._check import as_column, check_fitted_members, check_mask, check_moments, check_regression, check_variance
 from .._weighting import blank_masked
 from ..combine import Gaussian, gaussian
 from ..scores._check import check_some_rows
@@ -32,7 +32,7 @@ class Variance(eqx.Module):
         means, variances = check_moments(name, mean, variance)
         check_fitted_members(name, self.pooling.num_members, means.shape[0])
         means, variances = _moments(means, variances, self.pooling)
-        return Gaussian(means, variances * jnp.reshape(self.scale, (-1,) + (1,) * (means.ndim - 1)))
+        return Gaussian(means, variances * as_column(self.scale, means.ndim))
 
 
 def variance(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .. import _weighting
-from .._check import check_positive_int, check_values
+from .._check import as_column, check_positive_int, check_values
 from .._combination import AbstractCombination, check_one_array, check_seen, chunk_weights
 from ._check import check_sketch_levels
 
@@ -109,7 +109,7 @@ class QuantileSketch(AbstractCombination):
 
 @jax.jit
 def _new_items(values: Array, weights: Array) -> _Items:
-    spread = jnp.broadcast_to(jnp.reshape(weights, (-1,) + (1,) * (values.ndim - 1)), values.shape)
+    spread = jnp.broadcast_to(as_column(weights, values.ndim), values.shape)
     return _Items(jnp.where(spread == 0, jnp.inf, values), spread)
 
 

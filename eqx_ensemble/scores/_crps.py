@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_mask, check_regression, check_weights, check_word
+from .._check import as_column, check_mask, check_regression, check_weights, check_word
 from .._weighting import blank_masked, blank_unweighted
 from ._check import check_fair, check_reduction
 from ._reduce import Reduction, reduce
@@ -105,7 +105,7 @@ def _distribution(
     num_members = values.shape[0]
     if weights is None:
         share = jnp.arange(1, num_members, dtype=values.dtype) / num_members
-        return jnp.sort(values, axis=0), jnp.reshape(share, (-1,) + (1,) * (values.ndim - 1))
-    expanded = jnp.broadcast_to(jnp.reshape(weights, (-1,) + (1,) * (values.ndim - 1)), values.shape)
+        return jnp.sort(values, axis=0), as_column(share, values.ndim)
+    expanded = jnp.broadcast_to(as_column(weights, values.ndim), values.shape)
     ordered, reordered = jax.lax.sort((values, expanded), dimension=0, num_keys=1)
     return ordered, jnp.cumsum(reordered, axis=0)[:-1]

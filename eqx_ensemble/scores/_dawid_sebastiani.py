@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_mask, check_regression
+from .._check import as_column, check_mask, check_regression
 from .._weighting import blank_masked
 from ._check import check_reduction, check_two_members
 from ._reduce import Reduction, reduce
@@ -65,7 +65,7 @@ def dawid_sebastiani(
     numbers = jnp.arange(points.shape[0], dtype=points.dtype)
     # Errors, not values, because the mean of large numbers would be rounded.
     errors = points - observed[None]
-    errors = blank_masked(errors, kept, before=1, fill=jnp.reshape(numbers, (-1,) + (1,) * observed.ndim))
+    errors = blank_masked(errors, kept, before=1, fill=as_column(numbers, points.ndim))
     with scoringrules_config():
         rows = rules.dssuv_ensemble(jnp.zeros_like(observed), errors, m_axis=0, backend="jax")
     return reduce(rows, reduction, kept)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_mask, check_regression, check_weights, check_word
+from .._check import as_column, check_mask, check_regression, check_weights, check_word
 from .._weighting import blank_masked, blank_unweighted
 from ._check import check_fair, check_known_weights, check_outputs, check_reduction, no_gradient_message
 from ._reduce import Reduction, reduce
@@ -74,7 +74,7 @@ def energy_score(
     def score(points: Array, observed: Array) -> Array:
         expanded = None
         if convex is not None:
-            expanded = jnp.broadcast_to(jnp.reshape(convex, (-1,) + (1,) * (points.ndim - 2)), points.shape[:-1])
+            expanded = jnp.broadcast_to(as_column(convex, points.ndim - 1), points.shape[:-1])
         with scoringrules_config():
             options = {"m_axis": 0, "ens_w": expanded, "estimator": estimator, "backend": "jax"}
             return rules.es_ensemble(observed, points, **options)

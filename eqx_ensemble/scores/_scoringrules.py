@@ -7,6 +7,7 @@ from types import ModuleType
 import jax
 
 from .._check import missing_extra_message
+from .._promotion import standard_promotion
 
 
 def import_scoringrules(name: str) -> ModuleType:
@@ -21,5 +22,5 @@ def import_scoringrules(name: str) -> ModuleType:
 @contextlib.contextmanager
 def scoringrules_config() -> Iterator[None]:
     """Scoringrules promotes dtypes and ranks, and reads levels and weights while predictions are traced."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), jax.ensure_compile_time_eval():
+    with standard_promotion(), jax.ensure_compile_time_eval():
         yield

@@ -8,8 +8,9 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
+from .._promotion import standard_promotion
 from ..train.compiled._check import check_loss_signature
-from ..train.compiled._optimiser import Optimiser, init_member, resolve, standard_promotion
+from ..train.compiled._optimiser import Optimiser, init_member, resolve
 
 
 class Trained(NamedTuple):

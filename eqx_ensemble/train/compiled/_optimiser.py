@@ -1,6 +1,5 @@
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +10,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ... import _keys
 from ..._check import is_typed_key
+from ..._promotion import standard_promotion
 from ._check import check_made_optimiser, check_state_after, concrete_hyper_message
 from ._explain import explain_optimiser
 
@@ -80,13 +80,6 @@ def resolve(optimiser: Optimiser, hyper: PyTree) -> optax.GradientTransformation
         raise TypeError(concrete_hyper_message()) from error
     check_made_optimiser(made, name="fit")
     return made
-
-
-@contextlib.contextmanager
-def standard_promotion() -> Iterator[None]:
-    """Promotion of dtypes and ranks as optax relies on it, which a user may have made strict."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def _as_python_float(x: Any) -> Any:
