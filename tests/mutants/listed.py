@@ -27,7 +27,7 @@ MUTANTS = [
     *of(
         "_weighting.py",
         "combine/test_mean.py combine/test_gaussian.py combine/test_robust.py uncertainty/test_quantile.py "
-        "scores/test_regression.py scores/test_classification.py",
+        "scores/test_classification.py scores/test_intervals.py scores/test_transforms.py",
         ("_expand(weights, values) == 0, fill, values", "_expand(weights, values) != 0, fill, values"),
         ("jnp.where(jnp.reshape(mask, shape), values, fill)", "jnp.where(jnp.reshape(mask, shape), fill, values)"),
         ("known_mean(variance, weights) + between", "known_mean(variance, weights)"),
@@ -158,7 +158,7 @@ MUTANTS = [
     ),
     *of(
         "_axes/_map.py",
-        "test_axes.py",
+        "test_ensemble.py",
         ("if node.axis == 0:", "if True:"),
     ),
     *of(
