@@ -28,7 +28,7 @@ MUTANTS = [
         "_weighting.py",
         "combine/test_mean.py combine/test_gaussian.py combine/test_robust.py uncertainty/test_quantile.py "
         "scores/test_classification.py scores/test_intervals.py scores/test_transforms.py",
-        ("_expand(weights, values) == 0, fill, values", "_expand(weights, values) != 0, fill, values"),
+        ("as_column(weights, values.ndim) == 0, fill, values", "as_column(weights, values.ndim) != 0, fill, values"),
         ("jnp.where(jnp.reshape(mask, shape), values, fill)", "jnp.where(jnp.reshape(mask, shape), fill, values)"),
         ("known_mean(variance, weights) + between", "known_mean(variance, weights)"),
         ("(labels >= 0) & (labels < num_classes)", "(labels >= 0) & (labels <= num_classes)"),
@@ -164,7 +164,7 @@ MUTANTS = [
     *of(
         "_axes/_arrays.py",
         "train/test_health.py",
-        ("(-1,) + (1,) * (x.ndim - 1)), x, y)", "(-1,) + (1,) * (x.ndim - 1)), y, x)"),
+        ("x.ndim), x, y)", "x.ndim), y, x)"),
     ),
     *of(
         "sweep/_ranges.py",
