@@ -268,3 +268,19 @@ def test_arrays_that_jax_cannot_hold_are_refused_at_once(dtype):
     ):
         with pytest.raises(TypeError, match=r"whose arrays jax can hold; at `\.names`: a NumPy array of dtype"):
             call()
+
+
+class Scale(eqx.Module):
+    factor: jax.Array
+
+    def __call__(self, x):
+        return self.factor * x
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+def test_a_batch_of_any_axis_has_its_examples_in_front(axis):
+    x = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+    factors = jnp.array([1.0, 2.0])
+    found = ee.from_stacked(Scale(factors))(ee.Batch(x, axis=axis))
+    expected = np.stack([factor * np.moveaxis(x, axis, 0) for factor in (1.0, 2.0)])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)

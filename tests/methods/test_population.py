@@ -186,6 +186,11 @@ class TestTruncation:
             assert set(donors[[0, 1, 6]]) <= {2, 3}
             assert donors[[2, 3, 4, 5, 7]].tolist() == [2, 3, 4, 5, 7]
 
+    def test_a_score_of_nan_is_no_donor_where_few_others_are_left(self):
+        scores = [np.nan, 0.1, np.nan, np.nan]
+        for seed in range(10):
+            assert population.truncation(scores, fraction=0.5, key=jax.random.key(seed)).tolist() == [1, 1, 1, 1]
+
     def test_no_member_is_left(self):
         assert population.truncation([1.0, 2.0], [False, False], key=KEY).tolist() == [0, 1]
         assert population.truncation([1.0], key=KEY).tolist() == [0]
