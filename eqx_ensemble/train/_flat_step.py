@@ -92,12 +92,28 @@ def _compile(
     """The compiled step; `None` if it calls Python: what that raises is explained by `equinox.filter_jit`."""
     leaves, structure = jax.tree.flatten(state)
     settings, step_treedef = jax.tree.flatten(step)
-    others = tuple(None if isinstance(x, _ARRAYS) else x for x in leaves)
+    others = tuple(None if isinstance(x, _ARRAYS) else _Constant(type(x), _text(x), x) for x in leaves)
     if settings or is_traced(state.step) or not all(isinstance(x, _ARRAYS) for x in jax.tree.leaves(state.moving)):
+        return None
+    try:
+        hash((structure, others))
+    except TypeError:  # of a field or a constant
         return None
     call = _jit(fn, step_treedef, structure, others, treedef)
     traced = call.trace([x for x in leaves if isinstance(x, _ARRAYS)], batch)
     return None if has_callbacks(traced.jaxpr.jaxpr) else call
+
+
+class _Constant(NamedTuple):
+    """A leaf that is no array. Equal numbers of different types, or of different signs of zero, are different ones."""
+
+    kind: type
+    text: str
+    value: Any
+
+
+def _text(value: Any) -> str:
+    return repr(value) if isinstance(value, float | complex) else ""
 
 
 @ft.lru_cache(maxsize=64)
@@ -106,7 +122,7 @@ def _jit(fn: Callable[..., Any], step_treedef: Any, structure: Any, others: tupl
 
     def flat_step(arrays: list[Any], batch: list[Any]) -> tuple[list[Any], Any, PyTree]:
         left = iter(arrays)
-        state = jax.tree.unflatten(structure, [next(left) if x is None else x for x in others])
+        state = jax.tree.unflatten(structure, [next(left) if x is None else x.value for x in others])
         step = jax.tree.unflatten(step_treedef, ())
         moving, count, metrics = fn(step, state, jax.tree.unflatten(batch_treedef, batch))
         return jax.tree.leaves(moving), count, metrics

@@ -187,3 +187,24 @@ def test_equal_steps_share_a_program():
     before = len(traces)
     ee.train.make_step(counted, optimiser)(state, rows)
     assert len(traces) == before
+
+
+class Scaled(eqx.Module):
+    weight: jax.Array
+    scale: complex
+
+    def __call__(self, x):
+        kinds = {float: 2.0, int: 3.0, bool: 4.0}
+        return self.weight * x * np.float32(kinds[type(self.scale)] * np.copysign(1.0, self.scale))
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1), (1, True), (0.0, -0.0)])
+def test_equal_constants_of_other_types_and_signs_are_other_programs(scales):
+    step = ee.train.make_step(lambda model, x, key: model(x), optax.sgd(0.1))
+    losses = []
+    for scale in scales:
+        ensemble = ee.build(lambda key, scale=scale: Scaled(jnp.float32(1), scale), MEMBERS, key=KEY)
+        assert ensemble.shared.scale is scale
+        _, metrics = step(ee.train.init(ensemble, optax.sgd(0.1), key=KEY), jnp.float32(3))
+        losses += [float(metrics.loss[0]), float(Scaled(jnp.float32(1), scale)(jnp.float32(3)))]
+    assert losses[0] == losses[1] != losses[2] == losses[3]
