@@ -372,6 +372,18 @@ BAD = {
         "`fit` needs arrays in its data; at `data[1][0]`: a float.\n"
         "Convert tables and lists first, for example `np.asarray(table)`.",
     ),
+    "fit another byte order": (
+        lambda: fit(data=(X, np.zeros((6, 1), ">f4"))),
+        "TypeError: "
+        "`fit` needs arrays in this machine's byte order; at `data[1]`: dtype >f4.\n"
+        "Convert them: `x.astype(x.dtype.newbyteorder('='))`.",
+    ),
+    "predict another byte order": (
+        lambda: (ee.predict(ENSEMBLE, np.zeros((2, 2), "f4")), ee.predict(ENSEMBLE, np.zeros((2, 2), ">f4"))),
+        "TypeError: "
+        "`predict` needs arrays in this machine's byte order; at `x`: dtype >f4.\n"
+        "Convert them: `x.astype(x.dtype.newbyteorder('='))`.",
+    ),
     "fit a function as data": (
         lambda: fit(data=lambda key: (X, X)),
         "TypeError: "

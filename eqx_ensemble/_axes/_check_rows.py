@@ -62,6 +62,11 @@ def _numeric(x: Any, path: str, *, name: str) -> None:
         if callable(x):
             fix = "Call it, and pass the arrays that it returns."
         raise TypeError(f"`{name}` needs arrays in its data; at `{path}`: {kind_text(x)}.\n{fix}")
+    if isinstance(x, np.ndarray) and not x.dtype.isnative:
+        raise TypeError(
+            f"`{name}` needs arrays in this machine's byte order; at `{path}`: dtype {x.dtype.str}.\n"
+            "Convert them: `x.astype(x.dtype.newbyteorder('='))`."
+        )
     if isinstance(x, np.ndarray) and x.dtype.kind not in "biufcV":
         raise TypeError(f"`{name}` needs arrays of numbers; at `{path}`: dtype {x.dtype}.\nEncode labels as integers.")
 

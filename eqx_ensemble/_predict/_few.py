@@ -23,7 +23,7 @@ from ..plan import AbstractPlan
 from ._batch import MemberCall, PredictionInputs, predict_batch
 from ._rows import size_of_few
 
-_MOST_PROGRAMS = 64  # each keeps compiled programs, one for each power of two
+_MOST_PROGRAMS = 512  # each keeps compiled programs, one for each power of two
 _INTEGERS_OF_64_BITS = [np.dtype("int64"), np.dtype("uint64")]  # may not fit: checked by value, at every call
 
 

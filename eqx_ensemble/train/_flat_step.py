@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import PyTree
@@ -19,24 +20,29 @@ _ARRAYS = (jax.Array, np.ndarray)
 class FlatState(NamedTuple):
     """A state as a list of arrays.
 
-    `top` is the structure of its fields, `moving` that of the first of them. `calls` are the compiled steps of such
-    states, by structure and shapes of the batch; `None` where a step has to be called with the state as it is.
+    `top` is the structure of its fields, `moving` that of the first of them; `is_frozen`: whether all of its nodes are
+    immutable. `calls` are the compiled steps of such states, by structure and shapes of the batch; `None` where a step
+    has to be called with the state as it is.
     """
 
     arrays: list[Any]
     top: Any
     moving: Any
+    is_frozen: bool
     calls: dict[Any, Callable[..., Any] | None]
 
 
 class LastState:
     """The arrays of the state that a step returned last, for as long as that state lives.
 
-    All instances are equal, so that equal steps share their programs.
+    All instances are equal, so that equal steps share their programs. A copy begins empty.
     """
 
     def __init__(self):
-        self._known: tuple[weakref.ref, FlatState] | None = None
+        self._known: tuple[weakref.ref, weakref.ref, FlatState] | None = None
+
+    def __reduce__(self) -> tuple:
+        return LastState, ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LastState)
@@ -44,14 +50,15 @@ class LastState:
     def __hash__(self) -> int:
         return 0
 
-    def find(self, state: TrainState) -> FlatState | None:
-        """The arrays of `state`, if it is the last one."""
+    def find(self, step: PyTree, state: TrainState) -> FlatState | None:
+        """The arrays of `state`, if it is the last one, and of this step."""
         known = self._known
-        return known[1] if known is not None and known[0]() is state else None
+        return known[2] if known is not None and known[0]() is state and known[1]() is step else None
 
-    def remember(self, state: TrainState, flat: FlatState) -> None:
-        """Keeps the arrays of a state."""
-        self._known = (weakref.ref(state, self._forget), flat)
+    def remember(self, step: PyTree, state: TrainState, flat: FlatState) -> None:
+        """Keeps the arrays of a state, unless dicts or lists in it can be changed in place."""
+        if flat.is_frozen:
+            self._known = (weakref.ref(state, self._forget), weakref.ref(step), flat)
 
     def _forget(self, ref: weakref.ref) -> None:
         if self._known is not None and self._known[0] is ref:
@@ -61,15 +68,28 @@ class LastState:
 def flatten_state(state: TrainState) -> FlatState:
     """A state as a list of arrays."""
     top = jax.tree.structure(state, is_leaf=lambda x: x is not state)
-    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, _ARRAYS)]
-    return FlatState(arrays, top, jax.tree.structure(state.moving), {})
+    leaves, treedef = jax.tree.flatten(state)
+    arrays = [x for x in leaves if isinstance(x, _ARRAYS)]
+    return FlatState(arrays, top, jax.tree.structure(state.moving), _is_frozen(treedef), {})
+
+
+@ft.lru_cache(maxsize=64)
+def _is_frozen(treedef: Any) -> bool:
+    """Whether all nodes are tuples and Modules."""
+    node = treedef.node_data()
+    if node is None:
+        return True
+    kind = node[0]
+    if kind is not type(None) and not issubclass(kind, tuple | eqx.Module):
+        return False
+    return all(map(_is_frozen, treedef.children()))
 
 
 def call_flat(
     fn: Callable[..., Any], step: PyTree, state: TrainState, batch: PyTree, last: LastState
 ) -> tuple[TrainState, PyTree] | None:
     """The new state and the metrics of `fn(step, state, batch)`; `None` if that cannot be a call of flat lists."""
-    flat = last.find(state) or flatten_state(state)
+    flat = last.find(step, state) or flatten_state(state)
     own, treedef = jax.tree.flatten(batch)
     if not all(isinstance(x, _ARRAYS) for x in own):
         return None
@@ -82,7 +102,7 @@ def call_flat(
     moving, count, metrics = call(flat.arrays, own)
     fields = (jax.tree.unflatten(flat.moving, moving), state.fixed, state.shared, state.ids, count)
     new = jax.tree.unflatten(flat.top, fields)  # a constructor takes as long as a small step, too
-    last.remember(new, flat._replace(arrays=[*moving, *flat.arrays[len(moving) : -1], count]))
+    last.remember(step, new, flat._replace(arrays=[*moving, *flat.arrays[len(moving) : -1], count]))
     return new, metrics
 
 

@@ -1,5 +1,7 @@
 """A step is a call of a compiled function of flat lists: what it returns is what the plain compiled step returns."""
 
+import copy
+import dataclasses
 import gc
 import weakref
 
@@ -208,3 +210,29 @@ def test_equal_constants_of_other_types_and_signs_are_other_programs(scales):
         _, metrics = step(ee.train.init(ensemble, optax.sgd(0.1), key=KEY), jnp.float32(3))
         losses += [float(metrics.loss[0]), float(Scaled(jnp.float32(1), scale)(jnp.float32(3)))]
     assert losses[0] == losses[1] != losses[2] == losses[3]
+
+
+def test_a_state_changed_in_place_is_seen():
+    optimiser = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    step = ee.train.make_step(mse, optimiser)
+    batch = (jnp.ones((4, 3)), jnp.zeros((4, 1)))
+    state, _ = step(ee.train.init(ee.build(mlp, MEMBERS, key=KEY), optimiser, key=KEY), batch)
+    state.opt_state.hyperparams["learning_rate"] = jnp.zeros(MEMBERS)
+    after, _ = step(state, batch)
+    assert_same(after.ensemble, state.ensemble)
+
+
+def test_a_step_of_another_loss_is_another_step():
+    batch = (jnp.ones((4, 3)), jnp.zeros((4, 1)))
+    step = ee.train.make_step(mse, optax.sgd(0.1))
+    state, _ = step(ee.train.init(ee.build(mlp, MEMBERS, key=KEY), optax.sgd(0.1), key=KEY), batch)
+    hundredfold = dataclasses.replace(step, fn=lambda model, batch, key: 100 * mse(model, batch, key))
+    losses = [of(state, batch)[1].loss for of in (step, hundredfold)]
+    np.testing.assert_allclose(losses[1], 100 * losses[0], rtol=1e-6)
+
+
+def test_a_step_that_ran_can_be_copied():
+    batch = (jnp.ones((4, 3)), jnp.zeros((4, 1)))
+    step = ee.train.make_step(mse, optax.sgd(0.1))
+    state, _ = step(ee.train.init(ee.build(mlp, MEMBERS, key=KEY), optax.sgd(0.1), key=KEY), batch)
+    assert_same(copy.deepcopy(step)(state, batch), step(state, batch))
