@@ -139,7 +139,7 @@ def fit(
 
     - `state`: the stacked `equinox.nn.State` of stateful members.
     - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`. For data in arrays a warning names those that
-        neither the optimiser nor a loss uses.
+        neither the optimiser nor a loss uses and members were not built with.
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs; the history holds them.
     - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][]. Numbers of
         `build(zip=...)`, such as dropout rates, are trained only if it selects them.

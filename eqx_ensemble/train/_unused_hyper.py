@@ -6,9 +6,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
+from .._check import is_typed_key
 from .._jaxpr import unused_inputs
+from ..distributed import to_host
 from ._check_member import hyper_column_text
 from ._state import MemberConstants, TrainState
 from .compiled._loss import Loss
@@ -18,7 +21,7 @@ from .resume._identity import optimiser_step
 
 
 def warn_of_unused_hyper(state: TrainState, optimiser: Optimiser, losses: list[tuple[Loss, PyTree]]) -> None:
-    """Warns of hyper-parameters that nothing uses: a misspelt name would have no effect.
+    """Warns of hyper-parameters that nothing uses, and that no member was built with: they have no effect.
 
     `losses` are those that take hyper-parameters, each with the shapes of a batch as one member sees it.
     """
@@ -32,14 +35,24 @@ def warn_of_unused_hyper(state: TrainState, optimiser: Optimiser, losses: list[t
         if any(unused):
             own = _find_unused(_loss_of, loss, fixed.hyper, moving, fixed, member_shapes(state.shared), batch)
             unused = [a and b for a, b in zip(unused, own, strict=True)]
-    keyed = jax.tree_util.tree_leaves_with_path(state.hyper)
-    names = [hyper_column_text(path) for (path, _), is_unused in zip(keyed, unused, strict=True) if is_unused]
+    keyed = zip(jax.tree_util.tree_leaves_with_path(state.hyper), unused, strict=True)
+    names = [hyper_column_text(path) for (path, x), is_unused in keyed if is_unused and not _is_in_members(x, state)]
     if names:
         words = ", ".join(f"`{name}`" for name in names)
         warnings.warn(
             f"`fit` got {words} in `hyper`, but neither the optimiser nor the loss uses it: is the name misspelt?",
             stacklevel=3,
         )
+
+
+def _is_in_members(values: Any, state: TrainState) -> bool:
+    """Whether the members hold these values, as those do that were built with them (`build(zip=...)`)."""
+    same = [
+        x
+        for x in jax.tree.leaves((state.params, state.fixed.frozen))
+        if eqx.is_array(x) and not is_typed_key(x) and (x.shape, x.dtype) == (values.shape, values.dtype)
+    ]
+    return any(np.array_equal(to_host(values), to_host(x)) for x in same)
 
 
 def _find_unused(call: Callable[..., Any], fn: Any, *args: PyTree) -> list[bool]:

@@ -69,6 +69,25 @@ def test_a_score_uses_it():
     assert found(mse, sgd, ["lr", "weight"], **options) == []
 
 
+class Dropped(eqx.Module):
+    layer: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    def __call__(self, x):
+        return self.layer(self.dropout(x, inference=True))
+
+
+@pytest.mark.parametrize("built_with", [[0.1, 0.2], [0.1, 0.3]])
+def test_what_members_were_built_with_is_used(built_with):
+    """Their values in `hyper` are for the table and for searches."""
+    make = lambda key, p: Dropped(eqx.nn.Linear(2, 1, key=key), eqx.nn.Dropout(p))
+    ensemble = ee.build(make, zip={"p": jnp.array(built_with)}, key=KEY)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ee.fit(ensemble, mse, sgd, X, steps=2, hyper={"lr": RATE, "p": RATE}, key=KEY)
+    assert [str(warning.message) for warning in caught] == ([] if built_with == [0.1, 0.2] else [text("`p`")])
+
+
 def test_the_path_of_a_nested_name():
     nested = lambda hyper: optax.sgd(hyper["sgd"]["lr"])
     ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 2, key=KEY)
