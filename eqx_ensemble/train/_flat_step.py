@@ -1,6 +1,7 @@
 """A training step as a call of a compiled function of flat lists: flattening Modules takes as long as a small step."""
 
 import functools as ft
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,16 +21,24 @@ _ARRAYS = (jax.Array, np.ndarray)
 class FlatState(NamedTuple):
     """A state as a list of arrays.
 
-    `top` is the structure of its fields, `moving` that of the first of them; `is_frozen`: whether all of its nodes are
-    immutable. `calls` are the compiled steps of such states, by structure and shapes of the batch; `None` where a step
-    has to be called with the state as it is.
+    `constants` are its other leaves. `treedef` is its structure, `top` that of its fields, `moving` that of the first
+    of them; `is_frozen`: whether all nodes are immutable. `calls` are the compiled steps of such states, by structure
+    and shapes of the batch; `None` where a step has to be called with the state as it is.
     """
 
     arrays: list[Any]
+    constants: list[Any]
+    treedef: Any
     top: Any
     moving: Any
     is_frozen: bool
     calls: dict[Any, Callable[..., Any] | None]
+
+    def update(self, state: TrainState) -> "FlatState | None":
+        """With the arrays that are in the state now; `None` if anything else has changed."""
+        arrays, constants, treedef = _partition(state)
+        unchanged = len(constants) == len(self.constants) and all(map(operator.is_, constants, self.constants))
+        return self._replace(arrays=arrays) if treedef == self.treedef and unchanged else None
 
 
 class LastState:
@@ -53,12 +62,13 @@ class LastState:
     def find(self, step: PyTree, state: TrainState) -> FlatState | None:
         """The arrays of `state`, if it is the last one, and of this step."""
         known = self._known
-        return known[2] if known is not None and known[0]() is state and known[1]() is step else None
+        if known is None or known[0]() is not state or known[1]() is not step:
+            return None
+        return known[2] if known[2].is_frozen else known[2].update(state)
 
     def remember(self, step: PyTree, state: TrainState, flat: FlatState) -> None:
-        """Keeps the arrays of a state, unless dicts or lists in it can be changed in place."""
-        if flat.is_frozen:
-            self._known = (weakref.ref(state, self._forget), weakref.ref(step), flat)
+        """Keeps the arrays of a state."""
+        self._known = (weakref.ref(state, self._forget), weakref.ref(step), flat)
 
     def _forget(self, ref: weakref.ref) -> None:
         if self._known is not None and self._known[0] is ref:
@@ -67,15 +77,22 @@ class LastState:
 
 def flatten_state(state: TrainState) -> FlatState:
     """A state as a list of arrays."""
+    arrays, constants, treedef = _partition(state)
     top = jax.tree.structure(state, is_leaf=lambda x: x is not state)
+    return FlatState(arrays, constants, treedef, top, jax.tree.structure(state.moving), _is_frozen(treedef), {})
+
+
+def _partition(state: TrainState) -> tuple[list[Any], list[Any], Any]:
     leaves, treedef = jax.tree.flatten(state)
-    arrays = [x for x in leaves if isinstance(x, _ARRAYS)]
-    return FlatState(arrays, top, jax.tree.structure(state.moving), _is_frozen(treedef), {})
+    arrays, constants = [], []
+    for leaf in leaves:
+        (arrays if isinstance(leaf, _ARRAYS) else constants).append(leaf)
+    return arrays, constants, treedef
 
 
 @ft.lru_cache(maxsize=64)
 def _is_frozen(treedef: Any) -> bool:
-    """Whether all nodes are tuples and Modules."""
+    """Whether all nodes are tuples and Modules: a dict or a list could be changed in place."""
     node = treedef.node_data()
     if node is None:
         return True

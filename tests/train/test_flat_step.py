@@ -236,3 +236,27 @@ def test_a_step_that_ran_can_be_copied():
     step = ee.train.make_step(mse, optax.sgd(0.1))
     state, _ = step(ee.train.init(ee.build(mlp, MEMBERS, key=KEY), optax.sgd(0.1), key=KEY), batch)
     assert_same(copy.deepcopy(step)(state, batch), step(state, batch))
+
+
+def test_a_step_is_traced_once_where_states_hold_dicts():
+    traces = []
+
+    def loss(model, batch, key):
+        traces.append(model)
+        return mse(model, batch, key)
+
+    optimiser = lambda hyper: optax.sgd(hyper["lr"])
+    step = ee.train.make_step(loss, optimiser)
+    hyper = {"lr": jnp.full(MEMBERS, 0.1)}
+    state = ee.train.init(ee.build(mlp, MEMBERS, key=KEY), optimiser, hyper=hyper, key=KEY)
+    batch = (jnp.ones((4, 3)), jnp.zeros((4, 1)))
+    state, _ = step(state, batch)
+    assert not step.last.find(step, state).is_frozen
+    calls, once = step.last.find(step, state).calls, len(traces)
+    for _ in range(3):
+        state, _ = step(state, batch)
+        assert step.last.find(step, state).calls is calls
+    assert len(traces) == once
+    state.hyper["lr"] = jnp.zeros(MEMBERS)
+    after, _ = step(state, batch)
+    assert_same(after.ensemble, state.ensemble)
