@@ -70,7 +70,7 @@ class _Copier:
                     shown = time.monotonic() if line.update else shown
                     with self._lock:
                         self._write(self._prefix + line.text + b"\n")
-        except BrokenPipeError:  # nobody reads any longer; what is left must not fail once more at the end
+        except BrokenPipeError:  # the reader is gone; Python would flush the rest at exit and fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._target.fileno())
             self._news.put(_Signalled(signal.SIGPIPE))
 

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from .. import _axes
 from ..plan import AbstractPlan
 from ..plan._cost import cost_of
-from ..plan._memory import peak, release_freed
+from ..plan._memory import peak, release_memory
 from ._batch import MemberCall, PredictionInputs, batch_arguments, compiled_batch, predict_batch
 from ._check import budget_message
 
@@ -82,7 +82,7 @@ def measure(
     """
     read = batch_arguments(call, inputs, rows, members=slice(0, members))
     compiled = compiled_batch.lower(plan, *read).compile().compiled
-    release_freed()
+    release_memory()
     with peak() as of_block:
         out = jax.block_until_ready(compiled_batch(plan, *read))
     num_members, analysis = inputs.ensemble.num_members, compiled.memory_analysis()
@@ -92,7 +92,7 @@ def measure(
     result, needs = jax.block_until_ready(predict_rows()), [known, of_block.bytes or 0]
     for _ in range(_REPEATS):
         del result
-        release_freed()
+        release_memory()
         with peak() as of_all:
             result = jax.block_until_ready(predict_rows())
         needs.append(of_all.bytes or 0)

@@ -175,7 +175,7 @@ def _fit_vector(rows: Rows, max_steps: int) -> tuple[Array, Array, Array]:
         loss = lambda params: _loss(_by_vector(logs, *params), rows)
         start = (jnp.ones(logs.shape[-1], logs.dtype), jnp.zeros(logs.shape[-1], logs.dtype))
         (scale, bias), flat = minimise(loss, start, _size(logs, rows), max_steps)
-        return scale, bias, flat & ~_is_separated(_by_vector(logs, scale, bias), rows)
+        return scale, bias, flat & ~_is_separable(_by_vector(logs, scale, bias), rows)
 
     return jax.vmap(of_group)(rows.logs)
 
@@ -202,7 +202,7 @@ def _fit_matrix(rows: Rows, penalties: Float[Array, "2"], max_steps: int) -> tup
         matrix, bias = parameters(scaled)
         # Only parameters without a penalty can diverge.
         free = jnp.where(diagonal | (penalties[0] == 0), matrix, 0), jnp.where(penalties[1] == 0, bias, 0)
-        return matrix, bias, flat & ~_is_separated(_by_matrix(logs, *free), rows)
+        return matrix, bias, flat & ~_is_separable(_by_matrix(logs, *free), rows)
 
     return jax.vmap(of_group)(rows.logs)
 
@@ -222,7 +222,7 @@ def _loss(logs: Float[Array, "rows classes"], rows: Rows) -> Float[Array, ""]:
     return -jnp.sum(rows.share * jnp.take_along_axis(logs, rows.labels[:, None], axis=-1)[:, 0])
 
 
-def _is_separated(logs: Float[Array, "rows classes"], rows: Rows) -> Bool[Array, ""]:
+def _is_separable(logs: Float[Array, "rows classes"], rows: Rows) -> Bool[Array, ""]:
     """Whether every label is the most likely class: the loss then has no minimum."""
     return jnp.all((jnp.argmax(logs, axis=-1).astype(rows.labels.dtype) == rows.labels) | (rows.share == 0))
 

@@ -55,7 +55,7 @@ def peak() -> Iterator[Peak]:
     found.bytes = max(most, _resident() or 0) - start
 
 
-def release_freed() -> None:
+def release_memory() -> None:
     """Returns freed memory to the system, where possible, so that its next use shows in `peak`."""
     import ctypes
     import sys
