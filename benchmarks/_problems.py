@@ -81,6 +81,13 @@ def cross_entropy(model: Any, batch: Any, key: Any) -> jax.Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(x), y))
 
 
+def bfloat16_loss(loss: Callable[[Any, Any, Any], jax.Array], model: Any, batch: Any, key: Any) -> jax.Array:
+    """A loss of outputs computed in bfloat16; weights stay in float32."""
+    x, y = batch
+    model, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16) if eqx.is_inexact_array(a) else a, (model, x))
+    return loss(lambda x: model(x).astype(jnp.float32), (x, y), key)
+
+
 def tiny(*, quick: bool) -> Problem:
     """The tiny MLP: one member leaves the machine idle."""
     generator = np.random.default_rng(1)

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from _by_hand import Train
 from _measure import ABSENT, Contender, Report, Timing, compared, copying, gemm, interleaved, ratio_row, script
-from _problems import Problem, middle, tiny
+from _problems import Problem, bfloat16_loss, middle, tiny
 
 import eqx_ensemble as ee
 
@@ -70,6 +70,10 @@ def _middle(report: Report, *, quick: bool, lengths: Lengths) -> None:
     contenders = _by_us(problem, optimiser, lengths) + _by_others(problem, optimiser, lengths)
     in_turn = _ours.fit(problem, optimiser, epochs=lengths.fast, order="each", plan=ee.plan.Sequential())
     contenders.append(Contender("fit, one after another", in_turn, problem.steps_per_epoch * lengths.fast))
+    in_bfloat16 = dataclasses.replace(problem, loss=ft.partial(bfloat16_loss, problem.loss))
+    if jax.default_backend() != "cpu":
+        fit = _ours.fit(in_bfloat16, optimiser, epochs=lengths.fast, order="each")
+        contenders.append(Contender("fit, bfloat16", fit, problem.steps_per_epoch * lengths.fast))
     for name, fused in (("torch.func", False), ("torch.func, fused Adam", True)):
         make = ft.partial(_peers.torch_func, problem, fused=fused)
         contenders += _peer(report, problem, name, lengths.slow, make)
@@ -100,6 +104,7 @@ def _middle(report: Report, *, quick: bool, lengths: Lengths) -> None:
         ("Python loop of jitted members", "loop of members", "fit, own rows", ""),
         ("make_step", "idiomatic, own rows", "make_step, own rows", ""),
         ("flax.nnx vmap", "nnx.vmap", "fit, own rows", ""),
+        ("float32 beside bfloat16 with float32 weights", "fit, own rows", "fit, bfloat16", ""),
     ]
     report.rows += _answers(problem, times, asked)
 
