@@ -94,9 +94,9 @@ def test_members_in_any_way_an_ensemble_is_indexed(path, ensemble):
 def test_one_member_is_read_without_the_others(path, ensemble, monkeypatch):
     read, rows = Reader._read, []
 
-    def reading(self, entry, first_row, shape, count):
-        rows.append((entry.path, first_row, shape[0]))
-        return read(self, entry, first_row, shape, count)
+    def reading(self, entry, first_row, data, count, digests):
+        rows.append((entry.path, first_row, data.shape[0]))
+        return read(self, entry, first_row, data, count, digests)
 
     monkeypatch.setattr(Reader, "_read", reading)
     ee.load(path, linear, members=[2])

@@ -50,14 +50,21 @@ def sync_last(folder: Path) -> None:
         raise NotSyncedError(error.errno, error.strerror) from error
 
 
-def write_manifest(folder: Path, manifest: bytes) -> None:
-    """Writes the manifest under a temporary name."""
+def write_manifest(folder: Path, manifest: bytes, *, arrays: int | None = None) -> None:
+    """Writes the manifest under a temporary name.
+
+    The open file of arrays is synced first. As the manifest is on its way by then, file systems with a journal commit
+    both at once.
+    """
     check_manifest_size(len(manifest), LIMIT, folder)
     unfinished = folder / UNFINISHED
     with contextlib.suppress(FileNotFoundError):
         _disk.remove(unfinished)
     with new_file(unfinished) as file:
         _disk.write_all(file, manifest)
+        if arrays is not None:
+            _disk.flush(file, 0, len(manifest))
+            _disk.sync(arrays)
         _disk.sync(file)
 
 

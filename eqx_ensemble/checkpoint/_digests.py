@@ -6,22 +6,21 @@ import jax
 import numpy as np
 
 from ._dtypes import raw
+from ._fingerprint import fingerprints
 from ._manifest import Entry
 
 SIZE = 32
 
 
 def digests(leaf: np.ndarray | jax.Array, *, per_member: bool) -> dict[int, bytes]:
-    """The SHA-256 of each member's part of an array, by member; a shared array counts as member 0.
+    """The checksum of each member's part of an array, by member; a shared array counts as member 0.
 
     For an array on several devices or in several processes: the members that this process holds in one piece.
     """
     found = {}
     for first, block in _blocks(leaf, per_member=per_member):
-        data, count = raw(block), block.shape[0] if per_member else 1
-        size = len(data) // max(1, count)
-        for i in range(count):
-            found[first + i] = hashlib.sha256(data[i * size : (i + 1) * size]).digest()
+        count = block.shape[0] if per_member else 1
+        found |= {first + i: digest for i, digest in enumerate(fingerprints(raw(block), count))}
     return found
 
 

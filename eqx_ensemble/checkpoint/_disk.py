@@ -36,6 +36,16 @@ def write(file: int, data: bytes | memoryview) -> int:
     return os.write(file, data)
 
 
+def flush(file: int, start: int, size: int) -> None:
+    """Has the system begin to write a part of an open file to the disk, while the program goes on. Promises nothing.
+
+    Linux does so when it is advised that the part is not needed any more.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(file, start, size, os.POSIX_FADV_DONTNEED)
+
+
 def sync(file: int) -> None:
     """Syncs the content of an open file to the disk."""
     os.fsync(file)

@@ -1,24 +1,49 @@
-import hashlib
 import os
 import threading
 from queue import Empty, SimpleQueue
 from types import TracebackType
+from typing import NamedTuple
+
+from ._fingerprint import fingerprints
 
 _WORTH_A_THREAD = 2**22
-_JOB = 2**20
+_JOB = 2**22
 _MOST_THREADS = 3
 
 
-class Digests:
-    """SHA-256 of pieces of memory, computed in other threads while this one reads or writes.
+class Pending(NamedTuple):
+    """Checksums that are being computed: `found` is complete when `done` has a token for each job."""
 
-    Hashing, reading and writing all release Python's lock. Every digest is complete when the `with` block ends. Small
-    sizes start no threads; the end of the block then computes the digests, as where the system has no more threads.
+    found: list[bytes]
+    num_jobs: int
+    done: SimpleQueue[BaseException | None]
+
+
+class _Job(NamedTuple):
+    data: memoryview
+    first: int
+    count: int
+    of: Pending
+
+    def run(self) -> None:
+        error = None
+        try:
+            self.of.found[self.first : self.first + self.count] = fingerprints(self.data, self.count)
+        except BaseException as failure:
+            error = failure
+        self.of.done.put(error)
+
+
+class Digests:
+    """Checksums of pieces of memory, computed in other threads while this one reads or writes.
+
+    Hashing, reading and writing all release Python's lock. `result` computes what no thread has begun; for small sizes,
+    and where the system has no more threads, that is everything.
     """
 
     def __init__(self, num_bytes: int):
         """**Arguments:** `num_bytes`, the number of bytes that will be hashed."""
-        self._jobs: SimpleQueue[tuple[list[bytes], memoryview, int, range] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         if num_bytes >= _WORTH_A_THREAD:
             for _ in range(min(_MOST_THREADS, max(1, (os.cpu_count() or 1) - 1))):
@@ -35,9 +60,8 @@ class Digests:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            while job := self._jobs.get_nowait():
-                if kind is None:
-                    _hash(*job)
+            while True:
+                self._jobs.get_nowait()
         except Empty:
             pass
         for _ in self._threads:
@@ -45,20 +69,32 @@ class Digests:
         for thread in self._threads:
             thread.join()
 
-    def add(self, data: memoryview, count: int) -> list[bytes]:
-        """The digests of `count` equal pieces of `data`: a list that is complete when the block ends."""
-        found = [b""] * count
+    def add(self, data: memoryview, count: int) -> Pending:
+        """Begins the checksums of `count` equal pieces of `data`, which must not change until `result` returns."""
         size = len(data) // max(1, count)
         step = max(1, _JOB // max(1, size))
-        for start in range(0, count, step):
-            self._jobs.put((found, data, size, range(start, min(start + step, count))))
-        return found
+        starts = range(0, count, step)
+        pending = Pending([b""] * count, len(starts), SimpleQueue())
+        for start in starts:
+            pieces = min(step, count - start)
+            self._jobs.put(_Job(data[start * size : (start + pieces) * size], start, pieces, pending))
+        return pending
+
+    def result(self, pending: Pending) -> list[bytes]:
+        """The checksums, once they are complete. This thread helps to compute them."""
+        for _ in range(pending.num_jobs):
+            while pending.done.empty():
+                try:
+                    job = self._jobs.get_nowait()
+                except Empty:
+                    break
+                if job is not None:
+                    job.run()
+            error = pending.done.get()
+            if error is not None:
+                raise error
+        return pending.found
 
     def _work(self) -> None:
         while job := self._jobs.get():
-            _hash(*job)
-
-
-def _hash(found: list[bytes], data: memoryview, size: int, pieces: range) -> None:
-    for i in pieces:
-        found[i] = hashlib.sha256(data[i * size : (i + 1) * size]).digest()
+            job.run()

@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib.metadata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -166,7 +166,9 @@ class OrbaxReader:
     def __exit__(self, *_: Any) -> None:
         pass
 
-    def arrays(self, wanted: Sequence[Wanted], rows: Sequence[int] | None = None) -> Iterator[np.ndarray | jax.Array]:
+    def arrays(
+        self, wanted: Sequence[Wanted], rows: Sequence[int] | None = None
+    ) -> Generator[np.ndarray | jax.Array, None, None]:
         """The arrays of leaves, verified, with the sharding that is wanted; of those with members, `rows` only.
 
         All processes must ask for the same leaves. If one of them finds damage, all raise.

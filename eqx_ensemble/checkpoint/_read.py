@@ -1,5 +1,5 @@
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -10,15 +10,15 @@ import numpy as np
 from ._arrays_file import ArraysFile
 from ._damage import corrupt_error
 from ._decode import decode
-from ._dtypes import DTYPES, raw
-from ._hashing import Digests
+from ._dtypes import DTYPES, empty, raw
+from ._hashing import Digests, Pending
 from ._layout import DIGEST, file_layout
 from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest
 from ._path import open_file
 
 MISMATCH = "the checksum does not match"
 
-_PART = 2**20
+_PART = 2**22
 
 
 class Wanted(NamedTuple):
@@ -28,10 +28,20 @@ class Wanted(NamedTuple):
     sharding: jax.sharding.Sharding | None
 
 
+class _Unverified(NamedTuple):
+    """An array whose checksums are being computed, with those that it should have, and the members that they are of."""
+
+    entry: Entry
+    data: np.ndarray
+    checksums: list[str]
+    members: Sequence[int | None]
+    pending: list[Pending]
+
+
 class Reader:
     """A checkpoint open for reading. The checksums of numbers are verified as they are read.
 
-    Memory is taken for one array at a time, which the size of the file bounds.
+    Memory is taken for the next array only, which the size of the file bounds.
     """
 
     def __init__(self, path: Path, manifest: Manifest):
@@ -45,60 +55,67 @@ class Reader:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
 
-    def arrays(self, wanted: Sequence[Wanted], rows: Sequence[int] | None = None) -> Iterator[np.ndarray]:
-        """The arrays of leaves, verified, one at a time; of those with members, `rows` only."""
-        for entry, _ in wanted:
-            yield self._read_shared(entry) if entry.kind == "shared" else self._read_members(entry, rows)
+    def arrays(self, wanted: Sequence[Wanted], rows: Sequence[int] | None = None) -> Generator[np.ndarray, None, None]:
+        """The arrays of leaves, verified, one at a time; of those with members, `rows` only.
 
-    def _read_shared(self, entry: Entry) -> np.ndarray:
-        data, (digest,) = self._read(entry, 0, entry.shape, 1)
-        if digest.hex() != entry.checksum:
-            raise corrupt_error(self._path, MISMATCH, leaf=entry.path)
-        return data
+        The next array is read while the checksums of the one before are computed.
+        """
+        with Digests(sum(self._layout.spans[entry.tensor].size for entry, _ in wanted)) as digests:
+            before = None
+            for entry, _ in wanted:
+                current = self._array(entry, rows, digests)
+                if before is not None:
+                    yield self._verify(before, digests)
+                before = current
+            if before is not None:
+                yield self._verify(before, digests)
 
-    def _read_members(self, entry: Entry, rows: Sequence[int] | None) -> np.ndarray:
-        digests = self._digests(entry)
+    def _array(self, entry: Entry, rows: Sequence[int] | None, digests: Digests) -> _Unverified:
+        if entry.kind == "shared":
+            data = empty(entry.shape, DTYPES[entry.dtype])
+            return _Unverified(entry, data, [entry.checksum], [None], self._read(entry, 0, data, 1, digests))
+        table = self._table(entry)
         count, *inner = entry.shape
+        data = empty((count if rows is None else len(rows), *inner), DTYPES[entry.dtype])
+        numbers = range(count) if rows is None else rows
+        pending = []
         if rows is None:
-            data, found = self._read(entry, 0, entry.shape, count)
-            self._check_members(entry, found, digests, range(count))
-            return data
-        data = np.empty((len(rows), *inner), DTYPES[entry.dtype])
-        for i, row in enumerate(rows):
-            one, found = self._read(entry, row, (1, *inner), 1)
-            self._check_members(entry, found, digests, [row])
-            data[i] = one[0]
-        return data
+            pending = self._read(entry, 0, data, count, digests)
+        else:
+            for i, row in enumerate(rows):
+                pending += self._read(entry, row, data[i : i + 1], 1, digests)
+        return _Unverified(entry, data, [table[DIGEST * i : DIGEST * (i + 1)].hex() for i in numbers], numbers, pending)
 
-    def _check_members(self, entry: Entry, found: Sequence[bytes], digests: bytes, rows: Sequence[int]) -> None:
-        for digest, row in zip(found, rows, strict=True):
-            if digest != digests[row * DIGEST : (row + 1) * DIGEST]:
-                raise corrupt_error(self._path, MISMATCH, leaf=entry.path, member=row)
-
-    def _digests(self, entry: Entry) -> bytes:
-        start = self._layout.spans[TABLE].start + self._layout.rows[entry.tensor] * DIGEST
-        digests = self._file.read(start, entry.shape[0] * DIGEST)
-        if hashlib.sha256(digests).hexdigest() != entry.checksum:
-            raise corrupt_error(self._path, "the checksums of its members have changed", leaf=entry.path)
-        return digests
-
-    def _read(self, entry: Entry, first_row: int, shape: Sequence[int], count: int) -> tuple[np.ndarray, list[bytes]]:
-        """Numbers as they are in the file, and the SHA-256 of each of `count` equal pieces of them."""
-        data = np.empty(shape, DTYPES[entry.dtype])
-        view = raw(data)
-        start = self._layout.spans[entry.tensor].start + first_row * len(view)
-        size = len(view) // count
-        step = max(1, _PART // max(1, size))
-        found = []
-        with Digests(len(view) if count > step else 0) as digests:
-            for first in range(0, count, step):
-                pieces = min(step, count - first)
-                part = view[first * size : (first + pieces) * size]
-                self._file.fill(part, start + first * size, entry.path)
-                found.append(digests.add(part, pieces))
+    def _verify(self, unverified: _Unverified, digests: Digests) -> np.ndarray:
+        entry, data, checksums, members, pending = unverified
+        found = [digest.hex() for each in pending for digest in digests.result(each)]
+        for digest, checksum, member in zip(found, checksums, members, strict=True):
+            if digest != checksum:
+                raise corrupt_error(self._path, MISMATCH, leaf=entry.path, member=member)
         if entry.dtype == "bool" and (data.view(np.uint8) > 1).any():  # NumPy would calculate with such a byte
             raise corrupt_error(self._path, "a boolean is neither true nor false", leaf=entry.path)
-        return data, [digest for part in found for digest in part]
+        return data
+
+    def _table(self, entry: Entry) -> bytes:
+        start = self._layout.spans[TABLE].start + self._layout.rows[entry.tensor] * DIGEST
+        table = self._file.read(start, entry.shape[0] * DIGEST)
+        if hashlib.sha256(table).hexdigest() != entry.checksum:
+            raise corrupt_error(self._path, "the checksums of its members have changed", leaf=entry.path)
+        return table
+
+    def _read(self, entry: Entry, first_row: int, data: np.ndarray, count: int, digests: Digests) -> list[Pending]:
+        """Fills an array with numbers as they are in the file, and begins the checksums of `count` equal pieces."""
+        view = raw(data)
+        size = len(view) // max(1, count)
+        start = self._layout.spans[entry.tensor].start + first_row * size
+        step = max(1, _PART // max(1, size))
+        pending = []
+        for first in range(0, count, step):
+            pieces = min(step, count - first)
+            part = view[first * size : (first + pieces) * size]
+            self._file.fill(part, start + first * size, entry.path)
+            pending.append(digests.add(part, pieces))
+        return pending
 
 
 def read_manifest(path: Any) -> Manifest:

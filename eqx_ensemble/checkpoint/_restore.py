@@ -1,3 +1,4 @@
+import contextlib
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -46,8 +47,9 @@ def restore(
         if is_array_like(leaf):
             _check_like(entries[path], leaf)
             wanted.setdefault(_identity(entries[path], leaf), (entries[path], leaf))
-    arrays = reader.arrays([Wanted(entry, _sharding(entry, leaf, rows)) for entry, leaf in wanted.values()], rows)
-    done = {which: _leaf(next(arrays), entry, leaf) for which, (entry, leaf) in wanted.items()}
+    asked = [Wanted(entry, _sharding(entry, leaf, rows)) for entry, leaf in wanted.values()]
+    with contextlib.closing(reader.arrays(asked, rows)) as arrays:
+        done = {which: _leaf(next(arrays), entry, leaf) for which, (entry, leaf) in wanted.items()}
     numbers = {number.path: number.value for number in manifest.numbers}
     restored = []
     for path, leaf in leaves:
@@ -90,7 +92,7 @@ def _leaf(data: np.ndarray | jax.Array, entry: Entry, like: Any) -> Any:
         return data[()]
     if isinstance(like, np.ndarray):
         return data
-    return _put_like(jnp.asarray(data), like)
+    return _put_like(jax.device_put(data), like)  # without a copy where `data` is aligned: nothing else has it
 
 
 def _native(dtype: Any) -> Any:

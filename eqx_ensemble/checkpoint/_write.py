@@ -28,6 +28,8 @@ from ._path import is_on_disk
 from ._snapshot import Snapshot
 
 _CHUNK = 2**20
+_FLUSHED = 2**23
+_PAGE = 2**16
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EACCES}
 
 
@@ -161,19 +163,19 @@ def _write_files(folder: Path, number: int, content: Snapshot, plan: FileLayout)
     name = f"arrays-{number:04d}.safetensors"
     with new_file(folder / name) as file:
         checksums = _write_arrays(file, content, plan)
-        _disk.sync(file)
-    entries = tuple(entry._replace(checksum=checksums[entry.tensor]) for entry in content.manifest.entries)
-    write_manifest(folder, encode(content.manifest._replace(file=name, entries=entries)))
+        entries = tuple(entry._replace(checksum=checksums[entry.tensor]) for entry in content.manifest.entries)
+        write_manifest(folder, encode(content.manifest._replace(file=name, entries=entries)), arrays=file)
 
 
 def _write_arrays(file: int, content: Snapshot, plan: FileLayout) -> dict[str, str]:
     """Writes header, tensors and the table of checksums, in large pieces. Returns each tensor's checksum."""
     with Digests(plan.size) as digests:
-        found = {}
+        pending = {}
         for entry in plan.order:
             pieces = entry.shape[0] if entry.kind == "members" else 1
-            found[entry.tensor] = digests.add(raw(content.arrays[entry.tensor]), pieces)
+            pending[entry.tensor] = digests.add(raw(content.arrays[entry.tensor]), pieces)
         rest = _write_tensors(file, content, plan)
+        found = {tensor: digests.result(each) for tensor, each in pending.items()}
     table, checksums = bytearray(), {}
     for entry in plan.order:
         joined = b"".join(found[entry.tensor])
@@ -187,14 +189,25 @@ def _write_arrays(file: int, content: Snapshot, plan: FileLayout) -> dict[str, s
 
 def _write_tensors(file: int, content: Snapshot, plan: FileLayout) -> bytearray:
     """Writes header and tensors; returns the rest, to be written with what follows."""
-    pending = bytearray(plan.header)
+    pending, end = bytearray(plan.header), 0
     for entry in plan.order:
         data = raw(content.arrays[entry.tensor])
         if len(data) < _CHUNK:
             pending += data
             data = memoryview(b"")
         if data or len(pending) >= _CHUNK:
-            _disk.write_all(file, memoryview(pending))
-            _disk.write_all(file, data)
+            end = _write_and_flush(file, memoryview(pending), end)
+            end = _write_and_flush(file, data, end)
             pending = bytearray()
     return pending
+
+
+def _write_and_flush(file: int, data: memoryview, start: int) -> int:
+    """Writes from `start` on, and has the system write full pages to the disk meanwhile; returns the end."""
+    for first in range(0, len(data), _FLUSHED):
+        part = data[first : first + _FLUSHED]
+        _disk.write_all(file, part)
+        begin, end = (start + first) // _PAGE * _PAGE, (start + first + len(part)) // _PAGE * _PAGE
+        if end > begin:
+            _disk.flush(file, begin, end - begin)
+    return start + len(data)

@@ -1,4 +1,4 @@
-"""Checksums computed in other threads are those of hashlib, whatever becomes of the threads."""
+"""Checksums computed in other threads are those computed in one, whatever becomes of the threads."""
 
 import hashlib
 import subprocess
@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.checkpoint import _hashing
+from eqx_ensemble.checkpoint._fingerprint import fingerprints
 from eqx_ensemble.checkpoint._hashing import Digests
 
 DATA = np.random.default_rng(0).bytes(6 * 2**20)
 
 
 def pieces(data, count):
-    size = len(data) // count
-    return [hashlib.sha256(data[i * size : (i + 1) * size]).digest() for i in range(count)]
+    return fingerprints(memoryview(data), count)
 
 
 def digests_of(num_bytes, counts):
     with Digests(num_bytes) as digests:
-        return [digests.add(memoryview(DATA), count) for count in counts]
+        return [digests.result(each) for each in [digests.add(memoryview(DATA), count) for count in counts]]
 
 
 @pytest.mark.parametrize("num_bytes", [0, len(DATA)], ids=["no threads", "threads"])
@@ -34,7 +35,7 @@ def test_digests(num_bytes):
 
 def test_of_nothing():
     with Digests(0) as digests:
-        found = digests.add(memoryview(b""), 3)
+        found = digests.result(digests.add(memoryview(b""), 3))
     assert found == [hashlib.sha256().digest()] * 3
 
 
@@ -61,6 +62,27 @@ def test_where_no_thread_starts(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert digests_of(len(DATA), [6]) == [pieces(DATA, 6)]
+
+
+@pytest.mark.parametrize("num_bytes", [0, len(DATA)], ids=["no threads", "threads"])
+def test_an_error_of_a_thread_is_raised(monkeypatch, num_bytes):
+    def fail(data, count):
+        raise MemoryError("no memory for it")
+
+    monkeypatch.setattr(_hashing, "fingerprints", fail)
+    before = threading.active_count()
+    with pytest.raises(MemoryError, match="no memory for it"), Digests(num_bytes) as digests:
+        digests.result(digests.add(memoryview(DATA), 6))
+    assert threading.active_count() == before
+
+
+def test_results_in_any_order_while_others_are_added():
+    with Digests(len(DATA)) as digests:
+        first = [digests.add(memoryview(DATA), count) for count in (1, 512)]
+        assert digests.result(first[1]) == pieces(DATA, 512)
+        later = digests.add(memoryview(DATA), 7)
+        assert digests.result(first[0]) == pieces(DATA, 1)
+        assert digests.result(later) == pieces(DATA, 7)
 
 
 def test_an_error_ends_the_threads():

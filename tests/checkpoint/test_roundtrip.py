@@ -221,3 +221,20 @@ trees = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.
 @given(tree=trees)
 def test_any_tree(tree, tmp_path):
     assert_same(roundtrip(tree, tmp_path / "x"), tree)
+
+
+def test_loaded_arrays_may_be_donated(tmp_path):
+    """They use the memory that was read into; whoever overwrites it has it alone."""
+    tree = {"a": np.arange(2**18, dtype=np.float32), "b": jnp.arange(2**18, dtype=jnp.float32)}
+    tree["c"] = tree["b"]
+    ee.save(tmp_path / "x", tree)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    first, second = ee.load(tmp_path / "x", like), ee.load(tmp_path / "x", like)
+    view = np.asarray(first["b"])
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    np.testing.assert_array_equal(add(first["a"]), tree["a"] + 1)
+    np.testing.assert_array_equal(view, tree["a"])
+    for leaf in (first["b"], first["c"], *second.values()):
+        np.testing.assert_array_equal(leaf, tree["a"])
+        assert not leaf.committed
+        assert not leaf.weak_type
