@@ -7,8 +7,8 @@ $m(a) = (a \oplus \lfloor a / 2^{29} \rfloor) \cdot M \bmod 2^{64}$ with an odd 
 
 $m$ is a bijection, so that $a_j$ is one of $a_{j-1}$ for a given $w_j$ and of $w_j$ for a given $a_{j-1}$: a change of
 a single word always changes its column. Hence every flipped bit, and every burst of up to 32 KiB less 8 bytes, is
-detected unless SHA-256 collides. Several changes in a column, such as swapped blocks, cancel with a probability of about
-$2^{-64}$, in every column that they touch. This detects damage; it is no protection against forgery.
+detected unless SHA-256 collides. Several changes in a column, such as swapped blocks, cancel with a probability of
+about $2^{-64}$, in every column that they touch. This detects damage; it is no protection against forgery.
 """
 
 import hashlib

@@ -80,9 +80,9 @@ def test_results_in_any_order_while_others_are_added():
     with Digests(len(DATA)) as digests:
         first = [digests.add(memoryview(DATA), count) for count in (1, 512)]
         assert digests.result(first[1]) == pieces(DATA, 512)
-        later = digests.add(memoryview(DATA), 7)
+        later = digests.add(memoryview(DATA), 8)
         assert digests.result(first[0]) == pieces(DATA, 1)
-        assert digests.result(later) == pieces(DATA, 7)
+        assert digests.result(later) == pieces(DATA, 8)
 
 
 def test_an_error_ends_the_threads():
