@@ -66,7 +66,7 @@ def _rows(question: str, times: dict[str, Timing]) -> list[Row]:
     for equinox in [times[name] for name in (PLAIN, SYNCED) if name in times]:
         rows.append(compared(question, ours, equinox))
         faster = min([equinox] + [orbax] * (orbax is not None), key=lambda timing: np.median(timing.wall))
-        rows.append(compared(f"{question}, the faster of orbax and {equinox.name}", ours, faster, target="<= 1.2"))
+        rows.append(compared(f"{question}, the faster of orbax and {equinox.name}", ours, faster, target="<= 1.0"))
     return rows
 
 

@@ -10,7 +10,7 @@ LIMIT = 16 * 2**20
 """The most bytes that a manifest may have: they become at most some 400 MB of Python objects."""
 
 TABLE = "<checksums>"
-"""The tensor with the SHA-256 of every member's part of every leaf: `(leaves with members * members, 32)`, bytes."""
+"""The tensor with the checksum of every member's part of every leaf: `(leaves with members * members, 32)`, bytes."""
 
 SEAL = b'{"sha256": "%s",\n"manifest": '
 _START = re.compile(re.escape(SEAL).replace(b"%s", b"[0-9a-f]{64}"))
