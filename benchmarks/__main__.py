@@ -25,6 +25,7 @@ SCRIPTS = (
     "scaling",
     "vmap_or_loop",
     "imports",
+    "building",
 )
 RELIABILITY = tuple(f"reliability/{name}" for name in ("kills", "flips", "disks", "hostile", "saving"))
 KNOWN = SCRIPTS + RELIABILITY

@@ -22,6 +22,7 @@ from ..sharding._constrain import constrain_member
 from ..sharding._layout import Layout, as_layout
 from ..sharding._shard import replicate, shard_members
 from ..tree._hidden import check_no_tracers
+from ._by_member import can_draw_by_member, draw_by_member, restore_keys
 from ._check import check_arguments, check_count, check_keys, check_make, check_no_key, check_signature, explain_make
 from ._check_equal import warn_of_equal_members
 
@@ -165,7 +166,14 @@ def _is_stateful(made: Any) -> bool:
 
 
 def _vmap_make(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array]) -> Any:
-    return eqx.filter_vmap(lambda key, arguments: make(key, **arguments))(keys, arguments)
+    make_all = eqx.filter_vmap(lambda key, arguments: make(key, **arguments))
+    if can_draw_by_member(keys):
+        own = draw_by_member(keys)
+        try:
+            return restore_keys(make_all(own, arguments), own)
+        except Exception:  # mixes other keys with its own, or is wrong anyway, which shows below
+            pass
+    return make_all(keys, arguments)
 
 
 def _make_on_mesh(
