@@ -21,6 +21,7 @@ from _problems import Problem, cnn, middle, tiny
 
 import eqx_ensemble as ee
 from eqx_ensemble.sharding._collectives import in_text
+from eqx_ensemble.train.compiled._chunk import undonated_chunk
 from eqx_ensemble.train.data import _arrays
 from eqx_ensemble.train.data._rows import row_order
 
@@ -264,7 +265,7 @@ def _texts_of_chunks() -> Iterator[list[str]]:
 
     def noted(read: Any, carry: Any) -> Any:
         if not texts:
-            texts.append(compiled.lower(read, carry).compile().compiled.as_text())
+            texts.append(undonated_chunk.lower(read, carry).compile().compiled.as_text())
         return compiled(read, carry)
 
     _arrays.compiled_chunk = noted

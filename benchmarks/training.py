@@ -34,6 +34,7 @@ def measure(quick: bool) -> Report:
     _tiny(report, quick=quick, lengths=Lengths(2, 1, 1, 3) if quick else Lengths(48, 12, 1, 9))
     _middle(report, quick=quick, lengths=Lengths(1, 1, 1, 3) if quick else Lengths(6, 6, 3, 9))
     _full_batch(report, quick=quick)
+    _short(report, quick=quick)
     return report
 
 
@@ -121,6 +122,24 @@ def _full_batch(report: Report, *, quick: bool) -> None:
     asked = [
         ("fit against a scan by hand", "fit, own rows", "scan by hand, own rows", "<= 1.03"),
         ("the same, one batch for all", "fit, shared rows", "scan by hand, shared rows", "<= 1.03"),
+    ]
+    report.rows += _answers(problem, times, asked)
+
+
+def _short(report: Report, *, quick: bool) -> None:
+    """A fit of 256 steps: this shows the fixed cost of a call."""
+    few = tiny(quick=quick)
+    problem = few if quick else dataclasses.replace(few, x=few.x[:1024], y=few.y[:1024])
+    problem = dataclasses.replace(problem, name="short")
+    optimiser = optax.adam(problem.learning_rate)
+    lengths = Lengths(2, 1, 1, 3) if quick else Lengths(8, 1, 1, 15)
+    contenders = [*_by_us(problem, optimiser, lengths)[:3], *_by_others(problem, optimiser, lengths)[:2]]
+    times = _named(problem, interleaved(contenders, rounds=lengths.rounds))
+    report.timings += times.values()
+    asked = [
+        ("fit against a scan by hand", "fit, own rows", "scan by hand, own rows", "<= 1.05"),
+        ("the same, one batch for all", "fit, shared rows", "scan by hand, shared rows", "<= 1.05"),
+        ("the same, rows given", "fit, rows given", "scan by hand, own rows", ""),
     ]
     report.rows += _answers(problem, times, asked)
 

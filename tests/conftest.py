@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import signal
+import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -48,6 +49,14 @@ def pytest_runtest_teardown():
         if mappings.read_bytes().count(b"\n") > _MOST_MAPPINGS:
             jax.clear_caches()
             gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def forget_paces():
+    """Every run begins with short chunks, whichever ran before."""
+    pacing = sys.modules.get("eqx_ensemble.train.host._pacing")
+    if pacing is not None:
+        pacing._known.clear()
 
 
 @pytest.fixture

@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from .._check import is_traced
 from .._jaxpr import has_callbacks
 from ._state import TrainState
-
-_ARRAYS = (jax.Array, np.ndarray)
+from .compiled._flat import ARRAYS, as_constant
 
 
 class FlatState(NamedTuple):
@@ -86,7 +84,7 @@ def _partition(state: TrainState) -> tuple[list[Any], list[Any], Any]:
     leaves, treedef = jax.tree.flatten(state)
     arrays, constants = [], []
     for leaf in leaves:
-        (arrays if isinstance(leaf, _ARRAYS) else constants).append(leaf)
+        (arrays if isinstance(leaf, ARRAYS) else constants).append(leaf)
     return arrays, constants, treedef
 
 
@@ -108,7 +106,7 @@ def call_flat(
     """The new state and the metrics of `fn(step, state, batch)`; `None` if that cannot be a call of flat lists."""
     flat = last.find(step, state) or flatten_state(state)
     own, treedef = jax.tree.flatten(batch)
-    if not all(isinstance(x, _ARRAYS) for x in own):
+    if not all(isinstance(x, ARRAYS) for x in own):
         return None
     key = (treedef, *((x.shape, x.dtype) for x in own))
     if key not in flat.calls:
@@ -129,28 +127,16 @@ def _compile(
     """The compiled step; `None` if it calls Python: what that raises is explained by `equinox.filter_jit`."""
     leaves, structure = jax.tree.flatten(state)
     settings, step_treedef = jax.tree.flatten(step)
-    others = tuple(None if isinstance(x, _ARRAYS) else _Constant(type(x), _text(x), x) for x in leaves)
-    if settings or is_traced(state.step) or not all(isinstance(x, _ARRAYS) for x in jax.tree.leaves(state.moving)):
+    others = tuple(map(as_constant, leaves))
+    if settings or is_traced(state.step) or not all(isinstance(x, ARRAYS) for x in jax.tree.leaves(state.moving)):
         return None
     try:
         hash((structure, others))
     except TypeError:  # of a field or a constant
         return None
     call = _jit(fn, step_treedef, structure, others, treedef)
-    traced = call.trace([x for x in leaves if isinstance(x, _ARRAYS)], batch)
+    traced = call.trace([x for x in leaves if isinstance(x, ARRAYS)], batch)
     return None if has_callbacks(traced.jaxpr.jaxpr) else call
-
-
-class _Constant(NamedTuple):
-    """A leaf that is no array. Equal numbers of different types, or of different signs of zero, are different ones."""
-
-    kind: type
-    text: str
-    value: Any
-
-
-def _text(value: Any) -> str:
-    return repr(value) if isinstance(value, float | complex) else ""
 
 
 @ft.lru_cache(maxsize=64)

@@ -452,6 +452,7 @@ class TestOptions:
         fitted(ensemble, steps=300, checkpoint=Checkpoints(tmp_path / "a", last=99))
         assert Checkpoints(tmp_path / "a").steps == [300]
         monkeypatch.setattr(resume_module, "_SECONDS_BETWEEN", 0.0)
+        monkeypatch.setattr("eqx_ensemble.train.host._pacing._SECONDS_PER_CHUNK", 0.0)  # whose end is a checkpoint
         fitted(ensemble, steps=300, checkpoint=Checkpoints(tmp_path / "b", last=99))
         assert len(Checkpoints(tmp_path / "b").steps) > 1
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ._carry import Carry, Inputs
 from ._check import check_same_outputs
+from ._flat import FlatFunction
 from ._health import revert_diverged
 from ._limits import stop_at_limits
 from ._program import Program
@@ -82,9 +83,9 @@ def run_validation(read: tuple[Program, Inputs, Int[Array, ""]], carry: Carry) -
     return program.constrain(carry), scores
 
 
-compiled_chunk = eqx.filter_jit(run_chunk, donate="all-except-first")
+compiled_chunk = FlatFunction(run_chunk, donate=True)
 # For programs that may raise while they run: the carry before the call is then the only one.
 undonated_chunk = eqx.filter_jit(run_chunk)
 # A single step needs the old carry until the new one is checked: donating it would save nothing.
-compiled_batch = eqx.filter_jit(run_batch)
-compiled_validation = eqx.filter_jit(run_validation)
+compiled_batch = FlatFunction(run_batch, donate=False)
+compiled_validation = FlatFunction(run_validation, donate=False)

@@ -1,5 +1,6 @@
 import dataclasses
 import functools as ft
+from collections.abc import Hashable
 from typing import Any
 
 import equinox as eqx
@@ -10,6 +11,7 @@ from ...plan import AbstractPlan, Vmap
 from ...plan._cost import Cost, cost_of
 from ...plan._pilot import Pilot
 from ..compiled._carry import Carry, Inputs
+from ..compiled._flat import key_of
 from ..compiled._program import Program
 from ..data._source import AbstractWork
 from ._active import ActiveMembers
@@ -27,6 +29,11 @@ class Executor:
         if self._program.plan is not self._pilot.plan:
             self._program = dataclasses.replace(self._program, plan=self._pilot.plan)
         return self._program
+
+    @property
+    def key(self) -> Hashable:
+        """What the present program depends on; `None` if it cannot be hashed."""
+        return key_of(self.program, self._members.inputs, self._members.carry)
 
     def call(self, work: AbstractWork) -> tuple[Carry, PyTree]:
         """Runs the work: the carry after it, and its results, which the device may still be computing."""

@@ -43,6 +43,7 @@ def run(source: AbstractSource, host: Host, length: Length, cursor: Cursor) -> N
     members.begin()
     source.start(_setting(host, length, cursor))
     recording.start(source.num_steps, record.steps - length.begun)
+    pacing.recall(executor.key)
     while not host.should_stop() and (work := source.next(pacing.steps, members.slots)) is not None:
         if isinstance(work, EpochEnd):
             validate(executor.program, members, recording, Occasion.EPOCH_END)

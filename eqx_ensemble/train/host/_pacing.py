@@ -1,5 +1,7 @@
 import math
+from collections.abc import Hashable
 
+import jax
 import numpy as np
 
 from ...distributed import broadcast_from_first
@@ -8,6 +10,8 @@ from ...plan._pilot import Pilot
 _SECONDS_PER_CHUNK = 1.0
 _SECONDS_PER_TRIAL = 0.1
 _FIRST_STEPS = 32
+_MOST_KNOWN = 256
+_known: dict[Hashable, float] = {}  # seconds per step of earlier runs, by their programs
 
 
 class Pacing:
@@ -26,6 +30,16 @@ class Pacing:
         self._seconds_per_step = 0.0
         self._speedup = 1.0
         self._before: tuple[int, float] | None = None
+        self._key: Hashable = None
+
+    def recall(self, key: Hashable) -> None:
+        """Begins at the pace of an earlier run of the same program, if there was one: its chunks need not grow."""
+        if self._pilot.watching or jax.process_count() > 1:
+            return
+        self._key, seconds = key, _known.get(key)
+        if seconds is not None:
+            self._is_fresh, self._seconds_per_step = False, seconds
+            self.steps = max(int(_SECONDS_PER_CHUNK / max(seconds, 1e-6)), 1)
 
     def measure(self, steps: int, seconds: float, *, width: int, steps_left: int | None) -> None:
         """Learns from the time that steps of `width` members took; a new program's first time is the compiler's."""
@@ -35,12 +49,20 @@ class Pacing:
         else:
             self._seconds_per_step = seconds / steps
             self._measure_width(width)
+            self._remember()
         left = None if steps_left is None else steps_left * self._seconds_per_step
         self._is_fresh = self._pilot.note(steps, seconds, seconds_left=left)
         if not first:
             wanted = _SECONDS_PER_TRIAL if self._pilot.watching else _SECONDS_PER_CHUNK
             wanted /= max(self._seconds_per_step, 1e-6)
             self.steps = int(np.clip(wanted, 1, 4 * self.steps))
+
+    def _remember(self) -> None:
+        if self._key is not None:
+            _known.pop(self._key, None)
+            _known[self._key] = self._seconds_per_step
+            if len(_known) > _MOST_KNOWN:
+                del _known[next(iter(_known))]
 
     def _measure_width(self, width: int) -> None:
         """Learns from the first step times after a change how time depends on the number of members."""
@@ -64,7 +86,7 @@ class Pacing:
 
     def restart(self) -> None:
         """Prepares for another program: the next call compiles, and the plan stays as it is."""
-        self._is_fresh = True
+        self._is_fresh, self._key = True, None
         self._pilot.settle()
 
     def halve(self, steps: int) -> int:

@@ -149,7 +149,9 @@ class Recording:
         self.record.add_scores(slots.expand(np.asarray(scores)[None])[0], of_all=of_all)
 
     def report(self, steps: int, members: ActiveMembers) -> None:
-        """Moves the progress line on by `steps`."""
+        """Moves the progress line on by `steps`, if it is shown."""
+        if self._line.disable:
+            return
         selection, status = members.carry.selection, members.status
         losses, scores = self.record.latest("min" if selection is None else selection.mode)
         shown = {"loss": f"{_mean(losses):.4g}"}

@@ -1,0 +1,155 @@
+"""Compiled calls of flat lists return what `equinox.filter_jit` returns, and keep nothing."""
+
+import functools as ft
+import gc
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+from eqx_ensemble.train.compiled import _flat
+from eqx_ensemble.train.compiled._flat import FlatFunction
+from eqx_ensemble.train.host._executor import Executor
+
+from ..factories import assert_same
+
+KEY = jax.random.key(0)
+MEMBERS = 4
+RNG = np.random.default_rng(0)
+X, Y = RNG.standard_normal((40, 3), np.float32), RNG.standard_normal((40, 1), np.float32)
+BATCHES = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 40, 8)]
+ENSEMBLE = ee.build(lambda key: eqx.nn.MLP(3, 1, 4, 1, key=key), MEMBERS, key=KEY)
+
+
+def mse(model, batch, key):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+def noisy(model, batch, key):
+    value = mse(model, batch, key) + 0.1 * jax.random.normal(key)
+    return value, {"drawn": jax.random.bits(key)}
+
+
+def with_hyper(model, batch, key, hyper):
+    return hyper["weight"] * mse(model, batch, key) + jnp.where(hyper["weight"] > 3, jnp.nan, 0.0)
+
+
+def printing(model, batch, key):
+    jax.debug.callback(lambda: None)
+    return mse(model, batch, key)
+
+
+HYPER = {"weight": np.arange(1, 5, dtype=np.float32)}
+CASES = {
+    "plain": (mse, {}),
+    "uneven batches": (mse, {"batch_size": 7}),
+    "shared": (noisy, {"order": "shared", "has_aux": True}),
+    "validation": (mse, {"validation": (X[:6], Y[:6]), "patience": 1, "epochs": 6}),
+    "hyper": (with_hyper, {"hyper": HYPER}),
+    "limits": (mse, {"max_steps": [1, 2, 3, 100]}),
+    "revive": (with_hyper, {"hyper": HYPER, "on_diverge": ee.train.Revive(perturb=None)}),
+    "callbacks": (printing, {}),
+    "one after another": (mse, {"plan": ee.plan.Sequential()}),
+    "batches": (noisy, {"has_aux": True, "data": BATCHES}),
+    "batches, validation": (mse, {"data": BATCHES, "validation": (X[:6], Y[:6]), "patience": 1, "epochs": 6}),
+}
+
+
+def fitted(kind):
+    loss, options = CASES[kind]
+    options = {"epochs": 3, "data": (X, Y), "optimiser": optax.adam(0.1), "key": KEY} | options
+    if isinstance(options["data"], tuple):
+        options = {"batch_size": 8} | options
+    run = ee.fit(ENSEMBLE, loss, **options)
+    return {name: value for name, value in vars(run).items() if name not in ("seconds", "plan")}
+
+
+@pytest.mark.filterwarnings("ignore:.*diverged:UserWarning")
+@pytest.mark.parametrize("kind", CASES)
+def test_it_is_filter_jit(kind, monkeypatch):
+    run = fitted(kind)
+    calls = []
+
+    def plain(self, read, carry):
+        calls.append(1)
+        return self._filter_jit(read, carry)
+
+    monkeypatch.setattr(FlatFunction, "__call__", plain)
+    expected = fitted(kind)
+    assert calls or kind == "callbacks"  # whose chunks are never donated
+    assert_same(*(eqx.filter(tree, eqx.is_array_like) for tree in (run, expected)))
+
+
+class Numbers(eqx.Module):
+    x: jax.Array
+    other: object = None
+
+
+def doubled(read, carry):
+    program, inputs, batch = read
+    return Numbers(carry.x * inputs.x + batch, carry.other), carry.x + len(repr(program.other))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_constants_and_shapes_have_their_own_programs(donate):
+    fn = FlatFunction(doubled, donate=donate)
+    inputs = Numbers(jnp.float32(2))
+    for other in (1, 1.0, True, -0.0, 0.0, 2):
+        for shape in ((), (2,)):
+            program, batch = Numbers(jnp.zeros(()), other), np.ones(shape, np.float32)
+            carry, out = fn((program, inputs, batch), Numbers(jnp.ones(shape)))
+            np.testing.assert_array_equal(out, np.full(shape, 1.0 + len(repr(other))))
+            carry, out = fn((program, inputs, batch), carry)
+            np.testing.assert_array_equal(carry.x, np.full(shape, 7.0))
+            np.testing.assert_array_equal(out, np.full(shape, 3.0 + len(repr(other))))
+    assert _flat.key_of(Numbers(0, 1)) != _flat.key_of(Numbers(0, 1.0))
+    assert _flat.key_of(Numbers(0, 0.0)) != _flat.key_of(Numbers(0, -0.0))
+    assert _flat.key_of(Numbers(0, 1)) == _flat.key_of(Numbers(0, 1))
+
+
+@pytest.mark.parametrize("fn", [doubled, lambda read, carry: (jax.debug.callback(print), doubled(read, carry))[1]])
+@pytest.mark.parametrize("other", [None, "text"])
+def test_what_filter_jit_has_to_call(fn, other, monkeypatch):
+    """Callbacks, and a carry that holds more than arrays."""
+    flat = FlatFunction(fn, donate=False)
+    one = Numbers(jnp.ones(()))
+    calls = []
+    plain = flat._filter_jit
+    flat._filter_jit = lambda *args: calls.append(1) or plain(*args)
+    for _ in range(2):
+        carry, _ = flat((one, one, np.float32(1)), Numbers(jnp.ones(()), other))
+        assert carry.other == other
+        assert carry.x == 2
+    assert len(calls) == (0 if fn is doubled and other is None else 2)
+
+
+def test_it_keeps_no_arrays():
+    gc.collect()
+    before = len(_flat._known._flats)
+    fitted("plain")
+    gc.collect()
+    assert len(_flat._known._flats) == before
+
+
+def test_a_second_run_begins_at_the_pace_of_the_first(monkeypatch):
+    calls, call = [], Executor.call
+
+    def counted(self, work):
+        calls.append(work.num_steps)
+        return call(self, work)
+
+    monkeypatch.setattr(Executor, "call", counted)
+    options = {"batch_size": 20, "epochs": 60, "order": "shared", "key": KEY}
+    run = ft.partial(ee.fit, ENSEMBLE, mse, optax.sgd(0.1), (X, Y), **options)
+    first, chunks = run(), len(calls)
+    assert chunks > 2
+    calls.clear()
+    again = run()
+    assert calls == [120]
+    assert_same(again.ensemble, first.ensemble)
+    assert_same(again.history, first.history)
