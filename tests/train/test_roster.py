@@ -1,5 +1,7 @@
 """Inactive members leave the compiled arrays, without effect on the results."""
 
+from types import SimpleNamespace
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,9 @@ import eqx_ensemble as ee
 from eqx_ensemble.plan import _search
 from eqx_ensemble.plan._pilot import Pilot
 from eqx_ensemble.train import Status
+from eqx_ensemble.train.data._slots import Slots
 from eqx_ensemble.train.host import _pacing
-from eqx_ensemble.train.host._active import ActiveMembers
+from eqx_ensemble.train.host._active import ActiveMembers, width_for
 from eqx_ensemble.train.host._pacing import Pacing
 
 from ..factories import assert_close, assert_same_where_optimised
@@ -119,8 +122,10 @@ def test_under_a_plan_that_is_still_searched_for(widths, monkeypatch):
     assert_close(run.ensemble, expected.ensemble, 1e-4)  # plans agree within rounding
 
 
-@pytest.mark.parametrize("plan", [ee.plan.Vmap(), ee.plan.Chunked(3), ee.plan.Sequential()], ids=repr)
-def test_one_compile_for_every_width(plan, widths, compiled):
+@pytest.mark.parametrize(
+    ("plan", "least"), [(ee.plan.Vmap(), 4), (ee.plan.Chunked(3), 6), (ee.plan.Sequential(), 4)], ids=repr
+)
+def test_one_compile_for_every_width(plan, least, widths, compiled):
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=KEY)
     hyper = {"rate": np.array([0.01, 0.02, 0.03, 0.7, 0.8, 0.9, 1.0, 1.1], np.float32)}
     validation = X[:7] + 1.0, Y[:7]
@@ -134,7 +139,7 @@ def test_one_compile_for_every_width(plan, widths, compiled):
 
     with compiled() as programs:
         run = stopping()
-    assert widths == [4]
+    assert widths == [least]
     assert programs.count("run_chunk") == 2
     with compiled() as programs:
         again = stopping()
@@ -152,3 +157,49 @@ def test_it_takes_what_pays():
     assert not pacing.pays(6, 11, 9)
     pacing.measure(1, 1.0, width=6, steps_left=None)  # half the members took as long as all: the machine idles
     assert not pacing.pays(3, 6, 10**9)
+
+
+def test_a_program_that_had_to_be_compiled_shows_the_cost():
+    """The first program may have been there from a run before, while those of smaller widths are not."""
+    pacing = Pacing(Pilot(ee.plan.Vmap(), name="fit"))
+    for _ in range(2):
+        pacing.measure(1, 1.0, width=12, steps_left=None)
+    assert pacing.pays(6, 12, 10)
+    pacing.restart()
+    pacing.measure(1, 9.0, width=6, steps_left=None)  # of which a step takes at most one
+    pacing.measure(1, 0.5, width=6, steps_left=None)
+    assert not pacing.pays(3, 6, 30)
+    assert pacing.pays(3, 6, 34)
+
+
+@pytest.mark.parametrize(("members_stop", "steps"), [(False, 100), (True, 20)])
+def test_chunks_are_shorter_where_members_stop(members_stop, steps):
+    """A chunk is a second's steps, or a fifth of that: what has stopped is noticed between chunks."""
+    pacing = Pacing(Pilot(ee.plan.Vmap(), name="fit"), members_stop=members_stop)
+    for _ in range(3):  # the first one compiles
+        pacing.measure(100, 1.0, width=4, steps_left=None)
+    assert pacing.steps == steps
+
+
+@pytest.mark.parametrize(
+    ("plan", "training", "width"),
+    [
+        (ee.plan.Vmap(), 54, 54),
+        (ee.plan.Vmap(), 44, 54),
+        (ee.plan.Vmap(), 43, 43),
+        (ee.plan.Vmap(), 5, 6),
+        (ee.plan.Vmap(), 1, 4),
+        (ee.plan.Sequential(), 33, 43),
+        (ee.plan.Chunked(5), 33, 45),
+        (ee.plan.Chunked(5), 32, 35),
+        (ee.plan.Chunked(100), 32, 32),
+    ],
+)
+def test_widths(plan, training, width):
+    status = jnp.where(jnp.arange(64) < training, Status.OK, Status.STOPPED)
+    members = ActiveMembers.__new__(ActiveMembers)
+    members.slots, members.carry = (
+        Slots(np.arange(64), 64, None),
+        SimpleNamespace(moving=SimpleNamespace(status=status)),
+    )
+    assert width_for(members, plan) == width

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int8, PyTree
 
 from ...distributed import to_host
+from ...plan import AbstractPlan
 from ...sharding._layout import Layout
 from ...sharding._shard import pad_members, replicate, shard_members
 from .._state import MemberConstants
@@ -99,14 +100,20 @@ class ActiveMembers:
         self.carry = Carry(moving, selection, carry.step)
 
 
-def width_for(members: ActiveMembers) -> int:
-    """The width of the arrays without those that stopped: half of the present one, or a quarter, ..."""
+def width_for(members: ActiveMembers, plan: AbstractPlan) -> int:
+    """The least width that holds the members that train: all, 5/6 or 2/3 of them, or halves, quarters, ... of these.
+
+    If the plan takes a few members at a time, these are whole chunks.
+    """
     training = int((to_host(members.carry.moving.status) == Status.OK).sum())
-    width, layout = len(members.slots.index), members.slots.layout
-    whole = lambda count: count if layout is None else layout.width(count)
-    while max(training, _FEWEST) <= (half := whole(math.ceil(width / 2))) < width:
-        width = half
-    return width
+    count, layout = members.slots.num_members, members.slots.layout
+    num_devices = 1 if layout is None else layout.members
+    of_device = -(-count // num_devices)
+    chunk = plan.width(of_device)
+    unit = num_devices * (chunk if chunk < of_device else 1)
+    sizes = [math.ceil(count * part / 2**i) for part in (1, 5 / 6, 2 / 3) for i in range(count.bit_length())]
+    enough = [-(-size // unit) * unit for size in sizes if size >= max(training, _FEWEST)]
+    return min([len(members.slots.index), *enough])
 
 
 @eqx.filter_jit

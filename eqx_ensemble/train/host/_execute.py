@@ -72,9 +72,9 @@ def execute(
             interruption, saving, reviver, on_diverge=on_diverge, lost_before=int(lost_before.sum()),
             max_seconds=max_seconds,
         )  # fmt: skip
-        host = Host(
-            Executor(program, pilot, members), members, Pacing(pilot), Recording(record, line), stopping, saving
-        )
+        stops = program.patience is not None or limits.target is not None or max_seconds is not None
+        pacing = Pacing(pilot, members_stop=stops)
+        host = Host(Executor(program, pilot, members), members, pacing, Recording(record, line), stopping, saving)
         collect = lambda **options: collect_run(start, host, source, plan, revivals, **options)
         with _attach_run(host, source, collect), explain_memory(pilot, first.num_members, name="fit"):
             run(source, host, length, start.cursor)

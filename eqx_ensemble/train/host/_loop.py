@@ -87,7 +87,7 @@ def drop_inactive(host: Host, steps_left: int | None) -> None:
     if pacing.is_trial:
         return
     steps = recording.record.steps
-    width, before = width_for(members), len(members.slots.index)
+    width, before = width_for(members, executor.program.plan), len(members.slots.index)
     if pacing.pays(width, before, steps if steps_left is None else min(steps_left, steps)):
         pacing.restart()
         validate_stopped(executor.program, members, recording)

@@ -8,6 +8,7 @@ from ...distributed import broadcast_from_first
 from ...plan._pilot import Pilot
 
 _SECONDS_PER_CHUNK = 1.0
+_SECONDS_UNTIL_NOTICED = 0.2
 _SECONDS_PER_TRIAL = 0.1
 _FIRST_STEPS = 32
 _MOST_KNOWN = 256
@@ -19,17 +20,19 @@ class Pacing:
 
     **Attributes:**
 
-    - `steps`: the steps of the next chunk: about a second's.
+    - `steps`: the steps of the next chunk: about a second's, or a fifth of that where members may stop, which is
+        noticed between chunks.
     """
 
-    def __init__(self, pilot: Pilot):
+    def __init__(self, pilot: Pilot, *, members_stop: bool = False):
         self._pilot = pilot
+        self._members_stop = members_stop
         self.steps = _FIRST_STEPS
         self._is_fresh = True  # the next call compiles
-        self._seconds_to_compile: float | None = None
+        self._seconds_to_compile = 0.0
         self._seconds_per_step = 0.0
         self._speedup = 1.0
-        self._before: tuple[int, float] | None = None
+        self._widest: tuple[int, float] | None = None
         self._key: Hashable = None
 
     def recall(self, key: Hashable) -> None:
@@ -39,13 +42,13 @@ class Pacing:
         self._key, seconds = key, _known.get(key)
         if seconds is not None:
             self._is_fresh, self._seconds_per_step = False, seconds
-            self.steps = max(int(_SECONDS_PER_CHUNK / max(seconds, 1e-6)), 1)
+            self.steps = max(int(self._seconds_per_chunk / max(seconds, 1e-6)), 1)
 
     def measure(self, steps: int, seconds: float, *, width: int, steps_left: int | None) -> None:
         """Learns from the time that steps of `width` members took; a new program's first time is the compiler's."""
         first, self._is_fresh, seconds = self._is_fresh, False, broadcast_from_first(seconds)
         if first:
-            self._seconds_to_compile = seconds if self._seconds_to_compile is None else self._seconds_to_compile
+            self._seconds_to_compile = max(self._seconds_to_compile, seconds - steps * self._seconds_per_step)
         else:
             self._seconds_per_step = seconds / steps
             self._measure_width(width)
@@ -53,9 +56,13 @@ class Pacing:
         left = None if steps_left is None else steps_left * self._seconds_per_step
         self._is_fresh = self._pilot.note(steps, seconds, seconds_left=left)
         if not first:
-            wanted = _SECONDS_PER_TRIAL if self._pilot.watching else _SECONDS_PER_CHUNK
+            wanted = _SECONDS_PER_TRIAL if self._pilot.watching else self._seconds_per_chunk
             wanted /= max(self._seconds_per_step, 1e-6)
             self.steps = int(np.clip(wanted, 1, 4 * self.steps))
+
+    @property
+    def _seconds_per_chunk(self) -> float:
+        return min(_SECONDS_PER_CHUNK, _SECONDS_UNTIL_NOTICED) if self._members_stop else _SECONDS_PER_CHUNK
 
     def _remember(self) -> None:
         if self._key is not None:
@@ -65,19 +72,20 @@ class Pacing:
                 del _known[next(iter(_known))]
 
     def _measure_width(self, width: int) -> None:
-        """Learns from the first step times after a change how time depends on the number of members."""
-        if self._before is not None and self._before[0] > width:
-            before, seconds = self._before
-            gain = math.log(seconds / max(self._seconds_per_step, 1e-9)) / math.log(before / width)
+        """Learns how time depends on the number of members, from the widest arrays of this run and the present ones."""
+        if self._widest is None:
+            self._widest = (width, self._seconds_per_step)
+        widest, seconds = self._widest
+        if width < widest:
+            gain = math.log(seconds / max(self._seconds_per_step, 1e-9)) / math.log(widest / width)
             self._speedup = float(np.clip(gain, 0, 1))
-        self._before = (width, self._seconds_per_step)
 
     def pays(self, width: int, before: int, steps_left: int) -> bool:
         """Whether the time that `width` members save, instead of `before`, is more than another program costs."""
         if width == before:
             return False
         seconds_left = steps_left * self._seconds_per_step
-        return seconds_left * (1 - (width / before) ** self._speedup) > (self._seconds_to_compile or 0.0)
+        return seconds_left * (1 - (width / before) ** self._speedup) > self._seconds_to_compile
 
     @property
     def is_trial(self) -> bool:
