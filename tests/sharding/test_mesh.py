@@ -277,7 +277,7 @@ class TestFit:
         expected = fitted(11, **options)
         widths, shrink = [], ActiveMembers.shrink
         monkeypatch.setattr(_pacing, "_FIRST_STEPS", 1)
-        monkeypatch.setattr(_pacing, "_SECONDS_PER_CHUNK", 0)
+        monkeypatch.setattr(_pacing, "_SECONDS_PER_CHUNK", 0.0)
         monkeypatch.setattr(_pacing.Pacing, "pays", lambda self, width, before, steps_left: width < before)
         noted = lambda self, width: widths.append(width) or shrink(self, width)
         monkeypatch.setattr(ActiveMembers, "shrink", noted)

@@ -80,7 +80,7 @@ def widths(monkeypatch):
         shrink(self, width)
 
     monkeypatch.setattr(_pacing, "_FIRST_STEPS", 1)  # a boundary after every step
-    monkeypatch.setattr(_pacing, "_SECONDS_PER_CHUNK", 0)
+    monkeypatch.setattr(_pacing, "_SECONDS_PER_CHUNK", 0.0)
     monkeypatch.setattr(Pacing, "pays", lambda self, width, before, steps_left: width < before)
     monkeypatch.setattr(ActiveMembers, "shrink", noted)
     return seen
