@@ -52,7 +52,7 @@ class Pacing:
         else:
             self._seconds_per_step = seconds / steps
             self._measure_width(width)
-            self._remember()
+            _remember(self._key, self._seconds_per_step)
         left = None if steps_left is None else steps_left * self._seconds_per_step
         self._is_fresh = self._pilot.note(steps, seconds, seconds_left=left)
         if not first:
@@ -63,13 +63,6 @@ class Pacing:
     @property
     def _seconds_per_chunk(self) -> float:
         return min(_SECONDS_PER_CHUNK, _SECONDS_UNTIL_NOTICED) if self._members_stop else _SECONDS_PER_CHUNK
-
-    def _remember(self) -> None:
-        if self._key is not None:
-            _known.pop(self._key, None)
-            _known[self._key] = self._seconds_per_step
-            if len(_known) > _MOST_KNOWN:
-                del _known[next(iter(_known))]
 
     def _measure_width(self, width: int) -> None:
         """Learns how time depends on the number of members, from the widest arrays of this run and the present ones."""
@@ -101,3 +94,11 @@ class Pacing:
         """Makes the next chunks half of `steps`."""
         self.steps = steps // 2
         return self.steps
+
+
+def _remember(key: Hashable, seconds_per_step: float) -> None:
+    if key is not None:
+        _known.pop(key, None)
+        _known[key] = seconds_per_step
+        if len(_known) > _MOST_KNOWN:
+            del _known[next(iter(_known))]
