@@ -27,19 +27,31 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-_LISTED_AS_SLOW = pathlib.Path(__file__).with_name("slow.txt").read_text().splitlines()
+
+def listed_marks():
+    """The marks of `marks.txt`, by test."""
+    lines = pathlib.Path(__file__).with_name("marks.txt").read_text().splitlines()
+    marks = [line.split(" ", 1) for line in lines if not line.startswith("#")]
+    return {nodeid: mark for mark, nodeid in marks}
+
+
+_MARKS = listed_marks()
 _MOST_MAPPINGS = 30_000  # Linux allows a process 65,530; every compiled program takes some, and one too many is a crash
 _TESTS_BETWEEN_LOOKS = 25
 _tests = itertools.count(1)
+COLLECTED = pytest.StashKey[list[str]]()  # before marks are selected
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Marks those of `slow.txt` before marks are selected."""
-    listed = {line for line in _LISTED_AS_SLOW if not line.startswith("#")}
+def pytest_collection_modifyitems(config, items):
+    """Replaces the marks of tests in `marks.txt` before marks are selected; keeps what was collected."""
+    config.stash[COLLECTED] = [item.nodeid for item in items]
     for item in items:
-        if item.nodeid in listed or item.nodeid.partition("[")[0] in listed:
-            item.add_marker("slow")
+        mark = _MARKS.get(item.nodeid) or _MARKS.get(item.nodeid.partition("[")[0])
+        if mark is not None:
+            item.own_markers[:] = [own for own in item.own_markers if own.name not in ("slow", "exhaustive")]
+        if mark in ("slow", "exhaustive"):
+            item.add_marker(mark)
 
 
 def pytest_runtest_teardown():

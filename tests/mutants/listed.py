@@ -196,7 +196,7 @@ MUTANTS = [
     ),
     *of(
         "train/compiled/_select.py",
-        "train/test_fit.py train/test_selection.py train/test_limits.py",
+        "train/test_judging.py train/test_selection.py train/test_limits.py train/test_fit.py",
         ("waited >= patience", "waited > patience"),
         ("sign * value <= sign * target", "sign * value >= sign * target"),
         ('sign = 1 if selection.mode == "min" else -1', "sign = 1"),
@@ -221,7 +221,7 @@ MUTANTS = [
     ),
     *of(
         "train/host/_record.py",
-        "train/test_fit.py train/test_going_on.py",
+        "train/test_record.py train/test_fit.py train/test_going_on.py",
         ("np.fmin if mode", "np.fmax if mode"),
         ("history.validation_step <= end", "history.validation_step < end"),
     ),
@@ -242,7 +242,7 @@ MUTANTS = [
     ),
     *of(
         "plan/_plans.py",
-        "plan/test_map.py plan/test_auto.py",
+        "plan/test_map.py plan/test_auto.py plan/test_own_plan.py",
         ("min(self.width(num_members), num_members) // 2", "self.width(num_members) // 2"),
     ),
 ]

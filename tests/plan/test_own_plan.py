@@ -47,6 +47,13 @@ class Plain(ee.plan.AbstractPlan):
         return jax.vmap(fn)(arrays)
 
 
+class Wide(Plain):
+    """Names a width of its own however few members there are."""
+
+    def width(self, num_members):
+        return 8
+
+
 class OneByOne(ee.plan.AbstractPlan):
     """As `Sequential`, in `fit` too."""
 
@@ -100,6 +107,7 @@ def test_sizes():
         5, 9, 1, 9, 4, 9, 1, 9,
     ]  # fmt: skip
     assert [plan.smaller(9) for plan in OWN] == [Chunked(2), Chunked(4), None]
+    assert Wide().smaller(4) == Chunked(2)  # not the half of eight, which would be all four again
 
 
 @pytest.mark.parametrize("plan", OWN + OTHERS, ids=repr)

@@ -68,7 +68,11 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))])
+def _marks(seed):
+    return [] if seed < 3 else pytest.mark.slow if seed < 8 else pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=_marks(seed)) for seed in range(20)])
 def test_random_options_are_the_loop_over_members(ensemble, in_batches, programs, seed):
     """Bit for bit what batches give, and within rounding each member called by itself."""
     rng = np.random.default_rng(seed)

@@ -118,8 +118,12 @@ _FIRST = [("momentum", *DTYPES[0]), ("adam", *DTYPES[0]), ("momentum", *DTYPES[1
 _REST = [case for case in ((name, *dtype) for name in PLAIN for dtype in DTYPES) if case not in _FIRST]
 
 
+def _marks(name, dtype, x64):
+    return pytest.mark.slow if (dtype, x64) == ("float32", False) else pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype", "x64"), [*_FIRST, *(pytest.param(*case, marks=pytest.mark.slow) for case in _REST)]
+    ("name", "dtype", "x64"), [*_FIRST, *(pytest.param(*case, marks=_marks(*case)) for case in _REST)]
 )
 def test_of_any_dtype(name, dtype, x64):
     make, values = PLAIN[name], [0.25, 0.125]  # exact in every dtype, so that one rounding is like another

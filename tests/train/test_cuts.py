@@ -116,8 +116,10 @@ def test_cut_at_every_step(ensemble, seed):
     check_cut_anywhere(ensemble, seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4, 60))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=pytest.mark.slow if seed < 8 else pytest.mark.exhaustive) for seed in range(4, 60)],
+)
 def test_cut_at_every_step_of_many(ensemble, seed):
     check_cut_anywhere(ensemble, seed)
 

@@ -216,10 +216,10 @@ COMBINATIONS = [(name, plan) for name in TRAINED for plan in PLANS]
 
 
 def _marks(name, plan):
-    """Slow runs take every fourth name under one plan, the plans in turn; all together take most of an hour."""
+    """Slow runs take every twelfth name under one plan, the plans in turn; all together take most of an hour."""
     if name == ALL_PLANS or (name, plan) in TELLING:
         return []
-    place, rest = divmod(list(TRAINED).index(name), 4)
+    place, rest = divmod(list(TRAINED).index(name), 12)
     in_turn = rest == 0 and plan == list(PLANS)[place % len(PLANS)]
     return pytest.mark.slow if in_turn else pytest.mark.exhaustive
 

@@ -135,7 +135,14 @@ def _left_alone(name):
     return name in ("set_to_zero",)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in TELLING else pytest.mark.slow) for n in TRAINED])
+def _marks(name):
+    """Slow runs take every eighth name."""
+    if name in TELLING:
+        return []
+    return pytest.mark.exhaustive if list(TRAINED).index(name) % 8 else pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in TRAINED])
 def test_members_train_as_if_alone(name):
     # A line search decides by comparing: with float32 one rounding may send it elsewhere.
     with jax.enable_x64("lbfgs" in name):

@@ -284,7 +284,7 @@ def check_twin(case, whole, folder):
 
 
 def _marks(seed):
-    return [] if seed < len(TWINS) else pytest.mark.slow if seed < 25 else pytest.mark.exhaustive
+    return [] if seed < len(TWINS) else pytest.mark.slow if seed < 2 * len(TWINS) else pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=_marks(seed)) for seed in range(70)])

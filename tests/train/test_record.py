@@ -1,0 +1,38 @@
+"""The record of a run, of numbers by hand."""
+
+import numpy as np
+import pytest
+
+from eqx_ensemble.train.host._record import Record
+
+NAN = np.nan
+
+
+def steps(*losses):
+    """Steps of two members without auxiliary outputs."""
+    return np.array(losses, np.float32), None
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", [1.0, 2.0]), ("max", [3.0, 4.0])])
+def test_latest_numbers(mode, best):
+    record = Record()
+    for losses, scores in (([9.0, 8.0], [1.0, NAN]), ([8.0, 6.0], [3.0, 4.0]), ([7.0, NAN], [NAN, 2.0])):
+        record.add_steps(steps(losses))
+        record.add_scores(np.array(scores))
+    losses, scores = record.latest(mode)
+    assert losses.tolist() == [7.0, 6.0]
+    assert scores.tolist() == best
+
+
+def test_history_ends_with_the_last_step_of_any_member():
+    record = Record(first_step=10)
+    record.add_steps(steps([1.0, 2.0], [NAN, 2.0]))
+    record.add_scores(np.array([NAN, NAN]))  # at the last step: it took place, whatever it found
+    record.add_steps(steps([NAN, NAN], [NAN, NAN]))
+    record.add_scores(np.array([NAN, NAN]))  # after it, of no member
+    history = record.history()
+    assert history.loss.shape == (2, 2)
+    assert history.validation_step.tolist() == [12]
+    assert history.validation.shape == (2, 1)
+    record.add_scores(np.array([NAN, 0.5]), of_all=False)  # of the weights at which a member stopped
+    assert record.history().validation_step.tolist() == [12, 12]
