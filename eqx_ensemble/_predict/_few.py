@@ -82,8 +82,8 @@ def few_rows(
         elif isinstance(leaf, np.generic):
             return None
         else:
-            # Equal numbers of different types, or of different signs of zero, are different constants.
-            kinds.append((type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf))
+            kinds.append(leaf)
+    kinds.extend(_check.leaf_kinds(leaves))
     kinds_of_rows = tuple((x.shape[1:], x.dtype) for x in rows)
     key = structure, tuple(kinds), structure_of_rows, kinds_of_rows, fn, inference, type(plan), plan
     try:

@@ -8,7 +8,7 @@ import equinox as eqx
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .._check import check_flag, check_optional_flag, check_optional_function, check_word
+from .._check import check_flag, check_optional_flag, check_optional_function, check_word, number_kinds
 from .._ensemble import Ensemble, M
 from ..checkpoint import Checkpoints
 from ..distributed import to_host
@@ -241,8 +241,9 @@ def fit(
     own_rows = order == "each" or rows is not None
     patience = None if patience is None else int(patience)  # of NumPy's kinds too
     program = Program(
-        losses[0], optimiser, plan, layout, losses[1], patience, own_rows=own_rows, halts=isinstance(how, Revive)
-    )
+        losses[0], optimiser, plan, layout, losses[1], patience, own_rows=own_rows, halts=isinstance(how, Revive),
+        numbers=number_kinds((losses, first)),
+    )  # fmt: skip
     if first.fixed.hyper is not None:
         check_hyper_used(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses), name="fit")
     source = make_source(

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .._check import is_traced
+from .._check import Kinds, is_traced, number_kinds
 from .._jaxpr import has_callbacks
 from ._state import TrainState
 from .compiled._flat import ARRAYS, as_constant
@@ -134,14 +134,17 @@ def _compile(
         hash((structure, others))
     except TypeError:  # of a field or a constant
         return None
-    call = _jit(fn, step_treedef, structure, others, treedef)
+    call = _jit(fn, step_treedef, structure, others, number_kinds(state), treedef)
     traced = call.trace([x for x in leaves if isinstance(x, ARRAYS)], batch)
     return None if has_callbacks(traced.jaxpr.jaxpr) else call
 
 
 @ft.lru_cache(maxsize=64)
-def _jit(fn: Callable[..., Any], step_treedef: Any, structure: Any, others: tuple, batch_treedef: Any) -> Any:
-    """The step of states that differ in their arrays only."""
+def _jit(
+    fn: Callable[..., Any], step_treedef: Any, structure: Any, others: tuple, numbers: Kinds, batch_treedef: Any
+) -> Any:
+    """The step of states that differ in their arrays only. `numbers`, of static fields too, tell some apart."""
+    del numbers
 
     def flat_step(arrays: list[Any], batch: list[Any]) -> tuple[list[Any], Any, PyTree]:
         left = iter(arrays)

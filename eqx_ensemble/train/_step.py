@@ -7,7 +7,7 @@ import equinox as eqx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int8, PyTree
 
-from .._check import check_flag, check_function, check_integers_fit
+from .._check import Kinds, check_flag, check_function, check_integers_fit, number_kinds
 from .._ensemble import M
 from ..plan import AbstractPlan, AnyPlan, Vmap
 from ..plan._auto import as_plan
@@ -60,7 +60,7 @@ class Step(eqx.Module, Generic[M]):
                 found = call_flat(_one_step, self, state, batch, self.last)
                 if found is not None:
                     return found
-                moving, step, metrics = _compiled_step(self, state, batch)
+                moving, step, metrics = _compiled_step(self, state, batch, number_kinds(state))
             else:
                 moving, step, metrics = _step_under_pilot(self, self.pilot, state, batch)
         return TrainState(moving, state.fixed, state.shared, state.ids, step), metrics
@@ -72,7 +72,8 @@ def _step_under_pilot(step: Step, pilot: Pilot, state: TrainState, batch: PyTree
     count = state.num_members if layout is None else layout.per_device(state.num_members)
     pilot.look(_step_under, alone, state, batch, num_members=count, unit="step")
     start = time.perf_counter()
-    under = lambda plan, state: _compiled_step(dataclasses.replace(plain, plan=plan), state, batch)
+    numbers = number_kinds(state)
+    under = lambda plan, state: _compiled_step(dataclasses.replace(plain, plan=plan), state, batch, numbers)
     out = pilot.call(under, state)
     pilot.note(1, time.perf_counter() - start, seconds_left=None)
     return out
@@ -100,7 +101,9 @@ def _one_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState
     return carry.moving, carry.step, Metrics(value, aux, carry.moving.status)
 
 
-_compiled_step = eqx.filter_jit(_one_step)
+@eqx.filter_jit
+def _compiled_step(step: Step, state: TrainState, batch: PyTree, numbers: Kinds = ()) -> tuple:
+    return _one_step(step, state, batch)
 
 
 def make_step(

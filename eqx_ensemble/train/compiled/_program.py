@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import _axes
+from ..._check import Kinds
 from ...plan import AbstractPlan
 from ...plan._cost import Cost
 from ...plan._sharded import sharded_plan
@@ -37,6 +38,7 @@ class Program(eqx.Module):
     # What its functions were traced to, where that is saved with the run: a global that the loss reads may have changed
     # since the same objects were compiled, and the run has to be what its checkpoints say.
     traced: tuple[str, ...] = eqx.field(static=True, default=())
+    numbers: Kinds = eqx.field(static=True, default=())
 
     def step(self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None) -> tuple[Carry, PyTree]:
         """One step of all members on the given rows of the data; on the data themselves when `rows` is `None`.
