@@ -26,6 +26,7 @@ def measure(quick: bool) -> Report:
     for name, (ours, theirs) in _reductions(logits).items():
         _agree(name, ours(), theirs())
         _raced(report, f"{name}, {size}", {"eqx_ensemble": ours, "numpy": theirs}, quick=quick)
+    _beside_numpy(report, logits, size, quick=quick)
     _beside_torchmetrics(report, logits, labels, quick=quick)
     _peaks(report, quick=quick)
     return report
@@ -86,6 +87,61 @@ def _raced(report: Report, question: str, ways: dict[str, Callable[[], Any] | No
     report.timings += [Timing(f"{question}: {name}", time.wall, time.cpu) for name, time in times.items()]
     ours, peer = ways
     report.rows.append(compared(f"{question}: time", times.get(peer), times[ours]))
+
+
+def _beside_numpy(report: Report, values: np.ndarray, size: str, *, quick: bool) -> None:
+    """Functions of values that are computed in blocks of rows; members are sorted by a network."""
+    targets = np.random.default_rng(2).normal(size=values.shape[1:]).astype(np.float32)
+    variance = np.exp(values)
+    v, t, s = (jnp.asarray(x) for x in (values, targets, variance))
+    level = len(values) - len(values) // 10 - 1  # the rank of the quantile of level 0.9
+    cut = len(values) // 10
+    middle = (len(values) // 2 - 1, len(values) // 2)
+    ways = {
+        "mean": (lambda: ee.combine.mean(v), lambda: values.mean(0)),
+        "moments": (lambda: ee.combine.moments(v), lambda: (values.mean(0), values.var(0))),
+        "Gaussian": (lambda: ee.combine.gaussian(v, s), lambda: (values.mean(0), values.var(0) + variance.mean(0))),
+        "median": (lambda: ee.combine.median(v), lambda: np.partition(values, middle, axis=0)[list(middle)].mean(0)),
+        "quantile": (lambda: ee.uncertainty.quantile(v, 0.9), lambda: np.partition(values, level, axis=0)[level]),
+        "trimmed mean": (
+            lambda: ee.combine.trimmed_mean(v, cut=cut / len(values)),
+            lambda: np.sort(values, axis=0)[cut : len(values) - cut].mean(0),
+        ),
+        "CRPS": (lambda: ee.scores.crps(v, t, reduction="none"), lambda: _crps(values, targets)),
+        "PIT": (lambda: ee.scores.pit(v, t), lambda: (values < targets).mean(0) + (values == targets).mean(0) / 2),
+        "root mean squared error": (
+            lambda: ee.scores.rmse(v, t),
+            lambda: np.sqrt(((values.mean(0) - targets) ** 2).mean()),
+        ),
+    }
+    for name, (ours, theirs) in ways.items():
+        _agree(name, ours(), theirs())
+        _raced(report, f"{name}, {size}", {"eqx_ensemble": ours, "numpy": theirs}, quick=quick)
+    _raced(
+        report,
+        f"CRPS of one class, {size}",
+        {
+            "eqx_ensemble": lambda: ee.scores.crps(v[..., 0], t[..., 0], reduction="none"),
+            "scoringrules": _scoringrules(values[..., 0], targets[..., 0]),
+        },
+        quick=quick,
+    )
+
+
+def _scoringrules(values: np.ndarray, targets: np.ndarray) -> Callable[[], Any] | None:
+    try:
+        import scoringrules
+    except ImportError:
+        return None
+    return lambda: scoringrules.crps_ensemble(targets, values, m_axis=0, estimator="nrg", backend="numpy")
+
+
+def _crps(values: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    errors = np.sort(values - targets, axis=0)
+    below = (np.arange(1, len(values)) / len(values)).astype(np.float32)[:, None, None]
+    under = (below**2 * np.diff(np.minimum(errors, 0), axis=0)).sum(0)
+    over = ((1 - below) ** 2 * np.diff(np.maximum(errors, 0), axis=0)).sum(0)
+    return under + over + np.maximum(errors[0], 0) + np.maximum(-errors[-1], 0)
 
 
 def _beside_torchmetrics(report: Report, logits: np.ndarray, labels: np.ndarray, *, quick: bool) -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
 
 from ._check import as_column
+from ._sorting import sort, sort_pairs
 
 
 def blank_unweighted(
@@ -116,10 +117,10 @@ def sort_members(
     num_members = values.shape[0]
     if weights is None:
         count = jnp.arange(1, num_members + 1, dtype=values.dtype)
-        return jnp.sort(values, axis=0), jnp.broadcast_to(as_column(count / num_members, values.ndim), values.shape)
+        return sort(values), jnp.broadcast_to(as_column(count / num_members, values.ndim), values.shape)
     blanked = blank_unweighted(values, weights, fill=jnp.inf)
     spread = jnp.broadcast_to(as_column(weights, values.ndim), values.shape)
-    in_order, reordered = jax.lax.sort((blanked, spread), dimension=0, num_keys=1)
+    in_order, reordered = sort_pairs(blanked, spread)
     share = jnp.cumsum(reordered, axis=0)
     return in_order, share / share[-1:]
 
@@ -133,11 +134,11 @@ def quantile(
     """Where the weight of the values at or below reaches the level; midway to the next where it meets it exactly."""
     unknown = jnp.any(jnp.isnan(blank_unweighted(values, weights)), axis=0)
     if weights is None:
-        in_order, reordered = jnp.sort(values, axis=0), as_column(jnp.ones(values.shape[0], values.dtype), values.ndim)
+        in_order, reordered = sort(values), as_column(jnp.ones(values.shape[0], values.dtype), values.ndim)
     else:
         blanked = blank_unweighted(values, weights, fill=jnp.inf)
         own = jnp.broadcast_to(as_column(weights, values.ndim), values.shape)
-        in_order, reordered = jax.lax.sort((blanked, own), dimension=0, num_keys=1)
+        in_order, reordered = sort_pairs(blanked, own)
     return jnp.where(unknown, jnp.nan, quantile_in_order(in_order, reordered, level, over))
 
 

@@ -1,3 +1,4 @@
+from ._blocks import by_rows as by_rows
 from ._check import check_chunk_weights as check_chunk_weights
 from ._check import check_one_array as check_one_array
 from ._check import check_one_logits as check_one_logits

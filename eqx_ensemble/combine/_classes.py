@@ -1,9 +1,11 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_logits, check_weights
-from .._combination import Summary, check_one_logits, stream
+from .._combination import Summary, by_rows, check_one_logits, stream
 from .._weighting import blank_unweighted, class_mixture, known_mean, votes, weighted_mean
 
 
@@ -89,7 +91,7 @@ def mean_logits(
     name = "combine.mean_logits"
     checked = check_logits(name, logits)
     convex = check_weights(name, weights, checked.shape[0], checked.dtype)
-    return _mean_logits(checked, convex)
+    return by_rows(_mean_logits, checked, (), convex, event_ndim=1)
 
 
 def vote(
@@ -128,20 +130,25 @@ def vote(
     return _vote(checked, convex)
 
 
-@jax.jit
 def _mean_logits(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+    logits: Float[Array, "members *batch classes"], _: tuple, weights: Float[Array, " members"] | None
 ) -> Float[Array, "*batch classes"]:
-    logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
+    logits = blank_unweighted(logits, weights)
+    # Relative to the largest, as in `log_softmax`, whose other constants cancel in the last one.
+    relative = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     # Infinities are taken out and put back, or the weights would have NaN gradients.
-    absent = logs == -jnp.inf
-    pooled = weighted_mean(jnp.where(absent, 0, logs), weights)
+    absent = relative == -jnp.inf
+    pooled = weighted_mean(jnp.where(absent, 0, relative), weights)
     return jax.nn.log_softmax(jnp.where(jnp.any(absent, axis=0), -jnp.inf, pooled), axis=-1)
+
+
+def _mean_of_logits(logits: Array, weights: Any) -> Array:
+    return _mean_logits(logits, (), weights)
 
 
 _mixture, _vote = jax.jit(class_mixture), jax.jit(votes)
 
 stream(mixture, Summary("combine.mixture", check_one_logits, _mixture, _mixture, event_ndim=1))
 # The means of groups are normalised, by one constant per row, which changes no mean over groups.
-stream(mean_logits, Summary("combine.mean_logits", check_one_logits, _mean_logits, _mean_logits, event_ndim=1))
+stream(mean_logits, Summary("combine.mean_logits", check_one_logits, _mean_of_logits, _mean_of_logits, event_ndim=1))
 stream(vote, Summary("combine.vote", check_one_logits, _vote, known_mean, event_ndim=1))

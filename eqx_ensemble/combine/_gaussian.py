@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_moments, check_weights
-from .._combination import Summary, check_pair_of_moments, stream
+from .._combination import Summary, by_rows, check_pair_of_moments, stream
 from .._weighting import blank_unweighted, mixture_moments, weighted_mean
 from ._check import check_power
 
@@ -63,7 +63,7 @@ def gaussian(
     name = "combine.gaussian"
     means, variances = check_moments(name, mean, variance, weights=weights)
     convex = check_weights(name, weights, means.shape[0], means.dtype)
-    return _gaussian(means, variances, convex)
+    return by_rows(_gaussian, (means, variances), (), convex)
 
 
 def product_gaussian(
@@ -122,11 +122,8 @@ def product_gaussian(
     return _product(means, variances, convex, check_power(name, power, means.dtype))
 
 
-@jax.jit
-def _gaussian(
-    mean: Float[Array, "members ..."], variance: Float[Array, "members ..."], weights: Float[Array, " members"] | None
-) -> Gaussian:
-    return Gaussian(*mixture_moments(mean, variance, weights))
+def _gaussian(moments: tuple[Array, Array], _: tuple, weights: Float[Array, " members"] | None) -> Gaussian:
+    return Gaussian(*mixture_moments(*moments, weights))
 
 
 @jax.jit
@@ -156,5 +153,5 @@ def _product(
     return Gaussian(jnp.where(infinite, found, rough + correction), least / total / power)
 
 
-_of_pair = lambda pair, weights: _gaussian(*pair, weights)
+_of_pair = lambda pair, weights: _gaussian(pair, (), weights)
 stream(gaussian, Summary("combine.gaussian", check_pair_of_moments, _of_pair, _of_pair, pairs=True))

@@ -1,12 +1,11 @@
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .. import _weighting
 from .._check import check_values, check_weights
-from .._combination import Summary, check_one_values, stream
+from .._combination import Summary, by_rows, check_one_values, stream
 from .._weighting import blank_unweighted, known_mean
 from ._gaussian import Gaussian
 from ._mean import mean
@@ -59,11 +58,12 @@ def moments(
     name = "combine.moments"
     checked = check_values(name, "values", values)
     convex = check_weights(name, weights, checked.shape[0], checked.dtype)
-    return Gaussian(*_moments(checked, convex))
+    return Gaussian(*by_rows(_moments, checked, (), convex))
 
 
-@jax.jit
-def _moments(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> tuple[Array, Array]:
+def _moments(
+    values: Float[Array, "members ..."], _: tuple, weights: Float[Array, " members"] | None
+) -> tuple[Array, Array]:
     return _weighting.moments(blank_unweighted(values, weights), weights)
 
 
@@ -96,7 +96,7 @@ def _centre_of_members(values: Float[Array, "members ..."], weights: Any) -> _Ce
 
 
 def _moments_of_members(values: Float[Array, "members ..."], weights: Any) -> tuple[_Centre, Array]:
-    found, variance = _moments(values, weights)
+    found, variance = _moments(values, (), weights)
     return _Centre(found, jnp.zeros_like(found)), variance
 
 

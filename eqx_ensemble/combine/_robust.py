@@ -1,8 +1,8 @@
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_values, check_weights
+from .._combination import by_rows
 from .._weighting import blank_unweighted, quantile, sort_members
 from ._check import check_cut
 
@@ -40,7 +40,7 @@ def median(
     name = "combine.median"
     checked = check_values(name, "values", values)
     convex = check_weights(name, weights, checked.shape[0], checked.dtype)
-    return _median(checked, convex)
+    return by_rows(_median, checked, (), convex)
 
 
 def trimmed_mean(
@@ -78,19 +78,18 @@ def trimmed_mean(
     name = "combine.trimmed_mean"
     checked = check_values(name, "values", values)
     convex = check_weights(name, weights, checked.shape[0], checked.dtype)
-    return _trimmed_mean(checked, check_cut(name, cut, checked.dtype), convex)
+    return by_rows(_trimmed_mean, checked, (), (check_cut(name, cut, checked.dtype), convex))
 
 
-@jax.jit
-def _median(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:
+def _median(
+    values: Float[Array, "members ..."], _: tuple, weights: Float[Array, " members"] | None
+) -> Float[Array, "..."]:
     half = jnp.asarray(0.5, values.dtype)
     return quantile(values, half, half, weights)
 
 
-@jax.jit
-def _trimmed_mean(
-    values: Float[Array, "members ..."], cut: Float[Array, ""], weights: Float[Array, " members"] | None
-) -> Float[Array, "..."]:
+def _trimmed_mean(values: Float[Array, "members ..."], _: tuple, shared: tuple) -> Float[Array, "..."]:
+    cut, weights = shared
     in_order, share = sort_members(values, weights)
     inside = jnp.clip(share, cut, 1 - cut)
     kept = jnp.diff(inside, axis=0, prepend=jnp.broadcast_to(cut, inside[:1].shape))

@@ -1,14 +1,14 @@
-from functools import partial
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import as_column, check_mask, check_regression, check_weights, check_word
+from .._combination import by_rows
+from .._sorting import sort, sort_pairs
 from .._weighting import blank_masked, blank_unweighted
 from ._check import check_fair, check_reduction
-from ._reduce import Reduction, reduce
+from ._reduce import Reduction, reduce_rows
 
 
 def crps(
@@ -75,27 +75,33 @@ def crps(
     kept = check_mask(name, mask, observed.shape)
     check_reduction(name, reduction, observed.shape)
     points, observed = blank_masked(points, kept, before=1), blank_masked(observed, kept)
-    return _sample(points, observed, convex, kept, estimator == "fair", reduction)
+    rows = by_rows(_fair if estimator == "fair" else _energy, points, observed, convex)
+    return reduce_rows(rows, kept, reduction)
 
 
-@partial(jax.jit, static_argnames=("fair", "reduction"))
+def _energy(
+    samples: Float[Array, " members *batch"], targets: Float[Array, "*batch"], weights: Float[Array, " members"] | None
+) -> Float[Array, "*batch"]:
+    return _sample(samples, targets, weights)[0]
+
+
+def _fair(
+    samples: Float[Array, " members *batch"], targets: Float[Array, "*batch"], weights: Float[Array, " members"] | None
+) -> Float[Array, "*batch"]:
+    score, distance = _sample(samples, targets, weights)
+    return score - distance / (samples.shape[0] - 1)
+
+
 def _sample(
-    samples: Float[Array, " members *batch"],
-    targets: Float[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
-    mask: Bool[Array, "*batch"] | None,
-    fair: bool,  # noqa: FBT001
-    reduction: Reduction,
-) -> Float[Array, "..."]:
+    samples: Float[Array, " members *batch"], targets: Float[Array, "*batch"], weights: Float[Array, " members"] | None
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+    """The score, and half of the mean distance between two members."""
     # Errors, not values, are sorted: a large common offset of samples and targets is gone before anything is summed.
     errors, below = _distribution(blank_unweighted(samples - targets[None], weights), weights)
-    gaps = jnp.diff(errors, axis=0)
     under = jnp.sum(below**2 * jnp.diff(jnp.minimum(errors, 0), axis=0), axis=0)
     over = jnp.sum((1 - below) ** 2 * jnp.diff(jnp.maximum(errors, 0), axis=0), axis=0)
     score = under + over + jnp.maximum(errors[0], 0) + jnp.maximum(-errors[-1], 0)
-    if fair:
-        score = score - jnp.sum(below * (1 - below) * gaps, axis=0) / (samples.shape[0] - 1)
-    return reduce(score, reduction, mask)
+    return score, jnp.sum(below * (1 - below) * jnp.diff(errors, axis=0), axis=0)
 
 
 def _distribution(
@@ -105,7 +111,7 @@ def _distribution(
     num_members = values.shape[0]
     if weights is None:
         share = jnp.arange(1, num_members, dtype=values.dtype) / num_members
-        return jnp.sort(values, axis=0), as_column(share, values.ndim)
+        return sort(values), as_column(share, values.ndim)
     expanded = jnp.broadcast_to(as_column(weights, values.ndim), values.shape)
-    ordered, reordered = jax.lax.sort((values, expanded), dimension=0, num_keys=1)
+    ordered, reordered = sort_pairs(values, expanded)
     return ordered, jnp.cumsum(reordered, axis=0)[:-1]

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import check_mask, check_regression, check_variance, check_weights
+from .._combination import by_rows
 from .._weighting import blank_masked, blank_unweighted, log_mixture
 from ._check import check_reduction
-from ._reduce import Reduction, reduce
+from ._reduce import Reduction, reduce, reduce_rows
 
 
 def nll_gaussian(
@@ -93,7 +94,8 @@ def nll_gaussian_mixture(
     *arrays, kept = check_gaussian(name, mean, variance, targets, mask, members=True, positive=True, weights=weights)
     convex = check_weights(name, weights, arrays[0].shape[0], arrays[0].dtype)
     check_reduction(name, reduction, arrays[-1].shape)
-    return _nll_mixture(*arrays, kept, convex, reduction)
+    means, variances, observed = arrays
+    return reduce_rows(by_rows(_nll_mixture, (means, variances), observed, convex), kept, reduction)
 
 
 def check_gaussian(
@@ -127,17 +129,12 @@ def _nll(
     return reduce(-_log_density(mean, variance, targets), reduction, mask)
 
 
-@partial(jax.jit, static_argnames="reduction")
 def _nll_mixture(
-    mean: Float[Array, " members *batch"],
-    variance: Float[Array, " members *batch"],
-    targets: Float[Array, "*batch"],
-    mask: Bool[Array, "*batch"] | None,
-    weights: Float[Array, " members"] | None,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
+    moments: tuple[Array, Array], targets: Float[Array, "*batch"], weights: Float[Array, " members"] | None
+) -> Float[Array, "*batch"]:
+    mean, variance = moments
     mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights, fill=1.0)
-    return reduce(-log_mixture(_log_density(mean, variance, targets[None]), weights), reduction, mask)
+    return -log_mixture(_log_density(mean, variance, targets[None]), weights)
 
 
 def _log_density(

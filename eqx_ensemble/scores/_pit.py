@@ -3,9 +3,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Key, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
 
 from .._check import check_key, check_mask, check_regression, check_values, check_weights
+from .._combination import by_rows
 from .._keys import member_keys
 from .._weighting import blank_unweighted, weighted_mean
 from ._check import check_positive_int, check_unit_interval
@@ -66,7 +67,10 @@ def pit(
     kept = check_mask(name, mask, observed.shape)
     if key is not None:
         check_key(key, name=name)
-    return _pit(points, observed, convex, kept, None if key is None else member_keys(key, 1, purpose="pit"))
+    share = None
+    if key is not None:
+        share = jax.random.uniform(member_keys(key, 1, purpose="pit")[0], observed.shape, observed.dtype)
+    return by_rows(_pit, points, (observed, share, kept), convex)
 
 
 def pit_gaussian_mixture(
@@ -141,19 +145,16 @@ def pit_histogram(
     return _pit_histogram(checked, None if kept is None else jnp.ravel(kept), int(num_bins))
 
 
-@jax.jit
 def _pit(
     samples: Float[Array, " members *batch"],
-    targets: Float[Array, "*batch"],
+    rows: tuple[Array, Array | None, Array | None],
     weights: Float[Array, " members"] | None,
-    mask: Bool[Array, "*batch"] | None,
-    keys: Key[Array, "1"] | None,
 ) -> Float[Array, "*batch"]:
-    share = 0.5 if keys is None else jax.random.uniform(keys[0], targets.shape, targets.dtype)
+    targets, share, mask = rows
     below = weighted_mean((samples < targets[None]).astype(samples.dtype), weights)
     level = weighted_mean((samples == targets[None]).astype(samples.dtype), weights)
     unknown = jnp.any(jnp.isnan(blank_unweighted(samples, weights)), axis=0) | jnp.isnan(targets)
-    value = jnp.where(unknown, jnp.nan, jnp.minimum(below + share * level, 1))
+    value = jnp.where(unknown, jnp.nan, jnp.minimum(below + (0.5 if share is None else share) * level, 1))
     return value if mask is None else jnp.where(mask, value, jnp.nan)
 
 

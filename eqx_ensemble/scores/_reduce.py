@@ -1,5 +1,7 @@
+from functools import partial
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -13,6 +15,14 @@ def reduce(
     if reduction == "none":
         return rows if mask is None else jnp.where(mask, rows, jnp.nan)
     return masked_mean(rows, mask)
+
+
+@partial(jax.jit, static_argnames="reduction")
+def reduce_rows(
+    rows: Float[Array, "*batch"], mask: Bool[Array, "*batch"] | None, reduction: Reduction
+) -> Float[Array, "..."]:
+    """`reduce`, compiled, of rows that were computed in blocks."""
+    return reduce(rows, reduction, mask)
 
 
 def masked_mean(rows: Float[Array, "*batch"], mask: Bool[Array, "*batch"] | None) -> Float[Array, ""]:

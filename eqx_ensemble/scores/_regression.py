@@ -3,6 +3,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import check_mask, check_regression, check_weights
+from .._combination import by_rows
 from .._weighting import blank_masked, blank_unweighted, weighted_mean
 from ._check import check_some_rows
 from ._reduce import masked_mean
@@ -41,7 +42,8 @@ def rmse(
     ee.scores.mean_member_rmse(predictions, targets)  # sqrt(0.5) = 0.707
     ```
     """
-    return _rmse(*_check_points("scores.rmse", predictions, targets, weights, mask))
+    predicted, observed, convex, kept = _check_points("scores.rmse", predictions, targets, weights, mask)
+    return _rmse(by_rows(_squared_errors, predicted, observed, convex), kept)
 
 
 def mean_member_rmse(
@@ -87,15 +89,17 @@ def _check_points(
     return blank_masked(predicted, kept, before=1), blank_masked(observed, kept), convex, kept
 
 
-@jax.jit
-def _rmse(
+def _squared_errors(
     predictions: Float[Array, " members *batch"],
     targets: Float[Array, "*batch"],
     weights: Float[Array, " members"] | None,
-    mask: Bool[Array, "*batch"] | None,
-) -> Float[Array, ""]:
-    errors = blank_unweighted(predictions - targets[None], weights)
-    return _root(masked_mean(weighted_mean(errors, weights) ** 2, mask))
+) -> Float[Array, "*batch"]:
+    return weighted_mean(blank_unweighted(predictions - targets[None], weights), weights) ** 2
+
+
+@jax.jit
+def _rmse(squares: Float[Array, "*batch"], mask: Bool[Array, "*batch"] | None) -> Float[Array, ""]:
+    return _root(masked_mean(squares, mask))
 
 
 @jax.jit

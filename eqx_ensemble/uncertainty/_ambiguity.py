@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from .._check import check_labels, check_logits, check_regression, check_weights
+from .._combination import by_rows
 from .._weighting import at_label, blank_unweighted, is_class, moments, weighted_mean
 
 
@@ -66,7 +67,7 @@ def decompose_squared_error(
     name = "uncertainty.decompose_squared_error"
     predicted, observed = check_regression(name, targets, members=True, predictions=predictions)
     convex = check_weights(name, weights, predicted.shape[0], predicted.dtype)
-    ensemble, ambiguity = _squared_error(predicted, observed, convex)
+    ensemble, ambiguity = by_rows(_squared_error, predicted, observed, convex)
     return Ambiguity(ensemble, ensemble + ambiguity, ambiguity)
 
 
@@ -122,11 +123,10 @@ def decompose_nll(
     checked = check_logits(name, logits)
     targets = check_labels(name, labels, checked)
     convex = check_weights(name, weights, checked.shape[0], checked.dtype)
-    ensemble, ambiguity = _nll(checked, targets, convex)
+    ensemble, ambiguity = by_rows(_nll, checked, targets, convex, event_ndim=1)
     return Ambiguity(ensemble, ensemble + ambiguity, ambiguity)
 
 
-@jax.jit
 def _squared_error(
     predictions: Float[Array, " members *batch"],
     targets: Float[Array, "*batch"],
@@ -137,7 +137,6 @@ def _squared_error(
     return error**2, ambiguity
 
 
-@jax.jit
 def _nll(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],

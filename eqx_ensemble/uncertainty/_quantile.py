@@ -4,6 +4,7 @@ from jaxtyping import Array, ArrayLike, Float, Real
 
 from .. import _weighting
 from .._check import check_level, check_values, check_weights
+from .._combination import by_rows
 from ._check import check_levels
 from ._interval import Interval
 
@@ -57,7 +58,7 @@ def quantile(
     name = "uncertainty.quantile"
     checked = check_values(name, "values", values)
     wanted, over = check_levels(name, levels, checked.dtype, ends=True)
-    return _quantile(checked, wanted, over, check_weights(name, weights, checked.shape[0], checked.dtype))
+    return _quantiles(checked, wanted, over, check_weights(name, weights, checked.shape[0], checked.dtype))
 
 
 def interval(
@@ -98,15 +99,20 @@ def interval(
     convex = check_weights(name, weights, checked.shape[0], checked.dtype)
     tail = (1 - level) / 2
     below, over = (jnp.asarray(levels, checked.dtype) for levels in ([tail, 1 - tail], [1 - tail, tail]))
-    return Interval(*_quantile(checked, below, over, convex))
+    return Interval(*_quantiles(checked, below, over, convex))
 
 
-@jax.jit
-def _quantile(
+def _quantiles(
     values: Float[Array, "members ..."],
     levels: Float[Array, "*levels"],
     over: Float[Array, "*levels"],
     weights: Float[Array, " members"] | None,
 ) -> Float[Array, "..."]:
+    found = by_rows(_quantile, values, (), (levels, over, weights))
+    return jnp.moveaxis(found, -1, 0) if levels.ndim else found
+
+
+def _quantile(values: Float[Array, "members ..."], _: tuple, shared: tuple) -> Float[Array, "..."]:
+    levels, over, weights = shared
     one = lambda level, over: _weighting.quantile(values, level, over, weights)
-    return jax.vmap(one)(levels, over) if levels.ndim else one(levels, over)
+    return jax.vmap(one, out_axes=-1)(levels, over) if levels.ndim else one(levels, over)

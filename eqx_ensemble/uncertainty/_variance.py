@@ -1,10 +1,9 @@
 from typing import Any
 
-import jax
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_moments, check_weights
-from .._combination import Summary, check_pair_of_moments, stream
+from .._combination import Summary, by_rows, check_pair_of_moments, stream
 from .._weighting import blank_unweighted, known_mean, mixture_moments, moments
 from ._decomposition import Decomposition
 
@@ -48,20 +47,20 @@ def decompose_variance(
     name = "uncertainty.decompose_variance"
     means, variances = check_moments(name, mean, variance, weights=weights)
     convex = check_weights(name, weights, means.shape[0], means.dtype)
-    aleatoric, epistemic = _parts(means, variances, convex)
+    aleatoric, epistemic = by_rows(_parts, (means, variances), (), convex)
     return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
 
 
-@jax.jit
 def _parts(
-    mean: Float[Array, "members ..."], variance: Float[Array, "members ..."], weights: Float[Array, " members"] | None
+    pair: tuple[Array, Array], _: tuple, weights: Float[Array, " members"] | None
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    mean, variance = pair
     return known_mean(variance, weights), moments(blank_unweighted(mean, weights), weights)[1]
 
 
 def _of_members(pair: tuple[Array, Array], weights: Any) -> tuple[tuple[Array, Array], Array]:
     """The moments of the members' means, and the mean of their variances."""
-    aleatoric, epistemic = _parts(*pair, weights)
+    aleatoric, epistemic = _parts(pair, (), weights)
     return (known_mean(pair[0], weights), epistemic), aleatoric
 
 
