@@ -27,6 +27,7 @@ def measure(quick: bool) -> Report:
         _agree(name, ours(), theirs())
         _raced(report, f"{name}, {size}", {"eqx_ensemble": ours, "numpy": theirs}, quick=quick)
     _beside_numpy(report, logits, size, quick=quick)
+    _beside_scoringrules(report, logits, quick=quick)
     _beside_torchmetrics(report, logits, labels, quick=quick)
     _peaks(report, quick=quick)
     return report
@@ -90,50 +91,94 @@ def _raced(report: Report, question: str, ways: dict[str, Callable[[], Any] | No
 
 
 def _beside_numpy(report: Report, values: np.ndarray, size: str, *, quick: bool) -> None:
-    """Functions of values that are computed in blocks of rows; members are sorted by a network."""
+    """Functions of values, which are computed in blocks of rows, beside the shortest NumPy with the same result."""
     targets = np.random.default_rng(2).normal(size=values.shape[1:]).astype(np.float32)
+    for name, (ours, theirs) in (_means(values, targets) | _orders(values, targets)).items():
+        _agree(name, ours(), theirs())
+        _raced(report, f"{name}, {size}", {"eqx_ensemble": ours, "numpy": theirs}, quick=quick)
+
+
+Ways = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
+
+
+def _means(values: np.ndarray, targets: np.ndarray) -> Ways:
     variance = np.exp(values)
     v, t, s = (jnp.asarray(x) for x in (values, targets, variance))
-    level = len(values) - len(values) // 10 - 1  # the rank of the quantile of level 0.9
-    cut = len(values) // 10
-    middle = (len(values) // 2 - 1, len(values) // 2)
-    ways = {
+    return {
         "mean": (lambda: ee.combine.mean(v), lambda: values.mean(0)),
         "moments": (lambda: ee.combine.moments(v), lambda: (values.mean(0), values.var(0))),
         "Gaussian": (lambda: ee.combine.gaussian(v, s), lambda: (values.mean(0), values.var(0) + variance.mean(0))),
-        "median": (lambda: ee.combine.median(v), lambda: np.partition(values, middle, axis=0)[list(middle)].mean(0)),
-        "quantile": (lambda: ee.uncertainty.quantile(v, 0.9), lambda: np.partition(values, level, axis=0)[level]),
-        "trimmed mean": (
-            lambda: ee.combine.trimmed_mean(v, cut=cut / len(values)),
-            lambda: np.sort(values, axis=0)[cut : len(values) - cut].mean(0),
+        "mean logits": (lambda: ee.combine.mean_logits(v), lambda: _log_softmax(values.mean(0))),
+        "mean logits, without the members' offsets": (
+            lambda: ee.combine.mean_logits(v),
+            lambda: _log_softmax((values - values.max(-1, keepdims=True)).mean(0)),
         ),
-        "CRPS": (lambda: ee.scores.crps(v, t, reduction="none"), lambda: _crps(values, targets)),
+        "squared error and ambiguity": (
+            lambda: ee.uncertainty.decompose_squared_error(v, t)[::2],
+            lambda: ((values.mean(0) - targets) ** 2, values.var(0)),
+        ),
         "PIT": (lambda: ee.scores.pit(v, t), lambda: (values < targets).mean(0) + (values == targets).mean(0) / 2),
         "root mean squared error": (
             lambda: ee.scores.rmse(v, t),
             lambda: np.sqrt(((values.mean(0) - targets) ** 2).mean()),
         ),
+        "root mean squared error, of errors": (
+            lambda: ee.scores.rmse(v, t),
+            lambda: np.sqrt(((values - targets).mean(0) ** 2).mean()),
+        ),
+        "mean root mean squared error of members": (
+            lambda: ee.scores.mean_member_rmse(v, t),
+            lambda: np.sqrt(((values - targets) ** 2).mean((1, 2))).mean(),
+        ),
     }
-    for name, (ours, theirs) in ways.items():
-        _agree(name, ours(), theirs())
-        _raced(report, f"{name}, {size}", {"eqx_ensemble": ours, "numpy": theirs}, quick=quick)
-    _raced(
-        report,
-        f"CRPS of one class, {size}",
-        {
-            "eqx_ensemble": lambda: ee.scores.crps(v[..., 0], t[..., 0], reduction="none"),
-            "scoringrules": _scoringrules(values[..., 0], targets[..., 0]),
-        },
-        quick=quick,
-    )
 
 
-def _scoringrules(values: np.ndarray, targets: np.ndarray) -> Callable[[], Any] | None:
+def _orders(values: np.ndarray, targets: np.ndarray) -> Ways:
+    v, t = jnp.asarray(values), jnp.asarray(targets)
+    level = len(values) - len(values) // 10 - 1  # the rank of the quantile of level 0.9
+    cut = len(values) // 10
+    middle = slice(len(values) // 2 - 1, len(values) // 2 + 1)
+    return {
+        "median": (lambda: ee.combine.median(v), lambda: np.median(values, axis=0)),
+        "median, by sorting": (lambda: ee.combine.median(v), lambda: np.sort(values, axis=0)[middle].mean(0)),
+        "quantile": (lambda: ee.uncertainty.quantile(v, 0.9), lambda: np.partition(values, level, axis=0)[level]),
+        "quantile, by sorting": (lambda: ee.uncertainty.quantile(v, 0.9), lambda: np.sort(values, axis=0)[level]),
+        "trimmed mean": (
+            lambda: ee.combine.trimmed_mean(v, cut=cut / len(values)),
+            lambda: np.sort(values, axis=0)[cut : len(values) - cut].mean(0),
+        ),
+        "CRPS": (lambda: ee.scores.crps(v, t, reduction="none"), lambda: _crps(values, targets)),
+    }
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    relative = logits - logits.max(-1, keepdims=True)
+    return relative - np.log(np.exp(relative).sum(-1, keepdims=True))
+
+
+def _beside_scoringrules(report: Report, values: np.ndarray, *, quick: bool) -> None:
+    """The CRPS, a score that scoringrules also has, with NumPy and with jax."""
+    values = np.ascontiguousarray(values[..., 0])
+    targets = np.random.default_rng(2).normal(size=values.shape[1:]).astype(np.float32)
+    v, t = jnp.asarray(values), jnp.asarray(targets)
+    ours = lambda: ee.scores.crps(v, t, reduction="none")
+    question = f"CRPS, {values.shape[0]} members, {values.shape[1]:,} rows"
+    for backend, arrays in {"numpy": (targets, values), "jax": (t, v)}.items():
+        theirs = _scoringrules(*arrays, backend)
+        if theirs is not None:
+            _agree("CRPS", ours(), np.asarray(theirs(), np.float64))
+        _raced(report, question, {"eqx_ensemble": ours, f"scoringrules ({backend})": theirs}, quick=quick)
+
+
+def _scoringrules(targets: Any, values: Any, backend: str) -> Callable[[], Any] | None:
     try:
         import scoringrules
     except ImportError:
         return None
-    return lambda: scoringrules.crps_ensemble(targets, values, m_axis=0, estimator="nrg", backend="numpy")
+    scoringrules.register_backend(backend)
+    score = lambda targets, values: scoringrules.crps_ensemble(targets, values, m_axis=0, backend=backend)
+    compiled = jax.jit(score) if backend == "jax" else score
+    return lambda: compiled(targets, values)
 
 
 def _crps(values: np.ndarray, targets: np.ndarray) -> np.ndarray:

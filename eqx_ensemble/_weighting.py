@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
 
 from ._check import as_column
-from ._sorting import sort, sort_pairs
 
 
 def blank_unweighted(
@@ -34,6 +33,15 @@ def weighted_mean(values: Float[Array, "members ..."], weights: Float[Array, " m
     if weights is None:
         return jnp.mean(values, axis=0)
     return jnp.sum(values * as_column(weights, values.ndim), axis=0)
+
+
+def sum_members(values: Float[Array, "members ..."]) -> Float[Array, "..."]:
+    """Sum over members, half by half: on a CPU XLA stores the terms of `jnp.sum` over a leading axis first."""
+    rest = []
+    while (half := values.shape[0] // 2) > 0:
+        rest += [values[2 * half]] if values.shape[0] % 2 else []
+        values = values[:half] + values[half : 2 * half]
+    return sum(rest, values[0])
 
 
 def known_mean(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:
@@ -110,53 +118,33 @@ def different_votes(shares: Float[Array, "*batch classes"]) -> Float[Array, "*ba
     return jnp.sum(shares * (jnp.sum(shares, axis=-1, keepdims=True) - shares), axis=-1)
 
 
-def sort_members(
-    values: Float[Array, "members ..."], weights: Float[Array, " members"] | None
-) -> tuple[Float[Array, "members ..."], Float[Array, "members ..."]]:
-    """The values sorted over members, and their cumulative weights. Members of weight zero come last."""
-    num_members = values.shape[0]
-    if weights is None:
-        count = jnp.arange(1, num_members + 1, dtype=values.dtype)
-        return sort(values), jnp.broadcast_to(as_column(count / num_members, values.ndim), values.shape)
-    blanked = blank_unweighted(values, weights, fill=jnp.inf)
-    spread = jnp.broadcast_to(as_column(weights, values.ndim), values.shape)
-    in_order, reordered = sort_pairs(blanked, spread)
-    share = jnp.cumsum(reordered, axis=0)
-    return in_order, share / share[-1:]
-
-
-def quantile(
-    values: Float[Array, "members ..."],
-    level: Float[Array, ""],
-    over: Float[Array, ""],
-    weights: Float[Array, " members"] | None,
-) -> Float[Array, "..."]:
-    """Where the weight of the values at or below reaches the level; midway to the next where it meets it exactly."""
-    unknown = jnp.any(jnp.isnan(blank_unweighted(values, weights)), axis=0)
-    if weights is None:
-        in_order, reordered = sort(values), as_column(jnp.ones(values.shape[0], values.dtype), values.ndim)
-    else:
-        blanked = blank_unweighted(values, weights, fill=jnp.inf)
-        own = jnp.broadcast_to(as_column(weights, values.ndim), values.shape)
-        in_order, reordered = sort_pairs(blanked, own)
-    return jnp.where(unknown, jnp.nan, quantile_in_order(in_order, reordered, level, over))
+def shares_in_order(
+    ordered: Float[Array, "members ..."], own: Float[Array, "members ..."] | None
+) -> Float[Array, "members ..."]:
+    """The fraction of the weight at or below each of the sorted values; of equal weights `(members, 1, ...)`."""
+    equal = as_column(jnp.ones(ordered.shape[0], ordered.dtype), ordered.ndim)
+    share = jnp.cumsum(equal if own is None else own, axis=0)
+    return share / share[-1:]
 
 
 def quantile_in_order(
     in_order: Float[Array, "members ..."],
-    weights: Float[Array, "members ..."],
+    weights: Float[Array, "members ..."] | None,
     level: Float[Array, ""],
     over: Float[Array, ""],
 ) -> Float[Array, "..."]:
-    """The same of sorted values and their weights, which may have axes of length one; NaN where there is no weight.
+    """Where the weight of the values at or below reaches the level; midway to the next where it meets it exactly.
+
+    Of sorted values and their weights, which may have axes of length one; NaN where there is no weight.
 
     Low levels are compared with the weight at or below, high ones with that above: small shares then are met or missed
     by themselves, not by the rounding of numbers near one.
     """
     num_members = in_order.shape[0]
-    share = jnp.cumsum(weights, axis=0)
+    own = as_column(jnp.ones(num_members, in_order.dtype), in_order.ndim) if weights is None else weights
+    share = jnp.cumsum(own, axis=0)
     total = share[-1:]
-    rest = jnp.flip(jnp.cumsum(jnp.flip(weights, axis=0), axis=0), axis=0)
+    rest = jnp.flip(jnp.cumsum(jnp.flip(own, axis=0), axis=0), axis=0)
     rest = jnp.concatenate([rest[1:], jnp.zeros_like(total)]) / total
     share = share / total
     rounding = 4 * math.log2(2 * num_members) * jnp.finfo(in_order.dtype).eps

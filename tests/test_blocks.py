@@ -1,12 +1,13 @@
-"""Array functions give the same in blocks of rows and with a sorting network as in one piece."""
+"""Array functions give the same in blocks of rows, and with members sorted by NumPy, as in one piece."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_ensemble import _sorting, combine, scores, uncertainty
-from eqx_ensemble._combination import _blocks
+from eqx_ensemble import combine, scores, uncertainty
+from eqx_ensemble._combination import _blocks, _order
+from eqx_ensemble.scores import _regression
 
 RNG = np.random.default_rng(0)
 MEMBERS, ROWS, CLASSES = 5, 97, 3
@@ -32,16 +33,19 @@ CASES = {
     "crps": (scores.crps, (LOGITS, TARGETS), SCORED),
     "nll_gaussian_mixture": (scores.nll_gaussian_mixture, (LOGITS, VARIANCE, TARGETS), SCORED),
     "rmse": (scores.rmse, (LOGITS, TARGETS), {"mask": [None, MASK]}),
+    "mean_member_rmse": (scores.mean_member_rmse, (LOGITS, TARGETS), {"mask": [None, MASK]}),
     "pit": (scores.pit, (LOGITS, TARGETS), {"mask": [None, MASK], "key": [None, jax.random.key(0)]}),
 }
 
 
 @pytest.fixture
 def cut(monkeypatch):
-    """Blocks of eleven rows, and a network for every array."""
+    """Blocks of eleven rows, of seven entries where members are sorted, and groups of two members."""
     monkeypatch.setattr(_blocks, "_BYTES", 11 * MEMBERS * CLASSES * 4)
-    monkeypatch.setattr(_sorting, "_BYTES", 7 * MEMBERS * 4)
-    monkeypatch.setattr(_sorting, "_FEWEST_NUMBERS", 0)
+    monkeypatch.setattr(_order, "_BYTES", 7 * MEMBERS * 4)
+    monkeypatch.setattr(_order, "_FEWEST_NUMBERS", 0)
+    monkeypatch.setattr(_regression, "_GROUP", 2)
+    monkeypatch.setattr(_regression, "_LANES", 16)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -77,30 +81,71 @@ def test_rows_are_in_blocks(cut):
 
     members, rows = jnp.asarray(LOGITS), jnp.asarray(TARGETS)
     np.testing.assert_allclose(_blocks.by_rows(fn, members, rows, 1.0), LOGITS.sum(0) + TARGETS + 1, rtol=1e-5)
-    assert (MEMBERS, 33) in shapes
+    assert (MEMBERS, 33) in shapes, "eleven rows of three classes"
     del shapes[:]
     jax.jit(lambda members: _blocks.by_rows(fn, members, rows, 1.0))(members)
     assert set(shapes) == {LOGITS.shape}, "the user's own program has no blocks"
 
 
-@pytest.mark.parametrize("members", [1, 2, 3, 8, 13, 64])
-def test_the_network_sorts_as_numpy_does(members, cut):
-    values = RNG.normal(size=(members, 50)).astype(np.float32)
-    for special in (np.nan, -np.nan, np.inf, -np.inf, 0.5):
+def in_order(values, weights=None, **named):
+    return _order.by_order(
+        lambda ordered, own, _: (jnp.moveaxis(ordered, 0, -1), own if own is None else jnp.moveaxis(own, 0, -1)),
+        values,
+        weights,
+        **named,
+    )
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 13, 64])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_members_are_sorted_as_jax_does(members, dtype, cut):
+    values = RNG.normal(size=(members, 10, 5)).astype(dtype)
+    for special in (np.nan, -np.nan, np.inf, -np.inf):
         values[RNG.random(values.shape) < 0.05] = special
-    np.testing.assert_array_equal(jax.jit(_sorting.sort)(values), np.sort(values, axis=0))
-    weights = np.where(np.isfinite(values), np.floor(values * 100), 0).astype(np.float32)
-    ordered, carried = jax.jit(_sorting.sort_pairs)(values, weights)
-    np.testing.assert_array_equal(ordered, np.sort(values, axis=0))
-    finite = np.isfinite(np.asarray(ordered))
-    np.testing.assert_array_equal(np.asarray(carried)[finite], np.floor(np.asarray(ordered)[finite] * 100))
+    ties = np.where(RNG.random(values.shape) < 0.3, np.sign(values) * RNG.integers(2, size=values.shape), values)
+    centre, weights = RNG.normal(size=(10, 5)).astype(dtype), np.arange(members).astype(dtype)
+    with jax.enable_x64(dtype == np.float64):
+        values, centre, weights = (jnp.asarray(x) for x in (values, centre, weights))
+        for x in (values, jnp.asarray(ties.astype(dtype))):
+            np.testing.assert_array_equal(in_order(x)[0], np.moveaxis(np.sort(x, axis=0), 0, -1))
+        for fill in (0.0, np.inf):
+            got = in_order(values, weights, centre=centre, fill=fill)
+            traced = jax.jit(lambda *x, fill=fill: in_order(x[0], x[1], centre=x[2], fill=fill))(
+                values, weights, centre
+            )
+            np.testing.assert_array_equal(got[0], traced[0])
+            known = np.isfinite(got[0]) & (np.asarray(got[0]) != fill)  # values that are their own
+            np.testing.assert_array_equal(np.asarray(got[1])[known], np.asarray(traced[1])[known])
 
 
-def test_the_gradient_of_the_network_is_that_of_sorting(cut):
-    values = jnp.asarray(np.round(RNG.normal(size=(6, 20)), 1).astype(np.float32))  # with ties
-    scale = jnp.arange(6.0)[:, None]
-    of = lambda sort: jax.vmap(jax.grad(lambda x: jnp.sum(jnp.sin(sort(x[:, None])) * scale)), in_axes=1)(values)
-    np.testing.assert_array_equal(of(_sorting.sort), of(lambda x: jnp.sort(x, axis=0)))
-    of_pairs = lambda sort: jax.grad(lambda x: jnp.sum(jnp.prod(jnp.stack(sort(x, x**2)), axis=0) * scale))(values)
-    plain = lambda x, y: jax.lax.sort((x, y), dimension=0, num_keys=1)
-    np.testing.assert_allclose(of_pairs(_sorting.sort_pairs), of_pairs(plain), rtol=1e-6)
+def test_results_are_on_the_device_of_the_values(cut):
+    second = jax.devices()[-1]
+    for values in (jnp.asarray(LOGITS), jax.device_put(LOGITS, second)):
+        found = combine.median(values)
+        assert (found.committed, found.device) == (values.committed, values.device)
+
+
+def test_sharded_rows_stay_where_they_are(cut):
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec(None, "rows")
+    values = jax.device_put(LOGITS[:, :96], jax.sharding.NamedSharding(mesh, rows))
+    for fn in (combine.median, combine.moments, lambda x: uncertainty.quantile(x, jnp.array([0.1, 0.9]))):
+        for x, y in zip(jax.tree.leaves(fn(values)), jax.tree.leaves(fn(jnp.asarray(LOGITS[:, :96]))), strict=True):
+            assert len(x.devices()) == 4
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    program = jax.jit(combine.median).lower(values).compile().as_text()
+    assert not any(word in program for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_gradients_see_neither_blocks_nor_numpy(weights, cut):
+    with jax.enable_x64(True):
+        values, targets, weights = (x if x is None else jnp.asarray(x, float) for x in (LOGITS, TARGETS, weights))
+        loss = lambda x: scores.crps(x, targets, weights=weights)
+        aimed = 1e-6 * RNG.normal(size=values.shape)
+        slope = float(jnp.sum(jax.grad(loss)(values) * aimed))
+        assert slope == pytest.approx(float(loss(values + aimed) - loss(values - aimed)) / 2, rel=1e-3)
+        if weights is not None:
+            of_weights = jax.grad(lambda weights: combine.trimmed_mean(values, weights=weights).sum())(weights)
+            assert of_weights.shape == weights.shape
+            assert np.isfinite(of_weights).all()

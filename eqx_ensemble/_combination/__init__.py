@@ -1,4 +1,5 @@
 from ._blocks import by_rows as by_rows
+from ._blocks import pays_if_large as pays_if_large
 from ._check import check_chunk_weights as check_chunk_weights
 from ._check import check_one_array as check_one_array
 from ._check import check_one_logits as check_one_logits
@@ -6,6 +7,7 @@ from ._check import check_one_values as check_one_values
 from ._check import check_pair_of_moments as check_pair_of_moments
 from ._check import check_seen as check_seen
 from ._combination import AbstractCombination as AbstractCombination
+from ._order import by_order as by_order
 from ._registry import of_predictions as of_predictions
 from ._registry import stream as stream
 from ._registry import stream_of as stream_of

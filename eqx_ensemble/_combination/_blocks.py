@@ -5,18 +5,24 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .. import _check
 
-_BYTES = 2**18  # of predictions in a block
+_BYTES = 63 * 2**12  # of predictions in a block; a power of two would put members into the same lines of a cache
 
 
 def pays(predictions: PyTree) -> bool:
     """Whether these are concrete arrays on one CPU device: compilers for other devices do not need blocks."""
-    leaves = jax.tree.leaves(predictions)
+    leaves = [x for x in jax.tree.leaves(predictions) if isinstance(x, jax.Array)]
     here = not any(_check.is_traced(x) or len(x.devices()) > 1 for x in leaves)
     return bool(leaves) and here and all(device.platform == "cpu" for x in leaves for device in x.devices())
+
+
+def pays_if_large(members: PyTree, others: PyTree = ()) -> bool:
+    """The same, of arrays that are larger than a cache."""
+    first = jax.tree.leaves(members)[0]
+    return first.size * first.dtype.itemsize > 2 * _BYTES and pays((members, others))
 
 
 def by_blocks(fn: Callable[[PyTree], PyTree], predictions: PyTree, *, event_ndim: int) -> PyTree:
@@ -44,9 +50,8 @@ def by_rows(
     `members` are arrays `(members, *batch, ...)`, of which the last `event_ndim` axes belong to one row; `rows` are
     arrays `(*batch,)`. The result is a tree of arrays `(*batch, ...)`.
     """
-    first = jax.tree.leaves(members)[0]
-    large = first.size * first.dtype.itemsize > 2 * _BYTES
-    return _by_rows(fn, members, rows, shared, event_ndim=event_ndim, in_blocks=large and pays((members, rows)))
+    in_blocks = pays_if_large(members, (rows, shared))
+    return _by_rows(fn, members, rows, shared, event_ndim=event_ndim, in_blocks=in_blocks)
 
 
 @ft.partial(jax.jit, static_argnames=("fn", "event_ndim", "in_blocks"))
@@ -73,10 +78,18 @@ def _in_blocks(fn: Callable[[PyTree, PyTree], PyTree], members: PyTree, rows: Py
     cut = lambda tree, axis, start, size: jax.tree.map(
         lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis), tree
     )
-    block = lambda start, size: fn(cut(members, 1, start, size), cut(rows, 0, start, size))
-    count, rest = divmod(num_rows, size)
-    blocks = jax.lax.map(lambda i: block(i * size, size), jnp.arange(count))
-    whole = jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:]), blocks)
-    if not rest:
+    block = lambda start: fn(cut(members, 1, start, size), cut(rows, 0, start, size))
+    # The last block repeats rows of the one before: all are of one shape, and compiled once.
+    count = -(-num_rows // size)
+    blocks = jax.lax.map(lambda i: block(jnp.minimum(i * size, num_rows - size)), jnp.arange(count))
+    return jax.tree.map(lambda x: _join(x, num_rows), blocks)
+
+
+def _join(blocks: Array, num_rows: int) -> Array:
+    """Blocks `(count, size, ...)`, of which the last one ends with the last row."""
+    count, size, *axes = blocks.shape
+    whole = blocks.reshape(count * size, *axes)
+    if count * size == num_rows:
         return whole
-    return jax.tree.map(lambda x, y: jnp.concatenate([x, y]), whole, block(count * size, rest))
+    missing = num_rows - (count - 1) * size
+    return jnp.concatenate([whole[: (count - 1) * size], blocks[-1, size - missing :]])

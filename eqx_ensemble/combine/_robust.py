@@ -2,8 +2,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_values, check_weights
-from .._combination import by_rows
-from .._weighting import blank_unweighted, quantile, sort_members
+from .._combination import by_order
+from .._weighting import quantile_in_order, shares_in_order, sum_members
 from ._check import check_cut
 
 
@@ -40,7 +40,7 @@ def median(
     name = "combine.median"
     checked = check_values(name, "values", values)
     convex = check_weights(name, weights, checked.shape[0], checked.dtype)
-    return by_rows(_median, checked, (), convex)
+    return by_order(_median, checked, convex)
 
 
 def trimmed_mean(
@@ -78,30 +78,30 @@ def trimmed_mean(
     name = "combine.trimmed_mean"
     checked = check_values(name, "values", values)
     convex = check_weights(name, weights, checked.shape[0], checked.dtype)
-    return by_rows(_trimmed_mean, checked, (), (check_cut(name, cut, checked.dtype), convex))
+    return by_order(_trimmed_mean, checked, convex, check_cut(name, cut, checked.dtype))
 
 
-def _median(
-    values: Float[Array, "members ..."], _: tuple, weights: Float[Array, " members"] | None
+def _median(ordered: Float[Array, "members ..."], own: Float[Array, "members ..."] | None, _: None) -> Array:
+    half = jnp.asarray(0.5, ordered.dtype)
+    return jnp.where(jnp.isnan(ordered[-1]), jnp.nan, quantile_in_order(ordered, own, half, half))
+
+
+def _trimmed_mean(
+    ordered: Float[Array, "members ..."], own: Float[Array, "members ..."] | None, cut: Float[Array, ""]
 ) -> Float[Array, "..."]:
-    half = jnp.asarray(0.5, values.dtype)
-    return quantile(values, half, half, weights)
-
-
-def _trimmed_mean(values: Float[Array, "members ..."], _: tuple, shared: tuple) -> Float[Array, "..."]:
-    cut, weights = shared
-    in_order, share = sort_members(values, weights)
-    inside = jnp.clip(share, cut, 1 - cut)
+    inside = jnp.clip(shares_in_order(ordered, own), cut, 1 - cut)
     kept = jnp.diff(inside, axis=0, prepend=jnp.broadcast_to(cut, inside[:1].shape))
     # A fraction left by rounding alone must not bring back an outlying member.
-    rounding = jnp.minimum(8 * jnp.finfo(values.dtype).eps, jnp.max(kept, axis=0) / 2)
+    rounding = jnp.minimum(8 * jnp.finfo(ordered.dtype).eps, jnp.max(kept, axis=0) / 2)
     kept = jnp.where(kept < rounding[None], 0, kept)
     kept = kept / jnp.sum(kept, axis=0)[None]
-    in_order = jnp.where(kept == 0, 0, in_order)
-    found = jnp.sum(kept * in_order, axis=0)
-    # Of an infinite mean the deviations are NaN.
-    infinite = jnp.isinf(found)
-    rough = jnp.where(infinite, 0, found)
-    correction = jnp.sum(kept * (jnp.where(infinite[None], 0, in_order) - rough[None]), axis=0)
-    unknown = jnp.any(jnp.isnan(blank_unweighted(values, weights)), axis=0)
-    return jnp.where(unknown, jnp.nan, jnp.where(infinite, found, rough + correction))
+    # Deviations from a member that is kept are small numbers: a large common offset costs no precision.
+    one = ordered[ordered.shape[0] // 2] if own is None else _at_largest(ordered, kept)
+    one = jnp.where(jnp.abs(one) < jnp.finfo(ordered.dtype).max / 4, one, 0)
+    found = one + sum_members(kept * jnp.where(kept == 0, 0, ordered - one[None]))
+    return jnp.where(jnp.isnan(ordered[-1]), jnp.nan, found)
+
+
+def _at_largest(values: Float[Array, "members ..."], weights: Float[Array, "members ..."]) -> Float[Array, "..."]:
+    index = jnp.argmax(weights, axis=0)
+    return jnp.take_along_axis(values, index[None], axis=0)[0]

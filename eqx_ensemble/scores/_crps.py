@@ -3,10 +3,9 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import as_column, check_mask, check_regression, check_weights, check_word
-from .._combination import by_rows
-from .._sorting import sort, sort_pairs
-from .._weighting import blank_masked, blank_unweighted
+from .._check import check_mask, check_regression, check_weights, check_word
+from .._combination import by_order
+from .._weighting import blank_masked, shares_in_order
 from ._check import check_fair, check_reduction
 from ._reduce import Reduction, reduce_rows
 
@@ -75,43 +74,23 @@ def crps(
     kept = check_mask(name, mask, observed.shape)
     check_reduction(name, reduction, observed.shape)
     points, observed = blank_masked(points, kept, before=1), blank_masked(observed, kept)
-    rows = by_rows(_fair if estimator == "fair" else _energy, points, observed, convex)
+    # Errors, not values, are sorted: a large common offset of samples and targets is gone before anything is summed.
+    rows = by_order(_fair if estimator == "fair" else _energy, points, convex, centre=observed, fill=0.0)
     return reduce_rows(rows, kept, reduction)
 
 
 def _energy(
-    samples: Float[Array, " members *batch"], targets: Float[Array, "*batch"], weights: Float[Array, " members"] | None
+    errors: Float[Array, " members *batch"], own: Float[Array, " members *batch"] | None, _: None
 ) -> Float[Array, "*batch"]:
-    return _sample(samples, targets, weights)[0]
+    below = shares_in_order(errors, own)[:-1]
+    under = jnp.sum(below**2 * jnp.diff(jnp.minimum(errors, 0), axis=0), axis=0)
+    over = jnp.sum((1 - below) ** 2 * jnp.diff(jnp.maximum(errors, 0), axis=0), axis=0)
+    return under + over + jnp.maximum(errors[0], 0) + jnp.maximum(-errors[-1], 0)
 
 
 def _fair(
-    samples: Float[Array, " members *batch"], targets: Float[Array, "*batch"], weights: Float[Array, " members"] | None
+    errors: Float[Array, " members *batch"], own: Float[Array, " members *batch"] | None, _: None
 ) -> Float[Array, "*batch"]:
-    score, distance = _sample(samples, targets, weights)
-    return score - distance / (samples.shape[0] - 1)
-
-
-def _sample(
-    samples: Float[Array, " members *batch"], targets: Float[Array, "*batch"], weights: Float[Array, " members"] | None
-) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-    """The score, and half of the mean distance between two members."""
-    # Errors, not values, are sorted: a large common offset of samples and targets is gone before anything is summed.
-    errors, below = _distribution(blank_unweighted(samples - targets[None], weights), weights)
-    under = jnp.sum(below**2 * jnp.diff(jnp.minimum(errors, 0), axis=0), axis=0)
-    over = jnp.sum((1 - below) ** 2 * jnp.diff(jnp.maximum(errors, 0), axis=0), axis=0)
-    score = under + over + jnp.maximum(errors[0], 0) + jnp.maximum(-errors[-1], 0)
-    return score, jnp.sum(below * (1 - below) * jnp.diff(errors, axis=0), axis=0)
-
-
-def _distribution(
-    values: Float[Array, " members *batch"], weights: Float[Array, " members"] | None
-) -> tuple[Float[Array, " members *batch"], Float[Array, " gaps *gap_batch"]]:
-    """The values sorted over members, and the weight at or below each of them but the last."""
-    num_members = values.shape[0]
-    if weights is None:
-        share = jnp.arange(1, num_members, dtype=values.dtype) / num_members
-        return sort(values), as_column(share, values.ndim)
-    expanded = jnp.broadcast_to(as_column(weights, values.ndim), values.shape)
-    ordered, reordered = sort_pairs(values, expanded)
-    return ordered, jnp.cumsum(reordered, axis=0)[:-1]
+    below = shares_in_order(errors, own)[:-1]
+    distance = jnp.sum(below * (1 - below) * jnp.diff(errors, axis=0), axis=0)  # half the mean of two members'
+    return _energy(errors, own, None) - distance / (errors.shape[0] - 1)

@@ -1,12 +1,17 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_mask, check_regression, check_weights
-from .._combination import by_rows
-from .._weighting import blank_masked, blank_unweighted, weighted_mean
+from .._check import as_column, check_mask, check_regression, check_weights
+from .._combination import pays_if_large
+from .._weighting import blank_masked, blank_unweighted, known_mean, sum_members, weighted_mean
 from ._check import check_some_rows
 from ._reduce import masked_mean
+
+_GROUP = 8  # members whose errors are added in registers
+_LANES = 1024
 
 
 def rmse(
@@ -42,8 +47,8 @@ def rmse(
     ee.scores.mean_member_rmse(predictions, targets)  # sqrt(0.5) = 0.707
     ```
     """
-    predicted, observed, convex, kept = _check_points("scores.rmse", predictions, targets, weights, mask)
-    return _rmse(by_rows(_squared_errors, predicted, observed, convex), kept)
+    arrays = _check_points("scores.rmse", predictions, targets, weights, mask)
+    return _rmse(*arrays, in_groups=pays_if_large(arrays[0], arrays[1:]))
 
 
 def mean_member_rmse(
@@ -76,7 +81,8 @@ def mean_member_rmse(
     ee.scores.mean_member_rmse(jnp.array([[0.0], [4.0]]), jnp.array([1.0]))  # (1 + 3) / 2 = 2.0
     ```
     """
-    return _mean_member_rmse(*_check_points("scores.mean_member_rmse", predictions, targets, weights, mask))
+    arrays = _check_points("scores.mean_member_rmse", predictions, targets, weights, mask)
+    return _mean_member_rmse(*arrays, one_by_one=pays_if_large(arrays[0], arrays[1:]))
 
 
 def _check_points(
@@ -89,29 +95,68 @@ def _check_points(
     return blank_masked(predicted, kept, before=1), blank_masked(observed, kept), convex, kept
 
 
-def _squared_errors(
+@partial(jax.jit, static_argnames="in_groups")
+def _rmse(
+    predictions: Float[Array, " members *batch"],
+    targets: Float[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+    mask: Bool[Array, "*batch"] | None,
+    *,
+    in_groups: bool,
+) -> Float[Array, ""]:
+    if in_groups:
+        mean = _mean_error_in_groups(predictions, targets, weights)
+    else:
+        mean = weighted_mean(blank_unweighted(predictions - targets[None], weights), weights)
+    return _root(masked_mean(mean**2, mask))
+
+
+def _mean_error_in_groups(
     predictions: Float[Array, " members *batch"],
     targets: Float[Array, "*batch"],
     weights: Float[Array, " members"] | None,
 ) -> Float[Array, "*batch"]:
-    return weighted_mean(blank_unweighted(predictions - targets[None], weights), weights) ** 2
+    """On a CPU: groups of members one after another, so that memory is read from its beginning to its end."""
+    num_members = predictions.shape[0]
+    convex = jnp.full(num_members, 1 / num_members, predictions.dtype) if weights is None else weights
+
+    def group(start: Array | int, size: int) -> Array:
+        errors, own = (jax.lax.dynamic_slice_in_dim(x, start, size) for x in (predictions, convex))
+        errors = errors - targets[None]
+        return sum_members(blank_unweighted(errors, own) * as_column(own, errors.ndim))
+
+    count, rest = divmod(num_members, _GROUP)
+    whole = jax.lax.fori_loop(0, count, lambda i, found: found + group(i * _GROUP, _GROUP), jnp.zeros_like(targets))
+    return whole + group(count * _GROUP, rest) if rest else whole
 
 
-@jax.jit
-def _rmse(squares: Float[Array, "*batch"], mask: Bool[Array, "*batch"] | None) -> Float[Array, ""]:
-    return _root(masked_mean(squares, mask))
-
-
-@jax.jit
+@partial(jax.jit, static_argnames="one_by_one")
 def _mean_member_rmse(
     predictions: Float[Array, " members *batch"],
     targets: Float[Array, "*batch"],
     weights: Float[Array, " members"] | None,
     mask: Bool[Array, "*batch"] | None,
+    *,
+    one_by_one: bool,
 ) -> Float[Array, ""]:
-    errors = blank_unweighted(predictions - targets[None], weights)
-    squared = jax.vmap(masked_mean, in_axes=(0, None))(errors**2, mask)
-    return weighted_mean(_root(squared), weights)
+    if one_by_one:
+        squared = jax.lax.map(lambda member: _mean_squared_error(member, targets, mask), predictions)
+    else:
+        errors = blank_unweighted(predictions - targets[None], weights)
+        squared = jax.vmap(masked_mean, in_axes=(0, None))(errors**2, mask)
+    return known_mean(_root(squared), weights)
+
+
+def _mean_squared_error(
+    predictions: Float[Array, "*batch"], targets: Float[Array, "*batch"], mask: Bool[Array, "*batch"] | None
+) -> Float[Array, ""]:
+    """On a CPU: a thousand sums side by side, since XLA adds the terms of one sum scalar by scalar."""
+    errors = jnp.ravel(predictions - targets if mask is None else jnp.where(mask, predictions - targets, 0))
+    count, rest = divmod(errors.size, _LANES)
+    lanes = jnp.reshape(errors[: count * _LANES], (count, _LANES))
+    sums = jax.lax.fori_loop(0, count, lambda i, found: found + lanes[i] ** 2, jnp.zeros(_LANES, errors.dtype))
+    found = jnp.sum(sums) + jnp.sum(errors[errors.size - rest :] ** 2)
+    return found / (errors.size if mask is None else jnp.sum(mask).astype(errors.dtype))
 
 
 def _root(values: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -2,9 +2,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from .. import _weighting
 from .._check import check_level, check_values, check_weights
-from .._combination import by_rows
+from .._combination import by_order
+from .._weighting import quantile_in_order
 from ._check import check_levels
 from ._interval import Interval
 
@@ -108,11 +108,15 @@ def _quantiles(
     over: Float[Array, "*levels"],
     weights: Float[Array, " members"] | None,
 ) -> Float[Array, "..."]:
-    found = by_rows(_quantile, values, (), (levels, over, weights))
+    found = by_order(_quantile, values, weights, (levels, over))
     return jnp.moveaxis(found, -1, 0) if levels.ndim else found
 
 
-def _quantile(values: Float[Array, "members ..."], _: tuple, shared: tuple) -> Float[Array, "..."]:
-    levels, over, weights = shared
-    one = lambda level, over: _weighting.quantile(values, level, over, weights)
-    return jax.vmap(one, out_axes=-1)(levels, over) if levels.ndim else one(levels, over)
+def _quantile(
+    ordered: Float[Array, "members ..."], own: Float[Array, "members ..."] | None, wanted: tuple[Array, Array]
+) -> Float[Array, "..."]:
+    levels, over = wanted
+    one = lambda level, over: quantile_in_order(ordered, own, level, over)
+    found = jax.vmap(one, out_axes=-1)(levels, over) if levels.ndim else one(levels, over)
+    unknown = jnp.isnan(ordered[-1])
+    return jnp.where(unknown[..., None] if levels.ndim else unknown, jnp.nan, found)

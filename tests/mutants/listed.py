@@ -34,7 +34,7 @@ MUTANTS = [
         ("(labels >= 0) & (labels < num_classes)", "(labels >= 0) & (labels <= num_classes)"),
         ("1 / num_members, logs.dtype", "1.0, logs.dtype"),
         ("0.5 * low + 0.5 * high", "low"),
-        ("jnp.arange(1, num_members + 1, dtype=values.dtype)", "jnp.arange(num_members, dtype=values.dtype)"),
+        ("return share / share[-1:]", "return share"),
     ),
     *of(
         "combine/_gaussian.py",
@@ -56,7 +56,7 @@ MUTANTS = [
     *of(
         "scores/_crps.py",
         "scores/test_crps.py",
-        ("(samples.shape[0] - 1)", "samples.shape[0]"),
+        ("(errors.shape[0] - 1)", "errors.shape[0]"),
         ("(1 - below) ** 2", "(1 - below)"),
     ),
     *of(
@@ -67,10 +67,7 @@ MUTANTS = [
     *of(
         "scores/_regression.py",
         "scores/test_regression.py",
-        (
-            "masked_mean(weighted_mean(errors, weights) ** 2, mask)",
-            "masked_mean(weighted_mean(errors**2, weights), mask)",
-        ),
+        ("masked_mean(mean**2, mask)", "masked_mean(jnp.abs(mean), mask)"),
     ),
     *of(
         "scores/_brier.py",
