@@ -137,6 +137,16 @@ def test_sharded_rows_stay_where_they_are(cut):
     assert not any(word in program for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
 
 
+@pytest.mark.parametrize("name", ["moments", "quantile", "crps", "rmse"])
+def test_constants_of_a_program_are_part_of_it(name, cut):
+    fn, arrays, options = CASES[name]
+    of = lambda: jax.tree.leaves(fn(*map(jnp.asarray, arrays), **{key: first for key, (first, *_) in options.items()}))[
+        0
+    ]
+    np.testing.assert_allclose(jax.jit(of)(), of(), rtol=1e-5, atol=4e-6)
+    np.testing.assert_allclose(jax.grad(lambda scale: jnp.sum(scale * of()))(1.0), jnp.sum(of()), rtol=1e-4)
+
+
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 def test_gradients_see_neither_blocks_nor_numpy(weights, cut):
     with jax.enable_x64(True):

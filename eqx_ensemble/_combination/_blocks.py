@@ -13,10 +13,18 @@ _BYTES = 63 * 2**12  # of predictions in a block; a power of two would put membe
 
 
 def pays(predictions: PyTree) -> bool:
-    """Whether these are concrete arrays on one CPU device: compilers for other devices do not need blocks."""
+    """Whether these are concrete arrays on one CPU device: compilers for other devices do not need blocks.
+
+    Inside a user's own program nothing is computed in blocks, not even of arrays that are its constants.
+    """
     leaves = [x for x in jax.tree.leaves(predictions) if isinstance(x, jax.Array)]
-    here = not any(_check.is_traced(x) or len(x.devices()) > 1 for x in leaves)
-    return bool(leaves) and here and all(device.platform == "cpu" for x in leaves for device in x.devices())
+    return bool(leaves) and not _check.is_inside_transformation() and all(_is_on_one_cpu(x) for x in leaves)
+
+
+def _is_on_one_cpu(array: Array) -> bool:
+    return (
+        not _check.is_traced(array) and array.is_fully_addressable and [x.platform for x in array.devices()] == ["cpu"]
+    )
 
 
 def pays_if_large(members: PyTree, others: PyTree = ()) -> bool:
