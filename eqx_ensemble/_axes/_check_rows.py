@@ -72,7 +72,7 @@ def _numeric(x: Any, path: str, *, name: str) -> None:
 
 
 def _finite(x: Any, path: str, *, name: str) -> None:
-    if is_traced(x) or not jnp.issubdtype(x.dtype, jnp.floating) or _all_finite(x):
+    if is_traced(x) or not jnp.issubdtype(x.dtype, jnp.floating) or is_finite(x):
         return
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         raise ValueError(f"`{name}` needs finite numbers; the array at `{path}` holds NaN or infinite values.")
@@ -84,7 +84,8 @@ def _finite(x: Any, path: str, *, name: str) -> None:
     )
 
 
-def _all_finite(x: Any) -> bool:
+def is_finite(x: Any) -> bool:
+    """Whether an array of floating-point numbers holds finite ones only."""
     far = isinstance(x, jax.Array) and (not x.is_fully_addressable or any(d.platform != "cpu" for d in x.devices()))
     if far:  # stays where it is
         return bool(jnp.all(jnp.isfinite(x)))

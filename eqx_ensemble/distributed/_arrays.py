@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._check import is_key, kind_text, path_text
+from .._check import is_key, kind_text
 from ._check import broadcast_type_message, check_addressable
 
 _AT_ONCE = 2**26  # bytes that one program gathers on each device
@@ -35,7 +35,8 @@ def to_host(tree: PyTree) -> PyTree:
     """
     found, structure = jtu.tree_flatten_with_path(tree)
     for path, leaf in found:
-        check_addressable(leaf, path_text(path))
+        if not isinstance(leaf, np.ndarray):
+            check_addressable(leaf, path)
     leaves = [jax.random.key_data(leaf) if is_key(leaf) else leaf for _, leaf in found]
     remote = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_at_hand(leaf)]
     for indices in _programs(leaves, remote):

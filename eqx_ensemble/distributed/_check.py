@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .._check import check_integer, is_traced
+from .._check import check_integer, is_traced, path_text
 
 _SHOWN = 8
 
@@ -165,12 +165,12 @@ def refusal_message(reason: str, address: str) -> str:
     return f"`distributed.initialise` was rejected by process 0 at {address}: {reason}."
 
 
-def check_addressable(leaf: Any, path: str) -> None:
+def check_addressable(leaf: Any, path: tuple) -> None:
     """Checks that a leaf is not traced and that every process holds a part of it."""
     if is_traced(leaf):
         raise TypeError(
-            f"`distributed.to_host` copies arrays to the host, and the leaf at `{path}` is traced: call it outside "
-            "`jax.jit` and other transformations."
+            f"`distributed.to_host` copies arrays to the host, and the leaf at `{path_text(path)}` is traced: call it "
+            "outside `jax.jit` and other transformations."
         )
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return
@@ -179,7 +179,7 @@ def check_addressable(leaf: Any, path: str) -> None:
     if without:
         raise ValueError(
             f"`distributed.to_host` needs arrays of which every process holds a part, and {processes_text(without)} "
-            f"{'holds' if len(without) == 1 else 'hold'} none of the leaf at `{path}`.\n"
+            f"{'holds' if len(without) == 1 else 'hold'} none of the leaf at `{path_text(path)}`.\n"
             "Shard it over devices of all processes first."
         )
 

@@ -1,6 +1,7 @@
 """Steps outside compiled loops: one compiled call a step, or under a plan `one_by_one` one for each member."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
@@ -9,12 +10,75 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from ... import _axes
+from ...distributed import to_host
 from ...plan import Unrolled
 from .._state import MemberState
+from .._status import Status
 from ._carry import Carry, Inputs
-from ._chunk import Chunk, compiled_chunk, run_chunk, undonated_chunk
+from ._chunk import Chunk, compiled_batch, compiled_chunk, run_chunk, undonated_chunk
 from ._program import Program
 from ._selection import Selection
+
+_MOST_BYTES = 2**25  # of results that the host has not looked at
+
+
+def run_batches(
+    read: tuple[Program, Inputs, Iterable[PyTree]], carry: Carry
+) -> tuple[Carry, list[tuple[Array, PyTree]]]:
+    """Steps on batches that are drawn one after another; the host waits for none of them but the last but one.
+
+    An error after the first step ends them: it becomes the attribute `error` of the batches.
+
+    **Returns:** the carry and the results of each step, up to the last one in which a member trained.
+    """
+    program, inputs, batches = read
+    carries, results, ready, most = [carry], [], 0, None
+    try:
+        for batch in batches:
+            after, out = compiled_batch((program, inputs, batch), carries[-1])
+            carries = [*carries[-2:], after]
+            results.append(out)
+            most = most or _MOST_BYTES // max(sum(x.nbytes for x in jax.tree.leaves(out)), 1)
+            if len(results) > 1:
+                jax.block_until_ready(results[-2])
+                ready += 1
+            if len(results) >= most:
+                break
+        if ready:
+            jax.block_until_ready(results[-1])
+    except Exception as error:
+        ready += _count_ready(results[ready:])
+        if ready == 0:
+            raise
+        batches.error = error  # pyright: ignore[reportAttributeAccessIssue]
+        return _until_all_stopped(carry, carries[ready - len(results) - 1], results[:ready])
+    return _until_all_stopped(carry, carries[-1], results)
+
+
+def _count_ready(results: list[PyTree]) -> int:
+    """How many of the first results are there, and no error instead of them."""
+    for count, out in enumerate(results):
+        try:
+            jax.block_until_ready(out)
+        except Exception:  # noqa: PERF203 (which is known already)
+            return count
+    return len(results)
+
+
+def _until_all_stopped(
+    before: Carry, after: Carry, results: list[tuple[Array, PyTree]]
+) -> tuple[Carry, list[tuple[Array, PyTree]]]:
+    """Takes back the steps in which no member trained: they changed nothing but their count."""
+    if len(results) == 1:
+        return after, results
+    status, stopped_at = to_host((after.moving.status, after.moving.stopped_at))
+    if (status == Status.OK).any():
+        return after, results
+    ends = int((stopped_at + (status == Status.DIVERGED)).max())  # the step of a fault counts
+    count = max(ends - int(before.step), 1)
+    if count >= len(results):
+        return after, results
+    return Carry(after.moving, after.selection, before.step + count), results[:count]
 
 
 def run_stepwise(

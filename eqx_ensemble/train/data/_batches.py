@@ -1,16 +1,19 @@
 import functools as ft
+import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from ...sharding._layout import Layout
 from ..compiled._carry import Carry
-from ..compiled._chunk import compiled_batch
+from ..compiled._stepwise import run_batches
 from ..resume._texts import digest_of
 from ._check import check_last_step, check_not_exceeded, check_some_batches, idle_patience_message, many_shapes_message
+from ._converter import Converter
 from ._cursor import Cursor
 from ._data import member_shapes
 from ._iterator import BatchIterator, iterate_from
@@ -18,21 +21,43 @@ from ._slots import Slots
 from ._source import NOTHING, AbstractSource, AbstractWork, EpochEnd, Outcome, Outputs, Setting
 
 _MANY_SHAPES = 8
+_MOST_BYTES = 2**25  # of the batches of a piece of work, all of which are kept until its end
 
 
 @final
 class BatchWork(AbstractWork):
-    """One step on a batch."""
+    """Steps on consecutive batches, each a call of one program. The host looks at their results after the last one.
 
-    num_steps = 1
-    compiled = staticmethod(compiled_batch)
+    `draw` gives the next batch, or `None` where the steps end. `error` is what a later step raised: the steps before
+    it count.
+    """
 
-    def __init__(self, batch: PyTree):
-        self.batch = batch
+    compiled = staticmethod(run_batches)
+
+    def __init__(self, first: PyTree, draw: Callable[[int], PyTree], own: Callable[[PyTree], PyTree]):
+        self.taken, self._draw, self._own = [first], draw, own
+        self.error: Exception | None = None
+
+    @property
+    def batch(self) -> "BatchWork":
+        """Itself, without a cycle of references that would keep its batches."""
+        return self
+
+    @property
+    def num_steps(self) -> int:
+        """The number of batches that were drawn."""
+        return len(self.taken)
+
+    def __iter__(self) -> Iterator[PyTree]:
+        """The batches of the active members. The next one is drawn when it is wanted: the device is at work by then."""
+        yield from map(self._own, self.taken)
+        while (batch := self._draw(len(self.taken))) is not None:
+            self.taken.append(batch)
+            yield self._own(batch)
 
     def unpack(self, results: PyTree, carry: Carry) -> Outcome:
-        """The outputs of one step, whose program has reverted the members that diverged."""
-        return Outcome([Outputs(jax.tree.map(lambda x: x[None], results))], 1)
+        """The outputs of the steps, whose program has reverted the members that diverged."""
+        return Outcome([Outputs(jax.tree.map(lambda *xs: np.stack(xs), *results))], len(results))
 
 
 @final
@@ -40,7 +65,8 @@ class IterableSource(AbstractSource):
     """An iterable of batches, iterated once an epoch, the next batch being fetched while the device works."""
 
     def __init__(self, batches: Iterable[PyTree], num_members: int, layout: Layout | None):
-        self._iterate = ft.partial(BatchIterator, batches, num_members, layout)
+        self._convert = Converter(num_members, layout)
+        self._iterate = ft.partial(BatchIterator, batches, self._convert)
         self._first: BatchIterator | None = None
 
     @property
@@ -68,60 +94,85 @@ class IterableSource(AbstractSource):
         self._go_on: Callable[[], BatchIterator] | None
         self._go_on = ft.partial(iterate_from, self.cursor, self._iterate, self._first)
         self._inspect, self._iterator, self._first = setting.inspect, None, None
-        self._taken = self._batch = None
-        self._seen: set[Any] = set()
+        self._work, self._last = None, None
+        self._every, self._seconds = setting.every, setting.seconds
+        self._final = min([x for x in (self.last_step, *setting.limits[-1:].tolist()) if x is not None], default=None)
+        self._states: list[Any] = []
+        self._warned = False
 
     def next(self, steps: int, slots: Slots) -> BatchWork | EpochEnd | None:
-        """The next batch, on the device."""
+        """The next batches: about `steps` of them, or one if they are to be looked at one by one."""
         if self.cursor.epochs == self._epochs or self._step == self.last_step:
             return None
         if self._iterator is None:
             iterate, self._go_on = self._go_on or self._iterate, None
             self._iterator = iterate()
-        self._taken = self._iterator.take()
-        if self._taken is None:
+        if self._work is not None and self._work.error is not None:
+            raise self._work.error
+        first = self._iterator.take()
+        if first is None:
             if not self._may_be_empty:
                 check_some_batches(self.cursor.batches, self.cursor.epochs, name="fit")
             return EpochEnd()
-        _warn_of_many_shapes(self._taken, self._seen)
-        batch = slots.own(self._taken)
         if self._inspect is not None:
-            self._inspect(data=batch)
+            self._inspect(data=slots.own(first))
             self._inspect = None
-        return BatchWork(batch)
+        self._states = []
+        draw = ft.partial(self._draw, self._most(steps, first), time.perf_counter() + self._seconds)
+        self._work = BatchWork(first, draw, slots.own)
+        return self._work
+
+    def _most(self, steps: int, batch: PyTree) -> int:
+        """How many of so many steps may follow each other without a look at their results."""
+        if self._seconds == 0:
+            return 1
+        most = [steps, _MOST_BYTES // max(sum(x.nbytes for x in jax.tree.leaves(batch)), 1)]
+        most += [] if self._every is None else [self._every - self._step % self._every]
+        most += [] if self._final is None else [self._final - self._step]
+        return max(min(most), 1)
+
+    def _draw(self, most: int, end: float, num_taken: int) -> PyTree:
+        """The next batch of a piece of work; `None` where it is time to look at its results."""
+        iterator = self._iterator
+        if iterator is None or num_taken >= most or time.perf_counter() >= end:
+            return None
+        iterator.draw()
+        if not iterator.has_drawn:
+            return None
+        self._states.append(iterator.state)
+        return iterator.take()
 
     def prefetch(self) -> None:
         """Fetches the next batch, if there is to be one."""
-        if self._iterator is not None and self._step + 1 != self.last_step:
-            self._iterator.draw()
+        if self._iterator is not None and self._work is not None:
+            if self._step + self._work.num_steps != self.last_step:
+                self._iterator.draw()
 
     def advance(self, work: AbstractWork | EpochEnd, outcome: Outcome = NOTHING) -> None:
         """Moves the cursor past the batch, or to the next epoch."""
         state = None if self._iterator is None else self._iterator.state
-        if isinstance(work, EpochEnd):
+        if not isinstance(work, BatchWork):
             epochs = self.cursor.epochs + int(self.cursor.batches > 0 or not self._may_be_empty)
             self.cursor = Cursor(epochs, 0, state)
             self._iterator, self._may_be_empty = None, False
-        else:
-            self._step, self._batch = self._step + 1, self._taken
-            self.cursor = Cursor(self.cursor.epochs, self.cursor.batches + 1, state)
+            return
+        if not self._warned and len(self._convert.shapes) >= _MANY_SHAPES:
+            self._warned = True
+            warnings.warn(many_shapes_message(self._convert.shapes), stacklevel=5)
+        count = outcome.num_steps
+        if count < work.num_steps:  # the run ends here
+            state = self._states[count - 1]
+        self._step += count
+        self.cursor, self._last = Cursor(self.cursor.epochs, self.cursor.batches + count, state), work.taken[count - 1]
 
     def bookmark(self) -> Cursor:
         """The cursor, with the last batch's digest where the iterator does not support checkpointing."""
         cursor = self.cursor
         if cursor.batches == 0 or cursor.state is not None:
             return cursor
-        return cursor._replace(digest=digest_of(self._batch))
+        return cursor._replace(digest=digest_of(self._last))
 
     def finish(self, step: int) -> None:
         """Warns where patience never acted, because no epoch ended."""
         if self.cursor.epochs == 0 and self._patience is not None and step == self.last_step:
             warnings.warn(idle_patience_message(), stacklevel=5)
-
-
-def _warn_of_many_shapes(batch: PyTree, seen: set[Any]) -> None:
-    shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(batch))
-    before = len(seen)
-    seen.add(shapes)
-    if before < len(seen) == _MANY_SHAPES:
-        warnings.warn(many_shapes_message(seen), stacklevel=6)

@@ -4,16 +4,12 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
-import numpy as np
 from jaxtyping import PyTree
 
-from ... import _axes
-from ...sharding._layout import Layout
 from ..resume._texts import digest_of
 from ._check import check_resumable, check_same_batches
+from ._converter import Converter
 from ._cursor import Cursor
-from ._data import on_device
 
 _END = object()
 _SAVES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))  # of grain, of torch
@@ -22,8 +18,8 @@ _SAVES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))  # of g
 class BatchIterator:
     """One pass over an iterable of batches, which can have the next one, `waiting`, on the device early."""
 
-    def __init__(self, batches: Iterable[PyTree], num_members: int, layout: Layout | None, state: Any = None):
-        self._iterator, self._num_members, self._layout = iter(batches), num_members, layout
+    def __init__(self, batches: Iterable[PyTree], convert: Converter, state: Any = None):
+        self._iterator, self._convert = iter(batches), convert
         self._holder, self._names = _with_state(self._iterator, batches)
         if state is not None:
             check_resumable(able=self._holder is not None)
@@ -58,6 +54,11 @@ class BatchIterator:
         self.waiting, self._drawn = None, self._over
         return batch
 
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the next batch is there: not after the last one, nor where one could not be drawn."""
+        return self._drawn and not self._over and self._error is None
+
     def pass_over(self) -> bool:
         """Draws a batch without using it. Returns whether there was one."""
         if self._drawn:
@@ -84,13 +85,7 @@ class BatchIterator:
         if batch is _END:
             self._over = True
             return None
-        batch = jax.tree.map(_as_numpy, batch)
-        return on_device(batch, self._num_members, argument="batch", name="fit", layout=self._layout)[0]
-
-
-def _as_numpy(x: Any) -> Any:
-    """Arrays of other frameworks, such as the tensors of a torch loader, as NumPy arrays."""
-    return np.asarray(x) if hasattr(x, "__dlpack__") and not _axes.is_array(x) else x
+        return self._convert(batch)
 
 
 def _with_state(*candidates: Any) -> tuple[Any, tuple[str, str]]:

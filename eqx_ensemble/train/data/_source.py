@@ -18,7 +18,8 @@ class Setting(NamedTuple):
     """The run that a source gives work to.
 
     `step` is the number of steps done, `cursor` the position in the data, `every` the number of steps between two
-    checkpoints, `limits` the sorted steps at which members stop. `inspect` chooses the plan for a step on a batch, and
+    checkpoints, `limits` the sorted steps at which members stop, `seconds` how long steps may follow each other without
+    a look at their results. `inspect` chooses the plan for a step on a batch, and
     returns the program under it; `cost` analyses that step.
     """
 
@@ -27,6 +28,7 @@ class Setting(NamedTuple):
     cursor: Cursor
     every: int | None
     limits: np.ndarray
+    seconds: float
     program: Program
     slots: Slots
     inspect: Callable[..., Program]

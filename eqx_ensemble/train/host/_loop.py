@@ -100,7 +100,7 @@ def _setting(host: Host, length: Length, cursor: Cursor) -> Setting:
     steps = members.inputs.limits.steps
     limits = np.unique(np.asarray([] if steps is None else to_host(steps), np.int64))
     return Setting(
-        length, host.recording.record.steps, cursor, host.saving.every, limits,
+        length, host.recording.record.steps, cursor, host.saving.every, limits, host.stopping.seconds_between_looks,
         executor.program, members.slots, executor.inspect, executor.cost,
     )  # fmt: skip
 

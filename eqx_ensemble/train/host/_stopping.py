@@ -4,6 +4,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Literal
 
+import jax
 import numpy as np
 
 from ...distributed import broadcast_from_first, to_host
@@ -13,6 +14,8 @@ from ..compiled._limits import stop_members
 from ._active import ActiveMembers
 from ._reviver import Reviver
 from ._saving import Saving
+
+_SECONDS = 1.0
 
 
 class Interruption:
@@ -58,6 +61,16 @@ class Stopping:
         self._interruption, self._saving, self._reviver = interruption, saving, reviver
         self._most_lost = lost_before if on_diverge == "raise" else None
         self._max_seconds = max_seconds
+
+    @property
+    def seconds_between_looks(self) -> float:
+        """How long steps on batches may follow each other before the host looks at their results; 0 for every step.
+
+        A member that diverges ends the run or is revived before the next step, and processes look at the same steps.
+        """
+        if self._most_lost is not None or self._reviver is not None or jax.process_count() > 1:
+            return 0.0
+        return _SECONDS if self._max_seconds is None else _SECONDS / 100
 
     def should_stop(self, members: ActiveMembers, *, begun: bool) -> bool:
         """Whether the run ends: interrupted, not to be saved, no member trains, or one diverged that must not."""

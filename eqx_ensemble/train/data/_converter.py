@@ -1,0 +1,74 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from ... import _axes
+from ..._axes._check_rows import is_finite
+from ...sharding._layout import Layout
+from ._data import on_device
+
+
+class Converter:
+    """Checks batches, and puts them on the device.
+
+    What depends on shapes alone is checked once. Later batches of NumPy arrays are copies, since an iterator may
+    overwrite its own, and their first use puts them on the device.
+
+    **Attributes:**
+
+    - `shapes`: those of all batches so far, each with its dtypes.
+    """
+
+    def __init__(self, num_members: int, layout: Layout | None):
+        self._num_members, self._layout = num_members, layout
+        self.shapes: set[Any] = set()
+        self._known: set[Any] = set()
+
+    def __call__(self, batch: PyTree) -> PyTree:
+        """The batch on the device, or about to be."""
+        leaves, treedef = jax.tree.flatten(batch)
+        leaves = [_as_numpy(x) for x in leaves]
+        key = (treedef, *((type(x), x.shape, x.dtype) if _axes.is_array(x) else None for x in leaves))
+        if key in self._known and all(map(_is_finite, leaves)):
+            return jax.tree.unflatten(treedef, [_copy(x) for x in leaves])
+        batch = jax.tree.unflatten(treedef, leaves)
+        converted, _ = on_device(batch, self._num_members, argument="batch", name="fit", layout=self._layout)
+        self.shapes.add(tuple((x.shape, x.dtype) for x in jax.tree.leaves(converted)))
+        if self._layout is None and jax.tree.structure(converted) == treedef and all(map(_is_simple, leaves)):
+            self._known.add(key)
+        return converted
+
+
+def _as_numpy(x: Any) -> Any:
+    """Arrays of other frameworks, such as the tensors of a torch loader, as NumPy arrays."""
+    return np.asarray(x) if not _axes.is_array(x) and hasattr(x, "__dlpack__") else x
+
+
+def _is_simple(x: Any) -> bool:
+    """Whether only the shape has to be checked, and that numbers are finite: 64-bit integers may be too large."""
+    if isinstance(x, jax.Array):
+        return True
+    return type(x) is np.ndarray and (x.dtype.kind in "bf" or (x.dtype.kind in "iu" and x.dtype.itemsize < 8))
+
+
+def _is_finite(x: Any) -> bool:
+    if isinstance(x, jax.Array):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return True
+        if x.dtype != np.float32 or not x.is_fully_addressable or any(d.platform != "cpu" for d in x.devices()):
+            return is_finite(x)
+        x = np.asarray(x)
+    if x.dtype.kind != "f":
+        return True
+    with np.errstate(all="ignore"):  # the sum may overflow, and the elements are looked at then
+        return bool(np.isfinite(np.add.reduce(x, axis=None)))
+
+
+def _copy(x: Any) -> Any:
+    if not isinstance(x, np.ndarray):
+        return x
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    return x.copy() if dtype == x.dtype else x.astype(dtype)
