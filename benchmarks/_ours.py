@@ -58,3 +58,15 @@ def own_loop(problem: Problem, optimiser: optax.GradientTransformation, *, mesh:
         return losses
 
     return train
+
+
+def fit_of_batches(problem: Problem, optimiser: optax.GradientTransformation) -> Train:
+    """A `fit` of an iterable of the same batches."""
+    ensemble, key = problem.ensemble(), jax.random.key(0)
+
+    def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
+        all_rows = (own for rows in rows_of_epochs for own in rows)
+        batches = ((ee.Each(problem.x[own]), ee.Each(problem.y[own])) for own in all_rows)
+        return ee.fit(ensemble, problem.loss, optimiser, batches, epochs=1, progress=False, key=key).history.loss.T
+
+    return train

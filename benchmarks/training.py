@@ -43,6 +43,9 @@ def _tiny(report: Report, *, quick: bool, lengths: Lengths) -> None:
     optimiser = optax.adam(problem.learning_rate)
     _check_losses(report, problem, optimiser)
     contenders = _by_us(problem, optimiser, lengths) + _by_others(problem, optimiser, lengths)
+    of_batches = _ours.fit_of_batches(problem, optimiser)
+    steps = problem.steps_per_epoch * lengths.slow
+    contenders.append(Contender("fit of batches", lambda: of_batches(problem.own_rows(lengths.slow)), steps))
     contenders += _peer(report, problem, "torch.func", lengths.slow, lambda: _peers.torch_func(problem, fused=False))
     contenders += _peer(report, problem, "nnx.vmap", lengths.slow, lambda: _peers.nnx_vmap(problem))
     contenders += _peer(report, problem, "sklearn bagging", lengths.slowest, lambda: _peers.sklearn_bagging(problem))
@@ -57,6 +60,7 @@ def _tiny(report: Report, *, quick: bool, lengths: Lengths) -> None:
         ("the same, one batch for all", "fit, shared rows", "scan by hand, shared rows", "<= 1.03"),
         ("a row order of its own per member", "fit, own rows", "fit, rows given", "<= 1.10"),
         ("make_step", "idiomatic, own rows", "make_step, own rows", ">= 1.0"),
+        ("an iterable of batches against make_step", "fit of batches", "make_step, own rows", "<= 1.1"),
         ("flax.nnx vmap", "nnx.vmap", "fit, own rows", ""),
         ("scikit-learn's bagging", "sklearn bagging", "fit, own rows", ""),
     ]
@@ -190,6 +194,7 @@ def _check_losses(report: Report, problem: Problem, optimiser: Any) -> None:
         "scan by hand": _by_hand.scan_of_epoch(problem, optimiser),
         "idiomatic": _by_hand.idiomatic(problem, optimiser),
         "make_step": _ours.own_loop(problem, optimiser),
+        "fit of batches": _ours.fit_of_batches(problem, optimiser),
     }
     try:
         others["torch.func"] = _peers.torch_func(problem, fused=False)
