@@ -23,7 +23,6 @@ import eqx_ensemble as ee
 from eqx_ensemble.sharding._collectives import in_text
 from eqx_ensemble.train.compiled._chunk import undonated_chunk
 from eqx_ensemble.train.data import _arrays
-from eqx_ensemble.train.data._rows import row_order
 
 COUNTS = (1, 2, 4)
 SPIN = bytes(2**20)
@@ -56,7 +55,6 @@ def measure(quick: bool) -> Report:
         _middle(report)
         _line_search(report)
     _sent(report, quick=quick)
-    _row_orders(report, 100 if quick else 10_000)
     return report
 
 
@@ -227,15 +225,6 @@ def _line_search(report: Report) -> None:
     step = ee.train.make_step(problem.loss, optimiser, mesh=mesh)
     report.facts["tiny, 4 members on members 4: a step of L-BFGS sends, at each turn of its line search"] = _shown(
         ee.sharding.collectives(step, state, (problem.x[:32], problem.y[:32]))
-    )
-
-
-def _row_orders(report: Report, num_members: int) -> None:
-    """The row orders that the host draws for an epoch; each process draws those of all members."""
-    order, rows = row_order(jax.random.key(0), np.arange(num_members), "each", 2048, None), np.arange(num_members)
-    timing = interleaved([Contender("orders", lambda: order.epoch(0, rows).sum(), num_members)], rounds=3)["orders"]
-    report.facts["row orders of 2,048 rows, drawn by the host"] = (
-        f"{np.median(timing.cpu) * 1e6:.0f} CPU microseconds a member"
     )
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble import _streams
 
 KEY = jax.random.key(0)
 
@@ -70,18 +69,6 @@ def test_keys_of_a_call():
     assert (own[0] != own[1]).any()
     assert (own[1] != own[2]).any()
     np.testing.assert_array_equal(bits(dropout.keys(KEY).value), bits(ee.member_keys(KEY, 3, purpose="call")))
-
-
-def test_rows_drawn_on_the_host():
-    data = bits(ee.member_keys(KEY, 2, purpose="rows"))
-    stream = _streams.HostStream()
-    draw = lambda member, epoch: stream.permutation(data[member], epoch, 100)
-    np.testing.assert_array_equal(draw(0, 3), draw(0, 3))
-    assert (draw(0, 3) != draw(1, 3)).any()
-    assert (draw(0, 3) != draw(0, 4)).any()
-    word = int(data[0][0]) * 2**32 + int(data[0][1])
-    expected = np.random.Generator(np.random.Philox(key=np.array([word, 3], np.uint64))).permutation(100)
-    np.testing.assert_array_equal(draw(0, 3), expected)
 
 
 @pytest.mark.parametrize("implementation", ["rbg", "unsafe_rbg"])

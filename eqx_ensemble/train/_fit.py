@@ -114,7 +114,8 @@ def fit(
         smaller.
     - `rows`: row indices `(members, n)` into `data`, such as bootstraps, folds or subsets.
     - `order`: `"each"`: every member has its own row order; `"shared"`: all members share one row order, which is
-        faster; `"given"`: the order of the data.
+        faster; `"given"`: the order of the data. Each epoch is a fresh permutation, which the compiled step computes
+        where it needs it and never stores: [row orders](../how-it-runs.md#row-orders).
     - `validation`: like `data`; scored as one batch in inference mode at the end of every epoch. If `max_steps`,
         `max_seconds` or the end of the run stops a member within an epoch, its last weights are scored, too.
 
@@ -202,6 +203,11 @@ def fit(
     x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
     run = ee.fit(ensemble, loss, optax.adam(1e-3), (x, y), epochs=2, key=key)
     ```
+
+    ??? cite
+
+        Row orders: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002); Mitchell, Stokes, Frank
+        and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs" (2021; ACM Transactions on Parallel Computing, 2022).
     """
     check_no_transformation(name="fit")
     plan = as_plan(plan)
@@ -238,10 +244,9 @@ def fit(
         assert start.selection is not None
         assert losses[1] is not None
         start = start._replace(selection=match_dtype(losses[1], start.selection, first, validation))
-    own_rows = order == "each" or rows is not None
     patience = None if patience is None else int(patience)  # of NumPy's kinds too
     program = Program(
-        losses[0], optimiser, plan, layout, losses[1], patience, own_rows=own_rows, halts=isinstance(how, Revive),
+        losses[0], optimiser, plan, layout, losses[1], patience, halts=isinstance(how, Revive),
         numbers=number_kinds((losses, first)),
     )  # fmt: skip
     if first.fixed.hyper is not None:

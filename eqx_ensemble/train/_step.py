@@ -81,7 +81,7 @@ def _step_under_pilot(step: Step, pilot: Pilot, state: TrainState, batch: PyTree
 
 def _step_under(plan: AbstractPlan, step: Step, state: TrainState, batch: PyTree) -> tuple:
     program, inputs, carry = _parts(dataclasses.replace(step, plan=plan), state, batch)
-    return program.step(inputs, carry, None)
+    return program.step(inputs, carry)
 
 
 def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Inputs, Carry]:
@@ -96,7 +96,7 @@ def _one_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState
     # Constants are not returned: flattening big trees takes as long as a small step. So does inspecting a signature
     # in every call.
     program, inputs, carry = _parts(step, state, batch)
-    carry, (value, aux) = program.guarded_step(inputs, carry, None)
+    carry, (value, aux) = program.guarded_step(inputs, carry)
     carry = program.constrain(carry)
     return carry.moving, carry.step, Metrics(value, aux, carry.moving.status)
 

@@ -20,6 +20,7 @@ from eqx_ensemble.train import Status
 from eqx_ensemble.train.host import _active, _pacing
 
 from ..factories import distance, relaxed, step_key
+from .plain_orders import plain_permutation
 
 KEY = jax.random.key(0)
 MEMBERS, ROWS = 3, 11
@@ -141,19 +142,14 @@ def fitted(case, begun=None, *, members=slice(None), steps=None, plan=None, **mo
 
 
 def order_of(case, member, epoch):
-    """The rows of one epoch as one member sees them, as documented: NumPy's Philox, keyed by stream and epoch."""
+    """The rows of one epoch as one member sees them, by the network as documented, from the key and the epoch."""
     count = ROWS if case.rows is None else case.rows.shape[1]
     if case.order == "given":
         places = np.arange(count)
     else:
         purpose, stream = ("rows", member) if case.order == "each" else ("shared rows", 0)
         key = jax.random.fold_in(jax.random.fold_in(KEY, zlib.crc32(purpose.encode())), stream)
-        high, low = np.asarray(jax.random.key_data(key)).tolist()
-        bits = np.random.Philox(key=0)
-        state = bits.state
-        state["state"]["key"][:] = high << 32 | low, epoch
-        bits.state = state
-        places = np.random.Generator(bits).permutation(count)
+        places = plain_permutation(np.asarray(jax.random.key_data(key)), epoch, count)
     return places if case.rows is None else case.rows[member][places]
 
 

@@ -3,6 +3,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .._state import MemberConstants, MemberState
 from ._limits import Limits
+from ._order import RowOrder
 from ._selection import Selection
 
 
@@ -15,10 +16,11 @@ class Carry(eqx.Module):
 
 
 class Inputs(eqx.Module):
-    """What a run only reads, of all members or of those that are active."""
+    """What a run only reads, of all members or of those that are active; without an order, data are a batch."""
 
     fixed: MemberConstants
     shared: PyTree
     data: PyTree
     validation: PyTree = None
     limits: Limits = Limits()
+    order: RowOrder | None = None

@@ -17,13 +17,12 @@ from ._scan import scan
 
 
 class Chunk(eqx.Module):
-    """Rows of several epochs' pieces, all padded to one shape so that one compiled program runs any of them."""
+    """Several pieces of at most `most_steps` full batches each, so that one compiled program runs any of them."""
 
-    full: Int[Array, "pieces *members steps batch"]
-    rest: Int[Array, "pieces *members remainder"]
     num_full: Int[Array, " pieces"]
     ends_epoch: Bool[Array, " pieces"]
     num_pieces: Int[Array, ""]
+    most_steps: int = eqx.field(static=True)
 
 
 def run_chunk(
@@ -41,30 +40,30 @@ def run_chunk(
     """
     program, inputs, chunk = read
 
-    def finish(carry: Carry, rest: Array) -> tuple[Carry, PyTree]:
+    def finish(carry: Carry) -> tuple[Carry, PyTree]:
         last = None
-        if rest.shape[-1] > 0:
-            carry, last = program.guarded_step(inputs, carry, rest)
+        if inputs.order is not None and inputs.order.remainder > 0:
+            carry, last = program.guarded_step(inputs, carry, last=True)
         carry, scores = program.validate(inputs, carry)
         return carry, (last, scores)
 
-    def piece(carry: Carry, rows: tuple[Array, Array, Array, Array]) -> tuple[Carry, PyTree, Bool[Array, ""]]:
-        full, rest, num_full, ends = rows
-        after, outputs = program.steps(inputs, carry, full, num_full)
+    def piece(carry: Carry, part: tuple[Array, Array]) -> tuple[Carry, PyTree, Bool[Array, ""]]:
+        num_full, ends = part
+        after, outputs = program.steps(inputs, carry, num_full, most=chunk.most_steps)
         moving, outputs, again = revert_diverged(carry.moving, after.moving, outputs, carry.step, num_full)
         faults = jnp.any(moving.fault != carry.moving.fault)
         step = jnp.where(again, carry.step, after.step)
         carry = Carry(stop_at_limits(moving, inputs.limits, step), carry.selection, step)
-        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(finish, carry, rest)[1])
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(finish, carry)[1])
         if blank[0] is not None:
             of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype), outputs)
             check_same_outputs(of_one, blank[0])
         before = carry.moving.fault
-        carry, ending = jax.lax.cond(ends & ~again, finish, lambda carry, rest: (carry, blank), carry, rest)
+        carry, ending = jax.lax.cond(ends & ~again, finish, lambda carry: (carry, blank), carry)
         faults |= jnp.any(carry.moving.fault != before)
         return carry, (again, outputs, *ending), again | (program.halts & faults)
 
-    pieces = (chunk.full, chunk.rest, chunk.num_full, chunk.ends_epoch)
+    pieces = (chunk.num_full, chunk.ends_epoch)
     carry, (again, *outputs), count = scan(piece, carry, pieces, chunk.num_pieces)
     return program.constrain(carry), (count - jnp.sum(again, dtype=jnp.int32), jnp.any(again), tuple(outputs))
 
@@ -72,7 +71,7 @@ def run_chunk(
 def run_batch(read: tuple[Program, Inputs, PyTree], carry: Carry) -> tuple[Carry, PyTree]:
     """One step of all members on a batch that is not taken from the run's own data."""
     program, inputs, batch = read
-    carry, outputs = program.guarded_step(dataclasses.replace(inputs, data=batch, validation=None), carry, None)
+    carry, outputs = program.guarded_step(dataclasses.replace(inputs, data=batch, validation=None), carry)
     return program.constrain(carry), outputs
 
 

@@ -33,65 +33,68 @@ class Program(eqx.Module):
     layout: Layout | None = eqx.field(static=True, default=None)
     score: Loss | None = None
     patience: int | None = eqx.field(static=True, default=None)
-    own_rows: bool = eqx.field(static=True, default=False)
     halts: bool = eqx.field(static=True, default=False)
     # What its functions were traced to, where that is saved with the run: a global that the loss reads may have changed
     # since the same objects were compiled, and the run has to be what its checkpoints say.
     traced: tuple[str, ...] = eqx.field(static=True, default=())
     numbers: Kinds = eqx.field(static=True, default=())
 
-    def step(self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None) -> tuple[Carry, PyTree]:
-        """One step of all members on the given rows of the data; on the data themselves when `rows` is `None`.
+    def step(self, inputs: Inputs, carry: Carry, *, last: bool = False) -> tuple[Carry, PyTree]:
+        """One step of all members on the rows whose turn it is; on all of the data where they have no order.
 
-        It is not yet checked for faults. Outputs are `(members, ...)`.
+        It is not yet checked for faults. Outputs are `(members, ...)`. The `last` batch of an epoch is smaller.
         """
-        member, own = self._member(inputs, carry, rows)
+        member, own = self._member(inputs, carry, last=last)
 
         def one_step(part: PyTree) -> tuple[MemberState, PyTree]:
-            step, moving, rows = member(part)
-            return step(moving, rows, carry.step)
+            step, moving, rows_at = member(part)
+            return step(moving, rows_at(carry.step), carry.step)
 
         moving, outputs = _axes.over_leading_axis(self.sharded_plan.run, one_step, own)
         return Carry(moving, carry.selection, carry.step + 1), outputs
 
-    def steps(
-        self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members steps batch"], count: Int[Array, ""]
-    ) -> tuple[Carry, PyTree]:
-        """The first `count` steps of `rows`, not yet checked for faults. Outputs are `(members, steps, ...)`.
+    def steps(self, inputs: Inputs, carry: Carry, count: Int[Array, ""], *, most: int) -> tuple[Carry, PyTree]:
+        """`count` steps, not yet checked for faults. Outputs are `(members, most, ...)`.
 
-        Where `rows` hold one step only, it runs even if `count` is 0, and is reverted afterwards.
+        Where `most` is 1, a step runs even if `count` is 0, and is reverted afterwards.
 
         The plan maps over members, and the loop over steps is inside: a plan that runs members one after another runs
         all steps of a member while its weights are in the processor's cache.
         """
-        member, own = self._member(inputs, carry, rows)
+        member, own = self._member(inputs, carry)
+        numbers = carry.step + jnp.arange(most, dtype=carry.step.dtype)
 
         def all_steps(part: PyTree) -> tuple[MemberState, PyTree]:
-            step, moving, rows = member(part)
+            step, moving, rows_at = member(part)
 
-            def one(state: tuple[MemberState, Array], rows: Int[Array, " batch"]) -> tuple:
-                moving, outputs = step(state[0], rows, state[1])
-                return (moving, state[1] + 1), outputs, jnp.bool_(0)
+            # Rows are drawn one step ahead: else XLA draws them inside of every read of the data, once for each array.
+            def one(state: tuple[MemberState, PyTree], number: Int[Array, ""]) -> tuple:
+                moving, outputs = step(*state, number)
+                return (moving, rows_at(number + 1)), outputs, jnp.bool_(0)
 
-            (moving, _), outputs, _ = scan(one, (moving, carry.step), rows, count)
+            (moving, _), outputs, _ = scan(one, (moving, rows_at(carry.step)), numbers, count)
             return moving, outputs
 
         moving, outputs = _axes.over_leading_axis(self.sharded_plan.run, all_steps, own)
         return Carry(moving, carry.selection, carry.step + count), outputs
 
-    def _member(self, inputs: Inputs, carry: Carry, rows: PyTree) -> tuple[Callable[[PyTree], tuple], PyTree]:
+    def _member(
+        self, inputs: Inputs, carry: Carry, *, last: bool = False
+    ) -> tuple[Callable[[PyTree], tuple[Callable[..., Any], MemberState, Callable[..., Any]]], PyTree]:
         """`member`, and the arrays of all members that a plan maps it over.
 
-        Of one member's part, `member(part)` returns its step, its first state and its rows.
+        Of one member's part, `member(part)` returns its step, its first state and the function of its rows.
         """
-        own_data, view, _ = _split_data(inputs.data, inputs.fixed)
+        data = (_axes.Each(inputs.fixed.key), inputs.data, inputs.order)
+        own_data, view, _ = _axes.split_members(data, name="fit")
 
-        def member(part: PyTree) -> tuple:
-            moving, fixed, own_data, own_rows = part
-            step = ft.partial(_member_step, self, fixed, inputs.shared, view(own_data))
-            return step, moving, own_rows if self.own_rows else rows
+        def member(part: PyTree) -> tuple[Callable[..., Any], MemberState, Callable[..., Any]]:
+            moving, fixed, own_data = part
+            _, data, order = view(own_data)
+            rows_at = lambda step: None if order is None else order.batch(step, last=last)
+            return ft.partial(_member_step, self, fixed, inputs.shared, data), moving, rows_at
 
-        return member, (carry.moving, inputs.fixed, own_data, rows if self.own_rows else None)
+        return member, (carry.moving, inputs.fixed, own_data)
 
     def constrain(self, carry: Carry) -> Carry:
         """The carry, constrained to the devices of its members."""
@@ -105,11 +108,9 @@ class Program(eqx.Module):
         """The plan on all devices."""
         return sharded_plan(self.plan, self.layout)
 
-    def guarded_step(
-        self, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None
-    ) -> tuple[Carry, PyTree]:
+    def guarded_step(self, inputs: Inputs, carry: Carry, *, last: bool = False) -> tuple[Carry, PyTree]:
         """One step of all members, after which those that diverged keep their last good weights."""
-        after, outputs = self.step(inputs, carry, rows)
+        after, outputs = self.step(inputs, carry, last=last)
         moving, outputs = revert_diverged_one(carry.moving, after.moving, outputs, carry.step)
         return Carry(stop_at_limits(moving, inputs.limits, after.step), carry.selection, after.step), outputs
 
@@ -155,11 +156,6 @@ def _member_step(
     moving = MemberState(params, opt_state, model_state, moving.status, moving.stopped_at, moving.fault)
     moving = moving if program.layout is None else constrain_member(moving, program.layout)
     return moving, (value, aux)
-
-
-def _split_data(data: PyTree, fixed: MemberConstants) -> tuple[PyTree, Callable[[PyTree], PyTree], int]:
-    own, view, count = _axes.split_members((_axes.Each(fixed.key), data), name="fit")
-    return own, lambda part: view(part)[1], count
 
 
 def take_rows(data: PyTree, rows: Int[Array, " batch"]) -> PyTree:

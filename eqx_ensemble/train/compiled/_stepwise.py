@@ -113,9 +113,7 @@ def _run_part(
     own = lambda tree, axis=0: jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, member, 1, axis), tree)
     marked = lambda tree: _axes.map_each(lambda value: _axes.Each(own(value)), tree)
     fixed, limits = own((inputs.fixed, inputs.limits))
-    part = Inputs(fixed, inputs.shared, marked(inputs.data), marked(inputs.validation), limits)
-    if program.own_rows:
-        chunk = dataclasses.replace(chunk, full=own(chunk.full, 1), rest=own(chunk.rest, 1))
+    part = Inputs(fixed, inputs.shared, marked(inputs.data), marked(inputs.validation), limits, marked(inputs.order))
     own_moving, own_selection = own(moving)
     after, outputs = run_chunk((program, part, chunk), Carry(own_moving, own_selection, step))
     put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, member, 0)

@@ -11,24 +11,25 @@ from .._status import Status
 from ..compiled._carry import Carry
 from ..compiled._chunk import Chunk, compiled_chunk, undonated_chunk
 from ..compiled._limits import next_limit
+from ..compiled._order import RowOrder
 from ..compiled._program import in_a_loop
 from ..compiled._stepwise import run_stepwise
 from ..resume._texts import array_text, array_texts
-from ._check import check_batch_size, check_last_step, check_not_exceeded, check_patience_length
+from ._check import check_last_step, check_not_exceeded, check_patience_length
 from ._data import member_shapes
 from ._queue import PieceQueue
-from ._rows import Piece, PieceIterator, RowOrder
+from ._rows import Order, Piece, PieceIterator
 from ._slots import Slots
 from ._source import NOTHING, AbstractSource, AbstractWork, EpochEnd, Outcome, Outputs, Setting
 
 _FEWEST_STEPS, _MOST_STEPS = 32, 2048
 _PIECES_OF_AN_ENDLESS_CHUNK = 4  # room for the parts of one with a fault
-_MOST_BYTES_OF_ROWS = 2**25
+_MOST_BYTES_OF_LOSSES = 2**25
 
 
 @final
 class ChunkWork(AbstractWork):
-    """Pieces of rows, padded to one shape, that one compiled call runs."""
+    """Pieces of a run, padded to one shape, that one compiled call runs."""
 
     def __init__(self, compiled: Callable, chunk: Chunk, pieces: list[Piece], *, may_raise: bool):
         self.compiled, self.batch, self.pieces, self.may_raise = compiled, chunk, pieces, may_raise
@@ -42,7 +43,7 @@ class ChunkWork(AbstractWork):
         rest = self.pieces[good:]
         if again:
             (losses, _), _, _ = outputs
-            fault = _first_fault(losses[good, :, : len(rest[0].full)], carry)
+            fault = _first_fault(losses[good, :, : rest[0].full], carry)
             rest = [*rest[0].bisect_fault(fault), *rest[1:]]
         return Outcome([*_outputs_of(self.pieces[:good], outputs)], num_steps, rest)
 
@@ -53,82 +54,76 @@ class ChunkWork(AbstractWork):
 
 @final
 class ArraySource(AbstractSource):
-    """Data in memory, on the device, the order in which members see its rows, and how steps run (`scan` of `fit`)."""
+    """Data in memory, on the device, the order in which members see its rows, and how steps run (`scan` of `fit`).
 
-    def __init__(self, data: PyTree, order: RowOrder, *, batch_size: int | None, scan: bool | None):
-        self.batch_size = min(32, order.num_rows) if batch_size is None else batch_size
-        check_batch_size(self.batch_size, order.num_rows, name="fit")
-        self.data, self.rows, self._order = data, order.rows, order
-        self._scan = scan
-        self._epoch = -(-order.num_rows // self.batch_size)  # in steps
+    `rows` are the members' own, on the host, and `kind` is the `order` of `fit`.
+    """
+
+    def __init__(self, data: PyTree, order: RowOrder, *, rows: np.ndarray | None, kind: Order, scan: bool | None):
+        self.data, self.order, self.rows = data, order, rows
+        self._order, self._kind, self._scan = order, kind, scan
 
     @property
     def fingerprint(self) -> dict[str, str]:
         """The arrays, the row order and the batch size."""
         order = {
-            "order": self._order.order,
+            "order": self._kind,
             "rows": "None" if self.rows is None else array_text(self.rows),
-            "batch_size": str(self.batch_size),
+            "batch_size": str(self._order.batch_size),
         }
         return array_texts(self.data, "data") | order
 
     def shapes(self) -> PyTree:
         """The shapes of a batch as one member sees it."""
-        return member_shapes(self.data, rows=self.batch_size)
+        return member_shapes(self.data, rows=self._order.batch_size)
 
     def start(self, setting: Setting) -> None:
         """Fixes the one shape of the chunks, which follows from the length of the whole run."""
         begun, epochs, steps = setting.length
         self.cursor, self._every, self._step = setting.cursor, setting.every, setting.step
-        num_steps = int(steps or 0) if epochs is None else epochs * self._epoch
+        num_steps = int(steps or 0) if epochs is None else epochs * self._order.epoch
         self.num_steps, self.last_step = num_steps, begun + num_steps
-        check_patience_length(setting.program.patience, num_steps, self._epoch, begun, name="fit")
+        check_patience_length(setting.program.patience, num_steps, self._order.epoch, begun, name="fit")
         check_not_exceeded(setting.step, self.last_step, "steps")
         check_last_step(self.last_step, name="fit")
-        members = (len(setting.slots.index),) if setting.program.own_rows else ()
-        rows = jax.ShapeDtypeStruct((*members, self.batch_size), np.int32)
-        program, cost = setting.inspect(rows=rows, steps_inside=True, scan=self._scan), setting.cost(rows)
+        program, cost = setting.inspect(steps_inside=True, scan=self._scan), setting.cost()
         self._may_raise = cost.callbacks > 0
         if in_a_loop(cost, scan=self._scan):
             devices = 1 if program.layout is None else program.layout.members
-            most = _most_steps(rows, num_steps, devices)
+            most = _most_steps(len(setting.slots.index), num_steps, devices)
             self._compiled = undonated_chunk if self._may_raise else compiled_chunk
         else:
             most, self._compiled = 1, ft.partial(run_stepwise, donate=not self._may_raise)
         self._queue = self._queue_of(setting, self.last_step, most)
 
     def _queue_of(self, setting: Setting, last_step: int, most: int) -> PieceQueue:
-        num_rows, program = self._order.num_rows, setting.program
-        endless = program.score is None and num_rows % self.batch_size == 0
+        order, program = self._order, setting.program
+        endless = program.score is None and order.remainder == 0
         if endless:
             most_pieces = min(most, _PIECES_OF_AN_ENDLESS_CHUNK)
             most_steps = most // most_pieces
         else:
-            most_pieces = max(1, most // self._epoch)
-            most_steps = min(num_rows // self.batch_size, most)
+            most_pieces = max(1, most // order.epoch)
+            most_steps = min(order.num_rows // order.batch_size, most)
         pieces = PieceIterator(
-            self._order,
-            self.batch_size,
+            order,
             setting.step,
             last_step,
             limit_after=ft.partial(next_limit, setting.limits, setting.every),
             most=lambda: min(most_steps, self._steps),
-            present=lambda: self._slots.members,
         )
-        return PieceQueue(pieces.endless() if endless else pieces.epochs(), most_pieces, most_steps, program)
+        return PieceQueue(pieces.endless() if endless else pieces.epochs(), most_pieces, most_steps, program.layout)
 
     def next(self, steps: int, slots: Slots) -> ChunkWork | None:
         """Pieces of at least `steps` steps, or as many as a chunk holds; they end where a checkpoint is due."""
-        self._steps, self._slots = steps, slots
-        self._wanted = steps if self._every is None else min(steps, self._every - self._step % self._every)
-        pieces = self._queue.take(self._wanted)
+        self._steps = steps
+        pieces = self._queue.take(steps if self._every is None else min(steps, self._every - self._step % self._every))
         if not pieces:
             return None
-        return ChunkWork(self._compiled, self._queue.chunk(pieces, slots), pieces, may_raise=self._may_raise)
+        return ChunkWork(self._compiled, self._queue.chunk(pieces), pieces, may_raise=self._may_raise)
 
     def prefetch(self) -> None:
-        """Draws the rows of the next pieces."""
-        self._queue.draw(self._wanted)
+        """Does nothing: a step's rows follow from its number, in the program."""
 
     def advance(self, work: AbstractWork | EpochEnd, outcome: Outcome = NOTHING) -> None:
         """Counts the steps, and takes back the pieces that did not run."""
@@ -140,13 +135,13 @@ class ArraySource(AbstractSource):
         self._queue.put_back(parts)
 
 
-def _most_steps(rows: jax.ShapeDtypeStruct, num_steps: int, devices: int) -> int:
-    """How many steps a chunk may hold, so that their rows take little memory of each device.
+def _most_steps(num_members: int, num_steps: int, devices: int) -> int:
+    """How many steps a chunk may hold, so that their losses take little memory of each device.
 
     They are a power of two, so that runs of similar lengths have one program.
     """
     wanted = min(max(2 ** (num_steps - 1).bit_length(), _FEWEST_STEPS), _MOST_STEPS)
-    return max(min(_MOST_BYTES_OF_ROWS * devices // (4 * rows.size), wanted), 1)
+    return max(min(_MOST_BYTES_OF_LOSSES * devices // (4 * num_members), wanted), 1)
 
 
 def _first_fault(losses: np.ndarray, carry: Carry) -> int:
@@ -160,8 +155,8 @@ def _outputs_of(pieces: list[Piece], outputs: PyTree) -> Iterator[Outputs]:
     """What the pieces of a chunk report: their full batches, the last one of an epoch, and its scores."""
     full, last, scores = outputs
     for i, piece in enumerate(pieces):
-        if len(piece.full):
-            yield Outputs(jax.tree.map(lambda x: np.moveaxis(x[i, :, : len(piece.full)], 1, 0), full))  # noqa: B023
+        if piece.full:
+            yield Outputs(jax.tree.map(lambda x: np.moveaxis(x[i, :, : piece.full], 1, 0), full))  # noqa: B023
         if piece.ends_epoch and last is not None:
             yield Outputs(jax.tree.map(lambda x: x[i : i + 1], last))  # noqa: B023
         if piece.ends_epoch and scores is not None:

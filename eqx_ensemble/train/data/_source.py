@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from ...plan._cost import Cost
 from ..compiled._carry import Carry
+from ..compiled._order import RowOrder
 from ..compiled._program import Program
 from ._cursor import Cursor, Length
 from ._slots import Slots
@@ -32,7 +33,7 @@ class Setting(NamedTuple):
     program: Program
     slots: Slots
     inspect: Callable[..., Program]
-    cost: Callable[[Any], Cost]
+    cost: Callable[[], Cost]
 
 
 class Outputs(NamedTuple):
@@ -85,6 +86,7 @@ class AbstractSource(abc.ABC):
     **Attributes:**
 
     - `data`: what all steps read, on the device; `None` if batches come with the work.
+    - `order`: which rows of the data a step reads; `None` if batches come with the work.
     - `rows`: the rows `(members, n)` that members see; `None` where each sees all.
     - `num_steps`: the steps of the run; `None` if it follows from the data.
     - `last_step`: the step after which the run ends, if known.
@@ -92,6 +94,7 @@ class AbstractSource(abc.ABC):
     """
 
     data: PyTree = None
+    order: RowOrder | None = None
     rows: np.ndarray | None = None
     num_steps: int | None = None
     last_step: int | None = None

@@ -9,6 +9,7 @@ from .._check import check_no_array_options
 from .._state import TrainState
 from ._arrays import ArraySource
 from ._batches import IterableSource
+from ._check import check_batch_size
 from ._data import as_row_indices, is_batches, on_device
 from ._rows import Order, row_order
 
@@ -31,7 +32,10 @@ def make_source(
         return IterableSource(data, num_members, layout)
     data, num_rows = on_device(data, num_members, argument="data", name="fit", layout=layout, whole=True)
     rows = as_row_indices(rows, num_members, num_rows, name="fit")
-    source = ArraySource(data, row_order(key, state.ids, order, num_rows, rows), batch_size=batch_size, scan=scan)
+    per_epoch = num_rows if rows is None else rows.shape[1]
+    size = min(32, per_epoch) if batch_size is None else batch_size
+    check_batch_size(size, per_epoch, name="fit")
     if layout is not None:
-        warn_of_uneven_rows(source.batch_size, layout.row_parts)
-    return source
+        warn_of_uneven_rows(size, layout.row_parts)
+    drawn = row_order(key, state.ids, order, num_rows=num_rows, rows=rows, batch_size=int(size), layout=layout)
+    return ArraySource(data, drawn, rows=rows, kind=order, scan=scan)

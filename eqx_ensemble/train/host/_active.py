@@ -53,8 +53,8 @@ class ActiveMembers:
         self.carry = Carry(moving, selection, replicate(carry.step, layout))
 
     def _inputs_of(self, fixed: MemberConstants, shared: PyTree, limits: PyTree) -> Inputs:
-        data = self.slots.own(self._all_inputs.data, whole=True)
-        return Inputs(fixed, shared, data, self.slots.own(self._all_inputs.validation), limits)
+        data, order = self.slots.own((self._all_inputs.data, self._all_inputs.order), whole=True)
+        return Inputs(fixed, shared, data, self.slots.own(self._all_inputs.validation), limits, order)
 
     @property
     def status(self) -> np.ndarray:

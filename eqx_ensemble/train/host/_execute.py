@@ -55,7 +55,7 @@ def execute(
     """Runs the training loop with all that it works with, and collects the run."""
     first, record, plan = start.state, start.record, program.plan
     carry = Carry(stop_at_limits(first.moving, limits, first.step), start.selection, first.step)
-    inputs = Inputs(first.fixed, first.shared, source.data, validation, limits)
+    inputs = Inputs(first.fixed, first.shared, source.data, validation, limits, source.order)
     members = ActiveMembers(inputs, carry, program.layout)
     pilot, reviver = Pilot(plan, name="fit"), None
     if isinstance(on_diverge, Revive):

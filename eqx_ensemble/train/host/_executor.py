@@ -5,7 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 
 from ...plan import AbstractPlan, Vmap
 from ...plan._cost import Cost, cost_of
@@ -42,32 +42,28 @@ class Executor:
             return compiled((self.program, inputs, batch), self._members.carry)
         return self._pilot.call(lambda plan, carry: compiled((self.program, inputs, batch), carry), self._members.carry)
 
-    def inspect(
-        self, *, data: PyTree = None, rows: Any = None, steps_inside: bool = False, scan: bool | None = None
-    ) -> Program:
-        """Analyses a step on `rows` of the data, or on `data`, if the plan is still to be chosen."""
+    def inspect(self, *, data: PyTree = None, steps_inside: bool = False, scan: bool | None = None) -> Program:
+        """Analyses a step, on the batch `data` where one is given, if the plan is still to be chosen."""
         program = dataclasses.replace(self._program, plan=Vmap(), layout=None)
         layout, carry, inputs = self._program.layout, self._members.carry, self._members.inputs
-        inputs = inputs if rows is not None else dataclasses.replace(inputs, data=data)
+        inputs = inputs if data is None else dataclasses.replace(inputs, data=data)
         count = carry.moving.status.shape[0]
         count = count if layout is None else layout.per_device(count)
         options = {"num_members": count, "unit": "step", "steps_inside": steps_inside, "scan": scan}
-        self._pilot.look(_step_under, program, inputs, carry, rows, **options)
+        self._pilot.look(_step_under, program, inputs, carry, **options)
         return self.program
 
-    def cost(self, rows: jax.ShapeDtypeStruct) -> Cost:
-        """What one member's step on such rows costs."""
+    def cost(self) -> Cost:
+        """What one member's step costs."""
         program = dataclasses.replace(self.program, layout=None)
-        leaves, treedef = jax.tree.flatten((program, self._members.inputs, self._members.carry, rows))
+        leaves, treedef = jax.tree.flatten((program, self._members.inputs, self._members.carry))
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x for x in leaves)
         return _cost_of(shapes, treedef)
 
 
-def _step_under(
-    plan: AbstractPlan, program: Program, inputs: Inputs, carry: Carry, rows: Int[Array, "*members batch"] | None
-) -> tuple[Carry, PyTree]:
+def _step_under(plan: AbstractPlan, program: Program, inputs: Inputs, carry: Carry) -> tuple[Carry, PyTree]:
     """One step under another plan than the program's own."""
-    return dataclasses.replace(program, plan=plan).step(inputs, carry, rows)
+    return dataclasses.replace(program, plan=plan).step(inputs, carry)
 
 
 @ft.lru_cache(maxsize=64)
