@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, PyTree
 
 from .._check import as_column
@@ -32,7 +33,8 @@ def by_order(
     member's values, is subtracted before. `fn` treats the entries of a member independently: its result is a tree of
     arrays `(..., *axes)`. The order of equal values is arbitrary.
     """
-    if values.size >= _FEWEST_NUMBERS and pays((values, weights, shared, centre)):
+    large = values.size >= _FEWEST_NUMBERS
+    if large and pays((values, weights, shared, centre)) and isinstance(values.sharding, SingleDeviceSharding):
         return _by_numpy(fn, values, weights, shared, centre, fill)
     return _by_xla(fn, values, weights, shared, centre, fill)
 
