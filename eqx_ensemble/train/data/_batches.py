@@ -2,7 +2,7 @@ import functools as ft
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, final
+from typing import final
 
 import jax
 import numpy as np
@@ -28,15 +28,19 @@ _MOST_BYTES = 2**25  # of the batches of a piece of work, all of which are kept 
 class BatchWork(AbstractWork):
     """Steps on consecutive batches, each a call of one program. The host looks at their results after the last one.
 
-    `draw` gives the next batch, or `None` where the steps end. `error` is what a later step raised: the steps before
-    it count.
+    They end after `most` steps or so many `seconds`. `taken` are their batches, `states` those of the iterator after
+    all but the last one. `error` is what a later step raised: the steps before it count.
     """
 
     compiled = staticmethod(run_batches)
 
-    def __init__(self, first: PyTree, draw: Callable[[int], PyTree], own: Callable[[PyTree], PyTree]):
-        self.taken, self._draw, self._own = [first], draw, own
+    def __init__(
+        self, first: PyTree, iterator: BatchIterator, own: Callable[[PyTree], PyTree], *, most: int, seconds: float
+    ):
+        self.taken, self.states = [first], []
         self.error: Exception | None = None
+        self._iterator, self._own = iterator, own
+        self._most, self._end = most, time.perf_counter() + seconds
 
     @property
     def batch(self) -> "BatchWork":
@@ -51,9 +55,17 @@ class BatchWork(AbstractWork):
     def __iter__(self) -> Iterator[PyTree]:
         """The batches of the active members. The next one is drawn when it is wanted: the device is at work by then."""
         yield from map(self._own, self.taken)
-        while (batch := self._draw(len(self.taken))) is not None:
-            self.taken.append(batch)
-            yield self._own(batch)
+        while self._draw():
+            self.states.append(self._iterator.state)
+            self.taken.append(self._iterator.take())
+            yield self._own(self.taken[-1])
+
+    def _draw(self) -> bool:
+        """Whether there is another batch, which is drawn; not where it is time to look at the results."""
+        if len(self.taken) >= self._most or time.perf_counter() >= self._end:
+            return False
+        self._iterator.draw()
+        return self._iterator.has_drawn
 
     def unpack(self, results: PyTree, carry: Carry) -> Outcome:
         """The outputs of the steps, whose program has reverted the members that diverged."""
@@ -97,7 +109,6 @@ class IterableSource(AbstractSource):
         self._work, self._last = None, None
         self._every, self._seconds = setting.every, setting.seconds
         self._final = min([x for x in (self.last_step, *setting.limits[-1:].tolist()) if x is not None], default=None)
-        self._states: list[Any] = []
         self._warned = False
 
     def next(self, steps: int, slots: Slots) -> BatchWork | EpochEnd | None:
@@ -117,30 +128,12 @@ class IterableSource(AbstractSource):
         if self._inspect is not None:
             self._inspect(data=slots.own(first))
             self._inspect = None
-        self._states = []
-        draw = ft.partial(self._draw, self._most(steps, first), time.perf_counter() + self._seconds)
-        self._work = BatchWork(first, draw, slots.own)
-        return self._work
-
-    def _most(self, steps: int, batch: PyTree) -> int:
-        """How many of so many steps may follow each other without a look at their results."""
-        if self._seconds == 0:
-            return 1
-        most = [steps, _MOST_BYTES // max(sum(x.nbytes for x in jax.tree.leaves(batch)), 1)]
+        # At most so many steps may follow each other without a look at their results.
+        most = [steps if self._seconds > 0 else 1, _MOST_BYTES // max(sum(x.nbytes for x in jax.tree.leaves(first)), 1)]
         most += [] if self._every is None else [self._every - self._step % self._every]
         most += [] if self._final is None else [self._final - self._step]
-        return max(min(most), 1)
-
-    def _draw(self, most: int, end: float, num_taken: int) -> PyTree:
-        """The next batch of a piece of work; `None` where it is time to look at its results."""
-        iterator = self._iterator
-        if iterator is None or num_taken >= most or time.perf_counter() >= end:
-            return None
-        iterator.draw()
-        if not iterator.has_drawn:
-            return None
-        self._states.append(iterator.state)
-        return iterator.take()
+        self._work = BatchWork(first, self._iterator, slots.own, most=max(min(most), 1), seconds=self._seconds)
+        return self._work
 
     def prefetch(self) -> None:
         """Fetches the next batch, if there is to be one."""
@@ -161,7 +154,7 @@ class IterableSource(AbstractSource):
             warnings.warn(many_shapes_message(self._convert.shapes), stacklevel=5)
         count = outcome.num_steps
         if count < work.num_steps:  # the run ends here
-            state = self._states[count - 1]
+            state = work.states[count - 1]
         self._step += count
         self.cursor, self._last = Cursor(self.cursor.epochs, self.cursor.batches + count, state), work.taken[count - 1]
 
