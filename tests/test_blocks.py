@@ -123,9 +123,13 @@ def test_results_are_on_the_device_of_the_values(cut):
     for values in (jnp.asarray(LOGITS), jax.device_put(LOGITS, second)):
         found = combine.median(values)
         assert (found.committed, found.device) == (values.committed, values.device)
-    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,), devices=[second])
-    values = jax.device_put(LOGITS, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "rows", None)))
-    assert combine.median(values).devices() == combine.moments(values).mean.devices() == {second}
+    for axis_type in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        mesh = jax.make_mesh((1,), ("rows",), axis_types=(axis_type,), devices=[second])
+        values = jax.device_put(
+            LOGITS, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "rows", None))
+        )
+        for fn in (combine.median, combine.moments, combine.mean_logits):
+            assert jax.tree.leaves(fn(values))[0].devices() == {second}
 
 
 def test_sharded_rows_stay_where_they_are(cut):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array, PyTree
 
 from .. import _check
@@ -22,9 +23,11 @@ def pays(predictions: PyTree) -> bool:
 
 
 def _is_on_one_cpu(array: Array) -> bool:
-    return (
-        not _check.is_traced(array) and array.is_fully_addressable and [x.platform for x in array.devices()] == ["cpu"]
-    )
+    if _check.is_traced(array) or not array.is_fully_addressable:
+        return False
+    # The axes of arrays with explicit shardings cannot be merged.
+    explicit = isinstance(array.sharding, NamedSharding) and AxisType.Explicit in array.sharding.mesh.axis_types
+    return not explicit and [device.platform for device in array.devices()] == ["cpu"]
 
 
 def pays_if_large(members: PyTree, others: PyTree = ()) -> bool:
