@@ -20,8 +20,8 @@ class Setting(NamedTuple):
 
     `step` is the number of steps done, `cursor` the position in the data, `every` the number of steps between two
     checkpoints, `limits` the sorted steps at which members stop, `seconds` how long steps may follow each other without
-    a look at their results. `inspect` chooses the plan for a step on a batch, and
-    returns the program under it; `cost` analyses that step.
+    a look at their results, and `is_stopped` whether they end earlier. `inspect` chooses the plan for a step on a
+    batch, and returns the program under it; `cost` analyses that step.
     """
 
     length: Length
@@ -30,6 +30,7 @@ class Setting(NamedTuple):
     every: int | None
     limits: np.ndarray
     seconds: float
+    is_stopped: Callable[[], bool]
     program: Program
     slots: Slots
     inspect: Callable[..., Program]

@@ -72,6 +72,10 @@ class Stopping:
             return 0.0
         return _SECONDS if self._max_seconds is None else _SECONDS / 100
 
+    def is_requested(self) -> bool:
+        """Whether the run ends whatever its members do: it is interrupted, or cannot be saved."""
+        return self._interruption.requested or self._saving.error is not None
+
     def should_stop(self, members: ActiveMembers, *, begun: bool) -> bool:
         """Whether the run ends: interrupted, not to be saved, no member trains, or one diverged that must not."""
         status = to_host(members.carry.moving.status)
