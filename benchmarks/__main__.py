@@ -27,6 +27,7 @@ SCRIPTS = (
     "vmap_or_loop",
     "imports",
     "building",
+    "first_call",
 )
 RELIABILITY = tuple(f"reliability/{name}" for name in ("kills", "flips", "disks", "hostile", "saving"))
 KNOWN = SCRIPTS + RELIABILITY

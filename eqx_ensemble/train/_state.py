@@ -3,11 +3,12 @@ from typing import Any, Generic
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, Int8, Key, PyTree
 
 from .. import _axes, _keys
-from .._check import check_integers_fit, is_typed_key, kind_text
+from .._check import check_integers_fit, is_traced, is_typed_key, kind_text
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from .._ensemble._check_state import check_model_state, check_model_state_given
@@ -184,9 +185,10 @@ def first_state(
         params, frozen, state, hyper, keys = shard_members((params, frozen, state, hyper, keys), layout)
         shared, ids = replicate((shared, ids), layout)
     opt_state = init_all(optimiser, params, hyper, ids, layout=layout)
-    never = jnp.full(count, -1, jnp.int32)
-    moving = MemberState(params, opt_state, state, jnp.zeros(count, jnp.int8), never, never.copy())
-    step = jnp.zeros((), jnp.int32)
+    # NumPy compiles nothing, and each of these functions of jax a program.
+    status, never = np.zeros(count, np.int8), np.full(count, -1, np.int32)
+    moving = MemberState(params, opt_state, state, *map(_put, (status, never, never)))
+    step = _put(np.int32(0))
     if layout is not None:
         moving, step = shard_members(moving, layout), replicate(step, layout)
     return TrainState(moving, MemberConstants(frozen, keys, hyper), shared, ids, step)
@@ -210,4 +212,12 @@ def copy_arrays(tree: PyTree) -> PyTree:
 def _copy(x: Any) -> Any:
     if not eqx.is_array(x):
         return x
-    return x.copy() if is_typed_key(x) else jnp.array(x, dtype=x.dtype)
+    if is_typed_key(x):
+        return x.copy()
+    is_strong = isinstance(x, jax.Array) and not is_traced(x) and not x.weak_type
+    return _put(x) if is_strong else jnp.array(x, dtype=x.dtype)
+
+
+def _put(x: Any) -> jax.Array:
+    """A copy on the same devices, by no compiled program."""
+    return jax.device_put(x, may_alias=False)

@@ -13,7 +13,7 @@ from ._flat import FlatFunction
 from ._health import revert_diverged
 from ._limits import stop_at_limits
 from ._program import Program
-from ._scan import scan
+from ._scan import scan, trace_once
 
 
 class Chunk(eqx.Module):
@@ -47,6 +47,8 @@ def run_chunk(
         carry, scores = program.validate(inputs, carry)
         return carry, (last, scores)
 
+    finish_once = trace_once(finish)
+
     def piece(carry: Carry, part: tuple[Array, Array]) -> tuple[Carry, PyTree, Bool[Array, ""]]:
         num_full, ends = part
         after, outputs = program.steps(inputs, carry, num_full, most=chunk.most_steps)
@@ -54,12 +56,12 @@ def run_chunk(
         faults = jnp.any(moving.fault != carry.moving.fault)
         step = jnp.where(again, carry.step, after.step)
         carry = Carry(stop_at_limits(moving, inputs.limits, step), carry.selection, step)
-        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(finish, carry)[1])
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(finish_once, carry)[1])
         if blank[0] is not None:
             of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype), outputs)
             check_same_outputs(of_one, blank[0])
         before = carry.moving.fault
-        carry, ending = jax.lax.cond(ends & ~again, finish, lambda carry: (carry, blank), carry)
+        carry, ending = jax.lax.cond(ends & ~again, finish_once, lambda carry: (carry, blank), carry)
         faults |= jnp.any(carry.moving.fault != before)
         return carry, (again, outputs, *ending), again | (program.halts & faults)
 

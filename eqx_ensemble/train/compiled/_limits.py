@@ -1,6 +1,7 @@
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -25,7 +26,7 @@ def make_limits(max_steps: Any, target: Any, num_members: int, *, min_delta: flo
     return Limits(
         None if steps is None else jnp.asarray(steps, jnp.int32),
         None if target is None else jnp.asarray(target, float),
-        jnp.full(num_members, min_delta, float),
+        jax.device_put(np.full(num_members, min_delta, jax.dtypes.canonicalize_dtype(float))),
     )
 
 

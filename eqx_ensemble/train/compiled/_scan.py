@@ -6,6 +6,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
 
+def trace_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, traced by the first of several calls on the same shapes. It stays a part of the program that calls it.
+
+    Tracing a step takes as long as compiling a small one.
+    """
+    return jax.jit(lambda *args: fn(*args), inline=True)
+
+
 def scan(
     body: Callable[[Any, Any], tuple[Any, Any, Bool[Array, ""]]], carry: PyTree, xs: PyTree, length: Int[Array, ""]
 ) -> tuple[PyTree, PyTree, Int[Array, ""]]:
@@ -20,6 +28,7 @@ def scan(
     if most == 1:
         carry, y, _ = body(carry, jax.tree.map(lambda x: x[0], xs))
         return carry, jax.tree.map(lambda y: y[None], y), jnp.int32(1)
+    body = trace_once(body)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
     out = jax.eval_shape(body, carry, one)[1]
     ys = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), out)
