@@ -37,9 +37,6 @@ from ._leaves import kind_text as kind_text
 from ._leaves import member_dtype as member_dtype
 from ._leaves import number_text as number_text
 from ._leaves import path_text as path_text
-from ._numbers import Kinds as Kinds
-from ._numbers import leaf_kinds as leaf_kinds
-from ._numbers import number_kinds as number_kinds
 from ._options import check_axis as check_axis
 from ._options import check_counter as check_counter
 from ._options import check_flag as check_flag

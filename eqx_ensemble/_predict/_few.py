@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
 from .. import _check
-from .._axes import is_per_member
+from .._axes import is_per_member, leaf_kinds
 from .._ensemble import Ensemble
 from ..plan import AbstractPlan
 from ._batch import MemberCall, PredictionInputs, predict_batch
@@ -83,7 +83,7 @@ def few_rows(
             return None
         else:
             kinds.append(leaf)
-    kinds.extend(_check.leaf_kinds(leaves))
+    kinds.extend(leaf_kinds(leaves))
     kinds_of_rows = tuple((x.shape[1:], x.dtype) for x in rows)
     key = structure, tuple(kinds), structure_of_rows, kinds_of_rows, fn, inference, type(plan), plan
     try:

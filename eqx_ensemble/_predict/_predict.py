@@ -141,7 +141,7 @@ def predict(
     batch_size = size_of_few(num_rows, batch_size) if padded else min(batch_size, num_rows)
     pilot = Pilot(plan, name="predict")
     collect = lambda parts: _combine(parts, combine, weights)
-    call = MemberCall(fn, inference, layout, _check.number_kinds((ensemble, state)))
+    call = MemberCall(fn, inference, layout, _axes.number_kinds((ensemble, state)))
     work = _Work(pilot, call, inputs, num_rows, batch_size, collect)
     if memory is not None:
         _check.check_positive_int(memory, "memory", name="predict")

@@ -66,7 +66,7 @@ def map_members(
         if not keeps_program(plan):
             return _run(call, fn, args, kwargs)
         try:
-            told_apart = _Mapping(plan, call.name, out_axis, _check.number_kinds((fn, args, kwargs)))
+            told_apart = _Mapping(plan, call.name, out_axis, _axes.number_kinds((fn, args, kwargs)))
             return program_of(fn, _run)(told_apart, fn, args, kwargs)
         except (TypeError, IndexError):
             # The program knows only shape and dtype of what members share; `fn` may ask for more, or be at fault.
@@ -79,7 +79,7 @@ class _Mapping(eqx.Module):
     plan: AbstractPlan
     name: str = eqx.field(static=True)
     out_axis: int = eqx.field(static=True)
-    numbers: _check.Kinds = eqx.field(static=True, default=())
+    numbers: _axes.Kinds = eqx.field(static=True, default=())
 
 
 def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:

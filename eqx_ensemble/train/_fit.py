@@ -8,7 +8,8 @@ import equinox as eqx
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .._check import check_flag, check_optional_flag, check_optional_function, check_word, number_kinds
+from .._axes import number_kinds
+from .._check import check_flag, check_optional_flag, check_optional_function, check_word
 from .._ensemble import Ensemble, M
 from ..checkpoint import Checkpoints
 from ..distributed import to_host

@@ -10,7 +10,8 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .._check import Kinds, is_traced, number_kinds
+from .._axes import Kinds, number_kinds
+from .._check import is_traced
 from .._jaxpr import has_callbacks
 from ._state import TrainState
 from .compiled._flat import ARRAYS, as_constant

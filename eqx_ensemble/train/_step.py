@@ -7,7 +7,8 @@ import equinox as eqx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int8, PyTree
 
-from .._check import Kinds, check_flag, check_function, check_integers_fit, number_kinds
+from .._axes import Kinds, number_kinds
+from .._check import check_flag, check_function, check_integers_fit
 from .._ensemble import M
 from ..plan import AbstractPlan, AnyPlan, Vmap
 from ..plan._auto import as_plan

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import _axes
-from ..._check import Kinds
 from ...plan import AbstractPlan
 from ...plan._cost import Cost
 from ...plan._sharded import sharded_plan
@@ -37,7 +36,7 @@ class Program(eqx.Module):
     # What its functions were traced to, where that is saved with the run: a global that the loss reads may have changed
     # since the same objects were compiled, and the run has to be what its checkpoints say.
     traced: tuple[str, ...] = eqx.field(static=True, default=())
-    numbers: Kinds = eqx.field(static=True, default=())
+    numbers: _axes.Kinds = eqx.field(static=True, default=())
 
     def step(self, inputs: Inputs, carry: Carry, *, last: bool = False) -> tuple[Carry, PyTree]:
         """One step of all members on the rows whose turn it is; on all of the data where they have no order.
