@@ -43,9 +43,12 @@ def by_blocks(fn: Callable[[PyTree], PyTree], predictions: PyTree, *, event_ndim
     one row.
     """
     leaves = jax.tree.leaves(predictions)
-    if not leaves or any(x.ndim < 2 + event_ndim or x.shape[1] != leaves[0].shape[1] for x in leaves):
+    batch = leaves[0].shape[1 : leaves[0].ndim - event_ndim] if leaves else ()
+    if not batch or any(x.shape[1 : x.ndim - event_ndim] != batch for x in leaves):
         return fn(predictions)
-    return _in_blocks(lambda predictions, _: fn(predictions), predictions, ())
+    if any(x.shape[: len(batch)] != batch for x in jax.tree.leaves(jax.eval_shape(fn, predictions))):
+        return fn(predictions)
+    return _in_flat_blocks(lambda predictions, _: fn(predictions), predictions, (), batch)
 
 
 def by_rows(
@@ -73,8 +76,15 @@ def _by_rows(
         return fn(members, rows, shared)
     first = jax.tree.leaves(members)[0]
     batch = first.shape[1 : first.ndim - event_ndim]
+    return _in_flat_blocks(lambda members, rows: fn(members, rows, shared), members, rows, batch)
+
+
+def _in_flat_blocks(
+    fn: Callable[[PyTree, PyTree], PyTree], members: PyTree, rows: PyTree, batch: tuple[int, ...]
+) -> PyTree:
+    """The same with all axes of the batch as one, which is longer than the vectors of a processor."""
     flat = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[1 + len(batch) :]), members)
-    out = _in_blocks(lambda m, r: fn(m, r, shared), flat, jax.tree.map(jnp.ravel, rows))
+    out = _in_blocks(fn, flat, jax.tree.map(jnp.ravel, rows))
     return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), out)
 
 

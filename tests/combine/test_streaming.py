@@ -116,7 +116,8 @@ def test_rows_in_blocks(case, weights, monkeypatch):
     monkeypatch.setattr(_blocks, "_BYTES", 2 * sum(x.nbytes for x in jax.tree.leaves(many)) // 13)
     monkeypatch.setattr(_summary, "by_blocks", noted)
     got = combination(many, weights=weights)
-    assert set(sizes) == (set() if case == "mean" else {13, 2})  # 13 is for a look at the shapes
+    entries = 1 if combination.event_ndim else jax.tree.leaves(many)[0].shape[2]  # each a row of its own
+    assert set(sizes) == (set() if case == "mean" else {13, 13 * entries, 2 * entries})  # 13 for a look at the shapes
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, jnp.concatenate([y, y, y])[:13], rtol=2e-6, atol=1e-6)
 
