@@ -155,7 +155,7 @@ MUTANTS = [
     ),
     *of(
         "_axes/_map.py",
-        "test_ensemble.py",
+        "test_axes.py test_ensemble.py",
         ("if node.axis == 0:", "if True:"),
     ),
     *of(
