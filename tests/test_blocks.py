@@ -72,6 +72,15 @@ def test_blocks_change_nothing(name, dtype, cut):
                 np.testing.assert_allclose(x, y, rtol=30 * np.finfo(dtype).eps, atol=30 * np.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("shape", [(1, 97), (3, 97), (8, 97), (19, 97), (97, 2)], ids=str)
+@pytest.mark.parametrize("fn", [scores.rmse, scores.mean_member_rmse])
+def test_few_members_and_few_rows(fn, shape, monkeypatch):
+    """Fewer members than are added in registers, and fewer rows than sums side by side."""
+    monkeypatch.setattr(_blocks, "_BYTES", 0)
+    predictions, targets = jnp.asarray(RNG.normal(size=shape)), jnp.asarray(RNG.normal(size=shape[1:]))
+    np.testing.assert_allclose(fn(predictions, targets), jax.jit(fn)(predictions, targets), rtol=1e-5)
+
+
 def test_rows_are_in_blocks(cut):
     shapes = []
 

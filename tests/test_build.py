@@ -173,3 +173,14 @@ def test_nothing_is_compiled_again_for_another_function(compiled):
     with compiled() as names:
         ee.build(new(), keys=KEYS)
     assert not names
+
+
+def test_constructors_see_the_kind_of_their_keys():
+    seen = []
+
+    def make(key):
+        seen.append(jax.random.key_impl(key))
+        return eqx.nn.Linear(2, 1, key=key)
+
+    ee.build(make, keys=KEYS)
+    assert set(seen) == {jax.random.key_impl(KEYS)}

@@ -57,6 +57,6 @@ _BY_MEMBER: Any = define_prng_impl(
     split=_THREEFRY.split,
     random_bits=_random_bits,
     fold_in=_THREEFRY.fold_in,
-    name="threefry2x32 by member",
+    name=_THREEFRY.name,  # so that `jax.random.key_impl` says what it is
     tag=_THREEFRY.tag,
 )

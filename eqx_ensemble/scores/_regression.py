@@ -126,8 +126,10 @@ def _mean_error_in_groups(
         return sum_members(blank_unweighted(errors, own) * as_column(own, errors.ndim))
 
     count, rest = divmod(num_members, _GROUP)
-    whole = jax.lax.fori_loop(0, count, lambda i, found: found + group(i * _GROUP, _GROUP), jnp.zeros_like(targets))
-    return whole + group(count * _GROUP, rest) if rest else whole
+    found = jnp.zeros_like(targets)
+    if count > 0:
+        found = jax.lax.fori_loop(0, count, lambda i, found: found + group(i * _GROUP, _GROUP), found)
+    return found + group(count * _GROUP, rest) if rest > 0 else found
 
 
 @partial(jax.jit, static_argnames="one_by_one")
@@ -154,7 +156,9 @@ def _mean_squared_error(
     errors = jnp.ravel(predictions - targets if mask is None else jnp.where(mask, predictions - targets, 0))
     count, rest = divmod(errors.size, _LANES)
     lanes = jnp.reshape(errors[: count * _LANES], (count, _LANES))
-    sums = jax.lax.fori_loop(0, count, lambda i, found: found + lanes[i] ** 2, jnp.zeros(_LANES, errors.dtype))
+    sums = jnp.zeros(_LANES, errors.dtype)
+    if count > 0:
+        sums = jax.lax.fori_loop(0, count, lambda i, found: found + lanes[i] ** 2, sums)
     found = jnp.sum(sums) + jnp.sum(errors[errors.size - rest :] ** 2)
     return found / (errors.size if mask is None else jnp.sum(mask).astype(errors.dtype))
 

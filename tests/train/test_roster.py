@@ -172,6 +172,20 @@ def test_a_program_that_had_to_be_compiled_shows_the_cost():
     assert pacing.pays(3, 6, 34)
 
 
+def test_a_later_run_knows_which_programs_are_compiled():
+    first, later = (Pacing(Pilot(ee.plan.Vmap(), name="fit")) for _ in range(2))
+    first.recall("a program")
+    for seconds in (9.0, 1.0):
+        first.measure(1, seconds, width=12, steps_left=None)
+    first.restart()
+    first.measure(1, 1.0, width=6, steps_left=None)
+    later.recall("a program")
+    later.measure(1, 1.0, width=12, steps_left=None)  # at once at its pace
+    assert later.pays(6, 12, 1)
+    assert not later.pays(4, 12, 13)
+    assert later.pays(4, 12, 14)
+
+
 @pytest.mark.parametrize(("members_stop", "steps"), [(False, 100), (True, 20)])
 def test_chunks_are_shorter_where_members_stop(members_stop, steps):
     """A chunk is a second's steps, or a fifth of that: what has stopped is noticed between chunks."""

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from collections.abc import Hashable
 
@@ -12,7 +13,18 @@ _SECONDS_UNTIL_NOTICED = 0.2
 _SECONDS_PER_TRIAL = 0.1
 _FIRST_STEPS = 32
 _MOST_KNOWN = 256
-_known: dict[Hashable, float] = {}  # seconds per step of earlier runs, by their programs
+
+
+@dataclasses.dataclass
+class _Known:
+    """What runs of one program have shown, of all members and then of fewer."""
+
+    seconds_per_step: float | None = None  # of all members
+    seconds_to_compile: float = 0.0
+    widths: set[int] = dataclasses.field(default_factory=set)  # that were compiled
+
+
+_known: dict[Hashable, _Known] = {}
 
 
 class Pacing:
@@ -29,30 +41,33 @@ class Pacing:
         self._members_stop = members_stop
         self.steps = _FIRST_STEPS
         self._is_fresh = True  # the next call compiles
-        self._seconds_to_compile = 0.0
+        self._known = _Known()
         self._seconds_per_step = 0.0
         self._speedup = 1.0
         self._widest: tuple[int, float] | None = None
-        self._key: Hashable = None
 
     def recall(self, key: Hashable) -> None:
         """Begins at the pace of an earlier run of the same program, if there was one: its chunks need not grow."""
-        if self._pilot.watching or jax.process_count() > 1:
+        if self._pilot.watching or jax.process_count() > 1 or key is None:
             return
-        self._key, seconds = key, _known.get(key)
-        if seconds is not None:
+        self._known = known = _known.pop(key, self._known)
+        _known[key] = known
+        if len(_known) > _MOST_KNOWN:
+            del _known[next(iter(_known))]
+        if (seconds := known.seconds_per_step) is not None:
             self._is_fresh, self._seconds_per_step = False, seconds
             self.steps = max(int(self._seconds_per_chunk / max(seconds, 1e-6)), 1)
 
     def measure(self, steps: int, seconds: float, *, width: int, steps_left: int | None) -> None:
         """Learns from the time that steps of `width` members took; a new program's first time is the compiler's."""
         first, self._is_fresh, seconds = self._is_fresh, False, broadcast_from_first(seconds)
+        known = self._known
         if first:
-            self._seconds_to_compile = max(self._seconds_to_compile, seconds - steps * self._seconds_per_step)
+            known.seconds_to_compile = max(known.seconds_to_compile, seconds - steps * self._seconds_per_step)
+            known.widths.add(width)
         else:
             self._seconds_per_step = seconds / steps
             self._measure_width(width)
-            _remember(self._key, self._seconds_per_step)
         left = None if steps_left is None else steps_left * self._seconds_per_step
         self._is_fresh = self._pilot.note(steps, seconds, seconds_left=left)
         if not first:
@@ -69,7 +84,9 @@ class Pacing:
         if self._widest is None:
             self._widest = (width, self._seconds_per_step)
         widest, seconds = self._widest
-        if width < widest:
+        if width == widest:
+            self._known.seconds_per_step = self._seconds_per_step
+        else:
             gain = math.log(seconds / max(self._seconds_per_step, 1e-9)) / math.log(widest / width)
             self._speedup = float(np.clip(gain, 0, 1))
 
@@ -77,8 +94,9 @@ class Pacing:
         """Whether the time that `width` members save, instead of `before`, is more than another program costs."""
         if width == before:
             return False
-        seconds_left = steps_left * self._seconds_per_step
-        return seconds_left * (1 - (width / before) ** self._speedup) > self._seconds_to_compile
+        seconds_left, known = steps_left * self._seconds_per_step, self._known
+        cost = 0.0 if width in known.widths else known.seconds_to_compile
+        return seconds_left * (1 - (width / before) ** self._speedup) > cost
 
     @property
     def is_trial(self) -> bool:
@@ -87,18 +105,10 @@ class Pacing:
 
     def restart(self) -> None:
         """Prepares for another program: the next call compiles, and the plan stays as it is."""
-        self._is_fresh, self._key = True, None
+        self._is_fresh = True
         self._pilot.settle()
 
     def halve(self, steps: int) -> int:
         """Makes the next chunks half of `steps`."""
         self.steps = steps // 2
         return self.steps
-
-
-def _remember(key: Hashable, seconds_per_step: float) -> None:
-    if key is not None:
-        _known.pop(key, None)
-        _known[key] = seconds_per_step
-        if len(_known) > _MOST_KNOWN:
-            del _known[next(iter(_known))]
