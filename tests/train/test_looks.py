@@ -261,3 +261,18 @@ def test_batches_are_checked_every_time(late):
     batches = [(x, np.full(len(x), 2**40)) for x, _ in listed()[:3]]
     with pytest.raises(ValueError, match="64 bits"):
         fitted(lambda: batches, NEVER, epochs=1)
+
+
+def test_outputs_that_change_form_lose_no_step():
+    sizes = [6, 6, 2, 6]
+    ends = np.cumsum(sizes)
+    batches = [(X[end - size : end], Y[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    shapes = lambda model, batch, key: (jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2), batch[1])
+    names = lambda model, batch, key: (jnp.mean(jax.vmap(model)(batch[0])), {f"of {len(batch[0])}": jnp.zeros(())})
+    options = {"batch_size": None, "epochs": 1, "has_aux": True, "key": KEY}
+    for outputs, error, match in ((shapes, ValueError, "one shape"), (names, TypeError, "outputs changed from")):
+        expected = ee.fit(ENSEMBLE, outputs, ADAM, batches[:2], **options)
+        with pytest.raises(error, match=match) as raised:
+            ee.fit(ENSEMBLE, outputs, ADAM, batches, **options)
+        assert_same(raised.value.run.ensemble, expected.ensemble)
+        assert_same(raised.value.run.history, expected.history)

@@ -15,6 +15,7 @@ from ...plan import Unrolled
 from .._state import MemberState
 from .._status import Status
 from ._carry import Carry, Inputs
+from ._check import check_same_outputs
 from ._chunk import Chunk, compiled_batch, compiled_chunk, run_chunk, undonated_chunk
 from ._program import Program
 from ._selection import Selection
@@ -36,6 +37,8 @@ def run_batches(
     try:
         for batch in batches:
             after, out = compiled_batch((program, inputs, batch), carries[-1])
+            if results and _form(out) != _form(results[-1]):
+                check_same_outputs(results[-1], out)
             carries = [*carries[-2:], after]
             results.append(out)
             most = most or _MOST_BYTES // max(sum(x.nbytes for x in jax.tree.leaves(out)), 1)
@@ -53,6 +56,10 @@ def run_batches(
         batches.error = error  # pyright: ignore[reportAttributeAccessIssue]
         return _until_all_stopped(carry, carries[ready - len(results) - 1], results[:ready])
     return _until_all_stopped(carry, carries[-1], results)
+
+
+def _form(results: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
+    return jax.tree.structure(results), [x.shape for x in jax.tree.leaves(results)]
 
 
 def _count_ready(results: list[PyTree]) -> int:
