@@ -215,7 +215,8 @@ def _copy(x: Any) -> Any:
     if is_typed_key(x):
         return x.copy()
     is_strong = isinstance(x, jax.Array) and not is_traced(x) and not x.weak_type
-    return _put(x) if is_strong else jnp.array(x, dtype=x.dtype)
+    # `jax.device_put` copies no array of which other processes hold a part.
+    return _put(x) if is_strong and x.is_fully_addressable else jnp.array(x, dtype=x.dtype)
 
 
 def _put(x: Any) -> jax.Array:
