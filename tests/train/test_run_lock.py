@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import equinox as eqx
@@ -216,8 +217,8 @@ lock = RunLock(folder)
 lock.acquire()
 before = _write.write_manifest
 
-def slow(*args):
-    before(*args)
+def slow(*args, **named):
+    before(*args, **named)
     os.write(writing, b".")
     time.sleep(1)
 
@@ -247,6 +248,8 @@ def test_a_forked_child_neither_waits_nor_holds_locks(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", FORKS, str(tmp_path)]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    limit = threading.Timer(120, parent.kill)  # or it would wait for ever where its thread fails
+    limit.start()
     child = None
     try:
         said = {}
@@ -267,6 +270,7 @@ def test_a_forked_child_neither_waits_nor_holds_locks(tmp_path):
             assert free
         assert time.monotonic() - started < 0.4
     finally:
+        limit.cancel()
         parent.kill()
         parent.stdout.close()
         parent.stderr.close()

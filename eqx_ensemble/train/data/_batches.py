@@ -159,7 +159,7 @@ class IterableSource(AbstractSource):
             return
         if not self._warned and len(self._convert.shapes) >= _MANY_SHAPES:
             self._warned = True
-            warnings.warn(many_shapes_message(self._convert.shapes), stacklevel=5)
+            warnings.warn(many_shapes_message([*self._convert.shapes][:_MANY_SHAPES]), stacklevel=5)
         count = outcome.num_steps
         if count < work.num_steps:  # the run ends here
             state = work.states[count - 1]

@@ -24,7 +24,7 @@ class Converter:
 
     def __init__(self, num_members: int, layout: Layout | None):
         self._num_members, self._layout = num_members, layout
-        self.shapes: set[Any] = set()
+        self.shapes: dict[Any, None] = {}  # in their order
         self._known: set[Any] = set()
 
     def __call__(self, batch: PyTree) -> PyTree:
@@ -36,7 +36,7 @@ class Converter:
             return jax.tree.unflatten(treedef, [_copy(x) for x in leaves])
         batch = jax.tree.unflatten(treedef, leaves)
         converted, _ = on_device(batch, self._num_members, argument="batch", name="fit", layout=self._layout)
-        self.shapes.add(tuple((x.shape, x.dtype) for x in jax.tree.leaves(converted)))
+        self.shapes[tuple((x.shape, x.dtype) for x in jax.tree.leaves(converted))] = None
         if self._layout is None and jax.tree.structure(converted) == treedef and all(map(_is_simple, leaves)):
             self._known.add(key)
         return converted
