@@ -91,10 +91,9 @@ def is_finite(x: Any) -> bool:
         return bool(jnp.all(jnp.isfinite(x)))
     # A sum is not finite when an element is not; it may overflow without one, so that only then all are looked at.
     x = np.asarray(x)
+    own = x.dtype if x.dtype.itemsize > 2 else np.float32  # another dtype takes several times as long
     with np.errstate(over="ignore", invalid="ignore"):
-        total = x.sum(
-            dtype=x.dtype if x.dtype.itemsize > 2 else np.float32
-        )  # another dtype takes several times as long
+        total = x.sum(dtype=own)
     return bool(np.isfinite(total) or np.isfinite(x).all())
 
 

@@ -14,7 +14,7 @@ from .._axes import Kinds, number_kinds
 from .._check import is_traced
 from .._jaxpr import has_callbacks
 from ._state import TrainState
-from .compiled._flat import ARRAYS, as_constant
+from .compiled._flat import ARRAYS, constants_of
 
 
 class FlatState(NamedTuple):
@@ -128,7 +128,7 @@ def _compile(
     """The compiled step; `None` if it calls Python: what that raises is explained by `equinox.filter_jit`."""
     leaves, structure = jax.tree.flatten(state)
     settings, step_treedef = jax.tree.flatten(step)
-    others = tuple(map(as_constant, leaves))
+    others = constants_of(leaves)
     if settings or is_traced(state.step) or not all(isinstance(x, ARRAYS) for x in jax.tree.leaves(state.moving)):
         return None
     try:
@@ -149,7 +149,7 @@ def _jit(
 
     def flat_step(arrays: list[Any], batch: list[Any]) -> tuple[list[Any], Any, PyTree]:
         left = iter(arrays)
-        state = jax.tree.unflatten(structure, [next(left) if x is None else x.value for x in others])
+        state = jax.tree.unflatten(structure, [next(left) if x is None else x for x in others])
         step = jax.tree.unflatten(step_treedef, ())
         moving, count, metrics = fn(step, state, jax.tree.unflatten(batch_treedef, batch))
         return jax.tree.leaves(moving), count, metrics

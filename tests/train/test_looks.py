@@ -183,7 +183,7 @@ def test_an_error_that_shows_late(bad, monkeypatch, unhooked):
 
     results = lambda read, carry: (carry + 1, (np.int32(carry), None))
     monkeypatch.setattr(_stepwise, "compiled_batch", results)
-    monkeypatch.setattr(_stepwise, "_until_all_stopped", lambda before, after, results: (after, results))
+    monkeypatch.setattr(_stepwise, "_take_back_idle_steps", lambda before, after, results: (after, results))
     monkeypatch.setattr(jax, "block_until_ready", ready)
     batches = Batches(range(8))
     carry, results = _stepwise.run_batches((None, None, batches), 0)

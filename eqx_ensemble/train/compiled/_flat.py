@@ -11,24 +11,15 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from ..._axes import leaf_kinds
 from ..._jaxpr import has_callbacks
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
-class Constant(NamedTuple):
-    """A leaf that is no array. Equal numbers of different types, or of different signs of zero, are different ones."""
-
-    kind: type
-    text: str
-    value: Any
-
-
-def as_constant(leaf: Any) -> Constant | None:
-    """`None` for an array."""
-    if isinstance(leaf, ARRAYS):
-        return None
-    return Constant(type(leaf), repr(leaf) if isinstance(leaf, float | complex) else "", leaf)
+def constants_of(leaves: list[Any]) -> tuple:
+    """The leaves, with `None` for arrays."""
+    return tuple(None if isinstance(x, ARRAYS) else x for x in leaves)
 
 
 class Kind:
@@ -36,10 +27,10 @@ class Kind:
 
     def __init__(self, treedef: Any, leaves: list[Any]):
         self.treedef = treedef
-        self._constants = tuple(map(as_constant, leaves))
-        self.is_of_arrays = not any(self._constants)
+        self._constants = constants_of(leaves)
         shapes = tuple((x.shape, x.dtype) for x in leaves if isinstance(x, ARRAYS))
-        self._parts = treedef, self._constants, shapes
+        self.is_of_arrays = len(shapes) == len(leaves)
+        self._parts = treedef, self._constants, leaf_kinds(leaves), shapes
         self._hash = hash(self._parts)
 
     def __hash__(self) -> int:
@@ -53,7 +44,7 @@ class Kind:
     def combine(self, arrays: list[Any]) -> PyTree:
         """The tree with these arrays."""
         left = iter(arrays)
-        leaves = [next(left) if constant is None else constant.value for constant in self._constants]
+        leaves = [next(left) if constant is None else constant for constant in self._constants]
         return jax.tree.unflatten(self.treedef, leaves)
 
 

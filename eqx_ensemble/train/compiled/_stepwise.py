@@ -54,8 +54,8 @@ def run_batches(
         if ready == 0:
             raise
         batches.error = error  # pyright: ignore[reportAttributeAccessIssue]
-        return _until_all_stopped(carry, carries[ready - len(results) - 1], results[:ready])
-    return _until_all_stopped(carry, carries[-1], results)
+        return _take_back_idle_steps(carry, carries[ready - len(results) - 1], results[:ready])
+    return _take_back_idle_steps(carry, carries[-1], results)
 
 
 def _form(results: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
@@ -72,7 +72,7 @@ def _count_ready(results: list[PyTree]) -> int:
     return len(results)
 
 
-def _until_all_stopped(
+def _take_back_idle_steps(
     before: Carry, after: Carry, results: list[tuple[Array, PyTree]]
 ) -> tuple[Carry, list[tuple[Array, PyTree]]]:
     """Takes back the steps in which no member trained: they changed nothing but their count."""

@@ -42,12 +42,12 @@ class BatchWork(AbstractWork):
         *,
         most: int,
         seconds: float,
-        is_stopped: Callable[[], bool],
+        must_end: Callable[[], bool],
     ):
         self.taken, self.states = [first], []
         self.error: Exception | None = None
         self._iterator, self._own = iterator, own
-        self._most, self._end, self._is_stopped = most, time.perf_counter() + seconds, is_stopped
+        self._most, self._end, self._must_end = most, time.perf_counter() + seconds, must_end
 
     @property
     def batch(self) -> "BatchWork":
@@ -72,7 +72,7 @@ class BatchWork(AbstractWork):
         if len(self.taken) >= self._most or time.perf_counter() >= self._end:
             return False
         self._iterator.draw()
-        return self._iterator.has_drawn and not self._is_stopped()
+        return self._iterator.has_drawn and not self._must_end()
 
     def unpack(self, results: PyTree, carry: Carry) -> Outcome:
         """The outputs of the steps, whose program has reverted the members that diverged."""
@@ -114,7 +114,7 @@ class IterableSource(AbstractSource):
         self._go_on = ft.partial(iterate_from, self.cursor, self._iterate, self._first)
         self._inspect, self._iterator, self._first = setting.inspect, None, None
         self._work, self._last = None, None
-        self._every, self._seconds, self._is_stopped = setting.every, setting.seconds, setting.is_stopped
+        self._every, self._seconds, self._must_end = setting.every, setting.seconds, setting.must_end
         self._final = min([x for x in (self.last_step, *setting.limits[-1:].tolist()) if x is not None], default=None)
         self._warned = False
 
@@ -139,7 +139,7 @@ class IterableSource(AbstractSource):
         most = [steps if self._seconds > 0 else 1, _MOST_BYTES // max(sum(x.nbytes for x in jax.tree.leaves(first)), 1)]
         most += [] if self._every is None else [self._every - self._step % self._every]
         most += [] if self._final is None else [self._final - self._step]
-        options = {"seconds": self._seconds, "is_stopped": self._is_stopped}
+        options = {"seconds": self._seconds, "must_end": self._must_end}
         self._work = BatchWork(first, self._iterator, slots.own, most=max(min(most), 1), **options)
         return self._work
 

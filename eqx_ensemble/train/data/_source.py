@@ -20,7 +20,7 @@ class Setting(NamedTuple):
 
     `step` is the number of steps done, `cursor` the position in the data, `every` the number of steps between two
     checkpoints, `limits` the sorted steps at which members stop, `seconds` how long steps may follow each other without
-    a look at their results, and `is_stopped` whether they end earlier. `inspect` chooses the plan for a step on a
+    a look at their results, and `must_end` whether they end earlier. `inspect` chooses the plan for a step on a
     batch, and returns the program under it; `cost` analyses that step.
     """
 
@@ -30,7 +30,7 @@ class Setting(NamedTuple):
     every: int | None
     limits: np.ndarray
     seconds: float
-    is_stopped: Callable[[], bool]
+    must_end: Callable[[], bool]
     program: Program
     slots: Slots
     inspect: Callable[..., Program]

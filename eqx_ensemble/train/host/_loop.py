@@ -101,7 +101,7 @@ def _setting(host: Host, length: Length, cursor: Cursor) -> Setting:
     limits = np.unique(np.asarray([] if steps is None else to_host(steps), np.int64))
     return Setting(
         length, host.recording.record.steps, cursor, host.saving.every, limits, host.stopping.seconds_between_looks,
-        host.stopping.is_requested, executor.program, members.slots, executor.inspect, executor.cost,
+        host.stopping.must_end, executor.program, members.slots, executor.inspect, executor.cost,
     )  # fmt: skip
 
 

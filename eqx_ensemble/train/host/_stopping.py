@@ -72,7 +72,7 @@ class Stopping:
             return 0.0
         return _SECONDS if self._max_seconds is None else _SECONDS / 100
 
-    def is_requested(self) -> bool:
+    def must_end(self) -> bool:
         """Whether the run ends whatever its members do: it is interrupted, or cannot be saved."""
         return self._interruption.requested or self._saving.error is not None
 
