@@ -10,12 +10,12 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, PyTree
 
+from .._aligned import empty_aligned
 from .._check import as_column
 from ._blocks import pays
 
 _FEWEST_NUMBERS = 2**13  # below, XLA takes less than a millisecond
 _BYTES = 63 * 2**16  # of values in a block; a power of two would put members into the same lines of a cache
-_ALIGNMENT = 64  # of memory that a CPU device takes without a copy
 
 
 def by_order(
@@ -63,7 +63,7 @@ def _by_numpy(
     convex = None if weights is None else np.asarray(weights)
     device = values.sharding if values.committed else None
     size = min(columns.shape[1], max(_BYTES // columns[:, :1].nbytes, 1))
-    memory = _empty((len(columns), size), columns.dtype)
+    memory = empty_aligned((len(columns), size), columns.dtype)
     # The last block repeats entries of the one before: all are of one shape.
     starts = [*range(0, columns.shape[1] - size, size), columns.shape[1] - size]
     parts = []
@@ -91,17 +91,10 @@ def _sort(
     return np.take_along_axis(memory, order, axis=0), weights[order]
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
-
-
 def _join(starts: list[int], blocks: tuple[Array, ...], shape: tuple[int, ...], device: Any) -> Array:
     """The blocks at their places, as one array on the device of the values."""
     size, *axes = blocks[0].shape
-    found = _empty((starts[-1] + size, *axes), blocks[0].dtype)
+    found = empty_aligned((starts[-1] + size, *axes), blocks[0].dtype)
     for start, part in zip(starts, blocks, strict=True):
         found[start : start + size] = part
     return jax.device_put(found.reshape(*shape, *axes), device)

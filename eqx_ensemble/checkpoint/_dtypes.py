@@ -35,9 +35,6 @@ DTYPES |= {name: np.dtype(getattr(jnp, name)) for name in (*_NATIVE, *_AS_BYTES)
 """The dtypes that a file may name. Names from files are looked up in this table only."""
 
 
-_ALIGNMENT = 64
-
-
 class Storage(NamedTuple):
     """The dtype and shape of an array in a safetensors file."""
 
@@ -93,14 +90,6 @@ def _little(data: np.ndarray, path: str) -> np.ndarray:
     check_savable_dtype(data.dtype, path, known=data.dtype.name in DTYPES)
     little = data.dtype.newbyteorder("<") if data.dtype.kind in "iufc" else data.dtype
     return data.astype(little, copy=False)
-
-
-def empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """An array of any numbers, aligned so that `jax.device_put` need not copy it to a CPU device."""
-    num_bytes = count_bytes(shape, np.dtype(dtype).itemsize)
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
-    return memory[first : first + num_bytes].view(dtype).reshape(shape)
 
 
 def raw(data: np.ndarray) -> memoryview:

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .._aligned import empty_aligned
 from ._arrays_file import ArraysFile
 from ._damage import corrupt_error
 from ._decode import decode
-from ._dtypes import DTYPES, empty, raw
+from ._dtypes import DTYPES, raw
 from ._hashing import Digests, Pending
 from ._layout import DIGEST, file_layout
 from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest
@@ -72,11 +73,11 @@ class Reader:
 
     def _array(self, entry: Entry, rows: Sequence[int] | None, digests: Digests) -> _Unverified:
         if entry.kind == "shared":
-            data = empty(entry.shape, DTYPES[entry.dtype])
+            data = empty_aligned(entry.shape, DTYPES[entry.dtype])
             return _Unverified(entry, data, [entry.checksum], [None], self._read(entry, 0, data, 1, digests))
         table = self._table(entry)
         count, *inner = entry.shape
-        data = empty((count if rows is None else len(rows), *inner), DTYPES[entry.dtype])
+        data = empty_aligned((count if rows is None else len(rows), *inner), DTYPES[entry.dtype])
         numbers = range(count) if rows is None else rows
         pending = []
         if rows is None:
