@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._check import as_column, check_integers_fit
-from .._describe import describe
+from .._leaf_text import leaf_text
 from ._check import too_large_message
 
 
@@ -17,7 +17,7 @@ def as_array(values: Any, *, path: str, name: str) -> jax.Array:
     except OverflowError as error:  # Python's own integers
         raise ValueError(too_large_message(values, path=path, name=name)) from error
     except TypeError as error:
-        raise TypeError(f"`{name}` needs numbers at `{path}`, got {describe(values)}.") from error
+        raise TypeError(f"`{name}` needs numbers at `{path}`, got {leaf_text(values)}.") from error
 
 
 def strip_weak_types(tree: PyTree) -> PyTree:

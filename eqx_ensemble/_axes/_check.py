@@ -5,7 +5,7 @@ import equinox as eqx
 import jax
 
 from .._check import MemberMismatchError, Size, array_leaves, check_axis
-from .._describe import describe
+from .._leaf_text import leaf_text
 
 _STACK = "If this is a list of models, make one stacked model of it first: `stack(models)`."
 
@@ -15,7 +15,7 @@ def _sizes(tree: Any, axis: int, name: str) -> dict[Size, list[str]]:
     for path, x in array_leaves(tree):
         if not -x.ndim <= axis < x.ndim:
             raise MemberMismatchError(
-                f"`{name}` needs arrays with one value per member along axis {axis}; at `{path}`: got {describe(x)}.\n"
+                f"`{name}` needs arrays with one value per member along axis {axis}; at `{path}`: got {leaf_text(x)}.\n"
                 + _STACK
             )
         sizes.setdefault(x.shape[axis], []).append(path)
@@ -30,7 +30,7 @@ def check_member_axis(value: Any, *, axis: int, name: str) -> Size:
     sizes = _sizes(value, axis, name)
     if not sizes:
         raise TypeError(
-            f"`{name}` needs at least one array with a members axis, got {describe(value)}.\n"
+            f"`{name}` needs at least one array with a members axis, got {leaf_text(value)}.\n"
             "Python numbers, functions and strings carry no axis: pass `jnp.asarray(values)`."
         )
     if len(sizes) > 1:

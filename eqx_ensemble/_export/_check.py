@@ -15,9 +15,9 @@ from .._check import (
     is_traced,
     kind_text,
 )
-from .._describe import describe
 from .._files._check import PLAIN_DTYPES
 from .._jaxpr import inner_jaxprs
+from .._leaf_text import leaf_text
 
 _PLATFORMS = ("cpu", "cuda", "tpu", "rocm")
 _MOST_INSIDE = 2**31  # what the file format of `jax.export` can hold
@@ -51,7 +51,7 @@ def _check_node(node: Any, path: str, name: str) -> Any:
         fix = "Write a shape as a tuple: `shapes=(13,)`."
     raise TypeError(
         f"`{name}` needs shapes of one row, such as `(13,)`, or `jax.ShapeDtypeStruct`s; at `{path}`: "
-        f"{describe(node) if getattr(node, 'shape', None) is not None else kind_text(node)}.\n{fix}"
+        f"{leaf_text(node) if getattr(node, 'shape', None) is not None else kind_text(node)}.\n{fix}"
     )
 
 
@@ -189,7 +189,7 @@ def explain_export(row: Any, *, name: str) -> Iterator[None]:
                 "like, or pass `batch_size=` and a fixed number of members."
             )
         else:
-            listed = ", ".join(describe(leaf) for leaf in jax.tree.leaves(row))
+            listed = ", ".join(leaf_text(leaf) for leaf in jax.tree.leaves(row))
             error.add_note(f"`{name}` calls a member with one row of the input, here {listed}, as `shapes` says.")
         raise
 

@@ -5,7 +5,7 @@ import jax.tree_util as jtu
 from jaxtyping import AbstractArray
 
 from .._check import path_text
-from .._describe import describe
+from .._leaf_text import leaf_text
 
 _WRITE = 'Write `Stacked[Model, "members"]`: the type of one member, then the names of the leading axes.'
 _MOST = 4
@@ -14,7 +14,7 @@ _MOST = 4
 def check_stacked_arguments(item: Any) -> tuple[Any, str]:
     """The member's type and the leading axes in `Stacked[type, axes]`."""
     if not isinstance(item, tuple) or len(item) != 2:
-        raise TypeError(f"`Stacked` takes two arguments, got {describe(item)}.\n{_WRITE}")
+        raise TypeError(f"`Stacked` takes two arguments, got {leaf_text(item)}.\n{_WRITE}")
     model, axes = item
     if not isinstance(axes, str):
         raise TypeError(f"`Stacked` needs its axes as a string, got {axes!r}.\n{_WRITE}")
@@ -57,5 +57,5 @@ def not_stacked_message(tree: Any, num_axes: int, carries: Callable[[Any], bool]
     axes = "the leading axis" if num_axes == 1 else f"the {num_axes} leading axes"
     first: dict[tuple, str] = {}
     for path, leaf in leaves:
-        first.setdefault(leaf.shape[:num_axes], f"{describe(leaf)} at `{path}`")
+        first.setdefault(leaf.shape[:num_axes], f"{leaf_text(leaf)} at `{path}`")
     return f"its arrays have no common size of {axes}: {', '.join(list(first.values())[:_MOST])}"

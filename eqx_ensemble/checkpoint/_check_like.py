@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._check import MemberMismatchError, check_word
-from .._describe import describe
+from .._leaf_text import leaf_text
 from ._check import safe_text
 
 
@@ -89,4 +89,4 @@ def check_cast(cast: Any, *, name: str) -> None:
 
 def shape_text(shape: Sequence[int], dtype: Any) -> str:
     """`f32[4,2]` for an array that was saved."""
-    return describe(jax.ShapeDtypeStruct(tuple(shape), dtype))
+    return leaf_text(jax.ShapeDtypeStruct(tuple(shape), dtype))

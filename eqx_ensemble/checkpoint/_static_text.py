@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from .._check import is_key, is_traced, number_text
-from .._describe import describe
+from .._leaf_text import leaf_text
 
 _LONGEST = 200
 _DEEPEST = 20
@@ -92,7 +92,7 @@ def _array_text(x: Any) -> str:
     if isinstance(x, np.ndarray) and x.dtype.kind in "USO":
         return repr(x.tolist()) if x.dtype.kind != "O" else f"object array {x.shape}"
     if isinstance(x, jax.Array) and (is_traced(x) or not x.is_fully_addressable):
-        return describe(x)
+        return leaf_text(x)
     data = np.asarray(jax.random.key_data(x) if is_key(x) else x)
     digest = hashlib.sha256(np.ascontiguousarray(data).tobytes()).hexdigest()[:16]
     return f"{x.dtype}{list(x.shape)} sha256:{digest}"

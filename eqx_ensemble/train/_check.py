@@ -15,7 +15,7 @@ from .._check import (
     kind_text,
 )
 from .._check._options import MOST_STEPS
-from .._describe import describe
+from .._leaf_text import leaf_text
 
 MULTI_STEPS = "Pass `optax.MultiSteps(...).gradient_transformation()`."
 
@@ -145,7 +145,7 @@ def check_optimiser_kind(value: Any, *, name: str) -> None:
                 f"`{name}` needs an optax optimiser, got {kind_text(value)} of {arrays} arrays: an optimiser's state?\n"
                 "Pass the optimiser itself, such as `optax.adam(1e-3)`; its state is made for every member."
             )
-        raise TypeError(f"`{name}` needs an optax optimiser, got {describe(value)}.")
+        raise TypeError(f"`{name}` needs an optax optimiser, got {leaf_text(value)}.")
 
 
 def check_optimiser(value: Any, *, hyper: Any, name: str) -> None:

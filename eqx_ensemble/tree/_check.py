@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._check import MemberMismatchError, check_integer_ids, is_member_array, is_traced, path_text
-from .._describe import describe
+from .._leaf_text import leaf_text
 
 _MOST_LINES = 8
 _NO_AXIS = "A tree that was never stacked has no `members` axis: stack a list of members first."
@@ -27,7 +27,7 @@ def check_leading_axes(tree: Any, num_axes: int = 1, *, name: str) -> tuple[int,
     axis = "leading `members` axis" if num_axes == 1 else f"{num_axes} leading axes"
     if not arrays:
         raise ValueError(f"`{name}` needs a stacked tree; this `{type(tree).__name__}` has no array leaf.\n{_NO_AXIS}")
-    flat = [f"  at `{path}`: {describe(leaf)}" for path, leaf in arrays if leaf.ndim < num_axes]
+    flat = [f"  at `{path}`: {leaf_text(leaf)}" for path, leaf in arrays if leaf.ndim < num_axes]
     if flat:
         lines = [f"`{name}` needs array leaves with the {axis}; some have too few axes.", *_trim(flat), _NO_AXIS]
         raise MemberMismatchError("\n".join(lines))
@@ -39,7 +39,7 @@ def check_leading_axes(tree: Any, num_axes: int = 1, *, name: str) -> tuple[int,
         lines = [
             f"`{name}` needs array leaves that agree on the {axis}; {sizes[common]} of {len(arrays)} have {expected}."
         ]
-        lines += _trim([f"  at `{path}`: expected {expected}, got {describe(leaf)}" for path, leaf in wrong])
+        lines += _trim([f"  at `{path}`: expected {expected}, got {leaf_text(leaf)}" for path, leaf in wrong])
         raise MemberMismatchError("\n".join([*lines, _NO_AXIS]))
     if 0 in common:
         raise ValueError(f"`{name}` needs at least one member; the {axis} of `{arrays[0][0]}` is empty.")
@@ -138,7 +138,7 @@ def check_distinct(rows: np.ndarray, *, name: str) -> None:
 
 
 def _type_message(index: Any, name: str) -> str:
-    kind = describe(index) if isinstance(index, jax.Array | np.ndarray | np.generic) else repr(index)
+    kind = leaf_text(index) if isinstance(index, jax.Array | np.ndarray | np.generic) else repr(index)
     return (
         f"`{name}`: expected an int, a slice, or a one-dimensional list or array of ints or bools, got {kind}.\n"
         "Use the position of a member, such as `0` or `[0, 2]`."
@@ -187,7 +187,7 @@ def check_fraction(value: Any, argument: str, *, name: str) -> None:
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
     real = is_array and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
     if not (real and value.ndim == 0) and (isinstance(value, bool) or not isinstance(value, int | float)):
-        got = describe(value) if is_array else repr(value)
+        got = leaf_text(value) if is_array else repr(value)
         raise TypeError(f"`{name}` needs one number from 0 to 1 as `{argument}`, got {got}.")
     if not is_traced(value) and not 0 <= float(value) <= 1:
         raise ValueError(f"`{name}` needs one number from 0 to 1 as `{argument}`, got {float(value):g}.")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._check import is_key, is_member_array, is_traced
-from .._describe import describe
+from .._leaf_text import leaf_text
 
 
 def check_tree_weights(weights: Any, count: int, *, name: str, mean: bool = False) -> list | jax.Array:
@@ -36,10 +36,10 @@ def _values(weights: Any, name: str) -> Any:
                 return jnp.stack([jnp.asarray(w) for w in weights])
         return [_number(w.tolist()) if is_member_array(w) else _number(w) for w in weights]
     if not is_member_array(weights) or weights.ndim == 0:
-        kind = describe(weights) if is_member_array(weights) else f"`{type(weights).__name__}`"
+        kind = leaf_text(weights) if is_member_array(weights) else f"`{type(weights).__name__}`"
         raise TypeError(f"`{name}` needs a list or a one-dimensional array of weights, one per tree; got {kind}.")
     if weights.ndim > 1:
-        raise ValueError(f"`{name}` needs one weight per tree, in a one-dimensional array; got {describe(weights)}.")
+        raise ValueError(f"`{name}` needs one weight per tree, in a one-dimensional array; got {leaf_text(weights)}.")
     if is_traced(weights):
         return weights
     return [_number(value) for value in np.asarray(weights).tolist()]
@@ -53,7 +53,7 @@ def check_summable(leaf: Any, path: str, *, name: str) -> None:
     """Refuse typed PRNG keys, of which there is no sum."""
     if is_key(leaf):
         raise TypeError(
-            f"`{name}` cannot add PRNG keys; `{path}` is {describe(leaf)}.\n"
+            f"`{name}` cannot add PRNG keys; `{path}` is {leaf_text(leaf)}.\n"
             "Take the keys out first (`equinox.partition`), or sum their trees without them."
         )
 

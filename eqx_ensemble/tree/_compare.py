@@ -5,7 +5,7 @@ import jax
 import jax.tree_util as jtu
 
 from .._check import MemberMismatchError, check_in_range, is_member_array, is_number, member_dtype, path_text
-from .._describe import describe
+from .._leaf_text import leaf_text
 from ._columns import Columns
 from ._statics import gap_text
 from ._walk import Column, Difference, Walk, from_gap
@@ -87,10 +87,10 @@ def _leaf_differences(walk: Walk, column: Column, rules: Rules) -> Iterator[Diff
             shape = rules.shape(first.shape, leaf.shape)
             if leaf.shape != shape or member_dtype(leaf) != member_dtype(first):
                 kind = "dtype" if leaf.shape == shape else "shape"
-                expected = describe(jax.ShapeDtypeStruct(shape, first.dtype))
-                yield Difference(column.path, i, kind, expected, describe(leaf))
+                expected = leaf_text(jax.ShapeDtypeStruct(shape, first.dtype))
+                yield Difference(column.path, i, kind, expected, leaf_text(leaf))
         elif is_member_array(first) or is_member_array(leaf):
-            yield Difference(column.path, i, "static", describe(first), describe(leaf))
+            yield Difference(column.path, i, "static", leaf_text(first), leaf_text(leaf))
         elif not _may_differ(first, leaf, rules):
             gap = walk.static_gap(i, first, leaf)
             if gap is not None:

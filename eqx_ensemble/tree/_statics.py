@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from .._check import is_key, is_member_array, is_traced
-from .._describe import describe
+from .._leaf_text import leaf_text
 
 _HEAPTYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`, which `copyreg` also uses to tell Python classes from built-in ones
 _BOUND_BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType)
@@ -167,6 +167,6 @@ def gap_text(gap: StaticGap, member: str, reference: str) -> str:
     """The message for an array that differs where jax cannot see it."""
     verb = "closes over" if any(part.startswith("closure") for part in gap.trail) else "holds"
     location = f", in {gap.location()}" if gap.trail else ""
-    expected, got = describe(gap.expected), describe(gap.got)
+    expected, got = leaf_text(gap.expected), leaf_text(gap.got)
     both = got if got == expected else f"{got}, not {expected}"
     return f"{member} {verb} an array ({both}) that differs from {reference}'s{location}"

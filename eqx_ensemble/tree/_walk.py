@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._describe import describe
+from .._leaf_text import leaf_text
 from ._statics import StaticGap, static_gap
 
 
@@ -22,7 +22,7 @@ class Difference(NamedTuple):
 
 def from_gap(path: tuple, member: int, kind: str, gap: StaticGap) -> Difference:
     """The difference between two static values at `path`."""
-    return Difference(path, member, kind, describe(gap.expected), describe(gap.got), gap)
+    return Difference(path, member, kind, leaf_text(gap.expected), leaf_text(gap.got), gap)
 
 
 class Column(NamedTuple):
@@ -64,7 +64,7 @@ class Walk:
             if level is not None and self._same_node(path, i, (reference, children), (node, level)):
                 levels.append((i, level))
             elif level is None:
-                self.differences.append(Difference(path, i, "structure", describe(reference), describe(node)))
+                self.differences.append(Difference(path, i, "structure", leaf_text(reference), leaf_text(node)))
         for position, (key, _) in enumerate(children.keyed):
             yield from self._visit(path + key, [(i, level.keyed[position][1]) for i, level in levels])
 
@@ -72,7 +72,7 @@ class Walk:
         kept = {i for i, _ in alike}
         for i, node in nodes:
             if i not in kept:
-                self.differences.append(Difference(path, i, "structure", describe(nodes[0][1]), describe(node)))
+                self.differences.append(Difference(path, i, "structure", leaf_text(nodes[0][1]), leaf_text(node)))
 
     def _same_node(self, path, member, reference, other) -> bool:
         (expected, level0), (got, level) = reference, other

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..._check import is_member_array, kind_text
-from ..._describe import describe
+from ..._leaf_text import leaf_text
 
 _MOST_SHAPES = 8
 _ONE_FOR_MANY = "rank should be at least 1, but is only 0"
@@ -112,9 +112,8 @@ def _cause(error: Exception, parameters: list[str], arguments: tuple[Any, ...], 
             how = "jax.vmap(model)(x)"
             if state:
                 how = 'jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)'
-            return (
-                f"`{kind}` was called with {describe(whole[0])}, a whole batch. If it takes one example, write `{how}`."
-            )
+            batch = leaf_text(whole[0])
+            return f"`{kind}` was called with {batch}, a whole batch. If it takes one example, write `{how}`."
     return _known_cause(error, leaves, hyper) or _model_shapes(call)
 
 
@@ -125,7 +124,7 @@ def _known_cause(error: Exception, leaves: list[Any], hyper: PyTree) -> str | No
     # Prefers the dtype that the error names, then the fewest axes.
     no_labels.sort(key=lambda x: (x.dtype.name not in text, x.ndim))
     if no_labels and _INTEGERS.search(text):
-        labels = describe(no_labels[0])
+        labels = leaf_text(no_labels[0])
         return f"If `{labels}` holds class labels, make them integers: `fit(..., (x, y.astype(int)), ...)`."
     if _ONE_FOR_MANY in text:
         return (
@@ -188,7 +187,7 @@ def _is_whole_batch(x: Any, leaves: list[Any]) -> bool:
 def _model_shapes(call: tuple[str, list[Any]] | None) -> str | None:
     if call is None or not call[1]:
         return None
-    return f"`{call[0]}` was called with {', '.join(map(describe, call[1]))}."
+    return f"`{call[0]}` was called with {', '.join(map(leaf_text, call[1]))}."
 
 
 def _strings_in(fn: Any) -> list[str]:

@@ -11,7 +11,7 @@ from ._check import is_member_array
 _LONGEST = 60
 
 
-def describe(value: Any) -> str:
+def leaf_text(value: Any) -> str:
     """A short text for a leaf or a static value: `f32[4,2]` for an array, otherwise a trimmed representation."""
     if is_member_array(value) or isinstance(value, jax.ShapeDtypeStruct):
         struct = jax.ShapeDtypeStruct(value.shape, value.dtype)
