@@ -33,7 +33,9 @@ class _Signalled(NamedTuple):
 class _Copier:
     """Copies what a process writes, line by line, in a thread of its own, so that no process waits for another one."""
 
-    def __init__(self, source: Any, target: Any, prefix: bytes, lock: threading.Lock, news: queue.SimpleQueue[Any]):
+    def __init__(
+        self, source: Any, target: Any, prefix: bytes, lock: threading.Lock, news: queue.SimpleQueue[Any]
+    ) -> None:
         self._source, self._target, self._prefix, self._lock, self._news = source, target, prefix, lock, news
         self._reading, self._deadline = False, math.inf
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -85,7 +87,7 @@ class _Copier:
 class _Children:
     """The processes, what they write, and the news of them."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.news: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._copiers: list[_Copier] = []

@@ -2,10 +2,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from .._check import as_column, check_integers_fit
 from .._leaf_text import leaf_text
+from .._pytree import PyTree
 from ._check import too_large_message
 
 

@@ -4,9 +4,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from .._check import Size, check_integers_fit
+from .._pytree import PyTree
 from ._check import check_batch_size, check_member_count
 from ._marks import AbstractPerMember, Batch, Each, is_array, is_per_member
 

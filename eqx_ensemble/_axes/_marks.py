@@ -5,8 +5,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
+from .._pytree import PyTree
 from ._check import check_batch_axis, check_member_axis
 
 
@@ -67,7 +67,7 @@ class Each(AbstractPerMember):
     value: PyTree
     axis: int = eqx.field(static=True, default=0)
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         check_member_axis(self.value, axis=self.axis, name="Each")
 
     def per_member(self) -> PyTree:
@@ -102,7 +102,7 @@ class Batch(eqx.Module):
     value: PyTree
     axis: int = eqx.field(static=True, default=0)
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         check_batch_axis(self.value, self.axis)
 
 

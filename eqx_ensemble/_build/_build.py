@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import PyTree
 
 from .. import _axes, _keys
 from .._check import MemberMismatchError, check_key, check_sequence, is_readable, is_typed_key
 from .._ensemble import Ensemble, M, Where, from_stacked, mark_numbers
 from .._ensemble._check import check_no_text_arrays, check_selection
+from .._pytree import PyTree
 from ..plan import Vmap
 from ..plan._sharded import sharded_plan
 from ..sharding import Shard
@@ -203,7 +203,7 @@ def _make_on_mesh(
     return shard_members(made, layout)
 
 
-def _numbers(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array], stacked: PyTree) -> PyTree[bool]:
+def _numbers(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array], stacked: PyTree) -> PyTree:
     """Which leaves `make` would keep as floats, not arrays, given the numbers of one member."""
     if not any(x.ndim == 1 for x in arguments.values()):
         return jax.tree.map(lambda _: False, stacked)
@@ -226,7 +226,7 @@ def _numbers(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array
     return jax.tree_util.tree_map_with_path(lambda path, _: path in found, stacked)
 
 
-def _as_ensemble(stacked: Any, ids: jax.Array, shared: Where | None, numbers: PyTree[bool]) -> Ensemble[Any]:
+def _as_ensemble(stacked: Any, ids: jax.Array, shared: Where | None, numbers: PyTree) -> Ensemble[Any]:
     if shared is not None:
         stacked = check_selection(lambda tree: eqx.tree_at(shared, tree, replace_fn=_first), stacked)
     ensemble = from_stacked(stacked, ids=ids, shared=shared)

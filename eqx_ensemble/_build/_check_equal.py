@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from .._check import is_key, is_member_array, is_traced
+from .._pytree import PyTree
 
 
 def warn_of_equal_members(stacked: PyTree, keys: Any, arguments: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ class CheckpointCorruptError(ValueError):
     - `member`: the position of the damaged member; `None` where the damage is not in one member.
     """
 
-    def __init__(self, message: str, file: str = "", leaf: str | None = None, member: int | None = None):
+    def __init__(self, message: str, file: str = "", leaf: str | None = None, member: int | None = None) -> None:
         super().__init__(message)
         self.file = file
         self.leaf = leaf

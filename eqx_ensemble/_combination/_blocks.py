@@ -6,9 +6,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from .. import _check
+from .._pytree import PyTree
 
 _BYTES = 63 * 2**12  # of predictions in a block; a power of two would put members into the same lines of a cache
 

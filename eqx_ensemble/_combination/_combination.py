@@ -1,7 +1,7 @@
 import abc
 from typing import Any
 
-from jaxtyping import PyTree
+from .._pytree import PyTree
 
 
 class AbstractCombination(abc.ABC):

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from .._aligned import empty_aligned
 from .._check import as_column
+from .._pytree import PyTree
 from ._blocks import pays
 
 _FEWEST_NUMBERS = 2**13  # below, XLA takes less than a millisecond

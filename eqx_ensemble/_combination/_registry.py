@@ -4,8 +4,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from jaxtyping import PyTree
-
+from .._pytree import PyTree
 from ._check import check_pair
 from ._combination import AbstractCombination
 from ._summary import Summary

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
+from .._pytree import PyTree
 from ._blocks import by_blocks, pays
 from ._check import check_seen
 from ._combination import AbstractCombination

@@ -2,8 +2,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
+from .._pytree import PyTree
 from ._check import check_chunk_weights, check_members
 
 

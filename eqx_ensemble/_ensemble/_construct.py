@@ -3,13 +3,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
 
 from .. import _axes, _keys
 from .. import tree as _tree
 from .._axes._check import check_member_axis
 from .._check import check_flag
 from .._keys import check_distinct_ids
+from .._pytree import PyTree
 from ..tree._check import check_trees
 from ..tree._compare import Rules, compare_trees
 from ._check import check_ensembles, check_equal_shared, check_no_text_arrays, check_selection
@@ -114,7 +114,7 @@ def concatenate(ensembles: Iterable[Ensemble[M]], *, renumber: bool = False) -> 
     return Ensemble(stacked, shared[0], ids)
 
 
-def mark_numbers(stacked: PyTree, shared: PyTree, numbers: PyTree[bool]) -> PyTree:
+def mark_numbers(stacked: PyTree, shared: PyTree, numbers: PyTree) -> PyTree:
     """The shared part of a model, with zeros at the leaves of the stacked part that are Python floats in one member."""
     mark = lambda x, y, is_number: 0.0 if is_number and x is not None else y
     return jax.tree.map(mark, stacked, shared, numbers, is_leaf=lambda x: x is None)
@@ -133,7 +133,7 @@ def number_flags(stacked: PyTree, shared: PyTree) -> list[bool]:
     return flags
 
 
-def _axes_mask(model: PyTree, shared: Where | None) -> PyTree[bool]:
+def _axes_mask(model: PyTree, shared: Where | None) -> PyTree:
     mask = jax.tree.map(_axes.is_array, model)
     if shared is None:
         return mask

@@ -4,12 +4,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from .. import _axes, _keys
 from .. import tree as _tree
 from .._axes._check import check_member_axis
 from .._check import check_integer_ids
+from .._pytree import PyTree
 from .._typing import kind_of_members
 from ..plan import AbstractPlan
 from ..plan._map import map_members
@@ -66,12 +67,12 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     shared: M
     ids: Int[Array, " members"]
 
-    def __init__(self, stacked: M, shared: M, ids: Int[Array, " members"]):
+    def __init__(self, stacked: M, shared: M, ids: Int[Array, " members"]) -> None:
         self.stacked = with_flags(stacked, shared)
         self.shared = shared
         self.ids = ids
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         _keys.check_ids(self.ids)
         check_stacked_leaves(self.stacked, self.ids)
 

@@ -4,10 +4,10 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
 
 from .. import _axes
 from .._check import is_readable
+from .._pytree import PyTree
 from ._check_members import check_one_mode
 
 _Path = tuple[Any, ...]

@@ -3,9 +3,9 @@ from typing import Any
 
 import jax.tree_util as jtu
 from jax.export import Exported
-from jaxtyping import PyTree
 
 from .._ensemble import Ensemble
+from .._pytree import PyTree
 from ..checkpoint._snapshot import versions
 
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.export import Exported
-from jaxtyping import PyTree
 from safetensors.numpy import save as safetensors_bytes
 
+from .._pytree import PyTree
 from ..checkpoint._write import write_file
 
 PROGRAM, LEAVES, ABOUT = "program.bin", "leaves.safetensors", "export.json"

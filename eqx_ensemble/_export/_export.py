@@ -4,12 +4,12 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax import export as jax_export
-from jaxtyping import PyTree
 
 from .._check import check_installed
 from .._ensemble import Ensemble
 from .._predict._batch import MemberCall
 from .._predict._check import check_inference
+from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ._about import about
 from ._artefact import Artefact

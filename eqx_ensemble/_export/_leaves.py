@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
 
 from .._check import is_key, is_member_array, member_dtype
 from .._ensemble import Ensemble
+from .._pytree import PyTree
 from ._check import check_exportable
 
 

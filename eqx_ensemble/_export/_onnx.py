@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
-from jaxtyping import PyTree
 
 from .._check import check_installed
 from .._ensemble import Ensemble
 from .._predict._batch import MemberCall
 from .._predict._check import check_inference
+from .._pytree import PyTree
 from ..checkpoint._snapshot import versions
 from ._about import describe_arrays
 from ._check import check_no_callbacks, check_no_random_numbers, explain_export, explain_onnx

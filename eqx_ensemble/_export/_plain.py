@@ -1,7 +1,7 @@
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from .. import _axes
+from .._pytree import PyTree
 from ._check import check_output, check_string_keys
 
 

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.export import symbolic_shape
-from jaxtyping import PyTree
 
 from .. import _keys
 from .._check import (
@@ -17,6 +16,7 @@ from .._ensemble import Ensemble
 from .._ensemble._check import check_ensemble
 from .._ensemble._check_state import check_model_state, check_model_state_given
 from .._predict._batch import MemberCall, PredictionInputs, predict_batch
+from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ..plan._auto import as_plan
 from ..train._check_run import check_run_weights

@@ -7,11 +7,11 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import PyTree
 
 from .. import _axes
 from .._check import check_flag, check_integer_ids, check_path, is_member_array, path_text
 from .._ensemble import Ensemble
+from .._pytree import PyTree
 from ..checkpoint._check import check_format
 from ..checkpoint._formats import FORMATS, FormatName
 from ..checkpoint._kind import is_of_fit
@@ -169,7 +169,7 @@ def _ensembles(tree: PyTree) -> Iterator[Ensemble]:
 class Marks(NamedTuple):
     """Which leaves of a tree carry the members axis, and the members' ids."""
 
-    per_member: PyTree[bool]
+    per_member: PyTree
     ids: np.ndarray | None
 
 

@@ -59,7 +59,7 @@ def outer_operations(jaxpr: Jaxpr) -> list[Outer]:
 class _Reader:
     """Reads a program forward and collects its outer operations."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.found: list[Outer] = []
         self._count = 0
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
 
+from .._pytree import PyTree
 from ._outer import Outer, outer_operations
 
 _ANOTHER_SIZE = 1009  # a prime, so that no other length is a product with it

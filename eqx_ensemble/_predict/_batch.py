@@ -6,10 +6,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from .. import _axes, _check, tree
 from .._ensemble import Ensemble
+from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ..plan._sharded import sharded_plan
 from ..sharding._layout import Layout

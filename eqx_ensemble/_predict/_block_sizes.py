@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from .. import _axes
+from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ..plan._cost import cost_of
 from ..plan._memory import peak, release_memory
@@ -38,7 +38,7 @@ class BlockSizes:
     - `settled`: whether the block is final.
     """
 
-    def __init__(self, memory: int, call: MemberCall, inputs: PredictionInputs, *, most_rows: int):
+    def __init__(self, memory: int, call: MemberCall, inputs: PredictionInputs, *, most_rows: int) -> None:
         self.settled = False
         self._memory = memory
         self._ladder = _ladder(Block(inputs.ensemble.num_members, most_rows))

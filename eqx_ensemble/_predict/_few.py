@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from jaxtyping import PyTree
 
 from .. import _check
 from .._axes import is_per_member, leaf_kinds
 from .._ensemble import Ensemble
+from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ._batch import MemberCall, PredictionInputs, predict_batch
 from ._rows import size_of_few

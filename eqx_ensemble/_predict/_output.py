@@ -1,9 +1,9 @@
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from .. import _check
+from .._pytree import PyTree
 from ..plan._memory import free_bytes
 from ._check import result_message
 
@@ -16,7 +16,7 @@ class OutputBuffer:
     - `value`: the result; `None` before the first rows are written.
     """
 
-    def __init__(self, num_rows: int, *, axis: int):
+    def __init__(self, num_rows: int, *, axis: int) -> None:
         self.value: Any = None
         self._num_rows, self._axis = num_rows, axis
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import PyTree
 
 from .. import _axes, _check, _keys
 from .._axes._check_rows import check_no_batch, check_rows_of_data, explain_rows
@@ -16,6 +15,7 @@ from .._ensemble import Ensemble
 from .._ensemble._check import check_ensemble
 from .._ensemble._check_state import check_model_state, check_model_state_given
 from .._progress import members_in_words, progress_line
+from .._pytree import PyTree
 from ..plan import AbstractPlan, AnyPlan
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot, explain_memory

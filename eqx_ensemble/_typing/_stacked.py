@@ -17,9 +17,10 @@ from typing import (
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree, Shaped
+from jaxtyping import Shaped
 
 from .._check import is_member_array
+from .._pytree import PyTree
 from ._check import check_member_type, check_stacked_arguments, not_stacked_message, use_message
 
 

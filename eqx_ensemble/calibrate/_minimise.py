@@ -4,9 +4,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from .._promotion import standard_promotion
+from .._pytree import PyTree
 
 
 class Minimum(NamedTuple):

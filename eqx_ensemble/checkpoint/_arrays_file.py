@@ -9,7 +9,7 @@ from ._path import open_file
 class ArraysFile:
     """The file of arrays, open for reading: its size and its header are those that follow from the manifest."""
 
-    def __init__(self, path: Path, layout: FileLayout):
+    def __init__(self, path: Path, layout: FileLayout) -> None:
         self._path = path
         self._file = open_file(path)
         try:

@@ -90,7 +90,7 @@ class Checkpoints:
         keep_period: int | None = None,
         asynchronous: bool = False,
         format: FormatName = "safetensors",
-    ):
+    ) -> None:
         check_retention(last, best, keep_period)
         check_format(format, folder, name="checkpoint.Checkpoints")
         check_flag(asynchronous, "asynchronous", name="checkpoint.Checkpoints")

@@ -41,7 +41,7 @@ class Digests:
     and where the system has no more threads, that is everything.
     """
 
-    def __init__(self, num_bytes: int):
+    def __init__(self, num_bytes: int) -> None:
         """**Arguments:** `num_bytes`, the number of bytes that will be hashed."""
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []

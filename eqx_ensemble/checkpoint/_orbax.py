@@ -155,7 +155,7 @@ def _commit(path: Any, name: str, manifest: bytes) -> None:
 class OrbaxReader:
     """A checkpoint whose arrays Orbax wrote, open for reading. All arrays are read and verified at once."""
 
-    def __init__(self, path: Any, manifest: Manifest):
+    def __init__(self, path: Any, manifest: Manifest) -> None:
         self.folder, self.manifest, self.file = path, manifest, path / manifest.file
         if manifest.entries and not self.file.exists():
             raise FileNotFoundError(self.file)

@@ -45,7 +45,7 @@ class Reader:
     Memory is taken for the next array only, which the size of the file bounds.
     """
 
-    def __init__(self, path: Path, manifest: Manifest):
+    def __init__(self, path: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = path, manifest
         self._path, self._layout = path / manifest.file, file_layout(manifest.entries)
         self._file = ArraysFile(self._path, self._layout)

@@ -30,7 +30,7 @@ class Retention(NamedTuple):
 class RunFolder:
     """Checkpoints in one folder, numbered by step; old ones are removed after each save."""
 
-    def __init__(self, path: Any, format: Format, retention: Retention):
+    def __init__(self, path: Any, format: Format, retention: Retention) -> None:
         self._path, self._format, self._retention = path, format, retention
         self._scores: dict[int, float | None] = {}
         self._warned: set[int] = set()

@@ -26,7 +26,7 @@ class RunLock:
     locks, or none between machines, the latest run takes the folder, and `check` raises in the one before.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / NAME
         self._stack: contextlib.ExitStack | None = None
         self._token, self._process = "", 0

@@ -3,11 +3,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from .. import _weighting
 from .._check import as_column, check_positive_int, check_values
 from .._combination import AbstractCombination, check_one_array, check_seen, chunk_weights
+from .._pytree import PyTree
 from ._check import check_sketch_levels
 
 
@@ -62,7 +63,7 @@ class QuantileSketch(AbstractCombination):
         ```
     """
 
-    def __init__(self, levels: Sequence[float], *, size: int = 128):
+    def __init__(self, levels: Sequence[float], *, size: int = 128) -> None:
         self.levels = check_sketch_levels(levels, name="combine.QuantileSketch")
         self.size = check_positive_int(size, "size", name="combine.QuantileSketch")
 

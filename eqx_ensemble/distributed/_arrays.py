@@ -6,9 +6,9 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from .._check import is_key, kind_text
+from .._pytree import PyTree
 from ._check import broadcast_type_message, check_addressable
 
 _AT_ONCE = 2**26  # bytes that one program gathers on each device

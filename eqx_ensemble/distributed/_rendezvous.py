@@ -96,7 +96,7 @@ def _listen(call: Rendezvous) -> socket.socket:
 class _Attendance:
     """The processes that have connected to process 0, and what was received from them."""
 
-    def __init__(self, call: Rendezvous, selector: selectors.BaseSelector):
+    def __init__(self, call: Rendezvous, selector: selectors.BaseSelector) -> None:
         self._call = call
         self._selector = selector
         self._received: dict[socket.socket, bytes] = {}

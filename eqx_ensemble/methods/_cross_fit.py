@@ -3,13 +3,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from .. import _axes
 from .._axes._check_rows import check_rows_of_data
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from .._predict import predict
+from .._pytree import PyTree
 from ..resample import Folds, HeldOut
 from ..resample._check_held_out import check_folds
 from ..train._check_held_out import check_rows_of_folds

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import PyTree
 
 from .._build import build
 from .._check import check_positive_int
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
+from .._pytree import PyTree
 from ..distributed import to_host
 from ..sweep import AbstractRange, draw
 from ..train._fit import fit

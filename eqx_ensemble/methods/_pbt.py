@@ -6,11 +6,12 @@ from typing import Any, Generic
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Float, Int, Key, PyTree
+from jaxtyping import Float, Int, Key
 
 from .._check import check_function, check_key, check_positive_int
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
+from .._pytree import PyTree
 from ..distributed import to_host
 from ..train import perturb
 from ..train._check_member import check_same_hyper

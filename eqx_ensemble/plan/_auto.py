@@ -3,9 +3,9 @@ from typing import Literal
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
 
 from .. import _axes, _check
+from .._pytree import PyTree
 from ._candidates import candidates
 from ._check import check_plan
 from ._cost import cost_of
@@ -21,7 +21,7 @@ AnyPlan = AbstractPlan | Literal["auto"] | None
 class _Notes:
     """The searches made with one plan, newest last. They are not part of the plan's value: all notes are equal."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.searches: dict[str, Search] = {}
 
     def __eq__(self, other: object) -> bool:
@@ -68,7 +68,7 @@ class Auto(AbstractPlan):
     max_overhead: float = eqx.field(static=True, default=0.05, kw_only=True)
     notes: _Notes = eqx.field(static=True, default_factory=_Notes, kw_only=True, repr=False)
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         if self.memory is not None:
             _check.check_positive_int(self.memory, "memory", name="plan.Auto")
         _check.check_number(self.max_overhead, "max_overhead", name="plan.Auto", least=0, most=1)

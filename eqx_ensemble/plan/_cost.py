@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jaxtyping import PyTree
 
 from .. import _axes
 from .._jaxpr import inner_jaxprs
+from .._pytree import PyTree
 from ._plans import AbstractPlan
 
 

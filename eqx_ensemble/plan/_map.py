@@ -6,10 +6,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import PyTree
 
 from .. import _axes, _check
 from .._axes._check import check_has_axis
+from .._pytree import PyTree
 from ..sharding._layout import as_layout
 from ._auto import AnyPlan, as_plan
 from ._compiled import keeps_program, program_of

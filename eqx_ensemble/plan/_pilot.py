@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from .. import _axes
 from .._check import is_typed_key
+from .._pytree import PyTree
 from ._check import out_of_memory_message, smaller_plan_message
 from ._memory import Peak, is_out_of_memory, peak
 from ._plans import AbstractPlan, Work
@@ -23,7 +23,7 @@ class Pilot:
     - `plan`: the plan of the next stretch; before `look`, the plan that was passed.
     """
 
-    def __init__(self, plan: AbstractPlan, *, name: str):
+    def __init__(self, plan: AbstractPlan, *, name: str) -> None:
         self.plan = plan
         self._search: Search | None = None
         self._name = name

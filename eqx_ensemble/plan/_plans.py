@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from .. import _check
+from .._pytree import PyTree
 
 if TYPE_CHECKING:
     from ._search import Search
@@ -128,7 +128,7 @@ class Chunked(AbstractPlan):
 
     size: int = eqx.field(static=True)
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         _check.check_positive_int(self.size, "size", name="plan.Chunked")
 
     def width(self, num_members: int) -> int:

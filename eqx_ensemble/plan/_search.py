@@ -29,7 +29,7 @@ class Search:
 
     watching: bool
 
-    def __init__(self, cache: SearchCache, *, max_overhead: float, memory: int | None):
+    def __init__(self, cache: SearchCache, *, max_overhead: float, memory: int | None) -> None:
         self.cache, self.max_overhead = cache, max_overhead
         free = free_bytes() if memory is None else None
         self.budget = memory if free is None else int(_SAFETY * free)

@@ -2,8 +2,8 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
 
+from .._pytree import PyTree
 from ..sharding._constrain import FREE, constrain_members
 from ..sharding._layout import Layout
 from ..sharding._shard import pad_members

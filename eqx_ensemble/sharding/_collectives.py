@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
 
 from .._check import check_function
+from .._pytree import PyTree
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _FOUND = re.compile(rf"= (?P<shape>.*?) (?P<kind>{_KINDS})(?:-start)?\(")

@@ -2,9 +2,9 @@
 
 import jax
 from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
 
 from .. import _axes
+from .._pytree import PyTree
 from ._layout import Layout
 from ._weights import leaf_specs
 

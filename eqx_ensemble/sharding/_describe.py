@@ -2,10 +2,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from .. import _axes
 from .._check import is_typed_key
+from .._pytree import PyTree
 from ..distributed import to_host
 from ._check import check_member_ids
 

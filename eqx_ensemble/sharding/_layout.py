@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from .._check import is_traced
+from .._pytree import PyTree
 from ._check import check_mesh, is_members_mesh
 from ._weights import UNSPLIT, Shard, WeightSpecs, current_specs, specs_by_rule
 

@@ -3,9 +3,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import PyTree
 
 from .._check import check_integers_fit
+from .._pytree import PyTree
 from ._check import check_local_rows, check_mesh, check_rows_divide
 from ._layout import Layout
 

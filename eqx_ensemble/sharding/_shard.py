@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from .. import _axes
 from .._check import is_typed_key
+from .._pytree import PyTree
 from ..distributed._collectives import all_gather
 from ._check import check_same_arrays
 from ._layout import Layout

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from .. import _axes
+from .._pytree import PyTree
 from ._check import check_spec
 
 Shard = Callable[[str, tuple[int, ...], int], PartitionSpec | None]

@@ -12,7 +12,7 @@ class AbstractRange(abc.ABC):
 
     ```python
     class Normal(ee.sweep.AbstractRange):
-        def __init__(self, mean, scale):
+        def __init__(self, mean, scale) -> None:
             self.mean, self.scale = mean, scale
 
         def draw(self, generator):

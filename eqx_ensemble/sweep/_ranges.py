@@ -21,7 +21,7 @@ class Uniform(AbstractRange):
     low: float
     high: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_ends(self.low, self.high, name="sweep.Uniform")
 
     def draw(self, generator: np.random.Generator) -> float:
@@ -45,7 +45,7 @@ class LogUniform(AbstractRange):
     low: float
     high: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_ends(self.low, self.high, name="sweep.LogUniform", positive=True)
 
     def draw(self, generator: np.random.Generator) -> float:
@@ -68,7 +68,7 @@ class Choice(AbstractRange):
 
     values: Sequence[Any]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sweep_values({"values": self.values}, name="sweep.Choice")
 
     def draw(self, generator: np.random.Generator) -> Any:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import PyTree
 
 from .._promotion import standard_promotion
+from .._pytree import PyTree
 from ..train.compiled._check import check_loss_signature
 from ..train.compiled._optimiser import Optimiser, init_member, resolve
 
@@ -33,7 +33,7 @@ class Alone:
         loss: Callable[..., Any],
         optimiser: Optimiser,
         member: int,
-    ):
+    ) -> None:
         self._params, self._frozen = eqx.partition(model, eqx.is_inexact_array)
         self._opt_state = init_member(optimiser, self._params, hyper, jnp.int32(member))  # its own noise keys
         self._state, self._key = state, key

@@ -2,13 +2,13 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-from jaxtyping import PyTree
 
 from .. import _keys
 from .. import tree as _tree
 from .._build import build
 from .._check import check_number
 from .._ensemble import Ensemble, concatenate, stack
+from .._pytree import PyTree
 from ._report import Check, differ, raise_failures, same
 
 

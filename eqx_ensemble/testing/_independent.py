@@ -5,7 +5,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from .. import _keys
 from .. import tree as _tree
@@ -13,6 +12,7 @@ from .._axes._check_rows import check_rows_of_data
 from .._build import build
 from .._check import check_number, check_positive_int, check_sequence
 from .._ensemble import Ensemble
+from .._pytree import PyTree
 from ..plan import AbstractPlan, Chunked, Sequential, Unrolled, Vmap
 from ..plan._auto import as_plan
 from ..train._check import check_optimiser

@@ -2,8 +2,8 @@ import functools
 from typing import Any
 
 import numpy as np
-from jaxtyping import PyTree
 
+from .._pytree import PyTree
 from ._alone import Alone
 from ._report import Check, distances, same, unlike
 
@@ -15,7 +15,7 @@ _CHAOS = 1e-2  # the relative effect of rounding on losses above which they are 
 class Reference:
     """Every member trained alone, and the effect of rounding on each."""
 
-    def __init__(self, members: list[Alone], batches: list):
+    def __init__(self, members: list[Alone], batches: list) -> None:
         self._members, self._batches = members, batches
         self._expected = self._train_alone(None)
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from .._check import is_key, is_member_array
 from .._ensemble import Ensemble
+from .._pytree import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

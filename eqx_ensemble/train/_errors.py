@@ -10,7 +10,7 @@ class DivergedError(ArithmeticError):
     In another process `run` is `None` if it cannot be pickled; a note says why.
     """
 
-    def __init__(self, message: str, run: Any):
+    def __init__(self, message: str, run: Any) -> None:
         super().__init__(message)
         self.run = run
 
@@ -24,7 +24,7 @@ class NotSavedError(OSError):
     In another process `run` is `None` if it cannot be pickled; a note says why.
     """
 
-    def __init__(self, error: OSError, run: Any):
+    def __init__(self, error: OSError, run: Any) -> None:
         super().__init__(error.errno, not_saved_message(error, int(run.train_state.step)))
         self.run = run
 

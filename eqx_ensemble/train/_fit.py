@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 import equinox as eqx
 from jax.sharding import Mesh
-from jaxtyping import PyTree
 
 from .._axes import number_kinds
 from .._check import check_flag, check_optional_flag, check_optional_function, check_word
 from .._ensemble import Ensemble, M
+from .._pytree import PyTree
 from ..checkpoint import Checkpoints
 from ..distributed import to_host
 from ..plan import AnyPlan

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
 
 from .._axes import Kinds, number_kinds
 from .._check import is_traced
 from .._jaxpr import has_callbacks
+from .._pytree import PyTree
 from ._state import TrainState
 from .compiled._flat import ARRAYS, constants_of
 
@@ -46,7 +46,7 @@ class LastState:
     All instances are equal, so that equal steps share their programs. A copy begins empty.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._known: tuple[weakref.ref, weakref.ref, FlatState] | None = None
 
     def __reduce__(self) -> tuple:

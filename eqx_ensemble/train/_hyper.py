@@ -3,9 +3,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key
 
 from .. import _axes
+from .._pytree import PyTree
 from ..distributed import to_host
 from ._check_member import check_hyper, check_same_hyper
 

@@ -5,12 +5,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key
 
 from .. import _axes, _keys
 from .._build import build
 from .._check import check_key, kind_text
 from .._ensemble import Ensemble, M
+from .._pytree import PyTree
 from ..distributed import to_host
 from ..tree._compare import compare_trees
 from ._check import check_optimiser_kind, check_revive
@@ -80,7 +81,7 @@ class Revive(eqx.Module):
     )
     most: int = eqx.field(static=True, default=3, kw_only=True)
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         check_revive(self.make, self.perturb, self.most)
 
 

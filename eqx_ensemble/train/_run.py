@@ -7,12 +7,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, Int8, PyTree
+from jaxtyping import Float, Int, Int8
 
 from .. import _axes, tree
 from .._axes._check_rows import check_rows_of_data
 from .._ensemble import Ensemble, M
 from .._predict import predict
+from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
 from ..resample._check_held_out import check_folds

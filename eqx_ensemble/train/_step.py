@@ -5,11 +5,12 @@ from typing import Any, Generic
 
 import equinox as eqx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Int8, PyTree
+from jaxtyping import Array, Float, Int, Int8
 
 from .._axes import Kinds, number_kinds
 from .._check import check_flag, check_function, check_integers_fit
 from .._ensemble import M
+from .._pytree import PyTree
 from ..plan import AbstractPlan, AnyPlan, Vmap
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot

@@ -3,10 +3,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
 
 from .. import tree
 from .._ensemble import Ensemble, number_flags
+from .._pytree import PyTree
 from ._check_member import check_same_choice, check_trainable, check_trained, explain_trainable
 
 Trainable = PyTree | Callable[[Any], bool]

@@ -7,10 +7,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from .._check import is_typed_key
 from .._jaxpr import unused_inputs
+from .._pytree import PyTree
 from ..distributed import to_host
 from ._check_member import hyper_column_text
 from ._state import MemberConstants, TrainState

@@ -40,7 +40,7 @@ class Walk:
     objects in static fields), so that nodes are compared one by one.
     """
 
-    def __init__(self, trees: list):
+    def __init__(self, trees: list) -> None:
         """**Arguments:** `trees`, one per member; the first one is what the others are compared with."""
         self.differences: list[Difference] = []
         self._seen: dict[int, dict] = {i: {} for i in range(len(trees))}

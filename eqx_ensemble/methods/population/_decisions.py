@@ -4,11 +4,12 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Int, Key, PyTree
+from jaxtyping import Int, Key
 
 from ... import _keys, _streams
 from ..._check import check_function, check_number
 from ..._ensemble import M
+from ..._pytree import PyTree
 from ...sweep import AbstractRange
 from ...sweep._check import check_ranges
 from ...train import TrainState

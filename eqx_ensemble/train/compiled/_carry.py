@@ -1,6 +1,7 @@
 import equinox as eqx
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
+from ..._pytree import PyTree
 from .._state import MemberConstants, MemberState
 from ._limits import Limits
 from ._order import RowOrder

@@ -5,8 +5,9 @@ import dataclasses
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int
 
+from ..._pytree import PyTree
 from ._carry import Carry, Inputs
 from ._check import check_same_outputs
 from ._flat import FlatFunction

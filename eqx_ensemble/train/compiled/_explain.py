@@ -11,10 +11,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from ..._check import is_member_array, kind_text
 from ..._leaf_text import leaf_text
+from ..._pytree import PyTree
 
 _MOST_SHAPES = 8
 _ONE_FOR_MANY = "rank should be at least 1, but is only 0"

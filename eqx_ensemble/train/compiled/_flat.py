@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from ..._axes import leaf_kinds
 from ..._jaxpr import has_callbacks
+from ..._pytree import PyTree
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 
@@ -25,7 +25,7 @@ def constants_of(leaves: list[Any]) -> tuple:
 class Kind:
     """All of a tree but the values of its arrays, with a hash that is computed once."""
 
-    def __init__(self, treedef: Any, leaves: list[Any]):
+    def __init__(self, treedef: Any, leaves: list[Any]) -> None:
         self.treedef = treedef
         self._constants = constants_of(leaves)
         shapes = tuple((x.shape, x.dtype) for x in leaves if isinstance(x, ARRAYS))
@@ -64,7 +64,7 @@ def _flatten(tree: PyTree) -> Flat:
 class _Known:
     """Modules that were flattened, for as long as they live; what they hold is not changed in place."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._flats: dict[int, tuple[weakref.ref, Flat]] = {}
 
     def find(self, tree: eqx.Module) -> Flat:
@@ -99,7 +99,7 @@ class FlatFunction:
     more than arrays, are called by `equinox.filter_jit`.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, donate: bool):
+    def __init__(self, fn: Callable[..., Any], *, donate: bool) -> None:
         self._fn, self._donate = fn, donate
         self._filter_jit = eqx.filter_jit(fn, donate="all-except-first" if donate else "none")
 
@@ -127,7 +127,7 @@ class _FlatProgram:
     `result` is the kind of the carry that it returns, once it is traced.
     """
 
-    def __init__(self, fn: Callable[..., Any], kinds: tuple[Kind, ...], *, donate: bool):
+    def __init__(self, fn: Callable[..., Any], kinds: tuple[Kind, ...], *, donate: bool) -> None:
         self.result: Kind
         self._fn, self._kinds = fn, kinds
         run = lambda arrays, last: self._run(arrays, last)

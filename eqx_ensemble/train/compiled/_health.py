@@ -4,9 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from ... import _axes
+from ..._pytree import PyTree
 from .._state import MemberState
 from .._status import Status
 

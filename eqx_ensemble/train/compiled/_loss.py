@@ -4,10 +4,11 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Float, Key
 
 from ..._check import is_member_array
 from ..._jaxpr import warn_of_two_batch_axes
+from ..._pytree import PyTree
 from .._state import MemberConstants, TrainState
 from ._check import check_loss_output, check_loss_signature
 from ._explain import explain_loss

@@ -6,11 +6,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from ... import _keys
 from ..._check import is_typed_key
 from ..._promotion import standard_promotion
+from ..._pytree import PyTree
 from ._check import check_made_optimiser, check_state_after, concrete_hyper_message
 from ._explain import explain_optimiser
 

@@ -1,7 +1,8 @@
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
+from ..._pytree import PyTree
 from ._permute import permute
 
 

@@ -5,9 +5,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from ... import _axes
+from ..._pytree import PyTree
 from ...plan import AbstractPlan
 from ...plan._cost import Cost
 from ...plan._sharded import sharded_plan

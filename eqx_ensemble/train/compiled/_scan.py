@@ -3,7 +3,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int
+
+from ..._pytree import PyTree
 
 
 def trace_once(fn: Callable[..., Any]) -> Callable[..., Any]:

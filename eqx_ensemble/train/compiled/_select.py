@@ -4,9 +4,10 @@ import enum
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from ... import _axes
+from ..._pytree import PyTree
 from ...plan import AbstractPlan
 from .._state import MemberState, TrainState
 from .._status import Status

@@ -5,8 +5,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
+from ..._pytree import PyTree
 from .._state import MemberState
 
 Mode = Literal["min", "max"]

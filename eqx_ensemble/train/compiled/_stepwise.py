@@ -7,9 +7,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from ... import _axes
+from ..._pytree import PyTree
 from ...distributed import to_host
 from ...plan import Unrolled
 from .._state import MemberState

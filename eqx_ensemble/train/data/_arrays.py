@@ -4,8 +4,8 @@ from typing import final
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
+from ..._pytree import PyTree
 from ...distributed import to_host
 from .._status import Status
 from ..compiled._carry import Carry
@@ -31,7 +31,7 @@ _MOST_BYTES_OF_LOSSES = 2**25
 class ChunkWork(AbstractWork):
     """Pieces of a run, padded to one shape, that one compiled call runs."""
 
-    def __init__(self, compiled: Callable, chunk: Chunk, pieces: list[Piece], *, may_raise: bool):
+    def __init__(self, compiled: Callable, chunk: Chunk, pieces: list[Piece], *, may_raise: bool) -> None:
         self.compiled, self.batch, self.pieces, self.may_raise = compiled, chunk, pieces, may_raise
         self.num_steps = sum(piece.num_steps for piece in pieces)
 
@@ -59,7 +59,9 @@ class ArraySource(AbstractSource):
     `rows` are the members' own, on the host, and `kind` is the `order` of `fit`.
     """
 
-    def __init__(self, data: PyTree, order: RowOrder, *, rows: np.ndarray | None, kind: Order, scan: bool | None):
+    def __init__(
+        self, data: PyTree, order: RowOrder, *, rows: np.ndarray | None, kind: Order, scan: bool | None
+    ) -> None:
         self.data, self.order, self.rows = data, order, rows
         self._order, self._kind, self._scan = order, kind, scan
 

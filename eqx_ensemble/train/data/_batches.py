@@ -6,8 +6,8 @@ from typing import final
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
+from ..._pytree import PyTree
 from ...sharding._layout import Layout
 from ..compiled._carry import Carry
 from ..compiled._stepwise import run_batches
@@ -43,7 +43,7 @@ class BatchWork(AbstractWork):
         most: int,
         seconds: float,
         must_end: Callable[[], bool],
-    ):
+    ) -> None:
         self.taken, self.states = [first], []
         self.error: Exception | None = None
         self._iterator, self._own = iterator, own
@@ -83,7 +83,7 @@ class BatchWork(AbstractWork):
 class IterableSource(AbstractSource):
     """An iterable of batches, iterated once an epoch, the next batch being fetched while the device works."""
 
-    def __init__(self, batches: Iterable[PyTree], num_members: int, layout: Layout | None):
+    def __init__(self, batches: Iterable[PyTree], num_members: int, layout: Layout | None) -> None:
         self._convert = Converter(num_members, layout)
         self._iterate = ft.partial(BatchIterator, batches, self._convert)
         self._first: BatchIterator | None = None

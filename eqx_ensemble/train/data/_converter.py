@@ -3,10 +3,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from ... import _axes
 from ..._axes._check_rows import is_finite
+from ..._pytree import PyTree
 from ...sharding._layout import Layout
 from ._data import on_device
 
@@ -22,7 +22,7 @@ class Converter:
     - `shapes`: those of all batches so far, each with its dtypes.
     """
 
-    def __init__(self, num_members: int, layout: Layout | None):
+    def __init__(self, num_members: int, layout: Layout | None) -> None:
         self._num_members, self._layout = num_members, layout
         self.shapes: dict[Any, None] = {}  # in their order
         self._known: set[Any] = set()

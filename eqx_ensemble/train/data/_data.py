@@ -5,10 +5,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from ... import _axes
 from ..._axes._check_rows import check_rows_of_data
+from ..._pytree import PyTree
 from ...sharding._layout import Layout
 from ...sharding._shard import replicate_rows, shard_rows
 from ._check import check_row_indices

@@ -4,8 +4,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxtyping import PyTree
-
+from ..._pytree import PyTree
 from ..resume._texts import digest_of
 from ._check import check_resumable, check_same_batches
 from ._converter import Converter
@@ -18,7 +17,7 @@ _SAVES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))  # of g
 class BatchIterator:
     """One pass over an iterable of batches, which can have the next one, `waiting`, on the device early."""
 
-    def __init__(self, batches: Iterable[PyTree], convert: Converter, state: Any = None):
+    def __init__(self, batches: Iterable[PyTree], convert: Converter, state: Any = None) -> None:
         self._iterator, self._convert = iter(batches), convert
         self._holder, self._names = _with_state(self._iterator, batches)
         if state is not None:

@@ -15,7 +15,7 @@ from ._rows import Piece
 class PieceQueue:
     """The pieces that are still to run, and the one shape in which chunks of them run."""
 
-    def __init__(self, pieces: Iterator[Piece], most_pieces: int, most_steps: int, layout: Layout | None):
+    def __init__(self, pieces: Iterator[Piece], most_pieces: int, most_steps: int, layout: Layout | None) -> None:
         self._pieces = pieces
         self._most_pieces = most_pieces
         self._most_steps = most_steps

@@ -6,9 +6,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from ... import _axes
+from ..._pytree import PyTree
 from ...sharding._layout import Layout
 from ...sharding._shard import pad_members, replicate_rows, shard_members, shard_rows
 

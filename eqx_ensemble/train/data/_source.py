@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import PyTree
 
+from ..._pytree import PyTree
 from ...plan._cost import Cost
 from ..compiled._carry import Carry
 from ..compiled._order import RowOrder

@@ -1,8 +1,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from jaxtyping import PyTree
-
+from ..._pytree import PyTree
 from ...sharding._check import warn_of_uneven_rows
 from ...sharding._layout import Layout
 from .._check import check_no_array_options

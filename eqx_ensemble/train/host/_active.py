@@ -6,8 +6,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int8, PyTree
+from jaxtyping import Array, Bool, Int8
 
+from ..._pytree import PyTree
 from ...distributed import to_host
 from ...plan import AbstractPlan
 from ...sharding._layout import Layout
@@ -32,7 +33,7 @@ class ActiveMembers:
     - `inputs`, `carry`: what a compiled call reads and changes, of these members.
     """
 
-    def __init__(self, inputs: Inputs, carry: Carry, layout: Layout | None):
+    def __init__(self, inputs: Inputs, carry: Carry, layout: Layout | None) -> None:
         self._all_inputs = inputs
         self._last: tuple[PyTree, PyTree] | None = None  # of all members; out of date for the active ones
         count = carry.moving.status.shape[0]

@@ -6,11 +6,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from ... import _axes
 from ..._ensemble import Ensemble
 from ..._progress import members_in_words, progress_line
+from ..._pytree import PyTree
 from ...distributed import to_host
 from ...plan import AbstractPlan
 from ...plan._pilot import Pilot, explain_memory

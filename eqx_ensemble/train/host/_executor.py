@@ -5,8 +5,8 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
 
+from ..._pytree import PyTree
 from ...plan import AbstractPlan, Vmap
 from ...plan._cost import Cost, cost_of
 from ...plan._pilot import Pilot
@@ -20,7 +20,7 @@ from ._active import ActiveMembers
 class Executor:
     """Calls compiled programs under the plan that the pilot chooses."""
 
-    def __init__(self, program: Program, pilot: Pilot, members: ActiveMembers):
+    def __init__(self, program: Program, pilot: Pilot, members: ActiveMembers) -> None:
         self._program, self._pilot, self._members = program, pilot, members
 
     @property

@@ -36,7 +36,7 @@ class Pacing:
         noticed between chunks.
     """
 
-    def __init__(self, pilot: Pilot, *, members_stop: bool = False):
+    def __init__(self, pilot: Pilot, *, members_stop: bool = False) -> None:
         self._pilot = pilot
         self._members_stop = members_stop
         self.steps = _FIRST_STEPS

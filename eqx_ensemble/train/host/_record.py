@@ -3,8 +3,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Float, Int, PyTree
+from jaxtyping import Float, Int
 
+from ..._pytree import PyTree
 from .._status import Status
 from ..compiled._check import check_same_outputs
 from ..data._slots import Slots
@@ -49,7 +50,7 @@ class History(eqx.Module):
 class Record:
     """Collects a run's outputs on the host, piece by piece."""
 
-    def __init__(self, *, first_step: int = 0, history: History | None = None):
+    def __init__(self, *, first_step: int = 0, history: History | None = None) -> None:
         self._outputs: list[Any] = []
         self._scores: list[np.ndarray] = []
         self._score_steps: list[int] = []
@@ -129,7 +130,7 @@ def last_finite(curves: np.ndarray) -> np.ndarray:
 class Recording:
     """Records what steps and validations report, and shows it in a progress line."""
 
-    def __init__(self, record: Record, line: "tqdm"):
+    def __init__(self, record: Record, line: "tqdm") -> None:
         self.record, self._line = record, line
 
     def start(self, total: int | None, done: int) -> None:

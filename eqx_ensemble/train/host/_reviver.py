@@ -2,8 +2,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
+from ..._pytree import PyTree
 from ...distributed import to_host
 from .._revive import Revival, Revive, revive_members
 from .._state import TrainState
@@ -19,7 +20,7 @@ class Reviver:
 
     def __init__(
         self, how: Revive, optimiser: Optimiser, shared: PyTree, ids: Array, before: list[Revival], *, key: Any
-    ):
+    ) -> None:
         self.revivals = list(before)
         self._how, self._optimiser, self._shared = how, optimiser, shared
         self._ids, self._key = to_host(ids), key

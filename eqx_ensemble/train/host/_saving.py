@@ -10,7 +10,7 @@ from ._record import Record
 class Saving:
     """Saves a run, if a checkpoint is given, and measures how long it takes."""
 
-    def __init__(self, saver: Saver | None, record: Record, revivals: list[Revival] | None):
+    def __init__(self, saver: Saver | None, record: Record, revivals: list[Revival] | None) -> None:
         self._saver, self._record, self._revivals = saver, record, revivals
         self._started = time.perf_counter() - (0.0 if saver is None else saver.seconds_before)
 

@@ -4,9 +4,9 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import PyTree
 
 from ..._ensemble import Ensemble
+from ..._pytree import PyTree
 from ...sharding._check import warn_of_padding
 from ...sharding._layout import Layout, layout_for
 from ...sharding._shard import replicate, shard_members

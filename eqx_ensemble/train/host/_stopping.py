@@ -25,7 +25,7 @@ class Interruption:
     `KeyboardInterrupt` there loses both. Inside this context the first Ctrl-C is only noted; the second one raises.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.requested = False
         self._before = None
 
@@ -57,7 +57,7 @@ class Stopping:
         on_diverge: Literal["freeze", "raise"] | Revive,
         lost_before: int,
         max_seconds: np.ndarray | None,
-    ):
+    ) -> None:
         self._interruption, self._saving, self._reviver = interruption, saving, reviver
         self._most_lost = lost_before if on_diverge == "raise" else None
         self._max_seconds = max_seconds

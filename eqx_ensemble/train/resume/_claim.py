@@ -17,7 +17,7 @@ class Claim:
     Object stores have no locks.
     """
 
-    def __init__(self, checkpoints: Checkpoints):
+    def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
         self._folder = checkpoints.path(0).parent
         self._lock = RunLock(self._folder) if is_on_disk(self._folder) and is_first() else None

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
+from ..._pytree import PyTree
 from ...checkpoint._check_like import shape_text
 from .._revive import Revive
 from .._state import MemberConstants, MemberState

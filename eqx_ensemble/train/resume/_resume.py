@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
+from ..._pytree import PyTree
 from ...checkpoint import Checkpoints, Contents
 from ...checkpoint._check_folders import check_overwritable
 from ...checkpoint._formats import FormatName
@@ -48,7 +49,7 @@ class Saver:
         *,
         every: int | None,
         resume: Literal["auto", "must", "never"],
-    ):
+    ) -> None:
         own = isinstance(checkpoint, Checkpoints)
         # Arrays on several processes are written by Orbax.
         kind: FormatName = "safetensors" if jax.process_count() == 1 else "orbax"

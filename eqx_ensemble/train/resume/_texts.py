@@ -9,11 +9,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from ... import _axes
 from ..._check import is_typed_key
 from ..._jaxpr import inner_jaxprs
+from ..._pytree import PyTree
 from ...checkpoint._check_like import shape_text
 from ...distributed import to_host
 from ...tree._statics import static_parts
