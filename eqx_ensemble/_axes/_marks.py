@@ -18,7 +18,8 @@ class AbstractPerMember(eqx.Module):
     `Ensemble` are subclasses. A subclass is an `equinox.Module` with the two methods `per_member` and `one`.
 
     ```python
-    class Standardised(ee.AbstractPerMember):  # every member has its own mean and scale of one shared input
+    # every member has its own mean and scale of one shared input
+    class Standardised(ee.AbstractPerMember):
         x: jax.Array
         mean: jax.Array
         scale: jax.Array
@@ -29,6 +30,7 @@ class AbstractPerMember(eqx.Module):
         def one(self, part):
             mean, scale = part
             return (self.x - mean) / scale
+
 
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
     ensemble(Standardised(jnp.ones(3), jnp.zeros((4, 3)), jnp.ones((4, 3)))).shape  # (4, 1)

@@ -113,11 +113,13 @@ def build(
     make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)
     ee.build(make, 8, key=key)  # eight members from one key
     ee.build(make, keys=jax.random.split(key, 8))  # keys of your own
-    ee.build(make, ids=range(8, 12), key=key)  # four more members of the same ensemble, never the old ones again
+    # four more members of the same ensemble, never the old ones again
+    ee.build(make, ids=range(8, 12), key=key)
 
     noisy = lambda key, p: eqx.nn.Dropout(p)
     ee.build(noisy, zip={"p": [0.1, 0.2, 0.5]}, key=key)  # three members
-    ee.build(noisy, product={"p": [0.1, 0.2, 0.5]}, key=key)  # one member for each combination
+    # one member for each combination
+    ee.build(noisy, product={"p": [0.1, 0.2, 0.5]}, key=key)
     ```
     """
     check_make(make)

@@ -15,7 +15,9 @@ class AbstractCombination(abc.ABC):
     ```python
     class Range(ee.combine.AbstractCombination):
         def update(self, partial, predictions, *, weights=None):
-            return self.merge(partial, (jnp.min(predictions, axis=0), jnp.max(predictions, axis=0)))
+            return self.merge(
+                partial, (jnp.min(predictions, axis=0), jnp.max(predictions, axis=0))
+            )
 
         def merge(self, first, second):
             if first is None:
@@ -25,8 +27,10 @@ class AbstractCombination(abc.ABC):
         def finish(self, partial):
             return partial[1] - partial[0]
 
+
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 8, 1, key=key), 4, key=key)
-    ee.predict(ensemble, jnp.ones((100, 3)), combine=Range(), memory=2**26).shape  # (100, 2)
+    ee.predict(ensemble, jnp.ones((100, 3)), combine=Range(), memory=2**26).shape
+    # (100, 2)
     ```
     """
 

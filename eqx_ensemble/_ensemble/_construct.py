@@ -29,7 +29,9 @@ def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> E
     **Raises:** `MemberMismatchError` when array leaves disagree on the number of members.
 
     ```python
-    stacked = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))(jax.random.split(key, 4))
+    stacked = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))(
+        jax.random.split(key, 4)
+    )
     ensemble = ee.from_stacked(stacked)  # four members
     ```
     """

@@ -161,12 +161,17 @@ else:
         from beartype import beartype
         from jaxtyping import Array, Float, jaxtyped
 
+
         @jaxtyped(typechecker=beartype)
-        def disagreement(ensemble: ee.Stacked[eqx.nn.MLP, "members"], w: Float[Array, " members"]) -> Float[Array, ""]:
+        def disagreement(
+            ensemble: ee.Stacked[eqx.nn.MLP, "members"], w: Float[Array, " members"]
+        ) -> Float[Array, ""]:
             outputs = ee.map_members(lambda model: model(jnp.ones(2)))(ensemble)
             return w @ (outputs - w @ outputs) ** 2
 
+
         ensemble = ee.build(lambda key: eqx.nn.MLP(2, "scalar", 8, 1, key=key), 5, key=key)
-        disagreement(ensemble, jnp.full(5, 0.2))  # seven weights, or a single model, raise an error
+        # seven weights, or a single model, raise an error
+        disagreement(ensemble, jnp.full(5, 0.2))
         ```
         """

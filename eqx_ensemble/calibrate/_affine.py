@@ -88,7 +88,9 @@ def vector(
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4 + [[0.2, 0.8]] * 4]))
-    fitted = ee.calibrate.vector(logits, jnp.array([0, 0, 0, 1, 0, 0, 1, 1]), pool="mixture")
+    fitted = ee.calibrate.vector(
+        logits, jnp.array([0, 0, 0, 1, 0, 0, 1, 1]), pool="mixture"
+    )
     jnp.exp(fitted(logits))[0, ::4]  # [[0.75, 0.25], [0.5, 0.5]]
     ```
 
@@ -138,7 +140,9 @@ def matrix(
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4 + [[0.2, 0.8]] * 4]))
-    fitted = ee.calibrate.matrix(logits, jnp.array([0, 0, 0, 1, 0, 0, 1, 1]), pool="mixture")
+    fitted = ee.calibrate.matrix(
+        logits, jnp.array([0, 0, 0, 1, 0, 0, 1, 1]), pool="mixture"
+    )
     jnp.exp(fitted(logits))[0, ::4]  # [[0.75, 0.25], [0.5, 0.5]]
     ```
 

@@ -69,7 +69,9 @@ def histogram(
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))
-    fitted = ee.calibrate.histogram(logits, jnp.array([0, 0, 0, 1]), pool="mixture", num_bins=1)
+    fitted = ee.calibrate.histogram(
+        logits, jnp.array([0, 0, 0, 1]), pool="mixture", num_bins=1
+    )
     jnp.exp(fitted(logits))[0, 0]  # [0.75, 0.25]
     ```
 

@@ -66,7 +66,8 @@ def temperature(
         if no optimum exists: all labels are the most likely class, or they are less likely than by chance.
 
     ```python
-    logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))  # one member with 90 % confidence, right in three of four rows
+    # one member with 90 % confidence, right in three of four rows
+    logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))
     fitted = ee.calibrate.temperature(logits, jnp.array([0, 0, 0, 1]), pool="mixture")
     jnp.exp(fitted(logits))[0, 0]  # [0.75, 0.25], at the temperature log(9) / log(3) = 2
     ```

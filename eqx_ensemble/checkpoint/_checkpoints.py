@@ -68,7 +68,9 @@ class Checkpoints:
     import tempfile
 
     model = eqx.nn.Linear(3, 1, key=key)
-    with ee.checkpoint.Checkpoints(tempfile.mkdtemp(), last=2, best=1, asynchronous=True) as checkpoints:
+    with ee.checkpoint.Checkpoints(
+        tempfile.mkdtemp(), last=2, best=1, asynchronous=True
+    ) as checkpoints:
         for step in range(0, 500, 100):
             checkpoints.save(step, model, score=1 / (1 + step), meta={"note": "an example"})
     checkpoints.steps  # [300, 400]

@@ -35,7 +35,8 @@ def mixture(
     - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
 
     ```python
-    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.3, 0.7]]]))  # two members, one row, two classes
+    # two members, one row, two classes
+    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.3, 0.7]]]))
     jnp.exp(ee.combine.mixture(logits))  # [[0.6, 0.4]]
     ```
     """
@@ -53,8 +54,8 @@ def mean_logits(
     r"""Log-probabilities of the mean of the members' logits: the geometric mean of their probabilities, normalised.
 
     $\mathrm{log\,softmax}(\sum_m w_m \, \mathrm{logits}_m)$, also called the logarithmic opinion pool. Of all
-    distributions it is the one with the smallest mean divergence to the members, $\sum_m w_m \mathrm{KL}(p \| p_m)$.
-    A confident member influences it more than it influences the mean of the probabilities,
+    distributions it is the one with the smallest mean divergence to the members, $\sum_m w_m \mathrm{KL}(p \parallel
+    p_m)$. A confident member influences it more than it influences the mean of the probabilities,
     [`eqx_ensemble.combine.mixture`][]: a class of probability zero under one member has probability zero.
 
     **Arguments:**
@@ -73,7 +74,8 @@ def mean_logits(
 
     ```python
     logits = jnp.log(jnp.array([[0.9, 0.1], [0.5, 0.5]]))  # two members, one row
-    jnp.exp(ee.combine.mean_logits(logits))  # [0.75, 0.25]: the odds 9 and 1 have the geometric mean 3
+    jnp.exp(ee.combine.mean_logits(logits))
+    # [0.75, 0.25]: the odds 9 and 1 have the geometric mean 3
     ```
 
     ??? cite

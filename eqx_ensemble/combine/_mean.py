@@ -47,7 +47,7 @@ def log_mixture(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Float[Array, "..."]:
-    r"""The logarithm of the mixture of the members' densities, $\log \sum_m w_m \exp(\mathrm{log\_density}_m)$.
+    r"""The logarithm of the mixture of the members' densities, $\log \sum_m w_m p_m$.
 
     For densities of any kind, each evaluated where the mixture is wanted. Nothing is normalised: distributions over
     classes have [`eqx_ensemble.combine.mixture`][], Gaussians [`eqx_ensemble.scores.nll_gaussian_mixture`][].

@@ -152,7 +152,9 @@ def raps(
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
-    fitted = ee.conformal.raps(logits, jnp.array([0, 0, 0, 0, 0, 1, 1, 1, 2]), level=0.8, penalty=0.1, num_free=1)
+    fitted = ee.conformal.raps(
+        logits, jnp.array([0, 0, 0, 0, 0, 1, 1, 1, 2]), level=0.8, penalty=0.1, num_free=1
+    )
     fitted.threshold, fitted(logits[:1])  # 0.9 + 0.1 = 1.0, [[True, True, False]]
     ```
 

@@ -105,10 +105,13 @@ def cv_plus(
         x, y = batch
         return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
 
+
     x, y = jnp.ones((100, 3)), jnp.linspace(-1, 1, 100)
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 10, key=key)
     folds = ee.resample.folds(len(x), 10, key=key)
-    run, held_out = ee.methods.cross_fit(ensemble, loss, optax.adam(1e-3), (x, y), folds, x=x, epochs=2, key=key)
+    run, held_out = ee.methods.cross_fit(
+        ensemble, loss, optax.adam(1e-3), (x, y), folds, x=x, epochs=2, key=key
+    )
     fitted = ee.conformal.cv_plus(held_out.mean[:, 0], y, folds, level=0.9)
     lower, upper = fitted(ee.predict(run.ensemble, x)[..., 0])
     ```
@@ -179,7 +182,8 @@ def jackknife_plus_after_bootstrap(
     ```python
     x, y = jnp.linspace(-1, 1, 50)[:, None], jnp.linspace(-1, 1, 50)
     rows = ee.resample.bootstrap(50, 20, key=key)
-    predictions = jnp.tile(jnp.mean(y[rows], axis=1)[:, None], 50)  # members that predict the mean of their rows
+    # members that predict the mean of their rows
+    predictions = jnp.tile(jnp.mean(y[rows], axis=1)[:, None], 50)
     held_out = ee.resample.out_of_bag_mean(predictions, rows).mean
     fitted = ee.conformal.jackknife_plus_after_bootstrap(held_out, y, rows, level=0.8)
     lower, upper = fitted(predictions)

@@ -91,8 +91,10 @@ def weighted_quantile(
 
     ```python
     scores = jnp.arange(1.0, 10.0)
-    weights = jnp.where(scores > 5, 3.0, 1.0)  # inputs with high scores are three times as frequent now
-    ee.conformal.weighted_quantile(scores, weights, jnp.ones(1), level=0.5)  # half of 18 is reached at 7
+    # inputs with high scores are three times as frequent now
+    weights = jnp.where(scores > 5, 3.0, 1.0)
+    # half of 18 is reached at 7
+    ee.conformal.weighted_quantile(scores, weights, jnp.ones(1), level=0.5)
     ```
 
     ??? cite

@@ -121,7 +121,9 @@ def normalised(
     As [`eqx_ensemble.conformal.split`][], and `ValueError` for scales that are not above zero (where concrete).
 
     ```python
-    fitted = ee.conformal.normalised(jnp.zeros(9), jnp.full(9, 2.0), jnp.arange(1.0, 10.0), level=0.8)
+    fitted = ee.conformal.normalised(
+        jnp.zeros(9), jnp.full(9, 2.0), jnp.arange(1.0, 10.0), level=0.8
+    )
     fitted(jnp.array([5.0]), jnp.array([1.0]))  # 1 to 9
     ```
 

@@ -64,10 +64,13 @@ def cross_fit(
         x, y = batch
         return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
+
     x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 10, key=key)
     folds = ee.resample.folds(len(x), 5, key=key)
-    run, held_out = ee.methods.cross_fit(ensemble, loss, optax.adam(1e-3), (x, y), folds, x=x, epochs=2, key=key)
+    run, held_out = ee.methods.cross_fit(
+        ensemble, loss, optax.adam(1e-3), (x, y), folds, x=x, epochs=2, key=key
+    )
     held_out.mean.shape  # (100, 1): each row by the two members of its fold
     ```
 

@@ -66,13 +66,23 @@ def successive_halving(
         x, y = batch
         return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
+
     hyper = ee.sweep.grid({"lr": jnp.logspace(-4, -1, 9)})
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 9, key=key)
     data = jnp.ones((64, 3)), jnp.zeros((64, 1))
     run = ee.methods.successive_halving(
-        ensemble, loss, lambda hyper: optax.adam(hyper["lr"]), data, hyper=hyper, validation=data, epochs=1, key=key
+        ensemble,
+        loss,
+        lambda hyper: optax.adam(hyper["lr"]),
+        data,
+        hyper=hyper,
+        validation=data,
+        epochs=1,
+        key=key,
     )
-    run.stopped_at  # (9,): six members stopped after two steps, two after six; -1 for the one that was never dropped
+    run.stopped_at
+    # (9,): six members stopped after two steps, two after six; -1 for the one that was
+    # never dropped
     ```
 
     ??? cite
@@ -169,11 +179,19 @@ def hyperband(
         x, y = batch
         return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
+
     make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
     ranges = {"lr": ee.sweep.LogUniform(1e-4, 1e-1)}
     data = jnp.ones((64, 3)), jnp.zeros((64, 1))
     runs = ee.methods.hyperband(
-        make, ranges, loss, lambda hyper: optax.adam(hyper["lr"]), data, validation=data, epochs=9, key=key
+        make,
+        ranges,
+        loss,
+        lambda hyper: optax.adam(hyper["lr"]),
+        data,
+        validation=data,
+        epochs=9,
+        key=key,
     )
     winners = ee.concatenate([run.best() for run in runs])  # one of each bracket
     ```

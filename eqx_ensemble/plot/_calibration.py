@@ -140,7 +140,8 @@ def rank_histogram(
     - `ImportError` without matplotlib (extra `plot`).
 
     ```python
-    members, targets = jax.random.normal(key, (9, 1000)), jax.random.normal(jax.random.key(1), (1000,))
+    members = jax.random.normal(key, (9, 1000))
+    targets = jax.random.normal(jax.random.key(1), (1000,))
     ax = ee.plot.rank_histogram(ee.scores.rank_histogram(members, targets, key=key))
     ```
 

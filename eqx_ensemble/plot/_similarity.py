@@ -47,7 +47,9 @@ def member_similarity(
     - `ImportError` without matplotlib (extra `plot`).
 
     ```python
-    errors = jax.random.normal(key, (5, 100)) + jax.random.normal(jax.random.key(1), (1, 100))
+    errors = jax.random.normal(key, (5, 100)) + jax.random.normal(
+        jax.random.key(1), (1, 100)
+    )
     matrix = ee.uncertainty.error_correlation(errors)
     ax = ee.plot.member_similarity(matrix, label="correlation of errors", vmin=0, vmax=1)
     ```

@@ -57,7 +57,11 @@ def parallel_coordinates(
     - `ImportError` without matplotlib (extra `plot`).
 
     ```python
-    table = {"lr": np.geomspace(1e-4, 1e-1, 8), "dropout": np.linspace(0, 0.5, 8), "loss": np.linspace(1, 2, 8) ** 2}
+    table = {
+        "lr": np.geomspace(1e-4, 1e-1, 8),
+        "dropout": np.linspace(0, 0.5, 8),
+        "loss": np.linspace(1, 2, 8) ** 2,
+    }
     ax = ee.plot.parallel_coordinates(table)
     ```
 

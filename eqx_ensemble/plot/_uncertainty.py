@@ -44,8 +44,10 @@ def uncertainty_histogram(
     - `ImportError` without matplotlib (extra `plot`).
 
     ```python
-    seen, unseen = 4 * jax.random.normal(key, (8, 300, 5)), jax.random.normal(key, (8, 200, 5))
-    known, novel = ee.uncertainty.decompose_entropy(seen), ee.uncertainty.decompose_entropy(unseen)
+    seen = 4 * jax.random.normal(key, (8, 300, 5))
+    unseen = jax.random.normal(key, (8, 200, 5))
+    known = ee.uncertainty.decompose_entropy(seen)
+    novel = ee.uncertainty.decompose_entropy(unseen)
     ax = ee.plot.uncertainty_histogram(known.total, novel.total, unit="nats")
     ```
     """
@@ -100,7 +102,9 @@ def risk_coverage(
 
     ```python
     uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([0.0, 0.0, 0.0, 1.0])
-    ax = ee.plot.risk_coverage(*ee.scores.risk_coverage(uncertainty, wrong), label="entropy")
+    ax = ee.plot.risk_coverage(
+        *ee.scores.risk_coverage(uncertainty, wrong), label="entropy"
+    )
     ```
 
     ??? cite

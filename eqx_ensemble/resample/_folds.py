@@ -81,9 +81,12 @@ def folds(
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 5, key=key)
     loss = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
     folds = ee.resample.folds(len(x), 5, key=key)
-    run = ee.fit(ensemble, loss, optax.adam(1e-2), (x, y), epochs=2, rows=folds.train, key=key)
+    run = ee.fit(
+        ensemble, loss, optax.adam(1e-2), (x, y), epochs=2, rows=folds.train, key=key
+    )
     prediction = ee.predict(run.ensemble, x)
-    held_out = ee.resample.out_of_fold(prediction, folds).mean  # (100, 1): each row by the member that held it out
+    held_out = ee.resample.out_of_fold(prediction, folds).mean
+    # (100, 1): each row by the member that held it out
     ```
     """
     name = "resample.folds"

@@ -83,9 +83,11 @@ def out_of_bag_mean(
     - `IndexError` for rows outside the data (where concrete).
 
     ```python
-    predictions = jnp.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])  # two members, three rows
+    # two members, three rows
+    predictions = jnp.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
     rows = jnp.array([[0, 0], [0, 1]])  # what they were trained on
-    ee.resample.out_of_bag_mean(predictions, rows)  # mean [nan, 2, 16.5], num_members [0, 1, 2]
+    # mean [nan, 2, 16.5], num_members [0, 1, 2]
+    ee.resample.out_of_bag_mean(predictions, rows)
     ```
     """
     name = "resample.out_of_bag_mean"
@@ -129,7 +131,10 @@ def out_of_fold(
     ensemble = ee.build(lambda key: eqx.nn.Linear(1, 1, key=key), 3, key=key)
     folds = ee.resample.folds(10, 3, key=key)
     ee.resample.out_of_fold(ee.predict(ensemble, x), folds).mean  # (10, 1)
-    ee.resample.out_of_fold(ee.predict(ensemble, ee.Each(x[folds.test])), folds, rows="test").mean  # the same
+    # the same
+    ee.resample.out_of_fold(
+        ee.predict(ensemble, ee.Each(x[folds.test])), folds, rows="test"
+    ).mean
     ```
     """
     name = "resample.out_of_fold"

@@ -43,7 +43,9 @@ def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Arr
 
 
     weights = ee.resample.poisson_weights(len(x), 8, key=key)
-    run = ee.fit(ensemble, loss, optax.adam(1e-2), (x, y, ee.Each(weights)), epochs=2, key=key)
+    run = ee.fit(
+        ensemble, loss, optax.adam(1e-2), (x, y, ee.Each(weights)), epochs=2, key=key
+    )
     ```
 
     ??? cite
@@ -136,7 +138,8 @@ def counts(rows: Int[ArrayLike, "members n"], num_rows: int) -> Float32[Array, "
 
     groups = np.array([0, 0, 0, 1, 2, 2])  # six rows of three patients
     drawn = ee.resample.bootstrap(3, 8, key=key)
-    ee.resample.counts(drawn, 3)[:, groups]  # (8, 6): rows of one patient have equal weights
+    ee.resample.counts(drawn, 3)[:, groups]
+    # (8, 6): rows of one patient have equal weights
     ```
     """
     name = "resample.counts"

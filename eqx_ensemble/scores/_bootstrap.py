@@ -70,9 +70,13 @@ def bootstrap(
 
     ```python
     targets = jnp.linspace(-1, 1, 50)
-    one, other = (ee.scores.crps_gaussian(targets * 0, targets * 0 + v, targets, reduction="none") for v in (0.3, 1.0))
+    one, other = (
+        ee.scores.crps_gaussian(targets * 0, targets * 0 + v, targets, reduction="none")
+        for v in (0.3, 1.0)
+    )
     gain = ee.scores.bootstrap(other - one, key=jax.random.key(0))
-    gain.estimate, gain.standard_error  # several standard errors above zero: the first is better
+    # several standard errors above zero: the first is better
+    gain.estimate, gain.standard_error
     ```
 
     ??? cite

@@ -116,7 +116,8 @@ def decompose_brier(
     ```python
     logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))
     parts = ee.scores.decompose_brier(logits, jnp.array([0, 1]))
-    parts.reliability, parts.resolution, parts.uncertainty  # 2 * 0.3**2 = 0.18, 0, 2 * 0.25 = 0.5
+    parts.reliability, parts.resolution, parts.uncertainty
+    # 2 * 0.3**2 = 0.18, 0, 2 * 0.25 = 0.5
     ```
 
     ??? cite

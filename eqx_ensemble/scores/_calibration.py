@@ -46,7 +46,8 @@ def ece(
     As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
 
     ```python
-    logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))  # one member, two rows, 80 % confidence
+    # one member, two rows, 80 % confidence
+    logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))
     ee.scores.ece(logits, jnp.array([0, 1]))  # |0.5 - 0.8| = 0.3
     ```
 
@@ -101,7 +102,8 @@ def classwise_ece(
 
     ```python
     logits = jnp.log(jnp.array([[[0.6, 0.3, 0.1], [0.6, 0.3, 0.1]]]))
-    ee.scores.classwise_ece(logits, jnp.array([0, 2]))  # (|0.5 - 0.6| + |0 - 0.3| + |0.5 - 0.1|) / 3 = 0.267
+    ee.scores.classwise_ece(logits, jnp.array([0, 2]))
+    # (|0.5 - 0.6| + |0 - 0.3| + |0.5 - 0.1|) / 3 = 0.267
     ```
 
     ??? cite

@@ -43,7 +43,8 @@ def nll(
     - `ValueError` for shapes that do not fit, labels out of range (where concrete), and invalid weights.
 
     ```python
-    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.3, 0.7]]]))  # two members, one row, two classes
+    # two members, one row, two classes
+    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.3, 0.7]]]))
     ee.scores.nll(logits, jnp.array([0]))  # -log(0.6) = 0.511
     ```
     """

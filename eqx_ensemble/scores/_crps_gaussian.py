@@ -43,7 +43,8 @@ def crps_gaussian(
         concrete).
 
     ```python
-    ee.scores.crps_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([0.0]))  # (sqrt(2) - 1) / sqrt(pi) = 0.234
+    ee.scores.crps_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([0.0]))
+    # (sqrt(2) - 1) / sqrt(pi) = 0.234
     ```
 
     ??? cite

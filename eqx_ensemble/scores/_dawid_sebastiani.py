@@ -40,7 +40,8 @@ def dawid_sebastiani(
     - `ValueError` for shapes that do not fit, and for fewer than two members.
 
     ```python
-    ee.scores.dawid_sebastiani(jnp.array([[0.0], [2.0]]), jnp.array([1.0]))  # log(2) = 0.693
+    ee.scores.dawid_sebastiani(jnp.array([[0.0], [2.0]]), jnp.array([1.0]))
+    # log(2) = 0.693
     ```
 
     ??? cite

@@ -22,9 +22,9 @@ def energy_score(
 ) -> Float[Array, "..."]:
     r"""Energy score of the members' predictions of several outputs, taken as samples; lower is better.
 
-    $\sum_m w_m \|x_m - y\| - \frac12 \sum_{mn} w_m w_n \|x_m - x_n\|$ with Euclidean norms over the outputs, which must
-    have the same unit: [`eqx_ensemble.scores.crps`][] generalised to vectors. Computed by `scoringrules`
-    (`pip install 'eqx_ensemble[scores]'`), which allocates an array `(*batch, members, members, out)`.
+    $\sum_m w_m \lVert x_m - y \rVert - \frac12 \sum_{mn} w_m w_n \lVert x_m - x_n \rVert$ with Euclidean norms over the
+    outputs, which must have the same unit: [`eqx_ensemble.scores.crps`][] generalised to vectors. Computed by
+    `scoringrules` (`pip install 'eqx_ensemble[scores]'`), which allocates an array `(*batch, members, members, out)`.
 
     **Arguments:**
 

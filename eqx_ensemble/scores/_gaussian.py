@@ -44,7 +44,8 @@ def nll_gaussian(
         above zero (where concrete).
 
     ```python
-    ee.scores.nll_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([1.0]))  # 0.919 + 0.5 = 1.419
+    ee.scores.nll_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([1.0]))
+    # 0.919 + 0.5 = 1.419
     ```
 
     ??? cite

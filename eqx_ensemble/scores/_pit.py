@@ -46,7 +46,8 @@ def pit(
     As [`eqx_ensemble.scores.crps`][], and `TypeError` for an invalid key.
 
     ```python
-    ee.scores.pit(jnp.array([[0.0], [1.0], [1.0], [4.0]]), jnp.array([1.0]))  # 0.25 + 0.5 / 2 = 0.5
+    ee.scores.pit(jnp.array([[0.0], [1.0], [1.0], [4.0]]), jnp.array([1.0]))
+    # 0.25 + 0.5 / 2 = 0.5
     ```
 
     ??? cite

@@ -42,7 +42,8 @@ def interval_score(
     scoringrules.
 
     ```python
-    ee.scores.interval_score(jnp.zeros(1), jnp.ones(1), jnp.array([1.1]), level=0.8)  # 1 + 0.1 * 2 / 0.2 = 2.0
+    ee.scores.interval_score(jnp.zeros(1), jnp.ones(1), jnp.array([1.1]), level=0.8)
+    # 1 + 0.1 * 2 / 0.2 = 2.0
     ```
 
     ??? cite
@@ -97,7 +98,8 @@ def pinball(
     - `ValueError` for shapes that differ, and for a level outside 0 to 1.
 
     ```python
-    ee.scores.pinball(jnp.zeros(2), jnp.array([1.0, -1.0]), level=0.9)  # (0.9 + 0.1) / 2 = 0.5
+    ee.scores.pinball(jnp.zeros(2), jnp.array([1.0, -1.0]), level=0.9)
+    # (0.9 + 0.1) / 2 = 0.5
     ```
 
     ??? cite

@@ -129,7 +129,8 @@ def fpr_at_tpr(
     As [`eqx_ensemble.scores.auroc`][], and `ValueError` for a level that is not between 0 and 1.
 
     ```python
-    scores, positives = jnp.array([0.9, 0.8, 0.7, 0.1]), jnp.array([True, False, True, False])
+    scores = jnp.array([0.9, 0.8, 0.7, 0.1])
+    positives = jnp.array([True, False, True, False])
     ee.scores.fpr_at_tpr(scores, positives)  # 0.5: at the threshold 0.7
     ```
     """

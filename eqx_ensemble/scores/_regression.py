@@ -78,7 +78,8 @@ def mean_member_rmse(
     As [`eqx_ensemble.scores.rmse`][].
 
     ```python
-    ee.scores.mean_member_rmse(jnp.array([[0.0], [4.0]]), jnp.array([1.0]))  # (1 + 3) / 2 = 2.0
+    ee.scores.mean_member_rmse(jnp.array([[0.0], [4.0]]), jnp.array([1.0]))
+    # (1 + 3) / 2 = 2.0
     ```
     """
     arrays = _check_points("scores.mean_member_rmse", predictions, targets, weights, mask)

@@ -129,7 +129,8 @@ def excess_aurc(
 
     ```python
     uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([1.0, 0.0, 0.0, 0.0])
-    ee.scores.excess_aurc(uncertainty, wrong)  # (1 + 1/2 + 1/3 + 1/4) / 4 - 0.25 / 4 = 0.458
+    ee.scores.excess_aurc(uncertainty, wrong)
+    # (1 + 1/2 + 1/3 + 1/4) / 4 - 0.25 / 4 = 0.458
     ```
 
     ??? cite

@@ -42,7 +42,8 @@ def squared_calibration_error(
 
     ```python
     logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))
-    ee.scores.squared_calibration_error(logits, jnp.array([0, 1]), debiased=False)  # 0.3**2 = 0.09
+    ee.scores.squared_calibration_error(logits, jnp.array([0, 1]), debiased=False)
+    # 0.3**2 = 0.09
     ee.scores.squared_calibration_error(logits, jnp.array([0, 1]))  # 0.09 - 0.25 = -0.16
     ```
 

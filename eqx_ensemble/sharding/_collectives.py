@@ -44,8 +44,11 @@ def collectives(fn: Callable[..., Any], *args: PyTree) -> list[Collective]:
     ```python
     mesh = ee.make_mesh()
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, mesh=mesh, key=key)
-    mean_square = ee.map_members(lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), mesh=mesh)
-    ee.sharding.collectives(mean_square, ensemble, jnp.ones((32, 3)))  # []: members are independent
+    mean_square = ee.map_members(
+        lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), mesh=mesh
+    )
+    ee.sharding.collectives(mean_square, ensemble, jnp.ones((32, 3)))
+    # []: members are independent
     ```
     """
     check_function(fn, "fn", name="sharding.collectives", example="lambda ensemble, x: ensemble(x)")

@@ -48,7 +48,9 @@ def describe(tree: PyTree) -> Placement:
     **Raises:** `TypeError` where there are no members.
 
     ```python
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, mesh=ee.make_mesh(), key=key)
+    ensemble = ee.build(
+        lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, mesh=ee.make_mesh(), key=key
+    )
     print(ee.sharding.describe(ensemble))
     ```
     """
@@ -92,7 +94,9 @@ def visualise(tree: PyTree) -> None:
         drawn, with all axes but the first flattened.
 
     ```python
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, mesh=ee.make_mesh(), key=key)
+    ensemble = ee.build(
+        lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, mesh=ee.make_mesh(), key=key
+    )
     ee.sharding.visualise(ensemble)
     ```
     """

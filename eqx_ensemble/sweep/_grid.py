@@ -44,7 +44,8 @@ def zip_values(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..
     `MemberMismatchError` when names disagree on the number of members.
 
     ```python
-    hyper = ee.sweep.zip_values({"lr": [1e-3, 1e-2, 1e-1], "clip": [1.0, 0.5, 0.1]})  # three members
+    # three members
+    hyper = ee.sweep.zip_values({"lr": [1e-3, 1e-2, 1e-1], "clip": [1.0, 0.5, 0.1]})
     ```
     """
     arrays = check_sweep_values(values, name="sweep.zip_values")

@@ -22,7 +22,9 @@ def rescale_schedule(schedule: Callable[[Any], Any], length: float | int, new_le
 
     ```python
     cosine = optax.cosine_decay_schedule(0.01, 1000)
-    optimiser = lambda hyper: optax.adam(ee.sweep.rescale_schedule(cosine, 1000, hyper["steps"]))
+    optimiser = lambda hyper: optax.adam(
+        ee.sweep.rescale_schedule(cosine, 1000, hyper["steps"])
+    )
     ```
     """
     check_schedule(schedule, length, new_length, name="sweep.rescale_schedule")

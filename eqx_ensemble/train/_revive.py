@@ -66,10 +66,17 @@ class Revive(eqx.Module):
         x, y = batch
         return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
+
     make = lambda key: eqx.nn.Linear(3, 1, key=key)
     data = (jnp.ones((8, 3)), jnp.zeros((8, 1)))
     run = ee.fit(
-        ee.build(make, 4, key=key), mse, optax.sgd(0.1), data, epochs=2, on_diverge=ee.train.Revive(make), key=key
+        ee.build(make, 4, key=key),
+        mse,
+        optax.sgd(0.1),
+        data,
+        epochs=2,
+        on_diverge=ee.train.Revive(make),
+        key=key,
     )
     run.revived  # [], because no member diverged
     ```

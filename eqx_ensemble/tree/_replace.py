@@ -37,7 +37,8 @@ def replace(tree: T, index: Any, value: Any) -> T:
     import jax.numpy as jnp
     from eqx_ensemble.tree import replace
 
-    replace({"w": jnp.zeros((3, 2))}, 1, {"w": jnp.ones(2)})  # {"w": [[0., 0.], [1., 1.], [0., 0.]]}
+    # {"w": [[0., 0.], [1., 1.], [0., 0.]]}
+    replace({"w": jnp.zeros((3, 2))}, 1, {"w": jnp.ones(2)})
     ```
     """
     name = "tree.replace"

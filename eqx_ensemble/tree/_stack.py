@@ -44,7 +44,9 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
     import jax
     from eqx_ensemble.tree import stack
 
-    models = [eqx.nn.Linear(2, 3, key=key) for key in jax.random.split(jax.random.key(0), 4)]
+    models = [
+        eqx.nn.Linear(2, 3, key=key) for key in jax.random.split(jax.random.key(0), 4)
+    ]
     stack(models).weight.shape  # (4, 3, 2)
     ```
     """

@@ -47,7 +47,9 @@ def decompose_squared_error(
     - `ValueError` for shapes that do not fit (targets `(n, 1)` against `(n,)` above all), and for invalid weights.
 
     ```python
-    parts = ee.uncertainty.decompose_squared_error(jnp.array([[1.0], [3.0]]), jnp.array([1.0]))
+    parts = ee.uncertainty.decompose_squared_error(
+        jnp.array([[1.0], [3.0]]), jnp.array([1.0])
+    )
     parts.ensemble, parts.members, parts.ambiguity  # [1.0], [2.0], [1.0]
     ```
 
@@ -80,9 +82,9 @@ def decompose_nll(
     r"""The cross-entropy of the mean of the logits: the mean cross-entropy of the members, less their ambiguity.
 
     With $q$ the normalised geometric mean of the members, [`eqx_ensemble.combine.mean_logits`][]:
-    $-\log q(y) = -\sum_m w_m \log p_m(y) - \sum_m w_m \mathrm{KL}(q \| p_m)$, in nats. As for the squared error the
-    ambiguity does not depend on the label. This holds only for the mean of the logits: for that of the probabilities,
-    [`eqx_ensemble.combine.mixture`][], the gain depends on the label.
+    $-\log q(y) = -\sum_m w_m \log p_m(y) - \sum_m w_m \mathrm{KL}(q \parallel p_m)$, in nats. As for the squared error
+    the ambiguity does not depend on the label. This holds only for the mean of the logits: for that of the
+    probabilities, [`eqx_ensemble.combine.mixture`][], the gain depends on the label.
 
     **Arguments:**
 

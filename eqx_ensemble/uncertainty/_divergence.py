@@ -14,9 +14,10 @@ def jensen_shannon(
 ) -> Float[Array, "*batch"]:
     r"""The Jensen-Shannon divergence of the members, in nats: their mean divergence from their mixture.
 
-    $\sum_m w_m \mathrm{KL}(p_m \| p)$ with $p = \sum_m w_m p_m$, from 0 to the entropy of the weights. It is the mutual
-    information between label and member, the `epistemic` part of [`eqx_ensemble.uncertainty.decompose_entropy`][]. For
-    two equally weighted members it is half of Lin's $L$, the sum of their divergences from the mixture.
+    $\sum_m w_m \mathrm{KL}(p_m \parallel p)$ with $p = \sum_m w_m p_m$, from 0 to the entropy of the weights. It is the
+    mutual information between label and member, the `epistemic` part of
+    [`eqx_ensemble.uncertainty.decompose_entropy`][]. For two equally weighted members it is half of Lin's $L$, the sum
+    of their divergences from the mixture.
 
     **Arguments:**
 
@@ -61,7 +62,7 @@ def pairwise_kl(
 ) -> Float[Array, "*batch"]:
     r"""The mean KL divergence, in nats, between two members, each drawn by its weight.
 
-    $\sum_{mn} w_m w_n \mathrm{KL}(p_m \| p_n) = \sum_c \mathrm{Cov}_m(p_{mc}, \log p_{mc})$, an upper bound of
+    $\sum_{mn} w_m w_n \mathrm{KL}(p_m \parallel p_n) = \sum_c \mathrm{Cov}_m(p_{mc}, \log p_{mc})$, an upper bound of
     [`eqx_ensemble.uncertainty.jensen_shannon`][] in time linear in the members. Added to the mean entropy of the
     members it gives their mean cross-entropy: the total uncertainty when a random member, not the mixture, predicts.
     Pairs of a member with itself are included, and are zero: for equal weights the mean over pairs of different members

@@ -43,7 +43,7 @@ def decompose_entropy(
     r"""The entropy of the mixture of the members, in nats, split into noise and disagreement between members.
 
     With $p = \sum_m w_m p_m$: `total` is $H(p)$; `aleatoric` is $\sum_m w_m H(p_m)$; `epistemic` is their difference,
-    the mutual information $\sum_m w_m \mathrm{KL}(p_m \| p)$ between label and member. The last is computed from
+    the mutual information $\sum_m w_m \mathrm{KL}(p_m \parallel p)$ between label and member. The last is computed from
     nonnegative terms, not as a difference, so it is never negative, and small values are accurate.
 
     **Arguments:**

@@ -37,7 +37,9 @@ def gaussian_interval(
     - `ValueError` for shapes that differ, negative variances (where concrete), and a level outside 0 to 1.
 
     ```python
-    lower, upper = ee.uncertainty.gaussian_interval(jnp.array([0.0]), jnp.array([1.0]), level=0.95)
+    lower, upper = ee.uncertainty.gaussian_interval(
+        jnp.array([0.0]), jnp.array([1.0]), level=0.95
+    )
     lower, upper  # [-1.96], [1.96]
     ```
     """

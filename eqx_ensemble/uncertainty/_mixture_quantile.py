@@ -41,7 +41,8 @@ def gaussian_mixture_quantile(
 
     ```python
     mean, variance = jnp.array([[-3.0], [3.0]]), jnp.ones((2, 1))
-    ee.uncertainty.gaussian_mixture_quantile(mean, variance, jnp.array([0.25, 0.5]))  # about [[-3.0], [0.0]]
+    ee.uncertainty.gaussian_mixture_quantile(mean, variance, jnp.array([0.25, 0.5]))
+    # about [[-3.0], [0.0]]
     ```
     """
     name = "uncertainty.gaussian_mixture_quantile"

@@ -27,7 +27,8 @@ def pairwise_disagreement(
     - `ValueError` for logits without a `members` axis or with fewer than two classes, and a mask that does not fit.
 
     ```python
-    logits = jnp.array([[[2.0, 1.0], [0.0, 3.0]], [[2.0, 1.0], [4.0, 3.0]]])  # two members, two rows
+    # two members, two rows
+    logits = jnp.array([[[2.0, 1.0], [0.0, 3.0]], [[2.0, 1.0], [4.0, 3.0]]])
     ee.uncertainty.pairwise_disagreement(logits)  # [[0, 0.5], [0.5, 0]]
     ```
 

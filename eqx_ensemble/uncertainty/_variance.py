@@ -36,7 +36,9 @@ def decompose_variance(
     - `ValueError` for shapes that differ, negative variances (where concrete), and invalid weights.
 
     ```python
-    parts = ee.uncertainty.decompose_variance(jnp.array([[1.0], [3.0]]), jnp.array([[0.5], [0.7]]))
+    parts = ee.uncertainty.decompose_variance(
+        jnp.array([[1.0], [3.0]]), jnp.array([[0.5], [0.7]])
+    )
     parts.total, parts.aleatoric, parts.epistemic  # [1.6], [0.6], [1.0]
     ```
 

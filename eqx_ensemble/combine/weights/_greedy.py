@@ -65,7 +65,9 @@ def greedy(
     ```python
     targets = jnp.array([1.0, 2.0, 3.0])
     predictions = jnp.array([[1.3, 2.3, 3.3], [0.9, 1.9, 2.9], [9.0, 9.0, 9.0]])
-    found = ee.combine.weights.greedy(predictions, lambda mean: jnp.mean((mean - targets) ** 2), num_steps=10)
+    found = ee.combine.weights.greedy(
+        predictions, lambda mean: jnp.mean((mean - targets) ** 2), num_steps=10
+    )
     found.counts  # [1, 3, 0]: 0.3 - 3 * 0.1 = 0
     ```
 

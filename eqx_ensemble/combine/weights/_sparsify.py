@@ -38,7 +38,8 @@ def sparsify(
     - `ValueError` for invalid weights, and for an `above` that keeps no member.
 
     ```python
-    ee.combine.weights.sparsify(jnp.array([0.5, 0.01, 0.0, 0.49]), above=0.05)  # members [0, 3]
+    ee.combine.weights.sparsify(jnp.array([0.5, 0.01, 0.0, 0.49]), above=0.05)
+    # members [0, 3]
     ```
     """
     exact = check_sparsify("combine.weights.sparsify", weights, above, num_members)

@@ -54,7 +54,9 @@ def stacking(
     - `ValueError` for log scores that are NaN or infinite, and rows where every member has -inf (where concrete).
 
     ```python
-    log_scores = jnp.log(jnp.array([[0.9, 0.8, 0.1, 0.2], [0.1, 0.2, 0.9, 0.3], [0.1, 0.1, 0.1, 0.1]]))
+    log_scores = jnp.log(
+        jnp.array([[0.9, 0.8, 0.1, 0.2], [0.1, 0.2, 0.9, 0.3], [0.1, 0.1, 0.1, 0.1]])
+    )
     found = ee.combine.weights.stacking(log_scores)
     found.weights, found.gap  # about [0.62, 0.38, 0.0], at most 1e-6
     ```

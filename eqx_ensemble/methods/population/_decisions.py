@@ -51,7 +51,8 @@ def truncation(
     **Raises:** `ValueError` for a fraction outside (0, 0.5] and for scores that are not `(members,)`.
 
     ```python
-    ee.methods.population.truncation([0.3, 0.1, 0.5, 0.2], fraction=0.25, key=key)  # [0, 1, 1, 3]
+    ee.methods.population.truncation([0.3, 0.1, 0.5, 0.2], fraction=0.25, key=key)
+    # [0, 1, 1, 3]
     ```
 
     ??? cite
@@ -94,7 +95,8 @@ def perturb_hyper(
 
     ```python
     explore = ee.methods.population.perturb_hyper({"lr": ee.sweep.LogUniform(1e-4, 1e-1)})
-    explore({"lr": jnp.array(0.09), "weight": jnp.array(1.0)}, key)  # another `lr` of at most 0.1, the same `weight`
+    # another `lr` of at most 0.1, the same `weight`
+    explore({"lr": jnp.array(0.09), "weight": jnp.array(1.0)}, key)
     ```
 
     ??? cite
@@ -136,7 +138,8 @@ def set_hyper(
     **Raises:** `TypeError` for a state without hyper-parameters, and if `fn` changes their structure or shapes.
 
     ```python
-    ensemble, hyper = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key), {"lr": jnp.full(4, 0.1)}
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
+    hyper = {"lr": jnp.full(4, 0.1)}
     state = ee.train.init(ensemble, lambda h: optax.sgd(h["lr"]), hyper=hyper, key=key)
     state = ee.methods.population.set_hyper(state, [3], ee.train.perturb, key=key)
     state.hyper["lr"]  # [0.1, 0.1, 0.1, 0.08] or [0.1, 0.1, 0.1, 0.12]

@@ -78,7 +78,8 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
     state = ee.train.init(ensemble, optax.adam(1e-2), key=key)
-    state = ee.methods.population.clone(state, [0, 1, 0, 1])  # members 2 and 3 become copies of 0 and 1
+    # members 2 and 3 become copies of 0 and 1
+    state = ee.methods.population.clone(state, [0, 1, 0, 1])
     ```
     """
     check_train_state(state)

@@ -34,9 +34,12 @@ class History(eqx.Module):
         x, y = batch
         return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
+
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
     data = (jnp.ones((64, 3)), jnp.zeros((64, 1)))
-    history = ee.fit(ensemble, mse, optax.sgd(0.1), data, epochs=3, validation=data, key=key).history
+    history = ee.fit(
+        ensemble, mse, optax.sgd(0.1), data, epochs=3, validation=data, key=key
+    ).history
     history.loss.shape, history.validation.shape  # (4, 6), (4, 3)
     ```
     """
