@@ -12,7 +12,13 @@ from .._pytree import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One check: its name, and its problem or `None`. It prints as one line."""
+    """One check, which prints as one line.
+
+    **Attributes:**
+
+    - `name`: what was checked.
+    - `problem`: what is wrong; `None` if nothing is.
+    """
 
     name: str
     problem: str | None

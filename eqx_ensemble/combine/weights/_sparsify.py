@@ -8,7 +8,13 @@ from ._check import check_sparsify
 
 
 class Sparse(NamedTuple):
-    """The members that are kept, in their order, and their weights, which sum to one."""
+    """The members that are kept.
+
+    **Attributes:**
+
+    - `members`: their indices, in their order.
+    - `weights`: their weights, which sum to one.
+    """
 
     members: Int32[Array, " left"]
     weights: Float[Array, " left"]
