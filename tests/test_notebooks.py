@@ -1,20 +1,16 @@
 """Notebooks are in step with their scripts, run from top to bottom, and give the same numbers both ways."""
 
 import math
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import jupytext
 import nbformat
 import pytest
 
+from .notebook_runs import NOTEBOOKS, SCRIPTS, executed, printed, table
+
 pytestmark = pytest.mark.xdist_group("notebooks")  # where groups are asked for, one process runs them once
 
-NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
-SCRIPTS = sorted(NOTEBOOKS.glob("*.py"))
 HOOK = "%load_ext jaxtyping\n%jaxtyping.typechecker beartype.beartype"
 
 # Appended to the notebook: without the hook of its first cell, the wrong call goes through.
@@ -51,45 +47,10 @@ def cells(notebook):
     return [(cell.cell_type, cell.source) for cell in notebook.cells]
 
 
-def run(command, folder):
-    """Run `command` as a user does: with the library's defaults, and nothing written outside of `folder`."""
-    fresh = {name: value for name, value in os.environ.items() if not name.startswith(("JAXTYPING_", "PYTEST_"))}
-    # On a bare machine the folders of Jupyter and Matplotlib do not exist either.
-    fresh |= {"HOME": str(folder), "JAX_PLATFORMS": "cpu"}
-    fresh |= {f"{script.stem.upper()}_FIGURES": str(folder / "figures") for script in SCRIPTS}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=folder, env=fresh)
-
-
-def printed(name, folder):
-    """What a script prints, and the folder where it draws."""
-    done = run(["-W", "error", str(NOTEBOOKS / f"{name}.py")], folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, folder / "figures"
-
-
 @pytest.fixture(scope="module")
 def as_script(tmp_path_factory):
     """What the script of the quickstart prints, and the folder where it draws."""
     return printed("quickstart", tmp_path_factory.mktemp("script"))
-
-
-def executed(name, folder, *more):
-    """What a notebook prints, with more cells at its end, and the folder where it draws."""
-    copy = folder / f"{name}.ipynb"
-    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
-    notebook.cells += map(nbformat.v4.new_code_cell, more)
-    nbformat.write(notebook, copy)
-    options = ["--nbmake", "--nbmake-timeout=600", "--overwrite", "-p", "no:cacheprovider", "-q"]
-    done = run(["-m", "pytest", *options, str(copy)], folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    outputs = [
-        output
-        for cell in nbformat.read(copy, as_version=4).cells
-        if cell.cell_type == "code"
-        for output in cell.outputs
-    ]
-    text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
-    return text, folder / "figures"
 
 
 @pytest.fixture(scope="module")
@@ -193,16 +154,6 @@ def test_a_search_ends_with_a_decision(tmp_path):
     assert min(accuracy) > 0.95
     assert "descends from" in text
     assert (figures / "population.png").read_bytes().startswith(b"\x89PNG")
-
-
-def table(text, title):
-    """The rows of a table whose first line begins with `title`: the name of each, and its numbers."""
-    lines = [line.strip() for line in text[text.index(f"\n{title}") + 1 :].split("\n\n")[0].splitlines()[1:]]
-    found = {}
-    for line in lines:
-        name = re.split(r" {2,}", line)[0]
-        found[name] = [float(number) for number in re.findall(r"-?\d+\.?\d*", line[len(name) :])]
-    return {name: numbers for name, numbers in found.items() if numbers}
 
 
 def claims_of_unseen_classes(text):

@@ -215,3 +215,28 @@ def test_a_constructor_that_remembers_is_found():
     widths = iter(range(4, 90))
     with pytest.raises(AssertionError, match="FAILED  each member equals what `make` gives alone: at "):
         ee.testing.check_ensemble(lambda key: eqx.nn.MLP(3, 1, next(widths), 1, key=key), key=KEY)
+
+
+def cell(key):
+    return eqx.nn.GRUCell(3, 2, key=key)
+
+
+def test_a_function_is_called_instead_of_the_member():
+    checks = ee.testing.check_ensemble(cell, X[0], fn=lambda cell, x: cell(x, jnp.zeros(2)), num_members=2, key=KEY)
+    assert len(checks) == 8
+    calls = []
+
+    def remembering(cell, x):
+        calls.append(1)
+        return len(calls) * cell(x, jnp.zeros(2))
+
+    with pytest.raises(AssertionError, match="FAILED  calling it calls every member: at ") as caught:
+        ee.testing.check_ensemble(cell, X[0], fn=remembering, num_members=2, key=KEY)
+    assert str(caught.value).count("FAILED") == 1
+
+
+def test_a_function_that_cannot_be_called(unhooked):
+    with pytest.raises(TypeError, match=r"`testing\.check_ensemble` needs `fn` to be a function"):
+        ee.testing.check_ensemble(cell, X[0], fn=3, key=KEY)
+    with pytest.raises(ValueError, match=r"`testing\.check_ensemble` needs `x` with `fn`"):
+        ee.testing.check_ensemble(cell, fn=lambda cell, x: x, key=KEY)

@@ -22,7 +22,8 @@ def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> E
     **Arguments:**
 
     - `model`: a model whose array leaves all carry the leading `members` axis.
-    - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given.
+    - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given. They say how many members there are where the
+        model has no array with the axis.
     - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. Their
         arrays must not carry the axis.
 
@@ -37,8 +38,11 @@ def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> E
     """
     check_no_text_arrays(model, name="from_stacked")
     stacked, rest = eqx.partition(_axes.strip_weak_types(model), _axes_mask(model, shared))
-    num_members = check_member_axis(stacked, axis=0, name="from_stacked")
-    return Ensemble(stacked, rest, _keys.member_ids(num_members if ids is None else ids))
+    has_arrays = any(map(_axes.is_array, jax.tree.leaves(stacked)))
+    if ids is None or has_arrays:
+        num_members = check_member_axis(stacked, axis=0, name="from_stacked")
+        ids = num_members if ids is None else ids
+    return Ensemble(stacked, rest, _keys.member_ids(ids))
 
 
 def stack(

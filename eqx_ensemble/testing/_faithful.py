@@ -6,35 +6,49 @@ import equinox as eqx
 from .. import _keys
 from .. import tree as _tree
 from .._build import build
-from .._check import check_number
+from .._check import check_number, check_optional_function
 from .._ensemble import Ensemble, concatenate, stack
 from .._pytree import PyTree
 from ._report import Check, differ, raise_failures, same
 
 
 def check_ensemble(
-    make: Callable[..., Any], x: PyTree = None, *, num_members: int = 4, rtol: float = 1e-5, key: Any
+    make: Callable[..., Any],
+    x: PyTree = None,
+    *,
+    fn: Callable[..., Any] | None = None,
+    num_members: int = 4,
+    rtol: float = 1e-5,
+    key: Any,
 ) -> list[Check]:
     """Checks that a model can be a member: that its ensemble is built, unstacked and called correctly.
 
     **Arguments:**
 
     - `make`: makes one member from one key, as for [`eqx_ensemble.build`][].
-    - `x`: one example; if given, the ensemble is called as well. A member that takes more is wrapped in a function.
+    - `x`: one example; if given, the ensemble is called as well.
+    - `fn`: called instead of the member, as `fn(model, x)` or `fn(model, x, state)`: for members that take more than
+        one argument, or that have methods instead, such as distributions.
     - `num_members`: how many members to build.
     - `rtol`: how far outputs may differ, relative to the largest number of each array.
     - `key`: the root key.
 
     **Returns:** the checks, each printing as one line.
 
-    **Raises:** `AssertionError` that lists all checks, when one fails.
+    **Raises:** `AssertionError` that lists all checks, when one fails; `TypeError` for a `fn` that is not a function,
+    and `ValueError` for a `fn` without `x`.
 
     ```python
     make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
     for check in ee.testing.check_ensemble(make, jnp.ones(3), key=key):
         print(check)
+
+    cell = lambda key: eqx.nn.GRUCell(3, 2, key=key)
+    call = lambda cell, x: cell(x, jnp.zeros(2))
+    ee.testing.check_ensemble(cell, jnp.ones(3), fn=call, key=key)
     ```
     """
+    _check_fn(fn, x)
     check_number(rtol, "rtol", name="testing.check_ensemble", least=0)
     made = build(make, num_members, key=key)
     ensemble, state = made if isinstance(made, tuple) else (made, None)
@@ -53,12 +67,21 @@ def check_ensemble(
         differ("members with different keys differ", ensemble),
     ]
     if x is not None:
-        checks += _calls(ensemble, state, x, rtol)
+        checks += _calls(ensemble, state, x, fn, rtol)
     return raise_failures(checks, "testing.check_ensemble")
 
 
-def _calls(ensemble: Ensemble, state: Any, x: PyTree, rtol: float) -> list[Check]:
+def _calls(ensemble: Ensemble, state: Any, x: PyTree, fn: Callable[..., Any] | None, rtol: float) -> list[Check]:
     states = [()] * len(ensemble) if state is None else [(one,) for one in _tree.unstack(state)]
     rest = () if state is None else (state,)
-    outputs = [model(x, *own) for model, own in zip(ensemble, states, strict=True)]
-    return [same("calling it calls every member", ensemble(x, *rest), _tree.stack(outputs), rtol)]
+    call = (lambda model, *args: model(*args)) if fn is None else fn
+    outputs = [call(model, x, *own) for model, own in zip(ensemble, states, strict=True)]
+    called = ensemble(x, *rest) if fn is None else ensemble.map(fn, x, *rest)
+    return [same("calling it calls every member", called, _tree.stack(outputs), rtol)]
+
+
+def _check_fn(fn: Any, x: PyTree) -> None:
+    name = "testing.check_ensemble"
+    check_optional_function(fn, "fn", name=name, example="lambda model, x: model(x)")
+    if fn is not None and x is None:
+        raise ValueError(f"`{name}` needs `x` with `fn`, which is called as `fn(model, x)`; got `x=None`.")

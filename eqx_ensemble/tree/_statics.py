@@ -9,6 +9,7 @@ import numpy as np
 
 from .._check import is_key, is_member_array, is_traced
 from .._leaf_text import leaf_text
+from ._programs import is_program, program_parts
 
 _HEAPTYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`, which `copyreg` also uses to tell Python classes from built-in ones
 _BOUND_BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType)
@@ -41,8 +42,9 @@ def static_gap(a: Any, b: Any, seen: dict, trail: tuple[str, ...] = ()) -> Stati
 
     Two builds of one model hold distinct but equal closures, partials and marker objects, so that `==` is too strict;
     and it does not compare the arrays inside them. Functions are compared by code, defaults and closed-over values,
-    partials and bound methods by their parts, other objects by `__dict__` or `==`, arrays by their bits. `seen` holds
-    the pairs assumed equal so far (cycles) and the pairing of bare `object()` markers: one dictionary per member.
+    partials and bound methods by their parts, traced programs by their equations, other objects by `__dict__` or `==`,
+    arrays by their bits. `seen` holds the pairs assumed equal so far (cycles) and the pairing of bare `object()`
+    markers: one dictionary per member.
     """
     key = (id(a), id(b))
     if a is b or key in seen:
@@ -101,6 +103,8 @@ def static_parts(x: Any) -> dict | None:
         return {"the referent": x()}
     if isinstance(x, (types.ModuleType, type)):
         return None
+    if is_program(x):
+        return program_parts(x)
     if isinstance(x, dict):
         return {(k,): v for k, v in x.items()}
     if isinstance(x, (list, tuple)):

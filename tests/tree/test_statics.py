@@ -161,6 +161,10 @@ def test_hidden_arrays_of_other_shape_or_dtype_are_refused(shape):
         tree.stack(_pair(lambda i: _closure([jnp.ones(3), jnp.ones(3, jnp.bfloat16)][i])))
 
 
+def _traced(function, size=3):
+    return jax.make_jaxpr(function)(np.ones(size))
+
+
 EQUAL = {
     "builtin operators": lambda i: [operator.itemgetter(1), operator.attrgetter("a"), operator.methodcaller("b", 1)],
     "markers": lambda i: object(),
@@ -176,6 +180,9 @@ EQUAL = {
     "equal by ==": lambda i: Number(3),
     "method of an array": lambda i: jnp.asarray([1.0, 2.0]).dot,
     "builtin method of a list": lambda i: [1, 2].count,
+    "traced programs": lambda i: _traced(lambda x: jax.lax.scan(lambda c, x: (c - 2 * x, c), 1.0, jnp.sin(x))),
+    "constants of a traced program": lambda i: _traced(lambda x: x * np.arange(3.0)),
+    "a function converted to a program": lambda i: eqx.filter_closure_convert(lambda x: jnp.sin(x) + 1, 1.0),
 }
 
 
@@ -200,6 +207,13 @@ DIFFERENT = {
     "weak references": lambda i: weakref.ref([_closure, _default][i]),
     "generators": lambda i: np.random.default_rng(i),
     "array and number": lambda i: _closure([1.0, np.ones(())][i]),
+    "operations of traced programs": lambda i: _traced([jnp.sin, jnp.cos][i]),
+    "operands of traced programs": lambda i: _traced([lambda x: x - x[0], lambda x: x[0] - x][i]),
+    "literals of traced programs": lambda i: _traced([lambda x: x + 1, lambda x: x + 2][i]),
+    "loops of traced programs": lambda i: _traced(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x * (1.0 + i), x)),
+    "results of traced programs": lambda i: _traced([lambda x: (x[0], x[1]), lambda x: (x[1], x[0])][i]),
+    "types of traced programs": lambda i: _traced(lambda x: x, [2, 3][i]),
+    "constants of traced programs": lambda i: _traced(lambda x: x * (np.arange(3.0) + i)),
 }
 
 

@@ -1,0 +1,85 @@
+"""`testing.check_ensemble` over every layer of `equinox.nn`, and over Modules of other libraries."""
+
+import inspect
+import pathlib
+
+import equinox as eqx
+import jax
+import pytest
+
+import eqx_ensemble as ee
+
+from . import equinox_layers
+from .cases import values
+from .libraries import LIBRARIES, UNFIT
+from .table import refused, works
+
+KEY = jax.random.key(0)
+CHEAP = ["Linear", "PReLU", "WeightNorm"]
+
+
+def check(case):
+    checks = ee.testing.check_ensemble(case.make, case.x, fn=case.fn, num_members=3, rtol=case.rtol, key=KEY)
+    assert len(checks) == 8
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in CHEAP else pytest.mark.slow) for name in equinox_layers.CASES]
+)
+def test_equinox(name, unhooked):
+    check(equinox_layers.CASES[name])
+
+
+def test_no_layer_of_equinox_is_missing():
+    classes = {name for name, value in vars(eqx.nn).items() if inspect.isclass(value)}
+    assert set(equinox_layers.CASES) == classes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "name"), [(library, name) for library, cases in LIBRARIES.items() for name in cases]
+)
+def test_other_libraries(library, name, unhooked):
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        check(LIBRARIES[library][name])
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_is_refused(name, unhooked):
+    pytest.importorskip(name.split()[-1].partition(".")[0], reason="the library is not installed")
+    with pytest.raises(ee.MemberMismatchError, match=UNFIT[name].message):
+        ee.build(UNFIT[name].make, 3, key=KEY)
+
+
+WITHOUT_ARRAYS = {
+    "Identity": (lambda key: eqx.nn.Identity(), values(4)),
+    "Dropout": (lambda key: eqx.nn.Dropout(0.5, inference=True), values(4)),
+    "AvgPool1d": (lambda key: eqx.nn.AvgPool1d(2), values(1, 4)),
+    "Lambda": (lambda key: eqx.nn.Lambda(jax.nn.relu), values(4)),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ARRAYS)
+def test_a_layer_without_arrays_can_be_a_member(name, unhooked):
+    make, x = WITHOUT_ARRAYS[name]
+    assert len(ee.testing.check_ensemble(make, x, num_members=2, key=KEY)) == 8
+
+
+@pytest.mark.slow
+def test_models_with_traced_programs_are_stacked():
+    """Two traces of one function hold distinct variables."""
+    lineax = pytest.importorskip("lineax")
+
+    def make(key):
+        return lineax.FunctionLinearOperator(lambda x: jax.random.normal(key, (3,)) * x, values(3))
+
+    models = [make(key) for key in jax.random.split(KEY, 3)]
+    products = ee.map_members(lambda operator, x: operator.mv(x))(ee.stack(models), values(3))
+    assert jax.numpy.array_equal(products, jax.numpy.stack([model.mv(values(3)) for model in models]))
+
+
+def test_the_documentation_has_these_tables():
+    text = pathlib.Path(__file__).parents[2].joinpath("docs/api/testing.md").read_text()
+    assert works() in text
+    assert refused() in text

@@ -1,0 +1,169 @@
+"""Notebooks of composition show what their texts claim: an ensemble as a part of other programs."""
+
+import math
+import re
+
+import pytest
+
+from .notebook_runs import executed, printed, table
+
+pytestmark = pytest.mark.xdist_group("notebooks")
+
+
+def claims_of_mixture_of_experts(text):
+    nll = table(text, "NEGATIVE LOG-LIKELIHOOD")  # parameters, mean of seeds, standard error, worst
+    mixture, combined = nll["mixture of four experts"], nll["five mixtures, combined"]
+    for smaller in ("one expert", "one network, as many parameters"):
+        assert mixture[3] < nll[smaller][1] - 0.3
+    assert nll["the density of the data"][1] < combined[1] < mixture[1]
+    assert abs(mixture[0] - nll["one network, as many parameters"][0]) < 10
+    (difference,) = re.findall(r"by `fit`: (\S+)", text)
+    assert 0 <= float(difference) < 1e-4
+
+
+def claims_of_actor_critic(text):
+    returns = table(text, "RETURN")  # mean of seeds, standard error, worst
+    untrained = returns.pop("an untrained actor")
+    assert untrained[0] < -100
+    assert all(mean > -30 and worst > -60 for mean, _, worst in returns.values())
+    errors = table(text, "ERROR OF THE VALUES")  # mean, standard error
+    assert errors["minimum of a random pair"][0] < errors["one random critic"][0] + 0.5
+    assert all(abs(mean) < 10 for mean, _ in errors.values())
+
+
+def claims_of_planning(text):
+    costs = table(text, "COST OF AN EPISODE")  # mean, worst, surprise
+    still = costs["hanging still"][0]
+    true, five = costs["the true dynamics"], costs["five members, mean"]
+    assert true[0] - 5 < five[0] < costs["a member, mean of eight"][0] + 3
+    assert costs["best member"][0] < costs["worst member"][0] < 0.75 * still
+    assert costs["five members, careful"][0] < 0.75 * still
+    assert costs["five members, careful"][2] < five[2] + 3
+    assert abs(true[2]) < 1e-3
+    stopped = [int(step) for step in re.findall(r"best after (\d+) steps", text)]
+    assert len(set(stopped)) > 1
+
+
+def claims_of_neural_ode(text):
+    errors = table(text, "ERROR")  # mean member, mean of the members, disagreement, coverage
+    for member, together, *_ in errors.values():
+        assert together <= member
+    seen, later, outside = (errors[name] for name in ("as in training", "later", "from outside"))
+    assert seen[1] < 0.05
+    assert later[1] > seen[1]
+    assert outside[2] > 2 * seen[2]
+    assert 0.85 < seen[3] < 0.97
+
+
+def claims_of_density(text):
+    divergence = table(text, "DIVERGENCE FROM THE TRUTH")  # negative log-likelihood, divergence, standard error
+    assert divergence["mixture"][1] < divergence["mean flow"][1]  # a theorem
+    assert divergence["mixture"][1] < 0.3 < divergence["one Gaussian"][1]
+    truth = divergence.pop("the density of the data")
+    assert truth[1] == 0
+    assert all(gap > -2 * error for _, gap, error in divergence.values())
+    (entropy,) = map(float, re.findall(r"entropy in closed form: (\S+)", text))
+    assert abs(entropy - math.log(2 * math.pi * math.e * 0.5)) < 1e-4
+    assert abs(truth[0] - entropy) < 0.08
+    masses = {name: row[0] for name, row in table(text, "MASS").items()}
+    assert 0.98 < masses["members, least"] <= masses["mixture"] <= masses["members, most"] < 1.02
+    assert masses["mean of logarithms"] < masses["mixture"] - 0.005
+    by_density = table(text, "BY TRUE DENSITY")  # disagreement, error
+    assert by_density["lowest tenth"][0] > by_density["highest tenth"][0]
+    assert by_density["lowest tenth"][1] > by_density["highest tenth"][1]
+
+
+def claims_of_active_learning(text):
+    curves = table(text, "ACCURACY")
+    assert len({curves[name][0] for name in ("random", "entropy", "BALD")}) == 1  # the same first labels
+    for name in ("entropy", "BALD"):
+        gain, error = curves[f"{name} minus random"], curves[f"standard error, {name}"]
+        assert curves[name][-1] > curves["random"][-1]
+        assert gain[1] < 0 < gain[-1]
+        assert gain[-1] > 2 * error[-1]
+    needed = table(text, "LABELS")  # mean, standard error, seeds
+    assert all(mean + error < 190 for mean, error, _ in needed.values())
+
+
+CLAIMS = {
+    "mixture_of_experts": (claims_of_mixture_of_experts, "one expert", "mixture of four experts"),
+    "actor_critic": (claims_of_actor_critic, "an untrained actor", "minimum of a random pair"),
+    "planning": (claims_of_planning, "hanging still", "five members, mean"),
+    "neural_ode": (claims_of_neural_ode, "as in training", "from outside"),
+    "density": (claims_of_density, "mean flow", "mixture   "),
+    "active_learning": (claims_of_active_learning, "\nrandom  ", "\nBALD  "),
+}
+NEEDED = {"neural_ode": "diffrax", "density": "flowjax"}
+
+# Appended to a notebook: the call fails in its shapes alone, and without the hook of the first cell otherwise or not.
+CONTROL = """
+import jaxtyping
+
+try:
+    {call}
+except jaxtyping.TypeCheckError:
+    print("the hook is on")
+"""
+WRONG_CALLS = {
+    "mixture_of_experts": "effect(1.0)",
+    "actor_critic": "advance(jnp.zeros(3), jnp.zeros(1))",
+    "planning": "advance(jnp.zeros(3), jnp.zeros(()))",
+    "neural_ode": "solution(jnp.ones(3), seen_times)",
+    "density": "true_log_density(jnp.ones((3, 1)))",
+    "active_learning": "paired(jnp.ones(3))",
+}
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param("script", marks=pytest.mark.slow), pytest.param("notebook", marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize("name", CLAIMS)
+def test_claims(name, way, tmp_path):
+    if name in NEEDED:
+        pytest.importorskip(NEEDED[name], reason=f"{NEEDED[name]} is not installed")
+    if way == "script":
+        text, figures = printed(name, tmp_path)
+    else:
+        text, figures = executed(name, tmp_path, CONTROL.format(call=WRONG_CALLS[name]))
+        assert text.endswith("the hook is on\n")
+    claims, one, other = CLAIMS[name]
+    claims(text)
+    exchanged = text.replace(one, "THE OTHER").replace(other, one).replace("THE OTHER", other)
+    with pytest.raises(AssertionError):
+        claims(exchanged)
+    picture = (figures / f"{name}.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 20_000
+
+
+ATTEMPTS = [
+    "1. A column of predictions",
+    "2. One model's logits",
+    "3. One weight for four members",
+    "4. Members and rows exchanged, both four",
+    "5. The same, three and five",
+]
+
+
+@pytest.mark.slow
+def test_shape_errors_are_shown_in_the_notebook_and_missing_in_the_script(tmp_path):
+    script, _ = printed("typed_shapes", tmp_path)
+    folder = tmp_path / "notebook"
+    folder.mkdir()
+    notebook, _ = executed("typed_shapes", folder)
+    for text in (script, notebook):
+        assert float(re.findall(r"accuracy of four members: (\S+)", text)[0]) > 0.9
+        for attempt in ATTEMPTS:
+            assert f"\n{attempt}: " in text
+        assert "needs one weight per member" in text  # the library's own check
+    for attempt in ATTEMPTS[:3]:
+        assert f"{attempt}: NO ERROR" in script
+    assert "REFUSED" not in script
+    for attempt in (*ATTEMPTS[:3], ATTEMPTS[4]):
+        assert f"{attempt}: REFUSED" in notebook
+    assert f"{ATTEMPTS[3]}: NO ERROR" in notebook
+    refusals = notebook.split("REFUSED")
+    assert "predicted" in refusals[1]
+    assert "f32[6,1]" in refusals[1]
+    assert "f32[797,10]" in refusals[2]
+    assert "members" in refusals[3]
