@@ -28,6 +28,7 @@ SCRIPTS = (
     "imports",
     "building",
     "first_call",
+    "choosing",
 )
 RELIABILITY = tuple(f"reliability/{name}" for name in ("kills", "flips", "disks", "hostile", "saving"))
 KNOWN = SCRIPTS + RELIABILITY

@@ -1,21 +1,24 @@
 """The documented names are the public names, and every example in the documentation runs."""
 
+import contextlib
 import importlib.util
 import inspect
 import pathlib
 import pkgutil
 import re
-import textwrap
 import types
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import optax
 import pytest
 
 import eqx_ensemble
+
+from .pages import blocks, difference, run_block
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -23,7 +26,6 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 HAS_ORBAX = importlib.util.find_spec("orbax") is not None
 DIRECTIVE = re.compile(r"^::: (\S+)(?:\n(?:    .*)?)*", re.MULTILINE)
 MEMBERS = re.compile(r"^ +members: \[(.*)\]$", re.MULTILINE)
-EXAMPLE = re.compile(r"^([ \t]*)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
 def public_names(module):
@@ -94,18 +96,14 @@ def docstrings():
 DOCSTRINGS = docstrings()
 
 
-def examples(text):
-    return [textwrap.dedent(match[2]) for match in EXAMPLE.finditer(text)]
-
-
-def run(blocks, filename):
+def run(examples, filename):
     """Run code blocks one after another in one fresh namespace."""
     namespace = {"jax": jax, "jnp": jnp, "eqx": eqx, "optax": optax, "ee": eqx_ensemble, "np": np}
     namespace |= {"key": jax.random.key(0), "__name__": "example"}
-    for number, block in enumerate(blocks):
-        if 'format="orbax"' in block and not HAS_ORBAX:
+    for number, (code, shown) in enumerate(examples):
+        if 'format="orbax"' in code and not HAS_ORBAX:
             continue
-        exec(compile(block, f"<{filename}, example {number}>", "exec"), namespace)
+        run_block(code, shown, f"<{filename}, example {number}>", namespace)
 
 
 @pytest.mark.parametrize("path", PUBLIC)
@@ -138,24 +136,67 @@ def test_every_page_is_in_the_navigation():
     assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES)
 
 
-@pytest.mark.parametrize("path", [path for path, text in DOCSTRINGS.items() if examples(text)])
+@pytest.mark.parametrize("path", [path for path, text in DOCSTRINGS.items() if blocks(text)])
 def test_docstring_example_runs(path):
-    run(examples(DOCSTRINGS[path]), path)
+    run(blocks(DOCSTRINGS[path]), path)
 
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in [ROOT / "README.md", *PAGES] if examples(page.read_text())],
+    [page for page in [ROOT / "README.md", *PAGES] if blocks(page.read_text())],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-def test_page_examples_run_in_order(page):
-    run(examples(page.read_text()), page.name)
+def test_page_examples_run_in_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with as_users_run_it() if page.parent.name == "guide" else contextlib.nullcontext():
+        run(blocks(page.read_text()), page.name)
+
+
+@contextlib.contextmanager
+def as_users_run_it():
+    """The guide shows mistakes that the settings of the tests would find, and messages before those of type checks."""
+    disabled = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+    jaxtyping.config.update("jaxtyping_disable", disabled)
 
 
 def test_a_broken_example_would_be_noticed():
     text = "Text.\n\n    ```python\n    x = 1\n    ```\n\n```python\nassert x == 2\n```\n\n```bash\nls\n```\n"
-    blocks = examples(text)
-    assert blocks == ["x = 1\n", "assert x == 2\n"]
-    run(blocks[:1], "text")
+    found = blocks(text)
+    assert found == [("x = 1\n", None), ("assert x == 2\n", None)]
+    run(found[:1], "text")
     with pytest.raises(AssertionError):
-        run(blocks, "text")
+        run(found, "text")
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown", "agree"),
+    [
+        ("a 1.003 [2]\n", "a  1.0 [2]", True),
+        ("a 1.303", "a 1.0", False),
+        ("-0.5", "0.5", False),
+        ("3 members", "4 members", False),
+        ("1.2e-05", "1.2e-05", True),
+        ("1.2e-03", "1.2e-05", False),
+        ("one two three four", "one ... four", True),
+        ("one two three four", "... two ... four ...", True),
+        ("one two three four", "one ... three", False),
+        ("one two", "one", False),
+        ("one", "one two", False),
+    ],
+)
+def test_output_is_compared(printed, shown, agree):
+    assert (difference(printed, shown) is None) == agree
+
+
+def test_an_error_and_a_warning_are_output():
+    text = "```python\nimport warnings\nwarnings.warn('low')\n1 / 0\n```\n\n```output\n"
+    right = text + "ZeroDivisionError: division by zero\nUserWarning: low\n```\n"
+    run(blocks(right), "text")
+    for wrong in (right.replace("low\n`", "high\n`"), right.replace("by zero", "by one")):
+        with pytest.raises(AssertionError, match="the page shows"):
+            run(blocks(wrong), "text")
+    with pytest.raises(ZeroDivisionError):
+        run(blocks("```python\n1 / 0\n```\n"), "text")

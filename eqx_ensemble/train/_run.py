@@ -137,7 +137,7 @@ class Run(eqx.Module, Generic[M]):
             message = excluded_message(np.asarray(self.ensemble.ids)[~healthy], healthy, name="Run.predict")
             if strict or not healthy.any():
                 raise DivergedError(message, self)
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(message, stacklevel=3)  # Equinox calls methods of Modules: one level more
         state = self.state if self.state is None or healthy.all() else tree.take(self.state, healthy)
         return predict(self.healthy, x, combine=combine, weights=weights, state=state, **options)
 

@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import re
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -182,3 +184,25 @@ class TestPredictionsOfARun:
         np.testing.assert_array_equal(run.predict(x), ee.predict(run.ensemble, x))
         with pytest.raises(TypeError, match="needs `combine=` with `weights`"):
             run.predict(x, weights=np.ones(MEMBERS))
+
+
+@pytest.mark.slow
+def test_a_warning_of_excluded_members_is_at_the_users_line(tmp_path):
+    """Without the hook of type checks, which calls functions through more frames."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import jax, jax.numpy as jnp, equinox as eqx, optax\n"
+        "import eqx_ensemble as ee\n"
+        "make = lambda key: eqx.nn.MLP(2, 1, 4, 1, key=key)\n"
+        "loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch)) ** 2\n"
+        "hyper = {'lr': jnp.array([0.1, jnp.inf])}\n"
+        "sgd = lambda hyper: optax.sgd(hyper['lr'])\n"
+        "ensemble, x = ee.build(make, 2, key=jax.random.key(0)), jnp.ones((4, 2))\n"
+        "rows = jnp.array([[0, 1], [2, 3]])\n"
+        "run = ee.fit(ensemble, loss, sgd, x, rows=rows, hyper=hyper, steps=1, key=jax.random.key(0))\n"
+        "run.predict(x)\n"
+        "run.out_of_bag(x)\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    assert f"{program}:10: UserWarning: `Run.predict` excludes" in done.stderr
+    assert f"{program}:11: UserWarning: `Run.out_of_bag` excludes" in done.stderr
