@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from ._build import build as build
     from ._check import CheckpointCorruptError as CheckpointCorruptError
     from ._check import MemberMismatchError as MemberMismatchError
+    from ._describe import Description as Description
+    from ._describe import LeafDescription as LeafDescription
+    from ._describe import describe as describe
     from ._ensemble import Ensemble as Ensemble
     from ._ensemble import average as average
     from ._ensemble import concatenate as concatenate
@@ -56,6 +59,7 @@ else:
             "_axes": ["AbstractPerMember", "Batch", "Each"],
             "_build": ["build"],
             "_check": ["CheckpointCorruptError", "MemberMismatchError"],
+            "_describe": ["Description", "LeafDescription", "describe"],
             "_ensemble": ["Ensemble", "average", "concatenate", "from_stacked", "stack"],
             "_export": ["Artefact", "export", "export_onnx"],
             "_files": ["export_members", "load", "load_members", "save"],

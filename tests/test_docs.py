@@ -24,6 +24,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 HAS_ORBAX = importlib.util.find_spec("orbax") is not None
+LOGGERS = re.compile(r"^(?:import|from) (?:tensorboardX|wandb|mlflow)\b", re.MULTILINE)  # `test_logging` runs them
 DIRECTIVE = re.compile(r"^::: (\S+)(?:\n(?:    .*)?)*", re.MULTILINE)
 MEMBERS = re.compile(r"^ +members: \[(.*)\]$", re.MULTILINE)
 
@@ -101,7 +102,7 @@ def run(examples, filename):
     namespace = {"jax": jax, "jnp": jnp, "eqx": eqx, "optax": optax, "ee": eqx_ensemble, "np": np}
     namespace |= {"key": jax.random.key(0), "__name__": "example"}
     for number, (code, shown) in enumerate(examples):
-        if 'format="orbax"' in code and not HAS_ORBAX:
+        if ('format="orbax"' in code and not HAS_ORBAX) or LOGGERS.search(code):
             continue
         run_block(code, shown, f"<{filename}, example {number}>", namespace)
 

@@ -93,6 +93,7 @@ CASES = {
     "concatenate": Case(ee.concatenate, {"ensembles": lambda: [ensemble[:2], ensemble[2:]]}),
     "from_stacked": Case(ee.from_stacked, {"model": always(ensemble.stacked)}),
     "make_mesh": Case(ee.make_mesh, {"members": always(2)}),
+    "describe": Case(ee.describe, {"ensemble": always(ensemble)}),
     "map_members": Case(
         lambda **options: ee.map_members(**options)(ensemble, DATA[0][0]),
         {"fn": always(lambda model, x: model(x))},
@@ -247,7 +248,8 @@ ACCEPTED = {
         "checkpoint": "text None",
     }
     | dict.fromkeys(["epochs", "validation", "score", "patience", "target", "state", "hyper", "rows"], "None")
-    | dict.fromkeys(["mode", "plan", "scan", "mesh", "checkpoint_every", "progress"], "None"),
+    | dict.fromkeys(["mode", "plan", "scan", "mesh", "checkpoint_every", "progress"], "None")
+    | dict.fromkeys(["callbacks", "callback_every"], "None"),
     "fit, validated": {
         "epochs": "int64",
         "validation": "None",

@@ -1,3 +1,5 @@
+from ._callback import Callback as Callback
+from ._callback import Progress as Progress
 from ._errors import DivergedError as DivergedError
 from ._errors import NotSavedError as NotSavedError
 from ._revive import Revival as Revival

@@ -1,7 +1,7 @@
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -16,6 +16,7 @@ from ..distributed import to_host
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..sharding._shard import shard_members
+from ._callback import Callback
 from ._check import (
     check_hyper_used,
     check_length,
@@ -27,6 +28,7 @@ from ._check import (
     check_scoring,
     check_some_training,
 )
+from ._check_callbacks import check_callbacks
 from ._check_run import diverged_message
 from ._errors import DivergedError, NotSavedError
 from ._revive import Revive
@@ -84,6 +86,8 @@ def fit(
     checkpoint_every: int | None = None,
     resume: Literal["auto", "must", "never"] = "auto",
     progress: bool | None = None,
+    callbacks: Callback | Sequence[Callback] | None = None,
+    callback_every: int | None = None,
     key: Any,
 ) -> Run[M]:
     """Trains all members; each becomes the model that training it alone would give.
@@ -163,6 +167,13 @@ def fit(
         built on. Members are sharded over its axis `members`, the rows of their batches over `data`; results agree
         within rounding. [How it works](../scale.md).
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook, after two seconds.
+    - `callbacks`: a function of one [`eqx_ensemble.train.Progress`][], or a list of them, called between chunks of
+        steps, about once a second, and at the end: for logs, plots, and decisions of your own. It returns `None` to
+        continue, `True` to end the run as Ctrl-C does, or booleans `(members,)` to stop these members:
+        [`eqx_ensemble.train.Callback`][]. Callbacks that only look change no result. On several processes all call
+        theirs at the same steps, and the answers of the first process count.
+    - `callback_every`: the number of steps between two calls of the callbacks, which chunks then respect: needed for
+        decisions that are the same in every run.
     - `key`: the root key. A member's random streams are derived from it and the member's id.
 
     *Saving:*
@@ -171,15 +182,16 @@ def fit(
         resumes from the last good checkpoint, bit for bit, or returns the run if it is complete. A call with another
         loss, optimiser, ensemble, key, data or option raises an error that lists the differences; functions are
         compared by their traced programs, or by their code where they use concrete values. The length, `plan`,
-        `scan`, `mesh`, `max_seconds`, `checkpoint_every` and `resume` may differ. The position of an iterator of
-        batches is saved if it supports checkpointing (`get_state` or `state_dict`); other iterables are iterated again
-        from the beginning, and have to give the same batches. Only one run at a time can use a folder.
+        `scan`, `mesh`, `max_seconds`, the callbacks, `checkpoint_every` and `resume` may differ. The position of an
+        iterator of batches is saved if it supports checkpointing (`get_state` or `state_dict`); other iterables are
+        iterated again from the beginning, and have to give the same batches. Only one run at a time can use a folder.
     - `checkpoint_every`: the number of steps between checkpoints; by default about a minute of them. The last step is
         saved, too.
     - `resume`: `"auto"`: resume if there is a checkpoint; `"must"`: raise an error if there is none; `"never"`: raise
         an error if there is one.
 
-    **Returns:** [`eqx_ensemble.Run`][]. Ctrl-C ends the run at the next boundary and returns the run so far.
+    **Returns:** [`eqx_ensemble.Run`][]. Ctrl-C, or a callback, ends the run at the next boundary and returns the run so
+    far.
 
     **Raises:**
 
@@ -192,8 +204,8 @@ def fit(
     - [`eqx_ensemble.train.NotSavedError`][], which holds the run so far, if a checkpoint cannot be written.
 
     An error inside the loss, the score or the model gets a note with the function's location, the shapes of one
-    member's arguments, and the likely cause. If the data, the loss or the device raise an error after the first step,
-    the error's attribute `run` is the run so far (on one process only); with `checkpoint`, it is saved.
+    member's arguments, and the likely cause. If the data, the loss, a callback or the device raise an error after the
+    first step, the error's attribute `run` is the run so far (on one process only); with `checkpoint`, it is saved.
 
     ```python
     def loss(model, batch, key):
@@ -225,6 +237,7 @@ def fit(
     mode = check_scoring(score, mode, min_delta, target, validation)
     if is_batches(data):
         check_one_pass(data, epochs)
+    callbacks = check_callbacks(callbacks, callback_every)
     check_checkpoint_options(checkpoint, checkpoint_every, resume)
     saver = None if checkpoint is None else Saver(checkpoint, every=checkpoint_every, resume=resume)
     has_validation = validation is not None
@@ -271,7 +284,8 @@ def fit(
     lost_before = to_host(first.moving.status) == Status.DIVERGED
     run = execute(
         program, start, source, length, limits=limits, validation=validation, on_diverge=how, lost_before=lost_before,
-        max_seconds=max_seconds, saver=saver, progress=progress, key=key,
+        max_seconds=max_seconds, saver=saver, progress=progress, callbacks=callbacks,
+        callback_every=callback_every, key=key,
     )  # fmt: skip
     if saver is not None and saver.failed is not None:
         raise NotSavedError(saver.failed, run) from saver.failed

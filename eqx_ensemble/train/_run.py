@@ -59,7 +59,7 @@ class Run(eqx.Module, Generic[M]):
     - `data_state`: the position of an iterator of batches after the last step, if it supports checkpointing
         (`get_state` or `state_dict`); another run continues there. `None` at the end of an epoch, and for arrays.
     - `plan`: how the members were executed; after `plan="auto"`, `run.plan.explain()` says why.
-    - `interrupted`: whether Ctrl-C ended the run early.
+    - `interrupted`: whether Ctrl-C or a callback ended the run early.
     - `seconds`: its duration, with compilations; for a resumed run, in all its processes.
 
     The text of a run, also in a notebook, is a summary of a few lines.

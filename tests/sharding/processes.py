@@ -178,6 +178,45 @@ def training(folder, *, dies=False, epochs=6):
     saved(folder, numbers(run))
 
 
+def called(folder):
+    """The first process's callbacks decide for all, also when those of another one raise an error."""
+    rank, mesh, seen = jax.process_index(), ee.make_mesh(), []
+
+    def answer(progress):
+        seen.append(numbers_of(progress))
+        if progress.step < 6:
+            return np.arange(8) == (progress.step if rank == 0 else 7)  # members 2 and 4
+        return rank == 0
+
+    run = fitted(mesh, callbacks=answer, callback_every=2)
+    assert run.interrupted
+    assert int(run.train_state.step) == 6
+    found = {f"{i} {name}": x for i, part in enumerate(seen) for name, x in part.items()} | numbers(run)
+    if jax.process_count() > 1:
+
+        def fails(progress):
+            if rank == 1 and progress.step >= 5:
+                raise KeyError("only here")
+
+        options = {"checkpoint": ee.checkpoint.Checkpoints(folder / "run", format="orbax"), "patience": None}
+        error, message = (KeyError, "only here") if rank == 1 else (RuntimeError, "on process 1, which shows it")
+        with pytest.raises(error, match=message):
+            fitted(mesh, **options, callbacks=fails, callback_every=5)
+        assert options["checkpoint"].steps == [5]
+        again, whole = numbers(fitted(mesh, **options)), numbers(fitted(mesh, patience=None))
+        for name, x in again.items():
+            np.testing.assert_array_equal(x, whole[name], err_msg=name)
+    saved(folder, found)
+
+
+def numbers_of(progress):
+    """All that a callback sees, but for the time."""
+    arrays = {name: getattr(progress, name) for name in ("ids", "status", "loss", "score")}
+    state = jax.tree_util.tree_leaves_with_path(eqx.filter(progress.train_state, eqx.is_array))
+    weights = {jax.tree_util.keystr(path): ee.distributed.to_host(x) for path, x in state}
+    return {name: x for name, x in arrays.items() if x is not None} | {"new": progress.history.loss} | weights
+
+
 def saved(folder, found):
     if ee.distributed.is_first():
         np.savez(folder / "results.npz", **found)
@@ -190,6 +229,7 @@ if __name__ == "__main__":
     modes = {
         "everything": everything,
         "eight": eight,
+        "called": called,
         "training": training,
         "dying": lambda folder: training(folder, dies=True),
     }

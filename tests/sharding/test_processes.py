@@ -69,6 +69,13 @@ def test_eight_devices(tmp_path):
     assert len(results("eight", tmp_path / "eight", processes=1, devices=8)) > 100
 
 
+def test_callbacks(tmp_path):
+    """All processes see the same, stop at the same step, and end when a callback of one of them raises an error."""
+    two = results("called", tmp_path / "two", processes=2)
+    same_bits(two, results("called", tmp_path / "one", processes=1))
+    assert two["stopped_at"].tolist() == [-1, -1, 2, -1, 4, -1, -1, -1]
+
+
 def test_a_process_that_dies(tmp_path):
     """The other ends with an error in bounded time; the job resumes with two processes, with one, and on one device."""
     whole = results("training", tmp_path / "whole", processes=2)

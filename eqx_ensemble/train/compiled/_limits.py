@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -44,9 +45,7 @@ def stop_members(moving: MemberState, chosen: Any, step: Int[Array, ""]) -> Memb
     return eqx.tree_at(lambda m: (m.status, m.stopped_at), moving, (status, jnp.where(stops, step, moving.stopped_at)))
 
 
-def next_limit(limits: np.ndarray, every: int | None, step: int) -> int | None:
-    """The first of the sorted step limits and the multiples of `every` after `step`: there a piece has to end."""
+def next_limit(limits: np.ndarray, periods: Sequence[int], step: int) -> int | None:
+    """The first of the sorted step limits and the multiples of `periods` after `step`: there a piece has to end."""
     after = limits[np.searchsorted(limits, step, side="right") :][:1].tolist()
-    if every is not None:
-        after.append(step - step % every + every)
-    return min(after, default=None)
+    return min([*after, *(step - step % period + period for period in periods)], default=None)

@@ -79,10 +79,15 @@ class ArraySource(AbstractSource):
         """The shapes of a batch as one member sees it."""
         return member_shapes(self.data, rows=self._order.batch_size)
 
+    def num_epochs(self, step: int) -> int:
+        """The ends of epochs between the run's first step and this one."""
+        return step // self._order.epoch - self._begun // self._order.epoch
+
     def start(self, setting: Setting) -> None:
         """Fixes the one shape of the chunks, which follows from the length of the whole run."""
         begun, epochs, steps = setting.length
-        self.cursor, self._every, self._step = setting.cursor, setting.every, setting.step
+        self.cursor, self._periods, self._step = setting.cursor, setting.periods, setting.step
+        self._begun = begun
         num_steps = int(steps or 0) if epochs is None else epochs * self._order.epoch
         self.num_steps, self.last_step = num_steps, begun + num_steps
         check_patience_length(setting.program.patience, num_steps, self._order.epoch, begun, name="fit")
@@ -111,15 +116,15 @@ class ArraySource(AbstractSource):
             order,
             setting.step,
             last_step,
-            limit_after=ft.partial(next_limit, setting.limits, setting.every),
+            limit_after=ft.partial(next_limit, setting.limits, setting.periods),
             most=lambda: min(most_steps, self._steps),
         )
         return PieceQueue(pieces.endless() if endless else pieces.epochs(), most_pieces, most_steps, program.layout)
 
     def next(self, steps: int, slots: Slots) -> ChunkWork | None:
-        """Pieces of at least `steps` steps, or as many as a chunk holds; they end where a checkpoint is due."""
+        """Pieces of at least `steps` steps, or as many as a chunk holds; they end where `periods` do."""
         self._steps = steps
-        pieces = self._queue.take(steps if self._every is None else min(steps, self._every - self._step % self._every))
+        pieces = self._queue.take(min([steps, *(period - self._step % period for period in self._periods)]))
         if not pieces:
             return None
         return ChunkWork(self._compiled, self._queue.chunk(pieces), pieces, may_raise=self._may_raise)

@@ -100,6 +100,10 @@ class IterableSource(AbstractSource):
         check_some_batches(int(first is not None), 0, name="fit")
         return member_shapes(first)
 
+    def num_epochs(self, step: int) -> int:
+        """The ends of iterations."""
+        return self.cursor.epochs
+
     def start(self, setting: Setting) -> None:
         """Begins, or resumes at the cursor with the first call of `next`."""
         begun, self._epochs, self.num_steps = setting.length
@@ -114,7 +118,7 @@ class IterableSource(AbstractSource):
         self._go_on = ft.partial(iterate_from, self.cursor, self._iterate, self._first)
         self._inspect, self._iterator, self._first = setting.inspect, None, None
         self._work, self._last = None, None
-        self._every, self._seconds, self._must_end = setting.every, setting.seconds, setting.must_end
+        self._periods, self._seconds, self._must_end = setting.periods, setting.seconds, setting.must_end
         self._final = min([x for x in (self.last_step, *setting.limits[-1:].tolist()) if x is not None], default=None)
         self._warned = False
 
@@ -137,7 +141,7 @@ class IterableSource(AbstractSource):
             self._inspect = None
         # At most so many steps may follow each other without a look at their results.
         most = [steps if self._seconds > 0 else 1, _MOST_BYTES // max(sum(x.nbytes for x in jax.tree.leaves(first)), 1)]
-        most += [] if self._every is None else [self._every - self._step % self._every]
+        most += [period - self._step % period for period in self._periods]
         most += [] if self._final is None else [self._final - self._step]
         options = {"seconds": self._seconds, "must_end": self._must_end}
         self._work = BatchWork(first, self._iterator, slots.own, most=max(min(most), 1), **options)

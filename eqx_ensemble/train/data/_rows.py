@@ -106,13 +106,20 @@ class PieceIterator:
             while True:
                 stop = min(done + self._end(step) - step, last)
                 if ends and stop == last:
-                    yield Piece(stop - done, rest, ends_epoch=True)
+                    yield from self._last_pieces(step, stop - done, rest)
                 else:
                     yield Piece(stop - done)
                 step, done = step + stop - done, stop
                 if stop == last:
                     break
             step += ends and rest
+
+    def _last_pieces(self, step: int, full: int, rest: int) -> Iterator[Piece]:
+        """The last `full` batches of an epoch and the smaller one, apart where a limit is between them."""
+        if rest and full and self.limit_after(step) == step + full:
+            yield Piece(full)
+            full = 0
+        yield Piece(full, rest, ends_epoch=True)
 
     def endless(self) -> Iterator[Piece]:
         """The same where nothing happens at the end of an epoch, not even a smaller batch.

@@ -18,16 +18,16 @@ from ._slots import Slots
 class Setting(NamedTuple):
     """The run that a source gives work to.
 
-    `step` is the number of steps done, `cursor` the position in the data, `every` the number of steps between two
-    checkpoints, `limits` the sorted steps at which members stop, `seconds` how long steps may follow each other without
-    a look at their results, and `must_end` whether they end earlier. `inspect` chooses the plan for a step on a
-    batch, and returns the program under it; `cost` analyses that step.
+    `step` is the number of steps done, `cursor` the position in the data, `periods` the numbers of steps between two
+    checkpoints and between two calls of callbacks, `limits` the sorted steps at which members stop, `seconds` how long
+    steps may follow each other without a look at their results, and `must_end` whether they end earlier. `inspect`
+    chooses the plan for a step on a batch, and returns the program under it; `cost` analyses that step.
     """
 
     length: Length
     step: int
     cursor: Cursor
-    every: int | None
+    periods: tuple[int, ...]
     limits: np.ndarray
     seconds: float
     must_end: Callable[[], bool]
@@ -109,6 +109,10 @@ class AbstractSource(abc.ABC):
     @abc.abstractmethod
     def shapes(self) -> PyTree:
         """The shapes of a batch as one member sees it."""
+
+    @abc.abstractmethod
+    def num_epochs(self, step: int) -> int:
+        """The number of epochs of this run that have ended at `step`, the present one."""
 
     @abc.abstractmethod
     def start(self, setting: Setting) -> None:

@@ -1,5 +1,5 @@
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -14,6 +14,7 @@ from ..._pytree import PyTree
 from ...distributed import to_host
 from ...plan import AbstractPlan
 from ...plan._pilot import Pilot, explain_memory
+from .._callback import Callback
 from .._revive import Revival, Revive
 from .._run import Run
 from .._state import TrainState
@@ -26,6 +27,7 @@ from ..data._cursor import Length
 from ..data._source import AbstractSource
 from ..resume._resume import Saver
 from ._active import ActiveMembers
+from ._callbacks import Callbacks
 from ._check import ended_message, lost_run_message
 from ._executor import Executor
 from ._loop import Host, run
@@ -50,6 +52,8 @@ def execute(
     max_seconds: np.ndarray | None,
     saver: Saver | None,
     progress: bool | None,
+    callbacks: Sequence[Callback],
+    callback_every: int | None,
     key: Any,
 ) -> Run:
     """Runs the training loop with all that it works with, and collects the run."""
@@ -74,12 +78,17 @@ def execute(
         )  # fmt: skip
         stops = program.patience is not None or limits.target is not None or max_seconds is not None
         pacing = Pacing(pilot, members_stop=stops)
-        host = Host(Executor(program, pilot, members), members, pacing, Recording(record, line), stopping, saving)
+        calls = Callbacks(
+            callbacks, every=callback_every, start=first, record=record, saving=saving, stopping=stopping
+        )  # fmt: skip
+        host = Host(
+            Executor(program, pilot, members), members, pacing, Recording(record, line), stopping, saving, calls
+        )  # fmt: skip
         collect = lambda **options: collect_run(start, host, source, plan, revivals, **options)
         with _attach_run(host, source, collect), explain_memory(pilot, first.num_members, name="fit"):
             run(source, host, length, start.cursor)
             saving.wait()
-    return collect(interrupted=interruption.requested)
+    return collect(interrupted=stopping.ended_early)
 
 
 @contextlib.contextmanager

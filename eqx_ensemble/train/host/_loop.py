@@ -13,6 +13,7 @@ from ..compiled._select import Occasion
 from ..data._cursor import Cursor, Length
 from ..data._source import AbstractSource, AbstractWork, EpochEnd, Setting
 from ._active import ActiveMembers, width_for
+from ._callbacks import Callbacks
 from ._executor import Executor
 from ._pacing import Pacing
 from ._record import Recording
@@ -30,6 +31,7 @@ class Host:
     recording: Recording
     stopping: Stopping
     saving: Saving
+    callbacks: Callbacks
 
     def should_stop(self) -> bool:
         """Whether the run ends here."""
@@ -70,12 +72,14 @@ def run(source: AbstractSource, host: Host, length: Length, cursor: Cursor) -> N
         if outcome.num_steps > 0:
             recording.report(outcome.num_steps, members)
         host.stopping.handle_stopped(members)
+        host.callbacks.call(members, source)
         host.saving.save(members, source, if_due=True)
         if not host.should_stop():
             drop_inactive(host, steps_left)
     host.saving.save(members, source)
     source.finish(record.steps)
     _validate_last(host)
+    host.callbacks.finish(members, source)
 
 
 def drop_inactive(host: Host, steps_left: int | None) -> None:
@@ -99,8 +103,9 @@ def _setting(host: Host, length: Length, cursor: Cursor) -> Setting:
     executor, members = host.executor, host.members
     steps = members.inputs.limits.steps
     limits = np.unique(np.asarray([] if steps is None else to_host(steps), np.int64))
+    periods = tuple(every for every in (host.saving.every, host.callbacks.every) if every is not None)
     return Setting(
-        length, host.recording.record.steps, cursor, host.saving.every, limits, host.stopping.seconds_between_looks,
+        length, host.recording.record.steps, cursor, periods, limits, host.stopping.seconds_between_looks,
         host.stopping.must_end, executor.program, members.slots, executor.inspect, executor.cost,
     )  # fmt: skip
 

@@ -58,12 +58,14 @@ class Record:
         self._scores: list[np.ndarray] = []
         self._score_steps: list[int] = []
         self._latest: np.ndarray | None = None
+        self._latest_score: np.ndarray | None = None
         self._validated_at = -1
         self.first_step = self.steps = first_step
         if history is not None:
             self.add_steps(jax.tree.map(lambda curves: np.moveaxis(curves, 1, 0), (history.loss, history.aux)))
             if history.validation is not None:
                 self._scores = list(history.validation.T)
+                self._latest_score = last_finite(history.validation)
                 self._score_steps = history.validation_step.tolist()
                 self._validated_at = max(self._score_steps, default=-1)  # there is none where all failed before it
 
@@ -74,8 +76,7 @@ class Record:
             check_same_outputs(*(jax.tree.map(lambda x: x[0], part) for part in (self._outputs[0], outputs)))
         self._outputs.append(outputs)
         self.steps += outputs[0].shape[0]
-        last = last_finite(outputs[0].T)
-        self._latest = last if self._latest is None else np.where(np.isfinite(last), last, self._latest)
+        self._latest = _update(self._latest, last_finite(outputs[0].T))
 
     def add_scores(self, scores: Any, *, of_all: bool = True) -> None:
         """The members' validation scores `(members,)` after the steps so far; or of those only that stopped before."""
@@ -83,6 +84,7 @@ class Record:
             self._scores.pop()
             self._score_steps.pop()
         self._scores.append(np.asarray(scores))
+        self._latest_score = _update(self._latest_score, self._scores[-1])
         self._score_steps.append(self.steps)
         self._validated_at = self.steps if of_all else self._validated_at
 
@@ -97,6 +99,29 @@ class Record:
         better = np.fmin if mode == "min" else np.fmax
         return self._latest, better.reduce(self._scores) if self._scores else None
 
+    def last(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Each member's latest finite loss `(members,)` and validation score `(members,)`; NaN where there is none."""
+        assert self._latest is not None
+        return self._latest, self._latest_score
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """What is recorded so far: how many steps, parts of them, and validations."""
+        return self.steps, len(self._outputs), len(self._scores)
+
+    def since(self, position: tuple[int, int, int], *, ended: bool) -> tuple[History, int]:
+        """What was recorded since `position`, and the last step; trimmed as `history` is if the run has `ended`."""
+        steps, parts, validations = position
+        if ended:
+            history = self.history()
+            begun = steps - self.first_step
+            loss, aux = jax.tree.map(lambda curves: curves[:, begun:], (history.loss, history.aux))
+            scores = None if history.validation is None else history.validation[:, validations:]
+            new = History(loss, aux, scores, history.validation_step[validations:])
+            return new, self.first_step + history.loss.shape[1]
+        outputs = self._outputs[parts:] or [jax.tree.map(lambda x: x[:0], self._outputs[0])]
+        return _curves(outputs, self._scores[validations:], self._score_steps[validations:]), self.steps
+
     @property
     def is_validated(self) -> bool:
         """Whether the present weights have their score."""
@@ -104,9 +129,7 @@ class Record:
 
     def curves(self) -> History:
         """All that was added, `members` first."""
-        loss, aux = jax.tree.map(lambda *parts: np.moveaxis(np.concatenate(parts), 0, 1), *self._outputs)
-        validation = np.stack(self._scores, axis=1) if self._scores else None
-        return History(loss, aux, validation, np.array(self._score_steps, np.int64))
+        return _curves(self._outputs, self._scores, self._score_steps)
 
     def history(self) -> History:
         """The curves up to the last step of any member: its chunk may have been longer.
@@ -121,6 +144,17 @@ class Record:
         end = self.first_step + trained
         kept = (history.validation_step <= end) | np.isfinite(history.validation).any(axis=0)
         return History(loss, aux, history.validation[:, kept], np.minimum(history.validation_step[kept], end))
+
+
+def _curves(outputs: list[PyTree], scores: list[np.ndarray], score_steps: list[int]) -> History:
+    loss, aux = jax.tree.map(lambda *parts: np.moveaxis(np.concatenate(parts), 0, 1), *outputs)
+    validation = np.stack(scores, axis=1) if scores else None
+    return History(loss, aux, validation, np.array(score_steps, np.int64))
+
+
+def _update(latest: np.ndarray | None, new: np.ndarray) -> np.ndarray:
+    """The finite ones of new numbers `(members,)`, and else the latest."""
+    return new if latest is None else np.where(np.isfinite(new), new, latest)
 
 
 def last_finite(curves: np.ndarray) -> np.ndarray:

@@ -61,6 +61,16 @@ class Stopping:
         self._interruption, self._saving, self._reviver = interruption, saving, reviver
         self._most_lost = lost_before if on_diverge == "raise" else None
         self._max_seconds = max_seconds
+        self._ended = False
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether Ctrl-C or a callback ended the run."""
+        return self._interruption.requested or self._ended
+
+    def end(self) -> None:
+        """Ends the run at this boundary, as Ctrl-C does. All processes must call it."""
+        self._ended = True
 
     @property
     def seconds_between_looks(self) -> float:
@@ -83,14 +93,17 @@ class Stopping:
             return True
         failed = self._most_lost is not None and (members.status == Status.DIVERGED).sum() > self._most_lost
         interrupted = broadcast_from_first(self._interruption.requested) and begun  # a run has at least one step
-        return bool(interrupted or failed or not (status == Status.OK).any())
+        return bool(interrupted or self._ended or failed or not (status == Status.OK).any())
+
+    def stop(self, members: ActiveMembers, chosen: np.ndarray) -> None:
+        """Stops those of the `chosen` members `(members,)` that are training."""
+        carry, here = members.carry, chosen[members.slots.index]
+        if here.any():
+            members.carry = dataclasses.replace(carry, moving=stop_members(carry.moving, here, carry.step))
 
     def handle_stopped(self, members: ActiveMembers) -> None:
         """Stops members after their `max_seconds`, and revives those that diverged."""
-        carry = members.carry
         if self._max_seconds is not None:
-            late = broadcast_from_first(self._saving.seconds) >= self._max_seconds[members.slots.index]
-            if late.any():
-                members.carry = dataclasses.replace(carry, moving=stop_members(carry.moving, late, carry.step))
+            self.stop(members, broadcast_from_first(self._saving.seconds) >= self._max_seconds)
         if self._reviver is not None and (to_host(members.carry.moving.status) == Status.DIVERGED).any():
             self._reviver.revive(members)

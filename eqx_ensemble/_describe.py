@@ -1,0 +1,218 @@
+import dataclasses
+import html
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, final
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import PyTree
+
+from ._check import is_member_array, kind_text
+from ._ensemble import Ensemble, number_flags
+from ._leaf_text import leaf_text
+from ._predict._check import bytes_text
+from ._progress import members_in_words
+from .train._run import Run
+from .train._state import TrainState
+from .train._trainable import Trainable, partition_trainable
+
+_HEADS = ("part", "leaf", "shape", "dtype", "kind", "trainable", "bytes")
+
+
+class LeafDescription(NamedTuple):
+    """One leaf of an ensemble or a training state, a row of [`eqx_ensemble.Description`][].
+
+    **Attributes:**
+
+    - `part`: what it belongs to: `"model"`, and of a training state `"state"` (of stateful members), `"optimiser"` and
+        `"hyper"`.
+    - `path`: its path, such as `.layers[0].weight`.
+    - `shape`: its shape in one member; `None` for a leaf that is not an array.
+    - `dtype`: the name of its dtype; `None` for a leaf that is not an array.
+    - `kind`: `"stacked"`: one value for each member; `"shared"`: an array that all members use; `"static"`: not an
+        array, such as an activation function.
+    - `trainable`: whether training changes it by gradients.
+    - `bytes`: its size in bytes, of all members; 0 for a leaf that is not an array. Copies on several devices are
+        not counted.
+    - `value`: a short text of a leaf that is not an array, else `None`.
+    """
+
+    part: str
+    path: str
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    kind: Literal["stacked", "shared", "static"]
+    trainable: bool
+    bytes: int
+    value: str | None
+
+
+@final
+@dataclasses.dataclass(frozen=True, repr=False)
+class Description:
+    """The leaves of an ensemble; prints as a table with totals, also in a notebook.
+
+    `pandas.DataFrame(description.rows)` is the same table.
+
+    **Attributes:**
+
+    - `rows`: one [`eqx_ensemble.LeafDescription`][] per leaf, in the order of the tree.
+    - `num_members`: the number of members.
+    - `title`: the first line of the table.
+    - `num_trainable`: the number of trainable numbers of one member.
+    - `bytes`: the size of all arrays in bytes.
+    """
+
+    rows: list[LeafDescription]
+    num_members: int
+    title: str
+
+    @property
+    def num_trainable(self) -> int:
+        """The number of trainable numbers of one member."""
+        return sum(int(np.prod(row.shape or (), dtype=np.int64)) for row in self.rows if row.trainable)
+
+    @property
+    def bytes(self) -> int:
+        """The size of all arrays in bytes."""
+        return sum(row.bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        table = self._table()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        last = len(widths) - 1
+        lines = [
+            "  ".join(cell.rjust(width) if i == last else cell.ljust(width) for i, (cell, width) in enumerate(pairs))
+            for pairs in (list(zip(row, widths, strict=True)) for row in table)
+        ]
+        return "\n".join([self.title, *(line.rstrip() for line in lines), self._totals()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._table()
+        cells = lambda row, tag: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+        body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+        return (
+            f"<table><caption>{html.escape(self.title)}</caption><thead><tr>{cells(head, 'th')}</tr></thead>"
+            f"<tbody>{body}</tbody>"
+            f"<tfoot><tr><td colspan={len(head)}>{html.escape(self._totals())}</td></tr></tfoot></table>"
+        )
+
+    def _table(self) -> list[tuple[str, ...]]:
+        """Heads and cells; the part is shown where there are several."""
+        several = len({row.part for row in self.rows}) > 1
+        return [row if several else row[1:] for row in (_HEADS, *map(_cells, self.rows))]
+
+    def _totals(self) -> str:
+        sizes = {kind: sum(row.bytes for row in self.rows if row.kind == kind) for kind in ("stacked", "shared")}
+        return (
+            f"{members_in_words(self.num_members)}, each with {self.num_trainable:,} trainable numbers; "
+            f"{bytes_text(self.bytes)}: {bytes_text(sizes['stacked'])} stacked, {bytes_text(sizes['shared'])} shared"
+        )
+
+
+def describe(
+    ensemble: Ensemble[Any] | TrainState[Any] | Run[Any], *, trainable: Trainable = eqx.is_inexact_array
+) -> Description:
+    """Describes every leaf: its shape in one member, whether it is stacked or shared, whether it is trained, its size.
+
+    [`eqx_ensemble.sharding.describe`][] says which device holds what.
+
+    **Arguments:**
+
+    - `ensemble`: an ensemble; or a training state or a run, of which the state of stateful members, the optimiser's
+        state and the hyper-parameters are described too.
+    - `trainable`: which leaves of a member will be trained, as for [`eqx_ensemble.fit`][]. A training state and a run
+        know it already.
+
+    **Returns:** [`eqx_ensemble.Description`][].
+
+    **Raises:** `TypeError` for anything else, and for `trainable` with a training state or a run.
+
+    ```python
+    make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)
+    ensemble = ee.build(make, 8, shared=lambda model: model.layers[0], key=key)
+    description = ee.describe(ensemble)
+    print(description)
+    description.num_trainable, description.bytes  # 2601, 86032
+    ```
+    """
+    if isinstance(ensemble, Ensemble):
+        flags = ensemble.arrays, ensemble.shared
+        if trainable is eqx.is_inexact_array:
+            params, frozen = _inexact(*flags)
+        else:
+            params, frozen = partition_trainable(ensemble, trainable, name="describe")
+        rows = [*_model_rows(params, frozen, ensemble.shared)]
+        return Description(rows, ensemble.num_members, f"Ensemble of {_kind(ensemble)}")
+    state = ensemble.train_state if isinstance(ensemble, Run) else ensemble
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"`describe` needs an `Ensemble`, a `train.TrainState` or a `Run`, got {kind_text(ensemble)}.\n"
+            "To see a single model: `equinox.tree_pformat(model)`."
+        )
+    if trainable is not eqx.is_inexact_array:
+        raise TypeError("`describe` takes `trainable` with an ensemble; a training state knows what it trains.")
+    rows = [*_model_rows(state.params, state.fixed.frozen, state.shared)]
+    parts = {"state": state.model_state, "optimiser": state.opt_state, "hyper": state.hyper}
+    rows += [row for part, tree in parts.items() for row in _stacked_rows(tree, part)]
+    return Description(rows, state.num_members, f"{type(ensemble).__name__} of {_kind(state)}")
+
+
+def _kind(tree: Any) -> str:
+    """The class of the members."""
+    return type(tree.stacked if isinstance(tree, Ensemble) else tree.shared).__name__
+
+
+def _inexact(stacked: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+    """What is trained by default: floating-point arrays, but for Python floats that were stacked."""
+    leaves, treedef = jax.tree.flatten(stacked)
+    flags = number_flags(stacked, shared)
+    kept = [not flag and jnp.issubdtype(x.dtype, jnp.inexact) for x, flag in zip(leaves, flags, strict=True)]
+    return eqx.partition(stacked, jax.tree.unflatten(treedef, kept))
+
+
+def _model_rows(params: PyTree, frozen: PyTree, shared: PyTree) -> Iterator[LeafDescription]:
+    """The leaves of a model in its own order, whichever part they are in."""
+    trained = {path for path, _ in jtu.tree_flatten_with_path(params)[0]}
+    stacked = trained | {path for path, _ in jtu.tree_flatten_with_path(frozen)[0]}
+    for path, leaf in jtu.tree_flatten_with_path(eqx.combine(params, frozen, shared))[0]:
+        yield _row("model", path, leaf, stacked=path in stacked, trainable=path in trained)
+
+
+def _stacked_rows(tree: PyTree, part: str) -> Iterator[LeafDescription]:
+    for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
+        yield _row(part, path, leaf, stacked=True, trainable=False)
+
+
+def _row(part: str, path: tuple, leaf: Any, *, stacked: bool, trainable: bool) -> LeafDescription:
+    name = jtu.keystr(path) or "<root>"
+    if not (is_member_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
+        return LeafDescription(part, name, None, None, "static", trainable, 0, _text(leaf))
+    shape = tuple(leaf.shape[1:] if stacked else leaf.shape)
+    return LeafDescription(
+        part, name, shape, str(leaf.dtype), "stacked" if stacked else "shared", trainable, _bytes(leaf), None
+    )
+
+
+def _text(leaf: Any) -> str:
+    """A function's name, or a short text of anything else."""
+    name = getattr(leaf, "__name__", None)
+    return name if callable(leaf) and isinstance(name, str) else leaf_text(leaf)
+
+
+def _bytes(leaf: Any) -> int:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, leaf)
+        return data.size * data.dtype.itemsize
+    return int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize
+
+
+def _cells(row: LeafDescription) -> tuple[str, ...]:
+    shape, dtype = ("", row.value or "") if row.shape is None else (str(row.shape), str(row.dtype))
+    size = "" if row.shape is None else f"{row.bytes:,}"
+    return row.part, row.path, shape, dtype, row.kind, "yes" if row.trainable else "no", size

@@ -1,0 +1,126 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from ...distributed import to_host
+from ...distributed._collectives import all_gather
+from .._callback import Progress
+from .._check_callbacks import check_answer, other_process_message
+from .._state import TrainState, copy_arrays
+from .._status import Status
+from ..data._source import AbstractSource
+from ._active import ActiveMembers
+from ._record import Record
+from ._saving import Saving
+from ._stopping import Stopping
+
+
+class Callbacks:
+    """Calls the callbacks of a run between chunks, and stops what they ask to stop.
+
+    All processes call theirs at the same steps, and the answers of the first count.
+
+    **Attributes:**
+
+    - `every`: the number of steps between two calls; `None` for a call after every chunk.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callable[..., Any]],
+        *,
+        every: int | None,
+        start: TrainState,
+        record: Record,
+        saving: Saving,
+        stopping: Stopping,
+    ):
+        self.every = every
+        self._callbacks, self._record, self._saving, self._stopping = callbacks, record, saving, stopping
+        self._start, self._ids = start, to_host(start.ids) if callbacks else None
+        self._seen = record.position
+        self._called_at = record.steps
+        self._has_run = False
+
+    def call(self, members: ActiveMembers, source: AbstractSource) -> None:
+        """Calls them after a chunk, if it is time; not where none of its steps counts."""
+        self._has_run = True
+        if not self._callbacks or self._record.position == self._seen:
+            return
+        step, every = self._record.steps, self.every
+        if every is None or step // every > self._called_at // every:
+            ends, stopping = self._answers(members, source)
+            self._stopping.stop(members, stopping)
+            if ends:
+                self._stopping.end()
+
+    def finish(self, members: ActiveMembers, source: AbstractSource) -> None:
+        """Calls them at the end of a run, if anything is new. Members that they want to stop have ended, too."""
+        if self._callbacks and self._has_run and self._record.position != self._seen:
+            ends, _ = self._answers(members, source)
+            if ends:
+                self._stopping.end()
+
+    def _answers(self, members: ActiveMembers, source: AbstractSource) -> tuple[bool, np.ndarray]:
+        """Whether the run ends, and which members `(members,)` stop."""
+        count = members.slots.num_members
+        asked = np.zeros(count + 1, bool)
+        progress, snapshots = self._progress(members, source)
+        error: Exception | None = None
+        try:
+            for callback in self._callbacks:
+                answer = check_answer(callback(progress), callback, count)
+                if isinstance(answer, np.ndarray):
+                    asked[:-1] |= answer
+                else:
+                    asked[-1] |= answer
+        except Exception as raised:
+            error = raised
+        finally:
+            snapshots.clear()
+        asked = self._agree(asked, error, members, source)
+        return bool(asked[-1]), asked[:-1]
+
+    def _agree(
+        self, asked: np.ndarray, error: Exception | None, members: ActiveMembers, source: AbstractSource
+    ) -> np.ndarray:
+        """The answers of the first process; the run is saved and ends in all processes if a callback raised in any."""
+        gathered = all_gather(np.append(asked, error is not None))
+        failed = gathered[:, -1]
+        if failed.any() and jax.process_count() > 1:
+            self._saving.save(members, source)
+            self._saving.wait()
+        if error is not None:
+            raise error
+        if failed.any():
+            raise RuntimeError(other_process_message(np.flatnonzero(failed).tolist()))
+        return gathered[0, :-1]
+
+    def _progress(self, members: ActiveMembers, source: AbstractSource) -> tuple[Progress, list]:
+        record, status = self._record, members.status
+        history, step = record.since(self._seen, ended=not (status == Status.OK).any())
+        self._seen, self._called_at = record.position, record.steps
+        snapshots = [lambda: self._snapshot(members)]
+        loss, score = record.last()
+        seen = (self._ids, status, loss, score, history)
+        ids, status, loss, score, history = jax.tree.map(_read_only, seen)
+        progress = Progress(
+            step, source.last_step, source.num_epochs(step), self._saving.seconds, ids, status, loss, score, history,
+            snapshots,
+        )  # fmt: skip
+        return progress, snapshots
+
+    def _snapshot(self, members: ActiveMembers) -> TrainState:
+        carry, start = members.all(), self._start
+        moving, step = copy_arrays((carry.moving, carry.step))
+        return TrainState(moving, members.constants, start.shared, start.ids, step)
+
+
+def _read_only(x: PyTree) -> PyTree:
+    if isinstance(x, np.ndarray):
+        x = x.view()
+        x.flags.writeable = False
+    return x
