@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
 
 from ._check import is_member_array, kind_text
 from ._ensemble import Ensemble, number_flags
 from ._leaf_text import leaf_text
 from ._predict._check import bytes_text
 from ._progress import members_in_words
+from ._pytree import PyTree
 from .train._run import Run
 from .train._state import TrainState
 from .train._trainable import Trainable, partition_trainable

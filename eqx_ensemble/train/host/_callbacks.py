@@ -3,8 +3,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
+from ..._pytree import PyTree
 from ...distributed import to_host
 from ...distributed._collectives import all_gather
 from .._callback import Progress
