@@ -330,8 +330,7 @@ def test_nothing_is_done_without_callbacks(ensemble, monkeypatch):
 
     for name in ("to_host", "all_gather", "check_answer", "copy_arrays"):
         monkeypatch.setattr(_callbacks, name, fail)
-    for name in ("since", "last"):
-        monkeypatch.setattr(_callbacks.Record, name, fail)
+    monkeypatch.setattr(_callbacks.NewRecords, "take", fail)
     fitted(ensemble, steps=20, validation=VALID)
 
 

@@ -79,15 +79,10 @@ class ArraySource(AbstractSource):
         """The shapes of a batch as one member sees it."""
         return member_shapes(self.data, rows=self._order.batch_size)
 
-    def num_epochs(self, step: int) -> int:
-        """The ends of epochs between the run's first step and this one."""
-        return step // self._order.epoch - self._begun // self._order.epoch
-
     def start(self, setting: Setting) -> None:
         """Fixes the one shape of the chunks, which follows from the length of the whole run."""
         begun, epochs, steps = setting.length
         self.cursor, self._periods, self._step = setting.cursor, setting.periods, setting.step
-        self._begun = begun
         num_steps = int(steps or 0) if epochs is None else epochs * self._order.epoch
         self.num_steps, self.last_step = num_steps, begun + num_steps
         check_patience_length(setting.program.patience, num_steps, self._order.epoch, begun, name="fit")

@@ -100,10 +100,6 @@ class IterableSource(AbstractSource):
         check_some_batches(int(first is not None), 0, name="fit")
         return member_shapes(first)
 
-    def num_epochs(self, step: int) -> int:
-        """The ends of iterations."""
-        return self.cursor.epochs
-
     def start(self, setting: Setting) -> None:
         """Begins, or resumes at the cursor with the first call of `next`."""
         begun, self._epochs, self.num_steps = setting.length

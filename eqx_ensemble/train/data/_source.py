@@ -111,10 +111,6 @@ class AbstractSource(abc.ABC):
         """The shapes of a batch as one member sees it."""
 
     @abc.abstractmethod
-    def num_epochs(self, step: int) -> int:
-        """The number of epochs of this run that have ended at `step`, the present one."""
-
-    @abc.abstractmethod
     def start(self, setting: Setting) -> None:
         """Begins, or resumes at the setting's step and cursor."""
 

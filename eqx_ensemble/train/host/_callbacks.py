@@ -13,7 +13,7 @@ from .._state import TrainState, copy_arrays
 from .._status import Status
 from ..data._source import AbstractSource
 from ._active import ActiveMembers
-from ._record import Record
+from ._record import NewRecords, Record
 from ._saving import Saving
 from ._stopping import Stopping
 
@@ -33,6 +33,7 @@ class Callbacks:
         callbacks: Sequence[Callable[..., Any]],
         *,
         every: int | None,
+        begun: int,
         start: TrainState,
         record: Record,
         saving: Saving,
@@ -41,14 +42,14 @@ class Callbacks:
         self.every = every
         self._callbacks, self._record, self._saving, self._stopping = callbacks, record, saving, stopping
         self._start, self._ids = start, to_host(start.ids) if callbacks else None
-        self._seen = record.position
+        self._new = NewRecords(record)
         self._called_at = record.steps
-        self._has_run = False
+        self._begun, self._has_run = begun, False
 
     def call(self, members: ActiveMembers, source: AbstractSource) -> None:
         """Calls them after a chunk, if it is time; not where none of its steps counts."""
         self._has_run = True
-        if not self._callbacks or self._record.position == self._seen:
+        if not self._callbacks or not self._new.any:
             return
         step, every = self._record.steps, self.every
         if every is None or step // every > self._called_at // every:
@@ -59,7 +60,7 @@ class Callbacks:
 
     def finish(self, members: ActiveMembers, source: AbstractSource) -> None:
         """Calls them at the end of a run, if anything is new. Members that they want to stop have ended, too."""
-        if self._callbacks and self._has_run and self._record.position != self._seen:
+        if self._callbacks and self._has_run and self._new.any:
             ends, _ = self._answers(members, source)
             if ends:
                 self._stopping.end()
@@ -101,17 +102,21 @@ class Callbacks:
 
     def _progress(self, members: ActiveMembers, source: AbstractSource) -> tuple[Progress, list]:
         record, status = self._record, members.status
-        history, step = record.since(self._seen, ended=not (status == Status.OK).any())
-        self._seen, self._called_at = record.position, record.steps
+        history, step = self._new.take(ended=not (status == Status.OK).any())
+        self._called_at = record.steps
         snapshots = [lambda: self._snapshot(members)]
-        loss, score = record.last()
-        seen = (self._ids, status, loss, score, history)
+        seen = (self._ids, status, record.latest_loss, record.latest_score, history)
         ids, status, loss, score, history = jax.tree.map(_read_only, seen)
         progress = Progress(
-            step, source.last_step, source.num_epochs(step), self._saving.seconds, ids, status, loss, score, history,
-            snapshots,
+            step, source.last_step, self._num_epochs(source, step), self._saving.seconds, ids, status, loss, score,
+            history, snapshots,
         )  # fmt: skip
         return progress, snapshots
+
+    def _num_epochs(self, source: AbstractSource, step: int) -> int:
+        """The number of epochs of this run that have ended."""
+        order = source.order
+        return source.cursor.epochs if order is None else step // order.epoch - self._begun // order.epoch
 
     def _snapshot(self, members: ActiveMembers) -> TrainState:
         carry, start = members.all(), self._start

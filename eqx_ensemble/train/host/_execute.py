@@ -79,7 +79,8 @@ def execute(
         stops = program.patience is not None or limits.target is not None or max_seconds is not None
         pacing = Pacing(pilot, members_stop=stops)
         calls = Callbacks(
-            callbacks, every=callback_every, start=first, record=record, saving=saving, stopping=stopping
+            callbacks, every=callback_every, begun=length.begun, start=first, record=record, saving=saving,
+            stopping=stopping,
         )  # fmt: skip
         host = Host(
             Executor(program, pilot, members), members, pacing, Recording(record, line), stopping, saving, calls

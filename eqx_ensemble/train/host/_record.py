@@ -51,76 +51,62 @@ class History(eqx.Module):
 
 
 class Record:
-    """Collects a run's outputs on the host, piece by piece."""
+    """Collects a run's outputs on the host, piece by piece.
+
+    **Attributes:**
+
+    - `first_step`, `steps`: the step at which the outputs begin, and the present one.
+    - `outputs`: those of consecutive steps, `(steps, members, ...)`, in parts.
+    - `scores`, `score_steps`: validation scores `(members,)`, and the steps after which they were taken.
+    - `latest_loss`, `latest_score`: `(members,)`, each member's latest finite loss and validation score, NaN where
+        there is none; `None` before the first.
+    """
 
     def __init__(self, *, first_step: int = 0, history: History | None = None) -> None:
-        self._outputs: list[Any] = []
-        self._scores: list[np.ndarray] = []
-        self._score_steps: list[int] = []
-        self._latest: np.ndarray | None = None
-        self._latest_score: np.ndarray | None = None
+        self.outputs: list[Any] = []
+        self.scores: list[np.ndarray] = []
+        self.score_steps: list[int] = []
+        self.latest_loss: np.ndarray | None = None
+        self.latest_score: np.ndarray | None = None
         self._validated_at = -1
         self.first_step = self.steps = first_step
         if history is not None:
             self.add_steps(jax.tree.map(lambda curves: np.moveaxis(curves, 1, 0), (history.loss, history.aux)))
             if history.validation is not None:
-                self._scores = list(history.validation.T)
-                self._latest_score = last_finite(history.validation)
-                self._score_steps = history.validation_step.tolist()
-                self._validated_at = max(self._score_steps, default=-1)  # there is none where all failed before it
+                self.scores = list(history.validation.T)
+                self.latest_score = last_finite(history.validation)
+                self.score_steps = history.validation_step.tolist()
+                self._validated_at = max(self.score_steps, default=-1)  # there is none where all failed before it
 
     def add_steps(self, outputs: PyTree) -> None:
         """Outputs of consecutive steps, each `(steps, members, ...)`."""
         outputs = jax.tree.map(np.asarray, outputs)
-        if self._outputs:
-            check_same_outputs(*(jax.tree.map(lambda x: x[0], part) for part in (self._outputs[0], outputs)))
-        self._outputs.append(outputs)
+        if self.outputs:
+            check_same_outputs(*(jax.tree.map(lambda x: x[0], part) for part in (self.outputs[0], outputs)))
+        self.outputs.append(outputs)
         self.steps += outputs[0].shape[0]
-        self._latest = _update(self._latest, last_finite(outputs[0].T))
+        self.latest_loss = _update(self.latest_loss, last_finite(outputs[0].T))
 
     def add_scores(self, scores: Any, *, of_all: bool = True) -> None:
         """The members' validation scores `(members,)` after the steps so far; or of those only that stopped before."""
         if of_all and self.is_validated:  # where the run before this one ended, and so did an epoch
-            self._scores.pop()
-            self._score_steps.pop()
-        self._scores.append(np.asarray(scores))
-        self._latest_score = _update(self._latest_score, self._scores[-1])
-        self._score_steps.append(self.steps)
+            self.scores.pop()
+            self.score_steps.pop()
+        self.scores.append(np.asarray(scores))
+        self.latest_score = _update(self.latest_score, self.scores[-1])
+        self.score_steps.append(self.steps)
         self._validated_at = self.steps if of_all else self._validated_at
 
     @property
     def has_steps(self) -> bool:
         """Whether any step is recorded."""
-        return bool(self._outputs)
+        return bool(self.outputs)
 
     def latest(self, mode: Literal["min", "max"]) -> tuple[np.ndarray, np.ndarray | None]:
         """Each member's latest loss `(members,)` and best validation score `(members,)`, stopped ones too."""
-        assert self._latest is not None
+        assert self.latest_loss is not None
         better = np.fmin if mode == "min" else np.fmax
-        return self._latest, better.reduce(self._scores) if self._scores else None
-
-    def last(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Each member's latest finite loss `(members,)` and validation score `(members,)`; NaN where there is none."""
-        assert self._latest is not None
-        return self._latest, self._latest_score
-
-    @property
-    def position(self) -> tuple[int, int, int]:
-        """What is recorded so far: how many steps, parts of them, and validations."""
-        return self.steps, len(self._outputs), len(self._scores)
-
-    def since(self, position: tuple[int, int, int], *, ended: bool) -> tuple[History, int]:
-        """What was recorded since `position`, and the last step; trimmed as `history` is if the run has `ended`."""
-        steps, parts, validations = position
-        if ended:
-            history = self.history()
-            begun = steps - self.first_step
-            loss, aux = jax.tree.map(lambda curves: curves[:, begun:], (history.loss, history.aux))
-            scores = None if history.validation is None else history.validation[:, validations:]
-            new = History(loss, aux, scores, history.validation_step[validations:])
-            return new, self.first_step + history.loss.shape[1]
-        outputs = self._outputs[parts:] or [jax.tree.map(lambda x: x[:0], self._outputs[0])]
-        return _curves(outputs, self._scores[validations:], self._score_steps[validations:]), self.steps
+        return self.latest_loss, better.reduce(self.scores) if self.scores else None
 
     @property
     def is_validated(self) -> bool:
@@ -129,7 +115,7 @@ class Record:
 
     def curves(self) -> History:
         """All that was added, `members` first."""
-        return _curves(self._outputs, self._scores, self._score_steps)
+        return _curves(self.outputs, self.scores, self.score_steps)
 
     def history(self) -> History:
         """The curves up to the last step of any member: its chunk may have been longer.
@@ -144,6 +130,37 @@ class Record:
         end = self.first_step + trained
         kept = (history.validation_step <= end) | np.isfinite(history.validation).any(axis=0)
         return History(loss, aux, history.validation[:, kept], np.minimum(history.validation_step[kept], end))
+
+
+class NewRecords:
+    """What is recorded since it was last taken."""
+
+    def __init__(self, record: Record):
+        self._record = record
+        self._steps, self._parts, self._validations = self._position
+
+    @property
+    def _position(self) -> tuple[int, int, int]:
+        return self._record.steps, len(self._record.outputs), len(self._record.scores)
+
+    @property
+    def any(self) -> bool:
+        """Whether there are new steps or validations."""
+        return self._position != (self._steps, self._parts, self._validations)
+
+    def take(self, *, ended: bool) -> tuple[History, int]:
+        """The new curves, and the last step; trimmed as those of the run if it has `ended`."""
+        record, steps, parts, validations = self._record, self._steps, self._parts, self._validations
+        self._steps, self._parts, self._validations = self._position
+        if ended:
+            history = record.history()
+            begun = steps - record.first_step
+            loss, aux = jax.tree.map(lambda curves: curves[:, begun:], (history.loss, history.aux))
+            scores = None if history.validation is None else history.validation[:, validations:]
+            new = History(loss, aux, scores, history.validation_step[validations:])
+            return new, record.first_step + history.loss.shape[1]
+        outputs = record.outputs[parts:] or [jax.tree.map(lambda x: x[:0], record.outputs[0])]
+        return _curves(outputs, record.scores[validations:], record.score_steps[validations:]), record.steps
 
 
 def _curves(outputs: list[PyTree], scores: list[np.ndarray], score_steps: list[int]) -> History:
