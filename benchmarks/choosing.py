@@ -164,7 +164,7 @@ def _calibrations(report: Report, name: str, num_splits: int, num_members: int, 
     for (method, score), pairs in found.items():
         after, before = np.array(pairs).T
         _add(report, f"{title}: {score.upper()} after {method}", after)
-        if method != "none":
+        if method != "none" and np.isfinite(after).all():  # probabilities of zero have an infinite NLL
             report.rows.append(ratio_row(f"{title}: {score.upper()}, {method}", f"{method} / none", after / before))
 
 
