@@ -1,15 +1,17 @@
 """`testing.check_ensemble` over every layer of `equinox.nn`, and over Modules of other libraries."""
 
+import importlib
 import inspect
 import pathlib
 
 import equinox as eqx
 import jax
+import optax
 import pytest
 
 import eqx_ensemble as ee
 
-from . import equinox_layers
+from . import equinox_layers, flows
 from .cases import values
 from .libraries import LIBRARIES, UNFIT
 from .table import refused, works
@@ -43,6 +45,51 @@ def test_other_libraries(library, name, unhooked):
     pytest.importorskip(library, reason=f"{library} is not installed")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         check(LIBRARIES[library][name])
+
+
+def public_classes(module):
+    return {name for name, value in vars(module).items() if inspect.isclass(value) and name[0] != "_"}
+
+
+@pytest.mark.slow
+def test_nothing_of_flowjax_is_missing():
+    bijections = pytest.importorskip("flowjax.bijections", reason="flowjax is not installed")
+    distributions = importlib.import_module("flowjax.distributions")
+    abstract = lambda name: name.startswith("Abstract")
+    assert set(flows.BIJECTIONS) == {name for name in bijections.__all__ if not abstract(name)}
+    own = {
+        name
+        for name in public_classes(distributions)
+        if getattr(distributions, name).__module__ == distributions.__name__
+    }
+    assert set(flows.DISTRIBUTIONS) == {name for name in own if not abstract(name)}
+
+
+@pytest.mark.slow
+def test_nothing_of_distreqx_is_missing():
+    pytest.importorskip("distreqx", reason="distreqx is not installed")
+    modules = (importlib.import_module(f"distreqx.{name}") for name in ("distributions", "bijectors"))
+    classes = set().union(*map(public_classes, modules))
+    assert set(LIBRARIES["distreqx"]) == {name for name in classes if not name.startswith("Abstract")}
+
+
+TRAINED = {("flowjax", "coupling_flow"): 3, ("diffrax", "Heun"): 2, ("quax", "LoraArray"): 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("library", "name"), TRAINED)
+def test_members_trained_together_are_as_trained_alone(library, name, unhooked):
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    case, rows = LIBRARIES[library][name], jax.random.normal(KEY, (8, TRAINED[library, name]))
+
+    def loss(model, x, key):
+        found = jax.vmap(lambda x: case.fn(model, x))(x)
+        return jax.numpy.mean((found - 1) ** 2)
+
+    options = {"num_members": 2, "steps": 3, "plans": [ee.plan.Vmap()], "rtol": 1e-4, "key": KEY}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        checks = ee.testing.check_independent(case.make, loss, optax.sgd(1e-2), rows, **options)
+    assert len(checks) == 3
 
 
 @pytest.mark.parametrize("name", UNFIT)
