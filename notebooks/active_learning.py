@@ -181,9 +181,10 @@ labels = ASKED * np.arange(1, ROUNDS + 1)
 shown = [0, 1, 3, 5, 7, 9]
 
 
-def paired(difference: Float[np.ndarray, "... seeds"]) -> tuple[np.ndarray, np.ndarray]:
+def paired(difference: Float[np.ndarray, "*rounds seeds"]) -> tuple[Float[np.ndarray, "*rounds"], ...]:
     """Mean over seeds and its standard error."""
-    return difference.mean(-1), difference.std(-1, ddof=1) / np.sqrt(NUM_SEEDS)
+    mean, error = difference.mean(-1), difference.std(-1, ddof=1) / np.sqrt(NUM_SEEDS)
+    return np.asarray(mean), np.asarray(error)
 
 
 print("\nACCURACY by number of labels, mean of ten seeds")
