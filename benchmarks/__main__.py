@@ -23,6 +23,7 @@ SCRIPTS = (
     "memory",
     "prediction",
     "uncertainty",
+    "estimators",
     "scaling",
     "vmap_or_loop",
     "imports",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from . import resample as resample
     from . import scores as scores
     from . import sharding as sharding
+    from . import sklearn as sklearn
     from . import sweep as sweep
     from . import testing as testing
     from . import train as train
@@ -54,7 +55,7 @@ else:
     __getattr__, __dir__, __all__ = _import_when_used(
         __name__,
         rooms="calibrate checkpoint combine conformal distributed methods plan plot resample "
-        "scores sharding sweep testing train tree uncertainty".split(),
+        "scores sharding sklearn sweep testing train tree uncertainty".split(),
         names={
             "_axes": ["AbstractPerMember", "Batch", "Each"],
             "_build": ["build"],

@@ -1,0 +1,136 @@
+import inspect
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+
+from .._check import (
+    check_counter,
+    check_flag,
+    check_function,
+    check_number,
+    check_positive_int,
+    check_sequence,
+    check_word,
+    kind_text,
+)
+from .._ensemble import Ensemble
+from ._heads import AbstractHead
+from ._network import ACTIVATIONS
+
+
+def check_parameters(estimator: Any, *, name: str) -> None:
+    """The parameters that both estimators have."""
+    check_positive_int(estimator.num_members, "num_members", name=name)
+    check_positive_int(estimator.batch_size, "batch_size", name=name)
+    check_counter(estimator.max_iter, "max_iter", name=name)
+    check_positive_int(estimator.n_iter_no_change, "n_iter_no_change", name=name)
+    check_number(estimator.tol, "tol", name=name, least=0)
+    check_number(estimator.learning_rate, "learning_rate", name=name, least=0)
+    check_number(estimator.weight_decay, "weight_decay", name=name, least=0)
+    for flag in ("standardise", "early_stopping", "bootstrap", "warm_start"):
+        check_flag(getattr(estimator, flag), flag, name=name)
+    if estimator.make is None:
+        check_word(estimator.activation, "activation", tuple(ACTIVATIONS), name=name)
+        sizes = check_sequence(estimator.hidden_layer_sizes, "hidden_layer_sizes", name=name, of="integers")
+        for size in sizes:
+            check_positive_int(size, "hidden_layer_sizes", name=name)
+    else:
+        check_function(estimator.make, "make", name=name, example="partial(eqx.nn.MLP, width_size=32, depth=2)")
+        _check_make_signature(estimator.make, name)
+    if not isinstance(estimator.optimiser, optax.GradientTransformation | None):
+        check_function(estimator.optimiser, "optimiser", name=name, example="optax.adam")
+
+
+def _check_make_signature(make: Any, name: str) -> None:
+    try:
+        inspect.signature(make).bind(1, 1, key=None)
+    except ValueError:  # without a signature
+        return
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}` calls `make(in_size, out_size, key=key)`, which it cannot be called like: {error}.\n"
+            "For example `make=functools.partial(eqx.nn.MLP, width_size=32, depth=2)`."
+        ) from None
+
+
+def check_validation_fraction(fraction: Any, num_rows: int, *, name: str) -> int:
+    """The number of rows to validate on; at least one row is left on either side."""
+    check_number(fraction, "validation_fraction", name=name, least=0, most=1)
+    count = int(np.ceil(fraction * num_rows))
+    if not 0 < count < num_rows:
+        raise ValueError(
+            f"`{name}` needs rows to train on and rows to validate on: `validation_fraction={fraction}` of {num_rows} "
+            f"sample(s) is {count}.\nPass more rows, another `validation_fraction`, or `early_stopping=False`."
+        )
+    return count
+
+
+def check_outputs(ensemble: Ensemble, head: AbstractHead, x: np.ndarray, state: Any, *, name: str) -> None:
+    """Members return as many outputs as the head reads."""
+
+    def outputs(ensemble: Ensemble, x: Any, state: Any) -> Any:
+        if state is None:
+            return ensemble.map(lambda model: model.outputs(x))
+        return ensemble.map(lambda model, state: model.outputs(x, state)[0], state)
+
+    # Networks with dropout need a key in training, and none here.
+    inference = eqx.nn.inference_mode(ensemble)
+    found = eqx.filter_eval_shape(outputs, inference, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+    wanted = (ensemble.num_members, head.out_size)
+    if getattr(found, "shape", None) != wanted:
+        text = f"f{found.shape[1:]}".removeprefix("f") if hasattr(found, "shape") else kind_text(found)
+        raise ValueError(
+            f"`{name}` needs members that return one array of shape {wanted[1:]}: {head.meaning}; got {text}.\n"
+            "`make(in_size, out_size, key=key)` makes a member that takes `(in_size,)` and returns `(out_size,)`."
+        )
+
+
+def check_growth(num_members: int, before: int, *, name: str) -> None:
+    """A warm start keeps the members that there are."""
+    if num_members < before:
+        raise ValueError(
+            f"`{name}` with `warm_start=True` needs `num_members` of at least {before}, as in the previous fit; "
+            f"got {num_members}.\nSelect members from the fitted ensemble (`ensemble_[:{num_members}]`) instead."
+        )
+
+
+def check_same_rows(num_rows: int, rows: np.ndarray, *, name: str) -> None:
+    """Members that are added to bagged ones draw from the same rows."""
+    if num_rows != rows.shape[1]:
+        raise ValueError(
+            f"`{name}` adds members to bagged ones, which needs the same training rows: there were {rows.shape[1]}, "
+            f"now there are {num_rows}."
+        )
+
+
+def check_same_kind(head: AbstractHead, before: AbstractHead, *, name: str) -> None:
+    """A warm start predicts what the previous fit did."""
+    if head != before:
+        raise ValueError(
+            f"`{name}` with `warm_start=True` needs targets and `head` as in the previous fit: there the outputs were "
+            f"{before.meaning}, now they are {head.meaning}.\nPass `warm_start=False`, or fit a new estimator."
+        )
+
+
+def check_classes(classes: np.ndarray, before: np.ndarray | None, *, name: str) -> None:
+    """Two classes or more; those of the previous fit for a warm start."""
+    if len(classes) < 2:
+        raise ValueError(f"`{name}` needs two or more classes, got one class: {classes.tolist()}.")
+    if before is not None and not np.array_equal(classes, before):
+        raise ValueError(
+            f"`{name}` with `warm_start=True` needs the classes of the previous fit, {before.tolist()}; "
+            f"got {classes.tolist()}."
+        )
+
+
+def check_sample_weight(weights: np.ndarray | None, *, name: str) -> None:
+    """Weights that are not negative, and not all zero."""
+    if weights is None:
+        return
+    if (weights < 0).any():
+        raise ValueError(f"`{name}` needs `sample_weight` that is not negative, got {weights.min():g}.")
+    if not (weights > 0).any():
+        raise ValueError(f"`{name}` needs a row with a nonzero `sample_weight`; all are zero.")

@@ -1,0 +1,225 @@
+from . import _available as _available
+
+# isort: split
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from sklearn.base import RegressorMixin
+from sklearn.metrics import r2_score
+from sklearn.utils.validation import validate_data
+
+from .. import combine, uncertainty
+from .._check import check_level, check_word
+from ..uncertainty import Interval
+from ._base import AbstractEstimator, has_bag
+from ._check import check_parameters
+from ._data import unscale, widths
+from ._fit import fit_members, is_warm
+from ._heads import Gaussian, head_for_targets
+from ._predict import predict_out_of_bag, predict_rows, predict_standardised
+
+
+class EnsembleRegressor(RegressorMixin, AbstractEstimator):
+    """A regressor of scikit-learn: a deep ensemble of any Equinox models.
+
+    Members differ by their initialisation and row orders, and with `bootstrap` by their rows. They are trained by
+    [`eqx_ensemble.fit`][] as one compiled program, in float32 (float64 if jax has 64-bit types enabled), on features
+    and targets that are standardised in float64. Targets are numbers `(rows,)` or `(rows, targets)`.
+
+    **Arguments:**
+
+    - `make`: makes the network of one member, called as `make(in_size, out_size, key=key)`: any Equinox Module from
+        `(in_size,)` to `(out_size,)`, such as `functools.partial(eqx.nn.MLP, width_size=32, depth=2)`. It may return
+        `(module, state)`, as `equinox.nn.make_with_state` does; batch normalisation finds the batch under the axis name
+        `"batch"`; a network whose call takes `key` gets one for each row in training. By default a multilayer
+        perceptron of `hidden_layer_sizes` and `activation`.
+    - `num_members`: the number of members.
+    - `head`: what members predict: `"gaussian"`, mean and variance, by the negative log likelihood, or `"point"`, by
+        the squared error. `out_size` is twice the number of targets, the means before the raw variances, or the number
+        of targets.
+    - `hidden_layer_sizes`, `activation`: of the default network: the widths of its hidden layers, and `"relu"`,
+        `"gelu"`, `"silu"`, `"tanh"`, `"logistic"` or `"identity"`.
+    - `standardise`: whether to standardise features and targets.
+    - `optimiser`: `None` for `optax.adamw`, a function of a learning rate such as `optax.adam`, or an optax optimiser,
+        which has a learning rate of its own.
+    - `learning_rate`, `weight_decay`: of the optimiser; the latter for the default one only. Fits that differ in them
+        share one compiled program.
+    - `batch_size`: rows per step.
+    - `max_iter`: the most epochs.
+    - `early_stopping`: keep `validation_fraction` of the rows out of training. Each member stops after
+        `n_iter_no_change` epochs without an improvement of its validation loss by more than `tol`, and has its best
+        weights. Otherwise all are trained for `max_iter` epochs on all rows.
+    - `bootstrap`: each member is trained on rows drawn with replacement; the others give `oob_score_`.
+    - `warm_start`: a further call of `fit` continues: if `num_members` has grown, it adds members and leaves the others
+        as they are, else it trains all for up to `max_iter` further epochs. Standardisation stays that of the first
+        call.
+    - `random_state`: an integer, a `numpy.random.RandomState`, or `None`.
+    - `verbose`: show a progress line.
+
+    **Attributes:**
+
+    - `ensemble_`: the trained [`eqx_ensemble.Ensemble`][], for all functions of this library. Its members take features
+        and return a target, or with Gaussian heads `(mean, variance)`, all in the units of the data;
+        `ensemble_[0].network` is the Module that `make` made. Members that diverged are left out, with a warning.
+    - `state_`: the stacked `equinox.nn.State` of stateful members, else `None`.
+    - `rows_`: with `bootstrap`, the training rows of the members `(members, n)`, else `None`.
+    - `n_iter_`: the number of epochs of the member that was trained longest.
+    - `loss_curve_`, `validation_loss_curve_`: for each epoch, the mean over the members in training of their loss; the
+        latter is `None` without `early_stopping`.
+    - `oob_score_`, `oob_prediction_`: with `bootstrap`, $R^2$ and the predictions of members that were not trained on
+        the row. Rows that all members drew, and rows kept for validation, are NaN and do not count.
+    - `input_scaler_`, `target_scaler_`: the fitted `sklearn.preprocessing.StandardScaler`s.
+    - `n_features_in_`, `feature_names_in_`: as in all estimators of scikit-learn.
+
+    ```python
+    from sklearn.datasets import load_diabetes
+    from sklearn.model_selection import cross_val_score
+
+    x, y = load_diabetes(return_X_y=True, as_frame=True)
+    model = ee.sklearn.EnsembleRegressor(max_iter=20, random_state=0)
+    mean, std = model.fit(x[:400], y[:400]).predict(x[400:], return_std=True)
+    lower, upper = model.predict_interval(x[400:], level=0.9)
+    cross_val_score(model, x, y, cv=2)
+    ```
+
+    ??? cite
+
+        [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
+
+        ```bibtex
+        @inproceedings{lakshminarayanan2017simple,
+            author={Balaji Lakshminarayanan and Alexander Pritzel and Charles Blundell},
+            title={Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles},
+            booktitle={Advances in Neural Information Processing Systems},
+            year={2017},
+        }
+        ```
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Any] | None = None,
+        *,
+        num_members: int = 5,
+        head: Literal["gaussian", "point"] = "gaussian",
+        hidden_layer_sizes: Sequence[int] = (64, 64),
+        activation: str = "relu",
+        standardise: bool = True,
+        optimiser: Any = None,
+        learning_rate: float = 1e-3,
+        weight_decay: float = 1e-4,
+        batch_size: int = 32,
+        max_iter: int = 200,
+        early_stopping: bool = True,
+        validation_fraction: float = 0.1,
+        n_iter_no_change: int = 10,
+        tol: float = 0.0,
+        bootstrap: bool = False,
+        warm_start: bool = False,
+        random_state: Any = None,
+        verbose: bool | int = False,
+    ):
+        self.make = make
+        self.num_members = num_members
+        self.head = head
+        self.hidden_layer_sizes = hidden_layer_sizes
+        self.activation = activation
+        self.standardise = standardise
+        self.optimiser = optimiser
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.batch_size = batch_size
+        self.max_iter = max_iter
+        self.early_stopping = early_stopping
+        self.validation_fraction = validation_fraction
+        self.n_iter_no_change = n_iter_no_change
+        self.tol = tol
+        self.bootstrap = bootstrap
+        self.warm_start = warm_start
+        self.random_state = random_state
+        self.verbose = verbose
+
+    oob_prediction_: np.ndarray
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "EnsembleRegressor":
+        """Trains the members.
+
+        **Arguments:**
+
+        - `X`: features `(rows, features)`: an array, a data frame, or nested lists.
+        - `y`: targets, numbers `(rows,)` or `(rows, targets)`.
+        - `sample_weight`: a weight for each row `(rows,)`, none negative, that multiplies its loss; only ratios matter.
+            Rows of weight zero are left out.
+
+        **Returns:** the estimator.
+
+        **Raises:** `TypeError` or `ValueError` for parameters and data that do not fit together;
+        [`eqx_ensemble.train.DivergedError`][] if all members diverged.
+        """
+        name = "sklearn.EnsembleRegressor.fit"
+        check_parameters(self, name=name)
+        check_word(self.head, "head", ("gaussian", "point"), name=name)
+        warm = is_warm(self)
+        X, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64, reset=not warm)
+        y = np.asarray(y, np.float64)
+        rows = fit_members(self, X, y, sample_weight, head=head_for_targets(self.head, y), name=name)
+        if self.rows_ is not None:
+            predictions = predict_rows(self, X)
+            means = predictions[0] if self.head == "gaussian" else predictions
+            found = predict_out_of_bag(means, self.rows_, rows)
+            self.oob_prediction_ = unscale(self.target_scaler_, found)
+            known = has_bag(found)
+            self.oob_score_ = float(r2_score(y[known], self.oob_prediction_[known])) if known.any() else np.nan
+        return self
+
+    def predict(self, X: Any, *, return_std: bool = False) -> Any:
+        """The mean of the ensemble's predictive distribution.
+
+        **Arguments:**
+
+        - `X`: features `(rows, features)`.
+        - `return_std`: return the standard deviation, too.
+
+        **Returns:** the means, float64, of the shape of the targets; with `return_std` a pair of them and the standard
+        deviations: with Gaussian heads those of the mixture of the members, with point heads those of the members'
+        means alone, without any noise.
+        """
+        gaussian = self._is_gaussian()
+        moments = predict_standardised(self, X, combine.gaussian if gaussian else combine.moments)
+        mean = unscale(self.target_scaler_, moments.mean)
+        if not return_std:
+            return mean
+        return mean, widths(self.target_scaler_, np.sqrt(moments.variance))
+
+    def predict_interval(self, X: Any, *, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
+        """The central interval of the ensemble's predictive distribution.
+
+        Its coverage is not guaranteed; [the guide](../guide/estimators.md#intervals) shows how to calibrate it.
+
+        **Arguments:**
+
+        - `X`: features `(rows, features)`.
+        - `level`: the probability inside, a number between 0 and 1.
+
+        **Returns:** the lower and the upper ends, each of the shape of the targets: with Gaussian heads, quantiles of
+        the mixture of the members' Gaussians. With point heads, quantiles of the members' predictions: they show the
+        disagreement of members and ignore the noise of targets, of which they cover fewer than `level`.
+        """
+        check_level("sklearn.EnsembleRegressor.predict_interval", level)
+        find = _mixture_interval if self._is_gaussian() else uncertainty.interval
+        lower, upper = predict_standardised(self, X, partial(find, level=level))
+        return unscale(self.target_scaler_, lower), unscale(self.target_scaler_, upper)
+
+    def _is_gaussian(self) -> bool:
+        return hasattr(self, "_maker") and isinstance(self._maker.head, Gaussian)
+
+
+def _mixture_interval(moments: tuple[Any, Any], *, level: float) -> Interval:
+    return uncertainty.gaussian_mixture_interval(*moments, level=level)

@@ -1,0 +1,49 @@
+"""The checks that scikit-learn has for estimators of other packages."""
+
+import pytest
+
+pytest.importorskip("sklearn")
+
+from sklearn.utils.estimator_checks import parametrize_with_checks  # noqa: E402
+
+from eqx_ensemble.sklearn import EnsembleClassifier, EnsembleRegressor  # noqa: E402
+
+SMALL = {"num_members": 2, "hidden_layer_sizes": (8,), "learning_rate": 0.05, "max_iter": 20, "batch_size": 256}
+SMALL["early_stopping"] = False
+ROUNDING = "compares to 1e-7; members compute in float32, see `test_weights_are_repetitions`"
+DRAWS = "a bootstrap draws rows, of which there are more when rows are repeated"
+
+
+def expected_failures(estimator):
+    if estimator.bootstrap:
+        return {"check_sample_weight_equivalence_on_dense_data": DRAWS}
+    if getattr(estimator, "head", None) == "point":
+        return {}
+    return {"check_sample_weight_equivalence_on_dense_data": ROUNDING}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unhooked")  # a constructor takes anything, and `fit` complains
+@pytest.mark.filterwarnings("ignore:No row is out of bag")
+@parametrize_with_checks(
+    [EnsembleRegressor(**SMALL), EnsembleClassifier(**SMALL, bootstrap=True)],
+    expected_failed_checks=expected_failures,
+)
+def test_checks_of_scikit_learn(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("unhooked")  # a constructor takes anything, and `fit` complains
+@pytest.mark.filterwarnings("ignore:No row is out of bag")
+@parametrize_with_checks(
+    [
+        EnsembleRegressor(**SMALL, bootstrap=True),
+        EnsembleRegressor(**SMALL, head="point"),
+        EnsembleRegressor(**SMALL, head="point", bootstrap=True),
+        EnsembleClassifier(**SMALL),
+    ],
+    expected_failed_checks=expected_failures,
+)
+def test_checks_of_scikit_learn_for_other_parameters(estimator, check):
+    check(estimator)
