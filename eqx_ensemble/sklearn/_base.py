@@ -9,7 +9,7 @@ from sklearn.preprocessing import StandardScaler
 from .._ensemble import Ensemble
 from .._version import __version__
 from ._member import MakeNetwork, Member, MemberMaker
-from ._pickle import restore_ensemble, take_weights
+from ._pickling import restore_ensemble, take_weights
 
 _VERSION = "_eqx_ensemble_version"
 

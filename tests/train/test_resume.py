@@ -488,7 +488,7 @@ class TestNothingIsLost:
         assert caught.value.errno == 28
         assert 5 < part.history.loss.shape[1] < 20
         np.testing.assert_array_equal(part.history.loss, whole.history.loss[:, : part.history.loss.shape[1]])
-        assert checkpoints.steps == [6]
+        assert checkpoints.steps in ([5], [6])  # a chunk ends at step 5 where steps are slow, else with the epoch
         assert_same_run(fitted(ensemble, steps=20, checkpoint=checkpoints, checkpoint_every=5), whole)
 
     def test_a_last_save_that_fails(self, ensemble, tmp_path, monkeypatch):
