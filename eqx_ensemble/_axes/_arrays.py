@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from .._check import as_column, check_integers_fit
+from .._foreign import from_foreign
 from .._leaf_text import leaf_text
 from .._pytree import PyTree
 from ._check import too_large_message
@@ -11,6 +12,7 @@ from ._check import too_large_message
 
 def as_array(values: Any, *, path: str, name: str) -> jax.Array:
     """Values as a strongly typed jax array; raises an error for integers that overflow."""
+    values = from_foreign(values, path, name=name)
     check_integers_fit(values, argument=path, name=name)
     try:
         return strip_weak_types(jnp.asarray(values))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._foreign import from_foreign_tree
 from .._pytree import PyTree
 from ._check import check_batch_axis, check_member_axis
 
@@ -66,7 +67,7 @@ class Each(AbstractPerMember):
     ```
     """
 
-    value: PyTree
+    value: PyTree = eqx.field(converter=lambda value: from_foreign_tree(value, "value", name="Each"))
     axis: int = eqx.field(static=True, default=0)
 
     def __check_init__(self) -> None:
@@ -101,7 +102,7 @@ class Batch(eqx.Module):
     ```
     """
 
-    value: PyTree
+    value: PyTree = eqx.field(converter=lambda value: from_foreign_tree(value, "value", name="Batch"))
     axis: int = eqx.field(static=True, default=0)
 
     def __check_init__(self) -> None:

@@ -7,11 +7,8 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from .._check import (
-    check_key_shape,
-    is_integer,
-    kind_text,
-)
+from .._check import check_key_shape, is_integer, kind_text
+from .._foreign import from_foreign
 
 T = TypeVar("T")
 
@@ -85,6 +82,7 @@ def check_arguments(zip: Mapping[str, Any] | None, product: Mapping[str, Any] | 
     option = "zip" if product is None else "product"
     if not isinstance(chosen, Mapping):
         raise TypeError(f"`build` needs `{option}` as a dict from name to values, got {kind_text(chosen)}.")
+    chosen = {key: from_foreign(values, f"{option}[{key!r}]", name="build") for key, values in chosen.items()}
     for name, values in chosen.items():
         array = np.asarray(values) if not isinstance(values, jax.Array) else values
         if array.dtype.kind in "OUS":

@@ -6,6 +6,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from .._foreign import from_foreign
 from ._leaves import kind_text
 
 Shape = tuple[int, ...]
@@ -15,7 +16,7 @@ def concrete(values: object) -> np.ndarray | None:
     """The values on the host, or `None` where they cannot be read: while tracing, or when other hosts hold a part."""
     if isinstance(values, Tracer) or (isinstance(values, Array) and not values.is_fully_addressable):
         return None
-    return np.asarray(values)
+    return np.asarray(from_foreign(values))
 
 
 def kept_rows(mask: ArrayLike | None) -> np.ndarray | None:
@@ -45,7 +46,8 @@ def as_column(per_member: Any, ndim: int) -> Any:
 
 
 def check_array(name: str, argument: str, values: ArrayLike) -> Array:
-    """The values as an array, if they are numbers."""
+    """The values as an array, if they are numbers; data frames and tensors are converted."""
+    values = from_foreign(values, argument, name=name)
     try:
         return jnp.asarray(values)
     except (TypeError, ValueError) as error:

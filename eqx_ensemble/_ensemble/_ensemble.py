@@ -10,6 +10,7 @@ from .. import _axes, _keys
 from .. import tree as _tree
 from .._axes._check import check_member_axis
 from .._check import check_integer_ids
+from .._foreign import from_foreign_tree
 from .._pytree import PyTree
 from .._typing import kind_of_members
 from ..plan import AbstractPlan
@@ -122,6 +123,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         input is marked [`eqx_ensemble.Batch`][]. An `equinox.nn.State` always belongs to its member.
         """
         check_callable(self.stacked)
+        args, kwargs = from_foreign_tree((args, kwargs), "", name="Ensemble.__call__")
 
         def call(model: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(model, Ensemble):

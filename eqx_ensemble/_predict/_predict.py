@@ -14,6 +14,7 @@ from .._combination import AbstractCombination, of_predictions, stream_of
 from .._ensemble import Ensemble
 from .._ensemble._check import check_ensemble
 from .._ensemble._check_state import check_model_state, check_model_state_given
+from .._foreign import from_foreign_tree
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
 from ..plan import AbstractPlan, AnyPlan
@@ -108,7 +109,7 @@ def predict(
     parts.epistemic.shape  # (1000,)
     ```
     """
-    few = None
+    few, x = None, from_foreign_tree(x, "x", name="predict")
     if memory is None and mesh is None and key is None and (progress is None or progress is False):
         few = few_rows(ensemble, x, state, fn=fn, inference=inference, plan=plan, batch_size=batch_size)
     program = None if few is None else find_program(few)

@@ -1,16 +1,16 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
 from .._check import check_positive_scalar, check_scalar, concrete, needs_message
+from .._foreign import as_numpy
 
 
 def check_sketch_levels(levels: Any, *, name: str) -> tuple[float, ...]:
     """A list of numbers from 0 to 1."""
-    found = np.asarray(levels)
+    found = as_numpy(levels, "levels", name=name)
     if found.ndim != 1 or found.size == 0 or found.dtype.kind not in "fiu":
         raise TypeError(f"`{name}` needs a list of `levels`, got {levels!r}.")
     if not ((found >= 0) & (found <= 1)).all():

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 from .._check import check_number, check_positive_int, check_sequence, kind_text
+from .._foreign import as_numpy, from_foreign
 
 
 def check_indices(values: Any, num_members: int, *, name: str, unique: bool = False) -> np.ndarray:
     """Raises unless `values` are indices of members, each at most once if `unique`. Returns them as an array."""
-    found = np.asarray(values)
+    found = as_numpy(values, "members", name=name)
     if found.ndim != 1 or found.dtype.kind not in "iu" or len(found) == 0:
         raise TypeError(f"`{name}` needs indices of members, a list of integers; got {values!r}.")
     if found.min() < 0 or found.max() >= num_members:
@@ -104,7 +105,7 @@ def check_length(name: str, **lengths: Any) -> tuple[str, int]:
 def check_member_scores(scores: Any, *, name: str) -> np.ndarray:
     """Raises unless `scores` holds one number per member. Returns them as an array."""
     try:
-        found = np.asarray(scores, float)
+        found = np.asarray(from_foreign(scores, "scores", name=name), float)
     except (TypeError, ValueError):
         raise TypeError(f"`{name}` needs one score per member as numbers `(members,)`, got {scores!r}.") from None
     if found.ndim != 1 or len(found) == 0:
@@ -114,7 +115,7 @@ def check_member_scores(scores: Any, *, name: str) -> np.ndarray:
 
 def check_healthy(healthy: Any, num_members: int, *, name: str) -> np.ndarray:
     """Raises unless `healthy` is `None` or holds one boolean per member. Returns them as an array."""
-    found = np.ones(num_members, bool) if healthy is None else np.asarray(healthy)
+    found = np.ones(num_members, bool) if healthy is None else as_numpy(healthy, "healthy", name=name)
     if found.shape != (num_members,) or found.dtype != bool:
         raise TypeError(
             f"`{name}` needs one boolean per member in `healthy` ({num_members},), got {found.dtype} of shape "

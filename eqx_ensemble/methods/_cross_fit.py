@@ -8,6 +8,7 @@ from .. import _axes
 from .._axes._check_rows import check_rows_of_data
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
+from .._foreign import from_foreign_tree
 from .._predict import predict
 from .._pytree import PyTree
 from ..resample import Folds, HeldOut
@@ -84,6 +85,7 @@ def cross_fit(
     check_folds(name, folds)
     times = check_whole_folds(folds.test.shape[0], ensemble.num_members, name=name)
     own = jax.tree.map(lambda part: jnp.tile(part, (times, 1)), folds)
+    x = from_foreign_tree(x, "x", name=name)
     num_rows = check_rows_of_data(x, ensemble.num_members, argument="x", name=name, finite=False)
     check_rows_of_folds(num_rows, own, None, name=name)
     predict(ensemble, _first_row(x), state=options.get("state"), fn=fn)  # raises its errors before training

@@ -1,6 +1,5 @@
 import math
 
-import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -59,7 +58,7 @@ def check_per_member(name: str, arrays: tuple[ArrayLike, ...], options: dict[str
     if "weights" in options:
         fix = "Each member is scored by itself: weight the result, or call the score directly."
         raise ValueError(needs_message(name, "no `weights`", "got `weights`", fix))
-    predictions = tuple(jnp.asarray(values) for values in arrays[:-1])
+    predictions = tuple(check_array(name, "predictions", values) for values in arrays[:-1])
     counts = {prediction.shape[:1] for prediction in predictions}
     if len(counts) > 1 or counts & {(), (0,)}:
         shapes = ", ".join(str(prediction.shape) for prediction in predictions)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from .._check import MemberMismatchError, check_integers_fit, check_number, is_traced, kind_text
+from .._foreign import as_numpy
 from ._range import AbstractRange
 
 
@@ -16,7 +17,7 @@ def check_sweep_values(values: Any, *, name: str) -> dict[str, np.ndarray]:
         raise ValueError(f"`{name}` needs at least one name with values, got none.")
     arrays = {}
     for word, given in values.items():
-        array = np.asarray(given)
+        array = as_numpy(given, word, name=name)
         if array.dtype.kind not in "biuf":
             raise TypeError(
                 f"`{name}` needs numbers in `{word}`, because members of one ensemble differ only in arrays; got "

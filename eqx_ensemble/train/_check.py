@@ -15,6 +15,7 @@ from .._check import (
     kind_text,
 )
 from .._check._options import MOST_STEPS
+from .._foreign import as_numpy
 from .._leaf_text import leaf_text
 
 MULTI_STEPS = "Pass `optax.MultiSteps(...).gradient_transformation()`."
@@ -166,7 +167,7 @@ def check_limit(value: Any, argument: str, num_members: int, *, name: str, whole
     """Raises unless `value` is one number, or one per member, positive but for `target`. Returns it as `(members,)`."""
     if value is None:
         return None
-    numbers = np.asarray(value)
+    numbers = as_numpy(value, argument, name=name)
     if numbers.shape not in ((), (num_members,)) or numbers.dtype.kind not in ("iu" if whole else "iuf"):
         kind = "an integer" if whole else "a number"
         raise TypeError(f"`{name}` needs `{argument}` to be {kind}, or one per member ({num_members},), got {value!r}.")

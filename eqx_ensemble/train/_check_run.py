@@ -3,6 +3,7 @@ from typing import Any
 import numpy as np
 
 from .._check import check_nonnegative_weights, check_positive_int, check_weight_count
+from .._foreign import as_numpy, from_foreign
 
 
 def diverged_message(ids: Any, stopped_at: Any, faults: Any, *, first_step: int = -1, integers: str = "") -> str:
@@ -39,7 +40,7 @@ def check_run_weights(weights: Any, healthy: np.ndarray, combine: Any, *, name: 
         raise TypeError(f"`{name}` needs `combine=` with `weights`: weights have no effect without `combine`.")
     check_weight_count(weights, len(healthy), name=name)
     check_nonnegative_weights(name, weights, mask=healthy, all_zero=False)
-    kept = np.asarray(weights, float)[healthy]
+    kept = as_numpy(weights, "weights", name=name).astype(float)[healthy]
     return kept / kept.sum() if kept.size else kept
 
 
@@ -47,7 +48,7 @@ def check_scores_to_rank(scores: Any, num_members: int, *, name: str) -> np.ndar
     """Raises unless there is a score for every member. Returns them as an array."""
     if scores is None:
         raise TypeError(f"`{name}` needs scores to rank members by: train with `validation=` data, or pass `by=`.")
-    scores = np.asarray(scores, float)
+    scores = np.asarray(from_foreign(scores, "by", name=name), float)
     if scores.shape != (num_members,):
         raise ValueError(f"`{name}` needs one score per member in `by`: expected ({num_members},), got {scores.shape}.")
     return scores

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from .._axes import number_kinds
 from .._check import check_flag, check_optional_flag, check_optional_function, check_word
 from .._ensemble import Ensemble, M
+from .._foreign import from_foreign_tree
 from .._pytree import PyTree
 from ..checkpoint import Checkpoints
 from ..distributed import to_host
@@ -114,7 +115,9 @@ def fit(
     - `data`: a PyTree of arrays `(rows, ...)` shared by all members, or `(members, rows, ...)` in parts marked
         [`eqx_ensemble.Each`][]; or an iterable of batches (a generator, a loader of torch or grain). An iterable is
         iterated once per epoch, and the next batch is fetched while the device computes. An iterator that cannot
-        restart, such as a generator, gives one epoch, or any number of `steps`.
+        restart, such as a generator, gives one epoch, or any number of `steps`. Data frames and columns of pandas and
+        polars, and tensors of torch, are taken wherever arrays are: their columns have to be numbers, without missing
+        values.
     - `batch_size`: rows per step. By default 32, or all rows if they are fewer. The last batch of an epoch may be
         smaller.
     - `rows`: row indices `(members, n)` into `data`, such as bootstraps, folds or subsets.
@@ -223,6 +226,8 @@ def fit(
         and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs" (2021; ACM Transactions on Parallel Computing, 2022).
     """
     check_no_transformation(name="fit")
+    data = from_foreign_tree(data, "data", name="fit")
+    validation = from_foreign_tree(validation, "validation", name="fit")
     plan = as_plan(plan)
     how = Revive() if isinstance(on_diverge, str) and on_diverge == "revive" else on_diverge
     check_flag(has_aux, "has_aux", name="fit")

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int, Int8
 from .. import _axes, tree
 from .._axes._check_rows import check_rows_of_data
 from .._ensemble import Ensemble, M
+from .._foreign import from_foreign_tree
 from .._predict import predict
 from .._pytree import PyTree
 from ..plan import AbstractPlan
@@ -192,6 +193,7 @@ class Run(eqx.Module, Generic[M]):
         check_folds("Run.out_of_fold", folds)
         check_fold_count(folds.test.shape[0], len(self.status), name="Run.out_of_fold")
         check_no_copies(self.revived, name="Run.out_of_fold")
+        x = from_foreign_tree(x, "x", name="Run.out_of_fold")
         num_rows = check_rows_of_data(x, len(self.status), argument="x", name="Run.out_of_fold", finite=False)
         check_rows_of_folds(num_rows, folds, self.rows, name="Run.out_of_fold")
         weights = check_held_out_weights(self, weights, name="Run.out_of_fold")

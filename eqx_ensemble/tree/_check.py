@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._check import MemberMismatchError, check_integer_ids, is_member_array, is_traced, path_text
+from .._foreign import from_foreign
 from .._leaf_text import leaf_text
 
 _MOST_LINES = 8
@@ -57,6 +58,7 @@ def check_index(index: Any, num_members: int, *, name: str) -> Any:
     **Returns:** a Python int >= 0 for one member; a NumPy array of ints >= 0 for a selection (slice, list, integer
     array or boolean mask); a traced integer index as it came.
     """
+    index = from_foreign(index, "index", name=name)
     if isinstance(index, slice):
         return _rows(_slice_rows(index, num_members, name), name)
     if isinstance(index, (list, tuple)):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._check import is_key, is_member_array, is_traced
+from .._foreign import from_foreign
 from .._leaf_text import leaf_text
 
 
@@ -30,6 +31,7 @@ def check_tree_weights(weights: Any, count: int, *, name: str, mean: bool = Fals
 
 
 def _values(weights: Any, name: str) -> Any:
+    weights = from_foreign(weights, "weights", name=name)
     if isinstance(weights, (list, tuple)):
         if any(is_traced(w) for w in weights):
             with jax.numpy_dtype_promotion("standard"):

@@ -21,6 +21,7 @@ from ..._check import (
     is_traced,
     needs_message,
 )
+from ..._foreign import as_numpy
 
 _HOW_TO_SCORE = "They are `-scores.per_member(scores.nll, logits, labels, reduction='none')` and the like."
 
@@ -150,7 +151,7 @@ def check_sparsify(name: str, weights: ArrayLike, above: float, num_members: Any
     check_weights(name, weights, shape[0], jnp.dtype("float32"))
     if num_members is not None:
         check_positive_int(num_members, "num_members", name=name)
-    exact = np.asarray(weights, np.float64)
+    exact = as_numpy(weights, "weights", name=name).astype(np.float64)
     exact = exact / exact.sum()
     check_number(above, "above", name=name)
     if not 0 <= above < exact.max():

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int32, Real
 
+from ..._foreign import from_foreign
 from ._check import check_sparsify
 
 
@@ -51,5 +52,5 @@ def sparsify(
     exact = check_sparsify("combine.weights.sparsify", weights, above, num_members)
     order = np.argsort(-exact, kind="stable")
     left = np.sort(order[: int((exact > above).sum())][:num_members])
-    dtype = jnp.float64 if jnp.asarray(weights).dtype == jnp.float64 else jnp.float32
+    dtype = jnp.float64 if jnp.asarray(from_foreign(weights)).dtype == jnp.float64 else jnp.float32
     return Sparse(jnp.asarray(left, jnp.int32), jnp.asarray(exact[left] / exact[left].sum(), dtype))

@@ -6,6 +6,7 @@ import numpy as np
 
 from ... import _axes
 from ..._axes._check_rows import is_finite
+from ..._foreign import from_foreign
 from ..._pytree import PyTree
 from ...sharding._layout import Layout
 from ._data import on_device
@@ -43,7 +44,8 @@ class Converter:
 
 
 def _as_numpy(x: Any) -> Any:
-    """Arrays of other frameworks, such as the tensors of a torch loader, as NumPy arrays."""
+    """Data frames, and arrays of other frameworks, such as the tensors of a torch loader, as NumPy arrays."""
+    x = from_foreign(x, "batch", name="fit")
     return np.asarray(x) if not _axes.is_array(x) and hasattr(x, "__dlpack__") else x
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from ... import _axes
 from ..._axes._check_rows import check_rows_of_data
+from ..._foreign import as_numpy
 from ..._pytree import PyTree
 from ...sharding._layout import Layout
 from ...sharding._shard import replicate_rows, shard_rows
@@ -49,7 +50,7 @@ def as_row_indices(rows: Any, num_members: int, num_rows: int, *, name: str) -> 
     """The members' own rows `(members, n)` of the data, as int32 on the host."""
     if rows is None:
         return None
-    rows = np.asarray(_axes.map_each(lambda value: value, rows))
+    rows = as_numpy(_axes.map_each(lambda value: value, rows), "rows", name=name)
     check_row_indices(rows, num_members, num_rows, name=name)
     return rows.astype(np.int32)
 

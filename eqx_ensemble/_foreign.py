@@ -1,0 +1,134 @@
+"""Data frames of pandas and polars and tensors of torch as NumPy arrays. None of them is imported."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._pytree import PyTree
+
+_CLASSES = {
+    "pandas": ("DataFrame", "Series", "Index"),
+    "polars": ("DataFrame", "Series", "LazyFrame"),
+    "torch": ("Tensor",),
+}
+_FIXES = {  # dtypes that are no numbers; missing values
+    "pandas": ("`pandas.get_dummies`", "`fillna` or `dropna`"),
+    "polars": ("`to_dummies`", "`fill_null` or `drop_nulls`"),
+}
+_OURS = jax.Array | np.ndarray | bool | int | float | None
+
+
+def is_foreign(value: Any) -> bool:
+    """Whether a value is a data frame, a column or a tensor of another library."""
+    return _library(value) is not None
+
+
+def from_foreign(value: Any, argument: str = "values", *, name: str = "jnp.asarray") -> Any:
+    """A data frame, a column or a tensor as a NumPy array, without a copy where that is possible.
+
+    Anything else is returned as it is. Raises for columns that are not numbers, or have missing values.
+    """
+    library = _library(value)
+    if library is None:
+        return value
+    if library == "torch":
+        return _from_torch(value, argument, name)
+    if library == "polars" and isinstance(value, sys.modules[library].LazyFrame):
+        raise TypeError(f"`{name}` needs numbers in `{argument}`, got a LazyFrame. Pass `{argument}.collect()`.")
+    if not isinstance(value, sys.modules[library].DataFrame):
+        return _column_array(value, library, f"`{argument}`", name)
+    labelled = _columns(value, library)
+    columns = [_column_array(x, library, f"column {label!r} of `{argument}`", name) for label, x in labelled]
+    whole = value.to_numpy()
+    if len({column.dtype for column in columns}) == 1 and whole.dtype == columns[0].dtype:
+        return whole
+    return np.column_stack(columns) if columns else np.zeros(value.shape, np.float32)
+
+
+def as_numpy(value: Any, argument: str, *, name: str) -> np.ndarray:
+    """`numpy.asarray` of anything, data frames, columns and tensors included."""
+    return np.asarray(from_foreign(value, argument, name=name))
+
+
+def from_foreign_tree(tree: PyTree, argument: str, *, name: str) -> PyTree:
+    """A tree whose data frames, columns and tensors are NumPy arrays; the tree itself where it has none."""
+    if not any(map(is_foreign, jax.tree.leaves(tree))):
+        return tree
+    convert = lambda path, leaf: from_foreign(leaf, argument + jax.tree_util.keystr(path), name=name)
+    return jax.tree_util.tree_map_with_path(convert, tree)
+
+
+def _library(value: Any) -> str | None:
+    if isinstance(value, _OURS):
+        return None
+    for library, names in _CLASSES.items():
+        module = sys.modules.get(library)  # which may be being imported by another thread
+        if module is not None and isinstance(value, tuple(vars(module)[x] for x in names if x in vars(module))):
+            return library
+    return None
+
+
+def _columns(frame: Any, library: str) -> Iterator[tuple[Any, Any]]:
+    if library == "polars":
+        return ((column.name, column) for column in frame.get_columns())
+    return ((label, frame.iloc[:, i]) for i, label in enumerate(frame.columns))
+
+
+def _column_array(column: Any, library: str, where: str, name: str) -> np.ndarray:
+    """A column as an array of numbers, or booleans."""
+    dtype = _numpy_dtype(column.dtype) if library == "pandas" else None
+    encode, fill = _FIXES[library]
+    if not (dtype.kind in "biufc" if dtype is not None else _is_polars_number(column.dtype)):
+        raise TypeError(
+            f"`{name}` needs columns of numbers; {where} has dtype {column.dtype}.\n"
+            f"Leave it out, or encode it as numbers: {encode} makes a column for each category."
+        )
+    # NaN in a column of NumPy's is a number, about which each function decides.
+    native = isinstance(column.dtype, np.dtype)
+    missing = 0 if native else int(column.isna().sum() if library == "pandas" else column.null_count())
+    if missing:
+        raise ValueError(
+            f"`{name}` needs columns without missing values; {where} has {missing} of them.\n"
+            f"Fill them, or drop these rows: {fill}."
+        )
+    return column.to_numpy() if native or dtype is None else column.to_numpy(dtype=dtype)
+
+
+def _is_polars_number(dtype: Any) -> bool:
+    return dtype.is_integer() or dtype.is_float() or str(dtype) == "Boolean"
+
+
+def _numpy_dtype(dtype: Any) -> np.dtype:
+    """The dtype of the numbers in a column of pandas; that of objects where they are none."""
+    if isinstance(dtype, np.dtype):
+        return dtype
+    types = sys.modules["pandas"].api.types
+    found = getattr(dtype, "numpy_dtype", None) or getattr(dtype, "subtype", None)  # of nullable, of sparse ones
+    is_number = types.is_numeric_dtype(dtype) or types.is_bool_dtype(dtype)
+    return found if is_number and isinstance(found, np.dtype) else np.dtype(object)
+
+
+def _from_torch(tensor: Any, argument: str, name: str) -> np.ndarray:
+    torch = sys.modules["torch"]
+    if tensor.is_meta:
+        raise TypeError(f"`{name}` needs numbers in `{argument}`, got a tensor on the device `meta`, which has none.")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantised" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+        fix = "dequantize" if tensor.is_quantized else "to_dense"
+        raise TypeError(
+            f"`{name}` needs dense tensors; `{argument}` is {kind}.\nPass a dense one: `{argument}.{fix}()`."
+        )
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if tensor.dtype == torch.bfloat16:  # which NumPy lacks
+        return tensor.contiguous().view(torch.int16).numpy().view(jnp.bfloat16)
+    try:
+        return tensor.numpy()
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}` needs numbers in `{argument}`, got a tensor of {tensor.dtype}.\n"
+            f"Convert it: `{argument}.float()`."
+        ) from error
