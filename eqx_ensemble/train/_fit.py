@@ -115,9 +115,8 @@ def fit(
     - `data`: a PyTree of arrays `(rows, ...)` shared by all members, or `(members, rows, ...)` in parts marked
         [`eqx_ensemble.Each`][]; or an iterable of batches (a generator, a loader of torch or grain). An iterable is
         iterated once per epoch, and the next batch is fetched while the device computes. An iterator that cannot
-        restart, such as a generator, gives one epoch, or any number of `steps`. Data frames and columns of pandas and
-        polars, and tensors of torch, are taken wherever arrays are: their columns have to be numbers, without missing
-        values.
+        restart, such as a generator, gives one epoch, or any number of `steps`. Data frames of pandas and polars, and
+        tensors of torch, are taken wherever arrays are.
     - `batch_size`: rows per step. By default 32, or all rows if they are fewer. The last batch of an epoch may be
         smaller.
     - `rows`: row indices `(members, n)` into `data`, such as bootstraps, folds or subsets.
