@@ -115,8 +115,7 @@ def fit(
     - `data`: a PyTree of arrays `(rows, ...)` shared by all members, or `(members, rows, ...)` in parts marked
         [`eqx_ensemble.Each`][]; or an iterable of batches (a generator, a loader of torch or grain). An iterable is
         iterated once per epoch, and the next batch is fetched while the device computes. An iterator that cannot
-        restart, such as a generator, gives one epoch, or any number of `steps`. Data frames of pandas and polars, and
-        tensors of torch, are taken wherever arrays are.
+        restart, such as a generator, gives one epoch, or any number of `steps`. Data frames and tensors are arrays, too.
     - `batch_size`: rows per step. By default 32, or all rows if they are fewer. The last batch of an epoch may be
         smaller.
     - `rows`: row indices `(members, n)` into `data`, such as bootstraps, folds or subsets.
@@ -170,12 +169,10 @@ def fit(
         within rounding. [How it works](../scale.md).
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `callbacks`: a function of one [`eqx_ensemble.train.Progress`][], or a list of them, called between chunks of
-        steps, about once a second, and at the end: for logs, plots, and decisions of your own. It returns `None` to
-        continue, `True` to end the run as Ctrl-C does, or booleans `(members,)` to stop these members:
-        [`eqx_ensemble.train.Callback`][]. Callbacks that only look change no result. On several processes all call
+        steps, about once a second, and at the end. It returns `None` to continue, `True` to end the run as Ctrl-C does,
+        or booleans `(members,)` to stop these members: [`eqx_ensemble.train.Callback`][]. On several processes all call
         theirs at the same steps, and the answers of the first process count.
-    - `callback_every`: the number of steps between two calls of the callbacks, which chunks then respect: needed for
-        decisions that are the same in every run.
+    - `callback_every`: the number of steps between two calls, needed for decisions that are the same in every run.
     - `key`: the root key. A member's random streams are derived from it and the member's id.
 
     *Saving:*
@@ -226,7 +223,6 @@ def fit(
     """
     check_no_transformation(name="fit")
     data = from_foreign_tree(data, "data", name="fit")
-    validation = from_foreign_tree(validation, "validation", name="fit")
     plan = as_plan(plan)
     how = Revive() if isinstance(on_diverge, str) and on_diverge == "revive" else on_diverge
     check_flag(has_aux, "has_aux", name="fit")

@@ -8,7 +8,7 @@ import numpy as np
 
 from ... import _axes
 from ..._axes._check_rows import check_rows_of_data
-from ..._foreign import as_numpy
+from ..._foreign import as_numpy, from_foreign_tree
 from ..._pytree import PyTree
 from ...sharding._layout import Layout
 from ...sharding._shard import replicate_rows, shard_rows
@@ -34,6 +34,7 @@ def on_device(
     Arrays are `(rows, ...)`; those marked `Each` are `(members, rows, ...)`. On a mesh, rows are split over devices
     where that is possible; every device has all of them if they are to be `whole`.
     """
+    data = from_foreign_tree(data, argument, name=name)
     rows = check_rows_of_data(data, num_members, argument=argument, name=name)
     data = _axes.map_each(_axes.Each, data)
     if layout is None:
