@@ -56,8 +56,8 @@ def as_numpy(value: Any, argument: str, *, name: str) -> np.ndarray:
 
 def from_foreign_tree(tree: PyTree, argument: str, *, name: str) -> PyTree:
     """A tree whose data frames, columns and tensors are NumPy arrays; the tree itself where it has none."""
-    if not any(map(is_foreign, jax.tree.leaves(tree))):
-        return tree
+    if isinstance(tree, Iterator) or not any(map(is_foreign, jax.tree.leaves(tree))):
+        return tree  # batches that come one by one are converted one by one
     convert = lambda path, leaf: from_foreign(leaf, argument + jax.tree_util.keystr(path), name=name)
     return jax.tree_util.tree_map_with_path(convert, tree)
 

@@ -115,7 +115,7 @@ def fit(
     - `data`: a PyTree of arrays `(rows, ...)` shared by all members, or `(members, rows, ...)` in parts marked
         [`eqx_ensemble.Each`][]; or an iterable of batches (a generator, a loader of torch or grain). An iterable is
         iterated once per epoch, and the next batch is fetched while the device computes. An iterator that cannot
-        restart, such as a generator, gives one epoch, or any number of `steps`. Data frames and tensors are arrays, too.
+        restart, such as a generator, gives one epoch, or any number of `steps`. Data frames and tensors are arrays too.
     - `batch_size`: rows per step. By default 32, or all rows if they are fewer. The last batch of an epoch may be
         smaller.
     - `rows`: row indices `(members, n)` into `data`, such as bootstraps, folds or subsets.
