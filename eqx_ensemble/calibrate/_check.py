@@ -130,9 +130,10 @@ def warn_of_no_minimum(name: str, pool: str, flat: ArrayLike) -> None:
     """Warns if L-BFGS did not reach a minimum; only where that is concrete."""
     host = concrete(flat)
     if host is not None and not host.all():
+        penalty = "add a penalty" if name == "calibrate.matrix" else "use `calibrate.matrix` with penalties"
         warnings.warn(
             f"`{name}`: {_member_text(pool, ~host)}no minimum was reached. If the rows are separable, none exists: "
-            "fit on more rows, use a calibration with fewer parameters, or add a penalty.",
+            f"fit on more rows, use a calibration with fewer parameters, or {penalty}.",
             stacklevel=3,
         )
 
