@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eqx_ensemble.train.host._record import Record
+from eqx_ensemble.train.host._record import History, Record
 
 NAN = np.nan
 
@@ -36,3 +36,13 @@ def test_history_ends_with_the_last_step_of_any_member():
     assert history.validation.shape == (2, 1)
     record.add_scores(np.array([NAN, 0.5]), of_all=False)  # of the weights at which a member stopped
     assert record.history().validation_step.tolist() == [12, 12]
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_history_without_a_validation(num_steps):
+    """As of members that all failed before their first."""
+    losses = np.full((2, num_steps), NAN, np.float32)
+    record = Record(history=History(losses, None, np.zeros((2, 0)), np.zeros(0, np.int64)))
+    assert record.latest_score is None
+    np.testing.assert_array_equal(record.latest_loss, [NAN, NAN])
+    assert record.latest("min")[1] is None

@@ -74,7 +74,7 @@ class Record:
             self.add_steps(jax.tree.map(lambda curves: np.moveaxis(curves, 1, 0), (history.loss, history.aux)))
             if history.validation is not None:
                 self.scores = list(history.validation.T)
-                self.latest_score = last_finite(history.validation)
+                self.latest_score = last_finite(history.validation) if self.scores else None
                 self.score_steps = history.validation_step.tolist()
                 self._validated_at = max(self.score_steps, default=-1)  # there is none where all failed before it
 
@@ -176,6 +176,8 @@ def _update(latest: np.ndarray | None, new: np.ndarray) -> np.ndarray:
 
 def last_finite(curves: np.ndarray) -> np.ndarray:
     """The last finite number of each row of `(members, steps)`; NaN where there is none."""
+    if not curves.shape[1]:
+        return np.full(len(curves), np.nan, curves.dtype)
     finite = np.isfinite(curves)
     last = curves.shape[1] - 1 - np.argmax(finite[:, ::-1], axis=1)
     return np.where(finite.any(axis=1), np.take_along_axis(curves, last[:, None], axis=1)[:, 0], np.nan)
