@@ -121,7 +121,7 @@ def _bootstrap(
     num_kept = num_rows if mask is None else jnp.sum(mask, dtype=jnp.int32)
     candidates = jnp.arange(num_rows) if mask is None else jnp.argsort(~mask, stable=True)
 
-    counts = (jnp.arange(num_rows) < num_kept).astype(values.dtype)
+    counts = (jnp.arange(num_rows, dtype=jnp.int32) < num_kept).astype(values.dtype)
 
     def draw(key: Array) -> tuple[Array, Array]:
         drawn = candidates[jax.random.randint(key, (num_rows,), 0, num_kept)]
