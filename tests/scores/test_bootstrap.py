@@ -141,5 +141,5 @@ def test_masked_rows_under_double_precision():
     with jax.enable_x64(True):
         values = np.array([1.0, 2.0, 4.0, np.nan])
         found = scores.bootstrap(values, mask=np.array([True, True, True, False]), key=jax.random.key(0))
-        assert found.mean.dtype == np.float64
-        np.testing.assert_allclose(found.mean, 7 / 3, rtol=1e-15)
+        assert found.estimate.dtype == np.float64
+        np.testing.assert_allclose(found.estimate, 7 / 3, rtol=1e-15)
