@@ -1,23 +1,22 @@
 import dataclasses
 import html
+import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, final
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 
 from ._check import is_member_array, kind_text
-from ._ensemble import Ensemble, number_flags
+from ._ensemble import Ensemble
 from ._leaf_text import leaf_text
 from ._predict._check import bytes_text
 from ._progress import members_in_words
 from ._pytree import PyTree
 from .train._run import Run
 from .train._state import TrainState
-from .train._trainable import Trainable, partition_trainable
+from .train._trainable import Trainable, split_trainable
 
 _HEADS = ("part", "leaf", "shape", "dtype", "kind", "trainable", "bytes")
 
@@ -73,7 +72,7 @@ class Description:
     @property
     def num_trainable(self) -> int:
         """The number of trainable numbers of one member."""
-        return sum(int(np.prod(row.shape or (), dtype=np.int64)) for row in self.rows if row.trainable)
+        return sum(math.prod(row.shape or ()) for row in self.rows if row.trainable)
 
     @property
     def bytes(self) -> int:
@@ -142,11 +141,7 @@ def describe(
     ```
     """
     if isinstance(ensemble, Ensemble):
-        flags = ensemble.arrays, ensemble.shared
-        if trainable is eqx.is_inexact_array:
-            params, frozen = _inexact(*flags)
-        else:
-            params, frozen = partition_trainable(ensemble, trainable, name="describe")
+        params, frozen = split_trainable(ensemble, trainable, name="describe")
         rows = [*_model_rows(params, frozen, ensemble.shared)]
         return Description(rows, ensemble.num_members, f"Ensemble of {_kind(ensemble)}")
     state = ensemble.train_state if isinstance(ensemble, Run) else ensemble
@@ -168,14 +163,6 @@ def _kind(tree: Any) -> str:
     return type(tree.stacked if isinstance(tree, Ensemble) else tree.shared).__name__
 
 
-def _inexact(stacked: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-    """What is trained by default: floating-point arrays, but for Python floats that were stacked."""
-    leaves, treedef = jax.tree.flatten(stacked)
-    flags = number_flags(stacked, shared)
-    kept = [not flag and jnp.issubdtype(x.dtype, jnp.inexact) for x, flag in zip(leaves, flags, strict=True)]
-    return eqx.partition(stacked, jax.tree.unflatten(treedef, kept))
-
-
 def _model_rows(params: PyTree, frozen: PyTree, shared: PyTree) -> Iterator[LeafDescription]:
     """The leaves of a model in its own order, whichever part they are in."""
     trained = {path for path, _ in jtu.tree_flatten_with_path(params)[0]}
@@ -193,9 +180,9 @@ def _row(part: str, path: tuple, leaf: Any, *, stacked: bool, trainable: bool) -
     name = jtu.keystr(path) or "<root>"
     if not (is_member_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
         return LeafDescription(part, name, None, None, "static", trainable, 0, _text(leaf))
-    shape = tuple(leaf.shape[1:] if stacked else leaf.shape)
+    shape, size = tuple(leaf.shape[1:] if stacked else leaf.shape), leaf.size * leaf.dtype.itemsize
     return LeafDescription(
-        part, name, shape, str(leaf.dtype), "stacked" if stacked else "shared", trainable, _bytes(leaf), None
+        part, name, shape, str(leaf.dtype), "stacked" if stacked else "shared", trainable, size, None
     )
 
 
@@ -203,13 +190,6 @@ def _text(leaf: Any) -> str:
     """A function's name, or a short text of anything else."""
     name = getattr(leaf, "__name__", None)
     return name if callable(leaf) and isinstance(name, str) else leaf_text(leaf)
-
-
-def _bytes(leaf: Any) -> int:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = jax.eval_shape(jax.random.key_data, leaf)
-        return data.size * data.dtype.itemsize
-    return int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize
 
 
 def _cells(row: LeafDescription) -> tuple[str, ...]:

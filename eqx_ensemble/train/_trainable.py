@@ -14,7 +14,14 @@ Trainable = PyTree | Callable[[Any], bool]
 
 
 def partition_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> tuple[PyTree, PyTree]:
-    """What is trained of an ensemble's stacked leaves, and what is not; `trainable` sees the leaves of one member."""
+    """What is trained of an ensemble's stacked leaves, and what is not; raises if nothing is."""
+    params, frozen = split_trainable(ensemble, trainable, name=name)
+    check_trained(params, name=name)
+    return params, frozen
+
+
+def split_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> tuple[PyTree, PyTree]:
+    """The same where nothing may be trained; `trainable` is called with the leaves of one member."""
     check_trainable(trainable, name=name)
     stacked = ensemble.arrays
     leaves, treedef = jax.tree.flatten(stacked)
@@ -32,9 +39,7 @@ def partition_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) 
     else:
         mask, last = (select(tree.take(leaves, member)) for member in (0, -1))
         check_same_choice(mask, last, stacked, name=name)
-    params, frozen = eqx.partition(stacked, jax.tree.unflatten(treedef, mask))
-    check_trained(params, name=name)
-    return params, frozen
+    return eqx.partition(stacked, jax.tree.unflatten(treedef, mask))
 
 
 class _LeftOut:
