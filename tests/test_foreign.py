@@ -201,3 +201,11 @@ def test_nothing_is_imported():
     code += "print([name for name in ('pandas', 'polars', 'torch') if name in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
+
+
+def test_an_argument_of_a_call_is_named(ensemble):
+    text = frame("pandas", np.array([["a"] * 3] * 2))
+    with pytest.raises(TypeError, match=r"`Ensemble.__call__` .*column 'a' of `args\[0\]` has dtype"):
+        ensemble(text)
+    with pytest.raises(TypeError, match=r"column 'a' of `kwargs\['x'\]` has dtype"):
+        ensemble(x=text)

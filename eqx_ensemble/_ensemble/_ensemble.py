@@ -123,7 +123,8 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         input is marked [`eqx_ensemble.Batch`][]. An `equinox.nn.State` always belongs to its member.
         """
         check_callable(self.stacked)
-        args, kwargs = from_foreign_tree((args, kwargs), "", name="Ensemble.__call__")
+        args = from_foreign_tree(args, "args", name="Ensemble.__call__")
+        kwargs = from_foreign_tree(kwargs, "kwargs", name="Ensemble.__call__")
 
         def call(model: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(model, Ensemble):

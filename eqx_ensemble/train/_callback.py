@@ -57,7 +57,7 @@ class Progress:
     loss: Float[np.ndarray, " members"]
     score: Float[np.ndarray, " members"] | None
     history: History
-    _snapshots: list[Callable[[], TrainState[Any]]]
+    _snapshots: list[Callable[[], TrainState[Any]]]  # one, and none once the callback has returned
 
     def __repr__(self) -> str:
         end = "" if self.last_step is None else f" of {self.last_step}"

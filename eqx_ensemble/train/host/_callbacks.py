@@ -43,7 +43,6 @@ class Callbacks:
         self._callbacks, self._record, self._saving, self._stopping = callbacks, record, saving, stopping
         self._start, self._ids = start, to_host(start.ids) if callbacks else None
         self._new = NewRecords(record)
-        self._called_at = record.steps
         self._begun, self._has_run = begun, False
 
     def call(self, members: ActiveMembers, source: AbstractSource) -> None:
@@ -52,7 +51,7 @@ class Callbacks:
         if not self._callbacks or not self._new.any:
             return
         step, every = self._record.steps, self.every
-        if every is None or step // every > self._called_at // every:
+        if every is None or step // every > self._new.steps // every:
             ends, stopping = self._answers(members, source)
             self._stopping.stop(members, stopping)
             if ends:
@@ -103,7 +102,6 @@ class Callbacks:
     def _progress(self, members: ActiveMembers, source: AbstractSource) -> tuple[Progress, list]:
         record, status = self._record, members.status
         history, step = self._new.take(ended=not (status == Status.OK).any())
-        self._called_at = record.steps
         snapshots = [lambda: self._snapshot(members)]
         seen = (self._ids, status, record.latest_loss, record.latest_score, history)
         ids, status, loss, score, history = jax.tree.map(_read_only, seen)

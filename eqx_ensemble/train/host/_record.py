@@ -133,11 +133,11 @@ class Record:
 
 
 class NewRecords:
-    """What is recorded since it was last taken."""
+    """What is recorded since it was last taken, after `steps` steps."""
 
-    def __init__(self, record: Record):
+    def __init__(self, record: Record) -> None:
         self._record = record
-        self._steps, self._parts, self._validations = self._position
+        self.steps, self._parts, self._validations = self._position
 
     @property
     def _position(self) -> tuple[int, int, int]:
@@ -146,12 +146,12 @@ class NewRecords:
     @property
     def any(self) -> bool:
         """Whether there are new steps or validations."""
-        return self._position != (self._steps, self._parts, self._validations)
+        return self._position != (self.steps, self._parts, self._validations)
 
     def take(self, *, ended: bool) -> tuple[History, int]:
         """The new curves, and the last step; trimmed as those of the run if it has `ended`."""
-        record, steps, parts, validations = self._record, self._steps, self._parts, self._validations
-        self._steps, self._parts, self._validations = self._position
+        record, steps, parts, validations = self._record, self.steps, self._parts, self._validations
+        self.steps, self._parts, self._validations = self._position
         if ended:
             history = record.history()
             begun = steps - record.first_step
