@@ -92,7 +92,7 @@ def _adam() -> Any:
     return optax.adam(3e-3)
 
 
-def _trained(data: Data, num_members: int, seed: int, *, rows: Any = None, patience: int | None = 10) -> ee.Run:
+def _train(data: Data, num_members: int, seed: int, *, rows: Any = None, patience: int | None = 10) -> ee.Run:
     train, validation, *_ = data.parts
     ensemble = ee.build(data.make, num_members, key=jax.random.key(seed))
     stopping = {} if patience is None else {"validation": validation, "patience": patience}
@@ -106,7 +106,7 @@ def _counts(report: Report, name: str, num_splits: int, counts: tuple[int, ...])
     for seed in range(num_splits):
         data = _split(name, seed)
         x, y = data.parts[3]
-        prediction = _trained(data, counts[-1], seed).predict(x)
+        prediction = _train(data, counts[-1], seed).predict(x)
         for j, count in enumerate(counts):
             groups = [slice(i, i + count) for i in range(0, counts[-1] - count + 1, count)]
             each = [data.score(jax.tree.map(lambda a, g=group: a[g], prediction), y) for group in groups]
@@ -125,12 +125,12 @@ def _methods(report: Report, name: str, num_splits: int, num_members: int) -> No
         data = _split(name, seed)
         x, y = data.parts[3]
         num_rows = len(data.parts[0][0])
-        seeds = _trained(data, num_members, seed)
+        seeds = _train(data, num_members, seed)
         boot = ee.resample.bootstrap(num_rows, num_members, key=jax.random.key(seed))
         runs = {
             "seeds": seeds,
-            "bootstraps": _trained(data, num_members, seed, rows=boot),
-            "seeds, never stopped": _trained(data, num_members, seed, patience=None),
+            "bootstraps": _train(data, num_members, seed, rows=boot),
+            "seeds, never stopped": _train(data, num_members, seed, patience=None),
         }
         for method, run in runs.items():
             prediction = run.predict(x)
@@ -153,11 +153,11 @@ def _calibrations(report: Report, name: str, num_splits: int, num_members: int, 
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for seed in range(num_splits):
         data = _split(name, seed)
-        run = _trained(data, num_members, seed, patience=patience)
+        run = _train(data, num_members, seed, patience=patience)
         held_out, labels = run.predict(data.parts[2][0]), data.parts[2][1]
         logits, truth = run.predict(data.parts[3][0]), data.parts[3][1]
         before = {score: float(getattr(ee.scores, score)(logits, truth)) for score in ("nll", "ece")}
-        for method, calibrated in _calibrated(held_out, labels, logits).items():
+        for method, calibrated in _calibrate(held_out, labels, logits).items():
             for score, value in before.items():
                 pair = float(getattr(ee.scores, score)(calibrated, truth)), value
                 found.setdefault((method, score), []).append(pair)
@@ -168,7 +168,7 @@ def _calibrations(report: Report, name: str, num_splits: int, num_members: int, 
             report.rows.append(ratio_row(f"{title}: {score.upper()}, {method}", f"{method} / none", after / before))
 
 
-def _calibrated(held_out: jax.Array, labels: np.ndarray, logits: jax.Array) -> dict[str, jax.Array]:
+def _calibrate(held_out: jax.Array, labels: np.ndarray, logits: jax.Array) -> dict[str, jax.Array]:
     """Calibrated predictions, by method; without those that refuse these rows."""
     found = {"none": logits}
     for count in CALIBRATION_ROWS:

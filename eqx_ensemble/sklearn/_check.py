@@ -81,7 +81,7 @@ def check_outputs(ensemble: Ensemble, head: AbstractHead, x: np.ndarray, state: 
     found = eqx.filter_eval_shape(outputs, inference, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     wanted = (ensemble.num_members, head.out_size)
     if getattr(found, "shape", None) != wanted:
-        text = f"f{found.shape[1:]}".removeprefix("f") if hasattr(found, "shape") else kind_text(found)
+        text = str(found.shape[1:]) if hasattr(found, "shape") else kind_text(found)
         raise ValueError(
             f"`{name}` needs members that return one array of shape {wanted[1:]}: {head.meaning}; got {text}.\n"
             "`make(in_size, out_size, key=key)` makes a member that takes `(in_size,)` and returns `(out_size,)`."

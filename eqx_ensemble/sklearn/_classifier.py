@@ -17,7 +17,7 @@ from ._base import AbstractEstimator, has_bag
 from ._check import check_classes, check_parameters
 from ._fit import fit_members, is_warm
 from ._heads import Classes
-from ._predict import predict_out_of_bag, predict_rows, predict_standardised
+from ._predict import predict_out_of_bag, predict_rows, validate_and_predict
 
 
 class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
@@ -172,4 +172,4 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
         """Their logarithms, which are exact where probabilities are too small for their type."""
-        return np.asarray(predict_standardised(self, X, combine.mixture))
+        return np.asarray(validate_and_predict(self, X, combine.mixture))

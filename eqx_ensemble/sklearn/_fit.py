@@ -12,7 +12,7 @@ from ._check import check_growth, check_same_kind, check_same_rows, check_sample
 from ._data import Table, device_scaler, fit_scaler, scale, split_rows
 from ._heads import AbstractHead
 from ._member import Scaling
-from ._train import Members, add, build_members, draw_rows, extend, make_maker, train_members
+from ._train import Members, add_members, build_members, draw_rows, extend_curves, make_maker, train_members
 
 
 def is_warm(estimator: AbstractEstimator) -> bool:
@@ -87,13 +87,13 @@ def _train(
         drawn = draw_rows(estimator, len(rows), np.asarray(before.ensemble.ids), key=key)
         # Further epochs, with row orders of their own.
         key = jax.random.fold_in(key, before.losses.shape[1])
-        return extend(before, train(before.ensemble, before.state, drawn, key))
+        return extend_curves(before, train(before.ensemble, before.state, drawn, key))
     ids = range(built, wanted)
     drawn = draw_rows(estimator, len(rows), np.asarray(ids), key=key)
     if before is not None and before.rows is not None and drawn is not None:
         check_same_rows(drawn.shape[1], before.rows, name=name)
     after = train(*build_members(estimator._maker, ids, data.x, key=key, name=name), drawn, key)
-    return after if before is None else add(before, after)
+    return after if before is None else add_members(before, after)
 
 
 def _members(estimator: AbstractEstimator) -> Members:

@@ -6,7 +6,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float, Int
+
+from .. import scores
 
 _LEAST_VARIANCE = 1e-6  # of standardised targets
 
@@ -77,7 +80,7 @@ class Gaussian(AbstractHead):
 
     def loss(self, outputs: Float[Array, " out"], target: Float[Array, "*targets"]) -> Float[Array, ""]:
         mean, variance = self.read(outputs)
-        return jnp.mean(0.5 * ((target - mean) ** 2 / variance + jnp.log(variance) + math.log(2 * math.pi)))
+        return scores.nll_gaussian(mean, variance, target)
 
 
 @final
@@ -126,7 +129,7 @@ class Classes(AbstractHead):
         return prediction
 
     def loss(self, outputs: Float[Array, " out"], target: Int[Array, ""]) -> Float[Array, ""]:
-        return -jax.nn.log_softmax(outputs)[target]
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, target)
 
 
 def head_for_targets(head: str, targets: np.ndarray) -> AbstractHead:

@@ -11,7 +11,7 @@ from ._data import scale
 from ._member import call_network
 
 
-def predict_standardised(estimator: AbstractEstimator, X: Any, combine: Callable[..., Any] | None = None) -> Any:
+def validate_and_predict(estimator: AbstractEstimator, X: Any, combine: Callable[..., Any] | None = None) -> Any:
     """The members' predictions of standardised targets, or of logits, for rows of features, combined."""
     check_is_fitted(estimator)
     X = validate_data(estimator, X, reset=False, dtype=np.float64)

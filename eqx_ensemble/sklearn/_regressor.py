@@ -18,7 +18,7 @@ from ._check import check_parameters
 from ._data import unscale, widths
 from ._fit import fit_members, is_warm
 from ._heads import Gaussian, head_for_targets
-from ._predict import predict_out_of_bag, predict_rows, predict_standardised
+from ._predict import predict_out_of_bag, predict_rows, validate_and_predict
 
 
 class EnsembleRegressor(RegressorMixin, AbstractEstimator):
@@ -192,7 +192,7 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         means alone, without any noise.
         """
         gaussian = self._is_gaussian()
-        moments = predict_standardised(self, X, combine.gaussian if gaussian else combine.moments)
+        moments = validate_and_predict(self, X, combine.gaussian if gaussian else combine.moments)
         mean = unscale(self.target_scaler_, moments.mean)
         if not return_std:
             return mean
@@ -214,7 +214,7 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         """
         check_level("sklearn.EnsembleRegressor.predict_interval", level)
         find = _mixture_interval if self._is_gaussian() else uncertainty.interval
-        lower, upper = predict_standardised(self, X, partial(find, level=level))
+        lower, upper = validate_and_predict(self, X, partial(find, level=level))
         return unscale(self.target_scaler_, lower), unscale(self.target_scaler_, upper)
 
     def _is_gaussian(self) -> bool:

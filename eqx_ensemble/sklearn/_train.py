@@ -102,7 +102,7 @@ def train_members(
     return Members(run.ensemble, run.state, rows, losses, run.history.validation).take(healthy)
 
 
-def extend(before: Members, after: Members) -> Members:
+def extend_curves(before: Members, after: Members) -> Members:
     """The same members, trained further: their curves in sequence."""
     kept = np.isin(np.asarray(before.ensemble.ids), np.asarray(after.ensemble.ids))
     before = before.take(kept)
@@ -110,7 +110,7 @@ def extend(before: Members, after: Members) -> Members:
     return after._replace(losses=losses, validation=_join(before, after, axis=1))
 
 
-def add(before: Members, after: Members) -> Members:
+def add_members(before: Members, after: Members) -> Members:
     """The members together with new ones."""
     ensemble = concatenate([before.ensemble, after.ensemble])
     state = None if before.state is None else tree.concatenate([before.state, after.state])
