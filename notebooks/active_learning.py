@@ -181,7 +181,7 @@ labels = ASKED * np.arange(1, ROUNDS + 1)
 shown = [0, 1, 3, 5, 7, 9]
 
 
-def paired(difference: Float[np.ndarray, "*rounds seeds"]) -> tuple[Float[np.ndarray, "*rounds"], ...]:
+def mean_and_error(difference: Float[np.ndarray, "*rounds seeds"]) -> tuple[Float[np.ndarray, "*rounds"], ...]:
     """Mean over seeds and its standard error."""
     mean, error = difference.mean(-1), difference.std(-1, ddof=1) / np.sqrt(NUM_SEEDS)
     return np.asarray(mean), np.asarray(error)
@@ -192,7 +192,7 @@ print(f"{'labels':24}" + "".join(f"{labels[i]:9d}" for i in shown))
 for strategy, curve in curves.items():
     print(f"{strategy:24}" + "".join(f"{curve[i, 0].mean():9.4f}" for i in shown))
 for strategy in ("entropy", "BALD"):
-    gain, error = paired(curves[strategy][:, 0] - curves["random"][:, 0])
+    gain, error = mean_and_error(curves[strategy][:, 0] - curves["random"][:, 0])
     print(f"{strategy + ' minus random':24}" + "".join(f"{gain[i]:9.4f}" for i in shown))
     print(f"{'standard error, ' + strategy:24}" + "".join(f"{error[i]:9.4f}" for i in shown))
 
@@ -213,17 +213,17 @@ for strategy in ("entropy", "BALD"):
         so_far = np.maximum.accumulate(curves[strategy][:, 0, seed])
         goal = curves["random"][-1, 0, seed]
         needed.append(np.interp(goal, so_far, labels) if so_far[-1] >= goal else 200.0)
-    mean, error = paired(np.array(needed))
+    mean, error = mean_and_error(np.array(needed))
     print(f"{strategy:24}{mean:9.1f}{error:9.1f}{np.sum(np.array(needed) < 200):9d}")
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
 for i, (strategy, curve) in enumerate(curves.items()):
-    mean, error = paired(curve[:, 0])
+    mean, error = mean_and_error(curve[:, 0])
     left.plot(labels, mean, color=f"C{i}", marker="o", label=strategy)
     left.fill_between(labels, mean - error, mean + error, color=f"C{i}", alpha=0.2)
     if strategy != "random":
-        gain, error = paired(curve[:, 0] - curves["random"][:, 0])
+        gain, error = mean_and_error(curve[:, 0] - curves["random"][:, 0])
         right.errorbar(labels + i, gain, error, color=f"C{i}", marker="o", capsize=3, label=strategy)
 left.set(xlabel="labels", ylabel="accuracy", title="Accuracy: mean of ten seeds and its error")
 left.legend()

@@ -17,7 +17,7 @@
 #
 # A Module of your own may hold an ensemble like any other layer. Here four experts each predict a Gaussian, and a
 # gate weights them by the input. The whole is trained by the training step that the Equinox documentation shows, with
-# `eqx.filter_grad` and optax: nothing in it knows of ensembles.
+# `eqx.filter_grad` and optax: nothing in it is specific to ensembles.
 #
 # Members of an ensemble are trained independently of each other; experts of a mixture are not. Their common loss
 # decides who learns what. So this is a model with an ensemble inside, not an ensemble of models. At the end it

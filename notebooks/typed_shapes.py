@@ -169,7 +169,7 @@ refused["weights"] = attempt(
 
 # %% [markdown]
 # **Rows in the order of another axis.** Both axes are `rows` long somewhere, and no library can know which is meant.
-# The annotation knows.
+# The annotation says so.
 
 # %%
 transposed = jnp.moveaxis(logits[:, :4], 0, 1)  # (rows, members, classes), where both are four
