@@ -30,6 +30,7 @@ SCRIPTS = (
     "building",
     "first_call",
     "choosing",
+    "quality",
 )
 RELIABILITY = tuple(f"reliability/{name}" for name in ("kills", "flips", "disks", "hostile", "saving"))
 KNOWN = SCRIPTS + RELIABILITY

@@ -50,10 +50,17 @@ def as_gaussian(outputs: Float[Array, "... 2"]) -> tuple[Array, Array]:
     return outputs[..., 0], jax.nn.softplus(outputs[..., 1]) + 1e-3
 
 
-def negative_log_likelihood(outputs: Array, y: Array) -> Array:
-    """Of one Gaussian, or of class indices, per row; any axes before `rows` are kept."""
+def row_losses(outputs: Array, y: Array) -> Array:
+    """Negative log-likelihoods of real targets or class indices `y`; all axes of `outputs` but the last are kept."""
     if jnp.issubdtype(y.dtype, jnp.integer):
         log_p = jax.nn.log_softmax(outputs)
         return -jnp.take_along_axis(log_p, jnp.broadcast_to(y, log_p.shape[:-1])[..., None], axis=-1)[..., 0]
     mean, variance = as_gaussian(outputs)
     return 0.5 * (jnp.log(2 * jnp.pi * variance) + (y - mean) ** 2 / variance)
+
+
+def loss(model: Any, batch: tuple[Array, Array], key: Any) -> Array:
+    """The mean over rows; of all heads, where there are any."""
+    x, y = batch
+    keys = jax.random.split(key, len(x))
+    return jnp.mean(jax.vmap(row_losses)(jax.vmap(model)(x, keys), y))

@@ -8,8 +8,12 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
+import scipy.stats
+
+import eqx_ensemble as ee
 
 FOLDER = pathlib.Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
@@ -118,3 +122,70 @@ def test_a_missing_peer_is_reported(method):
     row = method.compared("torch", None, timing, target=">= 2")
     assert row.verdict == "absent"
     assert "absent / fit" in method.rows_table([row])
+
+
+@pytest.fixture
+def quality(monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(FOLDER)
+    before = set(sys.modules)
+    yield importlib.import_module("quality")
+    for name in {"quality", "_measure", "_members", "_methods", "_tables"} - before:
+        sys.modules.pop(name, None)
+
+
+def example_table(quality, x=None):
+    x = np.random.default_rng(0).normal(size=(101, 3)) if x is None else x
+    return quality.Table("example", x, np.arange(101), num_classes=101)
+
+
+def test_every_row_is_a_test_row_once(quality):
+    data = example_table(quality)
+    splits = [data.split(fold) for fold in range(5)]
+    tested = np.concatenate([split.test[1] for split in splits])
+    assert len(np.unique(tested)) == len(tested) == data.num_rows == 100
+    for split in splits:
+        parts = [part[1] for part in split[:3]]
+        assert [len(part) for part in parts] == [68, 12, 20]
+        assert set(np.concatenate(parts)) == set(tested)
+
+
+def test_other_rows_change_nothing_for_those_to_train(quality):
+    data = example_table(quality)
+    train, validation, test, _ = data.split(2)
+    x = data.x.copy()
+    x[np.concatenate([validation[1], test[1]])] = 1e6
+    np.testing.assert_array_equal(example_table(quality, x).split(2).train[0], train[0])
+    x[train[1][0]] = 1e6
+    assert not np.array_equal(example_table(quality, x).split(2).train[0][1:], train[0][1:])
+
+
+def test_differences_of_folds_are_corrected(quality):
+    """Five folds of 20 % to test, after Nadeau and Bengio: 1 / 5 + 20 / 80 instead of 1 / 5."""
+    values = np.array([0.1, -0.2, 0.4, 0.3, 0.0])
+    assert quality.standard_error(values) == pytest.approx(scipy.stats.sem(values))
+    assert quality.corrected_error(values) == pytest.approx(1.5 * scipy.stats.sem(values))
+
+
+def test_rows_of_unknown_classes_count_in_one_score(quality):
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 3, 200)
+    known = 4 * (rng.random((2, 200, 3)) < 0.2) + 8 * np.eye(3)[labels]
+    unknown = 0.1 * rng.normal(size=(2, 50, 3))
+    alone = quality.class_scores(known, labels)
+    both = quality.class_scores(np.concatenate([known, unknown], axis=1), labels)
+    assert both.pop("AUROC of unknown classes") > 0.9
+    assert np.isnan(alone.pop("AUROC of unknown classes"))
+    assert both == pytest.approx(alone, nan_ok=True)
+
+
+@pytest.mark.slow
+def test_passes_without_dropout_are_predictions(quality):
+    methods = importlib.import_module("_methods")
+    x = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+    for rate in (0.0, 0.5):
+        networks = ee.build(methods._with_dropout((3, 8, 8, 2)), zip={"rate": [rate, rate]}, key=jax.random.key(0))
+        passes = methods._passes(networks, x, 3, jax.random.key(1))
+        assert passes.shape == (2, 3, 6, 2)
+        apart = np.abs(passes - np.asarray(ee.predict(networks, x))[:, None]).max(axis=(1, 2, 3))
+        assert (apart < 1e-6).all() if rate == 0 else (apart > 1e-2).all()
