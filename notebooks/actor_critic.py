@@ -216,8 +216,9 @@ def update_actor(agent: Agent, seen: Transition, key: Key[Array, ""]) -> Agent:
 # %% [markdown]
 # ## A run
 #
-# A run is one `lax.scan` over steps of the environment. A scan carries arrays only: `eqx.partition` takes the
-# activation functions out of the agent, `eqx.combine` puts them back, as in every scan over Modules.
+# A run is one compiled loop over steps of the environment. `jax.lax.scan` carries arrays only, and an agent also holds
+# activation functions: `ee.train.scan_steps` carries it as it is. Its step is any function of a state and a batch; the
+# batches here are the numbers of the steps.
 
 
 # %%
@@ -243,7 +244,6 @@ def mean_return(actor: Actor, key: Key[Array, ""]) -> Float[Array, ""]:
 def run(key: Key[Array, ""], in_minimum: Int[Array, ""]) -> tuple[Float[Array, " times"], Float[Array, ""]]:
     """The returns in the course of training, and the mean error of the critics' values at its end."""
     agent_key, reset_key, random_key, steps_key, test_key = jax.random.split(key, 5)
-    agent, static = eqx.partition(Agent(key=agent_key), eqx.is_array)
     physics, first = jax.lax.scan(
         lambda physics, t: act_randomly(physics, t, random_key), reset(reset_key), jnp.arange(WARM_UP)
     )
@@ -251,7 +251,6 @@ def run(key: Key[Array, ""], in_minimum: Int[Array, ""]) -> tuple[Float[Array, "
 
     def one_step(carry, t):
         agent, memory, physics = carry
-        agent = eqx.combine(agent, static)
         keys = jax.random.split(jax.random.fold_in(steps_key, t), 5)
         action, _ = agent.actor(observe(physics), key=keys[0])
         physics, seen = act(physics, action, t, keys[1])
@@ -260,15 +259,15 @@ def run(key: Key[Array, ""], in_minimum: Int[Array, ""]) -> tuple[Float[Array, "
         batch = jax.tree.map(lambda rows: rows[drawn], memory)
         agent = update_critics(agent, batch, in_minimum, keys[3])
         agent = update_actor(agent, batch, keys[4])
-        return (eqx.filter(agent, eqx.is_array), memory, physics), None
+        return (agent, memory, physics), None
 
     def chunk(carry, ts):
-        carry, _ = jax.lax.scan(one_step, carry, ts)
-        return carry, mean_return(eqx.combine(carry[0], static).actor, test_key)
+        carry, _ = ee.train.scan_steps(one_step, carry, ts)
+        return carry, mean_return(carry[0].actor, test_key)
 
     ts = jnp.arange(STEPS).reshape(-1, EVALUATE_EVERY)
-    (agent, *_), returns = jax.lax.scan(chunk, (agent, memory, physics), ts)
-    return returns, value_error(eqx.combine(agent, static), test_key)
+    (agent, *_), returns = ee.train.scan_steps(chunk, (Agent(key=agent_key), memory, physics), ts)
+    return returns, value_error(agent, test_key)
 
 
 # %% [markdown]

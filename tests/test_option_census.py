@@ -128,6 +128,15 @@ CASES = {
         {"state": state, "batch": always(DATA)},
         ("state",),  # the batch is the user's loss's own
     ),
+    "train.scan_steps": Case(
+        ee.train.scan_steps,
+        {
+            "step": always(ee.train.make_step(loss, of_hyper)),
+            "state": state,
+            "batches": lambda: jax.tree.map(lambda x: jnp.stack([x, x]), DATA),
+        },
+        ("step", "state", "length", "donate"),  # the batches are the user's loss's own
+    ),
     "train.revive": Case(ee.train.revive, {"state": state, "optimiser": always(of_hyper), "key": always(KEY)}),
     "train.Revive": Case(ee.train.Revive, {}),
     "save": Case(
@@ -265,6 +274,7 @@ ACCEPTED = {
     "fit, saved": {"checkpoint": "text None", "checkpoint_every": "int64 None"},
     "train.init": dict.fromkeys(["state", "hyper", "mesh"], "None"),
     "train.make_step": {"plan": "None", "mesh": "None"},
+    "train.scan_steps": {"length": "int64 None"},
     "train.revive": {"how": "None"},
     "train.Revive": {"make": "None", "perturb": "None", "most": "int64"},
     # Any tree can be saved, a number and a text among them; meta is JSON, in which NaN and infinity are marked.

@@ -6,6 +6,7 @@ from ._revive import Revival as Revival
 from ._revive import Revive as Revive
 from ._revive import perturb as perturb
 from ._revive import revive as revive
+from ._scan_steps import scan_steps as scan_steps
 from ._state import TrainState as TrainState
 from ._state import init as init
 from ._status import Status as Status

@@ -26,8 +26,8 @@ def check_no_transformation(*, name: str) -> None:
     if is_inside_transformation():
         raise TypeError(
             f"`{name}` cannot run inside `jax.jit`, `jax.vmap`, `jax.grad` or another transformation: it makes "
-            "decisions on the host. There, use `train.make_step` in a `jax.lax.scan`, or write the whole training of "
-            "one member as a function for `map_members`."
+            "decisions on the host. There, use `train.make_step` with `train.scan_steps`, or write the whole training "
+            "of one member as a function for `map_members`."
         )
 
 

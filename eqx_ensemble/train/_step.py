@@ -110,6 +110,23 @@ def _compiled_step(step: Step, state: TrainState, batch: PyTree, numbers: Kinds 
     return _one_step(step, state, batch)
 
 
+class LoopStep(eqx.Module, Generic[M]):
+    """A step inside a compiled loop: its layout and plan are those of the state that the loop starts from."""
+
+    step: Step
+
+    def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
+        """Takes one step on one batch."""
+        moving, count, metrics = _one_step(self.step, state, batch)
+        return TrainState(moving, state.fixed, state.shared, state.ids, count), metrics
+
+
+def step_in_loop(step: Step, state: TrainState) -> LoopStep:
+    """The step for a compiled loop. With `plan="auto"` its plan is the one that was found so far."""
+    layout = None if step.layout is None else step.layout.split_weights(state.moving.params)
+    return LoopStep(dataclasses.replace(step, plan=step.plan.choice or step.plan, pilot=None, layout=layout))
+
+
 def make_step(
     loss: Callable[..., Any],
     optimiser: Optimiser,
