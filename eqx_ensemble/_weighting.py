@@ -10,7 +10,7 @@ from ._check import as_column
 
 
 def blank_unweighted(
-    values: Float[Array, "members ..."], weights: Float[Array, " members"] | None, *, fill: ArrayLike = 0.0
+    values: Float[Array, "members ..."], weights: Float[Array, "members ..."] | None, *, fill: ArrayLike = 0.0
 ) -> Float[Array, "members ..."]:
     """The values, overwritten for members of weight zero, so that their NaNs affect no value and no gradient."""
     if weights is None:
@@ -28,7 +28,9 @@ def blank_masked(
     return jnp.where(jnp.reshape(mask, shape), values, fill)
 
 
-def weighted_mean(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:
+def weighted_mean(
+    values: Float[Array, "members ..."], weights: Float[Array, "members ..."] | None
+) -> Float[Array, "..."]:
     """Mean over members."""
     if weights is None:
         return jnp.mean(values, axis=0)
@@ -44,19 +46,19 @@ def sum_members(values: Float[Array, "members ..."]) -> Float[Array, "..."]:
     return sum(rest, values[0])
 
 
-def known_mean(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:
+def known_mean(values: Float[Array, "members ..."], weights: Float[Array, "members ..."] | None) -> Float[Array, "..."]:
     """Mean over members, of which those of weight zero may be NaN."""
     return weighted_mean(blank_unweighted(values, weights), weights)
 
 
 def class_mixture(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, "members ..."] | None
 ) -> Float[Array, "*batch classes"]:
     """Log-probabilities of the mixture of the members."""
     return log_mixture(jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1), weights)
 
 
-def log_mixture(logs: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:
+def log_mixture(logs: Float[Array, "members ..."], weights: Float[Array, "members ..."] | None) -> Float[Array, "..."]:
     """Logarithm of the mean over members of `exp(logs)`."""
     num_members = logs.shape[0]
     convex = jnp.full(num_members, 1 / num_members, logs.dtype) if weights is None else weights
@@ -68,7 +70,7 @@ def log_mixture(logs: Float[Array, "members ..."], weights: Float[Array, " membe
 
 
 def moments(
-    mean: Float[Array, "members ..."], weights: Float[Array, " members"] | None
+    mean: Float[Array, "members ..."], weights: Float[Array, "members ..."] | None
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Mean and variance over members (ddof 0)."""
     found = weighted_mean(mean, weights)
@@ -83,7 +85,9 @@ def moments(
 
 
 def mixture_moments(
-    mean: Float[Array, "members ..."], variance: Float[Array, "members ..."], weights: Float[Array, " members"] | None
+    mean: Float[Array, "members ..."],
+    variance: Float[Array, "members ..."],
+    weights: Float[Array, "members ..."] | None,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Mean and variance of the mixture of the members' distributions."""
     centre, between = moments(blank_unweighted(mean, weights), weights)
@@ -103,7 +107,7 @@ def at_label(values: Float[Array, "*batch classes"], labels: Integer[Array, "*ba
 
 
 def votes(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, "members ..."] | None
 ) -> Float[Array, "*batch classes"]:
     """The fraction of the votes for each class; NaN where a member that votes has a NaN."""
     voting = blank_unweighted(logits, weights)

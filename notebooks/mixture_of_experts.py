@@ -97,7 +97,8 @@ train, test = draw(1000, train_key), draw(2000, test_key)
 #
 # `Mixture.experts` is an ensemble, made by `ee.build`. Calling it gives the outputs of all experts, with a leading
 # `members` axis; the gate gives their weights. Model and mixture are functions of one example, as everywhere in
-# Equinox, so the weights of one example are `(members,)`: what the functions of `ee.combine` and `ee.scores` take.
+# Equinox, so the weights of one example are `(members,)`. On a whole batch the functions of `ee.combine` and
+# `ee.scores` take weights of each row too, `(members, rows)`.
 
 
 # %%
@@ -234,6 +235,7 @@ print(f"{'the density of the data':34}{0:8}{best:10.4f}")
 line = jnp.linspace(-6, 6, 200)[:, None]
 mean, variance = mixture.experts(ee.Batch(line))  # (experts, rows)
 weights = jax.vmap(mixture)(line)[2]  # (rows, experts)
+of_mixture = ee.combine.gaussian(mean, variance, weights=weights.T)  # mean and variance of the mixture, row by row
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
 left.plot(train[0][:, 0], train[1], ".", color="0.8", markersize=3)
@@ -241,6 +243,7 @@ for i in range(NUM_EXPERTS):
     used = weights[:, i] > 0.1
     left.plot(jnp.where(used, line[:, 0], jnp.nan), mean[i], linewidth=2, label=f"expert {i}")
     right.plot(line[:, 0], weights[:, i], linewidth=2)
+left.plot(line[:, 0], of_mixture.mean, color="black", linewidth=1, label="mean of the mixture")
 alone = runs["one expert"].ensemble[0]
 left.plot(line[:, 0], jax.vmap(alone)(line)[0], color="black", linestyle="--", label="one expert alone")
 left.set(xlabel="effect", ylabel="cause", title="Means of the experts, where their weight is above a tenth")

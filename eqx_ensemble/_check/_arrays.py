@@ -41,8 +41,8 @@ def one_member_text(name: str) -> str:
 
 
 def as_column(per_member: Any, ndim: int) -> Any:
-    """An array `(members,)`, of NumPy or jax, as `(members, 1, ...)` with `ndim` axes."""
-    return per_member.reshape((-1,) + (1,) * (ndim - 1))
+    """An array `(members, ...)`, of NumPy or jax, as `(members, ..., 1, ...)` with `ndim` axes."""
+    return per_member.reshape(per_member.shape + (1,) * (ndim - per_member.ndim))
 
 
 def check_array(name: str, argument: str, values: ArrayLike) -> Array:

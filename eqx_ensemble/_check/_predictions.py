@@ -113,7 +113,7 @@ def check_variance(
         share = concrete(weights)
         if share is None:
             return
-        if share.shape == host.shape[:1]:  # others are refused by `check_weights`
+        if 0 < share.ndim and share.shape == host.shape[: share.ndim]:  # others are refused by `check_weights`
             kept = kept & as_column(share != 0, host.ndim)
     wrong = (host <= 0 if positive else host < 0) & kept
     if wrong.any():

@@ -5,7 +5,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import check_array, concrete, first_text, kept_rows, needs_message
+from ._arrays import Shape, check_array, concrete, first_text, kept_rows, needs_message
 from ._leaves import Size, kind_text
 
 
@@ -33,12 +33,20 @@ def check_plain_weights(name: str, weights: object) -> None:
         )
 
 
-def check_weight_count(weights: Any, num_members: Size, *, name: str) -> None:
-    """Weights of the members `(members,)`, or none."""
+def check_weight_count(weights: Any, num_members: Size, *, name: str, rows: Shape = ()) -> None:
+    """Weights of the members `(members,)`, or none; or of each row, `(members, ...)` with leading axes of `rows`."""
     check_plain_weights(name, weights)
-    if weights is not None and np.shape(weights) != (num_members,):
-        got = f"expected shape ({num_members},), got {np.shape(weights)}"
-        raise ValueError(needs_message(name, "one weight per member", got, "Weights are in the order of the members."))
+    shape = np.shape(weights)
+    shapes = [(num_members, *rows[:i]) for i in range(len(rows) + 1)]
+    if weights is None or shape in shapes:
+        return
+    fix = "Weights are in the order of the members."
+    if len(shape) > 1 and (*shape[-1:], *shape[:-1]) in shapes:
+        fix = "The axis `members` comes first: `jnp.moveaxis(weights, -1, 0)`."
+    elif len(shape) > 1 and not rows:
+        fix += " For weights of each row, such as a gate's, call it for one row inside `jax.vmap`."
+    expected = " or ".join(map(str, shapes if len(shape) > 1 else shapes[:1]))
+    raise ValueError(needs_message(name, "one weight per member", f"expected shape {expected}, got {shape}", fix))
 
 
 def check_nonnegative_weights(name: str, weights: Any, *, mask: ArrayLike | None = None, all_zero: bool = True) -> None:
@@ -47,19 +55,54 @@ def check_nonnegative_weights(name: str, weights: Any, *, mask: ArrayLike | None
     check_nonnegative(name, "weights", weights, fix=fix, mask=mask, all_zero=all_zero)
 
 
-def check_weights(name: str, weights: ArrayLike | None, num_members: Size, dtype: jnp.dtype) -> Array | None:
-    """Convex weights: one per member, finite, not negative, not all zero; divided by their sum."""
+def check_weights(
+    name: str,
+    weights: ArrayLike | None,
+    num_members: Size,
+    dtype: jnp.dtype,
+    *,
+    rows: Shape = (),
+    mask: ArrayLike | None = None,
+) -> Array | None:
+    """Convex weights: one per member, finite, not negative, not all zero; divided by their sum.
+
+    With `rows`, the shape of the rows of the predictions, they may also differ between rows: `(members, ...)` with some
+    leading axes of `rows`. Each row is divided by its own sum. Rows that are not in `mask` are not checked, and get
+    equal weights.
+    """
     if weights is None:
         return None
     check_plain_weights(name, weights)
     array = check_array(name, "weights", weights)
-    check_weight_count(array, num_members, name=name)
+    check_weight_count(array, num_members, name=name, rows=rows)
+    if array.ndim > 1:
+        return _check_row_weights(name, weights, array, dtype, mask)
     check_nonnegative_weights(name, weights, all_zero=False)
     host = concrete(weights)
     if host is not None:
         exact = host.astype(np.float64)
         return jnp.asarray(exact / exact.sum(), dtype)
+    return _normalise(array, dtype)
+
+
+def _check_row_weights(name: str, weights: ArrayLike, array: Array, dtype: jnp.dtype, mask: ArrayLike | None) -> Array:
+    """Weights of each row; a row counts where an entry of it does."""
+    kept = None if mask is None else jnp.any(jnp.asarray(mask), axis=tuple(range(array.ndim - 1, np.ndim(mask))))
+    counts = kept_rows(kept)
+    check_nonnegative_weights(name, weights, mask=kept)
+    host = concrete(weights)
+    if host is not None and counts is not None:
+        empty = (host == 0).all(axis=0) & counts
+        if empty.any():
+            index = tuple(int(i) for i in np.argwhere(empty)[0])
+            got = f"got only zeros in row {index}, the first of {int(empty.sum())} such"
+            fix = "They are divided by their sum in each row: some member has to count."
+            raise ValueError(needs_message(name, "`weights` that are not all zero in any row", got, fix))
+    return _normalise(array if kept is None else jnp.where(kept[None], array, jnp.ones_like(array)), dtype)
+
+
+def _normalise(array: Array, dtype: jnp.dtype) -> Array:
     converted = array.astype(dtype)
     # What a weight of zero multiplies is blank, so that its own gradient would be wrong: it has none.
     converted = jnp.where(converted == 0, 0, converted)
-    return converted / jnp.sum(converted)
+    return converted / jnp.sum(converted, axis=0, keepdims=array.ndim > 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
-from jaxtyping import Array
+from jaxtyping import Array, ArrayLike
 
 from .. import _check
 from .._pytree import PyTree
@@ -56,14 +56,15 @@ def by_rows(
     fn: Callable[[PyTree, PyTree, PyTree], PyTree],
     members: PyTree,
     rows: PyTree = (),
-    shared: PyTree = None,
+    shared: ArrayLike | None = None,
     *,
     event_ndim: int = 0,
 ) -> PyTree:
     """`fn(members, rows, shared)`, compiled, of functions that treat rows independently; in blocks where this pays.
 
     `members` are arrays `(members, *batch, ...)`, of which the last `event_ndim` axes belong to one row; `rows` are
-    arrays `(*batch,)`. The result is a tree of arrays `(*batch, ...)`.
+    arrays `(*batch,)`. The result is a tree of arrays `(*batch, ...)`. `shared` are weights `(members,)`; or of each
+    row, with some leading axes of the batch.
     """
     in_blocks = pays_if_large(members, (rows, shared))
     return _by_rows(fn, members, rows, shared, event_ndim=event_ndim, in_blocks=in_blocks)
@@ -71,13 +72,16 @@ def by_rows(
 
 @ft.partial(jax.jit, static_argnames=("fn", "event_ndim", "in_blocks"))
 def _by_rows(
-    fn: Callable, members: PyTree, rows: PyTree, shared: PyTree, *, event_ndim: int, in_blocks: bool
+    fn: Callable, members: PyTree, rows: PyTree, shared: Array | None, *, event_ndim: int, in_blocks: bool
 ) -> PyTree:
     if not in_blocks:
         return fn(members, rows, shared)
     first = jax.tree.leaves(members)[0]
     batch = first.shape[1 : first.ndim - event_ndim]
-    return _in_flat_blocks(lambda members, rows: fn(members, rows, shared), members, rows, batch)
+    if shared is None or shared.ndim < 2:
+        return _in_flat_blocks(lambda members, rows: fn(members, rows, shared), members, rows, batch)
+    own = jnp.broadcast_to(_check.as_column(shared, 1 + len(batch)), (shared.shape[0], *batch))
+    return _in_flat_blocks(lambda pair, rows: fn(pair[0], rows, pair[1]), (members, own), rows, batch)
 
 
 def _in_flat_blocks(

@@ -26,9 +26,12 @@ def check_members(predictions: Any, *, name: str) -> int:
     return counts.pop()[0]
 
 
-def check_chunk_weights(weights: Any, num_members: int, *, name: str) -> Any:
-    """Weights of the members of a chunk: finite and not negative; they may all be zero. Concrete ones are NumPy's."""
-    check_weight_count(weights, num_members, name=name)
+def check_chunk_weights(weights: Any, num_members: int, *, name: str, rows: tuple[int, ...] = ()) -> Any:
+    """Weights of the members of a chunk: finite and not negative; they may all be zero. Concrete ones are NumPy's.
+
+    With `rows`, the shape of the rows, they may also be of each row.
+    """
+    check_weight_count(weights, num_members, name=name, rows=rows)
     check_nonnegative_weights(name, weights)
     host = concrete(weights)
     if host is not None:

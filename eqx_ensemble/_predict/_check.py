@@ -4,11 +4,11 @@ import jax
 import numpy as np
 
 from .._check import check_optional_flag, is_traced
-from .._combination import check_chunk_weights
+from .._combination import AbstractCombination, check_chunk_weights
 
 
-def check_combine(combine: Any, weights: Any, num_members: int) -> Any:
-    """Checks `combine` and returns the weights as an array, one per member."""
+def check_combine(combine: Any, weights: Any, num_members: int, num_rows: int) -> Any:
+    """Checks `combine` and returns the weights as an array, one per member, or one per member and row."""
     if combine is None:
         if weights is not None:
             raise TypeError("`predict` takes `weights` for `combine`: weights have no effect without it.")
@@ -16,9 +16,19 @@ def check_combine(combine: Any, weights: Any, num_members: int) -> Any:
     if isinstance(combine, type) or not callable(combine):
         fix = f" Pass `{combine.__name__}(...)` instead of the class." if isinstance(combine, type) else ""
         raise TypeError(f"`predict` needs `combine` to be a function or a combination, got {combine!r}.{fix}")
-    checked = None if weights is None else check_chunk_weights(weights, num_members, name="predict")
-    if isinstance(checked, np.ndarray) and not checked.any():
+    rows = () if isinstance(combine, AbstractCombination) else (num_rows,)
+    if not rows and np.ndim(weights) == 2:
+        raise ValueError(
+            "`predict` needs one weight per member for a combination that takes some members at a time.\n"
+            f"  expected shape ({num_members},), got {np.shape(weights)}\n"
+            "Weights of each row are for functions, such as `combine=combine.mixture`, which see all members."
+        )
+    checked = None if weights is None else check_chunk_weights(weights, num_members, name="predict", rows=rows)
+    if isinstance(checked, np.ndarray) and checked.size and not checked.any():
         raise ValueError(f"`predict` needs `weights` that are not all zero, got {num_members} zeros.")
+    if isinstance(checked, np.ndarray) and checked.ndim == 2 and not checked.any(axis=0).all():
+        row = int(np.argmin(checked.any(axis=0)))
+        raise ValueError(f"`predict` needs `weights` that are not all zero in any row, got only zeros in row {row}.")
     return checked
 
 

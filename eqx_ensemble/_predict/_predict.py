@@ -36,7 +36,7 @@ from ._few import (
     run_program,
 )
 from ._output import OutputBuffer
-from ._rows import first_rows, size_of_few
+from ._rows import first_rows, size_of_few, weights_of
 
 
 def predict(
@@ -73,7 +73,8 @@ def predict(
         members, functions of this library that have a [streaming form][eqx_ensemble.combine.streaming] take some at a
         time, as an [`eqx_ensemble.combine.AbstractCombination`][] of your own does; any other function is called with
         all members for fewer rows. Functions of a mean and a variance take members that return a pair.
-    - `weights`: for `combine`, one weight for each member `(members,)`.
+    - `weights`: for `combine`, one weight for each member `(members,)`; or for each member and row, `(members, rows)`,
+        such as those of a gate, of which each batch is given its own. With these no streaming form is used.
     - `batch_size`: rows per batch; with `memory`, the maximum. A program is compiled for this number of rows and, for
         fewer, for the next power of two: the last row is repeated as padding, and the padding is dropped.
     - `memory`: a budget in bytes for the peak in addition to inputs and result. Fewer rows and, if need be, fewer
@@ -131,9 +132,10 @@ def predict(
         out = _predict_few(program, few, x, combine, weights)
         keep_program(few, program)
         return out
-    weights = check_combine(combine, weights, ensemble.num_members)
+    weights = check_combine(combine, weights, ensemble.num_members, num_rows)
     if combine is not None:
-        combine = of_predictions(combine) if memory is None else stream_of(combine) or combine
+        streams = memory is not None and (weights is None or weights.ndim == 1)
+        combine = (stream_of(combine) if streams else None) or of_predictions(combine)
     keys = None if key is None else _keys.member_keys(_keys.root(key, name="predict"), ensemble.ids, purpose="predict")
     inputs, layout = _on_mesh(PredictionInputs(ensemble, _axes.map_each(_axes.Each, x), state, keys), mesh, memory)
     if num_rows == 0:
@@ -141,7 +143,7 @@ def predict(
     padded = memory is None and num_rows < batch_size and not any(map(_check.is_traced, jax.tree.leaves(inputs)))
     batch_size = size_of_few(num_rows, batch_size) if padded else min(batch_size, num_rows)
     pilot = Pilot(plan, name="predict")
-    collect = lambda parts: _combine(parts, combine, weights)
+    collect = lambda parts, rows: _combine(parts, combine, weights_of(weights, rows))
     call = MemberCall(fn, inference, layout, _axes.number_kinds((ensemble, state)))
     work = _Work(pilot, call, inputs, num_rows, batch_size, collect)
     if memory is not None:
@@ -167,13 +169,15 @@ def predict(
 
 def _predict_few(program: FewProgram, few: FewRows, x: PyTree, combine: Any, weights: Any) -> PyTree:
     """The prediction for at most a batch of rows, by one call of a program."""
-    weights = check_combine(combine, weights, program.num_members)
+    weights = check_combine(combine, weights, program.num_members, few.num_rows)
     with explain_memory(Pilot(program.plan, name="predict"), program.num_members, name="predict"):
         with explain_rows(x):
             out = run_program(program, few)
         if combine is not None:
-            out = _combine([(slice(None), out)], of_predictions(combine), weights)
-            check_rows_of_result(out, size_of_few(few.num_rows, few.batch_size))
+            size = size_of_few(few.num_rows, few.batch_size)
+            own = weights_of(weights, np.minimum(np.arange(size), few.num_rows - 1))
+            out = _combine([(slice(None), out)], of_predictions(combine), own)
+            check_rows_of_result(out, size)
         return jax.tree.map(lambda x: first_rows(x, few.num_rows, axis=1 if combine is None else 0), out)
 
 
@@ -200,6 +204,8 @@ def _of_no_rows(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs, 
         lambda inputs: predict_batch(plan, call, inputs.one_row_of_zeros(), jnp.arange(1)), inputs
     )
     zeros = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+    if weights is not None and weights.ndim == 2:
+        weights = np.ones((len(weights), 1))
     out = _combine([(slice(None), jax.tree.map(zeros, shapes))], combine, weights)
     if combine is not None:
         check_rows_of_result(out, 1)
@@ -212,7 +218,7 @@ class _Work(NamedTuple):
     inputs: PredictionInputs
     num_rows: int
     batch_size: int
-    collect: Callable[[Iterable[tuple[slice, PyTree]]], PyTree]
+    collect: Callable[[Iterable[tuple[slice, PyTree]], np.ndarray], PyTree]
 
     def rows(self, start: int, count: int) -> np.ndarray:
         """The indices of `count` rows from `start`; at the end of the data the last `count` rows.
@@ -237,7 +243,7 @@ def _batches(work: _Work) -> Iterator[tuple[np.ndarray, PyTree]]:
         seconds = time.perf_counter() - began
         batches_left = (work.num_rows - 1 - start) // work.batch_size
         pilot.note(1, seconds, seconds_left=batches_left * seconds if trial else 0.0)
-        yield rows, work.collect([(slice(None), out)])
+        yield rows, work.collect([(slice(None), out)], rows)
 
 
 def _batches_within(memory: int, work: _Work) -> Iterator[tuple[np.ndarray, PyTree]]:
@@ -254,7 +260,9 @@ def _batches_within(memory: int, work: _Work) -> Iterator[tuple[np.ndarray, PyTr
         some = lambda chunk, rows=rows: jax.block_until_ready(
             compiled_batch(plan, *batch_arguments(call, inputs, rows, members=chunk))
         )
-        predict_rows = lambda chunks=chunks, some=some: work.collect((chunk, some(chunk)) for chunk in chunks)
+        predict_rows = lambda chunks=chunks, some=some, rows=rows: work.collect(
+            ((chunk, some(chunk)) for chunk in chunks), rows
+        )
         if sizes.settled:
             out = jax.block_until_ready(predict_rows())
         else:

@@ -28,6 +28,11 @@ def first_rows(x: Any, count: int, *, axis: int) -> Any:
     return _on_host(x, index) if _is_on_host(x) else x[index]
 
 
+def weights_of(weights: Any, rows: np.ndarray) -> Any:
+    """The weights for some rows: those of each row are cut, others are the same for all."""
+    return weights if weights is None or weights.ndim == 1 else weights[:, rows]
+
+
 def row_of_zeros(x: Any, *, axis: int) -> jax.Array:
     """A row of zeros, of the shape and dtype of one row."""
     shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])

@@ -12,7 +12,7 @@ from .._weighting import blank_unweighted, class_mixture, known_mean, votes, wei
 def mixture(
     logits: Float[ArrayLike, "members *batch classes"],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
 ) -> Float[Array, "*batch classes"]:
     r"""Log-probabilities of the mixture of the members: the logarithm of the mean of their probabilities.
 
@@ -23,7 +23,8 @@ def mixture(
 
     - `logits`: `(members, *batch, classes)`. Log-probabilities may be passed as they are, since `log_softmax` leaves
         them unchanged; for probabilities `p` pass `jnp.log(p)`.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
 
     **Returns:**
 
@@ -42,14 +43,14 @@ def mixture(
     """
     name = "combine.mixture"
     checked = check_logits(name, logits)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
     return _mixture(checked, convex)
 
 
 def mean_logits(
     logits: Float[ArrayLike, "members *batch classes"],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
 ) -> Float[Array, "*batch classes"]:
     r"""Log-probabilities of the mean of the members' logits: the geometric mean of their probabilities, normalised.
 
@@ -61,7 +62,8 @@ def mean_logits(
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities give the same.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
 
     **Returns:**
 
@@ -92,14 +94,14 @@ def mean_logits(
     """
     name = "combine.mean_logits"
     checked = check_logits(name, logits)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
     return by_rows(_mean_logits, checked, (), convex, event_ndim=1)
 
 
 def vote(
     logits: Float[ArrayLike, "members *batch classes"],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
 ) -> Float[Array, "*batch classes"]:
     """The fraction of the members' votes for each class; each member votes for its most likely class.
 
@@ -109,7 +111,8 @@ def vote(
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: the members' voting weights, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: the members' voting weights, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
 
     **Returns:**
 
@@ -128,12 +131,12 @@ def vote(
     """
     name = "combine.vote"
     checked = check_logits(name, logits)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
     return _vote(checked, convex)
 
 
 def _mean_logits(
-    logits: Float[Array, "members *batch classes"], _: tuple, weights: Float[Array, " members"] | None
+    logits: Float[Array, "members *batch classes"], _: tuple, weights: Float[Array, "members ..."] | None
 ) -> Float[Array, "*batch classes"]:
     logits = blank_unweighted(logits, weights)
     # Relative to the largest, as in `log_softmax`, whose other constants cancel in the last one.

@@ -21,7 +21,7 @@ def gaussian(
     mean: Float[ArrayLike, "members ..."],
     variance: Float[ArrayLike, "members ..."],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
 ) -> Gaussian:
     r"""The Gaussian with the mean and the variance of the mixture of the members' Gaussians.
 
@@ -31,7 +31,8 @@ def gaussian(
     **Arguments:**
 
     - `mean`, `variance`: `(members, ...)`, of one shape.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
 
     **Returns:**
 
@@ -62,7 +63,7 @@ def gaussian(
     """
     name = "combine.gaussian"
     means, variances = check_moments(name, mean, variance, weights=weights)
-    convex = check_weights(name, weights, means.shape[0], means.dtype)
+    convex = check_weights(name, weights, means.shape[0], means.dtype, rows=means.shape[1:])
     return by_rows(_gaussian, (means, variances), (), convex)
 
 
@@ -70,7 +71,7 @@ def product_gaussian(
     mean: Float[ArrayLike, "members ..."],
     variance: Float[ArrayLike, "members ..."],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
     power: Real[ArrayLike, ""] = 1.0,
 ) -> Gaussian:
     r"""The Gaussian proportional to the product of the members' Gaussians, each to the power of its weight.
@@ -85,7 +86,8 @@ def product_gaussian(
 
     - `mean`, `variance`: `(members, ...)`, of one shape. A member of infinite variance has no influence; where a
         member has variance zero, only such members count.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
     - `power`: the sum of the exponents, above zero.
 
     **Returns:**
@@ -118,11 +120,11 @@ def product_gaussian(
     """
     name = "combine.product_gaussian"
     means, variances = check_moments(name, mean, variance, weights=weights)
-    convex = check_weights(name, weights, means.shape[0], means.dtype)
+    convex = check_weights(name, weights, means.shape[0], means.dtype, rows=means.shape[1:])
     return _product(means, variances, convex, check_power(name, power, means.dtype))
 
 
-def _gaussian(moments: tuple[Array, Array], _: tuple, weights: Float[Array, " members"] | None) -> Gaussian:
+def _gaussian(moments: tuple[Array, Array], _: tuple, weights: Float[Array, "members ..."] | None) -> Gaussian:
     return Gaussian(*mixture_moments(*moments, weights))
 
 
@@ -130,7 +132,7 @@ def _gaussian(moments: tuple[Array, Array], _: tuple, weights: Float[Array, " me
 def _product(
     mean: Float[Array, "members ..."],
     variance: Float[Array, "members ..."],
-    weights: Float[Array, " members"] | None,
+    weights: Float[Array, "members ..."] | None,
     power: Float[Array, ""],
 ) -> Gaussian:
     mean = blank_unweighted(mean, weights)

@@ -9,7 +9,7 @@ from .._weighting import blank_unweighted, known_mean
 def mean(
     values: Float[ArrayLike, "members ..."],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
 ) -> Float[Array, "..."]:
     r"""The weighted mean over members of any array, $\sum_m w_m v_m$.
 
@@ -19,7 +19,9 @@ def mean(
 
     - `values`: floating-point, `(members, ...)`. Half precision is computed and returned in float32.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. `None` is the same for all. A member
-        of weight zero is left out, even where its values are NaN: neither they nor the weight get a gradient.
+        of weight zero is left out, even where its values are NaN: neither they nor the weight get a gradient. Weights
+        of each row, such as those of the gate of a mixture of experts, are `(members, *rows)` with the first axes of
+        the values after `members`, and are divided by their sum in each row.
 
     **Returns:**
 
@@ -34,18 +36,19 @@ def mean(
     values = jnp.array([[1.0, 2.0], [4.0, 8.0]])
     ee.combine.mean(values)  # [2.5, 5.0]
     ee.combine.mean(values, weights=jnp.array([2, 1]))  # [2.0, 4.0]
+    ee.combine.mean(values, weights=jnp.array([[2, 0], [1, 1]]))  # [2.0, 8.0]
     ```
     """
     name = "combine.mean"
     checked = check_values(name, "values", values)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:])
     return _mean(checked, convex)
 
 
 def log_mixture(
     log_densities: Float[ArrayLike, "members ..."],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
 ) -> Float[Array, "..."]:
     r"""The logarithm of the mixture of the members' densities, $\log \sum_m w_m p_m$.
 
@@ -55,7 +58,8 @@ def log_mixture(
     **Arguments:**
 
     - `log_densities`: natural logarithms of densities or probabilities, `(members, ...)`.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
 
     **Returns:**
 
@@ -71,17 +75,17 @@ def log_mixture(
     """
     name = "combine.log_mixture"
     checked = check_values(name, "log_densities", log_densities)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:])
     return _log_mixture(checked, convex)
 
 
 @jax.jit
-def _mean(values: Float[Array, "members ..."], weights: Float[Array, " members"] | None) -> Float[Array, "..."]:
+def _mean(values: Float[Array, "members ..."], weights: Float[Array, "members ..."] | None) -> Float[Array, "..."]:
     return known_mean(values, weights)
 
 
 @jax.jit
 def _log_mixture(
-    log_densities: Float[Array, "members ..."], weights: Float[Array, " members"] | None
+    log_densities: Float[Array, "members ..."], weights: Float[Array, "members ..."] | None
 ) -> Float[Array, "..."]:
     return _weighting.log_mixture(blank_unweighted(log_densities, weights), weights)

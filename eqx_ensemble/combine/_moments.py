@@ -14,7 +14,7 @@ from ._mean import mean
 def moments(
     values: Float[ArrayLike, "members ..."],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
 ) -> Gaussian:
     r"""Mean and variance over members of their point predictions, entry by entry.
 
@@ -28,7 +28,8 @@ def moments(
 
     - `values`: floating-point, `(members, ...)`. For members that predict a variance themselves see
         [`eqx_ensemble.combine.gaussian`][] and [`eqx_ensemble.uncertainty.decompose_variance`][].
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
 
     **Returns:**
 
@@ -57,12 +58,12 @@ def moments(
     """
     name = "combine.moments"
     checked = check_values(name, "values", values)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:])
     return Gaussian(*by_rows(_moments, checked, (), convex))
 
 
 def _moments(
-    values: Float[Array, "members ..."], _: tuple, weights: Float[Array, " members"] | None
+    values: Float[Array, "members ..."], _: tuple, weights: Float[Array, "members ..."] | None
 ) -> tuple[Array, Array]:
     return _weighting.moments(blank_unweighted(values, weights), weights)
 

@@ -71,7 +71,7 @@ def bin_rows(
 def by_class(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
+    weights: Float[Array, "members ..."] | None,
     mask: Bool[Array, "*batch"] | None,
 ) -> tuple[Float[Array, "classes rows"], Float[Array, "classes rows"], Bool[Array, " rows"] | None]:
     """The mixture's probabilities and the one-hot labels, class by class, with all rows on one axis."""
@@ -87,7 +87,7 @@ def by_class(
 def of_top_label(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
+    weights: Float[Array, "members ..."] | None,
     mask: Bool[Array, "*batch"] | None,
     num_bins: int,
     binning: Binning,

@@ -31,7 +31,7 @@ def brier(
     logits: Float[ArrayLike, "members *batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -44,7 +44,8 @@ def brier(
 
     - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
@@ -83,7 +84,7 @@ def decompose_brier(
     *,
     num_bins: int = 15,
     binning: Binning = "width",
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> BrierDecomposition:
     r"""Murphy's decomposition of the Brier score of the mixture: reliability, resolution and uncertainty.
@@ -101,7 +102,8 @@ def decompose_brier(
     - `num_bins`: the number of bins.
     - `binning`: `"width"`, bins of equal width; or `"mass"`, bins of equally many rows. See
         [`eqx_ensemble.scores.ece`][].
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -143,7 +145,7 @@ def decompose_brier(
 def _brier(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
+    weights: Float[Array, "members ..."] | None,
     mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
@@ -157,7 +159,7 @@ def _brier(
 def _decompose(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
+    weights: Float[Array, "members ..."] | None,
     mask: Bool[Array, "*batch"] | None,
     num_bins: int,
     binning: Binning,

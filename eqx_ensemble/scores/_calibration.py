@@ -15,7 +15,7 @@ def ece(
     num_bins: int = 15,
     binning: Binning = "width",
     debiased: bool = False,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Expected calibration error of the mixture of the members, from 0 to 1; lower is better.
@@ -34,7 +34,8 @@ def ece(
     - `binning`: `"width"`, bins $(k / K, (k + 1) / K]$; or `"mass"`, the adaptive error: bins of equally many rows,
         with rows of equal confidence in the same bin.
     - `debiased`: whether to subtract the expected excess; the result may then be slightly negative.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -77,7 +78,7 @@ def classwise_ece(
     num_bins: int = 15,
     binning: Binning = "width",
     debiased: bool = False,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Calibration error of every class's probability under the mixture of the members, on average over classes.
@@ -130,7 +131,7 @@ def classwise_ece(
 def _ece(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
+    weights: Float[Array, "members ..."] | None,
     mask: Bool[Array, "*batch"] | None,
     num_bins: int,
     binning: Binning,
@@ -143,7 +144,7 @@ def _ece(
 def _classwise_ece(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
+    weights: Float[Array, "members ..."] | None,
     mask: Bool[Array, "*batch"] | None,
     num_bins: int,
     binning: Binning,

@@ -14,7 +14,7 @@ def nll(
     logits: Float[ArrayLike, "members *batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -28,7 +28,8 @@ def nll(
     - `logits`: `(members, *batch, classes)`. Log-probabilities may be passed as they are, since `log_softmax` leaves
         them unchanged; for probabilities `p` pass `jnp.log(p)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
@@ -55,7 +56,7 @@ def accuracy(
     logits: Float[ArrayLike, "members *batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -65,7 +66,8 @@ def accuracy(
 
     - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (right) or 0.0 (wrong) per row.
 
@@ -91,7 +93,7 @@ def mean_member_accuracy(
     logits: Float[ArrayLike, "members *batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -103,7 +105,8 @@ def mean_member_accuracy(
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same result.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for the fraction of members that are right on each row.
 
@@ -137,7 +140,7 @@ def check_classes(
     checked = check_logits(name, logits)
     kept = check_mask(name, mask, checked.shape[1:-1])
     targets = check_labels(name, labels, checked, mask)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1], mask=kept)
     check_reduction(name, reduction, targets.shape)
     return blank_masked(checked, kept, before=1), blank_masked(targets, kept), convex, kept
 
@@ -146,7 +149,7 @@ def check_classes(
 def _nll(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
+    weights: Float[Array, "members ..."] | None,
     mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
@@ -161,7 +164,7 @@ def _nll(
 def _accuracy(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
+    weights: Float[Array, "members ..."] | None,
     mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
@@ -172,7 +175,7 @@ def _accuracy(
 def _mean_member_accuracy(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
+    weights: Float[Array, "members ..."] | None,
     mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:

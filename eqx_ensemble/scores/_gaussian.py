@@ -62,7 +62,7 @@ def nll_gaussian_mixture(
     variance: Float[ArrayLike, " members *batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -74,7 +74,8 @@ def nll_gaussian_mixture(
 
     - `mean`, `variance`: `(members, *batch)`, of one shape. Variances above zero.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
@@ -93,9 +94,9 @@ def nll_gaussian_mixture(
     """
     name = "scores.nll_gaussian_mixture"
     *arrays, kept = check_gaussian(name, mean, variance, targets, mask, members=True, positive=True, weights=weights)
-    convex = check_weights(name, weights, arrays[0].shape[0], arrays[0].dtype)
-    check_reduction(name, reduction, arrays[-1].shape)
     means, variances, observed = arrays
+    convex = check_weights(name, weights, means.shape[0], means.dtype, rows=observed.shape, mask=kept)
+    check_reduction(name, reduction, observed.shape)
     return reduce_rows(by_rows(_nll_mixture, (means, variances), observed, convex), kept, reduction)
 
 
@@ -131,7 +132,7 @@ def _nll(
 
 
 def _nll_mixture(
-    moments: tuple[Array, Array], targets: Float[Array, "*batch"], weights: Float[Array, " members"] | None
+    moments: tuple[Array, Array], targets: Float[Array, "*batch"], weights: Float[Array, "members ..."] | None
 ) -> Float[Array, "*batch"]:
     mean, variance = moments
     mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights, fill=1.0)

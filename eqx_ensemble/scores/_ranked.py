@@ -13,7 +13,7 @@ def ranked_probability(
     logits: Float[ArrayLike, "members *batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -26,7 +26,8 @@ def ranked_probability(
 
     - `logits`: `(members, *batch, classes)`, classes in their order; log-probabilities may be passed as they are.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
@@ -66,7 +67,7 @@ def ranked_probability(
 def _ranked_probability(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
+    weights: Float[Array, "members ..."] | None,
     mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:

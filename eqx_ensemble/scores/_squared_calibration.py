@@ -15,7 +15,7 @@ def squared_calibration_error(
     num_bins: int = 15,
     binning: Binning = "mass",
     debiased: bool = True,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Mean squared calibration error of the mixture's top label, without bias for the given bins; lower is better.
@@ -68,7 +68,7 @@ def squared_calibration_error(
 def _squared_calibration_error(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
+    weights: Float[Array, "members ..."] | None,
     mask: Bool[Array, "*batch"] | None,
     num_bins: int,
     binning: Binning,

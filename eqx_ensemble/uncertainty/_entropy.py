@@ -38,7 +38,7 @@ def entropy(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"
 def decompose_entropy(
     logits: Float[ArrayLike, "members *batch classes"],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
 ) -> Decomposition:
     r"""The entropy of the mixture of the members, in nats, split into noise and disagreement between members.
 
@@ -49,7 +49,8 @@ def decompose_entropy(
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
 
     **Returns:**
 
@@ -82,21 +83,21 @@ def decompose_entropy(
     """
     name = "uncertainty.decompose_entropy"
     checked = check_logits(name, logits)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
     aleatoric, epistemic = _parts(checked, convex)
     return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
 
 
 @jax.jit
 def _parts(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, "members ..."] | None
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
     logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
     return weighted_mean(_entropy(logs), weights), mean_divergence(logs, weights)
 
 
 def mean_divergence(
-    logs: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
+    logs: Float[Array, "members *batch classes"], weights: Float[Array, "members ..."] | None
 ) -> Float[Array, "*batch"]:
     """Mean divergence of the members from their mixture, of log-probabilities."""
     mixed = log_mixture(logs, weights)[None]
@@ -132,7 +133,9 @@ class _Summary(NamedTuple):
     epistemic: Float[Array, "..."]
 
 
-def _of_members(logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None) -> _Summary:
+def _of_members(
+    logits: Float[Array, "members *batch classes"], weights: Float[Array, "members ..."] | None
+) -> _Summary:
     return _Summary(class_mixture(logits, weights), *_parts(logits, weights))
 
 

@@ -12,7 +12,7 @@ def decompose_variance(
     mean: Float[ArrayLike, "members ..."],
     variance: Float[ArrayLike, "members ..."],
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
 ) -> Decomposition:
     r"""The variance of the mixture of the members, split by the law of total variance.
 
@@ -24,7 +24,8 @@ def decompose_variance(
     **Arguments:**
 
     - `mean`, `variance`: `(members, ...)`, of one shape. For point predictions pass `jnp.zeros_like(mean)`.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
+        member of weight zero is left out.
 
     **Returns:**
 
@@ -48,13 +49,13 @@ def decompose_variance(
     """
     name = "uncertainty.decompose_variance"
     means, variances = check_moments(name, mean, variance, weights=weights)
-    convex = check_weights(name, weights, means.shape[0], means.dtype)
+    convex = check_weights(name, weights, means.shape[0], means.dtype, rows=means.shape[1:])
     aleatoric, epistemic = by_rows(_parts, (means, variances), (), convex)
     return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
 
 
 def _parts(
-    pair: tuple[Array, Array], _: tuple, weights: Float[Array, " members"] | None
+    pair: tuple[Array, Array], _: tuple, weights: Float[Array, "members ..."] | None
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     mean, variance = pair
     return known_mean(variance, weights), moments(blank_unweighted(mean, weights), weights)[1]

@@ -76,7 +76,7 @@ def test_jit_vmap_and_weights_as_arguments():
     ("weights", "got"),
     [
         ([1.0, 2.0], "one weight per member.\n  expected shape (3,), got (2,)"),
-        ([[1.0], [1.0], [1.0]], "one weight per member.\n  expected shape (3,), got (3, 1)"),
+        ([[1.0], [1.0], [1.0]], "one weight per member.\n  expected shape (3,) or (3, 2), got (3, 1)"),
         ([1.0, -2.0, 1.0], "finite `weights` of zero or more.\n  got -2.0 at index (1,), the first of 1 such"),
         ([1.0, 1.0, np.nan], "finite `weights` of zero or more.\n  got nan at index (2,)"),
         ([np.inf, 1.0, 1.0], "finite `weights` of zero or more.\n  got inf at index (0,)"),
