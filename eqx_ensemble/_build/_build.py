@@ -105,9 +105,10 @@ def build(
     all members are equal because `make` does not use its key (`lambda key: model`) or because keys are equal. Constant
     initial arrays, such as zeros, do not trigger it.
 
-    **Raises:** `TypeError` for missing, single or non-threefry keys, and for members with NumPy arrays of strings or
-    objects; `ValueError` for counts that disagree, and for integers that overflow jax's type;
-    `MemberMismatchError` when `make` stores an array of one member in a function instead of a field.
+    **Raises:** `TypeError` for missing, single or non-threefry keys, for members with NumPy arrays of strings or
+    objects, and for a constructor whose shapes or Python branches depend on its key; `ValueError` for counts that
+    disagree, and for integers that overflow jax's type; `MemberMismatchError` when `make` stores an array of one member
+    in a function instead of a field.
 
     ```python
     make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)
@@ -149,7 +150,7 @@ def build(
         check_no_text_arrays(one, name="build")
         return one
 
-    with explain_make():
+    with explain_make(make):
         made = (
             _vmap_make(make_one, keys, arguments)
             if layout is None

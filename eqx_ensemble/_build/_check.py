@@ -97,27 +97,64 @@ def check_arguments(zip: Mapping[str, Any] | None, product: Mapping[str, Any] | 
     return dict(chosen)
 
 
-_ALL_AT_ONCE = (
-    "`build` runs the constructor for all members at once, so arrays that depend on the key or on "
-    "per-member arguments have no concrete value in it."
+_TRACED = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
 )
+_OF_SHAPES = "concrete values of integer type"  # in a TypeError of `jax.numpy.zeros` and the like
+_LIBRARIES = ("jax", "jaxlib", "equinox", "jaxtyping", "beartype", "numpy", "eqx_ensemble")
+_ONE_BY_ONE = "`stack([make(key) for key in member_keys(key, num_members)])` makes the same members one by one"
+_FIXES = {
+    "shape": "A number that decides a shape, such as a width, makes another architecture: fix it outside of `make`, "
+    "and build one ensemble for each: `[build(partial(make, width=width), 4, key=key) for width in widths]`.",
+    "choice": "Choose between arrays by `jnp.where` or `jax.lax.cond`. Without changing `make`: "
+    f"{_ONE_BY_ONE}, if all of them have one architecture.",
+    "value": f"Use `jax.numpy` instead of NumPy and Python numbers. Without changing `make`: {_ONE_BY_ONE}.",
+}
 
 
 @contextlib.contextmanager
-def explain_make() -> Iterator[None]:
-    """Adds the likely fix to errors of constructors that need concrete values."""
+def explain_make(make: Callable[..., Any]) -> Iterator[None]:
+    """Says which constructor needs concrete values where, and what to do, ahead of what JAX says."""
     try:
         yield
-    except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
-        error.add_note(f"{_ALL_AT_ONCE}\nBuild the members one by one instead: `stack([make(key) for key in keys])`.")
-        raise
-    except TypeError as error:
-        if "concrete values of integer type" in str(error):
-            error.add_note(
-                f"{_ALL_AT_ONCE}\nA number that decides a shape, such as a width, makes another architecture: build "
-                "one ensemble for each."
-            )
-        raise
+    except (*_TRACED, TypeError) as error:
+        if not isinstance(error, _TRACED) and _OF_SHAPES not in str(error):
+            raise
+        raise TypeError(_concrete_message(make, error)) from error
+
+
+def _concrete_message(make: Callable[..., Any], error: Exception) -> str:
+    kind = "value"
+    if isinstance(error, jax.errors.TracerIntegerConversionError) or _OF_SHAPES in str(error):
+        kind = "shape"
+    elif isinstance(error, jax.errors.TracerBoolConversionError | jax.errors.NonConcreteBooleanIndexError):
+        kind = "choice"
+    elif "`int` function" in str(error):
+        kind = "shape"
+    return (
+        "`build` runs the constructor once for all members, so that arrays that depend on the key or on per-member "
+        f"arguments have no concrete value in it; `{_name_of(make)}` needs one{_where(error)}.\n"
+        f"  {type(error).__name__}: {str(error).splitlines()[0]}\n{_FIXES[kind]}"
+    )
+
+
+def _name_of(make: Callable[..., Any]) -> str:
+    inner = getattr(make, "func", make)
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
+def _where(error: Exception) -> str:
+    """The innermost line that is in none of the libraries that run the constructor."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        room = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+        if room not in _LIBRARIES:
+            found = f", in {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
 
 
 def check_keys(keys: Any, *, name: str) -> int:
