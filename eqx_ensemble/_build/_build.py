@@ -70,7 +70,7 @@ def build(
     mesh: Mesh | None = None,
     shard: Shard | None = None,
     key: Any = None,
-) -> Any:
+) -> Ensemble[Any] | tuple[Ensemble[Any], eqx.nn.State]:
     """Builds an [`eqx_ensemble.Ensemble`][] from the constructor of one member.
 
     `make(key)` runs once under `equinox.filter_vmap`, which builds all members as one stacked Module; each member

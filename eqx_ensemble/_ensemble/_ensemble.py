@@ -12,7 +12,7 @@ from .._axes._check import check_member_axis
 from .._check import check_integer_ids
 from .._foreign import from_foreign_tree
 from .._pytree import PyTree
-from .._typing import kind_of_members
+from .._typing import CallableEnsemble, Out, StatefulEnsemble, kind_of_members
 from ..plan import AbstractPlan
 from ..plan._map import map_members
 from ._check_members import (
@@ -116,6 +116,10 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     def __len__(self) -> int:
         return self.num_members
 
+    @overload
+    def __call__(self: StatefulEnsemble[Out], x: Any, state: eqx.nn.State, /, *args: Any, **kwargs: Any) -> Out: ...
+    @overload
+    def __call__(self: CallableEnsemble[Out], *args: Any, **kwargs: Any) -> Out: ...
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         """Calls every member: `(…)` in, `(members, …)` out.
 
@@ -158,7 +162,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         parts = _tree.unstack(self.per_member())
         return [one_alone(stacked, self.shared) for stacked, _ in parts]
 
-    def map(self, fn: Callable[..., Any], *args: Any, plan: AbstractPlan | None = None, **kwargs: Any) -> PyTree:
+    def map(self, fn: Callable[..., Out], *args: Any, plan: AbstractPlan | None = None, **kwargs: Any) -> Out:
         """`fn(model, *args, **kwargs)` of every member, as [`eqx_ensemble.map_members`][] does it."""
         return map_members(fn, plan=plan)(self, *args, **kwargs)
 

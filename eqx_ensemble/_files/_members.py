@@ -1,18 +1,18 @@
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import equinox as eqx
 
 from .._check import check_path
-from .._ensemble import Ensemble, stack
+from .._ensemble import Ensemble, M, stack
 from .._ensemble._check import check_ensemble
 from ..checkpoint._path import as_path, is_on_disk
 from ..checkpoint._write import write_file
 from ._check import check_like_given, check_member_format, check_no_typed_keys, check_paths
 from ._like import evaluate_make, is_maker
-from ._save_load import PathLike, load
+from ._save_load import Model, PathLike, Tree, load
 from ._single import read_equinox, read_safetensors, to_safetensors
 
 
@@ -62,6 +62,12 @@ def _encode(model: Any, format: str, name: str) -> bytes:
     return file.getvalue()
 
 
+@overload
+def load_members(paths: Iterable[PathLike], like: Model, *, ids: Any = None) -> Ensemble[Model]: ...
+@overload
+def load_members(paths: Iterable[PathLike], like: Callable[..., M], *, ids: Any = None) -> Ensemble[M]: ...
+@overload
+def load_members(paths: Iterable[PathLike], like: Tree, *, ids: Any = None) -> Ensemble[Tree]: ...
 def load_members(paths: Iterable[PathLike], like: Any, *, ids: Any = None) -> Ensemble[Any]:
     """Loads many files of one model each into one [`eqx_ensemble.Ensemble`][].
 

@@ -1,6 +1,6 @@
 import os
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from .. import _axes
 from .._check import check_flag, check_integer_ids, check_path, is_member_array, path_text
-from .._ensemble import Ensemble
+from .._ensemble import Ensemble, M
 from .._pytree import PyTree
 from ..checkpoint._check import check_format
 from ..checkpoint._formats import FORMATS, FormatName
@@ -35,6 +35,17 @@ from ._check import (
 from ._like import as_like
 
 PathLike = str | os.PathLike[str]
+Model = TypeVar("Model", bound=eqx.Module)
+Tree = TypeVar("Tree")
+
+
+class LoadOptions(TypedDict, total=False):
+    """The options of `load`."""
+
+    members: Any
+    cast: Literal["like"] | None
+    strict: bool
+    mesh: Mesh | None
 
 
 def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName = "safetensors") -> None:
@@ -77,6 +88,16 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
     how.settle(how.begin(as_path(path), content))
 
 
+@overload
+def load(path: PathLike, like: Model, **options: Unpack[LoadOptions]) -> Model: ...
+@overload
+def load(
+    path: PathLike, like: Callable[..., tuple[M, eqx.nn.State]], **options: Unpack[LoadOptions]
+) -> tuple[Ensemble[M], eqx.nn.State]: ...
+@overload
+def load(path: PathLike, like: Callable[..., M], **options: Unpack[LoadOptions]) -> Ensemble[M]: ...
+@overload
+def load(path: PathLike, like: Tree, **options: Unpack[LoadOptions]) -> Tree: ...
 def load(
     path: PathLike,
     like: Any,
@@ -85,7 +106,7 @@ def load(
     cast: Literal["like"] | None = None,
     strict: bool = True,
     mesh: Mesh | None = None,
-) -> Any:
+) -> PyTree:
     """Loads what [`eqx_ensemble.save`][] saved.
 
     Numbers come from the file, and their checksums are verified; the code and all other values come from `like`. Arrays
@@ -109,7 +130,8 @@ def load(
         compared by value; functions by their name and other objects by their type, so that one `lambda` in place of
         another, or a closure over another number, is not noticed.
 
-    **Returns:** a tree like the one that was saved.
+    **Returns:** a tree like the one that was saved. Type checkers take what a function as `like` gives for an ensemble:
+    `load(path, make(key))` is a single model.
 
     **Raises:** `MemberMismatchError` with every leaf that differs, what was saved and what is expected;
     `CheckpointCorruptError` with the file, leaf and member that are damaged; `FileNotFoundError` for any other folder,

@@ -1,6 +1,6 @@
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -10,13 +10,14 @@ from jax.sharding import Mesh
 
 from .. import _axes, _check, _keys
 from .._axes._check_rows import check_no_batch, check_rows_of_data, explain_rows
-from .._combination import AbstractCombination, of_predictions, stream_of
+from .._combination import of_predictions, stream_of
 from .._ensemble import Ensemble
 from .._ensemble._check import check_ensemble
 from .._ensemble._check_state import check_model_state, check_model_state_given
 from .._foreign import from_foreign_tree
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
+from .._typing import CallableEnsemble, Out, StatefulEnsemble
 from ..plan import AbstractPlan, AnyPlan
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot, explain_memory
@@ -35,12 +36,49 @@ from ._few import (
     make_program,
     run_program,
 )
+from ._options import WithCombine, WithoutCombine
 from ._output import OutputBuffer
 from ._rows import first_rows, size_of_few, weights_of
+from ._work import Work, combine_parts
 
 
+@overload
 def predict(
-    ensemble: Ensemble,
+    ensemble: CallableEnsemble[Out],
+    x: PyTree,
+    *,
+    state: None = None,
+    fn: None = None,
+    **options: Unpack[WithoutCombine],
+) -> Out: ...
+@overload
+def predict(
+    ensemble: StatefulEnsemble[tuple[Out, eqx.nn.State]],
+    x: PyTree,
+    *,
+    state: eqx.nn.State,
+    fn: None = None,
+    **options: Unpack[WithoutCombine],
+) -> Out: ...
+@overload
+def predict(
+    ensemble: Ensemble[Any], x: PyTree, *, state: None = None, fn: Callable[..., Out], **options: Unpack[WithoutCombine]
+) -> Out: ...
+@overload
+def predict(
+    ensemble: Ensemble[Any],
+    x: PyTree,
+    *,
+    state: eqx.nn.State,
+    fn: Callable[..., tuple[Out, eqx.nn.State]],
+    **options: Unpack[WithoutCombine],
+) -> Out: ...
+@overload
+def predict(
+    ensemble: Ensemble[Any], x: PyTree, *, combine: Callable[..., Out], **options: Unpack[WithCombine]
+) -> Out: ...
+def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols stand for `Ensemble`
+    ensemble: Ensemble[Any],
     x: PyTree,
     *,
     combine: Callable[..., Any] | None = None,
@@ -143,9 +181,9 @@ def predict(
     padded = memory is None and num_rows < batch_size and not any(map(_check.is_traced, jax.tree.leaves(inputs)))
     batch_size = size_of_few(num_rows, batch_size) if padded else min(batch_size, num_rows)
     pilot = Pilot(plan, name="predict")
-    collect = lambda parts, rows: _combine(parts, combine, weights_of(weights, rows))
+    collect = lambda parts, rows: combine_parts(parts, combine, weights_of(weights, rows))
     call = MemberCall(fn, inference, layout, _axes.number_kinds((ensemble, state)))
-    work = _Work(pilot, call, inputs, num_rows, batch_size, collect)
+    work = Work(pilot, call, inputs, num_rows, batch_size, collect)
     if memory is not None:
         _check.check_positive_int(memory, "memory", name="predict")
         check_untraced((inputs, weights))
@@ -176,7 +214,7 @@ def _predict_few(program: FewProgram, few: FewRows, x: PyTree, combine: Any, wei
         if combine is not None:
             size = size_of_few(few.num_rows, few.batch_size)
             own = weights_of(weights, np.minimum(np.arange(size), few.num_rows - 1))
-            out = _combine([(slice(None), out)], of_predictions(combine), own)
+            out = combine_parts([(slice(None), out)], of_predictions(combine), own)
             check_rows_of_result(out, size)
         return jax.tree.map(lambda x: first_rows(x, few.num_rows, axis=1 if combine is None else 0), out)
 
@@ -206,30 +244,13 @@ def _of_no_rows(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs, 
     zeros = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
     if weights is not None and weights.ndim == 2:
         weights = np.ones((len(weights), 1))
-    out = _combine([(slice(None), jax.tree.map(zeros, shapes))], combine, weights)
+    out = combine_parts([(slice(None), jax.tree.map(zeros, shapes))], combine, weights)
     if combine is not None:
         check_rows_of_result(out, 1)
     return jax.tree.map(lambda x: first_rows(x, 0, axis=1 if combine is None else 0), out)
 
 
-class _Work(NamedTuple):
-    pilot: Pilot
-    call: MemberCall
-    inputs: PredictionInputs
-    num_rows: int
-    batch_size: int
-    collect: Callable[[Iterable[tuple[slice, PyTree]], np.ndarray], PyTree]
-
-    def rows(self, start: int, count: int) -> np.ndarray:
-        """The indices of `count` rows from `start`; at the end of the data the last `count` rows.
-
-        If there are fewer rows than `count`, the last one is repeated.
-        """
-        start = max(min(start, self.num_rows - count), 0)
-        return np.minimum(np.arange(start, start + count), self.num_rows - 1)
-
-
-def _batches(work: _Work) -> Iterator[tuple[np.ndarray, PyTree]]:
+def _batches(work: Work) -> Iterator[tuple[np.ndarray, PyTree]]:
     """The rows in batches of one size, with the result for them."""
     pilot, num_members, layout = work.pilot, work.inputs.ensemble.num_members, work.call.layout
     num_members = num_members if layout is None else layout.per_device(num_members)
@@ -246,7 +267,7 @@ def _batches(work: _Work) -> Iterator[tuple[np.ndarray, PyTree]]:
         yield rows, work.collect([(slice(None), out)], rows)
 
 
-def _batches_within(memory: int, work: _Work) -> Iterator[tuple[np.ndarray, PyTree]]:
+def _batches_within(memory: int, work: Work) -> Iterator[tuple[np.ndarray, PyTree]]:
     """The same within a budget of memory: the block of later batches follows from the peak of the first."""
     plan, call, inputs = work.pilot.plan, work.call, work.inputs
     with explain_rows(inputs.x):
@@ -270,17 +291,3 @@ def _batches_within(memory: int, work: _Work) -> Iterator[tuple[np.ndarray, PyTr
             sizes.note(need)
         yield rows, out
         start += count
-
-
-def _combine(parts: Iterable[tuple[slice, PyTree]], combine: Any, weights: Any) -> PyTree:
-    """Combines the predictions of all members, of which `parts` holds some members at a time."""
-    if isinstance(combine, AbstractCombination):
-        partial = None
-        for index, part in parts:
-            partial = combine.update(partial, part, weights=None if weights is None else weights[index])
-        return combine.finish(partial)
-    held = [part for _, part in parts]
-    predictions = held[0] if len(held) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *held)
-    if combine is None:
-        return predictions
-    return combine(predictions) if weights is None else combine(predictions, weights=weights)

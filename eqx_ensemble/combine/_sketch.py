@@ -64,8 +64,8 @@ class QuantileSketch(AbstractCombination):
     """
 
     def __init__(self, levels: Sequence[float], *, size: int = 128) -> None:
-        self.levels = check_sketch_levels(levels, name="combine.QuantileSketch")
-        self.size = check_positive_int(size, "size", name="combine.QuantileSketch")
+        self.levels: tuple[float, ...] = check_sketch_levels(levels, name="combine.QuantileSketch")
+        self.size: int = check_positive_int(size, "size", name="combine.QuantileSketch")
 
     def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
         """The sketch with some more members."""

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from .. import _axes
 from .._axes._check_rows import check_rows_of_data
-from .._ensemble import Ensemble, M
+from .._ensemble import Ensemble
 from .._ensemble._check import check_ensemble
 from .._foreign import from_foreign_tree
 from .._predict import predict
@@ -29,12 +29,12 @@ class CrossFit(NamedTuple):
     - `held_out`: a prediction for every row by members that were not trained on it.
     """
 
-    run: Run
+    run: Run[Any]
     held_out: HeldOut
 
 
 def cross_fit(
-    ensemble: Ensemble[M],
+    ensemble: Ensemble[Any],
     loss: Callable[..., Any],
     optimiser: Optimiser,
     data: PyTree,

@@ -1,8 +1,9 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, overload
 
+import equinox as eqx
 import numpy as np
 
 from .._build import build
@@ -143,6 +144,21 @@ def _halve(
     return run
 
 
+@overload
+def hyperband(
+    make: Callable[..., tuple[M, eqx.nn.State]],
+    ranges: Mapping[str, AbstractRange],
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: PyTree,
+    *,
+    validation: PyTree,
+    epochs: int,
+    factor: float | int = 3,
+    key: Any,
+    **options: Any,
+) -> list[Run[M]]: ...
+@overload
 def hyperband(
     make: Callable[..., M],
     ranges: Mapping[str, AbstractRange],
@@ -155,7 +171,20 @@ def hyperband(
     factor: float | int = 3,
     key: Any,
     **options: Any,
-) -> list[Run[M]]:
+) -> list[Run[M]]: ...
+def hyperband(
+    make: Callable[..., Any],
+    ranges: Mapping[str, AbstractRange],
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: PyTree,
+    *,
+    validation: PyTree,
+    epochs: int,
+    factor: float | int = 3,
+    key: Any,
+    **options: Any,
+) -> list[Run[Any]]:
     """Runs successive halving several times, from many members trained briefly to a few trained in full.
 
     How early bad hyper-parameters can be recognised is not known in advance: each bracket assumes another answer, and

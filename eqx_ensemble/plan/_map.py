@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from .. import _axes, _check
 from .._axes._check import check_has_axis
 from .._pytree import PyTree
+from .._typing import MappedFunction, Out, P
 from ..sharding._layout import as_layout
 from ._auto import AnyPlan, as_plan
 from ._compiled import keeps_program, program_of
@@ -18,8 +19,8 @@ from ._sharded import sharded_plan
 
 
 def map_members(
-    fn: Callable[..., Any], *, plan: AnyPlan = None, mesh: Mesh | None = None, out_axis: int = 0
-) -> Callable[..., PyTree]:
+    fn: Callable[P, Out], *, plan: AnyPlan = None, mesh: Mesh | None = None, out_axis: int = 0
+) -> MappedFunction[P, Out]:
     """Transforms a function of one member into a function of all members.
 
     Arguments that are an [`eqx_ensemble.Ensemble`][], an [`eqx_ensemble.Each`][] or an `equinox.nn.State`, at any

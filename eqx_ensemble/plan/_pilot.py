@@ -24,7 +24,7 @@ class Pilot:
     """
 
     def __init__(self, plan: AbstractPlan, *, name: str) -> None:
-        self.plan = plan
+        self.plan: AbstractPlan = plan
         self._search: Search | None = None
         self._name = name
         self._peak: Peak | None = None

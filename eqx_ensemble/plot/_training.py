@@ -12,7 +12,7 @@ _NAMES = {"loss": "training", "validation": "validation"}
 
 
 def training_curves(
-    run: Run | History,
+    run: Run[Any] | History,
     *,
     curve: Literal["loss", "validation"] = "loss",
     stride: int = 1,

@@ -3,7 +3,7 @@ from . import _available as _available
 # isort: split
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 from sklearn.base import RegressorMixin
@@ -179,7 +179,13 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
             self.oob_score_ = float(r2_score(y[known], self.oob_prediction_[known])) if known.any() else np.nan
         return self
 
-    def predict(self, X: Any, *, return_std: bool = False) -> Any:
+    @overload
+    def predict(self, X: Any, *, return_std: Literal[False] = False) -> np.ndarray: ...
+    @overload
+    def predict(self, X: Any, *, return_std: Literal[True]) -> tuple[np.ndarray, np.ndarray]: ...
+    @overload
+    def predict(self, X: Any, *, return_std: bool) -> np.ndarray | tuple[np.ndarray, np.ndarray]: ...
+    def predict(self, X: Any, *, return_std: bool = False) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
         """The mean of the ensemble's predictive distribution.
 
         **Arguments:**

@@ -14,7 +14,7 @@ class DivergedError(ArithmeticError):
         super().__init__(message)
         self.run = run
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return _again, (type(self), self.args), _state_of(self)
 
 
@@ -28,7 +28,7 @@ class NotSavedError(OSError):
         super().__init__(error.errno, not_saved_message(error, int(run.train_state.step)))
         self.run = run
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return _again, (type(self), self.args), _state_of(self)
 
 

@@ -33,7 +33,7 @@ class FlatState(NamedTuple):
     is_frozen: bool
     calls: dict[Any, Callable[..., Any] | None]
 
-    def update(self, state: TrainState) -> "FlatState | None":
+    def update(self, state: TrainState[Any]) -> "FlatState | None":
         """With the arrays that are in the state now; `None` if anything else has changed."""
         arrays, constants, treedef = _partition(state)
         unchanged = len(constants) == len(self.constants) and all(map(operator.is_, constants, self.constants))
@@ -47,9 +47,9 @@ class LastState:
     """
 
     def __init__(self) -> None:
-        self._known: tuple[weakref.ref, weakref.ref, FlatState] | None = None
+        self._known: tuple[weakref.ref[Any], weakref.ref[Any], FlatState] | None = None
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return LastState, ()
 
     def __eq__(self, other: object) -> bool:
@@ -58,14 +58,14 @@ class LastState:
     def __hash__(self) -> int:
         return 0
 
-    def find(self, step: PyTree, state: TrainState) -> FlatState | None:
+    def find(self, step: PyTree, state: TrainState[Any]) -> FlatState | None:
         """The arrays of `state`, if it is the last one, and of this step."""
         known = self._known
         if known is None or known[0]() is not state or known[1]() is not step:
             return None
         return known[2] if known[2].is_frozen else known[2].update(state)
 
-    def remember(self, step: PyTree, state: TrainState, flat: FlatState) -> None:
+    def remember(self, step: PyTree, state: TrainState[Any], flat: FlatState) -> None:
         """Keeps the arrays of a state."""
         self._known = (weakref.ref(state, self._forget), weakref.ref(step), flat)
 
@@ -74,14 +74,14 @@ class LastState:
             self._known = None
 
 
-def flatten_state(state: TrainState) -> FlatState:
+def flatten_state(state: TrainState[Any]) -> FlatState:
     """A state as a list of arrays."""
     arrays, constants, treedef = _partition(state)
     top = jax.tree.structure(state, is_leaf=lambda x: x is not state)
     return FlatState(arrays, constants, treedef, top, jax.tree.structure(state.moving), _is_frozen(treedef), {})
 
 
-def _partition(state: TrainState) -> tuple[list[Any], list[Any], Any]:
+def _partition(state: TrainState[Any]) -> tuple[list[Any], list[Any], Any]:
     leaves, treedef = jax.tree.flatten(state)
     arrays, constants = [], []
     for leaf in leaves:
@@ -102,8 +102,8 @@ def _is_frozen(treedef: Any) -> bool:
 
 
 def call_flat(
-    fn: Callable[..., Any], step: PyTree, state: TrainState, batch: PyTree, last: LastState
-) -> tuple[TrainState, PyTree] | None:
+    fn: Callable[..., Any], step: PyTree, state: TrainState[Any], batch: PyTree, last: LastState
+) -> tuple[TrainState[Any], PyTree] | None:
     """The new state and the metrics of `fn(step, state, batch)`; `None` if that cannot be a call of flat lists."""
     flat = last.find(step, state) or flatten_state(state)
     own, treedef = jax.tree.flatten(batch)
@@ -123,7 +123,7 @@ def call_flat(
 
 
 def _compile(
-    fn: Callable[..., Any], step: PyTree, state: TrainState, batch: list[Any], treedef: Any
+    fn: Callable[..., Any], step: PyTree, state: TrainState[Any], batch: list[Any], treedef: Any
 ) -> Callable[..., Any] | None:
     """The compiled step; `None` if it calls Python: what that raises is explained by `equinox.filter_jit`."""
     leaves, structure = jax.tree.flatten(state)

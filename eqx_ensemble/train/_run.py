@@ -1,7 +1,7 @@
 import html
 import warnings
 from collections.abc import Callable
-from typing import Any, Generic
+from typing import Any, Generic, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -15,6 +15,7 @@ from .._ensemble import Ensemble, M
 from .._foreign import from_foreign_tree
 from .._predict import predict
 from .._pytree import PyTree
+from .._typing import CallableEnsemble, Out, StatefulEnsemble
 from ..plan import AbstractPlan
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
 from ..resample._check_held_out import check_folds
@@ -29,6 +30,7 @@ from ._check_held_out import (
 from ._check_run import check_num_ranked, check_run_weights, check_scores_to_rank, excluded_message
 from ._errors import DivergedError
 from ._revive import Revival
+from ._signatures import RunOf, RunWithCombine, RunWithoutCombine
 from ._state import TrainState
 from ._status import Status
 from ._summary import data_frame, summary, table_columns
@@ -95,6 +97,26 @@ class Run(eqx.Module, Generic[M]):
         kept = self.status != Status.DIVERGED
         return self.ensemble if kept.all() else self.ensemble[kept]
 
+    @overload
+    def predict(
+        self: RunOf[StatefulEnsemble[tuple[Out, eqx.nn.State]]],
+        x: PyTree,
+        *,
+        fn: None = None,
+        **options: Unpack[RunWithoutCombine],
+    ) -> Out: ...
+    @overload
+    def predict(
+        self: RunOf[CallableEnsemble[Out]], x: PyTree, *, fn: None = None, **options: Unpack[RunWithoutCombine]
+    ) -> Out: ...
+    @overload
+    def predict(
+        self, x: PyTree, *, fn: Callable[..., tuple[Out, eqx.nn.State]], **options: Unpack[RunWithoutCombine]
+    ) -> Out: ...
+    @overload
+    def predict(self, x: PyTree, *, fn: Callable[..., Out], **options: Unpack[RunWithoutCombine]) -> Out: ...
+    @overload
+    def predict(self, x: PyTree, *, combine: Callable[..., Out], **options: Unpack[RunWithCombine]) -> Out: ...
     def predict(
         self,
         x: PyTree,

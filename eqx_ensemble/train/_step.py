@@ -1,7 +1,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, Generic
+from typing import Any
 
 import equinox as eqx
 from jax.sharding import Mesh
@@ -41,7 +41,7 @@ class Metrics(eqx.Module):
     status: Int8[Array, " members"]
 
 
-class Step(eqx.Module, Generic[M]):
+class Step(eqx.Module):
     """A compiled training step; see [`eqx_ensemble.train.make_step`][]."""
 
     fn: Callable[..., Any] = eqx.field(static=True)
@@ -110,7 +110,7 @@ def _compiled_step(step: Step, state: TrainState, batch: PyTree, numbers: Kinds 
     return _one_step(step, state, batch)
 
 
-class LoopStep(eqx.Module, Generic[M]):
+class LoopStep(eqx.Module):
     """A step inside a compiled loop: its layout and plan are those of the state that the loop starts from."""
 
     step: Step

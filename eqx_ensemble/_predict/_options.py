@@ -1,0 +1,33 @@
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import equinox as eqx
+from jax.sharding import Mesh
+
+from ..plan import AnyPlan
+
+
+class PredictOptions(TypedDict, total=False):
+    """The options of `predict` that never change the type of its result."""
+
+    weights: Any
+    batch_size: int
+    memory: int | None
+    inference: bool | None
+    plan: AnyPlan
+    mesh: Mesh | None
+    progress: bool | None
+    key: Any
+
+
+class WithCombine(PredictOptions, total=False):
+    """Those that do not change it where there is `combine`."""
+
+    state: eqx.nn.State | None
+    fn: Callable[..., Any] | None
+
+
+class WithoutCombine(PredictOptions, total=False):
+    """Those where there is no `combine`, which may be given as `None`."""
+
+    combine: None

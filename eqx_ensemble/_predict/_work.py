@@ -1,0 +1,44 @@
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._combination import AbstractCombination
+from .._pytree import PyTree
+from ..plan._pilot import Pilot
+from ._batch import MemberCall, PredictionInputs
+
+
+class Work(NamedTuple):
+    """How the rows of a call are processed, and what collects the results."""
+
+    pilot: Pilot
+    call: MemberCall
+    inputs: PredictionInputs
+    num_rows: int
+    batch_size: int
+    collect: Callable[[Iterable[tuple[slice, PyTree]], np.ndarray], PyTree]
+
+    def rows(self, start: int, count: int) -> np.ndarray:
+        """The indices of `count` rows from `start`; at the end of the data the last `count` rows.
+
+        If there are fewer rows than `count`, the last one is repeated.
+        """
+        start = max(min(start, self.num_rows - count), 0)
+        return np.minimum(np.arange(start, start + count), self.num_rows - 1)
+
+
+def combine_parts(parts: Iterable[tuple[slice, PyTree]], combine: Any, weights: Any) -> PyTree:
+    """Combines the predictions of all members, of which `parts` holds some members at a time."""
+    if isinstance(combine, AbstractCombination):
+        partial = None
+        for index, part in parts:
+            partial = combine.update(partial, part, weights=None if weights is None else weights[index])
+        return combine.finish(partial)
+    held = [part for _, part in parts]
+    predictions = held[0] if len(held) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *held)
+    if combine is None:
+        return predictions
+    return combine(predictions) if weights is None else combine(predictions, weights=weights)

@@ -1,0 +1,40 @@
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
+
+import equinox as eqx
+
+Member = TypeVar("Member", covariant=True)
+Out = TypeVar("Out", covariant=True)
+P = ParamSpec("P")
+
+
+@runtime_checkable
+class EnsembleOf(Protocol[Member]):
+    """An `Ensemble`, but covariant: one of `MLP`s is one of callables, too."""
+
+    @property
+    def stacked(self) -> Member:
+        """The members as one model."""
+        ...
+
+
+CallableEnsemble = EnsembleOf[Callable[..., Out]]
+"""An `Ensemble` whose members return `Out` when called."""
+
+# Layers such as `equinox.nn.Sequential` return something else when they are called without a state.
+StatefulEnsemble = EnsembleOf[Callable[Concatenate[Any, eqx.nn.State, ...], Out]]
+"""An `Ensemble` whose members return `Out` when called with an input and a state."""
+
+
+@runtime_checkable
+class MappedFunction(Protocol[P, Out]):
+    """A function of one member, mapped over members.
+
+    Any argument may be an ensemble or a mark such as `Each`, at any depth, which a `ParamSpec` cannot say: the second
+    overload takes such calls.
+    """
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out: ...
+    @overload
+    def __call__(self, *args: Any, **kwargs: Any) -> Out: ...
