@@ -122,8 +122,8 @@ CALLS = {
     calibrate: {
         "matrix": _CLASSES | {"pool": "mixture", "off_diagonal_penalty": 0.1, "bias_penalty": 0.1, "max_steps": 2},
         "vector": _CLASSES | {"pool": "mixture", "max_steps": 2},
-        "histogram": _CLASSES | {"pool": "mixture", "num_bins": 2, "binning": "mass"},
-        "isotonic": _CLASSES | {"pool": "mixture"},
+        "histogram": _CLASSES | {"pool": "mixture", "num_bins": 2, "binning": "mass", "smoothing": 0.5},
+        "isotonic": _CLASSES | {"pool": "mixture", "smoothing": 0.5},
         "temperature": _CLASSES | {"pool": "mixture"},
         "variance": _MOMENTS | {"targets": _TARGETS, "pool": "mixture", "mask": _MASK},
     },

@@ -28,7 +28,8 @@ MEANT = {
     ("levels", "0"): "the lowest value",
     ("cut", "0"): "the mean",
     ("above", "0"): "all weights that are not zero",
-    **{(name, kind): "a number of zero or more" for name in ("bias_penalty", "off_diagonal_penalty", "penalty")
+    **{(name, kind): "a number of zero or more"
+       for name in ("bias_penalty", "off_diagonal_penalty", "penalty", "smoothing")
        for kind in ("0", "int64", "float32")},
     **{("tolerance", kind): "a number of zero or more" for kind in ("0", "int64", "float32")},
     **{(name, kind): "a number above zero" for name in ("power", "temperature")

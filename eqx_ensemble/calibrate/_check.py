@@ -1,4 +1,5 @@
 import warnings
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -6,6 +7,7 @@ from jax.typing import ArrayLike
 
 from .._check import (
     as_column,
+    check_number,
     check_word,
     concrete,
     first_text,
@@ -124,6 +126,12 @@ def check_untraced(name: str, **arrays: ArrayLike | None) -> None:
         if is_traced(values):
             fix = "Fit outside `jax.jit`; the fitted Module can be called inside."
             raise TypeError(needs_message(name, f"a concrete `{argument}`", "got a traced array", fix))
+
+
+def check_smoothing(smoothing: Any, *, name: str) -> float:
+    """A number of rows to add, zero or more."""
+    check_number(smoothing, "smoothing", name=name, least=0)
+    return float(smoothing)
 
 
 def warn_of_no_minimum(name: str, pool: str, flat: ArrayLike) -> None:

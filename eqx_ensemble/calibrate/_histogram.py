@@ -7,6 +7,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._check import check_positive_int, check_word
 from ..scores._binning import Binning, bin_rows
+from ._check import check_smoothing
 from ._pooling import Pool, Pooling, Rows, fit_rows
 
 
@@ -37,6 +38,7 @@ def histogram(
     pool: Pool,
     num_bins: int = 15,
     binning: Binning = "mass",
+    smoothing: float | int = 0.0,
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Histogram:
@@ -54,18 +56,22 @@ def histogram(
         combined first, and the mixture is calibrated.
     - `num_bins`: the number of bins for each class.
     - `binning`: `"mass"`, bins of equally many rows; `"width"`, bins of equal width. See [`eqx_ensemble.scores.ece`][].
+    - `smoothing`: rows of every class to add to each bin, as Laplace's rule adds one: $n$ rows, $k$ of them of the
+        class, then give $(k + s) / (n + C s)$ for $C$ classes. With zero, the default, a class without a row in a bin
+        has probability zero there, and the negative log-likelihood of a later row of it is infinite.
     - `weights`: convex weights over members, `(members,)`, of the mixture; stored in the result.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
     [`eqx_ensemble.calibrate.Histogram`][], a Module: `fitted(logits)` gives log-probabilities with a
-    leading axis of the members, or of length one for the mixture; minus infinity where the frequency is zero.
+    leading axis of the members, or of length one for the mixture; minus infinity where the frequency is zero, as it may
+    be without smoothing.
 
     **Raises:**
 
     As [`eqx_ensemble.calibrate.temperature`][], except for the absence of an optimum; `ValueError` for fewer than one
-    bin.
+    bin, and for a smoothing below zero.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))
@@ -92,17 +98,21 @@ def histogram(
     check_positive_int(num_bins, "num_bins", name=name)
     check_word(binning, "binning", ("width", "mass"), name=name)
     pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
-    edges, frequency = _fit(rows, num_bins, binning)
+    edges, frequency = _fit(rows, check_smoothing(smoothing, name=name), num_bins, binning)
     return Histogram(edges, frequency, pooling)
 
 
 @partial(jax.jit, static_argnames=("num_bins", "binning"))
-def _fit(rows: Rows, num_bins: int, binning: Binning) -> tuple[Array, Array]:
+def _fit(rows: Rows, smoothing: ArrayLike, num_bins: int, binning: Binning) -> tuple[Array, Array]:
+    num_classes = rows.logs.shape[-1]
     truth = jax.nn.one_hot(rows.labels, rows.logs.shape[-1], dtype=rows.logs.dtype)
 
     def of_class(p: Array, hits: Array) -> tuple[Array, Array]:
         bins = bin_rows(p, hits, rows.share > 0, num_bins, binning)
-        return bins.edges, jnp.where(bins.count == 0, jnp.nan, bins.frequency)
+        count = jnp.maximum(bins.count, 1)
+        # Not from `count * frequency`: without smoothing the frequency is kept to the last bit.
+        found = bins.frequency + (1 - num_classes * bins.frequency) * smoothing / (count + num_classes * smoothing)
+        return bins.edges, jnp.where(bins.count == 0, jnp.nan, found)
 
     each = jax.vmap(of_class, in_axes=(1, 1))
     return jax.vmap(each, in_axes=(0, None))(jnp.exp(rows.logs), truth)

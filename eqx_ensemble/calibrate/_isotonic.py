@@ -4,7 +4,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._check import missing_extra_message
-from ._check import check_untraced
+from ._check import check_smoothing, check_untraced
 from ._histogram import by_class
 from ._pooling import Pool, Pooling, Rows, fit_rows
 
@@ -34,6 +34,7 @@ def isotonic(
     labels: Integer[ArrayLike, "*batch"],
     *,
     pool: Pool,
+    smoothing: float | int = 0.0,
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Isotonic:
@@ -51,18 +52,23 @@ def isotonic(
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `pool`: `"members"`: each member is calibrated separately; combine them afterwards. `"mixture"`: the members are
         combined first, and the mixture is calibrated.
+    - `smoothing`: rows of every class to add to each step, as Laplace's rule adds one: $n$ rows, $k$ of them of the
+        class, then give $(k + s) / (n + C s)$ for $C$ classes. With zero, the default, a class without a row in a step
+        has probability zero there, and the negative log-likelihood of a later row of it is infinite.
+        The function stays increasing: steps that would cross are joined.
     - `weights`: convex weights over members, `(members,)`, of the mixture; stored in the result.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
     [`eqx_ensemble.calibrate.Isotonic`][], a Module: `fitted(logits)` gives log-probabilities with a
-    leading axis of the members, or of length one for the mixture; minus infinity where the probability is zero.
+    leading axis of the members, or of length one for the mixture; minus infinity where the probability is zero, as it
+    may be without smoothing.
 
     **Raises:**
 
     As [`eqx_ensemble.calibrate.temperature`][], except for the absence of an optimum; `TypeError` for traced arrays,
-    and `ImportError` without scikit-learn.
+    `ValueError` for a smoothing below zero, and `ImportError` without scikit-learn.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 3 + [[0.4, 0.6]] * 2]))
@@ -86,11 +92,11 @@ def isotonic(
     name = "calibrate.isotonic"
     check_untraced(name, logits=logits, labels=labels, weights=weights, mask=mask)
     pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
-    knots, values = _fit(name, rows)
+    knots, values = _fit(name, rows, check_smoothing(smoothing, name=name))
     return Isotonic(knots, values, pooling)
 
 
-def _fit(name: str, rows: Rows) -> tuple[Array, Array]:
+def _fit(name: str, rows: Rows, smoothing: float) -> tuple[Array, Array]:
     try:
         from sklearn.isotonic import IsotonicRegression
     except ImportError as error:
@@ -101,10 +107,20 @@ def _fit(name: str, rows: Rows) -> tuple[Array, Array]:
     for group in probabilities:
         for c, p in enumerate(group.T):
             fitted = IsotonicRegression(out_of_bounds="clip").fit(p, labels == c)
+            if smoothing > 0:
+                fitted.fit(p, *_smooth(fitted.predict(p), probabilities.shape[-1], smoothing))
             knots.append(fitted.X_thresholds_)
             values.append(fitted.y_thresholds_)
     shape = (*probabilities.shape[::2], -1)
     return _fill_up(knots, shape, rows.logs.dtype), _fill_up(values, shape, rows.logs.dtype)
+
+
+def _smooth(steps: np.ndarray, num_classes: int, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
+    """The smoothed frequency of the step of each row, and the row's part of all that counts in it."""
+    _, step, count = np.unique(steps, return_inverse=True, return_counts=True)
+    count = count[step]
+    whole = count + num_classes * smoothing
+    return (count * steps + smoothing) / whole, whole / count
 
 
 def _fill_up(parts: list[np.ndarray], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from eqx_ensemble import calibrate, combine
+from eqx_ensemble import calibrate, combine, scores
 
 STORED = json.loads((pathlib.Path(__file__).parents[1] / "scores" / "figures.json").read_text())
 LOGITS, LABELS = (np.asarray(STORED["data"][name]) for name in ("logits", "labels"))
@@ -87,6 +87,59 @@ def test_histogram_of_two_classes():
     np.testing.assert_allclose(np.exp(fitted(logits))[0, :, 1], [1 / 3] * 3 + [1] * 2, rtol=1e-5)
 
 
+def _logits_of(p):
+    return np.log(np.stack([1 - np.asarray(p), p], axis=-1))[None].astype(np.float32)
+
+
+def test_smoothing_of_a_histogram_is_laplaces_rule():
+    """Two bins of three and two rows, of which one and two are of the second class."""
+    logits, labels = _logits_of([0.2, 0.2, 0.2, 0.8, 0.8]), np.array([0, 0, 1, 1, 1])
+    options = {"pool": "mixture", "num_bins": 2, "binning": "width"}
+    for added in (1, 0.5):
+        fitted = calibrate.histogram(logits, labels, smoothing=added, **options)
+        want = [(1 + added) / (3 + 2 * added)] * 3 + [(2 + added) / (2 + 2 * added)] * 2
+        np.testing.assert_allclose(np.exp(fitted(logits))[0, :, 1], want, rtol=1e-5)
+
+
+def test_smoothing_of_steps_is_laplaces_rule():
+    pytest.importorskip("sklearn")
+    logits = _logits_of([0.1, 0.2, 0.3, 0.4, 0.4, 0.6, 0.6, 0.9])
+    labels = np.array([0, 0, 0, 0, 1, 0, 1, 1])
+    fitted = calibrate.isotonic(logits, labels, smoothing=1, pool="mixture")
+    # Steps of three, four and one rows, with none, two and one of the second class.
+    want = [1 / 5] * 3 + [3 / 6] * 4 + [2 / 3]
+    np.testing.assert_allclose(np.exp(fitted(logits))[0, :, 1], want, rtol=1e-5)
+
+
+def test_smoothed_steps_that_would_cross_are_joined():
+    pytest.importorskip("sklearn")
+    logits = _logits_of([0.1] + [0.5] * 20)
+    labels = np.array([0] + [0] * 18 + [1] * 2)
+    # Alone: 1/3 for the first row, 3/22 for the others; together: 4/25.
+    fitted = calibrate.isotonic(logits, labels, smoothing=1, pool="mixture")
+    np.testing.assert_allclose(np.exp(fitted(logits))[0, :, 1], 4 / 25, rtol=1e-5)
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+@pytest.mark.parametrize("fit", [calibrate.isotonic, calibrate.histogram])
+def test_smoothing_leaves_no_row_impossible(fit, classes):
+    if fit is calibrate.isotonic:
+        pytest.importorskip("sklearn")
+    logits, labels = LOGITS[:, :40, :classes], LABELS[:40] % classes
+    new, rest = LOGITS[:, 40:, :classes], LABELS[40:] % classes
+    score = lambda fitted: scores.nll(fitted(new), rest)
+    plain = fit(logits, labels, pool="mixture")
+    assert np.isinf(score(plain))
+    np.testing.assert_array_equal(fit(logits, labels, pool="mixture", smoothing=0.0)(new), plain(new))
+    smoothed = fit(logits, labels, pool="mixture", smoothing=1.0)
+    assert np.isfinite(score(smoothed))
+    np.testing.assert_allclose(np.exp(smoothed(new)).sum(-1), 1, rtol=1e-5)
+    uniform = fit(logits, labels, pool="mixture", smoothing=1e6)
+    np.testing.assert_allclose(np.exp(uniform(new)), 1 / classes, rtol=1e-3)
+    nearly = fit(logits, labels, pool="mixture", smoothing=1e-6)
+    np.testing.assert_allclose(np.exp(nearly(logits)), np.exp(plain(logits)), atol=1e-4)
+
+
 @pytest.mark.parametrize("fit", [calibrate.isotonic, calibrate.histogram])
 def test_masked_rows_change_nothing(fit):
     if fit is calibrate.isotonic:
@@ -120,6 +173,11 @@ def test_messages():
         jax.jit(lambda x: calibrate.isotonic(x, LABELS, pool="mixture"))(LOGITS)
     with pytest.raises(ValueError, match="`num_bins` of at least 1"):
         calibrate.histogram(LOGITS, LABELS, pool="mixture", num_bins=0)
+    for fit in (calibrate.histogram, calibrate.isotonic):
+        with pytest.raises(
+            ValueError, match=f"calibrate.{fit.__name__}` needs `smoothing` to be at least 0 and finite"
+        ):
+            fit(LOGITS, LABELS, pool="mixture", smoothing=-1.0)
 
 
 def test_without_scikit_learn(monkeypatch):
