@@ -182,6 +182,32 @@ def test_dependencies_have_lower_bounds_only():
         assert re.fullmatch(r"eqx_ensemble\[\w+\]|[\w-]+(\[\w+\])?>=[\d.]+(,!=[\d.]+)*", requirement), requirement
 
 
+def lower_bound(name):
+    (requirement,) = [r for r in PYPROJECT["project"]["dependencies"] if re.match(rf"{name}\b", r)]
+    return re.search(r">=([\d.]+)", requirement)[1]
+
+
+def test_versions_agree_wherever_they_are_stated():
+    python = PYPROJECT["project"]["requires-python"].removeprefix(">=")
+    stated = f"Python {python}, JAX {lower_bound('jax')} and Equinox {lower_bound('equinox')}, or newer, are needed"
+    assert stated in (ROOT / "README.md").read_text()
+    assert f"Python {python} is the floor." in (ROOT / "CONTRIBUTING.md").read_text()
+    assert lower_bound("jax") == lower_bound("jaxlib")
+    found = re.findall(r"Python :: (\d\.\d+)", " ".join(PYPROJECT["project"]["classifiers"]))
+    assert min(found, key=lambda version: int(version.partition(".")[2])) == python
+    assert PYPROJECT["tool"]["pyright"]["pythonVersion"] == python
+    assert PYPROJECT["tool"]["ruff"]["target-version"] == "py" + python.replace(".", "")
+
+
+def test_lower_bounds_as_constraints():
+    command = [sys.executable, ".ci/lower_bounds.py", "sklearn", "pandas"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
+    assert len(lines) == len(PYPROJECT["project"]["dependencies"]) + 2
+    assert all(re.fullmatch(r"[\w-]+==[\d.]+", line) for line in lines)
+    assert {f"{name}=={lower_bound(name)}" for name in ("jax", "tqdm")} < set(lines)
+    assert lines[-2].startswith("scikit-learn==")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="building the wheel needs hatchling")
 def test_wheel_holds_the_package_and_nothing_else(tmp_path):
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]

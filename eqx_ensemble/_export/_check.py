@@ -18,6 +18,7 @@ from .._check import (
 from .._files._check import PLAIN_DTYPES
 from .._jaxpr import inner_jaxprs
 from .._leaf_text import leaf_text
+from .._older_jax import InconclusiveDimensionOperation
 
 _PLATFORMS = ("cpu", "cuda", "tpu", "rocm")
 _MOST_INSIDE = 2**31  # what the file format of `jax.export` can hold
@@ -181,8 +182,8 @@ def explain_export(row: Any, *, name: str) -> Iterator[None]:
     """Adds a note to errors of a member or of `combine`: the shapes that they were called with."""
     try:
         yield
-    except (TypeError, ValueError, jax.errors.InconclusiveDimensionOperation) as error:
-        if isinstance(error, jax.errors.InconclusiveDimensionOperation) or "_DimExpr" in str(error):
+    except (TypeError, ValueError, InconclusiveDimensionOperation) as error:
+        if isinstance(error, InconclusiveDimensionOperation) or "_DimExpr" in str(error):
             error.add_note(
                 f"`{name}` leaves the number of rows open, and with `symbolic_members=True` that of the members. "
                 "Python can neither decide by these sizes nor print what has them: take out `jax.debug.print` and the "

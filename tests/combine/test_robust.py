@@ -141,4 +141,4 @@ def test_infinite_values_are_cut_off_or_taken():
     inf = np.inf
     values = np.float32([[1, inf, inf], [2, 1, -inf], [3, 3, 4]])
     np.testing.assert_array_equal(combine.trimmed_mean(values, cut=0.34), [2, 3, 4])
-    np.testing.assert_array_equal(combine.trimmed_mean(values, cut=0.1), [2, inf, np.nan])
+    np.testing.assert_allclose(combine.trimmed_mean(values, cut=0.1), [2, inf, np.nan], rtol=1e-6)

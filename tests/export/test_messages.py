@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble._older_jax import InconclusiveDimensionOperation
 
 from ..factories import CASES
 
@@ -212,7 +213,7 @@ def test_rows_of_another_shape_are_explained():
     ids=["rows", "members", "chunks", "print"],
 )
 def test_decisions_on_what_is_left_open_are_explained(options):
-    kind = TypeError if "fn" in options else jax.errors.InconclusiveDimensionOperation
+    kind = TypeError if "fn" in options else InconclusiveDimensionOperation
     with pytest.raises(kind) as caught:
         export(**options)
     assert "take out `jax.debug.print` and the like, or pass `batch_size=` and a fixed" in notes(caught.value)

@@ -113,7 +113,8 @@ def test_rank_histogram(ax):
     np.testing.assert_array_equal(heights(ax.containers[0]), counts)
     assert [bar.get_x() + bar.get_width() / 2 for bar in ax.containers[0]] == [0, 1, 2, 3, 4]
     np.testing.assert_allclose(ax.lines[0].get_ydata(), 4)
-    low, high = ax.patches[-1].get_y(), ax.patches[-1].get_y() + ax.patches[-1].get_height()
+    area = ax.patches[-1]  # a rectangle, before matplotlib 3.9 a polygon
+    low, high = area.get_patch_transform().transform_path(area.get_path()).get_extents().intervaly
     np.testing.assert_allclose([low, high], 4 + np.array([-2, 2]) * np.sqrt(20 * 0.2 * 0.8))
     assert ax.get_xlabel() == "rank of the target among the members"
 
