@@ -27,6 +27,11 @@ def make(key: jax.Array) -> MLP:
     return MLP(2, 1, 8, 1, key=key)
 
 
+def make_stateful(key: jax.Array) -> tuple[MLP, eqx.nn.State]:
+    model = make(key)
+    return model, eqx.nn.State(model)
+
+
 def loss(model: MLP, batch: jax.Array, key: jax.Array) -> jax.Array:
     return model(batch).sum()
 
@@ -58,6 +63,10 @@ def methods(ensemble: ee.Ensemble[MLP], optimiser: Any, x: jax.Array, key: jax.A
     reveal_type(halved)  # is Run[MLP]
     runs = ee.methods.hyperband(
         make, {"lr": ee.sweep.Uniform(0, 1)}, loss, optimiser, x, validation=x, epochs=9, key=key
+    )
+    reveal_type(runs)  # is list[Run[MLP]]
+    runs = ee.methods.hyperband(
+        make_stateful, {"lr": ee.sweep.Uniform(0, 1)}, loss, optimiser, x, validation=x, epochs=9, key=key
     )
     reveal_type(runs)  # is list[Run[MLP]]
     folds = ee.resample.folds(100, 5, key=key)
