@@ -180,6 +180,22 @@ def test_rows_of_unknown_classes_count_in_one_score(quality):
 
 
 @pytest.mark.slow
+def test_scores_and_losses_of_gaussians(quality):
+    """Beside scipy: one member's scores, and the mean over rows of the loss that it was trained by."""
+    members = importlib.import_module("_members")
+    outputs = np.random.default_rng(0).normal(size=(1, 200, 2)).astype(np.float32)
+    y = np.random.default_rng(1).normal(size=200).astype(np.float32)
+    gaussian = scipy.stats.norm(outputs[0, :, 0], np.sqrt(np.logaddexp(0, outputs[0, :, 1]) + 1e-3))
+    nll = -gaussian.logpdf(y)
+    low, high = gaussian.interval(0.9)
+    found = quality.gaussian_scores(outputs, y)
+    assert found["NLL"] == pytest.approx(nll.mean(), rel=1e-4)
+    assert found["coverage of 90%"] == pytest.approx(np.mean((low <= y) & (y <= high)))
+    assert found["width"] == pytest.approx(np.mean(high - low), rel=1e-3)
+    np.testing.assert_allclose(members.row_losses(outputs[0], y), nll, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
 def test_passes_without_dropout_are_predictions(quality):
     methods = importlib.import_module("_methods")
     x = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
