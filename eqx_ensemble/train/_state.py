@@ -19,6 +19,7 @@ from ..sharding._constrain import constrain_member
 from ..sharding._layout import Layout, layout_for
 from ..sharding._shard import replicate, shard_members
 from ._check import check_optimiser
+from ._check_numbers import check_no_numbers_of_members
 from ._hyper import hyper_arrays
 from ._trainable import Trainable, partition_trainable
 from .compiled._optimiser import Optimiser, init_member
@@ -176,6 +177,7 @@ def first_state(
     check_model_state_given(ensemble.stacked, state, name=name)
     check_model_state(state, ensemble.num_members, name=name)
     params, frozen = partition_trainable(ensemble, trainable, name=name)
+    check_no_numbers_of_members(optimiser, params, hyper, ensemble.num_members, name=name)
     key = _keys.root(key, name=name)
     keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
 
