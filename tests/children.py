@@ -7,9 +7,13 @@ import tempfile
 class Child:
     """A process that prints into files: one that prints much never waits for the test, or for its sibling, to read."""
 
-    def __init__(self, command, env):
+    def __init__(self, command, env, *, text=None):
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-        self.process = subprocess.Popen(command, env=env, stdout=self._out, stderr=self._err)
+        with tempfile.TemporaryFile() as typed:
+            typed.write((text or "").encode())
+            typed.seek(0)
+            own = {} if text is None else {"stdin": typed}
+            self.process = subprocess.Popen(command, env=env, stdout=self._out, stderr=self._err, **own)
 
     def finish(self, timeout):
         """Its exit code and the texts of both streams, once it has ended."""

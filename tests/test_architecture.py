@@ -95,6 +95,29 @@ def test_an_unruly_check_is_found(source):
     assert unruly_checks(ast.parse(source))
 
 
+# What `python -O` leaves out is not needed.
+
+
+def asserted_checks(tree: ast.AST) -> Iterator[str]:
+    """Assertions that say more than `x is not None`, which tells type checkers what is known."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            names = [x for x in ast.walk(node.test) if not isinstance(x, ast.expr_context | ast.cmpop | ast.Name)]
+            plain = all(isinstance(x, ast.Compare | ast.Attribute | ast.Subscript | ast.Constant) for x in names)
+            if not (plain and ast.unparse(node.test).endswith(" is not None")):
+                yield ast.unparse(node.test)
+
+
+def test_no_check_is_an_assertion():
+    found = {f"{file}: {text}" for file in FILES for text in asserted_checks(parsed(file))}
+    assert_listed(found, set(), "`python -O` leaves assertions out: raise")
+
+
+@pytest.mark.parametrize("source", ["assert x > 0, 'x'", "assert f(x) is not None", "assert a and b is not None"])
+def test_an_asserted_check_is_found(source):
+    assert list(asserted_checks(ast.parse(source)))
+
+
 # Classes are compared as classes.
 
 COMPARED_BY_NAME: set[str] = set()

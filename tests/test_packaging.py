@@ -1,9 +1,8 @@
-"""What holds for the package as a whole: its import, its metadata, its wheel, and what its source may not contain."""
+"""What holds for the package as a whole: its import, its metadata, and what its source may not contain."""
 
 import ast
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import pathlib
 import re
@@ -12,7 +11,6 @@ import sys
 import textwrap
 import tomllib
 import warnings
-import zipfile
 
 import jax.numpy as jnp
 import pytest
@@ -206,18 +204,6 @@ def test_lower_bounds_as_constraints():
     assert all(re.fullmatch(r"[\w-]+==[\d.]+", line) for line in lines)
     assert {f"{name}=={lower_bound(name)}" for name in ("jax", "tqdm")} < set(lines)
     assert lines[-2].startswith("scikit-learn==")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="building the wheel needs hatchling")
-def test_wheel_holds_the_package_and_nothing_else(tmp_path):
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, "."], check=True, cwd=ROOT)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert "eqx_ensemble/py.typed" in names
-    assert {str(source.relative_to(ROOT)) for source in SOURCES} <= names
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    assert {name.split("/")[0].partition("-")[0] for name in names} == {"eqx_ensemble"}
 
 
 @pytest.mark.skipif(os.environ.get("JAXTYPING_DISABLE", "0") != "0", reason="JAXTYPING_DISABLE takes the net away")

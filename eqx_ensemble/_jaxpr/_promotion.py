@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 
 from .._pytree import PyTree
+from .._warnings import ignore_warnings
 from ._outer import Outer, outer_operations
 
 _ANOTHER_SIZE = 1009  # a prime, so that no other length is a product with it
@@ -70,8 +71,7 @@ def _marks(fn: Callable[..., Any], treedef: Any, leaves: tuple) -> list[bool]:
 
 
 def _outers(fn: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> list[Outer]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the loss warned when it was traced for training
+    with ignore_warnings():  # the loss warned when it was traced for training
         try:
             closed, _, _ = eqx.filter_make_jaxpr(fn)(*arguments, **named)
             return outer_operations(closed.jaxpr)

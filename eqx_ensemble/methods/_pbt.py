@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from .._check import check_function, check_key, check_positive_int
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from .._pytree import PyTree
+from .._warnings import ignore_warnings
 from ..distributed import to_host
 from ..train import perturb
 from ..train._check_member import check_same_hyper
@@ -166,9 +168,8 @@ def population_based_training(
     run, scores, lineage, hypers = ensemble, [], [], []
     first = {"hyper": hyper, **{name: options.pop(name) for name in ("state", "trainable") if name in options}}
     while True:
-        with warnings.catch_warnings():
-            if len(scores) < rounds - 1:  # diverged members will be replaced
-                warnings.filterwarnings("ignore", message=".*diverged", category=UserWarning)
+        replaced = len(scores) < rounds - 1  # those that diverge
+        with ignore_warnings(".*diverged") if replaced else contextlib.nullcontext():
             run = fit(
                 run, loss, optimiser, data, validation=validation, epochs=epochs, steps=steps, key=key,
                 **(options if scores else options | first),

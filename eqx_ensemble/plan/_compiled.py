@@ -1,5 +1,6 @@
 """Functions of one member, compiled for all and kept: `jax.lax.map` outside `jax.jit` compiles at every call."""
 
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ class _Program(NamedTuple):
 
 
 _PROGRAMS: OrderedDict[Any, _Program] = OrderedDict()
+_LOCK = threading.Lock()
 
 
 def keeps_program(plan: AbstractPlan) -> bool:
@@ -34,13 +36,14 @@ def program_of(fn: Callable[..., Any], run: Callable[..., Any]) -> Callable[...,
     plain = isinstance(fn, types.FunctionType)
     outside = tuple(_read_by(fn)) if plain else ()
     key = fn if plain else type(fn)  # of other callables, `filter_jit` itself tells one from another
-    found = _PROGRAMS.get(key)
-    if found is None or not _same(found.outside, outside):
-        found = _Program(outside, eqx.filter_jit(lambda *args: run(*args)))  # its programs are freed with it
-        _PROGRAMS[key] = found
-        while len(_PROGRAMS) > _MOST_PROGRAMS:
-            _PROGRAMS.popitem(last=False)
-    _PROGRAMS.move_to_end(key)
+    with _LOCK:
+        found = _PROGRAMS.get(key)
+        if found is None or not _same(found.outside, outside):
+            found = _Program(outside, eqx.filter_jit(lambda *args: run(*args)))  # its programs are freed with it
+            _PROGRAMS[key] = found
+            while len(_PROGRAMS) > _MOST_PROGRAMS:
+                _PROGRAMS.popitem(last=False)
+        _PROGRAMS.move_to_end(key)
     return found.call
 
 

@@ -1,4 +1,3 @@
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +12,7 @@ from .._build import build
 from .._check import check_number, check_positive_int, check_sequence
 from .._ensemble import Ensemble
 from .._pytree import PyTree
+from .._warnings import ignore_warnings
 from ..plan import AbstractPlan, Chunked, Sequential, Unrolled, Vmap
 from ..plan._auto import as_plan
 from ..train._check import check_optimiser
@@ -87,8 +87,7 @@ def check_independent(
     check_batch_size(size, rows, name=name)
 
     def train(ensemble: Ensemble, plan: AbstractPlan) -> Any:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*diverged", category=UserWarning)
+        with ignore_warnings(".*diverged"):
             return fit(
                 ensemble, loss, optimiser, data, steps=steps, batch_size=size, state=state, hyper=hyper,
                 order="given", plan=plan, progress=False, key=key,

@@ -150,7 +150,7 @@ def fit(
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs; the history holds them.
     - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][]. Numbers of
         `build(zip=...)`, such as dropout rates, are trained only if it selects them.
-    - `on_diverge`: what happens when a member's loss or weights are not finite (`jax_debug_nans` has no effect).
+    - `on_diverge`: what to do if a loss or weights are not finite (`jax_debug_nans`, `jax_debug_infs` have no effect).
         `"freeze"`: the member keeps its last finite weights, the others continue, and a warning names it at the end;
         `"revive"`: it continues as a copy of a healthy member, or with [`eqx_ensemble.train.Revive`][] from a new
         initialisation; `"raise"`: the run ends with an [`eqx_ensemble.train.DivergedError`][], which holds the run so

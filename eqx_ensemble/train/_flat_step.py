@@ -70,7 +70,8 @@ class LastState:
         self._known = (weakref.ref(state, self._forget), weakref.ref(step), flat)
 
     def _forget(self, ref: weakref.ref) -> None:
-        if self._known is not None and self._known[0] is ref:
+        known = self._known  # which another thread may replace
+        if known is not None and known[0] is ref:
             self._known = None
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from .._check import is_typed_key
 from .._jaxpr import unused_inputs
 from .._pytree import PyTree
+from .._warnings import ignore_warnings
 from ..distributed import to_host
 from ._check_member import hyper_column_text
 from ._state import MemberConstants, TrainState
@@ -64,8 +65,7 @@ def _find_unused(call: Callable[..., Any], fn: Any, *args: PyTree) -> list[bool]
 def _unused_leaves(call: Callable[..., Any], fn: Any, leaves: tuple, treedef: Any) -> list[bool]:
     args = jax.tree.unflatten(treedef, leaves)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says what it says when it is traced for training
+        with ignore_warnings():  # it says what it says when it is traced for training
             closed, _, _ = eqx.filter_make_jaxpr(ft.partial(call, fn))(*args)
     except Exception:  # it will raise again where it is traced for training, with a note
         return [False] * len(jax.tree.leaves(args[0]))

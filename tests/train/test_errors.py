@@ -74,7 +74,7 @@ def test_debug_nans_ends_nothing(limits):
     fitted = lambda: ee.fit(ensemble, loss, sgd, ROWS, hyper=rates, **options)
     with pytest.warns(UserWarning, match="diverged"):
         expected = fitted()
-    with jax.debug_nans(True), pytest.warns(UserWarning, match="diverged"):
+    with jax.debug_nans(True), jax.debug_infs(True), pytest.warns(UserWarning, match="diverged"):
         run = fitted()
     assert run.stopped_at.tolist() == expected.stopped_at.tolist()
     np.testing.assert_array_equal(run.history.loss, expected.history.loss)

@@ -1,7 +1,6 @@
 """Compiled calls of flat lists: flattening Modules and hashing what they hold takes as long as many small steps."""
 
 import functools as ft
-import warnings
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 from ..._axes import leaf_kinds
 from ..._jaxpr import has_callbacks
 from ..._pytree import PyTree
+from ..._warnings import ignore_warnings
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 
@@ -143,8 +143,7 @@ class _FlatProgram:
             traced = self._jit.trace(arrays, last)
             self._is_plain = self.result.is_of_arrays and not has_callbacks(traced.jaxpr.jaxpr)
             if self._is_plain:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+                with ignore_warnings("Some donated buffers were not usable"):
                     return self._jit(arrays, last)
         return None
 

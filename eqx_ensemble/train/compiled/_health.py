@@ -14,7 +14,7 @@ from .._status import Status
 
 @contextlib.contextmanager
 def nan_is_data() -> Iterator[None]:
-    """Disables `jax_debug_nans`: a NaN concerns one member only, and members that stopped report NaN."""
+    """Disables `jax_debug_nans` and `jax_debug_infs`: a NaN is one member's, and members that stopped report NaN."""
     config: Any = jax.config  # whose attributes no stub lists
     if not (config.jax_debug_nans or config.jax_debug_infs):
         yield

@@ -12,6 +12,7 @@ from ...plan import AbstractPlan
 from .._state import MemberState, TrainState
 from .._status import Status
 from ._carry import Inputs
+from ._health import nan_is_data
 from ._limits import stop_members
 from ._loss import Loss
 from ._selection import Selection
@@ -30,6 +31,7 @@ class Occasion(enum.IntEnum):
     EPOCH_END = 2
 
 
+@nan_is_data()
 def match_dtype(score: Loss, selection: Selection, state: TrainState, validation: PyTree) -> Selection:
     """The selection with scores of the dtype that `score` returns, float32 at least."""
     if jnp.result_type(float) == jnp.float32:  # there is no wider one, and nothing to trace

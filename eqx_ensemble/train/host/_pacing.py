@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import threading
 from collections.abc import Hashable
 
 import jax
@@ -25,6 +26,7 @@ class _Known:
 
 
 _known: dict[Hashable, _Known] = {}
+_LOCK = threading.Lock()
 
 
 class Pacing:
@@ -50,10 +52,11 @@ class Pacing:
         """Begins at the pace of an earlier run of the same program, if there was one: its chunks need not grow."""
         if self._pilot.watching or jax.process_count() > 1 or key is None:
             return
-        self._known = known = _known.pop(key, self._known)
-        _known[key] = known
-        if len(_known) > _MOST_KNOWN:
-            del _known[next(iter(_known))]
+        with _LOCK:
+            self._known = known = _known.pop(key, self._known)
+            _known[key] = known
+            if len(_known) > _MOST_KNOWN:
+                del _known[next(iter(_known))]
         if (seconds := known.seconds_per_step) is not None:
             self._is_fresh, self._seconds_per_step = False, seconds
             self.steps = max(int(self._seconds_per_chunk / max(seconds, 1e-6)), 1)

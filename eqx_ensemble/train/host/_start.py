@@ -15,6 +15,7 @@ from .._revive import Revival
 from .._run import Run
 from .._state import TrainState, copy_arrays, first_state, init_all
 from .._trainable import Trainable
+from ..compiled._health import nan_is_data
 from ..compiled._optimiser import Optimiser
 from ..compiled._selection import Mode, Selection, no_selection
 from ..data._cursor import Cursor
@@ -44,6 +45,7 @@ def layout_of(mesh: Mesh | None, begun: Any) -> Layout | None:
     return layout
 
 
+@nan_is_data()  # the scores that none is worse than are infinite
 def start_of(
     begun: Ensemble | TrainState | Run,
     optimiser: Optimiser,

@@ -1,0 +1,5 @@
+import sys
+
+from forecasts._cli import main
+
+sys.exit(main())

@@ -1,0 +1,142 @@
+"""`project` depends on this library: it runs as its users run it, in processes of their own."""
+
+import json
+import math
+import os
+import pathlib
+import sys
+
+import pytest
+
+from ..children import Child
+
+HERE = pathlib.Path(__file__).parent
+PROJECT = HERE / "project"
+ROOT = HERE.parent.parent
+pytestmark = pytest.mark.xdist_group("downstream")  # where groups are asked for, one process, with one set of numbers
+
+STRICT = {"JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_NUMPY_RANK_PROMOTION": "raise"}
+STRICT_WARNINGS = ["-W", "error", "-X", "dev"]
+ALL_AT_ONCE = ["-OO", *STRICT_WARNINGS], STRICT
+OTHERS = {
+    "-O": (["-O"], {}),
+    "-OO": (["-OO"], {}),
+    "warnings as errors": (STRICT_WARNINGS, {}),
+    "strict promotion": ([], STRICT),
+    "four devices": ([], {"JAX_NUM_CPU_DEVICES": "4"}),
+}
+SWITCHES = ["jax_debug_nans", "jax_debug_infs", "jax_check_tracer_leaks", "jax_disable_jit", "jax_enable_checks"]
+SWITCHES += ["jax_debug_key_reuse", "jax_explain_cache_misses", "jax_legacy_prng_key"]
+REFUSED = {
+    "annotation": ["TypeCheckError", ""],
+    "stack": ["MemberMismatchError", "`stack` needs models that differ only in their arrays"],
+    "weights": ["ValueError", "`combine.mean` needs finite `weights` of zero or more"],
+    "rows": ["ValueError", "`fit` needs `batch_size` of at least 1, got 0"],
+    "key": ["TypeError", "`member_keys` needs one key, got the integer 0"],
+    "index": ["IndexError", "`tree.take`: index 3 is out of range for 3 members"],
+    "epochs": ["TypeError", "`fit` needs either `epochs` or `steps`, got neither"],
+    "file": ["FileNotFoundError", "[Errno 2] `load` needs the folder of one checkpoint"],
+}
+
+
+def run(*arguments, text=None, **environment):
+    """Runs Python to its end, with the project and the library on its path, and returns what it printed.
+
+    `text` is what is typed.
+    """
+    paths = {"PYTHONPATH": os.pathsep.join([str(PROJECT), str(ROOT)]), "JAX_PLATFORMS": "cpu"}
+    child = Child([sys.executable, *map(str, arguments)], os.environ | paths | environment, text=text)
+    try:
+        code, out, err = child.finish(300)
+    finally:
+        child.kill()
+    assert code == 0, out[-2000:] + err[-4000:]
+    return out
+
+
+def numbers(flags, environment):
+    return json.loads(run(*flags, HERE / "programs/life.py", **environment))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The numbers of a plain process."""
+    return numbers([], {})
+
+
+@pytest.mark.slow
+def test_faults_are_refused_in_words(plain):
+    assert (plain["optimise"], plain["docstring"], plain["dtype"]) == (0, True, "float32")
+    assert plain["refused"].keys() == REFUSED.keys()
+    for name, (kind, text) in plain["refused"].items():
+        assert kind == REFUSED[name][0]
+        assert text.startswith(REFUSED[name][1]), text
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment"),
+    [
+        pytest.param(*ALL_AT_ONCE, id="all at once", marks=pytest.mark.slow),
+        *(pytest.param(*mode, id=name, marks=pytest.mark.exhaustive) for name, mode in OTHERS.items()),
+    ],
+)
+def test_how_python_runs_changes_no_number_and_no_message(plain, flags, environment):
+    other = numbers(flags, environment)
+    optimise = next((flag.count("O") for flag in flags if flag.startswith("-O")), 0)
+    assert (other.pop("optimise"), other.pop("docstring")) == (optimise, optimise < 2)
+    assert other == {name: value for name, value in plain.items() if name not in ("optimise", "docstring")}
+
+
+@pytest.mark.exhaustive
+def test_double_precision(plain):
+    double = numbers(["-W", "error"], STRICT | {"JAX_ENABLE_X64": "1"})
+    assert double["dtype"] == "float64"
+    assert double["refused"] == plain["refused"]
+    for name, value in plain["scores"].items():  # of other members: 64 bits draw other weights
+        assert math.isclose(double["scores"][name], value, abs_tol=1)
+
+
+@pytest.mark.exhaustive
+def test_its_own_tests_pass_with_both_hooks():
+    where = f"--rootdir={PROJECT}", "-c", PROJECT / "pyproject.toml", PROJECT / "checks"
+    assert "8 passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", *where)
+
+
+@pytest.mark.slow
+def test_spawned_workers_train_and_send_their_runs_back():
+    assert "workers: equal" in run("-W", "error", HERE / "programs/workers.py")
+
+
+@pytest.mark.slow
+def test_threads_train_and_predict_at_the_same_time():
+    assert "threads: equal" in run(HERE / "programs/threads.py")
+
+
+@pytest.mark.slow
+def test_names_are_used_for_the_first_time_by_several_threads():
+    assert "first imports: 0 problems in 5 rounds" in run("-W", "error", HERE / "programs/first_imports.py", 5)
+
+
+@pytest.mark.exhaustive
+def test_switches_that_people_turn_on_to_find_a_fault():
+    differences = json.loads(run(HERE / "programs/switches.py", *SWITCHES))
+    assert differences.keys() == {*SWITCHES}
+    assert all(difference <= 1e-5 for difference in differences.values()), differences
+
+
+@pytest.mark.exhaustive
+def test_grid_search_in_processes_of_joblib():
+    pytest.importorskip("sklearn")
+    assert "grid search: equal" in run(HERE / "programs/grid_search.py")
+
+
+@pytest.mark.exhaustive
+def test_a_program_that_is_typed_in(tmp_path):
+    """Line by line at a prompt, and as the text of `-c`: functions have no file, and their run is resumed."""
+    text = (HERE / "programs/typed.py").read_text()
+    at_prompt = run("-i", "-q", text=text, FOLDER=str(tmp_path / "prompt"))
+    assert at_prompt == run("-c", text, FOLDER=str(tmp_path / "text"))
+    lines = dict(line.split(": ", 1) for line in at_prompt.splitlines())
+    assert lines["resumed"] == "True True"
+    assert lines["refused"].startswith("`fit`")
+    assert lines["warned"] == "The loss `mistaken` makes two batch axes of one"

@@ -1,0 +1,53 @@
+"""Compiled functions and paces of runs are kept for the next call, also when several threads ask for them."""
+
+import sys
+import threading
+
+import pytest
+
+from eqx_ensemble.plan import Vmap, _compiled
+from eqx_ensemble.plan._pilot import Pilot
+from eqx_ensemble.train.host import _pacing
+
+
+def ask_for_programs(number):
+    functions = [lambda x, i=i: x + i for i in range(5)]
+    for _ in range(150):
+        for fn in functions:
+            _compiled.program_of(fn, fn)
+
+
+def recall_paces(number):
+    pacing = _pacing.Pacing(Pilot(Vmap(), name="fit"))
+    for turn in range(4000):
+        pacing.recall((number, turn % 7))
+
+
+@pytest.fixture
+def impatient():
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", [ask_for_programs, recall_paces])
+def test_threads_share_what_is_kept(monkeypatch, impatient, use):
+    monkeypatch.setattr(_compiled, "_MOST_PROGRAMS", 2)
+    monkeypatch.setattr(_pacing, "_MOST_KNOWN", 2)
+    problems = []
+
+    def run(number):
+        try:
+            use(number)
+        except Exception as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems

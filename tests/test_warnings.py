@@ -1,0 +1,85 @@
+"""Warnings that the library ignores are those of one thread, and the filters of the others stay."""
+
+import threading
+import warnings
+
+import pytest
+
+from eqx_ensemble._warnings import ignore_warnings
+
+
+def texts(call):
+    """What `call` warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_is_ignored():
+    def call():
+        with ignore_warnings("of this"):
+            warnings.warn("Of this kind", stacklevel=1)
+            warnings.warn("none of this kind", DeprecationWarning, stacklevel=1)
+        warnings.warn("of this kind", stacklevel=1)
+
+    assert texts(call) == ["none of this kind", "of this kind"]
+
+
+def test_an_error_is_not_ignored_and_filters_are_as_before():
+    before = list(warnings.filters)
+    with pytest.raises(ValueError, match="own"), ignore_warnings():
+        raise ValueError("own")
+    assert list(warnings.filters) == before
+
+
+def test_other_threads_keep_their_warnings():
+    started, warned = threading.Event(), threading.Event()
+
+    def other():
+        started.wait(10)
+        warnings.warn("of the other thread", stacklevel=1)
+        warned.set()
+
+    def call():
+        thread = threading.Thread(target=other)
+        thread.start()
+        with ignore_warnings():
+            warnings.warn("of this thread", stacklevel=1)
+            started.set()
+            warned.wait(10)
+        thread.join()
+
+    assert texts(call) == ["of the other thread"]
+
+
+def test_threads_that_overlap_leave_no_filter():
+    """The first ends first: `warnings.catch_warnings` would then leave what it had changed."""
+    before, entered, left = list(warnings.filters), threading.Event(), threading.Event()
+
+    def second():
+        with ignore_warnings():
+            entered.set()
+            left.wait(10)
+
+    thread = threading.Thread(target=second)
+    with ignore_warnings():
+        thread.start()
+        entered.wait(10)
+    left.set()
+    thread.join()
+    assert list(warnings.filters) == before
+    assert texts(lambda: warnings.warn("seen", stacklevel=1)) == ["seen"]
+
+
+def test_filters_that_another_thread_restores_ignore_nothing():
+    """Filters that were copied while this one was among them are put back later."""
+    own = ignore_warnings()
+    own.__enter__()
+    copied = list(warnings.filters)
+    own.__exit__(None, None, None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filters.insert(0, copied[0])
+        warnings.warn("seen", stacklevel=1)
+    assert len(caught) == 1
