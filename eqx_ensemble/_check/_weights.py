@@ -5,7 +5,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._arrays import Shape, check_array, concrete, first_text, kept_rows, needs_message
+from ._arrays import check_array, concrete, first_text, kept_rows, needs_message
 from ._leaves import Size, kind_text
 
 
@@ -33,7 +33,7 @@ def check_plain_weights(name: str, weights: object) -> None:
         )
 
 
-def check_weight_count(weights: Any, num_members: Size, *, name: str, rows: Shape = ()) -> None:
+def check_weight_count(weights: Any, num_members: Size, *, name: str, rows: tuple[Size, ...] = ()) -> None:
     """Weights of the members `(members,)`, or none; or of each row, `(members, ...)` with leading axes of `rows`."""
     check_plain_weights(name, weights)
     shape = np.shape(weights)
@@ -61,7 +61,7 @@ def check_weights(
     num_members: Size,
     dtype: jnp.dtype,
     *,
-    rows: Shape = (),
+    rows: tuple[Size, ...] = (),
     mask: ArrayLike | None = None,
 ) -> Array | None:
     """Convex weights: one per member, finite, not negative, not all zero; divided by their sum.
