@@ -29,6 +29,7 @@ def import_when_used(
         return value
 
     def names_of_package() -> list[str]:
-        return sorted({*vars(importlib.import_module(package)), *public})
+        own = (name for name in vars(importlib.import_module(package)) if name.startswith("__"))
+        return sorted({*own, *public})
 
     return find, names_of_package, public

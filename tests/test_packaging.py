@@ -99,6 +99,7 @@ def test_rooms_are_imported_when_they_are_used():
 
         loaded = lambda: {name for name in sys.modules if name.startswith("eqx_ensemble.")}
         assert "train" in dir(ee) and "fit" in dir(ee) and "__name__" in dir(ee)
+        assert {name for name in dir(ee) if not name.startswith("__")} == set(ee.__all__)
         assert loaded() <= {"eqx_ensemble._jaxlib", "eqx_ensemble._lazy", "eqx_ensemble._version"}, loaded()
         ee.combine.mixture
         assert "eqx_ensemble.combine" in loaded() and "eqx_ensemble.train" not in loaded()

@@ -103,6 +103,13 @@ def test_signatures_fit_the_column(site):
 
 
 @pytest.mark.slow
+def test_shapes_are_strings_as_in_the_code(site):
+    shown = {path: html.unescape(re.sub(r"<[^>]*>", "", text)) for path, text in sections(site).items()}
+    assert '-> Float[Array, "..."]' in shown["eqx_ensemble.combine.log_mixture"]
+    assert {path: found for path, text in shown.items() if (found := re.findall(r"\[Array\w*, [^\"'].*", text))} == {}
+
+
+@pytest.mark.slow
 def test_every_page_is_in_the_lists_for_machines(site):
     sitemap = set(re.findall(r"<loc>(.*?)</loc>", (site / "sitemap.xml").read_text()))
     assert sitemap == {URL + address(page) for page in PAGES}
