@@ -1,8 +1,10 @@
 """Runs the code of a documentation page, and compares what it prints with the output that the page shows."""
 
+import builtins
 import contextlib
 import io
 import re
+import symtable
 import textwrap
 import warnings
 
@@ -16,6 +18,28 @@ def blocks(text):
     return [
         (textwrap.dedent(code), textwrap.dedent(shown) if shown else None) for _, code, shown in BLOCK.findall(text)
     ]
+
+
+def undefined_names(codes):
+    """The names that each of some blocks reads, and that neither it nor a block before it defines."""
+    return [
+        (number, sorted(names)) for number in range(len(codes)) if (names := _undefined("\n".join(codes[: number + 1])))
+    ]
+
+
+def _undefined(code):
+    module = symtable.symtable(code, "page", "exec")
+    known = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    read, scopes = set(), [module]
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        read |= {
+            symbol.get_name()
+            for symbol in scope.get_symbols()
+            if symbol.is_referenced() and (symbol.is_global() or scope is module)
+        }
+    return read - known - set(dir(builtins)) - {"__name__"}
 
 
 def run_block(code, shown, filename, namespace):
@@ -41,7 +65,8 @@ def difference(printed, shown):
     """The first difference between a printed text and the one that a page shows, or `None`.
 
     Spaces do not matter. Numbers with a decimal point agree within 2 % or two units of their last digit, because
-    compilers round differently. `...` in the page stands for any text.
+    compilers round differently. A page shows the first four decimals that are printed, except in arrays, where NumPy
+    leaves out zeros. `...` in the page stands for any text.
     """
     tokens = TOKEN.findall(printed)
     pieces = [TOKEN.findall(piece) for piece in shown.split("...")]
@@ -57,17 +82,36 @@ def difference(printed, shown):
 
 
 def _agree(got, shown):
-    return all(_token_agrees(x, y) for x, y in zip(got, shown, strict=True))
+    return _first_disagreement(got, shown) is None
 
 
 def _first_difference(got, shown):
-    pairs = zip(got + ["(nothing)"] * len(shown), shown, strict=False)
-    return next(f"{x}` instead of `{y}" for x, y in pairs if not _token_agrees(x, y))
+    got = got + ["(nothing)"] * len(shown)
+    at = _first_disagreement(got, shown)
+    return f"{got[at]}` instead of `{shown[at]}"
 
 
-def _token_agrees(got, shown):
+def _first_disagreement(got, shown):
+    depth = 0
+    for at, (x, y) in enumerate(zip(got, shown, strict=False)):
+        depth += (y == "[") - (y == "]")
+        if not _token_agrees(x, y, in_array=depth > 0):
+            return at
+    return None
+
+
+def _token_agrees(got, shown, *, in_array):
     if not (NUMBER.fullmatch(got) and NUMBER.fullmatch(shown)):
         return got == shown
-    mantissa, _, exponent = shown.partition("e")
-    unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+    if not in_array and _decimals(shown) < min(_decimals(got), 4):
+        return False
+    unit = min(_unit(got), _unit(shown))
     return abs(float(got) - float(shown)) <= max(0.02 * abs(float(shown)), 2.01 * unit)
+
+
+def _decimals(number):
+    return len(number.partition("e")[0].partition(".")[2])
+
+
+def _unit(number):
+    return 10.0 ** (int(number.partition("e")[2] or 0) - _decimals(number))
