@@ -24,9 +24,10 @@ def training_curves(
 ) -> Axes:
     """Learning curves: one thin line for each member, their median, and a band for a central part of them.
 
-    Median and band are over members that were still training; numbers that are not finite are ignored. Validation
-    curves of a run have a dot at the step whose weights were kept. Call it twice to draw training and validation on the
-    same Axes: the second call uses another line style.
+    Lines of members end where these stopped or diverged. In median and band they keep their last number, so that both
+    are over the same members at every step; the legend says how many have ended. Other numbers that are not finite are
+    ignored. Validation curves of a run have a dot at the step whose weights were kept. Call it twice to draw training
+    and validation on the same Axes: the second call uses another line style.
 
     **Arguments:**
 
@@ -73,11 +74,14 @@ def training_curves(
     steps, curves = _means(np.asarray(steps), np.asarray(getattr(history, curve), np.float64), stride)
     # Rounded, because (1 - 0.8) / 2 is less than 0.1 and would select another member.
     ends = np.round([(1 - level) / 2, (1 + level) / 2], 12)
-    lower, upper = np.nanquantile(curves, ends, axis=0, method="averaged_inverted_cdf")
+    carried = _carry(curves)
+    lower, upper = np.nanquantile(carried, ends, axis=0, method="averaged_inverted_cdf")
 
     ax = axes_for(name, ax)
+    num_ended = int(np.isfinite(carried[:, -1]).sum() - np.isfinite(curves[:, -1]).sum())
     label = f"{_NAMES[curve]}, median of {len(curves)} members"
-    (median,) = ax.plot(steps, np.nanmedian(curves, axis=0), **of_line(ax, options, label=label, zorder=2.5))
+    label += f"\n({num_ended} ended: their last value)" if num_ended else ""
+    (median,) = ax.plot(steps, np.nanmedian(carried, axis=0), **of_line(ax, options, label=label, zorder=2.5))
     color, style = median.get_color(), median.get_linestyle()
     ax.plot(steps, curves.T, color=color, linestyle=style, linewidth=0.6, alpha=0.5)
     edges: dict[str, Any] = {"edgecolor": color, "linestyle": style, "linewidth": 0.8}
@@ -100,3 +104,9 @@ def _means(steps: np.ndarray, curves: np.ndarray, stride: int) -> tuple[np.ndarr
     means = np.where(count > 0, total / np.maximum(count, 1), np.nan)
     some = (count > 0).any(axis=0)
     return steps[np.minimum(starts + stride, len(steps)) - 1][some], means[:, some]
+
+
+def _carry(curves: np.ndarray) -> np.ndarray:
+    """Curves `(members, steps)` in which a member that has ended keeps its last finite number."""
+    last = curves.shape[1] - 1 - np.argmax(np.isfinite(curves)[:, ::-1], axis=1)[:, None]
+    return np.where(np.arange(curves.shape[1]) > last, np.take_along_axis(curves, last, axis=1), curves)

@@ -137,7 +137,10 @@ LOSS[2, 4:], LOSS[5, 7] = np.nan, np.inf
 def test_training_curves_of_every_step(ax):
     plot.training_curves(history(LOSS), level=0.6, first_step=100, ax=ax)
     median, *members = ax.lines
-    finite = [LOSS[np.isfinite(LOSS[:, step]), step] for step in range(10)]
+    carried = LOSS.copy()
+    carried[2, 4:] = LOSS[2, 3]  # this member ended; member 5 goes on after step 7
+    finite = [carried[np.isfinite(carried[:, step]), step] for step in range(10)]
+    assert [len(column) for column in finite] == [9] * 7 + [8] + [9] * 2
     np.testing.assert_array_equal(median.get_xdata(), np.arange(101, 111))
     np.testing.assert_allclose(median.get_ydata(), [np.median(column) for column in finite])
     assert not np.allclose(median.get_ydata(), [np.mean(column) for column in finite], rtol=1e-2)
@@ -147,6 +150,20 @@ def test_training_curves_of_every_step(ax):
         # The smallest of the sorted numbers that is at least as large as this share of them.
         want = [np.sort(column)[int(np.ceil(q * len(column) - 1e-9)) - 1] for column in finite]
         np.testing.assert_allclose(edge, want)
+
+
+def test_good_members_that_stop_do_not_move_the_median(ax):
+    loss = np.repeat([[0.1], [0.2], [0.3], [8.0], [9.0], [np.nan]], 5, axis=1)
+    loss[0, 1:], loss[1, 2:], loss[2, 2:] = np.nan, np.inf, np.nan
+    plot.training_curves(history(loss), ax=ax)
+    assert ax.lines[0].get_ydata().tolist() == pytest.approx([0.3] * 5)
+    lower, upper = band(ax.collections[0])
+    assert (lower.tolist(), upper.tolist()) == (pytest.approx([0.2] * 5), pytest.approx([8.0] * 5))
+    assert np.isfinite(ax.lines[1].get_ydata()).sum() == 1  # the member's own line ends
+    label = ax.get_legend().get_texts()[0].get_text()
+    assert label == "training, median of 6 members\n(3 ended: their last value)"
+    whole = plot.training_curves(history(loss[3:5])).get_legend().get_texts()[0].get_text()
+    assert whole == "training, median of 2 members"
 
 
 @pytest.mark.parametrize(("members", "level"), [(4, 0.5), (10, 0.8), (9, 0.5)])
