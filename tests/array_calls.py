@@ -50,7 +50,7 @@ CALLS = {
     },
     combine.weights: {
         "bayesian": {"log_scores": _MEAN, "mask": _MASK},
-        "elites": {"scores": _MEAN[:, 0], "count": 2},
+        "elites": {"scores": _MEAN[:, 0], "count": 2, "mode": "min"},
         "greedy": {"predictions": _MEAN, "score": "log", "num_steps": 3, "num_initial": 1, "mask": _MASK},
         "sparsify": {"weights": _WEIGHTS, "above": 0.1, "num_members": 3},
         "stacking": {"log_scores": _MEAN, "mask": _MASK, "tolerance": 1.0, "max_steps": 5},

@@ -45,6 +45,16 @@ def check_rows_of_data(
     return rows
 
 
+def check_some_rows(batch: Any, *, name: str) -> None:
+    """Raises for a batch without rows, whose loss would be NaN. Arrays are as for `check_rows_of_data`."""
+    sizes = [x.shape[axis] for _, x, axis in _data_leaves(batch, "batch") if np.ndim(x) > axis]
+    if sizes and not any(sizes):
+        raise ValueError(
+            f"`{name}` needs at least one row in a batch, got none: the mean over no rows is NaN, and all members "
+            "would count as diverged.\nLeave empty batches out."
+        )
+
+
 def _data_leaves(data: Any, argument: str) -> Iterator[tuple[str, Any, int]]:
     """The leaves of a data set, with their paths and the axes of their rows."""
     for keys, node in jtu.tree_flatten_with_path(data, is_leaf=lambda x: isinstance(x, Each))[0]:

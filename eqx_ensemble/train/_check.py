@@ -76,6 +76,12 @@ def check_scoring(score: Any, mode: Any, min_delta: Any, target: Any, validation
             "`fit` needs `mode` with `score`, because a score may be better when it is lower or when it is higher.\n"
             'Pass `mode="min"` for an error, `mode="max"` for an accuracy.'
         )
+    if score is None and mode == "max":
+        raise TypeError(
+            '`fit` got `mode="max"` without `score`: validation scores are then the loss, which training minimises, '
+            "and members would keep their worst weights.\n"
+            'Pass `score=`, the function to maximise; or leave `mode="max"` out.'
+        )
     return mode or "min"
 
 

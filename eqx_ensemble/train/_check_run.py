@@ -4,6 +4,8 @@ import numpy as np
 
 from .._check import check_nonnegative_weights, check_positive_int, check_weight_count
 from .._foreign import as_numpy, from_foreign
+from ._check import check_mode
+from .compiled._selection import Mode
 
 
 def diverged_message(ids: Any, stopped_at: Any, faults: Any, *, first_step: int = -1, integers: str = "") -> str:
@@ -42,6 +44,33 @@ def check_run_weights(weights: Any, healthy: np.ndarray, combine: Any, *, name: 
     check_nonnegative_weights(name, weights, mask=healthy, all_zero=False)
     kept = as_numpy(weights, "weights", name=name).astype(float)[healthy]
     return kept / kept.sum() if kept.size else kept
+
+
+def check_no_state(state: Any, *, name: str) -> None:
+    """Raises if members have a state that is not selected with them."""
+    if state is not None:
+        raise TypeError(
+            f"`{name}` returns members without their states, which would stay in another order.\n"
+            "Get both: `ensemble, state = run.best_with_state(...)`."
+        )
+
+
+def check_has_state(state: Any, *, name: str) -> None:
+    """Raises if members have no state."""
+    if state is None:
+        raise TypeError(f"`{name}` is for members with an `equinox.nn.State`; these have none: use `run.best(...)`.")
+
+
+def check_ranking_mode(by: Any, mode: Any, *, default: Mode, name: str) -> Mode:
+    """Raises unless it is known which scores are better, and returns that."""
+    if by is not None and mode is None:
+        raise TypeError(
+            f"`{name}` needs `mode` with `by`, because a score may be better when it is lower or when it is higher.\n"
+            'Pass `mode="min"` for an error, `mode="max"` for an accuracy.'
+        )
+    mode = default if mode is None else mode
+    check_mode(mode, name=name)
+    return mode
 
 
 def check_scores_to_rank(scores: Any, num_members: int, *, name: str) -> np.ndarray:

@@ -19,7 +19,6 @@ from .._typing import CallableEnsemble, Out, StatefulEnsemble
 from ..plan import AbstractPlan
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
 from ..resample._check_held_out import check_folds
-from ._check import check_mode
 from ._check_held_out import (
     check_drawn_rows,
     check_fold_count,
@@ -27,8 +26,9 @@ from ._check_held_out import (
     check_no_copies,
     check_rows_of_folds,
 )
-from ._check_run import check_num_ranked, check_run_weights, check_scores_to_rank, excluded_message
+from ._check_run import check_has_state, check_no_state, check_run_weights, excluded_message
 from ._errors import DivergedError
+from ._rank import rank_members
 from ._revive import Revival
 from ._signatures import RunOf, RunWithCombine, RunWithoutCombine
 from ._state import TrainState
@@ -237,13 +237,15 @@ class Run(eqx.Module, Generic[M]):
 
         - `count`: the number of members.
         - `by`: a score for each member `(members,)`; by default `best_score`.
-        - `mode`: `"min"` if lower scores are better, `"max"` if higher. By default `"min"` for `by`, and the `mode`
-            passed to `fit` for `best_score`.
+        - `mode`: `"min"` if lower scores are better, `"max"` if higher. Required with `by`; for `best_score` it is the
+            `mode` passed to `fit`.
 
-        **Returns:** the ensemble of these members.
+        **Returns:** the ensemble of these members. For stateful members, see
+        [`eqx_ensemble.Run.best_with_state`][].
 
-        **Raises:** `TypeError` without validation scores and `by`, because training losses do not rank members;
-        `ValueError` if fewer members have a score.
+        **Raises:** `TypeError` without validation scores and `by`, because training losses do not rank members; for
+        `by` without `mode`; and for stateful members, whose states would not be in the same order. `ValueError` if
+        fewer members have a score.
 
         ```python
         def loss(model, batch, key):
@@ -256,14 +258,23 @@ class Run(eqx.Module, Generic[M]):
         run.best(3).ids  # (3,)
         ```
         """
-        mode = mode or (self.mode if by is None else "min")
-        check_mode(mode, name="Run.best")
-        scores = check_scores_to_rank(self.best_score if by is None else by, len(self.status), name="Run.best")
-        scores = scores if mode == "min" else -scores
-        scores = np.where(self.status == Status.DIVERGED, np.inf, scores)
-        order = np.argsort(np.where(np.isnan(scores), np.inf, scores), kind="stable")
-        check_num_ranked(count, int(np.isfinite(scores).sum()), name="Run.best")
-        return self.ensemble[order[:count]]
+        check_no_state(self.state, name="Run.best")
+        return self.ensemble[rank_members(self, count, by, mode, name="Run.best")]
+
+    def best_with_state(
+        self, count: int = 1, *, by: Any = None, mode: Mode | None = None
+    ) -> tuple[Ensemble[M], eqx.nn.State]:
+        """The best stateful members, the best one first, and their states in the same order.
+
+        **Arguments:** as of [`eqx_ensemble.Run.best`][].
+
+        **Returns:** the ensemble of these members, and its stacked `equinox.nn.State`.
+
+        **Raises:** `TypeError` for members without a state; and as [`eqx_ensemble.Run.best`][].
+        """
+        check_has_state(self.state, name="Run.best_with_state")
+        index = rank_members(self, count, by, mode, name="Run.best_with_state")
+        return self.ensemble[index], tree.take(self.state, index)
 
     def table(self, *, as_frame: bool = False) -> Any:
         """A table of one row per member: id, hyper-parameters, scores, status.

@@ -207,6 +207,11 @@ def init_all(
     return _axes.over_leading_axis(sharded_plan(Vmap(), layout).run, held, (params, hyper, ids))
 
 
+def init_state_shapes(optimiser: Optimiser, state: TrainState) -> PyTree:
+    """The shapes and dtypes of the optimiser states that `optimiser` makes for the members of `state`."""
+    return eqx.filter_eval_shape(init_all, optimiser, state.params, state.hyper, state.ids)
+
+
 def copy_arrays(tree: PyTree) -> PyTree:
     """Copies that a step may donate, strongly typed because a step's results are."""
     return jax.tree.map(_copy, tree)

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int8
 
 from .._axes import Kinds, number_kinds
+from .._axes._check_rows import check_some_rows
 from .._check import check_flag, check_function, check_integers_fit
 from .._ensemble import M
 from .._foreign import from_foreign_tree
@@ -18,12 +19,13 @@ from ..plan._pilot import Pilot
 from ..sharding._layout import Layout, as_layout
 from ._check import check_optimiser_kind
 from ._flat_step import LastState, call_flat
-from ._state import MemberState, TrainState, check_train_state
+from ._state import MemberState, TrainState, check_train_state, init_state_shapes
 from .compiled._carry import Carry, Inputs
 from .compiled._health import nan_is_data
 from .compiled._loss import as_loss
 from .compiled._optimiser import Optimiser
 from .compiled._program import Program
+from .host._check import check_opt_state
 
 
 class Metrics(eqx.Module):
@@ -99,6 +101,8 @@ def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Input
 def _one_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState, Int[Array, ""], Metrics]:
     # Constants are not returned: flattening big trees takes as long as a small step. So does inspecting a signature
     # in every call.
+    check_some_rows(batch, name="train.make_step")
+    check_opt_state(state.opt_state, init_state_shapes(step.optimiser, state), name="train.make_step")
     program, inputs, carry = _parts(step, state, batch)
     carry, (value, aux) = program.guarded_step(inputs, carry)
     carry = program.constrain(carry)

@@ -9,6 +9,7 @@ from .._check import is_traced, missing_extra_message
 from .._progress import members_in_words
 from ..distributed import to_host
 from ._check_member import hyper_column_text
+from ._rank import rank_members
 from ._status import Status, status_names
 from .host._record import last_finite
 
@@ -58,7 +59,7 @@ def _scores(run: "Run[Any]", ids: np.ndarray) -> list[str]:
         low, high = loss.min(), loss.max()
         lines.append(f"  loss     {low:.4g}" + ("" if low == high else f" to {high:.4g}"))
     if run.best_score is not None and run.best_step is not None and np.isfinite(run.best_score[healthy]).any():
-        best = int(np.flatnonzero(ids == np.asarray(run.best().ids)[0])[0])
+        best = int(rank_members(run, 1, name="Run.best")[0])
         lines.append(f"  best     {run.best_score[best]:.4g} by id {ids[best]} after {run.best_step[best]} steps")
     return lines
 

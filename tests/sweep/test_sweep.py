@@ -119,11 +119,11 @@ class TestBestOfARun:
 
     def test_by_scores_of_ones_own(self):
         run = self.run()
-        assert run.best(2, by=[5, 4, 0, np.nan, 2, 1]).ids.tolist() == [5, 4]
+        assert run.best(2, by=[5, 4, 0, np.nan, 2, 1], mode="min").ids.tolist() == [5, 4]
         with pytest.raises(TypeError, match="train with `validation=` data, or pass `by="):
             run.best()
         with pytest.raises(ValueError, match=re.escape("expected (6,), got (2,)")):
-            run.best(by=[1, 2])
+            run.best(by=[1, 2], mode="min")
 
     def test_as_a_frame(self):
         pandas = pytest.importorskip("pandas")

@@ -54,7 +54,7 @@ def test_a_run(pair):
     assert low.best(2).ids.tolist() == high.best(2).ids.tolist() == np.argsort(low.best_score)[:2].tolist()
     accuracy = [0.1, 0.2, 0.9, 0.3]
     assert low.best(by=accuracy, mode="max").ids.tolist() == [2]
-    assert high.best(by=accuracy).ids.tolist() == [0]  # for scores computed after `fit`, lower is better
+    assert high.best(by=accuracy, mode="min").ids.tolist() == [0]
 
 
 def test_runs_that_go_on(pair):

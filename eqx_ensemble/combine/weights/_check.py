@@ -56,10 +56,10 @@ def check_log_scores(name: str, log_scores: ArrayLike, mask: ArrayLike | None) -
 
 
 def check_scores_of_members(name: str, scores: ArrayLike, count: Any) -> tuple[Array, int]:
-    """One score per member, lower is better, at least `count` of them not NaN."""
+    """One score per member, at least `count` of them not NaN."""
     array, number = check_array(name, "scores", scores), check_positive_int(count, "count", name=name)
     if array.ndim != 1:
-        fix = "Lower is better. `scores.per_member` makes them."
+        fix = "`scores.per_member` makes them."
         raise ValueError(needs_message(name, "one score per member, `(members,)`", f"got shape {array.shape}", fix))
     if number > array.shape[0]:
         raise ValueError(

@@ -21,14 +21,25 @@ def missing_validation_message() -> str:
     )
 
 
-def check_opt_state(found: Any, expected: Any) -> None:
+def check_opt_state(found: Any, expected: Any, *, name: str) -> None:
     """Raises unless the optimiser is the one that made the state."""
     shapes = lambda tree: [(path, x.shape, x.dtype) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    if jax.tree.structure(found) != jax.tree.structure(expected) or shapes(found) != shapes(expected):
-        raise TypeError(
-            "`fit` continues a training state that another optimiser made: its optimiser state is\n"
-            f"{jax.tree.structure(found)}, this optimiser's would be\n{jax.tree.structure(expected)}."
-        )
+    if jax.tree.structure(found) == jax.tree.structure(expected) and shapes(found) == shapes(expected):
+        return
+    own, other = ", ".join(_state_names(found)), ", ".join(_state_names(expected))
+    words = "arrays of other shapes or dtypes" if own == other else other or "nothing"
+    raise TypeError(
+        f"`{name}` got a training state that another optimiser made: its optimiser state holds {own or 'nothing'}; "
+        f"this optimiser's would hold {words}.\nPass the optimiser of the state, or begin anew with `train.init`."
+    )
+
+
+def _state_names(opt_state: Any) -> list[str]:
+    """The names of the states of optax's transformations, in their order."""
+    if isinstance(opt_state, tuple) and hasattr(opt_state, "_fields"):
+        return [type(opt_state).__name__]
+    parts = opt_state if isinstance(opt_state, tuple | list) else ()
+    return [name for part in parts for name in _state_names(part)]
 
 
 def check_same_mode(value: str, before: str | None) -> None:

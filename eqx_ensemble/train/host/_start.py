@@ -13,7 +13,7 @@ from ...sharding._shard import replicate, shard_members
 from .._check import check_optimiser
 from .._revive import Revival
 from .._run import Run
-from .._state import TrainState, copy_arrays, first_state, init_all
+from .._state import TrainState, copy_arrays, first_state, init_state_shapes
 from .._trainable import Trainable
 from ..compiled._health import nan_is_data
 from ..compiled._optimiser import Optimiser
@@ -74,8 +74,7 @@ def start_of(
         raise TypeError(missing_validation_message())
     hyper = first.fixed.hyper
     check_optimiser(optimiser, hyper=hyper, name="fit")
-    expected = eqx.filter_eval_shape(init_all, optimiser, first.moving.params, hyper, first.ids)
-    check_opt_state(first.moving.opt_state, expected)
+    check_opt_state(first.opt_state, init_state_shapes(optimiser, first), name="fit")
     first = _shard(copy_arrays(first), layout)
     selection = run.selection if run is not None and has_validation else None
     if has_validation:

@@ -10,13 +10,17 @@ from eqx_ensemble import combine
 
 def test_elites_are_the_best():
     scores = np.float32([0.3, 0.1, np.nan, 0.2, -np.inf])
-    np.testing.assert_array_equal(combine.weights.elites(scores, 1), [0, 0, 0, 0, 1])
-    np.testing.assert_allclose(combine.weights.elites(scores, 3), [0, 1 / 3, 0, 1 / 3, 1 / 3], rtol=1e-6)
-    assert combine.weights.elites(scores, 4)[2] == 0
-    np.testing.assert_array_equal(combine.weights.elites(np.array([2, 1, 1, 1]), 2), [0, 0.5, 0.5, 0])  # the first ones
-    jitted = jax.jit(lambda x: combine.weights.elites(x, 2))(scores)
+    np.testing.assert_array_equal(combine.weights.elites(scores, 1, mode="min"), [0, 0, 0, 0, 1])
+    np.testing.assert_allclose(combine.weights.elites(scores, 3, mode="min"), [0, 1 / 3, 0, 1 / 3, 1 / 3], rtol=1e-6)
+    assert combine.weights.elites(scores, 4, mode="min")[2] == 0
+    ties = np.array([2, 1, 1, 1])
+    np.testing.assert_array_equal(combine.weights.elites(ties, 2, mode="min"), [0, 0.5, 0.5, 0])  # the first ones
+    np.testing.assert_array_equal(combine.weights.elites(ties, 2, mode="max"), [0.5, 0.5, 0, 0])
+    np.testing.assert_array_equal(combine.weights.elites(ties.astype(np.uint8) - 1, 1, mode="max"), [1, 0, 0, 0])
+    np.testing.assert_array_equal(combine.weights.elites(np.array([np.nan, 0.5, 0.7]), 1, mode="max"), [0, 0, 1])
+    jitted = jax.jit(lambda x: combine.weights.elites(x, 2, mode="min"))(scores)
     np.testing.assert_array_equal(jitted, [0, 0.5, 0, 0, 0.5])
-    np.testing.assert_array_equal(jax.vmap(lambda x: combine.weights.elites(x, 2))(scores[None])[0], jitted)
+    np.testing.assert_array_equal(jax.vmap(lambda x: combine.weights.elites(x, 2, mode="min"))(scores[None])[0], jitted)
 
 
 def test_sparse_weights():
@@ -44,13 +48,13 @@ def test_a_sparse_combination_is_the_weighted_one():
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     with pytest.raises(ValueError, match=r"elites` needs one score per member, `\(members,\)`.\n  got shape \(2, 2\)"):
-        combine.weights.elites(np.ones((2, 2)), 1)
+        combine.weights.elites(np.ones((2, 2)), 1, mode="min")
     with pytest.raises(ValueError, match="`count` of at most the number of members.\n  got 3 of 2"):
-        combine.weights.elites(np.ones(2), 3)
+        combine.weights.elites(np.ones(2), 3, mode="min")
     with pytest.raises(ValueError, match="`count` members with a score that is not NaN.\n  got 1, need 2"):
-        combine.weights.elites(np.array([1.0, np.nan]), 2)
+        combine.weights.elites(np.array([1.0, np.nan]), 2, mode="min")
     with pytest.raises(TypeError, match="needs an integer `count`, got 1.5"):
-        combine.weights.elites(np.ones(2), 1.5)
+        combine.weights.elites(np.ones(2), 1.5, mode="min")
     with pytest.raises(TypeError, match="weights whose values are known.\n  got a traced array\nCall it outside"):
         jax.jit(lambda w: combine.weights.sparsify(w).weights)(np.ones(2))
     with pytest.raises(ValueError, match="finite `weights` of zero or more"):
