@@ -19,6 +19,16 @@ def concrete(values: object) -> np.ndarray | None:
     return np.asarray(from_foreign(values))
 
 
+def first_rows(values: ArrayLike, count: int) -> np.ndarray | None:
+    """At most `count` rows `(rows, last axis)` on the host, without a copy of the rest; `None` as for `concrete`."""
+    if isinstance(values, Tracer) or (isinstance(values, Array) and not values.is_fully_addressable):
+        return None
+    is_remote = isinstance(values, Array) and any(device.platform != "cpu" for device in values.devices())
+    array = values if is_remote else np.asarray(from_foreign(values))
+    first = (0,) * (np.ndim(array) - 2)
+    return np.asarray(array[first][:count])
+
+
 def kept_rows(mask: ArrayLike | None) -> np.ndarray | None:
     """Which rows count; `None` where that cannot be read."""
     return np.ones((), bool) if mask is None else concrete(mask)

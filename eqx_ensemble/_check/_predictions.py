@@ -1,3 +1,5 @@
+import warnings
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -11,6 +13,7 @@ from ._arrays import (
     check_same_shape,
     check_values,
     concrete,
+    first_rows,
     first_text,
     kept_rows,
     needs_message,
@@ -19,8 +22,11 @@ from ._arrays import (
 )
 
 
-def check_logits(name: str, logits: ArrayLike, *, members: bool = True) -> Array:
-    """Logits `(members, *batch, classes)`, or `(*batch, classes)`, in the dtype that is computed in."""
+def check_logits(name: str, logits: ArrayLike, *, members: bool = True, of_votes: bool = False) -> Array:
+    """Logits `(members, *batch, classes)`, or `(*batch, classes)`, in the dtype that is computed in.
+
+    A function `of_votes` takes the most likely classes only, which probabilities tell as well.
+    """
     array = check_floating(name, "logits", logits)
     axes = "(members, *batch, classes)" if members else "(*batch, classes)"
     if array.ndim < 1 + members:
@@ -42,7 +48,27 @@ def check_logits(name: str, logits: ArrayLike, *, members: bool = True) -> Array
                 name, f"at least one member in `logits`, {axes}", f"got shape {array.shape}", one_member_text("logits")
             )
         )
+    if not of_votes:
+        _warn_of_probabilities(name, logits, array.shape)
     return promote(array)[0]
+
+
+_ROWS_LOOKED_AT = 32
+
+
+def _warn_of_probabilities(name: str, logits: ArrayLike, shape: Shape) -> None:
+    """Warns if the first rows look like probabilities: positive numbers that sum to one."""
+    if 0 in shape or (host := first_rows(logits, _ROWS_LOOKED_AT)) is None:
+        return
+    rows = host.astype(np.float64).reshape(-1, shape[-1])
+    rounding = 1e-5 if host.dtype.itemsize > 2 else 1e-2
+    are_distributions = (rows >= 0).all() and (abs(rows.sum(axis=-1) - 1) < rounding).all()
+    if are_distributions and (np.ptp(rows, axis=-1) > 1e-6).any():  # the softmax of equal numbers is the same
+        warnings.warn(
+            f"`{name}` takes logits, but every row of these sums to 1, as probabilities do. The softmax of "
+            "probabilities is nearly uniform.\nPass `jnp.log(probabilities)`, or the estimator's `predict_log_proba`.",
+            stacklevel=4,
+        )
 
 
 def check_labels(

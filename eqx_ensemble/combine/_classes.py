@@ -130,7 +130,7 @@ def vote(
     ```
     """
     name = "combine.vote"
-    checked = check_logits(name, logits)
+    checked = check_logits(name, logits, of_votes=True)
     convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
     return _vote(checked, convex)
 

@@ -123,8 +123,9 @@ def mean_member_accuracy(
     ee.scores.mean_member_accuracy(logits, jnp.array([0]))  # 0.5
     ```
     """
+    name = "scores.mean_member_accuracy"
     return _mean_member_accuracy(
-        *check_classes("scores.mean_member_accuracy", logits, labels, weights, mask, reduction), reduction
+        *check_classes(name, logits, labels, weights, mask, reduction, of_votes=True), reduction
     )
 
 
@@ -135,9 +136,11 @@ def check_classes(
     weights: ArrayLike | None,
     mask: ArrayLike | None,
     reduction: Reduction,
+    *,
+    of_votes: bool = False,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Logits, labels, weights and mask; masked rows are overwritten with values for which every score is finite."""
-    checked = check_logits(name, logits)
+    checked = check_logits(name, logits, of_votes=of_votes)
     kept = check_mask(name, mask, checked.shape[1:-1])
     targets = check_labels(name, labels, checked, mask)
     convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1], mask=kept)

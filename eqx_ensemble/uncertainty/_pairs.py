@@ -45,7 +45,7 @@ def pairwise_disagreement(
         ```
     """
     name = "uncertainty.pairwise_disagreement"
-    checked = check_logits(name, logits)
+    checked = check_logits(name, logits, of_votes=True)
     return _pairwise_disagreement(checked, check_mask(name, mask, checked.shape[1:-1]))
 
 

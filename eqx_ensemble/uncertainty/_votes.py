@@ -36,7 +36,7 @@ def variation_ratio(
     ```
     """
     name = "uncertainty.variation_ratio"
-    checked = check_logits(name, logits)
+    checked = check_logits(name, logits, of_votes=True)
     return _variation_ratio(checked, check_weights(name, weights, checked.shape[0], checked.dtype))
 
 
@@ -70,7 +70,7 @@ def disagreement(
     ```
     """
     name = "uncertainty.disagreement"
-    checked = check_logits(name, logits)
+    checked = check_logits(name, logits, of_votes=True)
     return _disagreement(checked, check_weights(name, weights, checked.shape[0], checked.dtype))
 
 

@@ -156,3 +156,64 @@ def test_names_that_become_one(pair):
     hyper = {"lr": RATES, "a.b": RATES, "a": {"b": RATES}}
     with pytest.raises(ValueError, match=r"column `a.b`, which is that of `hyper\['a'\]\['b'\]`"):
         ee.train.init(built(), sgd, hyper=hyper, key=KEY)
+
+
+def test_the_loss_is_not_maximised():
+    with pytest.raises(TypeError, match='`fit` got `mode="max"` without `score`'):
+        fitted(validation=ROWS, mode="max")
+
+
+@pytest.mark.parametrize("name", ["best", "best_with_state"])
+def test_scores_of_ones_own_need_a_mode(name, pair, stateful_run):
+    run = pair[0] if name == "best" else stateful_run
+    with pytest.raises(TypeError, match=f"`Run.{name}` needs `mode` with `by`"):
+        getattr(run, name)(by=[0.1, 0.2, 0.9, 0.3])
+
+
+# States of the best members
+
+
+class Counting(eqx.Module):
+    """A line, and the number of times that it was called."""
+
+    line: eqx.nn.Linear
+    calls: eqx.nn.StateIndex
+
+    def __init__(self, key):
+        self.line = eqx.nn.Linear(1, 1, key=key)
+        self.calls = eqx.nn.StateIndex(jnp.zeros(()))
+
+    def __call__(self, x, state):
+        return self.line(x), state.set(self.calls, state.get(self.calls) + 1.0)
+
+
+def stateful_loss(model, state, batch, key):
+    x, y = batch
+    mean = jnp.mean((jax.vmap(model.line)(x) - y) ** 2)
+    return mean, model(x[0], state)[1]
+
+
+@pytest.fixture(scope="module")
+def stateful_run():
+    ensemble, state = ee.build(eqx.nn.make_with_state(Counting), 4, key=KEY)
+    state = state.set(ensemble.stacked.calls, 100.0 * jnp.arange(4.0))
+    hyper = {"lr": RATES}
+    return ee.fit(ensemble, stateful_loss, sgd, ROWS, state=state, hyper=hyper, validation=ROWS, epochs=2, key=KEY)
+
+
+def test_the_best_come_with_their_states(stateful_run):
+    with pytest.raises(TypeError, match=r"ensemble, state = run.best_with_state\(...\)"):
+        stateful_run.best(4)
+    ensemble, state = stateful_run.best_with_state(4)
+    ids = np.asarray(ensemble.ids)
+    assert ids.tolist() == np.argsort(stateful_run.best_score).tolist() != [0, 1, 2, 3]
+    assert (np.asarray(state.get(ensemble.stacked.calls)) // 100).tolist() == ids.tolist()
+    x = ROWS[0][:3]
+    members = lambda ensemble, state: np.asarray(ee.predict(ensemble, x, state=state))
+    np.testing.assert_array_equal(members(ensemble, state), members(stateful_run.ensemble, stateful_run.state)[ids])
+    assert "best" in str(stateful_run)
+
+
+def test_stateless_members_have_none(pair):
+    with pytest.raises(TypeError, match=r"these have none: use `run.best\(...\)`"):
+        pair[0].best_with_state()
