@@ -24,7 +24,7 @@ def first_rows(values: ArrayLike, count: int) -> np.ndarray | None:
     if isinstance(values, Tracer) or (isinstance(values, Array) and not values.is_fully_addressable):
         return None
     is_remote = isinstance(values, Array) and any(device.platform != "cpu" for device in values.devices())
-    array = values if is_remote else np.asarray(from_foreign(values))
+    array: Any = values if is_remote else np.asarray(from_foreign(values))
     first = (0,) * (np.ndim(array) - 2)
     return np.asarray(array[first][:count])
 
