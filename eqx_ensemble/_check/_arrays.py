@@ -25,8 +25,8 @@ def first_rows(values: ArrayLike, count: int) -> np.ndarray | None:
         return None
     is_remote = isinstance(values, Array) and any(device.platform != "cpu" for device in values.devices())
     array: Any = values if is_remote else np.asarray(from_foreign(values))
-    first = (0,) * (np.ndim(array) - 2)
-    return np.asarray(array[first][:count])
+    first = (0,) * (array.ndim - 2)
+    return np.atleast_2d(np.asarray(array[first][:count] if array.ndim > 1 else array))
 
 
 def kept_rows(mask: ArrayLike | None) -> np.ndarray | None:

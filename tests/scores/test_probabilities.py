@@ -59,3 +59,10 @@ def test_votes_are_quiet(name):
 
 def test_nothing_is_read_while_tracing():
     np.testing.assert_allclose(eqx.filter_jit(ee.combine.mixture)(PROBABILITIES).shape, (40, 4))
+
+
+def test_one_distribution_of_many_classes():
+    logits = jax.random.normal(jax.random.key(0), (100,))
+    assert np.isfinite(ee.uncertainty.entropy(logits))
+    with pytest.warns(UserWarning, match="takes logits"):
+        ee.uncertainty.entropy(jax.nn.softmax(logits))
