@@ -81,6 +81,9 @@ def check_labels(
     members: bool = True,
 ) -> Array:
     """Integer labels, one per row of checked logits `(members, *batch, classes)`; a range check where concrete."""
+    if isinstance(labels, np.ndarray) and labels.dtype.kind in "OUST":
+        fix = "Number the classes: `classes, labels = np.unique(labels, return_inverse=True)`."
+        raise TypeError(needs_message(name, "integer class labels", f"got dtype {labels.dtype}", fix))
     array = check_array(name, "labels", labels)
     rows, classes = logits.shape[int(members) : -1], logits.shape[-1]
     if not jnp.issubdtype(array.dtype, jnp.integer):

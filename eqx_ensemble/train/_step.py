@@ -7,7 +7,7 @@ import equinox as eqx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int8
 
-from .._axes import Kinds, number_kinds
+from .._axes import Each, Kinds, number_kinds, split_members
 from .._axes._check_rows import check_some_rows
 from .._check import check_flag, check_function, check_integers_fit
 from .._ensemble import M
@@ -101,6 +101,7 @@ def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Input
 def _one_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState, Int[Array, ""], Metrics]:
     # Constants are not returned: flattening big trees takes as long as a small step. So does inspecting a signature
     # in every call.
+    split_members((Each(state.ids), batch), name="train.make_step")  # raises for another number of members
     check_some_rows(batch, name="train.make_step")
     check_opt_state(state.opt_state, init_state_shapes(step.optimiser, state), name="train.make_step")
     program, inputs, carry = _parts(step, state, batch)

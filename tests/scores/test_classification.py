@@ -138,6 +138,10 @@ def test_messages(name):
     )
     assert message(logits, labels.astype(float), error=TypeError).endswith("Pass `labels.astype(int)`.")
     assert message(logits, labels == 1, error=TypeError).startswith("integer class labels.\n  got dtype bool")
+    assert message(logits, np.array([*"abcabc"]), error=TypeError) == (
+        "integer class labels.\n  got dtype <U1\nNumber the classes: `classes, labels = np.unique(labels, "
+        "return_inverse=True)`."
+    )
     assert "One member? Add a leading axis: `logits[None]`." in message(logits[0], labels)
     assert "Targets repeated for every member? Pass them once: `labels[0]`." in message(logits, np.stack([labels] * 3))
     assert message(labels, logits, error=TypeError).endswith(

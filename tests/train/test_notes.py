@@ -107,6 +107,10 @@ MISTAKES = {
         cross_entropy, CLASSIFIERS, LABELS.astype(bool), {}, ["batch: (f32[6,2], bool[6])"],
         "If `bool[6]` holds class labels, make them integers: `fit(..., (x, y.astype(int)), ...)`.",
     ),
+    "one-hot labels": (
+        cross_entropy, CLASSIFIERS, jax.nn.one_hot(LABELS, 2), {}, ["batch: (f32[6,2], f32[6,2])"],
+        "If `f32[6,2]` holds one-hot labels, make them integers: `fit(..., (x, y.argmax(axis=-1)), ...)`.",
+    ),
     "hyper of another name": (
         decays, ENSEMBLE, Y, {"hyper": {"decoy": np.ones(3, np.float32)}}, ["hyper: {'decoy': f32[]}"],
         "`hyper` has no 'decay'; it has 'decoy'. Did you mean 'decoy'?",

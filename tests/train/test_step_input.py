@@ -38,6 +38,14 @@ def test_a_batch_without_rows_is_refused(kind, plan, batches):
     assert (state.status == 0).all()
 
 
+def test_data_of_another_number_of_members():
+    sgd = optax.sgd(0.1)
+    with pytest.raises(
+        ee.MemberMismatchError, match=r"`train.make_step` needs .* the number of members; they have 3, 2"
+    ):
+        ee.train.make_step(loss, sgd)(first_state(sgd), (ee.Each(jnp.ones((2, 6, 2))), Y))
+
+
 def test_a_part_without_rows_is_not():
     sgd = optax.sgd(0.1)
     step = ee.train.make_step(lambda model, batch, key: loss(model, batch[:2], key), sgd)

@@ -120,12 +120,13 @@ def _cause(error: Exception, parameters: list[str], arguments: tuple[Any, ...], 
 def _known_cause(error: Exception, leaves: list[Any], hyper: PyTree) -> str | None:
     """The causes that JAX's messages identify."""
     text = str(error)
-    no_labels = [x for x in leaves if not jnp.issubdtype(x.dtype, jnp.integer)]
-    # Prefers the dtype that the error names, then the fewest axes.
+    no_labels = [x for x in reversed(leaves) if not jnp.issubdtype(x.dtype, jnp.integer)]
+    # Prefers the dtype that the error names, then the fewest axes, then the last leaf.
     no_labels.sort(key=lambda x: (x.dtype.name not in text, x.ndim))
     if no_labels and _INTEGERS.search(text):
-        labels = leaf_text(no_labels[0])
-        return f"If `{labels}` holds class labels, make them integers: `fit(..., (x, y.astype(int)), ...)`."
+        labels = no_labels[0]
+        kind, fix = ("class", "y.astype(int)") if labels.ndim < 2 else ("one-hot", "y.argmax(axis=-1)")
+        return f"If `{leaf_text(labels)}` holds {kind} labels, make them integers: `fit(..., (x, {fix}), ...)`."
     if _ONE_FOR_MANY in text:
         return (
             "`key` is one key for the whole batch. For one per example: "
