@@ -282,6 +282,22 @@ def test_a_model_where_an_ensemble_was_saved(path, unhooked):
         ee.load(path, linear(KEY))
 
 
+def test_a_run_is_told_from_an_ensemble(tmp_path, ensemble, unhooked):
+    loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)
+    run = ee.fit(ensemble, loss, optax.sgd(0.1), jnp.ones((4, 3)), steps=1, key=KEY)
+    ee.save(tmp_path / "run", run)
+    for like in (linear, ensemble):
+        with pytest.raises(ee.MemberMismatchError, match=r"A `Run` was saved(.|\n)*Save `run.ensemble` instead"):
+            ee.load(tmp_path / "run", like)
+    assert_same(ee.load(tmp_path / "run", run).ensemble, run.ensemble)
+
+
+def test_an_ensemble_without_its_state_is_told(path, unhooked):
+    with_state = lambda key: eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
+    with pytest.raises(ee.MemberMismatchError, match=r"An ensemble without its `equinox.nn.State` was saved"):
+        ee.load(path, with_state)
+
+
 def test_the_maker_in_place_of_the_model_replaces_nothing(path, ensemble, unhooked):
     with pytest.raises(TypeError, match=r"`save` got a function without any array(.|\n)*not what makes it"):
         ee.save(path, linear)

@@ -31,11 +31,23 @@ def check_same_leaves(differences: Sequence[LeafDifference], path: Any, *, only_
     if not differences:
         return
     verb = "differs" if len(differences) == 1 else "differ"
+    saved = {where for where, _, expected in differences if expected == "nothing"}
+    wanted = {where for where, found, _ in differences if found == "nothing"}
     fix = "`like` has the shapes and dtypes of what was saved: make it as the saved model was made."
     if only_dtypes:
         fix = "Pass `cast='like'` to cast floats to floats and integers to integers, or give `like` the saved dtypes."
-    elif any(where == ".ids" and expected == "nothing" for where, _, expected in differences):
+    elif {".ensemble.ids", ".stopped_at"} <= saved:
+        fix = (
+            "A `Run` was saved, and `like` is none: only a run of as many steps has its leaves. Save `run.ensemble` "
+            "instead; `fit(checkpoint=...)` keeps a whole run."
+        )
+    elif ".ids" in saved:
         fix = "An ensemble was saved, and `like` is not one: pass the function that makes one member from a key."
+    elif any(where.startswith(".stacked[1]") for where in wanted):
+        fix = (
+            "An ensemble without its `equinox.nn.State` was saved, and `like` makes both: pass an ensemble as `like`, "
+            "or save the pair `(ensemble, state)`."
+        )
     raise MemberMismatchError(
         f"`{name}` needs a `like` with the leaves saved in `{path}`; {len(differences)} {verb}.\n"
         f"{_differences_text(differences)}\n{fix}"
