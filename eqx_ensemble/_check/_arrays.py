@@ -20,11 +20,16 @@ def concrete(values: object) -> np.ndarray | None:
 
 
 def first_rows(values: ArrayLike, count: int) -> np.ndarray | None:
-    """At most `count` rows `(rows, last axis)` on the host, without a copy of the rest; `None` as for `concrete`."""
+    """At most `count` rows `(rows, last axis)` on the host, without a copy of the rest.
+
+    `None` where there are none, and as for `concrete`.
+    """
     if isinstance(values, Tracer) or (isinstance(values, Array) and not values.is_fully_addressable):
         return None
     is_remote = isinstance(values, Array) and any(device.platform != "cpu" for device in values.devices())
     array: Any = values if is_remote else np.asarray(from_foreign(values))
+    if array.size == 0:
+        return None
     first = (0,) * (array.ndim - 2)
     return np.atleast_2d(np.asarray(array[first][:count] if array.ndim > 1 else array))
 

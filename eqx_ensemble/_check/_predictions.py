@@ -49,18 +49,19 @@ def check_logits(name: str, logits: ArrayLike, *, members: bool = True, of_votes
             )
         )
     if not of_votes:
-        _warn_of_probabilities(name, logits, array.shape)
+        _warn_of_probabilities(name, logits)
     return promote(array)[0]
 
 
 _ROWS_LOOKED_AT = 32
 
 
-def _warn_of_probabilities(name: str, logits: ArrayLike, shape: Shape) -> None:
+def _warn_of_probabilities(name: str, logits: ArrayLike) -> None:
     """Warns if the first rows look like probabilities: positive numbers that sum to one."""
-    if 0 in shape or (host := first_rows(logits, _ROWS_LOOKED_AT)) is None:
+    host = first_rows(logits, _ROWS_LOOKED_AT)
+    if host is None:
         return
-    rows = host.astype(np.float64).reshape(-1, shape[-1])
+    rows = host.astype(np.float64)
     rounding = 1e-5 if host.dtype.itemsize > 2 else 1e-2
     are_distributions = (rows >= 0).all() and (abs(rows.sum(axis=-1) - 1) < rounding).all()
     if are_distributions and (np.ptp(rows, axis=-1) > 1e-6).any():  # the softmax of equal numbers is the same
