@@ -98,6 +98,8 @@ def _check_row_weights(name: str, weights: ArrayLike, array: Array, dtype: jnp.d
             got = f"got only zeros in row {index}, the first of {int(empty.sum())} such"
             fix = "They are divided by their sum in each row: some member has to count."
             raise ValueError(needs_message(name, "`weights` that are not all zero in any row", got, fix))
+        exact = np.where(counts, host.astype(np.float64), 1)
+        return jnp.asarray(exact / exact.sum(axis=0), dtype)
     return _normalise(array if kept is None else jnp.where(kept[None], array, jnp.ones_like(array)), dtype)
 
 

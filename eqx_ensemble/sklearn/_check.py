@@ -106,6 +106,16 @@ def check_same_rows(num_rows: int, rows: np.ndarray, *, name: str) -> None:
         )
 
 
+def check_same_draws(drawn: np.ndarray, before: np.ndarray | None, *, name: str) -> None:
+    """Members that are trained further keep their bootstrap samples: no other row is out of bag."""
+    if before is None or not np.array_equal(drawn, before):
+        raise ValueError(
+            f"`{name}` trains bagged members further, which needs the bootstrap samples of the previous fit: then "
+            f"{'there were none' if before is None else 'other rows were drawn'}, so that rows which a member has seen "
+            "would count as out of bag.\nPass the same rows and `bootstrap` as then, or `warm_start=False`."
+        )
+
+
 def check_same_kind(head: AbstractHead, before: AbstractHead, *, name: str) -> None:
     """A warm start predicts what the previous fit did."""
     if head != before:

@@ -8,7 +8,7 @@ from sklearn.utils.validation import _check_sample_weight
 
 from .._ensemble import Ensemble
 from ._base import AbstractEstimator
-from ._check import check_growth, check_same_kind, check_same_rows, check_sample_weight
+from ._check import check_growth, check_same_draws, check_same_kind, check_same_rows, check_sample_weight
 from ._data import Table, device_scaler, fit_scaler, scale, split_rows
 from ._heads import AbstractHead
 from ._member import Scaling
@@ -85,6 +85,8 @@ def _train(
     before = _members(estimator) if warm else None
     if before is not None and wanted == built:
         drawn = draw_rows(estimator, len(rows), np.asarray(before.ensemble.ids), key=key)
+        if drawn is not None:
+            check_same_draws(rows[drawn], before.rows, name=name)
         # Further epochs, with row orders of their own.
         key = jax.random.fold_in(key, before.losses.shape[1])
         return extend_curves(before, train(before.ensemble, before.state, drawn, key))

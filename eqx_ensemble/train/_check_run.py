@@ -68,15 +68,22 @@ def check_ranking_mode(by: Any, mode: Any, *, default: Mode, name: str) -> Mode:
             f"`{name}` needs `mode` with `by`, because a score may be better when it is lower or when it is higher.\n"
             'Pass `mode="min"` for an error, `mode="max"` for an accuracy.'
         )
-    mode = default if mode is None else mode
-    check_mode(mode, name=name)
-    return mode
+    if mode is not None:
+        check_mode(mode, name=name)
+    if by is None and mode not in (None, default):
+        raise ValueError(
+            f"`{name}` ranks by `best_score`, whose `mode` was {default!r} in `fit`; got `mode={mode!r}`.\n"
+            "Leave `mode` out, or pass the scores to rank by as `by`."
+        )
+    return default if mode is None else mode
 
 
 def check_scores_to_rank(scores: Any, num_members: int, *, name: str) -> np.ndarray:
     """Raises unless there is a score for every member. Returns them as an array."""
     if scores is None:
         raise TypeError(f"`{name}` needs scores to rank members by: train with `validation=` data, or pass `by=`.")
+    if isinstance(scores, str):
+        raise TypeError(f"`{name}` needs one score per member in `by`, got {scores!r}: pass the scores themselves.")
     scores = np.asarray(from_foreign(scores, "by", name=name), float)
     if scores.shape != (num_members,):
         raise ValueError(f"`{name}` needs one score per member in `by`: expected ({num_members},), got {scores.shape}.")

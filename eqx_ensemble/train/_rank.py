@@ -14,5 +14,5 @@ def rank_members(run: Any, count: int, by: Any = None, mode: Mode | None = None,
     scores = scores if mode == "min" else -scores
     scores = np.where(run.status == Status.DIVERGED, np.inf, scores)
     order = np.argsort(np.where(np.isnan(scores), np.inf, scores), kind="stable")
-    check_num_ranked(count, int(np.isfinite(scores).sum()), name=name)
+    check_num_ranked(count, int((scores < np.inf).sum()), name=name)
     return order[:count]

@@ -191,3 +191,15 @@ def test_without_scikit_learn(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match=r"`calibrate.isotonic` needs scikit-learn.\n.*\[sklearn\]"):
         calibrate.isotonic(LOGITS, LABELS, pool="mixture")
+
+
+def test_smoothing_of_confident_rows():
+    pytest.importorskip("sklearn")
+    # 200 rows of probability about 1, and 400 of about 0, which differ by less than scikit-learn tells apart in float32
+    labels = np.arange(600) % 3
+    logits = np.random.default_rng(0).normal(size=(1, 600, 3)) + 18 * np.eye(3)[labels]
+    logits = logits.astype(np.float32)
+    fitted = calibrate.isotonic(logits, labels, smoothing=1, pool="mixture")
+    right = np.take_along_axis(np.exp(np.asarray(fitted(logits)))[0], labels[:, None], axis=-1)
+    one, none = 201 / 203, 1 / 403
+    np.testing.assert_allclose(right, one / (one + 2 * none), rtol=1e-5)

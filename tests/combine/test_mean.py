@@ -135,3 +135,11 @@ def test_a_weight_of_zero_has_no_gradient():
     values, weights = np.float32([[np.nan], [3.0], [7.0]]), jnp.array([0.0, 1.0, 1.0])
     gradient = _gradient(lambda w: combine.mean(values, weights=w)[0])(weights)
     np.testing.assert_allclose(gradient, [0, -1, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("weight", [1e-60, 2e38])
+def test_weights_of_rows_of_any_size(weight):
+    values = np.array([[1.0, 1.0], [3.0, 5.0]], np.float32)
+    np.testing.assert_allclose(combine.mean(values, weights=np.full((2, 2), weight)), [2, 3], rtol=1e-6)
+    large = np.array([[3_000_000_000] * 2, [1_000_000_000] * 2])
+    np.testing.assert_allclose(combine.mean(values, weights=large), [1.5, 2], rtol=1e-6)

@@ -125,6 +125,18 @@ def test_a_warm_start_trains_on(x, y, small):
     np.testing.assert_array_equal(cold.loss_curve_, first)
 
 
+def test_a_warm_start_has_the_bootstrap_samples_of_the_first(x, y, small):
+    model = EnsembleRegressor(**small, warm_start=True).fit(x, y)
+    with pytest.raises(ValueError, match="needs the bootstrap samples of the previous fit: then there were none"):
+        model.set_params(bootstrap=True).fit(x, y)
+    model = EnsembleRegressor(**small, warm_start=True, bootstrap=True).fit(x, y)
+    rows = model.rows_
+    np.testing.assert_array_equal(model.fit(x, y).rows_, rows)
+    some = np.arange(len(x)) > 2
+    with pytest.raises(ValueError, match="then other rows were drawn"):
+        model.fit(x, y, sample_weight=some.astype(float))
+
+
 def test_a_warm_start_has_the_classes_of_the_first(x, labels, small):
     model = EnsembleClassifier(**small, warm_start=True).fit(x, labels)
     with pytest.raises(ValueError, match="needs the classes of the previous fit"):

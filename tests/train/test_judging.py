@@ -170,6 +170,22 @@ def test_scores_of_ones_own_need_a_mode(name, pair, stateful_run):
         getattr(run, name)(by=[0.1, 0.2, 0.9, 0.3])
 
 
+def test_the_best_score_has_its_mode(pair):
+    for run, other in zip(pair, ("max", "min"), strict=True):
+        with pytest.raises(ValueError, match=rf"`Run.best` ranks by `best_score`(.|\n)*got `mode='{other}'`"):
+            run.best(1, mode=other)
+        assert run.best(1, mode=run.mode).ids.tolist() == run.best(1).ids.tolist()
+
+
+def test_the_best_of_infinite_scores(pair):
+    assert pair[0].best(2, by=[-np.inf, 1.0, np.inf, np.nan], mode="min").ids.tolist() == [0, 1]
+    assert pair[0].best(2, by=[-np.inf, 1.0, np.inf, np.nan], mode="max").ids.tolist() == [2, 1]
+    with pytest.raises(ValueError, match="only 2 are healthy"):
+        pair[0].best(3, by=[-np.inf, 1.0, np.inf, np.nan], mode="min")
+    with pytest.raises(TypeError, match=r"one score per member in `by`, got 'accuracy'"):
+        pair[0].best(by="accuracy", mode="max")
+
+
 # States of the best members
 
 

@@ -1,11 +1,12 @@
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from ..._check import check_word
+from ..._check import check_word, concrete
 from ._check import check_scores_of_members
 
 
@@ -35,13 +36,22 @@ def elites(scores: Real[ArrayLike, " members"], count: int, *, mode: Literal["mi
     """
     check_word(mode, "mode", ("min", "max"), name="combine.weights.elites")
     checked, count = check_scores_of_members("combine.weights.elites", scores, count)
-    if mode == "max":
-        checked = -checked if jnp.issubdtype(checked.dtype, jnp.floating) else ~checked  # of unsigned ones, too
-    return _elites(checked, count)
+    dtype = jnp.float64 if checked.dtype == jnp.float64 else jnp.float32
+    host = concrete(scores)  # in the precision that it has
+    if host is None:
+        return _elites(_ascending(checked, mode), count, dtype)
+    rank = np.argsort(np.argsort(_ascending(host, mode), kind="stable"))
+    return jnp.asarray(np.where(rank < count, 1 / count, 0), dtype)
 
 
-@partial(jax.jit, static_argnames="count")
-def _elites(scores: Real[Array, " members"], count: int) -> Float[Array, " members"]:
+def _ascending(scores: Any, mode: str) -> Any:
+    """Scores of which lower ones are better."""
+    if mode == "min":
+        return scores
+    return -scores if jnp.issubdtype(scores.dtype, jnp.floating) else ~scores  # of unsigned ones, too
+
+
+@partial(jax.jit, static_argnames=("count", "dtype"))
+def _elites(scores: Real[Array, " members"], count: int, dtype: Any) -> Float[Array, " members"]:
     rank = jnp.argsort(jnp.argsort(scores, stable=True))  # NaN is sorted last
-    dtype = jnp.float64 if scores.dtype == jnp.float64 else jnp.float32
     return jnp.where(rank < count, jnp.asarray(1 / count, dtype), jnp.asarray(0, dtype))

@@ -18,6 +18,8 @@ def test_elites_are_the_best():
     np.testing.assert_array_equal(combine.weights.elites(ties, 2, mode="max"), [0.5, 0.5, 0, 0])
     np.testing.assert_array_equal(combine.weights.elites(ties.astype(np.uint8) - 1, 1, mode="max"), [1, 0, 0, 0])
     np.testing.assert_array_equal(combine.weights.elites(np.array([np.nan, 0.5, 0.7]), 1, mode="max"), [0, 0, 1])
+    close = np.array([1.00000001, 1.0])  # equal in float32
+    np.testing.assert_array_equal(combine.weights.elites(close, 1, mode="min"), [0, 1])
     jitted = jax.jit(lambda x: combine.weights.elites(x, 2, mode="min"))(scores)
     np.testing.assert_array_equal(jitted, [0, 0.5, 0, 0, 0.5])
     np.testing.assert_array_equal(jax.vmap(lambda x: combine.weights.elites(x, 2, mode="min"))(scores[None])[0], jitted)
