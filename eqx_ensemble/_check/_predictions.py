@@ -64,7 +64,8 @@ def _warn_of_probabilities(name: str, logits: ArrayLike) -> None:
     rows = host.astype(np.float64)
     rounding = 1e-5 if host.dtype.itemsize > 2 else 1e-2
     are_distributions = (rows >= 0).all() and (abs(rows.sum(axis=-1) - 1) < rounding).all()
-    if are_distributions and (np.ptp(rows, axis=-1) > 1e-6).any():  # the softmax of equal numbers is the same
+    # The softmax of equal numbers is the same; zeros and ones may be logits that somebody wrote down.
+    if are_distributions and ((np.ptp(rows, axis=-1) > 1e-6) & (rows.max(axis=-1) < 1)).any():
         warnings.warn(
             f"`{name}` takes logits, but every row of these sums to 1, as probabilities do. The softmax of "
             "probabilities is nearly uniform.\nPass `jnp.log(probabilities)`, or the estimator's `predict_log_proba`.",

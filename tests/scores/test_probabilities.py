@@ -61,6 +61,10 @@ def test_nothing_is_read_while_tracing():
     np.testing.assert_allclose(eqx.filter_jit(ee.combine.mixture)(PROBABILITIES).shape, (40, 4))
 
 
+def test_one_hot_logits_are_quiet():
+    assert ee.combine.mixture(np.eye(4, dtype=np.float32)[LABELS][None]).shape == (40, 4)
+
+
 def test_one_distribution_of_many_classes():
     logits = jax.random.normal(jax.random.key(0), (100,))
     assert np.isfinite(ee.uncertainty.entropy(logits))
