@@ -225,7 +225,9 @@ def test_others_say_how_they_take_them(call):
 class TestPredict:
     """`predict` gives each batch of rows its own weights."""
 
-    ENSEMBLE = ee.build(lambda key: eqx.nn.MLP(2, CLASSES, 4, 1, key=key), MEMBERS, key=jax.random.key(0))
+    ENSEMBLE = ee.build(
+        lambda key: eqx.nn.MLP(2, CLASSES, 4, 1, dtype=jnp.float32, key=key), MEMBERS, key=jax.random.key(0)
+    )
     X = RNG.normal(size=(23, 2)).astype(np.float32)
     GATE = RNG.uniform(size=(MEMBERS, 23))
 
@@ -245,7 +247,7 @@ class TestPredict:
         expected = combine.gaussian(*ee.predict(self.ENSEMBLE, self.X, fn=pair), weights=self.GATE)
         assert_close(got, expected)
         own = lambda predictions, weights: jnp.sum(predictions[..., 0] * weights, axis=0)
-        got = ee.predict(self.ENSEMBLE, self.X, combine=own, weights=jnp.asarray(self.GATE), batch_size=8)
+        got = ee.predict(self.ENSEMBLE, self.X, combine=own, weights=jnp.asarray(self.GATE, jnp.float32), batch_size=8)
         expected = np.sum(np.asarray(ee.predict(self.ENSEMBLE, self.X))[..., 0] * self.GATE, axis=0)
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
