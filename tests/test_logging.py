@@ -52,10 +52,15 @@ def records_of_leveldb(data, *, header):
 def test_csv():
     made = program("import csv")
     with open(made["path"], newline="") as file:
-        rows = np.array([[float(cell) for cell in row] for row in csv.reader(file)])
-    losses = made["run"].history.loss
-    np.testing.assert_array_equal(rows[:, 0], np.arange(1, losses.shape[1] + 1))
-    np.testing.assert_array_equal(rows[:, 1:].astype(np.float32), losses.T)
+        rows = list(csv.DictReader(file))
+    history = made["run"].history
+    column = lambda name, rows: np.array([float(row[name]) for row in rows], np.float32)
+    np.testing.assert_array_equal(column("step", rows), np.arange(1, history.loss.shape[1] + 1))
+    scored = [row for row in rows if row["score_0"]]
+    np.testing.assert_array_equal(column("step", scored), history.validation_step)
+    for i in range(4):
+        np.testing.assert_array_equal(column(f"loss_{i}", rows), history.loss[i])
+        np.testing.assert_array_equal(column(f"score_{i}", scored), history.validation[i])
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._check import check_optional_flag, is_traced
@@ -29,6 +30,13 @@ def check_combine(combine: Any, weights: Any, num_members: int, num_rows: int) -
     if isinstance(checked, np.ndarray) and checked.ndim == 2 and not checked.any(axis=0).all():
         row = int(np.argmin(checked.any(axis=0)))
         raise ValueError(f"`predict` needs `weights` that are not all zero in any row, got only zeros in row {row}.")
+    if (
+        rows
+        and isinstance(checked, np.ndarray)
+        and isinstance(weights, jax.Array)
+        and jnp.issubdtype(weights.dtype, jnp.floating)
+    ):
+        return checked.astype(weights.dtype)  # functions of users get the dtype that they passed
     return checked
 
 

@@ -13,9 +13,10 @@ from .._check import is_traced
 from .._pytree import PyTree
 from .compiled._optimiser import Optimiser, resolve
 
-# Names by which optax's functions close over numbers. Masks, labels and the arrays of schedules have other names.
+# Names by which optax's functions close over numbers. Masks, labels and the tables of schedules have other names.
 _NUMBERS = re.compile(
     r"step_size|learning_rate|.*decay(_rate)?|momentum|b[123]|eps.*|max_norm|max_delta|clipping|threshold"
+    r"|(init_|end_|peak_)?value"
 )
 _NAMES = {"step_size": "learning_rate"}
 _MASKS = ("masked", "partition", "multi_transform")
@@ -90,8 +91,7 @@ def _parts(one: _Found) -> list[_Found]:
     if not isinstance(part, types.FunctionType):
         return []
     module = part.__module__ or ""
-    is_schedule = module.startswith("optax.schedules") and module != "optax.schedules._inject"
-    inside = module.split(".")[0] == "optax" and not is_schedule
+    inside = module.split(".")[0] == "optax"
     masked = one.is_masked or (inside and part.__qualname__.split(".")[0] in _MASKS)
     cells = zip(part.__code__.co_freevars, part.__closure__ or (), strict=True)
     return [_Found(word, cell.cell_contents, inside, masked) for word, cell in cells if cell != types.CellType()]

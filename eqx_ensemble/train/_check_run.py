@@ -40,6 +40,12 @@ def check_run_weights(weights: Any, healthy: np.ndarray, combine: Any, *, name: 
         return None
     if combine is None:
         raise TypeError(f"`{name}` needs `combine=` with `weights`: weights have no effect without `combine`.")
+    if np.ndim(weights) > 1:
+        raise ValueError(
+            f"`{name}` needs one weight per member: expected shape ({len(healthy)},), got {np.shape(weights)}.\n"
+            "For weights of each row: `ee.predict(run.ensemble, x, combine=..., weights=weights)`, with zeros for the "
+            "members that diverged."
+        )
     check_weight_count(weights, len(healthy), name=name)
     check_nonnegative_weights(name, weights, mask=healthy, all_zero=False)
     kept = as_numpy(weights, "weights", name=name).astype(float)[healthy]

@@ -75,6 +75,7 @@ def scan_steps(
     check_integers_fit(batches, argument="batches", name=_NAME)
     own, nan = _in_loop(step, state)
     scan = _scan if is_inside_transformation() else _donating_scan if donate else _compiled_scan
+    state = _copy_repeated(state) if scan is _donating_scan else state
     with nan:
         return scan((own, batches, count, number_kinds((own, state))), state)
 
@@ -85,6 +86,19 @@ def _in_loop(step: Callable[..., Any], state: Any) -> tuple[Callable[..., Any], 
         return step, contextlib.nullcontext()
     check_train_state(state)
     return step_in_loop(step, state), nan_is_data()
+
+
+def _copy_repeated(state: T) -> T:
+    """The state, in which no array occurs twice: JAX donates an array once."""
+    seen: set[int] = set()
+
+    def copy_again(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or id(x) not in seen:
+            seen.add(id(x))
+            return x
+        return x.copy()
+
+    return jax.tree.map(copy_again, state)
 
 
 def _scan(read: tuple[Callable[..., Any], PyTree, int, Kinds], state: PyTree) -> tuple[PyTree, PyTree]:

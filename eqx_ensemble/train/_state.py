@@ -222,7 +222,9 @@ def _copy(x: Any) -> Any:
         return x
     if is_typed_key(x):
         return x.copy()
-    is_strong = isinstance(x, jax.Array) and not is_traced(x) and not x.weak_type
+    if not isinstance(x, jax.Array):
+        return jnp.array(x)  # of NumPy, with a dtype that JAX may not have
+    is_strong = not is_traced(x) and not x.weak_type
     # `jax.device_put` copies no array of which other processes hold a part.
     return _put(x) if is_strong and x.is_fully_addressable else jnp.array(x, dtype=x.dtype)
 

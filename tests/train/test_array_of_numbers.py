@@ -41,6 +41,13 @@ WRONG = {
         "learning_rate",
     ),
     "injected": (lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=RATES), "learning_rate"),
+    "a schedule": (lambda: optax.adam(optax.cosine_decay_schedule(RATES, 10)), "init_value"),
+    "joined schedules": (
+        lambda: optax.sgd(
+            optax.join_schedules([optax.constant_schedule(0.1), optax.linear_schedule(0.1, RATES, 4)], [3])
+        ),
+        "end_value",
+    ),
     "a column": (lambda: optax.sgd(RATES[:, None]), "learning_rate"),
 }
 

@@ -160,6 +160,11 @@ class TestPredictionsOfARun:
         np.testing.assert_array_equal(out, ee.predict(run.ensemble, x)[np.array([0, 2, 4])])
         assert run.fault.tolist() == ["", ".layers[0].weight", "", ".layers[0].weight", ""]
 
+    def test_weights_of_rows_are_for_predict(self):
+        run, (x, _) = self.run(faulty=()), data(10)
+        with pytest.raises(ValueError, match=r"expected shape \(5,\), got \(5, 10\).\n.*`ee.predict\(run.ensemble"):
+            run.predict(x, combine=ee.combine.mean, weights=np.ones((5, 10)))
+
     def test_weights_are_renormalised(self):
         run, (x, _) = self.run(), data(10)
         weights = np.array([0.1, 0.4, 0.2, 0.2, 0.1])

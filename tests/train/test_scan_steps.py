@@ -131,6 +131,24 @@ def test_donation():
     assert weights.is_deleted()
 
 
+def test_donation_of_an_array_that_occurs_twice():
+    """A training state beside the ensemble that it began with."""
+    optimiser, rows = optax.sgd(0.1), batches()
+    inner = ee.train.make_step(mse, optimiser)
+
+    def first():
+        ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), MEMBERS, key=KEY)
+        state = ee.train.init(ensemble, optimiser, key=KEY)
+        return state, state.ensemble
+
+    def step(both, batch):
+        state, metrics = inner(both[0], batch)
+        return (state, both[1]), metrics
+
+    expected = loop(step, first(), rows)
+    assert_close(ee.train.scan_steps(step, first(), rows, donate=True), expected)
+
+
 def test_the_old_state_stays_without_donation():
     loss, optimiser, state, _ = case("plain")
     ee.train.scan_steps(ee.train.make_step(loss, optimiser), state, batches())

@@ -66,6 +66,19 @@ def test_the_state_of_another_optimiser_is_refused(made, taken, words):
         ee.fit(state, loss, taken, (X, Y), epochs=1, key=KEY)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_number_of_the_state_from_numpy(dtype):
+    """NumPy's arrays count with the dtype that they have in JAX."""
+    sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    state, rates = first_state(sgd), np.array([0.1, 0.2, 0.3], dtype)
+    state = eqx.tree_at(lambda state: state.opt_state.hyperparams["learning_rate"], state, rates)
+    plain = eqx.tree_at(
+        lambda state: state.opt_state.hyperparams["learning_rate"], state, jnp.asarray(rates, "float32")
+    )
+    weights = [ee.fit(one, loss, sgd, (X, Y), steps=2, key=KEY).ensemble.stacked.weight for one in (state, plain)]
+    np.testing.assert_array_equal(*weights)
+
+
 def test_an_equal_optimiser_is_not():
     state = first_state(optax.adam(0.1))
     state, _ = ee.train.make_step(loss, optax.adam(0.2))(state, (X, Y))

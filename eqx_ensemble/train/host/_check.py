@@ -23,6 +23,7 @@ def missing_validation_message() -> str:
 
 def check_opt_state(found: Any, expected: Any, *, name: str) -> None:
     """Raises unless the optimiser is the one that made the state."""
+    found = jax.eval_shape(lambda tree: tree, found)  # the dtypes that NumPy's arrays have in JAX
     shapes = lambda tree: [(path, x.shape, x.dtype) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
     if jax.tree.structure(found) == jax.tree.structure(expected) and shapes(found) == shapes(expected):
         return
