@@ -1,6 +1,12 @@
+import contextlib
 import importlib
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+# Two threads that import modules which import each other would see them half done.
+_one_at_a_time = threading.RLock()
 
 
 def import_when_used(
@@ -18,12 +24,14 @@ def import_when_used(
     public = sorted([*rooms, *homes])
 
     def find(name: str) -> Any:
-        if name in homes:
-            value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
-        elif name in rooms:
-            value = importlib.import_module(f"{package}.{name}")
-        else:
+        if name not in homes and name not in rooms:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        # A module that is being imported must not wait: another thread may wait for it.
+        with contextlib.nullcontext() if _is_used_inside(package) else _one_at_a_time:
+            if name in homes:
+                value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+            else:
+                value = importlib.import_module(f"{package}.{name}")
         # From now on the attribute is found without this function.
         setattr(importlib.import_module(package), name, value)
         return value
@@ -33,3 +41,11 @@ def import_when_used(
         return sorted({*own, *public})
 
     return find, names_of_package, public
+
+
+def _is_used_inside(package: str) -> bool:
+    """Whether a module of the package, not a user of it, looks for a name."""
+    frame = sys._getframe(2)
+    if frame.f_globals.get("__name__") == "importlib._bootstrap" and frame.f_back is not None:  # `from package import`
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__")).startswith(f"{package}.")
