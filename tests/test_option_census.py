@@ -193,6 +193,13 @@ CASES = {
             "key": always(KEY),
         },
     ),
+    "methods.priors.draw_anchors": Case(
+        ee.methods.priors.draw_anchors, {"ensemble": always(ensemble), "key": always(KEY)}
+    ),
+    "methods.priors.noisy_targets": Case(
+        ee.methods.priors.noisy_targets,
+        {"targets": always(DATA[1]), "ids": always([0, 1]), "std": always(0.1), "key": always(KEY)},
+    ),
     "methods.cross_fit": Case(
         ee.methods.cross_fit,
         _steps | {"folds": lambda: ee.resample.folds(12, 4, key=KEY), "x": always(DATA[0])},
@@ -300,6 +307,8 @@ ACCEPTED = {
     },
     "methods.successive_halving": {"epochs": "int64", "steps": "None", "factor": "int64", "rungs": "int64 None"},
     "methods.hyperband": {"epochs": "int64", "factor": "int64"},
+    "methods.priors.draw_anchors": {"std": "int64 float32"},
+    "methods.priors.noisy_targets": {"targets": "array", "ids": "int64", "std": "0 int64 float32", "row_ids": "None"},
     "methods.cross_fit": {"fn": "None"},
     "sweep.rescale_schedule": {"length": "int64 float32", "new_length": "int64 float32"},
     "tree.polyak": {"tau": "0 float32"},
@@ -327,7 +336,8 @@ RAW = {
 
 
 ROOMS = (
-    ee, ee.checkpoint, ee.methods, ee.methods.population, ee.plan, ee.sharding, ee.sweep, ee.testing, ee.train, ee.tree,
+    ee, ee.checkpoint, ee.methods, ee.methods.population, ee.methods.priors, ee.plan, ee.sharding, ee.sweep, ee.testing,
+    ee.train, ee.tree,
 )  # fmt: skip
 # `grid`, `draw` and the other functions of trees and arrays are in the census of array functions.
 OF_ARRAYS = {name.rpartition(".")[2] for name in array_calls.NAMES}

@@ -1,4 +1,5 @@
 from . import population as population
+from . import priors as priors
 from ._cross_fit import CrossFit as CrossFit
 from ._cross_fit import cross_fit as cross_fit
 from ._halving import hyperband as hyperband

@@ -2,6 +2,7 @@ from ._callback import Callback as Callback
 from ._callback import Progress as Progress
 from ._errors import DivergedError as DivergedError
 from ._errors import NotSavedError as NotSavedError
+from ._frozen import Frozen as Frozen
 from ._revive import Revival as Revival
 from ._revive import Revive as Revive
 from ._revive import perturb as perturb

@@ -8,6 +8,7 @@ from .. import tree
 from .._ensemble import Ensemble, number_flags
 from .._pytree import PyTree
 from ._check_member import check_same_choice, check_trainable, check_trained, explain_trainable
+from ._frozen import frozen_flags
 
 Trainable = PyTree | Callable[[Any], bool]
 """Booleans and functions of a leaf, a prefix of a member's tree, as in `equinox.partition`."""
@@ -39,6 +40,7 @@ def split_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> t
     else:
         mask, last = (select(tree.take(leaves, member)) for member in (0, -1))
         check_same_choice(mask, last, stacked, name=name)
+    mask = [kept and not frozen for kept, frozen in zip(mask, frozen_flags(stacked), strict=True)]
     return eqx.partition(stacked, jax.tree.unflatten(treedef, mask))
 
 

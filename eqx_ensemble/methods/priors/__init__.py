@@ -1,0 +1,6 @@
+"""Prior functions, anchors and noise in targets: members that differ as draws from a Bayesian posterior do."""
+
+from ._anchor import Anchor as Anchor
+from ._anchor import draw_anchors as draw_anchors
+from ._randomised import RandomisedPrior as RandomisedPrior
+from ._targets import noisy_targets as noisy_targets

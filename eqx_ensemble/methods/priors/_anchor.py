@@ -1,0 +1,154 @@
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Float
+
+from ... import _keys
+from ..._ensemble import Ensemble
+from ..._ensemble._check import check_ensemble
+from ..._pytree import PyTree
+from ...train._trainable import Trainable, partition_trainable
+from ._check import check_num_rows, check_real, check_same_model, check_std, prefix_message
+
+_is_none = lambda x: x is None
+
+
+class Anchor(eqx.Module):
+    r"""A draw from the prior of a member's weights, towards which its training is pulled.
+
+    Made by [`eqx_ensemble.methods.priors.draw_anchors`][] for all members, as hyper-parameters of
+    [`eqx_ensemble.fit`][]; a loss with a parameter `hyper` receives that of its member.
+
+    **Attributes:**
+
+    - `weights`: the draw $w_0$ for each trained leaf; `None` for other leaves.
+    - `std`: the standard deviations $\sigma$ of the prior, one number per trained leaf.
+    """
+
+    weights: PyTree
+    std: PyTree
+
+    def penalty(self, model: PyTree, *, num_rows: Any) -> Float[Array, ""]:
+        r"""The penalty $\frac{1}{N} \sum_j (w_j - w_{0j})^2 / (2 \sigma_j^2)$ of one member, in nats per row.
+
+        It belongs to a loss that is a **mean** over rows of negative log-likelihoods. A mean of squared errors lacks
+        the factor $1 / (2 s^2)$, with the standard deviation $s$ of the noise in the targets: multiply the penalty by
+        $2 s^2$ there. A sum over all rows takes `num_rows=1`.
+
+        **Arguments:**
+
+        - `model`: the model of one member, as the loss receives it.
+        - `num_rows`: $N$, the number of rows that the member is trained on: of all its rows, not of a batch. Without
+            it the prior would count $N$ times too much.
+
+        **Returns:** a scalar, at least float32.
+
+        **Raises:** `ValueError` for a model of another shape, and for `num_rows` that is not above 0.
+        """
+        anchors, _ = jtu.tree_flatten_with_path(self.weights, is_leaf=_is_none)
+        leaves = jax.tree.leaves(model, is_leaf=_is_none)
+        check_same_model(anchors, leaves)
+        num_rows = check_num_rows(num_rows)
+        kept = [(w, a) for w, (_, a) in zip(leaves, anchors, strict=True) if a is not None]
+        terms = []
+        for (w, a), std in zip(kept, jax.tree.leaves(self.std), strict=True):
+            dtype = _at_least_single(a.dtype)
+            scaled = (w.astype(dtype) - a.astype(dtype)) / jnp.asarray(std, dtype)
+            terms.append(jnp.sum(scaled**2) / 2)
+        widest = max((term.dtype for term in terms), key=lambda dtype: dtype.itemsize)
+        total = jnp.sum(jnp.stack([term.astype(widest) for term in terms]))
+        return total / jnp.asarray(num_rows, total.dtype)
+
+
+def draw_anchors(
+    ensemble: Ensemble[Any], std: PyTree = 1.0, *, trainable: Trainable = eqx.is_inexact_array, key: Any
+) -> Anchor:
+    r"""Draws an anchor for each member from a Gaussian prior of the weights, with mean 0.
+
+    Training with the penalty of [`eqx_ensemble.methods.priors.Anchor.penalty`][] is maximum a posteriori estimation
+    with a prior whose mean is the member's own draw. For a linear model with Gaussian noise, members that also have
+    noise in their targets ([`eqx_ensemble.methods.priors.noisy_targets`][]) are exact draws from the posterior; without
+    that noise their variance is smaller. For networks this is an approximation.
+
+    Anchors are hyper-parameters: what changes those at random would change them. Revive members that diverged with
+    `on_diverge=train.Revive(perturb=None)`.
+
+    **Arguments:**
+
+    - `ensemble`: the ensemble to be trained. Its weights are not used: anchors are no initialisation.
+    - `std`: the prior's standard deviation of every weight: a number, a function of a leaf of one member (of which
+        shape and dtype are known), or a tree of both, a prefix of a member's tree.
+    - `trainable`: which leaves have an anchor; the same as for [`eqx_ensemble.fit`][].
+    - `key`: the root key. A member's anchor is drawn from it and the member's id.
+
+    **Returns:** the anchors of all members, each leaf `(members, ...)`.
+
+    **Raises:** `TypeError` or `ValueError` for standard deviations that are not numbers above zero or do not fit the
+    members' tree, complex weights, and an ensemble without trained leaves.
+
+    ```python
+    x, y, noise = jnp.ones((100, 3)), jnp.zeros((100, 1)), 0.1
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
+    anchors = ee.methods.priors.draw_anchors(
+        ensemble, lambda leaf: 1 / np.sqrt(leaf.shape[-1]), key=key
+    )
+    targets = ee.methods.priors.noisy_targets(y, ensemble.ids, std=noise, key=key)
+
+
+    def loss(model, batch, key, hyper):
+        x, y = batch
+        nll = jnp.mean((jax.vmap(model)(x) - y) ** 2) / (2 * noise**2)
+        return nll + hyper["anchor"].penalty(model, num_rows=100)
+
+
+    run = ee.fit(
+        ensemble,
+        loss,
+        optax.adam(1e-3),
+        (x, targets),
+        hyper={"anchor": anchors},
+        epochs=2,
+        key=key,
+    )
+    ```
+
+    ??? cite
+
+        Pearce, Leibfried, Brintrup, Zaki and Neely, *Uncertainty in Neural Networks: Approximately Bayesian
+        Ensembling*, AISTATS 2020, arXiv:1810.05546.
+    """
+    name = "methods.priors.draw_anchors"
+    check_ensemble(ensemble, name=name)
+    keys = _keys.member_keys(key, ensemble.ids, purpose="anchor")
+    params, _ = partition_trainable(ensemble, trainable, name=name)
+    for path, leaf in jtu.tree_leaves_with_path(params):
+        check_real(leaf, jtu.keystr(path))
+    stds = _std_of_leaves(std, params)
+    leaves, treedef = jax.tree.flatten(params)
+    drawn, widths = [], []
+    for i, (leaf, scale) in enumerate(zip(leaves, stds, strict=True)):
+        one = lambda key, i=i, leaf=leaf: jax.random.normal(jax.random.fold_in(key, i), leaf.shape[1:], leaf.dtype)
+        drawn.append(jnp.asarray(scale, leaf.dtype) * jax.vmap(one)(keys))
+        widths.append(jnp.full(len(ensemble), scale, _at_least_single(leaf.dtype)))
+    return Anchor(jax.tree.unflatten(treedef, drawn), jax.tree.unflatten(treedef, widths))
+
+
+def _at_least_single(dtype: Any) -> Any:
+    """The dtype to calculate in: promotion of dtypes may be strict."""
+    return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
+
+
+def _std_of_leaves(std: PyTree, params: PyTree) -> list[float]:
+    """The standard deviation of every trained leaf, from a prefix of a member's tree."""
+    given: list[tuple[str, Any]] = []
+    note = lambda path, own, part: given.extend([(f"std{jtu.keystr(path)}", own)] * len(jax.tree.leaves(part)))
+    try:
+        jtu.tree_map_with_path(note, std, params)
+    except ValueError as error:
+        raise ValueError(prefix_message(error)) from error
+    one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    leaves = zip(given, jax.tree.leaves(params), strict=True)
+    return [check_std(own(one(x)) if callable(own) else own, where) for (where, own), x in leaves]
