@@ -26,7 +26,10 @@ def run(module, *arguments):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"MYPYPATH": str(ROOT)},
+        # With `--verifytypes`, pyright asks the `python` on PATH, whatever its options say.
+        env=os.environ
+        | {"MYPYPATH": str(ROOT), "PYTHONPATH": str(ROOT)}
+        | {"PATH": os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])},
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return done.stdout
