@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from eqx_ensemble import calibrate, combine, conformal, resample, scores, sweep, tree, uncertainty
+from eqx_ensemble.methods import heads
 
 _RNG = np.random.default_rng(0)
 _KEY = jax.random.key(0)
@@ -33,6 +34,10 @@ _RANKED = {
 }
 _SELECTED = {"uncertainty": _TARGETS, "losses": _MEAN[0], "mask": _MASK}
 _LOGITS_AND_WEIGHTS = {"logits": _LOGITS, "weights": _WEIGHTS}
+_CONCENTRATION, _LEVELS = np.exp(_LOGITS[0]) + 1, np.array([0.1, 0.5, 0.9])
+_EVIDENTIAL = heads.NormalInverseGamma(_MEAN[0], _VARIANCE[0], _VARIANCE[1] + 1, _VARIANCE[2])
+_DENSITY = heads.MixtureDensity(_LOGITS, _LOGITS, np.exp(_LOGITS))
+_DENSITY_OF_ONE = heads.MixtureDensity(_LOGITS[0], _LOGITS[1], np.exp(_LOGITS[2]))
 _MODEL = {"weight": np.ones((3, 2), np.float32)}
 
 CALLS = {
@@ -146,6 +151,25 @@ CALLS = {
             "mask": _MASK,
         },
         "split": {"predictions": _MEAN[0], "targets": _TARGETS, "level": 0.5, "mask": _MASK},
+    },
+    heads: {
+        "normal_inverse_gamma": {"raw": np.ones((6, 4), np.float32), "floor": 0.1},
+        "decompose_evidential": {"parameters": _EVIDENTIAL},
+        "evidential_loss": {"parameters": _EVIDENTIAL, "targets": _TARGETS, "coefficient": 0.1, "mask": _MASK}
+        | _MEAN_OR_NONE,
+        "dirichlet": {"logits": _LOGITS[0]},
+        "vacuity": {"concentration": _CONCENTRATION},
+        "decompose_dirichlet": {"concentration": _CONCENTRATION},
+        "dirichlet_loss": {"concentration": _CONCENTRATION, "labels": _LABELS, "kl_weight": 0.5, "risk": "squared"}
+        | {"mask": _MASK, "reduction": "mean"},
+        "kl_annealing": {"step": 3, "num_steps": 10},
+        "pinball_loss": {"quantiles": _LOGITS[0], "targets": _TARGETS, "levels": _LEVELS, "mask": _MASK}
+        | _MEAN_OR_NONE,
+        "sort_quantiles": {"quantiles": _LOGITS[0]},
+        "mixture_density": {"raw": np.ones((6, 6), np.float32), "floor": 0.1},
+        "mixture_density_loss": {"parameters": _DENSITY_OF_ONE, "targets": _TARGETS, "mask": _MASK} | _MEAN_OR_NONE,
+        "mixture_density_moments": {"parameters": _DENSITY_OF_ONE},
+        "mixture_components": {"parameters": _DENSITY, "weights": _WEIGHTS},
     },
     resample: {
         "folds": {"num_rows": 6, "num_folds": 3, "stratify": None, "groups": None, "uneven": None, "key": _KEY},

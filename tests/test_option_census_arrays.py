@@ -29,7 +29,8 @@ MEANT = {
     ("cut", "0"): "the mean",
     ("above", "0"): "all weights that are not zero",
     **{(name, kind): "a number of zero or more"
-       for name in ("bias_penalty", "off_diagonal_penalty", "penalty", "smoothing")
+       for name in ("bias_penalty", "coefficient", "floor", "kl_weight", "off_diagonal_penalty", "penalty", "smoothing",
+                    "step")
        for kind in ("0", "int64", "float32")},
     **{("tolerance", kind): "a number of zero or more" for kind in ("0", "int64", "float32")},
     **{(name, kind): "a number above zero" for name in ("power", "temperature")
@@ -40,6 +41,8 @@ MEANT = {
     **{("new_weights", kind): "weights of any number of new rows"
        for kind in ("0", "int64", "float32", "array", "3d")},
     **{("logits", kind): "log-probabilities of one model have any number of axes of rows" for kind in ("array", "3d")},
+    **{(name, kind): "parameters of one model have any number of axes of rows"
+       for name in ("concentration", "quantiles", "step") for kind in ("array", "3d")},
     **{("tree", kind): "an array is a tree of one leaf" for kind in ("array", "3d")},
     **{("values", kind): "a choice of arrays" for kind in ("array", "3d")},
 }  # fmt: skip

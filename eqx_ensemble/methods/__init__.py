@@ -1,3 +1,4 @@
+from . import heads as heads
 from . import population as population
 from . import priors as priors
 from ._cross_fit import CrossFit as CrossFit

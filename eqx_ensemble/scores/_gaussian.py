@@ -128,7 +128,7 @@ def _nll(
     mask: Bool[Array, "*batch"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    return reduce(-_log_density(mean, variance, targets), reduction, mask)
+    return reduce(-log_density(mean, variance, targets), reduction, mask)
 
 
 def _nll_mixture(
@@ -136,10 +136,10 @@ def _nll_mixture(
 ) -> Float[Array, "*batch"]:
     mean, variance = moments
     mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights, fill=1.0)
-    return -log_mixture(_log_density(mean, variance, targets[None]), weights)
+    return -log_mixture(log_density(mean, variance, targets[None]), weights)
 
 
-def _log_density(
+def log_density(
     mean: Float[Array, "*batch"], variance: Float[Array, "*batch"], targets: Float[Array, "*targets"]
 ) -> Float[Array, "*batch"]:
     return -0.5 * (math.log(2 * math.pi) + jnp.log(variance) + (targets - mean) ** 2 / variance)

@@ -1,0 +1,89 @@
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from ..._check import (
+    check_array,
+    check_floating,
+    check_nonnegative,
+    check_scalar,
+    concrete,
+    first_text,
+    kept_rows,
+    kind_text,
+    needs_message,
+    promote,
+)
+
+
+def check_raw(name: str, raw: ArrayLike, *, multiple: int, exact: bool, parameters: str) -> Array:
+    """Outputs of a last layer whose last axis is `multiple`, or a multiple of it, in the dtype that is computed in."""
+    array = check_floating(name, "raw", raw)
+    size = array.shape[-1] if array.ndim else 0
+    if size == 0 or size % multiple or (exact and size != multiple):
+        wanted = f"`raw` of shape (*batch, {multiple if exact else f'{multiple} * components'})"
+        fix = f"The last axis holds {parameters}: choose the `out_size` of the last layer accordingly."
+        raise ValueError(needs_message(name, wanted, f"got shape {array.shape}", fix))
+    return promote(array)[0]
+
+
+def check_parameters(name: str, parameters: Any, kind: type, make: str) -> None:
+    """A named tuple of this kind: of a plain tuple the order could not be checked."""
+    if not isinstance(parameters, kind):
+        fix = f"It is what `methods.heads.{make}` returns."
+        raise TypeError(
+            needs_message(name, f"`parameters` of type `{kind.__name__}`", f"got {kind_text(parameters)}", fix)
+        )
+
+
+def check_above(
+    name: str, argument: str, values: ArrayLike, bound: int, *, fix: str, mask: ArrayLike | None = None
+) -> None:
+    """Values above `bound` in rows that count, or NaN; only where they are concrete."""
+    host, kept = concrete(values), kept_rows(mask)
+    if host is None or kept is None:
+        return
+    wrong = host <= bound
+    wrong &= kept.reshape(kept.shape + (1,) * (host.ndim - kept.ndim))
+    if wrong.any():
+        raise ValueError(needs_message(name, f"`{argument}` above {bound:g}", first_text(host, wrong), fix))
+
+
+def check_coefficient(name: str, argument: str, value: ArrayLike, dtype: jnp.dtype) -> Array:
+    """A number of zero or more, which may be traced: a member's hyper-parameter."""
+    array = check_scalar(name, argument, value, dtype)
+    check_nonnegative(name, argument, value, fix="It multiplies a penalty; zero switches it off.")
+    return array
+
+
+def check_increasing_levels(name: str, levels: ArrayLike, quantiles: Array) -> Array:
+    """Increasing levels between 0 and 1, one per quantile on the last axis (values where concrete)."""
+    array = check_array(name, "levels", levels)
+    size = quantiles.shape[-1]
+    if array.shape != (size,):
+        got = f"expected ({size},), as `quantiles` are (*batch, levels) = {quantiles.shape}; got {array.shape}"
+        raise ValueError(needs_message(name, "one level per quantile", got, "The levels are the last axis."))
+    host = concrete(levels)
+    if host is not None:
+        host = np.asarray(host, np.float64)
+        outside = ~((0 < host) & (host < 1))
+        if outside.any():
+            raise ValueError(
+                needs_message(name, "`levels` between 0 and 1", first_text(host, outside), "Write 90 % as 0.9.")
+            )
+        if (np.diff(host) <= 0).any():
+            fix = "Sort them, and the outputs of the last layer with them."
+            raise ValueError(needs_message(name, "increasing `levels`", f"got {host.tolist()}", fix))
+    return array.astype(quantiles.dtype)
+
+
+def check_quantiles(name: str, quantiles: ArrayLike) -> Array:
+    """Quantiles `(*batch, levels)`, at least one."""
+    array = check_floating(name, "quantiles", quantiles)
+    if array.ndim < 1 or array.shape[-1] < 1:
+        fix = "The levels are the last axis: for one level pass `quantiles[..., None]`."
+        raise ValueError(needs_message(name, "`quantiles` of shape (*batch, levels)", f"got shape {array.shape}", fix))
+    return promote(array)[0]

@@ -1,0 +1,132 @@
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.special import digamma, gammaln
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+
+from ..._check import check_array, check_labels, check_mask, check_nonnegative, check_positive_int, check_word
+from ..._weighting import at_label, blank_masked, is_class
+from ...scores._check import check_reduction
+from ...scores._reduce import Reduction, reduce
+from ._check import check_coefficient
+from ._dirichlet import check_concentration, check_positive
+
+Risk = Literal["squared", "digamma"]
+
+
+def dirichlet_loss(
+    concentration: Float[ArrayLike, "*batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    kl_weight: Real[ArrayLike, ""],
+    risk: Risk = "squared",
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Loss of evidential classification: a Bayes risk, plus a penalty on evidence for wrong classes.
+
+    With $S = \sum_k \alpha_k$ and one-hot $y$, the risk is the mean over the Dirichlet distribution of the squared
+    error, $\sum_k (y_k - \alpha_k / S)^2 + \alpha_k (S - \alpha_k) / (S^2 (S + 1))$, or of the cross-entropy in nats,
+    $\psi(S) - \psi(\alpha_y)$. The penalty is the divergence of $\mathrm{Dir}(y + (1 - y) \alpha)$ from the uniform
+    one, in nats: the evidence for the label is left out.
+
+    **Arguments:**
+
+    - `concentration`: of ONE member, `(*batch, classes)`, from [`eqx_ensemble.methods.heads.dirichlet`][].
+    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `kl_weight`: what the penalty is multiplied by, zero or more; the authors raise it from 0 to 1 over the first
+        epochs, [`eqx_ensemble.methods.heads.kl_annealing`][]. Without it evidence for wrong classes is hardly
+        penalised. It may be a member's hyper-parameter.
+    - `risk`: `"squared"`, the authors' choice, or `"digamma"`.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. While tracing, a label out of range makes its row NaN.
+
+    **Raises:**
+
+    - `TypeError` for a concentration that is not floating-point, or labels that are not integers.
+    - `ValueError` for shapes that do not fit, values out of range (where concrete), and an unknown risk.
+
+    ```python
+    concentration = ee.methods.heads.dirichlet(jnp.zeros((4, 3)))
+    labels = jnp.array([0, 1, 2, 0])
+    ee.methods.heads.dirichlet_loss(concentration, labels, kl_weight=1.0)  # 0.971
+    ```
+
+    ??? cite
+        [Evidential Deep Learning to Quantify Classification Uncertainty](https://arxiv.org/abs/1806.01768)
+    """
+    name = "methods.heads.dirichlet_loss"
+    check_word(risk, "risk", ("squared", "digamma"), name=name)
+    checked = check_concentration(name, concentration)
+    kept = check_mask(name, mask, checked.shape[:-1])
+    known = check_labels(name, labels, checked, mask, argument="concentration", members=False)
+    check_positive(name, concentration, mask=mask)
+    weight = check_coefficient(name, "kl_weight", kl_weight, checked.dtype)
+    check_reduction(name, reduction, known.shape)
+    return _loss(blank_masked(checked, kept, fill=1), blank_masked(known, kept), weight, kept, risk, reduction)
+
+
+def kl_annealing(step: Real[ArrayLike, "..."], num_steps: int) -> Float[Array, "..."]:
+    r"""The weight of the penalty of evidential classification: it grows linearly from 0 to 1, $\min(1, t / T)$.
+
+    **Arguments:**
+
+    - `step`: $t$, the number of the epoch or step, from 0; it may be traced.
+    - `num_steps`: $T$; the authors take 10 epochs.
+
+    **Returns:**
+
+    An array of the shape of `step`.
+
+    **Raises:**
+
+    `TypeError` or `ValueError` for a negative `step` (where concrete), and for `num_steps` that is not a positive
+    integer.
+
+    ```python
+    ee.methods.heads.kl_annealing(jnp.array([0, 5, 20]), 10)  # [0.0, 0.5, 1.0]
+    ```
+
+    ??? cite
+        [Evidential Deep Learning to Quantify Classification Uncertainty](https://arxiv.org/abs/1806.01768)
+    """
+    name = "methods.heads.kl_annealing"
+    length = check_positive_int(num_steps, "num_steps", name=name)
+    array = check_array(name, "step", step)
+    check_nonnegative(name, "step", step, fix="Epochs and steps count from 0.")
+    dtype = array.dtype if jnp.issubdtype(array.dtype, jnp.floating) else jnp.float32
+    return jnp.minimum(array.astype(dtype) / length, 1)
+
+
+@partial(jax.jit, static_argnames=("risk", "reduction"))
+def _loss(
+    concentration: Float[Array, "*batch classes"],
+    labels: Integer[Array, "*batch"],
+    kl_weight: Float[Array, ""],
+    mask: Bool[Array, "*batch"] | None,
+    risk: Risk,
+    reduction: Reduction,
+) -> Float[Array, "..."]:
+    strength = jnp.sum(concentration, axis=-1)
+    one_hot = jax.nn.one_hot(labels, concentration.shape[-1], dtype=bool)
+    if risk == "digamma":
+        rows = digamma(strength) - digamma(at_label(concentration, labels))
+    else:
+        mean = concentration / strength[..., None]
+        rows = jnp.sum(jnp.where(one_hot, 1 - mean, mean) ** 2 + mean * (1 - mean) / (strength[..., None] + 1), axis=-1)
+        rows = jnp.where(is_class(labels, concentration.shape[-1]), rows, jnp.nan)
+    return reduce(rows + kl_weight * _divergence(jnp.where(one_hot, 1, concentration)), reduction, mask)
+
+
+def _divergence(concentration: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
+    """Kullback-Leibler divergence of Dirichlet distributions from the uniform one."""
+    strength = jnp.sum(concentration, axis=-1, keepdims=True)
+    num_classes = jnp.asarray(concentration.shape[-1], concentration.dtype)
+    normalisers = gammaln(strength[..., 0]) - gammaln(num_classes) - jnp.sum(gammaln(concentration), axis=-1)
+    return normalisers + jnp.sum((concentration - 1) * (digamma(concentration) - digamma(strength)), axis=-1)

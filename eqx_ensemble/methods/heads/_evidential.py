@@ -1,0 +1,115 @@
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+
+from ..._check import check_floating_arrays, check_number
+from ...uncertainty import Decomposition
+from ._check import check_above, check_parameters, check_raw
+
+
+class NormalInverseGamma(NamedTuple):
+    r"""Parameters of a normal-inverse-gamma distribution over the mean and the variance of a target.
+
+    $\sigma^2 \sim \Gamma^{-1}(\alpha, \beta)$ and $\mu \sim \mathcal{N}(m, \sigma^2 / \nu)$, for each entry.
+
+    **Attributes:**
+
+    - `mean`: $m$, the prediction.
+    - `nu`: above 0; in the unit of rows, how many of them the mean is worth.
+    - `alpha`: above 1, so that the variance has a mean.
+    - `beta`: above 0, in the squared unit of the target.
+    """
+
+    mean: Float[Array, "..."]
+    nu: Float[Array, "..."]
+    alpha: Float[Array, "..."]
+    beta: Float[Array, "..."]
+
+
+def normal_inverse_gamma(raw: Float[ArrayLike, "*batch 4"], *, floor: float = 1e-6) -> NormalInverseGamma:
+    r"""The head of evidential regression: four outputs of a last layer become the parameters of a distribution.
+
+    $m$ is the first output; $\nu$, $\alpha - 1$ and $\beta$ are the softplus of the others, plus `floor`.
+
+    **Arguments:**
+
+    - `raw`: `(*batch, 4)`: the outputs for one row, `(4,)`, inside a model, or for many.
+    - `floor`: a number of zero or more; above zero it keeps variances finite where a softplus underflows. The authors
+        have none.
+
+    **Returns:**
+
+    [`eqx_ensemble.methods.heads.NormalInverseGamma`][], four arrays `(*batch,)`.
+
+    **Raises:**
+
+    - `TypeError` for outputs that are not floating-point.
+    - `ValueError` for a last axis that is not four, and for a negative floor.
+
+    ```python
+    ee.methods.heads.normal_inverse_gamma(jnp.zeros(4))  # 0.0, 0.693, 1.693, 0.693
+    ```
+
+    ??? cite
+        [Deep Evidential Regression](https://arxiv.org/abs/1910.02600)
+    """
+    name = "methods.heads.normal_inverse_gamma"
+    least = check_number(floor, "floor", name=name, least=0)
+    array = check_raw(name, raw, multiple=4, exact=True, parameters="mean, nu, alpha and beta of one target")
+    mean, nu, alpha, beta = jnp.moveaxis(array, -1, 0)
+    positive = lambda x: jax.nn.softplus(x) + least
+    return NormalInverseGamma(mean, positive(nu), positive(alpha) + 1, positive(beta))
+
+
+def decompose_evidential(parameters: NormalInverseGamma) -> Decomposition:
+    r"""The predictive variance of an evidential head, split as its authors do.
+
+    `aleatoric` is the mean of the variance, $\mathrm{E}\,\sigma^2 = \beta / (\alpha - 1)$; `epistemic` the variance of
+    the mean, $\mathrm{Var}\,\mu = \beta / (\nu (\alpha - 1))$; `total` is the sum, the variance of the Student t
+    distribution that the loss fits.
+
+    The likelihood depends on $\nu$ and $\beta$ through $\beta (1 + \nu) / \nu$ alone: it determines `total`, and says
+    nothing about the two parts. Which of the solutions is found, and with it `epistemic`, is up to the penalty and to
+    where training began. Read `epistemic` as a ranking of rows at most. Disagreement of members does not have this
+    fault: `ee.uncertainty.decompose_variance(parameters.mean, total)`.
+
+    **Arguments:**
+
+    - `parameters`: [`eqx_ensemble.methods.heads.NormalInverseGamma`][], of any shape, with or without a `members` axis.
+
+    **Returns:**
+
+    [`eqx_ensemble.uncertainty.Decomposition`][], each part of the shape of the parameters, in the squared unit of the
+    target.
+
+    **Raises:**
+
+    - `TypeError` for parameters of another type, or not floating-point.
+    - `ValueError` for shapes that differ, and for parameters out of range (where concrete).
+
+    ```python
+    parameters = ee.methods.heads.NormalInverseGamma(
+        *(jnp.array([x]) for x in (0.0, 2.0, 3.0, 1.0))
+    )
+    ee.methods.heads.decompose_evidential(parameters)  # 0.75 = 0.5 + 0.25
+    ```
+
+    ??? cite
+        [The Unreasonable Effectiveness of Deep Evidential Regression](https://arxiv.org/abs/2205.10060)
+    """
+    name = "methods.heads.decompose_evidential"
+    check_parameters(name, parameters, NormalInverseGamma, "normal_inverse_gamma")
+    _, nu, alpha, beta = check_floating_arrays(name, **parameters._asdict())
+    check_ranges(name, parameters)
+    aleatoric = beta / (alpha - 1)
+    epistemic = aleatoric / nu
+    return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
+
+
+def check_ranges(name: str, parameters: NormalInverseGamma, *, mask: ArrayLike | None = None) -> None:
+    """Parameters of a distribution whose variance is finite, in rows that count."""
+    fix = "Outputs of a last layer? `methods.heads.normal_inverse_gamma` maps them to parameters."
+    for argument, bound in {"nu": 0, "alpha": 1, "beta": 0}.items():
+        check_above(name, argument, getattr(parameters, argument), bound, fix=fix, mask=mask)

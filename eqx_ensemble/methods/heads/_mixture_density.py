@@ -1,0 +1,171 @@
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from ... import combine
+from ..._check import (
+    as_column,
+    check_floating_arrays,
+    check_number,
+    check_variance,
+    check_weights,
+    needs_message,
+)
+from ..._weighting import blank_unweighted
+from ._check import check_parameters, check_raw
+
+
+class MixtureDensity(NamedTuple):
+    """Parameters of a mixture of Gaussians for each entry, on the last axis its components.
+
+    **Attributes:**
+
+    - `logits`: the softmax of them is the weight of each component.
+    - `mean`, `variance`: of each component; variances above 0.
+    """
+
+    logits: Float[Array, "... components"]
+    mean: Float[Array, "... components"]
+    variance: Float[Array, "... components"]
+
+
+class MixtureComponents(NamedTuple):
+    """Components of all members of an ensemble, each as a member of its own with a weight for every row.
+
+    **Attributes:** `mean`, `variance`, `weights`, each `(members * components, *batch)`.
+    """
+
+    mean: Float[Array, "components ..."]
+    variance: Float[Array, "components ..."]
+    weights: Float[Array, "components ..."]
+
+
+def mixture_density(raw: Float[ArrayLike, "*batch outputs"], *, floor: float = 1e-6) -> MixtureDensity:
+    """The head of a mixture density network: outputs of a last layer become a mixture of Gaussians.
+
+    The first third are logits of the components, the second their means; variances are the softplus of the last third,
+    plus `floor`.
+
+    **Arguments:**
+
+    - `raw`: `(*batch, 3 * components)`: the outputs for one row inside a model, or for many.
+    - `floor`: a number of zero or more. A component may shrink onto one target, where the likelihood has no bound: for
+        standardised targets 1e-3 is usual.
+
+    **Returns:**
+
+    [`eqx_ensemble.methods.heads.MixtureDensity`][], three arrays `(*batch, components)`.
+
+    **Raises:**
+
+    - `TypeError` for outputs that are not floating-point.
+    - `ValueError` for a last axis that is not a multiple of three, and for a negative floor.
+
+    ```python
+    # logits [0, 0], means [-1, 1], variances [0.693, 0.693]
+    ee.methods.heads.mixture_density(jnp.array([0.0, 0.0, -1.0, 1.0, 0.0, 0.0]))
+    ```
+
+    ??? cite
+        [Mixture Density Networks](https://publications.aston.ac.uk/id/eprint/373/)
+    """
+    name = "methods.heads.mixture_density"
+    least = check_number(floor, "floor", name=name, least=0)
+    array = check_raw(
+        name, raw, multiple=3, exact=False, parameters="logits, means and raw variances of the components"
+    )
+    logits, mean, variance = jnp.split(array, 3, axis=-1)
+    return MixtureDensity(logits, mean, jax.nn.softplus(variance) + least)
+
+
+def mixture_density_moments(parameters: MixtureDensity) -> combine.Gaussian:
+    r"""Mean and variance of each mixture: $\sum_k \pi_k \mu_k$, and $\sum_k \pi_k (\sigma_k^2 + (\mu_k - \mu)^2)$.
+
+    With a `members` axis they are those of each member, for [`eqx_ensemble.combine.gaussian`][] and
+    [`eqx_ensemble.uncertainty.decompose_variance`][].
+
+    **Arguments:**
+
+    - `parameters`: [`eqx_ensemble.methods.heads.MixtureDensity`][], with or without a `members` axis.
+
+    **Returns:**
+
+    [`eqx_ensemble.combine.Gaussian`][], each array of the shape of the parameters without the axis of components.
+
+    **Raises:**
+
+    - `TypeError` for parameters of another type, or not floating-point.
+    - `ValueError` for shapes that differ, and for negative variances (where concrete).
+
+    ```python
+    parameters = ee.methods.heads.MixtureDensity(
+        jnp.zeros(2), jnp.array([-1.0, 1.0]), jnp.ones(2)
+    )
+    ee.methods.heads.mixture_density_moments(parameters)  # mean 0, variance 2
+    ```
+    """
+    name = "methods.heads.mixture_density_moments"
+    logits, mean, variance = check_density(name, parameters)
+    check_variance(name, parameters.variance, positive=False)
+    first = lambda x: jnp.moveaxis(x, -1, 0)
+    return combine.gaussian(first(mean), first(variance), weights=first(jax.nn.softmax(logits, axis=-1)))
+
+
+def mixture_components(
+    parameters: MixtureDensity, *, weights: Real[ArrayLike, " members"] | None = None
+) -> MixtureComponents:
+    """The mixture over all members of their mixtures, as Gaussians that count as members with weights of each row.
+
+    For the functions that take such weights: `ee.scores.nll_gaussian_mixture(mean, variance, targets, weights=weights)`
+    is the score of the whole ensemble, and [`eqx_ensemble.combine.gaussian`][] gives its mean and variance.
+
+    **Arguments:**
+
+    - `parameters`: of ALL members, [`eqx_ensemble.methods.heads.MixtureDensity`][] of arrays
+        `(members, *batch, components)`, as [`eqx_ensemble.predict`][] returns them.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+
+    **Returns:**
+
+    [`eqx_ensemble.methods.heads.MixtureComponents`][]: `mean`, `variance`, `weights`, each
+    `(members * components, *batch)`.
+
+    **Raises:**
+
+    - `TypeError` for parameters of another type, or not floating-point.
+    - `ValueError` for shapes that differ, a missing `members` axis, negative variances (where concrete), and invalid
+        weights.
+
+    ```python
+    parameters = ee.methods.heads.MixtureDensity(*jnp.ones((3, 5, 7, 2)))  # five members
+    mean, variance, weights = ee.methods.heads.mixture_components(parameters)  # (10, 7)
+    ee.scores.nll_gaussian_mixture(mean, variance, jnp.ones(7), weights=weights)  # 0.919
+    ```
+    """
+    name = "methods.heads.mixture_components"
+    logits, mean, variance = check_density(name, parameters)
+    if mean.ndim < 2 or mean.shape[0] < 1:
+        needs = "`parameters` of arrays (members, *batch, components)"
+        fix = "One member? `jax.tree.map(lambda x: x[None], parameters)`."
+        raise ValueError(needs_message(name, needs, f"got shape {mean.shape}", fix))
+    check_variance(name, parameters.variance, positive=False, weights=weights)
+    num_members = mean.shape[0]
+    convex = check_weights(name, weights, num_members, mean.dtype)
+    logits, mean, variance = (blank_unweighted(x, convex, fill=1) for x in (logits, mean, variance))
+    if convex is None:
+        convex = jnp.full(num_members, 1 / num_members, mean.dtype)
+    shares = jax.nn.softmax(logits, axis=-1) * as_column(convex, mean.ndim)
+    flat = lambda x: jnp.moveaxis(x, -1, 1).reshape((-1, *x.shape[1:-1]))
+    return MixtureComponents(flat(mean), flat(variance), flat(shares))
+
+
+def check_density(name: str, parameters: MixtureDensity) -> tuple[Array, ...]:
+    """Logits, means and variances of one shape `(*batch, components)`, in one dtype."""
+    check_parameters(name, parameters, MixtureDensity, "mixture_density")
+    arrays = check_floating_arrays(name, **parameters._asdict())
+    if arrays[0].ndim < 1 or arrays[0].shape[-1] < 1:
+        needs, fix = "`parameters` of arrays (*batch, components)", "The components are the last axis."
+        raise ValueError(needs_message(name, needs, f"got shape {arrays[0].shape}", fix))
+    return arrays
