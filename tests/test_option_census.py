@@ -200,6 +200,10 @@ CASES = {
         ee.methods.priors.noisy_targets,
         {"targets": always(DATA[1]), "ids": always([0, 1]), "std": always(0.1), "key": always(KEY)},
     ),
+    "methods.soups.greedy": Case(
+        ee.methods.soups.greedy,
+        {"ensemble": always(ensemble), "score": always(lambda model: jnp.sum(model.weight)), "mode": always("min")},
+    ),
     "methods.cross_fit": Case(
         ee.methods.cross_fit,
         _steps | {"folds": lambda: ee.resample.folds(12, 4, key=KEY), "x": always(DATA[0])},
@@ -336,8 +340,8 @@ RAW = {
 
 
 ROOMS = (
-    ee, ee.checkpoint, ee.methods, ee.methods.population, ee.methods.priors, ee.plan, ee.sharding, ee.sweep, ee.testing,
-    ee.train, ee.tree,
+    ee, ee.checkpoint, ee.methods, ee.methods.population, ee.methods.priors, ee.methods.soups, ee.plan, ee.sharding,
+    ee.sweep, ee.testing, ee.train, ee.tree,
 )  # fmt: skip
 # `grid`, `draw` and the other functions of trees and arrays are in the census of array functions.
 OF_ARRAYS = {name.rpartition(".")[2] for name in array_calls.NAMES}

@@ -1,6 +1,7 @@
 from . import heads as heads
 from . import population as population
 from . import priors as priors
+from . import soups as soups
 from ._cross_fit import CrossFit as CrossFit
 from ._cross_fit import cross_fit as cross_fit
 from ._halving import hyperband as hyperband
