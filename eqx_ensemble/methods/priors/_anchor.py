@@ -148,7 +148,7 @@ def _std_of_leaves(std: PyTree, params: PyTree) -> list[float]:
     try:
         jtu.tree_map_with_path(note, std, params)
     except ValueError as error:
-        raise ValueError(prefix_message(error)) from error
+        raise ValueError(prefix_message(std)) from error
     one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
     leaves = zip(given, jax.tree.leaves(params), strict=True)
     return [check_std(own(one(x)) if callable(own) else own, where) for (where, own), x in leaves]

@@ -56,11 +56,11 @@ def check_std(std: Any, path: str) -> float:
     return number
 
 
-def prefix_message(error: Exception) -> str:
+def prefix_message(std: Any) -> str:
     """The message for standard deviations that are no prefix of a member's tree."""
     return (
-        f"`{_ANCHORS}` needs `std` to be a number, a function of a leaf, or a tree like one member's: "
-        f"{str(error).splitlines()[0]}\nFor example `lambda leaf: 1 / np.sqrt(leaf.shape[-1])`."
+        f"`{_ANCHORS}` needs `std` to be a number, a function of a leaf, or a tree like one member's, got "
+        f"{kind_text(std)}.\nFor example `lambda leaf: 1 / np.sqrt(leaf.shape[-1])`."
     )
 
 
