@@ -253,6 +253,9 @@ def test_anchors_have_their_distribution_and_follow_from_ids():
     some = draw_anchors(ensemble[[3, 1]], tree, key=KEY)
     assert_same(some, ee.tree.take(anchors, np.array([3, 1])))
     assert (anchors.weights.weight[0] != anchors.weights.weight[1]).all()
+    two = ee.build(lambda key: [eqx.nn.Linear(9, 9, key=key), eqx.nn.Linear(9, 9, key=key)], 2, key=KEY)
+    first, second = draw_anchors(two, key=KEY).weights
+    assert (first.weight != second.weight).all()
 
 
 def test_only_what_is_trained_has_an_anchor():
