@@ -84,6 +84,31 @@ _fit = {
 _steps = _fit | {"steps": always(2)}
 _validated = _fit | {"epochs": always(2), "validation": always(DATA)}
 _swept = _fit | {"optimiser": always(of_hyper), "hyper": always(HYPER)}
+PATH = ee.methods.path
+
+
+def updated(optimiser):
+    """The state after two steps of an optimiser that records its weights."""
+    weights = jnp.ones(2)
+    state = optimiser.init(weights)
+    for _ in range(2):
+        _, state = optimiser.update(weights, state, weights)
+    return state
+
+
+def normalised(key):
+    return eqx.nn.BatchNorm(3, "batch", mode="batch")
+
+
+def normalised_loss(model, state, batch, key):
+    out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch[0], state)
+    return jnp.mean(out), state
+
+
+def recorded():
+    return ee.train.init(ensemble, PATH.swag(PATH.snapshots(ADAM, 2, every=1)), key=KEY)
+
+
 _two = lambda **trees: {name: always([tree] * 2) for name, tree in trees.items()}
 
 CASES = {
@@ -204,6 +229,47 @@ CASES = {
         ee.methods.soups.greedy,
         {"ensemble": always(ensemble), "score": always(lambda model: jnp.sum(model.weight)), "mode": always("min")},
     ),
+    "methods.path.ema": Case(
+        lambda **options: updated(PATH.ema(**options)),
+        {"optimiser": always(ADAM)},
+        ("optimiser", "decay", "start", "every"),
+    ),
+    "methods.path.swa": Case(
+        lambda **options: updated(PATH.swa(**options)), {"optimiser": always(ADAM)}, ("optimiser", "start", "every")
+    ),
+    "methods.path.swag": Case(
+        lambda **options: updated(PATH.swag(**options)),
+        {"optimiser": always(ADAM)},
+        ("optimiser", "rank", "start", "every"),
+    ),
+    "methods.path.snapshots": Case(
+        lambda **options: updated(PATH.snapshots(**({"size": 2, "every": 1} | options))),
+        {"optimiser": always(ADAM)},
+        ("optimiser", "size", "start", "every"),
+    ),
+    "methods.path.average": Case(PATH.average, {"run": recorded}),
+    "methods.path.sample": Case(PATH.sample, {"run": recorded, "num_samples": always(2), "key": always(KEY)}),
+    "methods.path.snapshot_ensemble": Case(PATH.snapshot_ensemble, {"run": recorded}),
+    "methods.path.snapshot_schedule": Case(
+        lambda **options: PATH.snapshot_schedule(**options)(1),
+        {"init_value": always(0.1), "period": always(4)},
+        ("init_value", "period"),
+    ),
+    "methods.path.fast_geometric_schedule": Case(
+        lambda **options: PATH.fast_geometric_schedule(**options)(0),
+        {"init_value": always(0.1), "end_value": always(0.2), "period": always(4)},
+        ("init_value", "end_value", "period"),
+    ),
+    "methods.path.update_batch_norm": Case(
+        PATH.update_batch_norm,
+        {
+            "ensemble": lambda: ee.build(eqx.nn.make_with_state(normalised), 4, key=KEY)[0],
+            "state": lambda: ee.build(eqx.nn.make_with_state(normalised), 4, key=KEY)[1],
+            "fn": always(normalised_loss),
+            "data": always(DATA),
+            "key": always(KEY),
+        },
+    ),
     "methods.cross_fit": Case(
         ee.methods.cross_fit,
         _steps | {"folds": lambda: ee.resample.folds(12, 4, key=KEY), "x": always(DATA[0])},
@@ -313,6 +379,18 @@ ACCEPTED = {
     "methods.hyperband": {"epochs": "int64", "factor": "int64"},
     "methods.priors.draw_anchors": {"std": "int64 float32"},
     "methods.priors.noisy_targets": {"targets": "array", "ids": "int64", "std": "0 int64 float32", "row_ids": "None"},
+    "methods.path.ema": {"decay": "0 float32", "start": "0 int64", "every": "int64"},
+    "methods.path.swa": {"start": "0 int64", "every": "int64"},
+    "methods.path.swag": {"rank": "0 int64", "start": "0 int64", "every": "int64"},
+    "methods.path.snapshots": {"size": "int64", "start": "0 int64", "every": "int64"},
+    "methods.path.sample": {"num_samples": "int64", "scale": "0 int64 float32 None"},
+    "methods.path.snapshot_schedule": {"init_value": "0 int64 float32", "period": "int64"},
+    "methods.path.fast_geometric_schedule": {
+        "init_value": "0 int64 float32",
+        "end_value": "0 int64 float32",
+        "period": "int64",
+    },
+    "methods.path.update_batch_norm": {"batch_size": "int64 None", "plan": "None"},
     "methods.cross_fit": {"fn": "None"},
     "sweep.rescale_schedule": {"length": "int64 float32", "new_length": "int64 float32"},
     "tree.polyak": {"tau": "0 float32"},
@@ -334,14 +412,15 @@ ACCEPTED = {
 RAW = {
     "predict": {"x": "array"},
     "fit": {"data": "array"},
+    "methods.path.update_batch_norm": {"data": "array"},
     "Batch": {"value": "array", "axis": "-1"},
     "testing.check_independent": {"data": "array"},
 }
 
 
 ROOMS = (
-    ee, ee.checkpoint, ee.methods, ee.methods.population, ee.methods.priors, ee.methods.soups, ee.plan, ee.sharding,
-    ee.sweep, ee.testing, ee.train, ee.tree,
+    ee, ee.checkpoint, ee.methods, ee.methods.path, ee.methods.population, ee.methods.priors, ee.methods.soups,
+    ee.plan, ee.sharding, ee.sweep, ee.testing, ee.train, ee.tree,
 )  # fmt: skip
 # `grid`, `draw` and the other functions of trees and arrays are in the census of array functions.
 OF_ARRAYS = {name.rpartition(".")[2] for name in array_calls.NAMES}

@@ -54,7 +54,7 @@ def update_member(
     extra = {"value": value, "grad": grads, "value_fn": value_at, "obj_fn": value_fn, "grad_fn": grad_at}
     with standard_promotion(), explain_optimiser("in the optimiser's `update`", transformation.update, hyper):
         updates, new_state = transformation.update(
-            grads, opt_state, params, **_supported_arguments(transformation.update, extra)
+            grads, opt_state, params, **supported_arguments(transformation.update, extra)
         )
         new_params = optax.apply_updates(params, updates)
     check_state_after(new_state, opt_state, what="optimiser's state")
@@ -62,7 +62,7 @@ def update_member(
     return new_params, jax.tree.map(_strip_weak_type, new_state, opt_state)
 
 
-def _supported_arguments(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
+def supported_arguments(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
     """What an `update` takes of the extra arguments: most take any, but some (`optax.contrib.sam`) only their own."""
     parameters = inspect.signature(update).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

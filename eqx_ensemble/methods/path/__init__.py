@@ -1,0 +1,16 @@
+"""Averages, SWAG and snapshots of the weights along the path of a training run, and what belongs to them.
+
+Wrappers of optax optimisers record each member's weights in its optimiser state; functions of the run make ensembles
+of what was recorded.
+"""
+
+from ._average import average as average
+from ._average import ema as ema
+from ._average import swa as swa
+from ._batch_norm import update_batch_norm as update_batch_norm
+from ._schedules import fast_geometric_schedule as fast_geometric_schedule
+from ._schedules import snapshot_schedule as snapshot_schedule
+from ._snapshots import snapshot_ensemble as snapshot_ensemble
+from ._snapshots import snapshots as snapshots
+from ._swag import sample as sample
+from ._swag import swag as swag

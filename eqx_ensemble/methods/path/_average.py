@@ -1,0 +1,141 @@
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Int
+
+from ..._ensemble import Ensemble
+from ..._pytree import PyTree
+from ._check import check_decay, check_steps, check_wrapped, log_decay, warn_of_few
+from ._record import (
+    Mean,
+    Moments,
+    as_ensemble,
+    find_record,
+    move_mean,
+    reciprocal,
+    record_path,
+    weights_or_current,
+    zeros_like,
+)
+
+
+def ema(
+    optimiser: optax.GradientTransformation, decay: Any = 0.999, *, start: Any = 0, every: Any = 1
+) -> optax.GradientTransformationExtraArgs:
+    r"""Keeps an exponential moving average of each member's weights.
+
+    After snapshot $n$ the average is $\sum_i d^{\,n-i} w_i\, (1-d) / (1-d^n)$ with decay $d$: it is debiased, so that
+    the first snapshot is the average of one. The optimiser's updates are not changed. The average is a part of the
+    optimiser state: each member's own, saved and resumed with it, and kept where the member stops or diverges. It has
+    at least 32 bits, whatever the weights have.
+
+    Wrap the whole optimiser, `ema(optax.chain(...))`: only the last update gives the weights.
+
+    **Arguments:**
+
+    - `optimiser`: an optax optimiser. For one made of hyper-parameters:
+        `lambda hyper: ee.methods.path.ema(optax.adam(hyper["lr"]), hyper["decay"])`.
+    - `decay`: $d$, from 0 to below 1. It forgets in about `1 / (1 - decay)` snapshots.
+    - `start`: the first snapshot is the weights after this many steps; by default after `every` steps.
+    - `every`: the number of steps between snapshots.
+
+    **Returns:** an optax optimiser; [`eqx_ensemble.methods.path.average`][] makes an ensemble of its state.
+
+    **Raises:** `TypeError` or `ValueError` for invalid arguments.
+
+    ```python
+    optimiser = ee.methods.path.ema(optax.adam(1e-3), 0.99)
+    ```
+
+    ??? cite
+
+        Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (SIAM Journal on Control and
+        Optimization, 1992); the debiasing: Kingma and Ba, "Adam" (ICLR 2015).
+    """
+    name = "methods.path.ema"
+    check_wrapped(optimiser, name=name)
+    check_decay(decay, name=name)
+    check_steps(start, every, name=name)
+
+    def update(record: Mean, weights: PyTree, count: Int[Array, ""], due: Bool[Array, ""]) -> Mean:
+        log = log_decay(decay)
+        number = jnp.maximum(count, 1).astype(jnp.result_type(float))
+        return Mean(move_mean(record.mean, weights, jnp.expm1(log) / jnp.expm1(number * log), due))
+
+    init = lambda params: Mean(zeros_like(params))
+    return record_path(optimiser, start=start, every=every, init=init, update=update, name=name)
+
+
+def swa(
+    optimiser: optax.GradientTransformation, *, start: Any = 0, every: Any = 1
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the mean of snapshots of each member's weights: stochastic weight averaging.
+
+    All snapshots have the same weight. It helps where the learning rate stays large enough for the weights to move
+    around an optimum, such as `optax.join_schedules` to a constant rate at `start`; the authors begin after three
+    quarters of the run and take one snapshot per epoch. The optimiser's updates are not changed.
+
+    **Arguments:**
+
+    - `optimiser`, `start`, `every`: as of [`eqx_ensemble.methods.path.ema`][], in steps.
+
+    **Returns:** an optax optimiser; [`eqx_ensemble.methods.path.average`][] makes an ensemble of its state.
+
+    **Raises:** `TypeError` or `ValueError` for invalid arguments.
+
+    ```python
+    optimiser = ee.methods.path.swa(optax.sgd(0.05), start=750, every=10)
+    ```
+
+    ??? cite
+
+        Izmailov, Podoprikhin, Garipov, Vetrov and Wilson, "Averaging Weights Leads to Wider Optima and Better
+        Generalization" (UAI 2018).
+    """
+    name = "methods.path.swa"
+    check_wrapped(optimiser, name=name)
+    check_steps(start, every, name=name)
+
+    def update(record: Mean, weights: PyTree, count: Int[Array, ""], due: Bool[Array, ""]) -> Mean:
+        return Mean(move_mean(record.mean, weights, reciprocal(count), due))
+
+    init = lambda params: Mean(zeros_like(params))
+    return record_path(optimiser, start=start, every=every, init=init, update=update, name=name)
+
+
+def average(run: Any) -> Ensemble:
+    """Makes the ensemble of the members' averaged weights.
+
+    Members keep their ids, and what was not trained. A member that stopped or diverged has the average up to there; one
+    without a snapshot keeps its current weights, and a warning names it. The statistics of a BatchNorm do not belong to
+    averaged weights: [`eqx_ensemble.methods.path.update_batch_norm`][].
+
+    **Arguments:**
+
+    - `run`: the run, the training state or the [`eqx_ensemble.train.Progress`][] of a training with
+        [`eqx_ensemble.methods.path.ema`][], [`eqx_ensemble.methods.path.swa`][] or
+        [`eqx_ensemble.methods.path.swag`][]. Weights of a run's best epochs are not used.
+
+    **Returns:** the ensemble.
+
+    **Raises:** `TypeError` for other things than these; `ValueError` if the optimiser state has no average of all
+    weights, or several.
+
+    ```python
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
+    data = jnp.ones((100, 3)), jnp.zeros((100, 1))
+    optimiser = ee.methods.path.swa(optax.sgd(0.05), start=10, every=5)
+    run = ee.fit(ensemble, loss, optimiser, data, steps=40, key=key)
+    ee.methods.path.average(run).ids  # [0, 1, 2, 3]
+    ```
+    """
+    name = "methods.path.average"
+    state, found = find_record(run, (Mean, Moments), name=name)
+    warn_of_few(found.count, state.ids, least=1, effect="Their current weights are returned.", name=name)
+    params = weights_or_current(found.record.mean, state.params, found.count)
+    return as_ensemble(state, params, state.fixed.frozen, state.ids)

@@ -1,0 +1,185 @@
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Key
+
+from ... import _keys
+from ..._axes._check_rows import check_rows_of_data
+from ..._check import check_function, check_positive_int
+from ..._ensemble import Ensemble
+from ..._ensemble._check import check_ensemble
+from ..._ensemble._check_state import check_model_state, check_model_state_given
+from ..._foreign import from_foreign_tree
+from ..._pytree import PyTree
+from ...plan import AnyPlan
+from ...plan._map import map_members
+from ...train.compiled._program import take_rows
+from ._check import check_batch_norms, check_state_returned
+
+Layer = Any
+"""An `equinox.nn.BatchNorm`, which has the indices of one of its modes."""
+
+Statistics = list[tuple[Array, Array]]
+"""The mean and the variance of each layer."""
+
+
+def update_batch_norm(
+    ensemble: Ensemble,
+    state: eqx.nn.State,
+    fn: Callable[..., Any],
+    data: PyTree,
+    *,
+    batch_size: int | None = None,
+    plan: AnyPlan = None,
+    key: Any,
+) -> eqx.nn.State:
+    """Estimates the statistics of BatchNorm layers anew, for weights that were averaged, drawn or recorded.
+
+    The data pass through each member once, in training mode, in batches of random rows. Means and variances of the
+    batches are pooled with equal weight for each row, the variance between batches included, in place of the running
+    averages of training. It counts as one batch for the `momentum` of batches after it. Other state, such as that of
+    spectral normalisation, is updated as in training.
+
+    **Arguments:**
+
+    - `ensemble`: the members, for example of [`eqx_ensemble.methods.path.average`][].
+    - `state`: their stacked `equinox.nn.State`; its old statistics do not matter. For draws and snapshots take the
+        state of each one's member, such as `ee.tree.take(run.state, draws.ids // num_samples)` for the ids 0, 1, 2 ...
+    - `fn`: `fn(model, state, batch, key) -> (value, state)` of one member on one batch, which calls the model as in
+        training; the loss of stateful members is one. The value is not used.
+    - `data`: the training data, a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked
+        [`eqx_ensemble.Each`][].
+    - `batch_size`: rows per batch; by default 32, or all rows if they are fewer. The last may be smaller. Take that of
+        training: layers see inputs that earlier layers have normalised by the batch.
+    - `plan`: how the members are executed, as for [`eqx_ensemble.map_members`][].
+    - `key`: the root key, of the order of rows, and of the keys of `fn`.
+
+    **Returns:** the stacked state with the new statistics.
+
+    **Raises:** `TypeError` or `ValueError` for arguments that do not fit together, and for members that have no
+    BatchNorm in training mode. Layers in inference mode keep their statistics.
+
+    ```python
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+        norm: eqx.nn.BatchNorm
+
+        def __init__(self, key):
+            self.linear = eqx.nn.Linear(3, 4, key=key)
+            self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch")
+
+        def __call__(self, x, state):
+            return self.norm(self.linear(x), state)
+
+    def loss(model, state, batch, key):
+        call = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        out, state = call(batch, state)
+        return jnp.mean(out**2), state
+
+    ensemble, state = ee.build(eqx.nn.make_with_state(Model), 4, key=key)
+    x = jax.random.normal(key, (100, 3))
+    run = ee.fit(ensemble, loss, ee.methods.path.swa(optax.sgd(0.1)), x, steps=5, state=state, key=key)
+    average = ee.methods.path.average(run)
+    state = ee.methods.path.update_batch_norm(average, run.state, loss, x, key=key)
+    ```
+
+    ??? cite
+
+        Izmailov, Podoprikhin, Garipov, Vetrov and Wilson, "Averaging Weights Leads to Wider Optima and Better
+        Generalization" (UAI 2018).
+    """
+    name = "methods.path.update_batch_norm"
+    check_ensemble(ensemble, name=name)
+    check_model_state_given(ensemble.stacked, state, name=name)
+    check_model_state(state, ensemble.num_members, name=name)
+    check_function(fn, "fn", name=name, example="lambda model, state, batch, key: (value, state)")
+    check_batch_norms(_layers(ensemble.stacked), name=name)
+    data = from_foreign_tree(data, "data", name=name)
+    num_rows = check_rows_of_data(data, ensemble.num_members, argument="data", name=name)
+    batch_size = min(32, num_rows) if batch_size is None else check_positive_int(batch_size, "batch_size", name=name)
+    key = _keys.root(key, name=name)
+    order = jax.random.permutation(jax.random.fold_in(key, _keys.tag("batch_norm")), num_rows)
+
+    def one(model: Any, state: eqx.nn.State, data: PyTree, order: Array, key: Array) -> eqx.nn.State:
+        return _estimate(fn, model, state, data, order, key, min(batch_size, num_rows), name)
+
+    keys = ensemble.keys(key, purpose="batch_norm")
+    return eqx.filter_jit(map_members(one, plan=plan))(ensemble, state, data, order, keys)
+
+
+def _estimate(
+    fn: Callable[..., Any], model: Any, state: eqx.nn.State, data: PyTree, order: Int[Array, " rows"],
+    key: Key[Array, ""], batch_size: int, name: str,
+) -> eqx.nn.State:  # fmt: skip
+    """One member's state after one pass."""
+    layers, num_rows = _layers(model), order.shape[0]
+
+    def batch(carry: tuple, number: Any, size: int) -> tuple:
+        state, old, rows_before = carry
+        rows = jax.lax.dynamic_slice_in_dim(order, number * batch_size, size)
+        out = fn(model, _reset(layers, state), take_rows(data, rows), jax.random.fold_in(key, number))
+        check_state_returned(out, name=name)
+        share = size / (rows_before + size)
+        new = [_pool(*pair, share) for pair in zip(old, _read(layers, out[1]), strict=True)]
+        return out[1], new, rows_before + size
+
+    carry = batch((state, [(0.0, 0.0)] * len(layers), 0), 0, batch_size)
+    state, found, rows = carry
+    carry = (state, found, jnp.asarray(rows, jnp.result_type(float)))
+    full, rest = divmod(num_rows, batch_size)
+    carry, _ = jax.lax.scan(lambda carry, i: (batch(carry, i, batch_size), None), carry, jnp.arange(1, full))
+    state, found, _ = batch(carry, full, rest) if rest else carry
+    return _write(layers, state, found)
+
+
+def _layers(model: PyTree) -> list[Layer]:
+    """The BatchNorm layers that are in training mode."""
+    is_layer = lambda x: isinstance(x, eqx.nn.BatchNorm)
+    found = [x for x in jax.tree.leaves(model, is_leaf=is_layer) if is_layer(x)]
+    return [x for x in found if x.inference is not True]
+
+
+def _pool(old: tuple, new: tuple, share: Any) -> tuple[Array, Array]:
+    """The mean and variance of two sets of rows, the second of which is this `share` of all."""
+    (old_mean, old_variance), (mean, variance) = old, new
+    share = jnp.asarray(share, mean.dtype)
+    away = mean - old_mean
+    between = share * (1 - share) * (away * jnp.conj(away)).real
+    return old_mean + share * away, old_variance + share * (variance - old_variance) + between
+
+
+def _reset(layers: list[Layer], state: eqx.nn.State) -> eqx.nn.State:
+    """A state after which the next batch leaves nothing but its own statistics."""
+    for layer in layers:
+        if layer.mode == "ema":
+            state = state.set(layer.ema_first_time_index, jnp.array(True))  # noqa: FBT003
+        else:
+            zeros = jax.tree.map(jnp.zeros_like, state.get(layer.batch_state_index))
+            state = state.set(layer.batch_state_index, zeros)
+    return state
+
+
+def _read(layers: list[Layer], state: eqx.nn.State) -> Statistics:
+    """The statistics of one batch."""
+    one = lambda layer: (
+        state.get(layer.ema_state_index)
+        if layer.mode == "ema"
+        else jax.tree.map(lambda x: x / (1 - layer.momentum), state.get(layer.batch_state_index))
+    )
+    return [one(layer) for layer in layers]
+
+
+def _write(layers: list[Layer], state: eqx.nn.State, found: Statistics) -> eqx.nn.State:
+    """The state with these statistics, as if they were those of one batch."""
+    for layer, statistics in zip(layers, found, strict=True):
+        if layer.mode == "ema":
+            state = state.set(layer.ema_state_index, statistics)
+        else:
+            # Prediction divides by `1 - momentum**counter`; multiplying by the same number leaves no rounding.
+            scaled = jax.tree.map(lambda x, m=layer.momentum: x * (1 - jnp.asarray(m, x.dtype)), statistics)
+            state = state.set(layer.batch_counter, jnp.ones_like(state.get(layer.batch_counter)))
+            state = state.set(layer.batch_state_index, scaled)
+    return state

@@ -1,0 +1,190 @@
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ..._check import check_counter, check_integer, check_number, is_traced, kind_text
+from ..._pytree import PyTree
+
+WRAPPERS = {
+    "methods.path.average": "`ema`, `swa` or `swag`",
+    "methods.path.sample": "`swag`",
+    "methods.path.snapshot_ensemble": "`snapshots`",
+}
+
+
+def check_wrapped(value: Any, *, name: str) -> None:
+    """Raises unless `value` is an optax optimiser."""
+    if isinstance(value, optax.GradientTransformation):
+        return
+    how = "Pass the optimiser itself, for example `optax.adam(1e-3)`."
+    if isinstance(value, optax.MultiSteps):
+        how = "Pass `optax.MultiSteps(...).gradient_transformation()`."
+    elif callable(value):
+        how = f"Wrap the optimiser inside of the function: `lambda hyper: {name}(optax.adam(hyper['lr']), ...)`."
+    raise TypeError(f"`{name}` needs an optax optimiser, got {kind_text(value)}.\n{how}")
+
+
+def check_steps(start: Any, every: Any, *, name: str) -> None:
+    """Raises unless `start` and `every` are counts of steps, or traced integers."""
+    if _is_not_traced(start, "start", name=name):
+        check_integer(start, "start", name=name, least=0)
+        if int(start) > 0:
+            check_counter(start, "start", name=name)
+    if _is_not_traced(every, "every", name=name):
+        check_counter(every, "every", name=name)
+
+
+def _is_not_traced(value: Any, argument: str, *, name: str) -> bool:
+    if not is_traced(value):
+        return True
+    if value.ndim or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"`{name}` needs an integer `{argument}`, got {value.dtype} of shape {value.shape}.")
+    return False
+
+
+def check_decay(decay: Any, *, name: str) -> None:
+    """Raises unless `decay` is a number from 0 to below 1; a traced one is not checked."""
+    if is_traced(decay):
+        if decay.ndim:
+            raise TypeError(f"`{name}` needs one number `decay` per member, got shape {decay.shape}.")
+        return
+    if isinstance(decay, jax.Array) and decay.ndim == 0:
+        decay = float(decay)
+    if check_number(decay, "decay", name=name, least=0, most=1) == 1:
+        raise ValueError(f"`{name}` needs `decay` below 1, got 1: the average would never move.")
+
+
+def check_rank(rank: Any, *, name: str) -> int:
+    """Raises unless `rank` is 0 or at least 2. Returns it as Python's."""
+    rank = check_integer(rank, "rank", name=name, least=0)
+    if rank == 1:
+        raise ValueError(
+            f"`{name}` needs `rank` to be 0 (diagonal only) or at least 2, got 1: the divisor `rank - 1` would be 0."
+        )
+    return rank
+
+
+def check_real(params: PyTree, *, name: str) -> None:
+    """Raises for complex weights."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if jnp.iscomplexobj(x):
+            raise TypeError(
+                f"`{name}` needs real weights, got {x.dtype} at `{jax.tree_util.keystr(path)}`: a complex Gaussian has "
+                "more than one covariance."
+            )
+
+
+def check_scale(scale: Any, *, name: str) -> None:
+    """Raises unless `scale` is `None` or a number, not negative."""
+    if scale is not None:
+        check_number(scale, "scale", name=name, least=0)
+
+
+def check_learning_rate(value: Any, argument: str, *, name: str) -> None:
+    """Raises unless `value` is a number, not negative; a traced one is not checked."""
+    if not is_traced(value):
+        check_number(float(value) if isinstance(value, jax.Array) else value, argument, name=name, least=0)
+
+
+def check_source(source: Any, kinds: tuple[type, ...], *, name: str) -> None:
+    """Raises unless `source` has a training state."""
+    if not isinstance(source, kinds):
+        raise TypeError(
+            f"`{name}` needs the run that `fit` returned, or a training state; got {kind_text(source)}.\n"
+            "An ensemble does not hold what the optimiser recorded."
+        )
+
+
+def check_record(are_last: Sequence[bool], *, name: str) -> None:
+    """Raises unless there is one record, of the weights that the members got."""
+    wrappers = WRAPPERS[name]
+    if not are_last:
+        raise ValueError(
+            f"`{name}` found no record in the optimiser state: train with an optimiser in a wrapper, {wrappers} of "
+            "`methods.path`, as in `methods.path.swa(optax.adam(1e-3))`."
+        )
+    if len(are_last) > 1:
+        raise ValueError(f"`{name}` found {len(are_last)} records, and cannot know which is meant: use one wrapper.")
+    if not all(are_last):
+        raise ValueError(
+            f"`{name}`: the wrapper is not the last part of `optax.chain`, so the weights that it recorded are not "
+            "those of the members.\nWrap the whole chain: `methods.path.swa(optax.chain(...))`."
+        )
+
+
+def check_same_leaves(params: PyTree, recorded: PyTree, *, name: str) -> None:
+    """Raises if only some of the trained weights were recorded."""
+    if jax.tree.structure(params) != jax.tree.structure(recorded):
+        raise ValueError(
+            f"`{name}`: the wrapper recorded only a part of the trained weights, as inside of `optax.masked` or "
+            "`optax.multi_transform`.\nWrap the whole optimiser: `methods.path.swa(optax.multi_transform(...))`."
+        )
+
+
+def warn_of_few(count: Any, ids: Any, *, least: int, effect: str, name: str) -> None:
+    """Warns of members with fewer than `least` snapshots, unless they are traced."""
+    if is_traced(count) or not getattr(count, "is_fully_addressable", True):
+        return
+    few = np.asarray(count) < least
+    if few.any():
+        what = "no snapshot" if least == 1 else f"fewer than {least} snapshots"
+        listed = ", ".join(map(str, np.asarray(ids)[few].tolist()))
+        warnings.warn(f"`{name}`: members with {what}: {listed}. {effect}", stacklevel=4)
+
+
+def check_not_traced(count: Any, *, name: str) -> None:
+    """Raises where the number of snapshots is traced."""
+    if is_traced(count):
+        raise TypeError(f"`{name}` cannot be called inside `jax.jit`: the number of members depends on values.")
+
+
+def check_some_snapshots(count: np.ndarray, *, name: str) -> None:
+    """Raises if no member has a snapshot."""
+    if not count.any():
+        raise ValueError(f"`{name}`: no member has reached its first snapshot, after step `start` (or `every`).")
+
+
+def check_factor_ids(ids: Any, count: int, *, name: str) -> None:
+    """Raises if the ids `id * count + i` do not fit in 32 bits; traced ones are not checked."""
+    if not is_traced(ids) and (int(np.max(np.asarray(ids))) + 1) * count > 2**31:
+        raise ValueError(
+            f"`{name}` gives the ids `id * {count} + i`, which have to be below 2**31; the largest id is "
+            f"{int(np.max(np.asarray(ids)))}.\nGive the members smaller ids, or ask for fewer."
+        )
+
+
+def check_batch_norms(layers: Sequence[eqx.nn.BatchNorm], *, name: str) -> None:
+    """Raises if there is nothing to estimate."""
+    if not layers:
+        raise ValueError(
+            f"`{name}` needs members with `equinox.nn.BatchNorm` layers that are not in inference mode.\n"
+            "For others there is nothing to do; `equinox.nn.inference_mode(ensemble, value=False)` ends that mode."
+        )
+
+
+def check_state_returned(out: Any, *, name: str) -> None:
+    """Raises unless a user's function returned a state after its value."""
+    if not isinstance(out, tuple) or len(out) < 2 or not isinstance(out[1], eqx.nn.State):
+        raise TypeError(
+            f"`{name}` needs `fn(model, state, batch, key)` to return `(value, state)`, as a stateful loss does; got "
+            f"{kind_text(out)}."
+        )
+
+
+def params_message(name: str) -> str:
+    """What to say where `update` got no weights."""
+    return f"`{name}` records weights: call `update(grads, state, params)` with the weights."
+
+
+def log_decay(decay: Any) -> Any:
+    """The logarithm of a decay, in double precision for Python's numbers."""
+    if isinstance(decay, jax.Array):
+        return jnp.log(decay)
+    return math.log(decay) if decay > 0 else -math.inf

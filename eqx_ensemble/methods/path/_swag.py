@@ -1,0 +1,176 @@
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Int, Key
+
+from ... import _keys
+from ..._check import check_positive_int
+from ..._ensemble import Ensemble
+from ..._pytree import PyTree
+from ._check import (
+    check_factor_ids,
+    check_rank,
+    check_real,
+    check_scale,
+    check_steps,
+    check_wrapped,
+    warn_of_few,
+)
+from ._record import (
+    Moments,
+    as_ensemble,
+    find_record,
+    move_mean,
+    reciprocal,
+    record_path,
+    weights_or_current,
+    zeros_like,
+)
+
+
+def swag(
+    optimiser: optax.GradientTransformation, *, rank: int = 20, start: Any = 0, every: Any = 1
+) -> optax.GradientTransformationExtraArgs:
+    r"""Keeps a Gaussian of each member's weights along its path: SWAG.
+
+    Of all snapshots it keeps the mean and the variance of each weight (divisor $n$, by Welford's update, which does not
+    cancel), and of the last `rank` of them the deviations $d_i = w_i - \bar w_i$ from the mean up to and including
+    $w_i$. [`eqx_ensemble.methods.path.sample`][] draws from it, and [`eqx_ensemble.methods.path.average`][] gives the
+    mean. The optimiser's updates are not changed.
+
+    **Arguments:**
+
+    - `optimiser`, `start`, `every`: as of [`eqx_ensemble.methods.path.ema`][], in steps. The authors take one snapshot
+        per epoch at a constant learning rate.
+    - `rank`: the number of deviations, which need the memory of as many copies of the weights; 0 for the diagonal only.
+
+    **Returns:** an optax optimiser.
+
+    **Raises:** `TypeError` or `ValueError` for invalid arguments; when it is initialised, `TypeError` for complex
+    weights.
+
+    ```python
+    optimiser = ee.methods.path.swag(optax.sgd(0.05), rank=10, start=750, every=10)
+    ```
+
+    ??? cite
+
+        Maddox, Garipov, Izmailov, Vetrov and Wilson, "A Simple Baseline for Bayesian Uncertainty in Deep Learning"
+        (NeurIPS 2019); Wilson and Izmailov, "Bayesian Deep Learning and a Probabilistic Perspective of Generalization"
+        (NeurIPS 2020), for MultiSWAG, the SWAG of each member of an ensemble.
+    """
+    name = "methods.path.swag"
+    check_wrapped(optimiser, name=name)
+    check_steps(start, every, name=name)
+    rank = check_rank(rank, name=name)
+
+    def init(params: PyTree) -> Moments:
+        check_real(params, name=name)
+        return Moments(zeros_like(params), zeros_like(params), zeros_like(params, rank) if rank else None)
+
+    def update(record: Moments, weights: PyTree, count: Int[Array, ""], due: Bool[Array, ""]) -> Moments:
+        mean = move_mean(record.mean, weights, reciprocal(count), due)
+        away = lambda w, m: w.astype(m.dtype) - m
+        squares = jax.tree.map(
+            lambda s, w, old, new: jnp.where(due, s + away(w, old) * away(w, new), s),
+            record.squares, weights, record.mean, mean,
+        )  # fmt: skip
+        if not rank:
+            return Moments(mean, squares, None)
+        index = jnp.where(due, (count - 1) % rank, rank)  # beyond the end, nothing is written
+        put = lambda columns, w, m: columns.at[index].set(away(w, m), mode="drop")
+        return Moments(mean, squares, jax.tree.map(put, record.columns, weights, mean))
+
+    return record_path(optimiser, start=start, every=every, init=init, update=update, name=name)
+
+
+def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) -> Ensemble:
+    r"""Draws an ensemble from the Gaussians that [`eqx_ensemble.methods.path.swag`][] recorded.
+
+    A draw of a member with $K$ deviations is
+
+    $$w = \bar w + \sqrt{s}\,\Big(\sigma \odot z_1 + \frac{1}{\sqrt{K-1}} \sum_{i=1}^K d_i z_{2,i}\Big)$$
+
+    with standard normal $z_1$ and $z_2$, the latter common to all weights. $K$ is the member's own: a member that
+    stopped early has fewer snapshots. Draws do not change with `num_samples`. The statistics of a BatchNorm belong to
+    no draw: [`eqx_ensemble.methods.path.update_batch_norm`][].
+
+    **Arguments:**
+
+    - `run`: the run, the training state or the [`eqx_ensemble.train.Progress`][] of a training with
+        [`eqx_ensemble.methods.path.swag`][].
+    - `num_samples`: the number of draws from each member; the authors use 30.
+    - `scale`: $s$; by default that of the authors, which is 1/2, or 1 for the diagonal only (`rank=0`).
+    - `key`: the root key. The stream of a member follows from its id.
+
+    **Returns:** the ensemble of all draws, those of one member one after another, with the ids
+    `id * num_samples + i`. A warning names members with fewer than two snapshots, whose draws are all equal.
+
+    **Raises:** `TypeError` or `ValueError` for invalid arguments, and if the optimiser state is not of `swag`.
+
+    ```python
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
+    data = jax.random.normal(key, (100, 3)), jnp.zeros((100, 1))
+    optimiser = ee.methods.path.swag(optax.sgd(0.05), rank=5, start=10, every=5)
+    run = ee.fit(ensemble, loss, optimiser, data, steps=40, key=key)
+    draws = ee.methods.path.sample(run, 8, key=key)  # 32 members
+    draws.ids // 8  # the member of each draw
+    ```
+
+    ??? cite
+
+        Maddox, Garipov, Izmailov, Vetrov and Wilson, "A Simple Baseline for Bayesian Uncertainty in Deep Learning"
+        (NeurIPS 2019).
+    """
+    name = "methods.path.sample"
+    num_samples = check_positive_int(num_samples, "num_samples", name=name)
+    check_scale(scale, name=name)
+    key = _keys.root(key, name=name)
+    state, found = find_record(run, (Moments,), name=name)
+    check_factor_ids(state.ids, num_samples, name=name)
+    warn_of_few(found.count, state.ids, least=2, effect="Their draws are all equal.", name=name)
+    if scale is None:
+        scale = 1.0 if found.record.columns is None else 0.5
+    keys = _keys.member_keys(key, state.ids, purpose="swag")
+    drawn = _draw(found.record, found.count, keys, num_samples, jnp.sqrt(jnp.asarray(scale, jnp.result_type(float))))
+    params = weights_or_current(drawn, state.params, found.count, num_samples)
+    repeat = lambda x: jnp.repeat(x, num_samples, axis=0) if eqx.is_array(x) else x
+    ids = repeat(state.ids) * num_samples + jnp.tile(jnp.arange(num_samples, dtype=jnp.int32), state.num_members)
+    return as_ensemble(state, params, jax.tree.map(repeat, state.fixed.frozen), ids)
+
+
+@eqx.filter_jit
+def _draw(
+    record: Moments, count: Int[Array, " members"], keys: Key[Array, " members"], num_samples: int, root: Array
+) -> PyTree:
+    """Draws of all members, each array `(members * num_samples, ...)`."""
+    numbers = jnp.arange(num_samples)
+    one = lambda record, count, key: jax.vmap(lambda i: _draw_one(record, count, key, i, root))(numbers)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.vmap(one)(record, count, keys))
+
+
+def _draw_one(
+    record: Moments, count: Int[Array, ""], key: Key[Array, ""], number: Int[Array, ""], root: Array
+) -> PyTree:
+    means, treedef = jax.tree.flatten(record.mean)
+    squares, columns = jax.tree.leaves(record.squares), jax.tree.leaves(record.columns)
+    own, shared = jax.random.split(jax.random.fold_in(key, number))
+    drawn = []
+    for i, (mean, square) in enumerate(zip(means, squares, strict=True)):
+        variance = square / jnp.maximum(count, 1).astype(mean.dtype)
+        away = jnp.sqrt(variance) * jax.random.normal(jax.random.fold_in(own, i), mean.shape, mean.dtype)
+        if columns:
+            rank = columns[i].shape[0]
+            kept = jnp.clip(count, 2, rank).astype(mean.dtype)  # the one column of a single snapshot is zero
+            # The same numbers for all weights, whatever their dtypes: drawn once, in 32 bits.
+            common = jax.random.normal(shared, (rank,), jnp.float32).astype(mean.dtype)
+            away += jnp.tensordot(common / jnp.sqrt(kept - 1), columns[i], axes=1)
+        drawn.append(mean + root.astype(mean.dtype) * away)
+    return jax.tree.unflatten(treedef, drawn)
