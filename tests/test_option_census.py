@@ -84,7 +84,7 @@ _fit = {
 _steps = _fit | {"steps": always(2)}
 _validated = _fit | {"epochs": always(2), "validation": always(DATA)}
 _swept = _fit | {"optimiser": always(of_hyper), "hyper": always(HYPER)}
-PATH = ee.methods.path
+PATH, SGD = ee.methods.path, optax.sgd(0.1)
 
 
 def updated(optimiser):
@@ -231,20 +231,20 @@ CASES = {
     ),
     "methods.path.ema": Case(
         lambda **options: updated(PATH.ema(**options)),
-        {"optimiser": always(ADAM)},
+        {"optimiser": always(SGD)},
         ("optimiser", "decay", "start", "every"),
     ),
     "methods.path.swa": Case(
-        lambda **options: updated(PATH.swa(**options)), {"optimiser": always(ADAM)}, ("optimiser", "start", "every")
+        lambda **options: updated(PATH.swa(**options)), {"optimiser": always(SGD)}, ("optimiser", "start", "every")
     ),
     "methods.path.swag": Case(
         lambda **options: updated(PATH.swag(**options)),
-        {"optimiser": always(ADAM)},
+        {"optimiser": always(SGD)},
         ("optimiser", "rank", "start", "every"),
     ),
     "methods.path.snapshots": Case(
         lambda **options: updated(PATH.snapshots(**({"size": 2, "every": 1} | options))),
-        {"optimiser": always(ADAM)},
+        {"optimiser": always(SGD)},
         ("optimiser", "size", "start", "every"),
     ),
     "methods.path.average": Case(PATH.average, {"run": recorded}),

@@ -284,10 +284,11 @@ def test_a_revived_member(ensemble, make):
 
 
 def test_the_last_snapshots_are_kept(ensemble, weights):
-    kept = path.snapshot_ensemble(fitted(ensemble, path.snapshots(DRIFT, 3, every=2)))
-    expected = weights[[7, 9, 11]].transpose(1, 0, 2).reshape(-1, 3)
+    """Of six, the last four: numbers 2 to 5, of which two have the slots of 0 and 1."""
+    kept = path.snapshot_ensemble(fitted(ensemble, path.snapshots(DRIFT, 4, every=2)))
+    expected = weights[[5, 7, 9, 11]].transpose(1, 0, 2).reshape(-1, 3)
     np.testing.assert_allclose(flat(kept), expected, rtol=1e-6)
-    assert kept.ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8]  # numbers 3, 4 and 5 of each
+    assert kept.ids.tolist() == [2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9]
 
 
 def test_resumed_and_continued(ensemble, tmp_path):

@@ -87,10 +87,11 @@ def check_scale(scale: Any, *, name: str) -> None:
         check_number(scale, "scale", name=name, least=0)
 
 
-def check_learning_rate(value: Any, argument: str, *, name: str) -> None:
-    """Raises unless `value` is a number, not negative; a traced one is not checked."""
-    if not is_traced(value):
-        check_number(float(value) if isinstance(value, jax.Array) else value, argument, name=name, least=0)
+def check_learning_rate(value: Any, argument: str, *, name: str) -> Any:
+    """Raises unless `value` is a number, not negative; a traced one is not checked. Returns it as Python's."""
+    if is_traced(value):
+        return value
+    return check_number(float(value) if isinstance(value, jax.Array) else value, argument, name=name, least=0)
 
 
 def check_source(source: Any, kinds: tuple[type, ...], *, name: str) -> None:

@@ -36,7 +36,7 @@ def snapshot_schedule(init_value: Any, period: int) -> Schedule:
         Huang, Li, Pleiss, Liu, Hopcroft and Weinberger, "Snapshot Ensembles: Train 1, Get M for Free" (ICLR 2017).
     """
     name = "methods.path.snapshot_schedule"
-    check_learning_rate(init_value, "init_value", name=name)
+    init_value = check_learning_rate(init_value, "init_value", name=name)
     period = check_counter(period, "period", name=name)
 
     def schedule(count: Any) -> Float[Array, ""]:
@@ -73,8 +73,8 @@ def fast_geometric_schedule(init_value: Any, end_value: Any, period: int) -> Sch
         DNNs" (NeurIPS 2018).
     """
     name = "methods.path.fast_geometric_schedule"
-    check_learning_rate(init_value, "init_value", name=name)
-    check_learning_rate(end_value, "end_value", name=name)
+    init_value = check_learning_rate(init_value, "init_value", name=name)
+    end_value = check_learning_rate(end_value, "end_value", name=name)
     period = check_counter(period, "period", name=name)
     if period % 2:
         raise ValueError(f"`{name}` needs an even `period`, got {period}: the rate is smallest after half of it.")
