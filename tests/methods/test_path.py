@@ -151,9 +151,8 @@ def test_small_variances_of_large_weights():
     """In float32 the mean of squares less the square of the mean is -6e-3, where the variance is 1e-6."""
     values = np.float32(100) + 1e-3 * np.random.default_rng(0).standard_normal(200).astype(np.float32)
     optimiser = path.swag(optax.identity(), rank=0)
-    state = optimiser.init(jnp.zeros(()))
-    for value in values:
-        _, state = optimiser.update(jnp.zeros(()), state, jnp.asarray(value))
+    one = lambda state, value: (optimiser.update(jnp.zeros(()), state, value)[1], None)
+    state, _ = jax.lax.scan(one, optimiser.init(jnp.zeros(())), jnp.asarray(values))
     squares = jnp.mean(jnp.asarray(values) ** 2) - jnp.mean(jnp.asarray(values)) ** 2
     assert abs(squares) > 1e-4
     np.testing.assert_allclose(state.record.squares / 200, values.astype(float).var(), rtol=0.02)
@@ -412,6 +411,7 @@ def test_fast_geometric_schedule():
 # Errors
 
 
+@pytest.mark.usefixtures("unhooked")
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -467,6 +467,7 @@ def test_invalid_records(ensemble, optimiser, collect, message):
         collect(state)
 
 
+@pytest.mark.usefixtures("unhooked")
 def test_invalid_sources(ensemble):
     with pytest.raises(TypeError, match="needs the run that `fit` returned, or a training state; got an Ensemble"):
         path.average(ensemble)

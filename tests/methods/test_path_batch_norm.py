@@ -113,6 +113,7 @@ def test_layers_in_inference_mode_keep_their_statistics():
     np.testing.assert_allclose(predict(ensemble, new), expected, rtol=2e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("unhooked")
 def test_errors():
     ensemble, state = built()
     frozen = eqx.nn.inference_mode(ensemble)

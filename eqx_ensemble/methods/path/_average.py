@@ -1,12 +1,14 @@
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int
 
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
-from ._check import check_decay, check_steps, check_wrapped, log_decay, warn_of_few
+from ._check import check_decay, check_steps, check_wrapped, warn_of_few
 from ._record import (
     Mean,
     Moments,
@@ -59,7 +61,7 @@ def ema(
     check_steps(start, every, name=name)
 
     def update(record: Mean, weights: PyTree, count: Int[Array, ""], due: Bool[Array, ""]) -> Mean:
-        log = log_decay(decay)
+        log = _log(decay)
         number = jnp.maximum(count, 1).astype(jnp.result_type(float))
         return Mean(move_mean(record.mean, weights, jnp.expm1(log) / jnp.expm1(number * log), due))
 
@@ -139,3 +141,10 @@ def average(run: Any) -> Ensemble:
     warn_of_few(found.count, state.ids, least=1, effect="Their current weights are returned.", name=name)
     params = weights_or_current(found.record.mean, state.params, found.count)
     return as_ensemble(state, params, state.fixed.frozen, state.ids)
+
+
+def _log(decay: Any) -> Any:
+    """The logarithm of a decay, in double precision for Python's numbers."""
+    if isinstance(decay, jax.Array):
+        return jnp.log(decay)
+    return math.log(decay) if decay > 0 else -math.inf

@@ -81,7 +81,8 @@ def update_batch_norm(
 
     ensemble, state = ee.build(eqx.nn.make_with_state(Model), 4, key=key)
     x = jax.random.normal(key, (100, 3))
-    run = ee.fit(ensemble, loss, ee.methods.path.swa(optax.sgd(0.1)), x, steps=5, state=state, key=key)
+    optimiser = ee.methods.path.swa(optax.sgd(0.1))
+    run = ee.fit(ensemble, loss, optimiser, x, steps=5, state=state, key=key)
     average = ee.methods.path.average(run)
     state = ee.methods.path.update_batch_norm(average, run.state, loss, x, key=key)
     ```

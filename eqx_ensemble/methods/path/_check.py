@@ -1,4 +1,3 @@
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -182,10 +181,3 @@ def check_state_returned(out: Any, *, name: str) -> None:
 def params_message(name: str) -> str:
     """What to say where `update` got no weights."""
     return f"`{name}` records weights: call `update(grads, state, params)` with the weights."
-
-
-def log_decay(decay: Any) -> Any:
-    """The logarithm of a decay, in double precision for Python's numbers."""
-    if isinstance(decay, jax.Array):
-        return jnp.log(decay)
-    return math.log(decay) if decay > 0 else -math.inf
