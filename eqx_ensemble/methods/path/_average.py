@@ -106,7 +106,7 @@ def swa(
     return record_path(optimiser, start=start, every=every, init=init, update=update, name=name)
 
 
-def average(run: Any) -> Ensemble:
+def average(run: Any) -> Ensemble[Any]:
     """Makes the ensemble of the members' averaged weights.
 
     Members keep their ids, and what was not trained. A member that stopped or diverged has the average up to there; one

@@ -27,7 +27,7 @@ Statistics = list[tuple[Array, Array]]
 
 
 def update_batch_norm(
-    ensemble: Ensemble,
+    ensemble: Ensemble[Any],
     state: eqx.nn.State,
     fn: Callable[..., Any],
     data: PyTree,

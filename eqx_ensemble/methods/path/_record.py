@@ -139,6 +139,6 @@ def weights_or_current(found: PyTree, params: PyTree, count: Int[Array, " member
     return jax.tree.map(choose, found, params)
 
 
-def as_ensemble(state: TrainState, params: PyTree, frozen: PyTree, ids: Any) -> Ensemble:
+def as_ensemble(state: TrainState, params: PyTree, frozen: PyTree, ids: Any) -> Ensemble[Any]:
     """The ensemble of `state` with other trained arrays."""
     return Ensemble(eqx.combine(params, frozen), state.shared, ids)

@@ -68,7 +68,7 @@ def snapshots(
     return record_path(optimiser, start=start, every=every, init=init, update=update, name=name)
 
 
-def snapshot_ensemble(run: Any) -> Ensemble:
+def snapshot_ensemble(run: Any) -> Ensemble[Any]:
     """Makes an ensemble of the snapshots that [`eqx_ensemble.methods.path.snapshots`][] recorded.
 
     Each snapshot becomes a member; those of one member come one after another, the oldest first. A member that stopped

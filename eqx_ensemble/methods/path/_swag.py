@@ -87,7 +87,7 @@ def swag(
     return record_path(optimiser, start=start, every=every, init=init, update=update, name=name)
 
 
-def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) -> Ensemble:
+def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) -> Ensemble[Any]:
     r"""Draws an ensemble from the Gaussians that [`eqx_ensemble.methods.path.swag`][] recorded.
 
     A draw of a member with $K$ deviations is
