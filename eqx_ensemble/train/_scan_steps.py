@@ -75,7 +75,7 @@ def scan_steps(
     check_integers_fit(batches, argument="batches", name=_NAME)
     own, nan = _in_loop(step, state)
     scan = _scan if is_inside_transformation() else _donating_scan if donate else _compiled_scan
-    state = _copy_repeated(state) if scan is _donating_scan else state
+    state = _copy_duplicates(state) if scan is _donating_scan else state
     with nan:
         return scan((own, batches, count, number_kinds((own, state))), state)
 
@@ -88,17 +88,17 @@ def _in_loop(step: Callable[..., Any], state: Any) -> tuple[Callable[..., Any], 
     return step_in_loop(step, state), nan_is_data()
 
 
-def _copy_repeated(state: T) -> T:
+def _copy_duplicates(state: T) -> T:
     """The state, in which no array occurs twice: JAX donates an array once."""
     seen: set[int] = set()
 
-    def copy_again(x: Any) -> Any:
+    def copy_duplicate(x: Any) -> Any:
         if not isinstance(x, jax.Array) or id(x) not in seen:
             seen.add(id(x))
             return x
         return x.copy()
 
-    return jax.tree.map(copy_again, state)
+    return jax.tree.map(copy_duplicate, state)
 
 
 def _scan(read: tuple[Callable[..., Any], PyTree, int, Kinds], state: PyTree) -> tuple[PyTree, PyTree]:

@@ -417,7 +417,7 @@ def test_fast_geometric_schedule():
     [
         (lambda: path.ema(optax.adam), TypeError, "Wrap the optimiser inside of the function: `lambda hyper: methods"),
         (lambda: path.swa(optax.MultiSteps(DRIFT, 2)), TypeError, "gradient_transformation"),
-        (lambda: path.swa(3), TypeError, "needs an optax optimiser, got an int"),
+        (lambda: path.swa(3), TypeError, "needs an optax optimiser, got 3"),
         (lambda: path.ema(DRIFT, 1.0), ValueError, "`decay` below 1"),
         (lambda: path.ema(DRIFT, jnp.float32(1.0)), ValueError, "`decay` below 1"),
         (lambda: path.ema(DRIFT, -0.1), ValueError, "`decay` to be between 0 and 1"),

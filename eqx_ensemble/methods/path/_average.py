@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int
 
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
-from ._check import check_decay, check_steps, check_wrapped, warn_of_few
+from ._check import check_decay, check_inner_optimiser, check_steps, warn_of_few
 from ._record import (
     Mean,
     Moments,
@@ -56,7 +56,7 @@ def ema(
         Optimization, 1992); the debiasing: Kingma and Ba, "Adam" (ICLR 2015).
     """
     name = "methods.path.ema"
-    check_wrapped(optimiser, name=name)
+    check_inner_optimiser(optimiser, name=name)
     check_decay(decay, name=name)
     check_steps(start, every, name=name)
 
@@ -96,7 +96,7 @@ def swa(
         Generalization" (UAI 2018).
     """
     name = "methods.path.swa"
-    check_wrapped(optimiser, name=name)
+    check_inner_optimiser(optimiser, name=name)
     check_steps(start, every, name=name)
 
     def update(record: Mean, weights: PyTree, count: Int[Array, ""], due: Bool[Array, ""]) -> Mean:

@@ -17,7 +17,7 @@ from ..._pytree import PyTree
 from ...plan import AnyPlan
 from ...plan._map import map_members
 from ...train.compiled._program import take_rows
-from ._check import check_batch_norms, check_state_returned
+from ._check import check_batch_norms, check_output_state
 
 Layer = Any
 """An `equinox.nn.BatchNorm`, which has the indices of one of its modes."""
@@ -122,7 +122,7 @@ def _estimate(
         state, old, rows_before = carry
         rows = jax.lax.dynamic_slice_in_dim(order, number * batch_size, size)
         out = fn(model, _reset(layers, state), take_rows(data, rows), jax.random.fold_in(key, number))
-        check_state_returned(out, name=name)
+        check_output_state(out, name=name)
         share = size / (rows_before + size)
         new = [_pool(*pair, share) for pair in zip(old, _read(layers, out[1]), strict=True)]
         return out[1], new, rows_before + size

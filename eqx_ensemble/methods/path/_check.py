@@ -10,6 +10,7 @@ import optax
 
 from ..._check import check_counter, check_integer, check_number, is_traced, kind_text
 from ..._pytree import PyTree
+from ...train._check import check_optimiser_kind
 
 WRAPPERS = {
     "methods.path.average": "`ema`, `swa` or `swag`",
@@ -18,34 +19,24 @@ WRAPPERS = {
 }
 
 
-def check_wrapped(value: Any, *, name: str) -> None:
-    """Raises unless `value` is an optax optimiser."""
-    if isinstance(value, optax.GradientTransformation):
-        return
-    how = "Pass the optimiser itself, for example `optax.adam(1e-3)`."
-    if isinstance(value, optax.MultiSteps):
-        how = "Pass `optax.MultiSteps(...).gradient_transformation()`."
-    elif callable(value):
-        how = f"Wrap the optimiser inside of the function: `lambda hyper: {name}(optax.adam(hyper['lr']), ...)`."
-    raise TypeError(f"`{name}` needs an optax optimiser, got {kind_text(value)}.\n{how}")
+def check_inner_optimiser(value: Any, *, name: str) -> None:
+    """Raises unless `value` is an optax optimiser, not a function that makes one."""
+    check_optimiser_kind(value, name=name)
+    if not isinstance(value, optax.GradientTransformation):
+        raise TypeError(
+            f"`{name}` needs an optax optimiser, got {kind_text(value)}.\nWrap the optimiser inside of the function: "
+            f"`lambda hyper: {name}(optax.adam(hyper['lr']), ...)`."
+        )
 
 
 def check_steps(start: Any, every: Any, *, name: str) -> None:
     """Raises unless `start` and `every` are counts of steps, or traced integers."""
-    if _is_not_traced(start, "start", name=name):
-        check_integer(start, "start", name=name, least=0)
-        if int(start) > 0:
-            check_counter(start, "start", name=name)
-    if _is_not_traced(every, "every", name=name):
-        check_counter(every, "every", name=name)
-
-
-def _is_not_traced(value: Any, argument: str, *, name: str) -> bool:
-    if not is_traced(value):
-        return True
-    if value.ndim or not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"`{name}` needs an integer `{argument}`, got {value.dtype} of shape {value.shape}.")
-    return False
+    for argument, value, least in (("start", start, 0), ("every", every, 1)):
+        if is_traced(value):
+            if value.ndim or not jnp.issubdtype(value.dtype, jnp.integer):
+                raise TypeError(f"`{name}` needs an integer `{argument}`, got {value.dtype} of shape {value.shape}.")
+        elif check_integer(value, argument, name=name, least=least) > 0:
+            check_counter(value, argument, name=name)
 
 
 def check_decay(decay: Any, *, name: str) -> None:
@@ -139,7 +130,7 @@ def warn_of_few(count: Any, ids: Any, *, least: int, effect: str, name: str) -> 
         warnings.warn(f"`{name}`: members with {what}: {listed}. {effect}", stacklevel=4)
 
 
-def check_not_traced(count: Any, *, name: str) -> None:
+def check_untraced(count: Any, *, name: str) -> None:
     """Raises where the number of snapshots is traced."""
     if is_traced(count):
         raise TypeError(f"`{name}` cannot be called inside `jax.jit`: the number of members depends on values.")
@@ -169,7 +160,7 @@ def check_batch_norms(layers: Sequence[eqx.nn.BatchNorm], *, name: str) -> None:
         )
 
 
-def check_state_returned(out: Any, *, name: str) -> None:
+def check_output_state(out: Any, *, name: str) -> None:
     """Raises unless a user's function returned a state after its value."""
     if not isinstance(out, tuple) or len(out) < 2 or not isinstance(out[1], eqx.nn.State):
         raise TypeError(

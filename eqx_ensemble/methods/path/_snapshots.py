@@ -13,10 +13,10 @@ from ..._pytree import PyTree
 from ...distributed import to_host
 from ._check import (
     check_factor_ids,
-    check_not_traced,
+    check_inner_optimiser,
     check_some_snapshots,
     check_steps,
-    check_wrapped,
+    check_untraced,
     warn_of_few,
 )
 from ._record import Weights, as_ensemble, find_record, record_path
@@ -53,7 +53,7 @@ def snapshots(
         Huang, Li, Pleiss, Liu, Hopcroft and Weinberger, "Snapshot Ensembles: Train 1, Get M for Free" (ICLR 2017).
     """
     name = "methods.path.snapshots"
-    check_wrapped(optimiser, name=name)
+    check_inner_optimiser(optimiser, name=name)
     size = check_positive_int(size, "size", name=name)
     check_steps(start, every, name=name)
 
@@ -102,7 +102,7 @@ def snapshot_ensemble(run: Any) -> Ensemble[Any]:
     """
     name = "methods.path.snapshot_ensemble"
     state, found = find_record(run, (Weights,), name=name)
-    check_not_traced(found.count, name=name)
+    check_untraced(found.count, name=name)
     weights = found.record.weights
     size = jax.tree.leaves(weights)[0].shape[1]
     check_factor_ids(state.ids, size, name=name)

@@ -12,11 +12,11 @@ from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ._check import (
     check_factor_ids,
+    check_inner_optimiser,
     check_rank,
     check_real,
     check_scale,
     check_steps,
-    check_wrapped,
     warn_of_few,
 )
 from ._record import (
@@ -63,7 +63,7 @@ def swag(
         (NeurIPS 2020), for MultiSWAG, the SWAG of each member of an ensemble.
     """
     name = "methods.path.swag"
-    check_wrapped(optimiser, name=name)
+    check_inner_optimiser(optimiser, name=name)
     check_steps(start, every, name=name)
     rank = check_rank(rank, name=name)
 
