@@ -31,6 +31,7 @@ SCRIPTS = (
     "first_call",
     "choosing",
     "quality",
+    "methods",
 )
 RELIABILITY = tuple(f"reliability/{name}" for name in ("kills", "flips", "disks", "hostile", "saving"))
 KNOWN = SCRIPTS + RELIABILITY

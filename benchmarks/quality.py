@@ -11,18 +11,12 @@ training in the first three folds, without compilation; that of MC dropout has t
 
 from collections.abc import Iterable
 
-import jax.numpy as jnp
 import numpy as np
 from _measure import ABSENT, Report, Timing, compared, ratio_row, script
 from _members import as_gaussian
 from _methods import Amount, Outcome, Task, outcomes
+from _quality import class_scores, corrected_error, gaussian_scores, standard_error
 from _tables import Table, tables
-
-import eqx_ensemble as ee
-
-LEVEL = 0.9
-FEWEST_ERRORS = 5
-"""In any fold: with fewer there is no AUROC of errors."""
 
 Scores = dict[str, np.ndarray]
 """Of one method: by the name of a score, its values `(folds,)`."""
@@ -99,57 +93,15 @@ def _report_times(report: Report, name: str, folds: list[dict[str, Outcome]]) ->
             report.rows.append(compared(f"{name}: time to train, {method}", timing, times["one member"]))
 
 
-def standard_error(values: np.ndarray) -> float:
-    """Of the mean over folds, as if these were independent."""
-    return float(values.std(ddof=1) / np.sqrt(len(values)))
-
-
-def corrected_error(values: np.ndarray) -> float:
-    """Of the mean over folds of 20 % of the rows to test, and the others to train, which folds share."""
-    return float(values.std(ddof=1) * np.sqrt(1 / len(values) + 0.2 / 0.8))
-
-
 def _over_folds(scores: list[dict[str, float]]) -> Scores:
     return {name: np.array([found[name] for found in scores]) for name in scores[0]}
 
 
 def _mean_scores(outcome: Outcome, y: np.ndarray, data: Table) -> dict[str, float]:
     """Means over repeats."""
-    score = class_scores if data.num_classes else gaussian_scores
+    score = class_scores if data.num_classes else lambda outputs, y: gaussian_scores(*as_gaussian(outputs), y)
     found = [score(outputs, y) for outputs in outcome.outputs]
     return {name: float(np.mean([scores[name] for scores in found])) for name in found[0]}
-
-
-def class_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Of the mixture of logits `(members, rows, classes)`; rows after those with labels have unknown classes."""
-    entropy = np.asarray(ee.uncertainty.entropy(ee.combine.mixture(logits)))
-    unknown = np.arange(logits.shape[1]) >= len(labels)
-    logits = logits[:, : len(labels)]
-    wrong = np.asarray(ee.combine.mixture(logits)).argmax(-1) != labels
-    few = min(wrong.sum(), (~wrong).sum()) < FEWEST_ERRORS
-    found = {
-        "accuracy": ee.scores.accuracy(logits, labels),
-        "NLL": ee.scores.nll(logits, labels),
-        "Brier": ee.scores.brier(logits, labels),
-        "ECE": ee.scores.ece(logits, labels, debiased=True),
-        "AUROC of errors": np.nan if few else ee.scores.auroc(entropy[: len(labels)], wrong),
-        "AUROC of unknown classes": ee.scores.auroc(entropy, unknown) if unknown.any() else np.nan,
-    }
-    return {name: float(value) for name, value in found.items()}
-
-
-def gaussian_scores(outputs: np.ndarray, y: np.ndarray) -> dict[str, float]:
-    """Of the mixture of Gaussians `(members, rows, 2)`, in units of the targets' standard deviation."""
-    mean, variance = as_gaussian(jnp.asarray(outputs))
-    low, high = ee.uncertainty.gaussian_mixture_interval(mean, variance, level=LEVEL)
-    found = {
-        "RMSE": ee.scores.rmse(mean, y),
-        "NLL": ee.scores.nll_gaussian_mixture(mean, variance, y),
-        "CRPS": ee.scores.crps_gaussian_mixture(mean, variance, y),
-        f"coverage of {LEVEL:.0%}": ee.scores.coverage(low, high, y),
-        "width": ee.scores.width(low, high),
-    }
-    return {name: float(value) for name, value in found.items()}
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def quality(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     before = set(sys.modules)
     yield importlib.import_module("quality")
-    for name in {"quality", "_measure", "_members", "_methods", "_tables"} - before:
+    for name in {"quality", "_measure", "_members", "_methods", "_quality", "_tables"} - before:
         sys.modules.pop(name, None)
 
 
@@ -148,6 +148,27 @@ def test_every_row_is_a_test_row_once(quality):
         parts = [part[1] for part in split[:3]]
         assert [len(part) for part in parts] == [68, 12, 20]
         assert set(np.concatenate(parts)) == set(tested)
+
+
+def test_forecasts_are_of_later_months(monkeypatch):
+    pytest.importorskip("statsmodels")
+    monkeypatch.syspath_prepend(FOLDER)
+    before = set(sys.modules)
+    data = importlib.import_module("_series").Series()
+    months, tested = data.table[1], []
+    for fold in range(5):
+        train, validation, test, unknown = data.split(fold)
+        assert [len(part[0]) for part in (train, validation, test, unknown)] == [360, 60, 60, 0]
+        to_months = lambda y, start=60 * fold: (
+            y * months[start : start + 360].std() + months[start : start + 360].mean()
+        )
+        found = to_months(np.concatenate([train[1], validation[1], test[1]]))
+        np.testing.assert_allclose(found, months[60 * fold : 60 * fold + 480], rtol=1e-5)
+        np.testing.assert_allclose(test[0][1:, 11], (test[1][:-1]), atol=0.05)  # last month's, in nearly the same units
+        tested.append(to_months(test[1]))
+    np.testing.assert_allclose(np.concatenate(tested), months[420:], rtol=1e-5)
+    for name in {"_series", "_tables"} - before:
+        sys.modules.pop(name, None)
 
 
 def test_other_rows_change_nothing_for_those_to_train(quality):
@@ -188,7 +209,7 @@ def test_scores_and_losses_of_gaussians(quality):
     gaussian = scipy.stats.norm(outputs[0, :, 0], np.sqrt(np.logaddexp(0, outputs[0, :, 1]) + 1e-3))
     nll = -gaussian.logpdf(y)
     low, high = gaussian.interval(0.9)
-    found = quality.gaussian_scores(outputs, y)
+    found = quality.gaussian_scores(*members.as_gaussian(outputs), y)
     assert found["NLL"] == pytest.approx(nll.mean(), rel=1e-4)
     assert found["coverage of 90%"] == pytest.approx(np.mean((low <= y) & (y <= high)))
     assert found["width"] == pytest.approx(np.mean(high - low), rel=1e-3)
