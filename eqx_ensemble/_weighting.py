@@ -94,6 +94,16 @@ def mixture_moments(
     return centre, known_mean(variance, weights) + between
 
 
+def class_log_odds(logits: Float[Array, "*batch classes"]) -> Float[Array, "*batch classes"]:
+    """`log(p / (1 - p))` of each class, to the last digits: probabilities that round to zero or one are told apart."""
+    logs = jax.nn.log_softmax(logits, axis=-1)
+    # At most one class has a probability above 0.55; what is left beside it is the sum of the others.
+    most = logs > -0.6
+    others = jnp.where(most, -jnp.inf, logs)
+    rest = jax.nn.logsumexp(others, axis=-1, keepdims=True)
+    return logs - jnp.where(most, rest, jnp.log1p(-jnp.exp(jnp.where(most, -1, logs))))
+
+
 def is_class(labels: Integer[Array, "*batch"], num_classes: int) -> Bool[Array, "*batch"]:
     """Whether labels are classes: while tracing, others cannot raise an error, and give NaN."""
     return (labels >= 0) & (labels < num_classes)

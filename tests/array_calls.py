@@ -76,6 +76,11 @@ CALLS = {
         "coverage": _ENDS | _MEAN_OR_NONE,
         "set_coverage": {"sets": _LOGITS[0] > 0, "labels": _LABELS, "mask": _MASK, "reduction": "mean"},
         "set_size": {"sets": _LOGITS[0] > 0, "mask": _MASK, "reduction": "mean"},
+        "by_group": {"values": _TARGETS, "groups": _LABELS % 2, "num_groups": 2, "mask": _MASK},
+        **{
+            name: {"sets": _LOGITS[0] > 0, "labels": _LABELS, "mask": _MASK}
+            for name in ("class_conditional_coverage", "size_stratified_coverage")
+        },
         "width": {name: _ENDS[name] for name in ("lower", "upper", "mask")} | _MEAN_OR_NONE,
         "pit": _POINTS | {"key": _KEY},
         "pit_gaussian_mixture": _MOMENTS | {"targets": _TARGETS, "mask": _MASK},
@@ -133,6 +138,14 @@ CALLS = {
         "variance": _MOMENTS | {"targets": _TARGETS, "pool": "mixture", "mask": _MASK},
     },
     conformal: {
+        "lac": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "mask": _MASK},
+        "top_k": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "mask": _MASK},
+        "class_conditional": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "score": "lac", "mask": _MASK},
+        "group_conditional": {"logits": _LOGITS[0], "labels": _LABELS, "groups": _LABELS % 2, "num_groups": 2}
+        | {"level": 0.5, "score": "lac", "mask": _MASK},
+        "group_quantile": {"scores": _TARGETS, "groups": _LABELS % 2, "num_groups": 2, "level": 0.5, "mask": _MASK},
+        "cross_conformal": {"held_out": _LOGITS[0], "labels": _LABELS, "folds": _FOLDS, "level": 0.5, "score": "aps"}
+        | {"mask": _MASK},
         "aps": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "mask": _MASK, "key": _KEY},
         "raps": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "penalty": 0.1, "num_free": 1, "mask": _MASK}
         | {"key": _KEY},

@@ -15,7 +15,17 @@ import pytest
 from .array_calls import CALLS, NAMES, arguments_of, call
 from .census import BAD_OF_ARRAYS
 
-COUNTS = ("count", "max_steps", "num_axes", "num_bins", "num_draws", "num_folds", "num_members", "num_rows")
+COUNTS = (
+    "count",
+    "max_steps",
+    "num_axes",
+    "num_bins",
+    "num_draws",
+    "num_folds",
+    "num_groups",
+    "num_members",
+    "num_rows",
+)
 COUNTS += ("num_samples", "num_steps", "num_initial", "num_free", "size")
 
 # What gives a result, by argument and value, and why that is right.

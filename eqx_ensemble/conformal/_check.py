@@ -35,14 +35,15 @@ def check_targets(name: str, targets: ArrayLike, **predictions: ArrayLike) -> tu
     return checked
 
 
-def check_row_logits(name: str, logits: ArrayLike) -> Array:
+def check_row_logits(name: str, logits: ArrayLike, *, argument: str = "logits") -> Array:
     """Logits `(rows, classes)`."""
+    check_floating(name, argument, logits)
     checked = check_logits(name, logits, members=False)
     if checked.ndim != 2 or checked.shape[0] == 0:
         fix = "Combine the members first: `combine.mixture(logits)`. Several axes of rows? Reshape them to one."
         raise ValueError(
             needs_message(
-                name, "`logits` of shape (rows, classes), at least one row", f"got shape {checked.shape}", fix
+                name, f"`{argument}` of shape (rows, classes), at least one row", f"got shape {checked.shape}", fix
             )
         )
     return checked
@@ -137,7 +138,36 @@ def warn_of_infinite(name: str, rank: int, num_rows: int, infinite: int, level: 
         because = f"{infinite} of {num_rows} rows were drawn by every member, so that they have no held-out prediction"
         fix = "Train more members, or ask for a lower level."
     else:
-        needed = math.ceil(level / (1 - level)) if level < 1 else None
         because = f"{num_rows} rows are too few for level {float(level):g}"
-        fix = f"Hold out {needed} rows or more, or ask for a lower level." if needed else "Ask for a lower level."
+        fix = enough_rows_text(level)
     warnings.warn(f"`{name}`: {because}; every prediction is unbounded. {fix}", stacklevel=stacklevel)
+
+
+def enough_rows_text(level: Fraction) -> str:
+    """How many rows are enough for a finite quantile."""
+    if level >= 1:
+        return "Ask for a lower level."
+    return f"Hold out {math.ceil(level / (1 - level))} rows or more, or ask for a lower level."
+
+
+def check_num_classes(name: str, expected: int, got: int) -> None:
+    """The number of classes that it was fitted on."""
+    if got != expected:
+        fix = "Pass logits of the same classes, on the last axis."
+        raise ValueError(
+            needs_message(name, "logits of the classes that it was fitted on", f"expected {expected}, got {got}", fix)
+        )
+
+
+def check_one_fold(name: str, in_test: Array, mask: ArrayLike | None) -> None:
+    """Every row, not masked, in the test part of one fold; only where they are concrete."""
+    host, kept = concrete(in_test), kept_rows(mask)
+    if host is None or kept is None:
+        return
+    times = host.sum(axis=0)
+    wrong = (times != 1) & kept
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        got = f"got {int(wrong.sum())} others, the first is row {first}, which {int(times[first])} folds hold out"
+        fix = "Use `resample.folds`, or exclude these rows with `mask`."
+        raise ValueError(needs_message(name, "folds that hold out every row once", got, fix))

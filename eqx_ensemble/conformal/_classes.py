@@ -9,6 +9,7 @@ from .._check import check_key, check_labels, check_level, check_logits, check_m
 from .._keys import member_keys
 from .._weighting import at_label, blank_masked
 from ._check import check_num_free, check_row_logits
+from ._positions import positions
 from ._rank import fraction, pair_at_rank, rank_of
 
 
@@ -195,7 +196,7 @@ def _fit(
         check_key(key, name=name)
         keys = member_keys(key, 1, purpose="conformal.aps")
     extra = jnp.asarray(penalty, checked.dtype), jnp.asarray(num_free, jnp.int32)
-    scores, log_rest = _scores(blank_masked(checked, kept), keys, *extra)
+    scores, log_rest = adaptive_scores(blank_masked(checked, kept), keys, *extra)
     blanked = blank_masked(targets, kept)
     of_label = at_label(scores, blanked)
     check_no_nan(name, "logits", of_label, mask)
@@ -205,7 +206,7 @@ def _fit(
 
 
 @jax.jit
-def _scores(
+def adaptive_scores(
     logits: Float[Array, "*batch classes"], keys: Key[Array, "1"] | None, penalty: Array, num_free: Array
 ) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
     """The scores, and the logarithm of the remaining probability, which distinguishes scores that round to one."""
@@ -215,25 +216,25 @@ def _scores(
     below = jax.lax.cumlogsumexp(ordered, axis=logs.ndim - 1)
     below = jnp.concatenate([jnp.full_like(below[..., :1], -jnp.inf), below], axis=-1)
     # Counted, not taken from the sorting order: classes of equal probability have equal scores.
-    less, most = _positions(ordered, logs, "left"), _positions(ordered, logs, "right")
+    less, most = positions(ordered, logs, "left"), positions(ordered, logs, "right")
     share = 1.0 if keys is None else jax.random.uniform(keys[0], (*logits.shape[:-1], 1), logits.dtype)
     own = jnp.log((most - less).astype(logits.dtype) - share) + logs
-    log_rest = jnp.minimum(jnp.logaddexp(jnp.take_along_axis(below, less, axis=-1), own), 0)
+    log_rest = jnp.minimum(_add_logs(jnp.take_along_axis(below, less, axis=-1), own), 0)
     extra = jnp.maximum(logits.shape[-1] - less - num_free, 0).astype(logits.dtype) * penalty
     return -jnp.expm1(log_rest) + extra, log_rest
 
 
-def _positions(
-    ordered: Float[Array, "*batch classes"], values: Float[Array, "*batch classes"], side: str
-) -> Int32[Array, "*batch classes"]:
-    find = lambda row, wanted: jnp.searchsorted(row, wanted, side=side)
-    return jnp.vectorize(find, signature="(c),(c)->(c)")(ordered, values).astype(jnp.int32)
+def _add_logs(first: Float[Array, "*batch classes"], second: Float[Array, "*batch classes"]) -> Array:
+    """`logaddexp`, whose gradient is NaN where both are minus infinity."""
+    nothing = jnp.isneginf(first), jnp.isneginf(second)
+    added = jnp.logaddexp(*(jnp.where(none, 0, x) for none, x in zip(nothing, (first, second), strict=True)))
+    return jnp.where(nothing[0], second, jnp.where(nothing[1], first, added))
 
 
 @jax.jit
 def _sets(
     logits: Float[Array, "*batch classes"], keys: Key[Array, "1"] | None, fitted: Sets | RandomisedSets
 ) -> Bool[Array, "*batch classes"]:
-    scores, rest = _scores(logits, keys, fitted.penalty, fitted.num_free)
+    scores, rest = adaptive_scores(logits, keys, fitted.penalty, fitted.num_free)
     # Only scores above the threshold are excluded, so that a NaN score is in the set.
     return ~((scores > fitted.threshold) | ((scores == fitted.threshold) & (rest < fitted.log_rest)))

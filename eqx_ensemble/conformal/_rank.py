@@ -30,8 +30,12 @@ def rank_among(level: Fraction, num_rows: int, mask: Array | None) -> Int32[Arra
     """As `rank_of`, without the warning."""
     if mask is None or (count := _count_kept(mask)) is not None:
         return jnp.asarray(_rank(level, num_rows if mask is None else count), jnp.int32)
-    table = np.asarray([_rank(level, kept) for kept in range(num_rows + 1)], np.int32)
-    return jnp.asarray(table)[jnp.sum(mask)]
+    return jnp.asarray(ranks_by_count(level, num_rows))[jnp.sum(mask)]
+
+
+def ranks_by_count(level: Fraction, num_rows: int) -> np.ndarray:
+    """The rank for every number of rows up to `num_rows`, none included."""
+    return np.asarray([_rank(level, kept) for kept in range(num_rows + 1)], np.int32)
 
 
 def _rank(level: Fraction, num_rows: int) -> int:

@@ -3,6 +3,10 @@ from ._bootstrap import bootstrap as bootstrap
 from ._brier import BrierDecomposition as BrierDecomposition
 from ._brier import brier as brier
 from ._brier import decompose_brier as decompose_brier
+from ._by_group import ByGroup as ByGroup
+from ._by_group import by_group as by_group
+from ._by_group import class_conditional_coverage as class_conditional_coverage
+from ._by_group import size_stratified_coverage as size_stratified_coverage
 from ._calibration import classwise_ece as classwise_ece
 from ._calibration import ece as ece
 from ._classification import accuracy as accuracy

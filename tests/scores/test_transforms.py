@@ -45,6 +45,7 @@ SINGLE = {
 ALL = MEMBERS | SINGLE
 OTHERS = {"bootstrap", "decompose_brier", "per_member", "pit", "pit_gaussian_mixture", "pit_histogram"}
 OTHERS |= {"rank_histogram", "set_coverage", "set_size"}
+OTHERS |= {"by_group", "class_conditional_coverage", "size_stratified_coverage"}
 # Of rankings, not of predictions.
 OTHERS |= {"auroc", "aupr", "fpr_at_tpr", "risk_coverage", "aurc", "excess_aurc"}
 OPTIONS = {"interval_score": {"level": 0.8}, "pinball": {"level": 0.8}, "squared_calibration_error": {"num_bins": 2}}

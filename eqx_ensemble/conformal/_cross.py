@@ -1,0 +1,148 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
+
+from .._check import check_logits, check_word
+from ..resample import Folds
+from ..resample._check_held_out import check_folds
+from ._check import check_members_of_folds, check_num_classes, check_one_fold, check_rows_of_folds
+from ._class_scores import SCORES, Score, class_scores
+from ._fit_classes import score_labels
+from ._rank import fraction, rank_of
+
+
+class CrossConformal(eqx.Module):
+    """Cross-conformal prediction sets, fitted: call it on the logits of the same members.
+
+    **Attributes:**
+
+    - `scores`: `(folds, test)`, the scores of the labels that each fold held out, sorted; infinite where a fold
+        held out fewer.
+    - `rank`: a class is in the set if fewer scores than this are below its own.
+    - `num_classes`: the number of classes.
+    - `score`: as for [`eqx_ensemble.conformal.ClassConditional`][].
+    """
+
+    scores: Float[Array, "folds test"]
+    rank: Int32[Array, ""]
+    num_classes: int = eqx.field(static=True)
+    score: Score = eqx.field(static=True)
+
+    def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Bool[Array, "*batch classes"]:
+        """The set of each row, as booleans, from all members' logits; all classes where these are NaN.
+
+        Cross-fitting may train several members per fold: member `i` has fold `i % folds`; their logits are averaged.
+        """
+        name = "conformal.CrossConformal"
+        checked = check_logits(name, logits)
+        num_folds = self.scores.shape[0]
+        times = check_members_of_folds(name, num_folds, checked.shape[0])
+        check_num_classes(name, self.num_classes, checked.shape[-1])
+        by_fold = jnp.mean(jnp.reshape(checked, (times, num_folds, *checked.shape[1:])), axis=0)
+        return _count_below(self, by_fold) < self.rank
+
+
+def cross_conformal(
+    held_out: Float[ArrayLike, "rows classes"],
+    labels: Integer[ArrayLike, " rows"],
+    folds: Folds,
+    *,
+    level: float,
+    score: Score = "aps",
+    mask: Bool[ArrayLike, " rows"] | None = None,
+) -> CrossConformal:
+    r"""Cross-conformal prediction sets from one cross-fit run, without separate calibration data.
+
+    Let $R_i$ be the score of the label of row $i$ under the members of the fold $f(i)$ that held it out, and $R_f(y)$
+    that of class $y$ of a new row under the members of fold $f$. The p-value of $y$ is
+    $(1 + \#\{i : R_i \ge R_{f(i)}(y)\}) / (n + 1)$, and the set has the classes whose p-value exceeds $1 -
+    \mathrm{level}$. With $K$ folds it covers a new label with probability at least
+    $2 \, \mathrm{level} - 1 - 2 (K - 1) / (n + K)$, for any model and distribution; in practice with probability
+    `level`. The sets are those of CV+ for classes.
+
+    **Arguments:**
+
+    - `held_out`: `(rows, classes)`, the logits of every row by the members that held it out: `.held_out.mean` of
+        [`eqx_ensemble.methods.cross_fit`][]. Several members of a fold have the mean of their logits here and for new
+        rows.
+    - `labels`: integers `(rows,)` from 0 to classes - 1.
+    - `folds`: the result of [`eqx_ensemble.resample.folds`][]: every row in the test part of one fold.
+    - `level`: a Python number between 0 and 1.
+    - `score`: `"lac"`, `"aps"` or `"top_k"`, as in [`eqx_ensemble.conformal.class_conditional`][].
+    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+
+    **Returns:**
+
+    [`eqx_ensemble.conformal.CrossConformal`][]: `fitted(logits)` of all members, `(members, *batch, classes)`, gives
+    booleans `(*batch, classes)`.
+
+    **Raises:**
+
+    - `TypeError` for logits that are not floating-point, labels that are not integers, and for `folds` that are not
+        [`eqx_ensemble.resample.Folds`][].
+    - `ValueError` for shapes that do not fit, labels out of range, NaN, rows that no fold or several hold out, and a
+        level outside 0 to 1. Warns if there are too few rows, so that all sets have all classes. While tracing, a NaN
+        among the rows does the same.
+
+    ```python
+    labels = jnp.arange(100) % 3
+    folds = ee.resample.folds(100, 10, key=key)
+    # members that predict the labels with noise
+    noise = jax.random.normal(key, (10, 100, 3))
+    predictions = 3 * jax.nn.one_hot(labels, 3)[None] + noise
+    held_out = ee.resample.out_of_fold(predictions, folds).mean
+    fitted = ee.conformal.cross_conformal(held_out, labels, folds, level=0.9)
+    fitted(predictions[:, :5]).shape  # (5, 3)
+    ```
+
+    ??? cite
+        [Cross-conformal predictors](https://arxiv.org/abs/1208.0806); the sets as CV+:
+        [Classification with Valid and Adaptive Coverage](https://arxiv.org/abs/2006.02544)
+
+        ```bibtex
+        @article{vovk2015cross,
+            author={Vladimir Vovk},
+            title={Cross-conformal predictors},
+            journal={Annals of Mathematics and Artificial Intelligence},
+            year={2015},
+        }
+        ```
+    """
+    name = "conformal.cross_conformal"
+    check_folds(name, folds)
+    check_word(score, "score", SCORES, name=name)
+    scores, _, kept = score_labels(name, score, held_out, labels, level, mask, argument="held_out")
+    check_rows_of_folds(name, scores.size, folds.in_test.shape[1])
+    check_one_fold(name, folds.in_test, mask)
+    rank = rank_of(name, fraction(level), scores.size, kept)
+    by_fold, rank = _sort_by_fold(scores, kept, folds, rank)
+    return CrossConformal(by_fold, rank, jnp.shape(held_out)[-1], score)
+
+
+@jax.jit
+def _sort_by_fold(
+    scores: Float[Array, " rows"], mask: Bool[Array, " rows"] | None, folds: Folds, rank: Int32[Array, ""]
+) -> tuple[Float[Array, "folds test"], Int32[Array, ""]]:
+    counts = folds.valid if mask is None else folds.valid & mask[folds.test]
+    own = jnp.where(counts, scores[folds.test], jnp.inf)
+    # While tracing a NaN raises no error: no class is excluded then.
+    spoilt = jnp.any(jnp.isnan(own))
+    return jnp.sort(own, axis=-1), jnp.where(spoilt, scores.size + 1, rank)
+
+
+@jax.jit
+def _count_below(
+    fitted: CrossConformal, logits: Float[Array, "folds *batch classes"]
+) -> Int32[Array, "*batch classes"]:
+    """The number of held-out rows whose score is below that of the class, under the members of the row's fold."""
+
+    def add(count: Array, of_fold: tuple[Array, Array]) -> tuple[Array, None]:
+        scores, own = of_fold
+        found = class_scores(fitted.score, own)
+        below = jnp.searchsorted(scores, jnp.ravel(found), side="left").astype(jnp.int32)
+        return count + jnp.where(jnp.isnan(found), 0, jnp.reshape(below, found.shape)), None
+
+    count, _ = jax.lax.scan(add, jnp.zeros(logits.shape[1:], jnp.int32), (fitted.scores, logits))
+    unknown = jnp.any(jnp.isnan(logits), axis=(0, -1))
+    return jnp.where(unknown[..., None], -1, count)

@@ -1,0 +1,79 @@
+import equinox as eqx
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer
+
+from .._check import check_logits
+from ._class_scores import lac_scores
+from ._fit_classes import score_labels
+from ._rank import fraction, rank_of, value_at_rank_jit
+
+
+class Lac(eqx.Module):
+    """Least ambiguous prediction sets, fitted: call it on logits.
+
+    **Attributes:**
+
+    - `threshold`: a class is in the set if minus the log-odds of its probability, `log((1 - p) / p)`, is at most this;
+        infinite if the held-out rows were too few, so that sets have all classes.
+    """
+
+    threshold: Float[Array, ""]
+
+    def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
+        """The set of each row, as booleans, which may be empty; all classes where the logits are NaN."""
+        return ~(lac_scores(check_logits("conformal.Lac", logits, members=False)) > self.threshold)
+
+
+def lac(
+    logits: Float[ArrayLike, "rows classes"],
+    labels: Integer[ArrayLike, " rows"],
+    *,
+    level: float,
+    mask: Bool[ArrayLike, " rows"] | None = None,
+) -> Lac:
+    r"""Least ambiguous prediction sets: all classes whose probability reaches one threshold; the smallest on average.
+
+    A class's score is $1 - p$; the set has the classes whose score is at most [`eqx_ensemble.conformal.quantile`][] of
+    the labels' scores on held-out rows, and so contains a new label with probability `level` or more. Scores are
+    compared as log-odds, so that probabilities that round to zero or one are told apart.
+
+    Sets may be empty: coverage is an average over rows, and where the model is more accurate than `level`, the rows
+    with the least confident predictions get none. A model that is always right has 30 % of empty sets at level 0.7. For
+    one class at least use [`eqx_ensemble.conformal.aps`][], or add the likeliest: coverage can only grow.
+
+    **Arguments:**
+
+    - `logits`: `(rows, classes)`, of the combined prediction for rows that no member was trained on, such as the
+        result of [`eqx_ensemble.combine.mixture`][]. No `members` axis.
+    - `labels`: integers `(rows,)` from 0 to classes - 1.
+    - `level`: the coverage, a Python number between 0 and 1.
+    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+
+    **Returns:**
+
+    [`eqx_ensemble.conformal.Lac`][]: `fitted(logits)` gives booleans `(*batch, classes)`.
+
+    **Raises:**
+
+    As [`eqx_ensemble.conformal.aps`][].
+
+    ```python
+    logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
+    fitted = ee.conformal.lac(logits, jnp.array([0, 0, 0, 0, 0, 1, 1, 1, 2]), level=0.8)
+    fitted(logits[:1])  # [[True, True, False]], the classes with a probability of 0.3 or more
+    ```
+
+    ??? cite
+        [Least Ambiguous Set-Valued Classifiers With Bounded Error Levels](https://arxiv.org/abs/1609.00451)
+
+        ```bibtex
+        @article{sadinle2019least,
+            author={Mauricio Sadinle and Jing Lei and Larry Wasserman},
+            title={Least Ambiguous Set-Valued Classifiers With Bounded Error Levels},
+            journal={Journal of the American Statistical Association},
+            year={2019},
+        }
+        ```
+    """
+    name = "conformal.lac"
+    scores, _, kept = score_labels(name, "lac", logits, labels, level, mask)
+    return Lac(value_at_rank_jit(scores, kept, rank_of(name, fraction(level), scores.size, kept)))

@@ -1,0 +1,161 @@
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer
+
+from .._check import check_logits, check_word
+from ..scores._check_groups import check_groups
+from ._check import check_num_classes
+from ._class_scores import SCORES, Score, class_scores
+from ._fit_classes import score_labels
+from ._group_quantile import fit_groups
+from ._rank import fraction
+
+
+class ClassConditional(eqx.Module):
+    """Prediction sets with a threshold for each class, fitted: call it on logits.
+
+    **Attributes:**
+
+    - `threshold`: `(classes,)`; a class is in the set if its score is at most its threshold. Infinite for classes with
+        too few held-out rows, which are in every set.
+    - `score`: `"lac"`, minus the log-odds; `"aps"`, minus the logarithm of the remaining probability; or `"top_k"`, the
+        number of classes at least as likely.
+    """
+
+    threshold: Float[Array, " classes"]
+    score: Score = eqx.field(static=True)
+
+    def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
+        """The set of each row, as booleans, which may be empty; all classes where the logits are NaN."""
+        name = "conformal.ClassConditional"
+        checked = check_logits(name, logits, members=False)
+        check_num_classes(name, self.threshold.size, checked.shape[-1])
+        threshold = jnp.reshape(self.threshold, (1,) * (checked.ndim - 1) + self.threshold.shape)
+        return ~(class_scores(self.score, checked) > threshold)
+
+
+class GroupConditional(eqx.Module):
+    """Prediction sets with a threshold for each group of rows, fitted: call it on logits and groups.
+
+    **Attributes:**
+
+    - `threshold`: `(groups,)`; a class is in the set if its score is at most the threshold of the row's group. Infinite
+        for groups with too few held-out rows, whose sets have all classes.
+    - `score`: as for [`eqx_ensemble.conformal.ClassConditional`][].
+    """
+
+    threshold: Float[Array, " groups"]
+    score: Score = eqx.field(static=True)
+
+    def __call__(
+        self, logits: Float[ArrayLike, "*batch classes"], groups: Integer[ArrayLike, "*batch"]
+    ) -> Bool[Array, "*batch classes"]:
+        """The set of each row, as booleans; all classes where the logits are NaN, and, traced, where no group is."""
+        name = "conformal.GroupConditional"
+        checked = check_logits(name, logits, members=False)
+        own, count = check_groups(name, groups, self.threshold.size, checked.shape[:-1])
+        known = (own >= 0) & (own < count)
+        threshold = jnp.where(known, self.threshold[jnp.where(known, own, 0)], jnp.inf)
+        return ~(class_scores(self.score, checked) > threshold[..., None])
+
+
+def class_conditional(
+    logits: Float[ArrayLike, "rows classes"],
+    labels: Integer[ArrayLike, " rows"],
+    *,
+    level: float,
+    score: Score = "lac",
+    mask: Bool[ArrayLike, " rows"] | None = None,
+) -> ClassConditional:
+    r"""Prediction sets that cover the rows of every class with probability `level` or more (Mondrian).
+
+    With one threshold for all classes, frequent classes may be covered more often, and rare ones less often, than
+    `level`. Here the threshold of a class is [`eqx_ensemble.conformal.quantile`][] of the scores of its own held-out
+    rows. A class with $n$ of them is in every set unless $\lceil (n + 1) \, \mathrm{level} \rceil \le n$.
+
+    **Arguments:**
+
+    - `logits`: `(rows, classes)`, of the combined prediction for rows that no member was trained on. No `members` axis.
+    - `labels`: integers `(rows,)` from 0 to classes - 1.
+    - `level`: the coverage, a Python number between 0 and 1.
+    - `score`: `"lac"`, `"aps"` or `"top_k"`, as in [`eqx_ensemble.conformal.lac`][],
+        [`eqx_ensemble.conformal.aps`][] and [`eqx_ensemble.conformal.top_k`][].
+    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+
+    **Returns:**
+
+    [`eqx_ensemble.conformal.ClassConditional`][]: `fitted(logits)` gives booleans `(*batch, classes)`.
+
+    **Raises:**
+
+    As [`eqx_ensemble.conformal.aps`][], and `ValueError` for another `score`. Warns if there are classes with too few
+    rows, or none. While tracing, a NaN among the rows of a class puts the class into every set.
+
+    ```python
+    logits = jnp.log(jnp.array([[0.6, 0.4]] * 9 + [[0.8, 0.2]] * 9))
+    fitted = ee.conformal.class_conditional(
+        logits, jnp.repeat(jnp.array([0, 1]), 9), level=0.9
+    )
+    fitted(logits[:1])  # [[True, True]]: 0.6 or more is enough for class 0, 0.2 or more for class 1
+    ```
+
+    ??? cite
+        [Conditional validity of inductive conformal predictors](https://arxiv.org/abs/1209.2673)
+    """
+    name = "conformal.class_conditional"
+    check_word(score, "score", SCORES, name=name)
+    scores, targets, kept = score_labels(name, score, logits, labels, level, mask)
+    num_classes = jnp.shape(logits)[-1]
+    threshold = fit_groups(name, scores, targets, num_classes, fraction(level), kept, noun="classes")
+    return ClassConditional(threshold, score)
+
+
+def group_conditional(
+    logits: Float[ArrayLike, "rows classes"],
+    labels: Integer[ArrayLike, " rows"],
+    groups: Integer[ArrayLike, " rows"],
+    *,
+    level: float,
+    num_groups: int,
+    score: Score = "lac",
+    mask: Bool[ArrayLike, " rows"] | None = None,
+) -> GroupConditional:
+    r"""Prediction sets that cover the rows of every group with probability `level` or more (Mondrian).
+
+    The threshold of a group is [`eqx_ensemble.conformal.quantile`][] of the scores of its own held-out rows. For
+    intervals see [`eqx_ensemble.conformal.group_quantile`][].
+
+    **Arguments:**
+
+    - `groups`: integers `(rows,)` from 0 to num_groups - 1: what is known of a row before its label, such as its
+        hospital.
+    - `num_groups`: the number of groups.
+    - the others as for [`eqx_ensemble.conformal.class_conditional`][].
+
+    **Returns:**
+
+    [`eqx_ensemble.conformal.GroupConditional`][]: `fitted(logits, groups)` gives booleans `(*batch, classes)`.
+
+    **Raises:**
+
+    As [`eqx_ensemble.conformal.class_conditional`][], and `TypeError` or `ValueError` for groups that are not integers
+    in range. Warns if there are groups with too few rows, or none.
+
+    ```python
+    logits = jnp.log(jnp.array([[0.6, 0.4]] * 9 + [[0.8, 0.2]] * 9))
+    labels, groups = jnp.array([0] * 9 + [1] * 9), jnp.array([0] * 9 + [1] * 9)
+    fitted = ee.conformal.group_conditional(
+        logits, labels, groups, level=0.9, num_groups=2
+    )
+    fitted(logits[:2], jnp.array([0, 1]))  # [[True, False], [True, True]]
+    ```
+
+    ??? cite
+        [Conditional validity of inductive conformal predictors](https://arxiv.org/abs/1209.2673)
+    """
+    name = "conformal.group_conditional"
+    check_word(score, "score", SCORES, name=name)
+    scores, _, kept = score_labels(name, score, logits, labels, level, mask)
+    own, count = check_groups(name, groups, num_groups, scores.shape, mask)
+    threshold = fit_groups(name, scores, own, count, fraction(level), kept, noun="groups")
+    return GroupConditional(threshold, score)

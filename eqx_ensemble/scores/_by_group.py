@@ -1,0 +1,166 @@
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
+
+from .._check import check_floating, check_labels, check_mask, promote
+from .._weighting import at_label, blank_masked
+from ._check import check_sets
+from ._check_groups import check_groups
+
+
+class ByGroup(NamedTuple):
+    """The mean of a score in each group of rows.
+
+    - `mean`: `(groups,)`; NaN for a group without rows.
+    - `count`: `(groups,)`, the number of rows in each group.
+    """
+
+    mean: Float[Array, " groups"]
+    count: Int32[Array, " groups"]
+
+
+def by_group(
+    values: Float[ArrayLike, "*batch"],
+    groups: Integer[ArrayLike, "*batch"],
+    *,
+    num_groups: int,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> ByGroup:
+    """The mean of a score in each group of rows, such as group-conditional coverage.
+
+    **Arguments:**
+
+    - `values`: one value per row, `(*batch,)`: a score with `reduction="none"`. No `members` axis.
+    - `groups`: integers `(*batch,)` from 0 to num_groups - 1. While tracing, rows of other groups are ignored.
+    - `num_groups`: the number of groups.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+
+    **Returns:**
+
+    [`eqx_ensemble.scores.ByGroup`][]: `.mean` and `.count`, `(groups,)`. Means of few rows are uncertain: a coverage of
+    0.9 has a standard deviation of 0.09 in 11 rows.
+
+    **Raises:**
+
+    - `TypeError` for values that are not floating-point and groups that are not integers.
+    - `ValueError` for shapes that differ, and groups out of range (where concrete).
+
+    ```python
+    inside = ee.scores.coverage(
+        jnp.zeros(4), jnp.ones(4), jnp.array([0.5, 0.2, 0.1, 3.0]), reduction="none"
+    )
+    # mean [1.0, 0.5], count [2, 2]
+    ee.scores.by_group(inside, jnp.array([0, 0, 1, 1]), num_groups=2)
+    ```
+    """
+    name = "scores.by_group"
+    (checked,) = promote(check_floating(name, "values", values))
+    kept = check_mask(name, mask, checked.shape)
+    own, count = check_groups(name, groups, num_groups, checked.shape, mask)
+    return _by_group(blank_masked(checked, kept), own, kept, count)
+
+
+def class_conditional_coverage(
+    sets: Bool[ArrayLike, "*batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> ByGroup:
+    """Coverage of prediction sets among the rows of each class; ideally equal to the sets' level for every class.
+
+    **Arguments:**
+
+    - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.lac`][]; no `members` axis.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels are ignored.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+
+    **Returns:**
+
+    [`eqx_ensemble.scores.ByGroup`][]: `.mean` and `.count`, `(classes,)`; NaN for a class without rows.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.set_coverage`][].
+
+    ```python
+    sets = jnp.array([[True, True, False], [True, False, False]])
+    # mean [nan, 1.0, 0.0], count [0, 1, 1]
+    ee.scores.class_conditional_coverage(sets, jnp.array([1, 2]))
+    ```
+    """
+    name = "scores.class_conditional_coverage"
+    chosen, targets, kept = _check(name, sets, labels, mask)
+    return _by_group(_inside(chosen, targets), targets, kept, chosen.shape[-1])
+
+
+def size_stratified_coverage(
+    sets: Bool[ArrayLike, "*batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> ByGroup:
+    """Coverage of prediction sets among the sets of each size; ideally equal to the sets' level for every size.
+
+    Sets that adapt well are large where the model is often wrong. `jnp.nanmin(found.mean)` is the worst coverage, and
+    `jnp.nanmax(jnp.abs(found.mean - level))` the size-stratified coverage violation (SSCV). Both are extremes over
+    sizes: look at `count`, and merge rare sizes with [`eqx_ensemble.scores.by_group`][].
+
+    **Arguments:**
+
+    - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.aps`][]; no `members` axis.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels make means NaN.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+
+    **Returns:**
+
+    [`eqx_ensemble.scores.ByGroup`][]: `.mean` and `.count`, `(classes + 1,)`, for sizes from 0 to classes; NaN for a
+    size that no set has. Empty sets cover nothing: their mean is zero.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.set_coverage`][].
+
+    ```python
+    sets = jnp.array([[True, True, False], [True, False, False]])
+    # mean [nan, 0.0, 1.0, nan], count [0, 1, 1, 0]
+    ee.scores.size_stratified_coverage(sets, jnp.array([1, 2]))
+    ```
+
+    ??? cite
+        [Uncertainty Sets for Image Classifiers using Conformal Prediction](https://arxiv.org/abs/2009.14193)
+    """
+    name = "scores.size_stratified_coverage"
+    chosen, targets, kept = _check(name, sets, labels, mask)
+    sizes = jnp.sum(chosen, axis=-1, dtype=jnp.int32)
+    return _by_group(_inside(chosen, targets), sizes, kept, chosen.shape[-1] + 1)
+
+
+def _check(
+    name: str, sets: ArrayLike, labels: ArrayLike, mask: ArrayLike | None
+) -> tuple[Array, Integer[Array, "*batch"], Array | None]:
+    chosen = check_sets(name, sets)
+    kept = check_mask(name, mask, chosen.shape[:-1])
+    return chosen, blank_masked(check_labels(name, labels, chosen, mask, argument="sets", members=False), kept), kept
+
+
+def _inside(sets: Bool[Array, "*batch classes"], labels: Integer[Array, "*batch"]) -> Float[Array, "*batch"]:
+    return at_label(sets.astype(float), labels)
+
+
+@partial(jax.jit, static_argnames="num_groups")
+def _by_group(
+    values: Float[Array, "*batch"],
+    groups: Integer[Array, "*batch"],
+    mask: Bool[Array, "*batch"] | None,
+    num_groups: int,
+) -> ByGroup:
+    known = (groups >= 0) & (groups < num_groups)
+    kept = known if mask is None else known & mask
+    # One bucket more takes the rows that do not count: a scatter would count negative groups from the end.
+    bucket = jnp.ravel(jnp.where(kept, groups, num_groups))
+    total = jax.ops.segment_sum(jnp.ravel(jnp.where(kept, values, 0)), bucket, num_groups + 1)[:-1]
+    count = jax.ops.segment_sum(jnp.ones(bucket.shape, jnp.int32), bucket, num_groups + 1)[:-1]
+    return ByGroup(jnp.where(count == 0, jnp.nan, total / jnp.maximum(count, 1).astype(total.dtype)), count)

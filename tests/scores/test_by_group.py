@@ -1,0 +1,62 @@
+import jax
+import numpy as np
+import pytest
+
+from eqx_ensemble import scores
+
+RNG = np.random.default_rng(0)
+SETS, LABELS = RNG.uniform(size=(60, 4)) < 0.5, RNG.integers(4, size=60)
+GROUPS, VALUES = RNG.integers(3, size=60), RNG.normal(size=60).astype(np.float32)
+MASK = RNG.uniform(size=60) < 0.7
+INSIDE, SIZES = SETS[np.arange(60), LABELS], SETS.sum(-1)
+
+
+def _loop(values, groups, num_groups, mask):
+    rows = [values[mask & (groups == g)] for g in range(num_groups)]
+    return [np.mean(np.float64(x)) if len(x) else np.nan for x in rows], [len(x) for x in rows]
+
+
+def test_is_the_loop():
+    spoilt, groups = np.where(MASK, VALUES, np.nan), np.where(MASK, GROUPS, -1)
+    want = _loop(VALUES, GROUPS, 4, MASK)
+    got = scores.by_group(spoilt.reshape(6, 10), groups.reshape(6, 10), num_groups=4, mask=MASK.reshape(6, 10))
+    np.testing.assert_allclose(got.mean, want[0], rtol=1e-5)
+    np.testing.assert_array_equal(got.count, want[1])
+    assert got.count[3] == 0
+    assert np.isnan(got.mean[3])
+    traced = jax.jit(lambda x, g: scores.by_group(x, g, num_groups=4))
+    # While tracing, rows of other groups do not count: not from the end, and not in the last group.
+    np.testing.assert_allclose(traced(VALUES, np.where(MASK, GROUPS, -1)).mean, want[0], rtol=1e-5)
+    np.testing.assert_allclose(traced(VALUES, np.where(MASK, GROUPS, 9)).mean, want[0], rtol=1e-5)
+    assert not np.allclose(traced(VALUES, GROUPS).mean[:3], want[0][:3], rtol=1e-3)
+
+
+def test_coverage_by_class_and_by_size():
+    labels = np.where(MASK, LABELS, -7)
+    by_class = scores.class_conditional_coverage(SETS, labels, mask=MASK)
+    by_size = scores.size_stratified_coverage(SETS, labels, mask=MASK)
+    for got, groups, count in ((by_class, LABELS, 4), (by_size, SIZES, 5)):
+        want = _loop(INSIDE, groups, count, MASK)
+        np.testing.assert_allclose(got.mean, want[0], rtol=1e-6)
+        np.testing.assert_array_equal(got.count, want[1])
+    # Sums of rows are those of all rows.
+    covered = scores.set_coverage(SETS, labels, mask=MASK)
+    for got in (by_class, by_size):
+        total = np.nansum(np.asarray(got.mean) * np.asarray(got.count)) / MASK.sum()
+        np.testing.assert_allclose(total, covered, rtol=1e-6)
+    assert not np.allclose(by_class.mean, scores.class_conditional_coverage(~SETS, LABELS).mean)
+    traced = jax.jit(scores.size_stratified_coverage)(SETS, np.where(np.arange(60) == 0, 4, LABELS))
+    assert np.isnan(traced.mean[SIZES[0]])
+    assert scores.size_stratified_coverage(SETS[:0], LABELS[:0]).count.sum() == 0
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_messages():
+    with pytest.raises(ValueError, match="`groups` from 0 to 1, as `num_groups` is 2"):
+        scores.by_group(VALUES, GROUPS, num_groups=2)
+    with pytest.raises(TypeError, match="floating-point `values`"):
+        scores.by_group(LABELS, GROUPS, num_groups=3)
+    with pytest.raises(TypeError, match="`scores.size_stratified_coverage` needs boolean `sets`"):
+        scores.size_stratified_coverage(SETS.astype(int), LABELS)
+    with pytest.raises(ValueError, match="one label per row of the sets"):
+        scores.class_conditional_coverage(SETS, LABELS[:3])
