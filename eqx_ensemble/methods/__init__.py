@@ -1,4 +1,5 @@
 from . import heads as heads
+from . import particles as particles
 from . import path as path
 from . import population as population
 from . import priors as priors

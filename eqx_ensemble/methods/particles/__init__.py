@@ -1,0 +1,9 @@
+"""Interacting particles: SVGD and repulsive ensembles, in the space of weights and in that of functions."""
+
+from ._directions import svgd as svgd
+from ._directions import wgd as wgd
+from ._function_space import make_function_space_step as make_function_space_step
+from ._kernels import RBF as RBF
+from ._kernels import AbstractKernel as AbstractKernel
+from ._step import InteractingStep as InteractingStep
+from ._step import make_step as make_step

@@ -1,0 +1,221 @@
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from ..._axes import Each, Kinds, number_kinds, over_leading_axis, split_members
+from ..._axes._check_rows import check_some_rows
+from ..._check import check_flag, check_function, check_integers_fit, check_word, is_inside_transformation
+from ..._ensemble import M
+from ..._foreign import from_foreign_tree
+from ..._pytree import PyTree
+from ...plan import AbstractPlan, AnyPlan, Sequential
+from ...plan._auto import as_plan
+from ...plan._sharded import sharded_plan
+from ...sharding._constrain import constrain_carry, constrain_member, constrain_rows
+from ...sharding._layout import Layout, as_layout, layout_for
+from ...train import Metrics, Status, TrainState
+from ...train._check import check_optimiser_kind
+from ...train._state import MemberState, check_train_state, init_state_shapes
+from ...train.compiled._health import nan_is_data, revert_diverged_one
+from ...train.compiled._optimiser import Optimiser, update_member
+from ...train.host._check import check_opt_state
+from ._check import check_kernel, check_num_rows, check_real_weights, no_values_message
+from ._directions import Method, directions
+from ._kernels import RBF, Kernel
+from ._space import AbstractSpace, Evaluation, Member, WeightSpace
+
+
+class InteractingStep(eqx.Module):
+    """A compiled training step in which members meet; see [`eqx_ensemble.methods.particles.make_step`][]."""
+
+    space: AbstractSpace
+    optimiser: Optimiser = eqx.field(static=True)
+    num_rows: Any
+    method: Method = eqx.field(static=True)
+    kernel: Kernel
+    plan: AbstractPlan
+    layout: Layout | None = eqx.field(static=True)
+    name: str = eqx.field(static=True)
+
+    def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
+        """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
+        check_train_state(state)
+        batch = from_foreign_tree(batch, "batch", name=self.name)
+        check_integers_fit(batch, argument="batch", name=self.name)
+        layout = layout_for(None if self.layout is None else self.layout.mesh, state.params, name=self.name)
+        step = _one_step if is_inside_transformation() else _compiled_step
+        with nan_is_data():
+            moving, count, metrics = step(self, layout, state, batch, number_kinds(state))
+        return TrainState(moving, state.fixed, state.shared, state.ids, count), metrics
+
+
+def make_step(
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    *,
+    num_rows: Any,
+    method: Method = "svgd",
+    kernel: Kernel | None = None,
+    has_aux: bool = False,
+    plan: AnyPlan = None,
+    mesh: Mesh | None = None,
+) -> InteractingStep:
+    r"""Makes a compiled step in which members MEET, in the space of weights: `state, metrics = step(state, batch)`.
+
+    Elsewhere in this library members are independent. Here they are particles that represent a posterior together:
+    each is moved by the gradients of others and away from them, and leaving one out changes the rest. It is called
+    like a step of [`eqx_ensemble.train.make_step`][], on the same state, also by [`eqx_ensemble.train.scan_steps`][];
+    loss and optimiser are written for ONE member.
+
+    With the losses $L_i$ as means over $N$ rows, the scores are $s_i = -N \nabla L_i$; the optimiser is given
+    $-\phi_i / N$, with the directions $\phi_i$ of [`eqx_ensemble.methods.particles.svgd`][] or
+    [`eqx_ensemble.methods.particles.wgd`][] between all trained weights of a member as one vector. A single member is
+    trained as by [`eqx_ensemble.train.make_step`][]: to the maximum of the posterior.
+
+    A member that diverges keeps its last finite weights, is reported in `metrics.status`, and takes no further part:
+    the others are moved as if it had been left out. Members that were stopped take no part, either.
+
+    All weights of all members are compared with each other: this takes time of order `members**2` times the number of
+    weights, and memory for three copies of the weights; on a mesh every device holds two copies of all members.
+
+    **Arguments:**
+
+    - `loss`: `loss(model, batch, key) -> value` of one member as in [`eqx_ensemble.train.make_step`][]: the negative
+        log-posterior per row, $-\frac1B \sum \log p(y|x, w) - \frac1N \log p(w)$. Without a prior, particles that are
+        not held by the data move away for ever.
+    - `optimiser`: the optimiser passed to [`eqx_ensemble.train.init`][]. It must not evaluate the loss itself, as line
+        searches do. Weight decay that is decoupled, as in `optax.adamw`, is not a prior.
+    - `num_rows`: $N$, the number of all training rows, not of a batch; 1 for a loss that is a sum over all rows.
+        Divided by a temperature, it tempers the posterior.
+    - `method`: `"svgd"`, or `"wgd"` for repulsive ensembles.
+    - `kernel`: a function of two vectors of weights, or an [`eqx_ensemble.methods.particles.AbstractKernel`][]; by
+        default [`eqx_ensemble.methods.particles.RBF`][] with the bandwidth of the median.
+    - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
+    - `plan`: how gradients and updates of the members are executed, by default [`eqx_ensemble.plan.Vmap`][]. Directions
+        are computed for one member after another.
+    - `mesh`: the devices to run on, the mesh passed to [`eqx_ensemble.train.init`][].
+
+    **Returns:** [`eqx_ensemble.methods.particles.InteractingStep`][], a function of a training state and a batch.
+
+    **Raises:** `TypeError` or `ValueError` for a loss, optimiser or kernel that is not a function, for `num_rows` that
+    is not above 0, and for an unknown method; when it is called, for complex weights and batches that do not fit.
+
+    ```python
+    def loss(model, batch, key):
+        x, y = batch
+        nll = 0.5 * jnp.mean((jax.vmap(model)(x) - y) ** 2)
+        prior = 0.5 * jnp.sum(model.weight**2) + 0.5 * jnp.sum(model.bias**2)
+        return nll + prior / 8
+
+
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
+    optimiser = optax.adam(1e-2)
+    state = ee.train.init(ensemble, optimiser, key=key)
+    step = ee.methods.particles.make_step(loss, optimiser, num_rows=8)
+    for _ in range(3):
+        state, metrics = step(state, (jnp.ones((8, 3)), jnp.zeros((8, 1))))
+    metrics.loss.shape  # (4,)
+    ```
+
+    ??? cite
+
+        [Stein Variational Gradient Descent: A General Purpose Bayesian Inference
+        Algorithm](https://arxiv.org/abs/1608.04471), Liu and Wang, 2016; [Repulsive Deep Ensembles are
+        Bayesian](https://arxiv.org/abs/2106.11642), D'Angelo and Fortuin, 2021.
+    """
+    name = "methods.particles.make_step"
+    check_function(loss, "loss", name=name, example="lambda model, batch, key: ...")
+    check_flag(has_aux, "has_aux", name=name)
+    space = WeightSpace(loss, has_aux, name)
+    return interacting_step(space, optimiser, num_rows, method, kernel, plan, mesh, name=name)
+
+
+def interacting_step(
+    space: AbstractSpace,
+    optimiser: Optimiser,
+    num_rows: Any,
+    method: Method,
+    kernel: Kernel | None,
+    plan: AnyPlan,
+    mesh: Mesh | None,
+    *,
+    name: str,
+) -> InteractingStep:
+    """The step of members that meet in a space, its options checked."""
+    check_optimiser_kind(optimiser, name=name)
+    check_num_rows(name, num_rows)
+    check_word(method, "method", ("svgd", "wgd"), name=name)
+    kernel = RBF() if kernel is None else kernel
+    check_kernel(name, kernel)
+    layout = as_layout(mesh, name=name)
+    return InteractingStep(space, optimiser, num_rows, method, kernel, as_plan(plan), layout, name)
+
+
+def _one_step(
+    step: InteractingStep, layout: Layout | None, state: TrainState, batch: PyTree, _: Kinds
+) -> tuple[MemberState, Int[Array, ""], Metrics]:
+    split_members((Each(state.ids), batch), name=step.name)  # raises for another number of members
+    check_some_rows(batch, name=step.name)
+    check_real_weights(step.name, state.params)
+    check_opt_state(state.opt_state, init_state_shapes(step.optimiser, state), name=step.name)
+    own, view, _ = split_members((Each(state.fixed.key), batch), name=step.name)
+    run = sharded_plan(step.plan, layout).run
+
+    def member(part: PyTree) -> Member:
+        moving, fixed, own = part
+        key, batch = view(own)
+        batch = batch if layout is None else constrain_rows(batch, layout)
+        key = jax.random.fold_in(key, state.step)
+        return Member(moving.params, moving.model_state, fixed, state.shared, batch, key)
+
+    parts = (state.moving, state.fixed, own)
+    found: Evaluation = over_leading_axis(run, lambda part: step.space.evaluate(member(part)), parts)
+    finite = jnp.isfinite(found.value) & _all_finite(found.point) & _all_finite(found.gradient)
+    gradients = _meet(step, layout, found, (state.status == Status.OK) & finite)
+
+    def update(part: PyTree) -> MemberState:
+        whole, gradient, value, model_state = part
+        one, moving = member(whole), whole[0]
+        grads = step.space.pull_back(one, gradient)
+        refuse = lambda _: _no_values(step.name)
+        hyper = one.fixed.hyper
+        params, opt_state = update_member(step.optimiser, one.params, moving.opt_state, grads, value, refuse, hyper)
+        after = MemberState(params, opt_state, model_state, moving.status, moving.stopped_at, moving.fault)
+        return after if layout is None else constrain_member(after, layout)
+
+    after = over_leading_axis(run, update, (parts, gradients, found.value, found.model_state))
+    moving, (value, aux) = revert_diverged_one(state.moving, after, (found.value, found.aux), state.step)
+    if layout is not None and state.num_members % layout.members == 0:
+        moving = constrain_carry(moving, layout)
+    return moving, state.step + 1, Metrics(value, aux, moving.status)
+
+
+_compiled_step = eqx.filter_jit(_one_step)
+
+
+def _meet(
+    step: InteractingStep, layout: Layout | None, found: Evaluation, active: Bool[Array, " members"]
+) -> Float[Array, "members size"]:
+    """What the optimiser is given as the gradient at each point: here members meet.
+
+    A member that takes no part keeps its own gradient, by which it is found to have diverged.
+    """
+    num_rows = jnp.asarray(step.num_rows, found.point.dtype)
+    scores = -num_rows * found.gradient
+    run = sharded_plan(Sequential(), layout).run
+    gather = lambda x: x if layout is None else jax.lax.with_sharding_constraint(x, layout.replication)
+    moved = directions(step.method, step.kernel, found.point, scores, active, run=run, gather=gather)
+    return jnp.where(active[:, None], -moved / num_rows, found.gradient)
+
+
+def _all_finite(points: Float[Array, "members size"]) -> Bool[Array, " members"]:
+    return jnp.all(jnp.isfinite(points), axis=1)
+
+
+def _no_values(name: str) -> Float[Array, ""]:
+    raise TypeError(no_values_message(name))
