@@ -7,16 +7,16 @@ import numpy as np
 from . import _keys
 
 
-def key_words(key: Any, num_members: int, *, purpose: str) -> np.ndarray:
+def key_words(key: Any, ids: Any, *, purpose: str) -> np.ndarray:
     """The 32-bit words `(members, 2)` of the members' keys."""
-    return np.asarray(jax.random.key_data(_keys.member_keys(key, num_members, purpose=purpose)))
+    return np.asarray(jax.random.key_data(_keys.member_keys(key, ids, purpose=purpose)))
 
 
-def generators(key: Any, num_members: int, *, purpose: str) -> Iterator[np.random.Generator]:
-    """One generator for each member, from its key.
+def generators(key: Any, ids: Any, *, purpose: str) -> Iterator[np.random.Generator]:
+    """One generator for each member, from its key; `ids` is the number of members, or their ids.
 
     Rows are drawn on the host, where a permutation costs a thirtieth of one drawn by threefry, and no draw depends
     on a device or on the width of its numbers.
     """
-    for high, low in key_words(key, num_members, purpose=purpose).tolist():
+    for high, low in key_words(key, ids, purpose=purpose).tolist():
         yield np.random.Generator(np.random.Philox(key=high << 32 | low))

@@ -53,6 +53,7 @@ HYPER = {"lr": np.array([0.1, 0.2, 0.3, 0.4], np.float32)}
 DATA = np.asarray(array(12, 3)), np.asarray(array(12))
 RANGES = {"lr": ee.sweep.LogUniform(1e-3, 1e-1)}
 ensemble = ee.build(make, 4, key=KEY)
+layered = ee.build(lambda key: eqx.nn.MLP(3, 1, 4, 1, key=key), 2, key=KEY)
 saved, one_saved = path(), path()
 
 
@@ -225,6 +226,21 @@ CASES = {
         ee.methods.priors.noisy_targets,
         {"targets": always(DATA[1]), "ids": always([0, 1]), "std": always(0.1), "key": always(KEY)},
     ),
+    "methods.alignment.align": Case(
+        ee.methods.alignment.align,
+        {"ensemble": always(layered), "x": always(DATA[0]), "key": always(KEY)},
+    ),
+    "methods.alignment.find_units": Case(ee.methods.alignment.find_units, {"model": always(layered)}),
+    "methods.alignment.interpolate": Case(
+        ee.methods.alignment.interpolate, {"ensemble": always(ensemble), "position": always(0.5)}
+    ),
+    "methods.alignment.connectivity": Case(
+        ee.methods.alignment.connectivity,
+        {"ensemble": always(ensemble), "fn": always(lambda model: jnp.sum(model.weight)), "num_points": always(3)},
+    ),
+    "methods.alignment.barrier": Case(
+        ee.methods.alignment.barrier, {"losses": always(np.array([0.0, 1.0, 0.0], np.float32))}
+    ),
     "methods.soups.greedy": Case(
         ee.methods.soups.greedy,
         {"ensemble": always(ensemble), "score": always(lambda model: jnp.sum(model.weight)), "mode": always("min")},
@@ -310,6 +326,10 @@ CASES = {
 
 # Bad values that are good here, by argument, as labels of `census.BAD`. `None` is what the argument is by default.
 ACCEPTED = {
+    "methods.alignment.align": {"reference": "-1 0", "units": "None", "state": "None", "fn": "None"},
+    "methods.alignment.interpolate": {"position": "-1 0 int64 float32", "reference": "-1 0 int64"},
+    "methods.alignment.connectivity": {"reference": "-1 0 int64", "plan": "None"},
+    "methods.alignment.barrier": {"losses": "array"},
     "build": {"num_members": "int64"}
     | dict.fromkeys(["ids", "keys", "zip", "product", "shared", "mesh", "shard"], "None"),
     "stack": {"ids": "int64 None", "shared": "None"},  # ids may be a count
@@ -410,6 +430,7 @@ ACCEPTED = {
 
 # What ends in an error that is not the library's: the user's own model, called with an input of another size.
 RAW = {
+    "methods.alignment.align": {"x": "array"},
     "predict": {"x": "array"},
     "fit": {"data": "array"},
     "methods.path.update_batch_norm": {"data": "array"},
@@ -419,8 +440,8 @@ RAW = {
 
 
 ROOMS = (
-    ee, ee.checkpoint, ee.methods, ee.methods.path, ee.methods.population, ee.methods.priors, ee.methods.soups,
-    ee.plan, ee.sharding, ee.sweep, ee.testing, ee.train, ee.tree,
+    ee, ee.checkpoint, ee.methods, ee.methods.alignment, ee.methods.path, ee.methods.population, ee.methods.priors,
+    ee.methods.soups, ee.plan, ee.sharding, ee.sweep, ee.testing, ee.train, ee.tree,
 )  # fmt: skip
 # `grid`, `draw` and the other functions of trees and arrays are in the census of array functions.
 OF_ARRAYS = {name.rpartition(".")[2] for name in array_calls.NAMES}

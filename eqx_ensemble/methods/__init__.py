@@ -1,3 +1,4 @@
+from . import alignment as alignment
 from . import heads as heads
 from . import particles as particles
 from . import path as path

@@ -116,6 +116,17 @@ def check_risk_coverage(name: str, coverage: Any, risk: Any) -> tuple[np.ndarray
     return coverages, risks
 
 
+def check_lines(name: str, losses: Any) -> np.ndarray:
+    """Losses of at least three points on one line or on several, `(members, points)`."""
+    host = concrete(losses)
+    one = host is not None and host.ndim == 1
+    curves = check_plotted(name, "losses", losses if host is None or not one else host[None], "(members, points)")
+    if curves.shape[1] < 3:
+        fix = "Between the two ends there is at least one point: `num_points=11`."
+        raise ValueError(needs_message(name, "`losses` of at least three points", f"got shape {curves.shape}", fix))
+    return curves
+
+
 def check_counts(name: str, counts: Any) -> np.ndarray:
     """Counts of two bins or more, not all of them zero."""
     host = check_plotted(name, "counts", counts, "(ranks,)")

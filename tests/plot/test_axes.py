@@ -27,6 +27,7 @@ CASES = {
     "risk_coverage": ((np.array([0.5, 1.0]), np.array([0.1, 0.2])), {"ls": "--"}),
     "parallel_coordinates": ((TABLE,), {"alpha": 0.5}),
     "member_similarity": ((np.eye(4),), {"vmax": 2.0}),
+    "connectivity": ((LOGITS[..., 0],), {"lw": 3}),
 }
 each = pytest.mark.parametrize("name", CASES)
 
@@ -103,6 +104,7 @@ def test_options_reach_matplotlib():
     assert draw("risk_coverage").lines[0].get_linestyle() == "--"
     assert draw("parallel_coordinates").lines[0].get_alpha() == 0.5
     assert draw("member_similarity").images[0].norm.vmax == 2
+    assert draw("connectivity").lines[0].get_linewidth() == 3
 
 
 def _boxes(texts, figure):

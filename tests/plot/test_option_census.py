@@ -35,6 +35,7 @@ def always(value):
 
 TABLE = {"lr": np.geomspace(1e-4, 1e-1, 4), "loss": np.array([3.0, 1.0, 2.0, 4.0])}
 CASES = {
+    "connectivity": {"losses": lambda: array(3, 5)},
     "member_similarity": {"matrix": lambda: array(4, 4) + array(4, 4).T},
     "parallel_coordinates": {"table": always(TABLE)},
     "prediction_bands": {"predictions": lambda: array(3, 6)},
@@ -50,6 +51,7 @@ OPTIONAL = {"ax": "None"}
 UNIT = OPTIONAL | {"unit": "text None"}
 ANY_NUMBERS = "-1 0 int64 float32 array"
 ACCEPTED = {
+    "connectivity": UNIT | {"losses": "array", "label": "text None"},
     "member_similarity": OPTIONAL | {"ids": "None", "label": "text"},
     "parallel_coordinates": OPTIONAL | dict.fromkeys(["columns", "score", "log"], "None"),
     "prediction_bands": UNIT

@@ -1,0 +1,177 @@
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._check import check_function, check_integer, check_sequence, concrete, is_member_array, kind_text
+from ..._ensemble import Ensemble
+from ..._leaf_text import leaf_text
+
+_ALIGN = "methods.alignment.align"
+_UNITS = "methods.alignment.Units"
+_EXAMPLE = "lambda model: model.layers[0]"
+
+
+def check_entries(entries: Any, argument: str, *, name: str) -> tuple[Any, ...]:
+    """Functions that select layers, or pairs of one that selects an array and an axis; at least one of `outputs`."""
+    found = check_sequence(entries, argument, name=name, of="functions that select layers")
+    if not found and argument == "outputs":
+        fix = f"It holds what makes the units. For example `{_EXAMPLE}`."
+        raise ValueError(f"`{name}` needs at least one layer in `outputs`.\n{fix}")
+    for i, entry in enumerate(found):
+        path = f"{argument}[{i}]"
+        where, *axis = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry,)
+        check_function(where, path, name=name, example=_EXAMPLE)
+        if axis and (isinstance(axis[0], bool) or not isinstance(axis[0], int)):
+            raise TypeError(f"`{name}` needs `{path}` to be `(where, axis)` with an integer axis, got {axis[0]!r}.")
+    return tuple(found)
+
+
+def check_heads(qk: Any, vo: Any, kind: type) -> None:
+    """Two `Units`."""
+    for argument, value in (("qk", qk), ("vo", vo)):
+        if not isinstance(value, kind):
+            raise TypeError(f"`methods.alignment.Heads` needs `{argument}` to be `Units`, got {kind_text(value)}.")
+
+
+def check_model(model: Any) -> Any:
+    """A model, or one of an ensemble. Returns it."""
+    if isinstance(model, Ensemble):
+        return model[0]
+    if not isinstance(model, eqx.Module):
+        raise TypeError(f"`methods.alignment.find_units` needs a model or an ensemble, got {kind_text(model)}.")
+    return model
+
+
+def check_reference(value: Any, num_members: int, *, name: str) -> int:
+    """The position of a member. Returns it, counted from the first."""
+    position = check_integer(value, "reference", name=name, least=-num_members)
+    if position >= num_members:
+        raise ValueError(f"`{name}` needs `reference` to be the position of one of the members, got {position}.")
+    return position % num_members
+
+
+def check_units(units: Any, kinds: tuple[type, ...], *, found: bool) -> list[Any]:
+    """At least one `Units` or `Heads`."""
+    listed = check_sequence(units, "units", name=_ALIGN, of="`Units` and `Heads`")
+    for i, each in enumerate(listed):
+        if not isinstance(each, kinds):
+            raise TypeError(f"`{_ALIGN}` needs a list of `Units` and `Heads`, got {kind_text(each)} at `units[{i}]`.")
+    if not listed:
+        what = "found no units between layers that it knows" if found else "needs at least one group in `units`"
+        raise ValueError(f"`{_ALIGN}` {what}.\nSay which axes share an order: `units=[methods.alignment.Units(...)]`.")
+    return listed
+
+
+def check_selected(where: Callable[[Any], Any], model: Any, path: str) -> Any:
+    """What a function selects of a model. Returns it."""
+    try:
+        return where(model)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"`{_ALIGN}` needs functions that select parts of a member, as in `equinox.tree_at`; `{path}` raised "
+            f"{type(error).__name__}.\nFor example `{_EXAMPLE}`."
+        ) from error
+
+
+def check_some_axes(found: list[Any] | None, layer: Any, path: str, argument: str) -> list[Any]:
+    """The axes of a known layer. Returns them."""
+    if found is None:
+        role = "makes" if argument == "outputs" else "reads"
+        raise TypeError(
+            f"`{_ALIGN}` does not know which axes of {kind_text(layer)} hold units that it {role}, at `{path}`.\n"
+            "Select its arrays, each with its axis: `(lambda model: model.layer.weight, 0)`."
+        )
+    return found
+
+
+def check_axis_of(leaf: Any, axis: int, path: str, kind: type) -> Any:
+    """An array that has this axis. Returns it."""
+    if not isinstance(leaf, kind):
+        raise TypeError(f"`{_ALIGN}` needs `{path}` to select an array of a member, got {kind_text(leaf)}.")
+    ndim = len(leaf.shape)
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"`{_ALIGN}` needs `{path}` to name an axis of an array of shape {leaf.shape}, got {axis}.")
+    return leaf
+
+
+def check_some_units(found: list[Any], norms: list[Any], name: str) -> None:
+    """Something that has units."""
+    if not found and not norms:
+        raise ValueError(f"`{_ALIGN}` needs `{name}.outputs` to hold an array; the layers that it selects have none.")
+
+
+def check_divisible(length: int, size: int, text: str) -> None:
+    """Units that fill an axis."""
+    if length % size:
+        raise ValueError(
+            f"`{_ALIGN}` needs axes that hold a whole number of entries for each unit; {text}.\n"
+            "Do these layers share the units? Name another one in `outputs` or `inputs`."
+        )
+
+
+def check_conv_groups(layer: Any, argument: str) -> None:
+    """A convolution whose channels may permute."""
+    groups = getattr(layer, "groups", 1)
+    depthwise = groups == getattr(layer, "in_channels", None) == getattr(layer, "out_channels", None)
+    if groups > 1 and not (depthwise and argument == "outputs"):
+        fix = "Name a depthwise convolution among `outputs` alone." if depthwise else "Leave these units out."
+        raise ValueError(f"`{_ALIGN}` cannot permute channels of a convolution in {groups} groups.\n{fix}")
+
+
+def check_norm_groups(layer: Any) -> None:
+    """A norm over all units or over each."""
+    if isinstance(layer, eqx.nn.GroupNorm) and layer.groups not in (1, layer.channels):
+        raise ValueError(
+            f"`{_ALIGN}` cannot permute units across the {layer.groups} groups of `GroupNorm`.\nLeave these units out."
+        )
+
+
+def check_member_arrays(stacked: Any, path: str) -> np.ndarray:
+    """Floating-point arrays that members do not share, in double precision. Returns them."""
+    if not is_member_array(stacked):
+        raise ValueError(
+            f"`{_ALIGN}` permutes each member's own arrays; the one at `{path}` is shared by all members.\n"
+            "Leave these units out."
+        )
+    host = concrete(stacked)
+    if host is None:
+        raise TypeError(f"`{_ALIGN}` needs concrete arrays of one process; at `{path}`: got {leaf_text(stacked)}.")
+    if not jnp.issubdtype(host.dtype, jnp.inexact):
+        raise TypeError(f"`{_ALIGN}` compares floating-point arrays; at `{path}`: got {leaf_text(stacked)}.")
+    return host.astype(np.complex128 if np.iscomplexobj(host) else np.float64)
+
+
+def check_finite(array: np.ndarray, path: str, ids: Any) -> None:
+    """Members that have not diverged."""
+    wrong = ~np.isfinite(array).reshape(len(array), -1).all(axis=1)
+    if wrong.any():
+        raise ValueError(
+            f"`{_ALIGN}` needs finite weights; at `{path}`: not finite in members {np.asarray(ids)[wrong].tolist()}.\n"
+            "Leave members that diverged out: `ensemble[finite]`."
+        )
+
+
+def check_predictions(out: Any) -> list[np.ndarray]:
+    """Finite floating-point predictions of at least one row. Returns them."""
+    found = [np.asarray(x) for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if not sum(x.size for x in found) or not all(np.isfinite(x).all() for x in found):
+        raise ValueError(
+            f"`{_ALIGN}` compares predictions for `x`, and needs finite floating-point ones of at least one row.\n"
+            "Pass a few rows of the data, and `state` after training."
+        )
+    return found
+
+
+def units_message(described: list[str], change: float) -> str:
+    """Which units cannot be permuted."""
+    listed = "\n".join(f"  {text}" for text in described) or "  all of them together"
+    return (
+        f"`{_ALIGN}` needs units whose order does not change predictions; shuffling them changed predictions by "
+        f"{change:.1e} times what rounding may:\n{listed}\n"
+        "Name everything that has these units: norms and what adds to them among `outputs`, all that reads them among "
+        "`inputs`."
+    )

@@ -1,0 +1,160 @@
+from collections.abc import Callable
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from ..._check import check_function, check_integer, check_word
+from ..._ensemble import Ensemble, M
+from ..._ensemble._check import check_ensemble, check_equal_members
+from ...plan import AnyPlan
+from ...plan._map import map_members
+from ._check import check_reference
+from ._check_losses import check_loss, check_losses, check_position
+
+
+def interpolate(ensemble: Ensemble[M], position: Real[ArrayLike, ""], *, reference: int = 0) -> Ensemble[M]:
+    r"""Moves every member along the straight line from one of them: weights $(1 - \alpha) W_0 + \alpha W_m$.
+
+    At 0 all members are the reference, and at 1 they are themselves, both exactly. Floating-point arrays are
+    interpolated in at least float32; others must be equal in all members. Running statistics of BatchNorm belong to
+    the weights that they were taken with: estimate them anew by
+    [`eqx_ensemble.methods.path.update_batch_norm`][].
+
+    **Arguments:**
+
+    - `ensemble`: the ensemble.
+    - `position`: $\alpha$, one number; outside of 0 and 1 is beyond the ends. It may be traced.
+    - `reference`: the position of the member at $\alpha = 0$.
+
+    **Returns:** the ensemble on the way, with the same ids.
+
+    **Raises:** `TypeError` or `ValueError` for what is not one finite number, and for a reference that is no member;
+    `MemberMismatchError` for an integer leaf that differs.
+
+    ```python
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
+    halfway = ee.methods.alignment.interpolate(ensemble, 0.5)
+    ```
+    """
+    name = "methods.alignment.interpolate"
+    check_ensemble(ensemble, name=name)
+    check_position(position, name=name)
+    first = check_reference(reference, ensemble.num_members, name=name)
+    check_equal_members(eqx.filter(ensemble.arrays, eqx.is_inexact_array, inverse=True), name=name)
+    return _interpolate(ensemble, position, first)
+
+
+def connectivity(
+    ensemble: Ensemble[Any],
+    fn: Callable[..., Any],
+    *args: Any,
+    num_points: int = 11,
+    reference: int = 0,
+    plan: AnyPlan = None,
+) -> Float[Array, "members points"]:
+    r"""Losses of the models on the straight lines from one member to each of the others.
+
+    Members whose losses stay low all the way are linearly connected, and so is their average a good model. Models of
+    one point exist at a time; with `plan=ee.plan.Sequential()`, one model.
+
+    **Arguments:**
+
+    - `ensemble`: the ensemble, for example before and after [`eqx_ensemble.methods.alignment.align`][].
+    - `fn`: `fn(model, *args)`, the loss of one model, one number; models are in inference mode. Models with BatchNorm
+        need its statistics of each point: let `fn` estimate them, or loop over
+        [`eqx_ensemble.methods.alignment.interpolate`][].
+    - `args`: the data, as for [`eqx_ensemble.map_members`][].
+    - `num_points`: the number of equally spaced points, both ends included.
+    - `reference`: the position of the member where all lines begin.
+    - `plan`: how the members are executed, as for [`eqx_ensemble.map_members`][].
+
+    **Returns:** `(members, points)`, in the row of the reference its own loss everywhere.
+
+    **Raises:** `TypeError` or `ValueError` for arguments that do not fit together; `MemberMismatchError` for an integer
+    leaf that differs.
+
+    ```python
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
+    x, y = jnp.ones((10, 3)), jnp.zeros((10, 1))
+    mse = lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2)
+    losses = ee.methods.alignment.connectivity(ensemble, mse, x, y)
+    ee.methods.alignment.barrier(losses).shape  # (4,)
+    ```
+
+    ??? cite
+        [Linear Mode Connectivity and the Lottery Ticket Hypothesis](https://arxiv.org/abs/1912.05671), Frankle et al.,
+        2020.
+    """
+    name = "methods.alignment.connectivity"
+    check_ensemble(ensemble, name=name)
+    check_function(fn, "fn", name=name, example="lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2)")
+    count = check_integer(num_points, "num_points", name=name, least=3)
+    first = check_reference(reference, ensemble.num_members, name=name)
+    check_equal_members(eqx.filter(ensemble.arrays, eqx.is_inexact_array, inverse=True), name=name)
+
+    points = [jnp.asarray(p, jnp.float32) for p in np.linspace(0, 1, count)]
+    return jnp.stack([_losses(ensemble, point, first, fn, args, plan) for point in points], axis=1)
+
+
+@eqx.filter_jit
+def _losses(
+    ensemble: Ensemble[Any], position: Array, first: int, fn: Callable[..., Any], args: tuple[Any, ...], plan: AnyPlan
+) -> Float[Array, " members"]:
+    models = eqx.nn.inference_mode(_interpolate(ensemble, position, first))
+    return map_members(lambda model, *args: check_loss(fn(model, *args)), plan=plan)(models, *args)
+
+
+def barrier(
+    losses: Float[ArrayLike, "*batch points"], *, baseline: Literal["line", "mean"] = "line"
+) -> Float[Array, "*batch"]:
+    r"""The height of the barrier between the two ends of lines, in the unit of the loss.
+
+    With losses $L(\alpha)$ at equally spaced points from 0 to 1, it is the largest
+    $L(\alpha) - (1 - \alpha) L(0) - \alpha L(1)$, as Entezari et al. define it: never negative, and zero for a loss
+    that is convex along the line. With `baseline="mean"` it is the largest $L(\alpha) - (L(0) + L(1)) / 2$, the linear
+    interpolation instability of Frankle et al., in which two ends of different losses are a barrier too.
+
+    **Arguments:**
+
+    - `losses`: `(*batch, points)`, at least three points, as from
+        [`eqx_ensemble.methods.alignment.connectivity`][].
+    - `baseline`: what the losses are compared with, `"line"` or `"mean"`.
+
+    **Returns:** `(*batch,)`: of each member for the result of `connectivity`.
+
+    **Raises:** `TypeError` for losses that are not floating-point; `ValueError` for fewer than three points, and for
+    another baseline.
+
+    ```python
+    # 1.5, above the line from 0 to 3
+    ee.methods.alignment.barrier(jnp.array([0.0, 3.0, 3.0]))
+    ```
+
+    ??? cite
+        [The Role of Permutation Invariance in Linear Mode Connectivity of Neural
+        Networks](https://arxiv.org/abs/2110.06296), Entezari et al., 2022.
+    """
+    name = "methods.alignment.barrier"
+    checked = check_losses(losses, name=name)
+    check_word(baseline, "baseline", ("line", "mean"), name=name)
+    share = jnp.linspace(0, 1, checked.shape[-1], dtype=checked.dtype).reshape((1,) * (checked.ndim - 1) + (-1,))
+    start, end = checked[..., :1], checked[..., -1:]
+    base = (start + end) / 2 if baseline == "mean" else start + share * (end - start)
+    return jnp.max(checked - base, axis=-1)
+
+
+def _interpolate(ensemble: Ensemble[M], position: Any, first: int) -> Ensemble[M]:
+    def between(leaf: Any) -> Any:
+        if not eqx.is_inexact_array(leaf):
+            return leaf
+        end = leaf if jnp.finfo(leaf.dtype).bits >= 32 else jnp.asarray(leaf, jnp.float32)
+        start, share = end[first : first + 1], jnp.asarray(position, jnp.finfo(end.dtype).dtype)
+        # From the nearer end, so that both ends are exact, and what is equal stays equal.
+        way = end - start
+        return jnp.where(share < 0.5, start + share * way, end - (1 - share) * way).astype(leaf.dtype)
+
+    return Ensemble(jax.tree.map(between, ensemble.stacked), ensemble.shared, ensemble.ids)

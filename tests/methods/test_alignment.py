@@ -1,0 +1,419 @@
+"""Weight matching: permuted copies are recovered exactly, and members remain the functions that they are."""
+
+from itertools import permutations, product
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_ensemble as ee
+from eqx_ensemble.methods.alignment import Heads, Units, align, barrier, connectivity, find_units, interpolate
+
+KEY = jax.random.key(3)
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def arrays(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
+
+
+def noisy(model, scale=1.0, seed=0):
+    """The model with noise on all weights, so that no bias or scale is that of its initialisation."""
+    draws = rng(seed)
+    noise = lambda x: x + scale * jnp.asarray(draws.normal(size=x.shape), x.dtype) * (jnp.std(x) + 0.1)
+    return jax.tree.map(lambda x: noise(x) if eqx.is_inexact_array(x) else x, model)
+
+
+def mlp(key, width=32):
+    return eqx.nn.MLP(4, 2, width, 2, key=key)
+
+
+def permuted_mlp(model, orders):
+    """The same function with its hidden units in other orders, written out."""
+    first, second = orders
+    a, b, c = model.layers
+    new = (a.weight[first], a.bias[first], b.weight[second][:, first], b.bias[second], c.weight[:, second])
+    where = lambda m: (
+        m.layers[0].weight, m.layers[0].bias, m.layers[1].weight, m.layers[1].bias, m.layers[2].weight,
+    )  # fmt: skip
+    return eqx.tree_at(where, model, new)
+
+
+def two_orders(width):
+    return rng(1).permutation(width), rng(2).permutation(width)
+
+
+@pytest.fixture(scope="module")
+def twins():
+    """A model and its copy with permuted units, and rows."""
+    model = noisy(mlp(KEY))
+    return ee.stack([model, permuted_mlp(model, two_orders(32))]), rng(5).normal(size=(40, 4)).astype(np.float32)
+
+
+def test_a_permuted_copy_is_recovered_exactly(twins):
+    ensemble, x = twins
+    aligned = align(ensemble, x, key=KEY)
+    for stacked in arrays(aligned.stacked):
+        np.testing.assert_array_equal(stacked[0], stacked[1])
+    assert any((stacked[0] != stacked[1]).any() for stacked in arrays(ensemble.stacked)), "the case decides nothing"
+    assert eqx.tree_equal(aligned[0], ensemble[0])
+    assert eqx.tree_equal(align(ensemble, x, reference=-1, key=KEY)[0], ensemble[1])
+    np.testing.assert_array_equal(aligned.ids, ensemble.ids)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_noise_on_the_copy_does_not_hide_the_order(twins, seed):
+    ensemble, x = twins
+    model, other = ensemble[0], noisy(ensemble[0], 0.3, seed=1 + seed)
+    aligned = align(ee.stack([model, permuted_mlp(other, two_orders(32))]), x, key=jax.random.key(seed))
+    assert eqx.tree_equal(aligned[1], other)
+
+
+def test_the_barrier_of_a_permuted_copy_is_zero_after_alignment(twins):
+    ensemble, x = twins
+    y = jax.vmap(ensemble[0])(x)
+    mse = lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2)
+    before = connectivity(ensemble, mse, x, y, num_points=5)
+    after = connectivity(align(ensemble, x, key=KEY), mse, x, y, num_points=5)
+    assert before.shape == (2, 5)
+    np.testing.assert_allclose(barrier(after), 0, atol=1e-11)
+    assert barrier(before)[0] < 1e-11 < 0.1 < barrier(before)[1]
+
+
+@pytest.mark.slow
+def test_functions_remain_the_same_to_rounding():
+    with jax.enable_x64(True):
+        ensemble = ee.build(lambda key: mlp(key, 16), 3, key=KEY)
+        x = rng(5).normal(size=(40, 4))
+        aligned = align(ensemble, x, key=KEY)
+        before, after = ee.predict(ensemble, x), ee.predict(aligned, x)
+    assert before.dtype == np.float64
+    assert 0 < np.abs(before - after).max() < 5e-15
+    similarity = lambda e: sum(np.vdot(stacked[0], stacked[2]) for stacked in arrays(e.arrays))
+    assert similarity(aligned) > similarity(ensemble) + 0.5
+
+
+def test_one_group_is_the_best_of_all_orders():
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 5, 1, key=key), 2, key=KEY)
+    a, b = (list(map(np.asarray, (m.layers[0].weight, m.layers[0].bias, m.layers[1].weight))) for m in ensemble)
+    inner = lambda p: sum((u * v).sum() for u, v in zip(a, (b[0][p], b[1][p], b[2][:, p]), strict=True))
+    values = {p: inner(list(p)) for p in permutations(range(5))}
+    best = list(max(values, key=values.__getitem__))
+    assert best != [0, 1, 2, 3, 4], "the case decides nothing"
+    aligned = align(ensemble, rng(5).normal(size=(4, 3)).astype(np.float32), key=KEY)
+    np.testing.assert_array_equal(aligned[1].layers[0].weight, b[0][best])
+
+
+def attention(key, num_heads=2, size=4, seed=0):
+    biases = dict(use_query_bias=True, use_key_bias=True, use_value_bias=True, use_output_bias=True)
+    layer = eqx.nn.MultiheadAttention(num_heads, size, qk_size=2, vo_size=2, **biases, key=key)
+    return noisy(layer, seed=seed)
+
+
+def orders_of_heads(heads, inside):
+    return np.concatenate([2 * head + np.asarray(own) for head, own in zip(heads, inside, strict=True)])
+
+
+def permuted_heads(layer, qk, vo):
+    where = lambda m: (
+        m.query_proj.weight, m.query_proj.bias, m.key_proj.weight, m.key_proj.bias, m.value_proj.weight,
+        m.value_proj.bias, m.output_proj.weight,
+    )  # fmt: skip
+    q1, q2, k1, k2, v1, v2, o = where(layer)
+    return eqx.tree_at(where, layer, (q1[qk], q2[qk], k1[qk], k2[qk], v1[vo], v2[vo], o[:, vo]))
+
+
+def attend(layer, x):
+    return layer(x, x, x)
+
+
+def test_heads_and_the_units_inside_them_are_the_best_of_all_orders():
+    a, b = (attention(key, seed=seed) for seed, key in enumerate(jax.random.split(KEY)))
+    x = rng(5).normal(size=(3, 5, 4)).astype(np.float32)
+    aligned = align(ee.stack([a, b]), x, fn=attend, key=KEY)
+    inner = lambda m: sum((u * v).sum() for u, v in zip(arrays(a), arrays(m), strict=True))
+    swaps = [(0, 1), (1, 0)]
+    every = [
+        permuted_heads(b, orders_of_heads(heads, qk), orders_of_heads(heads, vo))
+        for heads in swaps
+        for qk in product(swaps, repeat=2)
+        for vo in product(swaps, repeat=2)
+    ]
+    best = max(every, key=inner)
+    assert eqx.tree_equal(aligned[1], best)
+    assert inner(best) > inner(b)
+    without = max((m for m in every if eqx.tree_equal(m.query_proj, b.query_proj)), key=inner)
+    assert inner(best) > inner(without), "the case does not decide whether heads move"
+
+
+class Block(eqx.Module):
+    """A residual stream: an embedding and two layers write to it, norms, a gate and three layers read it."""
+
+    embed: eqx.nn.Linear
+    gate: jax.Array
+    norm: eqx.nn.LayerNorm
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+    out: eqx.nn.Linear
+
+    def __init__(self, key):
+        a, b, c, d = jax.random.split(key, 4)
+        self.embed, self.gate = eqx.nn.Linear(3, 6, key=a), jnp.ones(6)
+        self.norm, self.attention = eqx.nn.LayerNorm(6), attention(b, size=6)
+        self.mlp, self.out = eqx.nn.MLP(6, 6, 8, 1, key=c), eqx.nn.Linear(6, 2, key=d)
+
+    def __call__(self, x):
+        h = jax.vmap(self.embed)(x) * self.gate[None]
+        h = h + attend(self.attention, jax.vmap(self.norm)(h))
+        return jax.vmap(self.out)(h + jax.vmap(self.mlp)(h))
+
+
+STREAM = Units(
+    [lambda m: m.embed, (lambda m: m.gate, 0), lambda m: m.norm, lambda m: m.attention, lambda m: m.mlp],
+    inputs=[lambda m: m.attention, lambda m: m.mlp, lambda m: m.out],
+)
+
+
+def permuted_stream(model, p):
+    layers = lambda m: (m.embed.weight, m.embed.bias, m.gate, m.norm.weight, m.norm.bias)
+    model = eqx.tree_at(layers, model, [x[p] for x in layers(model)])
+    writes = lambda m: (
+        m.attention.output_proj.weight, m.attention.output_proj.bias, m.mlp.layers[1].weight, m.mlp.layers[1].bias,
+    )  # fmt: skip
+    model = eqx.tree_at(writes, model, [x[p] for x in writes(model)])
+    reads = lambda m: (
+        m.attention.query_proj.weight, m.attention.key_proj.weight, m.attention.value_proj.weight,
+        m.mlp.layers[0].weight, m.out.weight,
+    )  # fmt: skip
+    return eqx.tree_at(reads, model, [x[:, p] for x in reads(model)])
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    model = noisy(Block(KEY))
+    vo = orders_of_heads([1, 0], [(1, 0), (0, 1)])
+    other = eqx.tree_at(
+        lambda m: m.attention, model, permuted_heads(model.attention, orders_of_heads([1, 0], [(0, 1), (1, 0)]), vo)
+    )
+    hidden = rng(5).permutation(8)
+    where = lambda m: (m.mlp.layers[0].weight, m.mlp.layers[0].bias, m.mlp.layers[1].weight)
+    first, bias, second = where(other)
+    other = eqx.tree_at(where, other, (first[hidden], bias[hidden], second[:, hidden]))
+    return ee.stack([model, permuted_stream(other, rng(5).permutation(6))]), rng(5).normal(size=(4, 5, 3)).astype(
+        np.float32
+    )
+
+
+def test_a_residual_stream_shares_one_order(blocks):
+    ensemble, x = blocks
+    units = [*find_units(ensemble), STREAM]
+    assert [type(each) for each in units] == [Heads, Units, Units]
+    aligned = align(ensemble, x, units=units, key=KEY)
+    assert eqx.tree_equal(aligned[0], aligned[1])
+    assert not eqx.tree_equal(align(ensemble, x, key=KEY)[1], aligned[1]), "the stream was not needed"
+
+
+@pytest.mark.parametrize(
+    ("missing", "kept"),
+    [
+        ("norm", Units([e for i, e in enumerate(STREAM.outputs) if i != 2], STREAM.inputs)),
+        ("gate", Units([e for i, e in enumerate(STREAM.outputs) if i != 1], STREAM.inputs)),
+        ("reader", Units(STREAM.outputs, STREAM.inputs[:2])),
+    ],
+)
+def test_units_that_were_declared_wrongly_are_named(blocks, missing, kept):
+    ensemble, x = blocks
+    with pytest.raises(
+        ValueError, match=r"(?s)shuffling them changed.*\n  units\[1\]: `.embed.weight` axis 0.*\nName"
+    ) as e:
+        align(ensemble, x, units=[find_units(ensemble)[0], kept], key=KEY)
+    assert "units[0]" not in str(e.value)
+
+
+class ConvNet(eqx.Module):
+    layers: eqx.nn.Sequential
+
+    def __init__(self, key, mode="batch"):
+        a, b, c, d = jax.random.split(key, 4)
+        self.layers = eqx.nn.Sequential([
+            eqx.nn.Conv2d(2, 6, 3, key=a), eqx.nn.BatchNorm(6, "batch", mode=mode), eqx.nn.Lambda(jax.nn.relu),
+            eqx.nn.Conv2d(6, 6, 2, groups=6, key=b), eqx.nn.GroupNorm(1, 6), eqx.nn.ConvTranspose2d(6, 4, 2, key=c),
+            eqx.nn.Lambda(jnp.tanh), eqx.nn.MaxPool2d(2, 2), eqx.nn.Lambda(jnp.ravel), eqx.nn.Linear(16, 3, key=d),
+        ])  # fmt: skip
+
+    def __call__(self, x, state):
+        return self.layers(x, state)
+
+
+def permuted_conv(model, state, p, q):
+    layers = model.layers.layers
+    flat = (4 * q[:, None] + np.arange(4)).ravel()
+    where = lambda m: (
+        [m.layers.layers[i].weight for i in (0, 1, 3, 4)] + [m.layers.layers[i].bias for i in (0, 1, 3, 4)]
+    )
+    model = eqx.tree_at(where, model, [x[p] for x in where(model)])
+    rest = lambda m: (m.layers.layers[5].weight, m.layers.layers[5].bias, m.layers.layers[9].weight)
+    weight, bias, last = rest(model)
+    model = eqx.tree_at(rest, model, (weight[q][:, p], bias[q], last[:, flat]))
+    index = layers[1].batch_state_index or layers[1].ema_state_index
+    new = jax.tree.map(lambda x: x, state)
+    return model, new.set(index, jax.tree.map(lambda x: x[p], state.get(index)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["batch", "ema"])
+def test_channels_take_their_norms_and_statistics_along(mode):
+    model, state = eqx.nn.make_with_state(ConvNet)(KEY, mode)
+    model = noisy(model)
+    x = rng(5).normal(size=(6, 2, 6, 6)).astype(np.float32)
+    train = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    state = train(jnp.asarray(x), state)[1]
+    twin, twin_state = permuted_conv(model, state, rng(1).permutation(6), rng(2).permutation(4))
+    ensemble, states = ee.stack([model, twin]), ee.tree.stack([state, twin_state])
+    assert len(find_units(ensemble)) == 2
+    aligned, moved = align(ensemble, x, state=states, key=KEY)
+    assert eqx.tree_equal(aligned[0], aligned[1])
+    for before, after in zip(arrays(states), arrays(moved), strict=True):
+        np.testing.assert_array_equal(after, np.stack([before[0], before[0]]))
+    assert eqx.tree_equal(ee.tree.stack([state, twin_state]), states), "the given state is still there"
+    if mode == "batch":
+        entries = [lambda m, i=i: m.layers.layers[i] for i in (0, 3, 4)]
+        with pytest.raises(ValueError, match="shuffling them changed"):  # without BatchNorm
+            align(ensemble, x, state=states, units=[Units(entries, [lambda m: m.layers.layers[5]])], key=KEY)
+
+
+@pytest.mark.slow
+def test_members_do_not_depend_on_each_other():
+    ensemble = ee.build(lambda key: mlp(key, 8), 4, key=KEY)
+    x = rng(5).normal(size=(5, 4)).astype(np.float32)
+    whole, part = align(ensemble, x, key=KEY), align(ensemble[[0, 3]], x, key=KEY)
+    assert eqx.tree_equal(whole[3], part[1])
+    assert not eqx.tree_equal(whole[3], ensemble[3])
+
+
+def linear(size, **options):
+    return eqx.nn.Linear(size, size, key=KEY, **options)
+
+
+@pytest.mark.parametrize(
+    ("layers", "count"),
+    [
+        ([linear(4), linear(4)], 1),
+        ([linear(4), eqx.nn.Dropout(0.5), linear(4), eqx.nn.LayerNorm(4), linear(4)], 2),
+        ([linear(4)], 0),
+        ([eqx.nn.Embedding(5, 4, key=KEY), linear(4)], 1),
+        ([linear(4), eqx.nn.Sequential([eqx.nn.RMSNorm(4), mlp(KEY, 8)])], 3),
+        ([eqx.nn.Conv2d(2, 4, 3, key=KEY), eqx.nn.GroupNorm(2, 4), eqx.nn.Conv2d(4, 2, 3, key=KEY)], 0),
+        ([eqx.nn.Conv2d(2, 4, 3, key=KEY), eqx.nn.Conv2d(4, 4, 3, groups=2, key=KEY), linear(4)], 0),
+        ([linear(4), eqx.nn.WeightNorm(linear(4)), linear(4)], 0),
+        ([eqx.nn.MLP(4, 4, 8, 3, scan=True, key=KEY)], 0),
+        ([eqx.nn.MLP(4, 4, 8, 2, activation=eqx.nn.PReLU(), key=KEY)], 0),
+        ([eqx.nn.MultiheadAttention(2, 4, key=KEY)], 1),
+    ],
+)
+def test_units_that_are_found(layers, count):
+    assert len(find_units({"deep": [eqx.nn.Sequential(layers)]}["deep"][0])) == count
+
+
+def test_ends_of_lines_are_exact_and_the_middle_is_the_average(twins):
+    ensemble, _ = twins
+    first, last = (interpolate(ensemble, p) for p in (0, 1))
+    assert eqx.tree_equal(last, ensemble)
+    assert eqx.tree_equal(first[1], ensemble[0])
+    middle = eqx.filter_jit(interpolate)(ensemble, jnp.asarray(0.5))
+    for x, y in zip(arrays(middle[1]), arrays(ee.average(ensemble)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+    half = interpolate(jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, ensemble), 0.3)
+    assert {x.dtype for x in arrays(half.arrays)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.slow
+def test_connectivity_is_a_loop_over_points(twins):
+    ensemble, x = twins
+    three = ee.concatenate([ensemble, ee.Ensemble(ensemble.stacked, ensemble.shared, ensemble.ids + 2)])[:3]
+    fn = lambda model, x: jnp.mean(jax.vmap(model)(x)[:, 0] ** 3)
+    found = connectivity(three, fn, x, num_points=4, reference=1, plan=ee.plan.Sequential())
+    expected = [[fn(m, x) for m in interpolate(three, p, reference=1)] for p in np.linspace(0, 1, 4)]
+    np.testing.assert_allclose(found, np.transpose(expected), rtol=1e-4)
+    assert np.ptp(found[1]) == 0 < np.ptp(found[0])
+
+
+def test_barriers_in_closed_form():
+    t = np.linspace(0, 1, 11).astype(np.float32)
+    hill = 2 + 3 * t + 4 * t * (1 - t)  # the line, and a parabola of height 1
+    np.testing.assert_allclose(barrier(hill), 1, rtol=1e-6)
+    np.testing.assert_allclose(barrier(hill, baseline="mean"), np.max(hill) - 3.5, rtol=1e-6)
+    valley = np.stack([2 + 3 * t - 4 * t * (1 - t), 0 * t])
+    np.testing.assert_array_equal(barrier(valley), [0, 0])
+    np.testing.assert_allclose(barrier(valley, baseline="mean"), [1.5, 0])
+    assert np.isposinf(barrier(np.array([0.0, np.inf, 1.0])))
+
+
+BAD = {
+    "no ensemble": ({"ensemble": [1]}, TypeError, "needs an `Ensemble`"),
+    "no key": ({"key": 3}, TypeError, "methods.alignment.align"),
+    "a reference out of range": ({"reference": 3}, ValueError, "position of one of the members, got 3"),
+    "no units": ({"units": []}, ValueError, "at least one group"),
+    "units of another kind": ({"units": [3]}, TypeError, r"got .* at `units\[0\]`"),
+    "a layer without axes": ({"units": [Units([lambda m: m.activation])]}, TypeError, "does not know which axes"),
+    "no such layer": ({"units": [Units([lambda m: m.nothing])]}, ValueError, r"`units\[0\].outputs\[0\]` raised"),
+    "no array": ({"units": [Units([(lambda m: m.layers[0], 0)])]}, TypeError, "to select an array of a member"),
+    "no such axis": ({"units": [Units([(lambda m: m.layers[0].bias, 1)])]}, ValueError, "name an axis of an array"),
+    "sizes that differ": (
+        {"units": [Units([lambda m: m.layers[0]], [lambda m: m.layers[0]])]}, ValueError, "axis 1 of .* for 32 units",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(unhooked, twins, name):
+    change, error, message = BAD[name]
+    ensemble, x = twins
+    with pytest.raises(error, match=message):
+        align(**({"ensemble": ensemble, "x": x, "key": KEY} | change))
+
+
+def test_members_that_cannot_be_aligned(unhooked, twins):
+    ensemble, x = twins
+    broken = eqx.tree_at(lambda e: e.stacked.layers[1].bias, ensemble, replace_fn=lambda b: b.at[1, 3].set(jnp.nan))
+    with pytest.raises(ValueError, match=r"`.layers\[1\].bias`: not finite in members \[1\]"):
+        align(broken, x, key=KEY)
+    shared = ee.stack([ensemble[0], ensemble[0]], shared=lambda m: m.layers[0].weight)
+    with pytest.raises(ValueError, match="is shared by all members"):
+        align(shared, x, key=KEY)
+    with pytest.raises(ValueError, match="found no units"):
+        align(ee.build(lambda key: eqx.nn.Linear(4, 1, key=key), 2, key=KEY), x, key=KEY)
+    with pytest.raises(ValueError, match="finite floating-point"):
+        align(ensemble, np.full_like(x, np.nan), key=KEY)
+    with pytest.raises(TypeError, match="concrete arrays"):
+        jax.jit(lambda x: align(eqx.combine(x, eqx.filter(ensemble, eqx.is_array, inverse=True)), x, key=KEY))(
+            eqx.filter(ensemble, eqx.is_array)
+        )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda e: Units([]), ValueError, "at least one layer in `outputs`"),
+        (lambda e: Units(["layer"]), TypeError, r"`outputs\[0\]` to be a function"),
+        (lambda e: Units([(len, 0.5)]), TypeError, "with an integer axis"),
+        (lambda e: Heads(2, qk=3, vo=Units([len])), TypeError, "`qk` to be `Units`"),
+        (lambda e: find_units(3), TypeError, "needs a model or an ensemble"),
+        (lambda e: interpolate(e, np.ones(2)), TypeError, r"one number, got f64\[2\]"),
+        (lambda e: interpolate(e, np.nan), ValueError, "`position` to be finite"),
+        (lambda e: connectivity(e, lambda m: jnp.ones(2)), TypeError, r"one real number, got f32\[2\]"),
+        (lambda e: connectivity(e, lambda m: None), TypeError, "one real number, got"),
+        (lambda e: connectivity(e, lambda m: 1.0, num_points=2), ValueError, "at least 3"),
+        (lambda e: barrier(np.ones(2)), ValueError, "at least three points"),
+        (lambda e: barrier(np.ones(3, int)), TypeError, "floating-point"),
+        (lambda e: barrier(np.ones(3), baseline="max"), ValueError, "one of 'line', 'mean'"),
+    ],
+)
+def test_more_bad_input(unhooked, twins, call, error, message):
+    with pytest.raises(error, match=message):
+        call(twins[0])
