@@ -20,10 +20,11 @@ _DRAWN = np.array([[0, 1, 2, 0, 1, 2], [3, 4, 5, 3, 4, 5], [0, 2, 4, 0, 2, 4]])
 _FOLDS = resample.folds(6, 3)
 
 _CLASSES = {"logits": _LOGITS, "labels": _LABELS, "weights": _WEIGHTS, "mask": _MASK}
+_ROWS = {"row_weights": _ROW_WEIGHTS, "mask": _MASK}
 _POINTS = {"samples": _MEAN, "targets": _TARGETS, "weights": _WEIGHTS, "mask": _MASK}
 _MOMENTS = {"mean": _MEAN, "variance": _VARIANCE, "weights": _WEIGHTS}
 _ENDS = {"lower": _MEAN[0], "upper": _MEAN[0] + 1, "targets": _TARGETS, "mask": _MASK}
-_ONE = {"mean": _MEAN[0], "variance": _VARIANCE[0], "targets": _TARGETS, "mask": _MASK, "reduction": "mean"}
+_ONE = {"mean": _MEAN[0], "variance": _VARIANCE[0], "targets": _TARGETS, "reduction": "mean"} | _ROWS
 _MEAN_OR_NONE = {"reduction": "mean"}
 _BINS = {"num_bins": 2, "binning": "width"}
 _RANKED = {
@@ -32,7 +33,7 @@ _RANKED = {
     "row_weights": _ROW_WEIGHTS,
     "mask": np.arange(6) > 0,
 }
-_SELECTED = {"uncertainty": _TARGETS, "losses": _MEAN[0], "mask": _MASK}
+_SELECTED = {"uncertainty": _TARGETS, "losses": _MEAN[0]}
 _LOGITS_AND_WEIGHTS = {"logits": _LOGITS, "weights": _WEIGHTS}
 _CONCENTRATION, _LEVELS = np.exp(_LOGITS[0]) + 1, np.array([0.1, 0.5, 0.9])
 _EVIDENTIAL = heads.NormalInverseGamma(_MEAN[0], _VARIANCE[0], _VARIANCE[1] + 1, _VARIANCE[2])
@@ -63,43 +64,45 @@ CALLS = {
     scores: {
         "bootstrap": {"values": _MEAN, "statistic": None, "row_weights": _ROW_WEIGHTS, "mask": _MASK, "level": 0.9}
         | {"num_draws": 5, "key": _KEY},
-        **{name: _CLASSES | _MEAN_OR_NONE for name in ("brier", "accuracy", "mean_member_accuracy", "nll")},
-        "ranked_probability": _CLASSES | _MEAN_OR_NONE,
-        "decompose_brier": _CLASSES | _BINS,
-        **{name: _CLASSES | _BINS | {"debiased": False} for name in ("classwise_ece", "ece")},
-        "squared_calibration_error": _CLASSES | _BINS | {"debiased": True},
-        "crps": _POINTS | _MEAN_OR_NONE | {"estimator": "nrg"},
+        **{name: _CLASSES | _ROWS | _MEAN_OR_NONE for name in ("brier", "accuracy", "mean_member_accuracy", "nll")},
+        "ranked_probability": _CLASSES | _ROWS | _MEAN_OR_NONE,
+        "decompose_brier": _CLASSES | _ROWS | _BINS,
+        **{name: _CLASSES | _ROWS | _BINS | {"debiased": False} for name in ("classwise_ece", "ece")},
+        "squared_calibration_error": _CLASSES | _ROWS | _BINS | {"debiased": True},
+        "crps": _POINTS | _ROWS | _MEAN_OR_NONE | {"estimator": "nrg"},
         "crps_gaussian": _ONE,
-        "crps_gaussian_mixture": _MOMENTS | {"targets": _TARGETS, "mask": _MASK, "reduction": "mean"},
+        "crps_gaussian_mixture": _MOMENTS | _ROWS | {"targets": _TARGETS, "reduction": "mean"},
         "nll_gaussian": _ONE,
-        "nll_gaussian_mixture": _MOMENTS | {"targets": _TARGETS, "mask": _MASK, "reduction": "mean"},
-        "coverage": _ENDS | _MEAN_OR_NONE,
-        "set_coverage": {"sets": _LOGITS[0] > 0, "labels": _LABELS, "mask": _MASK, "reduction": "mean"},
-        "set_size": {"sets": _LOGITS[0] > 0, "mask": _MASK, "reduction": "mean"},
+        "nll_gaussian_mixture": _MOMENTS | _ROWS | {"targets": _TARGETS, "reduction": "mean"},
+        "coverage": _ENDS | _ROWS | _MEAN_OR_NONE,
+        "set_coverage": {"sets": _LOGITS[0] > 0, "labels": _LABELS, "reduction": "mean"} | _ROWS,
+        "set_size": {"sets": _LOGITS[0] > 0, "reduction": "mean"} | _ROWS,
         "by_group": {"values": _TARGETS, "groups": _LABELS % 2, "num_groups": 2, "mask": _MASK},
         **{
             name: {"sets": _LOGITS[0] > 0, "labels": _LABELS, "mask": _MASK}
             for name in ("class_conditional_coverage", "size_stratified_coverage")
         },
-        "width": {name: _ENDS[name] for name in ("lower", "upper", "mask")} | _MEAN_OR_NONE,
+        "width": {name: _ENDS[name] for name in ("lower", "upper")} | _ROWS | _MEAN_OR_NONE,
         "pit": _POINTS | {"key": _KEY},
         "pit_gaussian_mixture": _MOMENTS | {"targets": _TARGETS, "mask": _MASK},
         "pit_histogram": {"values": np.abs(_TARGETS) / 3, "num_bins": 2, "mask": _MASK},
         "rank_histogram": {"samples": _MEAN, "targets": _TARGETS, "mask": _MASK, "key": _KEY},
         **{
-            name: {"predictions": _MEAN, "targets": _TARGETS, "weights": _WEIGHTS, "mask": _MASK}
+            name: {"predictions": _MEAN, "targets": _TARGETS, "weights": _WEIGHTS} | _ROWS
             for name in ("rmse", "mean_member_rmse")
         },
-        "dawid_sebastiani": {"samples": _MEAN, "targets": _TARGETS, "mask": _MASK, "reduction": "mean"},
+        "dawid_sebastiani": {"samples": _MEAN, "targets": _TARGETS, "reduction": "mean"} | _ROWS,
         "energy_score": _POINTS
+        | _ROWS
         | {"samples": _MEAN[..., None], "targets": _TARGETS[..., None], "estimator": "nrg"}
         | _MEAN_OR_NONE,
-        "interval_score": _ENDS | {"level": 0.8, "reduction": "mean"},
-        "pinball": {"quantiles": _MEAN[0], "targets": _TARGETS, "level": 0.8, "mask": _MASK, "reduction": "mean"},
+        "interval_score": _ENDS | _ROWS | {"level": 0.8, "reduction": "mean"},
+        "pinball": {"quantiles": _MEAN[0], "targets": _TARGETS, "level": 0.8, "reduction": "mean"} | _ROWS,
         "aupr": _RANKED,
         "auroc": _RANKED,
         "fpr_at_tpr": _RANKED | {"level": 0.9},
-        **{name: _SELECTED for name in ("aurc", "excess_aurc", "risk_coverage")},
+        **{name: _SELECTED | _ROWS for name in ("aurc", "risk_coverage")},
+        "excess_aurc": _SELECTED | {"mask": _MASK},
     },
     uncertainty: {
         "decompose_nll": {"logits": _LOGITS, "labels": _LABELS, "weights": _WEIGHTS},

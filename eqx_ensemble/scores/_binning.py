@@ -1,16 +1,18 @@
 """Rows in bins by a probability, for calibration errors and the parts of the Brier score."""
 
+import math
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer
+from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
 from .._check import check_positive_int, check_word
 from .._weighting import class_mixture, is_class
 from ._classification import check_classes, correct
 from ._crps_gaussian import expected_distance
+from ._reduce import RowWeights
 
 Binning = Literal["width", "mass"]
 
@@ -21,7 +23,8 @@ _BLOCK = 1024
 class Bins(NamedTuple):
     """The inner edges of the bins, the bin of every row, and for each bin its rows, mean probability and frequency.
 
-    The means of an empty bin are zero.
+    The means of an empty bin are zero. Of weighted rows `count` is their weight, and `effective` the number of rows
+    alike whose mean is as noisy, (sum of weights)^2 / sum of squared weights.
     """
 
     edges: Float[Array, " edges"]
@@ -29,6 +32,7 @@ class Bins(NamedTuple):
     count: Float[Array, " bins"]
     probability: Float[Array, " bins"]
     frequency: Float[Array, " bins"]
+    effective: Float[Array, " bins"]
 
 
 def check_bins(
@@ -38,10 +42,11 @@ def check_bins(
     num_bins: int,
     binning: Binning,
     weights: ArrayLike | None,
+    row_weights: ArrayLike | None,
     mask: ArrayLike | None,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Checked logits, labels, weights and mask, as of `check_classes`; one bin or more, of a known kind."""
-    checked = check_classes(name, logits, labels, weights, mask, "mean")
+    """Checked logits, labels and weights, as of `check_classes`; one bin or more, of a known kind."""
+    checked = check_classes(name, logits, labels, weights, row_weights, mask, "mean")
     check_positive_int(num_bins, "num_bins", name=name)
     check_word(binning, "binning", ("width", "mass"), name=name)
     return checked
@@ -50,30 +55,34 @@ def check_bins(
 def bin_rows(
     probability: Float[Array, " rows"],
     hits: Float[Array, " rows"],
-    mask: Bool[Array, " rows"] | None,
+    row_weights: RowWeights | None,
     num_bins: int,
     binning: Binning,
 ) -> Bins:
-    """Bins of equal width or of equal mass; masked rows are in no bin."""
-    kept = jnp.ones_like(probability) if mask is None else mask.astype(probability.dtype)
-    edges = _of_width(num_bins, probability.dtype) if binning == "width" else _of_mass(probability, mask, num_bins)
-    edges = jax.lax.stop_gradient(edges)
+    """Bins of equal width or of equal mass; rows that do not count are in no bin."""
+    own = jnp.ones_like(probability) if row_weights is None else row_weights.astype(probability.dtype)
+    if binning == "width":
+        edges = _of_width(num_bins, probability.dtype)
+    else:
+        edges = jax.lax.stop_gradient(_of_mass(probability, row_weights, num_bins))
     index = jnp.searchsorted(edges, probability, side="left")
-    total = lambda values: _sum_by_bin(values * kept, index, num_bins)
+    total = lambda values: _sum_by_bin(values * own, index, num_bins)
     count = total(jnp.ones_like(probability))
-    filled = jnp.maximum(count, 1)
+    filled = jnp.where(count == 0, 1, count)
+    is_weighted = row_weights is not None and row_weights.dtype != bool
+    effective = count**2 / jnp.where(count == 0, 1, total(own)) if is_weighted else count
     rough = total(probability) / filled
     # A sum of equal numbers always rounds the same way; a sum of small deviations from the mean does not.
     mean = rough + total(probability - rough[index]) / filled
-    return Bins(edges, index, count, mean, total(hits) / filled)
+    return Bins(edges, index, count, mean, total(hits) / filled, effective)
 
 
 def by_class(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, "members ..."] | None,
-    mask: Bool[Array, "*batch"] | None,
-) -> tuple[Float[Array, "classes rows"], Float[Array, "classes rows"], Bool[Array, " rows"] | None]:
+    row_weights: RowWeights | None,
+) -> tuple[Float[Array, "classes rows"], Float[Array, "classes rows"], RowWeights | None]:
     """The mixture's probabilities and the one-hot labels, class by class, with all rows on one axis."""
     num_classes = logits.shape[-1]
     logs = class_mixture(logits, weights)
@@ -81,23 +90,22 @@ def by_class(
     flat = jnp.ravel(labels)
     known = is_class(flat, num_classes)
     truth = jnp.where(known[:, None], jax.nn.one_hot(flat, num_classes, dtype=probabilities.dtype), jnp.nan)
-    return probabilities.T, truth.T, None if mask is None else jnp.ravel(mask)
+    return probabilities.T, truth.T, None if row_weights is None else jnp.ravel(row_weights)
 
 
 def of_top_label(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, "members ..."] | None,
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     num_bins: int,
     binning: Binning,
 ) -> Bins:
     """Bins of the confidence, which is the mixture's largest probability; a hit is a label of that class."""
     logs = class_mixture(logits, weights)
     confidence = jnp.ravel(jnp.exp(jnp.max(logs, axis=-1)))
-    return bin_rows(
-        confidence, jnp.ravel(correct(logs, labels)), None if mask is None else jnp.ravel(mask), num_bins, binning
-    )
+    flat = None if row_weights is None else jnp.ravel(row_weights)
+    return bin_rows(confidence, jnp.ravel(correct(logs, labels)), flat, num_bins, binning)
 
 
 def mean_gap(bins: Bins, *, debiased: bool) -> Float[Array, ""]:
@@ -105,7 +113,7 @@ def mean_gap(bins: Bins, *, debiased: bool) -> Float[Array, ""]:
     gaps = bins.frequency - bins.probability
     errors = jnp.abs(gaps)
     if debiased:
-        variance = bins.frequency * (1 - bins.frequency) / jnp.maximum(bins.count, 1)
+        variance = bins.frequency * (1 - bins.frequency) / jnp.where(bins.count == 0, 1, bins.effective)
         errors = 2 * errors - expected_distance(gaps, variance)
     return jnp.sum(bins.count * errors) / jnp.sum(bins.count)
 
@@ -124,12 +132,27 @@ def _of_width(num_bins: int, dtype: jnp.dtype) -> Float[Array, " edges"]:
 
 
 def _of_mass(
-    probability: Float[Array, " rows"], mask: Bool[Array, " rows"] | None, num_bins: int
+    probability: Float[Array, " rows"], row_weights: RowWeights | None, num_bins: int
 ) -> Float[Array, " edges"]:
     """Sorted value number (n - 1) k / K, rounded down. An edge that is a value keeps all rows of it together."""
-    ordered = jnp.sort(probability if mask is None else jnp.where(mask, probability, jnp.inf))
-    last = probability.size - 1 if mask is None else jnp.sum(mask) - 1
     inner = jnp.arange(1, num_bins)
+    if row_weights is not None and row_weights.dtype != bool:
+        return _of_weight(probability, row_weights, inner, num_bins)
+    ordered = jnp.sort(probability if row_weights is None else jnp.where(row_weights, probability, jnp.inf))
+    last = probability.size - 1 if row_weights is None else jnp.sum(row_weights) - 1
     # In two parts, because the product may be more than 32-bit integers hold.
     index = last // num_bins * inner + last % num_bins * inner // num_bins
     return ordered[index]
+
+
+def _of_weight(
+    probability: Float[Array, " rows"], row_weights: Float[Array, " rows"], inner: Int[Array, " edges"], num_bins: int
+) -> Float[Array, " edges"]:
+    """The same of weighted rows, in units of their mean weight."""
+    order = jnp.argsort(jnp.where(row_weights == 0, jnp.inf, probability))
+    at_most = jnp.cumsum(row_weights[order])
+    last = at_most[-1] - at_most[-1] / jnp.sum(row_weights != 0).astype(at_most.dtype)
+    rounding = 4 * math.log2(2 * probability.size) * jnp.finfo(probability.dtype).eps
+    beyond = last * inner.astype(at_most.dtype) * (1 + rounding)
+    index = jnp.searchsorted(at_most * num_bins, beyond, side="right")
+    return probability[order][jnp.minimum(index, probability.size - 1)]

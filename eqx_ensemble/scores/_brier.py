@@ -8,7 +8,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 from .._weighting import class_mixture, is_class
 from ._binning import Binning, bin_rows, by_class, check_bins
 from ._classification import check_classes
-from ._reduce import Reduction, masked_mean, reduce
+from ._reduce import Reduction, RowWeights, mean_of_rows, reduce
 
 
 class BrierDecomposition(NamedTuple):
@@ -32,6 +32,7 @@ def brier(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -46,6 +47,8 @@ def brier(
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
         member of weight zero is left out.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
@@ -75,7 +78,7 @@ def brier(
         }
         ```
     """
-    return _brier(*check_classes("scores.brier", logits, labels, weights, mask, reduction), reduction)
+    return _brier(*check_classes("scores.brier", logits, labels, weights, row_weights, mask, reduction), reduction)
 
 
 def decompose_brier(
@@ -85,6 +88,7 @@ def decompose_brier(
     num_bins: int = 15,
     binning: Binning = "width",
     weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> BrierDecomposition:
     r"""Murphy's decomposition of the Brier score of the mixture: reliability, resolution and uncertainty.
@@ -104,6 +108,8 @@ def decompose_brier(
         [`eqx_ensemble.scores.ece`][].
     - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
         member of weight zero is left out.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -137,7 +143,7 @@ def decompose_brier(
         ```
     """
     name = "scores.decompose_brier"
-    checked = check_bins(name, logits, labels, num_bins, binning, weights, mask)
+    checked = check_bins(name, logits, labels, num_bins, binning, weights, row_weights, mask)
     return _decompose(*checked, num_bins, binning)
 
 
@@ -146,13 +152,13 @@ def _brier(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, "members ..."] | None,
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     probabilities = jnp.exp(class_mixture(logits, weights))
     truth = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
     known = is_class(labels, logits.shape[-1])
-    return reduce(jnp.where(known, jnp.sum((probabilities - truth) ** 2, axis=-1), jnp.nan), reduction, mask)
+    return reduce(jnp.where(known, jnp.sum((probabilities - truth) ** 2, axis=-1), jnp.nan), reduction, row_weights)
 
 
 @partial(jax.jit, static_argnames=("num_bins", "binning"))
@@ -160,21 +166,21 @@ def _decompose(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, "members ..."] | None,
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     num_bins: int,
     binning: Binning,
 ) -> BrierDecomposition:
-    probabilities, truth, kept = by_class(logits, labels, weights, mask)
+    probabilities, truth, kept = by_class(logits, labels, weights, row_weights)
 
     def of_class(p: Array, hits: Array) -> BrierDecomposition:
         bins = bin_rows(p, hits, kept, num_bins, binning)
-        share, overall = bins.count / jnp.sum(bins.count), masked_mean(hits, kept)
+        share, overall = bins.count / jnp.sum(bins.count), mean_of_rows(hits, kept)
         off, surprise = p - bins.probability[bins.index], hits - bins.frequency[bins.index]
         return BrierDecomposition(
             reliability=jnp.sum(share * (bins.probability - bins.frequency) ** 2),
             resolution=jnp.sum(share * (bins.frequency - overall) ** 2),
             uncertainty=overall * (1 - overall),
-            within_bins=masked_mean(off * (off - 2 * surprise), kept),
+            within_bins=mean_of_rows(off * (off - 2 * surprise), kept),
         )
 
     return jax.tree.map(jnp.sum, jax.vmap(of_class)(probabilities, truth))

@@ -6,6 +6,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._check import check_flag
 from ._binning import Binning, bin_rows, by_class, check_bins, mean_gap, of_top_label
+from ._reduce import RowWeights
 
 
 def ece(
@@ -16,6 +17,7 @@ def ece(
     binning: Binning = "width",
     debiased: bool = False,
     weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Expected calibration error of the mixture of the members, from 0 to 1; lower is better.
@@ -32,10 +34,14 @@ def ece(
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `num_bins`: the number of bins $K$.
     - `binning`: `"width"`, bins $(k / K, (k + 1) / K]$; or `"mass"`, the adaptive error: bins of equally many rows,
-        with rows of equal confidence in the same bin.
-    - `debiased`: whether to subtract the expected excess; the result may then be slightly negative.
+        or of equal weight, with rows of equal confidence in the same bin.
+    - `debiased`: whether to subtract the expected excess; the result may then be slightly negative. Noise depends on
+        the effective number of rows, $(\sum_i w_i)^2 / \sum_i w_i^2$ of their weights: a row of weight 2 is one
+        observation, not two.
     - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
         member of weight zero is left out.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -66,7 +72,7 @@ def ece(
         }
         ```
     """
-    checked = check_bins("scores.ece", logits, labels, num_bins, binning, weights, mask)
+    checked = check_bins("scores.ece", logits, labels, num_bins, binning, weights, row_weights, mask)
     debiased = check_flag(debiased, "debiased", name="scores.ece")
     return _ece(*checked, num_bins, binning, debiased)
 
@@ -79,6 +85,7 @@ def classwise_ece(
     binning: Binning = "width",
     debiased: bool = False,
     weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Calibration error of every class's probability under the mixture of the members, on average over classes.
@@ -122,7 +129,7 @@ def classwise_ece(
         }
         ```
     """
-    checked = check_bins("scores.classwise_ece", logits, labels, num_bins, binning, weights, mask)
+    checked = check_bins("scores.classwise_ece", logits, labels, num_bins, binning, weights, row_weights, mask)
     debiased = check_flag(debiased, "debiased", name="scores.classwise_ece")
     return _classwise_ece(*checked, num_bins, binning, debiased)
 
@@ -132,12 +139,12 @@ def _ece(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, "members ..."] | None,
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     num_bins: int,
     binning: Binning,
     debiased: bool,  # noqa: FBT001
 ) -> Float[Array, ""]:
-    return mean_gap(of_top_label(logits, labels, weights, mask, num_bins, binning), debiased=debiased)
+    return mean_gap(of_top_label(logits, labels, weights, row_weights, num_bins, binning), debiased=debiased)
 
 
 @partial(jax.jit, static_argnames=("num_bins", "binning", "debiased"))
@@ -145,11 +152,11 @@ def _classwise_ece(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, "members ..."] | None,
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     num_bins: int,
     binning: Binning,
     debiased: bool,  # noqa: FBT001
 ) -> Float[Array, ""]:
-    probabilities, truth, kept = by_class(logits, labels, weights, mask)
+    probabilities, truth, kept = by_class(logits, labels, weights, row_weights)
     of_class = lambda p, hits: mean_gap(bin_rows(p, hits, kept, num_bins, binning), debiased=debiased)
     return jnp.mean(jax.vmap(of_class)(probabilities, truth))

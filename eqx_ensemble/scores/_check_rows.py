@@ -6,11 +6,12 @@ from .._check import (
     check_array,
     check_floating,
     check_mask,
-    check_nonnegative,
     concrete,
+    kept_rows,
     needs_message,
     promote,
 )
+from ._row_weights import check_row_weights, check_rows
 
 
 def check_ranking(
@@ -22,20 +23,13 @@ def check_ranking(
         fix = "For example `labels == 1`, or `jnp.arange(n) >= num_inside`."
         raise TypeError(needs_message(name, "boolean `positives`", f"got dtype {truth.dtype}", fix))
     _same_rows(name, "scores", values, "positives", truth)
-    rows = check_mask(name, mask, values.shape)
-    if row_weights is None:
-        (values,) = promote(values)
-        weights = jnp.ones(values.shape, values.dtype)
-    else:
-        array = check_array(name, "row_weights", row_weights)
-        _same_rows(name, "scores", values, "row_weights", array)
-        check_nonnegative(name, "row_weights", row_weights, fix="Rows of weight zero are ignored.", mask=mask)
-        values, weights = promote(values, array)
-    weights = weights if rows is None else jnp.where(rows, weights, 0)
-    counts = concrete(weights)
-    if counts is not None and (host := concrete(positives)) is not None:
+    (values,) = promote(values)
+    rows = check_rows(name, row_weights, mask, values.shape, values.dtype)
+    weights = jnp.ones(values.shape, values.dtype) if rows.weights is None else rows.weights.astype(values.dtype)
+    known, host = kept_rows(rows.known), concrete(positives)
+    if known is not None and host is not None:
         for kind, found in (("positive", host), ("negative", ~host)):
-            if not (counts[found] > 0).any():
+            if not (known & found).any():
                 raise ValueError(
                     needs_message(
                         name,
@@ -48,18 +42,18 @@ def check_ranking(
 
 
 def check_selection(
-    name: str, uncertainty: ArrayLike, losses: ArrayLike, mask: ArrayLike | None
+    name: str, uncertainty: ArrayLike, losses: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Array, Array, Array]:
-    """Uncertainties, losses and which rows count, all flat."""
+    """Uncertainties, losses and how much each row counts, all flat."""
     values, array = check_floating(name, "uncertainty", uncertainty), check_array(name, "losses", losses)
     _same_rows(name, "uncertainty", values, "losses", array)
     if values.size == 0:
         raise ValueError(
             needs_message(name, "at least one row", f"got shape {values.shape}", "Was every row filtered out?")
         )
-    rows = check_mask(name, mask, values.shape)
     values, array = promote(values, array)
-    counted = jnp.ones(values.shape, bool) if rows is None else rows
+    rows = check_rows(name, row_weights, mask, values.shape, values.dtype)
+    counted = jnp.ones(values.shape, bool) if rows.weights is None else rows.weights
     return jnp.ravel(values), jnp.ravel(array), jnp.ravel(counted)
 
 
@@ -83,12 +77,5 @@ def check_rows_of_scores(
     rows = check_mask(name, mask, array.shape[-1:])
     if row_weights is None:
         return array, None, rows
-    weights = check_array(name, "row_weights", row_weights)
-    if weights.shape != array.shape[-1:]:
-        got = f"expected shape {array.shape[-1:]}, got {weights.shape}"
-        raise ValueError(
-            needs_message(name, "one of `row_weights` per row", got, "Rows are on the last axis of `values`.")
-        )
-    fix = "Rows of weight zero are drawn but do not count; use `mask` to exclude rows."
-    check_nonnegative(name, "row_weights", row_weights, fix=fix, mask=mask, all_zero=False)
+    weights = check_row_weights(name, row_weights, array.shape[-1:], mask)
     return array, weights.astype(array.dtype), rows

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_labels, check_logits, check_mask, check_weights
-from .._weighting import blank_masked, blank_unweighted, class_mixture, is_class, log_mixture, weighted_mean
+from .._check import check_labels, check_logits, check_weights
+from .._weighting import blank_unweighted, class_mixture, is_class, log_mixture, weighted_mean
 from ._check import check_reduction
-from ._reduce import Reduction, reduce
+from ._reduce import Reduction, RowWeights, reduce
+from ._row_weights import check_rows
 
 
 def nll(
@@ -15,6 +16,7 @@ def nll(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -30,6 +32,8 @@ def nll(
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
         member of weight zero is left out.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
@@ -49,7 +53,7 @@ def nll(
     ee.scores.nll(logits, jnp.array([0]))  # -log(0.6) = 0.511
     ```
     """
-    return _nll(*check_classes("scores.nll", logits, labels, weights, mask, reduction), reduction)
+    return _nll(*check_classes("scores.nll", logits, labels, weights, row_weights, mask, reduction), reduction)
 
 
 def accuracy(
@@ -57,6 +61,7 @@ def accuracy(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -68,6 +73,8 @@ def accuracy(
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
         member of weight zero is left out.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (right) or 0.0 (wrong) per row.
 
@@ -86,7 +93,9 @@ def accuracy(
     ee.scores.mean_member_accuracy(logits, jnp.array([0]))  # 0.5
     ```
     """
-    return _accuracy(*check_classes("scores.accuracy", logits, labels, weights, mask, reduction), reduction)
+    return _accuracy(
+        *check_classes("scores.accuracy", logits, labels, weights, row_weights, mask, reduction), reduction
+    )
 
 
 def mean_member_accuracy(
@@ -94,6 +103,7 @@ def mean_member_accuracy(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -107,6 +117,8 @@ def mean_member_accuracy(
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
         member of weight zero is left out.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for the fraction of members that are right on each row.
 
@@ -125,7 +137,7 @@ def mean_member_accuracy(
     """
     name = "scores.mean_member_accuracy"
     return _mean_member_accuracy(
-        *check_classes(name, logits, labels, weights, mask, reduction, of_votes=True), reduction
+        *check_classes(name, logits, labels, weights, row_weights, mask, reduction, of_votes=True), reduction
     )
 
 
@@ -134,18 +146,19 @@ def check_classes(
     logits: ArrayLike,
     labels: ArrayLike,
     weights: ArrayLike | None,
+    row_weights: ArrayLike | None,
     mask: ArrayLike | None,
     reduction: Reduction,
     *,
     of_votes: bool = False,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Logits, labels, weights and mask; masked rows are overwritten with values for which every score is finite."""
+    """Logits, labels, weights, and how much each row counts; every score of a row that does not is finite."""
     checked = check_logits(name, logits, of_votes=of_votes)
-    kept = check_mask(name, mask, checked.shape[1:-1])
-    targets = check_labels(name, labels, checked, mask)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1], mask=kept)
+    rows = check_rows(name, row_weights, mask, checked.shape[1:-1], checked.dtype)
+    targets = check_labels(name, labels, checked, rows.known)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1], mask=rows.mask)
     check_reduction(name, reduction, targets.shape)
-    return blank_masked(checked, kept, before=1), blank_masked(targets, kept), convex, kept
+    return rows.blank(checked, before=1), rows.blank(targets), convex, rows.weights
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -153,14 +166,14 @@ def _nll(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, "members ..."] | None,
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
     known = is_class(labels, logits.shape[-1])
     index = jnp.where(known, labels, 0)[None, ..., None]
     chosen = jnp.take_along_axis(logs, index, axis=-1)[..., 0]
-    return reduce(jnp.where(known, -log_mixture(chosen, weights), jnp.nan), reduction, mask)
+    return reduce(jnp.where(known, -log_mixture(chosen, weights), jnp.nan), reduction, row_weights)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -168,10 +181,10 @@ def _accuracy(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, "members ..."] | None,
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    return reduce(correct(class_mixture(logits, weights), labels), reduction, mask)
+    return reduce(correct(class_mixture(logits, weights), labels), reduction, row_weights)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -179,11 +192,11 @@ def _mean_member_accuracy(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, "members ..."] | None,
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     right = correct(blank_unweighted(logits, weights), labels[None])
-    return reduce(weighted_mean(right, weights), reduction, mask)
+    return reduce(weighted_mean(right, weights), reduction, row_weights)
 
 
 def correct(logits: Float[Array, "*rows classes"], labels: Integer[Array, "*labels"]) -> Float[Array, "*rows"]:

@@ -3,11 +3,12 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_mask, check_regression, check_weights, check_word
+from .._check import check_regression, check_weights, check_word
 from .._combination import by_order
-from .._weighting import blank_masked, shares_in_order
+from .._weighting import shares_in_order
 from ._check import check_fair, check_reduction
 from ._reduce import Reduction, reduce_rows
+from ._row_weights import check_rows
 
 
 def crps(
@@ -16,6 +17,7 @@ def crps(
     *,
     estimator: Literal["nrg", "fair"] = "nrg",
     weights: Real[ArrayLike, " members"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -33,6 +35,8 @@ def crps(
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `estimator`: `"nrg"` or `"fair"`; report which one was used.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Only with `"nrg"`.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
@@ -71,12 +75,12 @@ def crps(
     if estimator == "fair":
         check_fair(name, num_members, weighted=weights is not None)
     convex = check_weights(name, weights, num_members, points.dtype)
-    kept = check_mask(name, mask, observed.shape)
+    rows = check_rows(name, row_weights, mask, observed.shape, points.dtype)
     check_reduction(name, reduction, observed.shape)
-    points, observed = blank_masked(points, kept, before=1), blank_masked(observed, kept)
+    points, observed = rows.blank(points, before=1), rows.blank(observed)
     # Errors, not values, are sorted: a large common offset of samples and targets is gone before anything is summed.
-    rows = by_order(_fair if estimator == "fair" else _energy, points, convex, centre=observed, fill=0.0)
-    return reduce_rows(rows, kept, reduction)
+    each = by_order(_fair if estimator == "fair" else _energy, points, convex, centre=observed, fill=0.0)
+    return reduce_rows(each, rows.weights, reduction)
 
 
 def _energy(

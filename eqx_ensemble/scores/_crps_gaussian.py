@@ -9,7 +9,7 @@ from .._check import check_weights
 from .._weighting import blank_unweighted, weighted_mean
 from ._check import check_reduction
 from ._gaussian import check_gaussian
-from ._reduce import Reduction, reduce
+from ._reduce import Reduction, RowWeights, reduce
 
 
 def crps_gaussian(
@@ -17,6 +17,7 @@ def crps_gaussian(
     variance: Float[ArrayLike, "*batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -29,6 +30,8 @@ def crps_gaussian(
 
     - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. At variance zero the score is the
         absolute error.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
@@ -60,9 +63,9 @@ def crps_gaussian(
         ```
     """
     name = "scores.crps_gaussian"
-    *arrays, kept = check_gaussian(name, mean, variance, targets, mask, members=False, positive=False)
+    *arrays, rows = check_gaussian(name, mean, variance, targets, row_weights, mask, members=False, positive=False)
     check_reduction(name, reduction, arrays[-1].shape)
-    return _single(*arrays, kept, reduction)
+    return _single(*arrays, rows.weights, reduction)
 
 
 def crps_gaussian_mixture(
@@ -71,6 +74,7 @@ def crps_gaussian_mixture(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -85,6 +89,8 @@ def crps_gaussian_mixture(
     - `mean`, `variance`: `(members, *batch)`, of one shape. Members of variance zero are points.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
@@ -116,10 +122,12 @@ def crps_gaussian_mixture(
         ```
     """
     name = "scores.crps_gaussian_mixture"
-    *arrays, kept = check_gaussian(name, mean, variance, targets, mask, members=True, positive=False, weights=weights)
+    *arrays, rows = check_gaussian(
+        name, mean, variance, targets, row_weights, mask, members=True, positive=False, weights=weights
+    )
     convex = check_weights(name, weights, arrays[0].shape[0], arrays[0].dtype)
     check_reduction(name, reduction, arrays[-1].shape)
-    return _mixture(*arrays, kept, convex, reduction)
+    return _mixture(*arrays, rows.weights, convex, reduction)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -127,13 +135,13 @@ def _single(
     mean: Float[Array, "*batch"],
     variance: Float[Array, "*batch"],
     targets: Float[Array, "*batch"],
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     mean, variance, targets, infinite = _finite(mean, variance, targets)
     within = expected_distance(jnp.zeros_like(mean), 2 * variance)
     score = expected_distance(targets - mean, variance) - 0.5 * within
-    return reduce(jnp.where(infinite, jnp.inf, score), reduction, mask)
+    return reduce(jnp.where(infinite, jnp.inf, score), reduction, row_weights)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -141,7 +149,7 @@ def _mixture(
     mean: Float[Array, " members *batch"],
     variance: Float[Array, " members *batch"],
     targets: Float[Array, "*batch"],
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     weights: Float[Array, " members"] | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
@@ -149,7 +157,7 @@ def _mixture(
     mean, variance, targets, infinite = _finite(mean, variance, targets)
     outside = weighted_mean(expected_distance(targets[None] - mean, variance), weights)
     score = outside - 0.5 * _distance_between(mean, variance, weights)
-    return reduce(jnp.where(infinite, jnp.inf, score), reduction, mask)
+    return reduce(jnp.where(infinite, jnp.inf, score), reduction, row_weights)
 
 
 def _finite(

@@ -1,10 +1,10 @@
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import as_column, check_mask, check_regression
-from .._weighting import blank_masked
+from .._check import as_column, check_regression
 from ._check import check_reduction, check_two_members
 from ._reduce import Reduction, reduce
+from ._row_weights import check_rows
 from ._scoringrules import import_scoringrules, scoringrules_config
 
 
@@ -12,6 +12,7 @@ def dawid_sebastiani(
     samples: Float[ArrayLike, " members *batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -26,6 +27,8 @@ def dawid_sebastiani(
 
     - `samples`: `(members, *batch)`, one number per member and entry; two members or more, equally weighted.
     - `targets`: `(*batch,)`; nothing is broadcast.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
@@ -60,13 +63,13 @@ def dawid_sebastiani(
     rules = import_scoringrules(name)
     points, observed = check_regression(name, targets, members=True, samples=samples)
     check_two_members(name, points.shape[0])
-    kept = check_mask(name, mask, observed.shape)
+    rows = check_rows(name, row_weights, mask, observed.shape, points.dtype)
     check_reduction(name, reduction, observed.shape)
     # Masked rows are overwritten with 0, 1, 2...: equal members would give a NaN gradient.
     numbers = jnp.arange(points.shape[0], dtype=points.dtype)
     # Errors, not values, because the mean of large numbers would be rounded.
     errors = points - observed[None]
-    errors = blank_masked(errors, kept, before=1, fill=as_column(numbers, points.ndim))
+    errors = rows.blank(errors, before=1, fill=as_column(numbers, points.ndim))
     with scoringrules_config():
-        rows = rules.dssuv_ensemble(jnp.zeros_like(observed), errors, m_axis=0, backend="jax")
-    return reduce(rows, reduction, kept)
+        each = rules.dssuv_ensemble(jnp.zeros_like(observed), errors, m_axis=0, backend="jax")
+    return reduce(each, reduction, rows.weights)

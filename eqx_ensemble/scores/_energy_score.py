@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import as_column, check_mask, check_regression, check_weights, check_word
-from .._weighting import blank_masked, blank_unweighted
+from .._check import as_column, check_regression, check_weights, check_word
+from .._weighting import blank_unweighted
 from ._check import check_fair, check_known_weights, check_outputs, check_reduction, no_gradient_message
 from ._reduce import Reduction, reduce
+from ._row_weights import check_rows
 from ._scoringrules import import_scoringrules, scoringrules_config
 
 
@@ -17,6 +18,7 @@ def energy_score(
     *,
     estimator: Literal["nrg", "fair"] = "nrg",
     weights: Real[ArrayLike, " members"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -34,6 +36,8 @@ def energy_score(
         used.
     - `weights`: convex weights over members, `(members,)`, concrete; divided by their sum. A member of weight
         zero is left out. Only with `"nrg"`.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
@@ -66,7 +70,7 @@ def energy_score(
         check_fair(name, points.shape[0], weighted=weights is not None)
     check_known_weights(name, weights)
     convex = check_weights(name, weights, points.shape[0], points.dtype)
-    kept = check_mask(name, mask, observed.shape[:-1])
+    rows = check_rows(name, row_weights, mask, observed.shape[:-1], points.dtype)
     check_reduction(name, reduction, observed.shape[:-1])
 
     # The gradient of the distance of a member from itself, which scoringrules takes too, is NaN.
@@ -83,5 +87,5 @@ def energy_score(
     def refuse(primals: tuple, tangents: tuple) -> NoReturn:
         raise NotImplementedError(no_gradient_message(name))
 
-    points = blank_masked(blank_unweighted(points, convex), kept, before=1)
-    return reduce(score(points, blank_masked(observed, kept)), reduction, kept)
+    points = rows.blank(blank_unweighted(points, convex), before=1)
+    return reduce(score(points, rows.blank(observed)), reduction, rows.weights)

@@ -5,11 +5,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_mask, check_regression, check_variance, check_weights
+from .._check import check_regression, check_variance, check_weights
 from .._combination import by_rows
-from .._weighting import blank_masked, blank_unweighted, log_mixture
+from .._weighting import blank_unweighted, log_mixture
 from ._check import check_reduction
-from ._reduce import Reduction, reduce, reduce_rows
+from ._reduce import Reduction, RowWeights, reduce, reduce_rows
+from ._row_weights import CountedRows, check_rows
 
 
 def nll_gaussian(
@@ -17,6 +18,7 @@ def nll_gaussian(
     variance: Float[ArrayLike, "*batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -29,6 +31,8 @@ def nll_gaussian(
     **Arguments:**
 
     - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. Variances above zero.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
@@ -52,9 +56,9 @@ def nll_gaussian(
         [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
     """
     name = "scores.nll_gaussian"
-    *arrays, kept = check_gaussian(name, mean, variance, targets, mask, members=False, positive=True)
+    *arrays, rows = check_gaussian(name, mean, variance, targets, row_weights, mask, members=False, positive=True)
     check_reduction(name, reduction, arrays[-1].shape)
-    return _nll(*arrays, kept, reduction)
+    return _nll(*arrays, rows.weights, reduction)
 
 
 def nll_gaussian_mixture(
@@ -63,6 +67,7 @@ def nll_gaussian_mixture(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -76,6 +81,8 @@ def nll_gaussian_mixture(
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
         member of weight zero is left out.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
@@ -93,11 +100,13 @@ def nll_gaussian_mixture(
     ```
     """
     name = "scores.nll_gaussian_mixture"
-    *arrays, kept = check_gaussian(name, mean, variance, targets, mask, members=True, positive=True, weights=weights)
+    *arrays, rows = check_gaussian(
+        name, mean, variance, targets, row_weights, mask, members=True, positive=True, weights=weights
+    )
     means, variances, observed = arrays
-    convex = check_weights(name, weights, means.shape[0], means.dtype, rows=observed.shape, mask=kept)
+    convex = check_weights(name, weights, means.shape[0], means.dtype, rows=observed.shape, mask=rows.mask)
     check_reduction(name, reduction, observed.shape)
-    return reduce_rows(by_rows(_nll_mixture, (means, variances), observed, convex), kept, reduction)
+    return reduce_rows(by_rows(_nll_mixture, (means, variances), observed, convex), rows.weights, reduction)
 
 
 def check_gaussian(
@@ -105,19 +114,20 @@ def check_gaussian(
     mean: ArrayLike,
     variance: ArrayLike,
     targets: ArrayLike,
+    row_weights: ArrayLike | None,
     mask: ArrayLike | None,
     *,
     members: bool,
     positive: bool,
     weights: ArrayLike | None = None,
-) -> tuple[Array, Array, Array, Array | None]:
-    """Means, variances, targets and mask; masked rows are overwritten with values for which every score is finite."""
+) -> tuple[Array, Array, Array, CountedRows]:
+    """Means, variances, targets and the rows that count; every score of a row that does not is finite."""
     means, variances, observed = check_regression(name, targets, members=members, mean=mean, variance=variance)
-    kept = check_mask(name, mask, observed.shape)
-    check_variance(name, variance, positive=positive, mask=mask, weights=weights)
-    means = blank_masked(means, kept, before=int(members))
-    variances = blank_masked(variances, kept, before=int(members), fill=1)
-    return means, variances, blank_masked(observed, kept), kept
+    rows = check_rows(name, row_weights, mask, observed.shape, means.dtype)
+    check_variance(name, variance, positive=positive, mask=rows.known, weights=weights)
+    means = rows.blank(means, before=int(members))
+    variances = rows.blank(variances, before=int(members), fill=1)
+    return means, variances, rows.blank(observed), rows
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -125,10 +135,10 @@ def _nll(
     mean: Float[Array, "*batch"],
     variance: Float[Array, "*batch"],
     targets: Float[Array, "*batch"],
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    return reduce(-log_density(mean, variance, targets), reduction, mask)
+    return reduce(-log_density(mean, variance, targets), reduction, row_weights)
 
 
 def _nll_mixture(

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_floating_arrays, check_labels, check_mask, check_regression
-from .._weighting import at_label, blank_masked
+from .._check import check_floating_arrays, check_labels, check_regression
+from .._weighting import at_label
 from ._check import check_interval, check_reduction, check_sets
-from ._reduce import Reduction, reduce
+from ._reduce import Reduction, RowWeights, reduce
+from ._row_weights import check_rows
 
 
 def coverage(
@@ -15,6 +16,7 @@ def coverage(
     upper: Float[ArrayLike, "*batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -24,6 +26,8 @@ def coverage(
 
     - `lower`, `upper`: the ends, such as those of [`eqx_ensemble.uncertainty.gaussian_interval`][]; no `members` axis.
     - `targets`: of the same shape; nothing is broadcast.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for 1.0 (inside) or 0.0 (outside) per entry.
 
@@ -42,16 +46,17 @@ def coverage(
     """
     name = "scores.coverage"
     low, high, observed = check_regression(name, targets, members=False, lower=lower, upper=upper)
-    kept = check_mask(name, mask, observed.shape)
-    check_interval(name, lower, upper, mask=mask)
+    rows = check_rows(name, row_weights, mask, observed.shape, low.dtype)
+    check_interval(name, lower, upper, mask=rows.known)
     check_reduction(name, reduction, observed.shape)
-    return _coverage(low, high, observed, kept, reduction)
+    return _coverage(low, high, observed, rows.weights, reduction)
 
 
 def width(
     lower: Float[ArrayLike, "*batch"],
     upper: Float[ArrayLike, "*batch"],
     *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -60,6 +65,8 @@ def width(
     **Arguments:**
 
     - `lower`, `upper`: the ends, of one shape; no `members` axis.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
@@ -78,16 +85,17 @@ def width(
     """
     name = "scores.width"
     low, high = check_floating_arrays(name, lower=lower, upper=upper)
-    kept = check_mask(name, mask, low.shape)
-    check_interval(name, lower, upper, mask=mask)
+    rows = check_rows(name, row_weights, mask, low.shape, low.dtype)
+    check_interval(name, lower, upper, mask=rows.known)
     check_reduction(name, reduction, low.shape)
-    return reduce(blank_masked(high, kept) - blank_masked(low, kept), reduction, kept)
+    return reduce(rows.blank(high) - rows.blank(low), reduction, rows.weights)
 
 
 def set_coverage(
     sets: Bool[ArrayLike, "*batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -97,6 +105,8 @@ def set_coverage(
 
     - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.aps`][]; no `members` axis.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (inside) or 0.0 (outside) per row.
 
@@ -116,15 +126,16 @@ def set_coverage(
     """
     name = "scores.set_coverage"
     chosen = check_sets(name, sets)
-    kept = check_mask(name, mask, chosen.shape[:-1])
-    targets = check_labels(name, labels, chosen, mask, argument="sets", members=False)
+    rows = check_rows(name, row_weights, mask, chosen.shape[:-1], jnp.result_type(float))
+    targets = check_labels(name, labels, chosen, rows.known, argument="sets", members=False)
     check_reduction(name, reduction, targets.shape)
-    return _set_coverage(chosen, blank_masked(targets, kept), kept, reduction)
+    return _set_coverage(chosen, rows.blank(targets), rows.weights, reduction)
 
 
 def set_size(
     sets: Bool[ArrayLike, "*batch classes"],
     *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -133,6 +144,8 @@ def set_size(
     **Arguments:**
 
     - `sets`: booleans `(*batch, classes)`; no `members` axis.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
@@ -151,9 +164,9 @@ def set_size(
     """
     name = "scores.set_size"
     chosen = check_sets(name, sets)
-    kept = check_mask(name, mask, chosen.shape[:-1])
+    rows = check_rows(name, row_weights, mask, chosen.shape[:-1], jnp.result_type(float))
     check_reduction(name, reduction, chosen.shape[:-1])
-    return reduce(jnp.sum(chosen, axis=-1).astype(float), reduction, kept)
+    return reduce(jnp.sum(chosen, axis=-1).astype(float), reduction, rows.weights)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -161,19 +174,19 @@ def _coverage(
     lower: Float[Array, "*batch"],
     upper: Float[Array, "*batch"],
     targets: Float[Array, "*batch"],
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     inside = ((lower <= targets) & (targets <= upper)).astype(lower.dtype)
     unknown = jnp.isnan(lower) | jnp.isnan(upper) | jnp.isnan(targets)
-    return reduce(jnp.where(unknown, jnp.nan, inside), reduction, mask)
+    return reduce(jnp.where(unknown, jnp.nan, inside), reduction, row_weights)
 
 
 @partial(jax.jit, static_argnames="reduction")
 def _set_coverage(
     sets: Bool[Array, "*batch classes"],
     labels: Integer[Array, "*batch"],
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    return reduce(at_label(sets.astype(float), labels), reduction, mask)
+    return reduce(at_label(sets.astype(float), labels), reduction, row_weights)

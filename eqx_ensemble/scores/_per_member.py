@@ -15,7 +15,8 @@ def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: objec
         [`eqx_ensemble.scores.crps_gaussian_mixture`][]; also a function of your own that JAX can trace.
     - `arrays`: the arguments of the score, in order. All but the last are predictions `(members, ...)`; the last is the
         target, shared by all members.
-    - `options`: keyword arguments of the score. `weights` are not accepted, since they have no effect for one member.
+    - `options`: keyword arguments of the score, such as `mask` and `row_weights`. `weights` are not accepted,
+        since they have no effect for one member.
 
     Map a score without a `members` axis directly:
     `jax.vmap(scores.nll_gaussian, in_axes=(0, 0, None))(mean, variance, targets)`.

@@ -107,15 +107,19 @@ def pit_gaussian_mixture(
     ```
     """
     name = "scores.pit_gaussian_mixture"
-    *arrays, kept = check_gaussian(name, mean, variance, targets, mask, members=True, positive=True, weights=weights)
+    *arrays, rows = check_gaussian(
+        name, mean, variance, targets, None, mask, members=True, positive=True, weights=weights
+    )
     convex = check_weights(name, weights, arrays[0].shape[0], arrays[0].dtype)
-    return _pit_gaussian_mixture(*arrays, kept, convex)
+    return _pit_gaussian_mixture(*arrays, rows.mask, convex)
 
 
 def pit_histogram(
     values: Float[ArrayLike, "..."], *, num_bins: int = 10, mask: Bool[ArrayLike, "..."] | None = None
 ) -> Int32[Array, " bins"]:
     """Histogram of a probability integral transform in bins of equal width; flat if calibrated.
+
+    There are no `row_weights`: sums of them are not counts, and have other noise.
 
     **Arguments:**
 

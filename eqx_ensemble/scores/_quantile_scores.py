@@ -1,10 +1,10 @@
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_level, check_mask, check_regression
-from .._weighting import blank_masked
+from .._check import check_level, check_regression
 from ._check import check_interval, check_reduction
 from ._reduce import Reduction, reduce
+from ._row_weights import check_rows
 from ._scoringrules import import_scoringrules, scoringrules_config
 
 
@@ -14,6 +14,7 @@ def interval_score(
     targets: Real[ArrayLike, "*batch"],
     *,
     level: float,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -28,6 +29,8 @@ def interval_score(
     - `lower`, `upper`: the ends, of one shape; no `members` axis.
     - `targets`: of the same shape; nothing is broadcast.
     - `level`: the nominal coverage of the intervals, a Python number between 0 and 1.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
@@ -53,18 +56,18 @@ def interval_score(
     rules = import_scoringrules(name)
     low, high, observed = check_regression(name, targets, members=False, lower=lower, upper=upper)
     check_level(name, level)
-    kept = check_mask(name, mask, observed.shape)
-    check_interval(name, lower, upper, mask=mask)
+    rows = check_rows(name, row_weights, mask, observed.shape, observed.dtype)
+    check_interval(name, lower, upper, mask=rows.known)
     check_reduction(name, reduction, observed.shape)
-    low, high, observed = (blank_masked(x, kept) for x in (low, high, observed))
+    low, high, observed = (rows.blank(x) for x in (low, high, observed))
     # scoringrules multiplies distances by zero or one, and infinity times zero is NaN.
     infinite = jnp.isinf(low) | jnp.isinf(high) | jnp.isinf(observed)
     unknown = jnp.isnan(low) | jnp.isnan(high) | jnp.isnan(observed)
     low, high, observed = (jnp.where(infinite, 0, x) for x in (low, high, observed))
     with scoringrules_config():
-        rows = rules.interval_score(observed, low, high, 1 - level, backend="jax")
-    rows = jnp.where(infinite, jnp.where(unknown, jnp.nan, jnp.inf), jnp.reshape(rows, observed.shape))
-    return reduce(rows, reduction, kept)
+        each = rules.interval_score(observed, low, high, 1 - level, backend="jax")
+    each = jnp.where(infinite, jnp.where(unknown, jnp.nan, jnp.inf), jnp.reshape(each, observed.shape))
+    return reduce(each, reduction, rows.weights)
 
 
 def pinball(
@@ -72,6 +75,7 @@ def pinball(
     targets: Real[ArrayLike, "*batch"],
     *,
     level: float,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -84,6 +88,8 @@ def pinball(
 
     - `quantiles`, `targets`: of one shape `(*batch,)`; nothing is broadcast, and there is no `members` axis.
     - `level`: the level of the predicted quantile, a Python number between 0 and 1.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
@@ -118,9 +124,9 @@ def pinball(
     rules = import_scoringrules(name)
     predicted, observed = check_regression(name, targets, members=False, quantiles=quantiles)
     check_level(name, level)
-    kept = check_mask(name, mask, observed.shape)
+    rows = check_rows(name, row_weights, mask, observed.shape, observed.dtype)
     check_reduction(name, reduction, observed.shape)
-    predicted, observed = blank_masked(predicted, kept), blank_masked(observed, kept)
+    predicted, observed = rows.blank(predicted), rows.blank(observed)
     with scoringrules_config():
-        rows = rules.quantile_score(observed, predicted, level, backend="jax")
-    return reduce(rows, reduction, kept)
+        each = rules.quantile_score(observed, predicted, level, backend="jax")
+    return reduce(each, reduction, rows.weights)

@@ -6,7 +6,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._weighting import class_mixture, is_class
 from ._classification import check_classes
-from ._reduce import Reduction, reduce
+from ._reduce import Reduction, RowWeights, reduce
 
 
 def ranked_probability(
@@ -14,6 +14,7 @@ def ranked_probability(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -28,6 +29,8 @@ def ranked_probability(
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
         member of weight zero is left out.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
@@ -58,7 +61,7 @@ def ranked_probability(
         }
         ```
     """
-    checked = check_classes("scores.ranked_probability", logits, labels, weights, mask, reduction)
+    checked = check_classes("scores.ranked_probability", logits, labels, weights, row_weights, mask, reduction)
     return _ranked_probability(*checked, reduction)
 
 
@@ -68,11 +71,11 @@ def _ranked_probability(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, "members ..."] | None,
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     at_most = jnp.cumsum(jnp.exp(class_mixture(logits, weights)), axis=-1)[..., :-1]
     classes = jnp.arange(logits.shape[-1] - 1, dtype=labels.dtype)
     reached = labels[..., None] <= jnp.reshape(classes, (1,) * labels.ndim + (-1,))
     score = jnp.sum((at_most - reached.astype(at_most.dtype)) ** 2, axis=-1)
-    return reduce(jnp.where(is_class(labels, logits.shape[-1]), score, jnp.nan), reduction, mask)
+    return reduce(jnp.where(is_class(labels, logits.shape[-1]), score, jnp.nan), reduction, row_weights)

@@ -19,7 +19,7 @@ def rank_histogram(
     """Histogram of the target's rank among the members, from below all to above all; flat if calibrated.
 
     Ties between target and members are broken uniformly at random. Members are equally weighted: for weights see
-    [`eqx_ensemble.scores.pit`][].
+    [`eqx_ensemble.scores.pit`][]. There are no `row_weights`: sums of them are not counts, and have other noise.
 
     **Arguments:**
 

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import as_column, check_mask, check_regression, check_weights
+from .._check import as_column, check_regression, check_weights
 from .._combination import pays_if_large
-from .._weighting import blank_masked, blank_unweighted, known_mean, sum_members, weighted_mean
+from .._weighting import blank_unweighted, known_mean, sum_members, weighted_mean
 from ._check import check_some_rows
-from ._reduce import masked_mean
+from ._reduce import RowWeights, mean_of_rows, total_weight, weighted
+from ._row_weights import check_rows
 
 _GROUP = 8  # members whose errors are added in registers
 _LANES = 1024
@@ -19,6 +20,7 @@ def rmse(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Root mean squared error of the ensemble mean, in the unit of the target; lower is better.
@@ -30,6 +32,8 @@ def rmse(
     - `predictions`: `(members, *batch)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -47,7 +51,7 @@ def rmse(
     ee.scores.mean_member_rmse(predictions, targets)  # sqrt(0.5) = 0.707
     ```
     """
-    arrays = _check_points("scores.rmse", predictions, targets, weights, mask)
+    arrays = _check_points("scores.rmse", predictions, targets, weights, row_weights, mask)
     return _rmse(*arrays, in_groups=pays_if_large(arrays[0], arrays[1:]))
 
 
@@ -56,6 +60,7 @@ def mean_member_rmse(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     """Mean over members of each member's own root mean squared error; lower is better.
@@ -67,6 +72,8 @@ def mean_member_rmse(
     - `predictions`: `(members, *batch)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -82,18 +89,23 @@ def mean_member_rmse(
     # (1 + 3) / 2 = 2.0
     ```
     """
-    arrays = _check_points("scores.mean_member_rmse", predictions, targets, weights, mask)
+    arrays = _check_points("scores.mean_member_rmse", predictions, targets, weights, row_weights, mask)
     return _mean_member_rmse(*arrays, one_by_one=pays_if_large(arrays[0], arrays[1:]))
 
 
 def _check_points(
-    name: str, predictions: ArrayLike, targets: ArrayLike, weights: ArrayLike | None, mask: ArrayLike | None
+    name: str,
+    predictions: ArrayLike,
+    targets: ArrayLike,
+    weights: ArrayLike | None,
+    row_weights: ArrayLike | None,
+    mask: ArrayLike | None,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     predicted, observed = check_regression(name, targets, members=True, predictions=predictions)
     convex = check_weights(name, weights, predicted.shape[0], predicted.dtype)
-    kept = check_mask(name, mask, observed.shape)
+    rows = check_rows(name, row_weights, mask, observed.shape, predicted.dtype)
     check_some_rows(name, observed.shape)
-    return blank_masked(predicted, kept, before=1), blank_masked(observed, kept), convex, kept
+    return rows.blank(predicted, before=1), rows.blank(observed), convex, rows.weights
 
 
 @partial(jax.jit, static_argnames="in_groups")
@@ -101,7 +113,7 @@ def _rmse(
     predictions: Float[Array, " members *batch"],
     targets: Float[Array, "*batch"],
     weights: Float[Array, " members"] | None,
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     *,
     in_groups: bool,
 ) -> Float[Array, ""]:
@@ -109,7 +121,7 @@ def _rmse(
         mean = _mean_error_in_groups(predictions, targets, weights)
     else:
         mean = weighted_mean(blank_unweighted(predictions - targets[None], weights), weights)
-    return _root(masked_mean(mean**2, mask))
+    return _root(mean_of_rows(mean**2, row_weights))
 
 
 def _mean_error_in_groups(
@@ -138,30 +150,30 @@ def _mean_member_rmse(
     predictions: Float[Array, " members *batch"],
     targets: Float[Array, "*batch"],
     weights: Float[Array, " members"] | None,
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     *,
     one_by_one: bool,
 ) -> Float[Array, ""]:
     if one_by_one:
-        squared = jax.lax.map(lambda member: _mean_squared_error(member, targets, mask), predictions)
+        squared = jax.lax.map(lambda member: _mean_squared_error(member, targets, row_weights), predictions)
     else:
         errors = blank_unweighted(predictions - targets[None], weights)
-        squared = jax.vmap(masked_mean, in_axes=(0, None))(errors**2, mask)
+        squared = jax.vmap(mean_of_rows, in_axes=(0, None))(errors**2, row_weights)
     return known_mean(_root(squared), weights)
 
 
 def _mean_squared_error(
-    predictions: Float[Array, "*batch"], targets: Float[Array, "*batch"], mask: Bool[Array, "*batch"] | None
+    predictions: Float[Array, "*batch"], targets: Float[Array, "*batch"], row_weights: RowWeights | None
 ) -> Float[Array, ""]:
     """On a CPU: a thousand sums side by side, since XLA adds the terms of one sum scalar by scalar."""
-    errors = jnp.ravel(predictions - targets if mask is None else jnp.where(mask, predictions - targets, 0))
-    count, rest = divmod(errors.size, _LANES)
-    lanes = jnp.reshape(errors[: count * _LANES], (count, _LANES))
-    sums = jnp.zeros(_LANES, errors.dtype)
+    terms = jnp.ravel(weighted((predictions - targets) ** 2, row_weights))
+    count, rest = divmod(terms.size, _LANES)
+    lanes = jnp.reshape(terms[: count * _LANES], (count, _LANES))
+    sums = jnp.zeros(_LANES, terms.dtype)
     if count > 0:
-        sums = jax.lax.fori_loop(0, count, lambda i, found: found + lanes[i] ** 2, sums)
-    found = jnp.sum(sums) + jnp.sum(errors[errors.size - rest :] ** 2)
-    return found / (errors.size if mask is None else jnp.sum(mask).astype(errors.dtype))
+        sums = jax.lax.fori_loop(0, count, lambda i, found: found + lanes[i], sums)
+    found = jnp.sum(sums) + jnp.sum(terms[terms.size - rest :])
+    return found / (terms.size if row_weights is None else total_weight(row_weights, terms.dtype))
 
 
 def _root(values: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from ._check_rows import check_selection
+from ._reduce import RowWeights, counts, mean_of_rows, weighted
 
 
 class RiskCoverage(NamedTuple):
@@ -18,18 +19,22 @@ def risk_coverage(
     uncertainty: Float[ArrayLike, "*batch"],
     losses: Real[ArrayLike, "*batch"],
     *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> RiskCoverage:
     """The risk-coverage curve of selective prediction: the mean loss when the least certain rows are rejected.
 
     Point `k` is the mean loss of the `k + 1` rows of lowest uncertainty. The risk of tied rows is its
-    expectation over their random order, so that the order of the rows does not matter.
+    expectation over their random order, so that the order of the rows does not matter. With weights it is their
+    weighted mean, and coverages are fractions of the weight; points of tied rows then are at equal distances.
 
     **Arguments:**
 
     - `uncertainty`: one number per row `(*batch,)`, higher is less certain.
     - `losses`: `(*batch,)`, such as the scores of the rows, `scores.nll(logits, labels, reduction="none")`, or one
         minus their `scores.accuracy`.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -59,13 +64,14 @@ def risk_coverage(
         }
         ```
     """
-    return _risk_coverage(*check_selection("scores.risk_coverage", uncertainty, losses, mask))
+    return _risk_coverage(*check_selection("scores.risk_coverage", uncertainty, losses, row_weights, mask))
 
 
 def aurc(
     uncertainty: Float[ArrayLike, "*batch"],
     losses: Real[ArrayLike, "*batch"],
     *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Area under the risk-coverage curve, $\frac1n \sum_{k=1}^n \mathrm{risk}_k$; lower is better.
@@ -75,7 +81,9 @@ def aurc(
 
     **Arguments:**
 
-    - `uncertainty`, `losses`, `mask`: as for [`eqx_ensemble.scores.risk_coverage`][].
+    - `uncertainty`, `losses`, `row_weights`, `mask`: as for [`eqx_ensemble.scores.risk_coverage`][]. The risk of each
+        point counts by the weight of its row. A row that is repeated has more points, and another area, than one whose
+        weight is larger.
 
     **Returns:**
 
@@ -102,7 +110,7 @@ def aurc(
         }
         ```
     """
-    return _aurc(*check_selection("scores.aurc", uncertainty, losses, mask))
+    return _aurc(*check_selection("scores.aurc", uncertainty, losses, row_weights, mask))
 
 
 def excess_aurc(
@@ -113,7 +121,8 @@ def excess_aurc(
 ) -> Float[Array, ""]:
     """Excess area under the risk-coverage curve over that of the ideal ranking, by the losses: E-AURC.
 
-    Zero for a perfect ranking. The ideal area is computed exactly for these rows, not in the limit of many rows.
+    Zero for a perfect ranking. The ideal area is computed exactly for these rows, not in the limit of many rows. There
+    are no `row_weights`: of rows with unequal ones, the ranking by losses is not always the best.
 
     **Arguments:**
 
@@ -136,48 +145,63 @@ def excess_aurc(
     ??? cite
         [Bias-Reduced Uncertainty Estimation for Deep Neural Classifiers](https://arxiv.org/abs/1805.08206)
     """
-    return _excess_aurc(*check_selection("scores.excess_aurc", uncertainty, losses, mask))
+    return _excess_aurc(*check_selection("scores.excess_aurc", uncertainty, losses, None, mask))
 
 
 @jax.jit
 def _risk_coverage(
-    uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], counted: Bool[Array, " rows"]
+    uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], row_weights: RowWeights
 ) -> RiskCoverage:
-    uncertainty = jnp.where(counted, uncertainty, jnp.inf)
-    # Masked rows come last, after rows of infinite uncertainty.
-    order = jnp.lexsort((uncertainty, ~counted))
-    ranked, kept = uncertainty[order], counted[order]
-    losses = jnp.where(kept, losses[order], 0)
-    # The expectation over random orders: each of several tied rows has their mean loss.
-    new = (ranked[1:] != ranked[:-1]) | (kept[1:] != kept[:-1])
-    group = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(new, dtype=jnp.int32)])
-    per_group = lambda x: jax.ops.segment_sum(x, group, num_segments=group.size)[group]
-    expected = per_group(losses) / per_group(jnp.ones(losses.shape, jnp.int32)).astype(losses.dtype)
-    number = jnp.minimum(jnp.arange(1, group.size + 1), jnp.sum(kept)).astype(losses.dtype)
-    risk = jnp.cumsum(jnp.where(kept, expected, 0)) / number
-    broken = jnp.any(jnp.isnan(ranked) & kept)
-    return RiskCoverage(number / jnp.sum(kept).astype(losses.dtype), jnp.where(broken, jnp.nan, risk))
+    points, _ = _points(uncertainty, losses, row_weights)
+    return points
 
 
 @jax.jit
 def _aurc(
-    uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], counted: Bool[Array, " rows"]
+    uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], row_weights: RowWeights
 ) -> Float[Array, ""]:
-    return _area(_risk_coverage(uncertainty, losses, counted).risk, counted)
+    points, steps = _points(uncertainty, losses, row_weights)
+    return _area(points.risk, steps)
 
 
 @jax.jit
 def _excess_aurc(
     uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], counted: Bool[Array, " rows"]
 ) -> Float[Array, ""]:
-    counted_losses = jnp.where(counted, losses, 0)
-    centred = counted_losses - jnp.sum(counted_losses) / jnp.sum(counted).astype(losses.dtype)
-    found = _risk_coverage(uncertainty, centred, counted).risk
-    best = _risk_coverage(centred, centred, counted).risk
-    return jnp.maximum(_area(found - best, counted), 0)
+    centred = jnp.where(counted, losses - mean_of_rows(losses, counted), 0)
+    found, steps = _points(uncertainty, centred, counted)
+    best, _ = _points(centred, centred, counted)
+    return jnp.maximum(_area(found.risk - best.risk, steps), 0)
 
 
-def _area(risk: Float[Array, " rows"], counted: Bool[Array, " rows"]) -> Float[Array, ""]:
-    """The mean over the points of rows that are not masked, which come first."""
-    number = jnp.sum(counted)
-    return jnp.sum(jnp.where(jnp.arange(risk.size) < number, risk, 0)) / number.astype(risk.dtype)
+def _points(
+    uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], row_weights: RowWeights
+) -> tuple[RiskCoverage, Float[Array, " rows"]]:
+    """The points of the curve, and the weight by which each of them exceeds the coverage of the one before."""
+    counted = counts(row_weights)
+    uncertainty = jnp.where(counted, uncertainty, jnp.inf)
+    # Rows that do not count come last, after rows of infinite uncertainty.
+    order = jnp.lexsort((uncertainty, ~counted))
+    ranked, kept = uncertainty[order], counted[order]
+    # The expectation over random orders: each of several tied rows has their mean loss, and their mean weight.
+    new = (ranked[1:] != ranked[:-1]) | (kept[1:] != kept[:-1])
+    group = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(new, dtype=jnp.int32)])
+    per_group = lambda x: jax.ops.segment_sum(x, group, num_segments=group.size)[group]
+    size = per_group(jnp.ones(group.shape, jnp.int32)).astype(losses.dtype)
+    if row_weights.dtype == bool:
+        steps, weight = kept.astype(losses.dtype), size
+        covered = jnp.minimum(jnp.arange(1, group.size + 1), jnp.sum(kept)).astype(losses.dtype)
+    else:
+        own = row_weights[order]
+        weight = per_group(own)
+        steps = weight / size
+        covered = jax.lax.cummax(jnp.cumsum(steps))
+    expected = per_group(weighted(losses, row_weights)[order]) / jnp.where(weight == 0, 1, weight)
+    risk = jnp.cumsum(expected * steps) / covered
+    broken = jnp.any(jnp.isnan(ranked) & kept)
+    return RiskCoverage(covered / covered[-1], jnp.where(broken, jnp.nan, risk)), steps
+
+
+def _area(risk: Float[Array, " rows"], steps: Float[Array, " rows"]) -> Float[Array, ""]:
+    """The mean over the points of rows that count, which come first."""
+    return jnp.sum(jnp.where(steps == 0, 0, risk * steps)) / jnp.sum(steps)

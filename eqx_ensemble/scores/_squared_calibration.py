@@ -6,6 +6,9 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._check import check_flag
 from ._binning import Binning, check_bins, of_top_label
+from ._reduce import RowWeights
+
+_SINGLE = 1e-4  # an effective number of rows that rounding puts above one
 
 
 def squared_calibration_error(
@@ -16,6 +19,7 @@ def squared_calibration_error(
     binning: Binning = "mass",
     debiased: bool = True,
     weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Mean squared calibration error of the mixture's top label, without bias for the given bins; lower is better.
@@ -59,7 +63,9 @@ def squared_calibration_error(
         }
         ```
     """
-    checked = check_bins("scores.squared_calibration_error", logits, labels, num_bins, binning, weights, mask)
+    checked = check_bins(
+        "scores.squared_calibration_error", logits, labels, num_bins, binning, weights, row_weights, mask
+    )
     debiased = check_flag(debiased, "debiased", name="scores.squared_calibration_error")
     return _squared_calibration_error(*checked, num_bins, binning, debiased)
 
@@ -69,14 +75,15 @@ def _squared_calibration_error(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, "members ..."] | None,
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     num_bins: int,
     binning: Binning,
     debiased: bool,  # noqa: FBT001
 ) -> Float[Array, ""]:
-    bins = of_top_label(logits, labels, weights, mask, num_bins, binning)
+    bins = of_top_label(logits, labels, weights, row_weights, num_bins, binning)
     errors = (bins.frequency - bins.probability) ** 2
     if debiased:
-        noise = bins.frequency * (1 - bins.frequency) / jnp.maximum(bins.count - 1, 1)
-        errors = jnp.where(bins.count < 2, 0 * errors, errors - noise)  # times zero, so that NaN stays NaN
+        single = bins.effective < 1 + _SINGLE
+        noise = bins.frequency * (1 - bins.frequency) / jnp.where(single, 1, bins.effective - 1)
+        errors = jnp.where(single, 0 * errors, errors - noise)  # times zero, so that NaN stays NaN
     return jnp.sum(bins.count * errors) / jnp.sum(bins.count)

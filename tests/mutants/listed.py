@@ -61,13 +61,21 @@ MUTANTS = [
     ),
     *of(
         "scores/_reduce.py",
-        "scores/test_regression.py scores/test_brier.py",
-        ("/ jnp.sum(mask).astype(rows.dtype)", "/ rows.size"),
+        "scores/test_regression.py scores/test_brier.py scores/test_row_weights.py",
+        ("/ total_weight(row_weights, rows.dtype)", "/ rows.size"),
+        ("rows if row_weights.dtype == bool else rows * row_weights, 0)", "rows, 0)"),
+    ),
+    *of(
+        "scores/_row_weights.py",
+        "scores/test_row_weights.py",
+        ("np.where(known, host.astype(np.float64), 0)", "host.astype(np.float64)"),
+        ("np.ldexp(exact, 1 - np.frexp(exact.max(initial=0))[1])", "exact"),
+        ("weights = jnp.ldexp(converted, 1 - exponent)", "weights = converted"),
     ),
     *of(
         "scores/_regression.py",
         "scores/test_regression.py",
-        ("masked_mean(mean**2, mask)", "masked_mean(jnp.abs(mean), mask)"),
+        ("mean_of_rows(mean**2, row_weights)", "mean_of_rows(jnp.abs(mean), row_weights)"),
     ),
     *of(
         "scores/_brier.py",
@@ -77,9 +85,11 @@ MUTANTS = [
     ),
     *of(
         "scores/_binning.py",
-        "scores/test_calibration.py",
+        "scores/test_calibration.py scores/test_row_weights.py",
         ("errors = 2 * errors -", "errors = errors -"),
         ("[1:-1], dtype)", "[1:], dtype)"),
+        ("count**2 / jnp.where(count == 0, 1, total(own)) if is_weighted else count", "count"),
+        ("at_most[-1] - at_most[-1] / jnp.sum(row_weights != 0).astype(at_most.dtype)", "0.7 * at_most[-1]"),
     ),
     *of(
         "scores/_ranking.py",
@@ -99,8 +109,9 @@ MUTANTS = [
     ),
     *of(
         "scores/_selective.py",
-        "scores/test_selective.py",
+        "scores/test_selective.py scores/test_row_weights.py",
         ("jnp.lexsort((uncertainty, ~counted))", "jnp.lexsort((-uncertainty, ~counted))"),
+        ("steps = weight / size", "steps = own"),
     ),
     *of(
         "uncertainty/_entropy.py",

@@ -161,7 +161,7 @@ def test_messages():
         ee.scores.auroc(scores, positives, mask=positives)
     with pytest.raises(ValueError, match=r"finite `row_weights` of zero or more.\n  got -1.0 at index \(0,\)"):
         ee.scores.auroc(scores, positives, row_weights=-np.ones(4))
-    with pytest.raises(ValueError, match="`scores` and `row_weights` of one shape"):
+    with pytest.raises(ValueError, match=r"one of `row_weights` per row.\n  expected shape \(4,\), got \(3,\)"):
         ee.scores.auroc(scores, positives, row_weights=np.ones(3))
     with pytest.raises(ValueError, match="`scores.fpr_at_tpr` needs a `level` between 0 and 1"):
         ee.scores.fpr_at_tpr(scores, positives, level=95.0)
