@@ -32,10 +32,10 @@ def mean_of_rows(rows: Float[Array, "*batch"], row_weights: RowWeights | None) -
     """The weighted mean over rows that count."""
     if row_weights is None:
         return jnp.mean(rows)
-    return jnp.sum(weighted(rows, row_weights)) / total_weight(row_weights, rows.dtype)
+    return jnp.sum(weigh(rows, row_weights)) / total_weight(row_weights, rows.dtype)
 
 
-def weighted(rows: Float[Array, "*batch"], row_weights: RowWeights | None) -> Float[Array, "*batch"]:
+def weigh(rows: Float[Array, "*batch"], row_weights: RowWeights | None) -> Float[Array, "*batch"]:
     """The rows times their weights; zero where they do not count, whatever they hold."""
     if row_weights is None:
         return rows

@@ -8,7 +8,7 @@ from .._check import as_column, check_regression, check_weights
 from .._combination import pays_if_large
 from .._weighting import blank_unweighted, known_mean, sum_members, weighted_mean
 from ._check import check_some_rows
-from ._reduce import RowWeights, mean_of_rows, total_weight, weighted
+from ._reduce import RowWeights, mean_of_rows, total_weight, weigh
 from ._row_weights import check_rows
 
 _GROUP = 8  # members whose errors are added in registers
@@ -166,7 +166,7 @@ def _mean_squared_error(
     predictions: Float[Array, "*batch"], targets: Float[Array, "*batch"], row_weights: RowWeights | None
 ) -> Float[Array, ""]:
     """On a CPU: a thousand sums side by side, since XLA adds the terms of one sum scalar by scalar."""
-    terms = jnp.ravel(weighted((predictions - targets) ** 2, row_weights))
+    terms = jnp.ravel(weigh((predictions - targets) ** 2, row_weights))
     count, rest = divmod(terms.size, _LANES)
     lanes = jnp.reshape(terms[: count * _LANES], (count, _LANES))
     sums = jnp.zeros(_LANES, terms.dtype)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from ._check_rows import check_selection
-from ._reduce import RowWeights, counts, mean_of_rows, weighted
+from ._reduce import RowWeights, counts, mean_of_rows, weigh
 
 
 class RiskCoverage(NamedTuple):
@@ -196,7 +196,7 @@ def _points(
         weight = per_group(own)
         steps = weight / size
         covered = jax.lax.cummax(jnp.cumsum(steps))
-    expected = per_group(weighted(losses, row_weights)[order]) / jnp.where(weight == 0, 1, weight)
+    expected = per_group(weigh(losses, row_weights)[order]) / jnp.where(weight == 0, 1, weight)
     risk = jnp.cumsum(expected * steps) / covered
     broken = jnp.any(jnp.isnan(ranked) & kept)
     return RiskCoverage(covered / covered[-1], jnp.where(broken, jnp.nan, risk)), steps
