@@ -71,7 +71,7 @@ def reliability_diagram(
     """
     name = "plot.reliability_diagram"
     check_flag(show_members, "show_members", name=name)
-    checked, targets, convex, kept = check_bins(name, logits, labels, num_bins, binning, weights, mask)
+    checked, targets, convex, kept = check_bins(name, logits, labels, num_bins, binning, weights, None, mask)
     check_plotted(name, "logits", jnp.exp(mixture(checked, weights=convex)))
     bins = _binned(checked, targets, convex, kept, num_bins, binning)
 

@@ -1,3 +1,5 @@
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
@@ -181,5 +183,6 @@ def _fpr_at_tpr(
     level: float | Float[Array, ""],
 ) -> Float[Array, ""]:
     hits, false, _ = _rates(scores, positives, weights)
-    enough = hits >= level - 4 * jnp.finfo(hits.dtype).eps
+    rounding = 4 * math.log2(2 * hits.size) * jnp.finfo(hits.dtype).eps
+    enough = hits >= level * (1 - rounding)
     return jnp.min(jnp.where(enough | jnp.isnan(hits), false, 1))
