@@ -77,9 +77,9 @@ CALLS = {
         "coverage": _ENDS | _ROWS | _MEAN_OR_NONE,
         "set_coverage": {"sets": _LOGITS[0] > 0, "labels": _LABELS, "reduction": "mean"} | _ROWS,
         "set_size": {"sets": _LOGITS[0] > 0, "reduction": "mean"} | _ROWS,
-        "by_group": {"values": _TARGETS, "groups": _LABELS % 2, "num_groups": 2, "mask": _MASK},
+        "by_group": {"values": _TARGETS, "groups": _LABELS % 2, "num_groups": 2} | _ROWS,
         **{
-            name: {"sets": _LOGITS[0] > 0, "labels": _LABELS, "mask": _MASK}
+            name: {"sets": _LOGITS[0] > 0, "labels": _LABELS} | _ROWS
             for name in ("class_conditional_coverage", "size_stratified_coverage")
         },
         "width": {name: _ENDS[name] for name in ("lower", "upper")} | _ROWS | _MEAN_OR_NONE,

@@ -3,19 +3,21 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
 
-from .._check import check_floating, check_labels, check_mask, promote
-from .._weighting import at_label, blank_masked
+from .._check import check_floating, check_labels, promote
+from .._weighting import at_label
 from ._check import check_sets
 from ._check_groups import check_groups
+from ._reduce import RowWeights, counts, weigh
+from ._row_weights import check_rows
 
 
 class ByGroup(NamedTuple):
     """The mean of a score in each group of rows.
 
     - `mean`: `(groups,)`; NaN for a group without rows.
-    - `count`: `(groups,)`, the number of rows in each group.
+    - `count`: `(groups,)`, the number of rows in each group, whatever their weights.
     """
 
     mean: Float[Array, " groups"]
@@ -27,6 +29,7 @@ def by_group(
     groups: Integer[ArrayLike, "*batch"],
     *,
     num_groups: int,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> ByGroup:
     """The mean of a score in each group of rows, such as group-conditional coverage.
@@ -36,6 +39,8 @@ def by_group(
     - `values`: one value per row, `(*batch,)`: a score with `reduction="none"`. No `members` axis.
     - `groups`: integers `(*batch,)` from 0 to num_groups - 1. While tracing, rows of other groups are ignored.
     - `num_groups`: the number of groups.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice in the mean, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -58,15 +63,16 @@ def by_group(
     """
     name = "scores.by_group"
     (checked,) = promote(check_floating(name, "values", values))
-    kept = check_mask(name, mask, checked.shape)
-    own, count = check_groups(name, groups, num_groups, checked.shape, mask)
-    return _by_group(blank_masked(checked, kept), own, kept, count)
+    rows = check_rows(name, row_weights, mask, checked.shape, checked.dtype)
+    own, count = check_groups(name, groups, num_groups, checked.shape, rows.known)
+    return _by_group(rows.blank(checked), own, rows.weights, count)
 
 
 def class_conditional_coverage(
     sets: Bool[ArrayLike, "*batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> ByGroup:
     """Coverage of prediction sets among the rows of each class; ideally equal to the sets' level for every class.
@@ -75,6 +81,8 @@ def class_conditional_coverage(
 
     - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.lac`][]; no `members` axis.
     - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels are ignored.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice in the mean, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -92,14 +100,15 @@ def class_conditional_coverage(
     ```
     """
     name = "scores.class_conditional_coverage"
-    chosen, targets, kept = _check(name, sets, labels, mask)
-    return _by_group(_inside(chosen, targets), targets, kept, chosen.shape[-1])
+    chosen, targets, weights = _check(name, sets, labels, row_weights, mask)
+    return _by_group(_inside(chosen, targets), targets, weights, chosen.shape[-1])
 
 
 def size_stratified_coverage(
     sets: Bool[ArrayLike, "*batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> ByGroup:
     """Coverage of prediction sets among the sets of each size; ideally equal to the sets' level for every size.
@@ -112,6 +121,8 @@ def size_stratified_coverage(
 
     - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.aps`][]; no `members` axis.
     - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels make means NaN.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice in the mean, one of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -133,17 +144,18 @@ def size_stratified_coverage(
         [Uncertainty Sets for Image Classifiers using Conformal Prediction](https://arxiv.org/abs/2009.14193)
     """
     name = "scores.size_stratified_coverage"
-    chosen, targets, kept = _check(name, sets, labels, mask)
+    chosen, targets, weights = _check(name, sets, labels, row_weights, mask)
     sizes = jnp.sum(chosen, axis=-1, dtype=jnp.int32)
-    return _by_group(_inside(chosen, targets), sizes, kept, chosen.shape[-1] + 1)
+    return _by_group(_inside(chosen, targets), sizes, weights, chosen.shape[-1] + 1)
 
 
 def _check(
-    name: str, sets: ArrayLike, labels: ArrayLike, mask: ArrayLike | None
+    name: str, sets: ArrayLike, labels: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Array, Integer[Array, "*batch"], Array | None]:
     chosen = check_sets(name, sets)
-    kept = check_mask(name, mask, chosen.shape[:-1])
-    return chosen, blank_masked(check_labels(name, labels, chosen, mask, argument="sets", members=False), kept), kept
+    rows = check_rows(name, row_weights, mask, chosen.shape[:-1], jnp.result_type(float))
+    targets = check_labels(name, labels, chosen, rows.known, argument="sets", members=False)
+    return chosen, rows.blank(targets), rows.weights
 
 
 def _inside(sets: Bool[Array, "*batch classes"], labels: Integer[Array, "*batch"]) -> Float[Array, "*batch"]:
@@ -154,13 +166,15 @@ def _inside(sets: Bool[Array, "*batch classes"], labels: Integer[Array, "*batch"
 def _by_group(
     values: Float[Array, "*batch"],
     groups: Integer[Array, "*batch"],
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     num_groups: int,
 ) -> ByGroup:
     known = (groups >= 0) & (groups < num_groups)
-    kept = known if mask is None else known & mask
+    kept = known if row_weights is None else known & counts(row_weights)
     # One bucket more takes the rows that do not count: a scatter would count negative groups from the end.
     bucket = jnp.ravel(jnp.where(kept, groups, num_groups))
-    total = jax.ops.segment_sum(jnp.ravel(jnp.where(kept, values, 0)), bucket, num_groups + 1)[:-1]
-    count = jax.ops.segment_sum(jnp.ones(bucket.shape, jnp.int32), bucket, num_groups + 1)[:-1]
-    return ByGroup(jnp.where(count == 0, jnp.nan, total / jnp.maximum(count, 1).astype(total.dtype)), count)
+    sums = lambda x: jax.ops.segment_sum(jnp.ravel(x), bucket, num_groups + 1)[:-1]
+    total, count = sums(jnp.where(kept, weigh(values, row_weights), 0)), sums(jnp.ones(groups.shape, jnp.int32))
+    is_weighted = row_weights is not None and row_weights.dtype != bool
+    weight = sums(row_weights) if is_weighted else count.astype(total.dtype)
+    return ByGroup(jnp.where(count == 0, jnp.nan, total / jnp.where(count == 0, 1, weight)), count)

@@ -25,10 +25,15 @@ CASES |= {
     "dawid_sebastiani": ((MEAN, TARGETS), [1, 0]),
     "decompose_brier": ((LOGITS, LABELS), [1, 0]),
     "set_coverage": ((LOGITS[0] > 0, LABELS), [0, 0]),
+    "by_group": ((TARGETS, LABELS), [0, 0]),
+    "class_conditional_coverage": ((LOGITS[0] > 0, LABELS), [0, 0]),
+    "size_stratified_coverage": ((LOGITS[0] > 0, LABELS), [0, 0]),
     "set_size": ((LOGITS[0] > 0,), [0]),
     **{name: ((TIED, POSITIVES), [0, 0]) for name in ("auroc", "aupr", "fpr_at_tpr")},
 }
 OPTIONS = {
+    "fpr_at_tpr": {"level": 0.6},
+    "by_group": {"num_groups": 4},
     "interval_score": {"level": 0.8},
     "pinball": {"level": 0.8},
     "squared_calibration_error": {"debiased": False, "binning": "width"},
@@ -63,6 +68,7 @@ def spoilt(name, rows):
 
 
 def assert_close(got, want, **tolerance):
+    got, want = (x.mean if isinstance(x, scores.ByGroup) else x for x in (got, want))  # not the number of rows
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), got, want)
 
 
@@ -151,7 +157,8 @@ def test_every_score_while_tracing(name):
     assert_close(jax.jit(lambda w: score(*arguments, row_weights=w))(7 * weights), want, rtol=1e-5)
     if name == "energy_score":
         return
-    total = lambda x, w: sum(jax.tree.leaves(score(x, *arguments[1:], row_weights=w)))
+    leaves = lambda x, w: jax.tree.leaves(score(x, *arguments[1:], row_weights=w))
+    total = lambda x, w: sum(jnp.nansum(x) for x in leaves(x, w) if x.dtype != jnp.int32)
     if arguments[0].dtype != bool:
         assert np.isfinite(jax.grad(total)(jnp.asarray(arguments[0]), weights)).all()
     slope = jax.grad(total, argnums=1)(jnp.asarray(arguments[0]), weights)
