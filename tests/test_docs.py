@@ -25,6 +25,9 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 WITH_CODE = {str(page.relative_to(ROOT)): page for page in [ROOT / "README.md", *PAGES] if blocks(page.read_text())}
 
 HAS_ORBAX = importlib.util.find_spec("orbax") is not None
+# What examples need of extras; each is left out where it is not installed.
+NEEDED = {"blackjax": "import blackjax", "arviz_stats": "sampling.diagnostics("}
+MISSING = [mark for package, mark in NEEDED.items() if importlib.util.find_spec(package) is None]
 LOGGERS = re.compile(r"^(?:import|from) (?:tensorboardX|wandb|mlflow)\b", re.MULTILINE)  # `test_logging` runs them
 DIRECTIVE = re.compile(r"^::: (\S+)(?:\n(?:    .*)?)*", re.MULTILINE)
 MEMBERS = re.compile(r"^ +members: \[(.*)\]$", re.MULTILINE)
@@ -104,6 +107,8 @@ def run(examples, filename, given=()):
     for number, (code, shown) in enumerate(examples):
         if ('format="orbax"' in code and not HAS_ORBAX) or LOGGERS.search(code):
             continue
+        if any(mark in code for mark in MISSING):
+            pytest.skip(f"needs one of {', '.join(NEEDED)}")
         run_block(code, shown, f"<{filename}, example {number}>", namespace)
 
 
@@ -166,7 +171,8 @@ def test_an_undefined_name_would_be_noticed(codes, found):
 @pytest.mark.parametrize("page", WITH_CODE.values(), ids=WITH_CODE)
 def test_page_examples_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with as_users_run_it() if page.parent.name == "guide" else contextlib.nullcontext():
+    as_users = page.parent.name == "guide" or page.name == "blackjax.md"  # which promotes dtypes
+    with as_users_run_it() if as_users else contextlib.nullcontext():
         run(blocks(page.read_text()), page.name)
 
 

@@ -106,6 +106,17 @@ def normalised_loss(model, state, batch, key):
     return jnp.mean(out), state
 
 
+def _sampler(name, *options):
+    return Case(
+        lambda **given: updated(getattr(ee.methods.sampling, name)(**({"key": KEY} | given))),
+        {"learning_rate": always(0.1), "num_rows": always(10)},
+        ("learning_rate", "num_rows", "temperature", "key", *options),
+    )
+
+
+_SGLD = {"learning_rate": "0 int64 float32", "num_rows": "int64 float32", "temperature": "0 int64 float32"}
+
+
 def recorded():
     return ee.train.init(ensemble, PATH.swag(PATH.snapshots(ADAM, 2, every=1)), key=KEY)
 
@@ -222,6 +233,9 @@ CASES = {
     "methods.priors.draw_anchors": Case(
         ee.methods.priors.draw_anchors, {"ensemble": always(ensemble), "key": always(KEY)}
     ),
+    "methods.priors.gaussian_penalty": Case(
+        ee.methods.priors.gaussian_penalty, {"model": always(ensemble[0]), "num_rows": always(10)}
+    ),
     "methods.priors.noisy_targets": Case(
         ee.methods.priors.noisy_targets,
         {"targets": always(DATA[1]), "ids": always([0, 1]), "std": always(0.1), "key": always(KEY)},
@@ -261,7 +275,7 @@ CASES = {
     "methods.path.snapshots": Case(
         lambda **options: updated(PATH.snapshots(**({"size": 2, "every": 1} | options))),
         {"optimiser": always(SGD)},
-        ("optimiser", "size", "start", "every"),
+        ("optimiser", "size", "start", "every", "period"),
     ),
     "methods.path.average": Case(PATH.average, {"run": recorded}),
     "methods.path.sample": Case(PATH.sample, {"run": recorded, "num_samples": always(2), "key": always(KEY)}),
@@ -285,6 +299,17 @@ CASES = {
             "data": always(DATA),
             "key": always(KEY),
         },
+    ),
+    "methods.sampling.sgld": _sampler("sgld"),
+    "methods.sampling.sghmc": _sampler("sghmc", "friction"),
+    "methods.sampling.psgld": _sampler("psgld", "decay", "eps", "adapt_steps"),
+    "methods.sampling.cyclical_temperature": Case(
+        lambda **options: ee.methods.sampling.cyclical_temperature(**options)(3),
+        {"period": always(4)},
+        ("period", "explore", "temperature"),
+    ),
+    "methods.sampling.diagnostics": Case(
+        ee.methods.sampling.diagnostics, {"values": always(DATA[0]), "chains": always(np.arange(12) // 6)}
     ),
     "methods.cross_fit": Case(
         ee.methods.cross_fit,
@@ -398,11 +423,12 @@ ACCEPTED = {
     "methods.successive_halving": {"epochs": "int64", "steps": "None", "factor": "int64", "rungs": "int64 None"},
     "methods.hyperband": {"epochs": "int64", "factor": "int64"},
     "methods.priors.draw_anchors": {"std": "int64 float32"},
+    "methods.priors.gaussian_penalty": {"model": "array", "std": "int64 float32", "num_rows": "int64 float32"},
     "methods.priors.noisy_targets": {"targets": "array", "ids": "int64", "std": "0 int64 float32", "row_ids": "None"},
     "methods.path.ema": {"decay": "0 float32", "start": "0 int64", "every": "int64"},
     "methods.path.swa": {"start": "0 int64", "every": "int64"},
     "methods.path.swag": {"rank": "0 int64", "start": "0 int64", "every": "int64"},
-    "methods.path.snapshots": {"size": "int64", "start": "0 int64", "every": "int64"},
+    "methods.path.snapshots": {"size": "int64", "start": "0 int64", "every": "int64", "period": "int64 None"},
     "methods.path.sample": {"num_samples": "int64", "scale": "0 int64 float32 None"},
     "methods.path.snapshot_schedule": {"init_value": "0 int64 float32", "period": "int64"},
     "methods.path.fast_geometric_schedule": {
@@ -411,6 +437,14 @@ ACCEPTED = {
         "period": "int64",
     },
     "methods.path.update_batch_norm": {"batch_size": "int64 None", "plan": "None"},
+    "methods.sampling.sgld": _SGLD,
+    "methods.sampling.sghmc": _SGLD | {"friction": "float32"},
+    "methods.sampling.psgld": _SGLD | {"decay": "0 float32", "eps": "int64 float32", "adapt_steps": "int64 None"},
+    "methods.sampling.cyclical_temperature": {
+        "period": "int64",
+        "explore": "0 float32",
+        "temperature": "0 int64 float32",
+    },
     "methods.cross_fit": {"fn": "None"},
     "sweep.rescale_schedule": {"length": "int64 float32", "new_length": "int64 float32"},
     "tree.polyak": {"tau": "0 float32"},
@@ -441,7 +475,7 @@ RAW = {
 
 ROOMS = (
     ee, ee.checkpoint, ee.methods, ee.methods.alignment, ee.methods.path, ee.methods.population, ee.methods.priors,
-    ee.methods.soups, ee.plan, ee.sharding, ee.sweep, ee.testing, ee.train, ee.tree,
+    ee.methods.sampling, ee.methods.soups, ee.plan, ee.sharding, ee.sweep, ee.testing, ee.train, ee.tree,
 )  # fmt: skip
 # `grid`, `draw` and the other functions of trees and arrays are in the census of array functions.
 OF_ARRAYS = {name.rpartition(".")[2] for name in array_calls.NAMES}

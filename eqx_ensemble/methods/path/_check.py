@@ -39,6 +39,20 @@ def check_steps(start: Any, every: Any, *, name: str) -> None:
             check_counter(value, argument, name=name)
 
 
+def check_period(period: Any, start: Any, every: Any, *, name: str) -> None:
+    """Raises unless `period` is `None`, or a number of steps with a snapshot in them, or traced."""
+    if period is None:
+        return
+    if is_traced(period):
+        if period.ndim or not jnp.issubdtype(period.dtype, jnp.integer):
+            raise TypeError(f"`{name}` needs an integer `period`, got {period.dtype} of shape {period.shape}.")
+        return
+    check_counter(period, "period", name=name)
+    first = start if is_traced(start) or start else every
+    if not is_traced(first) and first > period:
+        raise ValueError(f"`{name}` takes no snapshot: the first is after {first} steps of each {period}.")
+
+
 def check_decay(decay: Any, *, name: str) -> None:
     """Raises unless `decay` is a number from 0 to below 1; a traced one is not checked."""
     if is_traced(decay):

@@ -53,11 +53,15 @@ def record_path(
     *,
     start: Any,
     every: Any,
+    period: Any = None,
     init: Callable[[PyTree], PyTree],
     update: Update,
     name: str,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimiser, with a record of the weights after step `start`, `start + every`, `start + 2 * every` ..."""
+    """The optimiser, with a record of the weights after step `start`, `start + every`, `start + 2 * every` ...
+
+    With a `period`, after these steps of each period.
+    """
     inner = optax.with_extra_args_support(optimiser)
 
     def init_all(params: PyTree) -> RecordState:
@@ -71,7 +75,8 @@ def record_path(
         )
         weights = optax.apply_updates(params, updates)
         step = jnp.asarray(optax.safe_increment(state.step))
-        due = (step >= start) & ((step - start) % every == 0)
+        within = step if period is None else (step - 1) % period + 1
+        due = (within >= start) & ((within - start) % every == 0)
         count = state.count + due.astype(state.count.dtype)
         return updates, RecordState(inner_state, step, count, update(state.record, weights, count, due))
 

@@ -14,6 +14,7 @@ from ...distributed import to_host
 from ._check import (
     check_factor_ids,
     check_inner_optimiser,
+    check_period,
     check_some_snapshots,
     check_steps,
     check_untraced,
@@ -23,13 +24,14 @@ from ._record import Weights, as_ensemble, find_record, record_path
 
 
 def snapshots(
-    optimiser: optax.GradientTransformation, size: int, *, every: Any, start: Any = 0
+    optimiser: optax.GradientTransformation, size: int, *, every: Any, start: Any = 0, period: Any = None
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the last `size` snapshots of each member's weights.
 
     With [`eqx_ensemble.methods.path.snapshot_schedule`][] and `every` its period it records a snapshot ensemble, with
     [`eqx_ensemble.methods.path.fast_geometric_schedule`][] a fast geometric one, and with a constant learning rate the
-    path of the run. They are a part of the optimiser state: each member's own, saved and resumed with it. The
+    path of the run; with the samplers of `methods.sampling`, samples: `start` is the end of the burn-in, and `every`
+    thins the chain. They are a part of the optimiser state: each member's own, saved and resumed with it. The
     optimiser's updates are not changed.
 
     **Arguments:**
@@ -38,6 +40,8 @@ def snapshots(
     - `size`: the number of snapshots to keep, which need the memory of as many copies of the weights.
     - `every`: the number of steps between snapshots.
     - `start`: the first snapshot is the weights after this many steps; by default after `every` steps.
+    - `period`: by default none; steps are counted anew after this many, so that `start` and `every` are those of each
+        cycle.
 
     **Returns:** an optax optimiser; [`eqx_ensemble.methods.path.snapshot_ensemble`][] makes an ensemble of its state.
 
@@ -56,6 +60,7 @@ def snapshots(
     check_inner_optimiser(optimiser, name=name)
     size = check_positive_int(size, "size", name=name)
     check_steps(start, every, name=name)
+    check_period(period, start, every, name=name)
 
     def init(params: PyTree) -> Weights:
         return Weights(jax.tree.map(lambda x: jnp.zeros((size, *jnp.shape(x)), jnp.asarray(x).dtype), params))
@@ -65,7 +70,7 @@ def snapshots(
         put = lambda kept, w: kept.at[index].set(w, mode="drop")
         return Weights(jax.tree.map(put, record.weights, weights))
 
-    return record_path(optimiser, start=start, every=every, init=init, update=update, name=name)
+    return record_path(optimiser, start=start, every=every, period=period, init=init, update=update, name=name)
 
 
 def snapshot_ensemble(run: Any) -> Ensemble[Any]:

@@ -2,5 +2,6 @@
 
 from ._anchor import Anchor as Anchor
 from ._anchor import draw_anchors as draw_anchors
+from ._penalty import gaussian_penalty as gaussian_penalty
 from ._randomised import RandomisedPrior as RandomisedPrior
 from ._targets import noisy_targets as noisy_targets

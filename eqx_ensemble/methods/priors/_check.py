@@ -48,12 +48,29 @@ def check_outputs(out: Any, prior: Any) -> None:
             )
 
 
-def check_std(std: Any, path: str) -> float:
+def check_std(std: Any, path: str, *, name: str = _ANCHORS) -> float:
     """Raises unless a standard deviation is a finite number above zero. Returns it."""
-    number = check_number(std, path, name=_ANCHORS)
+    number = check_number(std, path, name=name)
     if number <= 0:
-        raise ValueError(f"`{_ANCHORS}` needs `{path}` to be above 0, got {std!r}.")
+        raise ValueError(f"`{name}` needs `{path}` to be above 0, got {std!r}.")
     return number
+
+
+def check_penalty_std(std: Any, path: str, *, name: str) -> Any:
+    """As `check_std`, with arrays of no axes, of which a traced one is not checked."""
+    if isinstance(std, jax.Array) and not std.shape:
+        if is_traced(std):
+            return std
+        std = std.item()
+    return check_std(std, path, name=name)
+
+
+def check_penalised(weights: list[Any], model: Any, *, name: str) -> None:
+    """Raises for a model without weights."""
+    if not weights:
+        raise TypeError(
+            f"`{name}` needs a model with floating-point arrays that are not frozen, got {kind_text(model)}."
+        )
 
 
 def prefix_message(std: Any) -> str:
@@ -64,25 +81,25 @@ def prefix_message(std: Any) -> str:
     )
 
 
-def check_real(leaf: Any, path: str) -> None:
+def check_real(leaf: Any, path: str, *, name: str = _ANCHORS) -> None:
     """Raises for a complex leaf."""
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise TypeError(
-            f"`{_ANCHORS}` needs real floating-point arrays; at `{path}`: got {leaf.dtype}.\n"
+            f"`{name}` needs real floating-point arrays; at `{path}`: got {leaf.dtype}.\n"
             "Leave it out with `trainable=`."
         )
 
 
-def check_num_rows(num_rows: Any) -> Any:
+def check_num_rows(num_rows: Any, *, name: str = _PENALTY) -> Any:
     """Raises unless `num_rows` is a count: a number above zero, or an array of no axes while tracing. Returns it."""
     if not isinstance(num_rows, jax.Array | np.generic | np.ndarray):
-        value = check_number(num_rows, "num_rows", name=_PENALTY)
+        value = check_number(num_rows, "num_rows", name=name)
     elif num_rows.shape:
-        raise TypeError(f"`{_PENALTY}` needs `num_rows` to be one number, got {leaf_text(num_rows)}.")
+        raise TypeError(f"`{name}` needs `num_rows` to be one number, got {leaf_text(num_rows)}.")
     else:
         value = num_rows
     if not is_traced(value) and float(value) <= 0:
-        raise ValueError(f"`{_PENALTY}` needs `num_rows` to be above 0, got {num_rows}.")
+        raise ValueError(f"`{name}` needs `num_rows` to be above 0, got {num_rows}.")
     return num_rows
 
 

@@ -1,0 +1,11 @@
+"""Sampling from a posterior by stochastic-gradient MCMC, and diagnostics of the chains.
+
+The samplers are optax optimisers: each member is a chain, with noise of its own.
+"""
+
+from ._diagnostics import Diagnostics as Diagnostics
+from ._diagnostics import diagnostics as diagnostics
+from ._psgld import psgld as psgld
+from ._schedules import cyclical_temperature as cyclical_temperature
+from ._sghmc import sghmc as sghmc
+from ._sgld import sgld as sgld

@@ -1,0 +1,74 @@
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..._check import missing_extra_message
+from ._check import check_chains, check_values
+
+
+class Diagnostics(NamedTuple):
+    r"""How well chains have mixed, of each quantity.
+
+    **Attributes:**
+
+    - `rhat`: the rank-normalised split $\hat R$, the larger of that of the draws and of the folded draws: above 1.01
+        the chains disagree. NaN for a single chain.
+    - `ess_bulk`: the effective sample size in the bulk, of all chains together.
+    - `ess_tail`: the smaller of those of the 5 % and the 95 % quantile.
+    """
+
+    rhat: np.ndarray
+    ess_bulk: np.ndarray
+    ess_tail: np.ndarray
+
+
+def diagnostics(values: Any, chains: Any) -> Diagnostics:
+    r"""Rank-normalised split $\hat R$ and effective sample sizes of quantities over the samples of several chains.
+
+    Needs the extra `sampling`: ArviZ computes them. Diagnose outputs of the members, such as their predictions, rather
+    than their weights: a network with permuted hidden units is the same function, and its weights are others. That
+    chains agree does not show that they sample from the posterior: step sizes, noise of batches and missing modes do
+    not show here.
+
+    **Arguments:**
+
+    - `values`: `(members, ...)`, one value of each quantity for each sample, such as what [`eqx_ensemble.predict`][]
+        returns. Samples of one chain come in the order in which they were drawn.
+    - `chains`: `(members,)`, integers: the chain of each sample. For
+        [`eqx_ensemble.methods.path.snapshot_ensemble`][] it is `ensemble.ids // size`. All chains have the same number
+        of samples, at least 4.
+
+    **Returns:** the [`eqx_ensemble.methods.sampling.Diagnostics`][], NumPy arrays `(...)`; NaN for quantities that are
+    not finite everywhere, and $\hat R$ also for those that are the same in all samples.
+
+    **Raises:** `ImportError` without ArviZ; `TypeError` inside `jax.jit`; `ValueError` for chains of different lengths
+    or of fewer than 4 samples.
+
+    ```python
+    predictions = jax.random.normal(key, (4 * 50, 3))  # 4 chains of 50 samples
+    found = ee.methods.sampling.diagnostics(predictions, np.arange(200) // 50)
+    found.rhat.shape  # (3,)
+    ```
+
+    ??? cite
+
+        Vehtari, Gelman, Simpson, Carpenter and Bürkner, "Rank-Normalization, Folding, and Localization: An Improved
+        $\hat R$ for Assessing Convergence of MCMC" (Bayesian Analysis, 2021).
+    """
+    name = "methods.sampling.diagnostics"
+    array = check_values(values, name=name)
+    order, num_chains = check_chains(chains, len(array), name=name)
+    try:
+        from arviz_stats.base import array_stats  # pyright: ignore[reportMissingImports] (an extra)
+    except ImportError as error:
+        raise ImportError(missing_extra_message(name, "ArviZ", "sampling")) from error
+    axes = {"chain_axis": 0, "draw_axis": 1}
+    draws = array[order].reshape(num_chains, -1, *array.shape[1:])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = Diagnostics(
+            np.asarray(array_stats.rhat(draws, **axes, method="rank")),
+            np.asarray(array_stats.ess(draws, **axes, method="bulk")),
+            np.asarray(array_stats.ess(draws, **axes, method="tail", prob=(0.05, 0.95))),
+        )
+    finite = np.isfinite(draws).all(axis=(0, 1))
+    return Diagnostics(*(np.where(finite, x, np.nan) for x in found))
