@@ -1,5 +1,5 @@
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -7,11 +7,11 @@ import numpy as np
 
 from .. import _axes
 from .._pytree import PyTree
-from ..plan import AbstractPlan
 from ..plan._cost import cost_of
 from ..plan._memory import peak, release_memory
 from ._batch import MemberCall, PredictionInputs, batch_arguments, compiled_batch, predict_batch
 from ._check import budget_message
+from ._work import Work
 
 _FEW_ROWS = 32  # with fewer rows a batch, fewer members at a time are cheaper: weights are read for every batch
 _MOST_STEPS_UP = 2  # a factor of four: small blocks say little about much larger ones
@@ -38,12 +38,13 @@ class BlockSizes:
     - `settled`: whether the block is final.
     """
 
-    def __init__(self, memory: int, call: MemberCall, inputs: PredictionInputs, *, most_rows: int) -> None:
+    def __init__(self, memory: int, parts: Sequence[tuple[MemberCall, PredictionInputs]], *, most_rows: int) -> None:
         self.settled = False
         self._memory = memory
-        self._ladder = _ladder(Block(inputs.ensemble.num_members, most_rows))
-        bound = _byte_bound(call, inputs)
-        fitting = (i for i, block in enumerate(self._ladder) if bound(block) <= _SAFETY * memory)
+        self._ladder = _ladder(Block(max(inputs.ensemble.num_members for _, inputs in parts), most_rows))
+        bounds = [_byte_bound(call, inputs) for call, inputs in parts]
+        need = lambda block: max(bound(block) for bound in bounds)
+        fitting = (i for i, block in enumerate(self._ladder) if need(block) <= _SAFETY * memory)
         self._index = next(fitting, len(self._ladder) - 1)
         self._highest = 0
 
@@ -67,29 +68,15 @@ class BlockSizes:
 
 
 def measure(
-    plan: AbstractPlan,
-    call: MemberCall,
-    inputs: PredictionInputs,
-    rows: np.ndarray,
-    predict_rows: Callable[[], Any],
-    *,
-    members: int,
+    works: Sequence[Work], rows: np.ndarray, predict_rows: Callable[[], Any], *, members: int
 ) -> tuple[Any, int]:
     """`predict_rows()`, which predicts `rows` in blocks of `members`, and the bytes that it needed at its peak.
 
     A peak may be too short to be sampled: the arrays that are known to exist are counted as well. Compiling is not
     included.
     """
-    read = batch_arguments(call, inputs, rows, members=slice(0, members))
-    compiled = compiled_batch.lower(plan, *read).compile().compiled
-    release_memory()
-    with peak() as of_block:
-        out = jax.block_until_ready(compiled_batch(plan, *read))
-    num_members, analysis = inputs.ensemble.num_members, compiled.memory_analysis()
-    known = _bytes(read[1].x) + _bytes(out) + (analysis.temp_size_in_bytes if analysis else 0)
-    known += _bytes(read[1].ensemble) if members < num_members else 0
-    del out, read
-    result, needs = jax.block_until_ready(predict_rows()), [known, of_block.bytes or 0]
+    needs = [_of_block(work, rows, members) for work in works]
+    result = jax.block_until_ready(predict_rows())
     for _ in range(_REPEATS):
         del result
         release_memory()
@@ -97,6 +84,20 @@ def measure(
             result = jax.block_until_ready(predict_rows())
         needs.append(of_all.bytes or 0)
     return result, max(needs)
+
+
+def _of_block(work: Work, rows: np.ndarray, members: int) -> int:
+    """The bytes that the first block of an ensemble needs."""
+    plan, inputs = work.pilot.plan, work.inputs
+    read = batch_arguments(work.call, inputs, rows, members=slice(0, members))
+    compiled = compiled_batch.lower(plan, *read).compile().compiled
+    release_memory()
+    with peak() as of_block:
+        out = jax.block_until_ready(compiled_batch(plan, *read))
+    analysis = compiled.memory_analysis()
+    known = _bytes(read[1].x) + _bytes(out) + (analysis.temp_size_in_bytes if analysis else 0)
+    known += _bytes(read[1].ensemble) if members < inputs.ensemble.num_members else 0
+    return max(known, of_block.bytes or 0)
 
 
 def _ladder(most: Block) -> list[Block]:
@@ -116,7 +117,8 @@ def _byte_bound(call: MemberCall, inputs: PredictionInputs) -> Callable[[Block],
     """An upper bound of the bytes of intermediate arrays in a block, from those of one member and one or two rows."""
     reads = (batch_arguments(call, inputs, np.zeros(count, int)) for count in (1, 2))
     one, two = (cost_of(predict_batch, *read).bytes for read in reads)
-    return lambda block: block.members * (one + (block.rows - 1) * max(two - one, 0))
+    num_members = inputs.ensemble.num_members
+    return lambda block: min(block.members, num_members) * (one + (block.rows - 1) * max(two - one, 0))
 
 
 def _bytes(tree: PyTree) -> int:

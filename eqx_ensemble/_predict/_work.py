@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,14 +12,17 @@ from ._batch import MemberCall, PredictionInputs
 
 
 class Work(NamedTuple):
-    """How the rows of a call are processed, and what collects the results."""
+    """How the rows of a call are processed by the members of an ensemble.
+
+    `members`: their positions in the group that the ensemble is a part of, if it is.
+    """
 
     pilot: Pilot
     call: MemberCall
     inputs: PredictionInputs
     num_rows: int
     batch_size: int
-    collect: Callable[[Iterable[tuple[slice, PyTree]], np.ndarray], PyTree]
+    members: np.ndarray | None = None
 
     def rows(self, start: int, count: int) -> np.ndarray:
         """The indices of `count` rows from `start`; at the end of the data the last `count` rows.
@@ -29,9 +32,13 @@ class Work(NamedTuple):
         start = max(min(start, self.num_rows - count), 0)
         return np.minimum(np.arange(start, start + count), self.num_rows - 1)
 
+    def positions_of(self, chunk: slice) -> Any:
+        """The positions among all members of some members of this ensemble."""
+        return chunk if self.members is None else self.members[chunk]
 
-def combine_parts(parts: Iterable[tuple[slice, PyTree]], combine: Any, weights: Any) -> PyTree:
-    """Combines the predictions of all members, of which `parts` holds some members at a time."""
+
+def combine_parts(parts: Iterable[tuple[Any, PyTree]], combine: Any, weights: Any) -> PyTree:
+    """Combines the predictions of all members, of which `parts` holds some at a time, with their positions."""
     if isinstance(combine, AbstractCombination):
         partial = None
         for index, part in parts:
