@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     from ._describe import LeafDescription as LeafDescription
     from ._describe import describe as describe
     from ._ensemble import Ensemble as Ensemble
+    from ._ensemble import Group as Group
     from ._ensemble import average as average
     from ._ensemble import concatenate as concatenate
     from ._ensemble import from_stacked as from_stacked
+    from ._ensemble import group as group
     from ._ensemble import stack as stack
     from ._export import Artefact as Artefact
     from ._export import export as export
@@ -61,7 +63,7 @@ else:
             "_build": ["build"],
             "_check": ["CheckpointCorruptError", "MemberMismatchError"],
             "_describe": ["Description", "LeafDescription", "describe"],
-            "_ensemble": ["Ensemble", "average", "concatenate", "from_stacked", "stack"],
+            "_ensemble": ["Ensemble", "Group", "average", "concatenate", "from_stacked", "group", "stack"],
             "_export": ["Artefact", "export", "export_onnx"],
             "_files": ["export_members", "load", "load_members", "save"],
             "_keys": ["member_keys"],

@@ -1,20 +1,28 @@
-from typing import Any
+from typing import Any, overload
 
 from jaxtyping import Array, Float
 
 from . import _check, combine
-from ._ensemble import Ensemble, M
-from ._ensemble._check import check_ensemble
+from ._ensemble import Ensemble, Group, M
+from ._ensemble._check import check_ensemble_or_group
 
 
+@overload
 def prune(
     ensemble: Ensemble[M], weights: Any, *, above: float | int = 0.0, num_members: int | None = None
-) -> tuple[Ensemble[M], Float[Array, " left"]]:
+) -> tuple[Ensemble[M], Array]: ...
+@overload
+def prune(
+    ensemble: Group, weights: Any, *, above: float | int = 0.0, num_members: int | None = None
+) -> tuple[Group, Array]: ...
+def prune(
+    ensemble: Ensemble[Any] | Group, weights: Any, *, above: float | int = 0.0, num_members: int | None = None
+) -> tuple[Ensemble[Any] | Group, Float[Array, " left"]]:
     """Keeps the members with enough weight, as a smaller ensemble with normalised weights.
 
     **Arguments:**
 
-    - `ensemble`: the ensemble.
+    - `ensemble`: the ensemble, or the group, of which parts without a member are removed.
     - `weights`: convex weights over members, `(members,)`, from [`eqx_ensemble.combine.weights.stacking`][] and the
         like; divided by their sum.
     - `above`: keeps members whose normalised weight exceeds this. Members of weight zero are always removed.
@@ -31,7 +39,7 @@ def prune(
     ee.combine.mean(small(jnp.ones(2)), weights=weights)
     ```
     """
-    check_ensemble(ensemble, name="prune")
+    check_ensemble_or_group(ensemble, name="prune")
     _check.check_weight_count(weights, ensemble.num_members, name="prune")
     left, kept = combine.weights.sparsify(weights, above=above, num_members=num_members)
     return ensemble[left], kept

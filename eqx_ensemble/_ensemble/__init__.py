@@ -1,5 +1,5 @@
 from ._average import average as average
-from ._construct import concatenate as concatenate
+from ._concatenate import concatenate as concatenate
 from ._construct import from_stacked as from_stacked
 from ._construct import mark_numbers as mark_numbers
 from ._construct import number_flags as number_flags
@@ -7,3 +7,5 @@ from ._construct import stack as stack
 from ._ensemble import Ensemble as Ensemble
 from ._ensemble import M as M
 from ._ensemble import Where as Where
+from ._group import Group as Group
+from ._group_models import group as group

@@ -16,6 +16,7 @@ from .._check import (
     path_text,
 )
 from ._ensemble import Ensemble
+from ._group import Group
 
 T = TypeVar("T")
 
@@ -42,15 +43,17 @@ def check_selection(select: Callable[[Any], T], tree: Any) -> T:
         ) from error
 
 
-def check_ensembles(values: Any, *, name: str) -> list[Ensemble[Any]]:
-    """At least one ensemble, and nothing else."""
+def check_ensembles(values: Any, *, name: str) -> list[Any]:
+    """At least one ensemble or group, and nothing else."""
     values = (
-        [values] if isinstance(values, Ensemble) else check_sequence(values, "ensembles", name=name, of="ensembles")
+        [values]
+        if isinstance(values, Ensemble | Group)
+        else check_sequence(values, "ensembles", name=name, of="ensembles")
     )
     if not values:
         raise ValueError(f"`{name}` needs at least one ensemble, got none.")
     for i, value in enumerate(values):
-        if not isinstance(value, Ensemble):
+        if not isinstance(value, Ensemble | Group):
             raise TypeError(
                 f"`{name}` needs ensembles, got {kind_text(value)} at position {i}.\n"
                 "Make an ensemble of models with `stack([model, ...])`."
@@ -99,6 +102,11 @@ def check_ensemble(value: Any, *, name: str) -> None:
     if isinstance(value, Ensemble):
         check_integer_ids(value.ids)
         return
+    if isinstance(value, Group):
+        raise TypeError(
+            f"`{name}` needs an `Ensemble`, whose members are of one architecture, got a group.\n"
+            "Pass one of its parts, `group['name']`, or each of `group.parts` in turn."
+        )
     if isinstance(value, list | tuple):
         raise TypeError(
             f"`{name}` needs an `Ensemble`, got {kind_text(value)}.\n"
@@ -110,3 +118,9 @@ def check_ensemble(value: Any, *, name: str) -> None:
         f"`{name}` needs an `Ensemble`, got {kind_text(value)}.\n"
         "`stack([model, ...])` makes one of models, `from_stacked(model)` of a model that is stacked already."
     )
+
+
+def check_ensemble_or_group(value: Any, *, name: str) -> None:
+    """An ensemble, or a group of them."""
+    if not isinstance(value, Group):
+        check_ensemble(value, name=name)

@@ -8,11 +8,10 @@ from .. import _axes, _keys
 from .. import tree as _tree
 from .._axes._check import check_member_axis
 from .._check import check_flag
-from .._keys import check_distinct_ids
 from .._pytree import PyTree
 from ..tree._check import check_trees
 from ..tree._compare import Rules, compare_trees
-from ._check import check_ensembles, check_equal_shared, check_no_text_arrays, check_selection
+from ._check import check_equal_shared, check_no_text_arrays, check_selection
 from ._ensemble import Ensemble, M, Where
 
 
@@ -87,37 +86,6 @@ def stack(
         rest = _axes.strip_weak_types(unstacked[0])
     rest = mark_numbers(stacked, rest, numbers)
     return Ensemble(stacked, rest, _keys.member_ids(len(models) if ids is None else ids))
-
-
-def concatenate(ensembles: Iterable[Ensemble[M]], *, renumber: bool = False) -> Ensemble[M]:
-    """Concatenates ensembles of one architecture, in the order given.
-
-    **Arguments:**
-
-    - `ensembles`: the ensembles. What their members share must be equal.
-    - `renumber`: give the members the ids `0, 1, 2, ...` instead of keeping theirs.
-
-    **Raises:** `ValueError` when two members have the same id and `renumber` is not set; `MemberMismatchError` when
-    the ensembles do not fit together.
-
-    ```python
-    make = lambda key: eqx.nn.Linear(2, 1, key=key)
-    old = ee.build(make, 4, key=key)
-    new = ee.build(make, ids=[4, 5], key=key)
-    ee.concatenate([old, new])  # the same members as ee.build(make, 6, key=key)
-    ```
-    """
-    ensembles = check_ensembles(ensembles, name="concatenate")
-    stacked, ids = _tree.concatenate([ensemble.per_member() for ensemble in ensembles])
-    shared = [ensemble.shared for ensemble in ensembles]
-    rules = Rules(needs="ensembles whose members share the same", noun="ensemble")
-    compare_trees(shared, name="concatenate", rules=rules)
-    check_equal_shared(shared, name="concatenate")
-    if check_flag(renumber, "renumber", name="concatenate"):
-        ids = _keys.member_ids(ids.shape[0])
-    else:
-        check_distinct_ids(ids, "Build new members with `build(make, ids=..., key=key)`, or pass `renumber=True`.")
-    return Ensemble(stacked, shared[0], ids)
 
 
 def mark_numbers(stacked: PyTree, shared: PyTree, numbers: PyTree) -> PyTree:

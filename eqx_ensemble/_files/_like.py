@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._check import MemberMismatchError, is_member_array, member_dtype
-from .._ensemble import Ensemble
+from .._ensemble import Ensemble, Group
 from ..checkpoint._manifest import Manifest
 from ..checkpoint._structure import is_array_like
 from ..tree._hidden import check_no_tracers
@@ -36,6 +36,8 @@ def as_like(like: Any, manifest: Manifest) -> Any:
     if not is_maker(like):
         return like
     one = evaluate_make(like)
+    if isinstance(one, Group) and manifest.structure.get("<root>") == Group.__name__:
+        return _as_group(one, manifest)
     if manifest.members is None:
         return one
     if _is_ensemble(manifest, "<root>"):
@@ -44,6 +46,23 @@ def as_like(like: Any, manifest: Manifest) -> Any:
         state = jax.tree.map(lambda leaf: _with_axis(leaf, len(manifest.members or ())), one[1])
         return _as_ensemble(one[0], manifest, "[0]"), state
     return one
+
+
+def _as_group(one: Group, manifest: Manifest) -> Any:
+    """A group of shapes with as many members of each part as were saved; `one` is made by a function of a key."""
+    saved = {entry.path: entry for entry in manifest.entries}
+    numbers = {number.path for number in manifest.numbers}
+
+    def resize(name: str, part: Ensemble[Any]) -> Ensemble[Any]:
+        ids = saved.get(f".parts['{name}'].ids")
+        if ids is None:
+            return part  # which the file does not have: an error follows
+        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype), part.arrays)
+        return eqx.filter_eval_shape(Ensemble, stacked, part.shared, jax.ShapeDtypeStruct(ids.shape, part.ids.dtype))
+
+    parts = {name: resize(name, part) for name, part in one.parts.items()}
+    order = tuple(range(sum(path.startswith(".order[") for path in numbers)))
+    return eqx.tree_at(lambda group: (group.parts, group.order), one, (parts, order), is_leaf=lambda x: x is None)
 
 
 def _is_ensemble(manifest: Manifest, path: str) -> bool:

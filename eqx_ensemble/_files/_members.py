@@ -6,8 +6,8 @@ from typing import Any, Literal, overload
 import equinox as eqx
 
 from .._check import check_path
-from .._ensemble import Ensemble, M, stack
-from .._ensemble._check import check_ensemble
+from .._ensemble import Ensemble, Group, M, stack
+from .._ensemble._check import check_ensemble_or_group
 from ..checkpoint._path import as_path, is_on_disk
 from ..checkpoint._write import write_file
 from ._check import check_like_given, check_member_format, check_no_typed_keys, check_paths
@@ -17,13 +17,13 @@ from ._single import read_equinox, read_safetensors, to_safetensors
 
 
 def export_members(
-    ensemble: Ensemble[Any], folder: PathLike, *, format: Literal["eqx", "safetensors"] = "eqx"
+    ensemble: Ensemble[Any] | Group, folder: PathLike, *, format: Literal["eqx", "safetensors"] = "eqx"
 ) -> list[Path]:
     """Writes every member into a file of its own, which other libraries can read.
 
     **Arguments:**
 
-    - `ensemble`: the ensemble.
+    - `ensemble`: the ensemble or the group.
     - `folder`: the folder to write to; files in it with the same names are replaced.
     - `format`: `"eqx"` for files that `equinox.tree_deserialise_leaves` reads; `"safetensors"` for the arrays by name,
         as `layers.0.weight`, which many languages and frameworks read.
@@ -43,7 +43,7 @@ def export_members(
     ```
     """
     name = "export_members"
-    check_ensemble(ensemble, name=name)
+    check_ensemble_or_group(ensemble, name=name)
     check_path(folder, "folder", name=name)
     check_member_format(format, name=name)
     paths = []

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from .. import _axes
 from .._check import check_flag, check_integer_ids, check_path, is_member_array, path_text
-from .._ensemble import Ensemble, M
+from .._ensemble import Ensemble, Group, M
 from .._pytree import PyTree
 from ..checkpoint._check import check_format
 from ..checkpoint._formats import FORMATS, FormatName
@@ -95,6 +95,8 @@ def load(
     path: PathLike, like: Callable[..., tuple[M, eqx.nn.State]], **options: Unpack[LoadOptions]
 ) -> tuple[Ensemble[M], eqx.nn.State]: ...
 @overload
+def load(path: PathLike, like: Callable[..., Group], **options: Unpack[LoadOptions]) -> Group: ...
+@overload
 def load(path: PathLike, like: Callable[..., M], **options: Unpack[LoadOptions]) -> Ensemble[M]: ...
 @overload
 def load(path: PathLike, like: Tree, **options: Unpack[LoadOptions]) -> Tree: ...
@@ -117,7 +119,8 @@ def load(
     - `path`: the folder.
     - `like`: what was saved, in one of three ways: the function that makes one member from a key, as given to
         [`eqx_ensemble.build`][] (also one that returns a model and its `equinox.nn.State`); a tree like the one saved;
-        or its shapes, from `equinox.filter_eval_shape`. Arrays are NumPy arrays where `like` has these, jax arrays
+        or its shapes, from `equinox.filter_eval_shape`. For an [`eqx_ensemble.Group`][] the function makes a group with
+        the same parts, of any number of members. Arrays are NumPy arrays where `like` has these, jax arrays
         elsewhere, sharded over several devices where those of `like` are.
     - `members`: positions of the members to read, as in `ensemble[members]`: a list, a slice or a mask. The tree must
         hold one ensemble, besides states and inputs marked `Each` with as many members. `like` may then have any number
@@ -158,11 +161,15 @@ def load(
     with open_checkpoint(as_path(path), name=name) as reader:
         if is_of_fit(reader.manifest) and not isinstance(like, dict):
             raise ValueError(run_of_fit_message(reader.folder, reader.folder.parent, name=name))
-        rows = None if members is None else _rows(members, reader.manifest, path, name)
-        like = as_like(like, reader.manifest)
-        if rows is not None:
+        like, rows = as_like(like, reader.manifest), None
+        if members is not None:
+            check_member_selection(members, name=name)
+        if members is not None and not isinstance(like, Group):
+            rows = _rows(members, reader.manifest, path, name)
             _one_set_of_members(like, reader.manifest, path, name)
         tree = restore(reader, like, rows=rows, cast=cast, strict=strict, name=name)
+    if members is not None and isinstance(tree, Group):
+        tree = tree[list(members) if isinstance(members, range) else members]
     return tree if layout is None else _shard(tree, layout)
 
 
@@ -244,7 +251,6 @@ def _one_set_of_members(like: Any, manifest: Manifest, path: PathLike, name: str
 def _rows(members: Any, manifest: Manifest, path: PathLike, name: str) -> list[int]:
     ids = manifest.members
     check_saved_members(ids, path, name=name)
-    check_member_selection(members, name=name)
     members = list(members) if isinstance(members, range) else members
     rows = check_index(members, len(ids or ()), name=name)
     check_distinct(rows, name=name)

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 import equinox as eqx
@@ -31,3 +31,18 @@ class WithoutCombine(PredictOptions, total=False):
     """Those where there is no `combine`, which may be given as `None`."""
 
     combine: None
+
+
+class GroupOptions(TypedDict, total=False):
+    """The options of `predict` for a group, of which some may be given for each part."""
+
+    weights: Any
+    batch_size: int
+    memory: int | None
+    inference: bool | None
+    plan: AnyPlan | Mapping[str, AnyPlan]
+    mesh: Mesh | None
+    progress: bool | None
+    key: Any
+    state: Mapping[str, eqx.nn.State] | None
+    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None

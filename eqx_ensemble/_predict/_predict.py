@@ -1,5 +1,5 @@
-from collections.abc import Callable
-from typing import Any, Unpack, overload
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack, cast, overload
 
 import equinox as eqx
 import jax
@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from .. import _axes, _check
 from .._axes._check_rows import check_no_batch, explain_rows
 from .._combination import of_predictions, stream_of
-from .._ensemble import Ensemble
+from .._ensemble import Ensemble, Group
 from .._ensemble._check import check_ensemble
 from .._foreign import from_foreign_tree
 from .._pytree import PyTree
@@ -29,8 +29,9 @@ from ._few import (
     make_program,
     run_program,
 )
+from ._group import predict_group
 from ._inputs import check_budget, check_members_and_rows, predict_no_rows, prepare_inputs, size_of_batch
-from ._options import WithCombine, WithoutCombine
+from ._options import GroupOptions, WithCombine, WithoutCombine
 from ._rows import first_rows, size_of_few, weights_of
 from ._run_works import run_works
 from ._work import Work, combine_parts
@@ -71,18 +72,22 @@ def predict(
 def predict(
     ensemble: Ensemble[Any], x: PyTree, *, combine: Callable[..., Out], **options: Unpack[WithCombine]
 ) -> Out: ...
+@overload
+def predict(ensemble: Group, x: PyTree, *, combine: Callable[..., Out], **options: Unpack[GroupOptions]) -> Out: ...
+@overload
+def predict(ensemble: Group, x: PyTree, *, combine: None = None, **options: Unpack[GroupOptions]) -> Any: ...
 def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols stand for `Ensemble`
-    ensemble: Ensemble[Any],
+    ensemble: Ensemble[Any] | Group,
     x: PyTree,
     *,
     combine: Callable[..., Any] | None = None,
     weights: Any = None,
     batch_size: int = 256,
     memory: int | None = None,
-    state: eqx.nn.State | None = None,
-    fn: Callable[..., Any] | None = None,
+    state: eqx.nn.State | Mapping[str, eqx.nn.State] | None = None,
+    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
     inference: bool | None = None,
-    plan: AnyPlan = None,
+    plan: AnyPlan | Mapping[str, AnyPlan] = None,
     mesh: Mesh | None = None,
     progress: bool | None = None,
     key: Any = None,
@@ -96,7 +101,9 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
 
     **Arguments:**
 
-    - `ensemble`: members are functions of one example.
+    - `ensemble`: members are functions of one example. Those of all parts of an [`eqx_ensemble.Group`][] are
+        predicted with, along one axis, if they return arrays of one shape. For a group, `fn`, `plan`, `state` and `x`
+        may be dicts with one value for each part, by its name.
     - `x`: any PyTree of arrays `(rows, ...)`, of zero or more rows; parts marked [`eqx_ensemble.Each`][] are
         `(members, rows, ...)`. A member is called with one row of it.
     - `combine`: combines the members' predictions for a batch of rows, `(members, rows, ...)`: any function that treats
@@ -143,6 +150,12 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     ```
     """
     few, x = None, from_foreign_tree(x, "x", name="predict")
+    if isinstance(ensemble, Group):
+        return predict_group(
+            predict, ensemble, x, combine=combine, weights=weights, batch_size=batch_size, memory=memory, state=state,
+            fn=fn, inference=inference, plan=plan, mesh=mesh, progress=progress, key=key,
+        )  # fmt: skip
+    fn = cast("Callable[..., Any] | None", fn)  # checked below
     if memory is None and mesh is None and key is None and (progress is None or progress is False):
         few = few_rows(ensemble, x, state, fn=fn, inference=inference, plan=plan, batch_size=batch_size)
     program = None if few is None else find_program(few)
@@ -152,7 +165,7 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     inference = check_inference(inference, key, name="predict")
     _check.check_optional_function(fn, "fn", name="predict", example="lambda model, x: model(x)")
     _check.check_optional_flag(progress, "progress", name="predict")
-    plan = as_plan(plan)
+    plan = as_plan(cast("AnyPlan", plan))
     _check.check_positive_int(batch_size, "batch_size", name="predict")
     check_no_batch(x)
     num_rows = check_members_and_rows(ensemble, x, state)

@@ -112,8 +112,8 @@ def combining(ensemble: ee.Ensemble[MLP], other: ee.Ensemble[eqx.nn.Linear], mlp
     assert_type(ee.tree.weighted_mean([mlp, mlp]), MLP)
 
     ee.average(mlp)  # pyright: ignore[reportArgumentType]
-    ee.concatenate([mlp])  # pyright: ignore[reportArgumentType]
-    ee.concatenate([ensemble, other])  # pyright: ignore[reportArgumentType]
+    ee.concatenate([mlp])  # pyright: ignore[reportArgumentType, reportCallIssue]
+    ee.concatenate([ensemble, other])  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def training(ensemble: ee.Ensemble[MLP], optimiser: optax.GradientTransformation, x: Array, key: Array) -> None:

@@ -1,0 +1,87 @@
+from collections.abc import Iterable
+from typing import Any, overload
+
+import numpy as np
+
+from .. import _keys
+from .. import tree as _tree
+from .._check import MemberMismatchError, check_flag
+from .._keys import check_distinct_ids
+from ..tree._compare import Rules, compare_trees
+from ._check import check_ensembles, check_equal_shared
+from ._ensemble import Ensemble, M
+from ._group import Group
+from ._group_order import member_positions
+from ._part_names import part_names
+
+
+@overload
+def concatenate(ensembles: Iterable[Ensemble[M]], *, renumber: bool = False) -> Ensemble[M]: ...
+@overload
+def concatenate(ensembles: Iterable[Ensemble[M] | Group], *, renumber: bool = False) -> Group: ...
+def concatenate(ensembles: Iterable[Any], *, renumber: bool = False) -> Ensemble[Any] | Group:
+    """Concatenates ensembles of one architecture, or groups, in the order given.
+
+    **Arguments:**
+
+    - `ensembles`: the ensembles. What their members share must be equal. If one of them is an
+        [`eqx_ensemble.Group`][], so is the result: parts of one name are concatenated, and an ensemble is a part of its
+        own.
+    - `renumber`: give the members the ids `0, 1, 2, ...` instead of keeping theirs.
+
+    **Raises:** `ValueError` when two members have the same id and `renumber` is not set; `MemberMismatchError` when
+    the ensembles do not fit together.
+
+    ```python
+    make = lambda key: eqx.nn.Linear(2, 1, key=key)
+    old = ee.build(make, 4, key=key)
+    new = ee.build(make, ids=[4, 5], key=key)
+    ee.concatenate([old, new])  # the same members as ee.build(make, 6, key=key)
+    ```
+    """
+    listed = check_ensembles(ensembles, name="concatenate")
+    check_flag(renumber, "renumber", name="concatenate")
+    ensembles = [one for one in listed if isinstance(one, Ensemble)]
+    if len(ensembles) < len(listed):
+        return _of_groups(listed, renumber=renumber)
+    return _of_ensembles(ensembles, renumber=renumber)
+
+
+def _of_ensembles(ensembles: list[Ensemble[Any]], *, renumber: bool) -> Ensemble[Any]:
+    stacked, ids = _tree.concatenate([ensemble.per_member() for ensemble in ensembles])
+    shared = [ensemble.shared for ensemble in ensembles]
+    rules = Rules(needs="ensembles whose members share the same", noun="ensemble")
+    compare_trees(shared, name="concatenate", rules=rules)
+    check_equal_shared(shared, name="concatenate")
+    if renumber:
+        ids = _keys.member_ids(ids.shape[0])
+    else:
+        check_distinct_ids(ids, "Build new members with `build(make, ids=..., key=key)`, or pass `renumber=True`.")
+    return Ensemble(stacked, shared[0], ids)
+
+
+def _of_groups(listed: list[Ensemble[Any] | Group], *, renumber: bool) -> Group:
+    """Parts of one name are joined; `positions` are those of their members among all."""
+    parts: dict[str, list[Ensemble[Any]]] = {name: [] for one in listed if isinstance(one, Group) for name in one.parts}
+    positions: dict[str, list[np.ndarray]] = {name: [] for name in parts}
+    start = 0
+    for one in listed:
+        if isinstance(one, Group):
+            own = {name: (part, member_positions(one)[name]) for name, part in one.parts.items()}
+        else:
+            own = {part_names([one], taken=parts)[0]: (one, np.arange(one.num_members))}
+        for name, (part, of_part) in own.items():
+            parts.setdefault(name, []).append(part)
+            positions.setdefault(name, []).append(start + of_part)
+        start += one.num_members
+    order = np.argsort(np.concatenate([x for name in sorted(positions) for x in positions[name]])).tolist()
+    joined = {name: _of_part(name, own, renumber=renumber) for name, own in parts.items()}
+    return Group(joined, order=order, renumber=renumber)
+
+
+def _of_part(name: str, ensembles: list[Ensemble[Any]], *, renumber: bool) -> Ensemble[Any]:
+    try:
+        return _of_ensembles(ensembles, renumber=renumber)
+    except MemberMismatchError as error:
+        error.add_note(f"Both groups have a part `{name}`, and parts of one name become one ensemble.")
+        raise

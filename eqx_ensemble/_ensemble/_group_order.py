@@ -1,0 +1,46 @@
+"""Where the members of the parts of a group are among all of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _axes
+from .._pytree import PyTree
+from ._check_group import check_is_ensemble, check_like_outputs
+
+if TYPE_CHECKING:
+    from ._group import Group
+
+
+def member_positions(group: "Group") -> dict[str, np.ndarray]:
+    """Of each part by name, the positions of its members in the group."""
+    of_all, start, positions = np.argsort(np.asarray(group.order)), 0, {}
+    for name, part in group.parts.items():
+        size = check_is_ensemble(part).num_members
+        positions[name] = of_all[start : start + size]
+        start += size
+    return positions
+
+
+def join_members(group: "Group", values: Mapping[str, PyTree], *, name: str) -> PyTree:
+    """The values of the members of each part, `(members, ...)`, as those of the group, in its order."""
+    check_like_outputs(values, name=name)
+    return join_values([values[part] for part in group.parts], np.asarray(group.order))
+
+
+def join_values(values: Sequence[PyTree], order: np.ndarray) -> PyTree:
+    """Trees of arrays `(members, ...)`, one after another, in another order."""
+    is_ordered = np.array_equal(order, np.arange(len(order)))
+    if len(values) == 1 and is_ordered:
+        return values[0]
+
+    def join(*xs: Any) -> Any:
+        if not _axes.is_array(xs[0]):
+            return xs[0]
+        joined = (np if all(isinstance(x, np.ndarray) for x in xs) else jnp).concatenate(xs)
+        return joined if is_ordered else joined[order]
+
+    return jax.tree.map(join, *values)

@@ -1,0 +1,148 @@
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .. import _axes, _check
+from .._axes._check_rows import check_no_batch
+from .._combination import AbstractCombination, of_predictions, stream_of
+from .._ensemble import Ensemble, Group
+from .._ensemble._by_part import by_part, data_by_part, explain_part, states_by_part
+from .._ensemble._check_group import check_like_outputs
+from .._ensemble._group_order import join_values, member_positions
+from .._pytree import PyTree
+from ..plan._auto import as_plan
+from ..plan._pilot import Pilot
+from ._batch import MemberCall
+from ._check import check_combine, check_inference, check_rows_of_result
+from ._inputs import check_budget, check_members_and_rows, prepare_inputs, size_of_batch
+from ._rows import first_rows, row_of_zeros, weights_of
+from ._run_works import run_works
+from ._work import Work, combine_parts
+
+
+class Part(NamedTuple):
+    """A part of a group: its name, the positions of its members in the group, and what they are called with."""
+
+    name: str
+    ensemble: Ensemble[Any]
+    members: np.ndarray
+    x: PyTree
+    state: Any
+    fn: Any
+    plan: Any
+
+
+def predict_group(
+    predict: Callable[..., PyTree],
+    group: Group,
+    x: PyTree,
+    *,
+    combine: Any,
+    weights: Any,
+    batch_size: int,
+    memory: int | None,
+    state: Any,
+    fn: Any,
+    plan: Any,
+    progress: bool | None,
+    **options: Any,
+) -> PyTree:
+    """The predictions of all members of a group, in its order, by `predict` of an ensemble.
+
+    Few rows are predicted by one part after another. Of more, each batch is predicted by all parts before the next one,
+    so that combined predictions need memory for one batch only.
+    """
+    check_no_batch(x)
+    _check.check_positive_int(batch_size, "batch_size", name="predict")
+    _check.check_optional_flag(progress, "progress", name="predict")
+    check_inference(options["inference"], options["key"], name="predict")
+    parts = _parts(group, x, state, fn, plan)
+    num_rows = _num_rows(parts)
+    weights = check_combine(combine, weights, group.num_members, num_rows)
+    streams = memory is not None and (weights is None or weights.ndim == 1)
+    if combine is not None:
+        combine = (stream_of(combine) if streams else None) or of_predictions(combine)
+    collect = lambda outs, rows: _collect(outs, combine, weights_of(weights, rows), parts)
+    axis = 1 if combine is None else 0
+    if num_rows > batch_size or (memory is not None and num_rows > 0):
+        check_budget(memory, (group, x, state, weights))
+        works = _works(parts, num_rows, batch_size, memory=memory, **options)
+        return run_works(works, collect, axis=axis, memory=memory, progress=progress)
+    at_least_one = parts if num_rows else [part._replace(x=_one_row_of_zeros(part.x)) for part in parts]
+    outs = []
+    for part in at_least_one:
+        own = options | {"state": part.state, "fn": part.fn, "plan": part.plan}
+        with explain_part(part.name):
+            outs.append((part.members, predict(part.ensemble, part.x, batch_size=batch_size, progress=False, **own)))
+    if num_rows == 0 and weights is not None and weights.ndim == 2:
+        weights = np.ones((len(weights), 1))
+    rows = np.arange(max(num_rows, 1))
+    out = collect(outs, rows)
+    if combine is not None:
+        check_rows_of_result(out, len(rows))
+    return out if num_rows else jax.tree.map(lambda x: first_rows(x, 0, axis=axis), out)
+
+
+def _parts(group: Group, x: PyTree, state: Any, fn: Any, plan: Any) -> list[Part]:
+    xs, states = data_by_part(group, x, name="predict"), states_by_part(state, group.parts, name="predict")
+    fns, plans = (by_part(value, group.parts, word, name="predict") for word, value in (("fn", fn), ("plan", plan)))
+    for own in fns.values():
+        _check.check_optional_function(own, "fn", name="predict", example="lambda model, x: model(x)")
+    return [
+        Part(name, group.parts[name], members, xs[name], states[name], fns[name], plans[name])
+        for name, members in member_positions(group).items()
+    ]
+
+
+def _num_rows(parts: list[Part]) -> int:
+    counts = {}
+    for part in parts:
+        with explain_part(part.name):
+            counts[part.name] = check_members_and_rows(part.ensemble, part.x, part.state)
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{rows} for `{name}`" for name, rows in counts.items())
+        raise ValueError(f"`predict` needs the same rows for all parts of a group; got {listed}.")
+    return next(iter(counts.values()))
+
+
+def _works(
+    parts: list[Part], num_rows: int, batch_size: int, *, memory: int | None, inference: Any, mesh: Any, key: Any
+) -> list[Work]:
+    inference = check_inference(inference, key, name="predict")
+    ready = [prepare_inputs(p.ensemble, p.x, p.state, mesh=mesh, memory=memory, key=key) for p in parts]
+    size = size_of_batch([inputs for inputs, _ in ready], num_rows, batch_size, memory)
+    works = []
+    for part, (inputs, layout) in zip(parts, ready, strict=True):
+        call = MemberCall(part.fn, inference, layout, _axes.number_kinds((part.ensemble, part.state)))
+        works.append(Work(Pilot(as_plan(part.plan), name="predict"), call, inputs, num_rows, size, part.members))
+    return works
+
+
+def _collect(outs: Iterable[tuple[np.ndarray, PyTree]], combine: Any, weights: Any, parts: list[Part]) -> PyTree:
+    """The result for some rows, from predictions of some members at a time."""
+    outs = _alike(outs, {int(i): part.name for part in parts for i in part.members})
+    if isinstance(combine, AbstractCombination):
+        return combine_parts(outs, combine, weights)
+    members, values = zip(*outs, strict=True)
+    joined = join_values(values, np.argsort(np.concatenate(members)))
+    if combine is None:
+        return joined
+    return combine(joined) if weights is None else combine(joined, weights=weights)
+
+
+def _alike(outs: Iterable[tuple[np.ndarray, PyTree]], owners: dict[int, str]) -> Iterator[tuple[np.ndarray, PyTree]]:
+    first = None
+    for members, out in outs:
+        owner = owners[int(members[0])]
+        of_rows = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if _axes.is_array(x) else x
+        shapes = jax.tree.map(of_rows, out)
+        first = (owner, shapes) if first is None else first
+        check_like_outputs({first[0]: first[1], owner: shapes}, name="predict")
+        yield members, out
+
+
+def _one_row_of_zeros(x: PyTree) -> PyTree:
+    own = lambda value: _axes.Each(jax.tree.map(lambda x: row_of_zeros(x, axis=1), value))
+    return _axes.map_each(own, x, shared=lambda x: row_of_zeros(x, axis=0))
