@@ -156,6 +156,13 @@ CALLS = {
         "cv_plus": {"held_out": _MEAN[0], "targets": _TARGETS, "folds": _FOLDS, "level": 0.5, "mask": _MASK},
         "jackknife_plus_after_bootstrap": {"held_out": _MEAN[0], "targets": _TARGETS, "drawn": _DRAWN, "level": 0.5}
         | {"weights": _WEIGHTS, "mask": _MASK},
+        "enbpi": {"held_out": _MEAN[0], "targets": _TARGETS, "drawn": _DRAWN, "level": 0.5}
+        | {"window": 4, "weights": _WEIGHTS, "mask": _MASK},
+        "aci": {"level": 0.9, "rate": 0.05},
+        "risk_control": {"losses": np.tile(np.float32([1, 0.5, 0]), (6, 1)), "thresholds": np.float32([0, 1, 2])}
+        | {"risk": 0.5, "bound": 1.0, "mask": _MASK},
+        "risk_control_steps": {"steps": _LOGITS[0], "drops": np.full((6, 3), 0.25, np.float32), "risk": 0.5}
+        | {"bound": 1.0, "mask": _MASK},
         "quantile": {"scores": _TARGETS, "level": 0.5, "mask": _MASK},
         "weighted_quantile": {"scores": _TARGETS, "row_weights": _ROW_WEIGHTS, "new_weights": np.ones(2)}
         | {"level": 0.5, "mask": _MASK},

@@ -26,13 +26,16 @@ COUNTS = (
     "num_members",
     "num_rows",
 )
-COUNTS += ("num_samples", "num_steps", "num_initial", "num_free", "size")
+COUNTS += ("num_samples", "num_steps", "num_initial", "num_free", "size", "window")
 
 # What gives a result, by argument and value, and why that is right.
 MEANT = {
     **{(name, "int64"): "NumPy's integers are counts" for name in COUNTS},
     **{(name, "0"): "a count that may be zero" for name in ("num_initial", "num_free")},
     ("size", "float32"): "half of the rows",
+    **{("rate", kind): "a number above zero" for kind in ("int64", "float32")},
+    ("risk", "float32"): "half of the largest loss",
+    ("bound", "int64"): "NumPy's integers are losses",
     ("level", "float32"): "NumPy's floats are levels",
     ("levels", "float32"): "one level",
     ("levels", "0"): "the lowest value",

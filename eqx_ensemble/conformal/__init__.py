@@ -1,3 +1,5 @@
+from ._aci import Aci as Aci
+from ._aci import aci as aci
 from ._classes import RandomisedSets as RandomisedSets
 from ._classes import Sets as Sets
 from ._classes import aps as aps
@@ -6,6 +8,8 @@ from ._cqr import Cqr as Cqr
 from ._cqr import cqr as cqr
 from ._cross import CrossConformal as CrossConformal
 from ._cross import cross_conformal as cross_conformal
+from ._enbpi import Enbpi as Enbpi
+from ._enbpi import enbpi as enbpi
 from ._group_quantile import group_quantile as group_quantile
 from ._jackknife import CvPlus as CvPlus
 from ._jackknife import JackknifePlus as JackknifePlus
@@ -19,6 +23,8 @@ from ._mondrian import class_conditional as class_conditional
 from ._mondrian import group_conditional as group_conditional
 from ._quantile import quantile as quantile
 from ._quantile import weighted_quantile as weighted_quantile
+from ._risk_control import risk_control as risk_control
+from ._risk_control import risk_control_steps as risk_control_steps
 from ._split import Normalised as Normalised
 from ._split import Split as Split
 from ._split import normalised as normalised

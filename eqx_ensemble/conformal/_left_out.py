@@ -34,11 +34,16 @@ def _residuals_and_shares(
     unseen: Bool[Array, "folds rows"],
     weights: Float[Array, " folds"] | None,
 ) -> tuple[Float[Array, " rows"], Float[Array, "folds rows"]]:
-    own = jnp.ones(unseen.shape[0], held_out.dtype) if weights is None else weights
-    share = jnp.where(unseen, own[:, None], 0)
+    share = left_out_shares(unseen, jnp.ones(unseen.shape[0], held_out.dtype) if weights is None else weights)
+    nobody = ~jnp.any(share > 0, axis=0)
+    return jnp.where(nobody, jnp.inf, jnp.abs(targets - held_out)), share
+
+
+def left_out_shares(unseen: Bool[Array, "folds rows"], weights: Float[Array, " folds"]) -> Float[Array, "folds rows"]:
+    """The weights of the members that held each row out; they sum to one, or are zero where none did."""
+    share = jnp.where(unseen, weights[:, None], 0)
     total = jnp.sum(share, axis=0)
-    residuals = jnp.where(total == 0, jnp.inf, jnp.abs(targets - held_out))
-    return residuals, share / jnp.where(total == 0, 1, total)[None]
+    return share / jnp.where(total == 0, 1, total)[None]
 
 
 @jax.jit

@@ -1,0 +1,121 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
+
+from .._check import check_level, check_mask, check_number
+from ._check import check_rows
+from ._check_series import check_covered
+from ._rank import value_at_rank
+
+
+class Aci(eqx.Module):
+    """Adaptive conformal inference, between two steps of a series.
+
+    **Attributes:**
+
+    - `level`: the level of the next prediction. It may leave 0 to 1: at 1 and above a prediction is unbounded, at 0
+        and below it is empty.
+    - `target`: the coverage in the long run.
+    - `rate`: how far the level moves after a miss.
+    """
+
+    level: Float[Array, ""]
+    target: Float[Array, ""]
+    rate: Float[Array, ""]
+
+    def quantile(
+        self, scores: Float[ArrayLike, " rows"], *, mask: Bool[ArrayLike, " rows"] | None = None
+    ) -> Float[Array, ""]:
+        r"""The bound of the next score: [`eqx_ensemble.conformal.quantile`][] at the present level.
+
+        `scores` `(rows,)` are recent ones, `mask` leaves some out. Infinite at a level of 1 or more, and wherever the
+        scores are too few; minus infinity, which no score reaches, at a level of 0 or less. NaN if a score is NaN.
+        """
+        name = "conformal.Aci.quantile"
+        (checked,) = check_rows(name, scores=scores)
+        kept = check_mask(name, mask, checked.shape)
+        return _quantile(checked, kept, self.level)
+
+    def update(self, covered: Bool[ArrayLike, ""] | Real[ArrayLike, ""]) -> "Aci":
+        """The state after a step: `covered` is whether the target was in its set, or the part of targets that were."""
+        part = check_covered("conformal.Aci.update", covered).astype(self.level.dtype)
+        return Aci(self.level + self.rate * (self.target - part), self.target, self.rate)
+
+
+def aci(*, level: float, rate: float = 0.005) -> Aci:
+    r"""Adaptive conformal inference: coverage in the long run for any series, exchangeable or not.
+
+    After each step the level moves by $\gamma (\mathrm{target} - \mathrm{covered})$: up after a miss, down a little
+    after a hit. If predictions at a level of 1 or more contain everything, and at 0 or less nothing, then after $T$
+    steps
+
+    $$\left| \tfrac{1}{T} \sum_t \mathrm{covered}_t - \mathrm{target} \right| \le
+    \frac{\max(\mathrm{target}, 1 - \mathrm{target}) + \gamma}{\gamma T}$$
+
+    for every series and every model, even an adversary's. The level is not clipped to 0 to 1: the bound would not hold.
+    It says nothing about any one step: a large rate follows changes fast, by predictions that are unbounded or empty
+    now and then.
+
+    **Arguments:**
+
+    - `level`: the target, a Python number between 0 and 1.
+    - `rate`: $\gamma$, above zero; the authors use 0.005.
+
+    **Returns:**
+
+    [`eqx_ensemble.conformal.Aci`][], at the level of the target: `state.quantile(scores)` is the bound of the next
+    score, `state.update(covered)` the state after it. Both work inside `jax.jit` and `jax.lax.scan`. Many series:
+    `jax.vmap`.
+
+    **Raises:**
+
+    - `TypeError` and `ValueError` for a level or a rate that is not a number, a level outside 0 to 1, and a rate of
+        zero or less.
+
+    ```python
+    def step(carry, target):
+        state, recent = carry
+        bound = state.quantile(recent)
+        state = state.update(jnp.abs(target) <= bound)
+        return (state, jnp.append(recent[1:], jnp.abs(target))), bound
+
+
+    # the noise doubles halfway
+    noise = jax.random.normal(key, (400,)) * jnp.where(jnp.arange(400) < 200, 1.0, 2.0)
+    start = ee.conformal.aci(level=0.9, rate=0.05), jnp.abs(noise[:50])
+    _, bounds = jax.lax.scan(step, start, noise[50:])
+    jnp.mean(jnp.abs(noise[50:]) <= bounds)  # about 0.9
+    ```
+
+    ??? cite
+        [Adaptive Conformal Inference Under Distribution Shift](https://arxiv.org/abs/2106.00170)
+
+        ```bibtex
+        @inproceedings{gibbs2021adaptive,
+            author={Isaac Gibbs and Emmanuel J. Cand{\`e}s},
+            title={Adaptive Conformal Inference Under Distribution Shift},
+            booktitle={Advances in Neural Information Processing Systems},
+            year={2021},
+        }
+        ```
+    """
+    name = "conformal.aci"
+    check_level(name, level)
+    if check_number(rate, "rate", name=name, least=0) == 0:
+        raise ValueError(f"`{name}` needs `rate` to be above zero, got {rate!r}.")
+    start = jnp.asarray(level, float)
+    return Aci(start, start, jnp.asarray(rate, float))
+
+
+@jax.jit
+def _quantile(
+    scores: Float[Array, " rows"], mask: Bool[Array, " rows"] | None, level: Float[Array, ""]
+) -> Float[Array, ""]:
+    count = jnp.asarray(scores.size if mask is None else jnp.sum(mask), level.dtype)
+    # A rank that is exceeded only by the rounding of the level counts as met.
+    rank = jnp.ceil((count + 1) * level * (1 - 4 * jnp.finfo(level.dtype).eps))
+    rank = jnp.clip(rank, 1, count + 1).astype(jnp.int32)
+    found = value_at_rank(scores, mask, rank)
+    found = jnp.where(level >= 1, jnp.inf, jnp.where(level <= 0, -jnp.inf, found))
+    return jnp.where(jnp.isnan(level), jnp.nan, found)

@@ -1,0 +1,156 @@
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Num, Real
+
+from .._check import (
+    check_fitted_members,
+    check_level,
+    check_mask,
+    check_positive_int,
+    check_regression,
+    check_values,
+    check_weights,
+)
+from .._weighting import blank_masked, known_mean
+from ..resample import out_of_bag
+from ..resample._check import check_drawn
+from ..uncertainty import Interval
+from ._check import check_held_out, check_targets
+from ._check_series import check_known, check_residuals, check_times, warn_of_no_residual
+from ._shortest import residuals_and_share, shortest
+
+
+class Enbpi(eqx.Module):
+    """EnbPI intervals of a series, fitted: call it on the predictions of the same members, and update it with targets.
+
+    **Attributes:**
+
+    - `residuals`: `(window,)`, targets minus predictions, the oldest first.
+    - `known`: `(window,)`, which of them count.
+    - `share`: `(members,)`, the weights of the members in the mean prediction; they sum to one.
+    - `level`: the coverage.
+    """
+
+    residuals: Float[Array, " window"]
+    known: Bool[Array, " window"]
+    share: Float[Array, " members"]
+    level: float = eqx.field(static=True)
+
+    def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
+        """The intervals `(*batch,)` from all members' predictions."""
+        name = "conformal.Enbpi"
+        checked = check_values(name, "predictions", predictions)
+        check_fitted_members(name, self.share.size, checked.shape[0])
+        centre = known_mean(checked, self.share)
+        below, above = shortest(self.residuals, self.known, self.level)
+        return Interval(centre + below, centre + above)
+
+    def update(
+        self,
+        predictions: Float[ArrayLike, " members *times"],
+        targets: Real[ArrayLike, "*times"],
+        *,
+        mask: Bool[ArrayLike, "*times"] | None = None,
+    ) -> "Enbpi":
+        """The state after one time, or several in order: their residuals replace the oldest.
+
+        Times where `mask` is `False` have no target: they count for nothing, even if they contain NaN.
+        """
+        name = "conformal.Enbpi.update"
+        checked, observed = check_regression(name, targets, members=True, predictions=predictions)
+        check_fitted_members(name, self.share.size, checked.shape[0])
+        check_times(name, checked, observed)
+        known = check_known(name, mask, observed.shape)
+        found = blank_masked(observed, known) - known_mean(blank_masked(checked, known, before=1), self.share)
+        check_residuals(name, found)
+        window = self.residuals.size
+        slide = lambda old, new: jnp.concatenate([old, jnp.ravel(new).astype(old.dtype)])[-window:]
+        return Enbpi(slide(self.residuals, found), slide(self.known, known), self.share, self.level)
+
+
+def enbpi(
+    held_out: Float[ArrayLike, " rows"],
+    targets: Real[ArrayLike, " rows"],
+    drawn: Num[ArrayLike, "members n"] | Bool[ArrayLike, "members n"],
+    *,
+    level: float,
+    window: int | None = None,
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, " rows"] | None = None,
+) -> Enbpi:
+    r"""EnbPI: intervals for a series from one bagged ensemble, which follow its latest residuals.
+
+    The residuals are the targets minus the mean of the members that never drew the row. An interval is the mean
+    prediction plus $[q_b, q_{1 - a + b}]$, quantiles of the residuals for $a = 1 - \mathrm{level}$, with the $b$ that
+    makes it shortest: of $n$ residuals the shortest interval of $\lfloor n \, \mathrm{level} \rfloor + 1$ neighbours,
+    which need not be symmetric. As targets arrive, their residuals replace the oldest. The mean prediction is the mean
+    over rows of that of the members that never drew the row.
+
+    Coverage is asymptotic, for errors that are stationary and mix, and a model that is consistent: no guarantee holds
+    for a given number of rows. Short windows cover too little, as quantiles of few residuals do.
+
+    **Arguments:**
+
+    - `held_out`: `(rows,)`, the out-of-bag prediction of every row, in the order of time: `.mean` of
+        [`eqx_ensemble.resample.out_of_bag_mean`][]; NaN where there is none. Such rows do not count.
+    - `targets`: `(rows,)`; nothing is broadcast.
+    - `drawn`: the training rows of the members: row indices `(members, n)` or weights `(members, rows)`, as for
+        [`eqx_ensemble.resample.out_of_bag`][].
+    - `level`: a Python number between 0 and 1.
+    - `window`: how many of the latest residuals are kept; by default as many as there are rows.
+    - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means. A member of weight
+        zero is left out.
+    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+
+    **Returns:**
+
+    [`eqx_ensemble.conformal.Enbpi`][]: `fitted(predictions)` of all members, `(members, *batch)`, gives `.lower` and
+    `.upper`; `fitted.update(predictions, targets)` the state after these targets. Both work inside `jax.jit` and
+    `jax.lax.scan`.
+
+    **Raises:**
+
+    - `TypeError` for predictions that are not floating-point.
+    - `ValueError` for shapes that do not fit, NaN in rows that a member held out, invalid weights, and a level outside
+        0 to 1. Warns if no row has an out-of-bag prediction, so that intervals are unbounded.
+    - `IndexError` for rows outside the data (where concrete).
+
+    ```python
+    y = jnp.sin(jnp.arange(60.0)) + 0.1 * jax.random.normal(key, (60,))
+    rows = ee.resample.bootstrap(50, 20, key=key)
+    # members that know the curve, each with an error of its own
+    errors = 0.1 * jax.random.normal(key, (20, 1))
+    predictions = jnp.sin(jnp.arange(60.0))[None] + errors
+    held_out = ee.resample.out_of_bag_mean(predictions[:, :50], rows).mean
+    fitted = ee.conformal.enbpi(held_out, y[:50], rows, level=0.9)
+    lower, upper = fitted(predictions[:, 50])
+    fitted = fitted.update(predictions[:, 50], y[50])
+    ```
+
+    ??? cite
+        [Conformal prediction interval for dynamic time-series](https://arxiv.org/abs/2010.09107)
+
+        ```bibtex
+        @inproceedings{xu2021conformal,
+            author={Chen Xu and Yao Xie},
+            title={Conformal prediction interval for dynamic time-series},
+            booktitle={International Conference on Machine Learning},
+            year={2021},
+        }
+        ```
+    """
+    name = "conformal.enbpi"
+    predicted, observed = check_targets(name, targets, held_out=held_out)
+    kept = check_mask(name, mask, observed.shape)
+    check_level(name, level)
+    length = observed.size if window is None else check_positive_int(window, "window", name=name)
+    unseen = out_of_bag(check_drawn(name, drawn, observed.size), observed.size)
+    convex = check_weights(name, weights, unseen.shape[0], predicted.dtype)
+    seen_by = unseen if convex is None else unseen & (convex > 0)[:, None]
+    check_held_out(name, held_out, seen_by, mask, every_row=False)
+    known = jnp.any(seen_by, axis=0) if kept is None else jnp.any(seen_by, axis=0) & kept
+    own = jnp.ones(unseen.shape[0], predicted.dtype) if convex is None else convex
+    residuals, share = residuals_and_share(predicted, observed, seen_by, own, known)
+    known = known[-length:]
+    warn_of_no_residual(name, known)
+    return Enbpi(residuals[-length:], known, share, float(level))
