@@ -86,6 +86,16 @@ _steps = _fit | {"steps": always(2)}
 _validated = _fit | {"epochs": always(2), "validation": always(DATA)}
 _swept = _fit | {"optimiser": always(of_hyper), "hyper": always(HYPER)}
 PATH, SGD = ee.methods.path, optax.sgd(0.1)
+EFFICIENT = ee.methods.efficient
+converted = {
+    "model": always(eqx.nn.MLP(3, 1, 4, 1, key=KEY)),
+    "num_submembers": always(2),
+    "key": always(KEY),
+}
+
+
+def joint():
+    return EFFICIENT.batch_ensemble(make(KEY), 2, key=KEY)
 
 
 def updated(optimiser):
@@ -259,6 +269,19 @@ CASES = {
         ee.methods.soups.greedy,
         {"ensemble": always(ensemble), "score": always(lambda model: jnp.sum(model.weight)), "mode": always("min")},
     ),
+    "methods.efficient.batch_ensemble": Case(EFFICIENT.batch_ensemble, converted),
+    "methods.efficient.tabm": Case(EFFICIENT.tabm, converted),
+    "methods.efficient.mimo": Case(EFFICIENT.mimo, converted),
+    "methods.efficient.masksembles": Case(EFFICIENT.masksembles, converted),
+    "methods.efficient.packed_ensemble": Case(EFFICIENT.packed_ensemble, converted),
+    "methods.efficient.mean_loss": Case(
+        lambda **options: EFFICIENT.mean_loss(**options)(joint(), DATA, KEY),
+        {"loss": always(loss), "rows": always("shuffle")},
+        ("loss", "rows", "repetitions", "same_inputs"),
+    ),
+    "methods.efficient.members": Case(EFFICIENT.members, {"joint": lambda: joint()}),
+    "methods.efficient.as_members": Case(EFFICIENT.as_members, {"predictions": always(np.ones((2, 3, 4)))}),
+    "methods.efficient.weight_labels": Case(EFFICIENT.weight_labels, {"params": lambda: joint()}, ()),
     "methods.path.ema": Case(
         lambda **options: updated(PATH.ema(**options)),
         {"optimiser": always(SGD)},
@@ -425,6 +448,18 @@ ACCEPTED = {
     "methods.priors.draw_anchors": {"std": "int64 float32"},
     "methods.priors.gaussian_penalty": {"model": "array", "std": "int64 float32", "num_rows": "int64 float32"},
     "methods.priors.noisy_targets": {"targets": "array", "ids": "int64", "std": "0 int64 float32", "row_ids": "None"},
+    "methods.efficient.batch_ensemble": {"num_submembers": "int64", "where": "None", "std": "0 int64 float32"},
+    "methods.efficient.tabm": {"num_submembers": "int64", "where": "None"},
+    "methods.efficient.mimo": {"num_submembers": "int64", "where": "None"},
+    "methods.efficient.masksembles": {"num_submembers": "int64", "where": "None", "scale": "int64"},
+    "methods.efficient.packed_ensemble": {
+        "num_submembers": "int64",
+        "where": "None",
+        "alpha": "int64 float32",
+        "gamma": "int64",
+    },
+    "methods.efficient.weight_labels": {"params": "nan inf -1 0 text int64 float32 array None"},
+    "methods.efficient.mean_loss": {"repetitions": "int64", "same_inputs": "0 float32"},
     "methods.path.ema": {"decay": "0 float32", "start": "0 int64", "every": "int64"},
     "methods.path.swa": {"start": "0 int64", "every": "int64"},
     "methods.path.swag": {"rank": "0 int64", "start": "0 int64", "every": "int64"},
@@ -476,6 +511,9 @@ RAW = {
 ROOMS = (
     ee, ee.checkpoint, ee.methods, ee.methods.alignment, ee.methods.path, ee.methods.population, ee.methods.priors,
     ee.methods.sampling, ee.methods.soups, ee.plan, ee.sharding, ee.sweep, ee.testing, ee.train, ee.tree,
+    ee, ee.checkpoint, ee.methods, ee.methods.efficient, ee.methods.path, ee.methods.population, ee.methods.priors,
+    ee.methods.soups,
+    ee.plan, ee.sharding, ee.sweep, ee.testing, ee.train, ee.tree,
 )  # fmt: skip
 # `grid`, `draw` and the other functions of trees and arrays are in the census of array functions.
 OF_ARRAYS = {name.rpartition(".")[2] for name in array_calls.NAMES}

@@ -1,0 +1,103 @@
+from typing import Any, Literal, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from ... import _keys
+from ..._check import check_number, check_word
+from ._check import check_model, warn_alike
+from ._convert import Select, replace_layers, select_layers
+from ._joint import JointEnsemble
+from ._layers import RankOne, input_shape, output_shape
+
+M = TypeVar("M")
+
+
+def batch_ensemble(
+    model: M,
+    num_submembers: int,
+    *,
+    where: Select = None,
+    factors: Literal["normal", "signs", "ones"] = "normal",
+    std: float | int = 0.5,
+    key: Any,
+) -> JointEnsemble[M]:
+    r"""Converts a model to a BatchEnsemble: sub-members whose weights differ by rank-one factors.
+
+    Sub-member $i$ has the weights $W \circ s_i r_i^\top$ and its own bias $b_i$. It is computed as
+    $W (r_i \circ x) \circ s_i + b_i$, so that the shared $W$ is never multiplied out. A layer of `in` by `out` features
+    needs `in + 2 * out` further parameters for each sub-member. $W$ and the first biases are those of the model, so
+    that a trained model may be converted.
+
+    **Arguments:**
+
+    - `model`: the model of ONE member, with linear layers or convolutions. Other weights, such as those of
+        normalisation layers, are shared unchanged.
+    - `num_submembers`: how many sub-members. The first of many are those of fewer.
+    - `where`: the layers to convert: a function as for `equinox.tree_at`, or a type such as `equinox.nn.Linear`; by
+        default all linear layers and convolutions.
+    - `factors`: how $r$ and $s$ start: `"normal"` with mean 1 and standard deviation `std`; `"signs"`, -1 or 1 with
+        equal probability; or `"ones"`.
+    - `std`: the standard deviation of normal factors. 0.5 is that of the authors' image models.
+    - `key`: the root key.
+
+    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][], one member of an ensemble. Train it with
+    [`eqx_ensemble.methods.efficient.mean_loss`][]. The authors divide the learning rate of the factors by two and do
+    not decay them: [`eqx_ensemble.methods.efficient.weight_labels`][].
+
+    **Raises:** `TypeError` or `ValueError` for a model without such layers, with tied or normalised weights
+    (`equinox.nn.Shared`, `WeightNorm`, `SpectralNorm`), stacked already, or converted already. Factors that are all 1
+    raise a warning: sub-members that see the same rows then stay alike.
+
+    ```python
+    model = eqx.nn.MLP(10, 3, 64, 2, key=key)  # 5,059 parameters
+    joint = ee.methods.efficient.batch_ensemble(model, 4, key=key)  # 6,528
+    loss = ee.methods.efficient.mean_loss(
+        lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+    )
+    data = jnp.ones((32, 10)), jnp.zeros((32, 3))
+    run = ee.fit(ee.stack([joint]), loss, optax.adam(1e-3), data, epochs=2, key=key)
+    ```
+
+    ??? cite
+
+        Wen, Tran and Ba, *BatchEnsemble: An Alternative Approach to Efficient Ensemble and Lifelong Learning*,
+        ICLR 2020, arXiv:2002.06715.
+    """
+    name = "methods.efficient.batch_ensemble"
+    num_submembers = check_model(model, num_submembers, key, name=name)
+    check_word(factors, "factors", ("normal", "signs", "ones"), name=name)
+    std = check_number(std, "std", name=name, least=0)
+    find, layers = select_layers(model, where, name=name)
+    if num_submembers > 1 and (factors == "ones" or (factors == "normal" and std == 0)):
+        warn_alike(name=name)
+    keys = _keys.member_keys(key, num_submembers, purpose="batch_ensemble")
+    new = []
+    for i, layer in enumerate(layers):
+        sides = []
+        for j, shape in enumerate((input_shape(layer), output_shape(layer))):
+            own = jax.vmap(lambda key, n=2 * i + j: jax.random.fold_in(key, n))(keys)
+            sides.append(draw_factors(own, shape, layer.weight.dtype, factors=factors, std=std))
+        new.append(rank_one(layer, *sides))
+    return JointEnsemble(replace_layers(model, find, new), num_submembers)
+
+
+def rank_one(layer: Any, in_factors: Array, out_factors: Array) -> RankOne:
+    """A layer with the factors of all sub-members `(submembers, ...)`, and a copy of its bias for each."""
+    bias = None if layer.bias is None else jnp.broadcast_to(layer.bias, (len(in_factors), *layer.bias.shape))
+    layer = eqx.tree_at(lambda x: x.bias, layer, None, is_leaf=lambda x: x is None)
+    return RankOne(layer, in_factors, out_factors, bias)
+
+
+def draw_factors(
+    keys: Key[Array, " submembers"], shape: tuple[int, ...], dtype: Any, *, factors: str, std: float = 1.0
+) -> Array:
+    """Factors of all sub-members."""
+    if factors == "ones":
+        return jnp.ones((len(keys), *shape), dtype)
+    if factors == "signs":
+        return jax.vmap(lambda key: jax.random.rademacher(key, shape, dtype))(keys)
+    draw = lambda key: 1 + jnp.asarray(std, dtype) * jax.random.normal(key, shape, dtype)
+    return jax.vmap(draw)(keys)

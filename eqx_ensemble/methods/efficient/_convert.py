@@ -1,0 +1,38 @@
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+
+from ..._check import check_optional_function
+from ._check import check_layers
+from ._layers import Layer
+
+M = TypeVar("M")
+
+Select = Callable[[Any], Any] | type | None
+"""Which layers are converted: nodes as in `equinox.tree_at`, all of a type, or all."""
+
+_is_layer = lambda x: isinstance(x, Layer)
+
+
+def select_layers(
+    model: Any, where: Select, *, least: int = 1, name: str
+) -> tuple[Callable[[Any], list[Any]], list[Any]]:
+    """The function that finds the layers in a tree, and those of the model, in the order of its fields."""
+    check_optional_function(where, "where", name=name, example="lambda model: model.layers[1:]")
+    kind = where if isinstance(where, type) else Layer
+
+    def find(tree: Any) -> list[Any]:
+        if where is None or isinstance(where, type):
+            return [x for x in jax.tree.leaves(tree, is_leaf=_is_layer) if _is_layer(x) and isinstance(x, kind)]
+        return jax.tree.leaves(where(tree), is_leaf=lambda x: _is_layer(x) or isinstance(x, eqx.Module))
+
+    layers = find(model)
+    check_layers(layers, model, least=least, name=name)
+    return find, layers
+
+
+def replace_layers(model: M, find: Callable[[Any], list[Any]], layers: list[Any]) -> M:
+    """The model with other layers in the place of those that were selected."""
+    return eqx.tree_at(find, model, layers)

@@ -1,0 +1,126 @@
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from ... import _axes, _keys
+from ..._pytree import PyTree
+from ._layers import AbstractJointLayer
+from ._mimo_layers import AXIS, JoinInputs
+
+M = TypeVar("M")
+
+
+class JointEnsemble(eqx.Module, Generic[M]):
+    """One model that holds several sub-members, trained jointly: their shared weights learn from all of them.
+
+    Made by [`eqx_ensemble.methods.efficient.batch_ensemble`][] and the other functions of this room. It is ONE member
+    of an [`eqx_ensemble.Ensemble`][]: `stack([joint])` trains one, `build(make, 5, key=key)` with a `make` that
+    converts trains five that are independent of each other. Within one, sub-members are NOT independent: dropping one
+    changes the gradient of the weights that the others use, and one that diverges spoils all.
+
+    **Attributes:**
+
+    - `model`: the model with converted layers. Arrays that each sub-member has for itself are
+        `(submembers, ...)`; all others are shared.
+    - `num_submembers`: how many there are.
+
+    ```python
+    model = eqx.nn.MLP(3, 1, 16, 2, key=key)
+    joint = ee.methods.efficient.batch_ensemble(model, 4, key=key)
+    joint(jnp.ones(3)).shape  # (4, 1)
+    jax.vmap(joint)(jnp.ones((10, 3))).shape  # (10, 4, 1)
+    ensemble = ee.stack([joint])
+    predictions = ee.predict(ensemble, jnp.ones((10, 3)))  # (1, 10, 4, 1)
+    ee.methods.efficient.as_members(predictions).shape  # (4, 10, 1)
+    ```
+    """
+
+    model: M
+    num_submembers: int = eqx.field(static=True)
+
+    def __call__(self, *args: Any, key: Any = None, **kwargs: Any) -> PyTree:
+        """Calls every sub-member with one example: `(...)` in, `(submembers, ...)` out.
+
+        All sub-members see the same input unless it is marked [`eqx_ensemble.Each`][], with one value for each.
+        Each has a random key of its own, made from `key`, and an `equinox.nn.State` of its own, `(submembers, ...)`,
+        which `tree.stack([state] * joint.num_submembers)` makes. Those of [`eqx_ensemble.methods.efficient.mimo`][]
+        have one forward pass, and therefore one key and one state.
+        """
+        if key is not None:
+            kwargs["key"] = submember_keys(self, key)
+        call: Any = lambda model, args, kwargs: model(*args, **kwargs)
+        return map_submembers(call, self, args, kwargs, name="methods.efficient.JointEnsemble.__call__")
+
+
+def has_one_pass(joint: JointEnsemble[Any]) -> bool:
+    """Whether the sub-members share one forward pass."""
+    nodes = jax.tree.leaves(joint.model, is_leaf=is_joint_layer)
+    return any(isinstance(node, JoinInputs) for node in nodes)
+
+
+def is_joint_layer(x: Any) -> bool:
+    """Whether a node is a converted layer."""
+    return isinstance(x, AbstractJointLayer)
+
+
+def own_flags(model: PyTree) -> PyTree:
+    """For every leaf of a joint ensemble's model whether each sub-member has its own."""
+
+    def of_node(node: Any) -> Any:
+        none = jax.tree.map(lambda _: False, node)
+        if not is_joint_layer(node) or not node.own:
+            return none
+        fields = [name for name in node.own if getattr(node, name) is not None]
+        own = [jax.tree.map(lambda _: True, getattr(node, name)) for name in fields]
+        return eqx.tree_at(lambda x: [getattr(x, name) for name in fields], none, own)
+
+    return jax.tree.map(of_node, model, is_leaf=is_joint_layer)
+
+
+def submember_keys(joint: JointEnsemble[Any], key: Any) -> Any:
+    """One key for each sub-member, or the key itself where all share one forward pass."""
+    if has_one_pass(joint) or isinstance(key, _axes.Each):
+        return key
+    return _axes.Each(_keys.member_keys(key, joint.num_submembers, purpose="submember"))
+
+
+def map_submembers(fn: Callable[..., PyTree], joint: JointEnsemble[Any], *inputs: PyTree, name: str) -> PyTree:
+    """`fn(model, *inputs)` of every sub-member, with the axis on which those of one forward pass meet.
+
+    Inputs are shared unless they are marked `Each`. States belong to their sub-member, or to all in one forward pass.
+    """
+    is_state = lambda x: isinstance(x, eqx.nn.State)
+    nodes, treedef = jax.tree.flatten(inputs, is_leaf=_axes.is_per_member)
+    common = {i: node for i, node in enumerate(nodes) if is_state(node) and has_one_pass(joint)}
+    mapped = [None if i in common else node for i, node in enumerate(nodes)]
+    parts, view, _ = _axes.split_members((Submembers(joint), mapped), name=name)
+
+    def one(part: PyTree) -> PyTree:
+        model, own = view(part)
+        return fn(model, *jax.tree.unflatten(treedef, [common.get(i, x) for i, x in enumerate(own)]))
+
+    out = _axes.over_leading_axis(lambda fn, parts: jax.vmap(fn, axis_name=AXIS)(parts), one, parts)
+    if not common:
+        return out
+    first = lambda x: jax.tree.map(lambda leaf: leaf[0], x) if is_state(x) else x
+    return jax.tree.map(first, out, is_leaf=is_state)
+
+
+class Submembers(_axes.AbstractPerMember):
+    """The sub-members of a joint ensemble, to be mapped over."""
+
+    joint: JointEnsemble[Any]
+
+    def per_member(self) -> PyTree:
+        """Their own leaves, and their numbers: those of one forward pass may have no leaves of their own."""
+        own = eqx.filter(self.joint.model, own_flags(self.joint.model))
+        return own, jnp.arange(self.joint.num_submembers)
+
+    def one(self, part: PyTree) -> Any:
+        """The model of one."""
+        own, _ = part
+        shared = eqx.filter(self.joint.model, own_flags(self.joint.model), inverse=True)
+        return eqx.combine(own, shared)

@@ -1,0 +1,38 @@
+from typing import Any
+
+import jax
+
+from ..._pytree import PyTree
+from ._joint import is_joint_layer
+from ._layers import RankOne
+
+
+def weight_labels(params: PyTree) -> PyTree:
+    """Labels the factors of rank-one sub-members `"fast"`, and all other weights `"slow"`.
+
+    For `optax.multi_transform` and, compared with a label, for masks of optax. The authors of BatchEnsemble give the
+    factors half the learning rate and no weight decay: decay would pull factors towards 0, and the weights with them.
+
+    **Arguments:**
+
+    - `params`: a [`eqx_ensemble.methods.efficient.JointEnsemble`][], or what optax passes to a label function: the
+        trained leaves of one.
+
+    **Returns:** a tree like `params` of strings.
+
+    ```python
+    optimiser = optax.multi_transform(
+        {"fast": optax.adam(5e-4), "slow": optax.adamw(1e-3, weight_decay=1e-4)},
+        ee.methods.efficient.weight_labels,
+    )
+    ```
+    """
+
+    def of_node(node: Any) -> Any:
+        labels = jax.tree.map(lambda _: "slow", node)
+        if isinstance(node, RankOne):
+            fast = jax.tree.map(lambda _: "fast", (node.in_factors, node.out_factors))
+            labels = RankOne(labels.layer, fast[0], fast[1], labels.bias)
+        return labels
+
+    return jax.tree.map(of_node, params, is_leaf=is_joint_layer)
