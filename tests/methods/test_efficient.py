@@ -387,7 +387,7 @@ GROUPED = eqx.nn.Sequential([eqx.nn.Conv1d(2, 2, 1, groups=2, key=KEY), eqx.nn.L
         (
             lambda: batch_ensemble(STACKED, 2, key=KEY),
             ValueError,
-            r"a weight of 2 axes, got f32\[2,3,2\]",
+            r"a weight of 2 axes, got f\d+\[2,3,2\]",
         ),
         (
             lambda: batch_ensemble(eqx.nn.Linear(2, 3, dtype=jnp.complex64, key=KEY), 2, key=KEY),
@@ -398,7 +398,7 @@ GROUPED = eqx.nn.Sequential([eqx.nn.Conv1d(2, 2, 1, groups=2, key=KEY), eqx.nn.L
         (lambda: masksembles(MLP, scale=0.5, key=KEY), ValueError, "`scale` to be at least 1"),
         (lambda: packed_ensemble(MLP, 2, alpha=0, key=KEY), ValueError, "`alpha` above 0"),
         (lambda: packed_ensemble(MLP, 2, gamma=1.5, key=KEY), TypeError, "integer `gamma`"),
-        (lambda: packed_ensemble(_normed(), 2, key=KEY), ValueError, r"at `.layers\[1\].weight`: got f32\[4\]"),
+        (lambda: packed_ensemble(_normed(), 2, key=KEY), ValueError, r"at `.layers\[1\].weight`: got f\d+\[4\]"),
         (
             lambda: packed_ensemble(Twice(), 2, where=lambda m: [m.first, m.out], key=KEY),
             ValueError,
@@ -416,7 +416,7 @@ GROUPED = eqx.nn.Sequential([eqx.nn.Conv1d(2, 2, 1, groups=2, key=KEY), eqx.nn.L
         ),
         (lambda: members(MLP), TypeError, "needs a `JointEnsemble`, got a MLP"),
         (lambda: members(ee.stack([MLP])), TypeError, "needs a `JointEnsemble`, got a MLP"),
-        (lambda: as_members(jnp.ones((3, 4))), ValueError, r"got f32\[3,4\]"),
+        (lambda: as_members(jnp.ones((3, 4))), ValueError, r"got f\d+\[3,4\]"),
         (lambda: as_members({"a": jnp.ones(3)}), ValueError, "at `\\['a'\\]`"),
     ],
 )  # fmt: skip

@@ -133,7 +133,7 @@ def check_batch(batch: Any, *, name: str) -> int:
 
 def check_predictions(predictions: Any, *, name: str) -> None:
     """Raises unless all arrays have the axes of members, rows and sub-members, the last of one length."""
-    for path, x in jtu.tree_leaves_with_path(predictions):
+    for path, x in jtu.tree_leaves_with_path(predictions) or [((), None)]:
         if not is_member_array(x) or x.ndim < 3:
             got = leaf_text(x) if is_member_array(x) else kind_text(x)
             where = jtu.keystr(path)
