@@ -54,6 +54,8 @@ DATA = np.asarray(array(12, 3)), np.asarray(array(12))
 RANGES = {"lr": ee.sweep.LogUniform(1e-3, 1e-1)}
 ensemble = ee.build(make, 4, key=KEY)
 layered = ee.build(lambda key: eqx.nn.MLP(3, 1, 4, 1, key=key), 2, key=KEY)
+process = lambda key: ee.methods.sngp.SNGP(eqx.nn.Identity(), 3, 1, num_features=4, key=key)
+gaussian_processes = ee.build(process, 2, key=KEY)
 saved, one_saved = path(), path()
 
 
@@ -265,6 +267,17 @@ CASES = {
     "methods.alignment.barrier": Case(
         ee.methods.alignment.barrier, {"losses": always(np.array([0.0, 1.0, 0.0], np.float32))}
     ),
+    "methods.sngp.update_covariance": Case(
+        ee.methods.sngp.update_covariance, {"ensemble": always(gaussian_processes), "x": always(DATA[0])}
+    ),
+    "methods.sngp.mean_field": Case(
+        ee.methods.sngp.mean_field, {"mean": always(np.float32([1.0])), "variance": always(np.float32([1.0]))}
+    ),
+    "methods.sngp.bound_spectral_norm": Case(
+        lambda **options: ee.methods.sngp.bound_spectral_norm(**options).init(jnp.ones((3, 2))),
+        {"optimiser": always(SGD), "bound": always(0.5), "where": always(lambda model: model)},
+        ("optimiser", "bound", "where", "num_iterations", "certified"),
+    ),
     "methods.soups.greedy": Case(
         ee.methods.soups.greedy,
         {"ensemble": always(ensemble), "score": always(lambda model: jnp.sum(model.weight)), "mode": always("min")},
@@ -374,6 +387,9 @@ CASES = {
 
 # Bad values that are good here, by argument, as labels of `census.BAD`. `None` is what the argument is by default.
 ACCEPTED = {
+    "methods.sngp.update_covariance": {"batch_size": "int64 None", "state": "None", "plan": "None"},
+    "methods.sngp.mean_field": {"factor": "0 int64 float32"},
+    "methods.sngp.bound_spectral_norm": {"bound": "int64 float32", "num_iterations": "int64"},
     "methods.alignment.align": {"reference": "-1 0", "units": "None", "state": "None", "fn": "None"},
     "methods.alignment.interpolate": {"position": "-1 0 int64 float32", "reference": "-1 0 int64"},
     "methods.alignment.connectivity": {"reference": "-1 0 int64", "plan": "None"},
@@ -510,8 +526,8 @@ RAW = {
 
 ROOMS = (
     ee, ee.checkpoint, ee.methods, ee.methods.alignment, ee.methods.efficient, ee.methods.path, ee.methods.population,
-    ee.methods.priors, ee.methods.sampling, ee.methods.soups, ee.plan, ee.sharding, ee.sweep, ee.testing, ee.train,
-    ee.tree,
+    ee.methods.priors, ee.methods.sampling, ee.methods.sngp, ee.methods.soups, ee.plan, ee.sharding, ee.sweep,
+    ee.testing, ee.train, ee.tree,
 )  # fmt: skip
 # `grid`, `draw` and the other functions of trees and arrays are in the census of array functions.
 OF_ARRAYS = {name.rpartition(".")[2] for name in array_calls.NAMES}

@@ -6,6 +6,7 @@ from . import path as path
 from . import population as population
 from . import priors as priors
 from . import sampling as sampling
+from . import sngp as sngp
 from . import soups as soups
 from ._cross_fit import CrossFit as CrossFit
 from ._cross_fit import cross_fit as cross_fit

@@ -4,9 +4,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import optax
 
 from .._check import check_number, check_positive_int, check_sequence, kind_text
 from .._foreign import as_numpy, from_foreign
+from ..train._check import check_optimiser_kind
 
 
 def check_indices(values: Any, num_members: int, *, name: str, unique: bool = False) -> np.ndarray:
@@ -165,3 +167,13 @@ def check_whole_folds(num_folds: int, num_members: int, *, name: str) -> int:
             f"{num_folds} folds."
         )
     return times
+
+
+def check_inner_optimiser(value: Any, *, name: str) -> None:
+    """Raises unless `value` is an optax optimiser, not a function that makes one."""
+    check_optimiser_kind(value, name=name)
+    if not isinstance(value, optax.GradientTransformation):
+        raise TypeError(
+            f"`{name}` needs an optax optimiser, got {kind_text(value)}.\nWrap the optimiser inside of the function: "
+            f"`lambda hyper: {name}(optax.adam(hyper['lr']), ...)`."
+        )

@@ -6,27 +6,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from ..._check import check_counter, check_integer, check_number, is_traced, kind_text
 from ..._pytree import PyTree
-from ...train._check import check_optimiser_kind
+from .._check import check_inner_optimiser as check_inner_optimiser
 
 WRAPPERS = {
     "methods.path.average": "`ema`, `swa` or `swag`",
     "methods.path.sample": "`swag`",
     "methods.path.snapshot_ensemble": "`snapshots`",
 }
-
-
-def check_inner_optimiser(value: Any, *, name: str) -> None:
-    """Raises unless `value` is an optax optimiser, not a function that makes one."""
-    check_optimiser_kind(value, name=name)
-    if not isinstance(value, optax.GradientTransformation):
-        raise TypeError(
-            f"`{name}` needs an optax optimiser, got {kind_text(value)}.\nWrap the optimiser inside of the function: "
-            f"`lambda hyper: {name}(optax.adam(hyper['lr']), ...)`."
-        )
 
 
 def check_steps(start: Any, every: Any, *, name: str) -> None:

@@ -1,0 +1,153 @@
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ... import _keys
+from ..._check import check_function, check_positive_int, check_word
+from ..._pytree import PyTree
+from ...train import Frozen
+from ._check import check_hidden, check_outputs, check_positive_number
+
+M = TypeVar("M")
+
+Likelihood = Literal["gaussian", "bernoulli", "categorical"]
+_NAME = "methods.sngp.SNGP"
+
+
+class SNGPOutput(NamedTuple):
+    """What an [`eqx_ensemble.methods.sngp.SNGP`][] predicts for one row.
+
+    **Attributes:**
+
+    - `mean`: `(out,)`, logits of classes or means of targets.
+    - `variance`: `(out,)`, how uncertain they are: that of the last layer's Gaussian process, without noise.
+    """
+
+    mean: Float[Array, "*batch out"]
+    variance: Float[Array, "*batch out"]
+
+
+class SNGP(eqx.Module, Generic[M]):
+    r"""A member whose last layer is a Gaussian process, approximated by random Fourier features.
+
+    Of the hidden units $h$ that `network` gives for a row, the features are $\phi = \sqrt{2 / D} \cos(W h + b)$ with
+    fixed random $W \sim \mathcal{N}(0, 1 / l^2)$ and $b \sim \mathcal{U}(0, 2 \pi)$, so that $\phi^\top \phi'$
+    approximates the kernel $\exp(-|h - h'|^2 / 2 l^2)$. Outputs have the mean $\beta^\top \phi$ and the variance
+    $\phi^\top \Sigma \phi$. Network and $\beta$ are trained; $W$, $b$ and $\Sigma$ are
+    [`eqx_ensemble.train.Frozen`][]. $\Sigma$ is that of the prior, $1 / \text{ridge}$, until
+    [`eqx_ensemble.methods.sngp.update_covariance`][] has seen the training data.
+
+    Each member of [`eqx_ensemble.build`][] draws its own $W$ and $b$ from its key. The variance is that of the rows'
+    distances in $h$, which are those of the inputs if the network neither shrinks nor stretches them much: train it
+    with [`eqx_ensemble.methods.sngp.bound_spectral_norm`][], and let it have residual connections.
+
+    $\beta$ has the prior $\mathcal{N}(0, 1 / \text{ridge})$: with a loss that is a mean over $N$ rows, add
+    `ridge / (2 * N) * jnp.sum(model.weight**2)`. A covariance takes `num_features**2` numbers per member, for
+    `"categorical"` times the number of classes.
+
+    **Arguments:**
+
+    - `network`: gives the hidden units of a row, `(in_size,)`: any model without its last layer. It may be stateful.
+    - `in_size`, `out_size`: the number of hidden units, and of outputs.
+    - `num_features`: $D$. The kernel is approximated to about $1 / \sqrt{D}$.
+    - `length_scale`: $l$, in the unit of the hidden units. `equinox.nn.LayerNorm` at the end of the network fixes that.
+    - `ridge`: the prior precision of $\beta$.
+    - `likelihood`: of the outputs, for the covariance: `"gaussian"` with `noise_variance`, one covariance for all
+        outputs, which the authors' code also takes for classes; `"bernoulli"` for one logit; `"categorical"` for
+        logits of classes, with a covariance for each.
+    - `noise_variance`: of `"gaussian"`.
+    - `key`: the member's key.
+
+    **Returns** (when called): [`eqx_ensemble.methods.sngp.SNGPOutput`][]; with a state among the inputs, and the new
+    state.
+
+    **Raises:** `TypeError` or `ValueError` for arguments that do not fit together; `ValueError` when called, if the
+    network's output is not `(in_size,)`.
+
+    ```python
+    def make(key):
+        own, head = jax.random.split(key)
+        network = eqx.nn.MLP(3, 16, 16, 2, key=own)
+        return ee.methods.sngp.SNGP(network, 16, 2, num_features=64, key=head)
+
+
+    def loss(model, batch, key):
+        x, labels = batch
+        logits = jax.vmap(model)(x).mean
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+    ensemble = ee.build(make, 4, key=key)
+    x = jax.random.normal(key, (100, 3))
+    optimiser = ee.methods.sngp.bound_spectral_norm(optax.adam(1e-2), 0.95)
+    data = (x, (x[:, 0] > 0).astype(int))
+    run = ee.fit(ensemble, loss, optimiser, data, epochs=2, key=key)
+    ensemble = ee.methods.sngp.update_covariance(run.ensemble, x)
+    out = ee.predict(ensemble, x)
+    ee.combine.mixture(ee.methods.sngp.mean_field(out.mean, out.variance))
+    ```
+
+    ??? cite
+        [Simple and Principled Uncertainty Estimation with Deterministic Deep Learning via Distance
+        Awareness](https://arxiv.org/abs/2006.10108), Liu et al., 2020.
+    """
+
+    network: M
+    weight: Float[Array, "out features"]
+    frequencies: Frozen[Any]
+    phases: Frozen[Any]
+    root: Frozen[Any]
+    ridge: float = eqx.field(static=True)
+    likelihood: Likelihood = eqx.field(static=True)
+    noise_variance: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        network: M,
+        in_size: int,
+        out_size: int,
+        *,
+        num_features: int = 1024,
+        length_scale: float | int = 1.0,
+        ridge: float | int = 1.0,
+        likelihood: Likelihood = "gaussian",
+        noise_variance: float | int = 1.0,
+        key: Any,
+    ) -> None:
+        check_function(network, "network", name=_NAME, example="eqx.nn.MLP(3, 16, 16, 2, key=key)")
+        width = check_positive_int(in_size, "in_size", name=_NAME)
+        count = check_positive_int(num_features, "num_features", name=_NAME)
+        scale = check_positive_number(length_scale, "length_scale", name=_NAME)
+        check_word(likelihood, "likelihood", ("gaussian", "bernoulli", "categorical"), name=_NAME)
+        outputs = check_outputs(out_size, likelihood)
+        own, first, second = jax.random.split(_keys.root(key, name=_NAME), 3)
+        self.network = network
+        self.weight = jax.random.normal(own, (outputs, count)) / count**0.5
+        self.frequencies = Frozen(jax.random.normal(first, (count, width)) / scale)
+        self.phases = Frozen(jax.random.uniform(second, (count,), maxval=2 * jnp.pi))
+        self.ridge = check_positive_number(ridge, "ridge", name=_NAME)
+        shape = (outputs, count, count) if likelihood == "categorical" else (count, count)
+        self.root = Frozen(jnp.broadcast_to(jnp.eye(count) / self.ridge**0.5, shape))
+        self.likelihood = likelihood
+        self.noise_variance = check_positive_number(noise_variance, "noise_variance", name=_NAME)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
+        """Mean and variance of the outputs for one row; with a state among the inputs, and the new state."""
+        is_stateful = any(isinstance(x, eqx.nn.State) for x in args)
+        out = self.network(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        hidden, *state = out if is_stateful else (out,)
+        phi = self.features(hidden)
+        whitened = jax.lax.stop_gradient(self.root.value).astype(phi.dtype) @ phi
+        mean = self.weight.astype(phi.dtype) @ phi
+        found = SNGPOutput(mean, jnp.broadcast_to(jnp.sum(whitened**2, axis=-1), mean.shape))
+        return (found, *state) if is_stateful else found
+
+    def features(self, hidden: Float[Array, " hidden"]) -> Float[Array, " features"]:
+        """The random features of one row's hidden units."""
+        frequencies, phases = (jax.lax.stop_gradient(x.value) for x in (self.frequencies, self.phases))
+        check_hidden(hidden, frequencies.shape[1])
+        cosines = jnp.cos(frequencies.astype(hidden.dtype) @ hidden + phases.astype(hidden.dtype))
+        return (2 / phases.shape[0]) ** 0.5 * cosines

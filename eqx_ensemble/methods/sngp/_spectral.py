@@ -1,0 +1,123 @@
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from ..._check import check_flag, check_optional_function, check_positive_int
+from ..._pytree import PyTree
+from ...train.compiled._optimiser import supported_arguments
+from .._check import check_inner_optimiser
+from ._check import check_bound, check_matrices, params_message
+
+_NAME = "methods.sngp.bound_spectral_norm"
+
+
+class SpectralState(NamedTuple):
+    """The state of an optimiser that bounds spectral norms: a left singular vector of each weight, so far as known."""
+
+    inner_state: PyTree
+    vectors: tuple[Array, ...]
+
+
+def bound_spectral_norm(
+    optimiser: optax.GradientTransformation,
+    bound: Any,
+    *,
+    where: Callable[[Any], Any] | None = None,
+    num_iterations: int = 1,
+    certified: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Keeps the spectral norms of weights at or below a bound: after each step, $W / \max(1, \sigma(W) / c)$.
+
+    A weight whose largest singular value $\sigma$ is below the bound $c$ is not changed, unlike in
+    `equinox.nn.SpectralNorm`, which always divides by $\sigma$. Weights change in training alone: models need no other
+    layers and no state, and predict as they are. $\sigma$ is found by power iteration, which begins in each step where
+    it ended in the last. It approaches $\sigma$ from below, so that norms may exceed the bound while weights move fast.
+
+    The kernel of a convolution is taken as a matrix `(out, in * kernel)`. The convolution itself can stretch its input
+    more, by at most the square root of the kernel's size: with `certified=True` that is divided by too, and the bound
+    holds for it, usually with room to spare.
+
+    **Arguments:**
+
+    - `optimiser`: an optax optimiser; wrap all of it.
+    - `bound`: $c$, above zero. Less than 1 makes residual blocks invertible; the authors take 0.95 for dense layers,
+        and 6 for convolutions. It may be a member's hyper-parameter.
+    - `where`: selects the parts of a model whose arrays of two or more axes are bounded; by default its `network`, as
+        of [`eqx_ensemble.methods.sngp.SNGP`][].
+    - `num_iterations`: power iterations per step.
+    - `certified`: whether the bound is that of convolutions, instead of their kernels.
+
+    **Returns:** an optax optimiser.
+
+    **Raises:** `TypeError` or `ValueError` for invalid arguments, and when training begins for a `where` that selects
+    no weights.
+
+    ```python
+    optimiser = ee.methods.sngp.bound_spectral_norm(
+        optax.adam(1e-3), 0.95, where=lambda model: model.layers[:-1]
+    )
+    ```
+
+    ??? cite
+        [Simple and Principled Uncertainty Estimation with Deterministic Deep Learning via Distance
+        Awareness](https://arxiv.org/abs/2006.10108), Liu et al., 2020.
+    """
+    check_inner_optimiser(optimiser, name=_NAME)
+    check_bound(bound, name=_NAME)
+    check_optional_function(where, "where", name=_NAME, example="lambda model: model.network")
+    check_positive_int(num_iterations, "num_iterations", name=_NAME)
+    check_flag(certified, "certified", name=_NAME)
+    inner = optax.with_extra_args_support(optimiser)
+    select = where or (lambda model: model.network)
+
+    def init(params: PyTree) -> SpectralState:
+        weights = [x for _, x in _matrices(params, select)]
+        return SpectralState(inner.init(params), tuple(_first_vector(x, i) for i, x in enumerate(weights)))
+
+    def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[PyTree, SpectralState]:
+        if params is None:
+            raise ValueError(params_message(_NAME))
+        updates, inner_state = inner.update(
+            updates, state.inner_state, params, **supported_arguments(inner.update, extra)
+        )
+        changes, treedef = jax.tree.flatten(updates)
+        vectors = []
+        for (i, weight), u in zip(_matrices(params, select), state.vectors, strict=True):
+            new = weight + jnp.asarray(changes[i], weight.dtype)
+            norm, u = _norm(new, u, num_iterations)
+            stretch = math.sqrt(math.prod(weight.shape[2:])) if certified else 1.0
+            ratio = jnp.maximum(1, stretch * norm / jnp.asarray(bound, norm.dtype))
+            bounded = (new / ratio.astype(new.dtype)) - weight
+            changes[i] = jnp.where(ratio > 1, bounded.astype(changes[i].dtype), changes[i])
+            vectors.append(u)
+        return jax.tree.unflatten(treedef, changes), SpectralState(inner_state, tuple(vectors))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _matrices(params: PyTree, select: Callable[[Any], Any]) -> list[tuple[int, Array]]:
+    """The selected weights, each with its position among the leaves."""
+    leaves, treedef = jax.tree.flatten(params)
+    positions = check_matrices(select, jax.tree.unflatten(treedef, range(len(leaves))), leaves, name=_NAME)
+    return [(i, leaves[i]) for i in positions]
+
+
+def _first_vector(weight: Array, number: int) -> Float[Array, " out"]:
+    """A start for the power iteration: after a few of them the random numbers hardly matter."""
+    dtype = jnp.float32 if jnp.finfo(weight.dtype).bits < 32 else weight.dtype
+    u = jax.random.normal(jax.random.fold_in(jax.random.key(0), number), weight.shape[:1], dtype)
+    return _norm(weight, u, 15)[1]
+
+
+def _norm(weight: Array, u: Float[Array, " out"], num_iterations: int) -> tuple[Float[Array, ""], Float[Array, " out"]]:
+    """The largest singular value by power iteration, and its left vector."""
+    matrix = weight.reshape(weight.shape[0], -1).astype(u.dtype)
+    unit = lambda x: x / jnp.maximum(jnp.linalg.norm(x), jnp.finfo(x.dtype).tiny)
+    for _ in range(num_iterations):
+        u = unit(matrix @ unit(matrix.T @ u))
+    return jnp.linalg.norm(matrix.T @ u), u

@@ -1,0 +1,281 @@
+"""SNGP: features against their kernel, covariances against the Gaussian process and NumPy, bounds against SVD."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import integrate, stats
+from scipy.special import expit, softmax
+
+import eqx_ensemble as ee
+from eqx_ensemble.methods.sngp import SNGP, bound_spectral_norm, mean_field, update_covariance
+
+KEY = jax.random.key(4)
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(37, 3)).astype(np.float32)
+
+
+def plain(key, out=1, **options):
+    """A Gaussian process of the inputs themselves."""
+    return SNGP(eqx.nn.Identity(), 3, out, **({"num_features": 16} | options), key=key)
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    return ee.build(plain, 3, key=KEY)
+
+
+def features(model, x):
+    """The features written out in double precision."""
+    frequencies, phases = (np.asarray(v.value, np.float64) for v in (model.frequencies, model.phases))
+    return np.sqrt(2 / len(phases)) * np.cos(np.asarray(x, np.float64) @ frequencies.T + phases)
+
+
+@pytest.mark.parametrize(("num_features", "error"), [(256, 0.059), (1024, 0.028), (4096, 0.015)])
+def test_features_approximate_the_kernel(num_features, error):
+    rows, scale = 60, 1.7
+    points = jnp.asarray(RNG.normal(size=(rows, 3)), jnp.float32)
+    model = plain(KEY, num_features=num_features, length_scale=scale)
+    phi = np.asarray(jax.vmap(model.features)(points))
+    np.testing.assert_allclose(phi, features(model, points), atol=1e-5)
+    squared = ((np.asarray(points)[:, None] - np.asarray(points)[None]) ** 2).sum(-1)
+    rms = lambda scale: np.sqrt(np.mean((phi @ phi.T - np.exp(-squared / (2 * scale**2))) ** 2))
+    assert 0.5 * error < rms(scale) < 1.3 * error
+    assert rms(1.0) > 3 * error or num_features == 256, "another length scale is told apart"
+
+
+def test_each_member_draws_its_own_features(ensemble):
+    first, second = ensemble[0], ensemble[1]
+    assert np.abs(first.frequencies.value - second.frequencies.value).min() > 0
+    assert np.abs(first.phases.value - second.phases.value).min() > 0
+    same = ee.stack([plain(KEY), plain(KEY)])  # the fault of other libraries
+    np.testing.assert_array_equal(same[0].frequencies.value, same[1].frequencies.value)
+
+
+def gaussian_process_covariance(model, x, new, noise):
+    """From the kernel matrix of all rows, without any matrix of features' size."""
+    phi, other = features(model, x), features(model, new)
+    prior = 1 / model.ridge
+    kernel, cross = prior * phi @ phi.T, prior * other @ phi.T
+    return prior * other @ other.T - cross @ np.linalg.solve(kernel + noise * np.eye(len(kernel)), cross.T)
+
+
+def test_covariance_is_that_of_the_gaussian_process():
+    with jax.enable_x64(True):
+        noise, x, new = 0.3, X.astype(np.float64), RNG.normal(size=(5, 3))
+        built = ee.build(lambda key: plain(key, noise_variance=noise, ridge=2.0), 2, key=KEY)
+        fitted = update_covariance(built, x, batch_size=10)
+        variance = lambda ensemble: np.asarray(ee.predict(ensemble, new).variance[..., 0])
+        found, again = variance(fitted), variance(update_covariance(fitted, x, plan=ee.plan.Sequential()))
+    for i in range(2):
+        expected = np.diag(gaussian_process_covariance(built[i], x, new, noise))
+        np.testing.assert_allclose(found[i], expected, rtol=1e-12, atol=1e-13)
+        wrong = np.diag(gaussian_process_covariance(built[i], x, new, noise * len(x)))  # a mean in place of the sum
+        assert np.abs(found[i] / wrong - 1).max() > 0.5
+    np.testing.assert_allclose(again, found, rtol=1e-12)
+
+
+def test_before_the_data_the_variance_is_that_of_the_prior(ensemble):
+    found = ee.predict(ensemble, X).variance[..., 0]
+    for model, variance in zip(ensemble, found, strict=True):
+        np.testing.assert_allclose(variance, (features(model, X) ** 2).sum(1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("likelihood", "out"), [("bernoulli", 1), ("categorical", 3)])
+def test_covariances_of_classes_are_laplaces(likelihood, out):
+    built = ee.build(lambda key: plain(key, out, likelihood=likelihood), 1, key=KEY)
+    built = eqx.tree_at(lambda e: e.stacked.weight, built, 5 * built.stacked.weight)
+    found = ee.predict(update_covariance(built, X, batch_size=16), X)
+    model = built[0]
+    phi = features(model, X)
+    logits = phi @ np.asarray(model.weight, np.float64).T
+    p = expit(logits) if out == 1 else softmax(logits, axis=1)
+    np.testing.assert_allclose(found.mean[0], logits, rtol=1e-4, atol=1e-5)
+    for k in range(out):
+        precision = np.eye(16) + (phi * (p * (1 - p))[:, [k]]).T @ phi
+        expected = np.einsum("ni,ij,nj->n", phi, np.linalg.inv(precision), phi)
+        np.testing.assert_allclose(found.variance[0, :, k], expected, rtol=1e-4)
+        gaussian = np.einsum("ni,ij,nj->n", phi, np.linalg.inv(np.eye(16) + phi.T @ phi), phi)
+        assert np.abs(gaussian / expected - 1).max() > 0.3
+
+
+def test_a_small_ridge_does_not_break_single_precision():
+    """The precision's condition number is beyond float32: its Cholesky factor does not exist there."""
+    built = ee.build(lambda key: plain(key, num_features=64, ridge=1e-6), 1, key=KEY)
+    new = np.float32([[0, 0, 0], [4, 0, 0]])
+    x = np.tile(X, (20, 1))
+    found = ee.predict(update_covariance(built, x), new).variance[0, :, 0]
+    phi, other = features(built[0], x), features(built[0], new)
+    expected = np.einsum("ni,ij,nj->n", other, np.linalg.inv(1e-6 * np.eye(64) + phi.T @ phi), other)
+    np.testing.assert_allclose(found, expected, rtol=0.02)
+    single = 1e-6 * np.eye(64, dtype=np.float32) + phi.T.astype(np.float32) @ phi.astype(np.float32)
+    assert np.linalg.cond(single.astype(np.float64)) > 1e7, "the case decides nothing"
+
+
+def test_rows_of_each_member_are_its_own(ensemble):
+    own = np.stack([X[:20], X[10:30], X[17:]])
+    found = update_covariance(ensemble, ee.Each(own)).stacked.root.value
+    for i in range(3):
+        alone = update_covariance(ensemble[[i]], own[i]).stacked.root.value[0]
+        np.testing.assert_allclose(np.abs(found[i]), np.abs(alone), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("m", "v"), [(1, 1), (4, 25)])
+def test_mean_field_is_near_the_mean_probability(m, v):
+    exact = integrate.quad(lambda z: expit(z) * stats.norm.pdf(z, m, v**0.5), -60, 60)[0]
+    found = lambda factor: expit(np.asarray(mean_field(np.float32([m]), np.float32([v]), factor=factor)))[0]
+    np.testing.assert_allclose(found(np.pi / 8), exact, atol=0.004)
+    np.testing.assert_allclose(found(20), expit(m / np.sqrt(1 + 20 * v)), rtol=1e-6)
+    assert exact - found(20) > 0.1
+
+
+class Residual(eqx.Module):
+    first: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key):
+        self.first, self.norm = eqx.nn.Linear(3, 4, key=key), eqx.nn.BatchNorm(4, "batch", mode="batch")
+
+    def __call__(self, x, state):
+        with jax.numpy_dtype_promotion("standard"):  # as BatchNorm needs it
+            return self.norm(jnp.tanh(self.first(x)), state)
+
+
+def stateful(key):
+    return eqx.nn.make_with_state(lambda: SNGP(Residual(key), 4, 2, num_features=8, key=key))()
+
+
+def cross_entropy(model, state, batch, key):
+    x, labels = batch
+    call = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    out, state = call(x, state)
+    return optax.softmax_cross_entropy_with_integer_labels(out.mean, labels).mean(), state
+
+
+@pytest.mark.slow
+def test_in_fit_with_state_and_files(tmp_path):
+    built, state = ee.build(stateful, 2, key=KEY)
+    data = X, (X[:, 0] > 0).astype(np.int32)
+    optimiser = bound_spectral_norm(optax.adamw(1e-2, weight_decay=0.1), 0.5)
+    run = ee.fit(built, cross_entropy, optimiser, data, epochs=3, batch_size=8, state=state, key=KEY)
+    for name in ("frequencies", "phases", "root"):
+        np.testing.assert_array_equal(getattr(run.ensemble.stacked, name).value, getattr(built.stacked, name).value)
+    assert np.linalg.norm(run.ensemble.stacked.network.first.weight, 2, axis=(1, 2)).max() < 0.51
+    assert np.linalg.norm(built.stacked.network.first.weight, 2, axis=(1, 2)).min() > 0.6
+    fitted = update_covariance(run.ensemble, X, state=run.state)
+    out = ee.predict(fitted, X, state=run.state)
+    before = ee.predict(run.ensemble, X, state=run.state)
+    np.testing.assert_array_equal(out.mean, before.mean)
+    assert (out.variance < before.variance).all()
+    ee.save(tmp_path / "sngp", fitted)
+    loaded = ee.load(tmp_path / "sngp", built)
+    np.testing.assert_array_equal(ee.predict(loaded, X, state=run.state).variance, out.variance)
+
+
+def linears(key):
+    return eqx.nn.MLP(3, 2, 6, 1, key=key)
+
+
+def mse(model, batch, key):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+def test_norms_are_bounded_and_what_is_below_is_left_alone():
+    built = ee.build(linears, 2, key=KEY)
+    data = X, (X @ RNG.normal(size=(3, 2))).astype(np.float32)
+    where = lambda model: model.layers[0]
+    train = lambda optimiser, **more: ee.fit(built, mse, optimiser, data, steps=30, batch_size=37, key=KEY, **more)
+    free = train(optax.sgd(0.1)).ensemble.stacked.layers
+    by_bound = lambda hyper: bound_spectral_norm(optax.sgd(0.1), hyper["bound"], where=where)
+    hyper = {"bound": jnp.array([0.4, 100.0])}
+    layers = train(by_bound, hyper=hyper).ensemble.stacked.layers
+    norms = lambda weight: np.linalg.norm(weight, 2, axis=(1, 2))
+    assert norms(free[0].weight).min() > 0.8
+    np.testing.assert_allclose(norms(layers[0].weight)[0], 0.4, rtol=1e-3)
+    for x, y in zip(
+        jax.tree.leaves(eqx.filter((free,), eqx.is_array)),
+        jax.tree.leaves(eqx.filter((layers,), eqx.is_array)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(x[1], y[1])
+    assert norms(layers[1].weight)[0] > 0.4, "the last layer was not selected"
+
+
+def one_step(weight, bound, **options):
+    """The weight after a step of zero, by which it is only bounded."""
+    optimiser = bound_spectral_norm(optax.sgd(0.0), bound, where=lambda w: w, **options)
+    changes, _ = optimiser.update(jnp.zeros_like(weight), optimiser.init(weight), weight)
+    return weight + changes
+
+
+@pytest.mark.slow
+def test_a_bound_for_convolutions():
+    """Of the kernel as a matrix, and, certified, of the convolution as a matrix."""
+    layer = eqx.nn.Conv2d(2, 3, 3, padding=1, key=KEY)
+    layer = eqx.tree_at(lambda c: c.weight, layer, jnp.abs(layer.weight) + 1)
+
+    def norms(weight):
+        apply = lambda x: eqx.tree_at(lambda c: (c.weight, c.bias), layer, (weight, 0 * layer.bias))(x)
+        operator = jax.jacobian(apply)(jnp.zeros((2, 8, 8))).reshape(3 * 64, 2 * 64)
+        return np.linalg.norm(weight.reshape(3, -1), 2), np.linalg.norm(operator, 2)
+
+    kernel, operator = norms(one_step(layer.weight, 1.0))
+    np.testing.assert_allclose(kernel, 1, rtol=1e-4)
+    assert 2 < operator < 3
+    kernel, operator = norms(one_step(layer.weight, 1.0, certified=True))
+    np.testing.assert_allclose(kernel, 1 / 3, rtol=1e-4)
+    assert 0.8 < operator < 1
+
+
+def test_power_iteration_is_below_the_norm():
+    from eqx_ensemble.methods.sngp._spectral import _norm
+
+    weight = jnp.asarray(RNG.normal(size=(40, 30)), jnp.float32)
+    start = jnp.asarray(RNG.normal(size=40), jnp.float32)
+    found = [float(_norm(weight, start, n)[0]) for n in (1, 5, 200)]
+    exact = np.linalg.norm(weight, 2)
+    assert 0.6 * exact < found[0] < found[1] < found[2]
+    np.testing.assert_allclose(found[2], exact, rtol=1e-5)
+
+
+ADAM = optax.adam(1e-3)
+BAD = {
+    "no network": (lambda e: SNGP(3, 3, 1, key=KEY), TypeError, "`network` to be a function"),
+    "no units": (lambda e: plain(KEY, num_features=0), ValueError, "`num_features` of at least 1"),
+    "a scale of zero": (lambda e: plain(KEY, length_scale=0), ValueError, "`length_scale` to be above 0"),
+    "a likelihood": (lambda e: plain(KEY, likelihood="probit"), ValueError, "one of 'gaussian', 'bernoulli'"),
+    "two logits": (lambda e: plain(KEY, 2, likelihood="bernoulli"), ValueError, "needs `out_size=1`"),
+    "one class": (lambda e: plain(KEY, 1, likelihood="categorical"), ValueError, "at least two classes"),
+    "a batch": (lambda e: e[0](jnp.zeros((5, 3))), ValueError, r"one row, \(3,\), got f32\[5,3\]"),
+    "integers": (lambda e: e[0](jnp.zeros(3, int)), TypeError, "floating-point hidden units"),
+    "other members": (
+        lambda e: update_covariance(ee.build(linears, 2, key=KEY), X), TypeError, "members that are `SNGP`, got",
+    ),
+    "no rows": (lambda e: update_covariance(e, X[:0]), ValueError, "methods.sngp.update_covariance"),
+    "no batch": (lambda e: update_covariance(e, X, batch_size=0), ValueError, "`batch_size` of at least 1"),
+    "a variance": (lambda e: mean_field(np.ones(2), -np.ones(2)), ValueError, "variances of zero or more"),
+    "shapes": (lambda e: mean_field(np.ones(2), np.ones(1)), ValueError, "of one shape"),
+    "a factor": (lambda e: mean_field(np.ones(2), np.ones(2), factor=-1), ValueError, "`factor` to be at least 0"),
+    "no optimiser": (lambda e: bound_spectral_norm(lambda h: ADAM, 1.0), TypeError, "needs an optax optimiser"),
+    "a bound": (lambda e: bound_spectral_norm(ADAM, 0.0), ValueError, "`bound` to be above 0"),
+    "a selection": (
+        lambda e: bound_spectral_norm(ADAM, 1.0, where=lambda m: m.bias).init(eqx.nn.Linear(3, 2, key=KEY)),
+        ValueError, "arrays of two or more axes, got none",
+    ),
+    "no network part": (
+        lambda e: bound_spectral_norm(ADAM, 1.0).init(eqx.nn.Linear(3, 2, key=KEY)), ValueError, "it raised an error",
+    ),
+    "no weights": (
+        lambda e: bound_spectral_norm(ADAM, 1.0).update(jnp.ones((2, 2)), None), ValueError, "call `update",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(unhooked, ensemble, name):
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call(ensemble)
