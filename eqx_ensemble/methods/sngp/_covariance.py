@@ -52,7 +52,7 @@ def update_covariance(
     ```python
     make = lambda key: ee.methods.sngp.SNGP(eqx.nn.Identity(), 3, 1, num_features=64, key=key)
     ensemble = ee.methods.sngp.update_covariance(ee.build(make, 4, key=key), jnp.zeros((50, 3)))
-    near, far = ee.predict(ensemble, jnp.array([[0.1, 0, 0], [9, 0, 0]])).variance[0, :, 0]  # 0.03, 0.9
+    near, far = ee.predict(ensemble, jnp.array([[0.1, 0, 0], [9, 0, 0]])).variance[0, :, 0]  # 0.03, 1.06
     ```
 
     ??? cite
