@@ -69,6 +69,17 @@ CALLS = {
         "decompose_brier": _CLASSES | _ROWS | _BINS,
         **{name: _CLASSES | _ROWS | _BINS | {"debiased": False} for name in ("classwise_ece", "ece")},
         "squared_calibration_error": _CLASSES | _ROWS | _BINS | {"debiased": True},
+        "mce": _CLASSES | _ROWS | _BINS,
+        "balanced_accuracy": _CLASSES | _ROWS,
+        "top_k_accuracy": _CLASSES | _ROWS | _MEAN_OR_NONE | {"k": 2},
+        "threshold_weighted_crps": _POINTS
+        | _ROWS
+        | _MEAN_OR_NONE
+        | {"estimator": "nrg", "lower": -1.0, "upper": 1.0}
+        | {"chaining": None},
+        "ence": {name: _ONE[name] for name in ("mean", "variance", "targets")} | _ROWS | {"num_bins": 2},
+        "sharpness": {"variance": _VARIANCE[0]} | _ROWS,
+        "quantile_calibration_error": {"values": np.abs(_TARGETS) / 3, "num_levels": 9, "kind": "squared"} | _ROWS,
         "crps": _POINTS | _ROWS | _MEAN_OR_NONE | {"estimator": "nrg"},
         "crps_gaussian": _ONE,
         "crps_gaussian_mixture": _MOMENTS | _ROWS | {"targets": _TARGETS, "reduction": "mean"},
@@ -89,13 +100,18 @@ CALLS = {
         "rank_histogram": {"samples": _MEAN, "targets": _TARGETS, "mask": _MASK, "key": _KEY},
         **{
             name: {"predictions": _MEAN, "targets": _TARGETS, "weights": _WEIGHTS} | _ROWS
-            for name in ("rmse", "mean_member_rmse")
+            for name in ("rmse", "mean_member_rmse", "r2")
         },
+        "mae": {"predictions": _MEAN, "targets": _TARGETS, "weights": _WEIGHTS} | _ROWS | _MEAN_OR_NONE,
         "dawid_sebastiani": {"samples": _MEAN, "targets": _TARGETS, "reduction": "mean"} | _ROWS,
         "energy_score": _POINTS
         | _ROWS
         | {"samples": _MEAN[..., None], "targets": _TARGETS[..., None], "estimator": "nrg"}
         | _MEAN_OR_NONE,
+        "variogram_score": _POINTS
+        | _ROWS
+        | {"samples": _MEAN[..., None] * np.arange(1, 3), "targets": _TARGETS[..., None] * np.ones(2, np.float32)}
+        | {"order": 0.5, "pair_weights": np.ones((2, 2), np.float32), "estimator": "nrg", "reduction": "mean"},
         "interval_score": _ENDS | _ROWS | {"level": 0.8, "reduction": "mean"},
         "pinball": {"quantiles": _MEAN[0], "targets": _TARGETS, "level": 0.8, "reduction": "mean"} | _ROWS,
         "aupr": _RANKED,

@@ -26,7 +26,7 @@ COUNTS = (
     "num_members",
     "num_rows",
 )
-COUNTS += ("num_samples", "num_steps", "num_initial", "num_free", "size", "window")
+COUNTS += ("k", "num_levels", "num_samples", "num_steps", "num_initial", "num_free", "size", "window")
 
 # What gives a result, by argument and value, and why that is right.
 MEANT = {
@@ -40,6 +40,9 @@ MEANT = {
     ("levels", "float32"): "one level",
     ("levels", "0"): "the lowest value",
     ("cut", "0"): "the mean",
+    **{("lower", kind): "a threshold" for kind in ("-1", "0", "int64", "float32")},
+    **{("upper", kind): "a threshold" for kind in ("inf", "-1", "0", "int64", "float32")},
+    **{("order", kind): "a power above zero" for kind in ("int64", "float32")},
     ("above", "0"): "all weights that are not zero",
     **{(name, kind): "a number of zero or more"
        for name in ("bias_penalty", "coefficient", "floor", "kl_weight", "off_diagonal_penalty", "penalty", "smoothing",

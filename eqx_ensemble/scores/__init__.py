@@ -1,3 +1,4 @@
+from ._balanced import balanced_accuracy as balanced_accuracy
 from ._bootstrap import Bootstrap as Bootstrap
 from ._bootstrap import bootstrap as bootstrap
 from ._brier import BrierDecomposition as BrierDecomposition
@@ -17,16 +18,22 @@ from ._crps_gaussian import crps_gaussian as crps_gaussian
 from ._crps_gaussian import crps_gaussian_mixture as crps_gaussian_mixture
 from ._dawid_sebastiani import dawid_sebastiani as dawid_sebastiani
 from ._energy_score import energy_score as energy_score
+from ._errors import mae as mae
+from ._errors import r2 as r2
 from ._gaussian import nll_gaussian as nll_gaussian
 from ._gaussian import nll_gaussian_mixture as nll_gaussian_mixture
+from ._gaussian_calibration import ence as ence
+from ._gaussian_calibration import sharpness as sharpness
 from ._intervals import coverage as coverage
 from ._intervals import set_coverage as set_coverage
 from ._intervals import set_size as set_size
 from ._intervals import width as width
+from ._max_calibration import mce as mce
 from ._per_member import per_member as per_member
 from ._pit import pit as pit
 from ._pit import pit_gaussian_mixture as pit_gaussian_mixture
 from ._pit import pit_histogram as pit_histogram
+from ._quantile_calibration import quantile_calibration_error as quantile_calibration_error
 from ._quantile_scores import interval_score as interval_score
 from ._quantile_scores import pinball as pinball
 from ._ranked import ranked_probability as ranked_probability
@@ -41,3 +48,6 @@ from ._selective import aurc as aurc
 from ._selective import excess_aurc as excess_aurc
 from ._selective import risk_coverage as risk_coverage
 from ._squared_calibration import squared_calibration_error as squared_calibration_error
+from ._threshold_weighted import threshold_weighted_crps as threshold_weighted_crps
+from ._top_k import top_k_accuracy as top_k_accuracy
+from ._variogram import variogram_score as variogram_score

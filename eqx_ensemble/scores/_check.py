@@ -111,6 +111,15 @@ def check_known_weights(name: str, weights: ArrayLike | None) -> None:
         )
 
 
+def check_top_k(name: str, k: int, num_classes: int) -> int:
+    """A number of classes."""
+    number = check_positive_int(k, "k", name=name)
+    if number > num_classes:
+        fix = "Every label is among all classes."
+        raise ValueError(needs_message(name, f"`k` of at most {num_classes}, the number of classes", f"got {k}", fix))
+    return number
+
+
 def check_num_draws(name: str, num_draws: int) -> None:
     """A number of draws that has a standard deviation."""
     if check_positive_int(num_draws, "num_draws", name=name) < 2:

@@ -8,7 +8,7 @@ from .._combination import by_order
 from .._weighting import shares_in_order
 from ._check import check_fair, check_reduction
 from ._reduce import Reduction, reduce_rows
-from ._row_weights import check_rows
+from ._row_weights import CountedRows, check_rows
 
 
 def crps(
@@ -70,12 +70,29 @@ def crps(
     """
     name = "scores.crps"
     points, observed = check_regression(name, targets, members=True, samples=samples)
-    check_word(estimator, "estimator", ("nrg", "fair"), name=name)
-    num_members = points.shape[0]
-    if estimator == "fair":
-        check_fair(name, num_members, weighted=weights is not None)
-    convex = check_weights(name, weights, num_members, points.dtype)
+    convex = check_estimator(name, estimator, points, weights)
     rows = check_rows(name, row_weights, mask, observed.shape, points.dtype)
+    return crps_of_points(name, points, observed, rows, convex, estimator, reduction)
+
+
+def check_estimator(name: str, estimator: str, points: Array, weights: ArrayLike | None) -> Array | None:
+    """A known estimator that takes these members; their weights."""
+    check_word(estimator, "estimator", ("nrg", "fair"), name=name)
+    if estimator == "fair":
+        check_fair(name, points.shape[0], weighted=weights is not None)
+    return check_weights(name, weights, points.shape[0], points.dtype)
+
+
+def crps_of_points(
+    name: str,
+    points: Float[Array, " members *batch"],
+    observed: Float[Array, "*batch"],
+    rows: CountedRows,
+    convex: Float[Array, " members"] | None,
+    estimator: str,
+    reduction: Reduction,
+) -> Float[Array, "..."]:
+    """The score of arrays and options that are checked."""
     check_reduction(name, reduction, observed.shape)
     points, observed = rows.blank(points, before=1), rows.blank(observed)
     # Errors, not values, are sorted: a large common offset of samples and targets is gone before anything is summed.

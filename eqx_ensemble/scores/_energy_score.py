@@ -1,15 +1,15 @@
-from typing import Literal, NoReturn
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import as_column, check_regression, check_weights, check_word
+from .._check import as_column, check_regression
 from .._weighting import blank_unweighted
-from ._check import check_fair, check_known_weights, check_outputs, check_reduction, no_gradient_message
+from ._check import check_known_weights, check_outputs, check_reduction
+from ._crps import check_estimator
 from ._reduce import Reduction, reduce
 from ._row_weights import check_rows
-from ._scoringrules import import_scoringrules, scoringrules_config
+from ._scoringrules import import_scoringrules, scoringrules_config, without_gradient
 
 
 def energy_score(
@@ -65,16 +65,11 @@ def energy_score(
     rules = import_scoringrules(name)
     points, observed = check_regression(name, targets, members=True, samples=samples)
     check_outputs(name, points)
-    check_word(estimator, "estimator", ("nrg", "fair"), name=name)
-    if estimator == "fair":
-        check_fair(name, points.shape[0], weighted=weights is not None)
     check_known_weights(name, weights)
-    convex = check_weights(name, weights, points.shape[0], points.dtype)
+    convex = check_estimator(name, estimator, points, weights)
     rows = check_rows(name, row_weights, mask, observed.shape[:-1], points.dtype)
     check_reduction(name, reduction, observed.shape[:-1])
 
-    # The gradient of the distance of a member from itself, which scoringrules takes too, is NaN.
-    @jax.custom_jvp
     def score(points: Array, observed: Array) -> Array:
         expanded = None
         if convex is not None:
@@ -83,9 +78,5 @@ def energy_score(
             options = {"m_axis": 0, "ens_w": expanded, "estimator": estimator, "backend": "jax"}
             return rules.es_ensemble(observed, points, **options)
 
-    @score.defjvp
-    def refuse(primals: tuple, tangents: tuple) -> NoReturn:
-        raise NotImplementedError(no_gradient_message(name))
-
     points = rows.blank(blank_unweighted(points, convex), before=1)
-    return reduce(score(points, rows.blank(observed)), reduction, rows.weights)
+    return reduce(without_gradient(name, score)(points, rows.blank(observed)), reduction, rows.weights)

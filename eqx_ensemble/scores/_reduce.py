@@ -50,3 +50,9 @@ def total_weight(row_weights: RowWeights, dtype: jnp.dtype) -> Float[Array, ""]:
 def counts(row_weights: RowWeights) -> Bool[Array, "*batch"]:
     """Which rows count."""
     return row_weights if row_weights.dtype == bool else row_weights != 0
+
+
+def root(values: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The square root, with gradient zero at zero: a perfect fit must not give a NaN gradient."""
+    exact = values == 0
+    return jnp.where(exact, 0, jnp.sqrt(jnp.where(exact, 1, values)))

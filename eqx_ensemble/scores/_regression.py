@@ -8,7 +8,7 @@ from .._check import as_column, check_regression, check_weights
 from .._combination import pays_if_large
 from .._weighting import blank_unweighted, known_mean, sum_members, weighted_mean
 from ._check import check_some_rows
-from ._reduce import RowWeights, mean_of_rows, total_weight, weigh
+from ._reduce import RowWeights, mean_of_rows, root, total_weight, weigh
 from ._row_weights import check_rows
 
 _GROUP = 8  # members whose errors are added in registers
@@ -51,7 +51,7 @@ def rmse(
     ee.scores.mean_member_rmse(predictions, targets)  # sqrt(0.5) = 0.707
     ```
     """
-    arrays = _check_points("scores.rmse", predictions, targets, weights, row_weights, mask)
+    arrays = check_points("scores.rmse", predictions, targets, weights, row_weights, mask)
     return _rmse(*arrays, in_groups=pays_if_large(arrays[0], arrays[1:]))
 
 
@@ -89,11 +89,11 @@ def mean_member_rmse(
     # (1 + 3) / 2 = 2.0
     ```
     """
-    arrays = _check_points("scores.mean_member_rmse", predictions, targets, weights, row_weights, mask)
+    arrays = check_points("scores.mean_member_rmse", predictions, targets, weights, row_weights, mask)
     return _mean_member_rmse(*arrays, one_by_one=pays_if_large(arrays[0], arrays[1:]))
 
 
-def _check_points(
+def check_points(
     name: str,
     predictions: ArrayLike,
     targets: ArrayLike,
@@ -101,6 +101,7 @@ def _check_points(
     row_weights: ArrayLike | None,
     mask: ArrayLike | None,
 ) -> tuple[Array, Array, Array | None, Array | None]:
+    """Point predictions of members, targets, weights, and how much each row counts."""
     predicted, observed = check_regression(name, targets, members=True, predictions=predictions)
     convex = check_weights(name, weights, predicted.shape[0], predicted.dtype)
     rows = check_rows(name, row_weights, mask, observed.shape, predicted.dtype)
@@ -117,11 +118,21 @@ def _rmse(
     *,
     in_groups: bool,
 ) -> Float[Array, ""]:
+    error = error_of_mean(predictions, targets, weights, in_groups=in_groups)
+    return root(mean_of_rows(error**2, row_weights))
+
+
+def error_of_mean(
+    predictions: Float[Array, " members *batch"],
+    targets: Float[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+    *,
+    in_groups: bool,
+) -> Float[Array, "*batch"]:
+    """The mean over members of their errors."""
     if in_groups:
-        mean = _mean_error_in_groups(predictions, targets, weights)
-    else:
-        mean = weighted_mean(blank_unweighted(predictions - targets[None], weights), weights)
-    return _root(mean_of_rows(mean**2, row_weights))
+        return _mean_error_in_groups(predictions, targets, weights)
+    return weighted_mean(blank_unweighted(predictions - targets[None], weights), weights)
 
 
 def _mean_error_in_groups(
@@ -159,7 +170,7 @@ def _mean_member_rmse(
     else:
         errors = blank_unweighted(predictions - targets[None], weights)
         squared = jax.vmap(mean_of_rows, in_axes=(0, None))(errors**2, row_weights)
-    return known_mean(_root(squared), weights)
+    return known_mean(root(squared), weights)
 
 
 def _mean_squared_error(
@@ -174,9 +185,3 @@ def _mean_squared_error(
         sums = jax.lax.fori_loop(0, count, lambda i, found: found + lanes[i], sums)
     found = jnp.sum(sums) + jnp.sum(terms[terms.size - rest :])
     return found / (terms.size if row_weights is None else total_weight(row_weights, terms.dtype))
-
-
-def _root(values: Float[Array, "..."]) -> Float[Array, "..."]:
-    # The square root has no gradient at zero; a perfect fit must not give a NaN gradient.
-    exact = values == 0
-    return jnp.where(exact, 0, jnp.sqrt(jnp.where(exact, 1, values)))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from eqx_ensemble import scores
 
-from .test_transforms import LABELS, LOGITS, MEAN, MEMBERS, SINGLE, TARGETS, VARIANCE
+from .test_transforms import LABELS, LOGITS, MEAN, MEMBERS, NO_GRADIENT, SINGLE, TARGETS, VARIANCE
 
 POSITIVES, TIED = np.arange(20) % 3 == 0, np.round(2 * TARGETS).astype(np.float32)
 # Arguments, and how many axes stand before that of the rows.
@@ -34,13 +34,17 @@ CASES |= {
 OPTIONS = {
     "fpr_at_tpr": {"level": 0.6},
     "by_group": {"num_groups": 4},
+    "top_k_accuracy": {"k": 2},
+    "mce": {"num_bins": 2},
+    "threshold_weighted_crps": {"lower": -0.5},
+    "ence": {"num_bins": 1},  # the edges of bins of equal mass are those of the mean weight
     "interval_score": {"level": 0.8},
     "pinball": {"level": 0.8},
     "squared_calibration_error": {"debiased": False, "binning": "width"},
 }
 # Their own tests are below: more rows mean more points, or less noise.
 OTHERS = {"aurc", "risk_coverage", "bootstrap"}
-NEEDS_SCORINGRULES = ("energy_score", "interval_score", "pinball", "dawid_sebastiani")
+NEEDS_SCORINGRULES = ("energy_score", "variogram_score", "interval_score", "pinball", "dawid_sebastiani")
 COPIES = 3
 
 
@@ -155,7 +159,7 @@ def test_every_score_while_tracing(name):
     score, arguments = score_of(name), spoilt(name, weights == 0)
     want = score(*arguments, row_weights=weights)
     assert_close(jax.jit(lambda w: score(*arguments, row_weights=w))(7 * weights), want, rtol=1e-5)
-    if name == "energy_score":
+    if name in NO_GRADIENT:
         return
     leaves = lambda x, w: jax.tree.leaves(score(x, *arguments[1:], row_weights=w))
     total = lambda x, w: sum(jnp.nansum(x) for x in leaves(x, w) if x.dtype != jnp.int32)

@@ -32,6 +32,13 @@ MEMBERS = {
     "rmse": (MEAN, TARGETS),
     "mean_member_rmse": (MEAN, TARGETS),
     "energy_score": (VECTORS, VECTOR_TARGETS),
+    "variogram_score": (VECTORS, VECTOR_TARGETS),
+    "mce": (LOGITS, LABELS),
+    "balanced_accuracy": (LOGITS, LABELS),
+    "top_k_accuracy": (LOGITS, LABELS),
+    "mae": (MEAN, TARGETS),
+    "r2": (MEAN, TARGETS),
+    "threshold_weighted_crps": (MEAN, TARGETS),
 }
 SINGLE = {
     "nll_gaussian": (MEAN[0], VARIANCE[0], TARGETS),
@@ -41,6 +48,9 @@ SINGLE = {
     "interval_score": (MEAN[0] - 1, MEAN[0] + 1, TARGETS),
     "pinball": (MEAN[0], TARGETS),
     "dawid_sebastiani": (MEAN, TARGETS),
+    "ence": (MEAN[0], VARIANCE[0], TARGETS),
+    "sharpness": (VARIANCE[0],),
+    "quantile_calibration_error": (VARIANCE[0] / 3,),
 }
 ALL = MEMBERS | SINGLE
 OTHERS = {"bootstrap", "decompose_brier", "per_member", "pit", "pit_gaussian_mixture", "pit_histogram"}
@@ -48,17 +58,21 @@ OTHERS |= {"rank_histogram", "set_coverage", "set_size"}
 OTHERS |= {"by_group", "class_conditional_coverage", "size_stratified_coverage"}
 # Of rankings, not of predictions.
 OTHERS |= {"auroc", "aupr", "fpr_at_tpr", "risk_coverage", "aurc", "excess_aurc"}
-OPTIONS = {"interval_score": {"level": 0.8}, "pinball": {"level": 0.8}, "squared_calibration_error": {"num_bins": 2}}
-STEPS = {"accuracy", "mean_member_accuracy", "coverage"}
+STEPS = {"accuracy", "mean_member_accuracy", "coverage", "balanced_accuracy", "top_k_accuracy"}
+STEPS |= {"quantile_calibration_error"}
+NO_GRADIENT = {"energy_score", "variogram_score"}
 
 
 def score_of(name):
-    if name in ("energy_score", "interval_score", "pinball", "dawid_sebastiani"):
+    if name in ("energy_score", "variogram_score", "interval_score", "pinball", "dawid_sebastiani"):
         pytest.importorskip("scoringrules")
     options = {
         "interval_score": {"level": 0.8},
         "pinball": {"level": 0.8},
         "squared_calibration_error": {"num_bins": 2},
+        "top_k_accuracy": {"k": 2},
+        "threshold_weighted_crps": {"lower": -0.5},
+        "ence": {"num_bins": 3},
     }
     return functools.partial(getattr(scores, name), **options.get(name, {}))
 
@@ -75,7 +89,7 @@ def test_jit_vmap_and_gradient(name):
     assert eager.shape == ()
     assert eager.dtype == jnp.float32
     np.testing.assert_allclose(jax.jit(score)(*arguments), eager, rtol=1e-5)
-    if name != "energy_score":
+    if name not in NO_GRADIENT:
         value, slope = jax.jit(jax.value_and_grad(score))(*arguments)
         np.testing.assert_allclose(value, eager, rtol=1e-5)
         assert np.isfinite(slope).all()
@@ -130,7 +144,7 @@ def test_masks(name):
     np.testing.assert_allclose(jax.jit(lambda mask, *arrays: score(*arrays, mask=mask))(KEPT, *spoilt), want, rtol=1e-5)
     np.testing.assert_allclose(score(*arguments, mask=np.ones(20, bool)), score(*arguments), rtol=1e-5)
     assert not np.allclose(score(*arguments, mask=~KEPT), want, rtol=1e-3) or name == "coverage"
-    if name != "energy_score":
+    if name not in NO_GRADIENT:
         slope = jax.jit(jax.grad(lambda x: score(x, *spoilt[1:], mask=KEPT)))(spoilt[0])
         assert np.isfinite(slope).all()
         assert not np.moveaxis(np.asarray(slope), before[0], 0)[~KEPT].any()

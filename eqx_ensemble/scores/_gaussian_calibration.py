@@ -1,0 +1,142 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
+
+from .._check import check_floating, check_positive_int, check_variance, promote
+from ._binning import bin_rows
+from ._check import check_some_rows
+from ._gaussian import check_gaussian
+from ._reduce import RowWeights, mean_of_rows, root
+from ._row_weights import check_rows
+
+
+def ence(
+    mean: Float[ArrayLike, "*batch"],
+    variance: Float[ArrayLike, "*batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    num_bins: int = 15,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Float[Array, ""]:
+    r"""Expected normalised calibration error of predicted variances: 0 if calibrated, lower is better.
+
+    With entries in bins of equally many by their variance, the mean over bins of $|\mathrm{RMV} - \mathrm{RMSE}| /
+    \mathrm{RMV}$: the root mean predicted variance of a bin against the root mean squared error of its entries. If all
+    standard deviations are $c$ times the true ones, $|1 - 1/c|$. With $n$ entries in $K$ bins it is about
+    $\sqrt{K / (\pi n)}$ even if the variances are right: compare models with the same bins, on as many entries.
+
+    **Arguments:**
+
+    - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. Variances above zero. No `members`
+        axis: pass the result of [`eqx_ensemble.combine.gaussian`][].
+    - `num_bins`: the number of bins $K$. Entries of equal variance are in one bin.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+
+    **Returns:**
+
+    A scalar, without a unit. A variance that does not differ between entries can be calibrated: see
+    [`eqx_ensemble.scores.sharpness`][].
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.nll_gaussian`][], and `ValueError` for fewer than one bin.
+
+    ```python
+    targets = jax.random.normal(key, (1000,))
+    ee.scores.ence(jnp.zeros(1000), jnp.full(1000, 4.0), targets)  # near |1 - 1/2|
+    ```
+
+    ??? cite
+        [Evaluating and Calibrating Uncertainty Prediction in Regression Tasks](https://doi.org/10.3390/s22155540)
+
+        ```bibtex
+        @article{levi2022evaluating,
+            author={Dan Levi and Liran Gispan and Niv Giladi and Ethan Fetaya},
+            title={Evaluating and Calibrating Uncertainty Prediction in Regression Tasks},
+            journal={Sensors},
+            year={2022},
+        }
+        ```
+    """
+    name = "scores.ence"
+    *arrays, rows = check_gaussian(name, mean, variance, targets, row_weights, mask, members=False, positive=True)
+    check_positive_int(num_bins, "num_bins", name=name)
+    check_some_rows(name, arrays[-1].shape)
+    return _ence(*arrays, rows.weights, int(num_bins))
+
+
+def sharpness(
+    variance: Float[ArrayLike, "*batch"],
+    *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Float[Array, ""]:
+    """Sharpness of predicted distributions: the root mean variance, in the unit of the target; lower is sharper.
+
+    It does not depend on the targets, and so says nothing by itself. Of two calibrated predictions the sharper is
+    better; predicting the variance of all targets everywhere is calibrated too.
+
+    **Arguments:**
+
+    - `variance`: `(*batch,)`, such as that of [`eqx_ensemble.combine.gaussian`][]; no `members` axis.
+    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
+        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+
+    **Returns:**
+
+    A scalar.
+
+    **Raises:**
+
+    - `TypeError` for variances that are not floating-point.
+    - `ValueError` for no rows, and for negative variances (where concrete).
+
+    ```python
+    ee.scores.sharpness(jnp.array([1.0, 7.0]))  # sqrt(4) = 2.0
+    ```
+
+    ??? cite
+        [Probabilistic Forecasts, Calibration and Sharpness](https://doi.org/10.1111/j.1467-9868.2007.00587.x)
+
+        ```bibtex
+        @article{gneiting2007probabilistic,
+            author={Tilmann Gneiting and Fadoua Balabdaoui and Adrian E. Raftery},
+            title={Probabilistic Forecasts, Calibration and Sharpness},
+            journal={Journal of the Royal Statistical Society: Series B},
+            year={2007},
+        }
+        ```
+    """
+    name = "scores.sharpness"
+    (checked,) = promote(check_floating(name, "variance", variance))
+    rows = check_rows(name, row_weights, mask, checked.shape, checked.dtype)
+    check_variance(name, variance, positive=False, mask=rows.known)
+    check_some_rows(name, checked.shape)
+    return _sharpness(rows.blank(checked), rows.weights)
+
+
+@partial(jax.jit, static_argnames="num_bins")
+def _ence(
+    mean: Float[Array, "*batch"],
+    variance: Float[Array, "*batch"],
+    targets: Float[Array, "*batch"],
+    row_weights: RowWeights | None,
+    num_bins: int,
+) -> Float[Array, ""]:
+    flat = None if row_weights is None else jnp.ravel(row_weights)
+    bins = bin_rows(jnp.ravel(variance), jnp.ravel((targets - mean) ** 2), flat, num_bins, "mass")
+    filled = bins.count > 0
+    predicted = root(jnp.where(filled, bins.probability, 1))
+    errors = jnp.abs(predicted - root(bins.frequency)) / predicted
+    return jnp.sum(jnp.where(filled, errors, 0)) / jnp.sum(filled).astype(errors.dtype)
+
+
+@jax.jit
+def _sharpness(variance: Float[Array, "*batch"], row_weights: RowWeights | None) -> Float[Array, ""]:
+    return root(mean_of_rows(variance, row_weights))
