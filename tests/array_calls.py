@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from eqx_ensemble import calibrate, combine, conformal, resample, scores, sweep, tree, uncertainty
-from eqx_ensemble.methods import heads
+from eqx_ensemble.methods import density, heads
 
 _RNG = np.random.default_rng(0)
 _KEY = jax.random.key(0)
@@ -190,6 +190,16 @@ CALLS = {
             "mask": _MASK,
         },
         "split": {"predictions": _MEAN[0], "targets": _TARGETS, "level": 0.5, "mask": _MASK},
+    },
+    density: {
+        name: {
+            "features": _LOGITS,
+            "labels": np.array([0, 1, 0, 1, 0, 1]),
+            "num_classes": 2,
+            "ridge": 0.1,
+            "mask": _MASK,
+        }
+        for name in ("gaussian_discriminant", "mahalanobis")
     },
     heads: {
         "normal_inverse_gamma": {"raw": np.ones((6, 4), np.float32), "floor": 0.1},

@@ -20,6 +20,7 @@ COUNTS = (
     "max_steps",
     "num_axes",
     "num_bins",
+    "num_classes",
     "num_draws",
     "num_folds",
     "num_groups",
@@ -45,8 +46,8 @@ MEANT = {
     **{("order", kind): "a power above zero" for kind in ("int64", "float32")},
     ("above", "0"): "all weights that are not zero",
     **{(name, kind): "a number of zero or more"
-       for name in ("bias_penalty", "coefficient", "floor", "kl_weight", "off_diagonal_penalty", "penalty", "smoothing",
-                    "step")
+       for name in ("bias_penalty", "coefficient", "floor", "kl_weight", "off_diagonal_penalty", "penalty", "ridge",
+                    "smoothing", "step")
        for kind in ("0", "int64", "float32")},
     **{("tolerance", kind): "a number of zero or more" for kind in ("0", "int64", "float32")},
     **{(name, kind): "a number above zero" for name in ("power", "temperature")

@@ -1,4 +1,5 @@
 from . import alignment as alignment
+from . import density as density
 from . import efficient as efficient
 from . import heads as heads
 from . import particles as particles

@@ -1,0 +1,47 @@
+"""Means and covariances of the classes of one member, as triangular factors."""
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array, Bool, Float, Integer
+
+
+def centre_rows(
+    features: Float[Array, "batch hidden"], counted: Float[Array, " batch"]
+) -> tuple[Float[Array, "batch hidden"], Float[Array, " hidden"]]:
+    """Deviations from the mean of the rows that count, and this mean: large offsets cost no digits later."""
+    share = counted / jnp.sum(counted)
+    rough = share @ features
+    away = features - rough[None]
+    return away - (share @ away)[None], rough + share @ away
+
+
+def class_means(
+    deviations: Float[Array, "batch hidden"], member_of: Float[Array, "batch classes"]
+) -> Float[Array, "classes hidden"]:
+    """The mean of each class."""
+    return (member_of / jnp.sum(member_of, axis=0, keepdims=True)).T @ deviations
+
+
+def one_hot_rows(
+    labels: Integer[Array, " batch"], mask: Bool[Array, " batch"] | None, num_classes: int, dtype: jnp.dtype
+) -> Float[Array, "batch classes"]:
+    """One where a row that counts is of a class."""
+    found = jax.nn.one_hot(labels, num_classes, dtype=dtype)
+    return found if mask is None else jnp.where(mask[:, None], found, 0)
+
+
+def factor(
+    residuals: Float[Array, "batch hidden"], counted: Float[Array, " batch"], ddof: int, ridge: Float[Array, ""]
+) -> Float[Array, "hidden hidden"]:
+    """The lower triangular factor of a covariance around zero, with a ridge."""
+    kept = jnp.where(counted[:, None] > 0, residuals, 0)
+    covariance = kept.T @ kept / (jnp.sum(counted) - ddof)
+    return jnp.linalg.cholesky(covariance + ridge * jnp.eye(covariance.shape[0], dtype=covariance.dtype))
+
+
+def squared_distance(
+    away: Float[Array, "batch hidden"], lower: Float[Array, "hidden hidden"]
+) -> Float[Array, " batch"]:
+    """Squared Mahalanobis distance from zero."""
+    return jnp.sum(solve_triangular(lower, away.T, lower=True) ** 2, axis=0)
