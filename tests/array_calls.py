@@ -116,6 +116,8 @@ CALLS = {
         "pinball": {"quantiles": _MEAN[0], "targets": _TARGETS, "level": 0.8, "reduction": "mean"} | _ROWS,
         "aupr": _RANKED,
         "auroc": _RANKED,
+        "roc_curve": _RANKED,
+        "precision_recall_curve": _RANKED,
         "fpr_at_tpr": _RANKED | {"level": 0.9},
         **{name: _SELECTED | _ROWS for name in ("aurc", "risk_coverage")},
         "excess_aurc": _SELECTED | {"mask": _MASK},

@@ -16,6 +16,10 @@ from ._classification import nll as nll
 from ._crps import crps as crps
 from ._crps_gaussian import crps_gaussian as crps_gaussian
 from ._crps_gaussian import crps_gaussian_mixture as crps_gaussian_mixture
+from ._curves import PrecisionRecallCurve as PrecisionRecallCurve
+from ._curves import RocCurve as RocCurve
+from ._curves import precision_recall_curve as precision_recall_curve
+from ._curves import roc_curve as roc_curve
 from ._dawid_sebastiani import dawid_sebastiani as dawid_sebastiani
 from ._energy_score import energy_score as energy_score
 from ._errors import mae as mae

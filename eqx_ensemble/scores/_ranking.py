@@ -141,7 +141,7 @@ def fpr_at_tpr(
     return _fpr_at_tpr(*check_ranking(name, scores, positives, row_weights, mask), level)
 
 
-def _rates(
+def rates(
     scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
 ) -> tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, " rows"]]:
     """True and false positive rates, and precision, at the score of each row, highest first."""
@@ -162,7 +162,7 @@ def _rates(
 def _auroc(
     scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
 ) -> Float[Array, ""]:
-    hits, false, _ = _rates(scores, positives, weights)
+    hits, false, _ = rates(scores, positives, weights)
     middle = (hits + jnp.concatenate([jnp.zeros_like(hits[:1]), hits[:-1]])) / 2
     return jnp.sum(jnp.diff(false, prepend=0) * middle)
 
@@ -171,7 +171,7 @@ def _auroc(
 def _aupr(
     scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
 ) -> Float[Array, ""]:
-    hits, _, precision = _rates(scores, positives, weights)
+    hits, _, precision = rates(scores, positives, weights)
     return jnp.sum(jnp.diff(hits, prepend=0) * precision)
 
 
@@ -182,7 +182,7 @@ def _fpr_at_tpr(
     weights: Float[Array, " rows"],
     level: float | Float[Array, ""],
 ) -> Float[Array, ""]:
-    hits, false, _ = _rates(scores, positives, weights)
+    hits, false, _ = rates(scores, positives, weights)
     rounding = 4 * math.log2(2 * hits.size) * jnp.finfo(hits.dtype).eps
     enough = hits >= level * (1 - rounding)
     return jnp.min(jnp.where(enough | jnp.isnan(hits), false, 1))

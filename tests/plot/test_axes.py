@@ -25,6 +25,8 @@ CASES = {
     "prediction_bands": ((LOGITS[..., 0],), {"c": "red"}),
     "uncertainty_histogram": ((LOGITS[..., 0], LOGITS[..., 1]), {"lw": 3}),
     "risk_coverage": ((np.array([0.5, 1.0]), np.array([0.1, 0.2])), {"ls": "--"}),
+    "roc_curve": ((np.array([0, 0.5, 1]), np.array([0, 0.9, 1])), {"ls": "--"}),
+    "precision_recall_curve": ((np.array([1, 0.9, 0.5]), np.array([0, 0.5, 1])), {"ls": "--"}),
     "parallel_coordinates": ((TABLE,), {"alpha": 0.5}),
     "member_similarity": ((np.eye(4),), {"vmax": 2.0}),
     "connectivity": ((LOGITS[..., 0],), {"lw": 3}),
@@ -101,7 +103,8 @@ def test_options_reach_matplotlib():
     assert ax.lines[0].get_color() == "red"
     assert to_rgb(ax.collections[0].get_facecolor()[0][:3]) == to_rgb("red")
     assert {patch.get_linewidth() for patch in draw("uncertainty_histogram").patches} == {3}
-    assert draw("risk_coverage").lines[0].get_linestyle() == "--"
+    for name in ("risk_coverage", "roc_curve", "precision_recall_curve"):
+        assert draw(name).lines[0].get_linestyle() == "--"
     assert draw("parallel_coordinates").lines[0].get_alpha() == 0.5
     assert draw("member_similarity").images[0].norm.vmax == 2
     assert draw("connectivity").lines[0].get_linewidth() == 3
@@ -272,6 +275,19 @@ BAD = {
     "edges": (lambda: plot.uncertainty_histogram(np.ones(3), np.ones(3), bins=[1.0, 0.0]), "two or more rising edges"),
     "one_curve": (lambda: plot.risk_coverage(np.ones(3), np.ones(4)), "`coverage` and `risk` of one shape"),
     "swapped": (lambda: plot.risk_coverage(np.array([0.2, 0.1]), np.array([0.5, 1.0])), "`coverage` that rises"),
+    "rates": (lambda: plot.roc_curve(np.ones(3), np.ones(4)), "`true_positive_rate` of one shape"),
+    "falling": (
+        lambda: plot.roc_curve(np.array([1.0, 0.5]), np.array([0.5, 1.0])),
+        r"`false_positive_rate` that rises, from 0 to 1.\n  got 0.5 at index \(1,\)(?s:.)*highest threshold",
+    ),
+    "per_cent": (
+        lambda: plot.precision_recall_curve(np.array([100.0, 50.0]), np.array([0.5, 1.0])),
+        "`precision` from 0 to 1",
+    ),
+    "swapped_rates": (
+        lambda: plot.precision_recall_curve(np.array([0.0, 1.0]), np.array([1.0, 0.5])),
+        "`recall` that rises",
+    ),
     "no_column": (
         lambda: plot.parallel_coordinates(TABLE, columns=["lr", "wd"]),
         "names of columns in `columns`.\n  got 'wd'\nColumns of the table: `lr`, `loss`.",

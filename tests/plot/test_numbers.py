@@ -282,6 +282,31 @@ def test_risk_coverage(ax):
     assert ax.get_legend().get_texts()[0].get_text() == "entropy"
 
 
+def test_roc_curve(ax):
+    false, hits = np.array([0.0, 0.0, 0.5, 1.0]), np.array([0.0, 0.5, 0.5, 1.0])
+    plot.roc_curve(false, hits, label="entropy", ax=ax)
+    np.testing.assert_array_equal(ax.lines[0].get_xydata(), np.stack([false, hits], axis=1))
+    plot.roc_curve(hits, hits, label="other", ax=ax)
+    (diagonal,) = (collection for collection in ax.collections if isinstance(collection, LineCollection))
+    assert diagonal.get_segments()[0].tolist() == [[0, 0], [1, 1]]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["entropy", "other"]
+    assert ax.lines[0].get_linestyle() != ax.lines[1].get_linestyle()
+
+
+def test_precision_recall_curve_is_the_area_under_its_steps(ax):
+    values = np.array([0.9, 0.8, 0.7, 0.6, 0.5, 0.4], np.float32)
+    positives = np.array([True, False, True, True, False, False])
+    curve = scores.precision_recall_curve(values, positives)
+    plot.precision_recall_curve(curve.precision, curve.recall, ax=ax)
+    (line,) = ax.lines
+    assert line.get_drawstyle() == "steps-pre"
+    recall, precision = line.get_xydata().T
+    area = np.sum(np.diff(recall) * precision[1:])  # what steps before a point enclose
+    np.testing.assert_allclose(area, scores.aupr(values, positives), rtol=1e-6)
+    (chance,) = (collection for collection in ax.collections if isinstance(collection, LineCollection))
+    assert chance.get_segments()[0].tolist() == [[0, 0.5], [1, 0.5]]
+
+
 TABLE = {
     "member": np.array([7, 8, 9, 10]),
     "lr": np.array([1e-4, 1e-2, 1e-3, 1e-1]),

@@ -41,6 +41,14 @@ CASES = {
     "prediction_bands": {"predictions": lambda: array(3, 6)},
     "rank_histogram": {"counts": always(np.array([3, 4, 2, 5]))},
     "reliability_diagram": {"logits": lambda: array(3, 8, 4), "labels": always(np.arange(8) % 4)},
+    "roc_curve": {
+        "false_positive_rate": always(np.array([0.0, 0.5, 1.0])),
+        "true_positive_rate": always(np.array([0.0, 0.9, 1.0])),
+    },
+    "precision_recall_curve": {
+        "precision": always(np.array([1.0, 0.9, 0.5])),
+        "recall": always(np.array([0.0, 0.5, 1.0])),
+    },
     "risk_coverage": {"coverage": always(np.array([0.5, 1.0])), "risk": always(np.array([0.0, 0.5]))},
     "training_curves": {},
     "uncertainty_histogram": {"in_distribution": lambda: array(9), "out_of_distribution": lambda: array(7)},
@@ -60,6 +68,8 @@ ACCEPTED = {
     "rank_histogram": OPTIONAL,
     "reliability_diagram": OPTIONAL | {"num_bins": "int64", "weights": "None", "mask": "None"},
     "risk_coverage": UNIT,
+    "roc_curve": OPTIONAL,
+    "precision_recall_curve": OPTIONAL,
     "training_curves": UNIT | {"stride": "int64", "level": "float32", "first_step": "-1 0 int64"},
     "uncertainty_histogram": UNIT
     | {"in_distribution": ANY_NUMBERS, "out_of_distribution": ANY_NUMBERS, "bins": "int64"},

@@ -42,8 +42,8 @@ OPTIONS = {
     "pinball": {"level": 0.8},
     "squared_calibration_error": {"debiased": False, "binning": "width"},
 }
-# Their own tests are below: more rows mean more points, or less noise.
-OTHERS = {"aurc", "risk_coverage", "bootstrap"}
+# Tests of their own, below and in the curves': more rows mean more points, or less noise.
+OTHERS = {"aurc", "risk_coverage", "bootstrap", "roc_curve", "precision_recall_curve"}
 NEEDS_SCORINGRULES = ("energy_score", "variogram_score", "interval_score", "pinball", "dawid_sebastiani")
 COPIES = 3
 

@@ -57,7 +57,7 @@ OTHERS = {"bootstrap", "decompose_brier", "per_member", "pit", "pit_gaussian_mix
 OTHERS |= {"rank_histogram", "set_coverage", "set_size"}
 OTHERS |= {"by_group", "class_conditional_coverage", "size_stratified_coverage"}
 # Of rankings, not of predictions.
-OTHERS |= {"auroc", "aupr", "fpr_at_tpr", "risk_coverage", "aurc", "excess_aurc"}
+OTHERS |= {"roc_curve", "precision_recall_curve", "auroc", "aupr", "fpr_at_tpr", "risk_coverage", "aurc", "excess_aurc"}
 STEPS = {"accuracy", "mean_member_accuracy", "coverage", "balanced_accuracy", "top_k_accuracy"}
 STEPS |= {"quantile_calibration_error"}
 NO_GRADIENT = {"energy_score", "variogram_score"}

@@ -1,0 +1,110 @@
+from typing import Any
+
+from jaxtyping import ArrayLike, Real
+
+from ._axes import Axes, axes_for, of_line
+from ._check_curves import check_rates
+
+
+def roc_curve(
+    false_positive_rate: Real[ArrayLike, " points"],
+    true_positive_rate: Real[ArrayLike, " points"],
+    *,
+    ax: Axes | None = None,
+    **options: Any,
+) -> Axes:
+    """ROC curve: true against false positive rate, with the diagonal, which is a random ranking.
+
+    Call it again with the same `ax` to compare: each curve uses another line style.
+
+    **Arguments:**
+
+    - `false_positive_rate`, `true_positive_rate`: rising from 0 to 1, `(points,)`, as returned by
+        [`eqx_ensemble.scores.roc_curve`][].
+    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
+    - `options`: of the curve, for `matplotlib.axes.Axes.plot`, such as `label`.
+
+    **Returns:**
+
+    The Axes.
+
+    **Raises:**
+
+    - `ValueError` for shapes that differ, numbers that are not finite, and rates that fall or are outside 0 to 1.
+    - `ImportError` without matplotlib (extra `plot`).
+
+    ```python
+    scores = jax.random.normal(key, (200,))
+    positives = scores + jax.random.normal(jax.random.key(1), (200,)) > 0
+    curve = ee.scores.roc_curve(scores, positives)
+    ax = ee.plot.roc_curve(curve.false_positive_rate, curve.true_positive_rate)
+    ```
+
+    ??? cite
+        [An Introduction to ROC Analysis](https://doi.org/10.1016/j.patrec.2005.10.010)
+    """
+    name = "plot.roc_curve"
+    rates = {"false_positive_rate": false_positive_rate, "true_positive_rate": true_positive_rate}
+    false, hits = check_rates(name, rates, rising=tuple(rates))
+
+    ax = axes_for(name, ax)
+    if not ax.lines:
+        from matplotlib.collections import LineCollection  # not a line, whose style no curve would have
+
+        ax.add_collection(LineCollection([[(0, 0), (1, 1)]], colors="0.5", linestyles=":", linewidths=0.8))
+    ax.plot(false, hits, **of_line(ax, options))
+    ax.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="false positive rate", ylabel="true positive rate")
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend(loc="lower right")
+    return ax
+
+
+def precision_recall_curve(
+    precision: Real[ArrayLike, " points"],
+    recall: Real[ArrayLike, " points"],
+    *,
+    ax: Axes | None = None,
+    **options: Any,
+) -> Axes:
+    """Precision-recall curve, in steps; the dotted line is the fraction of positive rows, which is a random ranking.
+
+    Call it again with the same `ax` to compare: each curve uses another line style. The area under the steps is
+    [`eqx_ensemble.scores.aupr`][].
+
+    **Arguments:**
+
+    - `precision`: from 0 to 1, `(points,)`; the last one is that of all rows.
+    - `recall`: rising from 0 to 1, `(points,)`. Both are returned by [`eqx_ensemble.scores.precision_recall_curve`][].
+    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
+    - `options`: of the curve, for `matplotlib.axes.Axes.plot`, such as `label`.
+
+    **Returns:**
+
+    The Axes.
+
+    **Raises:**
+
+    - `ValueError` for shapes that differ, numbers that are not finite or outside 0 to 1, and recall that falls.
+    - `ImportError` without matplotlib (extra `plot`).
+
+    ```python
+    scores = jax.random.normal(key, (200,))
+    positives = scores + jax.random.normal(jax.random.key(1), (200,)) > 1
+    curve = ee.scores.precision_recall_curve(scores, positives)
+    ax = ee.plot.precision_recall_curve(curve.precision, curve.recall)
+    ```
+
+    ??? cite
+        [The Relationship Between Precision-Recall and ROC Curves](https://doi.org/10.1145/1143844.1143874)
+    """
+    name = "plot.precision_recall_curve"
+    precisions, recalls = check_rates(name, {"precision": precision, "recall": recall}, rising=("recall",))
+
+    ax = axes_for(name, ax)
+    # Between two points the precision is that of the higher recall, as in the area.
+    (line,) = ax.plot(recalls, precisions, **of_line(ax, options, drawstyle="steps-pre"))
+    ax.hlines(precisions[-1], 0, 1, color=line.get_color(), linestyle=":", linewidth=0.8)
+    ax.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="recall", ylabel="precision")
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend()
+    return ax
