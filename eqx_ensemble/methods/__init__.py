@@ -2,6 +2,7 @@ from . import alignment as alignment
 from . import density as density
 from . import efficient as efficient
 from . import heads as heads
+from . import laplace as laplace
 from . import particles as particles
 from . import path as path
 from . import population as population

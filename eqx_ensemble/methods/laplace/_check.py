@@ -1,0 +1,148 @@
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..._axes import Each
+from ..._check import check_array, check_positive_int, check_word, concrete, first_text, is_integer, needs_message
+from ._links import LINKS
+from ._selection import Leaves
+
+_MOST_SQUARE = 2**15  # weights of a full covariance, of 4 GiB in single precision
+
+
+@contextlib.contextmanager
+def explain_where(name: str) -> Iterator[None]:
+    """Says that a selection failed, and of what it is one."""
+    try:
+        yield
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"`{name}` needs `where` to select nodes of one member as `equinox.tree_at` does, for example "
+            f"`lambda model: model.layers[-1]`; it raised {type(error).__name__}.\n"
+            'With `structure="kron"` it has to select a whole `equinox.nn.Linear`, not its weight.'
+        ) from error
+
+
+def check_chosen(leaves: Sequence[Any], count: int, *, name: str) -> None:
+    """At least one floating-point array of a member's own, and no complex one."""
+    for leaf in leaves:
+        if jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.complexfloating):
+            raise TypeError(f"`{name}` needs real weights, got {leaf.dtype} of shape {leaf.shape}.")
+    if count == 0:
+        raise ValueError(
+            f"`{name}` needs `where` to select at least one floating-point array of each member, got none.\n"
+            "Arrays that the members share, and those inside of `train.Frozen`, have no posterior."
+        )
+
+
+def check_layer(found: Sequence[Any], can: Sequence[bool], *, name: str) -> None:
+    """One linear layer of a member's own."""
+    if len(found) != 1 or not is_integer(found[0]) or not can[found[0]]:
+        raise ValueError(
+            f'`{name}` needs `where` to select one `equinox.nn.Linear` for `structure="kron"`, with arrays of each '
+            f"member that are not frozen; got {len(found)} node(s), or another kind.\n"
+            'For example `lambda model: model.layers[-1]`; `structure="full"` and `"diag"` take any leaves.'
+        )
+
+
+def check_sizes(count: int, structure: str, *, name: str) -> None:
+    """A covariance that can be held."""
+    if structure == "full" and count > _MOST_SQUARE:
+        raise ValueError(
+            f'`{name}` with `structure="full"` holds a matrix of the square of the selected weights; got {count}, '
+            f'at most {_MOST_SQUARE}.\nSelect fewer, or pass `structure="kron"` for a linear layer, or `"diag"`.'
+        )
+
+
+def check_indices(indices: Any, num_weights: int, structure: str, *, name: str) -> Any:
+    """Positions among the selected weights, each once: of all members, or in an `Each` of every one."""
+    if indices is None:
+        return None
+    if structure == "kron":
+        raise TypeError(f'`{name}` takes `indices` with `structure="full"` or `"diag"`: a layer is a whole.')
+    own = isinstance(indices, Each)
+    array = check_array(name, "indices", indices.per_member() if isinstance(indices, Each) else indices)
+    if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != 1 + own or array.shape[-1] == 0:
+        fix = "They are positions in the selected leaves, one after another; of each member `Each((members, n))`."
+        raise TypeError(needs_message(name, "integers `(n,)` as `indices`", f"got {array.dtype} {array.shape}", fix))
+    host = concrete(array)
+    if host is not None:
+        if host.min() < 0 or host.max() >= num_weights:
+            got = f"got {host.min()} to {host.max()}"
+            raise ValueError(
+                needs_message(name, f"`indices` from 0 to {num_weights - 1}", got, "`where` selects so many weights.")
+            )
+        if (np.diff(np.sort(host, axis=-1), axis=-1) == 0).any():
+            raise ValueError(needs_message(name, "every one of `indices` once", "got some twice", "Use `np.unique`."))
+    return Each(array) if own else array
+
+
+def check_per_member(name: str, argument: str, value: Any, own: Any) -> Any:
+    """A number above zero for all members, or one for each `(members,)`, like `own`, which is the default."""
+    if own is None:
+        if value is not None:
+            raise TypeError(f"`{name}` takes `{argument}` for regression only: classes have no noise.")
+        return None
+    if value is None:
+        return own
+    array = check_array(name, argument, value.per_member() if isinstance(value, Each) else value)
+    if array.shape not in ((), own.shape) or not jnp.issubdtype(array.dtype, jnp.number):
+        got = f"expected () or {own.shape}, got {array.dtype} {array.shape}"
+        raise ValueError(needs_message(name, f"one `{argument}`, or one per member", got, "It is no array of weights."))
+    host = concrete(array)
+    if host is not None and not ((host > 0) & np.isfinite(host)).all():
+        wrong = ~((host > 0) & np.isfinite(host))
+        fix = "A prior without precision is none: choose a small one."
+        fix = "It is a standard deviation, in the unit of the targets." if argument == "noise" else fix
+        raise ValueError(needs_message(name, f"`{argument}` above zero and finite", first_text(host, wrong), fix))
+    return jnp.broadcast_to(array.astype(own.dtype), own.shape)
+
+
+def check_no_noise(noise: Any, *, name: str) -> None:
+    """No noise where there are classes."""
+    if noise is not None:
+        raise TypeError(f"`{name}` takes `noise` for regression only: classes have none.")
+
+
+def check_link(link: Any, likelihood: str, *, name: str) -> Any:
+    """A link that the likelihood has."""
+    if likelihood == "regression":
+        if link is not None:
+            raise TypeError(f"`{name}` takes `link` for classes only: a regression's mean and variance are exact.")
+        return None
+    link = "probit" if link is None else link
+    check_word(link, "link", LINKS, name=name)
+    if likelihood == "binary" and link in ("bridge", "bridge_norm"):
+        raise ValueError(f'`{name}` needs `link="probit"` or `"mc"` for `likelihood="binary"`, got {link!r}.')
+    return link
+
+
+def check_sampling(link: Any, num_samples: Any, key: Any, *, name: str) -> int:
+    """Samples and a key where they are used, and only there."""
+    if link != "mc":
+        given = [word for word, value in (("num_samples", num_samples), ("key", key)) if value is not None]
+        if given:
+            raise TypeError(f'`{name}` takes `{given[0]}` with `link="mc"` only: nothing else is random.')
+        return 0
+    if key is None:
+        raise TypeError(f'`{name}` needs `key` with `link="mc"`.')
+    return 100 if num_samples is None else check_positive_int(num_samples, "num_samples", name=name)
+
+
+def check_subnetwork_size(count: Any, num_weights: int, *, name: str) -> int:
+    """A count of at most so many."""
+    number = check_positive_int(count, "count", name=name)
+    if number > num_weights:
+        raise ValueError(f"`{name}` needs `count` of at most {num_weights}, the number of weights; got {number}.")
+    return number
+
+
+def check_subnetwork(selection: Any, *, name: str) -> None:
+    """A posterior of leaves."""
+    if not isinstance(selection, Leaves):
+        raise TypeError(
+            f'`{name}` needs a fit with `structure="diag"` or `"full"`: of a layer all weights belong together.'
+        )

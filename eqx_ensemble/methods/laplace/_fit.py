@@ -1,0 +1,201 @@
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from ... import _axes, tree
+from ..._axes import Each
+from ..._check import check_function, check_optional_function, check_positive_int, check_word
+from ..._ensemble import Ensemble
+from ..._ensemble._check import check_ensemble
+from ..._ensemble._check_state import check_model_state, check_model_state_given
+from ..._pytree import PyTree
+from ...plan import AnyPlan
+from ...plan._auto import as_plan
+from ...plan._sharded import sharded_plan
+from ...sharding._layout import layout_for
+from ...train._check_run import excluded_message
+from ...train._run import Run
+from ...train._status import Status
+from ._check import check_indices, check_no_noise, check_per_member
+from ._check_data import check_outputs, check_targets
+from ._check_posterior import check_called_once, check_finite_posterior, check_healthy
+from ._choose import choose, member_shapes
+from ._curvatures import CURVATURES
+from ._data import prepare, take_members
+from ._laplace import Laplace
+from ._likelihoods import LIKELIHOODS
+from ._member import LaplaceMember, Problem, call
+from ._setup import Setup, add_batch, factor_error, finish
+
+_NAME = "methods.laplace.fit"
+
+
+def fit(
+    ensemble: Any,
+    data: Any,
+    *,
+    likelihood: Literal["regression", "binary", "classification"],
+    where: Callable[[Any], Any],
+    structure: Literal["full", "kron", "diag"] = "full",
+    prior_precision: Any = 1.0,
+    noise: Any = None,
+    indices: Any = None,
+    row_weights: Any = None,
+    mask: Any = None,
+    state: eqx.nn.State | None = None,
+    fn: Callable[..., Any] | None = None,
+    batch_size: int = 256,
+    plan: AnyPlan = None,
+    mesh: Mesh | None = None,
+) -> Laplace[Any]:
+    r"""Fits a Gaussian to the posterior of some weights of each trained member: the Laplace approximation.
+
+    Around a member's weights $w$ the posterior of those that `where` selects is $N(w, P^{-1})$, with
+
+    $$P = \sum_n J_n^\top \Lambda_n J_n + \delta I$$
+
+    summed over all rows: $J_n$ is the Jacobian of the outputs, $\Lambda_n$ the second derivative of the negative
+    log-likelihood by the outputs, $\delta$ the precision of a Gaussian prior of mean 0. It is the generalised
+    Gauss-Newton matrix, which for a linear model is the Hessian. All other weights count as known. A mixture of the
+    members' posteriors is better than that of one member: they are around different optima.
+
+    The weights should be a mode of this posterior. A **mean** loss over $N$ rows with the penalty
+    $\frac{\lambda}{2} \lVert w \rVert^2$ has the prior precision $\delta = N \lambda$; with a mean of squared errors,
+    which lacks the factor $1 / (2 s^2)$, it is $\delta = N \lambda / (2 s^2)$. The decoupled weight decay of
+    `optax.adamw` is no such penalty. [`eqx_ensemble.methods.laplace.Laplace.optimise_prior`][] finds a precision from
+    the training data.
+
+    | structure | weights | memory of a member | time |
+    |---|---|---|---|
+    | `"full"` | any $p$ | $p^2$ | rows $\cdot$ outputs $\cdot p^2 + p^3$ |
+    | `"kron"` | one linear layer, $a$ to $b$ | $a^2 + b^2$ | rows $\cdot (a^2 + b^2 \cdot$ outputs$) + a^3 + b^3$ |
+    | `"diag"` | any $p$ | $p$ | rows $\cdot$ outputs $\cdot p$ |
+
+    Each batch needs rows $\cdot$ outputs $\cdot p$ numbers in addition, with `"kron"` rows $\cdot (a + b \cdot$
+    outputs$)$.
+
+    **Arguments:**
+
+    - `ensemble`: trained members, or the run of [`eqx_ensemble.fit`][], whose best weights are taken and whose members
+        that diverged are left out, with a warning.
+    - `data`: the training data, a pair of inputs and targets `(rows, ...)`, or `(members, rows, ...)` in parts marked
+        [`eqx_ensemble.Each`][].
+    - `likelihood`: `"regression"`: Gaussian noise, the same for all outputs. `"binary"`: one logit, labels 0 and 1.
+        `"classification"`: logits of all classes, integer labels.
+    - `where`: selects nodes of one member, as in `equinox.tree_at`: `lambda model: model.layers[-1]` for a last-layer
+        approximation. Arrays that members share, integers, and what is [`eqx_ensemble.train.Frozen`][] are left out.
+    - `structure`: what is kept of $P$. `"full"`: all of it. `"diag"`: its diagonal. `"kron"`: for one
+        `equinox.nn.Linear`, called once per row, KFAC with the bias as one more input; exact for regression in a last
+        layer, and for one row.
+    - `prior_precision`: $\delta$, a number, or one for each member `(members,)`.
+    - `noise`: the standard deviation of the noise for `"regression"`, a number or `(members,)`; by default that of each
+        member's residuals, which is too small where a member overfits.
+    - `indices`: a subnetwork: positions in the concatenation of the selected leaves, integers `(n,)`, or in an
+        `Each` `(members, n)`, such as those of [`eqx_ensemble.methods.laplace.subnetwork`][]. The posterior is the
+        inverse of their block of $P$, other weights being known; it is not their marginal.
+    - `row_weights`: how often each row counts, `(rows,)`, or in an `Each` `(members, rows)`: for a bootstrap,
+        `ee.Each(ee.resample.counts(rows, num_rows))`.
+    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `state`: the stacked `equinox.nn.State` of stateful members; that of a run by default. Members are called in
+        inference mode.
+    - `fn`: called instead of the member as `fn(model, x)`, or `fn(model, x, state) -> (outputs, state)`.
+    - `batch_size`: rows per batch. It changes memory, and the result by rounding only.
+    - `plan`, `mesh`: how and where the members are executed, as for [`eqx_ensemble.map_members`][].
+
+    **Returns:** [`eqx_ensemble.methods.laplace.Laplace`][], which predicts, draws members, and gives the marginal
+    likelihood. It is saved by [`eqx_ensemble.save`][]; to load it, `like` is a fit to a few rows.
+
+    **Raises:** `TypeError` or `ValueError` for arguments that do not fit together; `ValueError` naming members whose
+    outputs are not finite; [`eqx_ensemble.train.DivergedError`][] for a run all of whose members diverged.
+
+    ```python
+    ensemble = ee.build(lambda key: eqx.nn.MLP(2, 3, 8, 1, key=key), 4, key=key)
+    x, labels = jax.random.normal(key, (50, 2)), jnp.arange(50) % 3
+    posterior = ee.methods.laplace.fit(  # after training
+        ensemble,
+        (x, labels),
+        likelihood="classification",
+        where=lambda model: model.layers[-1],
+    ).optimise_prior()
+    posterior.log_marginal_likelihood().shape  # (4,)
+    posterior.predict(x, combine=ee.combine.mixture).shape  # (50, 3)
+    posterior.sample(10, key=key)  # an ensemble of 40 members
+    ```
+
+    ??? cite
+
+        MacKay, "A Practical Bayesian Framework for Backpropagation Networks" (Neural Computation, 1992); Daxberger,
+        Kristiadi, Immer, Eschenhagen, Bauer and Hennig, "Laplace Redux: Effortless Bayesian Deep Learning"
+        (NeurIPS 2021); of ensembles: Eschenhagen, Daxberger, Hennig and Kristiadi, "Mixtures of Laplace Approximations
+        for Improved Post-Hoc Uncertainty in Deep Learning" (NeurIPS workshop on Bayesian deep learning, 2021).
+    """
+    members, state, kept, num_given = _healthy_members(ensemble, state)
+    check_word(likelihood, "likelihood", tuple(LIKELIHOODS), name=_NAME)
+    check_word(structure, "structure", tuple(CURVATURES), name=_NAME)
+    check_function(where, "where", name=_NAME, example="lambda model: model.layers[-1]")
+    check_optional_function(fn, "fn", name=_NAME, example="lambda model, x: model(x)[0]")
+    check_positive_int(batch_size, "batch_size", name=_NAME)
+    check_model_state_given(members.stacked, state, name=_NAME)
+    check_model_state(state, len(members), name=_NAME)
+    chosen = choose(members, where, structure, name=_NAME)
+    like = jnp.zeros(num_given, chosen.dtype)
+    precision, noises = _hyper(prior_precision, noise, likelihood, like, kept)
+    data, row_weights, indices = take_members((data, row_weights, indices), kept)
+    found, num_rows = prepare(data, len(members), row_weights, mask, name=_NAME)
+    shape = _output_shape(members, found.x, state, fn)
+    check_outputs(shape, likelihood, name=_NAME)
+    found = found._replace(y=check_targets(found.y, likelihood, shape.shape, mask, name=_NAME))
+    indices = check_indices(indices, chosen.num_weights, structure, name=_NAME)
+    setup = Setup(structure, chosen, Problem(likelihood, fn, shape.shape))
+    plan = sharded_plan(as_plan(plan), layout_for(mesh, members.stacked, name=_NAME))
+    if structure == "kron":
+        check_called_once(factor_error(setup, members, found.batch(0, 1, num_rows), state), name=_NAME)
+    sums, size = setup.start(len(members), indices), min(batch_size, num_rows)
+    for begin in range(0, num_rows, size):
+        rows = found.batch(begin, size, num_rows)
+        sums = add_batch(setup, plan, members, Each(sums), rows, indices, state)
+    posterior = finish(setup, plan, Each(sums), indices, Each(precision), noises)
+    check_finite_posterior(posterior, members.ids, name=_NAME)
+    stacked = LaplaceMember(members.stacked, posterior, setup.problem)
+    shared = LaplaceMember(members.shared, jax.tree.map(lambda _: None, posterior), setup.problem)
+    return Laplace(Ensemble(stacked, shared, members.ids), state)
+
+
+def _healthy_members(ensemble: Any, state: Any) -> tuple[Ensemble, Any, np.ndarray, int]:
+    """The members to fit, their state and their positions, among so many: of a run, those that did not diverge."""
+    if not isinstance(ensemble, Run):
+        check_ensemble(ensemble, name=_NAME)
+        return ensemble, state, np.arange(len(ensemble)), len(ensemble)
+    healthy = ensemble.status != Status.DIVERGED
+    check_healthy(ensemble, healthy, name=_NAME)
+    state = ensemble.state if state is None else state
+    if not healthy.all():
+        ids = np.asarray(ensemble.ensemble.ids)[~healthy]
+        warnings.warn(excluded_message(ids, healthy, name=_NAME), stacklevel=3)
+        state = None if state is None else tree.take(state, healthy)
+    return ensemble.healthy, state, np.flatnonzero(healthy), len(healthy)
+
+
+def _hyper(
+    prior_precision: Any, noise: Any, likelihood: str, like: jax.Array, kept: np.ndarray
+) -> tuple[jax.Array, Any]:
+    """Prior precision and noise of the members that are fitted."""
+    precision = check_per_member(_NAME, "prior_precision", prior_precision, like)[kept]
+    if not LIKELIHOODS[likelihood].has_noise:
+        check_no_noise(noise, name=_NAME)
+        return precision, None
+    return precision, None if noise is None else Each(check_per_member(_NAME, "noise", noise, like)[kept])
+
+
+def _output_shape(ensemble: Ensemble, x: PyTree, state: Any, fn: Callable[..., Any] | None) -> Any:
+    """What a member returns for one row, with shapes for arrays."""
+    row = _axes.map_each(lambda own: jax.tree.map(lambda x: x[0, 0], own), x, shared=lambda x: x[0])
+    one = lambda x, state, model: call(fn, eqx.nn.inference_mode(model), x, state)
+    own_state = None if state is None else tree.take(state, 0)
+    return eqx.filter_eval_shape(one, row, own_state, member_shapes(ensemble))

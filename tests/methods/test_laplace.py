@@ -1,0 +1,274 @@
+"""Laplace approximations against closed forms, exact Hessians, and figures of laplace-torch."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.stats
+
+import eqx_ensemble as ee
+from eqx_ensemble.methods import laplace
+
+from ..factories import relaxed
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+X, NEW = RNG.normal(size=(10, 3)), RNG.normal(size=(2, 3))
+LABELS = np.arange(10) * 5 % 3
+ONES = np.hstack([X, np.ones((10, 1))])
+PRIOR, NOISE = 0.7, 0.4
+LINEAR = {"where": lambda model: model, "prior_precision": PRIOR, "batch_size": 4}
+LAST = {"where": lambda model: model.layers[-1], "prior_precision": PRIOR, "batch_size": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def double():
+    with jax.enable_x64(True), relaxed():
+        yield
+
+
+def linear(weight, bias=None):
+    units, inputs = weight.shape
+    layer = eqx.nn.Linear(inputs, units, use_bias=bias is not None, key=KEY, dtype=float)
+    layer = eqx.tree_at(lambda layer: layer.weight, layer, jnp.asarray(weight))
+    return layer if bias is None else eqx.tree_at(lambda layer: layer.bias, layer, jnp.asarray(bias))
+
+
+def precision_of(posterior, member=0):
+    """The posterior's precision as a matrix, from its eigenvalues and eigenvectors."""
+    one = posterior.members[member].posterior
+    values = np.asarray(one.precision)
+    vectors = np.stack(
+        [np.asarray(one.curvature.rotate(jnp.asarray(column))) for column in np.eye(len(values))], axis=1
+    )
+    return vectors @ np.diag(values) @ vectors.T
+
+
+@pytest.fixture(scope="module", params=["full", "kron"])
+def exact_fit(request):
+    targets = np.stack([np.sin(X.sum(1)), X[:, 0] ** 2], 1)
+    precision = ONES.T @ ONES / NOISE**2 + PRIOR * np.eye(4)
+    mean = np.linalg.solve(precision, ONES.T @ targets / NOISE**2).T
+    ensemble = ee.stack([linear(mean[:, :3], mean[:, 3])])
+    options = LINEAR | {"likelihood": "regression", "noise": NOISE, "structure": request.param}
+    return targets, precision, laplace.fit(ensemble, (X, targets), **options)
+
+
+class TestLinearRegression:
+    """The posterior of a linear model with Gaussian noise is exact, and so is its evidence."""
+
+    def test_evidence(self, exact_fit):
+        targets, _, posterior = exact_fit
+        for prior, noise in ((PRIOR, NOISE), (PRIOR * (1 + 1e-9), NOISE)):
+            law = scipy.stats.multivariate_normal(cov=ONES @ ONES.T / prior + noise**2 * np.eye(10))
+            exact = law.logpdf(targets[:, 0]) + law.logpdf(targets[:, 1])
+            value = posterior.log_marginal_likelihood(prior, noise)[0]
+            assert value == pytest.approx(exact, rel=1e-10 if prior == PRIOR else 1e-8)
+        # away from the posterior's own mode it is another number
+        assert abs(posterior.log_marginal_likelihood(7.0)[0] - exact) > 0.1
+
+    def test_predictions(self, exact_fit):
+        _, precision, posterior = exact_fit
+        rows = np.hstack([NEW, np.ones((2, 1))])
+        exact = np.einsum("ri,ij,rj->r", rows, np.linalg.inv(precision), rows)
+        mean, variance = posterior.predict(NEW)
+        np.testing.assert_allclose(mean, posterior.ensemble(ee.Batch(jnp.asarray(NEW))), rtol=1e-12)
+        np.testing.assert_allclose(variance[0], np.stack([exact + NOISE**2] * 2, 1), rtol=1e-10)
+        covariance = posterior.outputs(NEW).covariance[0]
+        np.testing.assert_allclose(covariance, exact[:, None, None] * np.eye(2), rtol=1e-10, atol=1e-12)
+        # the mean over rows, in place of the sum, is a posterior of one row
+        mean_of_rows = np.linalg.inv(ONES.T @ ONES / 10 / NOISE**2 + PRIOR * np.eye(4))
+        assert np.abs(np.einsum("ri,ij,rj->r", rows, mean_of_rows, rows) / exact - 1).min() > 1
+
+    @pytest.mark.slow
+    def test_draws(self, exact_fit):
+        """Means and covariances of 4,000 draws, within five standard errors."""
+        _, precision, posterior = exact_fit
+        draws = posterior.sample(4_000, key=KEY).stacked
+        mean = posterior.ensemble[0]
+        vectors = np.concatenate([draws.weight - mean.weight, (draws.bias - mean.bias)[..., None]], -1)
+        covariance = np.linalg.inv(precision)
+        for unit in range(2):
+            found = vectors[:, unit].T @ vectors[:, unit] / 4_000
+            error = np.sqrt((covariance**2 + np.outer(*[np.diag(covariance)] * 2)) / 4_000)
+            assert (np.abs(found - covariance) < 5 * error).all()
+            assert (np.abs(vectors[:, unit].mean(0)) < 5 * np.sqrt(np.diag(covariance) / 4_000)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("classes", [2, 3])
+def test_gauss_newton_is_the_hessian_of_a_linear_classifier(classes):
+    """And the empirical Fisher matrix is not: it is off by more than a half."""
+    model = linear(RNG.normal(size=(classes, 3)), RNG.normal(size=classes))
+    labels = np.arange(10) % classes
+    options = LINEAR | {"likelihood": "classification"}
+
+    def loss(vector, rows=slice(None)):
+        weight, bias = vector[: classes * 3].reshape(classes, 3), vector[classes * 3 :]
+        logs = jax.nn.log_softmax(X[rows] @ weight.T + bias)
+        return -jnp.sum(logs[jnp.arange(len(logs)), labels[rows]])
+
+    vector = jnp.concatenate([model.weight.ravel(), model.bias])
+    hessian = np.asarray(jax.hessian(loss)(vector))
+    found = precision_of(laplace.fit(ee.stack([model]), (X, labels), **options)) - PRIOR * np.eye(len(vector))
+    np.testing.assert_allclose(found, hessian, atol=1e-12)
+    gradients = jnp.stack([jax.grad(loss)(vector, jnp.array([row])) for row in range(10)])
+    assert np.linalg.norm(gradients.T @ gradients - hessian) > 0.5 * np.linalg.norm(hessian)
+
+
+@pytest.mark.slow
+def test_binary_is_softmax_of_two_classes():
+    model = linear(RNG.normal(size=(1, 3)))
+    posterior = laplace.fit(ee.stack([model]), (X, LABELS % 2), likelihood="binary", **LINEAR)
+    loss = lambda vector: -jnp.sum(jax.nn.log_sigmoid((2 * (LABELS % 2) - 1) * (X @ vector)))
+    found = precision_of(posterior) - PRIOR * np.eye(3)
+    np.testing.assert_allclose(found, jax.hessian(loss)(model.weight[0]), atol=1e-13)
+    mean, covariance = posterior.outputs(NEW)
+    exact = jax.nn.sigmoid(mean[0, :, 0] / np.sqrt(1 + np.pi / 8 * covariance[0, :, 0, 0]))
+    np.testing.assert_allclose(np.exp(posterior.predict(NEW)[0]), np.stack([1 - exact, exact], 1), rtol=1e-12)
+
+
+# Weights and data without random numbers: the figures below are those of laplace-torch 0.3 with torch 2.15.0, in double
+# precision. There the Kronecker factors of matrix and bias are separate: with a bias it computes something else.
+TORCH_X = np.cos(np.arange(30).reshape(10, 3) * 0.7)
+TORCH_Y = np.stack([np.sin(TORCH_X.sum(1)), np.cos(2 * TORCH_X[:, 0])], 1)
+TORCH_NEW = np.array([[0.3, -1.2, 0.7], [4.0, -3.0, 2.0]])
+TORCH_CLASSES = {
+    ("full", True): (
+        -13.558876736849404,
+        [0.4287361589480003, 0.37946389598237074, 0.1917999450696289],
+        [0.5530058124443902, 0.18858484192237635, 0.2584093456332335],
+        [0.4835287297392237, 0.23091979213514388, 0.28555147812563236],
+    ),
+    ("diag", True): (
+        -16.552035580726354,
+        [0.4407083222690426, 0.38269295898423994, 0.1765987187467174],
+        [0.5539546335111092, 0.1915399530091135, 0.25450541347977723],
+        [0.519575148298906, 0.2118312153207718, 0.2685936363803222],
+    ),
+    ("kron", False): (
+        -12.682801122928813,
+        [0.3006419748158542, 0.4234608038409423, 0.27589722134320366],
+        [0.3993382811412884, 0.19878137948360447, 0.40188033937510714],
+        [0.4179316453953155, 0.16399702729517268, 0.41807132730951174],
+    ),
+}
+TORCH_REGRESSION = {  # two evidences; variances for the second prior and noise
+    ("full", True): (-48.40854469105448, -30.981904168834316, [0.40292426341147103, 1.059764090145409]),
+    ("diag", True): (-56.159426384019255, -34.02461340478746, [0.11921747081029571, 0.41434659969783394]),
+    ("kron", False): (-48.34700131293377, -30.228811347685372, [0.04104202142456856, 0.22187977546218177]),
+}
+
+
+def network_of_torch(out, bias):
+    model = eqx.nn.MLP(3, out, 4, 1, activation=jnp.tanh, use_final_bias=bias, key=KEY, dtype=float)
+    values = [
+        np.sin(np.arange(12).reshape(4, 3) * 1.7 + 0.3),
+        np.cos(np.arange(4) * 0.9),
+        np.sin(np.arange(4 * out).reshape(out, 4) * 2.3 + 1.1) * 0.8,
+        np.cos(np.arange(out) * 1.3 + 0.4) * 0.5,
+    ]
+    leaves = lambda model: [x for i in (0, 1) for x in (model.layers[i].weight, model.layers[i].bias)][: 3 + bias]
+    return ee.stack([eqx.tree_at(leaves, model, [jnp.asarray(x) for x in values[: 3 + bias]])])
+
+
+@pytest.mark.parametrize(("structure", "bias"), TORCH_CLASSES)
+def test_classification_of_laplace_torch(structure, bias):
+    options = LAST | {"likelihood": "classification", "structure": structure}
+    posterior = laplace.fit(network_of_torch(3, bias), (TORCH_X, LABELS), **options)
+    evidence, probit, bridge, rescaled = TORCH_CLASSES[structure, bias]
+    np.testing.assert_allclose(posterior.log_marginal_likelihood(), evidence, rtol=1e-12)
+    np.testing.assert_allclose(np.exp(posterior.predict(TORCH_NEW))[0, 0], probit, rtol=1e-11)
+    np.testing.assert_allclose(np.exp(posterior.predict(TORCH_NEW, link="bridge"))[0, 1], bridge, rtol=1e-11)
+    np.testing.assert_allclose(np.exp(posterior.predict(TORCH_NEW, link="bridge_norm"))[0, 1], rescaled, rtol=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("structure", "bias"), TORCH_REGRESSION)
+def test_regression_of_laplace_torch(structure, bias):
+    options = LAST | {"likelihood": "regression", "structure": structure}
+    first, second, variances = TORCH_REGRESSION[structure, bias]
+    fit = lambda **values: laplace.fit(network_of_torch(2, bias), (TORCH_X, TORCH_Y), **options | values)
+    posterior = fit(noise=0.4)
+    np.testing.assert_allclose(posterior.log_marginal_likelihood(), first, rtol=1e-12)
+    np.testing.assert_allclose(posterior.log_marginal_likelihood(2.0, 0.8), second, rtol=1e-12)
+    covariance = fit(noise=0.8, prior_precision=2.0).outputs(TORCH_NEW).covariance[0]
+    expected = np.asarray(variances)[:, None, None] * np.eye(2)
+    np.testing.assert_allclose(covariance, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def networks():
+    """Three networks that are no optima, with one output for regression."""
+    return ee.build(lambda key: eqx.nn.MLP(3, 1, 3, 1, activation=jnp.tanh, key=key, dtype=float), 3, key=KEY)
+
+
+@pytest.fixture(scope="module")
+def posterior(networks):
+    return laplace.fit(networks, (X, X[:, 0]), likelihood="regression", **LAST)
+
+
+class TestOptimum:
+    def test_prior(self, posterior):
+        """MacKay's fixed point is the maximum of the evidence, of each member, and only that."""
+        best = posterior.optimise_prior()
+        np.testing.assert_array_equal(best.noise, posterior.noise)
+        for i in range(3):
+            negative = lambda log, i=i: -float(posterior.log_marginal_likelihood(np.exp(log))[i])
+            expected = scipy.optimize.minimize_scalar(
+                negative, bounds=(-8, 8), method="bounded", options={"xatol": 1e-9}
+            )
+            assert np.log(best.prior_precision[i]) == pytest.approx(expected.x, abs=1e-5)
+        slope = jax.grad(lambda prior: jnp.sum(posterior.log_marginal_likelihood(prior)))
+        assert np.abs(slope(best.prior_precision) * best.prior_precision).max() < 1e-12
+        assert np.abs(slope(1.1 * best.prior_precision) * best.prior_precision).min() > 1e-3
+
+    @pytest.mark.slow
+    def test_prior_and_noise(self, posterior):
+        best = posterior.optimise_prior(fit_noise=True)
+        value = lambda pair: jnp.sum(posterior.log_marginal_likelihood(*pair))
+        prior, noise = jax.grad(value)((best.prior_precision, best.noise))
+        assert max(np.abs(prior * best.prior_precision).max(), np.abs(noise * best.noise).max()) < 1e-11
+        assert (best.log_marginal_likelihood() > posterior.optimise_prior().log_marginal_likelihood()).all()
+        assert (best.noise > posterior.noise).all()  # that of residuals is too small
+
+
+def test_a_subnetwork_is_the_inverse_of_its_block(networks):
+    """Not the marginal of all weights, which is wider."""
+    options = LAST | {"where": lambda model: model, "likelihood": "regression", "noise": NOISE}
+    data, chosen = (X, X[:, 0]), np.array([0, 4, 13])
+    whole = precision_of(laplace.fit(networks, data, **options), 1)
+    part = precision_of(laplace.fit(networks, data, indices=chosen, **options), 1)
+    np.testing.assert_allclose(part, whole[np.ix_(chosen, chosen)], rtol=1e-10, atol=1e-12)
+    assert (np.diag(np.linalg.inv(whole))[chosen] > 1.1 * np.diag(np.linalg.inv(part))).all()
+
+    diagonal = laplace.fit(networks, data, structure="diag", **options)
+    own = laplace.subnetwork(diagonal, 3)
+    for member, indices in enumerate(np.asarray(own.value)):
+        variances = 1 / np.diag(precision_of(diagonal, member))
+        assert set(indices) == set(np.argsort(variances)[-3:])
+    each = laplace.fit(networks, data, indices=own, **options)
+    indices = np.asarray(own.value[1])
+    np.testing.assert_allclose(precision_of(each, 1), whole[np.ix_(indices, indices)], rtol=1e-10, atol=1e-12)
+    draws, before = each.sample(2, key=KEY), networks[1]
+    flat = lambda model: np.concatenate([x.ravel() for x in jax.tree.leaves(eqx.filter(model, eqx.is_array))])
+    np.testing.assert_array_equal(np.flatnonzero(flat(draws[2]) != flat(before)), indices)
+    assert laplace.subnetwork(each, 2).value.shape == (3, 2)
+    assert np.isin(laplace.subnetwork(each, 2).value[1], indices).all()
+
+
+@pytest.mark.slow
+def test_kronecker_factors_of_a_row_and_of_many(networks):
+    """KFAC is exact for one row, and for any where the outputs have equal curvature; otherwise it is not."""
+    classes = ee.build(lambda key: eqx.nn.MLP(3, 4, 3, 1, key=key, dtype=float), 2, key=KEY)
+    options = LAST | {"likelihood": "classification"}
+    order = np.r_[[unit * 3 + i for unit in range(4) for i in range(3)], 12:16]
+    columns = np.r_[[unit * 4 + i for unit in range(4) for i in range(3)], 3:16:4]  # the bias is a column there
+    for rows, exact in ((1, True), (10, False)):
+        data = X[:rows], LABELS[:rows]
+        full = precision_of(laplace.fit(classes, data, **options), 1)[np.ix_(order, order)]
+        kron = precision_of(laplace.fit(classes, data, structure="kron", **options), 1)[np.ix_(columns, columns)]
+        assert np.allclose(kron, full, rtol=1e-9, atol=1e-11) == exact
+        np.testing.assert_allclose(np.trace(kron), np.trace(full), rtol=0.3)

@@ -1,0 +1,78 @@
+"""Averages of probabilities over Gaussian logits, against quadrature and draws of NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.integrate
+import scipy.special
+import scipy.stats
+
+from eqx_ensemble.methods.laplace._links import both_classes, bridge, monte_carlo, probit
+
+KEY = jax.random.key(0)
+MEAN = jnp.array([2.0, 0.5, -1.0])
+COVARIANCE = jnp.array([[2.0, 0.5, 0.1], [0.5, 1.0, 0.3], [0.1, 0.3, 3.0]])
+
+
+@pytest.mark.parametrize(
+    ("mean", "variance", "exact", "found"), [(1.0, 1.0, 0.6967, 0.7000), (4.0, 25.0, 0.7743, 0.7714)]
+)
+def test_two_classes(mean, variance, exact, found):
+    """The integral by quadrature, and MacKay's approximation to it, as MacKay gives it."""
+    density = lambda z: scipy.special.expit(mean + np.sqrt(variance) * z) * scipy.stats.norm.pdf(z)
+    assert scipy.integrate.quad(density, -9, 9)[0] == pytest.approx(exact, abs=1e-4)
+    two = both_classes(jnp.array([mean]), jnp.array([[variance]]))
+    assert jnp.exp(probit(*two))[1] == pytest.approx(found, abs=1e-4)
+    draws = jnp.exp(monte_carlo(*two, 20_000, KEY))[1]
+    assert draws == pytest.approx(exact, abs=5 * 0.5 / np.sqrt(20_000))
+
+
+@pytest.mark.slow
+def test_monte_carlo_of_three_classes():
+    """20,000 draws against 200,000 of NumPy's: five standard errors of probabilities."""
+    draws = np.random.default_rng(0).multivariate_normal(MEAN, COVARIANCE, 200_000)
+    expected = scipy.special.softmax(draws, axis=1)
+    error = expected.std(0) * np.sqrt(1 / 20_000 + 1 / 200_000)
+    found = jnp.exp(monte_carlo(MEAN, COVARIANCE, 20_000, KEY))
+    assert (np.abs(found - expected.mean(0)) < 5 * error).all()
+    assert (np.abs(jnp.exp(jax.nn.log_softmax(MEAN)) - expected.mean(0)) > 20 * error).any()  # without the variance
+
+
+@pytest.mark.slow
+def test_variance_that_all_logits_share():
+    """No draw depends on it; the probit link does, and so it says."""
+    shifted = COVARIANCE + 10
+    same = monte_carlo(MEAN, shifted, 20_000, KEY) - monte_carlo(MEAN, COVARIANCE, 20_000, KEY)
+    assert np.abs(same).max() < 0.05
+    assert jnp.exp(probit(MEAN, shifted))[0] < jnp.exp(probit(MEAN, COVARIANCE))[0] - 0.1
+
+
+@pytest.mark.slow
+def test_scale_of_the_covariance():
+    """The bridge does not see it, whereas the exact average tends to be uniform; the rescaled one moves."""
+    plain = lambda scale: bridge(MEAN, scale * COVARIANCE, normalise=False)
+    rescaled = lambda scale: bridge(MEAN, scale * COVARIANCE, normalise=True)
+    np.testing.assert_allclose(plain(16.0), plain(1.0), rtol=1e-5)
+    assert rescaled(16.0)[0] < rescaled(1.0)[0] - 0.1
+    assert monte_carlo(MEAN, 16 * COVARIANCE, 2_000, KEY)[0] < monte_carlo(MEAN, COVARIANCE, 2_000, KEY)[0] - 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("link", [probit, lambda m, s: bridge(m, s, normalise=False)])
+def test_confident_logits(link):
+    """Logits of 300 in single precision, whose exponential overflows: finite, with finite gradients."""
+    mean = jnp.array([300.0, 0.0, -300.0])
+    found, grad = jax.value_and_grad(lambda mean: link(mean, COVARIANCE)[0])(mean)
+    assert found == pytest.approx(0, abs=1e-6)
+    assert np.isfinite(grad).all()
+    assert np.isfinite(link(mean, COVARIANCE)).all()
+
+
+@pytest.mark.slow
+def test_singular_covariances():
+    """Of logits that always sum to zero, or do not vary at all."""
+    centred = jnp.eye(3) - 1 / 3
+    assert np.isfinite(bridge(MEAN, centred, normalise=True)).all()
+    np.testing.assert_allclose(monte_carlo(MEAN, 0 * COVARIANCE, 10, KEY), jax.nn.log_softmax(MEAN), rtol=1e-5)
+    np.testing.assert_allclose(probit(MEAN, 0 * COVARIANCE), jax.nn.log_softmax(MEAN), rtol=1e-6)
