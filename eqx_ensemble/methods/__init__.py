@@ -1,5 +1,6 @@
 from . import alignment as alignment
 from . import density as density
+from . import distillation as distillation
 from . import efficient as efficient
 from . import heads as heads
 from . import laplace as laplace

@@ -121,6 +121,7 @@ def test_a_member_that_diverged_is_as_if_left_out(ensemble):
     assert np.isfinite(np.asarray(metrics.loss)[kept]).all()
 
 
+@pytest.mark.slow
 def test_a_member_that_diverges_by_its_own_data(ensemble):
     """In the second step: it keeps the weights of the first."""
     first, _ = steps(ensemble, count=1, batch=(ee.Each(np.stack([X] * 4)), Y))
@@ -184,6 +185,7 @@ def test_each_member_has_its_own_optimiser_and_loss():
     assert distance(state.ensemble[1], ensemble[1]) > 1e-3
 
 
+@pytest.mark.slow
 def test_in_a_compiled_loop_and_on_the_state_of_a_run(ensemble, tmp_path):
     run = ee.fit(ensemble, loss, SGD, (X, Y), steps=2, key=KEY)
     batches = np.stack([X] * 3), np.stack([Y] * 3)
