@@ -86,8 +86,9 @@ def make_step(
     **Arguments:**
 
     - `loss`: `loss(model, batch, key) -> value` of one member as in [`eqx_ensemble.train.make_step`][]: the negative
-        log-posterior per row, $-\frac1B \sum \log p(y|x, w) - \frac1N \log p(w)$. Without a prior, particles that are
-        not held by the data move away for ever.
+        log-posterior per row, $-\frac1B \sum \log p(y|x, w) - \frac1N \log p(w)$, the last term by
+        [`eqx_ensemble.methods.priors.gaussian_penalty`][], for example. Without a prior, particles that are not held by
+        the data move away for ever.
     - `optimiser`: the optimiser passed to [`eqx_ensemble.train.init`][]. It must not evaluate the loss itself, as line
         searches do. Weight decay that is decoupled, as in `optax.adamw`, is not a prior.
     - `num_rows`: $N$, the number of all training rows, not of a batch; 1 for a loss that is a sum over all rows.
@@ -109,8 +110,7 @@ def make_step(
     def loss(model, batch, key):
         x, y = batch
         nll = 0.5 * jnp.mean((jax.vmap(model)(x) - y) ** 2)
-        prior = 0.5 * jnp.sum(model.weight**2) + 0.5 * jnp.sum(model.bias**2)
-        return nll + prior / 8
+        return nll + ee.methods.priors.gaussian_penalty(model, num_rows=8)
 
 
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
