@@ -13,7 +13,7 @@ from .._check import check_options
 _FROM_PREDICT = "`methods.distillation.targets` returns them; of `predict`, `jnp.moveaxis(predictions, 0, 1)`."
 
 
-def check_classes(name: str, logits: ArrayLike, teacher: ArrayLike, *, least: int) -> tuple[Array, Array]:
+def check_classes(name: str, logits: ArrayLike, teacher: ArrayLike, *, least: int) -> tuple[Array, ...]:
     """Logits of one student `(*batch, classes)` and those of at least `least` teachers, `(members, *batch, classes)`.
 
     `teacher` has its members next to last, so that rows come first, as in the data of `fit`.
@@ -74,10 +74,10 @@ def check_known(name: str, predictions: Any) -> None:
         if host is None:
             continue
         # bfloat16 is no floating-point type to NumPy.
-        unknown = np.isnan(host.astype(np.float32)).any(axis=(0, *range(2, host.ndim)))
-        if unknown.any():
-            indices = ", ".join(map(str, np.flatnonzero(unknown).tolist()))
-            got = f"got NaN from {unknown.sum()} of {len(unknown)}, at index {indices}"
+        unknown = np.flatnonzero(np.isnan(host.astype(np.float32)).any(axis=(0, *range(2, host.ndim))))
+        if unknown.size:
+            indices = ", ".join(map(str, unknown.tolist()))
+            got = f"got NaN from {unknown.size} of {host.shape[1]}, at index {indices}"
             fix = "Leave out members that diverged: `run.ensemble[run.status == ee.train.Status.OK]`."
             raise ValueError(needs_message(name, "teachers with predictions that are not NaN", got, fix))
 
