@@ -30,8 +30,10 @@ def sghmc(
 
     with $\xi \sim \mathcal N(0, I)$: `optax.sgd(learning_rate, momentum=1 - friction)` with noise. The loss, the rows
     and what is sampled are those of [`eqx_ensemble.methods.sampling.sgld`][], which this is at $a = 1$. The momentum
-    takes a chain further in as many steps. Where the loss has the curvature $h$, the variance is
-    $T / (N h\,(1 - \eta h / (2 (2 - a))))$ instead of $T / (N h)$.
+    takes a chain further in as many steps. Where the loss has the curvature $h$, and the gradients of batches the
+    variance $s^2$, independent between steps, the variance is
+    $(T / N + \eta s^2 / (2 a)) / (h\,(1 - \eta h / (2 (2 - a))))$ instead of $T / (N h)$: momentum multiplies the
+    noise of batches by $1 / a$.
 
     It is the form of Chen et al. in which the velocity contains the step size, without an estimate of the noise of
     gradients. The velocity begins at 0 and is not drawn again.

@@ -32,7 +32,7 @@ def sgld(
     and Teh write $\epsilon / 2$ for it.
 
     Steps are not corrected: where the loss has the curvature $h$, the variance is $T / (N h\,(1 - \eta h / 2))$ instead
-    of $T / (N h)$. Gradients of batches add their own noise: with the variance $s^2$ of $g$,
+    of $T / (N h)$. Gradients of batches add their own noise: with the variance $s^2$ of $g$, independent between steps,
     $(T / N + \eta s^2 / 2) / (h\,(1 - \eta h / 2))$. Both errors vanish with the learning rate.
 
     Each member is a chain with noise of its own, which follows from the key, its id and its number of steps. It runs in
