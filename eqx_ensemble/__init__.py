@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .plan._map import map_members as map_members
     from .sharding._mesh import make_mesh as make_mesh
     from .train._fit import fit as fit
+    from .train._group_run import GroupRun as GroupRun
     from .train._run import Run as Run
 else:
     __getattr__, __dir__, __all__ = _import_when_used(
@@ -73,6 +74,7 @@ else:
             "plan._map": ["map_members"],
             "sharding._mesh": ["make_mesh"],
             "train._fit": ["fit"],
+            "train._group_run": ["GroupRun"],
             "train._run": ["Run"],
         },
     )

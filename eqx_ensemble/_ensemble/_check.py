@@ -114,6 +114,8 @@ def check_ensemble(value: Any, *, name: str) -> None:
         )
     if isinstance(getattr(value, "ensemble", None), Ensemble):
         raise TypeError(f"`{name}` needs an `Ensemble`, got a run: pass `run.ensemble`, or call `run.predict(x)`.")
+    if isinstance(getattr(value, "group", None), Group):
+        raise TypeError(f"`{name}` needs an `Ensemble` or a `Group`, got a run of a group: pass `run.group`.")
     raise TypeError(
         f"`{name}` needs an `Ensemble`, got {kind_text(value)}.\n"
         "`stack([model, ...])` makes one of models, `from_stacked(model)` of a model that is stacked already."

@@ -60,7 +60,10 @@ def check_part_names(names: Iterable[Any], *, name: str) -> None:
             )
 
 
-def check_distinct_parts(parts: Mapping[str, Ensemble[Any]], *, name: str) -> None:
+_FIX_IDS = "Pass `renumber=True` for the ids 0, 1, 2, ...; or build each part with its own: "
+
+
+def check_distinct_parts(parts: Mapping[str, Ensemble[Any]], *, name: str, fix: str = _FIX_IDS) -> None:
     """No id is in two parts."""
     owner: dict[int, str] = {}
     for own, part in parts.items():
@@ -71,8 +74,7 @@ def check_distinct_parts(parts: Mapping[str, Ensemble[Any]], *, name: str) -> No
             raise ValueError(
                 f"`{name}` needs members with different ids, because each member's random stream follows from its id; "
                 f"the parts `{owner[repeated[0]]}` and `{own}` both have {repeated}.\n"
-                "Pass `renumber=True` for the ids 0, 1, 2, ...; or build each part with its own: `build(make, "
-                "ids=range(4, 8), key=key)`."
+                f"{fix}`build(make, ids=range(4, 8), key=key)`."
             )
         owner |= dict.fromkeys(np.asarray(part.ids).tolist(), own)
 

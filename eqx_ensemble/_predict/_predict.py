@@ -1,5 +1,5 @@
-from collections.abc import Callable, Mapping
-from typing import Any, Unpack, cast, overload
+from collections.abc import Callable
+from typing import Any, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -14,6 +14,7 @@ from .._ensemble._check import check_ensemble
 from .._foreign import from_foreign_tree
 from .._pytree import PyTree
 from .._typing import CallableEnsemble, Out, StatefulEnsemble
+from .._typing._by_part import ByPart
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot, explain_memory
@@ -84,10 +85,10 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     weights: Any = None,
     batch_size: int = 256,
     memory: int | None = None,
-    state: eqx.nn.State | Mapping[str, eqx.nn.State] | None = None,
-    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
+    state: ByPart[eqx.nn.State | None] = None,
+    fn: ByPart[Callable[..., Any] | None] = None,
     inference: bool | None = None,
-    plan: AnyPlan | Mapping[str, AnyPlan] = None,
+    plan: ByPart[AnyPlan] = None,
     mesh: Mesh | None = None,
     progress: bool | None = None,
     key: Any = None,
@@ -155,7 +156,6 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
             predict, ensemble, x, combine=combine, weights=weights, batch_size=batch_size, memory=memory, state=state,
             fn=fn, inference=inference, plan=plan, mesh=mesh, progress=progress, key=key,
         )  # fmt: skip
-    fn = cast("Callable[..., Any] | None", fn)  # checked below
     if memory is None and mesh is None and key is None and (progress is None or progress is False):
         few = few_rows(ensemble, x, state, fn=fn, inference=inference, plan=plan, batch_size=batch_size)
     program = None if few is None else find_program(few)
@@ -165,7 +165,7 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     inference = check_inference(inference, key, name="predict")
     _check.check_optional_function(fn, "fn", name="predict", example="lambda model, x: model(x)")
     _check.check_optional_flag(progress, "progress", name="predict")
-    plan = as_plan(cast("AnyPlan", plan))
+    plan = as_plan(plan)
     _check.check_positive_int(batch_size, "batch_size", name="predict")
     check_no_batch(x)
     num_rows = check_members_and_rows(ensemble, x, state)

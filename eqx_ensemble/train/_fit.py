@@ -1,17 +1,16 @@
 import dataclasses
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack, overload
 
 import equinox as eqx
 from jax.sharding import Mesh
 
 from .._axes import number_kinds
-from .._check import check_flag, check_optional_flag, check_optional_function, check_word
-from .._ensemble import Ensemble, M
+from .._ensemble import Ensemble, Group, M
 from .._foreign import from_foreign_tree
 from .._pytree import PyTree
+from .._typing._by_part import ByPart
 from ..checkpoint import Checkpoints
 from ..distributed import to_host
 from ..plan import AnyPlan
@@ -30,10 +29,12 @@ from ._check import (
     check_some_training,
 )
 from ._check_callbacks import check_callbacks
-from ._check_run import diverged_message
-from ._errors import DivergedError, NotSavedError
+from ._check_fit import check_choices, check_outcome
+from ._fit_parts import fit_parts
+from ._group_run import GroupRun
 from ._revive import Revive
 from ._run import Run
+from ._signatures import FitOptions
 from ._state import TrainState
 from ._status import Status
 from ._trainable import Trainable
@@ -47,7 +48,7 @@ from .compiled._selection import Mode
 from .data._check import integers_text
 from .data._cursor import Length
 from .data._data import is_batches, member_shapes, on_device, without_marks
-from .data._rows import ORDERS, Order
+from .data._rows import Order
 from .data._sources import make_source
 from .host._execute import execute
 from .host._start import layout_of, start_of
@@ -56,41 +57,51 @@ from .resume._identity import identity
 from .resume._resume import Saver
 
 
+@overload
 def fit(
     ensemble: Ensemble[M] | TrainState[M] | Run[M],
     loss: Callable[..., Any],
     optimiser: Optimiser,
     data: PyTree | Iterable[PyTree],
+    **options: Unpack[FitOptions],
+) -> Run[M]: ...
+@overload
+def fit(ensemble: Group | GroupRun, loss: Any, optimiser: Any, data: Any, *, key: Any, **options: Any) -> GroupRun: ...
+def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are not listed
+    ensemble: Ensemble[M] | TrainState[M] | Run[M] | Group | GroupRun,
+    loss: ByPart[Callable[..., Any]],
+    optimiser: ByPart[Optimiser],
+    data: PyTree | Iterable[PyTree],
     *,
-    epochs: int | None = None,
-    steps: int | None = None,
-    batch_size: int | None = None,
+    epochs: ByPart[int | None] = None,
+    steps: ByPart[int | None] = None,
+    batch_size: ByPart[int | None] = None,
     validation: PyTree = None,
-    score: Callable[..., Any] | None = None,
+    score: ByPart[Callable[..., Any] | None] = None,
     mode: Mode | None = None,
-    patience: int | None = None,
+    patience: ByPart[int | None] = None,
     min_delta: float = 0.0,
     target: Any = None,
     max_steps: Any = None,
     max_seconds: Any = None,
-    state: eqx.nn.State | None = None,
+    state: ByPart[eqx.nn.State | None] = None,
     hyper: PyTree = None,
     rows: Any = None,
     order: Order = "each",
     has_aux: bool = False,
     trainable: Trainable = eqx.is_inexact_array,
-    on_diverge: Literal["freeze", "revive", "raise"] | Revive = "freeze",
-    plan: AnyPlan = None,
+    on_diverge: ByPart[Literal["freeze", "revive", "raise"] | Revive] = "freeze",
+    plan: ByPart[AnyPlan] = None,
     scan: bool | None = None,
     mesh: Mesh | None = None,
-    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
+    checkpoint: ByPart[str | os.PathLike[str] | Checkpoints | None] = None,
     checkpoint_every: int | None = None,
     resume: Literal["auto", "must", "never"] = "auto",
     progress: bool | None = None,
-    callbacks: Callback | Sequence[Callback] | None = None,
+    callbacks: ByPart[Callback | Sequence[Callback] | None] = None,
     callback_every: int | None = None,
     key: Any,
-) -> Run[M]:
+) -> Run[M] | GroupRun:
     """Trains all members; each becomes the model that training it alone would give.
 
     Loss and optimiser are written for ONE member. Chunks of many steps run as one compiled program. Each member has its
@@ -102,7 +113,8 @@ def fit(
     - `ensemble`: the ensemble to train, which is not changed. A training state or a run continues from its last step,
         with its own `state` and `hyper`: with the same key, data and batch size, two runs equal one of their total
         length, up to the rounding of a program compiled for another length. If the first run ends within an epoch, it
-        is validated there, too; this may find better weights, and stops no member.
+        is validated there, too; this may find better weights, and stops no member. The parts of a group are trained
+        one after another: [below](#eqx_ensemble.GroupRun).
     - `loss`: `loss(model, batch, key) -> value` of one member on one batch `(batch, ...)`; for stateful members
         `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's
         hyper-parameters. If the loss combines predictions `(batch, 1)` with targets `(batch,)`, a warning names the
@@ -189,8 +201,8 @@ def fit(
     - `resume`: `"auto"`: resume if there is a checkpoint; `"must"`: raise an error if there is none; `"never"`: raise
         an error if there is one.
 
-    **Returns:** [`eqx_ensemble.Run`][]. Ctrl-C, or a callback, ends the run at the next boundary and returns the run so
-    far.
+    **Returns:** [`eqx_ensemble.Run`][]; of a group [`eqx_ensemble.GroupRun`][]. Ctrl-C, or a callback, ends the run at
+    the next boundary and returns the run so far.
 
     **Raises:**
 
@@ -221,17 +233,13 @@ def fit(
         Row orders: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002); Mitchell, Stokes, Frank
         and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs" (2021; ACM Transactions on Parallel Computing, 2022).
     """
+    if isinstance(ensemble, Group | GroupRun):
+        return fit_parts(fit, ensemble, {name: value for name, value in locals().items() if name != "ensemble"})
     check_no_transformation(name="fit")
     data = from_foreign_tree(data, "data", name="fit")
     plan = as_plan(plan)
     how = Revive() if isinstance(on_diverge, str) and on_diverge == "revive" else on_diverge
-    check_flag(has_aux, "has_aux", name="fit")
-    check_optional_flag(progress, "progress", name="fit")
-    check_optional_flag(scan, "scan", name="fit")
-    check_optional_function(score, "score", name="fit", example="lambda model, batch, key: ...")
-    check_word(order, "order", ORDERS, name="fit")
-    if not isinstance(how, Revive):
-        check_word(how, "on_diverge", ("freeze", "revive", "raise"), name="fit")
+    check_choices(has_aux=has_aux, progress=progress, scan=scan, score=score, order=order, how=how)
     check_length(epochs, steps, name="fit")
     check_patience(patience, validation, name="fit")
     mode = check_scoring(score, mode, min_delta, target, validation)
@@ -287,14 +295,6 @@ def fit(
         max_seconds=max_seconds, saver=saver, progress=progress, callbacks=callbacks,
         callback_every=callback_every, key=key,
     )  # fmt: skip
-    if saver is not None and saver.failed is not None:
-        raise NotSavedError(saver.failed, run) from saver.failed
-    lost = run.status == Status.DIVERGED
-    if lost.any():
-        integers = "" if is_batches(data) else integers_text(data)
-        where = (to_host(first.ids)[lost], run.stopped_at[lost], run.fault[lost])
-        message = diverged_message(*where, first_step=length.begun, integers=integers)
-        if how == "raise" and (lost & ~lost_before).any():
-            raise DivergedError(message, run)
-        warnings.warn(message, stacklevel=2)
+    integers = integers_text(data) if (run.status == Status.DIVERGED).any() and not is_batches(data) else ""
+    check_outcome(run, lost_before, how, saver=saver, first_step=length.begun, integers=integers)
     return run

@@ -1,7 +1,19 @@
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, runtime_checkable
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, Required, TypedDict, TypeVar, runtime_checkable
+
+import equinox as eqx
+from jax.sharding import Mesh
 
 from .._predict._options import PredictOptions
+from .._pytree import PyTree
+from ..checkpoint import Checkpoints
+from ..plan import AnyPlan
+from ._callback import Callback
+from ._revive import Revive
+from ._trainable import Trainable
+from .compiled._selection import Mode
+from .data._rows import Order
 
 E = TypeVar("E", covariant=True)
 
@@ -28,3 +40,36 @@ class RunOf(Protocol[E]):
     def ensemble(self) -> E:
         """The trained ensemble."""
         ...
+
+
+class FitOptions(TypedDict, total=False):
+    """The options of `fit`."""
+
+    epochs: int | None
+    steps: int | None
+    batch_size: int | None
+    validation: PyTree
+    score: Callable[..., Any] | None
+    mode: Mode | None
+    patience: int | None
+    min_delta: float
+    target: Any
+    max_steps: Any
+    max_seconds: Any
+    state: eqx.nn.State | None
+    hyper: PyTree
+    rows: Any
+    order: Order
+    has_aux: bool
+    trainable: Trainable
+    on_diverge: Literal["freeze", "revive", "raise"] | Revive
+    plan: AnyPlan
+    scan: bool | None
+    mesh: Mesh | None
+    checkpoint: str | os.PathLike[str] | Checkpoints | None
+    checkpoint_every: int | None
+    resume: Literal["auto", "must", "never"]
+    progress: bool | None
+    callbacks: Callback | Sequence[Callback] | None
+    callback_every: int | None
+    key: Required[Any]

@@ -51,7 +51,7 @@ class Stateful(eqx.Module):
     out: eqx.nn.Linear
 
     def __init__(self, key):
-        self.norm = eqx.nn.BatchNorm(3, axis_name="batch", mode="batch")
+        self.norm = eqx.nn.BatchNorm(3, axis_name="batch", mode="ema")
         self.out = eqx.nn.Linear(3, 2, key=key)
 
     def __call__(self, x, state):

@@ -1,0 +1,36 @@
+import warnings
+from typing import Any
+
+import numpy as np
+
+from .._check import check_flag, check_optional_flag, check_optional_function, check_word
+from ..distributed import to_host
+from ._check_run import diverged_message
+from ._errors import DivergedError, NotSavedError
+from ._revive import Revive
+from ._status import Status
+from .data._rows import ORDERS
+
+
+def check_choices(*, has_aux: Any, progress: Any, scan: Any, score: Any, order: Any, how: Any) -> None:
+    """Raises for invalid flags and words among the options of `fit`."""
+    check_flag(has_aux, "has_aux", name="fit")
+    check_optional_flag(progress, "progress", name="fit")
+    check_optional_flag(scan, "scan", name="fit")
+    check_optional_function(score, "score", name="fit", example="lambda model, batch, key: ...")
+    check_word(order, "order", ORDERS, name="fit")
+    if not isinstance(how, Revive):
+        check_word(how, "on_diverge", ("freeze", "revive", "raise"), name="fit")
+
+
+def check_outcome(run: Any, lost_before: np.ndarray, how: Any, *, saver: Any, first_step: int, integers: str) -> None:
+    """Raises if a checkpoint could not be written, or for diverged members if asked to; else warns of these."""
+    if saver is not None and saver.failed is not None:
+        raise NotSavedError(saver.failed, run) from saver.failed
+    lost = run.status == Status.DIVERGED
+    if lost.any():
+        where = (to_host(run.train_state.ids)[lost], run.stopped_at[lost], run.fault[lost])
+        message = diverged_message(*where, first_step=first_step, integers=integers)
+        if how == "raise" and (lost & ~lost_before).any():
+            raise DivergedError(message, run)
+        warnings.warn(message, stacklevel=3)

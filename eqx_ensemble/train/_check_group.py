@@ -1,0 +1,46 @@
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .._check import kind_text
+from .._ensemble._check_group import check_part_names
+from ..checkpoint import Checkpoints
+from ._run import Run
+
+
+def check_runs(runs: Any, *, name: str) -> dict[str, Run[Any]]:
+    """Runs by the names of their parts."""
+    if not isinstance(runs, Mapping) or not runs:
+        raise TypeError(f"`{name}` needs a dict from the names of parts to their runs, got {kind_text(runs)}.")
+    check_part_names(runs, name=name)
+    for part, run in runs.items():
+        if not isinstance(run, Run):
+            raise TypeError(f"`{name}` needs runs of `fit`, got {kind_text(run)} for the part {part!r}.")
+    return dict(runs)
+
+
+def check_data_of_parts(data: Any, parts: Iterable[str], *, name: str) -> None:
+    """An iterable of batches that all parts use can be iterated again."""
+    if iter(data) is data:
+        listed = ", ".join(f"{part!r}: ..." for part in parts)
+        raise TypeError(
+            f"`{name}` trains the parts of a group one after another, and {kind_text(data)} can be iterated only once."
+            "\nPass what can be iterated again, such as a loader or a list, or an iterator for each part: "
+            f"`{{{listed}}}`."
+        )
+
+
+def check_folder_of_parts(checkpoint: Any, *, name: str) -> None:
+    """A folder in which each part has its own, or a dict."""
+    if isinstance(checkpoint, Checkpoints):
+        raise TypeError(
+            f"`{name}` needs a folder as `checkpoint` for a group, in which each part has a folder; one `Checkpoints` "
+            "is for one run.\nPass a path, or a dict with `Checkpoints` for each part."
+        )
+
+
+def interrupted_message(untrained: list[str]) -> str:
+    """The warning that some parts of a group have not been trained."""
+    return (
+        f"`fit` was interrupted; these parts of the group have not been trained, and are not in the run: "
+        f"{', '.join(f'`{part}`' for part in untrained)}."
+    )
