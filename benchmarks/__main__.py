@@ -32,6 +32,7 @@ SCRIPTS = (
     "choosing",
     "quality",
     "methods",
+    "efficient",
 )
 RELIABILITY = tuple(f"reliability/{name}" for name in ("kills", "flips", "disks", "hostile", "saving"))
 KNOWN = SCRIPTS + RELIABILITY

@@ -108,6 +108,19 @@ def test_a_joint_ensemble_is_its_members_taken_out(model, name):
         assert jax.tree.structure(dense[0]) == jax.tree.structure(model)
 
 
+@pytest.mark.parametrize("convert", [batch_ensemble, masksembles])
+def test_convolutions_in_groups(convert):
+    model, x = eqx.nn.Conv1d(4, 6, 2, groups=2, key=KEY), X[:4]
+
+    @eqx.filter_jit
+    def both(key):
+        joint = convert(model, 2, where=eqx.nn.Conv, key=key)
+        return joint(x), jnp.stack([member(x) for member in members(joint)])
+
+    got, expected = both(KEY)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_batch_ensemble_is_the_papers_formula():
     joint = batch_ensemble(MLP, 3, key=KEY)
     for i, got in enumerate(rows_of(joint)):
@@ -273,6 +286,8 @@ def test_which_layers_are_converted():
     assert [type(layer).__name__ for layer in by_path.model.layers] == ["Linear", "RankOne", "Linear"]
     by_type = shapes(CONVOLUTIONS, 2, where=eqx.nn.Conv)
     assert [type(layer).__name__ for layer in by_type.model.layers] == ["RankOne"] * 3 + ["Linear"]
+    frozen = shapes(eqx.nn.Sequential([ee.train.Frozen(MLP), eqx.nn.Linear(2, 2, key=KEY)]), 2)
+    assert [type(layer).__name__ for layer in frozen.model.layers] == ["Frozen", "RankOne"]
 
 
 @pytest.mark.slow
@@ -359,6 +374,11 @@ class Twice(eqx.Module):
         return x
 
 
+class Positive(eqx.nn.Linear):
+    def __call__(self, x, *, key=None):
+        return jax.nn.relu(super().__call__(x))
+
+
 def _normed():
     return eqx.nn.Sequential([eqx.nn.Linear(4, 4, key=KEY), eqx.nn.LayerNorm(4), eqx.nn.Linear(4, 2, key=KEY)])
 
@@ -394,6 +414,7 @@ GROUPED = eqx.nn.Sequential([eqx.nn.Conv1d(2, 2, 1, groups=2, key=KEY), eqx.nn.L
             TypeError,
             "real floating-point weights",
         ),
+        (lambda: batch_ensemble(Positive(2, 3, key=KEY), 2, key=KEY), TypeError, "subclasses do; got a Positive"),
         (lambda: tabm(eqx.nn.Linear(2, 3, key=KEY), key=KEY), ValueError, "at least 2 linear layers"),
         (lambda: masksembles(MLP, scale=0.5, key=KEY), ValueError, "`scale` to be at least 1"),
         (lambda: packed_ensemble(MLP, 2, alpha=0, key=KEY), ValueError, "`alpha` above 0"),

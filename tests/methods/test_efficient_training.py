@@ -140,6 +140,17 @@ def test_bad_arguments(unhooked, call, error, message):
         call()
 
 
+@pytest.mark.parametrize("convert", [batch_ensemble, mimo])
+def test_two_batch_axes_are_found_behind_the_submembers(convert):
+    def outer(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x)[:, :1] - y[:, 0]) ** 2)
+
+    joint, loss = convert(MLP, 2, key=KEY), mean_loss(outer, rows="shuffle")
+    with pytest.warns(UserWarning, match="makes two batch axes of one"), relaxed():
+        jax.eval_shape(lambda: loss(joint, data(), KEY))
+
+
 def alone(ensemble, i, loss, steps, optimiser=ADAM):
     keys = [step_key(KEY, i, step) for step in range(steps)]
     return Alone(loss, optimiser)(ensemble[i], in_order(data(), 8, steps), keys)[0]

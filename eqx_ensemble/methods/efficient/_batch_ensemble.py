@@ -7,7 +7,7 @@ from jaxtyping import Array, Key
 
 from ... import _keys
 from ..._check import check_number, check_word
-from ._check import check_model, warn_alike
+from ._check import check_known, check_model, warn_alike
 from ._convert import Select, replace_layers, select_layers
 from ._joint import JointEnsemble
 from ._layers import RankOne, input_shape, output_shape
@@ -37,7 +37,7 @@ def batch_ensemble(
         normalisation layers, are shared unchanged.
     - `num_submembers`: how many sub-members. The first of many are those of fewer.
     - `where`: the layers to convert: a function as for `equinox.tree_at`, or a type such as `equinox.nn.Linear`; by
-        default all linear layers and convolutions.
+        default all linear layers and convolutions that are not in a [`eqx_ensemble.train.Frozen`][].
     - `factors`: how $r$ and $s$ start: `"normal"` with mean 1 and standard deviation `std`; `"signs"`, -1 or 1 with
         equal probability; or `"ones"`.
     - `std`: the standard deviation of normal factors. 0.5 is that of the authors' image models.
@@ -71,6 +71,7 @@ def batch_ensemble(
     check_word(factors, "factors", ("normal", "signs", "ones"), name=name)
     std = check_number(std, "std", name=name, least=0)
     find, layers = select_layers(model, where, name=name)
+    check_known(layers, name=name)
     if num_submembers > 1 and (factors == "ones" or (factors == "normal" and std == 0)):
         warn_alike(name=name)
     keys = _keys.member_keys(key, num_submembers, purpose="batch_ensemble")

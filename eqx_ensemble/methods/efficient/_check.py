@@ -74,12 +74,12 @@ def _check_weight(layer: Any, *, name: str) -> None:
 
 
 def check_known(layers: list[Any], *, name: str) -> None:
-    """Raises unless new layers of these kinds can be made."""
+    """Raises for layers that may compute something else than what is known of their kind."""
     for layer in layers:
         if type(layer) not in _KNOWN:
             raise TypeError(
-                f"`{name}` makes new layers of other sizes, and knows how to make `eqx.nn.Linear` and `eqx.nn.Conv`; "
-                f"got {kind_text(layer)}.\nSelect other layers by `where`."
+                f"`{name}` knows what `eqx.nn.Linear` and `eqx.nn.Conv` compute, and not what their subclasses do; got "
+                f"{kind_text(layer)}.\nSelect other layers by `where`."
             )
 
 

@@ -5,13 +5,14 @@ import equinox as eqx
 import jax
 
 from ..._check import check_optional_function
+from ...train import Frozen
 from ._check import check_layers
 from ._layers import Layer
 
 M = TypeVar("M")
 
 Select = Callable[[Any], Any] | type | None
-"""Which layers are converted: nodes as in `equinox.tree_at`, all of a type, or all."""
+"""Which layers are converted: nodes as in `equinox.tree_at`, all of a type, or all; no frozen ones unless named."""
 
 _is_layer = lambda x: isinstance(x, Layer)
 
@@ -25,7 +26,8 @@ def select_layers(
 
     def find(tree: Any) -> list[Any]:
         if where is None or isinstance(where, type):
-            return [x for x in jax.tree.leaves(tree, is_leaf=_is_layer) if _is_layer(x) and isinstance(x, kind)]
+            nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Layer | Frozen))
+            return [x for x in nodes if isinstance(x, Layer) and isinstance(x, kind)]
         return jax.tree.leaves(where(tree), is_leaf=lambda x: _is_layer(x) or isinstance(x, eqx.Module))
 
     layers = find(model)

@@ -2,6 +2,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +10,10 @@ from jaxtyping import Array
 
 from ... import _axes
 from ..._check import check_function, check_key, check_number, check_positive_int, check_word, is_member_array
+from ..._jaxpr import warn_of_two_batch_axes
 from ._check import check_batch, check_joint, check_rows_differ
-from ._joint import map_submembers, submember_keys
+from ._joint import has_one_pass, map_submembers, submember_keys
+from ._members import dense_models
 
 _NAME = "methods.efficient.mean_loss"
 
@@ -75,6 +78,7 @@ def mean_loss(
         check_joint(model, name=_NAME)
         check_rows_differ(model, rows, name=_NAME)
         *state, batch, key = inputs
+        _warn_of_one(loss, model, state, batch, key, named)
         if rows != "same":
             num_rows = check_batch(batch, name=_NAME)
             if rows == "shuffle":
@@ -88,6 +92,14 @@ def mean_loss(
         return (jnp.mean(out[0]), *out[1:]) if isinstance(out, tuple) else jnp.mean(out)
 
     return mean_of_losses
+
+
+def _warn_of_one(loss: Any, joint: Any, state: list[Any], batch: Any, key: Any, named: dict[str, Any]) -> None:
+    """The warning of `fit` that a loss makes two batch axes of one, which it cannot see behind the sub-members."""
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_member_array(x) else x
+    first = (lambda x: x) if has_one_pass(joint) else (lambda x: x[0])
+    model, own = eqx.filter_eval_shape(lambda: (dense_models(joint)[0], jax.tree.map(first, state)))
+    warn_of_two_batch_axes(loss, *jax.tree.map(shape, ((model, *own, batch, key), named)))
 
 
 def _choose_rows(

@@ -41,16 +41,16 @@ def members(joint: JointEnsemble[M] | Ensemble[JointEnsemble[M]]) -> Ensemble[M]
     name = "methods.efficient.members"
     if not isinstance(joint, Ensemble):
         check_joint(joint, name=name)
-        return stack(_dense_models(joint))
+        return stack(dense_models(joint))
     models = joint.unstack()
     for model in models:
         check_joint(model, name=name)
     size = models[0].num_submembers
     ids = joint.ids[:, None] * size + jnp.arange(size, dtype=joint.ids.dtype)[None]
-    return stack([dense for model in models for dense in _dense_models(model)], ids=ids.reshape(-1))
+    return stack([dense for model in models for dense in dense_models(model)], ids=ids.reshape(-1))
 
 
-def _dense_models(joint: JointEnsemble[M]) -> list[M]:
+def dense_models(joint: JointEnsemble[M]) -> list[M]:
     """The sub-members as ordinary models."""
     parts = Submembers(joint)
     models = [parts.one(tree.take(parts.per_member(), i)) for i in range(joint.num_submembers)]

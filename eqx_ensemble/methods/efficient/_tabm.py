@@ -62,7 +62,7 @@ def tabm(
     num_submembers = check_model(model, num_submembers, key, name=name)
     check_word(factors, "factors", ("signs", "normal"), name=name)
     find, layers = select_layers(model, where, least=2, name=name)
-    check_known(layers[-1:], name=name)
+    check_known(layers, name=name)
     keys = jax.vmap(jax.random.split)(_keys.member_keys(key, num_submembers, purpose="tabm"))
     ones = lambda layer, shape: jnp.ones((num_submembers, *shape), layer.weight.dtype)
     draw = jax.random.rademacher if factors == "signs" else jax.random.normal

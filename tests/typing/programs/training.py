@@ -85,3 +85,12 @@ def describing(ensemble: ee.Ensemble[MLP], run: ee.Run[MLP]) -> None:
     reveal_type(ee.describe(run.train_state))  # is Description
     ee.describe(ensemble[0])  # error
     print(description.rows[0].trainables)  # error
+
+
+def joint_ensembles(model: MLP, ensemble: ee.Ensemble[MLP], key: jax.Array) -> None:
+    joint = ee.methods.efficient.tabm(model, 4, key=key)
+    reveal_type(joint)  # is JointEnsemble[MLP]
+    reveal_type(ee.methods.efficient.members(joint))  # is Ensemble[MLP]
+    reveal_type(ee.methods.efficient.members(ee.stack([joint])))  # is Ensemble[MLP]
+    ee.methods.efficient.members(ensemble)  # error
+    ee.methods.efficient.batch_ensemble(model, key=key)  # error
