@@ -156,6 +156,8 @@ CALLS = {
         "histogram": _CLASSES | {"pool": "mixture", "num_bins": 2, "binning": "mass", "smoothing": 0.5},
         "isotonic": _CLASSES | {"pool": "mixture", "smoothing": 0.5},
         "temperature": _CLASSES | {"pool": "mixture"},
+        "platt": _CLASSES | {"pool": "mixture"},
+        "beta": _CLASSES | {"logits": -_LOGITS, "pool": "mixture"},
         "variance": _MOMENTS | {"targets": _TARGETS, "pool": "mixture", "mask": _MASK},
     },
     conformal: {

@@ -71,6 +71,27 @@ def check_best_temperature(name: str, pool: str, separated: ArrayLike, hopeless:
             )
 
 
+def check_not_separable(name: str, pool: str, separable: ArrayLike) -> None:
+    """No class whose probabilities separate its rows from the others `(groups, classes)`; only where concrete."""
+    host = concrete(separable)
+    if host is None or not host.any():
+        return
+    group, label = np.argwhere(host)[0]
+    whose = f"member {group}, class {label}" if pool == "members" else f"class {label}"
+    got = f"{whose}: its rows have the highest probabilities of it, or all rows are its own, or none is"
+    fix = "Fit on more rows, or use `calibrate.platt`, which has an optimum then too."
+    raise ValueError(needs_message(name, "labels for which optimal parameters exist", got, fix))
+
+
+def along_classes(name: str, fitted: Array, logits: Array) -> Array:
+    """Parameters `(groups, classes)` along the logits that they belong to, `(groups, *batch, classes)`."""
+    if fitted.shape[-1] != logits.shape[-1]:
+        got = f"expected {fitted.shape[-1]}, got {logits.shape[-1]}"
+        fix = "Pass logits of the same classes, on the last axis."
+        raise ValueError(needs_message(name, "logits of the classes that it was fitted on", got, fix))
+    return fitted.reshape(fitted.shape[0], *(1,) * (logits.ndim - 2), fitted.shape[-1])
+
+
 def check_finite_targets(name: str, targets: ArrayLike, mask: ArrayLike | None) -> None:
     """Finite targets in rows that count; only where they are concrete."""
     host, kept = concrete(targets), kept_rows(mask)

@@ -11,7 +11,7 @@ import eqx_ensemble as ee
 RNG = np.random.default_rng(0)
 LABELS = RNG.integers(3, size=50)
 LOGITS = (3 * RNG.normal(size=(2, 50, 3)) + 2 * np.eye(3)[LABELS]).astype(np.float32)
-KINDS = ["temperature", "vector", "matrix", "isotonic", "histogram"]
+KINDS = ["temperature", "vector", "matrix", "isotonic", "histogram", "platt", "beta"]
 
 
 def _fitted(kind, pool):
@@ -62,7 +62,7 @@ def test_saving(kind, tmp_path):
     assert not np.array_equal(jax.tree.leaves(blank(*arguments[:-1]))[-1], jax.tree.leaves(called)[-1])
 
 
-@pytest.mark.parametrize("kind", ["temperature", "vector", "histogram"])
+@pytest.mark.parametrize("kind", ["temperature", "vector", "histogram", "platt"])
 @pytest.mark.parametrize("label", [-1, 3])
 def test_rows_without_a_class_are_left_out_while_tracing(kind, label):
     fit, labels = getattr(ee.calibrate, kind), LABELS.copy()

@@ -1,0 +1,44 @@
+"""Logistic calibration of each class against the rest: what Platt scaling and beta calibration share."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from .._weighting import class_log_odds
+from ._pooling import Rows
+
+
+class Labels(NamedTuple):
+    """The rows of one class: whether it is their label, and their weight in the mean."""
+
+    hits: Bool[Array, " rows"]
+    share: Float[Array, " rows"]
+
+
+def each_class(
+    fit: Callable[[Array, Array, Labels], Array], rows: Rows, mirror: Callable[[Array], Array]
+) -> Float[Array, "groups classes params"]:
+    """`fit` of the log-probabilities and the log-odds of each class; of two classes the second, and its mirror."""
+    odds = class_log_odds(rows.logs)
+    num_classes = rows.logs.shape[-1]
+    first = 1 if num_classes == 2 else 0
+    hits = rows.labels[None] == jnp.arange(first, num_classes, dtype=rows.labels.dtype)[:, None]
+    of_class = lambda logs, odds, hits: fit(logs, odds, Labels(hits, rows.share))
+    of_group = jax.vmap(of_class, in_axes=(-1, -1, 0))
+    found = jax.vmap(of_group, in_axes=(0, 0, None))(rows.logs[..., first:], odds[..., first:], hits)
+    return jnp.concatenate([mirror(found), found], axis=1) if first else found
+
+
+def log_complement(logs: Float[Array, "..."], odds: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`-log(1 - p)` from `log(p)` and the log-odds, to the last digits."""
+    small = logs < -0.6
+    return jnp.where(small, -jnp.log1p(-jnp.exp(jnp.where(small, logs, -1))), odds - logs)
+
+
+def normalise(margins: Float[Array, "groups *batch classes"]) -> Float[Array, "groups *batch classes"]:
+    """Log-probabilities from the log-odds of each class against the rest."""
+    logs = jax.nn.log_sigmoid(margins)
+    return logs - jax.nn.logsumexp(logs, axis=-1, keepdims=True)
