@@ -128,5 +128,5 @@ def pinball(
     check_reduction(name, reduction, observed.shape)
     predicted, observed = rows.blank(predicted), rows.blank(observed)
     with scoringrules_config():
-        each = rules.quantile_score(observed, predicted, level, backend="jax")
+        each = rules.quantile_score(observed, predicted, level, backend="jax").astype(predicted.dtype)
     return reduce(each, reduction, rows.weights)

@@ -93,7 +93,7 @@ def variogram_score(
         wide = None if pairs is None else jnp.broadcast_to(pairs, (*observed.shape, observed.shape[-1]))
         with scoringrules_config():
             options = {"w": wide, "m_axis": 0, "ens_w": expanded, "p": power, "estimator": estimator}
-            return rules.vs_ensemble(observed, points, backend="jax", **options)
+            return rules.vs_ensemble(observed, points, backend="jax", **options).astype(points.dtype)
 
     points = rows.blank(blank_unweighted(points, convex), before=1)
     return reduce(without_gradient(name, score)(points, rows.blank(observed)), reduction, rows.weights)

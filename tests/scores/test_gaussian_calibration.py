@@ -15,7 +15,7 @@ MEAN = np.full(NUM_ROWS, 1000, np.float32)
 @pytest.mark.parametrize("c", [0.5, 1.0, 2.0])
 def test_errors_of_deviations_that_are_all_wrong_alike(c):
     """`|1 - 1/c|`; where they are right, the floor that noise has."""
-    got = scores.ence(MEAN, (c * DEVIATION) ** 2, TARGETS, num_bins=20)
+    got = float(scores.ence(MEAN, (c * DEVIATION) ** 2, TARGETS, num_bins=20))
     floor = np.sqrt(20 / (np.pi * NUM_ROWS))
     if c == 1:
         # A mean of 20 half-normal numbers, with the standard deviation 0.17 of its mean.
