@@ -211,6 +211,14 @@ def one_step(weight, bound, **options):
     return weight + changes
 
 
+def test_it_is_the_new_weight_that_is_bounded():
+    weight, change = (jnp.asarray(rng.normal(size=(5, 4)), jnp.float32) for rng in map(np.random.default_rng, (1, 2)))
+    optimiser = bound_spectral_norm(optax.sgd(1.0), 0.7, where=lambda w: w, num_iterations=50)
+    updates, _ = optimiser.update(-change, optimiser.init(weight), weight)
+    new = np.asarray(weight + change, np.float64)
+    np.testing.assert_allclose(weight + updates, 0.7 * new / np.linalg.norm(new, 2), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_a_bound_for_convolutions():
     """Of the kernel as a matrix, and, certified, of the convolution as a matrix."""
