@@ -12,6 +12,7 @@ import eqx_ensemble as ee
 from eqx_ensemble.methods.alignment import Heads, Units, align, barrier, connectivity, find_units, interpolate
 
 KEY = jax.random.key(3)
+FLOAT = jnp.result_type(float)
 
 
 def rng(seed=0):
@@ -52,7 +53,7 @@ def two_orders(width):
 def twins():
     """A model and its copy with permuted units, and rows."""
     model = noisy(mlp(KEY))
-    return ee.stack([model, permuted_mlp(model, two_orders(32))]), rng(5).normal(size=(40, 4)).astype(np.float32)
+    return ee.stack([model, permuted_mlp(model, two_orders(32))]), rng(5).normal(size=(40, 4)).astype(FLOAT)
 
 
 def test_a_permuted_copy_is_recovered_exactly(twins):
@@ -105,7 +106,7 @@ def test_one_group_is_the_best_of_all_orders():
     values = {p: inner(list(p)) for p in permutations(range(5))}
     best = list(max(values, key=values.__getitem__))
     assert best != [0, 1, 2, 3, 4], "the case decides nothing"
-    aligned = align(ensemble, rng(5).normal(size=(4, 3)).astype(np.float32), key=KEY)
+    aligned = align(ensemble, rng(5).normal(size=(4, 3)).astype(FLOAT), key=KEY)
     np.testing.assert_array_equal(aligned[1].layers[0].weight, b[0][best])
 
 
@@ -134,7 +135,7 @@ def attend(layer, x):
 
 def test_heads_and_the_units_inside_them_are_the_best_of_all_orders():
     a, b = (attention(key, seed=seed) for seed, key in zip((0, 2), jax.random.split(KEY), strict=True))
-    x = rng(5).normal(size=(3, 5, 4)).astype(np.float32)
+    x = rng(5).normal(size=(3, 5, 4)).astype(FLOAT)
     aligned = align(ee.stack([a, b]), x, fn=attend, key=KEY)
     inner = lambda m: sum((u * v).sum() for u, v in zip(arrays(a), arrays(m), strict=True))
     swaps = [(0, 1), (1, 0)]
@@ -272,7 +273,7 @@ def permuted_conv(model, state, p, q):
 def test_channels_take_their_norms_and_statistics_along(mode):
     model, state = eqx.nn.make_with_state(ConvNet)(KEY, mode)
     model = noisy(model)
-    x = rng(5).normal(size=(6, 2, 6, 6)).astype(np.float32)
+    x = rng(5).normal(size=(6, 2, 6, 6)).astype(FLOAT)
     train = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
     state = train(jnp.asarray(x), state)[1]
     twin, twin_state = permuted_conv(model, state, rng(1).permutation(6), rng(2).permutation(4))
@@ -292,7 +293,7 @@ def test_channels_take_their_norms_and_statistics_along(mode):
 @pytest.mark.slow
 def test_members_do_not_depend_on_each_other():
     ensemble = ee.build(lambda key: mlp(key, 8), 4, key=KEY)
-    x = rng(5).normal(size=(5, 4)).astype(np.float32)
+    x = rng(5).normal(size=(5, 4)).astype(FLOAT)
     whole, part = align(ensemble, x, key=KEY), align(ensemble[[0, 3]], x, key=KEY)
     assert eqx.tree_equal(whole[3], part[1])
     assert not eqx.tree_equal(whole[3], ensemble[3])
@@ -343,6 +344,12 @@ def test_connectivity_is_a_loop_over_points(twins):
     expected = [[fn(m, x) for m in interpolate(three, p, reference=1)] for p in np.linspace(0, 1, 4)]
     np.testing.assert_allclose(found, np.transpose(expected), rtol=1e-4)
     assert np.ptp(found[1]) == 0 < np.ptp(found[0])
+
+
+def test_losses_see_models_in_inference_mode():
+    make = lambda key: eqx.nn.Sequential([eqx.nn.Linear(2, 1, key=key), eqx.nn.Dropout(0.5)])
+    losses = connectivity(ee.build(make, 2, key=KEY), lambda model: model(jnp.ones(2))[0], num_points=3)
+    np.testing.assert_allclose(losses[:, 1], losses[:, ::2].mean(1), rtol=1e-5)
 
 
 def test_barriers_in_closed_form():
@@ -408,7 +415,7 @@ def test_members_that_cannot_be_aligned(unhooked, twins):
         (lambda e: find_units(3), TypeError, "needs a model or an ensemble"),
         (lambda e: interpolate(e, np.ones(2)), TypeError, r"one number, got f64\[2\]"),
         (lambda e: interpolate(e, np.nan), ValueError, "`position` to be finite"),
-        (lambda e: connectivity(e, lambda m: jnp.ones(2)), TypeError, r"one real number, got f32\[2\]"),
+        (lambda e: connectivity(e, lambda m: jnp.ones(2)), TypeError, r"one real number, got f(32|64)\[2\]"),
         (lambda e: connectivity(e, lambda m: None), TypeError, "one real number, got"),
         (lambda e: connectivity(e, lambda m: 1.0, num_points=2), ValueError, "at least 3"),
         (lambda e: barrier(np.ones(2)), ValueError, "at least three points"),
