@@ -51,7 +51,7 @@ def test_an_anchor_at_zero():
 
 
 def test_half_precision_is_summed_in_single():
-    model = {"w": jnp.full(5000, 0.1, jnp.bfloat16), "b": jnp.zeros(3)}
+    model = {"w": jnp.full(5000, 0.1, jnp.bfloat16), "b": jnp.zeros(3, jnp.float32)}
     found = gaussian_penalty(model, num_rows=1)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, 5000 * np.float32(model["w"][0]) ** 2 / 2, rtol=1e-5)
