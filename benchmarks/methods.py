@@ -22,7 +22,7 @@ from _measure import ABSENT, Report, Timing, compared, ratio_row, script
 from _quality import class_scores, corrected_error, gaussian_scores, standard_error
 from _series import Series
 from _tables import tables
-from contenders import heads, independent, path
+from contenders import heads, independent, particles, path, sampling
 from contenders._task import Amount, Fitted, Setting, Task, choose_decay
 
 BASELINE = "one member"
@@ -41,6 +41,10 @@ METHODS: dict[str, Callable[[Task], Fitted | None]] = {
     "multi-SWAG": path.multi_swag,
     "snapshots": path.snapshots,
     "greedy soup": path.greedy_soup,
+    "SGHMC": sampling.sghmc,
+    "cyclical SGLD": sampling.cyclical_sgld,
+    "SVGD": particles.svgd,
+    "repulsion of outputs": particles.function_space,
     "evidential": heads.evidential,
     "mixture density": heads.mixture_density,
 }
