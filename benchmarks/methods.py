@@ -22,7 +22,7 @@ from _measure import ABSENT, Report, Timing, compared, ratio_row, script
 from _quality import class_scores, corrected_error, gaussian_scores, standard_error
 from _series import Series
 from _tables import tables
-from contenders import heads, independent, particles, path, sampling
+from contenders import efficient, heads, independent, particles, path, posterior, sampling
 from contenders._task import Amount, Fitted, Setting, Task, choose_decay
 
 BASELINE = "one member"
@@ -45,6 +45,14 @@ METHODS: dict[str, Callable[[Task], Fitted | None]] = {
     "cyclical SGLD": sampling.cyclical_sgld,
     "SVGD": particles.svgd,
     "repulsion of outputs": particles.function_space,
+    "Laplace": posterior.laplace,
+    "Laplace of seeds": posterior.laplace_of_seeds,
+    "SNGP": posterior.spectral_gaussian_process,
+    "BatchEnsemble": efficient.batch_ensemble,
+    "TabM": efficient.tabm,
+    "packed": efficient.packed,
+    "Masksembles": efficient.masksembles,
+    "MIMO": efficient.mimo,
     "evidential": heads.evidential,
     "mixture density": heads.mixture_density,
 }
