@@ -59,10 +59,10 @@ def diagnostics(values: Any, chains: Any) -> Diagnostics:
     array = check_values(values, name=name)
     order, num_chains = check_chains(chains, len(array), name=name)
     try:
-        from arviz_stats.base import array_stats  # pyright: ignore[reportMissingImports] (an extra)
+        from arviz_stats.base.array import array_stats  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
         raise ImportError(missing_extra_message(name, "ArviZ", "sampling")) from error
-    axes = {"chain_axis": 0, "draw_axis": 1}
+    axes: Any = {"chain_axis": 0, "draw_axis": 1}
     draws = array[order].reshape(num_chains, -1, *array.shape[1:])
     with np.errstate(invalid="ignore", divide="ignore"):
         found = Diagnostics(
