@@ -5,9 +5,9 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._weighting import class_log_odds
-from ._check import along_classes, check_not_separable
+from ._check import check_not_separable
 from ._newton import Regression, minimise_logistic, standardise
-from ._one_against_rest import Labels, each_class, log_complement, normalise
+from ._one_against_rest import Labels, along_classes, each_class, log_complement, normalise
 from ._pooling import Pool, Pooling, Rows, fit_rows
 
 _FACES = np.array([[True, True, True], [True, False, True], [False, True, True], [False, False, True]])

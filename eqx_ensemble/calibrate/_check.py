@@ -83,15 +83,6 @@ def check_not_separable(name: str, pool: str, separable: ArrayLike) -> None:
     raise ValueError(needs_message(name, "labels for which optimal parameters exist", got, fix))
 
 
-def along_classes(name: str, fitted: Array, logits: Array) -> Array:
-    """Parameters `(groups, classes)` along the logits that they belong to, `(groups, *batch, classes)`."""
-    if fitted.shape[-1] != logits.shape[-1]:
-        got = f"expected {fitted.shape[-1]}, got {logits.shape[-1]}"
-        fix = "Pass logits of the same classes, on the last axis."
-        raise ValueError(needs_message(name, "logits of the classes that it was fitted on", got, fix))
-    return fitted.reshape(fitted.shape[0], *(1,) * (logits.ndim - 2), fitted.shape[-1])
-
-
 def check_finite_targets(name: str, targets: ArrayLike, mask: ArrayLike | None) -> None:
     """Finite targets in rows that count; only where they are concrete."""
     host, kept = concrete(targets), kept_rows(mask)

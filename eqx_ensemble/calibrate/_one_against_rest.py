@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .._check import needs_message
 from .._weighting import class_log_odds
 from ._pooling import Rows
 
@@ -30,6 +31,15 @@ def each_class(
     of_group = jax.vmap(of_class, in_axes=(-1, -1, 0))
     found = jax.vmap(of_group, in_axes=(0, 0, None))(rows.logs[..., first:], odds[..., first:], hits)
     return jnp.concatenate([mirror(found), found], axis=1) if first else found
+
+
+def along_classes(name: str, fitted: Array, logits: Array) -> Array:
+    """Parameters `(groups, classes)` along the logits that they belong to, `(groups, *batch, classes)`."""
+    if fitted.shape[-1] != logits.shape[-1]:
+        got = f"expected {fitted.shape[-1]}, got {logits.shape[-1]}"
+        fix = "Pass logits of the same classes, on the last axis."
+        raise ValueError(needs_message(name, "logits of the classes that it was fitted on", got, fix))
+    return fitted.reshape(fitted.shape[0], *(1,) * (logits.ndim - 2), fitted.shape[-1])
 
 
 def log_complement(logs: Float[Array, "..."], odds: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -4,9 +4,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._weighting import class_log_odds
-from ._check import along_classes
 from ._newton import Regression, minimise_logistic, standardise
-from ._one_against_rest import Labels, each_class, normalise
+from ._one_against_rest import Labels, along_classes, each_class, normalise
 from ._pooling import Pool, Pooling, Rows, fit_rows
 
 

@@ -93,6 +93,7 @@ def test_a_model_that_is_always_right_has_empty_sets():
 
 def test_log_odds_of_confident_and_of_equal_classes():
     logits = np.float32([200.0, 0.0, -np.inf, -300.0])
+    np.testing.assert_allclose(conformal.lac(np.tile(logits, (9, 1)), np.zeros(9, int), level=0.8).threshold, -200)
     for label, want in [(0, [1, 0, 0, 0]), (1, [1, 1, 0, 0]), (3, [1, 1, 0, 1]), (2, [1, 1, 1, 1])]:
         fitted = conformal.lac(np.tile(logits, (9, 1)), np.full(9, label), level=0.8)
         np.testing.assert_array_equal(fitted(logits), want)
