@@ -16,6 +16,7 @@ from ..factories import CASES, assert_close, assert_same, data, distance, mse
 KEY = jax.random.key(5)
 SGD = optax.sgd(0.1)
 METHODS = {"svgd": particles.svgd, "wgd": particles.wgd}
+BOTH = ["svgd", pytest.param("wgd", marks=pytest.mark.slow)]
 X, Y = (np.asarray(x) for x in data())
 
 
@@ -46,7 +47,7 @@ def steps(ensemble, step=STEP, *, count=2, optimiser=SGD, batch=(X, Y), mesh=Non
     return state, metrics
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BOTH)
 def test_a_step_is_that_of_the_raveled_weights(ensemble, method):
     """Gradients of each member alone, directions of all, an update of each: as a user would write it."""
     step = particles.make_step(loss, SGD, num_rows=20, method=method)
@@ -67,7 +68,7 @@ def test_a_step_is_that_of_the_raveled_weights(ensemble, method):
     assert np.abs(after - without_rows).max() > 1e-3
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BOTH)
 def test_a_single_member_is_trained_as_by_the_plain_step(method):
     one = ee.build(make, 1, key=KEY)
     step = particles.make_step(loss, SGD, num_rows=20, method=method)
@@ -160,6 +161,7 @@ class Mixed(eqx.Module):
         return self.scale * self.head(jax.nn.relu(self.trunk(x))) + self.half[self.table].astype(x.dtype)
 
 
+@pytest.mark.slow
 def test_frozen_and_shared_parts_and_half_precision():
     scale = jnp.asarray(2.0)
     ensemble = ee.build(lambda key: Mixed(scale, key), 3, shared=lambda m: m.scale, key=KEY)
@@ -261,7 +263,7 @@ def test_in_function_space_members_are_a_gaussian_process_posterior():
     assert np.abs(np.cov(other.T, bias=True) - (gram - gain @ gram)).max() > 1e-2
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["wgd", pytest.param("svgd", marks=pytest.mark.slow)])
 def test_a_step_in_function_space_is_the_pull_back_of_its_direction(ensemble, method):
     def posterior(f, batch, key):
         return jnp.mean((f[:, :2] - batch[1]) ** 2) + jnp.mean(f**2) / 10

@@ -84,7 +84,7 @@ def test_with_a_linear_kernel_mean_and_covariance_are_exact():
 
 
 def test_the_bandwidth_is_the_squared_median_over_the_logarithm():
-    for count in (2, 3, 6, 9):
+    for count in (3, 4):
         points = RNG.normal(size=(count, 5)).astype(np.float32)
         expected = np.median(pdist(points)) ** 2 / np.log(count)
         found = particles.svgd(points, 0 * points)
@@ -131,12 +131,14 @@ def test_large_offsets_and_small_distances():
         atol=1e-2)  # the repulsion is of the order 1e3; points at 100 are 4e-6 apart  # fmt: skip
 
 
+@pytest.mark.slow
 def test_half_precision_is_computed_in_single():
     found = particles.svgd(POINTS.astype(np.float16), SCORES.astype(np.float16))
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, particles.svgd(POINTS, SCORES), atol=5e-3)
 
 
+@pytest.mark.slow
 def test_under_transformations():
     expected = particles.wgd(POINTS, SCORES)
     both = jax.jit(jax.vmap(particles.wgd))(np.stack([POINTS, POINTS[::-1]]), np.stack([SCORES, SCORES[::-1]]))
