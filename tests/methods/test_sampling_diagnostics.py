@@ -129,6 +129,6 @@ def test_inside_jit():
 
 def test_without_arviz(monkeypatch):
     monkeypatch.setitem(sys.modules, "arviz_stats", None)
-    monkeypatch.setitem(sys.modules, "arviz_stats.base", None)
+    monkeypatch.setitem(sys.modules, "arviz_stats.base.array", None)
     with pytest.raises(ImportError, match=r"`methods.sampling.diagnostics` needs ArviZ.\nInstall it: .*\[sampling\]"):
         diagnostics(np.ones(8), np.arange(8) // 4)
