@@ -28,6 +28,7 @@ WRONG_CALLS = {
     "unseen_classes": "standard_error(jnp.zeros(3), jnp.zeros((2, 2), bool))",
     "conformal_regression": "conformalise(jnp.zeros((4, 2)), jnp.zeros(4), jnp.zeros((1, 3)))",
     "time_series": "scale_windows(np.zeros((2, 2), bool))",
+    "which_ensemble": "scale(income.reshape(5, 47))",
 }
 
 HEADINGS = {
@@ -223,10 +224,27 @@ def claims_of_time_series(text):
     assert claimed["shuffled: windows left out"][1] > claimed["in time: 1985 to 1989"][1]
 
 
+def claims_of_which_ensemble(text):
+    found = table(text, "WHICH ENSEMBLE")  # NLL, CRPS, coverage, standard deviation far away, kB, components
+    assert len(found) == 8
+    nll = {name: numbers[0] for name, numbers in found.items()}
+    assert nll.pop("Laplace") > max(nll.values()) + 0.1
+    crps, far, size = ({name: numbers[i] for name, numbers in found.items()} for i in (1, 3, 4))
+    assert all(0.165 < value < 0.185 for value in crps.values())
+    for name in ("bootstraps", "chains of SGHMC"):
+        assert far[name] > 5 * far["seeds"]
+    for name in ("prior functions", "repulsion of outputs", "TabM", "Laplace"):
+        assert far["seeds"] < far[name] < far["chains of SGHMC"]
+    assert far["SWAG"] < 0.25
+    assert size["TabM"] < 3 / 8 * size["seeds"]
+    assert found["chains of SGHMC"][5] == 40
+
+
 CLAIMS = {
     "unseen_classes": (claims_of_unseen_classes, "least confidence", "share of other votes"),
     "conformal_regression": (claims_of_conformal_regression, "split, on training patients", "CV+, 10 folds"),
     "time_series": (claims_of_time_series, "seasonal persistence", "mixture, as it is"),
+    "which_ensemble": (claims_of_which_ensemble, "seeds", "bootstraps"),
 }
 
 
