@@ -207,9 +207,7 @@ def blocks():
     where = lambda m: (m.mlp.layers[0].weight, m.mlp.layers[0].bias, m.mlp.layers[1].weight)
     first, bias, second = where(other)
     other = eqx.tree_at(where, other, (first[hidden], bias[hidden], second[:, hidden]))
-    return ee.stack([model, permuted_stream(other, rng(5).permutation(6))]), rng(5).normal(size=(4, 5, 3)).astype(
-        np.float32
-    )
+    return ee.stack([model, permuted_stream(other, rng(5).permutation(6))]), rng(5).normal(size=(4, 5, 3)).astype(FLOAT)
 
 
 def test_a_residual_stream_shares_one_order(blocks):
@@ -236,6 +234,15 @@ def test_units_that_were_declared_wrongly_are_named(blocks, missing, kept):
     ) as e:
         align(ensemble, x, units=[find_units(ensemble)[0], kept], key=KEY)
     assert "units[0]" not in str(e.value)
+
+
+def test_units_are_seen_to_be_wrong_however_few():
+    """Of two units half of all random orders are the old one."""
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 2, 1, activation=jnp.tanh, key=key), 1, key=KEY)
+    wrong = [Units([lambda m: m.layers[0]])]
+    for seed in range(5):
+        with pytest.raises(ValueError, match="shuffling them changed"):
+            align(ensemble, np.ones((2, 3), FLOAT), units=wrong, key=jax.random.key(seed))
 
 
 class ConvNet(eqx.Module):
@@ -288,6 +295,26 @@ def test_channels_take_their_norms_and_statistics_along(mode):
         entries = [lambda m, i=i: m.layers.layers[i] for i in (0, 3, 4)]
         with pytest.raises(ValueError, match="shuffling them changed"):  # without BatchNorm
             align(ensemble, x, state=states, units=[Units(entries, [lambda m: m.layers.layers[5]])], key=KEY)
+
+
+def test_statistics_of_several_entries_for_each_unit():
+    """A BatchNorm behind channels that were flattened."""
+
+    def make(key):
+        conv, linear = eqx.nn.Conv1d(1, 6, 1, key=key), eqx.nn.Linear(12, 1, key=key)
+        norm = lambda: eqx.nn.BatchNorm(12, "batch", channelwise_affine=False, mode="batch")
+        layers = lambda: eqx.nn.Sequential([conv, eqx.nn.Lambda(jnp.ravel), norm(), linear])
+        return eqx.nn.make_with_state(layers)()
+
+    ensemble, states = ee.build(make, 2, key=KEY)
+    draws = rng()
+    drawn = lambda x: jnp.asarray(draws.uniform(1, 2, x.shape), x.dtype) if eqx.is_inexact_array(x) else x
+    states = jax.tree.map(drawn, states)
+    x = draws.normal(size=(3, 1, 2)).astype(FLOAT)
+    aligned, moved = align(ensemble, x, state=states, key=KEY)
+    before, after = ee.predict(ensemble, x, state=states), ee.predict(aligned, x, state=moved)
+    np.testing.assert_allclose(before, after, rtol=1e-5)
+    assert any((a != b).any() for a, b in zip(arrays(states), arrays(moved), strict=True)), "nothing moved"
 
 
 @pytest.mark.slow
@@ -350,6 +377,13 @@ def test_losses_see_models_in_inference_mode():
     make = lambda key: eqx.nn.Sequential([eqx.nn.Linear(2, 1, key=key), eqx.nn.Dropout(0.5)])
     losses = connectivity(ee.build(make, 2, key=KEY), lambda model: model(jnp.ones(2))[0], num_points=3)
     np.testing.assert_allclose(losses[:, 1], losses[:, ::2].mean(1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32])
+def test_losses_of_other_precision(twins, dtype):
+    losses = connectivity(twins[0], lambda model: jnp.asarray(2, dtype), num_points=3)
+    assert losses.dtype == jnp.float32
+    np.testing.assert_array_equal(losses, 2)
 
 
 def test_barriers_in_closed_form():

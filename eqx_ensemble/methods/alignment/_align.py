@@ -143,7 +143,7 @@ def _permute(
         for j, part in enumerate(group.parts):
             own = np.stack([member[i][j] for member in orders])
             for axis in part.axes:
-                index = np.stack([entries(axis, order) for order in own])
+                index = np.stack([entries(order, axis.repeat) for order in own])
                 moves.setdefault(axis.path, []).append((axis.axis, index))
             state = _permute_statistics(state, part, own)
 
@@ -162,7 +162,8 @@ def _permute_statistics(state: eqx.nn.State | None, part: Part, order: np.ndarra
         index = layer.ema_state_index if layer.mode == "ema" else layer.batch_state_index
         if state is None or index is None:
             continue
-        moved = jax.tree.map(lambda x: _take(x, order, 0), state.get(index))
+        every = np.stack([entries(own, layer.input_size // part.size) for own in order])
+        moved = jax.tree.map(lambda x, every=every: _take(x, every, 0), state.get(index))
         state = state.set(index, moved)
     return state
 

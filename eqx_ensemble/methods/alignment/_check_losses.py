@@ -26,8 +26,7 @@ def check_loss(value: Any) -> jax.Array:
             f"`methods.alignment.connectivity` needs `fn` to return one real number, got {got}.\n"
             "For example `jnp.mean(errors)`."
         )
-    is_wide = jnp.issubdtype(found.dtype, jnp.floating) and jnp.finfo(found.dtype).bits >= 32
-    return jnp.asarray(found, found.dtype if is_wide else jnp.float32)
+    return promote(jnp.asarray(found))[0]
 
 
 def check_losses(losses: Any, *, name: str) -> jax.Array:

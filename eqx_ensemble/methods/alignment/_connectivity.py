@@ -96,7 +96,7 @@ def connectivity(
     first = check_reference(reference, ensemble.num_members, name=name)
     check_equal_members(eqx.filter(ensemble.arrays, eqx.is_inexact_array, inverse=True), name=name)
 
-    points = [jnp.asarray(p, jnp.float32) for p in np.linspace(0, 1, count)]
+    points = [jnp.asarray(p, jnp.result_type(float)) for p in np.linspace(0, 1, count)]
     return jnp.stack([_losses(ensemble, point, first, fn, args, plan) for point in points], axis=1)
 
 

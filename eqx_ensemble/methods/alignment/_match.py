@@ -35,21 +35,29 @@ def match(groups: list[Group], member: Arrays, reference: Arrays, rng: np.random
 
 def shuffle(group: Group, rng: np.random.Generator) -> list[Order]:
     """Random orders of a group's parts: of the blocks, and of the units inside each."""
-    blocks = rng.permutation(group.num_blocks)
+    blocks = _other_order(group.num_blocks, rng)
     inside = [part.size // group.num_blocks for part in group.parts]
-    return [np.concatenate([size * block + rng.permutation(size) for block in blocks]) for size in inside]
+    return [np.concatenate([size * block + _other_order(size, rng) for block in blocks]) for size in inside]
+
+
+def _other_order(size: int, rng: np.random.Generator) -> Order:
+    """A random order other than the old one, from which nothing could be seen."""
+    order = rng.permutation(size)
+    while size > 1 and (order == np.arange(size)).all():
+        order = rng.permutation(size)
+    return order
 
 
 def permute(array: np.ndarray, axes: list[tuple[Axis, Order]]) -> np.ndarray:
     """The array with its units in another order."""
     for axis, order in axes:
-        array = np.take(array, entries(axis, order), axis=axis.axis)
+        array = np.take(array, entries(order, axis.repeat), axis=axis.axis)
     return array
 
 
-def entries(axis: Axis, order: Order) -> np.ndarray:
-    """Indices along an axis for an order of its units."""
-    return (order[:, None] * axis.repeat + np.arange(axis.repeat)).ravel()
+def entries(order: Order, repeat: int) -> np.ndarray:
+    """Indices along an axis with `repeat` entries for each unit, for an order of its units."""
+    return (order[:, None] * repeat + np.arange(repeat)).ravel()
 
 
 def _axes_of(groups: list[Group], orders: list[list[Order]], path: Path) -> list[tuple[Axis, Order]]:

@@ -78,6 +78,8 @@ def _part(units: Units, model: Any, name: str) -> Part:
     check_some_units(found, norms, name)
     size = units.size or _size(found, norms)
     axes = [Axis(leaf.path, axis, _repeat(leaf, axis, size, name)) for leaf, axis in found]
+    for norm in norms:
+        check_divisible(norm.input_size, size, f"{name}: `BatchNorm` of {norm.input_size} for {size} units")
     return Part(size, tuple(dict.fromkeys(axes)), tuple(norms))
 
 
