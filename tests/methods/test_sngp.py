@@ -219,6 +219,16 @@ def test_it_is_the_new_weight_that_is_bounded():
     np.testing.assert_allclose(weight + updates, 0.7 * new / np.linalg.norm(new, 2), rtol=1e-4, atol=1e-6)
 
 
+def test_weights_that_begin_at_zero_are_bounded():
+    model = {"network": jnp.zeros((3, 4))}
+    optimiser = bound_spectral_norm(optax.sgd(1.0), 0.5, where=lambda model: model["network"])
+    state = optimiser.init(model)
+    for _ in range(3):
+        updates, state = optimiser.update({"network": -jnp.ones((3, 4))}, state, model)
+        model = optax.apply_updates(model, updates)
+    np.testing.assert_allclose(np.linalg.norm(model["network"], 2), 0.5, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_bound_for_convolutions():
     """Of the kernel as a matrix, and, certified, of the convolution as a matrix."""

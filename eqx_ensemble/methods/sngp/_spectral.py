@@ -119,5 +119,6 @@ def _norm(weight: Array, u: Float[Array, " out"], num_iterations: int) -> tuple[
     matrix = weight.reshape(weight.shape[0], -1).astype(u.dtype)
     unit = lambda x: x / jnp.maximum(jnp.linalg.norm(x), jnp.finfo(x.dtype).tiny)
     for _ in range(num_iterations):
-        u = unit(matrix @ unit(matrix.T @ u))
+        new = matrix @ unit(matrix.T @ u)
+        u = jnp.where(jnp.any(new != 0), unit(new), u)  # a zero vector of weights that begin at zero would stay
     return jnp.linalg.norm(matrix.T @ u), u
