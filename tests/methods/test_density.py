@@ -95,6 +95,21 @@ def test_under_jit_with_double_precision():
     assert np.isnan(few).all()
 
 
+@pytest.mark.parametrize("fit", [gaussian_discriminant, mahalanobis])
+@pytest.mark.parametrize("spoil", ["constant", "a sum of others"])
+def test_variances_of_rounding_are_none(fit, spoil):
+    """Rounding makes some of these covariances positive definite."""
+    rng, labels = np.random.default_rng(1), np.arange(24) % 2
+    features = rng.normal(size=(30, 24, 3)).astype(np.float32)
+    constant = 0.1 + np.arange(30)[:, None]
+    features[..., 2] = constant if spoil == "constant" else features[..., 0] + features[..., 1]
+    values = jax.jit(lambda f: fit(f, labels, num_classes=2)(f))(features)
+    assert jnp.isnan(values).all()
+    assert jnp.isfinite(fit(features, labels, num_classes=2, ridge=1e-3)(features)).all()
+    features[..., 2] += 1e-2 * rng.normal(size=(30, 24))
+    assert jnp.isfinite(fit(features, labels, num_classes=2)(features)).all()
+
+
 FLAT = FEATURES * np.array([1, 1, 1, 0], np.float32)
 BAD = {
     "two axes": ({"features": FEATURES[0]}, ValueError, r"\(members, batch, hidden\)"),
@@ -103,7 +118,7 @@ BAD = {
     "labels that are no integers": ({"labels": LABELS / 2}, TypeError, "got float"),
     "a class too many": ({"labels": LABELS + 1}, ValueError, "labels from 0 to 2"),
     "a class without rows": ({"num_classes": 4}, ValueError, r"fewer of classes \[3\]"),
-    "a constant unit": ({"features": FLAT}, ValueError, "singular\\.\n  got one of member 0\n.*ridge=1e-3"),
+    "a constant unit": ({"features": FLAT}, ValueError, "singular\\.\n  got one of member 0\n.*`ridge`"),
     "a ridge below zero": ({"ridge": -1.0}, ValueError, "`ridge` to be at least 0"),
 }
 

@@ -71,7 +71,9 @@ def check_factors(name: str, factors: Array) -> None:
     if host is not None and not np.isfinite(host).all():
         wrong = ~np.isfinite(host).all(axis=(-2, -1))
         member = int(np.argwhere(wrong)[0][0])
-        fix = "Hidden units that are constant, or fewer rows than hidden units? Pass `ridge=1e-3`, say, or reduce them."
+        fix = (
+            "Hidden units that are constant, or fewer rows than hidden units? Pass a (larger) `ridge`, or reduce them."
+        )
         raise ValueError(needs_message(name, "covariances that are not singular", f"got one of member {member}", fix))
 
 

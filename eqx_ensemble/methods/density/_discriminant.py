@@ -97,7 +97,8 @@ def _fit(features: Array, counted: Array, ridge: Array) -> tuple[Array, Array, A
     """Centre, means and factors of one member."""
     deviations, centre = centre_rows(features, jnp.sum(counted, axis=1))
     means = class_means(deviations, counted)
-    one = lambda of: factor(deviations - of[0][None], of[1], 1, ridge)
+    largest = jnp.max(jnp.abs(features), axis=0)
+    one = lambda of: factor(deviations - of[0][None], of[1], 1, ridge, largest)
     return centre, means, jax.lax.map(one, (means, counted.T))
 
 

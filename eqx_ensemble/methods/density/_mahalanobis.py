@@ -91,7 +91,8 @@ def _fit(features: Array, counted: Array, ridge: Array) -> tuple[Array, Array, A
     deviations, centre = centre_rows(features, rows)
     means = class_means(deviations, counted)
     within = deviations - counted @ means
-    return centre, means, factor(within, rows, 0, ridge), factor(deviations, rows, 0, ridge)
+    own = lambda residuals: factor(residuals, rows, 0, ridge, jnp.max(jnp.abs(features), axis=0))
+    return centre, means, own(within), own(deviations)
 
 
 @jax.jit

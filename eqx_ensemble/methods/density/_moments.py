@@ -32,12 +32,24 @@ def one_hot_rows(
 
 
 def factor(
-    residuals: Float[Array, "batch hidden"], counted: Float[Array, " batch"], ddof: int, ridge: Float[Array, ""]
+    residuals: Float[Array, "batch hidden"],
+    counted: Float[Array, " batch"],
+    ddof: int,
+    ridge: Float[Array, ""],
+    largest: Float[Array, " hidden"],
 ) -> Float[Array, "hidden hidden"]:
-    """The lower triangular factor of a covariance around zero, with a ridge."""
+    """The lower triangular factor of a covariance around zero, with a ridge; NaN if it is singular to rounding.
+
+    Of units of at most this size, variances may be nothing but rounding; so may what others leave unexplained of one.
+    """
     kept = jnp.where(counted[:, None] > 0, residuals, 0)
     covariance = kept.T @ kept / (jnp.sum(counted) - ddof)
-    return jnp.linalg.cholesky(covariance + ridge * jnp.eye(covariance.shape[0], dtype=covariance.dtype))
+    variances = jnp.diagonal(covariance) + ridge
+    lower = jnp.linalg.cholesky(covariance + ridge * jnp.eye(covariance.shape[0], dtype=covariance.dtype))
+    eps = float(jnp.finfo(lower.dtype).eps)
+    known = variances > (4 * eps * largest) ** 2
+    known &= jnp.diagonal(lower) ** 2 > 2 * len(lower) ** 0.5 * eps * variances
+    return jnp.where(jnp.all(known), lower, jnp.nan)
 
 
 def squared_distance(
