@@ -76,12 +76,12 @@ def draw_masks(key: Key[Array, ""], num_masks: int, width: int, scale: float) ->
     order = jnp.argsort(jax.random.uniform(draw_key, (num_masks, width)), axis=1)
     masks = jnp.argsort(order, axis=1) < kept
 
-    def cover(feature: Array, masks: Array) -> Array:
+    def cover(masks: Array) -> Array:
         count = masks.sum(axis=0)
+        feature = jnp.argmin(count)  # the first without a mask
         lots = jax.random.uniform(jax.random.fold_in(move_key, feature), masks.shape)
         donor = jnp.argmax(jnp.where(masks & (count > 1)[None], lots, -1.0))
         mask, taken = jnp.divmod(donor, width)
-        moved = masks.at[mask, taken].set(False).at[mask, feature].set(True)
-        return jnp.where(count[feature] == 0, moved, masks)
+        return masks.at[mask, taken].set(False).at[mask, feature].set(True)
 
-    return jax.lax.fori_loop(0, width, cover, masks)
+    return jax.lax.while_loop(lambda masks: ~jnp.all(masks.any(axis=0)), cover, masks)
