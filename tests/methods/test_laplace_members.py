@@ -68,7 +68,9 @@ class TestMembers:
         """A member's posterior, its draws included, does not depend on the others."""
         one = fit(ENSEMBLE[[1]])
         same(one, posterior[[1]])
-        same(one, posterior[1])
+        for index in (1, np.int64(1), jnp.array(1), slice(1, 2)):
+            same(one, posterior[index])
+        assert posterior[np.int64(1)].members.ids.tolist() == [1]
         draws = posterior.sample(3, key=KEY)
         assert draws.ids.tolist() == list(range(9))
         np.testing.assert_allclose(posterior.sample(2, key=KEY)(X[0])[2:4], draws(X[0])[3:5], rtol=1e-5)
@@ -82,6 +84,13 @@ class TestMembers:
         same(own[[1]], posterior[[1]])
         same(own[[2]], fit(ENSEMBLE[[2]], prior_precision=10.0))
         assert_close(own.log_marginal_likelihood(), posterior.log_marginal_likelihood(priors), 1e-5)
+
+    def test_replaced(self, posterior):
+        """As if it had been fitted so, and all else as before."""
+        priors = jnp.array([0.1, 1.0, 10.0])
+        replaced = laplace.replace(posterior, prior_precision=priors)
+        assert_close(replaced, fit(prior_precision=priors), 1e-5)
+        assert np.abs(replaced.predict(X)[2] - posterior.predict(X)[2]).max() > 0.01
 
     def test_mixture(self, posterior):
         """The members' mixture has equal weights; it is no posterior of their mean."""
@@ -278,6 +287,14 @@ def test_errors_of_a_posterior(posterior):
         posterior.log_marginal_likelihood(noise=0.1)
     with pytest.raises(TypeError, match="for regression only"):
         posterior.optimise_prior(fit_noise=True)
+    with pytest.raises(TypeError, match="`methods.laplace.replace` takes `noise` for regression only"):
+        laplace.replace(posterior, noise=0.1)
+    with pytest.raises(TypeError, match="needs `prior_precision` or `noise`, got neither"):
+        laplace.replace(posterior)
+    with pytest.raises(TypeError, match="what `methods.laplace.fit` returned"):
+        laplace.replace(ENSEMBLE, prior_precision=1.0)
+    with pytest.raises(ValueError, match="`prior_precision` above zero"):
+        laplace.replace(posterior, prior_precision=0)
     with pytest.raises(ValueError, match="`num_samples` of at least 1"):
         posterior.sample(0, key=KEY)
     with pytest.raises(ValueError, match="`count` of at most 15"):
@@ -294,5 +311,7 @@ def test_errors_of_a_posterior(posterior):
     with pytest.raises(ValueError, match="the members 0 have none"):
         laplace.fit(perfect, (X, perfect(ee.Batch(X))[0]), **regression)
     found = laplace.fit(perfect, (X, X[:, 0]), noise=1.0, **regression)
+    exact = laplace.fit(perfect, (X, X[:, 0]), noise=0.5, **regression)
+    assert_close(laplace.replace(found, noise=0.5), exact, 1e-6)
     with pytest.raises(TypeError, match="for classes only"):
         found.predict(X, link="probit")

@@ -123,6 +123,17 @@ def test_a_particle_that_is_not_active_is_as_if_left_out(method, broken):
         assert not np.isfinite(METHODS[method](points, scores)).any()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_kernel_that_is_not_defined_at_zero(method):
+    """Of directions: particles that take no part have none."""
+    norm = lambda x: jnp.sqrt(jnp.sum(x**2))
+    cosine = lambda x, y: 2 + jnp.sum(x * y) / (norm(x) * norm(y))
+    found = METHODS[method](POINTS, SCORES, kernel=cosine, active=np.arange(6) < 4)
+    expected = METHODS[method](POINTS[:4], SCORES[:4], kernel=cosine)
+    np.testing.assert_allclose(found[:4], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found[4:], 0)
+
+
 def test_large_offsets_and_small_distances():
     """Distances are sums of squared differences, and no differences of squares."""
     points = (100 + 1e-3 * POINTS).astype(np.float32)
@@ -144,6 +155,15 @@ def test_under_transformations():
     both = jax.jit(jax.vmap(particles.wgd))(np.stack([POINTS, POINTS[::-1]]), np.stack([SCORES, SCORES[::-1]]))
     np.testing.assert_allclose(both[0], expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(both[1], expected[::-1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_bandwidth_is_a_constant_in_derivatives(method):
+    """A particle's distance to itself, of which the root has no derivative, is among those of the median."""
+    total = lambda points, kernel: jnp.sum(METHODS[method](points, SCORES, kernel=kernel) ** 2)
+    bandwidth = float(np.median(pdist(POINTS)) ** 2 / np.log(6))
+    expected = jax.grad(total)(jnp.asarray(POINTS), particles.RBF(bandwidth))
+    np.testing.assert_allclose(jax.grad(total)(jnp.asarray(POINTS), particles.RBF()), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_no_array_of_all_pairs_and_weights():
@@ -184,6 +204,8 @@ def test_an_adaptive_kernel_of_ones_own():
         (lambda: particles.svgd(POINTS, SCORES, active=np.ones(6)), "needs one boolean per member as `active`"),
         (lambda: particles.svgd(POINTS, SCORES, active=np.ones(5, bool)), r"got dtype bool, shape \(5,\)"),
         (lambda: particles.RBF(0.0), "`methods.particles.RBF` needs `bandwidth` to be above 0, got 0.0"),
+        (lambda: particles.RBF(jnp.array(-1.0)), "needs `bandwidth` to be above 0, got -1.0"),
+        (lambda: particles.RBF(jnp.ones(2)), "needs `bandwidth` to be a number"),
         (lambda: particles.RBF("median"), "needs `bandwidth` to be a number, got 'median'"),
     ],
 )  # fmt: skip

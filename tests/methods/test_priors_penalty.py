@@ -62,6 +62,8 @@ def test_half_precision_is_summed_in_single():
     ("model", "options", "error", "message"),
     [
         (jnp.ones(2), {"num_rows": 0}, ValueError, "`methods.priors.gaussian_penalty` needs `num_rows` to be above 0"),
+        (jnp.ones(2), {"num_rows": np.float32(np.nan)}, ValueError, "`num_rows` to be above 0 and finite, got nan"),
+        (jnp.ones(2), {"num_rows": jnp.inf}, ValueError, "`num_rows` to be finite"),
         (jnp.ones(2), {"std": 0, "num_rows": 1}, ValueError, "`std` to be above 0, got 0"),
         (jnp.ones(2), {"std": jnp.ones(2), "num_rows": 1}, TypeError, "`std` to be a number"),
         ({"w": jnp.ones(2)}, {"std": lambda x: -1.0, "num_rows": 1}, ValueError, r"`std\['w'\]` to be above 0"),

@@ -165,6 +165,16 @@ def test_the_noise_follows_the_learning_rate_of_its_step():
     np.testing.assert_allclose(stds, expected, rtol=5 / np.sqrt(2 * CHAINS))
 
 
+@BY_NAME
+def test_parts_of_a_transform_have_noise_of_their_own(sampler):
+    """Both parts of an `optax.multi_transform` have one key, and a first leaf of one shape."""
+    weights = {"a": jnp.zeros(9), "b": jnp.zeros(9)}
+    part = SAMPLERS[sampler](1.0)
+    both = optax.multi_transform({"a": part, "b": part}, {"a": "a", "b": "b"})
+    moves, _ = both.update(weights, both.init(weights), weights)
+    assert (moves["a"] != moves["b"]).all()
+
+
 def test_chains_that_share_noise_contract():
     """What happens where `init` is mapped without ids: two chains with one noise approach each other."""
     x = jnp.array([[1.0], [3.0]])

@@ -3,4 +3,5 @@
 from ._fit import fit as fit
 from ._laplace import Laplace as Laplace
 from ._member import Outputs as Outputs
+from ._replace import replace as replace
 from ._subnetwork import subnetwork as subnetwork

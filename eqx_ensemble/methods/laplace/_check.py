@@ -101,6 +101,12 @@ def check_per_member(name: str, argument: str, value: Any, own: Any) -> Any:
     return jnp.broadcast_to(array.astype(own.dtype), own.shape)
 
 
+def check_some_value(prior_precision: Any, noise: Any, *, name: str) -> None:
+    """Something to replace."""
+    if prior_precision is None and noise is None:
+        raise TypeError(f"`{name}` needs `prior_precision` or `noise`, got neither.")
+
+
 def check_no_noise(noise: Any, *, name: str) -> None:
     """No noise where there are classes."""
     if noise is not None:

@@ -2,12 +2,15 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
+import jax
+import numpy as np
 from jaxtyping import Array, Float
 
 from ... import _keys, tree
 from ..._axes import Each
 from ..._check import check_flag, check_positive_int
 from ..._ensemble import Ensemble
+from ..._ensemble._check_members import check_index_of_members
 from ..._predict import predict
 from ..._pytree import PyTree
 from ...plan._map import map_members
@@ -38,9 +41,12 @@ class Laplace(eqx.Module, Generic[M]):
     state: eqx.nn.State | None
 
     def __getitem__(self, index: Any) -> "Laplace[M]":
-        """The posterior of some members: a slice, a list of integers or a mask."""
-        if isinstance(index, int):
+        """The posterior of some members: an integer, a slice, a list of integers or a mask."""
+        check_index_of_members(index)
+        if isinstance(index, int | np.integer):
             index = [index]
+        elif isinstance(index, jax.Array | np.ndarray) and index.ndim == 0:
+            index = index.reshape(1)
         state = None if self.state is None else tree.take(self.state, index)
         return Laplace(self.members[index], state)
 
@@ -190,9 +196,14 @@ class Laplace(eqx.Module, Generic[M]):
             check_per_member(name, "fit_noise", None if self.noise is not None else 1.0, self.noise)
         precision, noise = _best_prior(self.members, with_noise)
         check_optimum(precision, noise, self.members.ids, name=name)
-        get = lambda members: (members.stacked.posterior.prior_precision, members.stacked.posterior.noise)
-        members = eqx.tree_at(get, self.members, (precision, noise), is_leaf=lambda x: x is None)
-        return Laplace(members, self.state)
+        return with_values(self, precision, noise)
+
+
+def with_values(posterior: Laplace[M], prior_precision: Array, noise: Array | None) -> Laplace[M]:
+    """The same posteriors with other values of the prior precision and the noise."""
+    get = lambda members: (members.stacked.posterior.prior_precision, members.stacked.posterior.noise)
+    members = eqx.tree_at(get, posterior.members, (prior_precision, noise), is_leaf=lambda x: x is None)
+    return Laplace(members, posterior.state)
 
 
 @eqx.filter_jit

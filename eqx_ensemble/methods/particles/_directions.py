@@ -132,6 +132,8 @@ def directions(
     `(members, members, size)`. `gather` brings all particles to every device.
     """
     points, scores = (jnp.where(active[:, None], x, jnp.zeros_like(x)) for x in (points, scores))
+    # A kernel may be defined among the particles only: those that take no part stand where one of them is.
+    points = jnp.where(active[:, None], points, points[jnp.argmax(active)][None])
     others = (gather(points), gather(scores), gather(active))
     if isinstance(kernel, AbstractKernel):
         distances = run(lambda point: jnp.sum((others[0] - point[None]) ** 2, axis=1), points)

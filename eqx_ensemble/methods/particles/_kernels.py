@@ -65,10 +65,12 @@ class RBF(AbstractKernel):
 
     def __check_init__(self) -> None:
         name = "methods.particles.RBF"
-        if self.bandwidth is None or isinstance(self.bandwidth, jax.Array) or is_traced(self.bandwidth):
+        if self.bandwidth is None or is_traced(self.bandwidth):
             return
-        if check_number(self.bandwidth, "bandwidth", name=name) <= 0:
-            raise ValueError(above_zero_message(name, "bandwidth", self.bandwidth))
+        value = self.bandwidth
+        value = value.item() if isinstance(value, jax.Array) and not value.shape else value
+        if check_number(value, "bandwidth", name=name) <= 0:
+            raise ValueError(above_zero_message(name, "bandwidth", value))
 
     def __call__(self, x: Float[Array, " size"], y: Float[Array, " size"]) -> Float[Array, ""]:
         """The kernel of two particles; with `bandwidth=None` that of $b = 1$."""
@@ -79,7 +81,7 @@ class RBF(AbstractKernel):
         """The kernel with the bandwidth of these particles, unless a bandwidth was given."""
         if self.bandwidth is not None:
             return self
-        return RBF(median_bandwidth(squared_distances, active))
+        return RBF(median_bandwidth(jax.lax.stop_gradient(squared_distances), active))
 
 
 def median_bandwidth(

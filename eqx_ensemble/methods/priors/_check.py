@@ -98,8 +98,8 @@ def check_num_rows(num_rows: Any, *, name: str = _PENALTY) -> Any:
         raise TypeError(f"`{name}` needs `num_rows` to be one number, got {leaf_text(num_rows)}.")
     else:
         value = num_rows
-    if not is_traced(value) and float(value) <= 0:
-        raise ValueError(f"`{name}` needs `num_rows` to be above 0, got {num_rows}.")
+    if not is_traced(value) and not 0 < float(value) < math.inf:
+        raise ValueError(f"`{name}` needs `num_rows` to be above 0 and finite, got {num_rows}.")
     return num_rows
 
 

@@ -38,13 +38,17 @@ def first_key(key: Any, *, name: str) -> Key[Array, ""]:
 
 
 def draw_noise(key: Key[Array, ""], count: Int[Array, ""], like: PyTree, std: Float[Array, ""]) -> PyTree:
-    """Gaussian noise of one step, of the shapes and dtypes of `like`."""
+    """Gaussian noise of one step, of the shapes and dtypes of `like`.
+
+    Each leaf has a stream of its own by its path: the parts of an `optax.multi_transform` count their leaves alike.
+    """
     of_step = jax.random.fold_in(key, count)
-    leaves, treedef = jax.tree.flatten(like)
-    drawn = [
-        std.astype(x.dtype) * jax.random.normal(jax.random.fold_in(of_step, i), x.shape, x.dtype)
-        for i, x in enumerate(leaves)
-    ]
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
+    drawn = []
+    for i, (path, x) in enumerate(leaves):
+        of_path = jax.random.fold_in(of_step, np.uint32(_keys.tag(jax.tree_util.keystr(path))))
+        own = jax.random.fold_in(of_path, i)
+        drawn.append(std.astype(x.dtype) * jax.random.normal(own, x.shape, x.dtype))
     return jax.tree.unflatten(treedef, drawn)
 
 
