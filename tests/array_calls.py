@@ -56,6 +56,7 @@ CALLS = {
     },
     combine.weights: {
         "bayesian": {"log_scores": _MEAN, "mask": _MASK},
+        "diverse": {"similarity": np.eye(len(_MEAN), dtype=np.float32), "count": 2},
         "elites": {"scores": _MEAN[:, 0], "count": 2, "mode": "min"},
         "greedy": {"predictions": _MEAN, "score": "log", "num_steps": 3, "num_initial": 1, "mask": _MASK},
         "sparsify": {"weights": _WEIGHTS, "above": 0.1, "num_members": 3},

@@ -1,4 +1,5 @@
 from ._bayesian import bayesian as bayesian
+from ._diverse import diverse as diverse
 from ._elites import elites as elites
 from ._greedy import Greedy as Greedy
 from ._greedy import greedy as greedy

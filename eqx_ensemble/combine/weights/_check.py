@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from ..._check import (
     check_array,
+    check_floating,
     check_mask,
     check_number,
     check_plain_weights,
@@ -75,6 +76,45 @@ def check_scores_of_members(name: str, scores: ArrayLike, count: Any) -> tuple[A
             )
         )
     return array, number
+
+
+def check_similarity(name: str, similarity: ArrayLike, count: Any, quality: Any) -> tuple[Array, int, Array]:
+    """A symmetric, positive semi-definite matrix of members, a count of them, and their quality in its dtype."""
+    matrix, number = check_floating(name, "similarity", similarity), check_positive_int(count, "count", name=name)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+        fix = "For classes, `1 - uncertainty.pairwise_disagreement(logits)`."
+        raise ValueError(needs_message(name, "`similarity` (members, members)", f"got shape {matrix.shape}", fix))
+    if number > matrix.shape[0]:
+        got = f"got {number} of {matrix.shape[0]}"
+        raise ValueError(needs_message(name, "`count` of at most the number of members", got, "Ask for fewer."))
+    matrix = matrix.astype(matrix.dtype if jnp.finfo(matrix.dtype).bits >= 32 else jnp.float32)
+    _check_semi_definite(name, similarity)
+    if quality is None:
+        return matrix, number, jnp.ones(matrix.shape[0], matrix.dtype)
+    scale = check_array(name, "quality", quality)
+    if scale.shape != matrix.shape[:1]:
+        got = f"got shape {scale.shape}, need ({matrix.shape[0]},)"
+        raise ValueError(needs_message(name, "one `quality` per member", got, "Higher is better."))
+    host = concrete(quality)
+    if host is not None and not (np.isfinite(host) & (host >= 0)).all():
+        fix = "Of log scores take `jnp.exp`."
+        raise ValueError(needs_message(name, "`quality` of zero or more", "got a negative one, infinity or NaN", fix))
+    return matrix, number, scale.astype(matrix.dtype)
+
+
+def _check_semi_definite(name: str, similarity: ArrayLike) -> None:
+    host = concrete(similarity)
+    if host is None:
+        return
+    host = np.asarray(host, np.float64)
+    if not np.isfinite(host).all():
+        fix = "Leave out members with NaN predictions."
+        raise ValueError(needs_message(name, "a finite `similarity`", "got NaN or infinity", fix))
+    tolerance = 1e-3 * np.abs(host).max()
+    if np.abs(host - host.T).max() > tolerance or np.linalg.eigvalsh(host).min() < -tolerance:
+        fix = "A matrix of disagreements? Pass `1 - disagreement`."
+        got = "got one that is not"
+        raise ValueError(needs_message(name, "a symmetric, positive semi-definite `similarity`", got, fix))
 
 
 def check_greedy(

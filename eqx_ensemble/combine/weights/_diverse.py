@@ -1,0 +1,78 @@
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from ._check import check_similarity
+
+
+def diverse(
+    similarity: Float[ArrayLike, "members members"],
+    count: int,
+    *,
+    quality: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, " members"]:
+    r"""Equal weights for `count` members that differ from each other, none for the others.
+
+    Greedy selection by the determinant of $q_i S_{ij} q_j$ over the selected members: each step adds the member that
+    raises it most, which is the one of the largest quality $q_i$ and, at equal quality, the one that the others explain
+    least. It is the greedy mode of a determinantal point process. Copies of selected members come last.
+
+    **Arguments:**
+
+    - `similarity`: $S$, a positive semi-definite matrix `(members, members)`: for classes
+        `1 - uncertainty.pairwise_disagreement(logits)`, for real targets the correlations of the members' errors. Of
+        rows that no member was trained on.
+    - `count`: how many.
+    - `quality`: $q$, zero or more for each member, `(members,)`, higher is better; equal by default. With log scores
+        per row, `jnp.exp(log_scores)`, or a power of it: the larger the power, the less diversity counts.
+
+    **Returns:**
+
+    Convex weights `(members,)`, each 0 or `1 / count`. The members themselves are what [`eqx_ensemble.prune`][] keeps
+    of an ensemble. Where members tie, the first is selected. There is no gradient through the choice.
+
+    **Raises:**
+
+    - `TypeError` for a similarity that is not floating-point.
+    - `ValueError` for a matrix that is not square, symmetric, or positive semi-definite (where concrete), quality that
+        is negative or NaN, and a count out of range.
+
+    ```python
+    logits = jnp.array([[[2.0, 0.0]] * 4, [[3.0, 0.0]] * 4, [[2.0, 0.0]] * 2 + [[0.0, 2.0]] * 2])
+    similarity = 1 - ee.uncertainty.pairwise_disagreement(logits)
+    ee.combine.weights.diverse(similarity, 2)  # [0.5, 0.0, 0.5]: the first two vote alike
+    ```
+
+    ??? cite
+        [Determinantal Point Processes for Machine Learning](https://arxiv.org/abs/1207.6083), Kulesza and Taskar, 2012;
+        the algorithm: [Fast Greedy MAP Inference for Determinantal Point
+        Process](https://arxiv.org/abs/1709.05135), Chen, Zhang and Zhou, 2018.
+    """
+    matrix, number, scale = check_similarity("combine.weights.diverse", similarity, count, quality)
+    return _diverse(matrix, scale, number)
+
+
+@partial(jax.jit, static_argnames="count")
+def _diverse(
+    similarity: Float[Array, "members members"], quality: Float[Array, " members"], count: int
+) -> Float[Array, " members"]:
+    """Rows of the Cholesky factor of the selected members, one a step; `left` is what they do not explain."""
+    scaled = quality[:, None] * similarity * quality[None]
+    rounding = 8 * jnp.finfo(scaled.dtype).eps * jnp.max(jnp.diagonal(scaled))
+
+    def step(carry: tuple[Array, Array, Array], number: Any) -> tuple[tuple[Array, Array, Array], None]:
+        rows, left, selected = carry
+        known = jnp.where(left > rounding, left, 0)
+        chosen = jnp.argmax(jnp.where(selected, -1, known))
+        pivot = jnp.sqrt(jnp.maximum(left[chosen], rounding))
+        explained = jnp.matmul(rows.T, rows[:, chosen], precision="highest")
+        row = (scaled[chosen] - explained) / jnp.where(pivot > 0, pivot, 1)
+        return (rows.at[number].set(row), left - row**2, selected.at[chosen].set(True)), None
+
+    none = jnp.zeros(similarity.shape[0], bool)
+    start = jnp.zeros((count, similarity.shape[0]), scaled.dtype), jnp.diagonal(scaled), none
+    (_, _, selected), _ = jax.lax.scan(step, start, jnp.arange(count))
+    return jnp.where(selected, jnp.asarray(1 / count, scaled.dtype), 0)
