@@ -5,6 +5,7 @@ from ._map import map_each as map_each
 from ._map import over_batch as over_batch
 from ._map import over_leading_axis as over_leading_axis
 from ._map import split_members as split_members
+from ._marks import AbstractParts as AbstractParts
 from ._marks import AbstractPerMember as AbstractPerMember
 from ._marks import Batch as Batch
 from ._marks import Each as Each

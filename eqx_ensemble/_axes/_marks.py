@@ -109,6 +109,10 @@ class Batch(eqx.Module):
         check_batch_axis(self.value, self.axis)
 
 
+class AbstractParts(eqx.Module):
+    """Several ensembles side by side: a function of one member is not mapped over all of them at once."""
+
+
 def is_array(x: Any) -> TypeGuard[jax.Array | np.ndarray]:
     """Whether a leaf is a JAX or NumPy array: the leaves that can carry an axis."""
     return isinstance(x, jax.Array | np.ndarray)

@@ -87,16 +87,6 @@ def check_order(order: Any, num_members: int, *, name: str) -> tuple[int, ...]:
     return tuple(listed)
 
 
-def check_is_ensemble(part: Any) -> Ensemble[Any]:
-    """A part of a group; within `map_members` it is a single model."""
-    if not isinstance(part, Ensemble):
-        raise TypeError(
-            "A `Group` has members of several architectures, which no function maps over at once.\n"
-            "Map over each part: `{name: map_members(fn)(part) for name, part in group.parts.items()}`."
-        )
-    return part
-
-
 def check_known_part(name: str, parts: Mapping[str, Any]) -> None:
     """A name of one of the parts."""
     if name not in parts:

@@ -1,7 +1,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
-import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -15,7 +14,6 @@ from ..tree._check import check_index
 from ._check_group import (
     check_distinct_parts,
     check_group_index,
-    check_is_ensemble,
     check_known_part,
     check_member_values,
     check_no_state,
@@ -27,7 +25,7 @@ from ._ensemble import Ensemble
 from ._group_order import join_members, member_positions
 
 
-class Group(eqx.Module):
+class Group(_axes.AbstractParts):
     """Ensembles of different architectures, with their members in one order.
 
     Each part is an [`eqx_ensemble.Ensemble`][] of models of one architecture. [`eqx_ensemble.predict`][] returns the
@@ -88,7 +86,7 @@ class Group(eqx.Module):
     @property
     def num_members(self) -> int:
         """The number of members of all parts."""
-        return sum(check_is_ensemble(part).num_members for part in self.parts.values())
+        return sum(part.num_members for part in self.parts.values())
 
     @property
     def ids(self) -> Int[Array, " members"]:
@@ -153,5 +151,5 @@ class Group(eqx.Module):
 
     def unstack(self) -> list[Any]:
         """The members as a list of ordinary models, in their order."""
-        models = [model for part in self.parts.values() for model in check_is_ensemble(part).unstack()]
+        models = [model for part in self.parts.values() for model in part.unstack()]
         return [models[i] for i in self.order]

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import _axes
 from .._pytree import PyTree
-from ._check_group import check_is_ensemble, check_like_outputs
+from ._check_group import check_like_outputs
 
 if TYPE_CHECKING:
     from ._group import Group
@@ -19,7 +19,7 @@ def member_positions(group: "Group") -> dict[str, np.ndarray]:
     """Of each part by name, the positions of its members in the group."""
     of_all, start, positions = np.argsort(np.asarray(group.order)), 0, {}
     for name, part in group.parts.items():
-        size = check_is_ensemble(part).num_members
+        size = part.num_members
         positions[name] = of_all[start : start + size]
         start += size
     return positions

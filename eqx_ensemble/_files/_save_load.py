@@ -124,7 +124,7 @@ def load(
         elsewhere, sharded over several devices where those of `like` are.
     - `members`: positions of the members to read, as in `ensemble[members]`: a list, a slice or a mask. The tree must
         hold one ensemble, besides states and inputs marked `Each` with as many members. `like` may then have any number
-        of members. With the format `"orbax"`, all are read and these are kept.
+        of members. With the format `"orbax"`, and of a group, all are read and these are kept.
     - `cast`: `"like"` casts floats to floats, integers to integers and complex to complex numbers of another
         precision, if none of them becomes infinite or wraps around. Without it, nothing is cast.
     - `mesh`: the devices for ensembles, from [`eqx_ensemble.make_mesh`][], wherever they were saved from.
@@ -169,7 +169,7 @@ def load(
             _one_set_of_members(like, reader.manifest, path, name)
         tree = restore(reader, like, rows=rows, cast=cast, strict=strict, name=name)
     if members is not None and isinstance(tree, Group):
-        tree = tree[list(members) if isinstance(members, range) else members]
+        tree = tree[_positions(members, tree.num_members, name)]
     return tree if layout is None else _shard(tree, layout)
 
 
@@ -251,7 +251,11 @@ def _one_set_of_members(like: Any, manifest: Manifest, path: PathLike, name: str
 def _rows(members: Any, manifest: Manifest, path: PathLike, name: str) -> list[int]:
     ids = manifest.members
     check_saved_members(ids, path, name=name)
-    members = list(members) if isinstance(members, range) else members
-    rows = check_index(members, len(ids or ()), name=name)
+    return _positions(members, len(ids or ()), name)
+
+
+def _positions(members: Any, num_members: int, name: str) -> list[int]:
+    rows = check_index(list(members) if isinstance(members, range) else members, num_members, name=name)
+    check_member_selection(rows, name=name)  # of an array without axes
     check_distinct(rows, name=name)
     return [int(row) for row in rows]

@@ -1,5 +1,8 @@
 from typing import Any
 
+import jax
+
+from .. import _axes
 from ._plans import AbstractPlan
 
 
@@ -26,3 +29,13 @@ def out_of_memory_message(num_members: int, plan: str, less: str | None, error: 
     if less is None:
         hint = "Not even one member at a time fits: choose a smaller `batch_size`."
     return f"`{name}` ran out of memory with {num_members} members under `{plan}`: {first}\n{hint}"
+
+
+def check_no_parts(arguments: Any, *, name: str) -> None:
+    """No groups among the arguments: members of parts of equal sizes would be mapped over in pairs."""
+    is_node = lambda x: isinstance(x, _axes.AbstractParts) or _axes.is_per_member(x)
+    if any(isinstance(node, _axes.AbstractParts) for node in jax.tree.leaves(arguments, is_leaf=is_node)):
+        raise TypeError(
+            f"`{name}` needs an `Ensemble`, whose members are of one architecture, got a group.\n"
+            "Map over each part: `{name: map_members(fn)(part) for name, part in group.parts.items()}`."
+        )

@@ -13,6 +13,7 @@ from .._pytree import PyTree
 from .._typing import MappedFunction, Out, P
 from ..sharding._layout import as_layout
 from ._auto import AnyPlan, as_plan
+from ._check import check_no_parts
 from ._compiled import keeps_program, program_of
 from ._plans import AbstractPlan
 from ._sharded import sharded_plan
@@ -84,6 +85,7 @@ class _Mapping(eqx.Module):
 
 
 def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
+    check_no_parts((args, kwargs), name=call.name)
     parts, view, _ = _axes.split_members((args, kwargs), name=call.name)
 
     def one(part: PyTree) -> PyTree:

@@ -2,6 +2,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,6 +46,7 @@ def test_ids_are_those_given():
     assert group["Linear"].ids.tolist() == [5]
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.sampled_from(sorted(MAKERS)), min_size=1, max_size=6), st.data())
 def test_members_stay_in_the_order_of_the_list_whatever_the_parts(kinds, data):
@@ -206,9 +208,14 @@ BAD = {
         "Call a part, `group['name'](x, state)`, or use `predict(group, x, state={'name': state})`.",
     ),
     "a map": (
-        lambda: ee.map_members(lambda model, x: model(x))(ee.group(LISTED[:2]), X),
-        "TypeError: A `Group` has members of several architectures, which no function maps over at once.\nMap over "
-        "each part: `{name: map_members(fn)(part) for name, part in group.parts.items()}`.",
+        lambda: ee.map_members(norm)(ee.group(LISTED[:2])),  # of two parts of one member
+        "TypeError: `map_members(norm)` needs an `Ensemble`, whose members are of one architecture, got a group.\n"
+        "Map over each part: `{name: map_members(fn)(part) for name, part in group.parts.items()}`.",
+    ),
+    "a map over parts of different sizes": (
+        lambda: ee.map_members(norm)(ee.group(LISTED), scale=ee.Each(jnp.ones(5))),
+        "TypeError: `map_members(norm)` needs an `Ensemble`, whose members are of one architecture, got a group.\n"
+        "Map over each part: `{name: map_members(fn)(part) for name, part in group.parts.items()}`.",
     ),
     "an average": (
         lambda: ee.average(ee.group(LISTED)),
@@ -221,6 +228,10 @@ BAD = {
         "parts: `{name: describe(part) for name, part in group.parts.items()}`.",
     ),
 }
+
+
+def norm(model, scale=1.0):
+    return scale * optax.global_norm(eqx.filter(model, eqx.is_array))
 
 
 @pytest.mark.usefixtures("unhooked")

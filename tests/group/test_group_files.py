@@ -1,3 +1,5 @@
+import re
+
 import equinox as eqx
 import numpy as np
 import pytest
@@ -33,6 +35,22 @@ def test_a_group_comes_back(group, path, like):
 def test_some_members(group, path, members):
     for like in (group, make_group):
         assert eqx.tree_equal(ee.load(path, like, members=members), group[members])
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ("linear", "TypeError: `load`: expected an int, a slice, or a one-dimensional list.*got 'linear'"),
+        ([1, 1], "ValueError: `load`: member 1 is given twice"),
+        ([5], "IndexError: `load`: index 5 is out of range for 5 members"),
+        (np.array(1), "TypeError: `load` needs a list of positions as `members`, got 1"),
+    ],
+    ids=str,
+)
+def test_members_are_positions(path, members, message):
+    with pytest.raises((TypeError, ValueError, IndexError)) as caught:
+        ee.load(path, make_group, members=members)
+    assert re.match(message, f"{type(caught.value).__name__}: {caught.value}")
 
 
 def test_in_a_bigger_tree(group, tmp_path):

@@ -78,6 +78,7 @@ def test_arguments_of_members_go_to_their_parts(group):
     assert eqx.tree_equal(some.ensemble, run.runs["wide"].ensemble)
 
 
+@pytest.mark.slow
 def test_functions_of_the_parts(group, run):
     doubled = lambda model, batch, key: 2 * mse(model, batch, key)
     losses, optimisers = {"wide": mse, "linear": doubled}, {"wide": SGD, "linear": optax.sgd(0.025)}
@@ -102,6 +103,7 @@ def test_parts_of_different_lengths(group, run):
     ]
 
 
+@pytest.mark.slow
 def test_it_continues_and_batches_can_be_iterated(group, run):
     batches = [tuple(x[i : i + 8] for x in DATA) for i in (0, 8, 16)]
     whole = ee.fit(group, mse, SGD, batches, epochs=2, key=KEY)
@@ -185,43 +187,45 @@ def test_a_plan_changes_nothing(group, run, plan):
 
 BAD = {
     "an iterator": (
-        lambda group: ee.fit(group, mse, SGD, iter([DATA]), steps=1, key=KEY),
+        lambda group, run: ee.fit(group, mse, SGD, iter([DATA]), steps=1, key=KEY),
         "TypeError: `fit` trains the parts of a group one after another, and a list_iterator can be iterated only once."
         "\nPass what can be iterated again, such as a loader or a list, or an iterator for each part: "
         "`{'linear': ..., 'wide': ...}`.",
     ),
     "one set of checkpoints": (
-        lambda group: ee.fit(group, mse, SGD, DATA, steps=1, checkpoint=ee.checkpoint.Checkpoints("none"), key=KEY),
+        lambda group, run: ee.fit(
+            group, mse, SGD, DATA, steps=1, checkpoint=ee.checkpoint.Checkpoints("none"), key=KEY
+        ),
         "TypeError: `fit` needs a folder as `checkpoint` for a group, in which each part has a folder; one "
         "`Checkpoints` is for one run.\nPass a path, or a dict with `Checkpoints` for each part.",
     ),
     "a missing loss": (
-        lambda group: ee.fit(group, {"wide": mse}, SGD, DATA, steps=1, key=KEY),
+        lambda group, run: ee.fit(group, {"wide": mse}, SGD, DATA, steps=1, key=KEY),
         "ValueError: `fit` needs `loss` for every part of the group, 'linear', 'wide'; there is none for 'linear'.",
     ),
     "rows of a part": (
-        lambda group: ee.fit(group, mse, SGD, DATA, rows=np.zeros((3, 4), int), steps=1, key=KEY),
+        lambda group, run: ee.fit(group, mse, SGD, DATA, rows=np.zeros((3, 4), int), steps=1, key=KEY),
         "MemberMismatchError: `fit` needs one value per member of the group: expected (5, ...), got (3, 4).",
     ),
     "the state of a part": (
-        lambda group: ee.fit(group, mse, SGD, DATA, state={"conv": None}, steps=1, key=KEY),
+        lambda group, run: ee.fit(group, mse, SGD, DATA, state={"conv": None}, steps=1, key=KEY),
         "TypeError: `fit` needs the `state` of a group as a dict from the names of its stateful parts to their states; "
         "the parts are 'linear', 'wide', got keys ['conv'].",
     ),
     "a run of a group": (
-        lambda group: ee.average(ee.fit(group, mse, SGD, DATA, steps=1, key=KEY)),
+        lambda group, run: ee.average(run),
         "TypeError: `average` needs an `Ensemble` or a `Group`, got a run of a group: pass `run.group`.",
     ),
     "ensembles as runs": (
-        lambda group: ee.GroupRun(dict(group.parts)),
+        lambda group, run: ee.GroupRun(dict(group.parts)),
         "TypeError: `GroupRun` needs runs of `fit`, got an Ensemble for the part 'linear'.",
     ),
     "a list of runs": (
-        lambda group: ee.GroupRun([]),
+        lambda group, run: ee.GroupRun([]),
         "TypeError: `GroupRun` needs a dict from the names of parts to their runs, got a list.",
     ),
     "equal ids": (
-        lambda group: ee.GroupRun(dict.fromkeys("ab", ee.fit(group["linear"], mse, SGD, DATA, steps=1, key=KEY))),
+        lambda group, run: ee.GroupRun(dict.fromkeys("ab", run.runs["linear"])),
         "ValueError: `GroupRun` needs members with different ids, because each member's random stream follows from its "
         "id; the parts `a` and `b` both have [3, 4].\nBuild each ensemble with its own before training: `build(make, "
         "ids=range(4, 8), key=key)`.",
@@ -231,7 +235,7 @@ BAD = {
 
 @pytest.mark.usefixtures("unhooked")
 @pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD)
-def test_messages(group, call, message):
+def test_messages(group, run, call, message):
     with pytest.raises(Exception) as caught:  # noqa: B017, PT011
-        call(group)
+        call(group, run)
     assert f"{type(caught.value).__name__}: {caught.value}" == message

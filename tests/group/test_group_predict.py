@@ -26,14 +26,18 @@ HOW = {
     "few rows": {},
     "batches": {"batch_size": 8},
     "a budget": {"batch_size": 8, "memory": 2**25},
-    "sequential": {"batch_size": 8, "plan": ee.plan.Sequential()},
     "a plan each": {"plan": {"Linear": ee.plan.Chunked(1), "MLP": "auto", "MLP_2": None}, "batch_size": 8},
+}
+SLOW = {
+    "sequential": {"batch_size": 8, "plan": ee.plan.Sequential()},
     "a mesh": {"batch_size": 8, "mesh": True},
     "few rows on a mesh": {"mesh": True},
 }
+CASES = [pytest.param(how, id=name) for name, how in HOW.items()]
+CASES += [pytest.param(how, id=name, marks=pytest.mark.slow) for name, how in SLOW.items()]
 
 
-@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("how", CASES)
 def test_is_the_loop_over_the_list(group, expected, how):
     how = how | ({"mesh": ee.make_mesh()} if "mesh" in how else {})
     found = ee.predict(group, rows(ROWS), **how)
@@ -57,6 +61,7 @@ def test_weights_of_each_row(group, expected):
         assert_close(found, np.einsum("mr,mrc->rc", weights / weights.sum(0), expected))
 
 
+@pytest.mark.slow
 def test_members_are_taken_a_few_at_a_time(group, expected, monkeypatch):
     """A budget that only one member of one row fits: predictions of several are never held."""
     from eqx_ensemble._predict import _block_sizes
@@ -116,7 +121,7 @@ def test_stateful_parts_have_a_state_each():
     alone = ee.predict(ensemble, rows(ROWS), state=state), ee.predict(group["linear"], rows(ROWS))
     for batch_size in (8, 64):
         found = ee.predict(group, rows(ROWS), state={"norm": state}, batch_size=batch_size)
-        np.testing.assert_array_equal(found, np.concatenate(alone))
+        assert_close(found, np.concatenate(alone))  # programs of other numbers of rows round otherwise
     with pytest.raises(TypeError, match="members are stateful") as caught:
         ee.predict(group, rows(ROWS))
     assert "This is about the part `norm` of the group." in caught.value.__notes__
@@ -139,6 +144,7 @@ def test_inside_jit(group, expected):
     assert_close(found, expected.mean(0))
 
 
+@pytest.mark.slow
 def test_predictions_need_to_know_nothing_of_the_parts(group, expected):
     """Combinations, scores and the rest take one axis of members."""
     targets = jax.random.normal(jax.random.key(2), (ROWS, 2))
@@ -209,6 +215,7 @@ def test_messages(call, message):
     assert f"{type(caught.value).__name__}: {caught.value}" == message
 
 
+@pytest.mark.slow
 def test_parts_built_on_a_mesh_stay_there():
     mesh = ee.make_mesh()
     group = ee.Group([ee.build(make, 4, mesh=mesh, key=KEY) for make in (WIDE, linear)], renumber=True)

@@ -45,6 +45,8 @@ OPTIONS = {
 # Tests of their own, below and in the curves': more rows mean more points, or less noise.
 OTHERS = {"aurc", "risk_coverage", "bootstrap", "roc_curve", "precision_recall_curve"}
 NEEDS_SCORINGRULES = ("energy_score", "variogram_score", "interval_score", "pinball", "dawid_sebastiani")
+# One of each kind: a mean of rows of classes and of numbers, a root, groups, bins, ranks, and a sum up to each level.
+QUICK = {"brier", "crps", "rmse", "by_group", "ence", "auroc", "quantile_calibration_error"}
 COPIES = 3
 
 
@@ -91,7 +93,9 @@ def test_every_score_takes_them():
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_whole_numbers_repeat_rows(name):
     score, (arguments, _) = score_of(name), CASES[name]
     repeated = along_rows(name, lambda x: np.repeat(x, COPIES, axis=0))
@@ -131,7 +135,9 @@ def test_a_mask_is_weights_of_zero_and_one(name):
         np.testing.assert_array_equal(rows, score(*arguments, mask=mask, reduction="none"))
 
 
-@pytest.mark.parametrize("scale", [2.0**-140, 2.0**120, 1e-300, 1e300])
+@pytest.mark.parametrize(
+    "scale", [2.0**-140, 1e300, *(pytest.param(x, marks=pytest.mark.slow) for x in (2.0**120, 1e-300))]
+)
 def test_only_ratios_matter(scale):
     weights = np.arange(20) + 1.0
     for name, options in [("brier", {}), ("ece", {"binning": "mass", "debiased": True}), ("nll", {}), ("auroc", {})]:
@@ -140,7 +146,7 @@ def test_only_ratios_matter(scale):
         assert_close(score(*arguments, row_weights=scale * weights), want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**100])
+@pytest.mark.parametrize("scale", [2.0**-100, *(pytest.param(x, marks=pytest.mark.slow) for x in (1.0, 2.0**100))])
 def test_while_tracing_too(scale):
     weights, mask = np.where(np.arange(20) == 5, 0, np.arange(20) + 1).astype(np.float32), np.arange(20) > 2
     for name in ("crps", "brier", "rmse", "aupr"):
@@ -179,6 +185,7 @@ def test_gradient_of_a_mean_by_its_weights():
     np.testing.assert_allclose(jax.grad(mean)(weights)[1:], want[1:], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_members_with_weights_of_their_own_and_of_rows():
     rows, members = np.arange(20) + 1.0, np.array([1.0, 0.0, 3.0])
     got = scores.nll(LOGITS, LABELS, weights=members, row_weights=rows)
@@ -199,6 +206,7 @@ def test_large_arrays_are_summed_alike():
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_scikit_learn_agrees():
     metrics = pytest.importorskip("sklearn.metrics")
     weights = np.random.default_rng(2).exponential(size=20)
@@ -235,6 +243,7 @@ def test_bins_of_equal_weight():
     assert not np.allclose(score(logits, labels), want, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_noise_of_weighted_labels_is_subtracted():
     """A calibrated model has no squared error on average; by sums of weights, or none, too little is subtracted."""
     rng = np.random.default_rng(4)
@@ -251,6 +260,7 @@ def test_noise_of_weighted_labels_is_subtracted():
     np.testing.assert_allclose(plain.mean(), p * (1 - p) * (weights**2).sum() / weights.sum() ** 2, rtol=0.15)
 
 
+@pytest.mark.slow
 def test_risk_coverage_of_weighted_rows():
     rng = np.random.default_rng(5)
     uncertainty, losses = (
