@@ -32,7 +32,9 @@ def standardise(
 ) -> tuple[Float[Array, "rows features"], Float[Array, " features"], Float[Array, " features"]]:
     """Features of mean zero and variance one among rows that count, their means and their standard deviations."""
     of_row = jax.lax.stop_gradient(features), share[:, None]
-    mean = jnp.sum(jnp.where(of_row[1] > 0, of_row[0] * of_row[1], 0), axis=0)
+    # Differences from one of the rows: of equal ones they are zero, where a mean would be off by its rounding.
+    first = of_row[0][jnp.argmax(share > 0)]
+    mean = first + jnp.sum(jnp.where(of_row[1] > 0, (of_row[0] - first[None]) * of_row[1], 0), axis=0)
     centred = jnp.where(of_row[1] > 0, of_row[0] - mean[None], 0)
     unit = jnp.max(jnp.abs(centred), axis=0)
     unit = jnp.where(unit > 0, unit, 1)

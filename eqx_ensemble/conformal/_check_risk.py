@@ -1,6 +1,5 @@
 import math
 import warnings
-from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +16,7 @@ from .._check import (
     needs_message,
     promote,
 )
-from ._rank import fraction
+from ._risk import fraction_of
 
 
 def check_risk(name: str, risk: float, bound: float) -> None:
@@ -106,10 +105,11 @@ def warn_of_uncontrolled(
     if host is None or kept is None or host != jnp.inf:
         return
     count = num_rows if mask is None else int(kept.sum())
-    exact, largest = fraction(risk), Fraction(repr(float(bound)))
-    if (count + 1) * exact < largest:
+    part = fraction_of(risk, bound)
+    if (count + 1) * part < 1:
         because = f"{count} rows are too few for a risk of {risk:g}"
-        fix = f"Hold out {math.ceil(largest / exact) - 1} rows or more, or allow a higher risk."
+        enough = f"Hold out {math.ceil(1 / part) - 1} rows or more, or allow" if part > 0 else "Allow"
+        fix = f"{enough} a higher risk."
     else:
         because = f"no threshold has a risk of {risk:g} or less"
         fix = "Add thresholds of lower losses, hold out more rows, or allow a higher risk."

@@ -13,12 +13,18 @@ from ._rank import fraction
 
 def largest_total(risk: float, bound: float, num_rows: int, mask: Array | None, dtype: jnp.dtype) -> Float[Array, ""]:
     """The largest sum of losses `S` with `(S + bound) / (n + 1) <= risk`, rounded down."""
-    total = lambda n: _round_down(fraction(risk) * (n + 1) - Fraction(repr(float(bound))), dtype)
+    largest = Fraction(repr(float(bound)))
+    total = lambda n: _round_down(fraction_of(risk, bound) * largest * (n + 1) - largest, dtype)
     host = None if mask is None else concrete(mask)
     if mask is None or host is not None:
         return jnp.asarray(total(num_rows if host is None else int(host.sum())))
     table = np.asarray([total(n) for n in range(num_rows + 1)])
     return jnp.asarray(table)[jnp.sum(mask)]
+
+
+def fraction_of(risk: float, bound: float) -> Fraction:
+    """The risk as an intended fraction of the bound, whatever the unit of the losses."""
+    return fraction(float(risk) / float(bound))
 
 
 def _round_down(value: Fraction, dtype: jnp.dtype) -> np.ndarray:

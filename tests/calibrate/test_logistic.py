@@ -122,6 +122,21 @@ def test_beta_is_scipys_minimum_where_a_bound_is_met(kind):
     assert free[zero].min() < -0.05
 
 
+@pytest.mark.parametrize("kind", ["platt", "beta"])
+def test_equal_predictions_become_the_frequency(kind):
+    """The logarithm of 1/2 has a mean that rounds to another number."""
+    labels = LABELS[:297]
+    for odds in (0.0, 1.3):
+        params = _binary(kind, np.full(297, odds), labels)
+        p = 1 / (1 + np.exp(-odds))
+        if kind == "platt":
+            margin, want = params @ [odds, 1], (labels.sum() ** 2 + labels.sum()) / (labels.sum() + 2)
+            want = (want + (297 - labels.sum()) / (299 - labels.sum())) / 297
+        else:
+            margin, want = params @ [np.log(p), -np.log(1 - p), 1], labels.mean()
+        np.testing.assert_allclose(1 / (1 + np.exp(-margin)), want, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_beta_of_beta_distributions():
     # a and b are the differences of the distributions' parameters, c the log-ratio of their constants.

@@ -37,6 +37,15 @@ def test_losses_of_zero_and_one_give_the_split_quantile(level):
     assert conformal.quantile(np.arange(99.0), level=0.99) < np.inf
 
 
+@pytest.mark.parametrize("unit", [1e-10, 1.0, 1e10])
+def test_the_unit_of_the_losses_does_not_matter(unit):
+    ones = np.full((59, 1), unit, np.float32)
+    want = conformal.quantile(SCORES, level=0.9)
+    assert conformal.risk_control_steps(SCORES[:, None], ones, risk=0.1 * unit, bound=unit) == want
+    with pytest.warns(UserWarning, match=r"too few for a risk of .*infinite. Allow a higher risk"):
+        assert conformal.risk_control_steps(SCORES[:, None], ones, risk=1e-11 * unit, bound=unit) == np.inf
+
+
 @pytest.mark.filterwarnings("ignore:.*rows are too few")
 def test_the_rank_is_exact_for_every_percentage():
     for n in (9, 19, 49):
