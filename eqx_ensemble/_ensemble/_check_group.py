@@ -87,6 +87,15 @@ def check_order(order: Any, num_members: int, *, name: str) -> tuple[int, ...]:
     return tuple(listed)
 
 
+def check_order_fits(order: tuple[int, ...], num_members: int) -> None:
+    """The order is that of the members of the parts, one of which `equinox.tree_at` may have replaced."""
+    if len(order) != num_members:
+        raise MemberMismatchError(
+            f"A `Group` needs an `order` of all its members; its parts have {num_members}, its order {len(order)}.\n"
+            "A part of another size makes another group: `Group(group.parts | {name: part})`."
+        )
+
+
 def check_known_part(name: str, parts: Mapping[str, Any]) -> None:
     """A name of one of the parts."""
     if name not in parts:

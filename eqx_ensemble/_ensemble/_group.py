@@ -18,6 +18,7 @@ from ._check_group import (
     check_member_values,
     check_no_state,
     check_order,
+    check_order_fits,
     check_parts,
     group_text,
 )
@@ -86,7 +87,9 @@ class Group(_axes.AbstractParts):
     @property
     def num_members(self) -> int:
         """The number of members of all parts."""
-        return sum(part.num_members for part in self.parts.values())
+        count = sum(part.num_members for part in self.parts.values())
+        check_order_fits(self.order, count)
+        return count
 
     @property
     def ids(self) -> Int[Array, " members"]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import _axes
 from .._pytree import PyTree
-from ._check_group import check_like_outputs
+from ._check_group import check_like_outputs, check_order_fits
 
 if TYPE_CHECKING:
     from ._group import Group
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 def member_positions(group: "Group") -> dict[str, np.ndarray]:
     """Of each part by name, the positions of its members in the group."""
     of_all, start, positions = np.argsort(np.asarray(group.order)), 0, {}
-    for name, part in group.parts.items():
-        size = part.num_members
+    sizes = {name: part.num_members for name, part in group.parts.items()}
+    check_order_fits(group.order, sum(sizes.values()))
+    for name, size in sizes.items():
         positions[name] = of_all[start : start + size]
         start += size
     return positions
@@ -28,6 +29,7 @@ def member_positions(group: "Group") -> dict[str, np.ndarray]:
 def join_members(group: "Group", values: Mapping[str, PyTree], *, name: str) -> PyTree:
     """The values of the members of each part, `(members, ...)`, as those of the group, in its order."""
     check_like_outputs(values, name=name)
+    check_order_fits(group.order, group.num_members)
     return join_values([values[part] for part in group.parts], np.asarray(group.order))
 
 

@@ -5,6 +5,7 @@ from .._check import kind_text
 from .._ensemble._check_group import check_part_names
 from ..checkpoint import Checkpoints
 from ._run import Run
+from .compiled._selection import Mode
 
 
 def check_runs(runs: Any, *, name: str) -> dict[str, Run[Any]]:
@@ -16,6 +17,18 @@ def check_runs(runs: Any, *, name: str) -> dict[str, Run[Any]]:
         if not isinstance(run, Run):
             raise TypeError(f"`{name}` needs runs of `fit`, got {kind_text(run)} for the part {part!r}.")
     return dict(runs)
+
+
+def check_one_mode(runs: Mapping[str, Run[Any]], *, by: Any, name: str) -> Mode:
+    """Scores of all parts are better in one direction, if members are ranked by them."""
+    modes = {run.mode: part for part, run in runs.items() if run.selection is not None}
+    if by is None and len(modes) > 1:
+        listed = " and ".join(f"{mode!r} of `{part}`" for mode, part in modes.items())
+        raise ValueError(
+            f"`{name}` needs validation scores of one `mode`, got {listed}.\n"
+            "Pass one score for each member: `by=scores, mode=...`."
+        )
+    return next(iter(modes), "min")
 
 
 def check_data_of_parts(data: Any, parts: Iterable[str], *, name: str) -> None:

@@ -14,7 +14,7 @@ from .._ensemble._check_group import check_distinct_parts
 from .._predict import predict
 from .._progress import members_in_words
 from .._pytree import PyTree
-from ._check_group import check_runs
+from ._check_group import check_one_mode, check_runs
 from ._check_run import check_run_weights, excluded_message
 from ._errors import DivergedError
 from ._group_history import group_columns, group_history
@@ -138,7 +138,7 @@ class GroupRun(eqx.Module):
 
         **Returns:** a smaller group. The states of stateful members are those of the parts' own runs.
         """
-        return self.group[rank_members(_Ranks(self), count, by, mode, name="GroupRun.best")]
+        return self.group[rank_members(_Ranks(self, by), count, by, mode, name="GroupRun.best")]
 
     def table(self, *, as_frame: bool = False) -> Any:
         """A table of one row per member: id, part, hyper-parameters, scores, status.
@@ -157,14 +157,14 @@ class GroupRun(eqx.Module):
 class _Ranks:
     """What members of all parts are ranked by."""
 
-    def __init__(self, run: GroupRun) -> None:
+    def __init__(self, run: GroupRun, by: Any) -> None:
         scores = [part.best_score for part in run.runs.values()]
         joined = (
             None if any(own is None for own in scores) else np.concatenate([own for own in scores if own is not None])
         )
         self.best_score = None if joined is None else joined[np.asarray(run.order)]
         self.status = run.status
-        self.mode = next(iter(run.runs.values())).mode
+        self.mode = check_one_mode(run.runs, by=by, name="GroupRun.best")
 
 
 def _state_of(run: Run[Any]) -> Any:

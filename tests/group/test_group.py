@@ -242,6 +242,13 @@ def test_messages(call, message):
     assert f"{type(caught.value).__name__}: {caught.value}" == message
 
 
+@pytest.mark.parametrize("use", [lambda g: g(X), lambda g: g.ids, lambda g: g[1], lambda g: ee.predict(g, rows())])
+def test_a_part_of_another_size_is_noticed_wherever_members_are_joined(use):
+    changed = eqx.tree_at(lambda group: group.parts["MLP"], ee.group(LISTED), ee.build(WIDE, 1, key=KEY))
+    with pytest.raises(ee.MemberMismatchError, match="its parts have 4, its order 5"):
+        use(changed)
+
+
 def test_parts_of_one_name_are_of_one_architecture():
     first, second = (ee.Group({"a": ee.build(make, ids=[i], key=KEY)}) for i, make in enumerate([WIDE, linear]))
     with pytest.raises(ee.MemberMismatchError) as caught:

@@ -1,3 +1,5 @@
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -170,6 +172,15 @@ def test_runs_that_were_trained_separately(group, run):
     joined = ee.GroupRun({part: run.runs[part] for part in ("wide", "linear")})
     assert joined.group.ids.tolist() == [0, 1, 2, 3, 4]
     np.testing.assert_array_equal(joined.predict(X)[np.array(ORDER)], run.predict(X))
+
+
+def test_members_are_ranked_by_scores_of_one_mode(run):
+    other = run.runs["wide"]
+    highest = dataclasses.replace(other, selection=dataclasses.replace(other.selection, mode="max"))
+    joined = ee.GroupRun({"linear": run.runs["linear"], "wide": highest})
+    with pytest.raises(ValueError, match="`GroupRun.best` needs .* one `mode`, got 'min' of `linear` and 'max' of"):
+        joined.best()
+    assert joined.best(by=np.arange(5), mode="max").ids.tolist() == joined.group.ids.tolist()[-1:]
 
 
 @pytest.mark.slow
