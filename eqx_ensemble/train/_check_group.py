@@ -21,7 +21,7 @@ def check_runs(runs: Any, *, name: str) -> dict[str, Run[Any]]:
 
 def check_one_mode(runs: Mapping[str, Run[Any]], *, by: Any, name: str) -> Mode:
     """Scores of all parts are better in one direction, if members are ranked by them."""
-    modes = {run.mode: part for part, run in runs.items() if run.selection is not None}
+    modes: dict[Mode, str] = {run.mode: part for part, run in runs.items() if run.selection is not None}
     if by is None and len(modes) > 1:
         listed = " and ".join(f"{mode!r} of `{part}`" for mode, part in modes.items())
         raise ValueError(
