@@ -28,7 +28,7 @@ def check_one_mode(runs: Mapping[str, Run[Any]], *, by: Any, name: str) -> Mode:
             f"`{name}` needs validation scores of one `mode`, got {listed}.\n"
             "Pass one score for each member: `by=scores, mode=...`."
         )
-    return next(iter(modes), "min")
+    return next(iter(modes)) if modes else "min"
 
 
 def check_data_of_parts(data: Any, parts: Iterable[str], *, name: str) -> None:
