@@ -253,6 +253,8 @@ def test_anchors_have_their_distribution_and_follow_from_ids():
     some = draw_anchors(ensemble[[3, 1]], tree, key=KEY)
     assert_same(some, ee.tree.take(anchors, np.array([3, 1])))
     assert (anchors.weights.weight[0] != anchors.weights.weight[1]).all()
+    for std in (jnp.array(2.0), np.array(2.0), lambda leaf: 2 * jnp.sqrt(1.0)):
+        assert_same(draw_anchors(ensemble[[3]], std, key=KEY), draw_anchors(ensemble[[3]], 2.0, key=KEY))
     two = ee.build(lambda key: [eqx.nn.Linear(9, 9, key=key), eqx.nn.Linear(9, 9, key=key)], 2, key=KEY)
     first, second = draw_anchors(two, key=KEY).weights
     assert (first.weight != second.weight).all()

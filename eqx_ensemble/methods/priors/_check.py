@@ -49,7 +49,9 @@ def check_outputs(out: Any, prior: Any) -> None:
 
 
 def check_std(std: Any, path: str, *, name: str = _ANCHORS) -> float:
-    """Raises unless a standard deviation is a finite number above zero. Returns it."""
+    """Raises unless a standard deviation is a finite number above zero, or an array of one. Returns it."""
+    if isinstance(std, jax.Array | np.ndarray) and not std.shape and not is_traced(std):
+        std = std.item()
     number = check_number(std, path, name=name)
     if number <= 0:
         raise ValueError(f"`{name}` needs `{path}` to be above 0, got {std!r}.")
@@ -57,11 +59,9 @@ def check_std(std: Any, path: str, *, name: str = _ANCHORS) -> float:
 
 
 def check_penalty_std(std: Any, path: str, *, name: str) -> Any:
-    """As `check_std`, with arrays of no axes, of which a traced one is not checked."""
-    if isinstance(std, jax.Array) and not std.shape:
-        if is_traced(std):
-            return std
-        std = std.item()
+    """As `check_std`, but a traced one is not checked."""
+    if is_traced(std) and not std.shape:
+        return std
     return check_std(std, path, name=name)
 
 
