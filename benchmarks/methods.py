@@ -1,11 +1,11 @@
 """Which ensemble? Every method on a table, on images with unknown classes and on a time series, at equal cost.
 
 Cost is counted in member-steps: gradient steps of one network on one batch of rows. All methods have as many as eight
-members that train one after another; `one member` has an eighth. Nobody stops early, because paths and samplers
+members that train one after another; `one member` has an eighth. No member stops early, because paths and samplers
 cannot: instead all have the same Gaussian prior of the weights, whose precision validation rows choose for one member
-before. They also choose the dropout rate and the step sizes of the samplers, and a greedy soup its members; that
-search is not counted, but for the dropout rate, which is in the same number of member-steps. Nothing is fitted to test
-rows.
+before. They also choose the dropout rate, the step sizes of the samplers, the prior of Laplace and the members of a
+greedy soup; that search is not counted, but for the dropout rate, which is in the same number of member-steps. Nothing
+is fitted to test rows.
 
 Five folds, with seeds of their own. On the table and the images every row is a test row once, and errors of differences
 are those of Nadeau and Bengio (2003); in the time series, test months follow those to train by, in windows that move
@@ -53,6 +53,7 @@ METHODS: dict[str, Callable[[Task], Fitted | None]] = {
     "packed": efficient.packed,
     "Masksembles": efficient.masksembles,
     "MIMO": efficient.mimo,
+    "distilled": independent.distilled,
     "evidential": heads.evidential,
     "mixture density": heads.mixture_density,
 }

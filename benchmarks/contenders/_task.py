@@ -146,6 +146,14 @@ def members(task: Task, ensemble: ee.Ensemble) -> Fitted:
     return Fitted(lambda x: task.mixture(ee.predict(ensemble, x)), num_bytes(ensemble.stacked))
 
 
+def validation_loss(task: Task, predict: Callable[[np.ndarray], Any]) -> float:
+    """The negative log-likelihood of a mixture on the validation rows; infinite where it is NaN."""
+    x, y = task.split.validation
+    parts = predict(x)
+    found = float(ee.scores.nll(parts, y) if task.setting.num_classes else ee.scores.nll_gaussian_mixture(*parts, y))
+    return found if np.isfinite(found) else np.inf
+
+
 def choose_decay(task: Task) -> Task:
     """The task with the decay for which one member of the ensemble has the best validation rows."""
     decays = task.amount.decays

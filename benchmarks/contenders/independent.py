@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from _members import Heads, Net, loss
+from _members import Heads, Net, as_gaussian, loss
 
 import eqx_ensemble as ee
 
-from ._task import Fitted, Task, constant_adam, members, num_bytes, plain
+from ._task import Fitted, Task, constant_adam, members, num_bytes, plain, squared_norm, validation_loss
 
 
 def one_member(task: Task) -> Fitted:
@@ -87,8 +87,8 @@ def mc_dropout(task: Task, rates: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5)) -> 
     """One member with dropout, in as many passes as there are draws; its rate is chosen by validation rows."""
     ensemble = ee.build(_with_dropout(task.setting.sizes), zip={"rate": np.array(rates)}, key=task.key)
     trained = task.fit(ensemble, steps=task.setting.all_steps // len(rates)).ensemble
-    losses = [_passes_loss(task, trained[[i]]) for i in range(len(rates))]
-    best = trained[[int(np.argmin(losses))]]
+    alone = [trained[[i]] for i in range(len(rates))]
+    best = min(alone, key=lambda one: validation_loss(task, lambda x: task.mixture(_passes(task, one, x))))
     return Fitted(lambda x: task.mixture(_passes(task, best, x)), num_bytes(best.stacked))
 
 
@@ -97,13 +97,30 @@ def _with_dropout(sizes: tuple[int, ...]) -> Any:
     return lambda key, rate: Net(sizes, rate, key=key)
 
 
-def _passes_loss(task: Task, one: ee.Ensemble) -> float:
-    x, y = task.split.validation
-    parts = task.mixture(_passes(task, one, x))
-    return float(ee.scores.nll(parts, y) if task.setting.num_classes else ee.scores.nll_gaussian_mixture(*parts, y))
-
-
 def _passes(task: Task, one: ee.Ensemble, x: np.ndarray) -> np.ndarray:
     """The outputs `(passes, rows, outputs)` of one member with dropout switched on."""
     keys = jax.random.split(task.key, task.amount.draws)
     return np.concatenate([np.asarray(ee.predict(one, x, inference=False, key=key)) for key in keys])
+
+
+def distilled(task: Task) -> Fitted:
+    """Seeds for half of the steps; one student of their mixture, for as many steps as all of them."""
+    half = task.setting.all_steps // 2
+    teachers = task.fit(task.build(), steps=half // task.amount.members).ensemble
+    x = task.split.train[0]
+    data = x, ee.methods.distillation.targets(teachers, x)
+    student = ee.build(plain(task.setting.sizes), 1, key=jax.random.fold_in(task.key, 1))
+    loss = _student_loss(task.setting.num_classes, task.setting.decay)
+    return members(task, task.fit(student, loss=loss, data=data, steps=half).ensemble)
+
+
+@ft.cache
+def _student_loss(num_classes: int, decay: float) -> Any:
+    def loss(model: Any, batch: Any, key: Any) -> jax.Array:
+        x, teacher = batch
+        own, penalty = jax.vmap(model)(x), 0.5 * decay * squared_norm(model)
+        if num_classes:
+            return ee.methods.distillation.mixture_loss(own, teacher) + penalty
+        return ee.methods.distillation.gaussian_loss(*as_gaussian(own), *as_gaussian(teacher)) + penalty
+
+    return loss

@@ -12,8 +12,9 @@ from _members import Net
 
 import eqx_ensemble as ee
 
-from ._task import ADAM, Fitted, Task, num_bytes, penalised, plain, squared_norm
+from ._task import ADAM, Fitted, Task, num_bytes, penalised, plain, squared_norm, validation_loss
 
+PRECISIONS = (0.1, 1.0, 10.0, 100.0, 1000.0)
 sngp = ee.methods.sngp
 
 
@@ -46,7 +47,10 @@ def spectral_gaussian_process(task: Task) -> Fitted | None:
 
 
 def _laplace(task: Task, num_members: int, steps: int) -> Fitted:
-    """For real targets members predict the mean alone; the noise is that of the largest marginal likelihood."""
+    """For real targets members predict the mean alone; the noise is that of the largest marginal likelihood.
+
+    Validation rows choose the prior precision, among that of the largest marginal likelihood and powers of ten.
+    """
     classes = task.setting.num_classes
     sizes = task.setting.sizes if classes else (*task.setting.sizes[:-1], 1)
     x, y = task.split.train
@@ -54,13 +58,19 @@ def _laplace(task: Task, num_members: int, steps: int) -> Fitted:
     loss = penalised(task.setting.decay) if classes else _squared_loss(task.setting.decay)
     run = task.fit(ee.build(plain(sizes), num_members, key=task.key), loss=loss, data=data, steps=steps)
     options = {"likelihood": "classification"} if classes else {"likelihood": "regression", "noise": 0.5}
-    posterior = ee.methods.laplace.fit(run, data, where=_last_layer, **options).optimise_prior(fit_noise=not classes)
+    posterior = ee.methods.laplace.fit(run, data, where=_last_layer, **options)
+    choices = [posterior.optimise_prior(fit_noise=not classes)]
+    choices += [ee.methods.laplace.replace(choices[0], prior_precision=precision) for precision in PRECISIONS]
+    best = min(choices, key=lambda choice: validation_loss(task, _gaussians(task, choice)))
+    return Fitted(_gaussians(task, best), num_bytes(best.members.stacked))
 
+
+def _gaussians(task: Task, posterior: Any) -> Any:
     def predict(x: np.ndarray) -> Any:
         found = posterior.predict(x)
-        return np.asarray(found) if classes else tuple(np.asarray(part)[..., 0] for part in found)
+        return np.asarray(found) if task.setting.num_classes else tuple(np.asarray(part)[..., 0] for part in found)
 
-    return Fitted(predict, num_bytes(posterior.members.stacked))
+    return predict
 
 
 def _last_layer(model: Net) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 
 import eqx_ensemble as ee
 
-from ._task import Fitted, Setting, Task, members
+from ._task import Fitted, Setting, Task, members, validation_loss
 
 RATES = (1e-5, 1e-4, 1e-3)
 path, sampling = ee.methods.path, ee.methods.sampling
@@ -33,14 +33,7 @@ def _sample(task: Task, sampler: Any) -> Fitted:
         hyper = {"rate": np.full(len(trained), rate, np.float32)}
         run = task.fit(trained, sampler(task.setting), steps=task.amount.steps - begun, hyper=hyper)
         found.append(members(task, path.snapshot_ensemble(run)))
-    return min(found, key=lambda fitted: _validation_loss(task, fitted))
-
-
-def _validation_loss(task: Task, fitted: Fitted) -> float:
-    x, y = task.split.validation
-    parts = fitted.predict(x)
-    found = float(ee.scores.nll(parts, y) if task.setting.num_classes else ee.scores.nll_gaussian_mixture(*parts, y))
-    return found if np.isfinite(found) else np.inf
+    return min(found, key=lambda fitted: validation_loss(task, fitted.predict))
 
 
 @ft.cache
