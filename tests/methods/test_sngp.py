@@ -122,6 +122,16 @@ def test_rows_of_each_member_are_its_own(ensemble):
         np.testing.assert_allclose(np.abs(found[i]), np.abs(alone), rtol=1e-3, atol=1e-5)
 
 
+def test_what_members_share_stays_shared(ensemble):
+    """The covariance of the prior is one for all members, and that of the data is each member's own."""
+    models = [eqx.tree_at(lambda m: m.weight, model, ensemble[0].weight) for model in ensemble]
+    shared = ee.stack(models, shared=lambda m: (m.weight, m.root.value), ids=ensemble.ids)
+    found = update_covariance(shared, X)
+    assert found.stacked.weight is None
+    assert found.shared.root.value is None
+    np.testing.assert_array_equal(found.stacked.root.value, update_covariance(ensemble, X).stacked.root.value)
+
+
 @pytest.mark.parametrize(("m", "v"), [(1, 1), (4, 25)])
 def test_mean_field_is_near_the_mean_probability(m, v):
     exact = integrate.quad(lambda z: expit(z) * stats.norm.pdf(z, m, v**0.5), -60, 60)[0]

@@ -66,10 +66,11 @@ def update_covariance(
     check_model_state(state, ensemble.num_members, name=name)
     x = from_foreign_tree(x, "x", name=name)
     num_rows = check_rows_of_data(x, ensemble.num_members, argument="x", name=name)
-    size = ensemble.stacked.weight.shape[-1]
-    size = size if batch_size is None else check_positive_int(batch_size, "batch_size", name=name)
+    weight = ensemble.shared.weight if ensemble.stacked.weight is None else ensemble.stacked.weight
+    size = weight.shape[-1] if batch_size is None else check_positive_int(batch_size, "batch_size", name=name)
     root = _roots(ensemble, state, x, num_rows, min(size, num_rows), plan)
-    return eqx.tree_at(lambda e: e.stacked.root.value, ensemble, root)
+    roots = lambda e: (e.stacked.root.value, e.shared.root.value)  # that of the prior may be shared
+    return eqx.tree_at(roots, ensemble, (root, None), is_leaf=lambda x: x is None)
 
 
 @eqx.filter_jit
