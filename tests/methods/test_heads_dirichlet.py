@@ -66,6 +66,16 @@ def test_evidence_for_the_label_is_not_penalised_and_for_others_is():
     assert (found[jnp.array([0, 2])] > 0.01).all()
 
 
+@pytest.mark.parametrize("evidence", [0.0, 15.0, 1e3, 1e6])
+def test_penalty_of_much_evidence_in_single_precision(evidence):
+    concentration = 1 + evidence * np.array([[0.3, 1, 2]])
+    wrong = np.where([True, False, False], 1, concentration[0])
+    loss = lambda weight: heads.dirichlet_loss(
+        jnp.asarray(concentration, jnp.float32), np.zeros(1, int), kl_weight=weight
+    )
+    np.testing.assert_allclose(loss(1.0) - loss(0.0), divergence(wrong), rtol=1e-5, atol=5e-6)
+
+
 def test_annealing():
     np.testing.assert_allclose(heads.kl_annealing(np.arange(13), 10), np.minimum(1, np.arange(13) / 10), rtol=1e-6)
     assert jax.jit(lambda step: heads.kl_annealing(step, 10))(3) == np.float32(0.3)
