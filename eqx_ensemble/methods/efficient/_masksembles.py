@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Key
 
 from ... import _keys
 from ..._check import check_number
-from ._check import check_model
+from ._check import check_known, check_model
 from ._convert import Select, replace_layers, select_layers
 from ._joint import JointEnsemble
 from ._layers import MaskInputs, input_shape
@@ -55,9 +55,11 @@ def masksembles(
     scale = check_number(scale, "scale", name=name, least=1)
     find_all, layers = select_layers(model, where, least=2 if where is None else 1, name=name)
     find = (lambda tree: find_all(tree)[1:]) if where is None else find_all
+    layers = layers[1:] if where is None else layers
+    check_known(layers, name=name)
     root = _keys.member_keys(key, 1, purpose="masksembles")[0]
     new = []
-    for i, layer in enumerate(layers[1:] if where is None else layers):
+    for i, layer in enumerate(layers):
         shape = input_shape(layer)
         masks = draw_masks(jax.random.fold_in(root, i), num_submembers, math.prod(shape), scale)
         new.append(MaskInputs(layer, masks.reshape((num_submembers, *shape))))
