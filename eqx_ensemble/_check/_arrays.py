@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from .._foreign import from_foreign
 from ._leaves import kind_text
+from ._pairs import check_no_pair
 
 Shape = tuple[int, ...]
 
@@ -63,12 +64,13 @@ def as_column(per_member: Any, ndim: int) -> Any:
 def check_array(name: str, argument: str, values: ArrayLike) -> Array:
     """The values as an array, if they are numbers; data frames and tensors are converted."""
     values = from_foreign(values, argument, name=name)
+    check_no_pair(name, argument, values)
     try:
         return jnp.asarray(values)
     except (TypeError, ValueError) as error:
-        got = f"got {values!r}" if isinstance(values, str | None) else f"got {kind_text(values)}: {error}"
-        needs = f"`{name}` needs `{argument}` as an array of numbers.\n  {got}"
-        raise TypeError(f"{needs}\nPass what `jnp.asarray` takes.") from error
+        got = f"got {values!r}" if isinstance(values, str | None) else f"got {kind_text(values)}"
+        fix = "Pass what `jnp.asarray` takes; of a run or an ensemble its predictions, such as `run.predict(x)`."
+        raise TypeError(needs_message(name, f"`{argument}` as an array of numbers", got, fix)) from error
 
 
 def promote(*arrays: Array) -> tuple[Array, ...]:

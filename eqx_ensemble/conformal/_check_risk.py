@@ -36,9 +36,12 @@ def check_losses(name: str, losses: ArrayLike, thresholds: ArrayLike) -> tuple[A
         fix = "A row of losses for each held-out row, one for each threshold."
         raise ValueError(needs_message(name, "`losses` (rows, thresholds) and `thresholds` (thresholds,)", got, fix))
     host = concrete(thresholds)
-    if host is not None and not (np.diff(host.astype(np.float64)) > 0).all():
+    wrong = np.zeros(0, bool) if host is None else ~(np.diff(host.astype(np.float64)) > 0)
+    if host is not None and wrong.any():
+        at = int(np.argmax(wrong)) + 1
+        got = f"got {host[at]} after {host[at - 1]} at index {at}"
         fix = "Sort them, and the losses with them, from the largest loss to the smallest."
-        raise ValueError(needs_message(name, "increasing `thresholds`", f"got {host}", fix))
+        raise ValueError(needs_message(name, "increasing `thresholds`", got, fix))
     first, second = promote(table, grid)
     return first, second
 

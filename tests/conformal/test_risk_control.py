@@ -121,7 +121,7 @@ def test_messages():
         fit(losses[:, ::-1])
     with pytest.raises(ValueError, match=r"`losses` of at most `bound` \(0.9\).\n  got 1.0 at index"):
         fit(bound=0.9)
-    with pytest.raises(ValueError, match="increasing `thresholds`.*\n.*\nSort them"):
+    with pytest.raises(ValueError, match="increasing `thresholds`.\n  got 0.5 after 1.0 at index 1\nSort them"):
         fit(grid=grid[::-1])
     with pytest.raises(ValueError, match=r"`losses` \(rows, thresholds\) and .*\n  got `losses` \(9, 3\) and"):
         fit(grid=grid[:2])

@@ -449,10 +449,15 @@ def test_invalid_arguments(make, error, message):
             path.average,
             "no record in the optimiser state: train with an optimiser in a wrapper, `ema`",
         ),
-        (path.swa(DRIFT), path.snapshot_ensemble, "`snapshots`"),
+        (path.swa(DRIFT), path.snapshot_ensemble, r"`snapshots` of .* as in `methods.path.snapshots\("),
         (path.ema(DRIFT), lambda run: path.sample(run, 2, key=KEY), "in a wrapper, `swag`"),
         (path.ema(path.swa(DRIFT)), path.average, "found 2 records"),
         (optax.chain(path.swa(DRIFT), optax.scale(0.5)), path.average, "not the last part of `optax.chain`"),
+        (
+            optax.chain(path.snapshots(DRIFT, 2, every=100), optax.scale(0.5)),
+            path.snapshot_ensemble,
+            r"Wrap the whole chain: `methods.path.snapshots\(optax.chain",
+        ),
         (
             optax.masked(path.swa(DRIFT), lambda params: jax.tree.map(lambda x: x.ndim == 0, params)),
             path.average,

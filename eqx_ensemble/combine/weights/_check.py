@@ -53,7 +53,25 @@ def check_log_scores(name: str, log_scores: ArrayLike, mask: ArrayLike | None) -
                 name, "a member above -inf in every row of `log_scores`", f"got none in {_where(hopeless)}", fix
             )
         )
+    _check_logarithms(name, host, np.broadcast_to(counted, host.shape[1:]))
     return array, rows
+
+
+def _check_logarithms(name: str, scores: np.ndarray, counted: np.ndarray) -> None:
+    """Refuses the log-probabilities of all classes, which any weights fit; warns of what looks like probabilities."""
+    if scores.ndim > 2 and scores.shape[-1] > 1 and counted.all():
+        sums = np.exp(np.minimum(scores, 1.0)).sum(axis=-1)
+        if np.allclose(sums, 1.0, atol=1e-4):
+            got = f"got shape {scores.shape}, whose probabilities sum to 1 on the last axis"
+            fix = f"Take the log-probabilities of the labels. {_HOW_TO_SCORE}"
+            raise ValueError(needs_message(name, "one of `log_scores` per member and row", got, fix))
+    kept = scores[:, counted]
+    if (kept >= 0).all() and (kept <= 1).all() and (kept > 0).any():
+        warnings.warn(
+            f"`{name}` takes natural logarithms, but all `log_scores` are from 0 to 1, as probabilities are.\n"
+            "Pass `jnp.log(probabilities)`. Log-densities in that range are fine.",
+            stacklevel=4,
+        )
 
 
 def check_scores_of_members(name: str, scores: ArrayLike, count: Any) -> tuple[Array, int]:

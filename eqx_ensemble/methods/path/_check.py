@@ -16,6 +16,11 @@ WRAPPERS = {
     "methods.path.sample": "`swag`",
     "methods.path.snapshot_ensemble": "`snapshots`",
 }
+EXAMPLES = {
+    "methods.path.average": "swa(optax.adam(1e-3))",
+    "methods.path.sample": "swag(optax.sgd(0.05))",
+    "methods.path.snapshot_ensemble": "snapshots(optax.sgd(0.05), 5, every=200)",
+}
 
 
 def check_steps(start: Any, every: Any, *, name: str) -> None:
@@ -102,14 +107,15 @@ def check_record(are_last: Sequence[bool], *, name: str) -> None:
     if not are_last:
         raise ValueError(
             f"`{name}` found no record in the optimiser state: train with an optimiser in a wrapper, {wrappers} of "
-            "`methods.path`, as in `methods.path.swa(optax.adam(1e-3))`."
+            f"`methods.path`, as in `methods.path.{EXAMPLES[name]}`."
         )
     if len(are_last) > 1:
         raise ValueError(f"`{name}` found {len(are_last)} records, and cannot know which is meant: use one wrapper.")
     if not all(are_last):
+        wrapper = EXAMPLES[name].partition("(")[0]
         raise ValueError(
             f"`{name}`: the wrapper is not the last part of `optax.chain`, so the weights that it recorded are not "
-            "those of the members.\nWrap the whole chain: `methods.path.swa(optax.chain(...))`."
+            f"those of the members.\nWrap the whole chain: `methods.path.{wrapper}(optax.chain(...), ...)`."
         )
 
 

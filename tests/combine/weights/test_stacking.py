@@ -1,3 +1,5 @@
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -196,3 +198,22 @@ def test_messages():
         combine.weights.stacking(log_scores, mask=np.zeros(4, bool))
     with pytest.raises(ValueError, match="`tolerance` to be at least 0 and finite, got -1.0"):
         combine.weights.stacking(log_scores, tolerance=-1.0)
+
+
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize("find", [combine.weights.stacking, combine.weights.bayesian])
+def test_what_is_no_log_score(find):
+    logits = np.random.default_rng(7).normal(size=(3, 20, 4)).astype(np.float32)
+    of_classes = jax.nn.log_softmax(logits)
+    of_labels = of_classes[..., 1]
+    for shaped in (of_classes, of_classes.reshape(3, 4, 5, 4)):
+        with pytest.raises(ValueError, match=r"one of `log_scores` per member and row.\n.*\nTake the log-prob"):
+            find(shaped)
+    mask = np.arange(20) > 2
+    with pytest.warns(UserWarning, match="takes natural logarithms, but all .* as probabilities are"):
+        find(jnp.where(mask, jnp.exp(of_labels), -1.0), mask=mask)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        find(of_labels)
+        find(of_labels.reshape(3, 5, 4))
+        find(np.zeros((3, 5), np.float32))  # every member is certain, and right
