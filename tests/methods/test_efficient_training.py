@@ -136,6 +136,7 @@ def test_rows_of_the_submembers():
             ValueError,
             r"`batch\[0\]` \(3,\), `batch\[1\]` \(4,\)",
         ),
+        (lambda: LOSS(make(KEY), batch=data(), key=KEY), TypeError, r"`\(model, batch, key\)`, got 1 by position"),
         (lambda: mean_loss(mse, rows="shuffle")(make(KEY), data(), None), TypeError, "needs one key"),
         (lambda: ee.fit(make(KEY), LOSS, ADAM, data(), epochs=1, key=KEY), TypeError, "needs an `Ensemble`"),
     ],

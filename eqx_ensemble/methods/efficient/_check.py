@@ -121,6 +121,15 @@ def check_rows_differ(joint: JointEnsemble[Any], rows: str, *, name: str) -> Non
         )
 
 
+def check_call(inputs: tuple[Any, ...], *, name: str) -> None:
+    """Raises unless a loss was called with a batch and a key by position."""
+    if len(inputs) < 2:
+        raise TypeError(
+            f"`{name}` makes a loss that takes its arguments by position, as `fit` passes them: expected "
+            f"`(model, batch, key)`, got {len(inputs) + 1} by position.\nPass `None` for a key that it does not use."
+        )
+
+
 def check_batch(batch: Any, *, name: str) -> int:
     """Raises unless a batch has arrays with one number of rows. Returns it."""
     found = [(path, x) for path, x in jtu.tree_leaves_with_path(batch) if is_member_array(x)]

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from ... import _axes
 from ..._check import check_function, check_key, check_number, check_positive_int, check_word, is_member_array
 from ..._jaxpr import warn_of_two_batch_axes
-from ._check import check_batch, check_joint, check_rows_differ
+from ._check import check_batch, check_call, check_joint, check_rows_differ
 from ._joint import has_one_pass, map_submembers, submember_keys
 from ._members import dense_models
 
@@ -77,6 +77,7 @@ def mean_loss(
     def mean_of_losses(model: Any, *inputs: Any, **named: Any) -> Any:
         check_joint(model, name=_NAME)
         check_rows_differ(model, rows, name=_NAME)
+        check_call(inputs, name=_NAME)
         *state, batch, key = inputs
         _warn_of_one(loss, model, state, batch, key, named)
         if rows != "same":
