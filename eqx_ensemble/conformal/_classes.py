@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key
 
-from .._check import check_key, check_labels, check_level, check_logits, check_mask, check_no_nan, check_number
+from .._check import check_key, check_labels, check_level, check_logits, check_mask, check_no_nan, check_number, promote
 from .._keys import member_keys
 from .._weighting import at_label, blank_masked
 from ._check import check_num_free, check_row_logits
@@ -235,6 +235,7 @@ def _add_logs(first: Float[Array, "*batch classes"], second: Float[Array, "*batc
 def _sets(
     logits: Float[Array, "*batch classes"], keys: Key[Array, "1"] | None, fitted: Sets | RandomisedSets
 ) -> Bool[Array, "*batch classes"]:
-    scores, rest = adaptive_scores(logits, keys, fitted.penalty, fitted.num_free)
+    logits, threshold, least, penalty = promote(logits, fitted.threshold, fitted.log_rest, fitted.penalty)
+    scores, rest = adaptive_scores(logits, keys, penalty, fitted.num_free)
     # Only scores above the threshold are excluded, so that a NaN score is in the set.
-    return ~((scores > fitted.threshold) | ((scores == fitted.threshold) & (rest < fitted.log_rest)))
+    return ~((scores > threshold) | ((scores == threshold) & (rest < least)))

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_floating_arrays, check_level, check_mask, check_word
+from .._check import check_floating_arrays, check_level, check_mask, check_word, promote
 from .._weighting import blank_masked
 from ..uncertainty import Interval
 from ._check import check_targets
@@ -25,7 +25,8 @@ class Cqr(eqx.Module):
     def __call__(self, lower: Float[ArrayLike, "*batch"], upper: Float[ArrayLike, "*batch"]) -> Interval:
         """The conformalised intervals, of any shape; ends that would cross are set to their midpoint."""
         low, high = check_floating_arrays("conformal.Cqr", lower=lower, upper=upper)
-        low, high = low - self.below, high + self.above
+        low, high, below, above = promote(low, high, self.below, self.above)
+        low, high = low - below, high + above
         middle = low / 2 + high / 2
         return Interval(jnp.where(low > high, middle, low), jnp.where(low > high, middle, high))
 

@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
 
-from .._check import check_logits, check_word
+from .._check import check_logits, check_word, promote
 from ..resample import Folds
 from ..resample._check_held_out import check_folds
 from ._check import check_members_of_folds, check_num_classes, check_one_fold, check_rows_of_folds
@@ -139,7 +139,7 @@ def _count_below(
 
     def add(count: Array, of_fold: tuple[Array, Array]) -> tuple[Array, None]:
         scores, own = of_fold
-        found = class_scores(fitted.score, own)
+        scores, found = promote(scores, class_scores(fitted.score, own))
         below = jnp.searchsorted(scores, jnp.ravel(found), side="left").astype(jnp.int32)
         return count + jnp.where(jnp.isnan(found), 0, jnp.reshape(below, found.shape)), None
 

@@ -10,6 +10,7 @@ from .._check import (
     check_regression,
     check_values,
     check_weights,
+    promote,
 )
 from .._weighting import blank_masked, known_mean
 from ..resample import out_of_bag
@@ -41,8 +42,8 @@ class Enbpi(eqx.Module):
         name = "conformal.Enbpi"
         checked = check_values(name, "predictions", predictions)
         check_fitted_members(name, self.share.size, checked.shape[0])
-        centre = known_mean(checked, self.share)
-        below, above = shortest(self.residuals, self.known, self.level)
+        centre = known_mean(*promote(checked, self.share))
+        centre, below, above = promote(centre, *shortest(self.residuals, self.known, self.level))
         return Interval(centre + below, centre + above)
 
     def update(
@@ -61,7 +62,8 @@ class Enbpi(eqx.Module):
         check_fitted_members(name, self.share.size, checked.shape[0])
         check_times(name, checked, observed)
         known = check_known(name, mask, observed.shape)
-        found = blank_masked(observed, known) - known_mean(blank_masked(checked, known, before=1), self.share)
+        checked, observed, share = promote(checked, observed, self.share)
+        found = blank_masked(observed, known) - known_mean(blank_masked(checked, known, before=1), share)
         check_residuals(name, found)
         window = self.residuals.size
         slide = lambda old, new: jnp.concatenate([old, jnp.ravel(new).astype(old.dtype)])[-window:]

@@ -100,7 +100,7 @@ def fit_groups(
 @partial(jax.jit, static_argnames="num_groups")
 def _values_at_ranks(
     scores: Float[Array, " rows"],
-    groups: Int32[Array, " rows"],
+    groups: Integer[Array, " rows"],
     mask: Bool[Array, " rows"] | None,
     table: Int32[Array, " counts"],
     num_groups: int,

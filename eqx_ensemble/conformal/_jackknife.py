@@ -2,7 +2,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 
-from .._check import check_fitted_members, check_level, check_mask, check_values, check_weights
+from .._check import check_fitted_members, check_level, check_mask, check_values, check_weights, promote
 from ..resample import Folds, out_of_bag
 from ..resample._check import check_drawn
 from ..resample._check_held_out import check_folds
@@ -36,7 +36,7 @@ class CvPlus(eqx.Module):
         checked = check_values(name, "predictions", predictions)
         times = check_members_of_folds(name, self.share.shape[0], checked.shape[0])
         by_fold = jnp.reshape(checked, (times, self.share.shape[0], *checked.shape[1:]))
-        return intervals(by_fold, self.residuals, self.share, self.rank, self.mask)
+        return intervals(*promote(by_fold, self.residuals, self.share), self.rank, self.mask)
 
 
 class JackknifePlus(eqx.Module):
@@ -60,7 +60,7 @@ class JackknifePlus(eqx.Module):
         name = "conformal.JackknifePlus"
         checked = check_values(name, "predictions", predictions)
         check_fitted_members(name, self.share.shape[0], checked.shape[0])
-        return intervals(checked[None], self.residuals, self.share, self.rank, self.mask)
+        return intervals(*promote(checked[None], self.residuals, self.share), self.rank, self.mask)
 
 
 def cv_plus(

@@ -1,7 +1,7 @@
 import equinox as eqx
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
-from .._check import check_logits
+from .._check import check_logits, promote
 from ._class_scores import lac_scores
 from ._fit_classes import score_labels
 from ._rank import fraction, rank_of, value_at_rank_jit
@@ -20,7 +20,8 @@ class Lac(eqx.Module):
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
         """The set of each row, as booleans, which may be empty; all classes where the logits are NaN."""
-        return ~(lac_scores(check_logits("conformal.Lac", logits, members=False)) > self.threshold)
+        scores, threshold = promote(lac_scores(check_logits("conformal.Lac", logits, members=False)), self.threshold)
+        return ~(scores > threshold)
 
 
 def lac(

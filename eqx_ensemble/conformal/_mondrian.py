@@ -2,7 +2,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
-from .._check import check_logits, check_word
+from .._check import check_logits, check_word, promote
 from ..scores._check_groups import check_groups
 from ._check import check_num_classes
 from ._class_scores import SCORES, Score, class_scores
@@ -31,7 +31,8 @@ class ClassConditional(eqx.Module):
         checked = check_logits(name, logits, members=False)
         check_num_classes(name, self.threshold.size, checked.shape[-1])
         threshold = jnp.reshape(self.threshold, (1,) * (checked.ndim - 1) + self.threshold.shape)
-        return ~(class_scores(self.score, checked) > threshold)
+        scores, threshold = promote(class_scores(self.score, checked), threshold)
+        return ~(scores > threshold)
 
 
 class GroupConditional(eqx.Module):
@@ -56,7 +57,8 @@ class GroupConditional(eqx.Module):
         own, count = check_groups(name, groups, self.threshold.size, checked.shape[:-1])
         known = (own >= 0) & (own < count)
         threshold = jnp.where(known, self.threshold[jnp.where(known, own, 0)], jnp.inf)
-        return ~(class_scores(self.score, checked) > threshold[..., None])
+        scores, threshold = promote(class_scores(self.score, checked), threshold[..., None])
+        return ~(scores > threshold)
 
 
 def class_conditional(

@@ -2,7 +2,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_floating_arrays, check_level, check_mask
+from .._check import check_floating_arrays, check_level, check_mask, promote
 from .._weighting import blank_masked
 from ..uncertainty import Interval
 from ._check import check_scales, check_targets
@@ -22,7 +22,8 @@ class Split(eqx.Module):
     def __call__(self, predictions: Float[ArrayLike, "*batch"]) -> Interval:
         """The intervals of predictions of any shape, `predictions - radius` to `predictions + radius`."""
         (centre,) = check_floating_arrays("conformal.Split", predictions=predictions)
-        return Interval(centre - self.radius, centre + self.radius)
+        centre, radius = promote(centre, self.radius)
+        return Interval(centre - radius, centre + radius)
 
 
 class Normalised(eqx.Module):
@@ -40,7 +41,8 @@ class Normalised(eqx.Module):
         name = "conformal.Normalised"
         centre, scales = check_floating_arrays(name, predictions=predictions, scale=scale)
         check_scales(name, scale)
-        return Interval(centre - self.factor * scales, centre + self.factor * scales)
+        centre, scales, factor = promote(centre, scales, self.factor)
+        return Interval(centre - factor * scales, centre + factor * scales)
 
 
 def split(

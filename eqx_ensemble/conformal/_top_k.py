@@ -1,7 +1,7 @@
 import equinox as eqx
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
-from .._check import check_logits
+from .._check import check_logits, promote
 from ._class_scores import top_k_scores
 from ._fit_classes import score_labels
 from ._rank import fraction, rank_of, value_at_rank_jit
@@ -19,7 +19,8 @@ class TopK(eqx.Module):
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
         """The set of each row, as booleans; all classes where the logits are NaN."""
-        return ~(top_k_scores(check_logits("conformal.TopK", logits, members=False)) > self.k)
+        scores, k = promote(top_k_scores(check_logits("conformal.TopK", logits, members=False)), self.k)
+        return ~(scores > k)
 
 
 def top_k(
