@@ -164,7 +164,7 @@ def test_messages():
 
 
 def test_half_precision_predictions_get_intervals():
-    fitted = conformal.split(np.zeros(9), np.arange(1.0, 10.0), level=0.8)
+    fitted = conformal.split(np.zeros(9, np.float32), np.arange(1, 10, dtype=np.float32), level=0.8)
     for dtype in (jnp.bfloat16, jnp.float16):
         lower, upper = fitted(jnp.zeros(2, dtype))
         assert lower.dtype == upper.dtype == jnp.float32

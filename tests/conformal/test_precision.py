@@ -29,7 +29,10 @@ FITTED = {
     ),
     "cqr": lambda: (conformal.cqr(NUMBERS[0] - 1, NUMBERS[0] + 1, TARGETS, level=0.8), [NUMBERS[1], NUMBERS[1] + 1]),
     "cv_plus": lambda: (conformal.cv_plus(NUMBERS[0], TARGETS, _folds(), level=0.8), [NUMBERS[:, :5]]),
-    "jackknife_plus": lambda: (conformal.jackknife_plus(NUMBERS[0], TARGETS, DRAWN, level=0.8), [NUMBERS[:, :5]]),
+    "jackknife_plus": lambda: (
+        conformal.jackknife_plus_after_bootstrap(NUMBERS[0], TARGETS, DRAWN, level=0.8),
+        [NUMBERS[:, :5]],
+    ),
     "enbpi": lambda: (_fit_enbpi(), [NUMBERS[:, :5]]),
     "enbpi, later": lambda: (_fit_enbpi().update(NUMBERS[:, :5].astype(float), np.zeros(5)), [NUMBERS[:, :5]]),
     "lac": lambda: (conformal.lac(LOGITS, LABELS, level=0.8), [LOGITS[:5]]),
