@@ -36,13 +36,18 @@ def as_like(like: Any, manifest: Manifest) -> Any:
     if not is_maker(like):
         return like
     one = evaluate_make(like)
-    if isinstance(one, Group) and manifest.structure.get("<root>") == Group.__name__:
+    if isinstance(one, Group) and _is_saved_as(Group, manifest, "<root>"):
         return _as_group(one, manifest)
     if manifest.members is None:
         return one
-    if _is_ensemble(manifest, "<root>"):
+    if _is_saved_as(Ensemble, manifest, "<root>"):
         return _as_ensemble(one, manifest, "")
-    if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], eqx.nn.State) and _is_ensemble(manifest, "[0]"):
+    if (
+        isinstance(one, tuple)
+        and len(one) == 2
+        and isinstance(one[1], eqx.nn.State)
+        and _is_saved_as(Ensemble, manifest, "[0]")
+    ):
         state = jax.tree.map(lambda leaf: _with_axis(leaf, len(manifest.members or ())), one[1])
         return _as_ensemble(one[0], manifest, "[0]"), state
     return one
@@ -65,8 +70,8 @@ def _as_group(one: Group, manifest: Manifest) -> Any:
     return eqx.tree_at(lambda group: (group.parts, group.order), one, (parts, order), is_leaf=lambda x: x is None)
 
 
-def _is_ensemble(manifest: Manifest, path: str) -> bool:
-    return manifest.structure.get(path) == Ensemble.__name__
+def _is_saved_as(kind: type, manifest: Manifest, path: str) -> bool:
+    return manifest.structure.get(path) == kind.__name__
 
 
 def _as_ensemble(one: Any, manifest: Manifest, start: str) -> Ensemble[Any]:
