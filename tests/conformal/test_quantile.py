@@ -126,7 +126,7 @@ def test_weights_undo_a_shift_of_the_inputs():
     limit = np.sqrt(np.log(1e6) / (2 * repeats))  # Hoeffding: a false alarm in a million
     assert np.mean(new <= np.asarray(quantile)) > level - limit
     plain = jax.vmap(lambda s: conformal.quantile(s, level=level))(scores)
-    assert np.mean(new <= plain) < level - limit
+    assert np.mean(new <= np.asarray(plain)) < level - limit
 
 
 @pytest.mark.usefixtures("unhooked")
