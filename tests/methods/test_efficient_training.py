@@ -225,6 +225,12 @@ def test_a_run_resumes_bit_for_bit(tmp_path):
     assert_same(run("parts", 4).ensemble, whole.ensemble)
 
 
+def test_labels_of_an_ensemble_are_refused():
+    ensemble = ee.build(lambda key: tabm(MLP, 2, key=key), 2, key=KEY)
+    with pytest.raises(TypeError, match="labels the weights of one joint ensemble, got an `Ensemble`"):
+        weight_labels(ensemble)
+
+
 def test_fast_weights_have_their_own_optimiser():
     ensemble = ee.build(make, 2, key=KEY)
     optimiser = optax.multi_transform({"fast": optax.set_to_zero(), "slow": optax.sgd(0.1)}, weight_labels)

@@ -74,3 +74,10 @@ def test_half_precision_is_summed_in_single():
 def test_invalid_arguments(model, options, error, message):
     with pytest.raises(error, match=message):
         gaussian_penalty(model, **options)
+
+
+def test_all_members_at_once_are_refused():
+    ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 3, key=jax.random.key(0))
+    with pytest.raises(TypeError, match="the model of one member, got an `Ensemble`"):
+        gaussian_penalty(ensemble, num_rows=10)
+    assert gaussian_penalty(ensemble[0], num_rows=10) > 0

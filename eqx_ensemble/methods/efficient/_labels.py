@@ -2,6 +2,7 @@ from typing import Any
 
 import jax
 
+from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ._joint import is_joint_layer
 from ._layers import RankOne
@@ -20,6 +21,8 @@ def weight_labels(params: PyTree) -> PyTree:
 
     **Returns:** a tree like `params` of strings.
 
+    **Raises:** `TypeError` for an [`eqx_ensemble.Ensemble`][].
+
     ```python
     optimiser = optax.multi_transform(
         {"fast": optax.adam(5e-4), "slow": optax.adamw(1e-3, weight_decay=1e-4)},
@@ -27,6 +30,11 @@ def weight_labels(params: PyTree) -> PyTree:
     )
     ```
     """
+    if isinstance(params, Ensemble):
+        raise TypeError(
+            "`methods.efficient.weight_labels` labels the weights of one joint ensemble, got an `Ensemble`.\n"
+            "Pass the function itself to `optax.multi_transform`, or an `ensemble[0]`."
+        )
 
     def of_node(node: Any) -> Any:
         labels = jax.tree.map(lambda _: "slow", node)

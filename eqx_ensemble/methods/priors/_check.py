@@ -7,6 +7,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..._check import check_function, check_number, is_traced, kind_text
+from ..._ensemble import Ensemble
 from ..._leaf_text import leaf_text
 
 _PRIOR = "methods.priors.RandomisedPrior"
@@ -66,7 +67,9 @@ def check_penalty_std(std: Any, path: str, *, name: str) -> Any:
 
 
 def check_penalised(weights: list[Any], model: Any, *, name: str) -> None:
-    """Raises for a model without weights."""
+    """Raises for all members at once, and for a model without weights."""
+    if isinstance(model, Ensemble):
+        raise TypeError(f"`{name}` needs the model of one member, got an `Ensemble`.\nCall it inside the loss.")
     if not weights:
         raise TypeError(
             f"`{name}` needs a model with floating-point arrays that are not frozen, got {kind_text(model)}."
