@@ -65,6 +65,8 @@ def _check_logarithms(name: str, scores: np.ndarray, counted: np.ndarray) -> Non
             got = f"got shape {scores.shape}, whose probabilities sum to 1 on the last axis"
             fix = f"Take the log-probabilities of the labels. {_HOW_TO_SCORE}"
             raise ValueError(needs_message(name, "one of `log_scores` per member and row", got, fix))
+    if scores.ndim == 1:
+        return  # one evidence for each member
     kept = scores[:, counted]
     if (kept >= 0).all() and (kept <= 1).all() and (kept > 0).any():
         warnings.warn(
