@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -9,7 +11,7 @@ from ._laplace import Laplace
 from ._member import LaplaceMember
 
 
-def subnetwork(posterior: Laplace, count: int) -> Each:
+def subnetwork(posterior: Laplace[Any], count: int) -> Each:
     """The weights of each member with the largest posterior variance, for `indices` of another fit.
 
     Of a diagonal approximation to all weights it chooses those for a full one. Weights on which no output of the

@@ -12,18 +12,24 @@ import eqx_ensemble as ee
 MLP = eqx.nn.MLP
 
 
+def make_mlp(key: jax.Array) -> MLP:
+    return MLP(2, 1, 8, 1, key=key)
+
+
 def make(key: jax.Array) -> ee.Group:
-    return ee.Group([ee.build(lambda key: MLP(2, 1, 8, 1, key=key), 2, key=key)])
+    return ee.Group([ee.build(make_mlp, 2, key=key)])
 
 
 def groups(wide: ee.Ensemble[MLP], linear: ee.Ensemble[eqx.nn.Linear], x: jax.Array, key: jax.Array) -> None:
-    group = ee.Group({"wide": wide, "linear": linear}, renumber=True)
+    parts: dict[str, ee.Ensemble[Any]] = {"wide": wide, "linear": linear}  # mypy does not join the two by itself
+    group = ee.Group(parts, renumber=True)
     reveal_type(group["wide"])  # is Ensemble[Any]
     reveal_type(group[1:])  # is Group
     reveal_type(group[[0, 2]])  # is Group
     reveal_type(group.num_members)  # is int
     reveal_type(ee.group([wide[0], linear[0]]))  # is Group
-    reveal_type(ee.concatenate([group, wide]))  # is Group
+    both: list[ee.Group | ee.Ensemble[MLP]] = [group, wide]
+    reveal_type(ee.concatenate(both))  # is Group
     reveal_type(ee.concatenate([wide, wide]))  # is Ensemble[MLP]
     reveal_type(ee.prune(group, x))  # is tuple[Group, Array]
     reveal_type(ee.load("path", make))  # is Group
@@ -36,7 +42,8 @@ def groups(wide: ee.Ensemble[MLP], linear: ee.Ensemble[eqx.nn.Linear], x: jax.Ar
 
 def training(group: ee.Group, optimiser: Any, x: jax.Array, key: jax.Array) -> None:
     def loss(model: Any, batch: jax.Array, key: jax.Array) -> jax.Array:
-        return model(batch).sum()
+        total: jax.Array = model(batch).sum()
+        return total
 
     run = ee.fit(group, {"wide": loss, "linear": loss}, optimiser, x, epochs={"wide": 3, "linear": 1}, key=key)
     reveal_type(run)  # is GroupRun
