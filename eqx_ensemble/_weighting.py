@@ -95,7 +95,7 @@ def mixture_moments(
 
 
 def class_log_odds(logits: Float[Array, "*batch classes"]) -> Float[Array, "*batch classes"]:
-    """`log(p / (1 - p))` of each class, to the last digits: probabilities that round to zero or one are told apart."""
+    """`log(p / (1 - p))` of each class, accurate even where the probability rounds to zero or one."""
     logs = jax.nn.log_softmax(logits, axis=-1)
     # At most one class has a probability above 0.55; what is left beside it is the sum of the others.
     most = logs > -0.6

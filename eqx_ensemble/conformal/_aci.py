@@ -5,7 +5,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import check_level, check_mask, check_number
 from ._check import check_rows
-from ._check_series import check_covered
+from ._check_series import check_outcome
 from ._rank import value_at_rank
 
 
@@ -39,7 +39,7 @@ class Aci(eqx.Module):
 
     def update(self, covered: Bool[ArrayLike, ""] | Real[ArrayLike, ""]) -> "Aci":
         """The state after a step: `covered` is whether the target was in its set, or the part of targets that were."""
-        part = check_covered("conformal.Aci.update", covered).astype(self.level.dtype)
+        part = check_outcome("conformal.Aci.update", covered).astype(self.level.dtype)
         return Aci(self.level + self.rate * (self.target - part), self.target, self.rate)
 
 

@@ -100,7 +100,7 @@ def _check_no_nan(name: str, argument: str, host: np.ndarray, wrong: np.ndarray)
         )
 
 
-def warn_of_uncontrolled(
+def warn_of_no_threshold(
     name: str, found: Array, risk: float, bound: float, num_rows: int, mask: ArrayLike | None
 ) -> None:
     """Warns if no threshold controls the risk; only where that is concrete."""

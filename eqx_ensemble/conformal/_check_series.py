@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from .._check import check_array, concrete, kind_text, needs_message
 
 
-def check_covered(name: str, covered: ArrayLike) -> Array:
+def check_outcome(name: str, covered: ArrayLike) -> Array:
     """One outcome: a boolean, or a fraction."""
     array = check_array(name, "covered", covered)
     if array.shape != () or jnp.issubdtype(array.dtype, jnp.complexfloating):

@@ -35,7 +35,7 @@ def lac(
 
     A class's score is $1 - p$; the set has the classes whose score is at most [`eqx_ensemble.conformal.quantile`][] of
     the labels' scores on held-out rows, and so contains a new label with probability `level` or more. Scores are
-    compared as log-odds, so that probabilities that round to zero or one are told apart.
+    compared as log-odds, which are accurate even where probabilities round to zero or one.
 
     Sets may be empty: coverage is an average over rows, and where the model is more accurate than `level`, the rows
     with the least confident predictions get none. A model that is always right has 30 % of empty sets at level 0.7. For

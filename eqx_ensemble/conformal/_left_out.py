@@ -35,8 +35,8 @@ def _residuals_and_shares(
     weights: Float[Array, " folds"] | None,
 ) -> tuple[Float[Array, " rows"], Float[Array, "folds rows"]]:
     share = left_out_shares(unseen, jnp.ones(unseen.shape[0], held_out.dtype) if weights is None else weights)
-    nobody = ~jnp.any(share > 0, axis=0)
-    return jnp.where(nobody, jnp.inf, jnp.abs(targets - held_out)), share
+    in_all = ~jnp.any(share > 0, axis=0)
+    return jnp.where(in_all, jnp.inf, jnp.abs(targets - held_out)), share
 
 
 def left_out_shares(unseen: Bool[Array, "folds rows"], weights: Float[Array, " folds"]) -> Float[Array, "folds rows"]:

@@ -7,7 +7,7 @@ from ._check_risk import (
     check_losses,
     check_risk,
     check_steps,
-    warn_of_uncontrolled,
+    warn_of_no_threshold,
 )
 from ._risk import first_on_grid, first_step, largest_total
 
@@ -79,7 +79,7 @@ def risk_control(
     check_loss_values(name, losses, bound, mask)
     most = largest_total(risk, bound, table.shape[0], kept, table.dtype)
     found = first_on_grid(table, grid, kept, most)
-    warn_of_uncontrolled(name, found, risk, bound, table.shape[0], mask)
+    warn_of_no_threshold(name, found, risk, bound, table.shape[0], mask)
     return found
 
 
@@ -132,5 +132,5 @@ def risk_control_steps(
     check_drop_values(name, steps, drops, bound, mask)
     most = largest_total(risk, bound, at.shape[0], kept, at.dtype)
     found = first_step(at, heights, kept, most)
-    warn_of_uncontrolled(name, found, risk, bound, at.shape[0], mask)
+    warn_of_no_threshold(name, found, risk, bound, at.shape[0], mask)
     return found

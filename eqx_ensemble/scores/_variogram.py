@@ -3,14 +3,10 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import as_column, check_regression
-from .._weighting import blank_unweighted
-from ._check import check_known_weights, check_outputs, check_reduction
 from ._check_outputs import check_order, check_pair_weights
-from ._crps import check_estimator
-from ._reduce import Reduction, reduce
-from ._row_weights import check_rows
-from ._scoringrules import import_scoringrules, scoringrules_config, without_gradient
+from ._multivariate import check_vectors, score_vectors
+from ._reduce import Reduction
+from ._scoringrules import import_scoringrules
 
 
 def variogram_score(
@@ -77,23 +73,10 @@ def variogram_score(
     """
     name = "scores.variogram_score"
     rules = import_scoringrules(name)
-    points, observed = check_regression(name, targets, members=True, samples=samples)
-    check_outputs(name, points)
-    check_known_weights(name, weights)
-    convex = check_estimator(name, estimator, points, weights)
-    power = check_order(name, order)
+    vectors = check_vectors(name, samples, targets, weights, row_weights, mask, estimator, reduction)
+    points, observed = vectors.samples, vectors.targets
     pairs = check_pair_weights(name, pair_weights, points.shape[-1], points.dtype)
-    rows = check_rows(name, row_weights, mask, observed.shape[:-1], points.dtype)
-    check_reduction(name, reduction, observed.shape[:-1])
-
-    def score(points: Array, observed: Array) -> Array:
-        expanded = None
-        if convex is not None:
-            expanded = jnp.broadcast_to(as_column(convex, points.ndim - 1), points.shape[:-1])
-        wide = None if pairs is None else jnp.broadcast_to(pairs, (*observed.shape, observed.shape[-1]))
-        with scoringrules_config():
-            options = {"w": wide, "m_axis": 0, "ens_w": expanded, "p": power, "estimator": estimator}
-            return rules.vs_ensemble(observed, points, backend="jax", **options).astype(points.dtype)
-
-    points = rows.blank(blank_unweighted(points, convex), before=1)
-    return reduce(without_gradient(name, score)(points, rows.blank(observed)), reduction, rows.weights)
+    wide = None if pairs is None else jnp.broadcast_to(pairs, (*observed.shape, observed.shape[-1]))
+    options = {"w": wide, "m_axis": 0, "p": check_order(name, order), "estimator": estimator, "backend": "jax"}
+    rule = lambda y, x, weights: rules.vs_ensemble(y, x, ens_w=weights, **options)
+    return score_vectors(name, rule, vectors, reduction)

@@ -26,8 +26,8 @@ def diverse(
         `1 - uncertainty.pairwise_disagreement(logits)`, for real targets the correlations of the members' errors. Of
         rows that no member was trained on.
     - `count`: how many.
-    - `quality`: $q$, zero or more for each member, `(members,)`, higher is better; equal by default. With log scores
-        per row, `jnp.exp(log_scores)`, or a power of it: the larger the power, the less diversity counts.
+    - `quality`: $q$, zero or more for each member, `(members,)`, higher is better; equal by default. For
+        example `jnp.exp(log_scores.mean(axis=1))` or a power of it: the larger the power, the less diversity counts.
 
     **Returns:**
 

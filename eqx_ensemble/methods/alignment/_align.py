@@ -19,7 +19,7 @@ from ._find import find_units
 from ._match import Order, entries, match, shuffle
 from ._resolve import Group, Part, resolve
 from ._units import Heads, Units
-from ._verify import check_function_unchanged
+from ._verify import check_equal_predictions
 
 M = TypeVar("M")
 
@@ -112,7 +112,7 @@ def align(
     turns = list(generators(_keys.root(key, name=_NAME), ensemble.ids, purpose="align"))
     permuted = lambda orders: _permute(ensemble, state, groups, orders)
     shuffled = [[shuffle(group, rng) for group in groups] for rng in turns]
-    check_function_unchanged(ensemble, state, permuted, shuffled, groups, x, fn)
+    check_equal_predictions(ensemble, state, permuted, shuffled, groups, x, fn)
     own = [{path: array[i] for path, array in arrays.items()} for i in range(ensemble.num_members)]
     still = [[np.arange(part.size) for part in group.parts] for group in groups]
     orders = [

@@ -66,7 +66,7 @@ def check_units(units: Any, kinds: tuple[type, ...], *, found: bool) -> list[Any
     return listed
 
 
-def check_selected(where: Callable[[Any], Any], model: Any, path: str) -> Any:
+def check_where(where: Callable[[Any], Any], model: Any, path: str) -> Any:
     """What a function selects of a model. Returns it."""
     try:
         return where(model)

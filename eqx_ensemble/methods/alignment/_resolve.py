@@ -4,7 +4,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from ..._axes import is_array
-from ._check import check_axis_of, check_divisible, check_selected, check_some_axes, check_some_units
+from ._check import check_axis_of, check_divisible, check_some_axes, check_some_units, check_where
 from ._layers import input_axes, output_axes
 from ._units import Heads, Units
 
@@ -69,10 +69,10 @@ def _part(units: Units, model: Any, name: str) -> Part:
         for i, entry in enumerate(entries):
             path = f"{name}.{argument}[{i}]"
             if isinstance(entry, tuple):
-                leaf = check_selected(entry[0], model, path)
+                leaf = check_where(entry[0], model, path)
                 found.append((check_axis_of(leaf, entry[1], path, Leaf), entry[1] % len(leaf.shape)))
                 continue
-            layer = check_selected(entry, model, path)
+            layer = check_where(entry, model, path)
             found += check_some_axes(axes_of(layer), layer, path, argument)
             norms += [layer] if isinstance(layer, eqx.nn.BatchNorm) else []
     check_some_units(found, norms, name)

@@ -17,7 +17,7 @@ Orders = list[list[list[Order]]]
 """Of each member, each group and each of its parts."""
 
 
-def check_function_unchanged(
+def check_equal_predictions(
     ensemble: Ensemble[Any],
     state: eqx.nn.State | None,
     permuted: Callable[[Orders], tuple[Ensemble[Any], eqx.nn.State | None]],

@@ -132,7 +132,7 @@ def directions(
     `(members, members, size)`. `gather` brings all particles to every device.
     """
     points, scores = (jnp.where(active[:, None], x, jnp.zeros_like(x)) for x in (points, scores))
-    # A kernel may be defined among the particles only: those that take no part stand where one of them is.
+    # Inactive particles are replaced by an active one: a kernel may be undefined elsewhere, such as at zero.
     points = jnp.where(active[:, None], points, points[jnp.argmax(active)][None])
     others = (gather(points), gather(scores), gather(active))
     if isinstance(kernel, AbstractKernel):

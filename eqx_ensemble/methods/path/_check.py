@@ -139,7 +139,7 @@ def warn_of_few(count: Any, ids: Any, *, least: int, effect: str, name: str) -> 
         warnings.warn(f"`{name}`: members with {what}: {listed}. {effect}", stacklevel=4)
 
 
-def check_untraced(count: Any, *, name: str) -> None:
+def check_concrete(count: Any, *, name: str) -> None:
     """Raises where the number of snapshots is traced."""
     if is_traced(count):
         raise TypeError(f"`{name}` cannot be called inside `jax.jit`: the number of members depends on values.")

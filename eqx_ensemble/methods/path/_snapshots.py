@@ -12,12 +12,12 @@ from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...distributed import to_host
 from ._check import (
+    check_concrete,
     check_factor_ids,
     check_inner_optimiser,
     check_period,
     check_some_snapshots,
     check_steps,
-    check_untraced,
     warn_of_few,
 )
 from ._record import Weights, as_ensemble, find_record, record_path
@@ -107,7 +107,7 @@ def snapshot_ensemble(run: Any) -> Ensemble[Any]:
     """
     name = "methods.path.snapshot_ensemble"
     state, found = find_record(run, (Weights,), name=name)
-    check_untraced(found.count, name=name)
+    check_concrete(found.count, name=name)
     weights = found.record.weights
     size = jax.tree.leaves(weights)[0].shape[1]
     check_factor_ids(state.ids, size, name=name)
