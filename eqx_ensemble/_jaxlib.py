@@ -1,6 +1,7 @@
 import importlib.metadata
 import os
-import warnings
+
+from ._warnings import warn
 
 # The compiler of 0.10.2 hands such sums to a library that then reads the wrong rows; this keeps them out of its hands.
 _SAFE = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
@@ -18,4 +19,4 @@ def warn_of_jaxlib() -> None:
     release = importlib.metadata.version("jaxlib")
     is_safe = release == "0.10.2" and "xla_cpu_experimental_ynn_fusion_type" in os.environ.get("XLA_FLAGS", "")
     if release in _FAULTS and not is_safe:
-        warnings.warn(_FAULTS[release], RuntimeWarning, stacklevel=3)
+        warn(_FAULTS[release], RuntimeWarning)

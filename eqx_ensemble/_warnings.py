@@ -6,6 +6,17 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+_PASSED_OVER = {"eqx_ensemble", "equinox", "jax", "jaxtyping"}  # what users' calls go through on their way here
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the line of the user's code that led here: that of the innermost frame outside of this library."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
+        frame = frame.f_back
+    module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
 
 @contextlib.contextmanager
 def ignore_warnings(message: str = "") -> Iterator[None]:

@@ -3,9 +3,16 @@
 import threading
 import warnings
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
+import eqx_ensemble as ee
 from eqx_ensemble._warnings import ignore_warnings
+
+KEY = jax.random.key(0)
 
 
 def texts(call):
@@ -83,3 +90,41 @@ def test_filters_that_another_thread_restores_ignore_nothing():
         warnings.filters.insert(0, copied[0])
         warnings.warn("seen", stacklevel=1)
     assert len(caught) == 1
+
+
+class TestTheLineThatAWarningNames:
+    """That of the user's code, however many calls of the library and of Equinox are between."""
+
+    @staticmethod
+    def loss(model, batch, key):
+        return jnp.nan * jnp.sum(jax.vmap(model)(batch))
+
+    def lines(self, call):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        assert caught
+        return {(warning.filename, warning.lineno) for warning in caught}
+
+    def test_of_fit(self):
+        ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 2, key=KEY)
+        call = lambda: ee.fit(ensemble, self.loss, optax.sgd(0.1), jnp.ones((4, 2)), steps=1, key=KEY)
+        assert self.lines(call) == {(__file__, call.__code__.co_firstlineno)}
+
+    def test_of_the_parts_of_a_group(self):
+        group = ee.group([eqx.nn.Linear(2, 1, key=KEY), eqx.nn.MLP(2, 1, 4, 1, key=KEY)])
+        call = lambda: ee.fit(group, self.loss, optax.sgd(0.1), jnp.ones((4, 2)), steps=1, key=KEY)
+        assert self.lines(call) == {(__file__, call.__code__.co_firstlineno)}
+
+    def test_of_a_method_of_a_module(self):
+        ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 2, key=KEY)
+        hyper = {"scale": jnp.array([1.0, jnp.nan])}
+        loss = lambda model, batch, key, hyper: hyper["scale"] * jnp.sum(jax.vmap(model)(batch))
+        with pytest.warns(UserWarning, match="diverged"):
+            run = ee.fit(ensemble, loss, optax.sgd(0.1), jnp.ones((4, 2)), steps=1, hyper=hyper, key=KEY)
+        call = lambda: run.predict(jnp.ones((4, 2)))
+        assert self.lines(call) == {(__file__, call.__code__.co_firstlineno)}
+
+    def test_of_a_score(self):
+        call = lambda: ee.scores.nll(jnp.array([[[0.2, 0.8]]]), jnp.array([0]))
+        assert self.lines(call) == {(__file__, call.__code__.co_firstlineno)}

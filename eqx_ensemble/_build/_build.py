@@ -1,5 +1,4 @@
 import itertools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
@@ -14,6 +13,7 @@ from .._check import MemberMismatchError, check_key, check_sequence, is_readable
 from .._ensemble import Ensemble, M, Where, from_stacked, mark_numbers
 from .._ensemble._check import check_no_text_arrays, check_selection
 from .._pytree import PyTree
+from .._warnings import warn
 from ..plan import Vmap
 from ..plan._sharded import sharded_plan
 from ..sharding import Shard
@@ -196,10 +196,9 @@ def _make_on_mesh(
         check_no_tracers(made, name="build")
     except (jax.errors.JAXTypeError, MemberMismatchError) as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        warnings.warn(
+        warn(
             "`build` cannot compile this constructor: its members are made on one device and sharded afterwards. "
-            f"{text}",
-            stacklevel=4,
+            f"{text}"
         )
         made = _vmap_make(make, keys, arguments)
         layout = layout.split_weights(made, shard)

@@ -1,4 +1,3 @@
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from .._check import is_key, is_member_array, is_traced
 from .._pytree import PyTree
+from .._warnings import warn
 
 
 def warn_of_equal_members(stacked: PyTree, keys: Any, arguments: Iterable[str]) -> None:
@@ -26,10 +26,9 @@ def warn_of_equal_members(stacked: PyTree, keys: Any, arguments: Iterable[str]) 
         reason = f"`make` does not use its key: write `lambda {', '.join(['key', *arguments])}: Model(..., key=key)`."
     else:
         return
-    warnings.warn(
+    warn(
         f"`build` made members that are equal in every array; trained on the same rows, they stay equal.\n{reason} "
-        f"If they are meant to be equal, write `stack([model] * {count})`.",
-        stacklevel=3,
+        f"If they are meant to be equal, write `stack([model] * {count})`."
     )
 
 

@@ -1,10 +1,9 @@
-import warnings
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from .._warnings import warn
 from ._arrays import (
     Shape,
     as_column,
@@ -66,10 +65,9 @@ def _warn_of_probabilities(name: str, logits: ArrayLike) -> None:
     are_distributions = (rows >= 0).all() and (abs(rows.sum(axis=-1) - 1) < rounding).all()
     # The softmax of equal numbers is the same; zeros and ones may be logits that somebody wrote down.
     if are_distributions and ((np.ptp(rows, axis=-1) > 1e-6) & (rows.max(axis=-1) < 1)).any():
-        warnings.warn(
+        warn(
             f"`{name}` takes logits, but every row of these sums to 1, as probabilities do. The softmax of "
-            "probabilities is nearly uniform.\nPass `jnp.log(probabilities)`, or the estimator's `predict_log_proba`.",
-            stacklevel=4,
+            "probabilities is nearly uniform.\nPass `jnp.log(probabilities)`, or the estimator's `predict_log_proba`."
         )
 
 

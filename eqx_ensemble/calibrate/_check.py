@@ -1,4 +1,3 @@
-import warnings
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from .._check import (
     kept_rows,
     needs_message,
 )
+from .._warnings import warn
 
 
 def check_pool(name: str, pool: str, *, weighted: bool) -> None:
@@ -151,10 +151,9 @@ def warn_of_no_minimum(name: str, pool: str, flat: ArrayLike) -> None:
     host = concrete(flat)
     if host is not None and not host.all():
         penalty = "add a penalty" if name == "calibrate.matrix" else "use `calibrate.matrix` with penalties"
-        warnings.warn(
+        warn(
             f"`{name}`: {_member_text(pool, ~host)}no minimum was reached. If the rows are separable, none exists: "
-            f"fit on more rows, use a calibration with fewer parameters, or {penalty}.",
-            stacklevel=3,
+            f"fit on more rows, use a calibration with fewer parameters, or {penalty}."
         )
 
 

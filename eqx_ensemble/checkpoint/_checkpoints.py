@@ -3,12 +3,12 @@ import errno
 import functools as ft
 import inspect
 import os
-import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, final
 
 from .._check import CheckpointCorruptError, check_flag
+from .._warnings import warn
 from ._check import check_format, check_retention, check_step
 from ._check_folders import all_damaged_message, check_step_exists, fallback_message
 from ._contents import contents_of
@@ -196,7 +196,7 @@ class Checkpoints:
                 bad.append((number, error))
             else:
                 if bad:
-                    warnings.warn(fallback_message(bad, number), stacklevel=2)
+                    warn(fallback_message(bad, number))
                 return Restored(tree, number, manifest.score, manifest.meta)
         first = bad[0][1]
         file, leaf = getattr(first, "file", str(self.folder)), getattr(first, "leaf", None)

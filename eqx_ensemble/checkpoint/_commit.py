@@ -3,12 +3,12 @@
 import contextlib
 import errno
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .._check import CheckpointCorruptError
+from .._warnings import warn
 from . import _disk
 from ._check import check_manifest_size
 from ._check_folders import NotSyncedError, check_overwritable, no_sync_message
@@ -37,7 +37,7 @@ def sync_names(folder: Path) -> None:
         disk = os.stat(folder).st_dev
         if disk not in _unsynced:
             _unsynced.add(disk)
-            warnings.warn(no_sync_message(folder, error), stacklevel=2)
+            warn(no_sync_message(folder, error))
 
 
 def sync_last(folder: Path) -> None:

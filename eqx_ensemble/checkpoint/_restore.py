@@ -1,5 +1,4 @@
 import contextlib
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._check import kind_text, number_text
+from .._warnings import warn
 from ._check_like import (
     LeafDifference,
     check_cast,
@@ -182,4 +182,4 @@ def _compare_structure(manifest: Manifest, like: Any, path: Any, *, strict: bool
     if strict:
         check_same_structure(gaps, path, name=name)
     elif gaps:
-        warnings.warn(structure_text(gaps, path, name=name), stacklevel=4)
+        warn(structure_text(gaps, path, name=name))

@@ -1,9 +1,9 @@
 """The folder of a run: which checkpoints are in it, and which of them are kept."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from .._warnings import warn
 from ._formats import Format
 from ._kind import STEP
 from ._names import is_unfinished
@@ -56,7 +56,7 @@ class RunFolder:
             for old in self._retention.superfluous(scores, step):
                 self._remove(old)
         except OSError as error:
-            warnings.warn(f"Step {step} is saved, but an old checkpoint could not be removed: {error}", stacklevel=2)
+            warn(f"Step {step} is saved, but an old checkpoint could not be removed: {error}")
 
     def _entries(self) -> list[tuple[int, Any]]:
         """The folders of checkpoints, also of those that were never finished, with their steps."""
@@ -77,7 +77,7 @@ class RunFolder:
         except FileExistsError as error:
             if step not in self._warned:
                 self._warned.add(step)
-                warnings.warn(f"An old checkpoint is kept: {error}", stacklevel=2)
+                warn(f"An old checkpoint is kept: {error}")
 
     def _score(self, step: int) -> list[float | None]:
         """The score of a step as a list of one, empty if its manifest cannot be read."""

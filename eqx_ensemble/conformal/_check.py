@@ -1,5 +1,4 @@
 import math
-import warnings
 from fractions import Fraction
 
 import numpy as np
@@ -19,6 +18,7 @@ from .._check import (
     needs_message,
     promote,
 )
+from .._warnings import warn
 
 
 def check_rows(name: str, **arrays: ArrayLike) -> tuple[Array, ...]:
@@ -130,7 +130,7 @@ def check_held_out(name: str, held_out: ArrayLike, unseen: Array, mask: ArrayLik
     return int(never.sum())
 
 
-def warn_of_infinite(name: str, rank: int, num_rows: int, infinite: int, level: Fraction, *, stacklevel: int) -> None:
+def warn_of_infinite(name: str, rank: int, num_rows: int, infinite: int, level: Fraction) -> None:
     """Warns if the rows are too few for the level."""
     if rank <= num_rows - infinite:
         return
@@ -140,7 +140,7 @@ def warn_of_infinite(name: str, rank: int, num_rows: int, infinite: int, level: 
     else:
         because = f"{num_rows} rows are too few for level {float(level):g}"
         fix = enough_rows_text(level)
-    warnings.warn(f"`{name}`: {because}; every prediction is unbounded. {fix}", stacklevel=stacklevel)
+    warn(f"`{name}`: {because}; every prediction is unbounded. {fix}")
 
 
 def enough_rows_text(level: Fraction) -> str:

@@ -1,5 +1,4 @@
 import math
-import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ from .._check import (
     needs_message,
     promote,
 )
+from .._warnings import warn
 from ._risk import fraction_of
 
 
@@ -116,4 +116,4 @@ def warn_of_no_threshold(
     else:
         because = f"no threshold has a risk of {risk:g} or less"
         fix = "Add thresholds of lower losses, hold out more rows, or allow a higher risk."
-    warnings.warn(f"`{name}`: {because}; the threshold is infinite. {fix}", stacklevel=3)
+    warn(f"`{name}`: {because}; the threshold is infinite. {fix}")

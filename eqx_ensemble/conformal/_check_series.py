@@ -1,11 +1,10 @@
-import warnings
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
 from .._check import check_array, concrete, kind_text, needs_message
+from .._warnings import warn
 
 
 def check_outcome(name: str, covered: ArrayLike) -> Array:
@@ -54,8 +53,7 @@ def warn_of_no_residual(name: str, known: Array) -> None:
     """Warns if no row has an out-of-bag prediction; only where that is concrete."""
     host = concrete(known)
     if host is not None and not np.any(host):
-        warnings.warn(
+        warn(
             f"`{name}`: every member was trained on every row; every prediction is unbounded. Train more members, or "
-            "each on fewer rows.",
-            stacklevel=3,
+            "each on fewer rows."
         )

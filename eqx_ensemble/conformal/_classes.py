@@ -200,7 +200,7 @@ def _fit(
     blanked = blank_masked(targets, kept)
     of_label = at_label(scores, blanked)
     check_no_nan(name, "logits", of_label, mask)
-    rank = rank_of(name, fraction(level), of_label.size, kept, stacklevel=5)
+    rank = rank_of(name, fraction(level), of_label.size, kept)
     threshold, negative = pair_at_rank(of_label, -at_label(log_rest, blanked), kept, rank)
     return (Sets if key is None else RandomisedSets)(threshold, -negative, *extra)
 

@@ -1,4 +1,3 @@
-import warnings
 from fractions import Fraction
 from functools import partial
 
@@ -8,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
 
 from .._check import check_level, check_mask, concrete
+from .._warnings import warn
 from ..scores._check_groups import check_groups
 from ._check import check_rows, enough_rows_text
 from ._rank import fraction, ranks_by_count
@@ -89,10 +89,9 @@ def fit_groups(
     host = concrete(counts)
     if host is not None and (few := table[host] > host).any():
         first = int(np.argmax(few))
-        warnings.warn(
+        warn(
             f"`{name}`: {int(few.sum())} of {num_groups} {noun} have too few rows for level {float(level):g}, the "
-            f"first is {first} with {int(host[first])}; their predictions are unbounded. {enough_rows_text(level)}",
-            stacklevel=3,
+            f"first is {first} with {int(host[first])}; their predictions are unbounded. {enough_rows_text(level)}"
         )
     return found
 

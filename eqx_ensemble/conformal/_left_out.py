@@ -21,7 +21,7 @@ def fit_left_out(
     infinite: int,
 ) -> tuple[Array, Array, Array, Array]:
     """Residuals, weights of the members that held each row out, the rank of the quantile, and the used rows."""
-    rank = rank_of(name, fraction(level), targets.size, mask, infinite=infinite, stacklevel=5)
+    rank = rank_of(name, fraction(level), targets.size, mask, infinite=infinite)
     kept = jnp.ones(targets.shape, bool) if mask is None else mask
     held_out, targets = blank_masked(held_out, mask), blank_masked(targets, mask)
     return *_residuals_and_shares(held_out, targets, unseen, weights), rank, kept

@@ -16,13 +16,11 @@ def fraction(level: float) -> Fraction:
     return Fraction(float(level)).limit_denominator(10**9)
 
 
-def rank_of(
-    name: str, level: Fraction, num_rows: int, mask: Array | None, *, infinite: int = 0, stacklevel: int = 4
-) -> Int32[Array, ""]:
+def rank_of(name: str, level: Fraction, num_rows: int, mask: Array | None, *, infinite: int = 0) -> Int32[Array, ""]:
     r"""$\lceil (n + 1) \mathrm{level} \rceil$ for the $n$ rows that are not masked; warns if no finite score has it."""
     kept = num_rows if mask is None else _count_kept(mask)
     if kept is not None:
-        warn_of_infinite(name, _rank(level, kept), kept, infinite, level, stacklevel=stacklevel)
+        warn_of_infinite(name, _rank(level, kept), kept, infinite, level)
     return rank_among(level, num_rows, mask)
 
 

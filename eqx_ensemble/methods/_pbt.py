@@ -1,6 +1,5 @@
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any, Generic
 
@@ -13,7 +12,7 @@ from .._check import check_function, check_key, check_positive_int
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from .._pytree import PyTree
-from .._warnings import ignore_warnings
+from .._warnings import ignore_warnings, warn
 from ..distributed import to_host
 from ..train import perturb
 from ..train._check_member import check_same_hyper
@@ -180,7 +179,7 @@ def population_based_training(
         training = to_host(run.train_state.status) == Status.OK
         if len(scores) == rounds or run.interrupted or not training.any():
             if len(scores) < rounds and not training.any():
-                warnings.warn(diverged_message(lineage[-1], run.stopped_at, run.fault), stacklevel=2)
+                warn(diverged_message(lineage[-1], run.stopped_at, run.fault))
             stacked = jax.tree.map(lambda *parts: np.stack(parts), *hypers)
             run = dataclasses.replace(run, rows=None)  # a copy was trained on the rows of others
             return Population(run, np.stack(scores), np.stack(lineage), stacked)

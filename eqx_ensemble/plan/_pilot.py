@@ -1,5 +1,4 @@
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 from .. import _axes
 from .._check import is_typed_key
 from .._pytree import PyTree
+from .._warnings import warn
 from ._check import out_of_memory_message, smaller_plan_message
 from ._memory import Peak, is_out_of_memory, peak
 from ._plans import AbstractPlan, Work
@@ -61,7 +61,7 @@ class Pilot:
                 less = self._search.out_of_memory() if is_out_of_memory(error) and kept is not None else None
                 if less is None:
                     raise
-                warnings.warn(smaller_plan_message(repr(self.plan), repr(less), name=self._name), stacklevel=3)
+                warn(smaller_plan_message(repr(self.plan), repr(less), name=self._name))
                 self.plan, carry = less, jax.device_put(kept)
 
     def note(self, units: int, seconds: float, *, seconds_left: float | None) -> bool:

@@ -1,6 +1,5 @@
 """Checks of meshes, and of what is sharded over them."""
 
-import warnings
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from .._check import check_sequence, is_integer, kind_text
+from .._warnings import warn
 
 _AXES = ("members", "data", "model")
 
@@ -134,20 +134,18 @@ def warn_of_padding(num_members: int, parts: int) -> None:
     """Warns where members do not divide evenly over the devices of the axis `members`."""
     width = -(-num_members // parts) * parts
     if width != num_members:
-        warnings.warn(
+        warn(
             f"{num_members} members do not divide evenly over {parts} devices: they are padded to {width}, and between "
-            f"compiled programs some devices hold the same members.\n{width} members would take the same time.",
-            stacklevel=4,
+            f"compiled programs some devices hold the same members.\n{width} members would take the same time."
         )
 
 
 def warn_of_uneven_rows(batch_size: int, parts: int) -> None:
     """Warns where the rows of a batch do not divide evenly over the devices of the axes `data` and `model`."""
     if batch_size % parts:
-        warnings.warn(
+        warn(
             f"Batches of {batch_size} rows do not divide over data x model = {parts} devices, each of which computes "
-            f"all of them.\nA multiple of {parts} rows would share the work.",
-            stacklevel=4,
+            f"all of them.\nA multiple of {parts} rows would share the work."
         )
 
 

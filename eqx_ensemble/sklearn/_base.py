@@ -1,4 +1,3 @@
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from sklearn.preprocessing import StandardScaler
 
 from .._ensemble import Ensemble
 from .._version import __version__
+from .._warnings import warn
 from ._member import MakeNetwork, Member, MemberMaker
 from ._pickling import restore_ensemble, take_weights
 
@@ -62,10 +62,9 @@ class AbstractEstimator(BaseEstimator):
         state = dict(state)
         version = state.pop(_VERSION, "an unknown version")
         if version != __version__:
-            warnings.warn(
+            warn(
                 f"`{type(self).__name__}` was pickled with eqx_ensemble {version}, and this is {__version__}: "
-                "predictions may differ, or fail. Fit it again, or install that version.",
-                stacklevel=2,
+                "predictions may differ, or fail. Fit it again, or install that version."
             )
         if "ensemble_" in state:
             state["ensemble_"], state["state_"] = restore_ensemble(state["_maker"], state["ensemble_"])
@@ -76,7 +75,5 @@ def has_bag(prediction: np.ndarray) -> np.ndarray:
     """Which rows have an out-of-bag prediction."""
     found = np.asarray(~np.isnan(prediction.reshape(len(prediction), -1)).any(axis=1))
     if not found.any():
-        warnings.warn(
-            "No row is out of bag for any member: `oob_score_` is NaN. Use more members or rows.", stacklevel=4
-        )
+        warn("No row is out of bag for any member: `oob_score_` is NaN. Use more members or rows.")
     return found

@@ -1,9 +1,9 @@
-import warnings
 from typing import Any
 
 import numpy as np
 
 from .._check import check_flag, check_optional_flag, check_optional_function, check_word
+from .._warnings import warn
 from ..distributed import to_host
 from ._check_run import diverged_message
 from ._errors import DivergedError, NotSavedError
@@ -33,4 +33,4 @@ def check_outcome(run: Any, lost_before: np.ndarray, how: Any, *, saver: Any, fi
         message = diverged_message(*where, first_step=first_step, integers=integers)
         if how == "raise" and (lost & ~lost_before).any():
             raise DivergedError(message, run)
-        warnings.warn(message, stacklevel=3)
+        warn(message)

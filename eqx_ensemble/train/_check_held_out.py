@@ -1,8 +1,8 @@
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._warnings import warn
 from ..resample import out_of_bag_mean
 from ._check_run import check_run_weights, excluded_message
 from ._errors import DivergedError
@@ -62,7 +62,7 @@ def check_held_out_weights(run: "Run[Any]", weights: Any, *, name: str) -> np.nd
     message = excluded_message(np.asarray(run.ensemble.ids)[~healthy], healthy, name=name)
     if not healthy.any():
         raise DivergedError(message, run)
-    warnings.warn(message, stacklevel=4)  # the user's line: a method of a Module is called through Equinox
+    warn(message)
     kept = np.zeros(len(healthy))
     given = np.ones(len(healthy)) if weights is None else weights
     kept[healthy] = check_run_weights(given, healthy, out_of_bag_mean, name=name)

@@ -1,5 +1,4 @@
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from .._ensemble._by_part import (
 )
 from .._ensemble._group_order import member_positions
 from .._foreign import as_numpy, from_foreign_tree
+from .._warnings import warn
 from ..checkpoint._path import as_path
 from ._check_group import check_data_of_parts, check_folder_of_parts, interrupted_message
 from ._group_run import GroupRun
@@ -67,7 +67,7 @@ def fit_parts(fit: Callable[..., Run[Any]], begun: Group | GroupRun, options: di
             break
     untrained = [part for part in starts if part not in done]
     if untrained:
-        warnings.warn(interrupted_message(untrained), stacklevel=3)
+        warn(interrupted_message(untrained))
     return _run_of(group, done)
 
 

@@ -1,4 +1,3 @@
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from .._ensemble._check_group import check_distinct_parts
 from .._predict import predict
 from .._progress import members_in_words
 from .._pytree import PyTree
+from .._warnings import warn
 from ._check_group import check_one_mode, check_runs
 from ._check_run import check_run_weights, excluded_message
 from ._errors import DivergedError
@@ -121,7 +121,7 @@ class GroupRun(eqx.Module):
             message = excluded_message(np.asarray(self.group.ids)[~healthy], healthy, name=name)
             if strict or not healthy.any():
                 raise DivergedError(message, self)
-            warnings.warn(message, stacklevel=3)  # Equinox calls methods of Modules: one level more
+            warn(message)
         group = self.healthy
         state = {part: _state_of(self.runs[part]) for part in group.parts if self.runs[part].state is not None}
         kept = lambda value: {part: value[part] for part in group.parts}

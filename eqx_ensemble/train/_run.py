@@ -1,5 +1,4 @@
 import html
-import warnings
 from collections.abc import Callable
 from typing import Any, Generic, Unpack, overload
 
@@ -16,6 +15,7 @@ from .._foreign import from_foreign_tree
 from .._predict import predict
 from .._pytree import PyTree
 from .._typing import CallableEnsemble, Out, StatefulEnsemble
+from .._warnings import warn
 from ..plan import AbstractPlan
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
 from ..resample._check_held_out import check_folds
@@ -160,7 +160,7 @@ class Run(eqx.Module, Generic[M]):
             message = excluded_message(np.asarray(self.ensemble.ids)[~healthy], healthy, name="Run.predict")
             if strict or not healthy.any():
                 raise DivergedError(message, self)
-            warnings.warn(message, stacklevel=3)  # Equinox calls methods of Modules: one level more
+            warn(message)
         state = self.state if self.state is None or healthy.all() else tree.take(self.state, healthy)
         return predict(self.healthy, x, combine=combine, weights=weights, state=state, **options)
 

@@ -1,5 +1,4 @@
 import functools as ft
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from .._check import is_typed_key
 from .._jaxpr import unused_inputs
 from .._pytree import PyTree
-from .._warnings import ignore_warnings
+from .._warnings import ignore_warnings, warn
 from ..distributed import to_host
 from ._check_member import hyper_column_text
 from ._state import MemberConstants, TrainState
@@ -40,10 +39,7 @@ def warn_of_unused_hyper(state: TrainState, optimiser: Optimiser, losses: list[t
     names = [hyper_column_text(path) for (path, x), is_unused in keyed if is_unused and not _is_in_members(x, state)]
     if names:
         words = ", ".join(f"`{name}`" for name in names)
-        warnings.warn(
-            f"`fit` got {words} in `hyper`, but neither the optimiser nor the loss uses it: is the name misspelt?",
-            stacklevel=3,
-        )
+        warn(f"`fit` got {words} in `hyper`, but neither the optimiser nor the loss uses it: is the name misspelt?")
 
 
 def _is_in_members(values: Any, state: TrainState) -> bool:

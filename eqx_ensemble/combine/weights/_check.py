@@ -1,5 +1,4 @@
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from ..._check import (
     needs_message,
 )
 from ..._foreign import as_numpy
+from ..._warnings import warn
 
 _HOW_TO_SCORE = "They are `-scores.per_member(scores.nll, logits, labels, reduction='none')` and the like."
 
@@ -69,10 +69,9 @@ def _check_logarithms(name: str, scores: np.ndarray, counted: np.ndarray) -> Non
         return  # one evidence for each member
     kept = scores[:, counted]
     if (kept >= 0).all() and (kept <= 1).all() and (kept > 0).any():
-        warnings.warn(
+        warn(
             f"`{name}` takes natural logarithms, but all `log_scores` are from 0 to 1, as probabilities are.\n"
-            "Pass `jnp.log(probabilities)`. Log-densities in that range are fine.",
-            stacklevel=4,
+            "Pass `jnp.log(probabilities)`. Log-densities in that range are fine."
         )
 
 
@@ -185,10 +184,9 @@ def warn_of_gap(name: str, gap: Array, tolerance: float) -> None:
     """Warns that a search for weights ended above its tolerance; only where the result is concrete."""
     host = concrete(gap)
     if host is not None and not (host <= tolerance).all():
-        warnings.warn(
+        warn(
             f"`{name}` ended {host.max():.2g} nats at most from the best mean log score, above its "
-            f"tolerance {tolerance:.2g}.\nRaise `tolerance` or `max_steps`, or compute in float64.",
-            stacklevel=3,
+            f"tolerance {tolerance:.2g}.\nRaise `tolerance` or `max_steps`, or compute in float64."
         )
 
 

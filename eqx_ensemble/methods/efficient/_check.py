@@ -1,7 +1,6 @@
 import collections
 import itertools
 import math
-import warnings
 from typing import Any
 
 import equinox as eqx
@@ -12,6 +11,7 @@ import jax.tree_util as jtu
 from ..._check import check_key, check_positive_int, is_member_array, kind_text
 from ..._ensemble import Ensemble
 from ..._leaf_text import leaf_text
+from ..._warnings import warn
 from ._joint import JointEnsemble, has_one_pass, is_joint_layer
 from ._layers import Layer, input_shape, output_shape
 
@@ -94,10 +94,9 @@ def check_groups(layer: Any, *, name: str) -> None:
 
 def warn_alike(*, name: str) -> None:
     """Warns that sub-members start alike."""
-    warnings.warn(
+    warn(
         f"`{name}`: all factors are 1, so sub-members that see the same rows have the same gradients and stay alike. "
-        "Train them with `mean_loss(loss, rows='split')`, or draw the factors.",
-        stacklevel=3,
+        "Train them with `mean_loss(loss, rows='split')`, or draw the factors."
     )
 
 

@@ -1,4 +1,3 @@
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from ..._ensemble import Ensemble
 from ..._ensemble._check import check_ensemble
 from ..._ensemble._check_state import check_model_state, check_model_state_given
 from ..._pytree import PyTree
+from ..._warnings import warn
 from ...plan import AnyPlan
 from ...plan._auto import as_plan
 from ...plan._sharded import sharded_plan
@@ -179,7 +179,7 @@ def _healthy_members(ensemble: Any, state: Any) -> tuple[Ensemble, Any, np.ndarr
     state = ensemble.state if state is None else state
     if not healthy.all():
         ids = np.asarray(ensemble.ensemble.ids)[~healthy]
-        warnings.warn(excluded_message(ids, healthy, name=_NAME), stacklevel=3)
+        warn(excluded_message(ids, healthy, name=_NAME))
         state = None if state is None else tree.take(state, healthy)
     return ensemble.healthy, state, np.flatnonzero(healthy), len(healthy)
 

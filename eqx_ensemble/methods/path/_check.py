@@ -1,4 +1,3 @@
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 
 from ..._check import check_counter, check_integer, check_number, is_traced, kind_text
 from ..._pytree import PyTree
+from ..._warnings import warn
 from .._check import check_inner_optimiser as check_inner_optimiser
 
 WRAPPERS = {
@@ -136,7 +136,7 @@ def warn_of_few(count: Any, ids: Any, *, least: int, effect: str, name: str) -> 
     if few.any():
         what = "no snapshot" if least == 1 else f"fewer than {least} snapshots"
         listed = ", ".join(map(str, np.asarray(ids)[few].tolist()))
-        warnings.warn(f"`{name}`: members with {what}: {listed}. {effect}", stacklevel=4)
+        warn(f"`{name}`: members with {what}: {listed}. {effect}")
 
 
 def check_concrete(count: Any, *, name: str) -> None:

@@ -1,6 +1,5 @@
 import functools as ft
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import final
 
@@ -8,6 +7,7 @@ import jax
 import numpy as np
 
 from ..._pytree import PyTree
+from ..._warnings import warn
 from ...sharding._layout import Layout
 from ..compiled._carry import Carry
 from ..compiled._stepwise import run_batches
@@ -159,7 +159,7 @@ class IterableSource(AbstractSource):
             return
         if not self._warned and len(self._convert.shapes) >= _MANY_SHAPES:
             self._warned = True
-            warnings.warn(many_shapes_message([*self._convert.shapes][:_MANY_SHAPES]), stacklevel=5)
+            warn(many_shapes_message([*self._convert.shapes][:_MANY_SHAPES]))
         count = outcome.num_steps
         if count < work.num_steps:  # the run ends here
             state = work.states[count - 1]
@@ -176,4 +176,4 @@ class IterableSource(AbstractSource):
     def finish(self, step: int) -> None:
         """Warns where patience never acted, because no epoch ended."""
         if self.cursor.epochs == 0 and self._patience is not None and step == self.last_step:
-            warnings.warn(idle_patience_message(), stacklevel=5)
+            warn(idle_patience_message())

@@ -1,7 +1,6 @@
 import os
 import sys
 import time
-import warnings
 from types import TracebackType
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ..._pytree import PyTree
+from ..._warnings import warn
 from ...checkpoint import Checkpoints, Contents
 from ...checkpoint._check_folders import check_overwritable
 from ...checkpoint._formats import FormatName
@@ -105,7 +105,7 @@ class Saver:
         texts = dict(self._identity.texts)
         saved = meta["identity"]
         if meta["conditions"] != now:
-            warnings.warn(other_versions_message(meta["conditions"], now, self.folder), stacklevel=5)
+            warn(other_versions_message(meta["conditions"], now, self.folder))
             saved, texts = ({k: v for k, v in t.items() if k not in self._identity.traced} for t in (saved, texts))
         check_same_call(saved, texts, self.folder)
         state = start.state
