@@ -20,6 +20,8 @@ COLUMNS = 88
 # Fields that are no part of what a class offers: how it is kept inside.
 INSIDE = {
     "checkpoint.Checkpoints": {"retention"},
+    "methods.InteractingStep": {"space", "optimiser", "num_rows", "method", "kernel", "plan", "layout", "name"},
+    "methods.SNGP": {"frequencies", "phases", "root"},
     "plan.Auto": {"notes"},
     "train.Step": {"fn", "optimiser", "has_aux", "plan", "pilot", "layout", "last"},
     "train.TrainState": {"moving", "fixed", "shared"},

@@ -108,15 +108,15 @@ def is_finite(x: Any) -> bool:
 
 
 @contextlib.contextmanager
-def explain_rows(data: Any) -> Iterator[None]:
-    """Adds to an error of a member the shape of the rows that `predict` passes to it."""
+def explain_rows(data: Any, *, argument: str = "x", name: str = "predict") -> Iterator[None]:
+    """Adds to an error of a member the shape of the rows that it was called with."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        rows = dict.fromkeys(str(tuple(leaf.shape[axis + 1 :])) for _, leaf, axis in _data_leaves(data, "x"))
-        note = f"`predict` calls a member with one row of `x`; here a row has shape {', '.join(rows)}."
+        rows = dict.fromkeys(str(tuple(leaf.shape[axis + 1 :])) for _, leaf, axis in _data_leaves(data, argument))
+        note = f"`{name}` calls a member with one row of `{argument}`; here a row has shape {', '.join(rows)}."
         if list(rows) == ["()"]:
-            note += " For a single example pass `x[None]`."
+            note += f" For a single example pass `{argument}[None]`."
         error.add_note(note)
         raise
 

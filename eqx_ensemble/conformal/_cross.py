@@ -56,7 +56,7 @@ def cross_conformal(
 
     Let $R_i$ be the score of the label of row $i$ under the members of the fold $f(i)$ that held it out, and $R_f(y)$
     that of class $y$ of a new row under the members of fold $f$. The p-value of $y$ is
-    $(1 + \#\{i : R_i \ge R_{f(i)}(y)\}) / (n + 1)$, and the set has the classes whose p-value exceeds $1 -
+    $(1 + \sum_i [R_i \ge R_{f(i)}(y)]) / (n + 1)$, and the set has the classes whose p-value exceeds $1 -
     \mathrm{level}$. With $K$ folds it covers a new label with probability at least
     $2 \, \mathrm{level} - 1 - 2 (K - 1) / (n + K)$, for any model and distribution; in practice with probability
     `level`. The sets are those of CV+ for classes.

@@ -77,10 +77,27 @@ def test_covariance_is_that_of_the_gaussian_process():
     np.testing.assert_allclose(again, found, rtol=1e-12)
 
 
-def test_before_the_data_the_variance_is_that_of_the_prior(ensemble):
-    found = ee.predict(ensemble, X).variance[..., 0]
-    for model, variance in zip(ensemble, found, strict=True):
-        np.testing.assert_allclose(variance, (features(model, X) ** 2).sum(1), rtol=1e-5)
+@pytest.mark.parametrize(("likelihood", "out"), [("gaussian", 2), ("categorical", 3)])
+def test_before_the_data_the_variance_is_not_known(likelihood, out):
+    built = ee.build(lambda key: plain(key, out, likelihood=likelihood), 2, key=KEY)
+    before, after = ee.predict(built, X), ee.predict(update_covariance(built, X), X)
+    assert np.isnan(before.variance).all()
+    assert (after.variance > 0).all()
+    np.testing.assert_array_equal(before.mean, after.mean)
+
+
+def test_an_unknown_variance_does_not_disturb_training():
+    built = ee.build(plain, 2, key=KEY)
+    loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch).mean ** 2)
+    with jax.debug_nans(True):
+        run = ee.fit(built, loss, optax.adam(1e-2), X, epochs=2, key=KEY)
+    assert (run.status == ee.train.Status.OK).all()
+
+
+def test_errors_of_a_member_tell_what_it_was_called_with(ensemble):
+    with pytest.raises(TypeError) as caught:
+        update_covariance(ensemble, (X, X[:, 0]))
+    assert "one row of `x`; here a row has shape (3,), ()" in "\n".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize(("likelihood", "out"), [("bernoulli", 1), ("categorical", 3)])
@@ -123,7 +140,7 @@ def test_rows_of_each_member_are_its_own(ensemble):
 
 
 def test_what_members_share_stays_shared(ensemble):
-    """The covariance of the prior is one for all members, and that of the data is each member's own."""
+    """The covariance is each member's own once it is known."""
     models = [eqx.tree_at(lambda m: m.weight, model, ensemble[0].weight) for model in ensemble]
     shared = ee.stack(models, shared=lambda m: (m.weight, m.root.value), ids=ensemble.ids)
     found = update_covariance(shared, X)

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from ... import _axes, tree
 from ..._axes import Each
+from ..._axes._check_rows import explain_rows
 from ..._check import check_function, check_optional_function, check_positive_int, check_word
 from ..._ensemble import Ensemble
 from ..._ensemble._check import check_ensemble
@@ -200,4 +201,5 @@ def _output_shape(ensemble: Ensemble, x: PyTree, state: Any, fn: Callable[..., A
     row = _axes.map_each(lambda own: jax.tree.map(lambda x: x[0, 0], own), x, shared=lambda x: x[0])
     one = lambda x, state, model: call(fn, eqx.nn.inference_mode(model), x, state)
     own_state = None if state is None else tree.take(state, 0)
-    return eqx.filter_eval_shape(one, row, own_state, member_shapes(ensemble))
+    with explain_rows(x, argument="data[0]", name=_NAME):
+        return eqx.filter_eval_shape(one, row, own_state, member_shapes(ensemble))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
-from ..._axes._check_rows import check_rows_of_data
+from ..._axes._check_rows import check_rows_of_data, explain_rows
 from ..._check import check_positive_int
 from ..._ensemble import Ensemble
 from ..._ensemble._check import check_ensemble
@@ -68,8 +68,9 @@ def update_covariance(
     num_rows = check_rows_of_data(x, ensemble.num_members, argument="x", name=name)
     weight = ensemble.shared.weight if ensemble.stacked.weight is None else ensemble.stacked.weight
     size = weight.shape[-1] if batch_size is None else check_positive_int(batch_size, "batch_size", name=name)
-    root = _roots(ensemble, state, x, num_rows, min(size, num_rows), plan)
-    roots = lambda e: (e.stacked.root.value, e.shared.root.value)  # that of the prior may be shared
+    with explain_rows(x, name=name):
+        root = _roots(ensemble, state, x, num_rows, min(size, num_rows), plan)
+    roots = lambda e: (e.stacked.root.value, e.shared.root.value)  # the zeros of the beginning may be shared
     return eqx.tree_at(roots, ensemble, (root, None), is_leaf=lambda x: x is None)
 
 

@@ -23,7 +23,8 @@ class SNGPOutput(NamedTuple):
     **Attributes:**
 
     - `mean`: `(out,)`, logits of classes or means of targets.
-    - `variance`: `(out,)`, how uncertain they are: that of the last layer's Gaussian process, without noise.
+    - `variance`: `(out,)`, how uncertain they are: that of the last layer's Gaussian process, without noise; NaN
+        before [`eqx_ensemble.methods.sngp.update_covariance`][].
     """
 
     mean: Float[Array, "*batch out"]
@@ -37,8 +38,8 @@ class SNGP(eqx.Module, Generic[M]):
     fixed random $W \sim \mathcal{N}(0, 1 / l^2)$ and $b \sim \mathcal{U}(0, 2 \pi)$, so that $\phi^\top \phi'$
     approximates the kernel $\exp(-|h - h'|^2 / 2 l^2)$. Outputs have the mean $\beta^\top \phi$ and the variance
     $\phi^\top \Sigma \phi$. Network and $\beta$ are trained; $W$, $b$ and $\Sigma$ are
-    [`eqx_ensemble.train.Frozen`][]. $\Sigma$ is that of the prior, $1 / \text{ridge}$, until
-    [`eqx_ensemble.methods.sngp.update_covariance`][] has seen the training data.
+    [`eqx_ensemble.train.Frozen`][]. $\Sigma$ is not known, and the variance NaN, until
+    [`eqx_ensemble.methods.sngp.update_covariance`][] has seen the training data; call it again after further training.
 
     Each member of [`eqx_ensemble.build`][] draws its own $W$ and $b$ from its key. The variance is that of the rows'
     distances in $h$, which are those of the inputs if the network neither shrinks nor stretches them much: train it
@@ -130,7 +131,7 @@ class SNGP(eqx.Module, Generic[M]):
         self.phases = Frozen(jax.random.uniform(second, (count,), maxval=2 * jnp.pi))
         self.ridge = check_positive_number(ridge, "ridge", name=_NAME)
         shape = (outputs, count, count) if likelihood == "categorical" else (count, count)
-        self.root = Frozen(jnp.broadcast_to(jnp.eye(count) / self.ridge**0.5, shape))
+        self.root = Frozen(jnp.zeros(shape))
         self.likelihood = likelihood
         self.noise_variance = check_positive_number(noise_variance, "noise_variance", name=_NAME)
 
@@ -140,9 +141,10 @@ class SNGP(eqx.Module, Generic[M]):
         out = self.network(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         hidden, *state = out if is_stateful else (out,)
         phi = self.features(hidden)
-        whitened = jax.lax.stop_gradient(self.root.value).astype(phi.dtype) @ phi
+        root = jax.lax.stop_gradient(self.root.value).astype(phi.dtype)
+        variance = jnp.where(root[..., 0, 0] == 0, jnp.nan, jnp.sum((root @ phi) ** 2, axis=-1))  # 0: not computed yet
         mean = self.weight.astype(phi.dtype) @ phi
-        found = SNGPOutput(mean, jnp.broadcast_to(jnp.sum(whitened**2, axis=-1), mean.shape))
+        found = SNGPOutput(mean, jnp.broadcast_to(variance, mean.shape))
         return (found, *state) if is_stateful else found
 
     def features(self, hidden: Float[Array, " hidden"]) -> Float[Array, " features"]:
