@@ -2,10 +2,10 @@
 
 Cost is counted in member-steps: gradient steps of one network on one batch of rows. All methods have as many as eight
 members that train one after another; `one member` has an eighth. No member stops early, because paths and samplers
-cannot: instead all have the same Gaussian prior of the weights, whose precision validation rows choose for one member
-before. They also choose the dropout rate, the step sizes of the samplers, the prior of Laplace and the members of a
-greedy soup; that search is not counted, but for the dropout rate, which is in the same number of member-steps. Nothing
-is fitted to test rows.
+cannot: instead all have a Gaussian prior of the weights, whose precision validation rows choose before, for one member:
+once after its own steps, and once after those of all, for the methods that are one long run. They also choose the
+dropout rate, the step sizes of the samplers, the prior of Laplace and the members of a greedy soup; that search is not
+counted, but for the dropout rate, which is in the same number of member-steps. Nothing is fitted to test rows.
 
 Five folds, with seeds of their own. On the table and the images every row is a test row once, and errors of differences
 are those of Nadeau and Bengio (2003); in the time series, test months follow those to train by, in windows that move
@@ -23,7 +23,7 @@ from _quality import class_scores, corrected_error, gaussian_scores, standard_er
 from _series import Series
 from _tables import tables
 from contenders import efficient, heads, independent, particles, path, posterior, sampling
-from contenders._task import Amount, Fitted, Setting, Task, choose_decay
+from contenders._task import Amount, Fitted, Setting, Task, choose_decays
 
 BASELINE = "one member"
 METHODS: dict[str, Callable[[Task], Fitted | None]] = {
@@ -95,7 +95,7 @@ def _compare(report: Report, data: Any, amount: Amount, methods: dict[str, Calla
     decays = []
     for fold in range(amount.folds):
         task = _task(data, amount, fold)
-        decays.append(task.setting.decay)
+        decays.append(f"{task.setting.decay} ({task.setting.long_decay} in one run)")
         for name, method in methods.items():
             fitted = method(task)
             if fitted is None:
@@ -106,7 +106,7 @@ def _compare(report: Report, data: Any, amount: Amount, methods: dict[str, Calla
             found.setdefault(name, []).append(_scores(fitted, task) | {"bytes": float(fitted.num_bytes)})
     train, validation, test = (len(part[0]) for part in task.split[:3])
     report.facts[f"{data.name}: rows"] = f"{train} to train, {validation} to validate, {test} to test"
-    report.facts[f"{data.name}: decays chosen"] = ", ".join(map(str, decays))
+    report.facts[f"{data.name}: decays chosen"] = ", ".join(decays)
     _report_scores(report, data, found)
     _report_times(report, data, seconds)
 
@@ -115,7 +115,7 @@ def _task(data: Any, amount: Amount, fold: int) -> Task:
     split = data.split(fold)
     num_rows, num_features = split.train[0].shape
     setting = Setting((num_features, 64, 64, data.num_classes or 2), data.num_classes, num_rows, amount)
-    return choose_decay(Task(split, setting, fold))
+    return choose_decays(Task(split, setting, fold))
 
 
 def _time(method: Callable[[Task], Any], task: Task) -> tuple[float, float]:

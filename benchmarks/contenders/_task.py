@@ -28,18 +28,19 @@ class Amount:
     members: int = 8
     steps: int = 2000
     draws: int = 40
-    decays: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+    decays: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What compiled programs depend on: sizes of layers, rows to train by, the decay that validation rows chose."""
+    """What compiled programs depend on: sizes of layers, rows to train by, the decays that validation rows chose."""
 
     sizes: tuple[int, ...]
     num_classes: int
     num_rows: int
     amount: Amount
     decay: float = 0.0
+    long_decay: float = 0.0
 
     @property
     def all_steps(self) -> int:
@@ -69,6 +70,11 @@ class Task:
     @property
     def amount(self) -> Amount:
         return self.setting.amount
+
+    @property
+    def in_one_run(self) -> "Task":
+        """The task of one run that costs as much as all members, with the decay for that."""
+        return dataclasses.replace(self, setting=dataclasses.replace(self.setting, decay=self.setting.long_decay))
 
     @property
     def inputs(self) -> np.ndarray:
@@ -154,14 +160,19 @@ def validation_loss(task: Task, predict: Callable[[np.ndarray], Any]) -> float:
     return found if np.isfinite(found) else np.inf
 
 
-def choose_decay(task: Task) -> Task:
-    """The task with the decay for which one member of the ensemble has the best validation rows."""
+def choose_decays(task: Task) -> Task:
+    """The task with the decays that give one member the best validation rows, after its own steps and those of all."""
+    decay, long_decay = (_best_decay(task, steps) for steps in (task.amount.steps, task.setting.all_steps))
+    setting = dataclasses.replace(task.setting, decay=decay, long_decay=long_decay)
+    return dataclasses.replace(task, setting=setting)
+
+
+def _best_decay(task: Task, steps: int) -> float:
     decays = task.amount.decays
     ensemble = ee.build(plain(task.setting.sizes), len(decays), key=task.key)
-    run = task.fit(ensemble, constant_adam, loss=_decayed, hyper={"decay": jnp.array(decays)})
+    run = task.fit(ensemble, constant_adam, loss=_decayed, hyper={"decay": jnp.array(decays)}, steps=steps)
     losses = task.validation_loss(ee.predict(run.ensemble, task.split.validation[0]))
-    setting = dataclasses.replace(task.setting, decay=decays[int(np.nanargmin(losses))])
-    return dataclasses.replace(task, setting=setting)
+    return decays[int(np.nanargmin(losses))]
 
 
 def constant_adam(hyper: Any) -> optax.GradientTransformation:

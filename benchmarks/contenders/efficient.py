@@ -28,16 +28,19 @@ def tabm(task: Task) -> Fitted:
 
 def packed(task: Task) -> Fitted:
     """Four narrow models, which together have about the weights and operations of one."""
+    task = task.in_one_run
     return _train(task, "packed_ensemble", 4, task.setting.all_steps, "same")
 
 
 def masksembles(task: Task) -> Fitted:
     """Sub-members that see parts of the hidden features, and of the rows of a batch."""
+    task = task.in_one_run
     return _train(task, "masksembles", 4, task.setting.all_steps, "split")
 
 
 def mimo(task: Task) -> Fitted:
     """Three inputs and outputs of one forward pass."""
+    task = task.in_one_run
     return _train(task, "mimo", 3, task.setting.all_steps, "shuffle")
 
 

@@ -18,11 +18,13 @@ heads = ee.methods.heads
 
 def evidential(task: Task) -> Fitted:
     """One member for the steps of all: a Dirichlet distribution for classes, a Student t for real targets."""
+    task = task.in_one_run
     return _dirichlet(task) if task.setting.num_classes else _fit(task, 4, _evidential_loss, _student_t)
 
 
 def mixture_density(task: Task) -> Fitted | None:
     """One member for the steps of all, which predicts three Gaussians; for real targets."""
+    task = task.in_one_run
     return None if task.setting.num_classes else _fit(task, 9, _mixture_loss, _components)
 
 

@@ -25,6 +25,7 @@ def each_seed(task: Task) -> Fitted:
 
 def one_member_for_longer(task: Task) -> Fitted:
     """One member, for the steps of all."""
+    task = task.in_one_run
     return members(task, task.fit(task.build(1), steps=task.setting.all_steps).ensemble)
 
 

@@ -15,18 +15,21 @@ path = ee.methods.path
 
 def exponential_average(task: Task) -> Fitted:
     """One member for the steps of all; the exponential average of its weights predicts."""
+    task = task.in_one_run
     run = task.fit(task.build(1), _ema(), steps=task.setting.all_steps)
     return members(task, path.average(run))
 
 
 def stochastic_weight_average(task: Task) -> Fitted:
     """One member for the steps of all; the mean of the weights of the last quarter predicts."""
+    task = task.in_one_run
     run = task.fit(task.build(1), _swa(task.setting.all_steps), steps=task.setting.all_steps)
     return members(task, path.average(run))
 
 
 def swag(task: Task) -> Fitted:
     """Draws from the Gaussian of the weights in the last quarter of one long run."""
+    task = task.in_one_run
     run = task.fit(task.build(1), _swag(task.setting.all_steps), steps=task.setting.all_steps)
     return members(task, path.sample(run, task.amount.draws, key=task.key))
 
@@ -39,6 +42,7 @@ def multi_swag(task: Task) -> Fitted:
 
 def snapshots(task: Task) -> Fitted:
     """One member in cycles of the learning rate, each as long as a member is trained."""
+    task = task.in_one_run
     run = task.fit(task.build(1), _snapshots(task.setting), steps=task.setting.all_steps)
     return members(task, path.snapshot_ensemble(run))
 

@@ -20,6 +20,7 @@ sngp = ee.methods.sngp
 
 def laplace(task: Task) -> Fitted:
     """One member for the steps of all, and the posterior of its last layer."""
+    task = task.in_one_run
     return _laplace(task, 1, task.setting.all_steps)
 
 
@@ -30,6 +31,7 @@ def laplace_of_seeds(task: Task) -> Fitted:
 
 def spectral_gaussian_process(task: Task) -> Fitted | None:
     """One member for the steps of all, with bounded weights and a Gaussian process as its last layer; for classes."""
+    task = task.in_one_run
     if not task.setting.num_classes:
         return None
     ensemble = ee.build(_with_process(task.setting.sizes), 1, key=task.key)

@@ -64,9 +64,9 @@ def connectivity(
     **Arguments:**
 
     - `ensemble`: the ensemble, for example before and after [`eqx_ensemble.methods.alignment.align`][].
-    - `fn`: `fn(model, *args)`, the loss of one model, one number; models are in inference mode. Models with BatchNorm
-        need its statistics of each point: let `fn` estimate them, or loop over
-        [`eqx_ensemble.methods.alignment.interpolate`][].
+    - `fn`: `fn(model, *args)`, the loss of one model, one number; models are in inference mode. Lower is better: of an
+        accuracy, the [`eqx_ensemble.methods.alignment.barrier`][] would be 0. Models with BatchNorm need its statistics
+        of each point: let `fn` estimate them, or loop over [`eqx_ensemble.methods.alignment.interpolate`][].
     - `args`: the data, as for [`eqx_ensemble.map_members`][].
     - `num_points`: the number of equally spaced points, both ends included.
     - `reference`: the position of the member where all lines begin.

@@ -40,7 +40,8 @@ def bound_spectral_norm(
 
     The kernel of a convolution is taken as a matrix `(out, in * kernel)`. The convolution itself can stretch its input
     more, by at most the square root of the kernel's size: with `certified=True` that is divided by too, and the bound
-    holds for it, usually with room to spare.
+    holds for it, usually with room to spare. Layers that are stacked in one array, for `jax.lax.scan`, would count as
+    one kernel: leave them out by `where`.
 
     **Arguments:**
 

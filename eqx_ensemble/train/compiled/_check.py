@@ -27,7 +27,9 @@ def check_loss_signature(fn: Any, *, stateful: bool, hyper: Any, name: str) -> b
     except TypeError as error:
         named = getattr(fn, "__name__", type(fn).__name__)
         hint = ""
-        if not stateful and "state" in signature.parameters:
+        if next(iter(signature.parameters), None) == "state":
+            hint = "\nA training step is called in a loop: `state, metrics = step(state, batch)`."
+        elif not stateful and "state" in signature.parameters:
             hint = "\nPass the members' state that `build` returned, as `state=`."
         raise TypeError(
             f"`{name}` calls the loss of one member as `loss({', '.join(wanted)})`; `{named}{signature}` cannot be "
