@@ -308,6 +308,13 @@ BAD = {
         "`fit` calls the loss of one member as `loss(model, batch, key)`; `<lambda>(model, batch)` cannot "
         "be called like that: too many positional arguments.",
     ),
+    "fit a step in place of the loss": (
+        lambda: fit(loss=lambda state, batch: (state, batch)),
+        "TypeError: "
+        "`fit` calls the loss of one member as `loss(model, batch, key)`; `<lambda>(state, batch)` cannot "
+        "be called like that: too many positional arguments.\n"
+        "A training step is called in a loop: `state, metrics = step(state, batch)`.",
+    ),
     "fit loss that is none": (
         lambda: fit(loss=None),
         "TypeError: `fit` needs the loss of one member as a function `loss(model, batch, key)`, got None.",

@@ -315,3 +315,12 @@ def test_errors_of_a_posterior(posterior):
     assert_close(laplace.replace(found, noise=0.5), exact, 1e-6)
     with pytest.raises(TypeError, match="for classes only"):
         found.predict(X, link="probit")
+
+
+def test_rows_of_each_member_that_are_not_marked():
+    """The error of the member says what it was called with."""
+    every = jnp.stack([X] * 3), jnp.stack([LABELS] * 3)
+    with pytest.raises(TypeError) as caught:
+        fit(data=every)
+    assert "with one row of `data[0]`; here a row has shape (11, 3)" in "\n".join(caught.value.__notes__)
+    fit(data=tuple(map(ee.Each, every)))
