@@ -33,7 +33,10 @@ class Amount:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What compiled programs depend on: sizes of layers, rows to train by, the decays that validation rows chose."""
+    """What compiled programs depend on: sizes of layers, rows to train by, what validation rows chose.
+
+    `noise` is the error of one member on them, for members that predict no variance of their own.
+    """
 
     sizes: tuple[int, ...]
     num_classes: int
@@ -41,6 +44,7 @@ class Setting:
     amount: Amount
     decay: float = 0.0
     long_decay: float = 0.0
+    noise: float = 1.0
 
     @property
     def all_steps(self) -> int:
@@ -137,9 +141,10 @@ def penalised(decay: float) -> Callable[[Any, Any, Any], jax.Array]:
     return lambda model, batch, key: loss(model, batch, key) + 0.5 * decay * squared_norm(model)
 
 
-def squared_norm(model: Any) -> jax.Array:
-    """Of all weights."""
-    return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)))
+def squared_norm(model: Any, num_submembers: int = 1, is_own: Callable[[Any], bool] = lambda leaf: False) -> jax.Array:
+    """Of all weights. Those of one sub-member alone count as their mean, as its loss does in a mean of theirs."""
+    leaves = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+    return sum(jnp.sum(leaf**2) / (num_submembers if is_own(leaf) else 1) for leaf in leaves)
 
 
 def num_bytes(tree: Any) -> int:
@@ -162,17 +167,22 @@ def validation_loss(task: Task, predict: Callable[[np.ndarray], Any]) -> float:
 
 def choose_decays(task: Task) -> Task:
     """The task with the decays that give one member the best validation rows, after its own steps and those of all."""
-    decay, long_decay = (_best_decay(task, steps) for steps in (task.amount.steps, task.setting.all_steps))
-    setting = dataclasses.replace(task.setting, decay=decay, long_decay=long_decay)
+    decay, noise = _best_decay(task, task.amount.steps)
+    long_decay, _ = _best_decay(task, task.setting.all_steps)
+    setting = dataclasses.replace(task.setting, decay=decay, long_decay=long_decay, noise=noise)
     return dataclasses.replace(task, setting=setting)
 
 
-def _best_decay(task: Task, steps: int) -> float:
+def _best_decay(task: Task, steps: int) -> tuple[float, float]:
+    """The decay, and for real targets the root mean squared error."""
     decays = task.amount.decays
     ensemble = ee.build(plain(task.setting.sizes), len(decays), key=task.key)
     run = task.fit(ensemble, constant_adam, loss=_decayed, hyper={"decay": jnp.array(decays)}, steps=steps)
-    losses = task.validation_loss(ee.predict(run.ensemble, task.split.validation[0]))
-    return decays[int(np.nanargmin(losses))]
+    x, y = task.split.validation
+    outputs = np.asarray(ee.predict(run.ensemble, x))
+    best = int(np.nanargmin(task.validation_loss(outputs)))
+    noise = 1.0 if task.setting.num_classes else float(np.sqrt(np.mean((outputs[best, :, 0] - y) ** 2)))
+    return decays[best], noise
 
 
 def constant_adam(hyper: Any) -> optax.GradientTransformation:

@@ -5,13 +5,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from _members import loss
 
 import eqx_ensemble as ee
 
-from ._task import Fitted, Task, num_bytes, plain
+from ._task import Fitted, Setting, Task, num_bytes, plain, squared_norm
 
 efficient = ee.methods.efficient
 
@@ -46,7 +45,7 @@ def mimo(task: Task) -> Fitted:
 
 def _train(task: Task, kind: str, num_submembers: int, steps: int, rows: str) -> Fitted:
     ensemble = ee.build(_make(task.setting.sizes, kind, num_submembers), 1, key=task.key)
-    ensemble = task.fit(ensemble, loss=_penalised(task.setting.decay, rows), steps=steps).ensemble
+    ensemble = task.fit(ensemble, loss=_penalised(task.setting, kind, num_submembers, rows), steps=steps).ensemble
     return Fitted(
         lambda x: task.mixture(efficient.as_members(np.asarray(ee.predict(ensemble, x)))), num_bytes(ensemble.stacked)
     )
@@ -62,14 +61,20 @@ def _make(sizes: tuple[int, ...], kind: str, num_submembers: int) -> Any:
 
 
 @ft.cache
-def _penalised(decay: float, rows: Any) -> Any:
+def _penalised(setting: Setting, kind: str, num_submembers: int, rows: Any) -> Any:
     """The prior is that of the weights, and not of the factors, which are about 1."""
     mean_loss = efficient.mean_loss(loss, rows=rows)
 
+    def is_own(leaf: Any) -> bool:
+        """Whether an array belongs to sub-members, one by one: in MIMO, the parts for their inputs and outputs."""
+        if kind == "mimo":
+            first, last = num_submembers * setting.sizes[0], num_submembers * setting.sizes[-1]
+            return leaf.ndim == 2 and (leaf.shape[1] == first or leaf.shape[0] == last)
+        return kind != "masksembles" and leaf.shape[0] == num_submembers
+
     def total(model: Any, batch: Any, key: Any) -> jax.Array:
         weights = eqx.filter(model, eqx.is_inexact_array)
-        labels = efficient.weight_labels(weights)
-        squares = jax.tree.map(lambda w, label: jnp.sum(w**2) if label == "slow" else 0.0, weights, labels)
-        return mean_loss(model, batch, key) + 0.5 * decay * jax.tree.reduce(jnp.add, squares)
+        slow = jax.tree.map(lambda w, label: w if label == "slow" else None, weights, efficient.weight_labels(weights))
+        return mean_loss(model, batch, key) + 0.5 * setting.decay * squared_norm(slow, num_submembers, is_own)
 
     return total

@@ -74,7 +74,8 @@ def _with_prior(sizes: tuple[int, ...]) -> Any:
 def heads_on_a_trunk(task: Task) -> Fitted:
     """One hidden layer that all share, and a hidden layer and an output layer for each."""
     make = _with_heads(task.setting.sizes, task.amount.members)
-    ensemble = task.fit(ee.build(make, 1, key=task.key)).ensemble
+    loss = _loss_of_heads(task.setting.decay, task.amount.members)
+    ensemble = task.fit(ee.build(make, 1, key=task.key), loss=loss).ensemble
     predict = lambda x: task.mixture(np.moveaxis(np.asarray(ee.predict(ensemble, x))[0], 1, 0))
     return Fitted(predict, num_bytes(ensemble.stacked))
 
@@ -82,6 +83,15 @@ def heads_on_a_trunk(task: Task) -> Fitted:
 @ft.cache
 def _with_heads(sizes: tuple[int, ...], num_heads: int) -> Any:
     return lambda key: Heads(sizes, num_heads, key=key)
+
+
+@ft.cache
+def _loss_of_heads(decay: float, num_heads: int) -> Any:
+    def of_heads(model: Any, batch: Any, key: Any) -> jax.Array:
+        norm = squared_norm(model.trunk) + squared_norm(model.heads, num_heads, lambda leaf: True)
+        return loss(model, batch, key) + 0.5 * decay * norm
+
+    return of_heads
 
 
 def mc_dropout(task: Task, rates: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5)) -> Fitted:

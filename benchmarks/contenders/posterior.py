@@ -57,9 +57,9 @@ def _laplace(task: Task, num_members: int, steps: int) -> Fitted:
     sizes = task.setting.sizes if classes else (*task.setting.sizes[:-1], 1)
     x, y = task.split.train
     data = (x, y) if classes else (x, y[:, None])
-    loss = penalised(task.setting.decay) if classes else _squared_loss(task.setting.decay)
+    loss = penalised(task.setting.decay) if classes else _squared_loss(task.setting.decay, task.setting.noise)
     run = task.fit(ee.build(plain(sizes), num_members, key=task.key), loss=loss, data=data, steps=steps)
-    options = {"likelihood": "classification"} if classes else {"likelihood": "regression", "noise": 0.5}
+    options = {"likelihood": "classification"} if classes else {"likelihood": "regression", "noise": task.setting.noise}
     posterior = ee.methods.laplace.fit(run, data, where=_last_layer, **options)
     choices = [posterior.optimise_prior(fit_noise=not classes)]
     choices += [ee.methods.laplace.replace(choices[0], prior_precision=precision) for precision in PRECISIONS]
@@ -80,12 +80,12 @@ def _last_layer(model: Net) -> Any:
 
 
 @ft.cache
-def _squared_loss(decay: float) -> Any:
-    """In nats for a noise of half the targets' standard deviation."""
+def _squared_loss(decay: float, noise: float) -> Any:
+    """In nats, for the noise that one member has on validation rows."""
 
     def loss(model: Any, batch: Any, key: Any) -> jax.Array:
         x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2) / (2 * 0.5**2) + 0.5 * decay * squared_norm(model)
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2) / (2 * noise**2) + 0.5 * decay * squared_norm(model)
 
     return loss
 
