@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from . import combine as combine
     from . import conformal as conformal
     from . import distributed as distributed
+    from . import fleet as fleet
     from . import methods as methods
     from . import plan as plan
     from . import plot as plot
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__, __all__ = _import_when_used(
         __name__,
-        rooms="calibrate checkpoint combine conformal distributed methods plan plot resample "
+        rooms="calibrate checkpoint combine conformal distributed fleet methods plan plot resample "
         "scores sharding sklearn sweep testing train tree uncertainty".split(),
         names={
             "_axes": ["AbstractPerMember", "Batch", "Each"],

@@ -1,0 +1,99 @@
+"""Divides members into shards, and the arguments of a call into those of each shard."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _axes, tree
+from .._check import is_typed_key
+from .._ensemble import Ensemble
+from .._foreign import as_numpy, from_foreign_tree
+from .._pytree import PyTree
+from ..plan import AbstractPlan, Sequential
+from ..train._hyper import hyper_arrays
+from ..train._run import Run
+from ..train._state import TrainState
+from ..train.host._record import History
+
+_SMALL = 2**16  # bytes of an array that travels with every shard
+_MEMBERS = ("max_steps", "target")
+
+
+def divide(num_members: int, size: int, plan: AbstractPlan) -> list[np.ndarray]:
+    """Positions of the members of each shard: of at most two sizes, and never of one member that is computed alone.
+
+    Two sizes are two compilations. Under a plan other than `Sequential` one member is another program than several.
+    """
+    count = -(-num_members // size)
+    if not isinstance(plan, Sequential):
+        count = max(min(count, num_members // 2), 1)
+    return np.array_split(np.arange(num_members), count)
+
+
+def cut_start(begun: Any, positions: np.ndarray) -> Any:
+    """Some members of an ensemble, a training state or a run."""
+    if isinstance(begun, Ensemble):
+        return begun[positions]
+    if isinstance(begun, TrainState):
+        moving, fixed = tree.take((begun.moving, begun.fixed), positions)
+        return TrainState(moving, fixed, begun.shared, begun.ids[positions], begun.step)
+    history, ids = begun.history, {int(i) for i in np.asarray(begun.ensemble.ids)[positions]}
+    loss, aux = jax.tree.map(lambda x: x[positions], (history.loss, history.aux))
+    validation = None if history.validation is None else history.validation[positions]
+    optional = lambda x: None if x is None else x[positions]
+    return Run(
+        ensemble=begun.ensemble[positions],
+        state=None if begun.state is None else tree.take(begun.state, positions),
+        history=History(loss, aux, validation, history.validation_step),
+        status=begun.status[positions],
+        stopped_at=begun.stopped_at[positions],
+        fault=begun.fault[positions],
+        revived=[revival for revival in begun.revived if revival.member in ids],
+        best_step=optional(begun.best_step),
+        best_score=optional(begun.best_score),
+        train_state=cut_start(begun.train_state, positions),
+        selection=None if begun.selection is None else tree.take(begun.selection, positions),
+        rows=optional(begun.rows),
+        data_state=begun.data_state,
+        plan=begun.plan,
+        interrupted=begun.interrupted,
+        seconds=begun.seconds,
+    )
+
+
+def cut_data(data: PyTree, positions: np.ndarray) -> PyTree:
+    """Data with those of some members in parts marked `Each`."""
+    return _axes.map_each(lambda value: _axes.Each(tree.take(value, positions)), data)
+
+
+def on_host(data: PyTree, argument: str, *, name: str) -> PyTree:
+    """Data with NumPy arrays, which can be written to files."""
+    data = from_foreign_tree(data, argument, name=name)
+    return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) and not is_typed_key(x) else x, data)
+
+
+def large_arrays(data: PyTree) -> list[np.ndarray]:
+    """The arrays that all members share and that are too large to travel with every shard."""
+    shared = []
+    _axes.map_each(lambda value: value, data, shared=shared.append)
+    return [x for x in shared if isinstance(x, np.ndarray) and x.nbytes > _SMALL]
+
+
+def member_options(options: dict[str, Any], num_members: int, *, name: str) -> dict[str, Any]:
+    """Those of the options of `fit` that hold values of each member, in the form in which they are cut."""
+    found = {word: options[word] for word in ("hyper", "rows", "state", *_MEMBERS) if options.get(word) is not None}
+    if "hyper" in found:
+        found["hyper"] = hyper_arrays(found["hyper"], num_members, name=name)
+    if "rows" in found:
+        found["rows"] = as_numpy(found["rows"], "rows", name=name)
+    return {word: value for word, value in found.items() if word not in _MEMBERS or np.ndim(value) > 0}
+
+
+def cut_options(options: dict[str, Any], positions: np.ndarray) -> dict[str, Any]:
+    """The options of `member_options` of some members."""
+    take = lambda value: np.asarray(value)[positions]
+    return {
+        word: take(value) if word == "rows" or word in _MEMBERS else tree.take(value, positions)
+        for word, value in options.items()
+    }

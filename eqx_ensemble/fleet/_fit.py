@@ -1,0 +1,173 @@
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import numpy as np
+
+from .._ensemble import Ensemble, M
+from .._pytree import PyTree
+from .._warnings import warn
+from ..checkpoint._path import as_path
+from ..plan._auto import as_plan
+from ..train._check import check_no_transformation
+from ..train._check_run import diverged_message
+from ..train._fit import fit as fit_here
+from ..train._run import Run
+from ..train._state import TrainState
+from ..train._status import Status
+from ..train.compiled._optimiser import Optimiser
+from ._check import check_can_be_cut, check_folder, check_retries, check_shard, check_start
+from ._cut import cut_data, cut_options, cut_start, divide, large_arrays, member_options, on_host
+from ._engines import as_engine
+from ._join import join_runs
+from ._options import FleetFitOptions
+from ._run_shards import Finished, Shard, lost_message, run_shards
+from ._worker import Task
+
+_NAME = "fleet.fit"
+
+
+def fit(
+    executor: Any,
+    ensemble: Ensemble[M] | TrainState[M] | Run[M],
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: PyTree | Callable[[np.ndarray], Any],
+    *,
+    shard: int | None = None,
+    retries: int = 2,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    key: Any,
+    **options: Unpack[FleetFitOptions],
+) -> Run[M]:
+    """Trains members on many workers: each shard of members is a [`eqx_ensemble.fit`][] of its own, on any worker.
+
+    Members are independent, and their random streams follow from their ids. So the result is that of one
+    [`eqx_ensemble.fit`][]: bit for bit under [`eqx_ensemble.plan.Sequential`][], within rounding under other plans,
+    whatever the size of the shards and the order in which workers finish them.
+
+    **Arguments:**
+
+    - `executor`: what runs the shards. An executor with the interface of `concurrent.futures.Executor`; or better a
+        function that makes one, which is called again when a worker's death breaks it; or a client of Dask; or `None`
+        for Dask with a worker on each core of this machine (extra `dask`). Executors of the standard library need
+        processes that are spawned: `ProcessPoolExecutor(2, multiprocessing.get_context("spawn"))`, in a script below
+        `if __name__ == "__main__":`.
+    - `ensemble`, `loss`, `optimiser`, `key`: as for [`eqx_ensemble.fit`][]. Functions are sent to workers by
+        cloudpickle (extra `fleet`): by name where workers can import them, else as they are.
+    - `data`: arrays, as for [`eqx_ensemble.fit`][]; those that all members share are read by workers of this machine
+        from files that they map into memory, and are scattered by Dask. Or a function, called on the worker with the
+        ids of a shard's members `(n,)`, that returns their data: arrays, parts of them marked
+        [`eqx_ensemble.Each`][], or batches. The same holds for `validation`.
+    - `shard`: the number of members of a shard, at least 2 unless the plan is `Sequential`. By default eight shards for
+        each core of this machine, or for each thread of Dask's workers. A shard should take minutes: a worker
+        imports JAX, which takes seconds, and compiles, for at most two sizes of shards.
+    - `retries`: how often a shard is tried again after its worker died.
+    - `checkpoint`: a folder that all workers can write, in which each shard saves its run in a folder of its own. A
+        shard whose worker died goes on from there, and so does a call with the same arguments.
+    - `progress`: whether to show a progress line over members; by default on a terminal or in a notebook.
+    - `options`: of [`eqx_ensemble.fit`][]. `hyper`, `rows`, `state`, `target` and `max_steps` are cut to the members of
+        each shard. Refused is what depends on the other members or on the clock: `max_seconds`, `plan="auto"`,
+        `on_diverge="raise"`, revivals by copies, and `callbacks` and `mesh`.
+
+    **Returns:** the run of all members. Members of shards whose workers died too often are missing, and so are those
+    that were not done when Ctrl-C ended the call: a warning says so, and `run.ensemble.ids` tells who is there.
+
+    **Raises:** as [`eqx_ensemble.fit`][]; an error on a worker is raised here with a note that names its members.
+    `concurrent.futures.BrokenExecutor` if no shard was done.
+
+    ```python
+    from concurrent.futures import ThreadPoolExecutor  # of one process, for this example
+
+    def mse(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
+    data = jnp.ones((64, 3)), jnp.zeros((64, 1))
+    with ThreadPoolExecutor(2) as executor:
+        run = ee.fleet.fit(executor, ensemble, mse, optax.adam(1e-2), data, epochs=2, shard=4, key=key)
+    run.predict(data[0]).shape  # (8, 64, 1)
+    ```
+    """
+    begun = time.perf_counter()
+    check_no_transformation(name=_NAME)
+    check_start(ensemble, name=_NAME)
+    plan, given = as_plan(options.get("plan")), dict(options)
+    check_can_be_cut(given, plan, options.get("on_diverge", "freeze"), data, name=_NAME)
+    tries = check_retries(retries, name=_NAME)
+    folder = None if checkpoint is None else check_folder(as_path(checkpoint), name=_NAME)
+    own_ids = np.asarray(ensemble.train_state.ids if isinstance(ensemble, Run) else ensemble.ids)
+    own = member_options(given, len(own_ids), name=_NAME)
+    sources = {word: _source(value, word, name=_NAME) for word, value in _sources(data, given)}
+    common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
+    common |= {word: value for word, value in given.items() if word not in own and word not in sources}
+    arrays = [array for source in sources.values() if not callable(source) for array in large_arrays(source)]
+    engine = as_engine(executor, name=_NAME)
+    try:
+        size = engine.shard_of(len(own_ids)) if shard is None else shard
+        check_shard(size, len(own_ids), plan, name=_NAME)
+
+        def part(positions: np.ndarray) -> dict[str, Any]:
+            ids = own_ids[positions]
+            cut = {word: x if callable(x) else cut_data(x, positions) for word, x in sources.items()}
+            where = None if folder is None else folder / f"{ids[0]}-{ids[-1]}-of-{len(own_ids)}"
+            return {"start": cut_start(ensemble, positions), "ids": ids, "sources": cut, "checkpoint": where} | {
+                "options": cut_options(own, positions)
+            }
+
+        shards = [
+            Shard(i, positions, own_ids[positions], lambda positions=positions: part(positions))
+            for i, positions in enumerate(divide(len(own_ids), size, plan))
+        ]
+        finished = run_shards(
+            engine, Task(_fit_shard, common), shards, arrays, retries=tries, progress=progress, report=_report,
+            name=_NAME,
+        )  # fmt: skip
+    finally:
+        engine.close()
+    return _joined(finished, seconds=time.perf_counter() - begun)
+
+
+def _sources(data: Any, options: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [("data", data), *((word, options[word]) for word in ("validation",) if options.get(word) is not None)]
+
+
+def _source(value: Any, word: str, *, name: str) -> Any:
+    return value if callable(value) else on_host(value, word, name=name)
+
+
+def _fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any]:
+    """One shard, on a worker."""
+    made = {word: x(own["ids"]) if callable(x) else x for word, x in own["sources"].items()}
+    options = {word: x for word, x in common.items() if word not in ("loss", "optimiser")} | own["options"]
+    data = made.pop("data")
+    run = fit_here(
+        own["start"], common["loss"], common["optimiser"], data, checkpoint=own["checkpoint"], progress=False,
+        **made, **options,
+    )  # fmt: skip
+    assert isinstance(run, Run)
+    return run
+
+
+def _report(run: Run[Any]) -> dict[str, str]:
+    counts = {"stopped": Status.STOPPED, "diverged": Status.DIVERGED}
+    return {word: str(int((run.status == status).sum())) for word, status in counts.items()}
+
+
+def _joined(finished: Finished, *, seconds: float) -> Run[Any]:
+    """The run of what was done; warns of members that are missing, or diverged."""
+    message = lost_message(finished, name=_NAME)
+    if not finished.results:
+        if finished.interrupted and not finished.lost:
+            raise KeyboardInterrupt
+        raise finished.lost[-1][1]
+    if message:
+        warn(message)
+    run = join_runs([run for _, run in finished.results], interrupted=finished.interrupted, seconds=seconds)
+    lost = run.status == Status.DIVERGED
+    if lost.any():
+        warn(diverged_message(np.asarray(run.ensemble.ids)[lost], run.stopped_at[lost], run.fault[lost]))
+    return run

@@ -1,0 +1,73 @@
+"""The runs of shards as one run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import tree
+from .._ensemble._concatenate import concatenate
+from ..train._run import Run
+from ..train._state import TrainState
+from ..train.host._record import History
+
+
+def join_runs(runs: Sequence[Run[Any]], *, interrupted: bool, seconds: float) -> Run[Any]:
+    """The run of all members of several runs, in their order."""
+    first, states = runs[0], [run.train_state for run in runs]
+    moving, fixed = tree.concatenate([(state.moving, state.fixed) for state in states])
+    step = jnp.max(jnp.stack([state.step for state in states]))
+    ids = jnp.concatenate([state.ids for state in states])
+    every = lambda name: [getattr(run, name) for run in runs]
+    of_all = lambda name: np.concatenate(every(name))
+    trees = lambda name: None if getattr(first, name) is None else tree.concatenate(every(name))
+    known = all(run.rows is not None for run in runs)
+    return Run(
+        ensemble=concatenate([run.ensemble for run in runs]),
+        state=trees("state"),
+        history=_join_histories([run.history for run in runs]),
+        status=of_all("status"),
+        stopped_at=of_all("stopped_at"),
+        fault=of_all("fault"),
+        revived=sorted((revival for run in runs for revival in run.revived), key=lambda revival: revival.step),
+        best_step=None if first.best_step is None else of_all("best_step"),
+        best_score=None if first.best_score is None else of_all("best_score"),
+        train_state=TrainState(moving, fixed, states[0].shared, ids, step),
+        selection=trees("selection"),
+        rows=of_all("rows") if known else None,
+        data_state=first.data_state,
+        plan=first.plan,
+        interrupted=interrupted or any(run.interrupted for run in runs),
+        seconds=seconds,
+    )
+
+
+def _join_histories(histories: Sequence[History]) -> History:
+    """NaN, and zero for integers, fill what shorter runs do not have."""
+    steps = max(history.loss.shape[1] for history in histories)
+    loss, aux = jax.tree.map(
+        lambda *curves: np.concatenate([_pad(curve, steps) for curve in curves]),
+        *((history.loss, history.aux) for history in histories),
+    )
+    if histories[0].validation is None:
+        return History(loss, aux, None, histories[0].validation_step)
+    longest = max((history.validation_step for history in histories), key=len)
+    return History(loss, aux, np.concatenate([_at_steps(history, longest) for history in histories]), longest)
+
+
+def _pad(curves: np.ndarray, steps: int) -> np.ndarray:
+    width = [(0, 0), (0, steps - curves.shape[1]), *((0, 0) for _ in curves.shape[2:])]
+    return np.pad(curves, width, constant_values=np.nan if np.issubdtype(curves.dtype, np.inexact) else 0)
+
+
+def _at_steps(history: History, steps: np.ndarray) -> np.ndarray:
+    """Validation scores in the columns of `steps`, of which a shorter run has a part."""
+    assert history.validation is not None
+    scores, own = np.full((len(history.loss), len(steps)), np.nan, history.validation.dtype), 0
+    for column, step in enumerate(steps):
+        if own < len(history.validation_step) and history.validation_step[own] == step:
+            scores[:, column] = history.validation[:, own]
+            own += 1
+    return scores

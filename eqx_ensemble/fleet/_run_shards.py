@@ -1,0 +1,165 @@
+"""The loop over shards: submits, collects, repeats those whose workers died, and gives up after so many tries."""
+
+import concurrent.futures as futures
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._progress import progress_line
+from ._engines import Engine
+from ._travel import dumps, loads
+from ._worker import Task, run_shard
+
+_MOST_NAMED = 8
+
+
+class Shard(NamedTuple):
+    """Some members: the number of the shard, their positions, their ids, and what only they need."""
+
+    number: int
+    positions: np.ndarray
+    ids: np.ndarray
+    own: Callable[[], Any]
+
+
+class Finished(NamedTuple):
+    """The results of the shards that were done, in their order; of those given up why; whether Ctrl-C ended it."""
+
+    results: list[tuple[Shard, Any]]
+    lost: list[tuple[Shard, BaseException]]
+    interrupted: bool
+
+
+def run_shards(
+    engine: Engine,
+    task: Task,
+    shards: Iterable[Shard],
+    arrays: list[np.ndarray],
+    *,
+    retries: int,
+    progress: bool | None,
+    report: Callable[[Any], dict[str, str]],
+    name: str,
+) -> Finished:
+    """Runs all shards.
+
+    **Arguments:**
+
+    - `arrays`: those in `task` and in shards that every worker is given once.
+    - `report`: what the progress line shows, of the result of a shard.
+
+    **Raises:** the error of a shard, with a note that names its members; the others are cancelled then.
+    """
+    work = _Work(engine, retries, {id(array): i for i, array in enumerate(arrays)}, name)
+    work.queue.extend(shards)
+    total = sum(len(shard.positions) for shard in work.queue)
+    with (
+        engine.share(arrays) as shared,
+        progress_line(show=progress, description="fleet", unit="member", total=total) as line,
+    ):
+        work.task, work.shared = dumps(task, work.numbers, name=name), shared
+        try:
+            while work.queue or work.open:
+                work.submit()
+                for shard, result in work.collect():
+                    work.results.append((shard, result))
+                    line.set_postfix(report(result), refresh=False)
+                    line.update(len(shard.positions))
+        except KeyboardInterrupt:
+            work.cancel()
+            return work.finished(interrupted=True)
+        except BaseException:
+            work.cancel()
+            raise
+    return work.finished(interrupted=False)
+
+
+class _Work:
+    """The shards to do, those that are open, and those that are done."""
+
+    def __init__(self, engine: Engine, retries: int, numbers: dict[int, int], name: str) -> None:
+        self.engine, self.retries, self.numbers, self.name = engine, retries, numbers, name
+        self.queue: deque[Shard] = deque()
+        self.open: dict[futures.Future[Any], Shard] = {}
+        self.results: list[tuple[Shard, Any]] = []
+        self.lost: list[tuple[Shard, BaseException]] = []
+        self.task, self.shared = b"", []
+        self._failures: Counter[int] = Counter()
+        self._suspects: set[int] = set()
+
+    def submit(self) -> None:
+        """Fills the executor. Shards that were open when one broke are tried alone: one of them may be the cause."""
+        most = 1 if self._suspects else self.engine.num_open
+        while self.queue and len(self.open) < most:
+            shard = self.queue.popleft()
+            own = dumps(shard.own(), self.numbers, name=self.name)
+            attempt = self._failures[shard.number]
+            self.open[self.engine.submit(run_shard, self.task, own, attempt, *self.shared)] = shard
+
+    def collect(self) -> list[tuple[Shard, Any]]:
+        """Waits for a shard. Returns those that are done, and queues those whose workers died."""
+        done, _ = futures.wait(self.open, return_when=futures.FIRST_COMPLETED)
+        found, failed, broken = [], [], False
+        for future in done:
+            shard = self.open.pop(future)
+            error = futures.CancelledError() if future.cancelled() else future.exception()
+            if error is not None:
+                failed.append((shard, error))
+                broken |= isinstance(error, futures.BrokenExecutor)
+                continue
+            outcome = loads(future.result())
+            if outcome.error is not None:
+                outcome.error.add_note(f"`{self.name}` was running {_members_text(shard.ids)} on a worker.")
+                raise outcome.error
+            self._suspects.discard(shard.number)
+            found.append((shard, outcome.result))
+        if broken:
+            error = next(e for _, e in failed if isinstance(e, futures.BrokenExecutor))
+            failed += [(shard, error) for shard in self.open.values()]
+            self.open.clear()
+        self._repeat(failed, broken=broken)
+        return found
+
+    def _repeat(self, failed: list[tuple[Shard, BaseException]], *, broken: bool) -> None:
+        alone = len(failed) == 1 or not broken
+        for shard, error in sorted(failed, key=lambda pair: pair[0].number, reverse=True):
+            self._failures[shard.number] += alone
+            if self._failures[shard.number] > self.retries:
+                self._suspects.discard(shard.number)
+                self.lost.append((shard, error))
+                continue
+            if broken:
+                self._suspects.add(shard.number)
+            self.queue.appendleft(shard)
+        if broken and self.queue and not self.engine.restart():
+            self.lost += [(shard, failed[0][1]) for shard in self.queue]
+            self.queue.clear()
+
+    def cancel(self) -> None:
+        """Cancels what is open."""
+        for future in self.open:
+            future.cancel()
+
+    def finished(self, *, interrupted: bool) -> Finished:
+        """What was done, in the order of the shards."""
+        in_order = lambda pairs: sorted(pairs, key=lambda pair: pair[0].number)
+        return Finished(in_order(self.results), in_order(self.lost), interrupted)
+
+
+def _members_text(ids: np.ndarray) -> str:
+    listed = ", ".join(map(str, ids[:_MOST_NAMED].tolist()))
+    return f"the members {listed}" + (f" and {len(ids) - _MOST_NAMED} more" if len(ids) > _MOST_NAMED else "")
+
+
+def lost_message(finished: Finished, *, name: str) -> str:
+    """The warning, or the error, that members are missing from a result."""
+    missing = np.concatenate([shard.ids for shard, _ in finished.lost]) if finished.lost else np.zeros(0, int)
+    lines = [f"`{name}` returns without {_members_text(missing)}: their workers died."] if len(missing) else []
+    if finished.interrupted:
+        lines.append(f"`{name}` was interrupted: members of shards that were not done are missing.")
+    if finished.lost:
+        error = finished.lost[-1][1]
+        lines.append(f"The last error was {type(error).__name__}: {error}")
+    return "\n".join(lines)

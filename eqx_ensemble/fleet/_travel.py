@@ -1,0 +1,91 @@
+"""How functions and arrays go to workers and come back: functions by name or by value, large arrays once per worker."""
+
+import collections
+import hashlib
+import importlib
+import io
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._check import check_installed
+
+# Functions by the hash of their pickle. What returns from a worker is the caller's own object, and what a worker gets
+# again is the object that it has compiled programs for.
+_known: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
+_kept: "collections.deque[Any]" = collections.deque(maxlen=256)
+
+
+def dumps(value: Any, arrays: Mapping[int, int] | None = None, *, name: str) -> bytes:
+    """`value` as bytes. Arrays whose `id` is in `arrays` are replaced by their number there."""
+    check_installed("cloudpickle", what=name, extra="fleet")
+    return _dumps(value, arrays or {}, ())
+
+
+def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:
+    """The value of bytes that a caller sent to its worker, or a worker to its caller; never those of a file."""
+    return _Unpickler(io.BytesIO(data), arrays).load()
+
+
+def _dumps(value: Any, arrays: Mapping[int, int], inside: tuple[Any, ...]) -> bytes:
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        def persistent_id(self, obj: Any) -> int | None:
+            return arrays.get(id(obj))
+
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, types.FunctionType):
+                if _is_found(obj) or any(obj is other for other in inside):
+                    return super().reducer_override(obj)
+                data = _dumps(obj, {}, (*inside, obj))
+                digest = hashlib.sha256(data).hexdigest()
+                _known[digest] = obj
+                return _restore, (digest, data)
+            if not isinstance(obj, type | types.ModuleType) and callable(obj) and _is_found(obj):
+                return _find, (obj.__module__, obj.__qualname__)
+            return super().reducer_override(obj)
+
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, arrays: Sequence[Any]) -> None:
+        super().__init__(file)
+        self._arrays = arrays
+
+    def persistent_load(self, pid: Any) -> Any:
+        """The array of that number."""
+        return self._arrays[pid]
+
+
+def _is_found(obj: Any) -> bool:
+    """Whether other processes find the same object by its name: not what is defined in `__main__` or in a function."""
+    module, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(qualname, str) or module == "__main__":
+        return False
+    found = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found is obj
+
+
+def _find(module: str, qualname: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _restore(digest: str, data: bytes) -> Any:
+    found = _known.get(digest)
+    if found is None:
+        found = loads(data)
+        _known[digest] = found
+        _kept.append(found)
+    return found
