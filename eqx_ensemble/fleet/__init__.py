@@ -1,3 +1,5 @@
 """Members over many workers: shards of an ensemble on any executor, with the results of one process."""
 
 from ._fit import fit as fit
+from ._map_members import map_members as map_members
+from ._predict import predict as predict

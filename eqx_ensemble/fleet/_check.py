@@ -1,14 +1,22 @@
 import os
 from typing import Any
 
-from .._check import check_integer, check_positive_int, kind_text
+import equinox as eqx
+import jax
+import numpy as np
+
+from .._axes import Each, is_per_member
+from .._check import MemberMismatchError, check_integer, check_positive_int, kind_text
 from .._ensemble import Ensemble, Group
-from ..plan import AbstractPlan, Auto, Sequential
+from .._pytree import PyTree
+from ..plan import AbstractPlan, Auto
 from ..train._group_run import GroupRun
 from ..train._revive import Revive
 from ..train._run import Run
 from ..train._state import TrainState
 from ..train.data._data import is_batches
+from ..tree import num_members
+from ._run_shards import Finished, lost_message
 
 _REASONS = {
     "max_seconds": "how far members come would depend on the worker",
@@ -27,13 +35,13 @@ def check_start(begun: Any, *, name: str) -> None:
         raise TypeError(f"`{name}` needs an `Ensemble`, a training state or a run, got {kind_text(begun)}.")
 
 
-def check_shard(shard: Any, num_members: int, plan: AbstractPlan, *, name: str) -> None:
-    """A number of members, more than one where one member is another program."""
+def check_shard(shard: Any, num_members: int, *, name: str) -> None:
+    """A number of members, more than one."""
     check_positive_int(shard, "shard", name=name)
-    if shard == 1 and num_members > 1 and not isinstance(plan, Sequential):
+    if shard == 1 and num_members > 1:
         raise ValueError(
-            f"`{name}` needs `shard` of at least 2 members under {plan!r}: one member alone is compiled to another "
-            "program, with other rounding.\nFor shards of one member pass `plan=ee.plan.Sequential()`."
+            f"`{name}` needs `shard` of at least 2 members: one member alone is compiled to another program, with "
+            "other rounding."
         )
 
 
@@ -42,13 +50,44 @@ def check_retries(retries: Any, *, name: str) -> int:
     return check_integer(retries, "retries", name=name, least=0)
 
 
+def check_no_auto(plan: AbstractPlan, *, name: str) -> None:
+    """A plan that is the same for all shards."""
+    if isinstance(plan, Auto):
+        raise TypeError(f"`{name}` does not take `plan='auto'`: workers that measure may choose different plans.")
+
+
+def check_member_arguments(given: PyTree, *, name: str) -> np.ndarray:
+    """Arguments of which some have members, of one number. Returns the members' ids, or their positions."""
+    nodes = [node for node in jax.tree.leaves(given, is_leaf=is_per_member) if is_per_member(node)]
+    other = [node for node in nodes if not isinstance(node, Ensemble | Each | eqx.nn.State)]
+    if other:
+        raise TypeError(f"`{name}` cannot divide {kind_text(other[0])}: pass an `Ensemble` or `Each`.")
+    if not nodes:
+        raise TypeError(f"`{name}` needs an argument with members, an `Ensemble` or `Each`; got none.")
+    of_node = lambda node: node.per_member() if isinstance(node, Each) else getattr(node, "stacked", node)
+    counts = [num_members(of_node(node)) for node in nodes]
+    if len(set(counts)) > 1:
+        raise MemberMismatchError(f"`{name}` needs arguments of one number of members, got {counts}.")
+    ensembles = [node for node in nodes if isinstance(node, Ensemble)]
+    return np.asarray(ensembles[0].ids) if ensembles else np.arange(counts[0])
+
+
+def check_complete(finished: Finished, *, name: str) -> None:
+    """Results of all shards; raises what ended the call otherwise."""
+    if finished.lost:
+        error = finished.lost[-1][1]
+        error.add_note(lost_message(finished, name=name))
+        raise error
+    if finished.interrupted:
+        raise KeyboardInterrupt
+
+
 def check_can_be_cut(options: dict[str, Any], plan: Any, how: Any, data: Any, *, name: str) -> None:
     """Options of `fit` whose results do not depend on how members are divided."""
     for word, reason in _REASONS.items():
         if reason and options.get(word) is not None:
             raise TypeError(f"`{name}` does not take `{word}`: {reason}.")
-    if isinstance(plan, Auto):
-        raise TypeError(f"`{name}` does not take `plan='auto'`: workers that measure may choose different plans.")
+    check_no_auto(plan, name=name)
     if how == "raise":
         raise TypeError(
             f"`{name}` does not take `on_diverge='raise'`: the other shards would have gone on, or not begun.\n"

@@ -10,7 +10,6 @@ from .._check import is_typed_key
 from .._ensemble import Ensemble
 from .._foreign import as_numpy, from_foreign_tree
 from .._pytree import PyTree
-from ..plan import AbstractPlan, Sequential
 from ..train._hyper import hyper_arrays
 from ..train._run import Run
 from ..train._state import TrainState
@@ -20,14 +19,12 @@ _SMALL = 2**16  # bytes of an array that travels with every shard
 _MEMBERS = ("max_steps", "target")
 
 
-def divide(num_members: int, size: int, plan: AbstractPlan) -> list[np.ndarray]:
-    """Positions of the members of each shard: of at most two sizes, and never of one member that is computed alone.
+def divide(num_members: int, size: int) -> list[np.ndarray]:
+    """Positions of the members of each shard: of at most two sizes, and never one member that is left over.
 
-    Two sizes are two compilations. Under a plan other than `Sequential` one member is another program than several.
+    Two sizes are two compilations. One member alone is compiled to another program, with other rounding.
     """
-    count = -(-num_members // size)
-    if not isinstance(plan, Sequential):
-        count = max(min(count, num_members // 2), 1)
+    count = max(min(-(-num_members // size), num_members // 2), 1)
     return np.array_split(np.arange(num_members), count)
 
 
@@ -68,16 +65,15 @@ def cut_data(data: PyTree, positions: np.ndarray) -> PyTree:
 
 
 def on_host(data: PyTree, argument: str, *, name: str) -> PyTree:
-    """Data with NumPy arrays, which can be written to files."""
-    data = from_foreign_tree(data, argument, name=name)
-    return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) and not is_typed_key(x) else x, data)
+    """Data whose arrays that all members share are NumPy's, which can be written to files."""
+    to_host = lambda x: np.asarray(x) if isinstance(x, jax.Array) and not is_typed_key(x) else x
+    return jax.tree.map(to_host, from_foreign_tree(data, argument, name=name), is_leaf=_axes.is_per_member)
 
 
 def large_arrays(data: PyTree) -> list[np.ndarray]:
     """The arrays that all members share and that are too large to travel with every shard."""
-    shared = []
-    _axes.map_each(lambda value: value, data, shared=shared.append)
-    return [x for x in shared if isinstance(x, np.ndarray) and x.nbytes > _SMALL]
+    leaves = jax.tree.leaves(data, is_leaf=_axes.is_per_member)
+    return [x for x in leaves if isinstance(x, np.ndarray) and x.nbytes > _SMALL]
 
 
 def member_options(options: dict[str, Any], num_members: int, *, name: str) -> dict[str, Any]:

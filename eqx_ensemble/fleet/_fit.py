@@ -17,13 +17,12 @@ from ..train._run import Run
 from ..train._state import TrainState
 from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
-from ._check import check_can_be_cut, check_folder, check_retries, check_shard, check_start
-from ._cut import cut_data, cut_options, cut_start, divide, large_arrays, member_options, on_host
-from ._engines import as_engine
+from ._call import Call, over_shards
+from ._check import check_can_be_cut, check_folder, check_start
+from ._cut import cut_data, cut_options, cut_start, large_arrays, member_options, on_host
 from ._join import join_runs
 from ._options import FleetFitOptions
-from ._run_shards import Finished, Shard, lost_message, run_shards
-from ._worker import Task
+from ._run_shards import Finished, lost_message
 
 _NAME = "fleet.fit"
 
@@ -61,7 +60,8 @@ def fit(
         from files that they map into memory, and are scattered by Dask. Or a function, called on the worker with the
         ids of a shard's members `(n,)`, that returns their data: arrays, parts of them marked
         [`eqx_ensemble.Each`][], or batches. The same holds for `validation`.
-    - `shard`: the number of members of a shard, at least 2 unless the plan is `Sequential`. By default eight shards for
+    - `shard`: the number of members of a shard, at least 2, because one alone is
+        compiled to another program. By default eight shards for
         each core of this machine, or for each thread of Dask's workers. A shard should take minutes: a worker
         imports JAX, which takes seconds, and compiles, for at most two sizes of shards.
     - `retries`: how often a shard is tried again after its worker died.
@@ -97,37 +97,26 @@ def fit(
     check_start(ensemble, name=_NAME)
     plan, given = as_plan(options.get("plan")), dict(options)
     check_can_be_cut(given, plan, options.get("on_diverge", "freeze"), data, name=_NAME)
-    tries = check_retries(retries, name=_NAME)
     folder = None if checkpoint is None else check_folder(as_path(checkpoint), name=_NAME)
-    own_ids = np.asarray(ensemble.train_state.ids if isinstance(ensemble, Run) else ensemble.ids)
-    own = member_options(given, len(own_ids), name=_NAME)
-    sources = {word: _source(value, word, name=_NAME) for word, value in _sources(data, given)}
+    ids = np.asarray(ensemble.train_state.ids if isinstance(ensemble, Run) else ensemble.ids)
+    own = member_options(given, len(ids), name=_NAME)
+    sources = {word: _source(value, word) for word, value in _sources(data, given)}
     common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
-    common |= {word: value for word, value in given.items() if word not in own and word not in sources}
+    common |= {word: value for word, value in given.items() if word not in common | own | sources}
     arrays = [array for source in sources.values() if not callable(source) for array in large_arrays(source)]
-    engine = as_engine(executor, name=_NAME)
-    try:
-        size = engine.shard_of(len(own_ids)) if shard is None else shard
-        check_shard(size, len(own_ids), plan, name=_NAME)
 
-        def part(positions: np.ndarray) -> dict[str, Any]:
-            ids = own_ids[positions]
-            cut = {word: x if callable(x) else cut_data(x, positions) for word, x in sources.items()}
-            where = None if folder is None else folder / f"{ids[0]}-{ids[-1]}-of-{len(own_ids)}"
-            return {"start": cut_start(ensemble, positions), "ids": ids, "sources": cut, "checkpoint": where} | {
-                "options": cut_options(own, positions)
-            }
+    def part(positions: np.ndarray) -> dict[str, Any]:
+        first, last = ids[positions[[0, -1]]]
+        return {
+            "start": cut_start(ensemble, positions),
+            "ids": ids[positions],
+            "sources": {word: x if callable(x) else cut_data(x, positions) for word, x in sources.items()},
+            "checkpoint": None if folder is None else folder / f"{first}-{last}-of-{len(ids)}",
+            "options": cut_options(own, positions),
+        }
 
-        shards = [
-            Shard(i, positions, own_ids[positions], lambda positions=positions: part(positions))
-            for i, positions in enumerate(divide(len(own_ids), size, plan))
-        ]
-        finished = run_shards(
-            engine, Task(_fit_shard, common), shards, arrays, retries=tries, progress=progress, report=_report,
-            name=_NAME,
-        )  # fmt: skip
-    finally:
-        engine.close()
+    call = Call(_NAME, _fit_shard, common, part, arrays, ids)
+    finished = over_shards(call, executor, shard=shard, retries=retries, progress=progress, report=_report)
     return _joined(finished, seconds=time.perf_counter() - begun)
 
 
@@ -135,8 +124,8 @@ def _sources(data: Any, options: dict[str, Any]) -> list[tuple[str, Any]]:
     return [("data", data), *((word, options[word]) for word in ("validation",) if options.get(word) is not None)]
 
 
-def _source(value: Any, word: str, *, name: str) -> Any:
-    return value if callable(value) else on_host(value, word, name=name)
+def _source(value: Any, word: str) -> Any:
+    return value if callable(value) else on_host(value, word, name=_NAME)
 
 
 def _fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any]:

@@ -53,7 +53,7 @@ def _join_histories(histories: Sequence[History]) -> History:
     )
     if histories[0].validation is None:
         return History(loss, aux, None, histories[0].validation_step)
-    longest = max((history.validation_step for history in histories), key=len)
+    longest = max((history.validation_step for history in histories), key=lambda steps: (len(steps), *steps[-1:]))
     return History(loss, aux, np.concatenate([_at_steps(history, longest) for history in histories]), longest)
 
 
@@ -63,11 +63,14 @@ def _pad(curves: np.ndarray, steps: int) -> np.ndarray:
 
 
 def _at_steps(history: History, steps: np.ndarray) -> np.ndarray:
-    """Validation scores in the columns of `steps`, of which a shorter run has a part."""
+    """Validation scores in the columns of `steps`.
+
+    A shorter run may have been validated at its end, within the epoch at whose end the others were.
+    """
     assert history.validation is not None
-    scores, own = np.full((len(history.loss), len(steps)), np.nan, history.validation.dtype), 0
-    for column, step in enumerate(steps):
-        if own < len(history.validation_step) and history.validation_step[own] == step:
-            scores[:, column] = history.validation[:, own]
-            own += 1
+    scores = np.full((len(history.loss), len(steps)), np.nan, history.validation.dtype)
+    column = -1
+    for step, own in zip(history.validation_step, history.validation.T, strict=True):
+        column = min(max(int(np.searchsorted(steps, step)), column + 1), len(steps) - 1)
+        scores[:, column] = own
     return scores

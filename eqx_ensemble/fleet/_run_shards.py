@@ -102,7 +102,7 @@ class _Work:
         """Waits for a shard. Returns those that are done, and queues those whose workers died."""
         done, _ = futures.wait(self.open, return_when=futures.FIRST_COMPLETED)
         found, failed, broken = [], [], False
-        for future in done:
+        for future in sorted(done, key=lambda future: self.open[future].number):
             shard = self.open.pop(future)
             error = futures.CancelledError() if future.cancelled() else future.exception()
             if error is not None:

@@ -3,13 +3,13 @@
 import dataclasses
 import functools as ft
 import mmap
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from .._warnings import ignore_warnings
 from ._travel import dumps, loads
 
 
@@ -52,8 +52,7 @@ def run_shard(task: bytes, own: bytes, attempt: int, *arrays: Any) -> bytes:
     held = [array.read() if isinstance(array, ArrayFile) else array for array in arrays]
     try:
         fn, common = loads(task, held)
-        with warnings.catch_warnings():  # the caller warns once, of all members
-            warnings.simplefilter("ignore")
+        with ignore_warnings():  # the caller warns once, of all members
             outcome = Outcome(fn(common, loads(own, held)), None)
     except Exception as error:
         outcome = Outcome(None, error)

@@ -123,7 +123,7 @@ class Record:
         A validation after that is of the weights at which members stopped.
         """
         history = self.curves()
-        trained = max(int(np.flatnonzero(np.isfinite(history.loss).any(axis=0)).max(initial=-1)) + 1, 1)
+        trained = max(int(np.flatnonzero((~np.isnan(history.loss)).any(axis=0)).max(initial=-1)) + 1, 1)
         loss, aux = jax.tree.map(lambda curves: curves[:, :trained], (history.loss, history.aux))
         if history.validation is None:
             return History(loss, aux, None, history.validation_step)

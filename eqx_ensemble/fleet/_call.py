@@ -1,0 +1,54 @@
+"""One call over shards: chooses the engine and the shards, and closes what it started."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._check import check_retries, check_shard
+from ._cut import divide
+from ._engines import as_engine
+from ._run_shards import Finished, Shard, run_shards
+from ._worker import Task
+
+
+class Call(NamedTuple):
+    """What runs on workers: `fn(common, own)`, with the part `own` of each shard that `part(positions)` makes.
+
+    Every worker is given `arrays`, which are leaves of `common` and of the parts, once.
+    """
+
+    name: str
+    fn: Callable[[Any, Any], Any]
+    common: Any
+    part: Callable[[np.ndarray], Any]
+    arrays: list[np.ndarray]
+    ids: np.ndarray
+
+
+def over_shards(
+    call: Call,
+    executor: Any,
+    *,
+    shard: int | None,
+    retries: int,
+    progress: bool | None,
+    report: Callable[[Any], dict[str, str]] = lambda result: {},
+) -> Finished:
+    """Runs a call on an executor."""
+    tries, count = check_retries(retries, name=call.name), len(call.ids)
+    if shard is not None:
+        check_shard(shard, count, name=call.name)
+    engine = as_engine(executor, name=call.name)
+    try:
+        size = engine.shard_of(count) if shard is None else shard
+        shards = [
+            Shard(i, positions, call.ids[positions], lambda positions=positions: call.part(positions))
+            for i, positions in enumerate(divide(count, size))
+        ]
+        task = Task(call.fn, call.common)
+        return run_shards(
+            engine, task, shards, call.arrays, retries=tries, progress=progress, report=report, name=call.name
+        )
+    finally:
+        engine.close()

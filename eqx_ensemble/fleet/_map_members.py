@@ -1,0 +1,88 @@
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _axes, tree
+from .._check import check_function
+from .._ensemble import Ensemble
+from .._pytree import PyTree
+from ..plan import AnyPlan
+from ..plan._auto import as_plan
+from ..plan._map import map_members as map_here
+from ._call import Call, over_shards
+from ._check import check_complete, check_member_arguments, check_no_auto
+from ._cut import large_arrays, on_host
+
+_NAME = "fleet.map_members"
+
+
+def map_members(
+    executor: Any,
+    fn: Callable[..., Any],
+    *,
+    shard: int | None = None,
+    retries: int = 2,
+    plan: AnyPlan = None,
+    progress: bool | None = None,
+) -> Callable[..., Any]:
+    """Transforms a function of one member into a function of all members, which are divided among workers.
+
+    **Arguments:**
+
+    - `executor`, `shard`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
+    - `fn`, `plan`: as for [`eqx_ensemble.map_members`][]: any function of one member.
+    - `progress`: whether to show a progress line over members; by default on a terminal or in a notebook.
+
+    **Returns:** the function of all members. Its arguments are those of [`eqx_ensemble.map_members`][]; values of
+    members are cut to each shard, all others are given to every worker.
+
+    **Raises:** (when called) as [`eqx_ensemble.map_members`][] and [`eqx_ensemble.fleet.predict`][].
+
+    ```python
+    from concurrent.futures import ThreadPoolExecutor  # of one process, for this example
+
+    def norm(model):
+        return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(eqx.filter(model, eqx.is_array))))
+
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
+    with ThreadPoolExecutor(2) as executor:
+        norms = ee.fleet.map_members(executor, norm, shard=4)(ensemble)  # (8,)
+    ```
+    """
+    check_function(fn, "fn", name=_NAME, example="lambda model, x: model(x)")
+    check_no_auto(as_plan(plan), name=_NAME)
+
+    @ft.wraps(fn)
+    def run_all(*args: Any, **kwargs: Any) -> PyTree:
+        given = on_host((args, kwargs), "args", name=_NAME)
+        ids = check_member_arguments(given, name=_NAME)
+        part = lambda positions: _cut(given, positions)
+        call = Call(_NAME, _map_shard, (fn, plan), part, large_arrays(given), ids)
+        finished = over_shards(call, executor, shard=shard, retries=retries, progress=progress)
+        check_complete(finished, name=_NAME)
+        parts = [result for _, result in finished.results]
+        join = lambda *xs: jnp.concatenate(xs) if _axes.is_array(xs[0]) else xs[0]
+        return jax.tree.map(join, *parts)
+
+    return run_all
+
+
+def _map_shard(common: Any, own: Any) -> PyTree:
+    (fn, plan), (args, kwargs) = common, own
+    return map_here(fn, plan=plan)(*args, **kwargs)
+
+
+def _cut(given: PyTree, positions: np.ndarray) -> PyTree:
+    def own(node: Any) -> Any:
+        if isinstance(node, Ensemble):
+            return node[positions]
+        if isinstance(node, _axes.Each):
+            return _axes.Each(tree.take(node.per_member(), positions))
+        return tree.take(node, positions) if isinstance(node, eqx.nn.State) else node
+
+    return jax.tree.map(own, given, is_leaf=_axes.is_per_member)

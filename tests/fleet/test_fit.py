@@ -1,0 +1,211 @@
+"""Members trained in shards are those of one `fit`, bit for bit under `Sequential`."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+
+from .executors import Here
+
+pytest.importorskip("cloudpickle", reason="needs the extra `fleet`")
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(37, 3)).astype(np.float32)  # the last batch of an epoch is smaller
+Y = np.sin(X[:, 0])
+MEMBERS = 7
+SEQUENTIAL = ee.plan.Sequential()
+ENSEMBLE = ee.build(lambda key: eqx.nn.MLP(3, 1, 4, 1, key=key), MEMBERS, key=KEY)
+RATES = {"rate": jnp.geomspace(1e-3, 1e-1, MEMBERS)}
+adam = lambda hyper: optax.adam(hyper["rate"])
+OPTIMISER = optax.adam(1e-2)
+
+
+def mse(model, batch, key):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
+
+
+def noisy(model, batch, key):
+    factor = 1 + 0.1 * jax.random.normal(key)
+    return mse(model, batch, key) * factor, {"count": jnp.int32(3), "factor": factor}
+
+
+def arrays(run):
+    parts = run.ensemble, run.state, run.train_state, run.selection, run.history, run.status, run.stopped_at
+    leaves = jax.tree.leaves(eqx.filter((*parts, run.best_step, run.best_score, run.rows), eqx.is_array))
+    return [np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in leaves]
+
+
+def assert_equal(found, expected):
+    assert jax.tree.structure(found.ensemble) == jax.tree.structure(expected.ensemble)
+    assert found.fault.tolist() == expected.fault.tolist()
+    assert found.revived == expected.revived
+    for x, y in zip(arrays(found), arrays(expected), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+OPTIONS = {
+    "plain": {"epochs": 2},
+    "hyper and bootstraps": {
+        "optimiser": adam, "hyper": RATES, "rows": ee.resample.bootstrap(37, MEMBERS, key=KEY), "epochs": 2,
+    },
+    "own data": {"data": (ee.Each(np.stack([X + i for i in range(MEMBERS)])), Y), "steps": 5},
+    "patience": {
+        "optimiser": adam, "hyper": RATES, "validation": (X[:9], Y[:9]), "patience": 1, "min_delta": 0.01, "epochs": 6,
+    },
+    "limits of members": {
+        "max_steps": np.arange(MEMBERS) + 2, "validation": (X[:9], Y[:9]), "target": 0.01, "epochs": 3,
+    },
+    "aux, one order": {"loss": noisy, "has_aux": True, "order": "shared", "epochs": 2},
+    "divergence": {"optimiser": lambda h: optax.sgd(h["rate"]), "hyper": {"rate": jnp.array([0.1, 1e30] * 3 + [0.1])},
+                   "epochs": 2},
+    "revival": {"optimiser": lambda h: optax.sgd(h["rate"]), "hyper": {"rate": jnp.array([0.1, 1e30] * 3 + [0.1])},
+                "epochs": 2, "on_diverge": ee.train.Revive(lambda key: eqx.nn.MLP(3, 1, 4, 1, key=key))},
+}  # fmt: skip
+
+
+def fit(call, options, *args, **more):
+    options = {"loss": mse, "optimiser": OPTIMISER, "data": (X, Y), "batch_size": 8, "key": KEY} | options | more
+    positional = [options.pop(word) for word in ("loss", "optimiser", "data")]
+    return call(*args, ENSEMBLE, *positional, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*diverged")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_shards_are_one_fit(name):
+    expected = fit(ee.fit, OPTIONS[name], plan=SEQUENTIAL)
+    found = fit(ee.fleet.fit, OPTIONS[name], Here(), shard=3, plan=SEQUENTIAL)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("shard", [2, 4, 7, 50])
+def test_any_size_of_shards(shard):
+    expected = fit(ee.fit, OPTIONS["plain"], plan=SEQUENTIAL)
+    assert_equal(fit(ee.fleet.fit, OPTIONS["plain"], Here(), shard=shard, plan=SEQUENTIAL), expected)
+
+
+def test_under_vmap():
+    """Within rounding: XLA may compile other numbers of members to other programs."""
+    expected, found = fit(ee.fit, OPTIONS["plain"]), fit(ee.fleet.fit, OPTIONS["plain"], Here(), shard=2)
+    for x, y in zip(arrays(found), arrays(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_goes_on():
+    half = fit(ee.fit, {"epochs": 1, "validation": (X, Y)}, plan=SEQUENTIAL)
+    call = lambda fit, *args, **more: fit(
+        *args, half, mse, OPTIMISER, (X, Y), batch_size=8, epochs=1, validation=(X, Y), plan=SEQUENTIAL, key=KEY, **more
+    )
+    assert_equal(call(ee.fleet.fit, Here(), shard=2), call(ee.fit))
+    joined = fit(ee.fleet.fit, {"epochs": 1, "validation": (X, Y)}, Here(), shard=3, plan=SEQUENTIAL)
+    call = lambda begun: ee.fit(
+        begun, mse, OPTIMISER, (X, Y), batch_size=8, epochs=1, validation=(X, Y), plan=SEQUENTIAL, key=KEY
+    )
+    assert_equal(call(joined), call(half))
+
+
+def test_data_made_on_the_worker():
+    own = np.stack([X + i for i in range(MEMBERS)])
+    expected = fit(ee.fit, {"data": (ee.Each(own), Y), "epochs": 1}, plan=SEQUENTIAL)
+    make = lambda ids: (ee.Each(np.stack([X + i for i in ids])), Y)
+    assert_equal(fit(ee.fleet.fit, {"data": make, "epochs": 1}, Here(), shard=3, plan=SEQUENTIAL), expected)
+
+
+def test_large_arrays_travel_once():
+    x = np.tile(X, (1000, 1))
+    executor = Here()
+    found = fit(ee.fleet.fit, {"data": (x, x[:, 0]), "steps": 2}, executor, shard=2)
+    sizes = [sum(len(part) for part in args if isinstance(part, bytes)) for args in executor.calls]
+    assert len(sizes) == 3
+    assert max(sizes) < x.nbytes / 10
+    assert found.history.loss.shape == (MEMBERS, 2)
+
+
+class TestWorkersThatDie:
+    def test_a_factory_begins_again(self):
+        expected, made = fit(ee.fit, OPTIONS["plain"], plan=SEQUENTIAL), []
+
+        def make():
+            made.append(Here(kills=[1]))
+            return made[-1]
+
+        found = fit(ee.fleet.fit, OPTIONS["plain"], make, shard=2, plan=SEQUENTIAL)
+        assert_equal(found, expected)
+        assert len(made) > 1
+
+    def test_too_often(self):
+        """A shard that always kills its worker is given up, and takes no other with it."""
+        kills = lambda: KillsOne(np.asarray(ENSEMBLE.ids)[[3, 4]])
+        with pytest.warns(UserWarning, match=r"without the members 3, 4: their workers died"):
+            found = fit(ee.fleet.fit, OPTIONS["plain"], kills, shard=2, retries=1, plan=SEQUENTIAL)
+        assert np.asarray(found.ensemble.ids).tolist() == [0, 1, 2, 5, 6]
+        expected = fit(ee.fit, OPTIONS["plain"], plan=SEQUENTIAL)
+        np.testing.assert_array_equal(found.history.loss, expected.history.loss[[0, 1, 2, 5, 6]])
+
+    def test_an_executor_that_cannot_begin_again(self):
+        with pytest.warns(UserWarning, match="without the members"):
+            found = fit(ee.fleet.fit, OPTIONS["plain"], Here(kills=[2]), shard=2)
+        assert 0 < len(found.ensemble) < MEMBERS
+
+    def test_a_checkpoint_goes_on(self, tmp_path):
+        expected = fit(ee.fit, OPTIONS["plain"], plan=SEQUENTIAL)
+        options = OPTIONS["plain"] | {"checkpoint": tmp_path, "shard": 2, "plan": SEQUENTIAL}
+        with pytest.warns(UserWarning, match="without the members"):
+            fit(ee.fleet.fit, options, Here(kills=[2]))
+        begun = len(list(tmp_path.iterdir()))
+        assert 0 < begun < 3
+        assert_equal(fit(ee.fleet.fit, options, Here()), expected)
+        assert len(list(tmp_path.iterdir())) == 3
+
+
+class KillsOne(Here):
+    """Breaks on the shard of these members."""
+
+    def __init__(self, ids):
+        super().__init__()
+        self.ids = ids
+
+    def submit(self, fn, /, *args):
+        from eqx_ensemble.fleet._travel import loads
+
+        own = loads(args[1], [None] * 9)
+        self.kills = [len(self.calls)] if np.array_equal(own["ids"], self.ids) else []
+        return super().submit(fn, *args)
+
+
+def test_an_error_names_the_members():
+    def loss(model, batch, key):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        fit(ee.fleet.fit, {"loss": loss, "epochs": 1}, Here(), shard=3)
+    assert "running the members 0, 1, 2 on a worker" in "\n".join(caught.value.__notes__)
+
+
+WRONG = {
+    "no executor": (lambda: fit(ee.fleet.fit, {"epochs": 1}, 3), "needs an executor"),
+    "one member": (lambda: fit(ee.fleet.fit, {"epochs": 1}, Here(), shard=1), "`shard` of at least 2 members"),
+    "seconds": (lambda: fit(ee.fleet.fit, {"max_seconds": 3}, Here()), "does not take `max_seconds`"),
+    "auto": (lambda: fit(ee.fleet.fit, {"epochs": 1, "plan": "auto"}, Here()), "does not take `plan='auto'`"),
+    "raise": (lambda: fit(ee.fleet.fit, {"epochs": 1, "on_diverge": "raise"}, Here()), "the other shards"),
+    "copies": (lambda: fit(ee.fleet.fit, {"epochs": 1, "on_diverge": "revive"}, Here()), "revivals by copies"),
+    "batches": (lambda: fit(ee.fleet.fit, {"epochs": 1, "data": [(X, Y)]}, Here()), "an iterable of batches"),
+    "a group": (
+        lambda: ee.fleet.fit(Here(), ee.group([ENSEMBLE[0]]), mse, OPTIMISER, (X, Y), epochs=1, key=KEY),
+        "for each part of the group",
+    ),
+    "retries": (lambda: fit(ee.fleet.fit, {"epochs": 1}, Here(), retries=-1), "`retries` of at least 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_refused(unhooked, name):
+    call, text = WRONG[name]
+    with pytest.raises((TypeError, ValueError), match=text):
+        call()
