@@ -60,12 +60,12 @@ class Restarting(Engine):
 
     def __init__(self, make: Callable[[], Executor], *, num_open: int) -> None:
         self._make = make
-        super().__init__(_made(make), num_open=num_open)
+        super().__init__(_start(make), num_open=num_open)
 
     def restart(self) -> bool:
         """Starts another executor."""
         self.close()
-        self.executor = _made(self._make)
+        self.executor = _start(self._make)
         return True
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ def as_engine(executor: Any, *, name: str) -> Engine:
     return Restarting(make, num_open=count)
 
 
-def _made(make: Callable[[], Any]) -> Executor:
+def _start(make: Callable[[], Any]) -> Executor:
     executor = make()
     if not isinstance(executor, Executor):
         raise TypeError(f"A function that makes executors has to return one, got {kind_text(executor)}.")

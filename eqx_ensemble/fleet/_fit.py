@@ -117,7 +117,7 @@ def fit(
 
     call = Call(_NAME, _fit_shard, common, part, arrays, ids)
     finished = over_shards(call, executor, shard=shard, retries=retries, progress=progress, report=_report)
-    return _joined(finished, seconds=time.perf_counter() - begun)
+    return _run_of(finished, seconds=time.perf_counter() - begun)
 
 
 def _sources(data: Any, options: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -133,12 +133,11 @@ def _fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any]:
     made = {word: x(own["ids"]) if callable(x) else x for word, x in own["sources"].items()}
     options = {word: x for word, x in common.items() if word not in ("loss", "optimiser")} | own["options"]
     data = made.pop("data")
-    run = fit_here(
+    train: Callable[..., Run[Any]] = fit_here  # of an ensemble, not a group
+    return train(
         own["start"], common["loss"], common["optimiser"], data, checkpoint=own["checkpoint"], progress=False,
         **made, **options,
     )  # fmt: skip
-    assert isinstance(run, Run)
-    return run
 
 
 def _report(run: Run[Any]) -> dict[str, str]:
@@ -146,7 +145,7 @@ def _report(run: Run[Any]) -> dict[str, str]:
     return {word: str(int((run.status == status).sum())) for word, status in counts.items()}
 
 
-def _joined(finished: Finished, *, seconds: float) -> Run[Any]:
+def _run_of(finished: Finished, *, seconds: float) -> Run[Any]:
     """The run of what was done; warns of members that are missing, or diverged."""
     message = lost_message(finished, name=_NAME)
     if not finished.results:

@@ -69,11 +69,11 @@ def run_shards(
                     line.update(len(shard.positions))
         except KeyboardInterrupt:
             work.cancel()
-            return work.finished(interrupted=True)
+            return work.result(interrupted=True)
         except BaseException:
             work.cancel()
             raise
-    return work.finished(interrupted=False)
+    return work.result(interrupted=False)
 
 
 class _Work:
@@ -142,7 +142,7 @@ class _Work:
         for future in self.open:
             future.cancel()
 
-    def finished(self, *, interrupted: bool) -> Finished:
+    def result(self, *, interrupted: bool) -> Finished:
         """What was done, in the order of the shards."""
         in_order = lambda pairs: sorted(pairs, key=lambda pair: pair[0].number)
         return Finished(in_order(self.results), in_order(self.lost), interrupted)
