@@ -133,9 +133,9 @@ def _fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any]:
     made = {word: x(own["ids"]) if callable(x) else x for word, x in own["sources"].items()}
     options = {word: x for word, x in common.items() if word not in ("loss", "optimiser")} | own["options"]
     data = made.pop("data")
-    train: Callable[..., Run[Any]] = fit_here  # of an ensemble, not a group
-    return train(
-        own["start"], common["loss"], common["optimiser"], data, checkpoint=own["checkpoint"], progress=False,
+    start: Ensemble[Any] | TrainState[Any] | Run[Any] = own["start"]
+    return fit_here(
+        start, common["loss"], common["optimiser"], data, checkpoint=own["checkpoint"], progress=False,
         **made, **options,
     )  # fmt: skip
 
