@@ -33,6 +33,7 @@ SCRIPTS = (
     "quality",
     "methods",
     "efficient",
+    "fleet",
 )
 RELIABILITY = tuple(f"reliability/{name}" for name in ("kills", "flips", "disks", "hostile", "saving"))
 KNOWN = SCRIPTS + RELIABILITY

@@ -26,8 +26,8 @@ class Engine:
         self.executor, self.num_open = executor, num_open
 
     def shard_of(self, num_members: int) -> int:
-        """A size of shards for which each worker gets some eight of them."""
-        return max(2, -(-num_members // (4 * self.num_open)))
+        """A size of shards for which each worker gets some sixteen of them."""
+        return max(2, -(-num_members // (8 * self.num_open)))
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
         """Submits a call."""

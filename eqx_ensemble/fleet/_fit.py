@@ -61,7 +61,7 @@ def fit(
         ids of a shard's members `(n,)`, that returns their data: arrays, parts of them marked
         [`eqx_ensemble.Each`][], or batches. The same holds for `validation`.
     - `shard`: the number of members of a shard, at least 2, because one alone is
-        compiled to another program. By default eight shards for
+        compiled to another program. By default sixteen shards for
         each core of this machine, or for each thread of Dask's workers. A shard should take minutes: a worker
         imports JAX, which takes seconds, and compiles, for at most two sizes of shards.
     - `retries`: how often a shard is tried again after its worker died.
