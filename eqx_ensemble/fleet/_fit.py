@@ -59,14 +59,15 @@ def fit(
     - `data`: arrays, as for [`eqx_ensemble.fit`][]; those that all members share are read by workers of this machine
         from files that they map into memory, and are scattered by Dask. Or a function, called on the worker with the
         ids of a shard's members `(n,)`, that returns their data: arrays, parts of them marked
-        [`eqx_ensemble.Each`][], or batches. The same holds for `validation`.
+        [`eqx_ensemble.Each`][], or batches. The same holds for `validation`. Executors other than Dask's whose workers
+        are on other machines need a function.
     - `shard`: the number of members of a shard, at least 2, because one alone is
         compiled to another program. By default sixteen shards for
         each core of this machine, or for each thread of Dask's workers. A shard should take minutes: a worker
         imports JAX, which takes seconds, and compiles, for at most two sizes of shards.
     - `retries`: how often a shard is tried again after its worker died.
     - `checkpoint`: a folder that all workers can write, in which each shard saves its run in a folder of its own. A
-        shard whose worker died goes on from there, and so does a call with the same arguments.
+        shard whose worker died goes on from there, and so does a call with the same arguments and size of shards.
     - `progress`: whether to show a progress line over members; by default on a terminal or in a notebook.
     - `options`: of [`eqx_ensemble.fit`][]. `hyper`, `rows`, `state`, `target` and `max_steps` are cut to the members of
         each shard. Refused is what depends on the other members or on the clock: `max_seconds`, `plan="auto"`,

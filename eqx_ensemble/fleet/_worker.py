@@ -57,8 +57,15 @@ def run_shard(task: bytes, own: bytes, attempt: int, *arrays: Any) -> bytes:
     except Exception as error:
         outcome = Outcome(None, error)
     try:
-        return dumps(outcome, name="fleet")
+        return _to_send(outcome)
     except Exception as problem:
-        text = f"{type(outcome.error or outcome.result).__name__}: {outcome.error or 'a result'}"
-        error = RuntimeError(f"{text} (which cannot be sent back: {type(problem).__name__}: {problem})")
-        return dumps(Outcome(None, error), name="fleet")
+        text = "a result" if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
+        reason = f"which cannot be sent back, {type(problem).__name__}: {problem}"
+        return dumps(Outcome(None, RuntimeError(f"{text} ({reason})")), name="fleet")
+
+
+def _to_send(outcome: Outcome) -> bytes:
+    data = dumps(outcome, name="fleet")
+    if outcome.error is not None:
+        loads(data)  # exceptions whose constructors need more than a message can be pickled, and not unpickled
+    return data

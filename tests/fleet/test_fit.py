@@ -188,6 +188,21 @@ def test_an_error_names_the_members():
     assert "running the members 0, 1, 2 on a worker" in "\n".join(caught.value.__notes__)
 
 
+class Odd(Exception):
+    """Can be pickled, and not unpickled."""
+
+    def __init__(self, number, text):
+        super().__init__(f"{number} {text}")
+
+
+def test_an_error_that_cannot_be_sent():
+    def loss(model, batch, key):
+        raise Odd(3, "pieces")
+
+    with pytest.raises(RuntimeError, match=r"Odd: 3 pieces \(which cannot be sent back"):
+        fit(ee.fleet.fit, {"loss": loss, "epochs": 1}, Here(), shard=3)
+
+
 WRONG = {
     "no executor": (lambda: fit(ee.fleet.fit, {"epochs": 1}, 3), "needs an executor"),
     "one member": (lambda: fit(ee.fleet.fit, {"epochs": 1}, Here(), shard=1), "`shard` of at least 2 members"),
