@@ -25,7 +25,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "eqx_ensemble").rglob("*.py"))
 
 HEAVY = ("matplotlib", "sklearn", "pandas", "orbax", "scoringrules", "flax", "torch", "IPython", "ipywidgets", "optuna")
-HEAVY += ("jax2onnx", "onnx", "onnxruntime", "tensorstore", "cloudpickle", "distributed")
+HEAVY += ("jax2onnx", "onnx", "onnxruntime", "tensorstore", "distributed")
 HEAVY += ("tqdm.auto", "tqdm.autonotebook", "tqdm.notebook", "tqdm.rich", "tqdm.contrib")
 
 
