@@ -11,7 +11,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._check import check_installed
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._check import check_installed, is_typed_key
 
 # Functions by the hash of their pickle. What returns from a worker is the caller's own object, and what a worker gets
 # again is the object that it has compiled programs for.
@@ -22,7 +26,7 @@ _kept: "collections.deque[Any]" = collections.deque(maxlen=256)
 def dumps(value: Any, arrays: Mapping[int, int] | None = None, *, name: str) -> bytes:
     """`value` as bytes. Arrays whose `id` is in `arrays` are replaced by their number there."""
     check_installed("cloudpickle", what=name, extra="fleet")
-    return _dumps(value, arrays or {}, ())
+    return _dumps(value, arrays or {}, is_part=False)
 
 
 def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:
@@ -30,7 +34,7 @@ def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:
     return _Unpickler(io.BytesIO(data), arrays).load()
 
 
-def _dumps(value: Any, arrays: Mapping[int, int], inside: tuple[Any, ...]) -> bytes:
+def _dumps(value: Any, arrays: Mapping[int, int], *, is_part: bool) -> bytes:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
@@ -38,10 +42,13 @@ def _dumps(value: Any, arrays: Mapping[int, int], inside: tuple[Any, ...]) -> by
             return arrays.get(id(obj))
 
         def reducer_override(self, obj: Any) -> Any:
+            if is_typed_key(obj):  # which JAX before 0.10 cannot pickle
+                return _as_key, (np.asarray(jax.random.key_data(obj)), jax.random.key_impl(obj))
             if isinstance(obj, types.FunctionType):
-                if _is_found(obj) or any(obj is other for other in inside):
+                # What a function refers to is a part of it: two functions may refer to each other.
+                if is_part or _is_found(obj):
                     return super().reducer_override(obj)
-                data = _dumps(obj, {}, (*inside, obj))
+                data = _dumps(obj, {}, is_part=True)
                 digest = hashlib.sha256(data).hexdigest()
                 _known[digest] = obj
                 return _restore, (digest, data)
@@ -80,6 +87,10 @@ def _find(module: str, qualname: str) -> Any:
     for part in qualname.split("."):
         found = getattr(found, part)
     return found
+
+
+def _as_key(data: np.ndarray, impl: Any) -> jax.Array:
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
 
 
 def _restore(digest: str, data: bytes) -> Any:
