@@ -42,7 +42,7 @@ def cut_start(begun: Any, positions: np.ndarray) -> Any:
     return Run(
         ensemble=begun.ensemble[positions],
         state=None if begun.state is None else tree.take(begun.state, positions),
-        history=History(loss, aux, validation, history.validation_step),
+        history=History(loss, aux, validation, history.validation_step, history.step),
         status=begun.status[positions],
         stopped_at=begun.stopped_at[positions],
         fault=begun.fault[positions],

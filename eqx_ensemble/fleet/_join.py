@@ -51,10 +51,12 @@ def _join_histories(histories: Sequence[History]) -> History:
         lambda *curves: np.concatenate([_pad(curve, steps) for curve in curves]),
         *((history.loss, history.aux) for history in histories),
     )
+    # Columns are of the same windows of steps; that of a shard whose members all stopped within one ends there.
+    step = np.max([np.pad(history.step, (0, steps - len(history.step))) for history in histories], axis=0)
     if histories[0].validation is None:
-        return History(loss, aux, None, histories[0].validation_step)
+        return History(loss, aux, None, histories[0].validation_step, step)
     longest = max((history.validation_step for history in histories), key=lambda steps: (len(steps), *steps[-1:]))
-    return History(loss, aux, np.concatenate([_at_steps(history, longest) for history in histories]), longest)
+    return History(loss, aux, np.concatenate([_at_steps(history, longest) for history in histories]), longest, step)
 
 
 def _pad(curves: np.ndarray, steps: int) -> np.ndarray:

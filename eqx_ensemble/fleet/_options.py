@@ -29,6 +29,7 @@ class FleetFitOptions(TypedDict, total=False):
     rows: Any
     order: Order
     has_aux: bool
+    history: Literal["all", "last"] | int
     trainable: Trainable
     on_diverge: Literal["freeze"] | Revive
     plan: AbstractPlan | None

@@ -2,7 +2,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._check import check_axis, check_level, check_optional_text, check_positive_int
+from .._check import check_level, check_optional_text, check_positive_int
 from ..train import History
 from ..train._run import Run
 from ._axes import Axes, axes_for, of_line, with_unit
@@ -17,7 +17,6 @@ def training_curves(
     curve: Literal["loss", "validation"] = "loss",
     stride: int = 1,
     level: float = 0.5,
-    first_step: int = 0,
     unit: str | None = None,
     ax: Axes | None = None,
     **options: Any,
@@ -32,11 +31,10 @@ def training_curves(
     **Arguments:**
 
     - `run`: the result of [`eqx_ensemble.fit`][], or its `history`.
-    - `curve`: `"loss"`, the training loss of every step, or `"validation"`, the scores on validation data.
+    - `curve`: `"loss"`, the training loss of every recorded step, or `"validation"`, the scores on validation data.
     - `stride`: the number of consecutive points to average, since the loss of single batches is noisy.
     - `level`: the fraction of the members in the band, between their quantiles `(1 - level) / 2` and `(1 + level) / 2`,
         as in [`eqx_ensemble.uncertainty.interval`][].
-    - `first_step`: for losses, the number of steps before this history.
     - `unit`: of the loss, such as `"nats"`, for the label of the axis.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: of the line of the median, for `matplotlib.axes.Axes.plot`; its colour is that of all.
@@ -66,11 +64,10 @@ def training_curves(
     name = "plot.training_curves"
     check_curves(name, run, curve)
     check_optional_text(unit, "unit", name=name)
-    check_axis(first_step, "first_step", name=name)
     check_positive_int(stride, "stride", name=name)
     check_level(name, level)
     history = run.history if isinstance(run, Run) else run
-    steps = np.arange(1, history.loss.shape[1] + 1) + first_step if curve == "loss" else history.validation_step
+    steps = history.step if curve == "loss" else history.validation_step
     steps, curves = _means(np.asarray(steps), np.asarray(getattr(history, curve), np.float64), stride)
     # Rounded, because (1 - 0.8) / 2 is less than 0.1 and would select another member.
     ends = np.round([(1 - level) / 2, (1 + level) / 2], 12)

@@ -2,13 +2,14 @@ from typing import Any
 
 import numpy as np
 
-from .._check import check_flag, check_optional_flag, check_optional_function, check_word
+from .._check import check_counter, check_flag, check_optional_flag, check_optional_function, check_word
 from .._warnings import warn
 from ..distributed import to_host
 from ._check_run import diverged_message
 from ._errors import DivergedError, NotSavedError
 from ._revive import Revive
 from ._status import Status
+from .compiled._windows import Windows
 from .data._rows import ORDERS
 
 
@@ -34,3 +35,15 @@ def check_outcome(run: Any, lost_before: np.ndarray, how: Any, *, saver: Any, fi
         if how == "raise" and (lost & ~lost_before).any():
             raise DivergedError(message, run)
         warn(message)
+
+
+def check_history(history: Any) -> Windows:
+    """The windows of steps of which the history keeps the last."""
+    if isinstance(history, str) and history in ("all", "last"):
+        return Windows(1 if history == "all" else None)
+    if isinstance(history, str) or history is None:
+        raise ValueError(
+            f"`fit` needs `history` to be 'all', 'last' or a number of steps, got {history!r}.\n"
+            "A number `n` records the losses of every `n`-th step."
+        )
+    return Windows(check_counter(history, "history", name="fit"))

@@ -29,7 +29,7 @@ from ._check import (
     check_some_training,
 )
 from ._check_callbacks import check_callbacks
-from ._check_fit import check_choices, check_outcome
+from ._check_fit import check_choices, check_history, check_outcome
 from ._fit_parts import fit_parts
 from ._group_run import GroupRun
 from ._revive import Revive
@@ -43,15 +43,14 @@ from .compiled._limits import make_limits, stop_at_limits
 from .compiled._loss import make_losses
 from .compiled._optimiser import Optimiser
 from .compiled._program import Program
-from .compiled._select import match_dtype
 from .compiled._selection import Mode
 from .data._check import integers_text
 from .data._cursor import Length
-from .data._data import is_batches, member_shapes, on_device, without_marks
+from .data._data import is_batches, member_shapes, without_marks
 from .data._rows import Order
 from .data._sources import make_source
 from .host._execute import execute
-from .host._start import layout_of, start_of
+from .host._start import layout_of, start_of, with_validation
 from .resume._check import check_checkpoint_options
 from .resume._identity import identity
 from .resume._resume import Saver
@@ -89,6 +88,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     rows: Any = None,
     order: Order = "each",
     has_aux: bool = False,
+    history: Literal["all", "last"] | int = "all",
     trainable: Trainable = eqx.is_inexact_array,
     on_diverge: ByPart[Literal["freeze", "revive", "raise"] | Revive] = "freeze",
     plan: ByPart[AnyPlan] = None,
@@ -160,6 +160,9 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`. For data in arrays a warning names those that
         neither the optimiser nor a loss uses and members were not built with.
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs; the history holds them.
+    - `history`: the steps of which losses and auxiliary outputs are recorded: `"all"`; every `n`-th of all runs and the
+        last one, with an int `n`; or the `"last"` one. The others do not leave the device, and `run.history.step` tells
+        [which they are](../scale.md#a-thinner-history). Validations are all recorded.
     - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][]. Numbers of
         `build(zip=...)`, such as dropout rates, are trained only if it selects them.
     - `on_diverge`: what to do if a loss or weights are not finite (`jax_debug_nans`, `jax_debug_infs` have no effect).
@@ -240,6 +243,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     plan = as_plan(plan)
     how = Revive() if isinstance(on_diverge, str) and on_diverge == "revive" else on_diverge
     check_choices(has_aux=has_aux, progress=progress, scan=scan, score=score, order=order, how=how)
+    windows = check_history(history)
     check_length(epochs, steps, name="fit")
     check_patience(patience, validation, name="fit")
     mode = check_scoring(score, mode, min_delta, target, validation)
@@ -252,7 +256,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     layout = layout_of(mesh, ensemble)
     start = start_of(
         ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, layout=layout,
-        has_validation=has_validation, mode=mode, key=key,
+        has_validation=has_validation, mode=mode, windows=windows, key=key,
     )  # fmt: skip
     first = start.state
     limits = make_limits(max_steps, target, first.num_members, min_delta=float(min_delta))
@@ -262,13 +266,10 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     if validation is not None:
         if score is None and not is_batches(data):
             check_same_structure(without_marks(validation), without_marks(data))
-        validation, _ = on_device(validation, first.num_members, argument="validation", name="fit", layout=layout)
-        assert start.selection is not None
-        assert losses[1] is not None
-        start = start._replace(selection=match_dtype(losses[1], start.selection, first, validation))
+        start, validation = with_validation(start, losses[1], validation, layout)
     patience = None if patience is None else int(patience)  # of NumPy's kinds too
     program = Program(
-        losses[0], optimiser, plan, layout, losses[1], patience, halts=isinstance(how, Revive),
+        losses[0], optimiser, plan, layout, losses[1], patience, halts=isinstance(how, Revive), windows=windows,
         numbers=number_kinds((losses, first)),
     )  # fmt: skip
     if first.fixed.hyper is not None:
@@ -281,7 +282,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         warn_of_unused_hyper(first, optimiser, [(fn, own) for fn, own in seen if fn is not None and fn.wants_hyper])
     if saver is not None:
         options = {"key": key, "max_steps": max_steps, "target": target, "on_diverge": how}
-        options |= {"min_delta": float(min_delta), "mode": mode}
+        options |= {"min_delta": float(min_delta), "mode": mode, "history": windows.name}
         here = identity(program, start, source.shapes(), validation, source.fingerprint, options)
         program = dataclasses.replace(program, traced=here.programs)
         start = saver.resume(start, here)

@@ -12,15 +12,16 @@ from .host._record import History
 
 def group_history(runs: Mapping[str, Run[Any]], order: Sequence[int]) -> History:
     """The curves of all members; NaN fills what the run of a part does not have."""
-    histories = {part: run.history for part, run in runs.items()}
-    steps = max(history.loss.shape[1] for history in histories.values())
-    loss = np.concatenate([_pad(history.loss, steps) for history in histories.values()])
+    histories, members = {part: run.history for part, run in runs.items()}, np.asarray(order)
+    step = np.unique(np.concatenate([history.step for history in histories.values()]))
+    loss = np.concatenate([_at_steps(history.loss, history.step, step) for history in histories.values()])
     aux = {part: history.aux for part, history in histories.items() if history.aux is not None}
     at = np.unique(np.concatenate([history.validation_step for history in histories.values()]))
     scores = None
     if any(history.validation is not None for history in histories.values()):
-        scores = np.concatenate([_at_steps(history, at) for history in histories.values()])[np.asarray(order)]
-    return History(loss[np.asarray(order)], aux or None, scores, at)
+        scores = np.concatenate([_at_steps(_scores_of(own), own.validation_step, at) for own in histories.values()])
+        scores = scores[members]
+    return History(loss[members], aux or None, scores, at, step)
 
 
 def group_columns(runs: Mapping[str, Run[Any]], order: Sequence[int]) -> dict[str, np.ndarray]:
@@ -40,16 +41,20 @@ def _column(name: str, tables: list[dict[str, np.ndarray]]) -> np.ndarray:
     return np.concatenate([table[name] if name in table else nothing(table) for table in tables])
 
 
-def _pad(curves: np.ndarray, steps: int) -> np.ndarray:
-    return np.pad(curves, ((0, 0), (0, steps - curves.shape[1])), constant_values=np.nan)
-
-
-def _at_steps(history: History, steps: np.ndarray) -> np.ndarray:
-    """Validation scores in the columns of `steps`; the last finite one where a step occurs twice."""
-    dtype = history.loss.dtype if history.validation is None else history.validation.dtype
-    scores = np.full((len(history.loss), len(steps)), np.nan, dtype)
+def _scores_of(history: History) -> np.ndarray:
+    """Validation scores `(members, validations)`, of a part without any too."""
     if history.validation is not None:
-        for step, own in zip(history.validation_step, history.validation.T, strict=True):
-            column = np.searchsorted(steps, step)
-            scores[:, column] = np.where(np.isfinite(own), own, scores[:, column])
-    return scores
+        return history.validation
+    return np.full((len(history.loss), len(history.validation_step)), np.nan, history.loss.dtype)
+
+
+def _at_steps(curves: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Curves `(members, step)` in the columns of `steps`; the last number where a step occurs twice."""
+    found = np.full((len(curves), len(steps)), np.nan, curves.dtype)
+    columns = np.searchsorted(steps, step)
+    if len(np.unique(columns)) == len(columns):
+        found[:, columns] = curves
+        return found
+    for column, own in zip(columns, curves.T, strict=True):
+        found[:, column] = np.where(np.isnan(own), found[:, column], own)
+    return found

@@ -61,6 +61,7 @@ class FitOptions(TypedDict, total=False):
     rows: Any
     order: Order
     has_aux: bool
+    history: Literal["all", "last"] | int
     trainable: Trainable
     on_diverge: Literal["freeze", "revive", "raise"] | Revive
     plan: AnyPlan

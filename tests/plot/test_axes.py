@@ -15,7 +15,9 @@ from eqx_ensemble import plot, train
 
 RNG = np.random.default_rng(0)
 LOGITS, LABELS = RNG.normal(size=(4, 50, 3)).astype(np.float32), RNG.integers(3, size=50)
-HISTORY = train.History(np.ones((4, 10), np.float32), None, np.ones((4, 2), np.float32), np.array([5, 10]))
+HISTORY = train.History(
+    np.ones((4, 10), np.float32), None, np.ones((4, 2), np.float32), np.array([5, 10]), np.arange(1, 11)
+)
 TABLE = {"lr": np.arange(1.0, 5.0), "loss": np.arange(4.0)}
 
 CASES = {
@@ -263,11 +265,15 @@ BAD = {
     "curve": (lambda: plot.training_curves(HISTORY, curve="val"), "`curve` to be one of 'loss', 'validation'"),
     "stride": (lambda: plot.training_curves(HISTORY, stride=0), "`stride`"),
     "no_validation": (
-        lambda: plot.training_curves(train.History(np.ones((4, 2)), None, None, np.zeros(0, int)), curve="validation"),
+        lambda: plot.training_curves(
+            train.History(np.ones((4, 2)), None, None, np.zeros(0, int), np.arange(1, 3)), curve="validation"
+        ),
         "validation scores.\n  got a run without\nTrain with `validation=` data",
     ),
     "all_nan": (
-        lambda: plot.training_curves(train.History(np.full((4, 2), np.nan), None, None, np.zeros(0, int))),
+        lambda: plot.training_curves(
+            train.History(np.full((4, 2), np.nan), None, None, np.zeros(0, int), np.arange(1, 3))
+        ),
         "a finite number in `history.loss`",
     ),
     "empty": (lambda: plot.uncertainty_histogram(np.zeros(0), np.ones(3)), "at least one number in `in_distribution`"),

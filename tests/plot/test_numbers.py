@@ -126,8 +126,9 @@ def test_rank_histogram_of_a_pit_goes_from_zero_to_one(ax):
     assert ax.get_xlabel() == "PIT of the target"
 
 
-def history(loss, validation=None, steps=()):
-    return train.History(np.asarray(loss, np.float32), None, validation, np.array(steps, np.int64))
+def history(loss, validation=None, steps=(), begun=0):
+    ends = begun + 1 + np.arange(np.shape(loss)[1])
+    return train.History(np.asarray(loss, np.float32), None, validation, np.array(steps, np.int64), ends)
 
 
 LOSS = np.abs(RNG.normal(size=(9, 10))).astype(np.float32)
@@ -135,7 +136,7 @@ LOSS[2, 4:], LOSS[5, 7] = np.nan, np.inf
 
 
 def test_training_curves_of_every_step(ax):
-    plot.training_curves(history(LOSS), level=0.6, first_step=100, ax=ax)
+    plot.training_curves(history(LOSS, begun=100), level=0.6, ax=ax)
     median, *members = ax.lines
     carried = LOSS.copy()
     carried[2, 4:] = LOSS[2, 3]  # this member ended; member 5 goes on after step 7

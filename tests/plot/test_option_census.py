@@ -70,7 +70,7 @@ ACCEPTED = {
     "risk_coverage": UNIT,
     "roc_curve": OPTIONAL,
     "precision_recall_curve": OPTIONAL,
-    "training_curves": UNIT | {"stride": "int64", "level": "float32", "first_step": "-1 0 int64"},
+    "training_curves": UNIT | {"stride": "int64", "level": "float32"},
     "uncertainty_histogram": UNIT
     | {"in_distribution": ANY_NUMBERS, "out_of_distribution": ANY_NUMBERS, "bins": "int64"},
 }

@@ -104,6 +104,7 @@ def joined(parts):
         jax.tree.map(lambda *x: np.concatenate(x, axis=1), *(part.aux for part in parts)),
         np.concatenate(curves, axis=1) if curves else None,
         np.concatenate([part.validation_step for part in parts]),
+        np.concatenate([part.step for part in parts]),
     )
 
 

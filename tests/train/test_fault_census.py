@@ -291,12 +291,12 @@ def test_a_norm_of_all_members_would_be_noticed(kind):
     assert OTHERS_STAY in broken
 
 
-def _judges_nobody(before, after, outputs, step, num_steps):
+def _judges_nobody(before, after, outputs, step, num_steps, *, finite_loss):
     return after, outputs, jnp.bool_(False)
 
 
-def _judges_all_for_one(before, after, outputs, step, num_steps):
-    moving, outputs, again = _chunk_judged(before, after, outputs, step, num_steps)
+def _judges_all_for_one(before, after, outputs, step, num_steps, **options):
+    moving, outputs, again = _chunk_judged(before, after, outputs, step, num_steps, **options)
     someone = jnp.any(moving.status != 0)
     return eqx.tree_at(lambda m: m.status, moving, jnp.where(someone, jnp.int8(2), moving.status)), outputs, again
 

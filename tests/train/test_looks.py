@@ -11,7 +11,7 @@ import eqx_ensemble as ee
 from eqx_ensemble.train.compiled import _stepwise
 from eqx_ensemble.train.data._converter import Converter
 from eqx_ensemble.train.host import _pacing, _stopping
-from eqx_ensemble.train.host._record import Recording
+from eqx_ensemble.train.host._recording import Recording
 
 from ..factories import assert_same
 

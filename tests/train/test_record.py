@@ -42,7 +42,7 @@ def test_history_ends_with_the_last_step_of_any_member():
 def test_a_history_without_a_validation(num_steps):
     """As of members that all failed before their first."""
     losses = np.full((2, num_steps), NAN, np.float32)
-    record = Record(history=History(losses, None, np.zeros((2, 0)), np.zeros(0, np.int64)))
+    record = Record(history=History(losses, None, np.zeros((2, 0)), np.zeros(0, np.int64), np.arange(num_steps)))
     assert record.latest_score is None
     np.testing.assert_array_equal(record.latest_loss, [NAN, NAN])
     assert record.latest("min")[1] is None

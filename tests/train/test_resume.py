@@ -21,7 +21,7 @@ from eqx_ensemble.checkpoint._run_folder import RunFolder
 from eqx_ensemble.train import NotSavedError, Revive, Status
 from eqx_ensemble.train.data._cursor import decode, encode
 from eqx_ensemble.train.host._executor import Executor
-from eqx_ensemble.train.host._record import Recording
+from eqx_ensemble.train.host._recording import Recording
 from eqx_ensemble.train.resume import _resume as resume_module
 
 from ..factories import assert_same, assert_same_where_optimised

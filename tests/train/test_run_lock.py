@@ -22,7 +22,7 @@ import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints, _disk
 from eqx_ensemble.checkpoint._run_lock import NAME, RunLock
 from eqx_ensemble.train import NotSavedError
-from eqx_ensemble.train.host._record import Recording
+from eqx_ensemble.train.host._recording import Recording
 
 KEY = jax.random.key(0)
 SGD = optax.sgd(0.1)

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from ..._pytree import PyTree
+from .._status import Status
 from ._carry import Carry, Inputs
 from ._check import check_same_outputs
 from ._flat import FlatFunction
 from ._health import revert_diverged
 from ._limits import stop_at_limits
-from ._program import Program
+from ._program import NEVER, Program
 from ._scan import scan, trace_once
+from ._windows import no_outputs, put_outputs
 
 
 class Chunk(eqx.Module):
@@ -28,7 +30,7 @@ class Chunk(eqx.Module):
 
 def run_chunk(
     read: tuple[Program, Inputs, Chunk], carry: Carry
-) -> tuple[Carry, tuple[Int[Array, ""], Bool[Array, ""], PyTree]]:
+) -> tuple[Carry, tuple[Int[Array, ""], Bool[Array, ""], Int[Array, ""], PyTree, PyTree]]:
     """Runs the pieces of a chunk, up to the first in which a member turns out to have failed at an unknown step.
 
     That piece is undone, so that its parts can be run instead. Checking a piece as a whole costs its loop over steps
@@ -36,39 +38,59 @@ def run_chunk(
 
     A program that `halts` ends its chunk after a piece in which a member failed.
 
-    **Returns:** the number of good pieces; whether the next one has to be run in parts; and the outputs of full
-    batches, last batches and validations, per piece.
+    **Returns:** the number of good pieces; whether the next one has to be run in parts; at which of its steps a loss
+    was not finite first, `NEVER` if none was; the outputs of the windows of the good pieces, `(members, windows, ...)`;
+    and the scores of validations, `(pieces, members)`.
     """
     program, inputs, chunk = read
+    windows, begun = program.windows, carry.step
+    has_rest = inputs.order is not None and inputs.order.remainder > 0
+    steps = trace_once(lambda carry, num_full: program.steps(inputs, carry, num_full, most=chunk.most_steps))
 
     def finish(carry: Carry) -> tuple[Carry, PyTree]:
         last = None
-        if inputs.order is not None and inputs.order.remainder > 0:
+        if has_rest:
             carry, last = program.guarded_step(inputs, carry, last=True)
         carry, scores = program.validate(inputs, carry)
         return carry, (last, scores)
 
     finish_once = trace_once(finish)
 
-    def piece(carry: Carry, part: tuple[Array, Array]) -> tuple[Carry, PyTree, Bool[Array, ""]]:
-        num_full, ends = part
-        after, outputs = program.steps(inputs, carry, num_full, most=chunk.most_steps)
-        moving, outputs, again = revert_diverged(carry.moving, after.moving, outputs, carry.step, num_full)
+    def put(recorded: PyTree, outputs: PyTree, step: Int[Array, ""], *, skip: Bool[Array, ""]) -> PyTree:
+        return put_outputs(
+            recorded, outputs, windows.index(begun, step), continues=jnp.asarray(windows.continues(step)), skip=skip
+        )
+
+    def piece(state: tuple[Carry, PyTree], part: tuple[Array, Array]) -> tuple[tuple, PyTree, Bool[Array, ""]]:
+        (carry, recorded), (num_full, ends) = state, part
+        after, outputs, failed = steps(carry, num_full)
+        moving, outputs, again = revert_diverged(
+            carry.moving, after.moving, outputs, carry.step, num_full, finite_loss=failed == NEVER
+        )
+        failed = jnp.min(jnp.where(carry.moving.status == Status.OK, failed, NEVER))
+        fault = jnp.where(failed == NEVER, NEVER, failed - carry.step)
+        recorded = put(recorded, outputs, carry.step, skip=again | (num_full == 0))
         faults = jnp.any(moving.fault != carry.moving.fault)
         step = jnp.where(again, carry.step, after.step)
         carry = Carry(stop_at_limits(moving, inputs.limits, step), carry.selection, step)
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(finish_once, carry)[1])
-        if blank[0] is not None:
+        if has_rest:
             of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype), outputs)
             check_same_outputs(of_one, blank[0])
-        before = carry.moving.fault
-        carry, ending = jax.lax.cond(ends & ~again, finish_once, lambda carry: (carry, blank), carry)
+        before, finishes = carry.moving.fault, ends & ~again
+        carry, (last, scores) = jax.lax.cond(finishes, finish_once, lambda carry: (carry, blank), carry)
+        if has_rest:
+            recorded = put(recorded, jax.tree.map(lambda x: x[:, None], last), step, skip=~finishes)
         faults |= jnp.any(carry.moving.fault != before)
-        return carry, (again, outputs, *ending), again | (program.halts & faults)
+        return (carry, recorded), (again, fault, scores), again | (program.halts & faults)
 
-    pieces = (chunk.num_full, chunk.ends_epoch)
-    carry, (again, *outputs), count = scan(piece, carry, pieces, chunk.num_pieces)
-    return program.constrain(carry), (count - jnp.sum(again, dtype=jnp.int32), jnp.any(again), tuple(outputs))
+    pieces, most = (chunk.num_full, chunk.ends_epoch), chunk.num_full.shape[0] * (chunk.most_steps + has_rest)
+    outputs = jax.eval_shape(steps, carry, chunk.num_pieces)[1]
+    recorded = no_outputs(windows.most(most), outputs)
+    (carry, recorded), (again, faults, scores), count = scan(piece, (carry, recorded), pieces, chunk.num_pieces)
+    recorded = jax.tree.map(lambda x: x[:, : windows.most(most)], recorded)
+    good = count - jnp.sum(again, dtype=jnp.int32)
+    return program.constrain(carry), (good, jnp.any(again), faults[count - 1], recorded, scores)
 
 
 def run_batch(read: tuple[Program, Inputs, PyTree], carry: Carry) -> tuple[Carry, PyTree]:

@@ -26,10 +26,12 @@ def nan_is_data() -> Iterator[None]:
 def revert_diverged(
     before: MemberState,
     after: MemberState,
-    outputs: tuple[Float[Array, "members steps"], PyTree],
+    outputs: tuple[Float[Array, "members windows"], PyTree],
     step: Int[Array, ""],
     num_steps: Any,
-) -> tuple[MemberState, tuple[Float[Array, "members steps"], PyTree], Bool[Array, ""]]:
+    *,
+    finite_loss: Bool[Array, " members"],
+) -> tuple[MemberState, tuple[Float[Array, "members windows"], PyTree], Bool[Array, ""]]:
     """Keeps the steps of healthy members, and reverts the others.
 
     A member whose loss or weights are no longer finite keeps its last good weights and is marked diverged; a member
@@ -38,13 +40,16 @@ def revert_diverged(
     reverted, and the steps have to be run again in smaller parts. If `num_steps` is 0 all are reverted too: a program
     with room for one step only has run it nevertheless.
 
-    **Returns:** the members after the steps; their losses and auxiliary outputs `(members, steps, ...)`, NaN (zero for
-    integers) for members that had stopped; and whether to run again.
+    **Arguments:**
+
+    - `finite_loss`: whether a member's losses were finite in all of the steps; `outputs` may not hold all of them.
+
+    **Returns:** the members after the steps; their losses and auxiliary outputs `(members, windows, ...)`, NaN (zero
+    for integers) for members that had stopped; and whether to run again.
     """
     training = before.status == Status.OK
     some = jnp.asarray(num_steps) > 0
-    finite = [jnp.all(jnp.isfinite(outputs[0]), axis=1), *map(_finite_members, jax.tree.leaves(after.params))]
-    finite = jnp.stack(finite)
+    finite = jnp.stack([finite_loss, *map(_finite_members, jax.tree.leaves(after.params))])
     good = jnp.all(finite, axis=0)
     lost = training & ~good & some
     again = (num_steps > 1) & jnp.any(lost)
@@ -66,7 +71,8 @@ def revert_diverged_one(
     before: MemberState, after: MemberState, outputs: tuple[Float[Array, " members"], PyTree], step: Int[Array, ""]
 ) -> tuple[MemberState, tuple[Float[Array, " members"], PyTree]]:
     """`revert_diverged` after a single step, whose outputs are `(members, ...)`."""
-    moving, outputs, _ = revert_diverged(before, after, jax.tree.map(lambda x: x[:, None], outputs), step, 1)
+    one = jax.tree.map(lambda x: x[:, None], outputs)
+    moving, outputs, _ = revert_diverged(before, after, one, step, 1, finite_loss=jnp.isfinite(outputs[0]))
     return moving, jax.tree.map(lambda x: x[:, 0], outputs)
 
 

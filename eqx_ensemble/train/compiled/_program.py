@@ -22,6 +22,12 @@ from ._loss import Loss
 from ._optimiser import Optimiser, update_member
 from ._scan import scan
 from ._select import Occasion, select
+from ._windows import Windows
+
+NEVER = jnp.iinfo(jnp.int32).max  # the step of a fault that there is not
+
+# With room for one or two outputs in a loop, XLA compiles its steps differently, which changes their last bits.
+_LEAST_ROOM = 3
 
 
 class Program(eqx.Module):
@@ -34,6 +40,7 @@ class Program(eqx.Module):
     score: Loss | None = None
     patience: int | None = eqx.field(static=True, default=None)
     halts: bool = eqx.field(static=True, default=False)
+    windows: Windows = Windows()
     # What its functions were traced to, where that is saved with the run: a global that the loss reads may have changed
     # since the same objects were compiled, and the run has to be what its checkpoints say.
     traced: tuple[str, ...] = eqx.field(static=True, default=())
@@ -53,30 +60,40 @@ class Program(eqx.Module):
         moving, outputs = _axes.over_leading_axis(self.sharded_plan.run, one_step, own)
         return Carry(moving, carry.selection, carry.step + 1), outputs
 
-    def steps(self, inputs: Inputs, carry: Carry, count: Int[Array, ""], *, most: int) -> tuple[Carry, PyTree]:
-        """`count` steps, not yet checked for faults. Outputs are `(members, most, ...)`.
+    def steps(
+        self, inputs: Inputs, carry: Carry, count: Int[Array, ""], *, most: int
+    ) -> tuple[Carry, PyTree, Int[Array, " members"]]:
+        """`count` steps of at most `most`, not yet checked for faults.
 
         Where `most` is 1, a step runs even if `count` is 0, and is reverted afterwards.
 
         The plan maps over members, and the loop over steps is inside: a plan that runs members one after another runs
         all steps of a member while its weights are in the processor's cache.
+
+        **Returns:** the carry; the last outputs of each window, `(members, windows, ...)`; and the first step at which
+        a member's loss was not finite, or `NEVER`.
         """
         member, own = self._member(inputs, carry)
         numbers = carry.step + jnp.arange(most, dtype=carry.step.dtype)
+        room = min(max(self.windows.most(most), _LEAST_ROOM), most)
+        slots = {"room": room, "slot": lambda i: self.windows.index(carry.step, carry.step + i)}
 
-        def all_steps(part: PyTree) -> tuple[MemberState, PyTree]:
+        def all_steps(part: PyTree) -> tuple[MemberState, PyTree, Int[Array, ""]]:
             step, moving, rows_at = member(part)
 
             # Rows are drawn one step ahead: else XLA draws them inside of every read of the data, once for each array.
-            def one(state: tuple[MemberState, PyTree], number: Int[Array, ""]) -> tuple:
-                moving, outputs = step(*state, number)
-                return (moving, rows_at(number + 1)), outputs, jnp.bool_(0)
+            def one(state: tuple[MemberState, PyTree, Int[Array, ""]], number: Int[Array, ""]) -> tuple:
+                moving, rows, failed = state
+                moving, outputs = step(moving, rows, number)
+                failed = jnp.where(jnp.isfinite(outputs[0]), failed, jnp.minimum(failed, number))
+                return (moving, rows_at(number + 1), failed), outputs, jnp.bool_(0)
 
-            (moving, _), outputs, _ = scan(one, (moving, rows_at(carry.step)), numbers, count)
-            return moving, outputs
+            begun = (moving, rows_at(carry.step), jnp.int32(NEVER))
+            (moving, _, failed), outputs, _ = scan(one, begun, numbers, count, **slots)
+            return moving, outputs, failed
 
-        moving, outputs = _axes.over_leading_axis(self.sharded_plan.run, all_steps, own)
-        return Carry(moving, carry.selection, carry.step + count), outputs
+        moving, outputs, failed = _axes.over_leading_axis(self.sharded_plan.run, all_steps, own)
+        return Carry(moving, carry.selection, carry.step + count), outputs, failed
 
     def _member(
         self, inputs: Inputs, carry: Carry, *, last: bool = False

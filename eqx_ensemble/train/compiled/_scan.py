@@ -17,9 +17,18 @@ def trace_once(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scan(
-    body: Callable[[Any, Any], tuple[Any, Any, Bool[Array, ""]]], carry: PyTree, xs: PyTree, length: Int[Array, ""]
+    body: Callable[[Any, Any], tuple[Any, Any, Bool[Array, ""]]],
+    carry: PyTree,
+    xs: PyTree,
+    length: Int[Array, ""],
+    *,
+    room: int | None = None,
+    slot: Callable[[Int[Array, ""]], Int[Array, ""]] = lambda i: i,
 ) -> tuple[PyTree, PyTree, Int[Array, ""]]:
     """`jax.lax.scan` over the first `length` of `xs`, known at run time only, and ended early by a body that says so.
+
+    The outputs of body `i` are put at `slot(i)` of `room`, by default at `i`; of bodies with the same one, the last
+    counts.
 
     A loop that can have only one step is no loop: XLA's CPU convolutions are slow inside of one, and as slow inside of
     a condition. Where `xs` hold one, the body runs even if `length` is 0, and the caller takes it back.
@@ -33,13 +42,13 @@ def scan(
     body = trace_once(body)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
     out = jax.eval_shape(body, carry, one)[1]
-    ys = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), out)
+    ys = jax.tree.map(lambda x: jnp.zeros((room or most, *x.shape), x.dtype), out)
 
     def step(state: tuple[Array, Array, PyTree, PyTree]) -> tuple[Array, Array, PyTree, PyTree]:
         i, _, carry, ys = state
         x = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), xs)
         carry, y, stop = body(carry, x)
-        ys = jax.tree.map(lambda all, y: jax.lax.dynamic_update_index_in_dim(all, y, i, 0), ys, y)
+        ys = jax.tree.map(lambda all, y: jax.lax.dynamic_update_index_in_dim(all, y, slot(i), 0), ys, y)
         return i + 1, stop, carry, ys
 
     start = (jnp.int32(0), jnp.bool_(0), carry, ys)

@@ -20,19 +20,41 @@ from ._check import check_same_outputs
 from ._chunk import Chunk, compiled_batch, compiled_chunk, run_chunk, undonated_chunk
 from ._program import Program
 from ._selection import Selection
+from ._windows import Windows, merge_outputs
 
 _MOST_BYTES = 2**25  # of results that the host has not looked at
 
 
 def run_batches(
     read: tuple[Program, Inputs, Iterable[PyTree]], carry: Carry
-) -> tuple[Carry, list[tuple[Array, PyTree]]]:
+) -> tuple[Carry, tuple[int, list[tuple[Array, PyTree]]]]:
     """Steps on batches that are drawn one after another; the host waits for none of them but the last but one.
 
     An error after the first step ends them: it becomes the attribute `error` of the batches.
 
-    **Returns:** the carry and the results of each step, up to the last one in which a member trained.
+    **Returns:** the carry, the number of steps up to the last one in which a member trained, and the last outputs of
+    each of their windows.
     """
+    carry_after, results = _run_batches(read, carry)
+    return carry_after, (len(results), _last_of_windows(results, carry, read[0].windows))
+
+
+def _last_of_windows(results: list[PyTree], before: Carry, windows: Windows) -> list[PyTree]:
+    """The outputs of each window, from those of all steps; the others do not leave the device."""
+    if windows.every == 1:
+        return results
+    first, kept = int(to_host(before.step)), []
+    for i, out in enumerate(results):
+        if len(kept) > windows.index(first, first + i):
+            kept[-1] = merge_outputs(out, kept[-1])
+        else:
+            kept.append(out)
+    return kept
+
+
+def _run_batches(
+    read: tuple[Program, Inputs, Iterable[PyTree]], carry: Carry
+) -> tuple[Carry, list[tuple[Array, PyTree]]]:
     program, inputs, batches = read
     carries, results, ready, most = [carry], [], 0, None
     try:
@@ -91,7 +113,7 @@ def _take_back_idle_steps(
 
 def run_stepwise(
     read: tuple[Program, Inputs, Chunk], carry: Carry, *, donate: bool = True
-) -> tuple[Carry, tuple[Any, Any, PyTree]]:
+) -> tuple[Carry, tuple[Any, Any, Any, PyTree, PyTree]]:
     """A chunk of a single step, as [`run_chunk`][eqx_ensemble.train.compiled._chunk.run_chunk] runs and reports it.
 
     Under a plan `one_by_one`, as `Sequential` is, each member's step is a call of the same program, compiled for one
@@ -109,9 +131,10 @@ def run_stepwise(
     for member in range(carry.moving.status.shape[0]):
         moving, step, outputs = of_one((alone, inputs, chunk, carry.step, jnp.int32(member)), moving)
         parts.append(outputs)
-    done, again, _ = parts[-1]
-    outputs = jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=1), *(outputs for _, _, outputs in parts))
-    return Carry(*moving, step), (done, again, outputs)
+    done, again, fault, *_ = parts[-1]
+    join = lambda trees, axis: jax.tree.map(lambda *xs: jnp.concatenate(xs, axis), *trees)
+    recorded, scores = join([part[3] for part in parts], 0), join([part[4] for part in parts], 1)
+    return Carry(*moving, step), (done, again, fault, recorded, scores)
 
 
 def _run_part(

@@ -6,14 +6,13 @@ import jax
 import numpy as np
 
 from ..._pytree import PyTree
-from ...distributed import to_host
-from .._status import Status
 from ..compiled._carry import Carry
 from ..compiled._chunk import Chunk, compiled_chunk, undonated_chunk
 from ..compiled._limits import next_limit
 from ..compiled._order import RowOrder
 from ..compiled._program import in_a_loop
 from ..compiled._stepwise import run_stepwise
+from ..compiled._windows import Windows
 from ..resume._texts import array_text, array_texts
 from ._check import check_last_step, check_not_exceeded, check_patience_length
 from ._data import member_shapes
@@ -31,21 +30,41 @@ _MOST_BYTES_OF_LOSSES = 2**25
 class ChunkWork(AbstractWork):
     """Pieces of a run, padded to one shape, that one compiled call runs."""
 
-    def __init__(self, compiled: Callable, chunk: Chunk, pieces: list[Piece], *, may_raise: bool) -> None:
+    def __init__(
+        self,
+        compiled: Callable,
+        chunk: Chunk,
+        pieces: list[Piece],
+        *,
+        first_step: int,
+        windows: Windows,
+        may_raise: bool,
+    ) -> None:
         self.compiled, self.batch, self.pieces, self.may_raise = compiled, chunk, pieces, may_raise
         self.num_steps = sum(piece.num_steps for piece in pieces)
+        self._first_step, self._windows = first_step, windows
 
     def unpack(self, results: PyTree, carry: Carry) -> Outcome:
         """Outputs of the good pieces; where a member failed at an unknown step, the parts around its fault remain."""
-        good, again, outputs = results
+        good, again, fault, recorded, scores = results
         good = int(good)
         num_steps = sum(piece.num_steps for piece in self.pieces[:good])
         rest = self.pieces[good:]
         if again:
-            (losses, _), _, _ = outputs
-            fault = _first_fault(losses[good, :, : rest[0].full], carry)
-            rest = [*rest[0].bisect_fault(fault), *rest[1:]]
-        return Outcome([*_outputs_of(self.pieces[:good], outputs)], num_steps, rest)
+            rest = [*rest[0].bisect_fault(min(int(fault), rest[0].full)), *rest[1:]]
+        return Outcome([*self._outputs(good, recorded, scores)], num_steps, rest)
+
+    def _outputs(self, good: int, recorded: PyTree, scores: PyTree) -> Iterator[Outputs]:
+        """What the good pieces report."""
+        recorded, step = jax.tree.map(lambda x: np.moveaxis(x, 1, 0), recorded), self._first_step
+        for i, piece in enumerate(self.pieces[:good]):
+            here = self._windows.part(self._first_step, step, piece.num_steps)
+            yield Outputs(
+                piece.num_steps,
+                jax.tree.map(lambda x: x[here], recorded),  # noqa: B023
+                scores[i] if piece.ends_epoch and scores is not None else None,
+            )
+            step += piece.num_steps
 
     def split(self, most: int) -> list[Piece]:
         """The pieces in parts of at most `most` steps."""
@@ -88,11 +107,12 @@ class ArraySource(AbstractSource):
         check_patience_length(setting.program.patience, num_steps, self._order.epoch, begun, name="fit")
         check_not_exceeded(setting.step, self.last_step, "steps")
         check_last_step(self.last_step, name="fit")
+        self._windows = setting.program.windows
         program, cost = setting.inspect(steps_inside=True, scan=self._scan), setting.cost()
         self._may_raise = cost.callbacks > 0
         if in_a_loop(cost, scan=self._scan):
             devices = 1 if program.layout is None else program.layout.members
-            most = _most_steps(len(setting.slots.index), num_steps, devices)
+            most = _most_steps(len(setting.slots.index), num_steps, devices, self._windows)
             self._compiled = undonated_chunk if self._may_raise else compiled_chunk
         else:
             most, self._compiled = 1, ft.partial(run_stepwise, donate=not self._may_raise)
@@ -122,7 +142,8 @@ class ArraySource(AbstractSource):
         pieces = self._queue.take(min([steps, *(period - self._step % period for period in self._periods)]))
         if not pieces:
             return None
-        return ChunkWork(self._compiled, self._queue.chunk(pieces), pieces, may_raise=self._may_raise)
+        options = {"first_step": self._step, "windows": self._windows, "may_raise": self._may_raise}
+        return ChunkWork(self._compiled, self._queue.chunk(pieces), pieces, **options)
 
     def prefetch(self) -> None:
         """Does nothing: a step's rows follow from its number, in the program."""
@@ -137,29 +158,11 @@ class ArraySource(AbstractSource):
         self._queue.put_back(parts)
 
 
-def _most_steps(num_members: int, num_steps: int, devices: int) -> int:
-    """How many steps a chunk may hold, so that their losses take little memory of each device.
+def _most_steps(num_members: int, num_steps: int, devices: int, windows: Windows) -> int:
+    """How many steps a chunk may hold, so that the losses it records take little memory of each device.
 
     They are a power of two, so that runs of similar lengths have one program.
     """
     wanted = min(max(2 ** (num_steps - 1).bit_length(), _FEWEST_STEPS), _MOST_STEPS)
-    return max(min(_MOST_BYTES_OF_LOSSES * devices // (4 * num_members), wanted), 1)
-
-
-def _first_fault(losses: np.ndarray, carry: Carry) -> int:
-    """The first of the steps `(members, steps)` whose loss shows that a member failed; their number if none does."""
-    training = to_host(carry.moving.status) == Status.OK
-    faulty = ~np.isfinite(losses[training]).all(axis=0)
-    return int(np.argmax(faulty)) if faulty.any() else losses.shape[1]
-
-
-def _outputs_of(pieces: list[Piece], outputs: PyTree) -> Iterator[Outputs]:
-    """What the pieces of a chunk report: their full batches, the last one of an epoch, and its scores."""
-    full, last, scores = outputs
-    for i, piece in enumerate(pieces):
-        if piece.full:
-            yield Outputs(jax.tree.map(lambda x: np.moveaxis(x[i, :, : piece.full], 1, 0), full))  # noqa: B023
-        if piece.ends_epoch and last is not None:
-            yield Outputs(jax.tree.map(lambda x: x[i : i + 1], last))  # noqa: B023
-        if piece.ends_epoch and scores is not None:
-            yield Outputs(scores=scores[i])
+    most = _MOST_BYTES_OF_LOSSES * devices // (4 * num_members)
+    return max(min(wanted if windows.every is None else most * windows.every, wanted), 1)

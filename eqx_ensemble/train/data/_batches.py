@@ -76,7 +76,9 @@ class BatchWork(AbstractWork):
 
     def unpack(self, results: PyTree, carry: Carry) -> Outcome:
         """The outputs of the steps, whose program has reverted the members that diverged."""
-        return Outcome([Outputs(jax.tree.map(lambda *xs: np.stack(xs), *results))], len(results))
+        num_steps, outputs = results
+        num_steps = int(num_steps)
+        return Outcome([Outputs(num_steps, jax.tree.map(lambda *xs: np.stack(xs), *outputs))], num_steps)
 
 
 @final

@@ -38,9 +38,13 @@ class Setting(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What consecutive steps report, `(steps, members, ...)`, and the scores `(members,)` after them."""
+    """What consecutive steps report, `(windows, members, ...)`, and the scores `(members,)` after them.
 
-    steps: PyTree = None
+    `windows` of the program says which steps those are.
+    """
+
+    num_steps: int
+    windows: PyTree
     scores: Any = None
 
 

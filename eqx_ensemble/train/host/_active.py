@@ -68,6 +68,16 @@ class ActiveMembers:
         return of_all
 
     @property
+    def last_step(self) -> int | None:
+        """The number of steps after which the last member stopped, once none trains any more."""
+        if (self.status == Status.OK).any():
+            return None
+        moving = self.all().moving
+        status, stopped_at, fault = to_host((moving.status, moving.stopped_at, moving.fault))
+        # The loss of a step in which weights failed is recorded, one that is not finite is not.
+        return int((stopped_at + ((status == Status.DIVERGED) & (fault > 0))).max())
+
+    @property
     def constants(self) -> MemberConstants:
         """The constants of all members."""
         return self._all_inputs.fixed

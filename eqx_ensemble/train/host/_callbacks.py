@@ -10,10 +10,10 @@ from ...distributed._collectives import all_gather
 from .._callback import Progress
 from .._check_callbacks import check_answer, other_process_message
 from .._state import TrainState, copy_arrays
-from .._status import Status
 from ..data._source import AbstractSource
 from ._active import ActiveMembers
-from ._record import NewRecords, Record
+from ._new_records import NewRecords
+from ._record import Record
 from ._saving import Saving
 from ._stopping import Stopping
 
@@ -59,16 +59,18 @@ class Callbacks:
 
     def finish(self, members: ActiveMembers, source: AbstractSource) -> None:
         """Calls them at the end of a run, if anything is new. Members that they want to stop have ended, too."""
-        if self._callbacks and self._has_run and self._new.any:
-            ends, _ = self._answers(members, source)
+        if self._callbacks and self._has_run and self._new.any_left:
+            ends, _ = self._answers(members, source, last=True)
             if ends:
                 self._stopping.end()
 
-    def _answers(self, members: ActiveMembers, source: AbstractSource) -> tuple[bool, np.ndarray]:
+    def _answers(
+        self, members: ActiveMembers, source: AbstractSource, *, last: bool = False
+    ) -> tuple[bool, np.ndarray]:
         """Whether the run ends, and which members `(members,)` stop."""
         count = members.slots.num_members
         asked = np.zeros(count + 1, bool)
-        progress, snapshots = self._progress(members, source)
+        progress, snapshots = self._progress(members, source, last=last)
         error: Exception | None = None
         try:
             for callback in self._callbacks:
@@ -99,9 +101,10 @@ class Callbacks:
             raise RuntimeError(other_process_message(np.flatnonzero(failed).tolist()))
         return gathered[0, :-1]
 
-    def _progress(self, members: ActiveMembers, source: AbstractSource) -> tuple[Progress, list]:
-        record, status = self._record, members.status
-        history, step = self._new.take(ended=not (status == Status.OK).any())
+    def _progress(self, members: ActiveMembers, source: AbstractSource, *, last: bool) -> tuple[Progress, list]:
+        record, status, last_step = self._record, members.status, members.last_step
+        ends = last or last_step is not None or record.steps == source.last_step
+        history, step = self._new.take(last_step=last_step, ends=ends)
         snapshots = [lambda: self._snapshot(members)]
         seen = (self._ids, status, record.latest_loss, record.latest_score, history)
         ids, status, loss, score, history = jax.tree.map(_read_only, seen)

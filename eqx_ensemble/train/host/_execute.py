@@ -18,7 +18,6 @@ from .._callback import Callback
 from .._revive import Revival, Revive
 from .._run import Run
 from .._state import TrainState
-from .._status import Status
 from ..compiled._carry import Carry, Inputs
 from ..compiled._health import fault_path, nan_is_data
 from ..compiled._limits import Limits, stop_at_limits
@@ -32,7 +31,7 @@ from ._check import ended_message, lost_run_message
 from ._executor import Executor
 from ._loop import Host, run
 from ._pacing import Pacing
-from ._record import Recording
+from ._recording import Recording
 from ._reviver import Reviver
 from ._saving import Saving
 from ._start import Start
@@ -125,11 +124,10 @@ def collect_run(
     """The run: all members in their order, each at its best weights if there are any."""
     first, cursor = start.state, source.cursor
     carry, fixed = host.members.all(), host.members.constants
-    record = host.recording.record
-    history, status = record.history(), to_host(carry.moving.status)
-    step = carry.step
-    if not (status == Status.OK).any():  # the last chunk may have been longer than any member's training
-        step = jnp.minimum(step, record.first_step + history.loss.shape[1])
+    status, last_step = to_host(carry.moving.status), host.members.last_step
+    history, step = host.recording.record.history(last_step), carry.step
+    if last_step is not None:  # the last chunk may have been longer than any member's training
+        step = jnp.minimum(step, max([host.recording.record.first_step + 1, *history.step[-1:].tolist()]))
     last = TrainState(carry.moving, fixed, first.shared, first.ids, step)
     moving, selection = carry.moving, carry.selection
     params, state, best_step, best_score = moving.params, moving.model_state, None, None

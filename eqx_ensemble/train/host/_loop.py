@@ -16,7 +16,7 @@ from ._active import ActiveMembers, width_for
 from ._callbacks import Callbacks
 from ._executor import Executor
 from ._pacing import Pacing
-from ._record import Recording
+from ._recording import Recording
 from ._saving import Saving
 from ._stopping import Stopping
 

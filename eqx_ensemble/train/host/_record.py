@@ -1,4 +1,4 @@
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -6,14 +6,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ..._pytree import PyTree
-from .._status import Status
-from ..compiled._check import check_same_outputs
-from ..data._slots import Slots
-from ..data._source import Outcome
-from ._active import ActiveMembers
-
-if TYPE_CHECKING:
-    from tqdm.std import tqdm
+from ..compiled._windows import Windows
+from ._columns import Columns
 
 
 class History(eqx.Module):
@@ -22,12 +16,14 @@ class History(eqx.Module):
     **Attributes:**
 
     - `loss`: `(members, steps)`, the training loss before each step's update; NaN after a member stopped or diverged.
-        A run continued from a training state has its own steps only.
+        A run continued from a training state has its own steps only. With `fit(history=...)` not all steps are
+        recorded: a column is each member's latest loss since the column before.
     - `aux`: the loss's auxiliary outputs, each `(members, steps, ...)`, NaN (zero for integers) after a member
         stopped or diverged; `None` without `has_aux`.
     - `validation`: `(members, validations)`; `None` without validation data. A member that stopped within an epoch is
         validated once more, at its last weights; then it has NaN.
     - `validation_step`: `(validations,)`, the number of steps done at each validation.
+    - `step`: `(steps,)`, the number of steps done after each recorded one, those of earlier runs included.
 
     ```python
     def mse(model, batch, key):
@@ -48,6 +44,18 @@ class History(eqx.Module):
     aux: PyTree
     validation: Float[np.ndarray, "members validations"] | None
     validation_step: Int[np.ndarray, " validations"]
+    step: Int[np.ndarray, " steps"]
+
+
+class Taken(NamedTuple):
+    """How much of a record was taken: steps, parts of its outputs, and validations."""
+
+    steps: int = 0
+    parts: int = 0
+    validations: int = 0
+
+
+NOTHING_TAKEN = Taken()
 
 
 class Record:
@@ -55,15 +63,15 @@ class Record:
 
     **Attributes:**
 
-    - `first_step`, `steps`: the step at which the outputs begin, and the present one.
-    - `outputs`: those of consecutive steps, `(steps, members, ...)`, in parts.
+    - `first_step`, `steps`: the step at which the run begins, and the present one.
+    - `columns`: the outputs of the steps that are recorded.
     - `scores`, `score_steps`: validation scores `(members,)`, and the steps after which they were taken.
     - `latest_loss`, `latest_score`: `(members,)`, each member's latest finite loss and validation score, NaN where
         there is none; `None` before the first.
     """
 
-    def __init__(self, *, first_step: int = 0, history: History | None = None) -> None:
-        self.outputs: list[Any] = []
+    def __init__(self, *, first_step: int = 0, history: History | None = None, windows: Windows | None = None) -> None:
+        self.columns = Columns(Windows() if windows is None else windows)
         self.scores: list[np.ndarray] = []
         self.score_steps: list[int] = []
         self.latest_loss: np.ndarray | None = None
@@ -71,20 +79,28 @@ class Record:
         self._validated_at = -1
         self.first_step = self.steps = first_step
         if history is not None:
-            self.add_steps(jax.tree.map(lambda curves: np.moveaxis(curves, 1, 0), (history.loss, history.aux)))
-            if history.validation is not None:
-                self.scores = list(history.validation.T)
-                self.latest_score = last_finite(history.validation) if self.scores else None
-                self.score_steps = history.validation_step.tolist()
-                self._validated_at = max(self.score_steps, default=-1)  # there is none where all failed before it
+            self._restore(history)
 
-    def add_steps(self, outputs: PyTree) -> None:
-        """Outputs of consecutive steps, each `(steps, members, ...)`."""
+    def _restore(self, history: History) -> None:
+        """Takes what runs before have recorded, or this one before it was resumed."""
+        outputs = jax.tree.map(lambda curves: np.moveaxis(curves, 1, 0), (history.loss, history.aux))
+        self.steps = max([self.first_step, *history.step[-1:].tolist()])
+        # Windows of runs before have ended: there is a column where one continues another.
+        last_is_open = self.steps > self.first_step and bool(self.columns.windows.continues(self.steps))
+        self.columns.restore(outputs, history.step, last_is_open=last_is_open)
+        self.latest_loss = last_finite(history.loss)
+        if history.validation is not None:
+            self.scores = list(history.validation.T)
+            self.latest_score = last_finite(history.validation) if self.scores else None
+            self.score_steps = history.validation_step.tolist()
+            self._validated_at = max(self.score_steps, default=-1)  # there is none where all failed before it
+
+    def add_steps(self, outputs: PyTree, num_steps: int | None = None) -> None:
+        """Outputs of the windows of consecutive steps, each `(windows, members, ...)`; by default of every step."""
         outputs = jax.tree.map(np.asarray, outputs)
-        if self.outputs:
-            check_same_outputs(*(jax.tree.map(lambda x: x[0], part) for part in (self.outputs[0], outputs)))
-        self.outputs.append(outputs)
-        self.steps += outputs[0].shape[0]
+        count = outputs[0].shape[0] if num_steps is None else num_steps
+        self.columns.add(outputs, self.steps, count)
+        self.steps += count
         self.latest_loss = _update(self.latest_loss, last_finite(outputs[0].T))
 
     def add_scores(self, scores: Any, *, of_all: bool = True) -> None:
@@ -100,7 +116,7 @@ class Record:
     @property
     def has_steps(self) -> bool:
         """Whether any step is recorded."""
-        return bool(self.outputs)
+        return self.latest_loss is not None
 
     def latest(self, mode: Literal["min", "max"]) -> tuple[np.ndarray, np.ndarray | None]:
         """Each member's latest loss `(members,)` and best validation score `(members,)`, stopped ones too."""
@@ -113,60 +129,31 @@ class Record:
         """Whether the present weights have their score."""
         return self._validated_at == self.steps
 
-    def curves(self) -> History:
-        """All that was added, `members` first."""
-        return _curves(self.outputs, self.scores, self.score_steps)
+    def curves(self, *, since: Taken = NOTHING_TAKEN, with_open: bool = True) -> History:
+        """All that was added, or what is new, `members` first; with the last window if it has not ended, or without."""
+        outputs, ends = self.columns.parts(since.parts, with_open=with_open)
+        loss, aux = jax.tree.map(lambda *parts: np.moveaxis(np.concatenate(parts), 0, 1), *outputs)
+        scores = self.scores[since.validations :]
+        validation = np.stack(scores, axis=1) if scores else None
+        steps = np.array(self.score_steps[since.validations :], np.int64)
+        return History(loss, aux, validation, steps, np.concatenate(ends).astype(np.int64))
 
-    def history(self) -> History:
+    def history(self, last_step: int | None = None) -> History:
         """The curves up to the last step of any member: its chunk may have been longer.
 
+        Where no member trains any more, `last_step` is the one after which they stopped: a window may be longer, too.
         A validation after that is of the weights at which members stopped.
         """
         history = self.curves()
         trained = max(int(np.flatnonzero((~np.isnan(history.loss)).any(axis=0)).max(initial=-1)) + 1, 1)
         loss, aux = jax.tree.map(lambda curves: curves[:, :trained], (history.loss, history.aux))
+        step = history.step[:trained]
+        step = step if last_step is None else np.minimum(step, max(last_step, self.first_step + 1))
         if history.validation is None:
-            return History(loss, aux, None, history.validation_step)
-        end = self.first_step + trained
+            return History(loss, aux, None, history.validation_step, step)
+        end = max([self.first_step + 1, *step[-1:].tolist()])
         kept = (history.validation_step <= end) | np.isfinite(history.validation).any(axis=0)
-        return History(loss, aux, history.validation[:, kept], np.minimum(history.validation_step[kept], end))
-
-
-class NewRecords:
-    """What is recorded since it was last taken, after `steps` steps."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self.steps, self._parts, self._validations = self._position
-
-    @property
-    def _position(self) -> tuple[int, int, int]:
-        return self._record.steps, len(self._record.outputs), len(self._record.scores)
-
-    @property
-    def any(self) -> bool:
-        """Whether there are new steps or validations."""
-        return self._position != (self.steps, self._parts, self._validations)
-
-    def take(self, *, ended: bool) -> tuple[History, int]:
-        """The new curves, and the last step; trimmed as those of the run if it has `ended`."""
-        record, steps, parts, validations = self._record, self.steps, self._parts, self._validations
-        self.steps, self._parts, self._validations = self._position
-        if ended:
-            history = record.history()
-            begun = steps - record.first_step
-            loss, aux = jax.tree.map(lambda curves: curves[:, begun:], (history.loss, history.aux))
-            scores = None if history.validation is None else history.validation[:, validations:]
-            new = History(loss, aux, scores, history.validation_step[validations:])
-            return new, record.first_step + history.loss.shape[1]
-        outputs = record.outputs[parts:] or [jax.tree.map(lambda x: x[:0], record.outputs[0])]
-        return _curves(outputs, record.scores[validations:], record.score_steps[validations:]), record.steps
-
-
-def _curves(outputs: list[PyTree], scores: list[np.ndarray], score_steps: list[int]) -> History:
-    loss, aux = jax.tree.map(lambda *parts: np.moveaxis(np.concatenate(parts), 0, 1), *outputs)
-    validation = np.stack(scores, axis=1) if scores else None
-    return History(loss, aux, validation, np.array(score_steps, np.int64))
+        return History(loss, aux, history.validation[:, kept], np.minimum(history.validation_step[kept], end), step)
 
 
 def _update(latest: np.ndarray | None, new: np.ndarray) -> np.ndarray:
@@ -181,46 +168,3 @@ def last_finite(curves: np.ndarray) -> np.ndarray:
     finite = np.isfinite(curves)
     last = curves.shape[1] - 1 - np.argmax(finite[:, ::-1], axis=1)
     return np.where(finite.any(axis=1), np.take_along_axis(curves, last[:, None], axis=1)[:, 0], np.nan)
-
-
-class Recording:
-    """Records what steps and validations report, and shows it in a progress line."""
-
-    def __init__(self, record: Record, line: "tqdm") -> None:
-        self.record, self._line = record, line
-
-    def start(self, total: int | None, done: int) -> None:
-        """Sets the length of the progress line, and what is done of it."""
-        self._line.total, self._line.n = total, done
-
-    def add(self, outcome: Outcome, slots: Slots) -> None:
-        """Records the outputs of the members in `slots`."""
-        for steps, scores in outcome.outputs:
-            if steps is not None:
-                self.record.add_steps(slots.expand(steps))
-            if scores is not None:
-                self.add_scores(scores, slots)
-
-    def add_scores(self, scores: Any, slots: Slots, *, of_all: bool = True) -> None:
-        """Records validation scores `(slots,)`; or those only of members that stopped before."""
-        self.record.add_scores(slots.expand(np.asarray(scores)[None])[0], of_all=of_all)
-
-    def report(self, steps: int, members: ActiveMembers) -> None:
-        """Moves the progress line on by `steps`, if it is shown."""
-        if self._line.disable:
-            return
-        selection, status = members.carry.selection, members.status
-        losses, scores = self.record.latest("min" if selection is None else selection.mode)
-        shown = {"loss": f"{_mean(losses):.4g}"}
-        if scores is not None:
-            shown["best validation"] = f"{_mean(scores):.4g}"
-        for name, code in (("stopped", Status.STOPPED), ("diverged", Status.DIVERGED)):
-            if (status == code).any():
-                shown[name] = str(int((status == code).sum()))
-        self._line.set_postfix(shown, refresh=False)
-        self._line.update(steps)
-
-
-def _mean(values: np.ndarray) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if finite.size else float("nan")

@@ -16,9 +16,13 @@ from .._run import Run
 from .._state import TrainState, copy_arrays, first_state, init_state_shapes
 from .._trainable import Trainable
 from ..compiled._health import nan_is_data
+from ..compiled._loss import Loss
 from ..compiled._optimiser import Optimiser
+from ..compiled._select import match_dtype
 from ..compiled._selection import Mode, Selection, no_selection
+from ..compiled._windows import Windows
 from ..data._cursor import Cursor
+from ..data._data import on_device
 from ._check import check_not_given_again, check_opt_state, check_same_mode, missing_validation_message
 from ._record import Record
 
@@ -56,6 +60,7 @@ def start_of(
     layout: Layout | None,
     has_validation: bool,
     mode: Mode,
+    windows: Windows,
     key: Any,
 ) -> Start:
     """A run's start: from the weights of an ensemble, or from a training state or another run.
@@ -66,7 +71,7 @@ def start_of(
         options = {"state": state, "hyper": hyper, "trainable": trainable, "layout": layout}
         first = first_state(begun, optimiser, **options, name="fit", key=key)
         selection = no_selection(first.moving, mode) if has_validation else None
-        return Start(first, selection, Record(), [], Cursor(), _no_rows(first))
+        return Start(first, selection, Record(windows=windows), [], Cursor(), _no_rows(first))
     given = {"state": state is not None, "hyper": hyper is not None, "trainable": trainable is not eqx.is_inexact_array}
     check_not_given_again([name for name, there in given.items() if there])
     run, first = (begun, begun.train_state) if isinstance(begun, Run) else (None, begun)
@@ -81,10 +86,21 @@ def start_of(
         check_same_mode(mode, None if selection is None else selection.mode)
         fresh = no_selection(first.moving, mode)
         selection = fresh if selection is None else jax.tree.map(lambda x: x.copy(), selection)
+    record = Record(first_step=int(first.step), history=None if run is None else run.history, windows=windows)
     if run is None:
-        return Start(first, selection, Record(first_step=int(first.step)), [], Cursor(), _no_rows(first))
-    record = Record(first_step=int(first.step) - run.history.loss.shape[1], history=run.history)
+        return Start(first, selection, record, [], Cursor(), _no_rows(first))
     return Start(first, selection, record, run.revived, Cursor(state=run.data_state), run.rows)
+
+
+def with_validation(
+    start: Start, score: Loss | None, validation: PyTree, layout: Layout | None
+) -> tuple[Start, PyTree]:
+    """The start, for scores of the dtype that `score` returns, and the validation data on the device."""
+    first = start.state
+    validation, _ = on_device(validation, first.num_members, argument="validation", name="fit", layout=layout)
+    assert start.selection is not None
+    assert score is not None
+    return start._replace(selection=match_dtype(score, start.selection, first, validation)), validation
 
 
 def _shard(state: TrainState, layout: Layout | None) -> TrainState:

@@ -88,13 +88,13 @@ class Saver:
         self.step, meta = restored.step, restored.meta["fit"]
         self.seconds_before = meta["seconds"]
         tree = restored.tree
-        history = History(tree["loss"], tree["aux"], tree["validation"], tree["validation_step"])
+        history = History(tree["loss"], tree["aux"], tree["validation"], tree["validation_step"], tree["history_step"])
         revived = meta["revived"]
         cursor = Cursor(*meta["place"])
         return start._replace(
             state=TrainState(tree["moving"], tree["fixed"], tree["shared"], tree["ids"], tree["step"]),
             selection=tree["selection"],
-            record=Record(first_step=start.record.first_step, history=history),
+            record=Record(first_step=self._begun, history=history, windows=start.record.columns.windows),
             revived=start.revived if revived is None else [Revival(*each) for each in revived],
             cursor=cursor._replace(state=decode(cursor.state)),
         )
@@ -122,6 +122,7 @@ class Saver:
                 jax.tree.map(along, self._identity.aux),
                 scores,
                 np.empty(count, np.int64),
+                np.empty(meta["steps"], np.int64),
             ),
         )
 
@@ -191,6 +192,7 @@ def _tree(carry: Carry, fixed: MemberConstants, shared: PyTree, ids: Array, hist
         "aux": history.aux,
         "validation": history.validation,
         "validation_step": history.validation_step,
+        "history_step": history.step,
     }
 
 

@@ -1,0 +1,99 @@
+"""Which steps' outputs a run records: those of all, of every n-th, or of the last alone."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from ... import _axes
+from ..._pytree import PyTree
+
+
+class Windows(eqx.Module):
+    """Windows of `every` consecutive steps, of which the history keeps each member's last outputs.
+
+    They are counted from the first step of all runs, so that they do not depend on how a run is cut into chunks. If
+    `every` is `None`, all steps are one window; windows of one step keep everything.
+    """
+
+    every: int | None = eqx.field(static=True, default=1)
+
+    @property
+    def name(self) -> str | int:
+        """The `history` of `fit`."""
+        if self.every is None:
+            return "last"
+        return "all" if self.every == 1 else self.every
+
+    def most(self, num_steps: int) -> int:
+        """The largest number of windows in which `num_steps` consecutive steps may be."""
+        return 1 if self.every is None else -(-(num_steps - 1) // self.every) + 1
+
+    def index(self, first: Any, step: Any) -> Any:
+        """The window of the step after `step`, counted from that of the step after `first`."""
+        return step - step if self.every is None else step // self.every - first // self.every
+
+    def continues(self, step: Any) -> Any:
+        """Whether the step after `step` is in the window of the one before it."""
+        return step > -1 if self.every is None else step % self.every > 0
+
+    def part(self, first: int, step: int, num_steps: int) -> slice:
+        """The windows of `num_steps` steps after `step`, counted from that of the step after `first`."""
+        return slice(self.index(first, step), self.index(first, step + max(num_steps, 1) - 1) + 1)
+
+    def ends(self, step: int, num_steps: int) -> np.ndarray:
+        """The last steps so far of the windows of `num_steps` steps after `step`."""
+        last = step + num_steps
+        if self.every is None:
+            return np.array([last])
+        closed = np.arange(step // self.every + 1, -(-last // self.every) + 1) * self.every
+        return np.minimum(closed, last)
+
+
+def no_outputs(windows: int, outputs: PyTree) -> PyTree:
+    """Outputs `(members, windows + room, ...)` of no step yet, for those `(members, room, ...)` of a piece.
+
+    What is not to be recorded is put into the last `room`.
+    """
+
+    def blank(x: Any) -> Array:
+        fill = jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0
+        return jnp.full((x.shape[0], windows + x.shape[1], *x.shape[2:]), fill, x.dtype)
+
+    return jax.tree.map(blank, outputs)
+
+
+def put_outputs(
+    recorded: PyTree, new: PyTree, index: Int[Array, ""], *, continues: Bool[Array, ""], skip: Bool[Array, ""]
+) -> PyTree:
+    """Puts the outputs `(members, room, ...)` of a piece at the windows from `index` on.
+
+    If the first `continues` a window, members without a finite loss keep what they have there: they stopped earlier, or
+    diverged. The windows after the last one of the piece hold nothing yet, so that it may write there.
+    """
+    losses = jax.tree.leaves(new)[0]
+    count, room = jax.tree.leaves(recorded)[0].shape[1], losses.shape[1]
+    at = jnp.where(skip, count - room, index)
+    here = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, axis=1, keepdims=False), recorded)
+    first = jax.tree.map(lambda x: x[:, 0], new)
+    first = latest_outputs(first, here, chosen=~continues | jnp.isfinite(losses[:, 0]))
+
+    def put(x: Array, first: Array, y: Array) -> Array:
+        y = jnp.concatenate([first[:, None], y[:, 1:]], axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(x, y, at, axis=1)
+
+    return jax.tree.map(put, recorded, first, new)
+
+
+def latest_outputs(new: PyTree, old: PyTree, *, chosen: Bool[Array, " members"]) -> PyTree:
+    """The new outputs `(members, ...)` of the members `chosen`, and the old ones of the others."""
+    return jax.tree.map(lambda x, y: _axes.where_members(chosen, x, y), new, old)
+
+
+@jax.jit
+def merge_outputs(new: PyTree, old: PyTree) -> PyTree:
+    """The new outputs `(members, ...)` of members whose loss is finite, and the old ones of the others."""
+    return latest_outputs(new, old, chosen=jnp.isfinite(jax.tree.leaves(new)[0]))

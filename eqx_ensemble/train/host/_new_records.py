@@ -1,0 +1,51 @@
+import jax
+
+from ._record import History, Record, Taken
+
+
+class NewRecords:
+    """What is recorded since it was last taken, after `steps` steps."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._taken = self._now
+        self._num_windows = record.columns.num_ended
+        self._all_taken = True
+
+    @property
+    def _now(self) -> Taken:
+        return Taken(self._record.steps, self._record.columns.num_parts, len(self._record.scores))
+
+    @property
+    def steps(self) -> int:
+        """The number of steps done when it was last taken."""
+        return self._taken.steps
+
+    @property
+    def any(self) -> bool:
+        """Whether there are new steps or validations."""
+        return self._now != self._taken
+
+    @property
+    def any_left(self) -> bool:
+        """Whether there are, or a window that was left out because it had not ended."""
+        return self.any or not self._all_taken
+
+    def take(self, *, last_step: int | None, ends: bool) -> tuple[History, int]:
+        """The new curves, and the last step; trimmed as those of the run if no member trains after `last_step`.
+
+        Without the last window if it has not ended, unless the run `ends`.
+        """
+        record, taken, num_windows = self._record, self._taken, self._num_windows
+        self._taken, self._num_windows = self._now, record.columns.num_ended
+        self._all_taken = ends or not record.columns.has_open
+        if last_step is None:
+            return record.curves(since=taken, with_open=ends), record.steps
+        history = record.history(last_step)
+        loss, aux, step = jax.tree.map(
+            lambda curves: curves[..., num_windows:] if curves.ndim == 1 else curves[:, num_windows:],
+            (history.loss, history.aux, history.step),
+        )
+        scores = None if history.validation is None else history.validation[:, taken.validations :]
+        new = History(loss, aux, scores, history.validation_step[taken.validations :], step)
+        return new, int(history.step[-1])
