@@ -160,9 +160,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`. For data in arrays a warning names those that
         neither the optimiser nor a loss uses and members were not built with.
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs; the history holds them.
-    - `history`: the steps of which losses and auxiliary outputs are recorded: `"all"`; every `n`-th of all runs and the
-        last one, with an int `n`; or the `"last"` one. The others do not leave the device, and `run.history.step` tells
-        [which they are](../scale.md#a-thinner-history). Validations are all recorded.
+    - `history`: the steps of which losses and auxiliary outputs are recorded: `"all"`; every `n`-th and the last, with
+        an int `n`; or the `"last"`. [The others do not leave the device](../scale.md#a-thinner-history).
     - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][]. Numbers of
         `build(zip=...)`, such as dropout rates, are trained only if it selects them.
     - `on_diverge`: what to do if a loss or weights are not finite (`jax_debug_nans`, `jax_debug_infs` have no effect).
