@@ -92,16 +92,6 @@ def processes_text(numbers: Collection[int]) -> str:
     return f"{'process' if len(numbers) == 1 else 'processes'} {_list_text(words)}"
 
 
-def check_jax_unused(*, used: bool) -> None:
-    """Checks that no backend of JAX is initialised."""
-    if used:
-        raise RuntimeError(
-            "`distributed.initialise` must come before anything that uses a device, and JAX has been used in this "
-            "process.\n"
-            "Call it first, right after the imports: before arrays, keys, `jax.devices()` and the like."
-        )
-
-
 def check_same_arguments(given: Mapping[str, Any], started: Mapping[str, Any]) -> None:
     """Checks that a second call has the arguments of the first."""
     other = [name for name, value in given.items() if value is not None and value != started[name]]
@@ -123,11 +113,12 @@ def check_no_arguments(given: Mapping[str, Any]) -> None:
 
 
 def detection_message(error: Exception) -> str:
-    """The message where JAX detects a cluster but cannot read its settings."""
+    """The message where there is a cluster, and JAX did not connect its processes."""
     return (
-        f"JAX detected a cluster, but not the settings that `distributed.initialise` needs: "
+        f"`distributed.initialise` runs in a cluster, whose processes JAX did not connect: "
         f"{type(error).__name__}: {error}\n"
-        "Pass `coordinator`, `num_processes` and `process_id`; for a single process, `num_processes=1`."
+        "Call it before anything that uses a device. Where JAX cannot read the settings, pass `coordinator`, "
+        "`num_processes` and `process_id`; for a single process, `num_processes=1`."
     )
 
 

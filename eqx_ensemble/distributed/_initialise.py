@@ -1,18 +1,18 @@
 import math
+import os
 from typing import NamedTuple
 
 import jax
-from jax._src.xla_bridge import backends_are_initialized  # JAX has no public function for this that starts none
 
 from ._check import (
     check_coordinator,
     check_duration,
-    check_jax_unused,
     check_no_arguments,
     check_process_numbers,
     check_same_arguments,
+    detection_message,
 )
-from ._environment import Settings, find_settings
+from ._environment import CLUSTERS, Settings, find_settings
 from ._exit import exit_after_error, wait_after_error
 from ._rendezvous import Rendezvous, bind_address, is_loopback, join_address, wait_for_all
 
@@ -54,9 +54,11 @@ def initialise(
     Without any of these there is a single process and nothing happens, so that the same script runs on a laptop. It
     may be called again with the same arguments, or without arguments.
 
-    The processes first connect at the address of the coordinator: a missing process is an error that names it, in all
-    others (JAX alone does not name it). At an address on this machine (`127.0.0.1`, `localhost`, `[::1]`) process 0
-    listens on this machine only; at any other, on all its interfaces, unless `JAX_COORDINATOR_BIND_ADDRESS` is set.
+    In the first two cases the processes connect at the address of the coordinator before JAX does: a missing process is
+    an error that names it, in all others. (JAX alone aborts all processes, by a signal, and names none: seen with
+    0.9.0, 0.10.1 and 0.12.0.) Launchers of the third kind know by themselves which of their tasks did not start. At an
+    address on this machine (`127.0.0.1`, `localhost`, `[::1]`) process 0 listens on this machine only; at any other, on
+    all its interfaces, unless `JAX_COORDINATOR_BIND_ADDRESS` is set.
     The connection is neither encrypted nor authenticated: use a network that you trust.
 
     A process that ends with an exception ends at once. (JAX alone would have it wait five minutes for the others.)
@@ -73,8 +75,9 @@ def initialise(
     **Returns:** a named tuple: `process_id` and `num_processes`.
 
     **Raises:** `TimeoutError` that names a missing process; `RuntimeError` where JAX has been used
-    before, or where this process was initialised in another way; `OSError` where process 0 cannot listen at
-    the address; `TypeError` and `ValueError` for invalid arguments and environment variables.
+    before, where this process was initialised in another way, or where JAX detects a cluster and not its settings;
+    `OSError` where process 0 cannot listen at the address; `TypeError` and `ValueError` for invalid arguments and
+    environment variables.
 
     ```python
     processes = ee.distributed.initialise()
@@ -92,29 +95,50 @@ def initialise(
     if jax.distributed.is_initialized():
         check_no_arguments(given.numbers)
         return Processes(jax.process_index(), jax.process_count())
-    settings = find_settings(given, timeout=timeout)
-    processes = Processes(settings.process_id or 0, settings.num_processes or 1)
+    settings = find_settings(given)
+    if settings.num_processes == 1:
+        return Processes(0, 1)
+    processes = (_join if settings.complete else _leave_to_jax)(settings, math.ceil(timeout), math.ceil(heartbeat))
     if processes.num_processes > 1:
-        check_jax_unused(used=backends_are_initialized())
-        _join(settings, processes, timeout, heartbeat)
-        _started.append((settings, processes))
+        _started.append((Settings(settings.coordinator, processes.num_processes, processes.process_id), processes))
         exit_after_error()
     return processes
 
 
-def _join(settings: Settings, processes: Processes, timeout: float, heartbeat: float) -> None:
+def _join(settings: Settings, timeout: int, heartbeat: int) -> Processes:
+    """Joins processes whose settings are known, after all of them have been seen."""
     host, port = check_coordinator(settings.coordinator)
+    processes = Processes(settings.process_id or 0, settings.num_processes or 1)
     wait_for_all(Rendezvous(host, port, processes.num_processes, processes.process_id, timeout))
     jax.distributed.initialize(
         join_address(host, port),
         processes.num_processes,
         processes.process_id,
         settings.local_devices,
-        None if settings.known_to_jax else "deactivate",
-        initialization_timeout=math.ceil(timeout),
-        heartbeat_timeout_seconds=math.ceil(heartbeat),
+        "deactivate",
+        initialization_timeout=timeout,
+        heartbeat_timeout_seconds=heartbeat,
         coordinator_bind_address=bind_address(host, port) if is_loopback(host) else None,
     )
+    return processes
+
+
+def _leave_to_jax(settings: Settings, timeout: int, heartbeat: int) -> Processes:
+    """Joins the processes that JAX detects; where it detects none, there is a single one."""
+    try:
+        jax.distributed.initialize(
+            settings.coordinator,
+            settings.num_processes,
+            settings.process_id,
+            initialization_timeout=timeout,
+            heartbeat_timeout_seconds=heartbeat,
+        )
+    except Exception as error:  # no cluster, which has no type of its own; JAX used before; or settings not understood
+        if any(name in os.environ for name in CLUSTERS):
+            raise RuntimeError(detection_message(error)) from error
+        settings.check_complete()
+        return Processes(0, 1)
+    return Processes(jax.process_index(), jax.process_count())
 
 
 def shutdown() -> None:

@@ -1,4 +1,7 @@
-"""The processes connect before JAX waits for them: its own timeout would not name the missing ones.
+"""The processes connect before JAX waits for them, so that a missing one is an error that names it.
+
+That is why this is here: where a process is missing, JAX ends all others after its timeout by a signal (`Terminating
+process ... DEADLINE_EXCEEDED`, in 0.9.0, 0.10.1 and 0.12.0 alike), which no program can catch, and names none of them.
 
 Process 0 listens at the address of JAX's coordinator; the others connect to it with `{"process": [id, count]}`, and
 receive the missing processes at intervals. When none is missing, all continue. Every message is one line of JSON.

@@ -95,7 +95,7 @@ def decisions(rank):
 
 
 def late():
-    """Process 0 has used JAX before."""
+    """JAX was used before."""
     jnp.zeros(2)
     ee.distributed.initialise()
 

@@ -154,7 +154,7 @@ class Counting(eqx.Module):
 @pytest.mark.filterwarnings("ignore:.*diverged")
 @pytest.mark.parametrize("plan", [ee.plan.Vmap(), pytest.param(ee.plan.Chunked(2), marks=SLOW)])
 def test_faults_between_recorded_steps_are_found_at_their_step(plan):
-    make = lambda key: Counting(eqx.nn.Linear(2, 1, key=key), jnp.float32(0))
+    make = lambda key: Counting(eqx.nn.Linear(2, 1, key=key), jnp.zeros(()))
     hyper = {"nan": np.array([99.0, 13, 99, 99]), "inf": np.array([99.0, 99, 22, 99])}
     options = {"hyper": hyper, "epochs": EPOCHS, "batch_size": BATCH, "has_aux": True, "plan": plan, "key": KEY}
     ensemble = ee.build(make, 4, key=KEY)
