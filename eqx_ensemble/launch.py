@@ -1,4 +1,9 @@
-"""Several processes on this machine that run one program: `python -m eqx_ensemble.launch -n 2 script.py`."""
+"""Several processes on this machine that run one program: `python -m eqx_ensemble.launch -n 2 script.py`.
+
+JAX starts no processes, and what does needs Open MPI, PyTorch or a cluster. With a loop of a shell instead, one process
+that fails leaves the others waiting for JAX's timeouts, lines of all are mixed, and Ctrl-C leaves some behind: that is
+what this program is for, and no more.
+"""
 
 import argparse
 import contextlib
@@ -15,9 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .distributed._environment import OURS
-from .distributed._lines import lines
 
-_BETWEEN_UPDATES = 1.0  # seconds between two lines of a progress bar
 _LAST_WORDS = 2.0  # seconds for what processes that are left behind still write
 
 
@@ -62,16 +65,22 @@ class _Copier:
                 break
             yield chunk
 
+    def _lines(self) -> Iterator[bytes]:
+        """The lines without their ends; of one that was overwritten, as a progress bar is, what it says at last."""
+        held = b""
+        for chunk in self._chunks():
+            *ended, held = (held + chunk).split(b"\n")
+            held = held[held.rfind(b"\r", 0, -1) + 1 :]
+            yield from (line.removesuffix(b"\r").rpartition(b"\r")[2] for line in ended)
+        if held:
+            yield held.removesuffix(b"\r")
+
     def _run(self) -> None:
-        shown = -_BETWEEN_UPDATES
         try:
             with self._source:
-                for line in lines(self._chunks()):
-                    if line.update and time.monotonic() < shown + _BETWEEN_UPDATES:
-                        continue
-                    shown = time.monotonic() if line.update else shown
+                for line in self._lines():
                     with self._lock:
-                        self._write(self._prefix + line.text + b"\n")
+                        self._write(self._prefix + line + b"\n")
         except BrokenPipeError:  # the reader is gone; Python would flush the rest at exit and fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._target.fileno())
             self._news.put(_Signalled(signal.SIGPIPE))

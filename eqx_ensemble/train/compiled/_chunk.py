@@ -1,6 +1,7 @@
 """The compiled part of a fit: many steps, and the validation between them, as one program."""
 
 import dataclasses
+import functools as ft
 
 import equinox as eqx
 import jax
@@ -43,7 +44,7 @@ def run_chunk(
     and the scores of validations, `(pieces, members)`.
     """
     program, inputs, chunk = read
-    windows, begun = program.windows, carry.step
+    windows = program.windows
     has_rest = inputs.order is not None and inputs.order.remainder > 0
     steps = trace_once(lambda carry, num_full: program.steps(inputs, carry, num_full, most=chunk.most_steps))
 
@@ -55,11 +56,7 @@ def run_chunk(
         return carry, (last, scores)
 
     finish_once = trace_once(finish)
-
-    def put(recorded: PyTree, outputs: PyTree, step: Int[Array, ""], *, skip: Bool[Array, ""]) -> PyTree:
-        return put_outputs(
-            recorded, outputs, windows.index(begun, step), continues=jnp.asarray(windows.continues(step)), skip=skip
-        )
+    put = ft.partial(put_outputs, windows=windows, begun=carry.step)
 
     def piece(state: tuple[Carry, PyTree], part: tuple[Array, Array]) -> tuple[tuple, PyTree, Bool[Array, ""]]:
         (carry, recorded), (num_full, ends) = state, part
@@ -69,7 +66,7 @@ def run_chunk(
         )
         failed = jnp.min(jnp.where(carry.moving.status == Status.OK, failed, NEVER))
         fault = jnp.where(failed == NEVER, NEVER, failed - carry.step)
-        recorded = put(recorded, outputs, carry.step, skip=again | (num_full == 0))
+        recorded = put(recorded, outputs, step=carry.step, skip=again | (num_full == 0))
         faults = jnp.any(moving.fault != carry.moving.fault)
         step = jnp.where(again, carry.step, after.step)
         carry = Carry(stop_at_limits(moving, inputs.limits, step), carry.selection, step)
@@ -80,13 +77,13 @@ def run_chunk(
         before, finishes = carry.moving.fault, ends & ~again
         carry, (last, scores) = jax.lax.cond(finishes, finish_once, lambda carry: (carry, blank), carry)
         if has_rest:
-            recorded = put(recorded, jax.tree.map(lambda x: x[:, None], last), step, skip=~finishes)
+            recorded = put(recorded, jax.tree.map(lambda x: x[:, None], last), step=step, skip=~finishes)
         faults |= jnp.any(carry.moving.fault != before)
         return (carry, recorded), (again, fault, scores), again | (program.halts & faults)
 
     pieces, most = (chunk.num_full, chunk.ends_epoch), chunk.num_full.shape[0] * (chunk.most_steps + has_rest)
     outputs = jax.eval_shape(steps, carry, chunk.num_pieces)[1]
-    recorded = no_outputs(windows.most(most), outputs)
+    recorded = no_outputs(windows, most, outputs)
     (carry, recorded), (again, faults, scores), count = scan(piece, (carry, recorded), pieces, chunk.num_pieces)
     recorded = jax.tree.map(lambda x: x[:, : windows.most(most)], recorded)
     good = count - jnp.sum(again, dtype=jnp.int32)

@@ -53,39 +53,38 @@ class Windows(eqx.Module):
         return np.minimum(closed, last)
 
 
-def no_outputs(windows: int, outputs: PyTree) -> PyTree:
-    """Outputs `(members, windows + room, ...)` of no step yet, for those `(members, room, ...)` of a piece.
+def no_outputs(windows: Windows, num_steps: int, outputs: PyTree) -> PyTree:
+    """Outputs `(members, windows + room, ...)` of `num_steps` steps, for those `(members, room, ...)` of a piece.
 
-    What is not to be recorded is put into the last `room`.
+    What is not to be recorded is put into the last `room`. There is none for windows of one step: what is put there is
+    overwritten, or not read.
     """
 
     def blank(x: Any) -> Array:
         fill = jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0
-        return jnp.full((x.shape[0], windows + x.shape[1], *x.shape[2:]), fill, x.dtype)
+        count = windows.most(num_steps) + (0 if windows.every == 1 else x.shape[1])
+        return jnp.full((x.shape[0], count, *x.shape[2:]), fill, x.dtype)
 
     return jax.tree.map(blank, outputs)
 
 
 def put_outputs(
-    recorded: PyTree, new: PyTree, index: Int[Array, ""], *, continues: Bool[Array, ""], skip: Bool[Array, ""]
+    recorded: PyTree, new: PyTree, windows: Windows, *, begun: Int[Array, ""], step: Int[Array, ""], skip: Any
 ) -> PyTree:
-    """Puts the outputs `(members, room, ...)` of a piece at the windows from `index` on.
+    """Puts the outputs `(members, room, ...)` of a piece after `step` at its windows in a chunk after `begun`.
 
-    If the first `continues` a window, members without a finite loss keep what they have there: they stopped earlier, or
+    If the first continues a window, members without a finite loss keep what they have there: they stopped earlier, or
     diverged. The windows after the last one of the piece hold nothing yet, so that it may write there.
     """
-    losses = jax.tree.leaves(new)[0]
-    count, room = jax.tree.leaves(recorded)[0].shape[1], losses.shape[1]
-    at = jnp.where(skip, count - room, index)
-    here = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, axis=1, keepdims=False), recorded)
-    first = jax.tree.map(lambda x: x[:, 0], new)
-    first = latest_outputs(first, here, chosen=~continues | jnp.isfinite(losses[:, 0]))
-
-    def put(x: Array, first: Array, y: Array) -> Array:
-        y = jnp.concatenate([first[:, None], y[:, 1:]], axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(x, y, at, axis=1)
-
-    return jax.tree.map(put, recorded, first, new)
+    at = windows.index(begun, step)
+    if windows.every != 1:
+        losses, count = jax.tree.leaves(new)[0], jax.tree.leaves(recorded)[0].shape[1]
+        at = jnp.where(skip, count - losses.shape[1], at)
+        here = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, axis=1, keepdims=False), recorded)
+        chosen = ~jnp.asarray(windows.continues(step)) | jnp.isfinite(losses[:, 0])
+        first = latest_outputs(jax.tree.map(lambda x: x[:, 0], new), here, chosen=chosen)
+        new = jax.tree.map(lambda x, first: jnp.concatenate([first[:, None], x[:, 1:]], axis=1), new, first)
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, at, axis=1), recorded, new)
 
 
 def latest_outputs(new: PyTree, old: PyTree, *, chosen: Bool[Array, " members"]) -> PyTree:
