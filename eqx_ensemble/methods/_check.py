@@ -133,13 +133,6 @@ def check_options(options: Mapping[str, Any], refused: Iterable[str], reason: st
         raise TypeError(f"`{name}` does not take {', '.join(given)}: {reason}.")
 
 
-def check_no_checkpoint(options: Mapping[str, Any], *, name: str) -> None:
-    """Raises if a method of several runs is asked to save checkpoints."""
-    check_options(
-        options, ("checkpoint", "checkpoint_every"), "it consists of several runs; save what it returns", name=name
-    )
-
-
 def check_whole_epochs(steps: Any, *, is_batches: bool, name: str) -> None:
     """Raises for rounds of a few steps on an iterable, which would see the same batches every time."""
     if is_batches and steps is not None:

@@ -1,18 +1,16 @@
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, overload
+import os
+from collections.abc import Callable
+from typing import Any, Literal
 
-import equinox as eqx
 import numpy as np
 
-from .._build import build
 from .._check import check_positive_int
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from .._pytree import PyTree
 from ..distributed import to_host
-from ..sweep import AbstractRange, draw
 from ..train._fit import fit
 from ..train._run import Run
 from ..train._status import Status
@@ -22,11 +20,11 @@ from . import population
 from ._check import (
     check_factor,
     check_length,
-    check_no_checkpoint,
-    check_options,
     check_validation_given,
     check_whole_epochs,
 )
+from ._check_rounds import check_saving
+from ._rounds import Rounds
 from ._scores import last_scores
 
 
@@ -41,6 +39,9 @@ def successive_halving(
     steps: int | None = None,
     factor: float | int = 3,
     rungs: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    resume: Literal["auto", "must", "never"] = "auto",
     key: Any,
     **options: Any,
 ) -> Run[M]:
@@ -56,11 +57,15 @@ def successive_halving(
         `factor ** i` times as long, rounded up.
     - `factor`: the ratio of members, and of training lengths, between two rungs; 2 halves the members.
     - `rungs`: the number of rungs. By default, as many as it takes until one member remains.
+    - `checkpoint`: a folder to save all rungs in, for data in arrays. Rerunning the same call resumes bit for bit
+        wherever it was killed, or returns the run; a different call raises an error that lists the differences. Only
+        one process at a time can use a folder. Its size is that of two runs.
+    - `checkpoint_every`, `resume`: as for [`eqx_ensemble.fit`][].
     - `key`: the root key.
 
     **Returns:** the run. Dropped members have the status `STOPPED` and their best weights.
 
-    **Raises:** `TypeError` without validation data, and for `checkpoint`; `ValueError` for a factor of at most 1.
+    **Raises:** `TypeError` without validation data; `ValueError` for a factor of at most 1.
 
     ```python
     def loss(model, batch, key):
@@ -92,7 +97,7 @@ def successive_halving(
     """
     name = "methods.successive_halving"
     check_validation_given(validation, name=name)
-    check_no_checkpoint(options, name=name)
+    check_saving(checkpoint, checkpoint_every, resume, data, name=name)
     factor = check_factor(factor, name=name)
     if rungs is not None:
         check_positive_int(rungs, "rungs", name=name)
@@ -101,9 +106,13 @@ def successive_halving(
     check_whole_epochs(steps, is_batches=is_batches(data), name=name)
     rungs = _rungs(ensemble.num_members, factor) if rungs is None else rungs
     totals = [math.ceil(shortest * factor**i - 1e-9) for i in range(rungs)]
-    return _halve(
-        ensemble, loss, optimiser, data, unit, sorted(set(totals)), factor, **options, validation=validation, key=key
-    )
+    own = {unit: shortest, "factor": factor, "rungs": rungs}
+    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name)
+    with saved.lock():
+        return halve(
+            ensemble, loss, optimiser, data, unit, sorted(set(totals)), factor, saved, **options,
+            validation=validation, key=key,
+        )  # fmt: skip
 
 
 def _rungs(count: int, factor: float | int) -> int:
@@ -118,7 +127,7 @@ def _num_kept(count: int, factor: float | int) -> int:
     return max(1, math.floor(count / factor + 1e-9))
 
 
-def _halve(
+def halve(
     ensemble: Ensemble[M],
     loss: Callable[..., Any],
     optimiser: Optimiser,
@@ -126,141 +135,26 @@ def _halve(
     unit: str,
     totals: list[int],
     factor: float | int,
+    saved: Rounds,
     **options: Any,
 ) -> Run[M]:
     """Successive halving with rungs that end at `totals`, in `unit`."""
     first = {word: options.pop(word) for word in ("hyper", "state", "trainable") if word in options}
     lengths: list[dict[str, Any]] = [{unit: more} for more in np.diff(totals, prepend=0).tolist()]
-    run = fit(ensemble, loss, optimiser, data, **options, **first, **lengths[0])
-    for length in lengths[1:]:
+
+    def rung(index: int, begun: Ensemble[M] | Run[M], **more: Any) -> Run[M]:
+        length = lengths[min(index, len(lengths) - 1)]  # `fit` refuses a folder of more rungs: of another call
+        return fit(begun, loss, optimiser, data, **options, **length, **more)
+
+    newest, run = saved.resume(lambda index, **saving: rung(index, ensemble, **first, **saving))
+    for index in range(newest + 1, len(lengths)):
         training = to_host(run.train_state.status) == Status.OK
         if run.interrupted or not training.any():
             break
         order = population.rank(last_scores(run), healthy=training, mode=run.mode)
         dropped = order[training[order]][_num_kept(int(training.sum()), factor) :]
+        saved.decide(index - 1, run)
         if len(dropped):
             run = dataclasses.replace(run, train_state=population.stop(run.train_state, dropped))
-        run = fit(run, loss, optimiser, data, **options, **length)
+        run = rung(index, run, **saved.saving(index))
     return run
-
-
-@overload
-def hyperband(
-    make: Callable[..., tuple[M, eqx.nn.State]],
-    ranges: Mapping[str, AbstractRange],
-    loss: Callable[..., Any],
-    optimiser: Optimiser,
-    data: PyTree,
-    *,
-    validation: PyTree,
-    epochs: int,
-    factor: float | int = 3,
-    key: Any,
-    **options: Any,
-) -> list[Run[M]]: ...
-@overload
-def hyperband(
-    make: Callable[..., M],
-    ranges: Mapping[str, AbstractRange],
-    loss: Callable[..., Any],
-    optimiser: Optimiser,
-    data: PyTree,
-    *,
-    validation: PyTree,
-    epochs: int,
-    factor: float | int = 3,
-    key: Any,
-    **options: Any,
-) -> list[Run[M]]: ...
-def hyperband(
-    make: Callable[..., Any],
-    ranges: Mapping[str, AbstractRange],
-    loss: Callable[..., Any],
-    optimiser: Optimiser,
-    data: PyTree,
-    *,
-    validation: PyTree,
-    epochs: int,
-    factor: float | int = 3,
-    key: Any,
-    **options: Any,
-) -> list[Run[Any]]:
-    """Runs successive halving several times, from many members trained briefly to a few trained in full.
-
-    How early bad hyper-parameters can be recognised is not known in advance: each bracket assumes another answer, and
-    all brackets take the same time.
-
-    **Arguments:**
-
-    - `make`: the constructor of one member, as for [`eqx_ensemble.build`][].
-    - `ranges`: the ranges of the hyper-parameters, as for [`eqx_ensemble.sweep.draw`][].
-    - `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
-    - `epochs`: the longest training of a member.
-    - `factor`: the ratio of members, and of training lengths, between two rungs.
-    - `key`: the root key.
-
-    **Returns:** one run per bracket, the largest first. Ids are unique across brackets.
-
-    **Raises:** `TypeError` for options of [`eqx_ensemble.fit`][] that the method sets itself.
-
-    ```python
-    def loss(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
-    make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
-    ranges = {"lr": ee.sweep.LogUniform(1e-4, 1e-1)}
-    data = jnp.ones((64, 3)), jnp.zeros((64, 1))
-    runs = ee.methods.hyperband(
-        make,
-        ranges,
-        loss,
-        lambda hyper: optax.adam(hyper["lr"]),
-        data,
-        validation=data,
-        epochs=9,
-        key=key,
-    )
-    winners = ee.concatenate([run.best() for run in runs])  # one of each bracket
-    ```
-
-    ??? cite
-
-        Li et al., *Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization*, JMLR 18, 2018.
-    """
-    name = "methods.hyperband"
-    check_positive_int(epochs, "epochs", name=name)
-    check_validation_given(validation, name=name)
-    check_options(options, ("steps", "hyper", "state", "rungs"), "it sets these itself", name=name)
-    check_no_checkpoint(options, name=name)
-    factor = check_factor(factor, name=name)
-    most = math.floor(math.log(epochs, factor) + 1e-9)
-    sizes = [math.ceil((most + 1) / (s + 1) * factor**s - 1e-9) for s in range(most, -1, -1)]
-    ends = np.cumsum(sizes).tolist()
-    hyper = draw(ranges, ends[-1], key=key)
-    runs = []
-    for s, size, end in zip(range(most, -1, -1), sizes, ends, strict=True):
-        indices = np.arange(end - size, end)
-        made = build(make, ids=indices, key=key)
-        ensemble, state = made if isinstance(made, tuple) else (made, None)
-        totals = [max(1, math.floor(epochs * factor ** (i - s) + 1e-9)) for i in range(s + 1)]
-        runs.append(
-            _halve(
-                ensemble,
-                loss,
-                optimiser,
-                data,
-                "epochs",
-                sorted(set(totals)),
-                factor,
-                validation=validation,
-                hyper={name: x[indices] for name, x in hyper.items()},
-                state=state,
-                key=key,
-                **options,
-            )  # fmt: skip
-        )
-        if runs[-1].interrupted:
-            break
-    return runs

@@ -1,26 +1,23 @@
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable
-from typing import Any, Generic
+from typing import Any, Literal
 
-import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Float, Int, Key
+from jaxtyping import Array, Key
 
 from .._check import check_function, check_key, check_positive_int
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from .._pytree import PyTree
-from .._warnings import ignore_warnings, warn
-from ..distributed import to_host
+from .._warnings import ignore_warnings
 from ..train import perturb
 from ..train._check_member import check_same_hyper
-from ..train._check_run import diverged_message
 from ..train._fit import fit
 from ..train._hyper import hyper_arrays
 from ..train._run import Run
-from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ..train.compiled._selection import reset_best
 from ..train.data._data import is_batches
@@ -28,55 +25,17 @@ from . import population
 from ._check import (
     check_fraction,
     check_hyper_given,
-    check_indices,
-    check_no_checkpoint,
     check_on_diverge,
     check_options,
     check_validation_given,
     check_whole_epochs,
 )
-from ._scores import last_scores
+from ._check_rounds import check_saving
+from ._past import Past
+from ._population import Population
+from ._rounds import Rounds
 
 _STOPS = ("patience", "target", "max_steps", "max_seconds")
-
-
-class Population(eqx.Module, Generic[M]):
-    """What [`eqx_ensemble.methods.population_based_training`][] returns.
-
-    **Attributes:**
-
-    - `run`: the run of all rounds; `run.ensemble` holds each member's best weights since it was last replaced.
-    - `scores`: `(rounds, members)`, the validation scores at the end of each round.
-    - `lineage`: `(rounds, members)`, the id of each member's donor after each round: its own id where it was not
-        replaced.
-    - `hyper`: the hyper-parameters during each round, each array `(rounds, members, ...)`.
-    """
-
-    run: Run[M]
-    scores: Float[np.ndarray, "rounds members"]
-    lineage: Int[np.ndarray, "rounds members"]
-    hyper: PyTree
-
-    def __repr__(self) -> str:
-        return f"{len(self.scores)} rounds of population-based training\n{self.run!r}"
-
-    def ancestors(self, index: int) -> Int[np.ndarray, " rounds"]:
-        """The ids of the members whose weights the member at `index` descends from, one per round.
-
-        Their hyper-parameters in these rounds are the schedule that it was trained with.
-
-        **Arguments:**
-
-        - `index`: the member's position in the ensemble.
-
-        **Returns:** ids `(rounds,)`, the last one its own.
-        """
-        ids = np.asarray(self.run.train_state.ids).tolist()
-        check_indices([index], len(ids), name="Population.ancestors")
-        found = [ids[index]]
-        for row in self.lineage[-2::-1]:
-            found.append(int(row[ids.index(found[-1])]))
-        return np.array(found[::-1])
 
 
 def population_based_training(
@@ -92,6 +51,9 @@ def population_based_training(
     steps: int | None = None,
     fraction: float | int = 0.2,
     explore: Callable[[PyTree, Key[Any, ""]], PyTree] = perturb,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    resume: Literal["auto", "must", "never"] = "auto",
     key: Any,
     **options: Any,
 ) -> Population[M]:
@@ -105,18 +67,21 @@ def population_based_training(
     **Arguments:**
 
     - `ensemble`, `loss`, `optimiser`, `data`, `hyper`, `validation`, `options`: as for [`eqx_ensemble.fit`][], except
-        `checkpoint` and the options that stop members. The hyper-parameters may be used by the optimiser, the loss, or
-        both.
+        those that stop members. The hyper-parameters may be used by the optimiser, the loss, or both.
     - `rounds`: the number of rounds.
     - `epochs` or `steps`: the length of one round.
     - `fraction`: the fraction of members that are replaced after a round, rounded up.
     - `explore`: `explore(hyper, key) -> hyper` perturbs the hyper-parameters of one copy: by default
         [`eqx_ensemble.train.perturb`][]; [`eqx_ensemble.methods.population.perturb_hyper`][] respects ranges.
+    - `checkpoint`: a folder to save all rounds in, for data in arrays. Rerunning the same call resumes bit for bit
+        wherever it was killed, or returns the result; a different call raises an error that lists the differences. Only
+        one process at a time can use a folder. Its size is that of two rounds.
+    - `checkpoint_every`, `resume`: as for [`eqx_ensemble.fit`][].
     - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.Population`][]. Ctrl-C ends it at the next boundary.
 
-    **Raises:** `TypeError` without `hyper` or validation data, and for `checkpoint` and options that stop members;
+    **Raises:** `TypeError` without `hyper` or validation data, and for options that stop members;
     `ValueError` for a fraction outside (0, 0.5].
 
     ```python
@@ -154,7 +119,7 @@ def population_based_training(
     check_validation_given(validation, name=name)
     check_fraction(fraction, name=name)
     check_options(options, _STOPS, "all members train in every round", name=name)
-    check_no_checkpoint(options, name=name)
+    check_saving(checkpoint, checkpoint_every, resume, data, name=name)
     check_on_diverge(options.get("on_diverge"))
     check_whole_epochs(steps, is_batches=is_batches(data), name=name)
     check_ensemble(ensemble, name=name)
@@ -164,28 +129,46 @@ def population_based_training(
     one = jax.tree.map(lambda x: x[0], hyper)
     keys = jax.random.split(key, rounds)
     check_same_hyper(one, explore(one, keys[0]), name="explore")
-    run, scores, lineage, hypers = ensemble, [], [], []
     first = {"hyper": hyper, **{name: options.pop(name) for name in ("state", "trainable") if name in options}}
-    while True:
-        replaced = len(scores) < rounds - 1  # those that diverge
+    length = {"epochs": epochs, "steps": steps}
+
+    def train(index: int, begun: Ensemble[M] | Run[M] = ensemble, **more: Any) -> Run[M]:
+        replaced = index < rounds - 1  # those that diverge
         with ignore_warnings(".*diverged") if replaced else contextlib.nullcontext():
-            run = fit(
-                run, loss, optimiser, data, validation=validation, epochs=epochs, steps=steps, key=key,
-                **(options if scores else options | first),
+            return fit(
+                begun, loss, optimiser, data, validation=validation, key=key, **length, **options, **more,
+                **(first if begun is ensemble else {}),
             )  # fmt: skip
-        scores.append(last_scores(run))
-        lineage.append(np.asarray(run.train_state.ids))
-        hypers.append(to_host(run.train_state.hyper))
-        training = to_host(run.train_state.status) == Status.OK
-        if len(scores) == rounds or run.interrupted or not training.any():
-            if len(scores) < rounds and not training.any():
-                warn(diverged_message(lineage[-1], run.stopped_at, run.fault))
-            stacked = jax.tree.map(lambda *parts: np.stack(parts), *hypers)
-            run = dataclasses.replace(run, rows=None)  # a copy was trained on the rows of others
-            return Population(run, np.stack(scores), np.stack(lineage), stacked)
-        donors = population.truncation(scores[-1], training, fraction=fraction, mode=run.mode, key=keys[len(scores)])
-        lineage[-1] = lineage[-1][donors]
-        run = _replace(run, donors, explore, key=key)
+
+    own = {"rounds": rounds, **length, "fraction": fraction}
+    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name)
+    saved.add_function("explore", explore, one, keys[0])
+    with saved.lock():
+        return _evolve(train, saved, keys, fraction=fraction, explore=explore, key=key)
+
+
+def _evolve(
+    train: Callable[..., Run[M]], saved: Rounds, keys: Key[Array, " rounds"], *, fraction: Any, explore: Any, key: Any
+) -> Population[M]:
+    """All rounds, where `train(index, begun, **saving)` is one of them; those that are saved are not trained again."""
+
+    def resume(index: int, **saving: Any) -> tuple[Run[M], Past]:
+        run = train(index, **saving)
+        return run, Past() if index == 0 else Past.of(saved.decisions(index, Past().add(run).decisions()))
+
+    index, (run, past) = saved.resume(resume)
+    while True:
+        past = past.add(run)
+        ended = index == len(keys) - 1
+        if ended or run.interrupted or not past.training.any():
+            return past.population(run, ended=ended)
+        index += 1
+        donors = population.truncation(
+            past.scores[-1], past.training, fraction=fraction, mode=run.mode, key=keys[index]
+        )
+        past = past.descend(donors)
+        saved.decide(index - 1, run, past.decisions)
+        run = train(index, _replace(run, donors, explore, key=key), **saved.saving(index))
 
 
 def _replace(run: Run, donors: np.ndarray, explore: Callable[..., Any], *, key: Any) -> Run:

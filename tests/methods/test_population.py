@@ -361,7 +361,6 @@ class TestPopulationBasedTraining:
             ({"rounds": 0}, "`rounds`"),
             ({"fraction": 0.9}, "at most 0.5"),
             ({"patience": 2}, "does not take `patience`"),
-            ({"checkpoint": "a"}, "does not take `checkpoint`: it consists of several runs"),
             ({"on_diverge": "revive"}, "replaces diverged members"),
             ({"explore": lambda hyper, key: None}, "`explore` needs a function that returns hyper-parameters"),
         ],

@@ -24,7 +24,7 @@ _RECORD = {
 }
 
 
-def check_checkpoint_options(checkpoint: Any, every: Any, resume: Any) -> None:
+def check_checkpoint_options(checkpoint: Any, every: Any, resume: Any, *, name: str = "fit") -> None:
     """Raises for invalid options of saving, and for such options without `checkpoint`."""
     if checkpoint is None:
         given = [
@@ -36,21 +36,21 @@ def check_checkpoint_options(checkpoint: Any, every: Any, resume: Any) -> None:
             if there
         ]
         if given:
-            raise TypeError(f"`fit` takes {', '.join(given)} with `checkpoint=`, the folder to save the run in.")
+            raise TypeError(f"`{name}` takes {', '.join(given)} with `checkpoint=`, the folder to save the run in.")
         return
     if not isinstance(checkpoint, str | os.PathLike | Checkpoints):
-        raise TypeError(f"`fit` needs `checkpoint` to be a path or `Checkpoints`, got {kind_text(checkpoint)}.")
-    check_word(resume, "resume", RESUME, name="fit")
+        raise TypeError(f"`{name}` needs `checkpoint` to be a path or `Checkpoints`, got {kind_text(checkpoint)}.")
+    check_word(resume, "resume", RESUME, name=name)
     if every is not None:
-        check_positive_int(every, "checkpoint_every", name="fit")
+        check_positive_int(every, "checkpoint_every", name=name)
 
 
-def check_run_folder(folder: Any, *, is_checkpoint: bool) -> None:
+def check_run_folder(folder: Any, *, is_checkpoint: bool, name: str = "fit") -> None:
     """Raises for a folder that `save` wrote: checkpoints of a run would be written among its arrays."""
     if is_checkpoint:
         raise FileExistsError(
             errno.EEXIST,
-            f"`fit` needs a folder of its own as `checkpoint`, and `{folder}` is a checkpoint that `save` wrote.\n"
+            f"`{name}` needs a folder of its own as `checkpoint`, and `{folder}` is a checkpoint that `save` wrote.\n"
             "Choose another folder; `load` reads this one",
         )
 
@@ -77,15 +77,15 @@ def check_record(meta: Any, folder: Any) -> Mapping[str, Any]:
     return meta["fit"]
 
 
-def check_same_call(saved: Mapping[str, str], now: Mapping[str, str], folder: Any) -> None:
+def check_same_call(saved: Mapping[str, str], now: Mapping[str, str], folder: Any, *, name: str = "fit") -> None:
     """Raises unless the call is the one that was interrupted."""
-    names = [*saved, *(name for name in now if name not in saved)]
-    differ = [name for name in names if saved.get(name) != now.get(name)]
+    words = [*saved, *(word for word in now if word not in saved)]
+    differ = [word for word in words if saved.get(word) != now.get(word)]
     if differ:
-        lines = "\n".join(f"  `{name}`: {_difference_text(saved.get(name), now.get(name))}" for name in differ)
+        lines = "\n".join(f"  `{word}`: {_difference_text(saved.get(word), now.get(word))}" for word in differ)
         raise ValueError(
-            f"`fit` cannot resume from `{folder}`: this call differs from the one that wrote it.\n{lines}\nRepeat that "
-            "call, or save in another folder; to continue with changes, call `fit` on the run that it returns."
+            f"`{name}` cannot resume from `{folder}`: this call differs from the one that wrote it.\n{lines}\nRepeat "
+            "that call, or save in another folder; to continue with changes, call `fit` on the run that it returns."
         )
 
 

@@ -27,6 +27,7 @@ from ..host._start import Start
 from ._check import check_record, check_resume, check_run_folder, check_same_call, other_versions_message
 from ._claim import Claim
 from ._identity import Identity
+from ._round import Round
 
 _SECONDS_BETWEEN = 60.0
 _PER_MEMBER = ("moving", "fixed", "ids", "selection", "loss", "aux", "validation")
@@ -41,6 +42,7 @@ class Saver:
     - `step`: the last saved step, or -1.
     - `failed`: the error of a failed save, after which the run ends.
     - `seconds_before`: the duration of the run before this process.
+    - `begun`: the step at which the run began, known after `resume`.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Saver:
         resume: Literal["auto", "must", "never"],
     ) -> None:
         own = isinstance(checkpoint, Checkpoints)
+        self._round = checkpoint if isinstance(checkpoint, Round) else None
         # Arrays on several processes are written by Orbax.
         kind: FormatName = "safetensors" if jax.process_count() == 1 else "orbax"
         self._checkpoints = checkpoint if own else Checkpoints(checkpoint, asynchronous=True, format=kind)
@@ -58,6 +61,7 @@ class Saver:
         self.step = -1
         self.failed: OSError | None = None
         self.seconds_before = 0.0
+        self.begun = 0
         self._saved_at = time.perf_counter()
         self.folder = self._checkpoints.path(0).parent
         check_overwritable(self.folder, is_checkpoint=not self.folder.exists() or self.folder.is_dir())
@@ -79,14 +83,17 @@ class Saver:
 
     def resume(self, start: Start, identity: Identity) -> Start:
         """The start at the last good checkpoint, or `start` if there is none."""
-        self._identity, self._begun = identity, int(start.state.step)
+        goes_on = self._round is not None and self._round.goes_on
+        if self._round is not None:
+            identity = self._round.identify(identity)
+        self._identity, self.begun = identity, int(start.state.step)
         self._shared, self._ids = start.state.shared, start.state.ids
         self._seen = self._checkpoints.steps
-        if not self._seen:
+        if not self._seen or goes_on:
             return start
         restored = self._checkpoints.restore(lambda contents: self._like(start, contents))
         self.step, meta = restored.step, restored.meta["fit"]
-        self.seconds_before = meta["seconds"]
+        self.seconds_before, self.begun = meta["seconds"], meta.get("begun", self.begun)
         tree = restored.tree
         history = History(tree["loss"], tree["aux"], tree["validation"], tree["validation_step"], tree["history_step"])
         revived = meta["revived"]
@@ -107,7 +114,8 @@ class Saver:
         if meta["conditions"] != now:
             warn(other_versions_message(meta["conditions"], now, self.folder))
             saved, texts = ({k: v for k, v in t.items() if k not in self._identity.traced} for t in (saved, texts))
-        check_same_call(saved, texts, self.folder)
+        name = "fit" if self._round is None else self._round.name
+        check_same_call(saved, texts, self.folder, name=name)
         state = start.state
         along = lambda x: np.empty((state.num_members, meta["steps"], *x.shape), x.dtype)
         count, selection = meta["validations"], start.selection
@@ -130,7 +138,7 @@ class Saver:
         """Whether to write a checkpoint after `step`."""
         if self.every is None:
             return broadcast_from_first(time.perf_counter() - self._saved_at) >= _SECONDS_BETWEEN
-        last = max(self.step, self._begun)
+        last = max(self.step, self.begun)
         return step // self.every > last // self.every
 
     def save(
@@ -155,6 +163,7 @@ class Saver:
             "revived": None if revived is None else [list(each) for each in revived],
             "place": list(cursor._replace(state=encode(cursor.state))),
             "seconds": seconds,
+            "begun": self.begun,
         }
         try:
             self.claim()

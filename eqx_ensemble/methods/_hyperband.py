@@ -1,0 +1,158 @@
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, overload
+
+import equinox as eqx
+import numpy as np
+
+from .._build import build
+from .._check import check_positive_int
+from .._ensemble import M
+from .._pytree import PyTree
+from ..sweep import AbstractRange, draw
+from ..train._run import Run
+from ..train.compiled._optimiser import Optimiser
+from ._check import check_factor, check_options, check_validation_given
+from ._check_rounds import check_saving
+from ._halving import halve
+from ._rounds import Rounds
+
+
+@overload
+def hyperband(
+    make: Callable[..., tuple[M, eqx.nn.State]],
+    ranges: Mapping[str, AbstractRange],
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: PyTree,
+    *,
+    validation: PyTree,
+    epochs: int,
+    factor: float | int = 3,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    resume: Literal["auto", "must", "never"] = "auto",
+    key: Any,
+    **options: Any,
+) -> list[Run[M]]: ...
+@overload
+def hyperband(
+    make: Callable[..., M],
+    ranges: Mapping[str, AbstractRange],
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: PyTree,
+    *,
+    validation: PyTree,
+    epochs: int,
+    factor: float | int = 3,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    resume: Literal["auto", "must", "never"] = "auto",
+    key: Any,
+    **options: Any,
+) -> list[Run[M]]: ...
+def hyperband(
+    make: Callable[..., Any],
+    ranges: Mapping[str, AbstractRange],
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: PyTree,
+    *,
+    validation: PyTree,
+    epochs: int,
+    factor: float | int = 3,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    resume: Literal["auto", "must", "never"] = "auto",
+    key: Any,
+    **options: Any,
+) -> list[Run[Any]]:
+    """Runs successive halving several times, from many members trained briefly to a few trained in full.
+
+    How early bad hyper-parameters can be recognised is not known in advance: each bracket assumes another answer, and
+    all brackets take the same time.
+
+    **Arguments:**
+
+    - `make`: the constructor of one member, as for [`eqx_ensemble.build`][].
+    - `ranges`: the ranges of the hyper-parameters, as for [`eqx_ensemble.sweep.draw`][].
+    - `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
+    - `epochs`: the longest training of a member.
+    - `factor`: the ratio of members, and of training lengths, between two rungs.
+    - `checkpoint`, `checkpoint_every`, `resume`: as for [`eqx_ensemble.methods.successive_halving`][]; each bracket has
+        a folder of its own in the one given.
+    - `key`: the root key.
+
+    **Returns:** one run per bracket, the largest first. Ids are unique across brackets.
+
+    **Raises:** `TypeError` for options of [`eqx_ensemble.fit`][] that the method sets itself.
+
+    ```python
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+    make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
+    ranges = {"lr": ee.sweep.LogUniform(1e-4, 1e-1)}
+    data = jnp.ones((64, 3)), jnp.zeros((64, 1))
+    runs = ee.methods.hyperband(
+        make,
+        ranges,
+        loss,
+        lambda hyper: optax.adam(hyper["lr"]),
+        data,
+        validation=data,
+        epochs=9,
+        key=key,
+    )
+    winners = ee.concatenate([run.best() for run in runs])  # one of each bracket
+    ```
+
+    ??? cite
+
+        Li et al., *Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization*, JMLR 18, 2018.
+    """
+    name = "methods.hyperband"
+    check_positive_int(epochs, "epochs", name=name)
+    check_validation_given(validation, name=name)
+    check_options(options, ("steps", "hyper", "state", "rungs"), "it sets these itself", name=name)
+    check_saving(checkpoint, checkpoint_every, resume, data, name=name)
+    factor = check_factor(factor, name=name)
+    most = math.floor(math.log(epochs, factor) + 1e-9)
+    sizes = [math.ceil((most + 1) / (s + 1) * factor**s - 1e-9) for s in range(most, -1, -1)]
+    ends = np.cumsum(sizes).tolist()
+    hyper = draw(ranges, ends[-1], key=key)
+    own = {"epochs": epochs, "factor": factor}
+    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name)
+    runs = []
+    with saved.lock():
+        for s, size, end in zip(range(most, -1, -1), sizes, ends, strict=True):
+            indices = np.arange(end - size, end)
+            made = build(make, ids=indices, key=key)
+            ensemble, state = made if isinstance(made, tuple) else (made, None)
+            totals = [max(1, math.floor(epochs * factor ** (i - s) + 1e-9)) for i in range(s + 1)]
+            inside = saved.inside(f"bracket-{most - s:02d}", bracket=most - s)
+            own_hyper = {name: x[indices] for name, x in hyper.items()}
+            runs.append(
+                halve(
+                    ensemble,
+                    loss,
+                    optimiser,
+                    data,
+                    "epochs",
+                    sorted(set(totals)),
+                    factor,
+                    inside,
+                    **options,
+                    validation=validation,
+                    hyper=own_hyper,
+                    state=state,
+                    key=key,
+                )  # fmt: skip
+            )
+            if runs[-1].interrupted:
+                break
+    return runs

@@ -1,0 +1,157 @@
+"""Methods of several runs that are saved: a folder for each run, and a lock that one process holds for all."""
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from .._check import CheckpointCorruptError
+from .._pytree import PyTree
+from .._warnings import warn
+from ..checkpoint import Checkpoints, _disk
+from ..checkpoint._check_folders import explain_folder
+from ..checkpoint._kind import STEP
+from ..checkpoint._path import absolute, as_path, list_folder
+from ..checkpoint._run_lock import NAME as LOCK
+from ..checkpoint._run_lock import RunLock
+from ..checkpoint._write import clean, remove
+from ..train._errors import NotSavedError
+from ..train._run import Run
+from ..train.resume._round import Round
+from ..train.resume._texts import function_text, option_text
+from ._check_rounds import check_folder, check_resume_rounds, went_back_message
+
+_ROUND = re.compile(r"round-([0-9]{6})")
+_DECISIONS = "decisions"
+T = TypeVar("T")
+
+
+class Rounds:
+    """The runs of a method, one after another, saved below `checkpoint`; not at all where that is `None`.
+
+    The folder of a round is kept until the next one has ended, so that there is always a complete checkpoint, and an
+    older one if that is damaged. What is decided between two rounds is written before the second one begins.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str] | None,
+        *,
+        own: dict[str, Any],
+        every: int | None,
+        resume: str,
+        name: str,
+    ) -> None:
+        self._folder: Any = None if checkpoint is None else absolute(as_path(checkpoint))
+        self._own, self._every, self._name = own, every, name
+        self._functions: dict[str, str] = {}
+        self._round: Round | None = None
+        if self._folder is not None:
+            check_folder(self._folder, name=name)
+            begun = any(STEP.fullmatch(path.name) for path in self._folder.glob("**/step-*"))
+            check_resume_rounds(self._folder, resume, begun=begun, name=name)
+
+    def add_function(self, word: str, fn: Callable[..., Any], *args: PyTree) -> None:
+        """Adds a function of the method's call to its identity; `args` are like those that it is called with."""
+        if self._folder is not None:
+            self._functions[word] = function_text(fn, *args)
+
+    def inside(self, folder: str, **own: Any) -> "Rounds":
+        """Those of a method that this one calls, in a folder inside of this one."""
+        below = None if self._folder is None else self._folder / folder
+        return Rounds(below, own=self._own | own, every=self._every, resume="auto", name=self._name)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Holds the lock of the folder, in which one process at a time trains."""
+        if self._folder is None:
+            yield
+            return
+        lock = RunLock(self._folder)
+        with explain_folder(self._folder):
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def resume(self, train: Callable[..., T]) -> tuple[int, T]:
+        """Calls `train(index, **saving)` for the newest round that is saved, or the first one; its index and result.
+
+        `train` begins with the arguments of the method's call. Where all checkpoints of the newest round are damaged,
+        the round before it is taken.
+        """
+        saved = self._saved()
+        index = saved[-1] if saved else 0
+        while True:
+            self._round = None
+            try:
+                return index, train(index, **self.saving(index))
+            except CheckpointCorruptError as error:
+                if index - 1 not in saved:
+                    raise
+                warn(went_back_message(self._path(index), error, name=self._name))
+                self._remove(index)
+                index -= 1
+
+    def saving(self, index: int) -> dict[str, Any]:
+        """The options by which `fit` saves a round."""
+        if self._folder is None:
+            return {}
+        before = None if self._round is None else self._round.identity
+        given = {word: value for word, value in self._own.items() if value is not None}
+        own = {"method": self._name} | {word: option_text(value) for word, value in given.items()}
+        self._round = Round(self._path(index), name=self._name, own=own, functions=self._functions, identity=before)
+        return {"checkpoint": self._round, "checkpoint_every": self._every}
+
+    def decide(self, index: int, run: Run[Any], decisions: Callable[[], PyTree] | None = None) -> None:
+        """Writes what is decided after a round, with what was decided before, and removes the rounds before it."""
+        if self._folder is None:
+            return
+        try:
+            if decisions is not None:
+                self._decided().save(index + 1, decisions())
+        except OSError as error:
+            raise NotSavedError(error, run) from error
+        for old, _ in self._folders():
+            if old < index:
+                self._remove(old)
+
+    def decisions(self, index: int, like: PyTree) -> PyTree:
+        """What was decided before a round, like what is decided after one, with an axis of rounds in front."""
+        along = lambda x: np.empty((index, *x.shape[1:]), x.dtype)
+        return self._decided().restore(jax.tree.map(along, like), step=index).tree
+
+    def _decided(self) -> Checkpoints:
+        return Checkpoints(self._folder / _DECISIONS, last=2)
+
+    def _path(self, index: int) -> Any:
+        return self._folder / f"round-{index:06d}"
+
+    def _saved(self) -> list[int]:
+        """The indices of the rounds with a complete checkpoint, in order."""
+        return sorted(index for index, folder in self._folders() if Checkpoints(folder).steps)
+
+    def _folders(self) -> list[tuple[int, Any]]:
+        """The folders of rounds, with their indices."""
+        if self._folder is None:
+            return []
+        matches = [(_ROUND.fullmatch(entry.name), entry) for entry in list_folder(self._folder) if entry.is_dir()]
+        return [(int(match[1]), entry) for match, entry in matches if match]
+
+    def _remove(self, index: int) -> None:
+        """Removes a round; other files in its folder stay."""
+        folder = self._path(index)
+        try:
+            for step in Checkpoints(folder).steps:
+                remove(Checkpoints(folder).path(step))
+            clean(folder, STEP)
+            with contextlib.suppress(FileNotFoundError):
+                _disk.remove(folder / LOCK)  # which a killed process left
+            _disk.remove_empty_folder(folder)
+        except OSError as error:
+            warn(f"The checkpoints of an earlier round could not be removed: {error}")
