@@ -207,6 +207,9 @@ CASES = {
         {},
         ("folder", "last", "best", "keep_period", "asynchronous", "format"),
     ),
+    "checkpoint.exit_on_signal": Case(
+        lambda **options: ee.checkpoint.exit_on_signal(**options).__enter__(), {}, ("number", "code")
+    ),
     "checkpoint.contents": Case(ee.checkpoint.contents, {"path": always(saved)}),
     "checkpoint.verify": Case(ee.checkpoint.verify, {"path": always(saved)}),
     "methods.population.set_hyper": Case(
@@ -386,6 +389,8 @@ CASES = {
     ),
 }
 
+_SAVED = {"checkpoint": "text None", "checkpoint_every": "None"}
+
 # Bad values that are good here, by argument, as labels of `census.BAD`. `None` is what the argument is by default.
 ACCEPTED = {
     "methods.sngp.update_covariance": {"batch_size": "int64 None", "state": "None", "plan": "None"},
@@ -460,9 +465,11 @@ ACCEPTED = {
         "epochs": "None",
         "steps": "int64",
         "fraction": "float32",
-    },
-    "methods.successive_halving": {"epochs": "int64", "steps": "None", "factor": "int64", "rungs": "int64 None"},
-    "methods.hyperband": {"epochs": "int64", "factor": "int64"},
+    }
+    | _SAVED,
+    "methods.successive_halving": {"epochs": "int64", "steps": "None", "factor": "int64", "rungs": "int64 None"}
+    | _SAVED,
+    "methods.hyperband": {"epochs": "int64", "factor": "int64"} | _SAVED,
     "methods.priors.draw_anchors": {"std": "int64 float32"},
     "methods.priors.gaussian_penalty": {"model": "array", "std": "int64 float32", "num_rows": "int64 float32"},
     "methods.priors.noisy_targets": {"targets": "array", "ids": "int64", "std": "0 int64 float32", "row_ids": "None"},

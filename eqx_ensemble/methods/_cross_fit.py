@@ -50,7 +50,8 @@ def cross_fit(
     **Arguments:**
 
     - `ensemble`: one member per fold, or several: member `i` has fold `i % num_folds`.
-    - `loss`, `optimiser`, `data`, `options`: as for [`eqx_ensemble.fit`][].
+    - `loss`, `optimiser`, `data`, `options`: as for [`eqx_ensemble.fit`][]. With `checkpoint`, the one run of all folds
+        is saved, and resumes; the predictions are made again.
     - `folds`: from [`eqx_ensemble.resample.folds`][] or [`eqx_ensemble.resample.from_splits`][].
     - `x`: the inputs to predict from, as for [`eqx_ensemble.predict`][]: all rows of the data, in their order.
     - `fn`: how a member predicts, as for [`eqx_ensemble.predict`][]. Average class probabilities, not logits.

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -12,20 +11,17 @@ import numpy as np
 from .._check import CheckpointCorruptError
 from .._pytree import PyTree
 from .._warnings import warn
-from ..checkpoint import Checkpoints, _disk
+from ..checkpoint import Checkpoints
 from ..checkpoint._check_folders import explain_folder
-from ..checkpoint._kind import STEP
-from ..checkpoint._path import absolute, as_path, list_folder
-from ..checkpoint._run_lock import NAME as LOCK
+from ..checkpoint._path import absolute, as_path
 from ..checkpoint._run_lock import RunLock
-from ..checkpoint._write import clean, remove
 from ..train._errors import NotSavedError
 from ..train._run import Run
 from ..train.resume._round import Round
 from ..train.resume._texts import function_text, option_text
 from ._check_rounds import check_folder, check_resume_rounds, went_back_message
+from ._round_folders import has_checkpoints, remove_round, remove_rounds, round_path, saved_rounds
 
-_ROUND = re.compile(r"round-([0-9]{6})")
 _DECISIONS = "decisions"
 T = TypeVar("T")
 
@@ -52,8 +48,7 @@ class Rounds:
         self._round: Round | None = None
         if self._folder is not None:
             check_folder(self._folder, name=name)
-            begun = any(STEP.fullmatch(path.name) for path in self._folder.glob("**/step-*"))
-            check_resume_rounds(self._folder, resume, begun=begun, name=name)
+            check_resume_rounds(self._folder, resume, begun=has_checkpoints(self._folder), name=name)
 
     def add_function(self, word: str, fn: Callable[..., Any], *args: PyTree) -> None:
         """Adds a function of the method's call to its identity; `args` are like those that it is called with."""
@@ -85,7 +80,7 @@ class Rounds:
         `train` begins with the arguments of the method's call. Where all checkpoints of the newest round are damaged,
         the round before it is taken.
         """
-        saved = self._saved()
+        saved = [] if self._folder is None else saved_rounds(self._folder)
         index = saved[-1] if saved else 0
         while True:
             self._round = None
@@ -94,8 +89,8 @@ class Rounds:
             except CheckpointCorruptError as error:
                 if index - 1 not in saved:
                     raise
-                warn(went_back_message(self._path(index), error, name=self._name))
-                self._remove(index)
+                warn(went_back_message(round_path(self._folder, index), error, name=self._name))
+                remove_round(self._folder, index)
                 index -= 1
 
     def saving(self, index: int) -> dict[str, Any]:
@@ -105,7 +100,8 @@ class Rounds:
         before = None if self._round is None else self._round.identity
         given = {word: value for word, value in self._own.items() if value is not None}
         own = {"method": self._name} | {word: option_text(value) for word, value in given.items()}
-        self._round = Round(self._path(index), name=self._name, own=own, functions=self._functions, identity=before)
+        path = round_path(self._folder, index)
+        self._round = Round(path, name=self._name, own=own, functions=self._functions, identity=before)
         return {"checkpoint": self._round, "checkpoint_every": self._every}
 
     def decide(self, index: int, run: Run[Any], decisions: Callable[[], PyTree] | None = None) -> None:
@@ -114,44 +110,15 @@ class Rounds:
             return
         try:
             if decisions is not None:
-                self._decided().save(index + 1, decisions())
+                self._journal().save(index + 1, decisions())
         except OSError as error:
             raise NotSavedError(error, run) from error
-        for old, _ in self._folders():
-            if old < index:
-                self._remove(old)
+        remove_rounds(self._folder, before=index)
 
     def decisions(self, index: int, like: PyTree) -> PyTree:
         """What was decided before a round, like what is decided after one, with an axis of rounds in front."""
         along = lambda x: np.empty((index, *x.shape[1:]), x.dtype)
-        return self._decided().restore(jax.tree.map(along, like), step=index).tree
+        return self._journal().restore(jax.tree.map(along, like), step=index).tree
 
-    def _decided(self) -> Checkpoints:
+    def _journal(self) -> Checkpoints:
         return Checkpoints(self._folder / _DECISIONS, last=2)
-
-    def _path(self, index: int) -> Any:
-        return self._folder / f"round-{index:06d}"
-
-    def _saved(self) -> list[int]:
-        """The indices of the rounds with a complete checkpoint, in order."""
-        return sorted(index for index, folder in self._folders() if Checkpoints(folder).steps)
-
-    def _folders(self) -> list[tuple[int, Any]]:
-        """The folders of rounds, with their indices."""
-        if self._folder is None:
-            return []
-        matches = [(_ROUND.fullmatch(entry.name), entry) for entry in list_folder(self._folder) if entry.is_dir()]
-        return [(int(match[1]), entry) for match, entry in matches if match]
-
-    def _remove(self, index: int) -> None:
-        """Removes a round; other files in its folder stay."""
-        folder = self._path(index)
-        try:
-            for step in Checkpoints(folder).steps:
-                remove(Checkpoints(folder).path(step))
-            clean(folder, STEP)
-            with contextlib.suppress(FileNotFoundError):
-                _disk.remove(folder / LOCK)  # which a killed process left
-            _disk.remove_empty_folder(folder)
-        except OSError as error:
-            warn(f"The checkpoints of an earlier round could not be removed: {error}")

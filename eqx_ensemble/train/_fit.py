@@ -288,8 +288,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     if saver is None or saver.step < 0:  # a run that was saved may have ended
         training = to_host(stop_at_limits(first.moving, limits, first.step).status) == Status.OK
         check_some_training(training, ids=to_host(first.ids))
-    begun = int(first.step) if saver is None else saver.begun
-    length = Length(begun, *(None if given is None else int(given) for given in (epochs, steps)))
+    length = Length(start.begun, *(None if given is None else int(given) for given in (epochs, steps)))
     lost_before = to_host(first.moving.status) == Status.DIVERGED
     run = execute(
         program, start, source, length, limits=limits, validation=validation, on_diverge=how, lost_before=lost_before,

@@ -1,6 +1,7 @@
 """Kills a call of a method that is saved, again and again, and finishes it each time; also a script.
 
-`kills.py METHOD FOLDER` finishes the call of a method and prints a digest of all that it returns.
+`kills.py METHOD FOLDER [STEPS]` finishes the call of a method and prints a digest of all that it returns. It ends at
+SIGTERM, with a code that means "again".
 """
 
 import random
@@ -132,4 +133,6 @@ def random_kills(seed, faults):
 
 
 if __name__ == "__main__":
-    print(digest(METHODS[sys.argv[1]](checkpoint=sys.argv[2], checkpoint_every=2)), flush=True)
+    options = {"steps": int(sys.argv[3]), "checkpoint_every": 100} if len(sys.argv) > 3 else {"checkpoint_every": 2}
+    with ee.checkpoint.exit_on_signal():
+        print(digest(METHODS[sys.argv[1]](checkpoint=sys.argv[2], **options)), flush=True)

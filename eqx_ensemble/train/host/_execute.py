@@ -11,6 +11,7 @@ from ... import _axes
 from ..._ensemble import Ensemble
 from ..._progress import members_in_words, progress_line
 from ..._pytree import PyTree
+from ...checkpoint._exit import exit_if_asked
 from ...distributed import to_host
 from ...plan import AbstractPlan
 from ...plan._pilot import Pilot, explain_memory
@@ -66,7 +67,7 @@ def execute(
     revivals = start.revived if reviver is None else reviver.revivals
     with (
         saver or contextlib.nullcontext(),
-        Interruption() as interruption,
+        Interruption(is_saved=saver is not None) as interruption,
         progress_line(show=progress, description=members_in_words(first.num_members), unit="step") as line,
         nan_is_data(),
     ):
@@ -88,7 +89,10 @@ def execute(
         with _attach_run(host, source, collect), explain_memory(pilot, first.num_members, name="fit"):
             run(source, host, length, start.cursor)
             saving.wait()
-    return collect(interrupted=stopping.ended_early)
+    ended = collect(interrupted=stopping.ended_early)
+    if saving.is_on and saving.error is None:
+        exit_if_asked()
+    return ended
 
 
 @contextlib.contextmanager

@@ -28,7 +28,10 @@ from ._record import Record
 
 
 class Start(NamedTuple):
-    """Where a run starts, and what is known from before: `rows` are `None` where all have been seen."""
+    """Where a run starts, and what is known from before: `rows` are `None` where all have been seen.
+
+    `begun` is the step at which the call that resumes there began.
+    """
 
     state: TrainState
     selection: Selection | None
@@ -36,6 +39,7 @@ class Start(NamedTuple):
     revived: list[Revival]
     cursor: Cursor
     rows: np.ndarray | None
+    begun: int
 
 
 def layout_of(mesh: Mesh | None, begun: Any) -> Layout | None:
@@ -71,7 +75,7 @@ def start_of(
         options = {"state": state, "hyper": hyper, "trainable": trainable, "layout": layout}
         first = first_state(begun, optimiser, **options, name="fit", key=key)
         selection = no_selection(first.moving, mode) if has_validation else None
-        return Start(first, selection, Record(windows=windows), [], Cursor(), _no_rows(first))
+        return Start(first, selection, Record(windows=windows), [], Cursor(), _no_rows(first), int(first.step))
     given = {"state": state is not None, "hyper": hyper is not None, "trainable": trainable is not eqx.is_inexact_array}
     check_not_given_again([name for name, there in given.items() if there])
     run, first = (begun, begun.train_state) if isinstance(begun, Run) else (None, begun)
@@ -86,10 +90,11 @@ def start_of(
         check_same_mode(mode, None if selection is None else selection.mode)
         fresh = no_selection(first.moving, mode)
         selection = fresh if selection is None else jax.tree.map(lambda x: x.copy(), selection)
-    record = Record(first_step=int(first.step), history=None if run is None else run.history, windows=windows)
+    step = int(first.step)
+    record = Record(first_step=step, history=None if run is None else run.history, windows=windows)
     if run is None:
-        return Start(first, selection, record, [], Cursor(), _no_rows(first))
-    return Start(first, selection, record, run.revived, Cursor(state=run.data_state), run.rows)
+        return Start(first, selection, record, [], Cursor(), _no_rows(first), step)
+    return Start(first, selection, record, run.revived, Cursor(state=run.data_state), run.rows, step)
 
 
 def with_validation(

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import signal
 import threading
@@ -7,6 +8,7 @@ from typing import Literal
 import jax
 import numpy as np
 
+from ...checkpoint._exit import hold_exit, is_exit_asked
 from ...distributed import broadcast_from_first, to_host
 from .._revive import Revive
 from .._status import Status
@@ -23,26 +25,36 @@ class Interruption:
 
     Between a donated call and the assignment of its result, the old state is gone and the new one has no name: a
     `KeyboardInterrupt` there loses both. Inside this context the first Ctrl-C is only noted; the second one raises.
+    Where the run is saved, so is a signal of `checkpoint.exit_on_signal`.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, *, is_saved: bool) -> None:
+        self._noted, self._is_saved = False, is_saved
         self._before = None
+        self._held = contextlib.ExitStack()
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether the run is to end."""
+        return self._noted or (self._is_saved and is_exit_asked())
 
     def __enter__(self) -> "Interruption":
         own = threading.current_thread() is threading.main_thread()
         if own and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before = signal.signal(signal.SIGINT, self._note)
+        if self._is_saved:
+            self._held.enter_context(hold_exit())
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._held.close()
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self._noted:
             raise KeyboardInterrupt
-        self.requested = True
+        self._noted = True
 
 
 class Stopping:
@@ -66,7 +78,7 @@ class Stopping:
     @property
     def ended_early(self) -> bool:
         """Whether Ctrl-C or a callback ended the run."""
-        return self._interruption.requested or self._ended
+        return self._interruption.is_requested or self._ended
 
     def end(self) -> None:
         """Ends the run at this boundary, as Ctrl-C does. All processes must call it."""
@@ -84,7 +96,7 @@ class Stopping:
 
     def must_end(self) -> bool:
         """Whether the run ends whatever its members do: it is interrupted, or cannot be saved."""
-        return self._interruption.requested or self._saving.error is not None
+        return self._interruption.is_requested or self._saving.error is not None
 
     def should_stop(self, members: ActiveMembers, *, begun: bool) -> bool:
         """Whether the run ends: interrupted, not to be saved, no member trains, or one diverged that must not."""
@@ -92,7 +104,7 @@ class Stopping:
         if self._saving.error is not None:
             return True
         failed = self._most_lost is not None and (members.status == Status.DIVERGED).sum() > self._most_lost
-        interrupted = broadcast_from_first(self._interruption.requested) and begun  # a run has at least one step
+        interrupted = broadcast_from_first(self._interruption.is_requested) and begun  # a run has at least one step
         return bool(interrupted or self._ended or failed or not (status == Status.OK).any())
 
     def stop(self, members: ActiveMembers, chosen: np.ndarray) -> None:

@@ -42,7 +42,6 @@ class Saver:
     - `step`: the last saved step, or -1.
     - `failed`: the error of a failed save, after which the run ends.
     - `seconds_before`: the duration of the run before this process.
-    - `begun`: the step at which the run began, known after `resume`.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Saver:
         self.step = -1
         self.failed: OSError | None = None
         self.seconds_before = 0.0
-        self.begun = 0
         self._saved_at = time.perf_counter()
         self.folder = self._checkpoints.path(0).parent
         check_overwritable(self.folder, is_checkpoint=not self.folder.exists() or self.folder.is_dir())
@@ -86,14 +84,14 @@ class Saver:
         goes_on = self._round is not None and self._round.goes_on
         if self._round is not None:
             identity = self._round.identify(identity)
-        self._identity, self.begun = identity, int(start.state.step)
+        self._identity, self._begun = identity, start.begun
         self._shared, self._ids = start.state.shared, start.state.ids
         self._seen = self._checkpoints.steps
         if not self._seen or goes_on:
             return start
         restored = self._checkpoints.restore(lambda contents: self._like(start, contents))
         self.step, meta = restored.step, restored.meta["fit"]
-        self.seconds_before, self.begun = meta["seconds"], meta.get("begun", self.begun)
+        self.seconds_before, self._begun = meta["seconds"], meta["begun"]
         tree = restored.tree
         history = History(tree["loss"], tree["aux"], tree["validation"], tree["validation_step"], tree["history_step"])
         revived = meta["revived"]
@@ -104,6 +102,7 @@ class Saver:
             record=Record(first_step=self._begun, history=history, windows=start.record.columns.windows),
             revived=start.revived if revived is None else [Revival(*each) for each in revived],
             cursor=cursor._replace(state=decode(cursor.state)),
+            begun=self._begun,
         )
 
     def _like(self, start: Start, contents: Contents) -> dict[str, Any]:
@@ -138,7 +137,7 @@ class Saver:
         """Whether to write a checkpoint after `step`."""
         if self.every is None:
             return broadcast_from_first(time.perf_counter() - self._saved_at) >= _SECONDS_BETWEEN
-        last = max(self.step, self.begun)
+        last = max(self.step, self._begun)
         return step // self.every > last // self.every
 
     def save(
@@ -163,7 +162,7 @@ class Saver:
             "revived": None if revived is None else [list(each) for each in revived],
             "place": list(cursor._replace(state=encode(cursor.state))),
             "seconds": seconds,
-            "begun": self.begun,
+            "begun": self._begun,
         }
         try:
             self.claim()
