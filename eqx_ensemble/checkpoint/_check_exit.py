@@ -6,7 +6,8 @@ from typing import Any
 def check_signal(number: Any, *, name: str) -> None:
     """Raises unless `number` is a signal that a program can handle."""
     never = [getattr(signal, word) for word in ("SIGKILL", "SIGSTOP") if hasattr(signal, word)]
-    if isinstance(number, bool) or number not in signal.valid_signals() or number in never:
+    whole = isinstance(number, int) and not isinstance(number, bool)
+    if not whole or number not in signal.valid_signals() or number in never:
         raise ValueError(
             f"`{name}` needs a signal that a program can handle, such as `signal.SIGTERM`; got {number!r}."
         )
