@@ -284,6 +284,12 @@ class TestPopulationBasedTraining:
             assert set(row[replaced]) <= set(order[:3])
         assert found.lineage[3].tolist() == list(range(MEMBERS))
 
+    def test_donors_follow_from_the_key(self, found):
+        keys = jax.random.split(KEY, 4)
+        for r in range(3):
+            donors = population.truncation(found.scores[r], fraction=0.34, key=keys[r + 1])
+            assert found.lineage[r].tolist() == donors.tolist()
+
     def test_only_those_replaced_explore(self, found):
         for r in range(3):
             copied = found.lineage[r]
