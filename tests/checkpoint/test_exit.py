@@ -48,9 +48,15 @@ class TestARunThatIsSaved:
         whole = fitted(steps=12)
         signalled(2)
         call = lambda: fitted(steps=12, checkpoint=tmp_path / "a", checkpoint_every=3)
-        with pytest.raises(SystemExit) as caught, exit_on_signal():
-            call()
-        assert caught.value.code == 75
+        after = []
+
+        def main():
+            with exit_on_signal():
+                after.append(call())
+
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert (caught.value.code, after) == (75, [])
         assert 0 < Checkpoints(tmp_path / "a").steps[-1] < 12
         assert not (tmp_path / "a" / "fit.lock").exists()
         with exit_on_signal():
