@@ -186,11 +186,11 @@ def test_an_error_that_shows_late(bad, monkeypatch, unhooked):
     monkeypatch.setattr(_stepwise, "_take_back_idle_steps", lambda before, after, results: (after, results))
     monkeypatch.setattr(jax, "block_until_ready", ready)
     batches = Batches(range(8))
-    carry, results = _stepwise.run_batches((None, None, batches), 0)
+    carry, results = _stepwise._run_batches((None, None, batches), 0)
     assert (carry, [int(i) for i, _ in results]) == (bad, list(range(bad)))
     assert str(batches.error) == "out of something"
     with pytest.raises(RuntimeError, match="out of something"):
-        _stepwise.run_batches((None, None, batches), bad)
+        _stepwise._run_batches((None, None, batches), bad)
 
 
 def test_a_buffer_that_is_filled_again():

@@ -17,7 +17,7 @@ class History(eqx.Module):
 
     - `loss`: `(members, steps)`, the training loss before each step's update; NaN after a member stopped or diverged.
         A run continued from a training state has its own steps only. With `fit(history=...)` not all steps are
-        recorded: a column is each member's latest loss since the column before.
+        recorded: a column is each member's latest finite loss since the column before.
     - `aux`: the loss's auxiliary outputs, each `(members, steps, ...)`, NaN (zero for integers) after a member
         stopped or diverged; `None` without `has_aux`.
     - `validation`: `(members, validations)`; `None` without validation data. A member that stopped within an epoch is
