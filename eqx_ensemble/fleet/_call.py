@@ -1,5 +1,6 @@
 """One call over shards: chooses the engine and the shards, and closes what it started."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ def over_shards(
     try:
         size = engine.shard_of(count) if shard is None else shard
         shards = [
-            Shard(i, positions, call.ids[positions], lambda positions=positions: call.part(positions))
+            Shard(i, positions, call.ids[positions], ft.partial(call.part, positions))
             for i, positions in enumerate(divide(count, size))
         ]
         task = Task(call.fn, call.common)

@@ -23,7 +23,6 @@ _REASONS = {
     "mesh": "a worker has its own devices; `make_mesh` of one process knows nothing of those of others",
     "callbacks": "they would be called on workers, with the members of one shard",
     "callback_every": "there are no `callbacks`",
-    "progress": "",
 }
 
 
@@ -85,7 +84,7 @@ def check_complete(finished: Finished, *, name: str) -> None:
 def check_can_be_cut(options: dict[str, Any], plan: Any, how: Any, data: Any, *, name: str) -> None:
     """Options of `fit` whose results do not depend on how members are divided."""
     for word, reason in _REASONS.items():
-        if reason and options.get(word) is not None:
+        if options.get(word) is not None:
             raise TypeError(f"`{name}` does not take `{word}`: {reason}.")
     check_no_auto(plan, name=name)
     if how == "raise":

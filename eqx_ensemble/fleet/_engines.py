@@ -69,7 +69,7 @@ class Restarting(Engine):
         return True
 
     def close(self) -> None:
-        """Ends the executor, without waiting for shards that nobody wants any more."""
+        """Shuts the executor down without waiting for its open shards."""
         self.executor.shutdown(wait=False, cancel_futures=True)
 
 

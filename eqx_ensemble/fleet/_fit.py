@@ -61,10 +61,9 @@ def fit(
         ids of a shard's members `(n,)`, that returns their data: arrays, parts of them marked
         [`eqx_ensemble.Each`][], or batches. The same holds for `validation`. Executors other than Dask's whose workers
         are on other machines need a function.
-    - `shard`: the number of members of a shard, at least 2, because one alone is
-        compiled to another program. By default sixteen shards for
-        each core of this machine, or for each thread of Dask's workers. A shard should take minutes: a worker
-        imports JAX, which takes seconds, and compiles, for at most two sizes of shards.
+    - `shard`: the number of members of a shard, at least 2, because one alone is compiled to another program. By
+        default sixteen shards for each core of this machine, or for each thread of Dask's workers. A shard should take
+        minutes: a worker imports JAX, which takes seconds, and compiles, for at most two sizes of shards.
     - `retries`: how often a shard is tried again after its worker died.
     - `checkpoint`: a folder that all workers can write, in which each shard saves its run in a folder of its own. A
         shard whose worker died goes on from there, and so does a call with the same arguments and size of shards.
@@ -101,7 +100,7 @@ def fit(
     folder = None if checkpoint is None else check_folder(as_path(checkpoint), name=_NAME)
     ids = np.asarray(ensemble.train_state.ids if isinstance(ensemble, Run) else ensemble.ids)
     own = member_options(given, len(ids), name=_NAME)
-    sources = {word: _source(value, word) for word, value in _sources(data, given)}
+    sources = {word: _source(x, word) for word, x in (("data", data), ("validation", given.get("validation")))}
     common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
     common |= {word: value for word, value in given.items() if word not in common | own | sources}
     arrays = [array for source in sources.values() if not callable(source) for array in large_arrays(source)]
@@ -119,10 +118,6 @@ def fit(
     call = Call(_NAME, _fit_shard, common, part, arrays, ids)
     finished = over_shards(call, executor, shard=shard, retries=retries, progress=progress, report=_report)
     return _run_of(finished, seconds=time.perf_counter() - begun)
-
-
-def _sources(data: Any, options: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [("data", data), *((word, options[word]) for word in ("validation",) if options.get(word) is not None)]
 
 
 def _source(value: Any, word: str) -> Any:

@@ -96,7 +96,13 @@ class _Work:
             shard = self.queue.popleft()
             own = dumps(shard.own(), self.numbers, name=self.name)
             attempt = self._failures[shard.number]
-            self.open[self.engine.submit(run_shard, self.task, own, attempt, *self.shared)] = shard
+            try:
+                self.open[self.engine.submit(run_shard, self.task, own, attempt, *self.shared)] = shard
+            except futures.BrokenExecutor as error:  # it broke since the last wait
+                failed: futures.Future[Any] = futures.Future()
+                failed.set_exception(error)
+                self.open[failed] = shard
+                break
 
     def collect(self) -> list[tuple[Shard, Any]]:
         """Waits for a shard. Returns those that are done, and queues those whose workers died."""

@@ -40,7 +40,7 @@ class ArrayFile:
         return _read(self)
 
 
-@ft.lru_cache(maxsize=64)
+@ft.lru_cache(maxsize=8)  # a file that is mapped keeps its space after it is deleted
 def _read(file: ArrayFile) -> np.ndarray:
     with open(file.path, "rb") as opened:
         data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)

@@ -42,8 +42,8 @@ class RunOf(Protocol[E]):
         ...
 
 
-class FitOptions(TypedDict, total=False):
-    """The options of `fit`."""
+class CommonFitOptions(TypedDict, total=False):
+    """The options of `fit` that do not depend on what the other members do, nor on where they are."""
 
     epochs: int | None
     steps: int | None
@@ -55,7 +55,6 @@ class FitOptions(TypedDict, total=False):
     min_delta: float
     target: Any
     max_steps: Any
-    max_seconds: Any
     state: eqx.nn.State | None
     hyper: PyTree
     rows: Any
@@ -63,13 +62,19 @@ class FitOptions(TypedDict, total=False):
     has_aux: bool
     history: Literal["all", "last"] | int
     trainable: Trainable
-    on_diverge: Literal["freeze", "revive", "raise"] | Revive
-    plan: AnyPlan
     scan: bool | None
-    mesh: Mesh | None
-    checkpoint: str | os.PathLike[str] | Checkpoints | None
     checkpoint_every: int | None
     resume: Literal["auto", "must", "never"]
+
+
+class FitOptions(CommonFitOptions, total=False):
+    """The options of `fit`."""
+
+    max_seconds: Any
+    on_diverge: Literal["freeze", "revive", "raise"] | Revive
+    plan: AnyPlan
+    mesh: Mesh | None
+    checkpoint: str | os.PathLike[str] | Checkpoints | None
     progress: bool | None
     callbacks: Callback | Sequence[Callback] | None
     callback_every: int | None

@@ -148,6 +148,11 @@ class TestWorkersThatDie:
         expected = fit(ee.fit, OPTIONS["plain"], plan=SEQUENTIAL)
         np.testing.assert_array_equal(found.history.loss, expected.history.loss[[0, 1, 2, 5, 6]])
 
+    def test_one_that_breaks_while_a_shard_is_submitted(self):
+        executors = iter([Raises(kills=[1]), Raises(kills=[]), Raises(kills=[])])
+        found = fit(ee.fleet.fit, OPTIONS["plain"], lambda: next(executors), shard=2)
+        assert_equal(found, fit(ee.fleet.fit, OPTIONS["plain"], Here(), shard=2))
+
     def test_an_executor_that_cannot_begin_again(self):
         with pytest.warns(UserWarning, match="without the members"):
             found = fit(ee.fleet.fit, OPTIONS["plain"], Here(kills=[2]), shard=2)
@@ -162,6 +167,16 @@ class TestWorkersThatDie:
         assert 0 < begun < 3
         assert_equal(fit(ee.fleet.fit, options, Here()), expected)
         assert len(list(tmp_path.iterdir())) == 3
+
+
+class Raises(Here):
+    """Refuses calls once it is broken, as a pool does."""
+
+    def submit(self, fn, /, *args):
+        future = super().submit(fn, *args)
+        if self.broken:
+            raise future.exception()
+        return future
 
 
 class KillsOne(Here):
