@@ -32,6 +32,7 @@ def over_shards(
     executor: Any,
     *,
     shard: int | None,
+    workers: int | None,
     retries: int,
     progress: bool | None,
     report: Callable[[Any], dict[str, str]] = lambda result: {},
@@ -40,7 +41,7 @@ def over_shards(
     tries, count = check_retries(retries, name=call.name), len(call.ids)
     if shard is not None:
         check_shard(shard, count, name=call.name)
-    engine = as_engine(executor, name=call.name)
+    engine = as_engine(executor, workers, name=call.name)
     try:
         size = engine.shard_of(count) if shard is None else shard
         shards = [

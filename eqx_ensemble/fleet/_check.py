@@ -4,9 +4,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from .._axes import Each, is_per_member
-from .._check import MemberMismatchError, check_integer, check_positive_int, kind_text
+from .._check import MemberMismatchError, check_integer, check_optional_function, check_positive_int, kind_text
 from .._ensemble import Ensemble, Group
 from .._pytree import PyTree
 from ..plan import AbstractPlan, Auto
@@ -20,7 +21,6 @@ from ._run_shards import Finished, lost_message
 
 _REASONS = {
     "max_seconds": "how far members come would depend on the worker",
-    "mesh": "a worker has its own devices; `make_mesh` of one process knows nothing of those of others",
     "callbacks": "they would be called on workers, with the members of one shard",
     "callback_every": "there are no `callbacks`",
 }
@@ -86,6 +86,7 @@ def check_can_be_cut(options: dict[str, Any], plan: Any, how: Any, data: Any, *,
     for word, reason in _REASONS.items():
         if options.get(word) is not None:
             raise TypeError(f"`{name}` does not take `{word}`: {reason}.")
+    _check_mesh_function(options.get("mesh"), name=name)
     check_no_auto(plan, name=name)
     if how == "raise":
         raise TypeError(
@@ -102,6 +103,16 @@ def check_can_be_cut(options: dict[str, Any], plan: Any, how: Any, data: Any, *,
             f"`{name}` needs `data` in arrays, or a function that makes it on the worker: an iterable of batches can "
             "be read by one worker only.\nPass `lambda ids: batches`."
         )
+
+
+def _check_mesh_function(mesh: Any, *, name: str) -> None:
+    """Nothing, or a function that is called on workers."""
+    if isinstance(mesh, Mesh):  # which can be called too, as a decorator
+        raise TypeError(
+            f"`{name}` needs `mesh` to be a function, which makes a mesh of the devices of a worker; those of a mesh "
+            "made here are this process's.\nPass `mesh=ee.make_mesh`, or `mesh=lambda: ee.make_mesh(data=2)`."
+        )
+    check_optional_function(mesh, "mesh", name=name, example="mesh=ee.make_mesh")
 
 
 def check_folder(path: Any, *, name: str) -> Any:

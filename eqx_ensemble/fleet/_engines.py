@@ -10,28 +10,32 @@ from typing import Any
 
 import numpy as np
 
-from .._check import check_installed, kind_text
+from .._check import check_installed, check_positive_int
+from ._check_engine import check_executor, check_factory, check_future
 from ._worker import ArrayFile
 
 
 class Engine:
-    """An executor that somebody else closes.
+    """An executor that somebody else closes."""
 
-    **Attributes:**
+    def __init__(self, executor: Executor, *, workers: int) -> None:
+        self.executor, self._workers = executor, workers
 
-    - `num_open`: how many shards may be submitted and not done.
-    """
+    def num_workers(self) -> int:
+        """How many shards run at once."""
+        return self._workers
 
-    def __init__(self, executor: Executor, *, num_open: int) -> None:
-        self.executor, self.num_open = executor, num_open
+    def num_open(self) -> int:
+        """How many shards may be submitted and not done: a worker finds the next one where it ends one."""
+        return 2 * self.num_workers()
 
     def shard_of(self, num_members: int) -> int:
         """A size of shards for which each worker gets some sixteen of them."""
-        return max(2, -(-num_members // (8 * self.num_open)))
+        return max(2, -(-num_members // (16 * self.num_workers())))
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
         """Submits a call."""
-        return self.executor.submit(fn, *args)
+        return check_future(self.executor.submit(fn, *args), self.executor)
 
     def restart(self) -> bool:
         """Whether there is an executor to go on with after this one broke."""
@@ -58,9 +62,9 @@ class Engine:
 class Restarting(Engine):
     """Executors of a factory, one after another."""
 
-    def __init__(self, make: Callable[[], Executor], *, num_open: int) -> None:
+    def __init__(self, make: Callable[[], Executor], *, workers: int) -> None:
         self._make = make
-        super().__init__(_start(make), num_open=num_open)
+        super().__init__(_start(make), workers=workers)
 
     def restart(self) -> bool:
         """Starts another executor."""
@@ -76,9 +80,13 @@ class Restarting(Engine):
 class Dask(Engine):
     """The workers of a Dask client, which repeats the shards of workers that die by itself."""
 
-    def __init__(self, client: Any, *, cluster: Any = None) -> None:
-        self._client, self._cluster = client, cluster
-        super().__init__(client.get_executor(pure=False), num_open=2 * max(sum(client.nthreads().values()), 1))
+    def __init__(self, client: Any, *, workers: int | None, cluster: Any = None) -> None:
+        self._client, self._cluster, self._given = client, cluster, workers
+        super().__init__(client.get_executor(pure=False), workers=workers or 1)
+
+    def num_workers(self) -> int:
+        """The threads of its workers now, which come and go, or the number that is given."""
+        return self._given or max(sum(self._client.nthreads().values()), 1)
 
     @contextlib.contextmanager
     def share(self, arrays: Sequence[np.ndarray]) -> Iterator[list[Any]]:
@@ -92,32 +100,28 @@ class Dask(Engine):
             self._cluster.close()
 
 
-def as_engine(executor: Any, *, name: str) -> Engine:
-    """The engine of an argument `executor`."""
+def as_engine(executor: Any, workers: int | None, *, name: str) -> Engine:
+    """The engine of the arguments `executor` and `workers`."""
+    if workers is not None:
+        check_positive_int(workers, "workers", name=name)
     if executor is None:
         check_installed("distributed", what=f"{name}(None, ...)", extra="dask")
         from distributed import Client, LocalCluster
 
-        cluster = LocalCluster(threads_per_worker=1, dashboard_address=":0")
-        return Dask(Client(cluster), cluster=cluster)
+        cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
+        return Dask(Client(cluster), workers=workers, cluster=cluster)
     distributed = sys.modules.get("distributed")
     if distributed is not None and isinstance(executor, distributed.Client):
-        return Dask(executor)
-    count = 2 * (os.cpu_count() or 1)
+        return Dask(executor, workers=workers)
+    count = workers or os.cpu_count() or 1
     if isinstance(executor, Executor):
-        return Engine(executor, num_open=count)
+        return Engine(executor, workers=count)
     make: Callable[[], Any] = executor
-    if not callable(executor):
-        raise TypeError(
-            f"`{name}` needs an executor as of `concurrent.futures`, a function that makes one, a client of Dask, or "
-            f"`None` for Dask on this machine; got {kind_text(executor)}.\n"
-            f"For example `lambda: ProcessPoolExecutor(2, multiprocessing.get_context('spawn'))`."
-        )
-    return Restarting(make, num_open=count)
+    check_factory(executor, name=name)
+    return Restarting(make, workers=count)
 
 
 def _start(make: Callable[[], Any]) -> Executor:
     executor = make()
-    if not isinstance(executor, Executor):
-        raise TypeError(f"A function that makes executors has to return one, got {kind_text(executor)}.")
+    check_executor(executor)
     return executor

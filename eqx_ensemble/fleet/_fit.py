@@ -35,6 +35,7 @@ def fit(
     data: PyTree | Callable[[np.ndarray], Any],
     *,
     shard: int | None = None,
+    workers: int | None = None,
     retries: int = 2,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
@@ -62,15 +63,18 @@ def fit(
         [`eqx_ensemble.Each`][], or batches. The same holds for `validation`. Executors other than Dask's whose workers
         are on other machines need a function.
     - `shard`: the number of members of a shard, at least 2, because one alone is compiled to another program. By
-        default sixteen shards for each core of this machine, or for each thread of Dask's workers. A shard should take
-        minutes: a worker imports JAX, which takes seconds, and compiles, for at most two sizes of shards.
+        default sixteen shards for each worker. A shard should take minutes: a worker imports JAX, which takes seconds,
+        and compiles, for at most two sizes of shards.
+    - `workers`: how many workers the executor has. By default one for each core of this machine, or for each thread of
+        Dask's workers, which are counted again whenever shards are sent. Twice as many shards are sent at once.
     - `retries`: how often a shard is tried again after its worker died.
     - `checkpoint`: a folder that all workers can write, in which each shard saves its run in a folder of its own. A
         shard whose worker died goes on from there, and so does a call with the same arguments and size of shards.
     - `progress`: whether to show a progress line over members; by default on a terminal or in a notebook.
     - `options`: of [`eqx_ensemble.fit`][]. `hyper`, `rows`, `state`, `target` and `max_steps` are cut to the members of
         each shard. Refused is what depends on the other members or on the clock: `max_seconds`, `plan="auto"`,
-        `on_diverge="raise"`, revivals by copies, and `callbacks` and `mesh`.
+        `on_diverge="raise"`, revivals by copies, and `callbacks`. `mesh` is a function that is called on the worker,
+        such as `ee.make_mesh`: a shard then runs on all devices of its worker.
 
     **Returns:** the run of all members. Members of shards whose workers died too often are missing, and so are those
     that were not done when Ctrl-C ended the call: a warning says so, and `run.ensemble.ids` tells who is there.
@@ -116,7 +120,9 @@ def fit(
         }
 
     call = Call(_NAME, _fit_shard, common, part, arrays, ids)
-    finished = over_shards(call, executor, shard=shard, retries=retries, progress=progress, report=_report)
+    finished = over_shards(
+        call, executor, shard=shard, workers=workers, retries=retries, progress=progress, report=_report
+    )
     return _run_of(finished, seconds=time.perf_counter() - begun)
 
 
@@ -129,6 +135,8 @@ def _fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any]:
     made = {word: x(own["ids"]) if callable(x) else x for word, x in own["sources"].items()}
     options = {word: x for word, x in common.items() if word not in ("loss", "optimiser")} | own["options"]
     data = made.pop("data")
+    if options.get("mesh") is not None:
+        options["mesh"] = options["mesh"]()
     start: Ensemble[Any] | TrainState[Any] | Run[Any] = own["start"]
     return fit_here(
         start, common["loss"], common["optimiser"], data, checkpoint=own["checkpoint"], progress=False,

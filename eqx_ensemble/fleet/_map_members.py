@@ -26,6 +26,7 @@ def map_members(
     fn: Callable[..., Any],
     *,
     shard: int | None = None,
+    workers: int | None = None,
     retries: int = 2,
     plan: AnyPlan = None,
     progress: bool | None = None,
@@ -34,7 +35,7 @@ def map_members(
 
     **Arguments:**
 
-    - `executor`, `shard`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
+    - `executor`, `shard`, `workers`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
     - `fn`, `plan`: as for [`eqx_ensemble.map_members`][]: any function of one member.
     - `progress`: whether to show a progress line over members; by default on a terminal or in a notebook.
 
@@ -63,7 +64,7 @@ def map_members(
         ids = check_member_arguments(given, name=_NAME)
         part = lambda positions: _cut(given, positions)
         call = Call(_NAME, _map_shard, (fn, plan), part, large_arrays(given), ids)
-        finished = over_shards(call, executor, shard=shard, retries=retries, progress=progress)
+        finished = over_shards(call, executor, shard=shard, workers=workers, retries=retries, progress=progress)
         check_complete(finished, name=_NAME)
         parts = [result for _, result in finished.results]
         join = lambda *xs: jnp.concatenate(xs) if _axes.is_array(xs[0]) else xs[0]

@@ -1,4 +1,7 @@
+from collections.abc import Callable
 from typing import Literal
+
+from jax.sharding import Mesh
 
 from ..plan import AbstractPlan
 from ..train._revive import Revive
@@ -10,3 +13,4 @@ class FleetFitOptions(CommonFitOptions, total=False):
 
     on_diverge: Literal["freeze"] | Revive
     plan: AbstractPlan | None
+    mesh: Callable[[], Mesh] | None

@@ -32,6 +32,7 @@ def predict(
     combine: Callable[..., Any] | None = None,
     weights: Any = None,
     shard: int | None = None,
+    workers: int | None = None,
     retries: int = 2,
     batch_size: int = 256,
     memory: int | None = None,
@@ -46,7 +47,7 @@ def predict(
 
     **Arguments:**
 
-    - `executor`, `shard`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
+    - `executor`, `shard`, `workers`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
     - `combine`: combines the members' predictions, as for [`eqx_ensemble.predict`][]. Functions with a
         [streaming form][eqx_ensemble.combine.streaming] are computed for each shard on its worker, and their parts are
         merged as they come back: predictions of all members exist nowhere. For other functions they are brought here.
@@ -90,7 +91,7 @@ def predict(
         }
 
     call = Call(_NAME, _predict_shard, (form, options), part, large_arrays(x), np.asarray(ensemble.ids))
-    finished = over_shards(call, executor, shard=shard, retries=retries, progress=progress)
+    finished = over_shards(call, executor, shard=shard, workers=workers, retries=retries, progress=progress)
     check_complete(finished, name=_NAME)
     parts = [result for _, result in finished.results]
     if form is not None:

@@ -91,7 +91,7 @@ class _Work:
 
     def submit(self) -> None:
         """Fills the executor. Shards that were open when one broke are tried alone: one of them may be the cause."""
-        most = 1 if self._suspects else self.engine.num_open
+        most = 1 if self._suspects else self.engine.num_open()
         while self.queue and len(self.open) < most:
             shard = self.queue.popleft()
             own = dumps(shard.own(), self.numbers, name=self.name)

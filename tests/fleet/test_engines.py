@@ -1,0 +1,145 @@
+"""Executors of all kinds: what they have to return, when they break, and how many workers they have."""
+
+import multiprocessing
+import types
+from concurrent.futures import Future, ProcessPoolExecutor
+
+import equinox as eqx
+import numpy as np
+import pytest
+
+import eqx_ensemble as ee
+
+from .executors import Here
+from .test_fit import KEY, OPTIMISER, OPTIONS, SEQUENTIAL, X, Y, assert_equal, fit, mse
+
+PLAIN = OPTIONS["plain"] | {"plan": SEQUENTIAL, "shard": 2}
+
+
+class Fails(Here):
+    """The calls of these numbers fail as those of Ray or Parsl do: their futures hold an error of the engine."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.fails = fails
+
+    def submit(self, fn, /, *args):
+        if len(self.calls) not in self.fails:
+            return super().submit(fn, *args)
+        self.calls.append(args)
+        future = Future()
+        future.set_exception(OSError("the worker crashed"))
+        return future
+
+
+def test_errors_of_an_engine_are_deaths_of_workers():
+    executor = Fails([0, 1])
+    assert_equal(fit(ee.fleet.fit, PLAIN, executor), fit(ee.fit, OPTIONS["plain"], plan=SEQUENTIAL))
+    assert len(executor.calls) == 3 + 2
+    with pytest.warns(UserWarning, match=r"without the members 0, 1, 2: their workers died(?s:.)*OSError: the worker"):
+        found = fit(ee.fleet.fit, PLAIN | {"retries": 1}, Fails([0, 2, 3]), workers=1)
+    assert np.asarray(found.ensemble.ids).tolist() == [3, 4, 5, 6]
+
+
+class Open(Here):
+    """Notes how many calls were submitted and not done; runs one when it is waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.most, self.open = 0, 0
+
+    def submit(self, fn, /, *args):
+        self.open += 1
+        self.most = max(self.most, self.open)
+        future = super().submit(fn, *args)
+        future.result = lambda timeout=None: self._done(future)
+        return future
+
+    def _done(self, future):
+        self.open -= 1
+        return Future.result(future)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers(workers):
+    """Twice as many shards are open as there are workers, and each gets sixteen if nothing is said."""
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 64, key=KEY)
+    executor = Open()
+    mean = lambda model: model.bias.mean()
+    found = ee.fleet.map_members(executor, mean, workers=workers)(ensemble)
+    assert executor.most == 2 * workers
+    assert len(executor.calls) == min(16 * workers, 64 // 2)
+    np.testing.assert_allclose(found, ee.map_members(mean)(ensemble), rtol=1e-6)
+
+
+def job(fn, *args):
+    return types.SimpleNamespace(result=lambda: fn(*args), done=lambda: True)
+
+
+class NotAFuture(Here):
+    def submit(self, fn, /, *args):
+        return job(fn, *args)
+
+
+WRONG = {
+    "an object with `submit` only": (types.SimpleNamespace(submit=job), "`fleet.fit` needs an executor"),
+    "one from a function": (lambda: types.SimpleNamespace(submit=job), "has to return a `concurrent.futures.Executor`"),
+    "not a future": (NotAFuture(), r"`NotAFuture.submit` has to return a `concurrent.futures.Future`, got .*Namespace"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_executor(unhooked, name):
+    executor, text = WRONG[name]
+    with pytest.raises(TypeError, match=text) as caught:
+        fit(ee.fleet.fit, PLAIN, executor)
+    assert "subclass of `concurrent.futures.Executor`" in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [0, 1.5, True])
+def test_a_wrong_number_of_workers(unhooked, workers):
+    with pytest.raises((TypeError, ValueError), match="`workers`"):
+        fit(ee.fleet.fit, PLAIN, Here(), workers=workers)
+
+
+def on_mesh(call, *args, mesh, members=8, **options):
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 4, 1, key=key), members, key=KEY)
+    return call(
+        *args, ensemble, mse, OPTIMISER, (X, Y), epochs=2, batch_size=8, plan=SEQUENTIAL, mesh=mesh, key=KEY, **options
+    )
+
+
+class TestWorkersWithAMesh:
+    """A device has more members in one `fit` than in a shard."""
+
+    @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+    def test_shards_are_one_fit(self, devices):
+        make = lambda: ee.make_mesh(members=devices)
+        expected = on_mesh(ee.fit, mesh=make(), members=4 * devices)
+        found = on_mesh(ee.fleet.fit, Here(), mesh=make, members=4 * devices, shard=2 * devices)
+        assert_equal(found, expected)
+
+    @pytest.mark.slow
+    def test_rows_over_devices(self):
+        """Gradients are summed over devices: within rounding of those of one device, and equal to one mesh."""
+        make = lambda: ee.make_mesh(members=2, data=2)
+        expected, found = on_mesh(ee.fit, mesh=make()), on_mesh(ee.fleet.fit, Here(), mesh=make, shard=4)
+        assert_equal(found, expected)
+        alone = on_mesh(ee.fit, mesh=None)
+        np.testing.assert_allclose(found.history.loss, alone.history.loss, rtol=1e-5)
+
+    @pytest.mark.slow
+    def test_processes(self, monkeypatch):
+        monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")  # of the workers, which inherit it
+        with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+            found = on_mesh(ee.fleet.fit, pool, mesh=ee.make_mesh, shard=4)
+        assert_equal(found, on_mesh(ee.fit, mesh=ee.make_mesh()))
+
+    def test_what_is_refused(self, unhooked):
+        with pytest.raises(TypeError, match=r"those of a mesh made here are this process's.\nPass `mesh=ee.make_mesh`"):
+            on_mesh(ee.fleet.fit, Here(), mesh=ee.make_mesh())
+        with pytest.raises(TypeError, match="needs `mesh` to be a function, got 4"):
+            on_mesh(ee.fleet.fit, Here(), mesh=4)
+        with pytest.raises(TypeError, match="needs a `jax.sharding.Mesh` as `mesh`, got an int") as caught:
+            on_mesh(ee.fleet.fit, Here(), mesh=lambda: 4, shard=4)
+        assert "running the members 0, 1, 2, 3 on a worker" in "\n".join(caught.value.__notes__)
