@@ -1,16 +1,30 @@
+import threading
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.core import trace_state_clean  # JAX has no public way to ask this
 from jax.core import Tracer
+
+from .._older_jax import get_opaque_trace_state
 
 MOST_BITS = 2_000
 """Python always converts integers of 640 digits to decimals; the limit above is configurable, by default 4,300."""
 
 Size = Any
 """The length of an axis: an int, or a symbol in a program that is exported for any length."""
+
+
+def _state_outside() -> Any:
+    """The state of JAX outside of all transformations, as a new thread sees it: this one may be inside of one."""
+    states: list[Any] = []
+    thread = threading.Thread(target=lambda: states.append(get_opaque_trace_state()))
+    thread.start()
+    thread.join()
+    return states[0]
+
+
+_OUTSIDE = _state_outside()
 
 
 def is_member_array(leaf: Any) -> bool:
@@ -25,7 +39,7 @@ def is_member_array(leaf: Any) -> bool:
 
 def is_inside_transformation() -> bool:
     """Whether this runs inside `jax.jit`, `jax.vmap`, `jax.grad` or the like."""
-    return not trace_state_clean()
+    return get_opaque_trace_state() != _OUTSIDE
 
 
 def is_traced(value: Any) -> bool:

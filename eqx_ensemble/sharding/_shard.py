@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _axes
 from .._check import is_typed_key
-from .._older_jax import take_rows
 from .._pytree import PyTree
 from ..distributed._collectives import all_gather
 from ._check import check_same_arrays
@@ -118,4 +118,4 @@ def _pad(x: Any, width: int) -> Any:
     if x.shape[0] == width:
         return x
     indices = np.minimum(np.arange(width), x.shape[0] - 1)
-    return x[indices] if isinstance(x, np.ndarray) else take_rows(x, indices)
+    return x[indices] if isinstance(x, np.ndarray) else jnp.take(x, indices, axis=0)
