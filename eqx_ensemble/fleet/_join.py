@@ -61,7 +61,7 @@ def _join_histories(histories: Sequence[History]) -> History:
 
 def _pad(curves: np.ndarray, steps: int) -> np.ndarray:
     width = [(0, 0), (0, steps - curves.shape[1]), *((0, 0) for _ in curves.shape[2:])]
-    return np.pad(curves, width, constant_values=np.nan if np.issubdtype(curves.dtype, np.inexact) else 0)
+    return np.pad(curves, width, constant_values=np.nan if jnp.issubdtype(curves.dtype, jnp.inexact) else 0)
 
 
 def _at_steps(history: History, steps: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@ from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -145,7 +146,7 @@ class Record:
         A validation after that is of the weights at which members stopped.
         """
         history = self.curves()
-        trained = max(int(np.flatnonzero((~np.isnan(history.loss)).any(axis=0)).max(initial=-1)) + 1, 1)
+        trained = _trained_columns(history)
         loss, aux = jax.tree.map(lambda curves: curves[:, :trained], (history.loss, history.aux))
         step = history.step[:trained]
         step = step if last_step is None else np.minimum(step, max(last_step, self.first_step + 1))
@@ -154,6 +155,20 @@ class Record:
         end = max([self.first_step + 1, *step[-1:].tolist()])
         kept = (history.validation_step <= end) | np.isfinite(history.validation).any(axis=0)
         return History(loss, aux, history.validation[:, kept], np.minimum(history.validation_step[kept], end), step)
+
+
+def _trained_columns(history: History) -> int:
+    """The number of columns up to the last one in which some member has an output, at least one."""
+    trained = int(np.flatnonzero((~np.isnan(history.loss)).any(axis=0)).max(initial=-1)) + 1
+    while trained < len(history.step) and not all(_is_blank(x[:, trained]) for x in jax.tree.leaves(history.aux)):
+        trained += 1  # the loss is NaN where a member diverged, its auxiliary outputs may not be
+    return max(trained, 1)
+
+
+def _is_blank(outputs: np.ndarray) -> bool:
+    """Whether outputs are those of members that do not train: NaN, and zero for integers."""
+    blank = np.isnan(outputs) if jnp.issubdtype(outputs.dtype, jnp.inexact) else outputs == 0
+    return bool(np.all(blank))
 
 
 def _update(latest: np.ndarray | None, new: np.ndarray) -> np.ndarray:
