@@ -10,7 +10,7 @@ from .._pytree import PyTree
 from .._warnings import warn
 from ..checkpoint._path import as_path
 from ..plan._auto import as_plan
-from ..train._check import check_no_transformation
+from ..train._check import check_no_transformation, check_some_training
 from ..train._check_run import diverged_message
 from ..train._fit import fit as fit_here
 from ..train._run import Run
@@ -103,6 +103,8 @@ def fit(
     check_can_be_cut(given, plan, options.get("on_diverge", "freeze"), data, name=_NAME)
     folder = None if checkpoint is None else check_folder(as_path(checkpoint), name=_NAME)
     ids = np.asarray(ensemble.train_state.ids if isinstance(ensemble, Run) else ensemble.ids)
+    if isinstance(ensemble, Run):
+        check_some_training(ensemble.status == Status.OK, ids=ids)
     own = member_options(given, len(ids), name=_NAME)
     sources = {word: _source(x, word) for word, x in (("data", data), ("validation", given.get("validation")))}
     common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
@@ -131,13 +133,15 @@ def _source(value: Any, word: str) -> Any:
 
 
 def _fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any]:
-    """One shard, on a worker."""
+    """One shard, on a worker; as it is where others train and none of its members does."""
+    start: Ensemble[Any] | TrainState[Any] | Run[Any] = own["start"]
+    if isinstance(start, Run) and not (start.status == Status.OK).any():
+        return start
     made = {word: x(own["ids"]) if callable(x) else x for word, x in own["sources"].items()}
     options = {word: x for word, x in common.items() if word not in ("loss", "optimiser")} | own["options"]
     data = made.pop("data")
     if options.get("mesh") is not None:
         options["mesh"] = options["mesh"]()
-    start: Ensemble[Any] | TrainState[Any] | Run[Any] = own["start"]
     return fit_here(
         start, common["loss"], common["optimiser"], data, checkpoint=own["checkpoint"], progress=False,
         **made, **options,

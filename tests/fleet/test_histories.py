@@ -100,3 +100,6 @@ def test_a_joined_run_continues_as_one(history):
     assert expected.history.loss.shape[1] > one.history.loss.shape[1]
     assert_equal(fit(ee.fit, begun=joined, history=history, **options), expected)
     assert_equal(fit(ee.fleet.fit, Here(), shard=2, begun=joined, history=history, **options), expected)
+    ended = fit(ee.fit, **options | {"max_steps": 3})
+    with pytest.raises(ValueError, match="no member left to train: all 5"):
+        fit(ee.fleet.fit, Here(), shard=2, begun=ended, **options)
