@@ -73,6 +73,7 @@ class TestARunThatIsSaved:
         assert sorted(path.name for path in tmp_path.glob("a/round-*"))[-1] > "round-000000"
         assert kills.digest(call()) == kills.digest(kills.pbt())
 
+    @pytest.mark.slow
     def test_another_signal_and_code(self, tmp_path, signalled):
         signalled(1, signal.SIGUSR1)
         with pytest.raises(SystemExit) as caught, exit_on_signal(signal.SIGUSR1, code=3):
@@ -80,6 +81,7 @@ class TestARunThatIsSaved:
         assert caught.value.code == 3
         assert Checkpoints(tmp_path / "a").steps
 
+    @pytest.mark.slow
     def test_a_second_signal_does_not_wait(self, tmp_path, signalled):
         signalled(2, times=2)
         with pytest.raises(SystemExit), exit_on_signal():

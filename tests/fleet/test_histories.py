@@ -9,8 +9,8 @@ import pytest
 
 import eqx_ensemble as ee
 
-from .executors import Here
 from . import test_fit
+from .executors import Here
 
 pytest.importorskip("cloudpickle", reason="needs the extra `fleet`")
 pytestmark = pytest.mark.filterwarnings("ignore:.*diverged")
@@ -51,7 +51,13 @@ def error(model, batch, key):
 
 CASES = {  # shards of two members, and of three: which end early is another shard in each
     "limits": {"max_steps": [3, 7, 19, 11, NEVER]},
-    "limits, a target": {"max_steps": [3, 7, NEVER, 11, 12], "validation": DATA, "score": error, "mode": "min", "target": 1e-9},
+    "limits, a target": {
+        "max_steps": [3, 7, NEVER, 11, 12],
+        "validation": DATA,
+        "score": error,
+        "mode": "min",
+        "target": 1e-9,
+    },
     "none to the end": {"max_steps": [3, 7, 9, 11, 12], "validation": DATA, "score": error, "mode": "min"},
     "faults": {"nan": [2, 6, NEVER, NEVER, NEVER], "inf": [NEVER, NEVER, NEVER, 9, 8]},
     "faults of all": {"nan": [2, NEVER, 10, NEVER, 6], "inf": [NEVER, 6, NEVER, 5, NEVER]},
