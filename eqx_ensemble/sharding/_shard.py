@@ -49,6 +49,19 @@ def replicate_rows(tree: PyTree, layout: Layout) -> PyTree:
     return _put_data(tree, layout, lambda num_rows: None)
 
 
+def rows_sharding(layout: Layout, num_rows: int, num_members: int | None = None) -> NamedSharding:
+    """The sharding of data `(rows, ...)`, or of `num_members` members `(members, rows, ...)`, as by `shard_rows`."""
+    axes = layout.row_axes(num_rows)
+    return layout.sharding(axes) if num_members is None else _of_members(layout, num_members, PartitionSpec(axes))
+
+
+def local_block(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The smallest part of an array that contains all that the devices of this process hold."""
+    indices = [index for index in sharding.addressable_devices_indices_map(shape).values() if index is not None]
+    bounds = [[index[i].indices(size)[:2] for index in indices] for i, size in enumerate(shape)]
+    return tuple(slice(min(low for low, _ in axis), max(high for _, high in axis)) for axis in bounds)
+
+
 def _put_data(tree: PyTree, layout: Layout, row_axes: Callable[[int], Any]) -> PyTree:
     shared = lambda x: _put_leaves(x, None, lambda x, _: layout.sharding(row_axes(x.shape[0])))
     split = lambda x, _: _of_members(layout, x.shape[0], PartitionSpec(row_axes(x.shape[1])))

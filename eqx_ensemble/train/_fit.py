@@ -46,7 +46,7 @@ from .compiled._program import Program
 from .compiled._selection import Mode
 from .data._check import integers_text
 from .data._cursor import Length
-from .data._data import is_batches, member_shapes, without_marks
+from .data._data import in_memory, is_batches, member_shapes, without_marks
 from .data._rows import Order
 from .data._sources import make_source
 from .host._execute import execute
@@ -125,8 +125,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     *Data:*
 
     - `data`: a PyTree of arrays `(rows, ...)` shared by all members, or `(members, rows, ...)` in parts marked
-        [`eqx_ensemble.Each`][]; or an iterable of batches (a generator, a loader of torch or grain). An iterable is
-        iterated once per epoch, and the next batch is fetched while the device computes. An iterator that cannot
+        [`eqx_ensemble.Each`][]; or an [`eqx_ensemble.train.RowReader`][], which reads rows when steps need them; or an
+        iterable of batches (a generator, a loader of torch or grain), iterated once per epoch. An iterator that cannot
         restart, such as a generator, gives one epoch, or any number of `steps`. Data frames and tensors are arrays too.
     - `batch_size`: rows per step. By default 32, or all rows if they are fewer. The last batch of an epoch may be
         smaller.
@@ -263,7 +263,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     max_seconds = check_limit(max_seconds, "max_seconds", first.num_members, name="fit")
     losses = make_losses(first, loss, score, has_aux=has_aux, has_validation=has_validation)
     if validation is not None:
-        if score is None and not is_batches(data):
+        if score is None and in_memory(data):
             check_same_structure(without_marks(validation), without_marks(data))
         start, validation = with_validation(start, losses[1], validation, layout)
     patience = None if patience is None else int(patience)  # of NumPy's kinds too
@@ -295,6 +295,6 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         max_seconds=max_seconds, saver=saver, progress=progress, callbacks=callbacks,
         callback_every=callback_every, key=key,
     )  # fmt: skip
-    integers = integers_text(data) if (run.status == Status.DIVERGED).any() and not is_batches(data) else ""
+    integers = integers_text(data) if (run.status == Status.DIVERGED).any() and in_memory(data) else ""
     check_outcome(run, lost_before, how, saver=saver, first_step=length.begun, integers=integers)
     return run

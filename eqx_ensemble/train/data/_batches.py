@@ -17,6 +17,7 @@ from ._converter import Converter
 from ._cursor import Cursor
 from ._data import member_shapes
 from ._iterator import BatchIterator, iterate_from
+from ._read_ahead import ReadAhead
 from ._slots import Slots
 from ._source import NOTHING, AbstractSource, AbstractWork, EpochEnd, Outcome, Outputs, Setting
 
@@ -37,7 +38,7 @@ class BatchWork(AbstractWork):
     def __init__(
         self,
         first: PyTree,
-        iterator: BatchIterator,
+        iterator: BatchIterator | ReadAhead,
         own: Callable[[PyTree], PyTree],
         *,
         most: int,
@@ -81,6 +82,25 @@ class BatchWork(AbstractWork):
         return Outcome([Outputs(num_steps, jax.tree.map(lambda *xs: np.stack(xs), *outputs))], num_steps)
 
 
+def begin_work(
+    first: PyTree,
+    iterator: BatchIterator | ReadAhead,
+    own: Callable[[PyTree], PyTree],
+    setting: Setting,
+    *,
+    steps: int,
+    step: int,
+    final: int | None,
+) -> BatchWork:
+    """About `steps` steps from `step` on, before `final`; one if they are to be looked at one by one."""
+    # At most so many steps may follow each other without a look at their results.
+    most = [steps if setting.seconds > 0 else 1, _MOST_BYTES // max(sum(x.nbytes for x in jax.tree.leaves(first)), 1)]
+    most += [period - step % period for period in setting.periods]
+    most += [] if final is None else [final - step]
+    options = {"seconds": setting.seconds, "must_end": setting.must_end}
+    return BatchWork(first, iterator, own, most=max(min(most), 1), **options)
+
+
 @final
 class IterableSource(AbstractSource):
     """An iterable of batches, iterated once an epoch, the next batch being fetched while the device works."""
@@ -116,7 +136,7 @@ class IterableSource(AbstractSource):
         self._go_on = ft.partial(iterate_from, self.cursor, self._iterate, self._first)
         self._inspect, self._iterator, self._first = setting.inspect, None, None
         self._work, self._last = None, None
-        self._periods, self._seconds, self._must_end = setting.periods, setting.seconds, setting.must_end
+        self._setting = setting
         self._final = min([x for x in (self.last_step, *setting.limits[-1:].tolist()) if x is not None], default=None)
         self._warned = False
 
@@ -137,12 +157,9 @@ class IterableSource(AbstractSource):
         if self._inspect is not None:
             self._inspect(data=slots.own(first))
             self._inspect = None
-        # At most so many steps may follow each other without a look at their results.
-        most = [steps if self._seconds > 0 else 1, _MOST_BYTES // max(sum(x.nbytes for x in jax.tree.leaves(first)), 1)]
-        most += [period - self._step % period for period in self._periods]
-        most += [] if self._final is None else [self._final - self._step]
-        options = {"seconds": self._seconds, "must_end": self._must_end}
-        self._work = BatchWork(first, self._iterator, slots.own, most=max(min(most), 1), **options)
+        self._work = begin_work(
+            first, self._iterator, slots.own, self._setting, steps=steps, step=self._step, final=self._final
+        )
         return self._work
 
     def prefetch(self) -> None:

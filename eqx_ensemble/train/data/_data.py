@@ -13,6 +13,7 @@ from ..._pytree import PyTree
 from ...sharding._layout import Layout
 from ...sharding._shard import replicate_rows, shard_rows
 from ._check import check_row_indices
+from ._reader import RowReader
 
 
 def is_batches(data: Any) -> bool:
@@ -24,6 +25,11 @@ def is_batches(data: Any) -> bool:
         return bool(data) and not all(_axes.is_array(x) or isinstance(x, _axes.Each) for x in data)
     is_tree = _axes.is_array(data) or isinstance(data, tuple | dict | eqx.Module)
     return isinstance(data, Iterable) and not is_tree
+
+
+def in_memory(data: Any) -> bool:
+    """Whether `data` is a PyTree of arrays: neither an iterable of batches nor what is read when it is needed."""
+    return not is_batches(data) and not isinstance(data, RowReader)
 
 
 def on_device(

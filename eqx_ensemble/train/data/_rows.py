@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import _keys
-from ..._axes import Each
+from ... import _axes, _keys
 from ...sharding._layout import Layout
 from ...sharding._shard import replicate_rows
 from ..compiled._order import RowOrder
@@ -31,14 +30,20 @@ def row_order(
 
     It depends on the root key and the members' ids only.
     """
-    words = None
-    if order == "each":
-        words = Each(jax.random.key_data(_keys.member_keys(key, ids, purpose="rows")))
-    elif order == "shared":
-        words = jax.random.key_data(_keys.member_keys(key, 1, purpose="shared rows"))[0]
+    words = order_words(key, ids, order)
+    words = _axes.Each(words) if order == "each" else words
     per_epoch = num_rows if rows is None else rows.shape[1]
-    drawn = RowOrder(words, None if rows is None else Each(rows), per_epoch, batch_size)
+    drawn = RowOrder(words, None if rows is None else _axes.Each(rows), per_epoch, batch_size)
     return jax.tree.map(jnp.asarray, drawn) if layout is None else replicate_rows(drawn, layout)
+
+
+def order_words(key: Any, ids: Any, order: Order) -> Any:
+    """The words of each member's row order, `(members, 2)`, or of the one that they share, `(2,)`, if it is random."""
+    if order == "each":
+        return jax.random.key_data(_keys.member_keys(key, ids, purpose="rows"))
+    if order == "shared":
+        return jax.random.key_data(_keys.member_keys(key, 1, purpose="shared rows"))[0]
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,74 @@
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from ..._pytree import PyTree
+
+
+class ReadAhead:
+    """Batches of one step after another, of which the next ones are read by threads.
+
+    `begin(step)` prepares a read, and returns the function that a thread calls; `place(batch, step)` then puts what it
+    returned on the device. Reads begin for no step from `last` on.
+    """
+
+    state: Any = None  # a step's rows follow from its number
+
+    def __init__(
+        self,
+        begin: Callable[[int], Callable[[], PyTree]],
+        place: Callable[[PyTree, int], PyTree],
+        *,
+        first: int,
+        last: int,
+        threads: int,
+    ) -> None:
+        self._begin, self._place, self._last, self._threads = begin, place, last, threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="eqx_ensemble-rows")
+        self._reads: deque[Future[PyTree]] = deque()
+        self._step = first  # of the next batch
+        self._drawn: list[PyTree] = []
+        self._error: Exception | None = None
+
+    def restart(self, step: int) -> None:
+        """Forgets what has been read, and goes on at a step."""
+        for read in self._reads:
+            read.cancel()
+        self._reads.clear()
+        self._step, self._drawn, self._error = step, [], None
+
+    def fill(self) -> None:
+        """Lets the threads read the next batches."""
+        while len(self._reads) < self._threads and (step := self._step + len(self._reads)) < self._last:
+            self._reads.append(self._pool.submit(self._begin(step)))
+
+    def draw(self) -> None:
+        """Waits for the next batch. An error is kept until it is the batch's turn."""
+        if self._drawn or self._error is not None:
+            return
+        self.fill()
+        try:
+            self._drawn = [self._place(self._reads[0].result(), self._step)]
+        except Exception as error:
+            self._error = error
+            return
+        self._reads.popleft()
+        self._step += 1
+        self.fill()
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the next batch is there."""
+        return bool(self._drawn)
+
+    def take(self) -> PyTree:
+        """The next batch; what was wrong with it is raised here."""
+        self.draw()
+        if self._error is not None:
+            raise self._error
+        return self._drawn.pop()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
