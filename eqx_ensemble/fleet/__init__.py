@@ -1,5 +1,7 @@
 """Members over many workers: shards of an ensemble on any executor, with the results of one process."""
 
 from ._fit import fit as fit
+from ._halving import successive_halving as successive_halving
+from ._hyperband import hyperband as hyperband
 from ._map_members import map_members as map_members
 from ._predict import predict as predict

@@ -8,7 +8,7 @@ import numpy as np
 
 from ._check import check_retries, check_shard
 from ._cut import divide
-from ._engines import as_engine
+from ._engines import open_engine
 from ._run_shards import Finished, Shard, run_shards
 from ._worker import Task
 
@@ -41,8 +41,7 @@ def over_shards(
     tries, count = check_retries(retries, name=call.name), len(call.ids)
     if shard is not None:
         check_shard(shard, count, name=call.name)
-    engine = as_engine(executor, workers, name=call.name)
-    try:
+    with open_engine(executor, workers, name=call.name) as engine:
         size = engine.shard_of(count) if shard is None else shard
         shards = [
             Shard(i, positions, call.ids[positions], ft.partial(call.part, positions))
@@ -52,5 +51,3 @@ def over_shards(
         return run_shards(
             engine, task, shards, call.arrays, retries=tries, progress=progress, report=report, name=call.name
         )
-    finally:
-        engine.close()

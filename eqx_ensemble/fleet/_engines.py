@@ -100,6 +100,19 @@ class Dask(Engine):
             self._cluster.close()
 
 
+@contextlib.contextmanager
+def open_engine(executor: Any, workers: int | None, *, name: str) -> Iterator[Engine]:
+    """The engine of the arguments `executor` and `workers`, closed at the end; one that is an engine already is not."""
+    if isinstance(executor, Engine):
+        yield executor
+        return
+    engine = as_engine(executor, workers, name=name)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
 def as_engine(executor: Any, workers: int | None, *, name: str) -> Engine:
     """The engine of the arguments `executor` and `workers`."""
     if workers is not None:

@@ -9,17 +9,16 @@ from .._ensemble import Ensemble, M
 from .._pytree import PyTree
 from .._warnings import warn
 from ..checkpoint._path import as_path
-from ..plan._auto import as_plan
 from ..train._check import check_no_transformation, check_some_training
 from ..train._check_run import diverged_message
-from ..train._fit import fit as fit_here
 from ..train._run import Run
 from ..train._state import TrainState
 from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ._call import Call, over_shards
-from ._check import check_can_be_cut, check_folder, check_start
-from ._cut import cut_data, cut_options, cut_start, large_arrays, member_options, on_host
+from ._check import check_folder, check_start
+from ._cut import cut_start
+from ._fitting import fit_shard, prepare
 from ._join import join_runs
 from ._options import FleetFitOptions
 from ._run_shards import Finished, lost_message
@@ -99,56 +98,26 @@ def fit(
     begun = time.perf_counter()
     check_no_transformation(name=_NAME)
     check_start(ensemble, name=_NAME)
-    plan, given = as_plan(options.get("plan")), dict(options)
-    check_can_be_cut(given, plan, options.get("on_diverge", "freeze"), data, name=_NAME)
     folder = None if checkpoint is None else check_folder(as_path(checkpoint), name=_NAME)
     ids = np.asarray(ensemble.train_state.ids if isinstance(ensemble, Run) else ensemble.ids)
     if isinstance(ensemble, Run):
         check_some_training(ensemble.status == Status.OK, ids=ids)
-    own = member_options(given, len(ids), name=_NAME)
-    sources = {word: _source(x, word) for word, x in (("data", data), ("validation", given.get("validation")))}
-    common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
-    common |= {word: value for word, value in given.items() if word not in common | own | sources}
-    arrays = [array for source in sources.values() if not callable(source) for array in large_arrays(source)]
+    fitting = prepare(loss, optimiser, data, dict(options), len(ids), name=_NAME, key=key)
 
     def part(positions: np.ndarray) -> dict[str, Any]:
         first, last = ids[positions[[0, -1]]]
-        return {
-            "start": cut_start(ensemble, positions),
-            "ids": ids[positions],
-            "sources": {word: x if callable(x) else cut_data(x, positions) for word, x in sources.items()},
-            "checkpoint": None if folder is None else folder / f"{first}-{last}-of-{len(ids)}",
-            "options": cut_options(own, positions),
-        }
+        own_folder = None if folder is None else folder / f"{first}-{last}-of-{len(ids)}"
+        return fitting.part(cut_start(ensemble, positions), positions, ids[positions], own_folder)
 
-    call = Call(_NAME, _fit_shard, common, part, arrays, ids)
+    call = Call(_NAME, fit_shard, fitting.common, part, fitting.arrays, ids)
     finished = over_shards(
-        call, executor, shard=shard, workers=workers, retries=retries, progress=progress, report=_report
+        call, executor, shard=shard, workers=workers, retries=retries, progress=progress, report=report
     )
     return _run_of(finished, seconds=time.perf_counter() - begun)
 
 
-def _source(value: Any, word: str) -> Any:
-    return value if callable(value) else on_host(value, word, name=_NAME)
-
-
-def _fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any]:
-    """One shard, on a worker; as it is where others train and none of its members does."""
-    start: Ensemble[Any] | TrainState[Any] | Run[Any] = own["start"]
-    if isinstance(start, Run) and not (start.status == Status.OK).any():
-        return start
-    made = {word: x(own["ids"]) if callable(x) else x for word, x in own["sources"].items()}
-    options = {word: x for word, x in common.items() if word not in ("loss", "optimiser")} | own["options"]
-    data = made.pop("data")
-    if options.get("mesh") is not None:
-        options["mesh"] = options["mesh"]()
-    return fit_here(
-        start, common["loss"], common["optimiser"], data, checkpoint=own["checkpoint"], progress=False,
-        **made, **options,
-    )  # fmt: skip
-
-
-def _report(run: Run[Any]) -> dict[str, str]:
+def report(run: Run[Any]) -> dict[str, str]:
+    """What the progress line shows of a shard."""
     counts = {"stopped": Status.STOPPED, "diverged": Status.DIVERGED}
     return {word: str(int((run.status == status).sum())) for word, status in counts.items()}
 

@@ -41,6 +41,7 @@ def run_shards(
     retries: int,
     progress: bool | None,
     report: Callable[[Any], dict[str, str]],
+    follow: Callable[[Shard, Any], Iterable[Shard]] | None = None,
     name: str,
 ) -> Finished:
     """Runs all shards.
@@ -49,12 +50,13 @@ def run_shards(
 
     - `arrays`: those in `task` and in shards that every worker is given once.
     - `report`: what the progress line shows, of the result of a shard.
+    - `follow`: called with each shard that is done and its result, or `None` if it is given up. Returns shards to run.
 
     **Raises:** the error of a shard, with a note that names its members; the others are cancelled then.
     """
     work = _Work(engine, retries, {id(array): i for i, array in enumerate(arrays)}, name)
     work.queue.extend(shards)
-    total = sum(len(shard.positions) for shard in work.queue)
+    total = None if follow else sum(len(shard.positions) for shard in work.queue)
     with (
         engine.share(arrays) as shared,
         progress_line(show=progress, description="fleet", unit="member", total=total) as line,
@@ -63,10 +65,14 @@ def run_shards(
         try:
             while work.queue or work.open:
                 work.submit()
+                given_up = len(work.lost)
                 for shard, result in work.collect():
                     work.results.append((shard, result))
                     line.set_postfix(report(result), refresh=False)
                     line.update(len(shard.positions))
+                    work.queue.extend(follow(shard, result) if follow else ())
+                for shard, _ in work.lost[given_up:]:
+                    work.queue.extend(follow(shard, None) if follow and not work.ended else ())
         except KeyboardInterrupt:
             work.cancel()
             return work.result(interrupted=True)
@@ -86,6 +92,7 @@ class _Work:
         self.results: list[tuple[Shard, Any]] = []
         self.lost: list[tuple[Shard, BaseException]] = []
         self.task, self.shared = b"", []
+        self.ended = False  # no executor is left
         self._failures: Counter[int] = Counter()
         self._suspects: set[int] = set()
 
@@ -117,7 +124,7 @@ class _Work:
                 continue
             outcome = loads(future.result())
             if outcome.error is not None:
-                outcome.error.add_note(f"`{self.name}` was running {_members_text(shard.ids)} on a worker.")
+                outcome.error.add_note(f"`{self.name}` was running {members_text(shard.ids)} on a worker.")
                 raise outcome.error
             self._suspects.discard(shard.number)
             found.append((shard, outcome.result))
@@ -142,6 +149,7 @@ class _Work:
         if broken and self.queue and not self.engine.restart():
             self.lost += [(shard, failed[0][1]) for shard in self.queue]
             self.queue.clear()
+            self.ended = True
 
     def cancel(self) -> None:
         """Cancels what is open."""
@@ -154,7 +162,8 @@ class _Work:
         return Finished(in_order(self.results), in_order(self.lost), interrupted)
 
 
-def _members_text(ids: np.ndarray) -> str:
+def members_text(ids: np.ndarray) -> str:
+    """`the members 0, 1, 2`, the first of them."""
     listed = ", ".join(map(str, ids[:_MOST_NAMED].tolist()))
     return f"the members {listed}" + (f" and {len(ids) - _MOST_NAMED} more" if len(ids) > _MOST_NAMED else "")
 
@@ -162,7 +171,7 @@ def _members_text(ids: np.ndarray) -> str:
 def lost_message(finished: Finished, *, name: str) -> str:
     """The warning, or the error, that members are missing from a result."""
     missing = np.concatenate([shard.ids for shard, _ in finished.lost]) if finished.lost else np.zeros(0, int)
-    lines = [f"`{name}` returns without {_members_text(missing)}: their workers died."] if len(missing) else []
+    lines = [f"`{name}` returns without {members_text(missing)}: their workers died."] if len(missing) else []
     if finished.interrupted:
         lines.append(f"`{name}` was interrupted: members of shards that were not done are missing.")
     if finished.lost:

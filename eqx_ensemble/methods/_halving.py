@@ -2,7 +2,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -96,8 +96,35 @@ def successive_halving(
         Jamieson and Talwalkar, *Non-stochastic Best Arm Identification and Hyperparameter Optimization*, AISTATS 2016.
     """
     name = "methods.successive_halving"
-    check_validation_given(validation, name=name)
     check_saving(checkpoint, checkpoint_every, resume, data, name=name)
+    rungs_of = {"validation": validation, "epochs": epochs, "steps": steps, "factor": factor, "rungs": rungs}
+    ladder = check_rungs(ensemble, data, **rungs_of, name=name)
+    own = {ladder.unit: ladder.totals[0], "factor": ladder.factor, "rungs": ladder.rungs}
+    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name)
+    with saved.lock():
+        return halve(
+            ensemble, loss, optimiser, data, ladder, saved, **options, validation=validation, key=key
+        )  # fmt: skip
+
+
+class Rungs(NamedTuple):
+    """Where rungs end, in `unit` since the beginning; what remains of members is one of `factor`."""
+
+    unit: str
+    totals: list[int]
+    factor: float | int
+    rungs: int
+
+    def lengths(self) -> list[dict[str, Any]]:
+        """The length of each rung as an option of `fit`."""
+        return [{self.unit: more} for more in np.diff(self.totals, prepend=0).tolist()]
+
+
+def check_rungs(
+    ensemble: Any, data: Any, *, validation: Any, epochs: Any, steps: Any, factor: Any, rungs: Any, name: str
+) -> Rungs:
+    """The rungs of a call; raises for invalid ones."""
+    check_validation_given(validation, name=name)
     factor = check_factor(factor, name=name)
     if rungs is not None:
         check_positive_int(rungs, "rungs", name=name)
@@ -106,25 +133,20 @@ def successive_halving(
     check_whole_epochs(steps, is_batches=is_batches(data), name=name)
     rungs = _rungs(ensemble.num_members, factor) if rungs is None else rungs
     totals = [math.ceil(shortest * factor**i - 1e-9) for i in range(rungs)]
-    own = {unit: shortest, "factor": factor, "rungs": rungs}
-    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name)
-    with saved.lock():
-        return halve(
-            ensemble, loss, optimiser, data, unit, sorted(set(totals)), factor, saved, **options,
-            validation=validation, key=key,
-        )  # fmt: skip
+    return Rungs(unit, sorted(set(totals)), factor, rungs)
 
 
 def _rungs(count: int, factor: float | int) -> int:
     """The number of rungs until one member remains."""
     rungs = 1
     while count > 1:
-        count, rungs = _num_kept(count, factor), rungs + 1
+        count, rungs = max(1, share(count, factor)), rungs + 1
     return rungs
 
 
-def _num_kept(count: int, factor: float | int) -> int:
-    return max(1, math.floor(count / factor + 1e-9))
+def share(count: int, factor: float | int) -> int:
+    """One of `factor`, rounded down."""
+    return math.floor(count / factor + 1e-9)
 
 
 def halve(
@@ -132,19 +154,19 @@ def halve(
     loss: Callable[..., Any],
     optimiser: Optimiser,
     data: PyTree,
-    unit: str,
-    totals: list[int],
-    factor: float | int,
+    ladder: Rungs,
     saved: Rounds,
+    *,
+    train: Callable[..., Run[M]] = fit,
     **options: Any,
 ) -> Run[M]:
-    """Successive halving with rungs that end at `totals`, in `unit`."""
+    """Successive halving; `train` is called as `fit` for each rung."""
     first = {word: options.pop(word) for word in ("hyper", "state", "trainable") if word in options}
-    lengths: list[dict[str, Any]] = [{unit: more} for more in np.diff(totals, prepend=0).tolist()]
+    lengths = ladder.lengths()
 
     def rung(index: int, begun: Ensemble[M] | Run[M], **more: Any) -> Run[M]:
         length = lengths[min(index, len(lengths) - 1)]  # `fit` refuses a folder of more rungs: of another call
-        return fit(begun, loss, optimiser, data, **options, **length, **more)
+        return train(begun, loss, optimiser, data, **options, **length, **more)
 
     newest, run = saved.resume(lambda index, **saving: rung(index, ensemble, **first, **saving))
     for index in range(newest + 1, len(lengths)):
@@ -152,7 +174,7 @@ def halve(
         if run.interrupted or not training.any():
             break
         order = population.rank(last_scores(run), healthy=training, mode=run.mode)
-        dropped = order[training[order]][_num_kept(int(training.sum()), factor) :]
+        dropped = order[training[order]][max(1, share(int(training.sum()), ladder.factor)) :]
         saved.decide(index - 1, run)
         if len(dropped):
             run = dataclasses.replace(run, train_state=population.stop(run.train_state, dropped))

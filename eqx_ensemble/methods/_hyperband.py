@@ -1,22 +1,24 @@
 import math
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, overload
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, overload
 
 import equinox as eqx
 import numpy as np
 
 from .._build import build
 from .._check import check_positive_int
-from .._ensemble import M
+from .._ensemble import Ensemble, M
 from .._pytree import PyTree
 from ..sweep import AbstractRange, draw
 from ..train._run import Run
 from ..train.compiled._optimiser import Optimiser
 from ._check import check_factor, check_options, check_validation_given
 from ._check_rounds import check_saving
-from ._halving import halve
+from ._halving import Rungs, halve
 from ._rounds import Rounds
+
+SETS = ("steps", "hyper", "state", "rungs")  # options that the method sets itself
 
 
 @overload
@@ -118,41 +120,56 @@ def hyperband(
     name = "methods.hyperband"
     check_positive_int(epochs, "epochs", name=name)
     check_validation_given(validation, name=name)
-    check_options(options, ("steps", "hyper", "state", "rungs"), "it sets these itself", name=name)
+    check_options(options, SETS, "it sets these itself", name=name)
     check_saving(checkpoint, checkpoint_every, resume, data, name=name)
     factor = check_factor(factor, name=name)
-    most = math.floor(math.log(epochs, factor) + 1e-9)
-    sizes = [math.ceil((most + 1) / (s + 1) * factor**s - 1e-9) for s in range(most, -1, -1)]
-    ends = np.cumsum(sizes).tolist()
-    hyper = draw(ranges, ends[-1], key=key)
     own = {"epochs": epochs, "factor": factor}
     saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name)
     runs = []
     with saved.lock():
-        for s, size, end in zip(range(most, -1, -1), sizes, ends, strict=True):
-            indices = np.arange(end - size, end)
-            made = build(make, ids=indices, key=key)
-            ensemble, state = made if isinstance(made, tuple) else (made, None)
-            totals = [max(1, math.floor(epochs * factor ** (i - s) + 1e-9)) for i in range(s + 1)]
-            inside = saved.inside(f"bracket-{most - s:02d}", bracket=most - s)
-            own_hyper = {name: x[indices] for name, x in hyper.items()}
+        for number, bracket in enumerate(brackets(make, ranges, epochs, factor, key=key)):
+            inside = saved.inside(f"bracket-{number:02d}", bracket=number)
+            start = {"hyper": bracket.hyper, "state": bracket.state}
             runs.append(
                 halve(
-                    ensemble,
+                    bracket.ensemble,
                     loss,
                     optimiser,
                     data,
-                    "epochs",
-                    sorted(set(totals)),
-                    factor,
+                    bracket.ladder,
                     inside,
                     **options,
+                    **start,
                     validation=validation,
-                    hyper=own_hyper,
-                    state=state,
                     key=key,
                 )  # fmt: skip
             )
             if runs[-1].interrupted:
                 break
     return runs
+
+
+class Bracket(NamedTuple):
+    """The members of one bracket, and its rungs."""
+
+    ensemble: Ensemble[Any]
+    state: eqx.nn.State | None
+    hyper: dict[str, Any]
+    ladder: Rungs
+
+
+def brackets(
+    make: Callable[..., Any], ranges: Mapping[str, AbstractRange], epochs: int, factor: float | int, *, key: Any
+) -> Iterator[Bracket]:
+    """The brackets, each made when it is asked for."""
+    most = math.floor(math.log(epochs, factor) + 1e-9)
+    sizes = [math.ceil((most + 1) / (s + 1) * factor**s - 1e-9) for s in range(most, -1, -1)]
+    ends = np.cumsum(sizes).tolist()
+    hyper = draw(ranges, ends[-1], key=key)
+    for s, size, end in zip(range(most, -1, -1), sizes, ends, strict=True):
+        indices = np.arange(end - size, end)
+        made = build(make, ids=indices, key=key)
+        ensemble, state = made if isinstance(made, tuple) else (made, None)
+        totals = [max(1, math.floor(epochs * factor ** (i - s) + 1e-9)) for i in range(s + 1)]
+        ladder = Rungs("epochs", sorted(set(totals)), factor, s + 1)
+        yield Bracket(ensemble, state, {name: x[indices] for name, x in hyper.items()}, ladder)

@@ -1,0 +1,82 @@
+"""The arguments of `fit` as they go to workers: what all shards have in common, and the part of each."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._pytree import PyTree
+from ..plan._auto import as_plan
+from ..train._fit import fit as fit_here
+from ..train._run import Run
+from ..train._status import Status
+from ..train.compiled._optimiser import Optimiser
+from ._check import check_can_be_cut
+from ._cut import cut_data, cut_options, large_arrays, member_options, on_host
+
+
+class Fitting(NamedTuple):
+    """A call of `fit` that is divided.
+
+    **Attributes:**
+
+    - `common`: what all shards have in common.
+    - `own`: the options that hold values of each member.
+    - `sources`: data and validation data, or functions that make them on the worker.
+    """
+
+    common: dict[str, Any]
+    own: dict[str, Any]
+    sources: dict[str, Any]
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """The arrays that every worker is given once."""
+        return [array for x in self.sources.values() if not callable(x) for array in large_arrays(x)]
+
+    def part(self, start: Any, positions: np.ndarray, ids: np.ndarray, folder: Any, **more: Any) -> dict[str, Any]:
+        """What the shard of the members at `positions` needs, which begins at `start`; `more` are options of `fit`."""
+        sources = {word: x if callable(x) else cut_data(x, positions) for word, x in self.sources.items()}
+        options = cut_options(self.own, positions) | more
+        return {"start": start, "ids": ids, "sources": sources, "checkpoint": folder, "options": options}
+
+
+def prepare(
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: Any,
+    options: dict[str, Any],
+    num_members: int,
+    *,
+    name: str,
+    key: Any,
+) -> Fitting:
+    """Checks the arguments of `fit`, and divides them into what is common and what belongs to members."""
+    plan = as_plan(options.get("plan"))
+    check_can_be_cut(options, plan, options.get("on_diverge", "freeze"), data, name=name)
+    own = member_options(options, num_members, name=name)
+    given = (("data", data), ("validation", options.get("validation")))
+    sources = {word: _source(value, word, name=name) for word, value in given}
+    common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
+    common |= {word: value for word, value in options.items() if word not in common | own | sources}
+    return Fitting(common, own, sources)
+
+
+def _source(value: PyTree, word: str, *, name: str) -> Any:
+    return value if callable(value) else on_host(value, word, name=name)
+
+
+def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any]:
+    """One shard, on a worker; as it is where others train and none of its members does."""
+    start = own["start"]
+    if isinstance(start, Run) and not (start.status == Status.OK).any():
+        return start
+    made = {word: x(own["ids"]) if callable(x) else x for word, x in own["sources"].items()}
+    options = {word: x for word, x in common.items() if word not in ("loss", "optimiser")} | own["options"]
+    data = made.pop("data")
+    if options.get("mesh") is not None:
+        options["mesh"] = options["mesh"]()
+    return fit_here(
+        start, common["loss"], common["optimiser"], data, checkpoint=own["checkpoint"], progress=False,
+        **made, **options,
+    )  # fmt: skip

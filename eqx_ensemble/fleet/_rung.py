@@ -1,0 +1,96 @@
+"""Rungs over workers: of those members that still train, and together again with those that do not."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .._ensemble import Ensemble
+from .._warnings import ignore_warnings, warn
+from ..distributed import to_host
+from ..methods import population
+from ..methods._rounds import Rounds
+from ..train._run import Run
+from ..train._status import Status
+from ._cut import cut_data, cut_options, cut_start, member_options
+from ._engines import Engine
+from ._fit import fit
+from ._join import join_runs
+from ._run_shards import members_text
+
+
+def no_rounds(name: str) -> Rounds:
+    """The rounds of a method whose runs are saved by workers."""
+    return Rounds(None, own={}, every=None, resume="auto", name=name)
+
+
+def train_rungs(engine: Engine, folder: Any, *, name: str, **options: Any) -> Callable[..., Run[Any]]:
+    """A function that is called as `fit` for one rung after another; each saves in a folder of its own."""
+    numbers = itertools.count()
+
+    def train(begun: Ensemble[Any] | Run[Any], loss: Any, optimiser: Any, data: Any, **more: Any) -> Run[Any]:
+        more = more | options | {"checkpoint": None if folder is None else folder / f"rung-{next(numbers):02d}"}
+        if isinstance(begun, Ensemble):
+            return fit(engine, begun, loss, optimiser, data, **more)
+        own = member_options(more, len(begun.status), name=name)
+
+        def go_on(positions: np.ndarray) -> Run[Any]:
+            given = {"data": data, "validation": more["validation"]}
+            sources: dict[str, Any] = {word: x if callable(x) else cut_data(x, positions) for word, x in given.items()}
+            options: dict[str, Any] = more | cut_options(own, positions) | sources
+            return fit(engine, cut_start(begun, positions), loss, optimiser, options.pop("data"), **options)
+
+        return _go_on(go_on, begun, name=name)
+
+    return train
+
+
+def _go_on(call: Callable[[np.ndarray], Run[Any]], begun: Run[Any], *, name: str) -> Run[Any]:
+    """Trains on the members of a run that have not stopped."""
+    training = to_host(begun.train_state.status) == Status.OK
+    sent = with_company(training)
+    try:
+        with ignore_warnings("`fleet.fit` returns without"):
+            run = call(np.flatnonzero(sent))
+    except KeyboardInterrupt:  # before a shard was done
+        return dataclasses.replace(begun, interrupted=True)
+    ids = np.asarray(begun.ensemble.ids)
+    kept = ~np.isin(ids, np.asarray(run.ensemble.ids))
+    lost = training & kept
+    if lost.any() and not run.interrupted:
+        warn(f"`{name}` stops {members_text(ids[lost])} where the rung before ended: their workers died.")
+        begun = stop_members_of(begun, np.flatnonzero(lost))
+    return in_order([run, *([with_status(cut_start(begun, np.flatnonzero(kept)))] if kept.any() else [])], ids)
+
+
+def with_company(training: np.ndarray) -> np.ndarray:
+    """The members to send: a single one with one that has stopped, because one alone is another program."""
+    sent = training.copy()
+    if sent.sum() == 1 and len(sent) > 1:
+        sent[np.flatnonzero(~sent)[0]] = True
+    return sent
+
+
+def in_order(runs: list[Run[Any]], ids: np.ndarray) -> Run[Any]:
+    """The run of the members of several runs, in the order of `ids`."""
+    interrupted, seconds = any(run.interrupted for run in runs), sum(run.seconds for run in runs)
+    joined = runs[0] if len(runs) == 1 else join_runs(runs, interrupted=interrupted, seconds=seconds)
+    found = np.asarray(joined.ensemble.ids).tolist()
+    index = {member: position for position, member in enumerate(found)}
+    order = [index[member] for member in ids.tolist() if member in index]
+    return joined if order == list(range(len(found))) else cut_start(joined, np.array(order))
+
+
+def stop_members_of(run: Run[Any], members: np.ndarray) -> Run[Any]:
+    """Stops members of a run that do not go on."""
+    if len(members) == 0:
+        return run
+    return with_status(dataclasses.replace(run, train_state=population.stop(run.train_state, members)))
+
+
+def with_status(run: Run[Any]) -> Run[Any]:
+    """The run with the status that its training state has."""
+    moving = run.train_state.moving
+    return dataclasses.replace(run, status=to_host(moving.status), stopped_at=to_host(moving.stopped_at))
