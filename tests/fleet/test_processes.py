@@ -1,10 +1,6 @@
 """Workers that are processes: of the standard library, and of Dask, also while they are killed."""
 
 import multiprocessing
-import os
-import signal
-import threading
-import time
 from concurrent.futures import ProcessPoolExecutor
 
 import equinox as eqx
@@ -16,6 +12,7 @@ import pytest
 
 import eqx_ensemble as ee
 
+from .killing import kill_waiting, make_held_loss
 from .test_fit import KEY, SEQUENTIAL, X, Y, assert_equal
 
 pytest.importorskip("cloudpickle", reason="needs the extra `fleet`")
@@ -52,61 +49,30 @@ def test_a_pool_of_processes():
 
 @pytest.mark.slow
 def test_pools_whose_workers_are_killed(tmp_path):
-    """Shards go on from their checkpoints, and the run is that of one process."""
-    expected = ee.fit(ENSEMBLE, LOSS, OPTIMISER, (X, Y), epochs=300, **OPTIONS | {"patience": None})
-    stop, kills = threading.Event(), []
-
-    def kill():
-        while not stop.wait(0.2):
-            begun = len(list(tmp_path.glob("*/*")))
-            children = [child.pid for child in multiprocessing.active_children() if child.pid]
-            if begun > len(kills) and len(kills) < 3 and children:
-                os.kill(children[-1], signal.SIGKILL)
-                kills.append(children[-1])
-                time.sleep(3)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
+    """The shard that a death broke goes on from its checkpoint, and the run is that of one process."""
+    loss, options = make_held_loss(tmp_path, steps=120), OPTIONS | {"patience": None, "epochs": 60}
+    with kill_waiting(tmp_path, times=3) as killed:
         found = ee.fleet.fit(
-            spawn(1), ENSEMBLE, LOSS, OPTIMISER, (X, Y), epochs=300, shard=4, retries=5, checkpoint=tmp_path,
-            checkpoint_every=50, **OPTIONS | {"patience": None},
+            spawn(1), ENSEMBLE, loss, OPTIMISER, (X, Y), shard=4, retries=3, checkpoint=tmp_path / "runs",
+            checkpoint_every=25, **options,
         )  # fmt: skip
-    finally:
-        stop.set()
-        thread.join()
-    assert kills
-    assert_equal(found, expected)
+    assert len(set(killed)) == 3
+    assert_equal(found, ee.fit(ENSEMBLE, loss, OPTIMISER, (X, Y), **options))
 
 
 @pytest.mark.slow
-def test_dask_whose_workers_are_killed(tmp_path):
+def test_dask_whose_workers_are_killed_ten_times(tmp_path):
+    """Dask repeats a shard three times by itself, and `retries` twice more: no shard can be lost by ten deaths."""
     distributed = pytest.importorskip("distributed", reason="needs the extra `dask`")
-    options = OPTIONS | {"patience": None, "epochs": 300}
-    expected = ee.fit(ENSEMBLE, LOSS, OPTIMISER, (X, Y), **options)
-    stop, kills = threading.Event(), []
+    loss, options = make_held_loss(tmp_path, steps=120), OPTIONS | {"patience": None, "epochs": 60}
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
         distributed.Client(cluster) as client,
+        kill_waiting(tmp_path, times=10) as killed,
     ):
-
-        def kill():
-            while not stop.wait(0.5):
-                pids = [worker["pid"] for worker in client.run(lambda: {"pid": os.getpid()}).values()]
-                os.kill(pids[len(kills) % len(pids)], signal.SIGKILL)
-                kills.append(pids)
-                stop.wait(4)
-                if len(kills) == 3:
-                    return
-
-        thread = threading.Thread(target=kill)
-        thread.start()
-        try:
-            found = ee.fleet.fit(
-                client, ENSEMBLE, LOSS, OPTIMISER, (X, Y), shard=2, checkpoint=tmp_path, checkpoint_every=50, **options
-            )
-        finally:
-            stop.set()
-            thread.join()
-    assert kills
-    assert_equal(found, expected)
+        found = ee.fleet.fit(
+            client, ENSEMBLE, loss, OPTIMISER, (X, Y), shard=2, checkpoint=tmp_path / "runs", checkpoint_every=25,
+            **options,
+        )  # fmt: skip
+    assert len(set(killed)) == 10
+    assert_equal(found, ee.fit(ENSEMBLE, loss, OPTIMISER, (X, Y), **options))
