@@ -28,6 +28,8 @@ HAS_ORBAX = importlib.util.find_spec("orbax") is not None
 # What examples need of extras; each is left out where it is not installed.
 NEEDED = {"blackjax": "import blackjax", "arviz_stats": "sampling.diagnostics("}
 MISSING = [mark for package, mark in NEEDED.items() if importlib.util.find_spec(package) is None]
+# `fleet/test_recipes` runs them, each in processes of its own
+ENGINES = re.compile(r"^(?:import|from) (?:engine|loky|mpi4py|parsl|ray|submitit)\b", re.MULTILINE)
 LOGGERS = re.compile(r"^(?:import|from) (?:tensorboardX|wandb|mlflow)\b", re.MULTILINE)  # `test_logging` runs them
 DIRECTIVE = re.compile(r"^::: (\S+)(?:\n(?:    .*)?)*", re.MULTILINE)
 MEMBERS = re.compile(r"^ +members: \[(.*)\]$", re.MULTILINE)
@@ -105,7 +107,7 @@ def run(examples, filename, given=()):
     """Run code blocks one after another in one fresh namespace, which has some names already."""
     namespace = {"__name__": "example"} | dict(given)
     for number, (code, shown) in enumerate(examples):
-        if ('format="orbax"' in code and not HAS_ORBAX) or LOGGERS.search(code):
+        if ('format="orbax"' in code and not HAS_ORBAX) or LOGGERS.search(code) or ENGINES.search(code):
             continue
         if any(mark in code for mark in MISSING):
             pytest.skip(f"needs one of {', '.join(NEEDED)}")

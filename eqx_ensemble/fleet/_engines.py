@@ -74,7 +74,7 @@ class Restarting(Engine):
 
     def close(self) -> None:
         """Shuts the executor down without waiting for its open shards."""
-        self.executor.shutdown(wait=False, cancel_futures=True)
+        self.executor.shutdown(wait=False)  # loky knows no `cancel_futures`
 
 
 class Dask(Engine):

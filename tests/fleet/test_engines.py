@@ -11,7 +11,7 @@ import pytest
 import eqx_ensemble as ee
 
 from .executors import Here
-from .test_fit import KEY, OPTIMISER, OPTIONS, SEQUENTIAL, X, Y, assert_equal, fit, mse
+from .test_fit import ENSEMBLE, KEY, OPTIMISER, OPTIONS, SEQUENTIAL, X, Y, assert_equal, fit, mse
 
 PLAIN = OPTIONS["plain"] | {"plan": SEQUENTIAL, "shard": 2}
 
@@ -39,6 +39,20 @@ def test_errors_of_an_engine_are_deaths_of_workers():
     with pytest.warns(UserWarning, match=r"without the members 0, 1, 2: their workers died(?s:.)*OSError: the worker"):
         found = fit(ee.fleet.fit, PLAIN | {"retries": 1}, Fails([0, 2, 3]), workers=1)
     assert np.asarray(found.ensemble.ids).tolist() == [3, 4, 5, 6]
+
+
+class NoCancelFutures(Here):
+    """As loky's."""
+
+    def shutdown(self, wait=True):
+        self.is_shut = True
+
+
+def test_what_a_factory_made_is_closed():
+    made = []
+    make = lambda: made.append(NoCancelFutures()) or made[-1]
+    ee.fleet.map_members(make, lambda model: model.layers[0].bias, shard=4)(ENSEMBLE)
+    assert [executor.is_shut for executor in made] == [True]
 
 
 class Open(Here):
