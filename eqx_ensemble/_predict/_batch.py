@@ -13,7 +13,8 @@ from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ..plan._sharded import sharded_plan
 from ..sharding._layout import Layout
-from ..sharding._shard import shard_rows
+from ..sharding._shard import put, shard_rows
+from ._blocks import take_block
 from ._rows import row_of_zeros, take_rows
 
 
@@ -46,11 +47,15 @@ class PredictionInputs(eqx.Module):
         x = _axes.map_each(own, self.x, shared=lambda x: row_of_zeros(x, axis=0))
         return PredictionInputs(self.ensemble, x, self.state, self.keys)
 
-    def take_members(self, index: slice) -> "PredictionInputs":
-        """The inputs of some of the members."""
-        if len(range(*index.indices(self.ensemble.num_members))) == self.ensemble.num_members:
+    def take_members(self, index: slice | np.ndarray, layout: Layout | None = None) -> "PredictionInputs":
+        """The inputs of some of the members; on a mesh they stay on their devices."""
+        if isinstance(index, slice) and len(range(*index.indices(self.ensemble.num_members))) == len(self.ensemble):
             return self
         x = _axes.map_each(lambda value: _axes.Each(tree.take(value, index)), self.x)
+        if layout is not None and isinstance(index, np.ndarray):
+            stacked, state, keys = take_block((self.ensemble.stacked, self.state, self.keys), index, layout)
+            ids = put(np.asarray(self.ensemble.ids)[index], layout.replication)
+            return PredictionInputs(Ensemble(stacked, self.ensemble.shared, ids), x, state, keys)
         state = None if self.state is None else tree.take(self.state, index)
         return PredictionInputs(self.ensemble[index], x, state, None if self.keys is None else self.keys[index])
 
@@ -82,10 +87,10 @@ compiled_batch = eqx.filter_jit(predict_batch)
 
 
 def batch_arguments(
-    call: MemberCall, inputs: PredictionInputs, rows: np.ndarray, *, members: slice = slice(None)
+    call: MemberCall, inputs: PredictionInputs, rows: np.ndarray, *, members: slice | np.ndarray = slice(None)
 ) -> tuple[MemberCall, PredictionInputs, jax.Array]:
     """The arguments of `predict_batch`, except for the plan, for some rows and members."""
-    some = inputs.take_rows(rows).take_members(members)
+    some = inputs.take_rows(rows).take_members(members, call.layout)
     if call.layout is None or any(map(_check.is_traced, jax.tree.leaves(some.x))):
         return call, some, jnp.asarray(rows)
     return call, dataclasses.replace(some, x=shard_rows(some.x, call.layout)), shard_rows(rows, call.layout)

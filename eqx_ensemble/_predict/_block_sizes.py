@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -6,10 +7,13 @@ import jax
 import numpy as np
 
 from .. import _axes
+from .._check import is_typed_key
 from .._pytree import PyTree
+from ..distributed._collectives import largest
 from ..plan._cost import cost_of
 from ..plan._memory import peak, release_memory
 from ._batch import MemberCall, PredictionInputs, batch_arguments, compiled_batch, predict_batch
+from ._blocks import blocks_of_members, members_of_device
 from ._check import budget_message
 from ._work import Work
 
@@ -20,7 +24,7 @@ _REPEATS = 3  # of each block: on a busy machine a sample may come too late
 
 
 class Block(NamedTuple):
-    """The number of members and of rows that a program processes at a time."""
+    """The number of members, of each device, and of rows that a program processes at a time."""
 
     members: int
     rows: int
@@ -40,8 +44,10 @@ class BlockSizes:
 
     def __init__(self, memory: int, parts: Sequence[tuple[MemberCall, PredictionInputs]], *, most_rows: int) -> None:
         self.settled = False
-        self._memory = memory
-        self._ladder = _ladder(Block(max(inputs.ensemble.num_members for _, inputs in parts), most_rows))
+        self._layouts = [call.layout for call, _ in parts]
+        self._memory = -self._of_all_processes(-memory)
+        own = (members_of_device(inputs.ensemble.num_members, call.layout) for call, inputs in parts)
+        self._ladder = _ladder(Block(max(own), most_rows))
         bounds = [_byte_bound(call, inputs) for call, inputs in parts]
         need = lambda block: max(bound(block) for bound in bounds)
         fitting = (i for i, block in enumerate(self._ladder) if need(block) <= _SAFETY * memory)
@@ -54,7 +60,8 @@ class BlockSizes:
         return self._ladder[self._index]
 
     def note(self, need: int) -> None:
-        """Records the bytes that the present block needed."""
+        """Records the bytes that the present block needed; of several processes, in that where it was most."""
+        need = self._of_all_processes(need)
         steps = math.log2(_SAFETY * self._memory / max(need, 1))
         if steps < 0 and need > self._memory and self._index == len(self._ladder) - 1:
             raise MemoryError(budget_message(need, self._memory))
@@ -65,6 +72,11 @@ class BlockSizes:
         index = min(max(self._index - up, self._highest), len(self._ladder) - 1)
         self.settled = index == self._index
         self._index = index
+
+    def _of_all_processes(self, value: int) -> int:
+        """The largest value in any process: all choose the same blocks, or they would wait for each other."""
+        spans = any(layout is not None and layout.spans_processes for layout in self._layouts)
+        return largest(value) if spans else value
 
 
 def measure(
@@ -89,14 +101,17 @@ def measure(
 def _of_block(work: Work, rows: np.ndarray, members: int) -> int:
     """The bytes that the first block of an ensemble needs."""
     plan, inputs = work.pilot.plan, work.inputs
-    read = batch_arguments(work.call, inputs, rows, members=slice(0, members))
+    layout, num_members = work.call.layout, inputs.ensemble.num_members
+    read = batch_arguments(work.call, inputs, rows, members=blocks_of_members(num_members, members, layout)[0])
     compiled = compiled_batch.lower(plan, *read).compile().compiled
     release_memory()
     with peak() as of_block:
         out = jax.block_until_ready(compiled_batch(plan, *read))
     analysis = compiled.memory_analysis()
-    known = _bytes(read[1].x) + _bytes(out) + (analysis.temp_size_in_bytes if analysis else 0)
-    known += _bytes(read[1].ensemble) if members < inputs.ensemble.num_members else 0
+    temporary = analysis.temp_size_in_bytes if analysis else 0  # of one device
+    devices = 1 if layout is None else _measured_as_one(list(layout.mesh.devices.flat))
+    known = _bytes(read[1].x) + _bytes(out) + temporary * devices
+    known += _bytes(read[1].ensemble) if members < members_of_device(num_members, layout) else 0
     return max(known, of_block.bytes or 0)
 
 
@@ -115,11 +130,29 @@ def _halvings(count: int) -> list[int]:
 
 def _byte_bound(call: MemberCall, inputs: PredictionInputs) -> Callable[[Block], int]:
     """An upper bound of the bytes of intermediate arrays in a block, from those of one member and one or two rows."""
-    reads = (batch_arguments(call, inputs, np.zeros(count, int)) for count in (1, 2))
+    layout, alone = call.layout, dataclasses.replace(call, layout=None)
+    reads = (batch_arguments(alone, inputs, np.zeros(count, int)) for count in (1, 2))
     one, two = (cost_of(predict_batch, *read).bytes for read in reads)
-    num_members = inputs.ensemble.num_members
-    return lambda block: min(block.members, num_members) * (one + (block.rows - 1) * max(two - one, 0))
+    own, devices = members_of_device(inputs.ensemble.num_members, layout), 1
+    if layout is not None:
+        axis = layout.mesh.axis_names.index("members")
+        devices = _measured_as_one([part.flat[0] for part in np.moveaxis(layout.mesh.devices, axis, 0)])
+    return lambda block: devices * min(block.members, own) * (one + (block.rows - 1) * max(two - one, 0))
+
+
+def _measured_as_one(devices: Sequence[Any]) -> int:
+    """How many of these devices have the memory that is measured: CPUs share that of their process."""
+    own = sum(device.process_index == jax.process_index() for device in devices)
+    return max(own, 1) if devices[0].platform == "cpu" else 1
 
 
 def _bytes(tree: PyTree) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(tree) if _axes.is_array(x))
+    """The bytes of arrays on the device that holds most of them; on all CPUs of this process."""
+    held: dict[Any, int] = {}
+    for x in jax.tree.leaves(tree):
+        x = jax.random.key_data(x) if is_typed_key(x) else x
+        for shard in x.addressable_shards if isinstance(x, jax.Array) else [x] if _axes.is_array(x) else []:
+            device = shard.device if isinstance(x, jax.Array) else None
+            device = None if device is None or device.platform == "cpu" else device
+            held[device] = held.get(device, 0) + (shard.data.nbytes if isinstance(x, jax.Array) else x.nbytes)
+    return max(held.values(), default=0)

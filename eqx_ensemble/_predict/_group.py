@@ -111,7 +111,7 @@ def _works(
     parts: list[Part], num_rows: int, batch_size: int, *, memory: int | None, inference: Any, mesh: Any, key: Any
 ) -> list[Work]:
     inference = check_inference(inference, key, name="predict")
-    ready = [prepare_inputs(p.ensemble, p.x, p.state, mesh=mesh, memory=memory, key=key) for p in parts]
+    ready = [prepare_inputs(p.ensemble, p.x, p.state, mesh=mesh, key=key) for p in parts]
     size = size_of_batch([inputs for inputs, _ in ready], num_rows, batch_size, memory)
     works = []
     for part, (inputs, layout) in zip(parts, ready, strict=True):

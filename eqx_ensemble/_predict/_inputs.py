@@ -40,11 +40,11 @@ def check_budget(memory: Any, read: PyTree) -> None:
 
 
 def prepare_inputs(
-    ensemble: Ensemble[Any], x: PyTree, state: Any, *, mesh: Mesh | None, memory: int | None, key: Any
+    ensemble: Ensemble[Any], x: PyTree, state: Any, *, mesh: Mesh | None, key: Any
 ) -> tuple[PredictionInputs, Layout | None]:
     """The inputs on their devices, and their layout on a mesh."""
     keys = None if key is None else _keys.member_keys(_keys.root(key, name="predict"), ensemble.ids, purpose="predict")
-    return _on_mesh(PredictionInputs(ensemble, _axes.map_each(_axes.Each, x), state, keys), mesh, memory)
+    return _on_mesh(PredictionInputs(ensemble, _axes.map_each(_axes.Each, x), state, keys), mesh)
 
 
 def size_of_batch(inputs: Sequence[PredictionInputs], num_rows: int, batch_size: int, memory: int | None) -> int:
@@ -53,21 +53,15 @@ def size_of_batch(inputs: Sequence[PredictionInputs], num_rows: int, batch_size:
     return size_of_few(num_rows, batch_size) if padded else min(batch_size, num_rows)
 
 
-def _on_mesh(inputs: PredictionInputs, mesh: Mesh | None, memory: int | None) -> tuple[PredictionInputs, Layout | None]:
+def _on_mesh(inputs: PredictionInputs, mesh: Mesh | None) -> tuple[PredictionInputs, Layout | None]:
     """The inputs on the devices of a mesh, with its layout; unchanged without a mesh."""
     layout = layout_for(mesh, inputs.ensemble.stacked, name="predict")
     if layout is None or any(map(_check.is_traced, jax.tree.leaves(inputs))):
         return inputs, layout
-    if memory is not None and jax.process_count() > 1:
-        raise NotImplementedError(
-            "`predict` measures `memory` in one process, and these members are sharded over several.\n"
-            "Pass `batch_size`: what a device needs is in proportion to the rows of a batch."
-        )
     ensemble = inputs.ensemble
     stacked, state, keys = shard_members((ensemble.stacked, inputs.state, inputs.keys), layout)
     shared, ids = replicate((ensemble.shared, ensemble.ids), layout)
-    # A budget is measured on blocks of members, which stay on the devices of these members.
-    return PredictionInputs(Ensemble(stacked, shared, ids), inputs.x, state, keys), layout if memory is None else None
+    return PredictionInputs(Ensemble(stacked, shared, ids), inputs.x, state, keys), layout
 
 
 def predict_no_rows(

@@ -129,8 +129,8 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
         dropout off. The default is `True`; with `key` there is no default.
     - `plan`: how the members are executed; `"auto"` measures candidates while it processes the batches.
     - `mesh`: the devices to predict on, from [`eqx_ensemble.make_mesh`][]; for an ensemble that was built on a mesh,
-        that one. Members are sharded over its axis `members`, the rows of a batch over `data`; with `memory`, members
-        are not padded, and there can be only one process.
+        that one. Members are sharded over its axis `members`, the rows of a batch over `data`. A budget of
+        `memory` is for each device; for each process on CPUs, whose devices share it. The smallest counts.
     - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `key`: if given, members are called with `key=`, a different key for every row: with `inference=False` this is
         Monte-Carlo dropout.
@@ -178,7 +178,7 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     if combine is not None:
         streams = memory is not None and (weights is None or weights.ndim == 1)
         combine = (stream_of(combine) if streams else None) or of_predictions(combine)
-    inputs, layout = prepare_inputs(ensemble, x, state, mesh=mesh, memory=memory, key=key)
+    inputs, layout = prepare_inputs(ensemble, x, state, mesh=mesh, key=key)
     if num_rows == 0:
         return predict_no_rows(plan, MemberCall(fn, inference), inputs, combine, weights)
     call = MemberCall(fn, inference, layout, _axes.number_kinds((ensemble, state)))

@@ -14,6 +14,7 @@ from .._pytree import PyTree
 from ..plan._pilot import explain_memory
 from ._batch import batch_arguments, compiled_batch, on_one_device, predict_batch
 from ._block_sizes import BlockSizes, measure
+from ._blocks import blocks_of_members, members_of_device
 from ._check import check_rows_of_result
 from ._output import OutputBuffer
 from ._rows import first_rows
@@ -58,7 +59,7 @@ def _batches(works: Sequence[Work], collect: Collect) -> Iterator[tuple[np.ndarr
 def _batches_of(work: Work) -> Iterator[tuple[np.ndarray, PyTree]]:
     """The predictions of the members of one ensemble for batches of rows."""
     pilot, num_members, layout = work.pilot, work.inputs.ensemble.num_members, work.call.layout
-    num_members = num_members if layout is None else layout.per_device(num_members)
+    num_members = members_of_device(num_members, layout)
     for start in range(0, work.num_rows, work.batch_size):
         rows = work.rows(start, work.batch_size)
         read = batch_arguments(work.call, work.inputs, rows)
@@ -91,10 +92,9 @@ def _batches_within(memory: int, works: Sequence[Work], collect: Collect) -> Ite
 
 
 def _chunks(works: Sequence[Work], members: int, rows: np.ndarray) -> Iterator[tuple[Any, PyTree]]:
-    """The predictions for some rows, of so many members at a time."""
+    """The predictions for some rows, of so many members of each device at a time."""
     for work in works:
-        for i in range(0, work.inputs.ensemble.num_members, members):
-            chunk = slice(i, i + members)
+        for chunk in blocks_of_members(work.inputs.ensemble.num_members, members, work.call.layout):
             read = batch_arguments(work.call, work.inputs, rows, members=chunk)
             # Unfinished batches would occupy memory too: each one is awaited.
             out = jax.block_until_ready(compiled_batch(work.pilot.plan, *read))

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._combination import AbstractCombination
+from .._ensemble._group_order import join_values
 from .._pytree import PyTree
 from ..plan._pilot import Pilot
 from ._batch import MemberCall, PredictionInputs
@@ -32,7 +33,7 @@ class Work(NamedTuple):
         start = max(min(start, self.num_rows - count), 0)
         return np.minimum(np.arange(start, start + count), self.num_rows - 1)
 
-    def positions_of(self, chunk: slice) -> Any:
+    def positions_of(self, chunk: slice | np.ndarray) -> Any:
         """The positions among all members of some members of this ensemble."""
         return chunk if self.members is None else self.members[chunk]
 
@@ -44,8 +45,11 @@ def combine_parts(parts: Iterable[tuple[Any, PyTree]], combine: Any, weights: An
         for index, part in parts:
             partial = combine.update(partial, part, weights=None if weights is None else weights[index])
         return combine.finish(partial)
-    held = [part for _, part in parts]
-    predictions = held[0] if len(held) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *held)
+    positions, held = zip(*parts, strict=True)
+    if any(isinstance(index, np.ndarray) for index in positions):
+        predictions = join_values(held, np.argsort(np.concatenate(positions)))
+    else:
+        predictions = held[0] if len(held) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *held)
     if combine is None:
         return predictions
     return combine(predictions) if weights is None else combine(predictions, weights=weights)

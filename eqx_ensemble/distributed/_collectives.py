@@ -17,6 +17,12 @@ def all_gather(values: np.ndarray) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(values))
 
 
+def largest(value: int) -> int:
+    """The largest of the processes' integers, in all of them. All processes must call it."""
+    packets = all_gather(np.array([value], np.int64).view(np.uint8))  # JAX may have no numbers of 64 bits
+    return int(np.ascontiguousarray(packets).view(np.int64).max())
+
+
 def raise_on_all(error: Exception | None) -> None:
     """Raises if any process failed, so that all continue or none. All processes must call it."""
     failed = np.flatnonzero(all_gather(np.array([error is not None])))

@@ -20,7 +20,7 @@ class Peak:
 
 @contextlib.contextmanager
 def peak() -> Iterator[Peak]:
-    """Watches the memory of the default device, or of the process where that is the device's.
+    """Watches the memory of this process's devices, of which that with the highest peak counts; on CPUs, its own.
 
     An accelerator reports its peak since the start of the process: a later, smaller one is not seen. The memory of a
     process is sampled every other millisecond, and less and less often, because sampling takes time: shorter peaks are
@@ -28,11 +28,11 @@ def peak() -> Iterator[Peak]:
     """
     found = Peak()
     before = _device_stats()
-    if before is not None:
+    if before:
         yield found
-        after = _device_stats()
-        if after is not None and after["peak_bytes_in_use"] > before["peak_bytes_in_use"]:
-            found.bytes = after["peak_bytes_in_use"] - before["bytes_in_use"]
+        pairs = zip(_device_stats(), before, strict=True)
+        key = "peak_bytes_in_use"
+        found.bytes = max((new[key] - old["bytes_in_use"] for new, old in pairs if new[key] > old[key]), default=None)
         return
     start, began = _resident(), time.perf_counter()
     if start is None:
@@ -66,10 +66,11 @@ def release_memory() -> None:
 
 
 def free_bytes() -> int | None:
-    """The free memory of the default device, of the machine for a CPU; `None` where it is unknown."""
+    """The free memory of this process's fullest device, of the machine for CPUs; `None` where it is unknown."""
     stats = _device_stats()
-    if stats is not None:
-        return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+    if stats:
+        known = all("bytes_limit" in one for one in stats)
+        return min(one["bytes_limit"] - one["bytes_in_use"] for one in stats) if known else None
     found = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text()) if _MEMINFO.exists() else None
     return None if found is None else 1024 * int(found[1])
 
@@ -79,10 +80,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def _device_stats() -> dict[str, int] | None:
-    device = jax.devices()[0]
-    stats = None if device.platform == "cpu" else device.memory_stats()
-    return stats if stats and "peak_bytes_in_use" in stats else None
+def _device_stats() -> list[dict[str, int]]:
+    """Those of each device of this process; none for CPUs, and where they are unknown."""
+    stats = [None if device.platform == "cpu" else device.memory_stats() for device in jax.local_devices()]
+    return [one for one in stats if one and "peak_bytes_in_use" in one] if all(stats) else []
 
 
 def _resident() -> int | None:

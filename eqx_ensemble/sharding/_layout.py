@@ -29,6 +29,11 @@ class Layout:
         return self.mesh.shape["members"]
 
     @property
+    def spans_processes(self) -> bool:
+        """Whether devices of other processes are in the mesh."""
+        return any(device.process_index != jax.process_index() for device in self.mesh.devices.flat)
+
+    @property
     def splits_weights(self) -> bool:
         """Whether the weights of a member are split over an axis `model`."""
         return self.mesh.shape.get("model", 1) > 1
