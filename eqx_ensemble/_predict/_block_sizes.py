@@ -12,6 +12,7 @@ from .._pytree import PyTree
 from ..distributed._collectives import largest
 from ..plan._cost import cost_of
 from ..plan._memory import peak, release_memory
+from ..sharding._layout import spans_processes
 from ._batch import MemberCall, PredictionInputs, batch_arguments, compiled_batch, predict_batch
 from ._blocks import blocks_of_members, members_of_device
 from ._check import budget_message
@@ -44,7 +45,7 @@ class BlockSizes:
 
     def __init__(self, memory: int, parts: Sequence[tuple[MemberCall, PredictionInputs]], *, most_rows: int) -> None:
         self.settled = False
-        self._layouts = [call.layout for call, _ in parts]
+        self._agrees = any(spans_processes(call.layout) for call, _ in parts)
         self._memory = -self._of_all_processes(-memory)
         own = (members_of_device(inputs.ensemble.num_members, call.layout) for call, inputs in parts)
         self._ladder = _ladder(Block(max(own), most_rows))
@@ -75,8 +76,7 @@ class BlockSizes:
 
     def _of_all_processes(self, value: int) -> int:
         """The largest value in any process: all choose the same blocks, or they would wait for each other."""
-        spans = any(layout is not None and layout.spans_processes for layout in self._layouts)
-        return largest(value) if spans else value
+        return largest(value) if self._agrees else value
 
 
 def measure(
@@ -150,9 +150,12 @@ def _bytes(tree: PyTree) -> int:
     """The bytes of arrays on the device that holds most of them; on all CPUs of this process."""
     held: dict[Any, int] = {}
     for x in jax.tree.leaves(tree):
-        x = jax.random.key_data(x) if is_typed_key(x) else x
-        for shard in x.addressable_shards if isinstance(x, jax.Array) else [x] if _axes.is_array(x) else []:
-            device = shard.device if isinstance(x, jax.Array) else None
-            device = None if device is None or device.platform == "cpu" else device
-            held[device] = held.get(device, 0) + (shard.data.nbytes if isinstance(x, jax.Array) else x.nbytes)
+        if isinstance(x, jax.Array):
+            data = jax.random.key_data(x) if is_typed_key(x) else x
+            shards = [(shard.device, shard.data.nbytes) for shard in data.addressable_shards]
+        else:
+            shards = [(None, x.nbytes)] if _axes.is_array(x) else []
+        for device, count in shards:
+            memory = None if device is None or device.platform == "cpu" else device
+            held[memory] = held.get(memory, 0) + count
     return max(held.values(), default=0)

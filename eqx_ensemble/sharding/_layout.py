@@ -29,11 +29,6 @@ class Layout:
         return self.mesh.shape["members"]
 
     @property
-    def spans_processes(self) -> bool:
-        """Whether devices of other processes are in the mesh."""
-        return any(device.process_index != jax.process_index() for device in self.mesh.devices.flat)
-
-    @property
     def splits_weights(self) -> bool:
         """Whether the weights of a member are split over an axis `model`."""
         return self.mesh.shape.get("model", 1) > 1
@@ -74,6 +69,11 @@ class Layout:
         """The axes of the mesh over which `num_rows` are split; `None` where they do not divide evenly."""
         names = tuple(name for name in ("data", "model") if self.mesh.shape.get(name, 1) > 1)
         return names if names and num_rows % self.row_parts == 0 else None
+
+
+def spans_processes(layout: Layout | None) -> bool:
+    """Whether there are devices of other processes in the mesh."""
+    return layout is not None and any(d.process_index != jax.process_index() for d in layout.mesh.devices.flat)
 
 
 def as_layout(mesh: Any, *, name: str) -> Layout | None:
