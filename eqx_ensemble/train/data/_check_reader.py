@@ -105,3 +105,12 @@ def check_no_scan(scan: Any, *, name: str) -> None:
     """Raises for `scan`: a step is one compiled call on a batch."""
     if scan is not None:
         raise TypeError(f"`{name}` takes `scan` for data in arrays; a batch that is read is a call of its own.")
+
+
+def mapped_part_message(shape: tuple[int, ...]) -> str:
+    """The message that a part of a memory-mapped array would be sent with all that is in it."""
+    return (
+        "`train.RowReader` is sent to another process with the names of its memory-mapped files; one of its arrays, of "
+        f"shape {shape}, is a part of such a file, and would be sent as it is.\n"
+        "Pass the complete array, and choose `rows`; or give `fleet.fit` a function that makes the reader on a worker."
+    )

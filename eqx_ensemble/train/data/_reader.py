@@ -1,6 +1,6 @@
 import functools as ft
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from ..._check import check_positive_int
 from ..._pytree import PyTree
 from ._check_reader import check_num_rows, check_stored_arrays
+from ._mapped import close_files, open_files
 
 _NAME = "train.RowReader"
 
@@ -63,9 +64,18 @@ class RowReader:
             self.read = ft.partial(_take, source)
         check_positive_int(threads, "threads", name=_NAME)
         self.threads = int(threads)
+        self._source = source
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """As it is sent to other processes: mapped files by their names."""
+        return (_remake, (close_files(self._source), self.num_rows, self.threads))
 
     def __repr__(self) -> str:
         return f"RowReader({self.num_rows} rows)"
+
+
+def _remake(source: PyTree, num_rows: int, threads: int) -> RowReader:
+    return RowReader(open_files(source), num_rows=num_rows, threads=threads)
 
 
 def _take(source: PyTree, rows: np.ndarray) -> PyTree:
