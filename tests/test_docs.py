@@ -29,8 +29,8 @@ HAS_ORBAX = importlib.util.find_spec("orbax") is not None
 NEEDED = {"blackjax": "import blackjax", "arviz_stats": "sampling.diagnostics("}
 NEEDED |= {package: f"import {package}" for package in ("zarr", "pyarrow", "grain")}
 MISSING = [mark for package, mark in NEEDED.items() if importlib.util.find_spec(package) is None]
-# `fleet/test_recipes` runs them, each in processes of its own
-ENGINES = re.compile(r"^(?:import|from) (?:engine|loky|mpi4py|parsl|ray|submitit)\b", re.MULTILINE)
+# `fleet/test_recipes` and `fleet/test_clusters` run them, each in processes of its own.
+ENGINES = re.compile(r"^(?:import|from) (?:dask_\w+|engine|loky|mpi4py|parsl|ray|submitit|train)\b", re.MULTILINE)
 LOGGERS = re.compile(r"^(?:import|from) (?:tensorboardX|wandb|mlflow)\b", re.MULTILINE)  # `test_logging` runs them
 DIRECTIVE = re.compile(r"^::: (\S+)(?:\n(?:    .*)?)*", re.MULTILINE)
 MEMBERS = re.compile(r"^ +members: \[(.*)\]$", re.MULTILINE)
