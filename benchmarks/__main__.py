@@ -34,6 +34,7 @@ SCRIPTS = (
     "methods",
     "efficient",
     "fleet",
+    "history",
 )
 RELIABILITY = tuple(f"reliability/{name}" for name in ("kills", "flips", "disks", "hostile", "saving"))
 KNOWN = SCRIPTS + RELIABILITY

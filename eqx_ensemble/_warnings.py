@@ -30,8 +30,27 @@ def ignore_warnings(message: str = "") -> Iterator[None]:
             warnings.filterwarnings("ignore", message=message)
             yield
         return
-    own = _OwnWarnings(message)
-    entry: Any = ("ignore", own, Warning, None, 0)
+    with _own_filter(_OwnWarnings(message), Warning):
+        yield
+
+
+@contextlib.contextmanager
+def record_warnings() -> Iterator[list[str]]:
+    """The texts of the `UserWarning`s of this thread, in place of showing them; other warnings are ignored."""
+    texts: list[str] = []
+    if getattr(sys.flags, "context_aware_warnings", False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield texts
+        texts += [str(x.message) for x in caught if issubclass(x.category, UserWarning)]
+        return
+    with _own_filter(_OwnWarnings(""), Warning), _own_filter(_OwnWarnings("", texts), UserWarning):
+        yield texts
+
+
+@contextlib.contextmanager
+def _own_filter(own: "_OwnWarnings", category: type[Warning]) -> Iterator[None]:
+    entry: Any = ("ignore", own, category, None, 0)
     filters: Any = warnings.filters  # a list, which another thread may replace meanwhile
     filters.insert(0, entry)
     try:
@@ -46,10 +65,13 @@ def ignore_warnings(message: str = "") -> Iterator[None]:
 class _OwnWarnings:
     """What a filter matches texts with, in place of a regular expression: only those of the thread that made it."""
 
-    def __init__(self, message: str) -> None:
-        self.active = True
+    def __init__(self, message: str, texts: list[str] | None = None) -> None:
+        self.active, self._texts = True, texts
         self._pattern, self._thread = re.compile(message, re.IGNORECASE), threading.get_ident()
 
     def match(self, text: str) -> bool:
         """Whether the text is of a warning to ignore."""
-        return self.active and threading.get_ident() == self._thread and self._pattern.match(text) is not None
+        matches = self.active and threading.get_ident() == self._thread and self._pattern.match(text) is not None
+        if matches and self._texts is not None:
+            self._texts.append(text)
+        return matches

@@ -10,6 +10,8 @@ from .._axes import Each, is_per_member
 from .._check import MemberMismatchError, check_integer, check_optional_function, check_positive_int, kind_text
 from .._ensemble import Ensemble, Group
 from .._pytree import PyTree
+from ..checkpoint import Checkpoints
+from ..checkpoint._path import as_path
 from ..plan import AbstractPlan, Auto
 from ..train._group_run import GroupRun
 from ..train._revive import Revive
@@ -71,6 +73,22 @@ def check_member_arguments(given: PyTree, *, name: str) -> np.ndarray:
     return np.asarray(ensembles[0].ids) if ensembles else np.arange(counts[0])
 
 
+def is_function(source: Any) -> bool:
+    """Whether a worker calls this to make its data: not a Module that is data itself."""
+    return callable(source) and not any(map(eqx.is_array, jax.tree.leaves(source)))
+
+
+def check_members_of_data(data: PyTree, num_members: int, *, argument: str, name: str) -> None:
+    """Data with as many members in parts marked `Each` as there are."""
+    for node in jax.tree.leaves(data, is_leaf=is_per_member):
+        for x in jax.tree.leaves(node.per_member()) if isinstance(node, Each) else ():
+            if np.shape(x)[:1] != (num_members,):
+                raise MemberMismatchError(
+                    f"`{name}` needs one data set per member in the `Each` of `{argument}`; expected "
+                    f"({num_members}, rows, ...), got {np.shape(x)}."
+                )
+
+
 def check_complete(finished: Finished, *, name: str) -> None:
     """Results of all shards; raises what ended the call otherwise."""
     if finished.lost:
@@ -116,7 +134,9 @@ def _check_mesh_function(mesh: Any, *, name: str) -> None:
 
 
 def check_folder(path: Any, *, name: str) -> Any:
-    """A folder on a file system, which workers share. Returns it."""
-    if not isinstance(path, os.PathLike):
-        raise TypeError(f"`{name}` needs a folder as `checkpoint`, got {kind_text(path)}.")
-    return path
+    """A folder on a file system, which workers share, or `None`. Returns its path."""
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike) or isinstance(path, Checkpoints) or not os.fspath(path):
+        raise TypeError(f"`{name}` needs the path of a folder as `checkpoint`, got {kind_text(path)}.")
+    return as_path(path)

@@ -3,13 +3,16 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _axes, tree
-from .._check import is_typed_key
+from .._check import MemberMismatchError, is_typed_key
 from .._ensemble import Ensemble
+from .._ensemble._check_state import check_model_state
 from .._foreign import as_numpy, from_foreign_tree
 from .._pytree import PyTree
+from ..train._check import check_limit
 from ..train._hyper import hyper_arrays
 from ..train._run import Run
 from ..train._state import TrainState
@@ -65,15 +68,21 @@ def cut_data(data: PyTree, positions: np.ndarray) -> PyTree:
 
 
 def on_host(data: PyTree, argument: str, *, name: str) -> PyTree:
-    """Data whose arrays that all members share are NumPy's, which can be written to files."""
-    to_host = lambda x: np.asarray(x) if isinstance(x, jax.Array) and not is_typed_key(x) else x
+    """Data whose large arrays that all members share are NumPy's, which can be written to files."""
+    is_large = lambda x: isinstance(x, jax.Array) and not is_typed_key(x) and x.nbytes > _SMALL
+    to_host = lambda x: np.asarray(x) if is_large(x) else x
     return jax.tree.map(to_host, from_foreign_tree(data, argument, name=name), is_leaf=_axes.is_per_member)
 
 
 def large_arrays(data: PyTree) -> list[np.ndarray]:
     """The arrays that all members share and that are too large to travel with every shard."""
     leaves = jax.tree.leaves(data, is_leaf=_axes.is_per_member)
-    return [x for x in leaves if isinstance(x, np.ndarray) and x.nbytes > _SMALL]
+    return [x for x in leaves if type(x) in (np.ndarray, np.memmap) and x.nbytes > _SMALL and _is_plain(x.dtype)]
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    """Whether the bytes of an array and the name of its dtype are all there is to it."""
+    return dtype.isnative and (dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.number)))
 
 
 def member_options(options: dict[str, Any], num_members: int, *, name: str) -> dict[str, Any]:
@@ -83,6 +92,13 @@ def member_options(options: dict[str, Any], num_members: int, *, name: str) -> d
         found["hyper"] = hyper_arrays(found["hyper"], num_members, name=name)
     if "rows" in found:
         found["rows"] = as_numpy(found["rows"], "rows", name=name)
+        if found["rows"].shape[:1] != (num_members,):
+            raise MemberMismatchError(
+                f"`{name}` needs the `rows` of each member, ({num_members}, n); got {found['rows'].shape}."
+            )
+    for word in _MEMBERS:
+        check_limit(found.get(word), word, num_members, name=name, whole=word == "max_steps")
+    check_model_state(found.get("state"), num_members, name=name)
     return {word: value for word, value in found.items() if word not in _MEMBERS or np.ndim(value) > 0}
 
 

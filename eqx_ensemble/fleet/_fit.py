@@ -8,7 +8,6 @@ import numpy as np
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
 from .._warnings import warn
-from ..checkpoint._path import as_path
 from ..train._check import check_no_transformation, check_some_training
 from ..train._check_run import diverged_message
 from ..train._run import Run
@@ -98,7 +97,7 @@ def fit(
     begun = time.perf_counter()
     check_no_transformation(name=_NAME)
     check_start(ensemble, name=_NAME)
-    folder = None if checkpoint is None else check_folder(as_path(checkpoint), name=_NAME)
+    folder = check_folder(checkpoint, name=_NAME)
     ids = np.asarray(ensemble.train_state.ids if isinstance(ensemble, Run) else ensemble.ids)
     if isinstance(ensemble, Run):
         check_some_training(ensemble.status == Status.OK, ids=ids)
@@ -128,7 +127,9 @@ def _run_of(finished: Finished, *, seconds: float) -> Run[Any]:
     if not finished.results:
         if finished.interrupted and not finished.lost:
             raise KeyboardInterrupt
-        raise finished.lost[-1][1]
+        error = finished.lost[-1][1]
+        error.add_note(message)
+        raise error
     if message:
         warn(message)
     run = join_runs([run for _, run in finished.results], interrupted=finished.interrupted, seconds=seconds)

@@ -11,7 +11,7 @@ from ..train._fit import fit as fit_here
 from ..train._run import Run
 from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
-from ._check import check_can_be_cut
+from ._check import check_can_be_cut, check_members_of_data, is_function
 from ._cut import cut_data, cut_options, large_arrays, member_options, on_host
 
 
@@ -32,11 +32,11 @@ class Fitting(NamedTuple):
     @property
     def arrays(self) -> list[np.ndarray]:
         """The arrays that every worker is given once."""
-        return [array for x in self.sources.values() if not callable(x) for array in large_arrays(x)]
+        return [array for x in self.sources.values() if not is_function(x) for array in large_arrays(x)]
 
     def part(self, start: Any, positions: np.ndarray, ids: np.ndarray, folder: Any, **more: Any) -> dict[str, Any]:
         """What the shard of the members at `positions` needs, which begins at `start`; `more` are options of `fit`."""
-        sources = {word: x if callable(x) else cut_data(x, positions) for word, x in self.sources.items()}
+        sources = {word: x if is_function(x) else cut_data(x, positions) for word, x in self.sources.items()}
         options = cut_options(self.own, positions) | more
         return {"start": start, "ids": ids, "sources": sources, "checkpoint": folder, "options": options}
 
@@ -56,14 +56,17 @@ def prepare(
     check_can_be_cut(options, plan, options.get("on_diverge", "freeze"), data, name=name)
     own = member_options(options, num_members, name=name)
     given = (("data", data), ("validation", options.get("validation")))
-    sources = {word: _source(value, word, name=name) for word, value in given}
+    sources = {word: _source(value, word, num_members, name=name) for word, value in given}
     common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
     common |= {word: value for word, value in options.items() if word not in common | own | sources}
     return Fitting(common, own, sources)
 
 
-def _source(value: PyTree, word: str, *, name: str) -> Any:
-    return value if callable(value) else on_host(value, word, name=name)
+def _source(value: PyTree, word: str, num_members: int, *, name: str) -> Any:
+    if is_function(value):
+        return value
+    check_members_of_data(value, num_members, argument=word, name=name)
+    return on_host(value, word, name=name)
 
 
 def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any]:
@@ -71,7 +74,7 @@ def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any]:
     start = own["start"]
     if isinstance(start, Run) and not (start.status == Status.OK).any():
         return start
-    made = {word: x(own["ids"]) if callable(x) else x for word, x in own["sources"].items()}
+    made = {word: x(own["ids"]) if is_function(x) else x for word, x in own["sources"].items()}
     options = {word: x for word, x in common.items() if word not in ("loss", "optimiser")} | own["options"]
     data = made.pop("data")
     if options.get("mesh") is not None:

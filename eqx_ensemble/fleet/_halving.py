@@ -4,7 +4,6 @@ from typing import Any
 
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
-from ..checkpoint._path import as_path
 from ..methods._halving import check_rungs, halve
 from ..train._run import Run
 from ..train.compiled._optimiser import Optimiser
@@ -87,7 +86,7 @@ def successive_halving(
     ladder = check_rungs(
         ensemble, data, validation=validation, epochs=epochs, steps=steps, factor=factor, rungs=rungs, name=name
     )
-    folder = None if checkpoint is None else check_folder(as_path(checkpoint), name=name)
+    folder = check_folder(checkpoint, name=name)
     with open_engine(executor, workers, name=name) as engine:
         train = train_rungs(engine, folder, shard=shard, retries=retries, name=name)
         return halve(

@@ -4,7 +4,6 @@ from typing import Any
 
 from .._check import check_positive_int
 from .._pytree import PyTree
-from ..checkpoint._path import as_path
 from ..methods._check import check_factor, check_options, check_validation_given
 from ..methods._halving import halve
 from ..methods._hyperband import SETS, brackets
@@ -84,7 +83,7 @@ def hyperband(
     check_validation_given(validation, name=name)
     check_options(options, SETS, "it sets these itself", name=name)
     factor = check_factor(factor, name=name)
-    folder = None if checkpoint is None else check_folder(as_path(checkpoint), name=name)
+    folder = check_folder(checkpoint, name=name)
     runs = []
     with open_engine(executor, workers, name=name) as engine:
         for number, bracket in enumerate(brackets(make, ranges, epochs, factor, key=key)):

@@ -1,6 +1,7 @@
 """The loop over shards: submits, collects, repeats those whose workers died, and gives up after so many tries."""
 
 import concurrent.futures as futures
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -8,11 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._progress import progress_line
+from .._warnings import warn
 from ._engines import Engine
+from ._settings import settings
 from ._travel import dumps, loads
-from ._worker import Task, run_shard
+from ._worker import Attempt, Task, run_shard
 
 _MOST_NAMED = 8
+_DIVERGED = re.compile(r"member\(s\) diverged")
 
 
 class Shard(NamedTuple):
@@ -67,7 +71,6 @@ def run_shards(
                 work.submit()
                 given_up = len(work.lost)
                 for shard, result in work.collect():
-                    work.results.append((shard, result))
                     line.set_postfix(report(result), refresh=False)
                     line.update(len(shard.positions))
                     work.queue.extend(follow(shard, result) if follow else ())
@@ -75,6 +78,7 @@ def run_shards(
                     work.queue.extend(follow(shard, None) if follow and not work.ended else ())
         except KeyboardInterrupt:
             work.cancel()
+            work.collect_done()
             return work.result(interrupted=True)
         except BaseException:
             work.cancel()
@@ -93,6 +97,8 @@ class _Work:
         self.lost: list[tuple[Shard, BaseException]] = []
         self.task, self.shared = b"", []
         self.ended = False  # no executor is left
+        self._settings = settings()
+        self._told: set[str] = set()
         self._failures: Counter[int] = Counter()
         self._suspects: set[int] = set()
 
@@ -102,7 +108,7 @@ class _Work:
         while self.queue and len(self.open) < most:
             shard = self.queue.popleft()
             own = dumps(shard.own(), self.numbers, name=self.name)
-            attempt = self._failures[shard.number]
+            attempt = Attempt(self._failures[shard.number], self._settings)
             try:
                 self.open[self.engine.submit(run_shard, self.task, own, attempt, *self.shared)] = shard
             except futures.BrokenExecutor as error:  # it broke since the last wait
@@ -123,10 +129,12 @@ class _Work:
                 broken |= isinstance(error, futures.BrokenExecutor)
                 continue
             outcome = loads(future.result())
+            self._warn(outcome.warnings)
             if outcome.error is not None:
                 outcome.error.add_note(f"`{self.name}` was running {members_text(shard.ids)} on a worker.")
                 raise outcome.error
             self._suspects.discard(shard.number)
+            self.results.append((shard, outcome.result))
             found.append((shard, outcome.result))
         if broken:
             error = next(e for _, e in failed if isinstance(e, futures.BrokenExecutor))
@@ -134,6 +142,13 @@ class _Work:
             self.open.clear()
         self._repeat(failed, broken=broken)
         return found
+
+    def _warn(self, texts: Iterable[str]) -> None:
+        """Warns of what a worker was warned of, once; of members that diverged the caller does, of all in one."""
+        for text in texts:
+            if text not in self._told and not _DIVERGED.search(text):
+                self._told.add(text)
+                warn(text)
 
     def _repeat(self, failed: list[tuple[Shard, BaseException]], *, broken: bool) -> None:
         alone = len(failed) == 1 or not broken
@@ -146,7 +161,8 @@ class _Work:
             if broken:
                 self._suspects.add(shard.number)
             self.queue.appendleft(shard)
-        if broken and self.queue and not self.engine.restart():
+        hopeless = len(self.lost) > 1 and not self.results  # no worker has ended any shard
+        if broken and self.queue and (hopeless or not self.engine.restart()):
             self.lost += [(shard, failed[0][1]) for shard in self.queue]
             self.queue.clear()
             self.ended = True
@@ -155,6 +171,15 @@ class _Work:
         """Cancels what is open."""
         for future in self.open:
             future.cancel()
+
+    def collect_done(self) -> None:
+        """Takes the results that are there, without waiting for others."""
+        taken = {shard.number for shard, _ in self.results}
+        for future, shard in self.open.items():
+            is_there = future.done() and not future.cancelled() and future.exception() is None
+            outcome = loads(future.result()) if is_there and shard.number not in taken else None
+            if outcome is not None and outcome.error is None:
+                self.results.append((shard, outcome.result))
 
     def result(self, *, interrupted: bool) -> Finished:
         """What was done, in the order of the shards."""
@@ -177,4 +202,9 @@ def lost_message(finished: Finished, *, name: str) -> str:
     if finished.lost:
         error = finished.lost[-1][1]
         lines.append(f"The last error was {type(error).__name__}: {error}")
+    if finished.lost and not finished.results:
+        lines.append(
+            "No shard was done: do the workers start? A script whose executor spawns processes needs "
+            "`if __name__ == '__main__':`."
+        )
     return "\n".join(lines)

@@ -16,10 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._check import check_installed, is_typed_key
+from ._travel_classes import is_module_class, reduce_class
 
 # Functions by the hash of their pickle. What returns from a worker is the caller's own object, and what a worker gets
 # again is the object that it has compiled programs for.
 _known: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
+_digests: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()  # of jitted functions, which never change
+_Jitted: Any = type(jax.jit(lambda: None))
 _kept: "collections.deque[Any]" = collections.deque(maxlen=256)
 
 
@@ -44,14 +47,20 @@ def _dumps(value: Any, arrays: Mapping[int, int], *, is_part: bool) -> bytes:
         def reducer_override(self, obj: Any) -> Any:
             if is_typed_key(obj):  # which JAX before 0.10 cannot pickle
                 return _as_key, (np.asarray(jax.random.key_data(obj)), jax.random.key_impl(obj))
-            if isinstance(obj, types.FunctionType):
+            if isinstance(obj, types.FunctionType | _Jitted):
                 # What a function refers to is a part of it: two functions may refer to each other.
+                if _is_found(obj) and isinstance(obj, _Jitted):
+                    return _find, (obj.__module__, obj.__qualname__)
                 if is_part or _is_found(obj):
                     return super().reducer_override(obj)
                 data = _dumps(obj, {}, is_part=True)
-                digest = hashlib.sha256(data).hexdigest()
+                digest = _digests.get(obj) if isinstance(obj, _Jitted) else None
+                digest = digest or hashlib.sha256(data).hexdigest()
                 _known[digest] = obj
                 return _restore, (digest, data)
+            if is_module_class(obj):
+                reduction = super().reducer_override(obj)
+                return reduce_class(obj, reduction) if isinstance(reduction, tuple) else reduction
             if not isinstance(obj, type | types.ModuleType) and callable(obj) and _is_found(obj):
                 return _find, (obj.__module__, obj.__qualname__)
             return super().reducer_override(obj)
@@ -99,4 +108,6 @@ def _restore(digest: str, data: bytes) -> Any:
         found = loads(data)
         _known[digest] = found
         _kept.append(found)
+        if isinstance(found, _Jitted):
+            _digests[found] = digest
     return found

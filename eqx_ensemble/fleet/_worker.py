@@ -3,13 +3,15 @@
 import dataclasses
 import functools as ft
 import mmap
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from .._warnings import ignore_warnings
+from .._warnings import record_warnings
+from ._settings import use_settings
 from ._travel import dumps, loads
 
 
@@ -20,11 +22,19 @@ class Task(NamedTuple):
     common: Any
 
 
+class Attempt(NamedTuple):
+    """Which attempt at a shard it is, so that engines that remember results see another call; and JAX's settings."""
+
+    number: int
+    settings: dict[str, Any]
+
+
 class Outcome(NamedTuple):
-    """The result of a shard, or the error that it raised."""
+    """The result of a shard, or the error that it raised; and the texts of warnings."""
 
     result: Any
     error: Exception | None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,21 +57,39 @@ def _read(file: ArrayFile) -> np.ndarray:
     return np.frombuffer(data, jnp.dtype(file.dtype)).reshape(file.shape)
 
 
-def run_shard(task: bytes, own: bytes, attempt: int, *arrays: Any) -> bytes:
-    """Runs a shard. `attempt` tells engines that remember results that this is another call."""
+def run_shard(task: bytes, own: bytes, attempt: Attempt, *arrays: Any) -> bytes:
+    """Runs a shard."""
     held = [array.read() if isinstance(array, ArrayFile) else array for array in arrays]
-    try:
-        fn, common = loads(task, held)
-        with ignore_warnings():  # the caller warns once, of all members
-            outcome = Outcome(fn(common, loads(own, held)), None)
-    except Exception as error:
-        outcome = Outcome(None, error)
-    try:
-        return _to_send(outcome)
-    except Exception as problem:
-        text = "a result" if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
-        reason = f"which cannot be sent back, {type(problem).__name__}: {problem}"
-        return dumps(Outcome(None, RuntimeError(f"{text} ({reason})")), name="fleet")
+    with use_settings(attempt.settings):
+        outcome = _run(task, own, held)
+        try:
+            return _to_send(outcome)
+        except Exception as problem:
+            text = "a result" if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
+            error = RuntimeError(f"{text} (which cannot be sent back, {type(problem).__name__}: {problem})")
+            for note in getattr(outcome.error, "__notes__", ()):
+                error.add_note(note)
+            return dumps(Outcome(None, error), name="fleet")
+
+
+def _run(task: bytes, own: bytes, held: list[Any]) -> Outcome:
+    error: Exception | None = None
+    result = None
+    with record_warnings() as texts:  # the caller warns once, of all members
+        try:
+            fn, common = loads(task, held)
+            result = fn(common, loads(own, held))
+        except SystemExit as ended:  # which would end the worker, or the caller
+            error = RuntimeError(f"The program ended itself, by SystemExit({ended.code!r}).")
+            error.add_note(_trace(ended))
+        except Exception as caught:
+            error = caught
+            error.add_note(_trace(caught))
+    return Outcome(result, error, tuple(texts))
+
+
+def _trace(error: BaseException) -> str:
+    return "On the worker:\n" + "".join(traceback.format_exception(error)).rstrip()
 
 
 def _to_send(outcome: Outcome) -> bytes:

@@ -24,6 +24,7 @@ class Reading:
 
     def __init__(self, reader: RowReader, rows: StepRows, layout: Layout | None) -> None:
         self._reader, self._rows, self._layout = reader, rows, layout
+        self._x64: bool = getattr(jax.config, "jax_enable_x64")  # noqa: B009 (of this thread, where others read)
         self._like: PyTree = None  # a row that was read before
         self._probe: PyTree = None
 
@@ -72,7 +73,8 @@ class Reading:
             raise
         if self._like is None:
             self._like = jax.tree.map(lambda x: x[:1].copy(), batch)
-        return jax.tree.map(lambda x: x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False), batch)
+        with jax.enable_x64(self._x64):
+            return jax.tree.map(lambda x: x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False), batch)
 
     def _shape(self, step: int, slots: Slots) -> tuple[int, ...]:
         order = self._rows.order
