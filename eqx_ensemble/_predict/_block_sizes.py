@@ -135,8 +135,8 @@ def _byte_bound(call: MemberCall, inputs: PredictionInputs) -> Callable[[Block],
     one, two = (cost_of(predict_batch, *read).bytes for read in reads)
     own, devices = members_of_device(inputs.ensemble.num_members, layout), 1
     if layout is not None:
-        axis = layout.mesh.axis_names.index("members")
-        devices = _measured_as_one([part.flat[0] for part in np.moveaxis(layout.mesh.devices, axis, 0)])
+        axis, grid = layout.mesh.axis_names.index("members"), layout.mesh.devices
+        devices = _measured_as_one(list(np.moveaxis(grid, axis, 0).reshape(grid.shape[axis], -1)[:, 0]))
     return lambda block: devices * min(block.members, own) * (one + (block.rows - 1) * max(two - one, 0))
 
 

@@ -27,11 +27,9 @@ def reduce_class(cls: Any, reduction: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     (_, (metaclass, name, bases, namespace, *_), state, _, _, fill) = reduction
     fields = {name: _declaration(field) for name, field in _own_fields(cls).items()}
-    made = cls.__dict__.get("__init__")
-    has_init = isinstance(made, types.FunctionType) and made.__qualname__ == f"{cls.__qualname__}.__init__"
     token = _tokens.setdefault(cls, uuid.uuid4().hex)
     _classes[token] = cls
-    arguments = (token, metaclass, name, bases, namespace, fields, has_init and not _is_made_by_dataclass(cls))
+    arguments = (token, metaclass, name, bases, namespace, fields, _has_own_init(cls))
     return _make, arguments, (fill, state), None, None, _fill
 
 
@@ -42,9 +40,10 @@ def _own_fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
     return {name: field for name, field in fields.items() if not any(x.get(name) is field for x in inherited)}
 
 
-def _is_made_by_dataclass(cls: Any) -> bool:
-    """Whether `__init__` is that of a dataclass, which is made from source text."""
-    return cls.__dict__["__init__"].__code__.co_filename == "<string>"
+def _has_own_init(cls: Any) -> bool:
+    """Whether `__init__` is one that a user wrote; that of a dataclass is made from source text."""
+    init = cls.__dict__.get("__init__")
+    return isinstance(init, types.FunctionType) and init.__code__.co_filename != "<string>"
 
 
 def _declaration(field: dataclasses.Field[Any]) -> dict[str, Any]:

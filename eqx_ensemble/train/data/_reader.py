@@ -57,14 +57,14 @@ class RowReader:
         self, source: PyTree | Callable[[np.ndarray], PyTree], *, num_rows: int | None = None, threads: int = 1
     ) -> None:
         if callable(source):
-            self.num_rows = check_num_rows(num_rows, name=_NAME)
+            self.num_rows: int = check_num_rows(num_rows, name=_NAME)
             self.read: Callable[[np.ndarray], PyTree] = source
         else:
             self.num_rows = check_stored_arrays(source, num_rows, name=_NAME)
             self.read = ft.partial(_take, source)
         check_positive_int(threads, "threads", name=_NAME)
-        self.threads = int(threads)
-        self._source = source
+        self.threads: int = int(threads)
+        self._source: PyTree | Callable[[np.ndarray], PyTree] = source
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """As it is sent to other processes: mapped files by their names."""
