@@ -15,6 +15,8 @@ import pytest
 
 from eqx_ensemble import launch
 from eqx_ensemble.distributed._environment import OURS
+from eqx_ensemble.launch._check import exit_message
+from eqx_ensemble.launch._main import environment_of
 
 HERE = pathlib.Path(__file__).parent
 TOGETHER = str(HERE / "together.py")
@@ -357,7 +359,7 @@ def test_message(name, capsys):
     ],
 )
 def test_how_a_process_ended(code, others, text):
-    assert launch.exit_message(2, code, others=others) == f"eqx_ensemble.launch: {text}"
+    assert exit_message(2, code, others=others) == f"eqx_ensemble.launch: {text}"
 
 
 def test_where_there_are_no_process_groups(monkeypatch):
@@ -369,9 +371,9 @@ def test_where_there_are_no_process_groups(monkeypatch):
 def test_devices_of_others_are_left_alone(monkeypatch):
     for name in ("JAX_PLATFORMS", "JAX_LOCAL_DEVICE_IDS"):
         monkeypatch.delenv(name, raising=False)
-    one = launch.environment_of(1, processes=2, devices=None, port=5)
+    one = environment_of(1, processes=2, devices=None, port=5)
     assert one["JAX_LOCAL_DEVICE_IDS"] == "1"
     assert "JAX_PLATFORMS" not in one
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")
-    assert launch.environment_of(1, processes=2, devices=None, port=5)["JAX_LOCAL_DEVICE_IDS"] == "0"
-    assert launch.environment_of(0, processes=1, devices=None, port=5) == dict(os.environ)
+    assert environment_of(1, processes=2, devices=None, port=5)["JAX_LOCAL_DEVICE_IDS"] == "0"
+    assert environment_of(0, processes=1, devices=None, port=5) == dict(os.environ)
