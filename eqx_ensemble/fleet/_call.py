@@ -9,7 +9,8 @@ import numpy as np
 from ._check import check_retries, check_shard
 from ._cut import divide
 from ._engines import open_engine
-from ._run_shards import Finished, Shard, run_shards
+from ._run_shards import Watch, run_shards
+from ._shard import Finished, Shard
 from ._worker import Task
 
 
@@ -23,7 +24,7 @@ class Call(NamedTuple):
     fn: Callable[[Any, Any], Any]
     common: Any
     part: Callable[[np.ndarray], Any]
-    arrays: list[np.ndarray]
+    arrays: list[Any]
     ids: np.ndarray
 
 
@@ -34,20 +35,19 @@ def over_shards(
     shard: int | None,
     workers: int | None,
     retries: int,
-    progress: bool | None,
-    report: Callable[[Any], dict[str, str]] = lambda result: {},
+    watch: Watch,
+    start: Callable[[int], list[tuple[int, np.ndarray]]] | None = None,
 ) -> Finished:
-    """Runs a call on an executor."""
+    """Runs a call on an executor. `start` divides members into shards of a size, and returns those to run."""
     tries, count = check_retries(retries, name=call.name), len(call.ids)
     if shard is not None:
         check_shard(shard, count, name=call.name)
     with open_engine(executor, workers, name=call.name) as engine:
         size = engine.shard_of(count) if shard is None else shard
+        numbered = list(enumerate(divide(count, size))) if start is None else start(size)
         shards = [
-            Shard(i, positions, call.ids[positions], ft.partial(call.part, positions))
-            for i, positions in enumerate(divide(count, size))
+            Shard(number, positions, call.ids[positions], ft.partial(call.part, positions))
+            for number, positions in numbered
         ]
         task = Task(call.fn, call.common)
-        return run_shards(
-            engine, task, shards, call.arrays, retries=tries, progress=progress, report=report, name=call.name
-        )
+        return run_shards(engine, task, shards, call.arrays, retries=tries, watch=watch, name=call.name)

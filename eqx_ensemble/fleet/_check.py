@@ -19,7 +19,8 @@ from ..train._run import Run
 from ..train._state import TrainState
 from ..train.data._data import is_batches
 from ..tree import num_members
-from ._run_shards import Finished, lost_message
+from ._shard import Finished, lost_message
+from ._sharded_run import ShardedRun
 
 _REASONS = {
     "max_seconds": "how far members come would depend on the worker",
@@ -60,16 +61,23 @@ def check_no_auto(plan: AbstractPlan, *, name: str) -> None:
 def check_member_arguments(given: PyTree, *, name: str) -> np.ndarray:
     """Arguments of which some have members, of one number. Returns the members' ids, or their positions."""
     nodes = [node for node in jax.tree.leaves(given, is_leaf=is_per_member) if is_per_member(node)]
-    other = [node for node in nodes if not isinstance(node, Ensemble | Each | eqx.nn.State)]
+    nodes += [node for node in jax.tree.leaves(given, is_leaf=is_per_member) if isinstance(node, ShardedRun)]
+    other = [node for node in nodes if not isinstance(node, Ensemble | Each | eqx.nn.State | ShardedRun)]
     if other:
         raise TypeError(f"`{name}` cannot divide {kind_text(other[0])}: pass an `Ensemble` or `Each`.")
     if not nodes:
         raise TypeError(f"`{name}` needs an argument with members, an `Ensemble` or `Each`; got none.")
+    stateful = [node for node in nodes if isinstance(node, ShardedRun) and isinstance(node.like, tuple)]
+    if stateful:
+        raise TypeError(
+            f"`{name}` cannot read members with a state from files: `fleet.predict` does, and "
+            "`run.load_with_state(ids)` gives both."
+        )
     of_node = lambda node: node.per_member() if isinstance(node, Each) else getattr(node, "stacked", node)
-    counts = [num_members(of_node(node)) for node in nodes]
+    counts = [len(node) if isinstance(node, ShardedRun) else num_members(of_node(node)) for node in nodes]
     if len(set(counts)) > 1:
         raise MemberMismatchError(f"`{name}` needs arguments of one number of members, got {counts}.")
-    ensembles = [node for node in nodes if isinstance(node, Ensemble)]
+    ensembles = [node for node in nodes if isinstance(node, Ensemble | ShardedRun)]
     return np.asarray(ensembles[0].ids) if ensembles else np.arange(counts[0])
 
 
@@ -92,7 +100,8 @@ def check_members_of_data(data: PyTree, num_members: int, *, argument: str, name
 def check_complete(finished: Finished, *, name: str) -> None:
     """Results of all shards; raises what ended the call otherwise."""
     if finished.lost:
-        error = finished.lost[-1][1]
+        error = finished.lost[-1].error
+        assert error is not None
         error.add_note(lost_message(finished, name=name))
         raise error
     if finished.interrupted:

@@ -85,6 +85,25 @@ def _is_plain(dtype: np.dtype[Any]) -> bool:
     return dtype.isnative and (dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.number)))
 
 
+def ids_of(begun: Any) -> np.ndarray:
+    """The ids of the members of an ensemble, a training state or a run."""
+    return np.asarray(begun.train_state.ids if isinstance(begun, Run) else begun.ids)
+
+
+def large_shared(tree: PyTree) -> list[Any]:
+    """The large arrays that the members of ensembles, training states and runs in a tree share."""
+    owners = (Ensemble, TrainState, Run)
+    found: dict[int, Any] = {}
+    for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, owners)):
+        parts = (
+            (node.ensemble.shared, node.train_state.shared) if isinstance(node, Run) else getattr(node, "shared", ())
+        )
+        for x in jax.tree.leaves(parts):
+            if _axes.is_array(x) and not is_typed_key(x) and x.nbytes > _SMALL:
+                found[id(x)] = x
+    return list(found.values())
+
+
 def member_options(options: dict[str, Any], num_members: int, *, name: str) -> dict[str, Any]:
     """Those of the options of `fit` that hold values of each member, in the form in which they are cut."""
     found = {word: options[word] for word in ("hyper", "rows", "state", *_MEMBERS) if options.get(word) is not None}

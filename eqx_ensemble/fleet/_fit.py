@@ -1,45 +1,78 @@
 import os
-import time
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
+import equinox as eqx
 import numpy as np
 
+from .._check import check_optional_function
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
-from .._warnings import warn
 from ..train._check import check_no_transformation, check_some_training
-from ..train._check_run import diverged_message
 from ..train._run import Run
 from ..train._state import TrainState
 from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
-from ._call import Call, over_shards
+from ._begin import check_ids_of_function, shapes_of_start
+from ._call import Call
 from ._check import check_folder, check_start
-from ._cut import cut_start
-from ._fitting import fit_shard, prepare
-from ._join import join_runs
-from ._options import FleetFitOptions
-from ._run_shards import Finished, lost_message
+from ._check_saved import check_save_folder
+from ._cut import cut_start, ids_of, large_shared
+from ._fit_shard import count_of_columns, count_of_run, fit_shard, join_shards
+from ._fitting import prepare
+from ._identity import call_identity
+from ._options import FleetCallOptions, FleetFitOptions
+from ._run_shards import Watch
+from ._save_shards import save_shards
+from ._shard import ShardReport
+from ._sharded_run import ShardedRun
 
 _NAME = "fleet.fit"
 
 
+Start = Ensemble[M] | TrainState[M] | Run[M] | Callable[[np.ndarray], Ensemble[M] | tuple[Ensemble[M], eqx.nn.State]]
+
+
+@overload
 def fit(
     executor: Any,
-    ensemble: Ensemble[M] | TrainState[M] | Run[M],
+    ensemble: Start[M],
     loss: Callable[..., Any],
     optimiser: Optimiser,
     data: PyTree | Callable[[np.ndarray], Any],
     *,
+    save: None = None,
+    **options: Unpack[FleetCallOptions],
+) -> Run[M]: ...
+@overload
+def fit(
+    executor: Any,
+    ensemble: Start[M],
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: PyTree | Callable[[np.ndarray], Any],
+    *,
+    save: str | os.PathLike[str],
+    **options: Unpack[FleetCallOptions],
+) -> ShardedRun[M]: ...
+def fit(
+    executor: Any,
+    ensemble: Ensemble[M] | TrainState[M] | Run[M] | Callable[[np.ndarray], Any],
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: PyTree | Callable[[np.ndarray], Any],
+    *,
+    save: str | os.PathLike[str] | None = None,
     shard: int | None = None,
     workers: int | None = None,
     retries: int = 2,
     checkpoint: str | os.PathLike[str] | None = None,
+    ids: Any = None,
+    on_shard: Callable[[ShardReport], Any] | None = None,
     progress: bool | None = None,
     key: Any,
     **options: Unpack[FleetFitOptions],
-) -> Run[M]:
+) -> Run[M] | ShardedRun[M]:
     """Trains members on many workers: each shard of members is a [`eqx_ensemble.fit`][] of its own, on any worker.
 
     Members are independent, and their random streams follow from their ids. So the result is that of one
@@ -54,7 +87,11 @@ def fit(
         processes that are spawned: `ProcessPoolExecutor(2, multiprocessing.get_context("spawn"))`, in a script below
         `if __name__ == "__main__":`.
     - `ensemble`, `loss`, `optimiser`, `key`: as for [`eqx_ensemble.fit`][]. Functions are sent to workers by
-        cloudpickle (extra `fleet`): by name where workers can import them, else as they are.
+        cloudpickle (extra `fleet`): by name where workers can import them, else as they are. Or in place of the
+        ensemble a function, called on the worker with the ids of a shard's members, that returns an ensemble of them,
+        or that and its `equinox.nn.State`: `lambda ids: ee.build(make, ids=ids, key=key)`. Their members then exist
+        nowhere else.
+    - `ids`: the ids of all members, with such a function: `range(100_000)`.
     - `data`: arrays, as for [`eqx_ensemble.fit`][]; those that all members share are read by workers of this machine
         from files that they map into memory, and are scattered by Dask. Or a function, called on the worker with the
         ids of a shard's members `(n,)`, that returns their data: arrays, parts of them marked
@@ -68,17 +105,27 @@ def fit(
     - `retries`: how often a shard is tried again after its worker died.
     - `checkpoint`: a folder that all workers can write, in which each shard saves its run in a folder of its own. A
         shard whose worker died goes on from there, and so does a call with the same arguments and size of shards.
-    - `progress`: whether to show a progress line over members; by default on a terminal or in a notebook.
+    - `save`: a folder that all workers can write, in which each shard saves its trained members, atomically, instead
+        of sending them back; neither optimiser states nor curves are kept. A call with the same arguments does only the
+        shards that are not there: nothing is lost when the caller is killed. Another call raises an error that lists
+        the differences; `plan`, `scan`, `checkpoint`, `retries` and the executor may differ. Functions are compared by
+        their code.
+    - `on_shard`: called here with an [`eqx_ensemble.fleet.ShardReport`][] of each shard as it ends, also of one that is
+        given up. Its exceptions end the call.
+    - `progress`: whether to show a progress line, with members done, stopped and diverged and the time left; by default
+        on a terminal or in a notebook.
     - `options`: of [`eqx_ensemble.fit`][]. `hyper`, `rows`, `state`, `target` and `max_steps` are cut to the members of
         each shard. Refused is what depends on the other members or on the clock: `max_seconds`, `plan="auto"`,
         `on_diverge="raise"`, revivals by copies, and `callbacks`. `mesh` is a function that is called on the worker,
         such as `ee.make_mesh`: a shard then runs on all devices of its worker.
 
     **Returns:** the run of all members. Members of shards whose workers died too often are missing, and so are those
-    that were not done when Ctrl-C ended the call: a warning says so, and `run.ensemble.ids` tells who is there.
+    that were not done when Ctrl-C ended the call: a warning says so, and `run.ensemble.ids` tells who is there. With
+    `save`, an [`eqx_ensemble.fleet.ShardedRun`][], whose members are in files.
 
     **Raises:** as [`eqx_ensemble.fit`][]; an error on a worker is raised here with a note that names its members.
-    `concurrent.futures.BrokenExecutor` if no shard was done.
+    `concurrent.futures.BrokenExecutor` if no shard was done; `BlockingIOError` while another call uses the folder of
+    `save`.
 
     ```python
     from concurrent.futures import ThreadPoolExecutor  # of one process, for this example
@@ -94,46 +141,33 @@ def fit(
     run.predict(data[0]).shape  # (8, 64, 1)
     ```
     """
-    begun = time.perf_counter()
     check_no_transformation(name=_NAME)
-    check_start(ensemble, name=_NAME)
+    wanted = check_ids_of_function(ensemble, ids, name=_NAME)
+    if wanted is None:
+        check_start(ensemble, name=_NAME)
+    check_optional_function(on_shard, "on_shard", name=_NAME, example="lambda report: print(report)")
     folder = check_folder(checkpoint, name=_NAME)
-    ids = np.asarray(ensemble.train_state.ids if isinstance(ensemble, Run) else ensemble.ids)
+    save_folder = None if save is None else check_save_folder(save, name=_NAME)
+    ids_of_all = ids_of(ensemble) if wanted is None else wanted
     if isinstance(ensemble, Run):
-        check_some_training(ensemble.status == Status.OK, ids=ids)
-    fitting = prepare(loss, optimiser, data, dict(options), len(ids), name=_NAME, key=key)
+        check_some_training(ensemble.status == Status.OK, ids=ids_of_all)
+    given = dict(options)
+    fitting = prepare(loss, optimiser, data, given, len(ids_of_all), name=_NAME, key=key)
+    common = fitting.common if wanted is None else fitting.common | {"make": ensemble}
 
     def part(positions: np.ndarray) -> dict[str, Any]:
-        first, last = ids[positions[[0, -1]]]
-        own_folder = None if folder is None else folder / f"{first}-{last}-of-{len(ids)}"
-        return fitting.part(cut_start(ensemble, positions), positions, ids[positions], own_folder)
+        first, last = ids_of_all[positions[[0, -1]]]
+        own_folder = None if folder is None else folder / f"{first}-{last}-of-{len(ids_of_all)}"
+        start = cut_start(ensemble, positions) if wanted is None else None
+        return fitting.part(start, positions, ids_of_all[positions], own_folder)
 
-    call = Call(_NAME, fit_shard, fitting.common, part, fitting.arrays, ids)
-    finished = over_shards(
-        call, executor, shard=shard, workers=workers, retries=retries, progress=progress, report=report
-    )
-    return _run_of(finished, seconds=time.perf_counter() - begun)
-
-
-def report(run: Run[Any]) -> dict[str, str]:
-    """What the progress line shows of a shard."""
-    counts = {"stopped": Status.STOPPED, "diverged": Status.DIVERGED}
-    return {word: str(int((run.status == status).sum())) for word, status in counts.items()}
-
-
-def _run_of(finished: Finished, *, seconds: float) -> Run[Any]:
-    """The run of what was done; warns of members that are missing, or diverged."""
-    message = lost_message(finished, name=_NAME)
-    if not finished.results:
-        if finished.interrupted and not finished.lost:
-            raise KeyboardInterrupt
-        error = finished.lost[-1][1]
-        error.add_note(message)
-        raise error
-    if message:
-        warn(message)
-    run = join_runs([run for _, run in finished.results], interrupted=finished.interrupted, seconds=seconds)
-    lost = run.status == Status.DIVERGED
-    if lost.any():
-        warn(diverged_message(np.asarray(run.ensemble.ids)[lost], run.stopped_at[lost], run.fault[lost]))
-    return run
+    shared = large_shared(ensemble) if wanted is None else []
+    call = Call(_NAME, fit_shard, common, part, [*fitting.arrays, *shared], ids_of_all)
+    how = {"shard": shard, "workers": workers, "retries": retries}
+    if save_folder is None:
+        return join_shards(call, executor, **how, watch=Watch(progress, count=count_of_run, on_shard=on_shard))
+    functions = {"loss": loss, "optimiser": optimiser}
+    texts = call_identity(ensemble, ids_of_all, functions, given | fitting.sources, key=key)
+    like = shapes_of_start(ensemble, ids_of_all, given.get("state"), name=_NAME)
+    watch = Watch(progress, count=count_of_columns, on_shard=on_shard)
+    return save_shards(call, executor, save_folder, texts, like, **how, watch=watch)

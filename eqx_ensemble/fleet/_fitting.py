@@ -7,9 +7,6 @@ import numpy as np
 
 from .._pytree import PyTree
 from ..plan._auto import as_plan
-from ..train._fit import fit as fit_here
-from ..train._run import Run
-from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ._check import check_can_be_cut, check_members_of_data, is_function
 from ._cut import cut_data, cut_options, large_arrays, member_options, on_host
@@ -30,7 +27,7 @@ class Fitting(NamedTuple):
     sources: dict[str, Any]
 
     @property
-    def arrays(self) -> list[np.ndarray]:
+    def arrays(self) -> list[Any]:
         """The arrays that every worker is given once."""
         return [array for x in self.sources.values() if not is_function(x) for array in large_arrays(x)]
 
@@ -67,19 +64,3 @@ def _source(value: PyTree, word: str, num_members: int, *, name: str) -> Any:
         return value
     check_members_of_data(value, num_members, argument=word, name=name)
     return on_host(value, word, name=name)
-
-
-def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any]:
-    """One shard, on a worker; as it is where others train and none of its members does."""
-    start = own["start"]
-    if isinstance(start, Run) and not (start.status == Status.OK).any():
-        return start
-    made = {word: x(own["ids"]) if is_function(x) else x for word, x in own["sources"].items()}
-    options = {word: x for word, x in common.items() if word not in ("loss", "optimiser")} | own["options"]
-    data = made.pop("data")
-    if options.get("mesh") is not None:
-        options["mesh"] = options["mesh"]()
-    return fit_here(
-        start, common["loss"], common["optimiser"], data, checkpoint=own["checkpoint"], progress=False,
-        **made, **options,
-    )  # fmt: skip

@@ -16,7 +16,10 @@ from ..plan._auto import as_plan
 from ..plan._map import map_members as map_here
 from ._call import Call, over_shards
 from ._check import check_complete, check_member_arguments, check_no_auto
-from ._cut import large_arrays, on_host
+from ._cut import large_arrays, large_shared, on_host
+from ._run_shards import Watch
+from ._sharded_run import ShardedRun
+from ._stored import Stored, by_file, locate
 
 _NAME = "fleet.map_members"
 
@@ -40,7 +43,8 @@ def map_members(
     - `progress`: whether to show a progress line over members; by default on a terminal or in a notebook.
 
     **Returns:** the function of all members. Its arguments are those of [`eqx_ensemble.map_members`][]; values of
-    members are cut to each shard, all others are given to every worker.
+    members are cut to each shard, all others are given to every worker. An [`eqx_ensemble.fleet.ShardedRun`][] stands
+    for the ensemble of all its members, which workers read from its files; by default one file is a shard.
 
     **Raises:** (when called) as [`eqx_ensemble.map_members`][] and [`eqx_ensemble.fleet.predict`][].
 
@@ -63,8 +67,14 @@ def map_members(
         given = on_host((args, kwargs), "args", name=_NAME)
         ids = check_member_arguments(given, name=_NAME)
         part = lambda positions: _cut(given, positions)
-        call = Call(_NAME, _map_shard, (fn, plan), part, large_arrays(given), ids)
-        finished = over_shards(call, executor, shard=shard, workers=workers, retries=retries, progress=progress)
+        arrays = [*large_arrays(given), *large_shared(given)]
+        call = Call(_NAME, _map_shard, (fn, plan), part, arrays, ids)
+        runs = [node for node in jax.tree.leaves(given, is_leaf=_axes.is_per_member) if isinstance(node, ShardedRun)]
+        in_files = lambda size: by_file(runs[0], np.arange(len(ids)))
+        start = in_files if runs and shard is None else None
+        finished = over_shards(
+            call, executor, shard=shard, workers=workers, retries=retries, watch=Watch(progress), start=start
+        )
         check_complete(finished, name=_NAME)
         parts = [result for _, result in finished.results]
         join = lambda *xs: jnp.concatenate(xs) if _axes.is_array(xs[0]) else xs[0]
@@ -74,7 +84,7 @@ def map_members(
 
 
 def _map_shard(common: Any, own: Any) -> PyTree:
-    (fn, plan), (args, kwargs) = common, own
+    (fn, plan), (args, kwargs) = common, jax.tree.map(_read, own, is_leaf=_is_stored)
     return map_here(fn, plan=plan)(*args, **kwargs)
 
 
@@ -82,8 +92,18 @@ def _cut(given: PyTree, positions: np.ndarray) -> PyTree:
     def own(node: Any) -> Any:
         if isinstance(node, Ensemble):
             return node[positions]
+        if isinstance(node, ShardedRun):
+            return locate(node, positions)
         if isinstance(node, _axes.Each):
             return _axes.Each(tree.take(node.per_member(), positions))
         return tree.take(node, positions) if isinstance(node, eqx.nn.State) else node
 
     return jax.tree.map(own, given, is_leaf=_axes.is_per_member)
+
+
+def _is_stored(node: Any) -> bool:
+    return isinstance(node, Stored) or _axes.is_per_member(node)
+
+
+def _read(node: Any) -> Any:
+    return node.read()[0] if isinstance(node, Stored) else node

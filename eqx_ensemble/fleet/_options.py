@@ -1,11 +1,13 @@
+import os
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, Required
 
 from jax.sharding import Mesh
 
 from ..plan import AbstractPlan
 from ..train._revive import Revive
 from ..train._signatures import CommonFitOptions
+from ._shard import ShardReport
 
 
 class FleetFitOptions(CommonFitOptions, total=False):
@@ -14,3 +16,16 @@ class FleetFitOptions(CommonFitOptions, total=False):
     on_diverge: Literal["freeze"] | Revive
     plan: AbstractPlan | None
     mesh: Callable[[], Mesh] | None
+
+
+class FleetCallOptions(FleetFitOptions, total=False):
+    """All options of `fleet.fit` but `save`, on which the type of its result depends."""
+
+    shard: int | None
+    workers: int | None
+    retries: int
+    checkpoint: str | os.PathLike[str] | None
+    ids: Any
+    on_shard: Callable[[ShardReport], Any] | None
+    progress: bool | None
+    key: Required[Any]

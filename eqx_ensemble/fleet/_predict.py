@@ -1,5 +1,6 @@
+import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,18 +16,26 @@ from .._predict import predict as predict_here
 from .._predict._check import check_combine
 from .._predict._inputs import check_members_and_rows
 from .._pytree import PyTree
+from .._warnings import warn
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
+from ..train._check_run import check_run_weights, excluded_message
+from ..train._status import Status
 from ._call import Call, over_shards
 from ._check import check_complete, check_no_auto
-from ._cut import cut_data, large_arrays, on_host
+from ._cut import cut_data, large_arrays, large_shared, on_host
+from ._merge import Merge
+from ._run_shards import Watch
+from ._shapes import resize
+from ._sharded_run import ShardedRun
+from ._stored import Stored, by_file, locate
 
 _NAME = "fleet.predict"
 
 
 def predict(
     executor: Any,
-    ensemble: Ensemble[Any],
+    ensemble: Ensemble[Any] | ShardedRun[Any],
     x: PyTree,
     *,
     combine: Callable[..., Any] | None = None,
@@ -48,9 +57,12 @@ def predict(
     **Arguments:**
 
     - `executor`, `shard`, `workers`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
+    - `ensemble`: the ensemble, or an [`eqx_ensemble.fleet.ShardedRun`][], whose members workers read from its files: by
+        default one file is a shard. Its diverged members are excluded, as by [`eqx_ensemble.Run.predict`][].
     - `combine`: combines the members' predictions, as for [`eqx_ensemble.predict`][]. Functions with a
         [streaming form][eqx_ensemble.combine.streaming] are computed for each shard on its worker, and their parts are
         merged as they come back: predictions of all members exist nowhere. For other functions they are brought here.
+        The order of merging follows from the shards, not from when they are done.
     - `weights`: as for [`eqx_ensemble.predict`][].
     - `x`, `batch_size`, `memory`, `state`, `fn`, `inference`, `plan`, `key`: as for [`eqx_ensemble.predict`][]. Inputs
         that all members share are given to every worker once.
@@ -72,42 +84,81 @@ def predict(
     mean.shape  # (100, 2)
     ```
     """
-    check_ensemble(ensemble, name=_NAME)
     check_no_auto(as_plan(plan), name=_NAME)
-    check_model_state_given(ensemble.stacked, state, name=_NAME)
-    check_model_state(state, len(ensemble), name=_NAME)
     x = on_host(x, "x", name=_NAME)
-    num_rows = check_members_and_rows(ensemble, x, state)
-    weights = check_combine(combine, weights, len(ensemble), num_rows)
+    members = _members(ensemble, state, weights, combine)
+    num_rows = check_members_and_rows(members.shapes, x, members.state)
+    weights = check_combine(combine, members.weights, len(members.ids), num_rows)
     form = None if combine is None or (weights is not None and weights.ndim > 1) else stream_of(combine)
     options = {"batch_size": batch_size, "memory": memory, "fn": fn, "inference": inference, "plan": plan, "key": key}
 
     def part(positions: np.ndarray) -> dict[str, Any]:
         return {
-            "ensemble": ensemble[positions],
+            "ensemble": members.part(positions),
             "x": cut_data(x, positions),
             "state": None if state is None else tree.take(state, positions),
             "weights": None if form is None or weights is None else np.asarray(weights)[positions],
         }
 
-    call = Call(_NAME, _predict_shard, (form, options), part, large_arrays(x), np.asarray(ensemble.ids))
-    finished = over_shards(call, executor, shard=shard, workers=workers, retries=retries, progress=progress)
+    arrays = [*large_arrays(x), *large_shared(ensemble)]
+    call = Call(_NAME, _predict_shard, (form, options), part, arrays, members.ids)
+    run = ft.partial(
+        over_shards, call, executor, shard=shard, workers=workers, retries=retries,
+        start=members.start if shard is None else None,
+    )  # fmt: skip
+    if form is None:
+        finished = run(watch=Watch(progress))
+        check_complete(finished, name=_NAME)
+        predictions = jax.tree.map(lambda *xs: jnp.concatenate(xs), *(result for _, result in finished.results))
+        if combine is None:
+            return predictions
+        together = of_predictions(combine)
+        return together(predictions) if weights is None else together(predictions, weights=weights)
+    merge = Merge(form.merge)
+    watch = Watch(progress, keep=lambda shard, partial: merge.add(shard.number, partial))
+    finished = run(watch=watch)
     check_complete(finished, name=_NAME)
-    parts = [result for _, result in finished.results]
-    if form is not None:
-        partial = None
-        for found in parts:
-            partial = form.merge(partial, found)
-        return form.finish(partial)
-    predictions = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
-    if combine is None:
-        return predictions
-    together = of_predictions(combine)
-    return together(predictions) if weights is None else together(predictions, weights=weights)
+    return form.finish(merge.result())
+
+
+class _Members(NamedTuple):
+    """The members to predict with: their ids, the shapes that arguments have to fit, and those of a shard."""
+
+    ids: np.ndarray
+    shapes: Ensemble[Any]
+    state: Any
+    weights: Any
+    part: Callable[[np.ndarray], Any]
+    start: Callable[[int], list[tuple[int, np.ndarray]]] | None
+
+
+def _members(ensemble: Any, state: Any, weights: Any, combine: Any) -> _Members:
+    if not isinstance(ensemble, ShardedRun):
+        check_ensemble(ensemble, name=_NAME)
+        check_model_state_given(ensemble.stacked, state, name=_NAME)
+        check_model_state(state, len(ensemble), name=_NAME)
+        return _Members(np.asarray(ensemble.ids), ensemble, state, weights, lambda p: ensemble[p], None)
+    if state is not None:
+        raise TypeError(f"`{_NAME}` reads the states of a run's members with them: leave `state` out.")
+    healthy = ensemble.status != Status.DIVERGED
+    weights = check_run_weights(weights, healthy, combine, name=_NAME)
+    if not healthy.all():
+        message = excluded_message(ensemble.ids[~healthy], healthy, name=_NAME)
+        if not healthy.any():
+            raise ValueError(message)
+        warn(message)
+    kept = np.flatnonzero(healthy)
+    shapes = resize(ensemble.like, len(kept))
+    shapes, state = shapes if isinstance(shapes, tuple) else (shapes, None)
+    start = lambda size: by_file(ensemble, kept)
+    return _Members(ensemble.ids[kept], shapes, state, weights, lambda p: locate(ensemble, kept[p]), start)
 
 
 def _predict_shard(common: Any, own: dict[str, Any]) -> PyTree:
     """The predictions of one shard, or their part of a combination."""
     form, options = common
-    found = predict_here(own["ensemble"], own["x"], state=own["state"], progress=False, **options)
+    ensemble, state = own["ensemble"], own["state"]
+    if isinstance(ensemble, Stored):
+        ensemble, state = ensemble.read()
+    found = predict_here(ensemble, own["x"], state=state, progress=False, **options)
     return found if form is None else form.update(None, found, weights=own["weights"])

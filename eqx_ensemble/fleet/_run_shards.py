@@ -1,7 +1,6 @@
 """The loop over shards: submits, collects, repeats those whose workers died, and gives up after so many tries."""
 
 import concurrent.futures as futures
-import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -9,42 +8,41 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._progress import progress_line
-from .._warnings import warn
 from ._engines import Engine
 from ._settings import settings
-from ._travel import dumps, loads
-from ._worker import Attempt, Task, run_shard
+from ._shard import Finished, Shard, ShardReport, members_text
+from ._travel import Number, dumps, loads, numbers_of
+from ._warn_once import WarnOnce
+from ._worker import Attempt, Outcome, Task, run_shard
 
-_MOST_NAMED = 8
-_DIVERGED = re.compile(r"member\(s\) diverged")
-
-
-class Shard(NamedTuple):
-    """Some members: the number of the shard, their positions, their ids, and what only they need."""
-
-    number: int
-    positions: np.ndarray
-    ids: np.ndarray
-    own: Callable[[], Any]
+_SHOWN = ("stopped", "diverged")  # in the progress line
 
 
-class Finished(NamedTuple):
-    """The results of the shards that were done, in their order; of those given up why; whether Ctrl-C ended it."""
+class Watch(NamedTuple):
+    """What happens at the caller as shards end.
 
-    results: list[tuple[Shard, Any]]
-    lost: list[tuple[Shard, BaseException]]
-    interrupted: bool
+    **Attributes:**
+
+    - `progress`: whether to show a progress line.
+    - `keep`: what is kept of the result of a shard.
+    - `count`: how many members have each status, of what is kept.
+    - `on_shard`: called with a report of each shard.
+    """
+
+    progress: bool | None = None
+    keep: Callable[[Shard, Any], Any] = lambda shard, result: result
+    count: Callable[[Any], dict[str, int]] = lambda result: {}
+    on_shard: Callable[[ShardReport], Any] | None = None
 
 
 def run_shards(
     engine: Engine,
     task: Task,
     shards: Iterable[Shard],
-    arrays: list[np.ndarray],
+    arrays: list[Any],
     *,
     retries: int,
-    progress: bool | None,
-    report: Callable[[Any], dict[str, str]],
+    watch: Watch,
     follow: Callable[[Shard, Any], Iterable[Shard]] | None = None,
     name: str,
 ) -> Finished:
@@ -53,54 +51,61 @@ def run_shards(
     **Arguments:**
 
     - `arrays`: those in `task` and in shards that every worker is given once.
-    - `report`: what the progress line shows, of the result of a shard.
+    - `watch`: what happens as shards end.
     - `follow`: called with each shard that is done and its result, or `None` if it is given up. Returns shards to run.
 
     **Raises:** the error of a shard, with a note that names its members; the others are cancelled then.
     """
-    work = _Work(engine, retries, {id(array): i for i, array in enumerate(arrays)}, name)
+    work = _Work(engine, retries, numbers_of(arrays), name)
     work.queue.extend(shards)
     total = None if follow else sum(len(shard.positions) for shard in work.queue)
     with (
-        engine.share(arrays) as shared,
-        progress_line(show=progress, description="fleet", unit="member", total=total) as line,
+        engine.share([np.asarray(array) for array in arrays]) as shared,
+        progress_line(show=watch.progress, description="fleet", unit="member", total=total) as line,
     ):
         work.task, work.shared = dumps(task, work.numbers, name=name), shared
+        totals: Counter[str] = Counter()
         try:
             while work.queue or work.open:
                 work.submit()
-                given_up = len(work.lost)
-                for shard, result in work.collect():
-                    line.set_postfix(report(result), refresh=False)
+                for shard, outcome in work.collect(arrays):
+                    kept = watch.keep(shard, outcome.result)
+                    work.results.append((shard, kept))
+                    counts = watch.count(kept)
+                    totals.update(counts)
+                    line.set_postfix({word: totals[word] for word in _SHOWN if word in totals}, refresh=False)
                     line.update(len(shard.positions))
-                    work.queue.extend(follow(shard, result) if follow else ())
-                for shard, _ in work.lost[given_up:]:
+                    work.tell(shard, watch.on_shard, outcome.seconds, counts)
+                    work.queue.extend(follow(shard, kept) if follow else ())
+                for shard in work.tell_lost(watch.on_shard):
                     work.queue.extend(follow(shard, None) if follow and not work.ended else ())
         except KeyboardInterrupt:
             work.cancel()
-            work.collect_done()
-            return work.result(interrupted=True)
+            work.collect_done(arrays, watch.keep)
+            return _in_order(work, interrupted=True)
         except BaseException:
             work.cancel()
             raise
-    return work.result(interrupted=False)
+    return _in_order(work, interrupted=False)
 
 
 class _Work:
     """The shards to do, those that are open, and those that are done."""
 
-    def __init__(self, engine: Engine, retries: int, numbers: dict[int, int], name: str) -> None:
+    def __init__(self, engine: Engine, retries: int, numbers: dict[int, Number], name: str) -> None:
         self.engine, self.retries, self.numbers, self.name = engine, retries, numbers, name
         self.queue: deque[Shard] = deque()
         self.open: dict[futures.Future[Any], Shard] = {}
         self.results: list[tuple[Shard, Any]] = []
-        self.lost: list[tuple[Shard, BaseException]] = []
+        self.lost: list[ShardReport] = []
         self.task, self.shared = b"", []
         self.ended = False  # no executor is left
         self._settings = settings()
-        self._told: set[str] = set()
+        self._warn_once = WarnOnce()
         self._failures: Counter[int] = Counter()
+        self._tries: Counter[int] = Counter()
         self._suspects: set[int] = set()
+        self._untold: list[tuple[Shard, ShardReport]] = []
 
     def submit(self) -> None:
         """Fills the executor. Shards that were open when one broke are tried alone: one of them may be the cause."""
@@ -109,6 +114,7 @@ class _Work:
             shard = self.queue.popleft()
             own = dumps(shard.own(), self.numbers, name=self.name)
             attempt = Attempt(self._failures[shard.number], self._settings)
+            self._tries[shard.number] += 1
             try:
                 self.open[self.engine.submit(run_shard, self.task, own, attempt, *self.shared)] = shard
             except futures.BrokenExecutor as error:  # it broke since the last wait
@@ -117,7 +123,7 @@ class _Work:
                 self.open[failed] = shard
                 break
 
-    def collect(self) -> list[tuple[Shard, Any]]:
+    def collect(self, arrays: list[Any]) -> list[tuple[Shard, Outcome]]:
         """Waits for a shard. Returns those that are done, and queues those whose workers died."""
         done, _ = futures.wait(self.open, return_when=futures.FIRST_COMPLETED)
         found, failed, broken = [], [], False
@@ -128,14 +134,13 @@ class _Work:
                 failed.append((shard, error))
                 broken |= isinstance(error, futures.BrokenExecutor)
                 continue
-            outcome = loads(future.result())
-            self._warn(outcome.warnings)
+            outcome = loads(future.result(), arrays)
+            self._warn_once(outcome.warnings)
             if outcome.error is not None:
                 outcome.error.add_note(f"`{self.name}` was running {members_text(shard.ids)} on a worker.")
                 raise outcome.error
             self._suspects.discard(shard.number)
-            self.results.append((shard, outcome.result))
-            found.append((shard, outcome.result))
+            found.append((shard, outcome))
         if broken:
             error = next(e for _, e in failed if isinstance(e, futures.BrokenExecutor))
             failed += [(shard, error) for shard in self.open.values()]
@@ -143,68 +148,58 @@ class _Work:
         self._repeat(failed, broken=broken)
         return found
 
-    def _warn(self, texts: Iterable[str]) -> None:
-        """Warns of what a worker was warned of, once; of members that diverged the caller does, of all in one."""
-        for text in texts:
-            if text not in self._told and not _DIVERGED.search(text):
-                self._told.add(text)
-                warn(text)
-
     def _repeat(self, failed: list[tuple[Shard, BaseException]], *, broken: bool) -> None:
         alone = len(failed) == 1 or not broken
         for shard, error in sorted(failed, key=lambda pair: pair[0].number, reverse=True):
             self._failures[shard.number] += alone
             if self._failures[shard.number] > self.retries:
                 self._suspects.discard(shard.number)
-                self.lost.append((shard, error))
+                self._give_up(shard, error)
                 continue
             if broken:
                 self._suspects.add(shard.number)
             self.queue.appendleft(shard)
         hopeless = len(self.lost) > 1 and not self.results  # no worker has ended any shard
         if broken and self.queue and (hopeless or not self.engine.restart()):
-            self.lost += [(shard, failed[0][1]) for shard in self.queue]
+            for shard in self.queue:
+                self._give_up(shard, failed[0][1])
             self.queue.clear()
             self.ended = True
+
+    def _give_up(self, shard: Shard, error: BaseException) -> None:
+        report = ShardReport(shard.number, shard.ids, self._tries[shard.number], np.nan, {}, error)
+        self.lost.append(report)
+        self._untold.append((shard, report))
+
+    def tell(self, shard: Shard, on_shard: Any, seconds: float, counts: dict[str, int]) -> None:
+        """Calls `on_shard` with a shard that was done."""
+        if on_shard is not None:
+            on_shard(ShardReport(shard.number, shard.ids, self._tries[shard.number], seconds, counts, None))
+
+    def tell_lost(self, on_shard: Any) -> list[Shard]:
+        """Calls `on_shard` with the shards that were given up since the last call; returns them."""
+        untold, self._untold = self._untold, []
+        for _, report in untold:
+            if on_shard is not None:
+                on_shard(report)
+        return [shard for shard, _ in untold]
 
     def cancel(self) -> None:
         """Cancels what is open."""
         for future in self.open:
             future.cancel()
 
-    def collect_done(self) -> None:
+    def collect_done(self, arrays: list[Any], keep: Callable[[Shard, Any], Any]) -> None:
         """Takes the results that are there, without waiting for others."""
         taken = {shard.number for shard, _ in self.results}
         for future, shard in self.open.items():
             is_there = future.done() and not future.cancelled() and future.exception() is None
-            outcome = loads(future.result()) if is_there and shard.number not in taken else None
+            outcome = loads(future.result(), arrays) if is_there and shard.number not in taken else None
             if outcome is not None and outcome.error is None:
-                self.results.append((shard, outcome.result))
-
-    def result(self, *, interrupted: bool) -> Finished:
-        """What was done, in the order of the shards."""
-        in_order = lambda pairs: sorted(pairs, key=lambda pair: pair[0].number)
-        return Finished(in_order(self.results), in_order(self.lost), interrupted)
+                self.results.append((shard, keep(shard, outcome.result)))
 
 
-def members_text(ids: np.ndarray) -> str:
-    """`the members 0, 1, 2`, the first of them."""
-    listed = ", ".join(map(str, ids[:_MOST_NAMED].tolist()))
-    return f"the members {listed}" + (f" and {len(ids) - _MOST_NAMED} more" if len(ids) > _MOST_NAMED else "")
-
-
-def lost_message(finished: Finished, *, name: str) -> str:
-    """The warning, or the error, that members are missing from a result."""
-    missing = np.concatenate([shard.ids for shard, _ in finished.lost]) if finished.lost else np.zeros(0, int)
-    lines = [f"`{name}` returns without {members_text(missing)}: their workers died."] if len(missing) else []
-    if finished.interrupted:
-        lines.append(f"`{name}` was interrupted: members of shards that were not done are missing.")
-    if finished.lost:
-        error = finished.lost[-1][1]
-        lines.append(f"The last error was {type(error).__name__}: {error}")
-    if finished.lost and not finished.results:
-        lines.append(
-            "No shard was done: do the workers start? A script whose executor spawns processes needs "
-            "`if __name__ == '__main__':`."
-        )
-    return "\n".join(lines)
+def _in_order(work: _Work, *, interrupted: bool) -> Finished:
+    """What was done and what was given up, in the order of the shards."""
+    results = sorted(work.results, key=lambda pair: pair[0].number)
+    return Finished(results, sorted(work.lost, key=lambda report: report.number), interrupted)

@@ -18,7 +18,7 @@ from ._cut import cut_data, cut_options, cut_start, member_options
 from ._engines import Engine
 from ._fit import fit
 from ._join import join_runs
-from ._run_shards import members_text
+from ._shard import members_text
 
 
 def no_rounds(name: str) -> Rounds:

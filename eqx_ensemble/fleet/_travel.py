@@ -9,7 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,35 @@ _known: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
 _digests: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()  # of jitted functions, which never change
 _Jitted: Any = type(jax.jit(lambda: None))
 _kept: "collections.deque[Any]" = collections.deque(maxlen=256)
+_MOST_ON_DEVICE = 64
 
 
-def dumps(value: Any, arrays: Mapping[int, int] | None = None, *, name: str) -> bytes:
+# What JAX made on a worker of the arrays that it was given, by the `id` of the given ones, which it keeps alive.
+_on_device: dict[int, tuple[Any, jax.Array]] = {}
+
+
+class Number(NamedTuple):
+    """Stands for a large array: its number among those of a call, and whether it is an array of JAX."""
+
+    number: int
+    is_jax: bool
+
+
+def numbers_of(arrays: Sequence[Any]) -> dict[int, Number]:
+    """The numbers of arrays by their `id`."""
+    return {id(array): Number(i, isinstance(array, jax.Array)) for i, array in enumerate(arrays)}
+
+
+def numbers_on_worker(arrays: Sequence[Any]) -> dict[int, Number]:
+    """The same on a worker that was given `arrays`, also of what JAX made of them."""
+    found = numbers_of(arrays)
+    for i, array in enumerate(arrays):
+        if id(array) in _on_device:
+            found[id(_on_device[id(array)][1])] = Number(i, is_jax=True)
+    return found
+
+
+def dumps(value: Any, arrays: Mapping[int, Number] | None = None, *, name: str) -> bytes:
     """`value` as bytes. Arrays whose `id` is in `arrays` are replaced by their number there."""
     check_installed("cloudpickle", what=name, extra="fleet")
     return _dumps(value, arrays or {}, is_part=False)
@@ -37,12 +63,13 @@ def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:
     return _Unpickler(io.BytesIO(data), arrays).load()
 
 
-def _dumps(value: Any, arrays: Mapping[int, int], *, is_part: bool) -> bytes:
+def _dumps(value: Any, arrays: Mapping[int, Number], *, is_part: bool) -> bytes:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
-        def persistent_id(self, obj: Any) -> int | None:
-            return arrays.get(id(obj))
+        def persistent_id(self, obj: Any) -> tuple[int, bool] | None:
+            number = arrays.get(id(obj))
+            return None if number is None else (number.number, number.is_jax)
 
         def reducer_override(self, obj: Any) -> Any:
             if is_typed_key(obj):  # which JAX before 0.10 cannot pickle
@@ -77,7 +104,15 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         """The array of that number."""
-        return self._arrays[pid]
+        number, is_jax = pid
+        array = self._arrays[number]
+        if not is_jax or isinstance(array, jax.Array):
+            return array
+        if id(array) not in _on_device:
+            if len(_on_device) >= _MOST_ON_DEVICE:
+                _on_device.clear()
+            _on_device[id(array)] = array, jnp.asarray(array)
+        return _on_device[id(array)][1]
 
 
 def _is_found(obj: Any) -> bool:

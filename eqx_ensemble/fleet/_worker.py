@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import mmap
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 
 from .._warnings import record_warnings
 from ._settings import use_settings
-from ._travel import dumps, loads
+from ._travel import dumps, loads, numbers_on_worker
 
 
 class Task(NamedTuple):
@@ -30,10 +31,11 @@ class Attempt(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a shard, or the error that it raised; and the texts of warnings."""
+    """The result of a shard, or the error that it raised; how long it took, and the texts of warnings."""
 
     result: Any
     error: Exception | None
+    seconds: float
     warnings: tuple[str, ...] = ()
 
 
@@ -63,18 +65,18 @@ def run_shard(task: bytes, own: bytes, attempt: Attempt, *arrays: Any) -> bytes:
     with use_settings(attempt.settings):
         outcome = _run(task, own, held)
         try:
-            return _to_send(outcome)
+            return _to_send(outcome, held)
         except Exception as problem:
             text = "a result" if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
             error = RuntimeError(f"{text} (which cannot be sent back, {type(problem).__name__}: {problem})")
             for note in getattr(outcome.error, "__notes__", ()):
                 error.add_note(note)
-            return dumps(Outcome(None, error), name="fleet")
+            return dumps(Outcome(None, error, outcome.seconds), name="fleet")
 
 
 def _run(task: bytes, own: bytes, held: list[Any]) -> Outcome:
+    begun, result = time.perf_counter(), None
     error: Exception | None = None
-    result = None
     with record_warnings() as texts:  # the caller warns once, of all members
         try:
             fn, common = loads(task, held)
@@ -85,15 +87,16 @@ def _run(task: bytes, own: bytes, held: list[Any]) -> Outcome:
         except Exception as caught:
             error = caught
             error.add_note(_trace(caught))
-    return Outcome(result, error, tuple(texts))
+    return Outcome(result, error, time.perf_counter() - begun, tuple(texts))
 
 
 def _trace(error: BaseException) -> str:
     return "On the worker:\n" + "".join(traceback.format_exception(error)).rstrip()
 
 
-def _to_send(outcome: Outcome) -> bytes:
-    data = dumps(outcome, name="fleet")
+def _to_send(outcome: Outcome, held: list[Any]) -> bytes:
+    """An outcome as bytes. Arrays that the caller gave are not sent back."""
+    data = dumps(outcome, numbers_on_worker(held), name="fleet")
     if outcome.error is not None:
-        loads(data)  # exceptions whose constructors need more than a message can be pickled, and not unpickled
+        loads(data, held)  # exceptions whose constructors need more than a message can be pickled, and not unpickled
     return data

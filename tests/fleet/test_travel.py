@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("cloudpickle", reason="needs the extra `fleet`")
 
-from eqx_ensemble.fleet._travel import dumps, loads  # noqa: E402
+from eqx_ensemble.fleet._travel import dumps, loads, numbers_of  # noqa: E402
 
 
 def both(value, **options):
@@ -43,6 +43,6 @@ def test_functions_that_refer_to_each_other():
 
 def test_arrays_in_place_of_their_numbers():
     array = np.arange(1000.0)
-    data = dumps({"x": array, "y": 3}, {id(array): 0}, name="test")
+    data = dumps({"x": array, "y": 3}, numbers_of([array]), name="test")
     assert len(data) < 200
     assert loads(data, [array])["x"] is array

@@ -96,7 +96,12 @@ def function_text(fn: Callable[..., Any], *args: PyTree) -> str:
         return f"{name} {_code_digest(fn)}"
 
 
-def _code_digest(fn: Callable[..., Any]) -> str:
+def code_text(x: Any) -> str:
+    """The name of a function, or of the type of an object, and a digest of its code and of all that it refers to."""
+    return f"{getattr(x, '__qualname__', type(x).__qualname__)} {_code_digest(x)}"
+
+
+def _code_digest(fn: Any) -> str:
     digest = hashlib.sha256()
     _add_part(digest, fn, {})
     return digest.hexdigest()

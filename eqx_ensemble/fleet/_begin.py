@@ -1,0 +1,67 @@
+"""Ensembles that functions make, with the ids of their members, where they are needed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import numpy as np
+
+from .. import _keys
+from .._check import check_sequence, kind_text
+from .._ensemble import Ensemble
+from ..train._run import Run
+from ..train._state import TrainState
+from ._shapes import resize
+
+
+def check_ids_of_function(start: Any, ids: Any, *, name: str) -> np.ndarray | None:
+    """The ids of members that a function makes; `None` for members that are there."""
+    if not is_function(start):
+        if ids is not None:
+            raise TypeError(
+                f"`{name}` takes `ids` with a function that makes an ensemble of them; {kind_text(start)} has its own."
+            )
+        return None
+    if ids is None:
+        raise TypeError(
+            f"`{name}` needs `ids` with a function that makes an ensemble, such as `ids=range(1000)`: how many members "
+            "there are cannot be seen from it."
+        )
+    if isinstance(ids, int | np.integer):
+        raise TypeError(f"`{name}` needs the ids of members as `ids`, got {ids}.\nWrite `ids=range({ids})`.")
+    values = np.asarray(ids if isinstance(ids, np.ndarray) else check_sequence(ids, "ids", name=name, of="integers"))
+    return np.asarray(_keys.member_ids(values if len(values) else values.astype(int)))
+
+
+def is_function(start: Any) -> bool:
+    """Whether an argument is a function that makes an ensemble."""
+    return callable(start) and not isinstance(start, eqx.Module)
+
+
+def begin(make: Callable[[np.ndarray], Any], ids: np.ndarray, *, name: str) -> tuple[Ensemble[Any], Any]:
+    """The ensemble that a function makes of these members, and their state or `None`."""
+    made = make(ids)
+    ensemble, state = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(ensemble, Ensemble):
+        raise TypeError(
+            f"`{name}` needs a function that returns an `Ensemble`, or one and its state; got {kind_text(made)}.\n"
+            "For example `lambda ids: ee.build(make, ids=ids, key=key)`."
+        )
+    if not np.array_equal(np.asarray(ensemble.ids), ids):
+        raise ValueError(
+            f"`{name}` needs a function that returns the members it is asked for.\n"
+            f"  asked for ids {ids[:8].tolist()}, got {np.asarray(ensemble.ids)[:8].tolist()}\n"
+            "Pass them on: `lambda ids: ee.build(make, ids=ids, key=key)`."
+        )
+    return ensemble, state
+
+
+def shapes_of_start(start: Any, ids: np.ndarray, state: Any, *, name: str) -> Any:
+    """The shapes of members, or of members and their state, that will be trained; a function is asked for two."""
+    if is_function(start):
+        start, made = begin(start, ids[:2], name=name)
+        state = state if made is None else made
+    if isinstance(start, TrainState | Run):
+        found = start.train_state if isinstance(start, Run) else start
+        start, state = found.ensemble, found.model_state
+    return resize(start if state is None else (start, state), 1)

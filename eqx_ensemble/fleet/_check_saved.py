@@ -1,0 +1,121 @@
+"""Checks of folders in which shards are saved, and of what is asked of them."""
+
+import errno
+import os
+from typing import Any
+
+import numpy as np
+
+from .._check import check_path, check_sequence, kind_text
+from .._ensemble import Ensemble
+from ..checkpoint._names import is_sealed
+from ..checkpoint._path import as_path, is_on_disk
+
+_MOST_NAMED = 8
+
+
+def check_save_folder(path: Any, *, name: str) -> Any:
+    """A folder on a file system, which workers share. Returns its absolute path."""
+    check_path(path, "save", name=name)
+    found = as_path(path)
+    if not is_on_disk(found):
+        raise TypeError(f"`{name}` needs a folder on a file system as `save`, got `{path}`.")
+    if is_sealed(found):
+        raise FileExistsError(
+            errno.EEXIST,
+            f"`{name}` needs a folder of its own as `save`, and `{path}` is a checkpoint that `save` wrote.\n"
+            "Choose another folder",
+        )
+    return found.absolute()
+
+
+def check_like_of_members(like: Any, *, name: str) -> Any:
+    """An ensemble, or a pair of one and its state."""
+    ensemble = like[0] if isinstance(like, tuple) and len(like) == 2 else like
+    if not isinstance(ensemble, Ensemble):
+        raise TypeError(
+            f"`{name}` needs as `like` the function that makes one member from a key, or an `Ensemble`; got "
+            f"{kind_text(like)}."
+        )
+    return like
+
+
+def check_call_record(meta: Any, folder: Any, *, name: str) -> dict[str, Any]:
+    """What `fleet.fit` wrote about a call."""
+    record = meta.get("fleet.fit") if isinstance(meta, dict) else None
+    if not isinstance(record, dict) or not {"texts", "code", "conditions", "members", "shards"} <= {*record}:
+        raise ValueError(
+            f"`{name}` needs a folder of `fleet.fit(save=...)`, and `{folder}` holds something else.\n"
+            "Choose another folder."
+        )
+    return record
+
+
+def check_shard_of_call(meta: Any, digest: str, path: Any, *, name: str) -> dict[str, Any]:
+    """What a worker wrote about a shard of this call."""
+    record = meta.get("fleet.fit") if isinstance(meta, dict) else None
+    if not isinstance(record, dict) or record.get("call") != digest:
+        raise ValueError(
+            f"`{name}` found in `{path}` members of another call than that of the folder.\n"
+            "Remove it: the call that the folder is of makes it again."
+        )
+    return record
+
+
+def check_has_call(folder: Any, *, there: bool, name: str) -> None:
+    """A folder that `fleet.fit` saved members in."""
+    if not there:
+        exists = "holds no run of it" if os.path.isdir(folder) else "does not exist"
+        raise FileNotFoundError(
+            errno.ENOENT, f"`{name}` needs a folder of `fleet.fit(save=...)`, and `{folder}` {exists}"
+        )
+
+
+def check_some_members(count: int, folder: Any, *, name: str) -> None:
+    """A folder in which at least one shard is done."""
+    if not count:
+        raise ValueError(
+            f"`{name}` needs members, and no shard of `{folder}` is done.\n"
+            "Repeat the call of `fleet.fit` that began it."
+        )
+
+
+def check_same_size(shard: Any, sizes: np.ndarray, expected: np.ndarray, folder: Any, *, name: str) -> None:
+    """The shards of a call that goes on are those that were begun."""
+    if not np.array_equal(sizes, expected):
+        raise ValueError(
+            f"`{name}` goes on in `{folder}` with the shards that are there, of up to {sizes.max()} members; got "
+            f"`shard={shard}`.\nLeave `shard` out, or save in another folder."
+        )
+
+
+def check_wanted_ids(ids: Any, there: np.ndarray, missing: np.ndarray, *, name: str) -> np.ndarray:
+    """Ids of members that are there, none of them twice. Returns them as an array."""
+    if isinstance(ids, int | np.integer):
+        raise TypeError(f"`{name}` needs a list of ids, got {ids}.\nWrite `ids=[{ids}]`.")
+    wanted = np.asarray(ids if isinstance(ids, np.ndarray) else check_sequence(ids, "ids", name=name, of="integers"))
+    if wanted.ndim != 1 or not len(wanted) or not np.issubdtype(wanted.dtype, np.integer):
+        raise TypeError(
+            f"`{name}` needs `ids` to be integers `(members,)`, at least one, got {kind_text(ids)} of shape "
+            f"{wanted.shape}.\nFor members by a condition: `ids=run.ids[condition]`."
+        )
+    unique, counts = np.unique(wanted, return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(f"`{name}` needs different `ids`; repeated: {ids_text(unique[counts > 1])}.")
+    absent = wanted[~np.isin(wanted, there)]
+    if len(absent):
+        lost = absent[np.isin(absent, missing)]
+        never = absent[~np.isin(absent, missing)]
+        lines = [f"`{name}` needs `ids` of members that are there."]
+        if len(never):
+            lines.append(f"  no members of this run: {ids_text(never)}")
+        if len(lost):
+            lines.append(f"  in shards that were not done: {ids_text(lost)}")
+            lines.append("Repeat the call of `fleet.fit`, which makes them.")
+        raise ValueError("\n".join(lines))
+    return wanted
+
+
+def ids_text(ids: np.ndarray) -> str:
+    """Ids in a message; of many, the first ones."""
+    return ", ".join(map(str, ids[:_MOST_NAMED].tolist())) + (", ..." if len(ids) > _MOST_NAMED else "")

@@ -1,0 +1,81 @@
+"""One shard of `fleet.fit`, on a worker, and the runs of all shards as one, at the caller."""
+
+import time
+from typing import Any
+
+import equinox as eqx
+import numpy as np
+
+from .._warnings import warn
+from ..train._check_run import diverged_message
+from ..train._fit import fit as fit_here
+from ..train._run import Run
+from ..train._status import Status
+from ._begin import begin
+from ._call import Call, over_shards
+from ._check import is_function
+from ._columns import Columns, count_status
+from ._join import join_runs
+from ._run_shards import Watch
+from ._shard import check_some_done, lost_message
+
+_ARGUMENTS = ("loss", "optimiser", "make")
+
+
+def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any] | Columns | None:
+    """Trains one shard. What is saved here stays here: its columns go home, or `None` if Ctrl-C ended it."""
+    store = own.get("store")
+    if store is not None and store.is_done:  # by a worker that died before it could say so
+        return store.read(name="fleet.fit")
+    start = own["start"]
+    if isinstance(start, Run) and not (start.status == Status.OK).any():  # others train, and none of these does
+        return start if store is None else store.write(start)
+    made = {word: x(own["ids"]) if is_function(x) else x for word, x in own["sources"].items()}
+    options = {word: x for word, x in common.items() if word not in _ARGUMENTS} | own["options"]
+    data = made.pop("data")
+    if options.get("mesh") is not None:
+        options["mesh"] = options["mesh"]()
+    if "make" in common:
+        start, state = begin(common["make"], own["ids"], name="fleet.fit")
+        options |= {} if state is None else {"state": state}
+    run: Run[Any] = fit_here(
+        start, common["loss"], common["optimiser"], data, checkpoint=own["checkpoint"], progress=False,
+        **made, **options,
+    )  # fmt: skip
+    if store is None:
+        return run if own["start"] is None else _with_shared(run, start)
+    return None if run.interrupted else store.write(run)
+
+
+def _with_shared(run: Run[Any], start: Any) -> Run[Any]:
+    """A run whose shared arrays are the very objects that came here, so that they are not sent back."""
+    began = start.train_state if isinstance(start, Run) else start
+    return eqx.tree_at(lambda run: (run.ensemble.shared, run.train_state.shared), run, (began.shared, began.shared))
+
+
+def count_of_run(run: Run[Any]) -> dict[str, int]:
+    """How many members of a run have each status."""
+    return count_status(run.status)
+
+
+def count_of_columns(columns: Columns | None) -> dict[str, int]:
+    """The same of what comes home of a run that is saved."""
+    return {} if columns is None else count_status(columns.status)
+
+
+def join_shards(
+    call: Call, executor: Any, *, shard: int | None, workers: int | None, retries: int, watch: Watch
+) -> Run[Any]:
+    """The run of the shards that were done; warns of members that are missing, or diverged."""
+    begun = time.perf_counter()
+    finished = over_shards(call, executor, shard=shard, workers=workers, retries=retries, watch=watch)
+    check_some_done(finished, finished.results, name=call.name)
+    message = lost_message(finished, name=call.name)
+    if message:
+        warn(message)
+    seconds = time.perf_counter() - begun
+    run = join_runs([run for _, run in finished.results], interrupted=finished.interrupted, seconds=seconds)
+    lost = run.status == Status.DIVERGED
+    if lost.any():
+        warn(diverged_message(np.asarray(run.ensemble.ids)[lost], run.stopped_at[lost], run.fault[lost]))
+    return run

@@ -1,0 +1,93 @@
+"""The identity of a call of `fleet.fit`: its members, functions, data and options, each as a short text."""
+
+import hashlib
+import json
+import sys
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from .. import _axes
+from .._warnings import warn
+from ..checkpoint._snapshot import versions
+from ..train._run import Run
+from ..train.resume._check import check_same_call
+from ..train.resume._texts import array_texts, code_text, digest_of, option_text
+from ._begin import is_function
+
+# Options that change time and memory, and not what is saved.
+_FREE = ("plan", "scan", "checkpoint_every", "resume", "mesh")
+
+
+class CallIdentity(NamedTuple):
+    """The identity of a call.
+
+    **Attributes:**
+
+    - `texts`: what identifies the call, by name.
+    - `code`: the names of texts that can be compared under the same versions of the libraries only.
+    - `conditions`: these versions.
+    """
+
+    texts: dict[str, str]
+    code: tuple[str, ...]
+    conditions: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        """One text for all of it."""
+        return hashlib.sha256(json.dumps([self.texts, self.conditions], sort_keys=True).encode()).hexdigest()
+
+
+def call_identity(
+    start: Any, ids: np.ndarray, functions: dict[str, Any], options: dict[str, Any], *, key: Any
+) -> CallIdentity:
+    """The identity of a call.
+
+    **Arguments:**
+
+    - `start`: the ensemble, state or run, or a function that makes an ensemble.
+    - `functions`: the loss and the like, by name.
+    - `options`: the data and all options, by name.
+    """
+    texts = {"members": option_text(ids), "key": option_text(key)}
+    code = {word: code_text(fn) for word, fn in functions.items()}
+    if isinstance(start, Run):
+        start = start.train_state, start.ensemble, start.selection
+    if not is_function(start):
+        texts["ensemble"] = digest_of(start)
+    code["the members' code"] = code_text(eqx.filter(start, _axes.is_array, inverse=True))
+    for word, value in options.items():
+        if word in _FREE or value is None:
+            continue
+        if not _is_data(value):
+            code[word] = code_text(value)
+        elif jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
+            texts[word] = option_text(value)
+        else:
+            texts |= array_texts(value, word)
+    packages = {name: version for name, version in versions().items() if name not in ("python", "numpy")}
+    return CallIdentity(code | texts, tuple(code), packages | {"bytecode": str(sys.implementation.cache_tag)})
+
+
+def check_same_identity(saved: CallIdentity, now: CallIdentity, folder: Any, *, name: str) -> None:
+    """Raises unless a folder was written by the same call."""
+    before, after = saved.texts, now.texts
+    if saved.conditions != now.conditions:
+        differ = [word for word in now.conditions if saved.conditions.get(word) != now.conditions[word]]
+        changes = ", ".join(f"{word} {saved.conditions.get(word)} -> {now.conditions[word]}" for word in differ)
+        warn(
+            f"`{name}` goes on in `{folder}`, begun under other conditions ({changes}): its shards will "
+            "differ in their last bits from those that are there, and functions cannot be compared."
+        )
+        code = {*saved.code, *now.code}
+        before, after = ({word: text for word, text in texts.items() if word not in code} for texts in (before, after))
+    check_same_call(before, after, folder, name=name)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value is arrays, numbers and words, and no function."""
+    plain = lambda leaf: _axes.is_array(leaf) or isinstance(leaf, bool | int | float | complex | str | np.generic)
+    return not callable(value) and all(map(plain, jax.tree.leaves(value)))

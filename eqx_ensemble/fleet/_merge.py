@@ -1,0 +1,30 @@
+from collections.abc import Callable
+from typing import Any
+
+
+class Merge:
+    """Merges the parts of shards as they come, in an order that does not depend on when they do.
+
+    Pairs of neighbours are merged first, then pairs of these, so that few parts wait: for each shard that is late about
+    the logarithm of their number.
+    """
+
+    def __init__(self, merge: Callable[[Any, Any], Any]) -> None:
+        self._merge = merge
+        self._waiting: dict[tuple[int, int], Any] = {}
+
+    def add(self, number: int, part: Any) -> None:
+        """Adds the part of a shard."""
+        level = 0
+        while (level, number ^ 1) in self._waiting:
+            other = self._waiting.pop((level, number ^ 1))
+            part = self._merge(part, other) if number % 2 == 0 else self._merge(other, part)
+            level, number = level + 1, number // 2
+        self._waiting[level, number] = part
+
+    def result(self) -> Any:
+        """The part of all shards; `None` of none."""
+        total = None
+        for level, number in sorted(self._waiting, key=lambda at: at[1] << at[0]):
+            total = self._merge(total, self._waiting[level, number])
+        return total

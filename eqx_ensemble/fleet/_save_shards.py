@@ -1,0 +1,88 @@
+"""A call of `fleet.fit` whose members stay in files: which shards are there already, and which are to be run."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._warnings import warn
+from ..train._check_run import diverged_message
+from ..train._status import Status
+from ._call import Call, over_shards
+from ._check_saved import check_same_size
+from ._columns import Columns
+from ._cut import divide
+from ._folder import SavedCall, has_call, hold, read_call, store_of, write_call
+from ._identity import CallIdentity, check_same_identity
+from ._run_shards import Watch
+from ._shard import Finished, check_some_done, lost_message
+from ._sharded_run import ShardedRun, run_of_columns
+
+
+def save_shards(
+    call: Call,
+    executor: Any,
+    folder: Path,
+    identity: CallIdentity,
+    like: Any,
+    *,
+    shard: int | None,
+    workers: int | None,
+    retries: int,
+    watch: Watch,
+) -> ShardedRun[Any]:
+    """Runs the shards that are not in a folder yet. Their parts get the `store` in which they save."""
+    begun = time.perf_counter()
+    with hold(folder):
+        saved, done = _read_done(folder, identity, shard, name=call.name)
+        finished = Finished([], [], interrupted=False)
+        if saved is None or len(done) < len(saved.sizes):
+            found: list[SavedCall] = [] if saved is None else [saved]
+
+            def start(size: int) -> list[tuple[int, np.ndarray]]:
+                if not found:
+                    found.append(write_call(folder, identity, call.ids, divide(len(call.ids), size)))
+                return [pair for pair in enumerate(found[0].positions()) if pair[0] not in done]
+
+            def part(positions: np.ndarray) -> Any:
+                number = int(np.searchsorted(np.cumsum(found[0].sizes), positions[0], side="right"))
+                return call.part(positions) | {"store": store_of(folder, number, found[0].identity.digest)}
+
+            finished = over_shards(
+                call._replace(part=part),
+                executor,
+                shard=shard,
+                workers=workers,
+                retries=retries,
+                watch=watch,
+                start=start,
+            )
+            saved = found[0]
+    done |= {part.number: columns for part, columns in finished.results if columns is not None}
+    interrupted = finished.interrupted or any(columns is None for _, columns in finished.results)
+    check_some_done(finished, done, name=call.name)
+    message = lost_message(finished._replace(interrupted=interrupted), name=call.name)
+    if message:
+        warn(f"{message}\nThe same call goes on in `{folder}`.")
+    seconds = time.perf_counter() - begun
+    run = run_of_columns(folder, saved, done, like, lost=tuple(finished.lost), interrupted=interrupted, seconds=seconds)
+    diverged = run.status == Status.DIVERGED
+    if diverged.any():
+        warn(diverged_message(run.ids[diverged], run.stopped_at[diverged], run.fault[diverged]))
+    return run
+
+
+def _read_done(
+    folder: Path, identity: CallIdentity, shard: int | None, *, name: str
+) -> tuple[SavedCall | None, dict[int, Columns]]:
+    """The call that a folder is of, and the shards that are done; raises for another call."""
+    if not has_call(folder):
+        return None, {}
+    saved = read_call(folder, name=name)
+    check_same_identity(saved.identity, identity, folder, name=name)
+    if shard is not None:
+        expected = np.array([len(part) for part in divide(len(saved.ids), shard)])
+        check_same_size(shard, saved.sizes, expected, folder, name=name)
+    stores = [store_of(folder, number, saved.identity.digest) for number in range(len(saved.sizes))]
+    return saved, {number: store.read(name=name) for number, store in enumerate(stores) if store.is_done}

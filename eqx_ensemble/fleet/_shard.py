@@ -1,0 +1,84 @@
+"""Shards of members, what became of them, and what is told of one as it ends."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from jaxtyping import Int
+
+_MOST_NAMED = 8
+
+
+class Shard(NamedTuple):
+    """Some members: the number of the shard, their positions, their ids, and what only they need."""
+
+    number: int
+    positions: np.ndarray
+    ids: np.ndarray
+    own: Callable[[], Any]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ShardReport:
+    """What [`eqx_ensemble.fleet.fit`][] tells of a shard as it ends, to `on_shard`.
+
+    **Attributes:**
+
+    - `number`: the number of the shard, from 0 in the order of the members.
+    - `ids`: `(members,)`, the ids of its members.
+    - `tries`: how often it was tried.
+    - `seconds`: how long the last try took on its worker; NaN if the worker died.
+    - `status`: how many members have each [`eqx_ensemble.train.Status`][], by name; empty if the worker died.
+    - `error`: why the shard was given up; `None` if it was done.
+    """
+
+    number: int
+    ids: Int[np.ndarray, " members"]
+    tries: int
+    seconds: float
+    status: dict[str, int]
+    error: BaseException | None
+
+
+class Finished(NamedTuple):
+    """The results of the shards that were done, in their order; of those given up why; whether Ctrl-C ended it."""
+
+    results: list[tuple[Shard, Any]]
+    lost: list[ShardReport]
+    interrupted: bool
+
+
+def members_text(ids: np.ndarray) -> str:
+    """The ids of members in a message; of many, the first ones."""
+    listed = ", ".join(map(str, ids[:_MOST_NAMED].tolist()))
+    return f"the members {listed}" + (f" and {len(ids) - _MOST_NAMED} more" if len(ids) > _MOST_NAMED else "")
+
+
+def lost_message(finished: Finished, *, name: str) -> str:
+    """The warning, or the error, that members are missing from a result."""
+    missing = np.concatenate([shard.ids for shard in finished.lost]) if finished.lost else np.zeros(0, int)
+    lines = [f"`{name}` returns without {members_text(missing)}: their workers died."] if len(missing) else []
+    if finished.interrupted:
+        lines.append(f"`{name}` was interrupted: members of shards that were not done are missing.")
+    if finished.lost:
+        error = finished.lost[-1].error
+        lines.append(f"The last error was {type(error).__name__}: {error}")
+    if finished.lost and not finished.results:
+        lines.append(
+            "No shard was done: do the workers start? A script whose executor spawns processes needs "
+            "`if __name__ == '__main__':`."
+        )
+    return "\n".join(lines)
+
+
+def check_some_done(finished: Finished, done: Any, *, name: str) -> None:
+    """Checks that there is a result; raises why the last shard was given up, or Ctrl-C again."""
+    if len(done):
+        return
+    error = finished.lost[-1].error if finished.lost else None
+    if error is None:
+        raise KeyboardInterrupt
+    error.add_note(lost_message(finished, name=name))
+    raise error

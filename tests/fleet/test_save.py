@@ -1,0 +1,311 @@
+"""Members that stay in the files of shards are those of one `fit`, whatever was killed on the way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+
+from .executors import Here
+from .test_fit import ENSEMBLE, KEY, MEMBERS, OPTIMISER, OPTIONS, RATES, SEQUENTIAL, KillsOne, X, Y, adam, fit, mse
+
+pytest.importorskip("cloudpickle", reason="needs the extra `fleet`")
+
+IDS = np.asarray(ENSEMBLE.ids)
+PLAIN = OPTIONS["plain"] | {"plan": SEQUENTIAL}
+# Bootstraps, hyper-parameters, scores of each member, limits of each, and one member that diverges.
+RICH = {
+    "optimiser": adam, "hyper": {"rate": jnp.array([0.1, 1e30, *[0.1] * 5])}, "epochs": 3, "validation": (X[:9], Y[:9]),
+    "max_steps": np.arange(MEMBERS) + 2, "target": 0.01, "plan": SEQUENTIAL, "order": "shared",
+    "data": (ee.Each(np.stack([X + i for i in range(MEMBERS)])), Y),
+}  # fmt: skip
+
+
+def save(folder, options=PLAIN, executor=None, **more):
+    return fit(ee.fleet.fit, options | {"shard": 3} | more, executor or Here(), save=folder)
+
+
+def leaves(tree):
+    found = jax.tree.leaves(jax.tree.map(lambda x: x, tree))
+    return [np.asarray(x) for x in found if hasattr(x, "dtype")]
+
+
+def assert_same(found, expected):
+    for x, y in zip(leaves(found), leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+class TestFit:
+    def test_members(self, sharded_run, whole_run):
+        run, expected = sharded_run, whole_run
+        assert isinstance(run, ee.fleet.ShardedRun)
+        assert run.ids.tolist() == IDS.tolist()
+        assert run.missing.size == 0
+        assert run.lost == ()
+        ensemble = run.load()
+        assert jax.tree.structure(ensemble) == jax.tree.structure(expected.ensemble)
+        assert_same(ensemble, expected.ensemble)
+        assert "ShardedRun of 7 members in 3 files" in repr(run)
+        ee.concatenate([run.load(ids=[0]), ENSEMBLE[[1]]])  # functions are the same objects
+
+    @pytest.mark.filterwarnings("ignore:.*diverged")
+    def test_columns(self, tmp_path):
+        expected, run = fit(ee.fit, RICH), save(tmp_path / "run", RICH)
+        for name in ("status", "stopped_at", "fault", "best_step", "best_score"):
+            np.testing.assert_array_equal(getattr(run, name), getattr(expected, name))
+            assert getattr(run, name).dtype.kind == getattr(expected, name).dtype.kind
+        found, table = run.table(), expected.table()
+        assert [*found] == [*table]
+        for name in table:
+            np.testing.assert_array_equal(found[name], table[name])
+        assert run.healthy_ids.tolist() == [0, 2, 3, 4, 5, 6]
+        opened = ee.fleet.open_run(tmp_path / "run", ENSEMBLE[:2])
+        for name, values in run.table().items():
+            np.testing.assert_array_equal(opened.table()[name], values)
+        assert_same(opened.load(), expected.ensemble)
+
+    def test_little_comes_home(self, tmp_path):
+        executor = Sizes()
+        save(tmp_path / "run", executor=executor)
+        saved, executor = executor.sizes, Sizes()
+        fit(ee.fleet.fit, PLAIN, executor, shard=3)
+        assert max(saved) < min(executor.sizes) / 4
+
+
+class Sizes(Here):
+    """Counts the bytes of results."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def submit(self, fn, /, *args):
+        future = super().submit(fn, *args)
+        self.sizes.append(len(future.result()))
+        return future
+
+
+class TestRepeated:
+    def test_a_complete_folder(self, sharded_run, whole_run):
+        run, expected = sharded_run, whole_run
+        executor = Here()
+        again = save(run.folder, executor=executor, shard=None)
+        assert executor.calls == []
+        assert_same(again.load(), expected.ensemble)
+
+    def test_after_a_kill(self, tmp_path, whole_run, monkeypatch):
+        """The caller dies at any shard: its workers have saved what they did."""
+        expected = whole_run
+        for killed in range(3):
+            folder, executor = tmp_path / str(killed), Dies(killed)
+            with pytest.raises(SystemExit):
+                save(folder, executor=executor)
+            executor = Here()
+            run = save(folder, executor=executor)
+            assert len(executor.calls) == 3 - killed
+            assert_same(run.load(), expected.ensemble)
+
+    def test_a_worker_that_could_not_answer(self, tmp_path, whole_run):
+        """It saved its shard and died: the next try reads it."""
+        expected = whole_run
+        made = []
+
+        def make():
+            made.append(Mute(first=not made))
+            return made[-1]
+
+        reports = []
+        run = save(tmp_path / "run", executor=make, on_shard=reports.append)
+        assert_same(run.load(), expected.ensemble)
+        assert len(made) > 1
+        assert max(report.tries for report in reports) > 1
+
+    @pytest.mark.parametrize(
+        ("changed", "text"),
+        [
+            ({"epochs": 3}, "`epochs`: saved 2, now 3"),
+            ({"key": jax.random.key(1)}, "`key`"),
+            ({"loss": lambda model, batch, key: 2 * mse(model, batch, key)}, "`loss`"),
+            ({"optimiser": optax.adam(1e-3)}, "`optimiser`"),
+            ({"data": (X, Y + 1)}, "`data\\[1\\]`"),
+            ({"hyper": RATES, "optimiser": adam}, "`hyper"),
+            ({"data": lambda ids: (X, Y)}, "`data`: saved without it"),
+            ({"shard": 7}, "shards that are there, of up to 3 members"),
+        ],
+    )
+    def test_another_call(self, sharded_run, changed, text):
+        run = sharded_run
+        with pytest.raises(ValueError, match=text):
+            save(run.folder, **changed)
+
+    def test_another_ensemble(self, sharded_run):
+        run = sharded_run
+        other = ee.stack([ENSEMBLE[0]] * MEMBERS)
+        with pytest.raises(ValueError, match="`ensemble`: not the same"):
+            ee.fleet.fit(
+                Here(), other, mse, OPTIMISER, (X, Y), batch_size=8, epochs=2, save=run.folder, plan=SEQUENTIAL, key=KEY
+            )
+
+    def test_another_shard_of_it(self, sharded_run, tmp_path):
+        run = sharded_run
+        import shutil
+
+        folder = tmp_path / "run"
+        save(folder, epochs=1)
+        shutil.rmtree(folder / "shard-000001")
+        shutil.copytree(run.folder / "shard-000001", folder / "shard-000001")
+        with pytest.raises(ValueError, match="members of another call"):
+            ee.fleet.open_run(folder, ENSEMBLE)
+
+    def test_in_use(self, sharded_run):
+        run = sharded_run
+        from eqx_ensemble.fleet._folder import hold
+
+        with hold(run.folder), pytest.raises(BlockingIOError):
+            save(run.folder)
+
+    def test_with_checkpoints(self, tmp_path, whole_run):
+        expected = whole_run
+        options = {"executor": Here(kills=[1]), "checkpoint": tmp_path / "checkpoints"}
+        with pytest.warns(UserWarning, match="without the members.*\n.*\nThe same call goes on"):
+            save(tmp_path / "run", **options)
+        assert_same(save(tmp_path / "run", **options | {"executor": Here()}).load(), expected.ensemble)
+
+
+class Dies(Here):
+    """The caller is killed when it collects a shard, after its worker saved it."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def submit(self, fn, /, *args):
+        if len(self.calls) == self.number:
+            raise SystemExit
+        return super().submit(fn, *args)
+
+
+class Mute(Here):
+    """Runs the first call, and breaks before it answers."""
+
+    def __init__(self, *, first):
+        super().__init__()
+        self.first = first
+
+    def submit(self, fn, /, *args):
+        if self.first and not self.calls:
+            fn(*args)
+            self.kills = [0]
+        return super().submit(fn, *args)
+
+
+class TestLost:
+    def test_a_shard_that_kills(self, tmp_path, whole_run):
+        expected = whole_run
+        reports, folder = [], tmp_path / "run"
+        kills = lambda: KillsOne(IDS[[3, 4]])
+        with pytest.warns(UserWarning, match="without the members 3, 4: their workers died"):
+            run = save(folder, executor=kills, retries=1, on_shard=reports.append)
+        assert run.missing.tolist() == [3, 4]
+        assert [shard.ids.tolist() for shard in run.lost] == [[3, 4]]
+        assert "a worker died" in str(run.lost[0].error)
+        assert_same(run.load(), expected.ensemble[[0, 1, 2, 5, 6]])
+        with pytest.raises(ValueError, match=r"no members of this run: 9\n  in shards that were not done: 3"):
+            run.load(ids=[0, 3, 9])
+        assert ee.fleet.open_run(folder, ENSEMBLE).missing.tolist() == [3, 4]
+        mean = ee.fleet.predict(Here(), run, X, combine=ee.combine.mean)
+        np.testing.assert_allclose(mean, ee.predict(run.load(), X, combine=ee.combine.mean), rtol=1e-5)
+        assert_same(save(folder).load(), expected.ensemble)
+        lost = [report for report in reports if report.error is not None]
+        assert [report.ids.tolist() for report in lost] == [[3, 4]]
+        assert np.isnan(lost[0].seconds)
+
+    def test_nothing_done(self, tmp_path):
+        from concurrent.futures import BrokenExecutor
+
+        with pytest.raises(BrokenExecutor):
+            save(tmp_path / "run", executor=Here(kills=[0]))
+        with pytest.raises(ValueError, match="no shard of"):
+            ee.fleet.open_run(tmp_path / "run", ENSEMBLE)
+
+    def test_interrupted_on_the_worker(self, tmp_path, whole_run):
+        """Ctrl-C reaches the processes of a pool too, where `fit` returns the run so far: it is not saved."""
+        expected = whole_run
+        calls = []
+
+        from eqx_ensemble.fleet import _fit_shard
+
+        original = _fit_shard.fit_here
+
+        def early(*args, **options):
+            import equinox as eqx
+
+            run = original(*args, **options)
+            calls.append(1)
+            return run if len(calls) > 1 else eqx.tree_at(lambda run: run.interrupted, run, replace=True)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_fit_shard, "fit_here", early)
+            with pytest.warns(UserWarning, match="was interrupted"):
+                run = save(tmp_path / "run")
+        assert run.interrupted
+        assert run.missing.tolist() == [0, 1, 2]
+        assert_same(save(tmp_path / "run").load(), expected.ensemble)
+
+
+class TestRead:
+    @pytest.mark.parametrize("ids", [[6, 0, 3], [2], [1, 0], range(7), np.array([5, 4, 3, 2])])
+    def test_subsets(self, sharded_run, whole_run, ids):
+        run, expected = sharded_run, whole_run
+        found = run.load(ids=ids)
+        assert found.ids.tolist() == list(ids)
+        assert_same(found, expected.ensemble[np.asarray(ids)])
+
+    def test_without_the_ensemble(self, sharded_run, whole_run):
+        run, expected = sharded_run, whole_run
+        import equinox as eqx
+
+        opened = ee.fleet.open_run(str(run.folder), lambda key: eqx.nn.MLP(3, 1, 4, 1, key=key))
+        assert_same(opened.load(ids=[4, 2]), expected.ensemble[np.array([4, 2])])
+
+    @pytest.mark.parametrize(
+        ("ids", "error", "text"),
+        [
+            (3, TypeError, r"Write `ids=\[3\]`"),
+            ([1, 1], ValueError, "repeated: 1"),
+            ([0.5], TypeError, "integers"),
+            ([], TypeError, "at least one"),
+            ([-1], ValueError, "no members of this run: -1"),
+        ],
+    )
+    def test_wrong_ids(self, sharded_run, unhooked, ids, error, text):
+        run = sharded_run
+        with pytest.raises(error, match=text):
+            run.load(ids=ids)
+
+    def test_wrong_folders(self, sharded_run, tmp_path, unhooked):
+        run = sharded_run
+        with pytest.raises(FileNotFoundError, match="does not exist"):
+            ee.fleet.open_run(tmp_path / "none", ENSEMBLE)
+        with pytest.raises(FileNotFoundError, match="holds no run of it"):
+            ee.fleet.open_run(tmp_path, ENSEMBLE)
+        with pytest.raises(TypeError, match="needs as `like`"):
+            ee.fleet.open_run(run.folder, 3)
+        with pytest.raises(FileExistsError, match="a folder of its own"):
+            save(run.folder / "shard-000000")
+
+    def test_damage(self, sharded_run, tmp_path):
+        run = sharded_run
+        import shutil
+
+        folder = tmp_path / "run"
+        shutil.copytree(run.folder, folder)
+        file = next((folder / "shard-000001").glob("arrays-*"))
+        data = bytearray(file.read_bytes())
+        data[-700] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(ValueError, match="shard-000001"):
+            ee.fleet.open_run(folder, ENSEMBLE).load()
