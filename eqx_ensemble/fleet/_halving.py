@@ -36,7 +36,7 @@ def successive_halving(
     The result is that of [`eqx_ensemble.methods.successive_halving`][]: bit for bit under
     [`eqx_ensemble.plan.Sequential`][], within rounding under other plans, whatever the size of the shards. Each rung is
     a [`eqx_ensemble.fleet.fit`][] of the remaining members, and begins when the rung before has ended: workers wait for
-    the slowest shard, and few have work at the last rungs.
+    the slowest shard, and few have work at the last rungs. [`eqx_ensemble.fleet.asynchronous_halving`][] does not wait.
 
     **Arguments:**
 

@@ -1,0 +1,194 @@
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .._check import check_positive_int
+from .._ensemble import Ensemble, M
+from .._pytree import PyTree
+from .._warnings import warn
+from ..checkpoint._path import absolute
+from ..checkpoint._run_lock import RunLock
+from ..methods._halving import Rungs, check_rungs, share
+from ..train._check import check_no_transformation
+from ..train._check_run import diverged_message
+from ..train._run import Run
+from ..train._status import Status
+from ..train.compiled._optimiser import Optimiser
+from ._check import check_folder, check_retries
+from ._cut import large_shared
+from ._engines import Engine, open_engine
+from ._fit_shard import count_of_run, fit_shard
+from ._fitting import prepare
+from ._ladder import Ladder
+from ._order import Order
+from ._run_shards import Watch, run_shards
+from ._search import Search
+from ._shard import Finished, check_some_done, lost_message, members_text
+from ._worker import Task
+
+_NAME = "fleet.asynchronous_halving"
+
+
+def asynchronous_halving(
+    executor: Any,
+    ensemble: Ensemble[M],
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: PyTree,
+    *,
+    validation: PyTree,
+    epochs: int | None = None,
+    steps: int | None = None,
+    factor: float | int = 3,
+    rungs: int | None = None,
+    shard: int | None = None,
+    workers: int | None = None,
+    retries: int = 2,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    key: Any,
+    **options: Any,
+) -> Run[M]:
+    """Halves asynchronously (ASHA): a worker that is free trains on the best members of those that have ended a rung.
+
+    Nobody waits for the slowest member of a rung. A member is promoted as soon as it is among the best `1 / factor`,
+    rounded down, of those that have finished its rung so far. Where none can be promoted, new members begin. So some
+    are promoted that would not have been, had all others finished first, and the result depends on the order in which
+    workers finish. It is the same again with an executor of one worker, and equal `workers` and `shard`.
+
+    **Arguments:**
+
+    - `executor`, `retries`, `progress`: as for [`eqx_ensemble.fleet.fit`][].
+    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][].
+    - `epochs` or `steps`: the length of the first rung; rung `i`, counted from 0, ends when members have trained
+        `factor ** i` times as long, rounded up.
+    - `factor`: the ratio of members, and of training lengths, between two rungs.
+    - `rungs`: the number of rungs. By default, as many as members can climb in order, if all others wait.
+    - `shard`: how many members a worker trains side by side; by default as for [`eqx_ensemble.fleet.fit`][]. Members
+        are promoted one by one, and trained together with others that are promoted at the same time from the same rung.
+        With `shard=1` this is the algorithm of the paper. Otherwise a worker takes promoted members once there are
+        `shard` of them, or fewer if no new member is left to begin with; then a member's training is that of one
+        [`eqx_ensemble.fit`][], bit for bit under [`eqx_ensemble.plan.Sequential`][]. One member alone is compiled to
+        another program, with other rounding.
+    - `workers`: how many shards run at once. By default as for [`eqx_ensemble.fleet.fit`][].
+    - `checkpoint`: a folder that all workers can write, in which each shard saves its run. The file `order.jsonl` in it
+        lists which shards were done, in order, so that rerunning the same call takes the same decisions again, trains
+        on where shards were, and ends with the result that it would have had. Its size is that of a run for each rung.
+    - `key`: the root key.
+
+    **Returns:** the run. Members that have finished the last rung have the status `OK`; all others `STOPPED`, or
+    `DIVERGED`, and their best weights. So do members whose worker died too often at a later rung than the first, with a
+    warning; those of the first rung are missing. All runs are held in the caller's memory.
+
+    **Raises:** as [`eqx_ensemble.methods.successive_halving`][] and [`eqx_ensemble.fleet.fit`][].
+
+    ```python
+    from concurrent.futures import ThreadPoolExecutor  # of one process, for this example
+
+    def mse(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    hyper = ee.sweep.grid({"lr": jnp.logspace(-4, -1, 9)})
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 9, key=key)
+    data = jnp.ones((64, 3)), jnp.zeros((64, 1))
+    with ThreadPoolExecutor(1) as executor:
+        run = ee.fleet.asynchronous_halving(
+            executor,
+            ensemble,
+            mse,
+            lambda hyper: optax.adam(hyper["lr"]),
+            data,
+            hyper=hyper,
+            validation=data,
+            epochs=1,
+            shard=3,
+            workers=1,
+            key=key,
+        )
+    run.best().ids
+    ```
+
+    ??? cite
+
+        Li et al., *A System for Massively Parallel Hyperparameter Tuning*, MLSys 2020.
+    """
+    begun = time.perf_counter()
+    check_no_transformation(name=_NAME)
+    lengths = {"epochs": epochs, "steps": steps, "factor": factor, "rungs": rungs}
+    plan = check_rungs(ensemble, data, validation=validation, **lengths, name=_NAME)
+    if rungs is None:
+        plan = plan._replace(totals=plan.totals[: _rungs(len(ensemble), plan.factor)])
+    if shard is not None:
+        check_positive_int(shard, "shard", name=_NAME)
+    tries = check_retries(retries, name=_NAME)
+    folder = None if checkpoint is None else absolute(check_folder(checkpoint, name=_NAME))
+    first = {word: options.pop(word) for word in ("trainable",) if word in options}
+    options["validation"] = validation
+    fitting = prepare(loss, optimiser, data, options, len(ensemble), name=_NAME, key=key)
+    with open_engine(executor, workers, name=_NAME) as engine, _lock(folder):
+        size = engine.shard_of(len(ensemble)) if shard is None else shard
+        search = _search(engine, ensemble, fitting, plan, size, first, folder)
+        finished = run_shards(
+            engine, Task(fit_shard, fitting.common), search.shards(), [*fitting.arrays, *large_shared(ensemble)],
+            retries=tries, watch=Watch(progress, count=count_of_run), follow=search.follow, name=_NAME,
+        )  # fmt: skip
+    _explain(finished, search, np.asarray(ensemble.ids))
+    return _warn_diverged(search.run(interrupted=finished.interrupted, seconds=time.perf_counter() - begun))
+
+
+def _rungs(count: int, factor: float | int) -> int:
+    """The number of rungs that someone reaches, if all others wait."""
+    rungs = 1
+    while (count := share(count, factor)) > 0:
+        rungs += 1
+    return rungs
+
+
+def _search(
+    engine: Engine, ensemble: Any, fitting: Any, plan: Rungs, size: int, first: dict[str, Any], folder: Any
+) -> Search:
+    """The search of a call."""
+    workers, lengths = engine.num_workers(), plan.lengths()
+    ladder = Ladder(len(ensemble), len(lengths), factor=plan.factor, size=size)
+    call = {"members": np.asarray(ensemble.ids).tolist(), "shard": size, "workers": workers, "factor": plan.factor}
+    call |= {plan.unit: plan.totals}
+    order = Order(folder, call, name=_NAME)
+    return Search(ensemble, fitting, ladder, lengths, order, first=first, folder=folder, workers=workers)
+
+
+@contextlib.contextmanager
+def _lock(folder: Any) -> Any:
+    """Holds the lock of a folder, in which one call trains at a time."""
+    if folder is None:
+        yield
+        return
+    lock = RunLock(folder)
+    lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _explain(finished: Finished, search: Search, ids: np.ndarray) -> None:
+    """Warns of members that were lost; raises what ended the search if nobody is left."""
+    check_some_done(finished, np.flatnonzero(search.rung >= 0), name=_NAME)
+    is_new = lambda report: (search.rung[np.isin(ids, report.ids)] < 0).any()
+    message = lost_message(finished._replace(lost=[report for report in finished.lost if is_new(report)]), name=_NAME)
+    if message:
+        warn(message)
+    stopped = [report.ids for report in finished.lost if not is_new(report)]
+    if stopped:
+        warn(f"`{_NAME}` stops {members_text(np.concatenate(stopped))} at an earlier rung: their workers died.")
+
+
+def _warn_diverged(run: Run[Any]) -> Run[Any]:
+    lost = run.status == Status.DIVERGED
+    if lost.any():
+        warn(diverged_message(np.asarray(run.ensemble.ids)[lost], run.stopped_at[lost], run.fault[lost]))
+    return run

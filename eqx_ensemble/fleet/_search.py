@@ -1,0 +1,129 @@
+"""The caller's side of an asynchronous search: the runs of all members so far, and the shards that follow."""
+
+import dataclasses
+import functools as ft
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from .._ensemble import Ensemble
+from ..methods._scores import last_scores
+from ..train._run import Run
+from ..train._status import Status
+from ._cut import cut_start
+from ._fitting import Fitting
+from ._ladder import Job, Ladder
+from ._order import Order
+from ._rung import in_order, stop_members_of
+from ._shard import Shard
+
+_FIRST = ("hyper", "state", "trainable")  # what `fit` takes with an ensemble, and not with a run
+
+
+class Search:
+    """Members that go from rung to rung, each on its own.
+
+    **Attributes:**
+
+    - `rung`: the last rung that each member has finished, -1 for none.
+    """
+
+    def __init__(
+        self,
+        ensemble: Ensemble[Any],
+        fitting: Fitting,
+        ladder: Ladder,
+        lengths: list[dict[str, Any]],
+        order: Order,
+        *,
+        first: dict[str, Any],
+        folder: Any,
+        workers: int,
+    ) -> None:
+        self._ensemble, self._ladder, self._lengths, self._order = ensemble, ladder, lengths, order
+        self._fitting, self._first, self._folder, self._idle = fitting, first, folder, workers
+        self._later = fitting._replace(own={word: x for word, x in fitting.own.items() if word not in _FIRST})
+        self._ids = np.asarray(ensemble.ids)
+        self._runs: dict[int, tuple[Run[Any], int]] = {}
+        self._open: dict[int, Job] = {}
+        self._waiting: dict[Job, Run[Any]] = {}
+        self._count = 0
+        self.rung = np.full(len(self._ids), -1)
+
+    def shards(self) -> list[Shard]:
+        """The shards of all workers that have none."""
+        found = []
+        while self._idle and (job := self._ladder.next_job()) is not None:
+            positions = np.array(job.members)
+            found.append(Shard(self._count, positions, self._ids[positions], ft.partial(self._part, job, positions)))
+            self._open[self._count] = job
+            self._count += 1
+            self._idle -= 1
+        return found
+
+    def follow(self, shard: Shard, run: Run[Any] | None) -> list[Shard]:
+        """Notes what a shard came to, `None` if it was given up. Returns the shards of workers that are free then."""
+        job = self._open.pop(shard.number)
+        found = []
+        if run is None:
+            self._order.drop(job)
+            self._idle += 1
+            found += self.shards()
+        else:
+            self._waiting[job] = run
+        while (done := self._order.next(self._waiting)) is not None:
+            self._finish(done, self._waiting.pop(done))
+            self._idle += 1
+            found += self.shards()
+        return found
+
+    def _finish(self, job: Job, run: Run[Any]) -> None:
+        scores = last_scores(run)
+        scores = np.where(run.status == Status.OK, scores if run.mode == "min" else -scores, np.nan)
+        self._ladder.finish(job.rung, list(job.members), scores[: len(job.members)])
+        for position, member in enumerate(job.members):
+            self._runs[member] = run, position
+            self.rung[member] = job.rung
+
+    def _part(self, job: Job, positions: np.ndarray) -> dict[str, Any]:
+        ids, folder = self._ids[positions], None
+        if self._folder is not None:
+            folder = self._folder / f"rung-{job.rung:02d}" / hashlib.sha256(ids.tobytes()).hexdigest()[:16]
+        if job.rung == 0:
+            return self._fitting.part(
+                self._ensemble[positions], positions, ids, folder, **self._lengths[0], **self._first
+            )
+        start, positions = self._gather_in_company(positions)
+        return self._later.part(start, positions, self._ids[positions], folder, **self._lengths[job.rung])
+
+    def _gather_in_company(self, positions: np.ndarray) -> tuple[Run[Any], np.ndarray]:
+        """As `_gather`; a single member with one that stops, because one alone is compiled to another program."""
+        run, index = self._runs[int(positions[0])]
+        if len(positions) > 1 or len(run.status) == 1:
+            return self._gather(positions), positions
+        pair = cut_start(run, np.array([index, (index + 1) % len(run.status)]))
+        of_id = {int(member): position for position, member in enumerate(self._ids)}
+        return stop_members_of(pair, np.array([1])), np.array([of_id[int(member)] for member in pair.ensemble.ids])
+
+    def _gather(self, positions: np.ndarray, *, ended: bool = False) -> Run[Any]:
+        """The run of some members, from the runs that each was in last; where it `ended`, those below the top stop."""
+        runs: dict[int, tuple[Run[Any], list[int]]] = {}
+        for member in positions.tolist():
+            run, index = self._runs[member]
+            runs.setdefault(id(run), (run, []))[1].append(index)
+        found = [cut_start(run, np.array(indices)) for run, indices in runs.values()]
+        if ended:
+            top = set(self._ids[self.rung == len(self._lengths) - 1].tolist())
+            found = [run if int(run.ensemble.ids[0]) in top else _stop(run) for run in found]
+        return in_order(found, self._ids[positions])
+
+    def run(self, *, interrupted: bool, seconds: float) -> Run[Any]:
+        """The run of all members that have finished a rung; those that were not promoted stop."""
+        run = self._gather(np.flatnonzero(self.rung >= 0), ended=not interrupted)
+        return dataclasses.replace(run, interrupted=interrupted, seconds=seconds)
+
+
+def _stop(run: Run[Any]) -> Run[Any]:
+    """Stops the members of a run that still train, where it ended."""
+    return stop_members_of(run, np.flatnonzero(run.status == Status.OK))
