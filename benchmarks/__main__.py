@@ -34,6 +34,7 @@ SCRIPTS = (
     "methods",
     "efficient",
     "fleet",
+    "fleet_memory",
     "history",
 )
 RELIABILITY = tuple(f"reliability/{name}" for name in ("kills", "flips", "disks", "hostile", "saving"))

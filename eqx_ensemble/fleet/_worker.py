@@ -1,5 +1,6 @@
 """What runs on a worker: one shard, with its error as a value, so that all that an executor raises is about workers."""
 
+import collections
 import dataclasses
 import functools as ft
 import mmap
@@ -14,6 +15,8 @@ import numpy as np
 from .._warnings import record_warnings
 from ._settings import use_settings
 from ._travel import dumps, loads, numbers_on_worker
+
+_MOST_TASKS = 4
 
 
 class Task(NamedTuple):
@@ -79,7 +82,7 @@ def _run(task: bytes, own: bytes, held: list[Any]) -> Outcome:
     error: Exception | None = None
     with record_warnings() as texts:  # the caller warns once, of all members
         try:
-            fn, common = loads(task, held)
+            fn, common = _read_task(task, held)
             result = fn(common, loads(own, held))
         except SystemExit as ended:  # which would end the worker, or the caller
             error = RuntimeError(f"The program ended itself, by SystemExit({ended.code!r}).")
@@ -88,6 +91,19 @@ def _run(task: bytes, own: bytes, held: list[Any]) -> Outcome:
             error = caught
             error.add_note(_trace(caught))
     return Outcome(result, error, time.perf_counter() - begun, tuple(texts))
+
+
+_tasks: "collections.OrderedDict[Any, tuple[Task, list[Any]]]" = collections.OrderedDict()
+
+
+def _read_task(task: bytes, held: list[Any]) -> Task:
+    """The same object for all shards of a call, for which programs are compiled once."""
+    key = task, *map(id, held)
+    found = _tasks.pop(key, None) or (loads(task, held), held)  # which keeps the arrays alive that `key` stands for
+    _tasks[key] = found
+    while len(_tasks) > _MOST_TASKS:
+        _tasks.pop(next(iter(_tasks)), None)
+    return found[0]
 
 
 def _trace(error: BaseException) -> str:
