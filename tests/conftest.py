@@ -42,6 +42,13 @@ _tests = itertools.count(1)
 COLLECTED = pytest.StashKey[list[str]]()  # before marks are selected
 
 
+def pytest_collection_finish():
+    """Looks for garbage less often, and not among what was imported: a tenth of the time of tests that compile."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Replaces the marks of tests in `marks.txt` before marks are selected; keeps what was collected."""
