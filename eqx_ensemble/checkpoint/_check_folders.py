@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,8 @@ def check_folder_free(path: Any, holder: dict[str, Any] | None, *, free: bool) -
         who = "another process"
         if holder:
             who = f"process {holder.get('pid')} on `{holder.get('host')}`, since {holder.get('since')}"
+            if holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname():
+                who += ", which is this process: another thread, as one that an interrupted call has left"
         raise BlockingIOError(
             errno.EWOULDBLOCK,
             f"`fit` needs a checkpoint folder that no other run uses, and `{path}` is in use: by {who}.\nWait for that "

@@ -119,3 +119,36 @@ def check_wanted_ids(ids: Any, there: np.ndarray, missing: np.ndarray, *, name: 
 def ids_text(ids: np.ndarray) -> str:
     """Ids in a message; of many, the first ones."""
     return ", ".join(map(str, ids[:_MOST_NAMED].tolist())) + (", ..." if len(ids) > _MOST_NAMED else "")
+
+
+def check_begun(folder: Any, resume: str, *, begun: bool, name: str) -> None:
+    """A folder in which some shard has saved with `resume="must"`, and none with `"never"`."""
+    if resume == "must" and not begun:
+        raise FileNotFoundError(errno.ENOENT, f"`{name}` must resume, and found no checkpoint in `{folder}`")
+    if resume == "never" and begun:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"`{name}` must not resume, and `{folder}` holds checkpoints of shards, which are not overwritten.\n"
+            "Choose another folder, or remove this one",
+        )
+
+
+def check_one_division(counts: set[int], folder: Any, *, name: str) -> None:
+    """Checkpoints of one division into shards."""
+    if len(counts) > 1:
+        raise ValueError(
+            f"`{name}` cannot resume: the checkpoints in `{folder}` are of {sorted(counts)} shards, of more than one "
+            "call.\nChoose another folder."
+        )
+
+
+def check_same_division(found: int | None, count: int, shard: int | None, folder: Any, *, name: str) -> None:
+    """The shards of a call that goes on are those whose runs are saved."""
+    if found is None or found == count:
+        return
+    given, hint = f"this call has {count}", "Choose another folder."
+    if shard is not None:
+        given, hint = f"`shard={shard}` makes {count}", "Leave `shard` out, or choose another folder."
+    raise ValueError(
+        f"`{name}` cannot resume: the checkpoints in `{folder}` are of {found} shards, and {given}.\n{hint}"
+    )

@@ -13,6 +13,7 @@ from ..train._run import Run
 from ..train._state import TrainState
 from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
+from ..train.resume._check import check_checkpoint_options
 from ._begin import check_ids_of_function, shapes_of_start
 from ._call import Call
 from ._check import check_folder, check_start
@@ -25,6 +26,7 @@ from ._options import FleetCallOptions, FleetFitOptions
 from ._run_shards import Watch
 from ._save_shards import save_shards
 from ._shard import ShardReport
+from ._shard_checkpoints import ShardCheckpoints
 from ._sharded_run import ShardedRun
 
 _NAME = "fleet.fit"
@@ -104,7 +106,9 @@ def fit(
         Dask's workers, which are counted again whenever shards are sent. Twice as many shards are sent at once.
     - `retries`: how often a shard is tried again after its worker died.
     - `checkpoint`: a folder that all workers can write, in which each shard saves its run in a folder of its own. A
-        shard whose worker died goes on from there, and so does a call with the same arguments and size of shards.
+        shard whose worker died goes on from there, and so does a call with the same arguments. It has the shards of the
+        call before, also with another number of workers; another `shard` raises an error. With `resume="never"` the
+        folder must have no checkpoints when the call begins, with `"must"` some.
     - `save`: a folder that all workers can write, in which each shard saves its trained members, atomically, instead
         of sending them back; neither optimiser states nor curves are kept. A call with the same arguments does only the
         shards that are not there: nothing is lost when the caller is killed. Another call raises an error that lists
@@ -152,22 +156,24 @@ def fit(
     if isinstance(ensemble, Run):
         check_some_training(ensemble.status == Status.OK, ids=ids_of_all)
     given = dict(options)
+    resume: Any = given.pop("resume", "auto")
+    check_checkpoint_options(checkpoint, given.get("checkpoint_every"), resume, name=_NAME)
     fitting = prepare(loss, optimiser, data, given, len(ids_of_all), name=_NAME, key=key)
     common = fitting.common if wanted is None else fitting.common | {"make": ensemble}
+    checkpoints = ShardCheckpoints(folder, len(ids_of_all), shard=shard, resume=resume, name=_NAME)
 
     def part(positions: np.ndarray) -> dict[str, Any]:
-        first, last = ids_of_all[positions[[0, -1]]]
-        own_folder = None if folder is None else folder / f"{first}-{last}-of-{len(ids_of_all)}"
         start = cut_start(ensemble, positions) if wanted is None else None
-        return fitting.part(start, positions, ids_of_all[positions], own_folder)
+        return fitting.part(start, positions, ids_of_all[positions], checkpoints.path(positions))
 
     shared = large_shared(ensemble) if wanted is None else []
     call = Call(_NAME, fit_shard, common, part, [*fitting.arrays, *shared], ids_of_all)
     how = {"shard": shard, "workers": workers, "retries": retries}
     if save_folder is None:
-        return join_shards(call, executor, **how, watch=Watch(progress, count=count_of_run, on_shard=on_shard))
+        watch = Watch(progress, count=count_of_run, on_shard=on_shard)
+        return join_shards(call, executor, checkpoints, **how, watch=watch)
     functions = {"loss": loss, "optimiser": optimiser}
     texts = call_identity(ensemble, ids_of_all, functions, given | fitting.sources, key=key)
     like = shapes_of_start(ensemble, ids_of_all, given.get("state"), name=_NAME)
     watch = Watch(progress, count=count_of_columns, on_shard=on_shard)
-    return save_shards(call, executor, save_folder, texts, like, **how, watch=watch)
+    return save_shards(call, executor, save_folder, checkpoints, texts, like, **how, watch=watch)

@@ -18,6 +18,7 @@ from ._columns import Columns, count_status
 from ._join import join_runs
 from ._run_shards import Watch
 from ._shard import check_some_done, lost_message
+from ._shard_checkpoints import ShardCheckpoints
 
 _ARGUMENTS = ("loss", "optimiser", "make")
 
@@ -64,11 +65,19 @@ def count_of_columns(columns: Columns | None) -> dict[str, int]:
 
 
 def join_shards(
-    call: Call, executor: Any, *, shard: int | None, workers: int | None, retries: int, watch: Watch
+    call: Call,
+    executor: Any,
+    checkpoints: ShardCheckpoints,
+    *,
+    shard: int | None,
+    workers: int | None,
+    retries: int,
+    watch: Watch,
 ) -> Run[Any]:
     """The run of the shards that were done; warns of members that are missing, or diverged."""
     begun = time.perf_counter()
-    finished = over_shards(call, executor, shard=shard, workers=workers, retries=retries, watch=watch)
+    start = lambda size: list(enumerate(checkpoints.divide(size)))
+    finished = over_shards(call, executor, shard=shard, workers=workers, retries=retries, watch=watch, start=start)
     check_some_done(finished, finished.results, name=call.name)
     message = lost_message(finished, name=call.name)
     if message:

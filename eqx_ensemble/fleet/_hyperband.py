@@ -106,4 +106,5 @@ def hyperband(
             )
             if runs[-1].interrupted:
                 break
+            options.pop("resume", None)  # which is about the first bracket
     return runs

@@ -14,6 +14,7 @@ from ..methods import population
 from ..methods._rounds import Rounds
 from ..train._run import Run
 from ..train._status import Status
+from ._check import is_function
 from ._cut import cut_data, cut_options, cut_start, member_options
 from ._engines import Engine
 from ._fit import fit
@@ -32,13 +33,18 @@ def train_rungs(engine: Engine, folder: Any, *, name: str, **options: Any) -> Ca
 
     def train(begun: Ensemble[Any] | Run[Any], loss: Any, optimiser: Any, data: Any, **more: Any) -> Run[Any]:
         more = more | options | {"checkpoint": None if folder is None else folder / f"rung-{next(numbers):02d}"}
+        if folder is not None:  # a call has begun if its first rung has
+            first = more["checkpoint"].name == "rung-00"
+            more["resume"] = more.get("resume", "auto") if first else "auto"
         if isinstance(begun, Ensemble):
             return fit(engine, begun, loss, optimiser, data, **more)
         own = member_options(more, len(begun.status), name=name)
 
         def go_on(positions: np.ndarray) -> Run[Any]:
             given = {"data": data, "validation": more["validation"]}
-            sources: dict[str, Any] = {word: x if callable(x) else cut_data(x, positions) for word, x in given.items()}
+            sources: dict[str, Any] = {
+                word: x if is_function(x) else cut_data(x, positions) for word, x in given.items()
+            }
             options: dict[str, Any] = more | cut_options(own, positions) | sources
             return fit(engine, cut_start(begun, positions), loss, optimiser, options.pop("data"), **options)
 

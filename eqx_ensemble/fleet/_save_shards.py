@@ -17,6 +17,7 @@ from ._folder import SavedCall, has_call, hold, read_call, store_of, write_call
 from ._identity import CallIdentity, check_same_identity
 from ._run_shards import Watch
 from ._shard import Finished, check_some_done, lost_message
+from ._shard_checkpoints import ShardCheckpoints
 from ._sharded_run import ShardedRun, run_of_columns
 
 
@@ -24,6 +25,7 @@ def save_shards(
     call: Call,
     executor: Any,
     folder: Path,
+    checkpoints: ShardCheckpoints,
     identity: CallIdentity,
     like: Any,
     *,
@@ -41,8 +43,10 @@ def save_shards(
             found: list[SavedCall] = [] if saved is None else [saved]
 
             def start(size: int) -> list[tuple[int, np.ndarray]]:
-                if not found:
-                    found.append(write_call(folder, identity, call.ids, divide(len(call.ids), size)))
+                if found:
+                    checkpoints.use(found[0].positions())
+                else:
+                    found.append(write_call(folder, identity, call.ids, checkpoints.divide(size)))
                 return [pair for pair in enumerate(found[0].positions()) if pair[0] not in done]
 
             def part(positions: np.ndarray) -> Any:

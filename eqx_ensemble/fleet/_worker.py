@@ -14,6 +14,7 @@ import numpy as np
 
 from .._warnings import record_warnings
 from ._settings import use_settings
+from ._shorten import shorten, with_short_message
 from ._travel import dumps, loads, numbers_on_worker
 
 _MOST_TASKS = 4
@@ -88,8 +89,8 @@ def _run(task: bytes, own: bytes, held: list[Any]) -> Outcome:
             error = RuntimeError(f"The program ended itself, by SystemExit({ended.code!r}).")
             error.add_note(_trace(ended))
         except Exception as caught:
-            error = caught
-            error.add_note(_trace(caught))
+            trace, error = _trace(caught), with_short_message(caught)
+            error.add_note(trace)
     return Outcome(result, error, time.perf_counter() - begun, tuple(texts))
 
 
@@ -107,7 +108,7 @@ def _read_task(task: bytes, held: list[Any]) -> Task:
 
 
 def _trace(error: BaseException) -> str:
-    return "On the worker:\n" + "".join(traceback.format_exception(error)).rstrip()
+    return "On the worker:\n" + shorten("".join(traceback.format_exception(error)).rstrip())
 
 
 def _to_send(outcome: Outcome, held: list[Any]) -> bytes:

@@ -209,6 +209,10 @@ class Odd(Exception):
     def __init__(self, number, text):
         super().__init__(f"{number} {text}")
 
+    def __reduce__(self):
+        """As of exceptions by default, which some libraries change."""
+        return Odd, self.args
+
 
 def test_an_error_that_cannot_be_sent():
     def loss(model, batch, key):
