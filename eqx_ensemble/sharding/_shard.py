@@ -78,7 +78,7 @@ def _of_members(layout: Layout, count: int, spec: PartitionSpec | None) -> Named
 
 def _put_leaves(tree: PyTree, specs: list | None, sharding: Any) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
-    _check_same(leaves)
+    check_same_in_processes(leaves)
     specs = [None] * len(leaves) if specs is None else specs
     there = [put(x, sharding(x, s)) if _axes.is_array(x) else x for x, s in zip(leaves, specs, strict=True)]
     return jax.tree.unflatten(treedef, there)
@@ -98,7 +98,7 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def _check_same(leaves: list[Any]) -> None:
+def check_same_in_processes(leaves: list[Any]) -> None:
     """Checks that every process passes the same arrays."""
     if jax.process_count() == 1:
         return

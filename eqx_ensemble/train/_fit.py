@@ -262,10 +262,6 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     limits = limits if layout is None else shard_members(limits, layout)
     max_seconds = check_limit(max_seconds, "max_seconds", first.num_members, name="fit")
     losses = make_losses(first, loss, score, has_aux=has_aux, has_validation=has_validation)
-    if validation is not None:
-        if score is None and in_memory(data):
-            check_same_structure(without_marks(validation), without_marks(data))
-        start, validation = with_validation(start, losses[1], validation, layout)
     patience = None if patience is None else int(patience)  # of NumPy's kinds too
     program = Program(
         losses[0], optimiser, plan, layout, losses[1], patience, halts=isinstance(how, Revive), windows=windows,
@@ -276,6 +272,10 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     source = make_source(
         data, start.state, rows=rows, order=order, batch_size=batch_size, scan=scan, layout=layout, key=key
     )
+    if validation is not None:
+        if score is None and not is_batches(data):
+            check_same_structure(without_marks(validation), source.shapes())
+        start, validation = with_validation(start, losses[1], validation, layout)
     if first.fixed.hyper is not None and not is_batches(data):
         seen = ((losses[0], source.shapes()), (losses[1], member_shapes(validation)))
         warn_of_unused_hyper(first, optimiser, [(fn, own) for fn, own in seen if fn is not None and fn.wants_hyper])

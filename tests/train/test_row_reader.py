@@ -223,6 +223,12 @@ def test_validation_is_that_of_arrays(ensemble, options):
     np.testing.assert_array_equal(run.stopped_at, in_memory.stopped_at)
 
 
+def test_validation_of_another_structure(ensemble):
+    reader = ee.train.RowReader(DATA)
+    with pytest.raises(TypeError, match="needs `validation` with the structure of `data`"):
+        ee.fit(ensemble, mse, SGD, reader, validation=X, steps=2, key=KEY)
+
+
 def test_other_data_do_not_resume(ensemble, tmp_path):
     fitted(ensemble, Disk(DATA).reader(), steps=2, checkpoint=tmp_path)
     with pytest.raises(ValueError, match="data"):

@@ -21,7 +21,7 @@ class RowReader:
     rows that it would see of arrays in memory, in the same order; results agree within rounding, because a step is
     compiled for a batch. The next batch is read in a thread during the step on the current one. Which rows a step reads
     follows from its number and the key: a reader has no state, and a run is saved, resumed and continued at any step,
-    bit for bit. On a mesh of several processes each reads the rows of its own devices, which is not tested yet.
+    bit for bit. On a mesh of several processes each reads the rows of its own devices.
 
     A step reads at most `members * batch_size` rows, each row once even if several members see it. With
     `order="shared"` all members see one batch of `batch_size` rows.

@@ -7,6 +7,7 @@ from ..._pytree import PyTree
 from ...distributed import to_host
 from ...sharding._check import warn_of_uneven_rows
 from ...sharding._layout import Layout
+from ...sharding._shard import check_same_in_processes
 from .._check import check_no_array_options
 from .._state import TrainState
 from ._arrays import ArraySource
@@ -58,6 +59,7 @@ def _reader_source(
     key: Any,
 ) -> ReaderSource:
     own = as_row_indices(rows, state.num_members, reader.num_rows, name="fit")
+    check_same_in_processes([np.zeros(0, np.int32) if own is None else own])
     per_epoch = reader.num_rows if own is None else own.shape[1]
     size = _batch_size(batch_size, per_epoch, layout)
     words = order_words(key, to_host(state.ids), order)
