@@ -1,6 +1,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.tree_util as jtu
 import numpy as np
 
 from .. import _axes
@@ -8,6 +9,9 @@ from .._check import is_typed_key
 from .._pytree import PyTree
 from ..distributed import to_host
 from ._check import check_member_ids
+
+HOST = "host"
+_PARTS = {"opt_state": "optimiser", "selection": "best weights", "history": "history"}  # by the names of fields
 
 
 class Placement(NamedTuple):
@@ -18,24 +22,38 @@ class Placement(NamedTuple):
     - `members`: for each device, the ids of the members of which it holds a part.
     - `bytes`: for each device, the bytes that it holds of members and of what they share.
     - `copies`: the number of devices that hold the same part of a member; 1 where nothing is replicated.
+    - `parts`: of these bytes, those of `"optimiser"` states, `"best weights"` and `"history"`, for each device; what
+        else there is of members is in `"members"`. NumPy arrays, as those of a run's history, are those of `"host"`,
+        in every process.
     """
 
     members: dict[Any, list[int]]
     bytes: dict[Any, int]
     copies: int
+    parts: dict[str, dict[Any, int]]
 
     def __str__(self) -> str:
-        rows = [("device", "process", "members", "MiB")]
+        shown = self.parts if len(self.parts) > 1 else {}
+        mebibytes = lambda count: f"{count / 2**20:.3g}"
+        own = lambda place: [mebibytes(held.get(place, 0)) for held in shown.values()]
+        rows = [["device", "process", "members", "MiB", *shown]]
         for device, ids in self.members.items():
-            shown = _ranges(ids) or "none"
-            rows.append((str(device), str(device.process_index), shown, f"{self.bytes[device] / 2**20:.3g}"))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+            whole = mebibytes(self.bytes[device])
+            rows.append([str(device), str(device.process_index), _ranges(ids) or "none", whole, *own(device)])
+        on_host = sum(held.get(HOST, 0) for held in self.parts.values())
+        if on_host:
+            rows.append([HOST, "each", "", mebibytes(on_host), *own(HOST)])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
         return table + ("" if self.copies == 1 else f"\neach part of a member is on {self.copies} devices")
 
 
 def describe(tree: PyTree) -> Placement:
     """Describes which members each device holds, and how many bytes.
+
+    Of a training state, the optimiser states are counted by themselves; of a run, so are its best weights and its
+    history, which is on the host. An array that is in several places of the tree, as the weights of a run without
+    validation are, counts once.
 
     [`eqx_ensemble.sharding.collectives`][] lists the communication between devices.
 
@@ -56,21 +74,43 @@ def describe(tree: PyTree) -> Placement:
     """
     ids = check_member_ids(tree, name="sharding.describe")
     names = to_host(ids)
-    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-    held: dict[Any, int] = {}
+    leaves = {id(x): (path, x) for path, x in reversed(jtu.tree_leaves_with_path(tree)) if _axes.is_array(x)}
+    arrays = [x for _, x in leaves.values() if isinstance(x, jax.Array)]
     rows: dict[Any, set[int]] = {}
-    for x in arrays:
-        x = jax.random.key_data(x) if is_typed_key(x) else x
-        for device, index in x.sharding.devices_indices_map(x.shape).items():
-            sizes = [len(range(*part.indices(size))) for part, size in zip(index or (), x.shape, strict=False)]
-            held[device] = held.get(device, 0) + int(np.prod(sizes, dtype=np.int64)) * x.dtype.itemsize
+    parts: dict[str, dict[Any, int]] = {}
+    for path, x in leaves.values():
+        of_part = parts.setdefault(_part(path), {})
+        for place, count in _bytes_by_place(x):
+            of_part[place] = of_part.get(place, 0) + count
+    held: dict[Any, int] = {}
+    for place, count in (item for of_part in parts.values() for item in of_part.items()):
+        held[place] = held.get(place, 0) + count
+    held.pop(HOST, None)
     splits = [x for x in arrays if x.ndim and x.shape[0] == len(names)]
     for x in sorted(splits, key=lambda x: -x.size)[:1]:
         for device, index in x.sharding.devices_indices_map(x.shape).items():
             rows.setdefault(device, set()).update(range(*index[0].indices(len(names))) if index else [])
     ordered = sorted(held, key=lambda device: (device.process_index, device.id))
     members = {device: [int(names[i]) for i in sorted(rows.get(device, ()))] for device in ordered}
-    return Placement(members, {device: held[device] for device in ordered}, _copies(splits))
+    return Placement(members, {device: held[device] for device in ordered}, _copies(splits), parts)
+
+
+def _part(path: tuple[Any, ...]) -> str:
+    """The part of a run or a training state in which a leaf is."""
+    fields = [key.name for key in path if isinstance(key, jtu.GetAttrKey)]
+    return next((_PARTS[field] for field in fields if field in _PARTS), "members")
+
+
+def _bytes_by_place(x: Any) -> list[tuple[Any, int]]:
+    """The bytes of an array on each device; those of NumPy are on the host."""
+    if not isinstance(x, jax.Array):
+        return [(HOST, x.nbytes)]
+    data = jax.random.key_data(x) if is_typed_key(x) else x
+    found, indices = [], data.sharding.devices_indices_map(data.shape)
+    for device, index in indices.items():
+        sizes = [len(range(*part.indices(size))) for part, size in zip(index or (), data.shape, strict=False)]
+        found.append((device, int(np.prod(sizes, dtype=np.int64)) * data.dtype.itemsize))
+    return found
 
 
 def _copies(splits: list[jax.Array]) -> int:

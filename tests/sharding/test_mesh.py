@@ -550,6 +550,29 @@ class TestDescribe:
         for tree in (run, run.train_state, {"mine": run.ensemble}):
             assert list(ee.sharding.describe(tree).members.values()) == [[0], [1], [2], [3]]
 
+    def test_the_parts_of_a_run(self):
+        """Adam has two numbers and a step of four bytes for each weight; the history is on the host."""
+        run, devices = fitted(4, "adam", mesh=MESHES["4x1"], epochs=1), jax.devices()
+        weights = sum(x.nbytes for x in jax.tree.leaves(eqx.filter(run.ensemble.stacked, eqx.is_array))) // 4
+        found = ee.sharding.describe(run)
+        assert found.parts["optimiser"] == {device: 2 * weights + 4 for device in devices}
+        assert found.parts["history"] == {"host": sum(x.nbytes for x in jax.tree.leaves(run.history))}
+        assert set(found.parts) == {"members", "optimiser", "best weights", "history"}
+        assert all(found.parts["best weights"][device] > weights for device in devices)
+        for device in devices:
+            assert found.bytes[device] == sum(part.get(device, 0) for part in found.parts.values())
+        lines = str(found).splitlines()
+        assert {"members", "optimiser", "best", "history"} <= set(lines[0].split())
+        assert lines[-1].startswith("host")
+        of_state = ee.sharding.describe(run.train_state)
+        assert set(of_state.parts) == {"members", "optimiser"}
+        assert of_state.parts["optimiser"] == found.parts["optimiser"]
+
+    def test_what_is_in_two_places_counts_once(self):
+        run = fitted(4, mesh=MESHES["4x1"], epochs=1, validation=None, patience=None)
+        device = jax.devices()[0]
+        assert ee.sharding.describe(run).bytes[device] == ee.sharding.describe(run.train_state).bytes[device]
+
     def test_no_members(self):
         with pytest.raises(TypeError, match="needs an ensemble, a training state or a run"):
             ee.sharding.describe({"x": jnp.ones(3)})
