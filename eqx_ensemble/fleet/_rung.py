@@ -27,15 +27,17 @@ def no_rounds(name: str) -> Rounds:
     return Rounds(None, own={}, every=None, resume="auto", name=name)
 
 
-def train_rungs(engine: Engine, folder: Any, *, name: str, **options: Any) -> Callable[..., Run[Any]]:
+def train_rungs(
+    engine: Engine, folder: Any, *, name: str, word: str = "rung", **options: Any
+) -> Callable[..., Run[Any]]:
     """A function that is called as `fit` for one rung after another; each saves in a folder of its own."""
     numbers = itertools.count()
 
     def train(begun: Ensemble[Any] | Run[Any], loss: Any, optimiser: Any, data: Any, **more: Any) -> Run[Any]:
-        more = more | options | {"checkpoint": None if folder is None else folder / f"rung-{next(numbers):02d}"}
-        if folder is not None:  # a call has begun if its first rung has
-            first = more["checkpoint"].name == "rung-00"
-            more["resume"] = more.get("resume", "auto") if first else "auto"
+        number = next(numbers)
+        more = more | options | {"checkpoint": None if folder is None else folder / f"{word}-{number:02d}"}
+        if folder is not None and number:
+            more["resume"] = "auto"  # a call has begun if its first rung has
         if isinstance(begun, Ensemble):
             return fit(engine, begun, loss, optimiser, data, **more)
         own = member_options(more, len(begun.status), name=name)
@@ -48,12 +50,12 @@ def train_rungs(engine: Engine, folder: Any, *, name: str, **options: Any) -> Ca
             options: dict[str, Any] = more | cut_options(own, positions) | sources
             return fit(engine, cut_start(begun, positions), loss, optimiser, options.pop("data"), **options)
 
-        return _go_on(go_on, begun, name=name)
+        return _go_on(go_on, begun, word=word, name=name)
 
     return train
 
 
-def _go_on(call: Callable[[np.ndarray], Run[Any]], begun: Run[Any], *, name: str) -> Run[Any]:
+def _go_on(call: Callable[[np.ndarray], Run[Any]], begun: Run[Any], *, word: str, name: str) -> Run[Any]:
     """Trains on the members of a run that have not stopped."""
     training = to_host(begun.train_state.status) == Status.OK
     sent = with_company(training)
@@ -66,7 +68,7 @@ def _go_on(call: Callable[[np.ndarray], Run[Any]], begun: Run[Any], *, name: str
     kept = ~np.isin(ids, np.asarray(run.ensemble.ids))
     lost = training & kept
     if lost.any() and not run.interrupted:
-        warn(f"`{name}` stops {members_text(ids[lost])} where the rung before ended: their workers died.")
+        warn(f"`{name}` stops {members_text(ids[lost])} where the {word} before ended: their workers died.")
         begun = stop_members_of(begun, np.flatnonzero(lost))
     return in_order([run, *([with_status(cut_start(begun, np.flatnonzero(kept)))] if kept.any() else [])], ids)
 

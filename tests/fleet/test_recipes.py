@@ -44,3 +44,19 @@ def test_engine(name, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Run of 12 members, 65 steps\n  status   12 ok" in done.stdout
+
+
+@pytest.mark.slow
+def test_ray_tune(tmp_path):
+    pytest.importorskip("ray.tune", reason="needs Ray Tune")
+    page = (ROOT / "docs" / "recipes" / "ray-tune.md").read_text()
+    (file,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "search.py").write_text(file)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "search.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    width, score = re.search(r"\{'width': (\d+), 'depth': \d\} \S+ (\S+)$", done.stdout.strip()).groups()
+    assert int(width) in (8, 16, 32)
+    assert float(score) < 0.2  # the variance of the targets is 0.43

@@ -1,0 +1,145 @@
+"""Rounds of training, after each of which the worst members become copies of the best."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Key
+
+from .._check import check_function, check_key, check_positive_int
+from .._ensemble import Ensemble, M
+from .._ensemble._check import check_ensemble
+from .._pytree import PyTree
+from .._warnings import ignore_warnings
+from ..train._check_member import check_same_hyper
+from ..train._fit import fit
+from ..train._hyper import hyper_arrays
+from ..train._run import Run
+from ..train.compiled._optimiser import Optimiser
+from ..train.compiled._selection import reset_best
+from ..train.data._data import is_batches
+from . import population
+from ._check import (
+    check_fraction,
+    check_hyper_given,
+    check_on_diverge,
+    check_options,
+    check_validation_given,
+    check_whole_epochs,
+)
+from ._past import Past
+from ._population import Population
+from ._rounds import Rounds
+
+_STOPS = ("patience", "target", "max_steps", "max_seconds")
+
+
+class Evolution(NamedTuple):
+    """The rounds of a population.
+
+    **Attributes:**
+
+    - `hyper`: the hyper-parameters of all members at the beginning.
+    - `length`: the length of a round, as options of `fit`.
+    - `keys`: one for each round.
+    - `fraction`, `explore`: which members are replaced after a round, and how hyper-parameters are perturbed.
+    """
+
+    hyper: PyTree
+    length: dict[str, Any]
+    keys: Key[Array, " rounds"]
+    fraction: float | int
+    explore: Callable[..., Any]
+
+    @property
+    def one(self) -> PyTree:
+        """The hyper-parameters of one member."""
+        return jax.tree.map(lambda x: x[0], self.hyper)
+
+
+def check_evolution(
+    ensemble: Any,
+    data: Any,
+    options: dict[str, Any],
+    *,
+    hyper: Any,
+    validation: Any,
+    rounds: Any,
+    epochs: Any,
+    steps: Any,
+    fraction: Any,
+    explore: Any,
+    key: Any,
+    name: str,
+) -> Evolution:
+    """The rounds of a call; raises for invalid ones."""
+    check_positive_int(rounds, "rounds", name=name)
+    check_hyper_given(hyper, name=name)
+    check_validation_given(validation, name=name)
+    check_fraction(fraction, name=name)
+    check_options(options, _STOPS, "all members train in every round", name=name)
+    check_on_diverge(options.get("on_diverge"))
+    check_whole_epochs(steps, is_batches=is_batches(data), name=name)
+    check_ensemble(ensemble, name=name)
+    check_function(explore, "explore", name=name, example="train.perturb")
+    check_key(key, name=name)
+    hyper = hyper_arrays(hyper, ensemble.num_members, name=name)
+    plan = Evolution(hyper, {"epochs": epochs, "steps": steps}, jax.random.split(key, rounds), fraction, explore)
+    check_same_hyper(plan.one, explore(plan.one, plan.keys[0]), name="explore")
+    return plan
+
+
+def evolve(
+    ensemble: Ensemble[M],
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: PyTree,
+    evolution: Evolution,
+    saved: Rounds,
+    *,
+    train: Callable[..., Run[M]] = fit,
+    key: Any,
+    **options: Any,
+) -> Population[M]:
+    """All rounds; `train` is called as `fit` for each. Those that are saved are not trained again."""
+    first = {
+        "hyper": evolution.hyper,
+        **{word: options.pop(word) for word in ("state", "trainable") if word in options},
+    }
+
+    def train_round(index: int, begun: Ensemble[M] | Run[M] = ensemble, **more: Any) -> Run[M]:
+        more = more | (first if begun is ensemble else {})
+        replaced = index < len(evolution.keys) - 1  # those that diverge
+        with ignore_warnings(".*diverged") if replaced else contextlib.nullcontext():
+            return train(begun, loss, optimiser, data, key=key, **evolution.length, **options, **more)
+
+    def resume(index: int, **saving: Any) -> tuple[Run[M], Past]:
+        run = train_round(index, **saving)
+        return run, Past() if index == 0 else Past.of(saved.decisions(index, Past().add(run).decisions()))
+
+    index, (run, past) = saved.resume(resume)
+    while True:
+        past = past.add(run)
+        ended = index == len(evolution.keys) - 1
+        if ended or run.interrupted or not past.training.any():
+            return past.population(run, ended=ended)
+        index += 1
+        donors = population.truncation(
+            past.scores[-1], past.training, fraction=evolution.fraction, mode=run.mode, key=evolution.keys[index]
+        )
+        past = past.descend(donors)
+        saved.decide(index - 1, run, past.decisions)
+        run = train_round(index, _replace(run, donors, evolution.explore, key=key), **saved.saving(index))
+
+
+def _replace(run: Run, donors: np.ndarray, explore: Callable[..., Any], *, key: Any) -> Run:
+    """Makes members copies of their donors, perturbs their hyper-parameters and resets their best weights."""
+    replaced = np.flatnonzero(donors != np.arange(len(donors)))
+    if len(replaced) == 0:
+        return run
+    state = population.set_hyper(population.clone(run.train_state, donors), replaced, explore, key=key)
+    selection = reset_best(run.selection, state.moving, replaced)
+    return dataclasses.replace(run, train_state=state, selection=selection)
