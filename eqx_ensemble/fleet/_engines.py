@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .._check import check_installed, check_positive_int
+from .._warnings import ignore_warnings
 from ._check_engine import check_executor, check_factory, check_future
 from ._worker import ArrayFile
 
@@ -87,6 +88,11 @@ class Dask(Engine):
     def num_workers(self) -> int:
         """The threads of its workers now, which come and go, or the number that is given."""
         return self._given or max(sum(self._client.nthreads().values()), 1)
+
+    def submit(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
+        """Submits a call with its data, which the scheduler keeps: what is scattered is lost with its worker."""
+        with ignore_warnings("Sending large graph"):
+            return super().submit(fn, *args)
 
     @contextlib.contextmanager
     def share(self, arrays: Sequence[np.ndarray]) -> Iterator[list[Any]]:
