@@ -61,6 +61,23 @@ def test_pools_whose_workers_are_killed(tmp_path):
 
 
 @pytest.mark.slow
+def test_readers_of_files_on_workers_that_are_killed(tmp_path):
+    """Each worker opens the files itself, and a shard goes on at its batch."""
+    np.save(tmp_path / "x.npy", X)
+    np.save(tmp_path / "y.npy", Y)
+    paths = str(tmp_path / "x.npy"), str(tmp_path / "y.npy")
+    read = lambda ids: ee.train.RowReader(tuple(np.load(path, mmap_mode="r") for path in paths))
+    loss, options = make_held_loss(tmp_path, steps=120), OPTIONS | {"patience": None, "epochs": 30}
+    with kill_waiting(tmp_path, times=2) as killed:
+        found = ee.fleet.fit(
+            spawn(1), ENSEMBLE, loss, OPTIMISER, read, shard=4, retries=3, checkpoint=tmp_path / "runs",
+            checkpoint_every=25, **options,
+        )  # fmt: skip
+    assert len(set(killed)) == 2
+    assert_equal(found, ee.fit(ENSEMBLE, loss, OPTIMISER, ee.train.RowReader((X, Y)), **options))
+
+
+@pytest.mark.slow
 def test_dask_whose_workers_are_killed_ten_times(tmp_path):
     """Dask repeats a shard three times by itself, and `retries` twice more: no shard can be lost by ten deaths."""
     distributed = pytest.importorskip("distributed", reason="needs the extra `dask`")
