@@ -1,6 +1,6 @@
 """Checks of what runs shards: executors with the interface of `concurrent.futures`."""
 
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from typing import Any
 
 from .._check import kind_text
@@ -27,6 +27,18 @@ def check_executor(executor: Any) -> None:
         raise TypeError(
             "A function that makes executors has to return a `concurrent.futures.Executor`, "
             f"got {kind_text(executor)}.\n{_FIX}"
+        )
+
+
+def check_not_forked(executor: Executor) -> None:
+    """A pool of processes that are not copies of this one, whose threads of JAX they would not have."""
+    context = getattr(executor, "_mp_context", None) if isinstance(executor, ProcessPoolExecutor) else None
+    if context is not None and context.get_start_method() == "fork":
+        raise ValueError(
+            "`fleet` needs processes that are spawned, and this `ProcessPoolExecutor` forks: JAX has threads, which a "
+            "fork does not copy, so that its processes hang.\n"
+            "Write `ProcessPoolExecutor(2, multiprocessing.get_context('spawn'))`, in a script below "
+            "`if __name__ == '__main__':`."
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._check import check_installed, check_positive_int
 from .._warnings import ignore_warnings
-from ._check_engine import check_executor, check_factory, check_future
+from ._check_engine import check_executor, check_factory, check_future, check_not_forked
 from ._worker import ArrayFile
 
 
@@ -134,6 +134,7 @@ def as_engine(executor: Any, workers: int | None, *, name: str) -> Engine:
         return Dask(executor, workers=workers)
     count = workers or os.cpu_count() or 1
     if isinstance(executor, Executor):
+        check_not_forked(executor)
         return Engine(executor, workers=count)
     make: Callable[[], Any] = executor
     check_factory(executor, name=name)
@@ -143,4 +144,5 @@ def as_engine(executor: Any, workers: int | None, *, name: str) -> Engine:
 def _start(make: Callable[[], Any]) -> Executor:
     executor = make()
     check_executor(executor)
+    check_not_forked(executor)
     return executor

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.fleet._check_engine import check_not_forked
 
 from .executors import Here
 from .test_fit import ENSEMBLE, KEY, OPTIMISER, OPTIONS, SEQUENTIAL, X, Y, assert_equal, fit, mse
@@ -39,6 +40,14 @@ def test_errors_of_an_engine_are_deaths_of_workers():
     with pytest.warns(UserWarning, match=r"without the members 0, 1, 2: their workers died(?s:.)*OSError: the worker"):
         found = fit(ee.fleet.fit, PLAIN | {"retries": 1}, Fails([0, 2, 3]), workers=1)
     assert np.asarray(found.ensemble.ids).tolist() == [3, 4, 5, 6]
+
+
+def test_processes_that_are_forked_are_refused(unhooked):
+    make = lambda: ProcessPoolExecutor(1, multiprocessing.get_context("fork"))
+    for executor in (make(), make):
+        with pytest.raises(ValueError, match=r"this `ProcessPoolExecutor` forks.*\nWrite `ProcessPoolExecutor\(2"):
+            fit(ee.fleet.fit, PLAIN, executor)
+    check_not_forked(ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")))
 
 
 class NoCancelFutures(Here):
