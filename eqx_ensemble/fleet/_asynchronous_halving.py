@@ -6,19 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from .._check import check_positive_int
+from .._check import check_optional_function, check_positive_int
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
 from .._warnings import warn
 from ..checkpoint._path import absolute
 from ..checkpoint._run_lock import RunLock
+from ..methods._check import check_options
 from ..methods._halving import Rungs, check_rungs, share
 from ..train._check import check_no_transformation
 from ..train._check_run import diverged_message
 from ..train._run import Run
 from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
-from ._check import check_folder, check_retries
+from ._check import IN_FILES, MEMBERS_HERE, check_folder, check_retries
 from ._cut import large_shared
 from ._engines import Engine, open_engine
 from ._fit_shard import count_of_run, fit_shard
@@ -63,7 +64,8 @@ def asynchronous_halving(
     **Arguments:**
 
     - `executor`, `retries`, `progress`: as for [`eqx_ensemble.fleet.fit`][].
-    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][].
+    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][], except
+        `save` and a function that makes members.
     - `epochs` or `steps`: the length of the first rung; rung `i`, counted from 0, ends when members have trained
         `factor ** i` times as long, rounded up.
     - `factor`: the ratio of members, and of training lengths, between two rungs.
@@ -119,6 +121,8 @@ def asynchronous_halving(
     """
     begun = time.perf_counter()
     check_no_transformation(name=_NAME)
+    check_options(options, IN_FILES, MEMBERS_HERE, name=_NAME)
+    watch = _watch(progress=progress, on_shard=options.pop("on_shard", None))
     lengths = {"epochs": epochs, "steps": steps, "factor": factor, "rungs": rungs}
     plan = check_rungs(ensemble, data, validation=validation, **lengths, name=_NAME)
     if rungs is None:
@@ -135,10 +139,16 @@ def asynchronous_halving(
         search = _search(engine, ensemble, fitting, plan, size, first, folder)
         finished = run_shards(
             engine, Task(fit_shard, fitting.common), search.shards(), [*fitting.arrays, *large_shared(ensemble)],
-            retries=tries, watch=Watch(progress, count=count_of_run), follow=search.follow, name=_NAME,
+            retries=tries, watch=watch, follow=search.follow, name=_NAME,
         )  # fmt: skip
     _explain(finished, search, np.asarray(ensemble.ids))
     return _warn_diverged(search.run(interrupted=finished.interrupted, seconds=time.perf_counter() - begun))
+
+
+def _watch(*, progress: bool | None, on_shard: Any) -> Watch:
+    """What happens here as shards end."""
+    check_optional_function(on_shard, "on_shard", name=_NAME, example="lambda report: print(report)")
+    return Watch(progress, count=count_of_run, on_shard=on_shard)
 
 
 def _rungs(count: int, factor: float | int) -> int:

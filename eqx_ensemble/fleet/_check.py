@@ -22,6 +22,8 @@ from ..tree import num_members
 from ._shard import Finished, lost_message
 from ._sharded_run import ShardedRun
 
+IN_FILES = ("save", "ids")  # options of `fleet.fit` that searches do not take
+MEMBERS_HERE = "it compares its members here"
 _REASONS = {
     "max_seconds": "how far members come would depend on the worker",
     "callbacks": "they would be called on workers, with the members of one shard",
@@ -33,6 +35,11 @@ def check_start(begun: Any, *, name: str) -> None:
     """Members that can be divided."""
     if isinstance(begun, Group | GroupRun):
         raise TypeError(f"`{name}` needs an `Ensemble`, got {kind_text(begun)}: call it for each part of the group.")
+    if isinstance(begun, ShardedRun):
+        raise TypeError(
+            f"`{name}` needs an `Ensemble`, a training state or a run, got a ShardedRun: optimiser states are not in "
+            "its files.\nTo train on from the weights, pass `run.load()`."
+        )
     if not isinstance(begun, Ensemble | TrainState | Run):
         raise TypeError(f"`{name}` needs an `Ensemble`, a training state or a run, got {kind_text(begun)}.")
 

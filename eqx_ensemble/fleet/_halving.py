@@ -4,12 +4,13 @@ from typing import Any
 
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
+from ..methods._check import check_options
 from ..methods._halving import check_rungs, halve
 from ..train._run import Run
 from ..train.compiled._optimiser import Optimiser
-from ._check import check_folder
+from ._check import IN_FILES, MEMBERS_HERE, check_folder
 from ._engines import open_engine
-from ._rung import no_rounds, train_rungs
+from ._rung import call_of, no_rounds, train_rungs
 
 
 def successive_halving(
@@ -41,7 +42,8 @@ def successive_halving(
     **Arguments:**
 
     - `executor`, `shard`, `workers`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
-    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][].
+    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][], except
+        `save` and a function that makes members.
     - `epochs` or `steps`, `factor`, `rungs`: as for [`eqx_ensemble.methods.successive_halving`][].
     - `checkpoint`: a folder that all workers can write, in which each shard of each rung saves its run. Rerunning the
         same call takes the shards that were done from there, and trains on where the others were. Its size is that of
@@ -86,9 +88,10 @@ def successive_halving(
     ladder = check_rungs(
         ensemble, data, validation=validation, epochs=epochs, steps=steps, factor=factor, rungs=rungs, name=name
     )
+    check_options(options, IN_FILES, MEMBERS_HERE, name=name)
     folder = check_folder(checkpoint, name=name)
     with open_engine(executor, workers, name=name) as engine:
-        train = train_rungs(engine, folder, shard=shard, retries=retries, name=name)
+        train = train_rungs(engine, folder, call=call_of(ladder), shard=shard, retries=retries, name=name)
         return halve(
             ensemble, loss, optimiser, data, ladder, no_rounds(name), train=train, **options,
             validation=validation, key=key,

@@ -10,9 +10,9 @@ from ..methods._hyperband import SETS, brackets
 from ..sweep import AbstractRange
 from ..train._run import Run
 from ..train.compiled._optimiser import Optimiser
-from ._check import check_folder
+from ._check import IN_FILES, MEMBERS_HERE, check_folder
 from ._engines import open_engine
-from ._rung import no_rounds, train_rungs
+from ._rung import call_of, no_rounds, train_rungs
 
 
 def hyperband(
@@ -43,7 +43,7 @@ def hyperband(
 
     - `executor`, `shard`, `workers`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
     - `make`, `ranges`, `epochs`, `factor`: as for [`eqx_ensemble.methods.hyperband`][].
-    - `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][].
+    - `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][], except `save`.
     - `checkpoint`: as for [`eqx_ensemble.fleet.successive_halving`][]; each bracket has a folder of its own in it.
     - `key`: the root key.
 
@@ -83,6 +83,7 @@ def hyperband(
     check_validation_given(validation, name=name)
     check_options(options, SETS, "it sets these itself", name=name)
     factor = check_factor(factor, name=name)
+    check_options(options, IN_FILES, MEMBERS_HERE, name=name)
     folder = check_folder(checkpoint, name=name)
     runs = []
     with open_engine(executor, workers, name=name) as engine:
@@ -96,7 +97,9 @@ def hyperband(
                     data,
                     bracket.ladder,
                     no_rounds(name),
-                    train=train_rungs(engine, own, shard=shard, retries=retries, name=name),
+                    train=train_rungs(
+                        engine, own, call=call_of(bracket.ladder), shard=shard, retries=retries, name=name
+                    ),
                     **options,
                     validation=validation,
                     hyper=bracket.hyper,

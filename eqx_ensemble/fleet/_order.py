@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ._call_record import check_same_call
 from ._ladder import Job
 
 _NAME = "order.jsonl"
@@ -45,14 +46,3 @@ class Order:
     def drop(self, job: Job) -> None:
         """A job that was done before, and is not any more."""
         self._before = [other for other in self._before if other != job]
-
-
-def check_same_call(found: dict[str, Any], call: dict[str, Any], folder: Any, *, name: str) -> None:
-    """Raises for a folder of another call."""
-    differing = [
-        f"  {word}: {found.get(word)} there, {call[word]} here" for word in call if found.get(word) != call[word]
-    ]
-    if differing:
-        raise ValueError(
-            "\n".join([f"`{name}` cannot resume: `{folder}` is of another call.", *differing, "Choose another folder."])
-        )

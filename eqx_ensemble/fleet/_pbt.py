@@ -6,11 +6,12 @@ from jaxtyping import Key
 
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
+from ..methods._check import check_options
 from ..methods._evolve import check_evolution, evolve
 from ..methods._population import Population
 from ..train import perturb
 from ..train.compiled._optimiser import Optimiser
-from ._check import check_folder
+from ._check import IN_FILES, MEMBERS_HERE, check_folder
 from ._engines import open_engine
 from ._rung import no_rounds, train_rungs
 
@@ -48,7 +49,7 @@ def population_based_training(
 
     - `executor`, `shard`, `workers`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
     - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][], except
-        those that stop members.
+        `save`, a function that makes members, and what stops them.
     - `hyper`, `rounds`, `epochs` or `steps`, `fraction`, `explore`: as for
         [`eqx_ensemble.methods.population_based_training`][].
     - `checkpoint`: a folder that all workers can write, in which each shard of each round saves its run. Rerunning the
@@ -98,9 +99,11 @@ def population_based_training(
         ensemble, data, options, hyper=hyper, validation=validation, rounds=rounds, epochs=epochs, steps=steps,
         fraction=fraction, explore=explore, key=key, name=name,
     )  # fmt: skip
+    check_options(options, IN_FILES, MEMBERS_HERE, name=name)
     folder = check_folder(checkpoint, name=name)
     with open_engine(executor, workers, name=name) as engine:
-        train = train_rungs(engine, folder, shard=shard, retries=retries, name=name, word="round")
+        call = {"rounds": rounds, "fraction": fraction} | plan.length
+        train = train_rungs(engine, folder, call=call, shard=shard, retries=retries, name=name, word="round")
         return evolve(
             ensemble, loss, optimiser, data, plan, no_rounds(name), train=train, **options,
             validation=validation, key=key,

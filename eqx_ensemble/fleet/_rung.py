@@ -11,9 +11,11 @@ from .._ensemble import Ensemble
 from .._warnings import ignore_warnings, warn
 from ..distributed import to_host
 from ..methods import population
+from ..methods._halving import Rungs
 from ..methods._rounds import Rounds
 from ..train._run import Run
 from ..train._status import Status
+from ._call_record import CallRecord
 from ._check import is_function
 from ._cut import cut_data, cut_options, cut_start, member_options
 from ._engines import Engine
@@ -27,11 +29,19 @@ def no_rounds(name: str) -> Rounds:
     return Rounds(None, own={}, every=None, resume="auto", name=name)
 
 
+def call_of(ladder: Rungs) -> dict[str, Any]:
+    """The arguments of a ladder that identify it: more `rungs` go on from those that are there."""
+    return {"factor": ladder.factor, ladder.unit: ladder.totals[0]}
+
+
 def train_rungs(
-    engine: Engine, folder: Any, *, name: str, word: str = "rung", **options: Any
+    engine: Engine, folder: Any, *, call: dict[str, Any], name: str, word: str = "rung", **options: Any
 ) -> Callable[..., Run[Any]]:
-    """A function that is called as `fit` for one rung after another; each saves in a folder of its own."""
-    numbers = itertools.count()
+    """A function that is called as `fit` for one rung after another; each saves in a folder of its own.
+
+    `call` are the arguments on which the later rungs depend, and not the first.
+    """
+    numbers, record = itertools.count(), CallRecord(folder, call, name=name)
 
     def train(begun: Ensemble[Any] | Run[Any], loss: Any, optimiser: Any, data: Any, **more: Any) -> Run[Any]:
         number = next(numbers)
@@ -39,7 +49,9 @@ def train_rungs(
         if folder is not None and number:
             more["resume"] = "auto"  # a call has begun if its first rung has
         if isinstance(begun, Ensemble):
-            return fit(engine, begun, loss, optimiser, data, **more)
+            run = fit(engine, begun, loss, optimiser, data, **more)
+            record.write()
+            return run
         own = member_options(more, len(begun.status), name=name)
 
         def go_on(positions: np.ndarray) -> Run[Any]:

@@ -172,4 +172,6 @@ def test_what_is_refused(unhooked):
         halve(Here(), validation=None)
     with pytest.raises(ValueError, match="`shard`"):
         halve(Here(), shard=0)
+    with pytest.raises(TypeError, match="needs `on_shard` to be a function"):
+        halve(Here(), on_shard=3)
     assert set(HYPER) == {"rate"}

@@ -110,9 +110,33 @@ class TestWorkersThatDie:
             halve(ee.fleet.successive_halving, "steps", Here(kills=[5]), **options)
         executor = Here()
         assert_equal(halve(ee.fleet.successive_halving, "steps", executor, **options), expected("steps"))
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["rung-00", "rung-01", "rung-02"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["call.json", "rung-00", "rung-01", "rung-02"]
         with pytest.raises(ValueError, match="not the same"):
             halve(ee.fleet.successive_halving, "steps", Here(), **options, key=jax.random.key(1))
+
+
+class TestOtherCalls:
+    """In the folder of a search."""
+
+    def test_another_factor(self, expected, tmp_path):
+        call = lambda **more: halve(ee.fleet.successive_halving, "steps", Here(), checkpoint=tmp_path, **more)
+        call(rungs=2)
+        with pytest.raises(ValueError, match=r"of another call.\n  factor: 3 there, 2 here\n"):
+            call(factor=2)
+        with pytest.raises(ValueError, match="steps: 3 there, 4 here"):
+            call(steps=4)
+        assert_equal(call(), expected("steps"))  # more rungs go on
+
+    def test_after_one_that_failed(self, tmp_path):
+        with pytest.raises(ValueError, match="one dataset|rows"):
+            halve(ee.fleet.successive_halving, "steps", Here(), checkpoint=tmp_path, factor=2, data=(X[:5], Y))
+        halve(ee.fleet.successive_halving, "steps", Here(), checkpoint=tmp_path, rungs=1)
+
+    @pytest.mark.parametrize("name", ["successive_halving", "asynchronous_halving"])
+    @pytest.mark.parametrize("option", [{"save": "folder"}, {"ids": range(9)}])
+    def test_what_is_refused(self, unhooked, name, option):
+        with pytest.raises(TypeError, match=f"fleet.{name}` does not take `{next(iter(option))}`: it compares"):
+            halve(getattr(ee.fleet, name), "steps", Here(), **option)
 
 
 class KillsLater(Here):

@@ -74,6 +74,8 @@ class TestWorkersThatDie:
             call(Here(kills=[3]))
         executor = Here()
         assert_same(call(executor), expected("steps"))
+        with pytest.raises(ValueError, match=r"of another call.\n  rounds: 3 there, 4 here"):
+            call(Here(), rounds=4)
         with pytest.raises(ValueError, match="this call differs"):
             train(
                 ee.fleet.population_based_training, "steps", Here(), checkpoint=tmp_path,
@@ -96,6 +98,7 @@ def test_what_is_refused(unhooked):
         ({"patience": 2}, "`patience`"),
         ({"fraction": 2}, "`fraction`"),
         ({"validation": None}, "needs `validation="),
+        ({"save": "folder"}, "does not take `save`: it compares"),
         ({"on_diverge": "revive"}, "revive|copies|diverge"),
     ):
         with pytest.raises((TypeError, ValueError), match=text):

@@ -70,6 +70,12 @@ class TestPredict:
         run = sharded_run
         with pytest.raises(TypeError, match="leave `state` out"):
             ee.fleet.predict(Here(), run, X, state=3)
+        with pytest.raises(TypeError, match="`predict` .* members are in files: pass `run.load"):
+            ee.predict(run, X)
+        with pytest.raises(TypeError, match="`fit` .* members are in files: pass `run.load"):
+            ee.fit(run, mse, OPTIMISER, (X, Y), steps=1, key=KEY)
+        with pytest.raises(TypeError, match="optimiser states are not in its files"):
+            ee.fleet.fit(Here(), run, mse, OPTIMISER, (X, Y), steps=1, key=KEY)
         with pytest.raises(ValueError, match="7"):
             ee.fleet.predict(Here(), run, X, combine=ee.combine.mean, weights=[1.0, 2.0])
 
