@@ -1,4 +1,3 @@
-import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -6,12 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from .._check import check_optional_function, check_positive_int
+from .._check import check_positive_int
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
 from .._warnings import warn
 from ..checkpoint._path import absolute
-from ..checkpoint._run_lock import RunLock
 from ..methods._check import check_options
 from ..methods._halving import Rungs, check_rungs, share
 from ..train._check import check_no_transformation
@@ -22,11 +20,12 @@ from ..train.compiled._optimiser import Optimiser
 from ._check import IN_FILES, MEMBERS_HERE, check_folder, check_retries
 from ._cut import large_shared
 from ._engines import Engine, open_engine
-from ._fit_shard import count_of_run, fit_shard
+from ._fit_shard import fit_shard, watch_runs
 from ._fitting import prepare
+from ._folder import hold
 from ._ladder import Ladder
-from ._order import Order
-from ._run_shards import Watch, run_shards
+from ._order import Order, check_resume
+from ._run_shards import run_shards
 from ._search import Search
 from ._shard import Finished, check_some_done, lost_message, members_text
 from ._worker import Task
@@ -122,7 +121,7 @@ def asynchronous_halving(
     begun = time.perf_counter()
     check_no_transformation(name=_NAME)
     check_options(options, IN_FILES, MEMBERS_HERE, name=_NAME)
-    watch = _watch(progress=progress, on_shard=options.pop("on_shard", None))
+    watch = watch_runs(progress=progress, on_shard=options.pop("on_shard", None), name=_NAME)
     lengths = {"epochs": epochs, "steps": steps, "factor": factor, "rungs": rungs}
     plan = check_rungs(ensemble, data, validation=validation, **lengths, name=_NAME)
     if rungs is None:
@@ -131,10 +130,11 @@ def asynchronous_halving(
         check_positive_int(shard, "shard", name=_NAME)
     tries = check_retries(retries, name=_NAME)
     folder = None if checkpoint is None else absolute(check_folder(checkpoint, name=_NAME))
+    check_resume(options, folder, name=_NAME)
     first = {word: options.pop(word) for word in ("trainable",) if word in options}
     options["validation"] = validation
     fitting = prepare(loss, optimiser, data, options, len(ensemble), name=_NAME, key=key)
-    with open_engine(executor, workers, name=_NAME) as engine, _lock(folder):
+    with open_engine(executor, workers, name=_NAME) as engine, hold(folder):
         size = engine.shard_of(len(ensemble)) if shard is None else shard
         search = _search(engine, ensemble, fitting, plan, size, first, folder)
         finished = run_shards(
@@ -143,12 +143,6 @@ def asynchronous_halving(
         )  # fmt: skip
     _explain(finished, search, np.asarray(ensemble.ids))
     return _warn_diverged(search.run(interrupted=finished.interrupted, seconds=time.perf_counter() - begun))
-
-
-def _watch(*, progress: bool | None, on_shard: Any) -> Watch:
-    """What happens here as shards end."""
-    check_optional_function(on_shard, "on_shard", name=_NAME, example="lambda report: print(report)")
-    return Watch(progress, count=count_of_run, on_shard=on_shard)
 
 
 def _rungs(count: int, factor: float | int) -> int:
@@ -169,20 +163,6 @@ def _search(
     call |= {plan.unit: plan.totals}
     order = Order(folder, call, name=_NAME)
     return Search(ensemble, fitting, ladder, lengths, order, first=first, folder=folder, workers=workers)
-
-
-@contextlib.contextmanager
-def _lock(folder: Any) -> Any:
-    """Holds the lock of a folder, in which one call trains at a time."""
-    if folder is None:
-        yield
-        return
-    lock = RunLock(folder)
-    lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _explain(finished: Finished, search: Search, ids: np.ndarray) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 
+from .._check import check_optional_function
 from .._warnings import warn
 from ..train._check_run import diverged_message
 from ..train._fit import fit as fit_here
@@ -57,6 +58,12 @@ def _with_shared(run: Run[Any], start: Any) -> Run[Any]:
 def count_of_run(run: Run[Any]) -> dict[str, int]:
     """How many members of a run have each status."""
     return count_status(run.status)
+
+
+def watch_runs(*, progress: bool | None, on_shard: Any, name: str) -> Watch:
+    """What happens at the caller as shards end whose runs come home."""
+    check_optional_function(on_shard, "on_shard", name=name, example="lambda report: print(report)")
+    return Watch(progress, count=count_of_run, on_shard=on_shard)
 
 
 def count_of_columns(columns: Columns | None) -> dict[str, int]:

@@ -85,8 +85,11 @@ def read_call(folder: Path, *, name: str) -> SavedCall:
 
 
 @contextlib.contextmanager
-def hold(folder: Path) -> Iterator[None]:
-    """Holds the folder for one call."""
+def hold(folder: Path | None) -> Iterator[None]:
+    """Holds the folder for one call, if there is one."""
+    if folder is None:
+        yield
+        return
     lock = RunLock(folder)
     lock.acquire()
     try:

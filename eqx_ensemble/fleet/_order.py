@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..train.resume._check import check_checkpoint_options
 from ._call_record import check_same_call
+from ._check_saved import check_begun
 from ._ladder import Job
 
 _NAME = "order.jsonl"
@@ -46,3 +48,11 @@ class Order:
     def drop(self, job: Job) -> None:
         """A job that was done before, and is not any more."""
         self._before = [other for other in self._before if other != job]
+
+
+def check_resume(options: dict[str, Any], folder: Path | None, *, name: str) -> None:
+    """Takes `resume` out of the options, which is about the call, and not about its shards."""
+    resume = options.pop("resume", "auto")
+    check_checkpoint_options(folder, options.get("checkpoint_every"), resume, name=name)
+    if folder is not None:
+        check_begun(folder, resume, begun=(folder / _NAME).exists(), name=name)

@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxtyping import Key
 
+from .._check import check_flag
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
 from ..methods._check import check_options
@@ -11,6 +12,7 @@ from ..methods._evolve import check_evolution, evolve
 from ..methods._population import Population
 from ..train import perturb
 from ..train.compiled._optimiser import Optimiser
+from ._asynchronous_population import evolve_asynchronously
 from ._check import IN_FILES, MEMBERS_HERE, check_folder
 from ._engines import open_engine
 from ._rung import no_rounds, train_rungs
@@ -30,6 +32,7 @@ def population_based_training(
     steps: int | None = None,
     fraction: float | int = 0.2,
     explore: Callable[[PyTree, Key[Any, ""]], PyTree] = perturb,
+    asynchronous: bool = False,
     shard: int | None = None,
     workers: int | None = None,
     retries: int = 2,
@@ -39,11 +42,15 @@ def population_based_training(
 ) -> Population[M]:
     """Trains a population on many workers, replacing the worst members by copies of the best.
 
-    The result is that of [`eqx_ensemble.methods.population_based_training`][]: bit for bit under
+    By default the result is that of [`eqx_ensemble.methods.population_based_training`][]: bit for bit under
     [`eqx_ensemble.plan.Sequential`][], within rounding under other plans, whatever the size of the shards. Each round
-    is a [`eqx_ensemble.fleet.fit`][] of all members. Members are compared, copied and perturbed by the caller when all
-    have ended a round: workers wait for the slowest shard, and the result does not depend on their speed. In the
-    algorithm of the paper nobody waits, and it does.
+    is a [`eqx_ensemble.fleet.fit`][] of all members, which are compared, copied and perturbed when all have ended it.
+    So workers wait for the slowest shard, and the result does not depend on their speed.
+
+    With `asynchronous=True`, as in the paper, no shard waits for others. When it begins a round, its worst members
+    become copies of the best of all, by the last round that each member has ended, with the weights and optimiser
+    states of that time. The result then depends on the order in which workers finish. It is the same again with an
+    executor of one worker, and equal `workers` and `shard`.
 
     **Arguments:**
 
@@ -52,13 +59,16 @@ def population_based_training(
         `save`, a function that makes members, and what stops them.
     - `hyper`, `rounds`, `epochs` or `steps`, `fraction`, `explore`: as for
         [`eqx_ensemble.methods.population_based_training`][].
+    - `asynchronous`: whether shards go on without waiting for others.
     - `checkpoint`: a folder that all workers can write, in which each shard of each round saves its run. Rerunning the
         same call takes the shards that were done from there, and trains on where the others were. Its size is that of
-        one run for each round.
+        one run for each round. With `asynchronous=True`, the file `order.jsonl` in it lists which shards were done, in
+        order, so that the same call takes the same decisions again.
     - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.Population`][]. Members whose worker died too often are replaced after that
-    round, as diverged ones are; those of the first round are missing. A warning says so.
+    round, as diverged ones are, or stop there with `asynchronous=True`; those of the first round are missing. A warning
+    says so.
 
     **Raises:** as [`eqx_ensemble.methods.population_based_training`][] and [`eqx_ensemble.fleet.fit`][].
 
@@ -100,8 +110,14 @@ def population_based_training(
         fraction=fraction, explore=explore, key=key, name=name,
     )  # fmt: skip
     check_options(options, IN_FILES, MEMBERS_HERE, name=name)
+    asynchronous = check_flag(asynchronous, "asynchronous", name=name)
     folder = check_folder(checkpoint, name=name)
     with open_engine(executor, workers, name=name) as engine:
+        if asynchronous:
+            return evolve_asynchronously(
+                engine, ensemble, loss, optimiser, data, plan, folder, shard=shard, retries=retries, name=name,
+                **options, validation=validation, key=key,
+            )  # fmt: skip
         call = {"rounds": rounds, "fraction": fraction} | plan.length
         train = train_rungs(engine, folder, call=call, shard=shard, retries=retries, name=name, word="round")
         return evolve(

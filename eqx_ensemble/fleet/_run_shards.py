@@ -100,6 +100,7 @@ class _Work:
         self.lost: list[ShardReport] = []
         self.task, self.shared = b"", []
         self.ended = False  # no executor is left
+        self._broken: BaseException | None = None
         self._settings = settings()
         self._warn_once = WarnOnce()
         self._failures: Counter[int] = Counter()
@@ -109,6 +110,8 @@ class _Work:
 
     def submit(self) -> None:
         """Fills the executor. Shards that were open when one broke are tried alone: one of them may be the cause."""
+        if self.queue and self._broken is not None:
+            self._restart(self._broken)
         most = 1 if self._suspects else self.engine.num_open()
         while self.queue and len(self.open) < most:
             shard = self.queue.popleft()
@@ -159,10 +162,16 @@ class _Work:
             if broken:
                 self._suspects.add(shard.number)
             self.queue.appendleft(shard)
+        if broken:
+            self._broken = failed[0][1]
+
+    def _restart(self, error: BaseException) -> None:
+        """Takes another executor; gives up all shards if there is none."""
+        self._broken = None
         hopeless = len(self.lost) > 1 and not self.results  # no worker has ended any shard
-        if broken and self.queue and (hopeless or not self.engine.restart()):
+        if hopeless or not self.engine.restart():
             for shard in self.queue:
-                self._give_up(shard, failed[0][1])
+                self._give_up(shard, error)
             self.queue.clear()
             self.ended = True
 

@@ -14,6 +14,7 @@ from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from .._pytree import PyTree
 from .._warnings import ignore_warnings
+from ..distributed import to_host
 from ..train._check_member import check_same_hyper
 from ..train._fit import fit
 from ..train._hyper import hyper_arrays
@@ -132,14 +133,15 @@ def evolve(
         )
         past = past.descend(donors)
         saved.decide(index - 1, run, past.decisions)
-        run = train_round(index, _replace(run, donors, evolution.explore, key=key), **saved.saving(index))
+        run = train_round(index, replace_members(run, donors, evolution.explore, key=key), **saved.saving(index))
 
 
-def _replace(run: Run, donors: np.ndarray, explore: Callable[..., Any], *, key: Any) -> Run:
+def replace_members(run: Run, donors: np.ndarray, explore: Callable[..., Any], *, key: Any) -> Run:
     """Makes members copies of their donors, perturbs their hyper-parameters and resets their best weights."""
     replaced = np.flatnonzero(donors != np.arange(len(donors)))
     if len(replaced) == 0:
         return run
     state = population.set_hyper(population.clone(run.train_state, donors), replaced, explore, key=key)
     selection = reset_best(run.selection, state.moving, replaced)
-    return dataclasses.replace(run, train_state=state, selection=selection)
+    status, stopped_at = to_host(state.moving.status), to_host(state.moving.stopped_at)
+    return dataclasses.replace(run, train_state=state, selection=selection, status=status, stopped_at=stopped_at)

@@ -264,6 +264,24 @@ class TestRead:
         assert found.ids.tolist() == list(ids)
         assert_same(found, expected.ensemble[np.asarray(ids)])
 
+    @pytest.mark.slow
+    def test_members_in_another_order(self, tmp_path, whole_run):
+        order = np.array([5, 1, 6, 0, 3, 2, 4])
+        run = ee.fleet.fit(
+            Here(),
+            ENSEMBLE[order],
+            mse,
+            OPTIMISER,
+            (X, Y),
+            save=tmp_path / "run",
+            shard=3,
+            batch_size=8,
+            key=KEY,
+            **PLAIN,
+        )
+        assert run.ids.tolist() == order.tolist()
+        assert_same(run.load(ids=[6, 0, 3]), whole_run.ensemble[np.array([6, 0, 3])])
+
     def test_without_the_ensemble(self, sharded_run, whole_run):
         run, expected = sharded_run, whole_run
         import equinox as eqx

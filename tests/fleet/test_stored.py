@@ -1,5 +1,7 @@
 """Predictions and maps where the files of members are, members that functions make, and arrays that they share."""
 
+import json
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.fleet._columns import Columns, from_json, to_json
 from eqx_ensemble.fleet._merge import Merge
 from eqx_ensemble.fleet._travel import dumps
 
@@ -90,6 +93,18 @@ def test_map_members(sharded_run, whole_run):
     np.testing.assert_allclose(found, ee.map_members(norm)(expected.ensemble, powers), rtol=1e-5)
 
 
+def test_columns_keep_their_dtypes():
+    values = [np.array([1 / 3, np.nan], dtype) for dtype in (np.float16, np.float32, np.float64)]
+    values += [np.array([1, 2], np.int8), np.array([True, False]), np.asarray(jnp.array([1, 2], jnp.bfloat16))]
+    ids = np.arange(2)
+    for x in values:
+        columns = Columns(ids, ids, ids, np.array(["", "x"]), x, None, None, {"x": x})
+        found = from_json(json.loads(json.dumps(to_json(columns))))
+        for back in (found.loss, found.hyper["x"]):
+            assert back.dtype == x.dtype
+            np.testing.assert_array_equal(back, x)
+
+
 def test_merge_does_not_depend_on_the_order():
     rng, merge = np.random.default_rng(0), lambda a, b: b if a is None else f"({a}{b})"
     for count in (1, 2, 3, 7, 8, 13):
@@ -144,7 +159,8 @@ class TestFunctions:
                 self.index = eqx.nn.StateIndex(jnp.zeros(()))
 
             def __call__(self, x, state):
-                return self.linear(x), state.set(self.index, state.get(self.index) + 1)
+                out = self.linear(x)
+                return out, state.set(self.index, state.get(self.index) + out[0])
 
         def loss(model, state, batch, key):
             x, y = batch

@@ -1,0 +1,169 @@
+"""A population whose shards do not wait is that of the algorithm, simulated without the library's training."""
+
+from collections import deque
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+from eqx_ensemble.train import Status
+
+from .executors import Here
+from .test_fit import KEY, SEQUENTIAL
+from .test_halving import KillsLater
+from .test_pbt import ENSEMBLE as LINEAR
+from .test_pbt import MEMBERS, assert_same, train
+
+pytest.importorskip("cloudpickle", reason="needs the extra `fleet`")
+
+ROUNDS, STEPS, FRACTION = 4, 3, 0.3
+RATES = np.geomspace(1e-3, 0.3, MEMBERS).astype(np.float32)
+TARGET, HELD = 0.7, 0.5
+
+
+class Point(eqx.Module):
+    place: jax.Array
+
+    def __call__(self, x):
+        return self.place
+
+
+POINTS = ee.build(lambda key: Point(3 * jax.random.normal(key)), MEMBERS, key=KEY)
+square = lambda model, batch, key: (model.place - jnp.mean(batch)) ** 2
+shrink = lambda hyper, key: {"rate": hyper["rate"] * 0.8}
+
+
+def evolve(executor=None, **more):
+    options = {
+        "hyper": {"rate": RATES}, "validation": jnp.full(4, HELD), "rounds": ROUNDS, "steps": STEPS, "batch_size": 4,
+        "fraction": FRACTION, "explore": shrink, "shard": 2, "workers": 1, "plan": SEQUENTIAL, "key": KEY,
+    }  # fmt: skip
+    options |= {"asynchronous": True} | more
+    return ee.fleet.population_based_training(
+        executor or Here(), POINTS, square, lambda hyper: optax.sgd(hyper["rate"]), jnp.full(4, TARGET), **options
+    )
+
+
+def simulate(*, size, workers, lost=(), lost_after=0):
+    """Algorithm 1 of Jaderberg et al. (2017), gradient descent on a parabola by its formula.
+
+    Workers end in the order in which they began, and each begins again at once.
+    """
+    places, rates = np.asarray(POINTS.stacked.place, np.float64).copy(), RATES.astype(np.float64)
+    ended, keys = np.zeros(MEMBERS, int), jax.random.split(KEY, ROUNDS)
+    best, last = places.copy(), rates.copy()  # what each member had when it ended a round
+    scores, lineage = np.full((ROUNDS, MEMBERS), np.nan), np.tile(np.arange(MEMBERS), (ROUNDS, 1))
+    ready, running = deque(np.array_split(np.arange(MEMBERS), MEMBERS // size)), deque()
+    while ready or running:
+        while ready and len(running) < workers:
+            shard = ready.popleft()
+            number = ended[shard[0]]
+            if number:
+                known = np.flatnonzero(ended)
+                latest = scores[ended[known] - 1, known]
+                donors = ee.methods.population.truncation(latest, fraction=FRACTION, key=keys[number])
+                donors = dict(zip(known.tolist(), known[donors].tolist(), strict=True))
+                for member in shard:
+                    donor = donors[member]
+                    lineage[number - 1, member] = donor
+                    places[member], rates[member] = best[donor], last[donor] * (0.8 if donor != member else 1)
+            running.append(shard)
+        shard = running.popleft()
+        for member in shard:
+            places[member] = TARGET + (places[member] - TARGET) * (1 - 2 * rates[member]) ** STEPS
+            scores[ended[member], member] = (places[member] - HELD) ** 2
+        best[shard], last[shard] = places[shard], rates[shard]
+        ended[shard] += 1
+        if ended[shard[0]] < ROUNDS:
+            ready.append(shard)
+    return places, rates, scores, lineage
+
+
+@pytest.mark.parametrize(("size", "workers"), [(2, 1), (2, 2), (3, 2), (2, 3), (6, 1)])
+def test_is_the_algorithm(size, workers):
+    found = evolve(shard=size, workers=workers)
+    places, rates, scores, lineage = simulate(size=size, workers=workers)
+    np.testing.assert_array_equal(found.lineage, lineage)
+    assert (lineage != np.arange(MEMBERS)).any()
+    # float32 beside float64: twelve steps of a relative rounding each.
+    np.testing.assert_allclose(found.scores, scores, rtol=2e-5, atol=1e-7)
+    np.testing.assert_allclose(found.run.train_state.ensemble.stacked.place, places, rtol=2e-5)
+    np.testing.assert_allclose(found.run.train_state.hyper["rate"], rates, rtol=1e-6)
+    np.testing.assert_allclose(found.hyper["rate"][-1], rates, rtol=1e-6)
+
+
+def test_one_shard_of_all_is_that_of_one_process():
+    found = train(ee.fleet.population_based_training, "steps", Here(), shard=MEMBERS, asynchronous=True)
+    assert_same(found, train(ee.methods.population_based_training, "steps"))
+
+
+class Once:
+    """Makes executors, of which the first breaks at these calls."""
+
+    def __init__(self, kills):
+        self.kills = kills
+
+    def __call__(self):
+        kills, self.kills = self.kills, ()
+        return Here(kills)
+
+
+class TestWorkersThatDie:
+    def test_a_checkpoint_goes_on(self, tmp_path):
+        expected = evolve(workers=2)
+        with pytest.warns(UserWarning, match="stops the members .* at an earlier round"):
+            evolve(Here(kills=[5]), workers=2, retries=0, checkpoint=tmp_path)
+        executor = Here()
+        assert_same(evolve(executor, workers=2, checkpoint=tmp_path), expected)
+        with pytest.raises(ValueError, match=r"of another call.\n  rounds: 4 there, 5 here"):
+            evolve(workers=2, checkpoint=tmp_path, rounds=5)
+        with pytest.raises(FileExistsError, match="must not resume"):
+            evolve(workers=2, checkpoint=tmp_path, resume="never")
+
+    def test_the_others_go_on(self):
+        with pytest.warns(UserWarning, match="stops the members 0, 1 at an earlier round"):
+            found = evolve(lambda: KillsLater([0, 1]), retries=0)
+        assert found.run.status.tolist() == [Status.STOPPED] * 2 + [Status.OK] * 4
+        assert np.isnan(found.scores[1:, :2]).all()
+        assert np.isfinite(found.scores[:, 2:]).all()
+        assert found.lineage[:, :2].tolist() == [[0, 1]] * ROUNDS
+        assert found.run.stopped_at[:2].tolist() == [STEPS, STEPS]
+
+    def test_before_their_first_round(self):
+        with pytest.warns(UserWarning, match="returns without the members"):
+            found = evolve(Once([2]), retries=0)
+        assert found.run.ensemble.ids.tolist() == [0, 1, 2, 3]
+        assert found.scores.shape == (ROUNDS, 4)
+        assert set(found.lineage.ravel().tolist()) <= {0, 1, 2, 3}
+
+
+@pytest.mark.filterwarnings("ignore:.*diverged")
+def test_members_that_diverge_are_replaced():
+    """A whole shard that diverges waits until there is somebody to copy."""
+    rates = RATES.copy()
+    rates[:2] = 1e30
+    found = evolve(hyper={"rate": rates})
+    assert (found.run.status == Status.OK).all()
+    assert not np.isfinite(found.scores[0, :2]).any()
+    assert np.isfinite(found.scores[1:]).all()
+    assert not set(found.lineage[0, :2].tolist()) & {0, 1}
+    found = evolve(hyper={"rate": np.full(MEMBERS, 1e30, np.float32)})
+    assert (found.run.status == Status.DIVERGED).all()
+    assert found.scores.shape == (1, MEMBERS)
+
+
+def test_what_is_refused(unhooked):
+    assert len(LINEAR) == MEMBERS
+    for options, error, text in (
+        ({"asynchronous": 1}, TypeError, "`asynchronous`"),
+        ({"shard": 1}, ValueError, "`shard`"),
+        ({"on_shard": 3}, TypeError, "`on_shard` to be a function"),
+        ({"patience": 2}, TypeError, "`patience`"),
+        ({"resume": "must"}, (TypeError, ValueError), "checkpoint"),
+    ):
+        with pytest.raises(error, match=text):
+            evolve(**options)
