@@ -24,6 +24,7 @@ from ._folder import hold
 from ._order import Order, check_resume
 from ._run_shards import run_shards
 from ._shard import Finished, check_some_done, lost_message, members_text
+from ._shard_rounds import population_of
 from ._worker import Task
 
 
@@ -67,14 +68,15 @@ def evolve_asynchronously(
             retries=tries, watch=watch, follow=exchange.follow, name=name,
         )  # fmt: skip
     _explain(finished, exchange, name=name)
-    return exchange.population(interrupted=finished.interrupted, seconds=time.perf_counter() - begun)
+    return population_of(exchange.past, interrupted=finished.interrupted, seconds=time.perf_counter() - begun)
 
 
 def _explain(finished: Finished, exchange: Exchange, *, name: str) -> None:
     """Warns of members that were lost; raises what ended the search if nobody is left."""
-    check_some_done(finished, [rounds for rounds in exchange.rounds if rounds], name=name)
-    never = {int(members[0]) for members, rounds in zip(exchange.members, exchange.rounds, strict=True) if not rounds}
-    is_new = lambda report: exchange.position(int(report.ids[0])) in never
+    past = exchange.past
+    check_some_done(finished, past.shards, name=name)
+    begun = [int(past.ids[past.members[index][0]]) for index in past.shards]
+    is_new = lambda report: int(report.ids[0]) not in begun
     message = lost_message(finished._replace(lost=[report for report in finished.lost if is_new(report)]), name=name)
     if message:
         warn(message)

@@ -80,11 +80,11 @@ def run_shards(
                 for shard in work.tell_lost(watch.on_shard):
                     work.queue.extend(follow(shard, None) if follow and not work.ended else ())
         except KeyboardInterrupt:
-            work.cancel()
+            _cancel(work)
             work.collect_done(arrays, watch.keep)
             return _in_order(work, interrupted=True)
         except BaseException:
-            work.cancel()
+            _cancel(work)
             raise
     return _in_order(work, interrupted=False)
 
@@ -193,11 +193,6 @@ class _Work:
                 on_shard(report)
         return [shard for shard, _ in untold]
 
-    def cancel(self) -> None:
-        """Cancels what is open."""
-        for future in self.open:
-            future.cancel()
-
     def collect_done(self, arrays: list[Any], keep: Callable[[Shard, Any], Any]) -> None:
         """Takes the results that are there, without waiting for others."""
         taken = {shard.number for shard, _ in self.results}
@@ -206,6 +201,12 @@ class _Work:
             outcome = loads(future.result(), arrays) if is_there and shard.number not in taken else None
             if outcome is not None and outcome.error is None:
                 self.results.append((shard, keep(shard, outcome.result)))
+
+
+def _cancel(work: _Work) -> None:
+    """Cancels what is open."""
+    for future in work.open:
+        future.cancel()
 
 
 def _in_order(work: _Work, *, interrupted: bool) -> Finished:

@@ -267,18 +267,8 @@ class TestRead:
     @pytest.mark.slow
     def test_members_in_another_order(self, tmp_path, whole_run):
         order = np.array([5, 1, 6, 0, 3, 2, 4])
-        run = ee.fleet.fit(
-            Here(),
-            ENSEMBLE[order],
-            mse,
-            OPTIMISER,
-            (X, Y),
-            save=tmp_path / "run",
-            shard=3,
-            batch_size=8,
-            key=KEY,
-            **PLAIN,
-        )
+        options = PLAIN | {"shard": 3, "batch_size": 8, "key": KEY, "save": tmp_path / "run"}
+        run = ee.fleet.fit(Here(), ENSEMBLE[order], mse, OPTIMISER, (X, Y), **options)
         assert run.ids.tolist() == order.tolist()
         assert_same(run.load(ids=[6, 0, 3]), whole_run.ensemble[np.array([6, 0, 3])])
 
