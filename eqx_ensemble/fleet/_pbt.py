@@ -51,6 +51,7 @@ def population_based_training(
     become copies of the best of all, by the last round that each member has ended, with the weights and optimiser
     states of that time. The result then depends on the order in which workers finish. It is the same again with an
     executor of one worker, and equal `workers` and `shard`.
+    A donor may have ended fewer or more rounds than its copy; `lineage` has its id, and not its round.
 
     **Arguments:**
 
