@@ -22,7 +22,8 @@ pytest.importorskip("cloudpickle", reason="needs the extra `fleet`")
 
 ROUNDS, STEPS, FRACTION = 4, 3, 0.3
 RATES = np.geomspace(1e-3, 0.3, MEMBERS).astype(np.float32)
-TARGET, HELD = 0.7, 0.5
+TARGETS, HELD = [0.7, 0.2], 0.5  # of the first and the second batch of an epoch
+ROWS = jnp.repeat(jnp.array(TARGETS), 4)
 
 
 class Point(eqx.Module):
@@ -40,18 +41,20 @@ shrink = lambda hyper, key: {"rate": hyper["rate"] * 0.8}
 def evolve(executor=None, **more):
     options = {
         "hyper": {"rate": RATES}, "validation": jnp.full(4, HELD), "rounds": ROUNDS, "steps": STEPS, "batch_size": 4,
-        "fraction": FRACTION, "explore": shrink, "shard": 2, "workers": 1, "plan": SEQUENTIAL, "key": KEY,
+        "order": "given", "fraction": FRACTION, "explore": shrink, "shard": 2, "workers": 1, "plan": SEQUENTIAL,
+        "key": KEY,
     }  # fmt: skip
     options |= {"asynchronous": True} | more
     return ee.fleet.population_based_training(
-        executor or Here(), POINTS, square, lambda hyper: optax.sgd(hyper["rate"]), jnp.full(4, TARGET), **options
+        executor or Here(), POINTS, square, lambda hyper: optax.sgd(hyper["rate"]), ROWS, **options
     )
 
 
-def simulate(*, size, workers, lost=(), lost_after=0):
-    """Algorithm 1 of Jaderberg et al. (2017), gradient descent on a parabola by its formula.
+def simulate(*, size, workers):
+    """Algorithm 1 of Jaderberg et al. (2017), gradient descent on parabolas by its formula.
 
-    Workers end in the order in which they began, and each begins again at once.
+    Workers end in the order in which they began, and each begins again at once. Batches are those of a member's own
+    steps, however far its donor was.
     """
     places, rates = np.asarray(POINTS.stacked.place, np.float64).copy(), RATES.astype(np.float64)
     ended, keys = np.zeros(MEMBERS, int), jax.random.split(KEY, ROUNDS)
@@ -74,7 +77,9 @@ def simulate(*, size, workers, lost=(), lost_after=0):
             running.append(shard)
         shard = running.popleft()
         for member in shard:
-            places[member] = TARGET + (places[member] - TARGET) * (1 - 2 * rates[member]) ** STEPS
+            for step in range(STEPS * ended[member], STEPS * (ended[member] + 1)):
+                target = TARGETS[step % 2]
+                places[member] = target + (places[member] - target) * (1 - 2 * rates[member])
             scores[ended[member], member] = (places[member] - HELD) ** 2
         best[shard], last[shard] = places[shard], rates[shard]
         ended[shard] += 1
@@ -94,6 +99,7 @@ def test_is_the_algorithm(size, workers):
     np.testing.assert_allclose(found.run.train_state.ensemble.stacked.place, places, rtol=2e-5)
     np.testing.assert_allclose(found.run.train_state.hyper["rate"], rates, rtol=1e-6)
     np.testing.assert_allclose(found.hyper["rate"][-1], rates, rtol=1e-6)
+    assert int(found.run.train_state.step) == ROUNDS * STEPS
 
 
 def test_one_shard_of_all_is_that_of_one_process():
@@ -123,6 +129,9 @@ class TestWorkersThatDie:
             evolve(workers=2, checkpoint=tmp_path, rounds=5)
         with pytest.raises(FileExistsError, match="must not resume"):
             evolve(workers=2, checkpoint=tmp_path, resume="never")
+        assert_same(evolve(workers=2, checkpoint=tmp_path, resume="must"), expected)
+        with pytest.raises(FileNotFoundError, match="found no checkpoint"):
+            evolve(workers=2, checkpoint=tmp_path / "empty", resume="must")
 
     def test_the_others_go_on(self):
         with pytest.warns(UserWarning, match="stops the members 0, 1 at an earlier round"):
@@ -143,7 +152,6 @@ class TestWorkersThatDie:
 
 @pytest.mark.filterwarnings("ignore:.*diverged")
 def test_members_that_diverge_are_replaced():
-    """A whole shard that diverges waits until there is somebody to copy."""
     rates = RATES.copy()
     rates[:2] = 1e30
     found = evolve(hyper={"rate": rates})
@@ -154,6 +162,17 @@ def test_members_that_diverge_are_replaced():
     found = evolve(hyper={"rate": np.full(MEMBERS, 1e30, np.float32)})
     assert (found.run.status == Status.DIVERGED).all()
     assert found.scores.shape == (1, MEMBERS)
+
+
+@pytest.mark.filterwarnings("ignore:.*diverged")
+def test_a_shard_that_diverges_waits_for_donors():
+    """It ends its first round while the only other shard still trains."""
+    rates = RATES.copy()
+    rates[:3] = 1e30
+    found = evolve(hyper={"rate": rates}, shard=3, workers=2)
+    assert (found.run.status == Status.OK).all()
+    assert np.isfinite(found.scores[1:]).all()
+    assert set(found.lineage[0, :3].tolist()) <= {3, 4, 5}
 
 
 def test_what_is_refused(unhooked):

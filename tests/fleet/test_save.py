@@ -108,10 +108,13 @@ class TestRepeated:
             assert len(executor.calls) == 3 - killed
             assert_same(run.load(), expected.ensemble)
 
-    def test_a_worker_that_could_not_answer(self, tmp_path, whole_run):
-        """It saved its shard and died: the next try reads it."""
+    def test_a_worker_that_could_not_answer(self, tmp_path, whole_run, monkeypatch):
+        """It saved its shard and died: the next try reads it, and trains nothing."""
+        from eqx_ensemble.fleet import _fit_shard
+
         expected = whole_run
-        made = []
+        made, trained, original = [], [], _fit_shard.fit_here
+        monkeypatch.setattr(_fit_shard, "fit_here", lambda *args, **more: trained.append(1) or original(*args, **more))
 
         def make():
             made.append(Mute(first=not made))
@@ -121,6 +124,7 @@ class TestRepeated:
         run = save(tmp_path / "run", executor=make, on_shard=reports.append)
         assert_same(run.load(), expected.ensemble)
         assert len(made) > 1
+        assert len(trained) == 3
         assert max(report.tries for report in reports) > 1
 
     @pytest.mark.parametrize(
