@@ -21,13 +21,13 @@ from ._check import IN_FILES, MEMBERS_HERE, check_folder, check_retries
 from ._cut import large_shared
 from ._engines import Engine, open_engine
 from ._fit_shard import fit_shard, watch_runs
-from ._fitting import prepare
+from ._fitting import prepare, whole_epochs
 from ._folder import hold
 from ._ladder import Ladder
 from ._order import Order, check_resume
 from ._run_shards import run_shards
 from ._search import Search
-from ._shard import Finished, check_some_done, lost_message, members_text
+from ._shard import Finished, check_some_done, members_text, warn_missing
 from ._worker import Task
 
 _NAME = "fleet.asynchronous_halving"
@@ -133,6 +133,7 @@ def asynchronous_halving(
     check_resume(options, folder, name=_NAME)
     first = {word: options.pop(word) for word in ("trainable",) if word in options}
     options["validation"] = validation
+    data = whole_epochs(data, steps, name=_NAME)
     fitting = prepare(loss, optimiser, data, options, len(ensemble), name=_NAME, key=key)
     with open_engine(executor, workers, name=_NAME) as engine, hold(folder):
         size = engine.shard_of(len(ensemble)) if shard is None else shard
@@ -141,7 +142,9 @@ def asynchronous_halving(
             engine, Task(fit_shard, fitting.common), search.shards(), [*fitting.arrays, *large_shared(ensemble)],
             retries=tries, watch=watch, follow=search.follow, name=_NAME,
         )  # fmt: skip
-    _explain(finished, search, np.asarray(ensemble.ids))
+    check_some_done(finished, np.flatnonzero(search.rung >= 0), name=_NAME)
+    search.order.check_repeated(finished)
+    _warn_lost(finished, search, np.asarray(ensemble.ids))
     return _warn_diverged(search.run(interrupted=finished.interrupted, seconds=time.perf_counter() - begun))
 
 
@@ -165,13 +168,10 @@ def _search(
     return Search(ensemble, fitting, ladder, lengths, order, first=first, folder=folder, workers=workers)
 
 
-def _explain(finished: Finished, search: Search, ids: np.ndarray) -> None:
-    """Warns of members that were lost; raises what ended the search if nobody is left."""
-    check_some_done(finished, np.flatnonzero(search.rung >= 0), name=_NAME)
+def _warn_lost(finished: Finished, search: Search, ids: np.ndarray) -> None:
+    """Warns of members that are missing, or stopped at an earlier rung."""
+    warn_missing(finished, ids[search.rung < 0], name=_NAME)
     is_new = lambda report: (search.rung[np.isin(ids, report.ids)] < 0).any()
-    message = lost_message(finished._replace(lost=[report for report in finished.lost if is_new(report)]), name=_NAME)
-    if message:
-        warn(message)
     stopped = [report.ids for report in finished.lost if not is_new(report)]
     if stopped:
         warn(f"`{_NAME}` stops {members_text(np.concatenate(stopped))} at an earlier rung: their workers died.")

@@ -13,6 +13,7 @@ from .._warnings import warn
 from ..checkpoint._path import absolute
 from ..methods._evolve import Evolution
 from ..methods._population import Population
+from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ._check import check_retries, check_shard
 from ._cut import large_shared
@@ -23,8 +24,8 @@ from ._fitting import prepare
 from ._folder import hold
 from ._order import Order, check_resume
 from ._run_shards import run_shards
-from ._shard import Finished, check_some_done, lost_message, members_text
-from ._shard_rounds import population_of
+from ._shard import Finished, check_some_done, members_text, warn_missing
+from ._shard_rounds import ShardRounds, population_of
 from ._worker import Task
 
 
@@ -67,19 +68,19 @@ def evolve_asynchronously(
             engine, Task(fit_shard, fitting.common), exchange.shards(), [*fitting.arrays, *large_shared(ensemble)],
             retries=tries, watch=watch, follow=exchange.follow, name=name,
         )  # fmt: skip
-    _explain(finished, exchange, name=name)
+    check_some_done(finished, exchange.past.shards, name=name)
+    order.check_repeated(finished)
+    if not finished.interrupted:
+        exchange.stop_rest()
+    _warn_lost(finished, exchange.past, name=name)
     return population_of(exchange.past, interrupted=finished.interrupted, seconds=time.perf_counter() - begun)
 
 
-def _explain(finished: Finished, exchange: Exchange, *, name: str) -> None:
-    """Warns of members that were lost; raises what ended the search if nobody is left."""
-    past = exchange.past
-    check_some_done(finished, past.shards, name=name)
-    begun = [int(past.ids[past.members[index][0]]) for index in past.shards]
-    is_new = lambda report: int(report.ids[0]) not in begun
-    message = lost_message(finished._replace(lost=[report for report in finished.lost if is_new(report)]), name=name)
-    if message:
-        warn(message)
-    stopped = [report.ids for report in finished.lost if not is_new(report)]
-    if stopped:
+def _warn_lost(finished: Finished, past: ShardRounds, *, name: str) -> None:
+    """Warns of members that are missing, or stopped at an earlier round."""
+    begun = np.isin(np.arange(len(past.ids)), np.concatenate([past.members[index] for index in past.shards]))
+    warn_missing(finished, past.ids[~begun], name=name)
+    status = {index: past.rounds[index][-1].run.status for index in past.shards}
+    stopped = [past.ids[past.members[index][status[index] == Status.STOPPED]] for index in past.shards]
+    if len(np.concatenate(stopped)):
         warn(f"`{name}` stops {members_text(np.concatenate(stopped))} at an earlier round: their workers died.")

@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 _NAME = "call.json"
 
 
@@ -24,12 +26,18 @@ class CallRecord:
         if self._path is None or self._path.exists():
             return
         temporary = self._path.with_suffix(".new")
-        temporary.write_text(json.dumps(self._call))
+        temporary.write_text(json_text(self._call))
         os.replace(temporary, self._path)
+
+
+def json_text(call: dict[str, Any]) -> str:
+    """Arguments as JSON, with numbers of NumPy as Python's."""
+    return json.dumps(call, default=lambda x: x.item() if isinstance(x, np.generic) else float(x))
 
 
 def check_same_call(found: dict[str, Any], call: dict[str, Any], folder: Any, *, name: str) -> None:
     """Raises for a folder of another call."""
+    call = json.loads(json_text(call))
     differing = [
         f"  {word}: {found.get(word)} there, {call.get(word)} here"
         for word in sorted(found.keys() | call.keys())

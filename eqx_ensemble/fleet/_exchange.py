@@ -11,6 +11,7 @@ from .._ensemble import Ensemble
 from ..distributed import to_host
 from ..methods._evolve import Evolution
 from ..methods._scores import last_scores
+from ..train._check_fit import check_history
 from ..train._run import Run
 from ..train._status import Status
 from ._cut import divide
@@ -32,7 +33,7 @@ class Exchange:
 
     **Attributes:**
 
-    - `past`: the rounds that all shards have ended.
+    - `past`: the rounds that all shards have ended, and the shards that were given up.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class Exchange:
         self._ensemble, self._fitting, self._evolution, self._order = ensemble, fitting, evolution, order
         self._first, self._folder, self._idle, self._key = first, folder, workers, key
         self._later = fitting._replace(own={word: x for word, x in fitting.own.items() if word not in _FIRST})
+        self._windows = check_history(fitting.common.get("history", "all"))
         self._ids = np.asarray(ensemble.ids)
         members = divide(len(self._ids), size)
-        self.past = ShardRounds(self._ids, members, [[] for _ in members])
-        self._ready, self._open, self._count = deque(range(len(members))), {}, 0
-        self._done: dict[Job, Run[Any]] = {}
+        self.past = ShardRounds(self._ids, members, [[] for _ in members], set())
+        self._ready, self._count = deque(range(len(members))), 0
+        self._open: dict[int, Job] = {}
+        self._donors: dict[int, np.ndarray] = {}  # of the shards that are in a later round than the first
 
     def shards(self) -> list[Shard]:
         """The shards of all workers that have none."""
@@ -68,56 +71,51 @@ class Exchange:
             if start is None:  # all its members have diverged, and there is nobody to copy yet
                 self._ready.append(index)
                 continue
-            positions, self._open[self._count] = self.past.members[index], index
-            part = ft.partial(self._part, start, index, len(self.past.rounds[index]))
+            positions, number = self.past.members[index], len(self.past.rounds[index])
+            self._open[self._count] = Job(tuple(positions.tolist()), number)
+            part = ft.partial(self._part, start, index, number)
             found.append(Shard(self._count, positions, self._ids[positions], part))
             self._count, self._idle = self._count + 1, self._idle - 1
         return found
 
     def follow(self, shard: Shard, run: Run[Any] | None) -> list[Shard]:
         """Notes what a shard came to, `None` if it was given up. Returns the shards of workers that are free then."""
-        index = self._open.pop(shard.number)
-        job = Job(tuple(self.past.members[index].tolist()), len(self.past.rounds[index]))
+        self._order.end(self._open.pop(shard.number), run)
         found = []
-        if run is None:
-            self._order.drop(job)
-            self._stop(index)
-            self._idle += 1
-            found += self.shards()
-        else:
-            self._done[job] = run
-        while (done := self._order.next(self._done)) is not None:
-            self._finish(done, self._done.pop(done))
-            self._idle += 1
+        while (turn := self._order.next()) is not None:
+            index = next(i for i, one in enumerate(self.past.members) if one[0] == turn.job.members[0])
+            if turn.run is None:
+                self.past.given_up.add(index)
+            else:
+                self._finish(index, turn.run)
+            self._idle += not turn.is_late
             found += self.shards()
         return found
 
-    def _finish(self, job: Job, run: Run[Any]) -> None:
-        members = self.past.members
-        index = next(i for i, one in enumerate(members) if one[0] == job.members[0])
-        rounds = self.past.rounds[index]
-        rounds[-1:] = [one._replace(run=None) for one in rounds[-1:]]
-        rounds.append(Round(run, last_scores(run), to_host(run.train_state.hyper), members[index]))
+    def _finish(self, index: int, run: Run[Any]) -> None:
+        self.past.given_up.discard(index)
+        rounds, members = self.past.rounds[index], self.past.members[index]
+        ended = Round(run, last_scores(run), to_host(run.train_state.hyper), members)
+        rounds[-1:] = [*(one._replace(run=None, donors=self._donors[index]) for one in rounds[-1:]), ended]
         if len(rounds) < len(self._evolution.keys):
             self._ready.append(index)
 
-    def _stop(self, index: int) -> None:
-        """Stops the members of a shard that was given up where their last round ended."""
-        rounds = self.past.rounds[index]
-        for one in rounds[-1:]:
-            going = np.flatnonzero(one.run.status == Status.OK)
-            rounds[-1] = one._replace(run=stop_members_of(one.run, going), donors=self.past.members[index])
+    def stop_rest(self) -> None:
+        """Stops the members that have not ended all rounds where their last one ended."""
+        for rounds in self.past.rounds:
+            if 0 < len(rounds) < len(self._evolution.keys):
+                run = rounds[-1].run
+                rounds[-1] = rounds[-1]._replace(run=stop_members_of(run, np.flatnonzero(run.status == Status.OK)))
 
     def _start(self, index: int) -> Any:
         """What a shard begins its next round with; `None` if nobody in it trains."""
         if not self.past.rounds[index]:
             return self._ensemble[self.past.members[index]]
-        last = self.past.rounds[index][-1]
         donors = choose_donors(self.past, index, self._evolution)
-        run = copy_donors(self.past, index, donors, self._evolution.explore, key=self._key)
+        run = copy_donors(self.past, index, donors, self._evolution.explore, windows=self._windows, key=self._key)
         if not (to_host(run.train_state.status) == Status.OK).any():
             return None
-        self.past.rounds[index][-1] = last._replace(donors=donors)
+        self._donors[index] = donors
         return run
 
     def _part(self, start: Any, index: int, number: int) -> dict[str, Any]:

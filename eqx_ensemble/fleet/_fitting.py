@@ -1,13 +1,16 @@
 """The arguments of `fit` as they go to workers: what all shards have in common, and the part of each."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .._pytree import PyTree
+from ..methods._check import check_whole_epochs
 from ..plan._auto import as_plan
 from ..train.compiled._optimiser import Optimiser
+from ..train.data._data import is_batches
 from ._check import check_can_be_cut, check_members_of_data, is_function
 from ._cut import cut_data, cut_options, large_arrays, member_options, on_host
 
@@ -57,6 +60,17 @@ def prepare(
     common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
     common |= {word: value for word, value in options.items() if word not in common | own | sources}
     return Fitting(common, own, sources)
+
+
+def whole_epochs(data: PyTree, steps: Any, *, name: str) -> PyTree:
+    """Data for rounds of some steps; what a function makes is checked on the worker."""
+    return data if steps is None or not is_function(data) else ft.partial(_read_checked, data, name)
+
+
+def _read_checked(read: Callable[..., Any], name: str, ids: np.ndarray) -> Any:
+    data = read(ids)
+    check_whole_epochs(1, is_batches=is_batches(data), name=name)
+    return data
 
 
 def _source(value: PyTree, word: str, num_members: int, *, name: str) -> Any:

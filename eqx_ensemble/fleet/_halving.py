@@ -10,6 +10,7 @@ from ..train._run import Run
 from ..train.compiled._optimiser import Optimiser
 from ._check import IN_FILES, MEMBERS_HERE, check_folder
 from ._engines import open_engine
+from ._fitting import whole_epochs
 from ._rung import call_of, no_rounds, train_rungs
 
 
@@ -89,6 +90,7 @@ def successive_halving(
         ensemble, data, validation=validation, epochs=epochs, steps=steps, factor=factor, rungs=rungs, name=name
     )
     check_options(options, IN_FILES, MEMBERS_HERE, name=name)
+    data = whole_epochs(data, steps, name=name)
     folder = check_folder(checkpoint, name=name)
     with open_engine(executor, workers, name=name) as engine:
         train = train_rungs(engine, folder, call=call_of(ladder), shard=shard, retries=retries, name=name)

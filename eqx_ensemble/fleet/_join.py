@@ -37,7 +37,7 @@ def join_runs(runs: Sequence[Run[Any]], *, interrupted: bool, seconds: float) ->
         train_state=TrainState(moving, fixed, states[0].shared, ids, step),
         selection=trees("selection"),
         rows=of_all("rows") if known else None,
-        data_state=first.data_state,
+        data_state=max(runs, key=lambda run: int(run.train_state.step)).data_state,  # all members of others diverged
         plan=first.plan,
         interrupted=interrupted or any(run.interrupted for run in runs),
         seconds=seconds,
@@ -48,7 +48,7 @@ def _join_histories(histories: Sequence[History]) -> History:
     """NaN, and zero for integers, fill what shorter runs do not have."""
     steps = max(history.loss.shape[1] for history in histories)
     loss, aux = jax.tree.map(
-        lambda *curves: np.concatenate([_pad(curve, steps) for curve in curves]),
+        lambda *curves: np.concatenate([pad_columns(curve, steps) for curve in curves]),
         *((history.loss, history.aux) for history in histories),
     )
     # Columns are of the same windows of steps; that of a shard whose members all stopped within one ends there.
@@ -59,7 +59,8 @@ def _join_histories(histories: Sequence[History]) -> History:
     return History(loss, aux, np.concatenate([_at_steps(history, longest) for history in histories]), longest, step)
 
 
-def _pad(curves: np.ndarray, steps: int) -> np.ndarray:
+def pad_columns(curves: np.ndarray, steps: int) -> np.ndarray:
+    """Curves `(members, steps, ...)` with as many columns; NaN, and zero for integers, where there were none."""
     width = [(0, 0), (0, steps - curves.shape[1]), *((0, 0) for _ in curves.shape[2:])]
     return np.pad(curves, width, constant_values=np.nan if jnp.issubdtype(curves.dtype, jnp.inexact) else 0)
 

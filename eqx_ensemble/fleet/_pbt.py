@@ -15,6 +15,7 @@ from ..train.compiled._optimiser import Optimiser
 from ._asynchronous_population import evolve_asynchronously
 from ._check import IN_FILES, MEMBERS_HERE, check_folder
 from ._engines import open_engine
+from ._fitting import whole_epochs
 from ._rung import no_rounds, train_rungs
 
 
@@ -112,6 +113,7 @@ def population_based_training(
     )  # fmt: skip
     check_options(options, IN_FILES, MEMBERS_HERE, name=name)
     asynchronous = check_flag(asynchronous, "asynchronous", name=name)
+    data = whole_epochs(data, steps, name=name)
     folder = check_folder(checkpoint, name=name)
     with open_engine(executor, workers, name=name) as engine:
         if asynchronous:

@@ -26,6 +26,7 @@ class Search:
 
     **Attributes:**
 
+    - `order`: the order in which its jobs ended.
     - `rung`: the last rung that each member has finished, -1 for none.
     """
 
@@ -41,13 +42,12 @@ class Search:
         folder: Any,
         workers: int,
     ) -> None:
-        self._ensemble, self._ladder, self._lengths, self._order = ensemble, ladder, lengths, order
+        self._ensemble, self._ladder, self._lengths, self.order = ensemble, ladder, lengths, order
         self._fitting, self._first, self._folder, self._idle = fitting, first, folder, workers
         self._later = fitting._replace(own={word: x for word, x in fitting.own.items() if word not in _FIRST})
         self._ids = np.asarray(ensemble.ids)
         self._runs: dict[int, tuple[Run[Any], int]] = {}
         self._open: dict[int, Job] = {}
-        self._waiting: dict[Job, Run[Any]] = {}
         self._count = 0
         self.rung = np.full(len(self._ids), -1)
 
@@ -64,17 +64,12 @@ class Search:
 
     def follow(self, shard: Shard, run: Run[Any] | None) -> list[Shard]:
         """Notes what a shard came to, `None` if it was given up. Returns the shards of workers that are free then."""
-        job = self._open.pop(shard.number)
+        self.order.end(self._open.pop(shard.number), run)
         found = []
-        if run is None:
-            self._order.drop(job)
-            self._idle += 1
-            found += self.shards()
-        else:
-            self._waiting[job] = run
-        while (done := self._order.next(self._waiting)) is not None:
-            self._finish(done, self._waiting.pop(done))
-            self._idle += 1
+        while (turn := self.order.next()) is not None:
+            if turn.run is not None:
+                self._finish(turn.job, turn.run)
+            self._idle += not turn.is_late
             found += self.shards()
         return found
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from jaxtyping import Int
 
+from .._warnings import warn
+
 _MOST_NAMED = 8
 
 
@@ -56,13 +58,14 @@ def members_text(ids: np.ndarray) -> str:
     return f"the members {listed}" + (f" and {len(ids) - _MOST_NAMED} more" if len(ids) > _MOST_NAMED else "")
 
 
-def lost_message(finished: Finished, *, name: str) -> str:
-    """The warning, or the error, that members are missing from a result."""
-    missing = np.concatenate([shard.ids for shard in finished.lost]) if finished.lost else np.zeros(0, int)
+def lost_message(finished: Finished, missing: np.ndarray | None = None, *, name: str) -> str:
+    """The warning, or the error, that members are missing from a result: by default those of shards given up."""
+    lost = np.concatenate([shard.ids for shard in finished.lost]) if finished.lost else np.zeros(0, int)
+    missing = lost if missing is None else missing
     lines = [f"`{name}` returns without {members_text(missing)}: their workers died."] if len(missing) else []
     if finished.interrupted:
         lines.append(f"`{name}` was interrupted: members of shards that were not done are missing.")
-    if finished.lost:
+    if finished.lost and (len(missing) or finished.interrupted):
         error = finished.lost[-1].error
         lines.append(f"The last error was {type(error).__name__}: {error}")
     if finished.lost and not finished.results:
@@ -82,3 +85,13 @@ def check_some_done(finished: Finished, done: Any, *, name: str) -> None:
         raise KeyboardInterrupt
     error.add_note(lost_message(finished, name=name))
     raise error
+
+
+def warn_missing(finished: Finished, missing: np.ndarray, *, name: str) -> None:
+    """Warns that a search returns without members that have ended nothing: those given up, and those not begun."""
+    lost = [report.ids for report in finished.lost]
+    if finished.interrupted:
+        missing = missing[np.isin(missing, np.concatenate([*lost, np.zeros(0, int)]))]
+    message = lost_message(finished, missing, name=name)
+    if message:
+        warn(message)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..distributed import to_host
@@ -14,8 +15,10 @@ from ..methods._population import Population
 from ..train._run import Run
 from ..train._state import TrainState
 from ..train._status import Status
+from ..train.compiled._windows import Windows
+from ..train.host._record import History
 from ._cut import cut_start
-from ._join import join_runs
+from ._join import join_runs, pad_columns
 from ._rung import in_order, with_status
 
 
@@ -43,11 +46,13 @@ class ShardRounds(NamedTuple):
     - `ids`: the ids of all members.
     - `members`: the positions of the members of each shard.
     - `rounds`: the rounds that each shard has ended.
+    - `given_up`: the shards whose workers died too often: their members are neither donors nor replaced.
     """
 
     ids: np.ndarray
     members: list[np.ndarray]
     rounds: list[list[Round]]
+    given_up: set[int]
 
     @property
     def shards(self) -> list[int]:
@@ -56,8 +61,8 @@ class ShardRounds(NamedTuple):
 
 
 def choose_donors(past: ShardRounds, index: int, evolution: Evolution) -> np.ndarray:
-    """The positions of the donors of a shard's members, chosen among all that have ended a round."""
-    begun = [(members, rounds[-1]) for members, rounds in zip(past.members, past.rounds, strict=True) if rounds]
+    """The positions of the donors of a shard's members, chosen among all that have ended a round and go on."""
+    begun = [(past.members[i], past.rounds[i][-1]) for i in past.shards if i not in past.given_up]
     known = np.concatenate([members for members, _ in begun])
     training = np.concatenate([to_host(last.run.train_state.status) == Status.OK for _, last in begun])
     chosen = population.truncation(
@@ -71,10 +76,10 @@ def choose_donors(past: ShardRounds, index: int, evolution: Evolution) -> np.nda
 
 
 def copy_donors(
-    past: ShardRounds, index: int, donors: np.ndarray, explore: Callable[..., Any], *, key: Any
+    past: ShardRounds, index: int, donors: np.ndarray, explore: Callable[..., Any], *, windows: Windows, key: Any
 ) -> Run[Any]:
     """The last run of a shard, with copies of donors, which may be of other shards and at other steps."""
-    own, members = past.rounds[index][-1].run, past.members[index]
+    own, members = _at_end(past, index, donors, windows), past.members[index]
     others = np.setdiff1d(donors, members)
     together = join_runs([own, *_runs_of(past, others)], interrupted=False, seconds=0.0)
     state = together.train_state
@@ -84,6 +89,26 @@ def copy_donors(
     found = replace_members(dataclasses.replace(together, train_state=state), index_of, explore, key=key)
     found = cut_start(found, np.arange(len(members)))
     return with_status(dataclasses.replace(own, train_state=found.train_state, selection=found.selection))
+
+
+def _at_end(past: ShardRounds, index: int, donors: np.ndarray, windows: Windows) -> Run[Any]:
+    """The last run of a shard at the end of its round, which comes earlier where all its members diverge."""
+    run, count = past.rounds[index][-1].run, len(past.rounds[index])
+    others = [i for i, members in enumerate(past.members) if i != index and np.isin(members, donors).any()]
+    if (to_host(run.train_state.status) == Status.OK).any() or not others:
+        return run
+    rounds = past.rounds[others[0]]
+    length = int(rounds[-1].run.train_state.step) // len(rounds)
+    step = np.concatenate([windows.ends(length * i, length) for i in range(count)])
+    history = dataclasses.replace(run.history, **_with_columns(run.history, len(step)), step=step)
+    state = run.train_state
+    state = TrainState(state.moving, state.fixed, state.shared, state.ids, jnp.int32(length * count))
+    return dataclasses.replace(run, train_state=state, history=history, data_state=None)
+
+
+def _with_columns(history: History, count: int) -> dict[str, Any]:
+    loss, aux = jax.tree.map(lambda curves: pad_columns(curves, count), (history.loss, history.aux))
+    return {"loss": loss, "aux": aux}
 
 
 def _runs_of(past: ShardRounds, positions: np.ndarray) -> list[Run[Any]]:

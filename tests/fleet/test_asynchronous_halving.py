@@ -153,6 +153,26 @@ class TestWorkersThatDie:
             halve(Here(), checkpoint=tmp_path, factor=2)
 
     @pytest.mark.slow
+    def test_the_same_call_after_others_went_on(self, run, tmp_path):
+        """It repeats what was decided without them, and then they go on too."""
+        executors = iter([Here(kills=[0])])
+        options = {"workers": 1, "checkpoint": tmp_path}
+        with pytest.warns(UserWarning, match="returns without the members 0, 1, 2: their workers died"):
+            before = halve(lambda: next(executors, Here()), retries=0, **options)
+        assert before.ensemble.ids.tolist() == list(range(3, MEMBERS))
+        again = halve(Here(), **options)
+        assert again.ensemble.ids.tolist() == list(range(MEMBERS))
+        trained = lambda run: np.isfinite(run.history.loss).sum(axis=1)
+        assert (trained(again)[3:] >= trained(before)).all()
+        assert trained(again).max() == trained(run).max()
+        np.testing.assert_array_equal(halve(Here(), **options).history.loss, again.history.loss)
+
+    def test_members_that_did_not_begin_are_named(self):
+        with pytest.warns(UserWarning, match="returns without the members 3, 4, 5, 6, 7, 8: their workers died"):
+            found = halve(Here(kills=[1]), retries=0, workers=1)
+        assert found.ensemble.ids.tolist() == [0, 1, 2]
+
+    @pytest.mark.slow
     def test_pools_of_processes(self, tmp_path):
         """One worker at a time, so that the order is that of one process; killed in the middle of a rung."""
         spawn = lambda: ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))

@@ -1,6 +1,10 @@
 """A population whose shards do not wait is that of the algorithm, simulated without the library's training."""
 
+import dataclasses
+import shutil
+import warnings
 from collections import deque
+from concurrent.futures import BrokenExecutor
 
 import equinox as eqx
 import jax
@@ -10,6 +14,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.fleet._travel import dumps, loads
 from eqx_ensemble.train import Status
 
 from .executors import Here
@@ -141,6 +146,50 @@ class TestWorkersThatDie:
         assert np.isfinite(found.scores[:, 2:]).all()
         assert found.lineage[:, :2].tolist() == [[0, 1]] * ROUNDS
         assert found.run.stopped_at[:2].tolist() == [STEPS, STEPS]
+        # The two that are lost are not those that are replaced, of which there are two of four in each round.
+        assert (found.lineage[:-1, 2:] != np.arange(2, MEMBERS)).any(axis=1).all()
+        assert not set(found.lineage[:, 2:].ravel().tolist()) & {0, 1}
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("workers", [1, 2])
+    @pytest.mark.parametrize("executor", [lambda: Once([2]), lambda: lambda: KillsLater([0, 1])])
+    def test_the_same_call_after_others_went_on(self, tmp_path, executor, workers):
+        """It repeats what was decided without them, and then they go on too."""
+        call = lambda *args, **more: evolve(*args, workers=workers, retries=0, checkpoint=tmp_path, **more)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # where two broke together, both are tried again
+            before = call(executor())
+        again, reports = call(), []
+        assert again.run.ensemble.ids.tolist() == list(range(MEMBERS))
+        assert (again.run.status == Status.OK).all()
+        assert np.isfinite(again.scores).all()
+        whole = np.isin(again.run.ensemble.ids, before.run.ensemble.ids[np.isfinite(before.scores).all(axis=0)])
+        kept = np.isfinite(before.scores).all(axis=0)
+        np.testing.assert_array_equal(again.scores[:, whole], before.scores[:, kept])
+        np.testing.assert_array_equal(again.lineage[:, whole], before.lineage[:, kept])
+        assert_same(call(on_shard=reports.append), again)
+        assert not any(report.error for report in reports)
+
+    @pytest.mark.slow
+    def test_a_shard_that_was_done_before(self, tmp_path):
+        """Another course would be another call."""
+        expected = evolve(checkpoint=tmp_path)
+        shutil.rmtree(tmp_path / "round-01" / "shard-00000")
+        with pytest.raises(BrokenExecutor, match="cannot go on .* a shard that was done before"):
+            evolve(lambda: KillsLater([0, 1]), retries=0, checkpoint=tmp_path)
+        assert_same(evolve(checkpoint=tmp_path), expected)
+
+    def test_an_executor_that_does_not_begin_again(self):
+        """Also members that wait for a worker stop, and those that have not begun are named."""
+        with pytest.warns(UserWarning, match="stops the members 0, 1, 2, 3, 4, 5 at an earlier round"):
+            found = evolve(Here(kills=[4]), retries=0)
+        assert (found.run.status == Status.STOPPED).all()
+        with (
+            pytest.warns(UserWarning, match="returns without the members 2, 3, 4, 5: their workers died"),
+            pytest.warns(UserWarning, match="stops the members 0, 1 at an earlier round"),
+        ):
+            found = evolve(Here(kills=[1]), retries=0)
+        assert found.run.ensemble.ids.tolist() == [0, 1]
 
     def test_before_their_first_round(self):
         with pytest.warns(UserWarning, match="returns without the members"):
@@ -148,6 +197,54 @@ class TestWorkersThatDie:
         assert found.run.ensemble.ids.tolist() == [0, 1, 2, 3]
         assert found.scores.shape == (ROUNDS, 4)
         assert set(found.lineage.ravel().tolist()) <= {0, 1, 2, 3}
+
+
+class TestInterruption:
+    @pytest.mark.slow
+    def test_by_the_caller(self, tmp_path):
+        """Copies that did not train are no descendants; the same call goes on."""
+        reports = []
+
+        def interrupt(report):
+            reports.append(report)
+            if len(reports) == 5:
+                raise KeyboardInterrupt
+
+        with pytest.warns(UserWarning, match="was interrupted"):
+            found = evolve(on_shard=interrupt, checkpoint=tmp_path)
+        expected = evolve()
+        assert np.isfinite(found.scores).sum(axis=0).tolist() == [2, 2, 1, 1, 1, 1]
+        assert found.lineage[0].tolist() == [*expected.lineage[0, :2].tolist(), 2, 3, 4, 5]
+        assert found.lineage[0].tolist() != expected.lineage[0].tolist()
+        assert found.run.interrupted
+        assert_same(evolve(checkpoint=tmp_path), expected)
+
+    def test_of_a_worker(self):
+        """Half a round is none."""
+
+        class Interrupted(Here):
+            def submit(self, fn, /, *args):
+                future = super().submit(fn, *args)
+                if len(self.calls) == 5:
+                    outcome = loads(future.result())
+                    outcome = outcome._replace(result=dataclasses.replace(outcome.result, interrupted=True))
+                    future._result = dumps(outcome, name="test")
+                return future
+
+        with pytest.warns(UserWarning, match="was interrupted"):
+            found = evolve(Interrupted())
+        assert found.run.interrupted
+        assert np.isfinite(found.scores).sum(axis=0).tolist() == [2, 2, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_numbers_of_numpy_in_a_folder(unhooked, tmp_path, asynchronous):
+    numbers = {"rounds": np.int64(ROUNDS), "steps": np.int32(STEPS), "fraction": np.float32(0.5)}
+    options = {"checkpoint": tmp_path, "asynchronous": asynchronous}
+    found = evolve(**options, **numbers)
+    assert_same(evolve(**options, fraction=0.5), found)
+    with pytest.raises(ValueError, match=r"fraction: 0.5 there, 0.25 here"):
+        evolve(**options, fraction=np.float32(0.25))
 
 
 @pytest.mark.filterwarnings("ignore:.*diverged")
@@ -159,6 +256,7 @@ def test_members_that_diverge_are_replaced():
     assert not np.isfinite(found.scores[0, :2]).any()
     assert np.isfinite(found.scores[1:]).all()
     assert not set(found.lineage[0, :2].tolist()) & {0, 1}
+    assert int(found.run.train_state.step) == ROUNDS * STEPS
     found = evolve(hyper={"rate": np.full(MEMBERS, 1e30, np.float32)})
     assert (found.run.status == Status.DIVERGED).all()
     assert found.scores.shape == (1, MEMBERS)

@@ -94,6 +94,15 @@ class TestWorkersThatDie:
         assert np.isfinite(found.scores[:, 2:]).all()
 
 
+@pytest.mark.parametrize("search", ["population_based_training", "successive_halving", "asynchronous_halving"])
+def test_batches_of_a_function_are_not_cut(search):
+    """A round of a few steps would see the first batches again."""
+    options = {word: OPTIONS[word] for word in ("hyper", "validation", "steps", "plan", "key")} | {"shard": 2}
+    options |= {"rounds": 2} if search == "population_based_training" else {}
+    with pytest.raises(TypeError, match=f"fleet.{search}` needs `epochs`, not `steps`, with an iterable of batches"):
+        getattr(ee.fleet, search)(Here(), ENSEMBLE, mse, sgd, lambda ids: [(X, Y)] * 8, **options)
+
+
 def test_what_is_refused(unhooked):
     for options, text in (
         ({"hyper": None}, "needs `hyper"),
