@@ -42,6 +42,33 @@ _tests = itertools.count(1)
 COLLECTED = pytest.StashKey[list[str]]()  # before marks are selected
 
 
+# With `--dist loadgroup`, one worker runs all tests of each of these, in turn: what they make once, they make once, and
+# processes that wait for each other have the machine. By path, because marks of groups do nothing from pytest 9.2 on.
+GROUPS = {
+    "tests/distributed/": "processes",
+    "tests/sharding/test_processes.py": "processes",
+    "tests/downstream/": "downstream",
+    "tests/test_composition.py": "notebooks",
+    "tests/test_distributions.py": "distributions",
+    "tests/test_notebooks.py": "notebooks",
+}
+
+
+def group_of(nodeid):
+    return next((group for path, group in GROUPS.items() if nodeid.startswith(path)), nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = group_of
+    return scheduler
+
+
 def pytest_collection():
     """What is imported and collected stays."""
     gc.disable()

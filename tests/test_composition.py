@@ -7,8 +7,6 @@ import pytest
 
 from .notebook_runs import executed, printed, table
 
-pytestmark = pytest.mark.xdist_group("notebooks")
-
 
 def claims_of_mixture_of_experts(text):
     nll = table(text, "NEGATIVE LOG-LIKELIHOOD")  # parameters, mean of seeds, standard error, worst

@@ -23,10 +23,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "eqx_ensemble").rglob("*.py")}
 FOLDERS = (".ci", "benchmarks", "docs", "eqx_ensemble", "notebooks", "tests")
 TEXTS = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md", "mkdocs.yml")
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="building a wheel needs hatchling"),
-    pytest.mark.xdist_group("distributions"),  # where groups are asked for, one process builds them once
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("hatchling") is None, reason="building a wheel needs hatchling"
+)
 
 # What is run with the wheel, and what in all.
 SOME_TESTS = ["test_stacked_type.py", "combine/test_mean.py", "test_keys.py"]

@@ -9,8 +9,6 @@ import pytest
 
 from .notebook_runs import NOTEBOOKS, SCRIPTS, executed, printed, table
 
-pytestmark = pytest.mark.xdist_group("notebooks")  # where groups are asked for, one process runs them once
-
 HOOK = "%load_ext jaxtyping\n%jaxtyping.typechecker beartype.beartype"
 
 # Appended to the notebook: without the hook of its first cell, the wrong call goes through.

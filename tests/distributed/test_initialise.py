@@ -57,7 +57,6 @@ def processes(*arguments, count=2, ranks=(0, 1)):
             child.kill()
 
 
-@pytest.mark.xdist_group("processes")  # where groups are asked for, one process runs them, one after another
 class TestProcesses:
     def test_everything_in_two_of_them(self):
         with processes("everything") as children:

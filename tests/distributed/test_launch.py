@@ -21,8 +21,6 @@ from eqx_ensemble.launch._main import environment_of
 HERE = pathlib.Path(__file__).parent
 TOGETHER = str(HERE / "together.py")
 
-pytestmark = pytest.mark.xdist_group("processes")  # where groups are asked for, one process runs them in turn
-
 
 @pytest.fixture
 def script(tmp_path):

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "processes.md").read_text()
 SAID = "2 processes, 4 devices, weights (4, 1, 2)"
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+pytestmark = pytest.mark.slow
 
 
 def block(language, containing):

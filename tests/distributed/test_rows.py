@@ -13,7 +13,6 @@ HERE = pathlib.Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
 def test_processes_read_their_own_rows():
     common = {name: value for name, value in os.environ.items() if name not in SOMEONE_SAYS}
     common |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent.parent), "MASTER_ADDR": "127.0.0.1"}

@@ -13,7 +13,6 @@ from ..children import Child
 HERE = pathlib.Path(__file__).parent
 PROJECT = HERE / "project"
 ROOT = HERE.parent.parent
-pytestmark = pytest.mark.xdist_group("downstream")  # where groups are asked for, one process, with one set of numbers
 
 STRICT = {"JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_NUMPY_RANK_PROMOTION": "raise"}
 STRICT_WARNINGS = ["-W", "error", "-X", "dev"]

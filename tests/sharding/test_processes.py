@@ -13,7 +13,7 @@ import pytest
 from ..children import Child
 
 pytest.importorskip("orbax.checkpoint", reason="checkpoints of several processes need the extra `orbax`")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+pytestmark = pytest.mark.slow
 
 SCRIPT = pathlib.Path(__file__).parent / "processes.py"
 LONGEST = 300  # seconds: a process that waits for another one would wait for ever
