@@ -64,8 +64,8 @@ def population_based_training(
     - `asynchronous`: whether shards go on without waiting for others.
     - `checkpoint`: a folder that all workers can write, in which each shard of each round saves its run. Rerunning the
         same call takes the shards that were done from there, and trains on where the others were. Its size is that of
-        one run for each round. With `asynchronous=True`, the file `order.jsonl` in it lists which shards were done, in
-        order, so that the same call takes the same decisions again.
+        one run for each round. With `asynchronous=True`, the file `order.jsonl` in it lists which shards were done or
+        given up, in order, so that the same call takes the same decisions again; those given up then go on.
     - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.Population`][]. Members whose worker died too often are replaced after that

@@ -273,6 +273,23 @@ def test_a_shard_that_diverges_waits_for_donors():
     assert set(found.lineage[0, :3].tolist()) <= {3, 4, 5}
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*diverged")
+@pytest.mark.parametrize("history", ["all", 2])
+def test_a_shard_that_diverges_is_at_the_step_of_the_others(history):
+    """Their histories have the same columns, and its copies train where a round begins."""
+    rates = RATES.copy()
+    rates[:2] = 1e30
+    expected, found = evolve(history=history).run, evolve(hyper={"rate": rates}, history=history, workers=2).run
+    np.testing.assert_array_equal(found.history.step, expected.history.step)
+    np.testing.assert_array_equal(found.history.validation_step, expected.history.validation_step)
+    columns = (expected.history.step > 2) & (expected.history.step <= STEPS)
+    assert not np.isfinite(found.history.loss[:2, columns]).any()
+    assert np.isfinite(found.history.loss[:, expected.history.step > STEPS]).all()
+    assert np.isfinite(found.history.validation[:, STEPS:]).all()
+    assert (found.best_step[:2] > STEPS).all()
+
+
 def test_what_is_refused(unhooked):
     assert len(LINEAR) == MEMBERS
     for options, error, text in (
