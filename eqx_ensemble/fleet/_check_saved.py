@@ -152,3 +152,11 @@ def check_same_division(found: int | None, count: int, shard: int | None, folder
     raise ValueError(
         f"`{name}` cannot resume: the checkpoints in `{folder}` are of {found} shards, and {given}.\n{hint}"
     )
+
+
+def done_before_message(path: Any, *, name: str) -> str:
+    """The message that a search cannot go on, because the rounds that are there followed from a shard that is lost."""
+    return (
+        f"`{name}` cannot go on in `{path}`: the workers died of a shard that was done before.\n"
+        "Repeat the call: nothing is lost."
+    )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..train.resume._check import check_checkpoint_options
 from ._call_record import check_same_call, json_text
-from ._check_saved import check_begun
+from ._check_saved import check_begun, done_before_message
 from ._ladder import Job
 from ._shard import Finished
 
@@ -62,10 +62,7 @@ class Order:
         if run is None and job in self._given_up:
             return
         if run is None and (job, True) in self._before:
-            raise BrokenExecutor(
-                f"`{self._name}` cannot go on in `{self._path}`: the worker died of a shard that was done before.\n"
-                "Repeat the call: nothing is lost."
-            )
+            raise BrokenExecutor(done_before_message(self._path, name=self._name))
         self._ended[job] = run
 
     def next(self) -> Turn | None:

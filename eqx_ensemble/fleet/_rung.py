@@ -21,6 +21,7 @@ from ._cut import cut_data, cut_options, cut_start, member_options
 from ._engines import Engine
 from ._fit import fit
 from ._join import join_runs
+from ._lost_record import LostRecord
 from ._shard import members_text
 
 
@@ -42,32 +43,44 @@ def train_rungs(
     `call` are the arguments on which the later rungs depend, and not the first.
     """
     numbers, record = itertools.count(), CallRecord(folder, call, name=name)
+    first: dict[int, int] = {}  # the positions of all members, by id: some may be lost at the first rung
 
     def train(begun: Ensemble[Any] | Run[Any], loss: Any, optimiser: Any, data: Any, **more: Any) -> Run[Any]:
         number = next(numbers)
-        more = more | options | {"checkpoint": None if folder is None else folder / f"{word}-{number:02d}"}
+        here, after = (None if folder is None else folder / f"{word}-{i:02d}" for i in (number, number + 1))
+        more, lost = more | options | {"checkpoint": here}, LostRecord(here, after, name=name)
         if folder is not None and number:
             more["resume"] = "auto"  # a call has begun if its first rung has
         if isinstance(begun, Ensemble):
-            run = fit(engine, begun, loss, optimiser, data, **more)
+            first.update({member: position for position, member in enumerate(np.asarray(begun.ids).tolist())})
+            done = fit(engine, begun, loss, optimiser, data, **more)
+            run = lost.leave_out(done)
             record.write()
+            left_out = np.setdiff1d(done.ensemble.ids, run.ensemble.ids)
+            if len(left_out):
+                warn(f"`{name}` returns without {members_text(left_out)}, as before: their workers died.")
+            if not run.interrupted:
+                lost.write(np.setdiff1d(begun.ids, run.ensemble.ids))
             return run
-        own = member_options(more, len(begun.status), name=name)
+        own = member_options(more, len(first), name=name)
 
         def go_on(positions: np.ndarray) -> Run[Any]:
+            at = np.array([first[member] for member in np.asarray(begun.ensemble.ids)[positions].tolist()])
             given = {"data": data, "validation": more["validation"]}
-            sources: dict[str, Any] = {
-                word: x if is_function(x) else cut_data(x, positions) for word, x in given.items()
-            }
-            options: dict[str, Any] = more | cut_options(own, positions) | sources
-            return fit(engine, cut_start(begun, positions), loss, optimiser, options.pop("data"), **options)
+            sources: dict[str, Any] = {word: x if is_function(x) else cut_data(x, at) for word, x in given.items()}
+            options: dict[str, Any] = more | cut_options(own, at) | sources
+            return lost.leave_out(
+                fit(engine, cut_start(begun, positions), loss, optimiser, options.pop("data"), **options)
+            )
 
-        return _go_on(go_on, begun, word=word, name=name)
+        return _go_on(go_on, begun, lost, word=word, name=name)
 
     return train
 
 
-def _go_on(call: Callable[[np.ndarray], Run[Any]], begun: Run[Any], *, word: str, name: str) -> Run[Any]:
+def _go_on(
+    call: Callable[[np.ndarray], Run[Any]], begun: Run[Any], record: LostRecord, *, word: str, name: str
+) -> Run[Any]:
     """Trains on the members of a run that have not stopped."""
     training = to_host(begun.train_state.status) == Status.OK
     sent = with_company(training)
@@ -79,6 +92,8 @@ def _go_on(call: Callable[[np.ndarray], Run[Any]], begun: Run[Any], *, word: str
     ids = np.asarray(begun.ensemble.ids)
     kept = ~np.isin(ids, np.asarray(run.ensemble.ids))
     lost = training & kept
+    if not run.interrupted:
+        record.write(ids[lost])
     if lost.any() and not run.interrupted:
         warn(f"`{name}` stops {members_text(ids[lost])} where the {word} before ended: their workers died.")
         begun = stop_members_of(begun, np.flatnonzero(lost))

@@ -21,7 +21,7 @@ from .executors import Here
 from .test_fit import KEY, SEQUENTIAL
 from .test_halving import KillsLater
 from .test_pbt import ENSEMBLE as LINEAR
-from .test_pbt import MEMBERS, assert_same, train
+from .test_pbt import MEMBERS, Once, assert_same, train
 
 pytest.importorskip("cloudpickle", reason="needs the extra `fleet`")
 
@@ -110,17 +110,6 @@ def test_is_the_algorithm(size, workers):
 def test_one_shard_of_all_is_that_of_one_process():
     found = train(ee.fleet.population_based_training, "steps", Here(), shard=MEMBERS, asynchronous=True)
     assert_same(found, train(ee.methods.population_based_training, "steps"))
-
-
-class Once:
-    """Makes executors, of which the first breaks at these calls."""
-
-    def __init__(self, kills):
-        self.kills = kills
-
-    def __call__(self):
-        kills, self.kills = self.kills, ()
-        return Here(kills)
 
 
 class TestWorkersThatDie:

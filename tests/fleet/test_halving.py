@@ -104,6 +104,26 @@ class TestWorkersThatDie:
         np.testing.assert_array_equal(found.history.loss[lost, :3], whole.history.loss[lost, :3])
         assert np.isnan(found.history.loss[lost, 3:]).all()
 
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore:.*diverged")
+    @pytest.mark.parametrize("case", ["own data", "steps"])
+    def test_those_of_the_first_rung_are_missing(self, case):
+        """The others go on with their own data and rows."""
+        executors = iter([Here(kills=[0]), Here(kills=[0])])  # with another shard, and alone
+        with pytest.warns(UserWarning, match="returns without the members 0, 1"):
+            found = halve(
+                ee.fleet.successive_halving, case, lambda: next(executors, Here()), shard=2, retries=0, factor=2
+            )
+        whole = ee.fit(
+            ENSEMBLE, mse, sgd, OWN if case == "own data" else (X, Y), steps=24,
+            **(OPTIONS | {word: x for word, x in CASES[case].items() if word in ("rows", "validation")}),
+        )  # fmt: skip
+        ids = np.asarray(found.ensemble.ids)
+        assert 0 not in ids
+        kept = np.isfinite(found.history.loss)
+        assert kept.sum() > 3 * len(ids)
+        np.testing.assert_array_equal(found.history.loss[kept], whole.history.loss[ids][kept])
+
     def test_a_checkpoint_goes_on(self, expected, tmp_path):
         options = {"shard": 2, "checkpoint": tmp_path}
         with pytest.raises(Exception, match="a worker died"):

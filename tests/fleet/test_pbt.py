@@ -1,5 +1,9 @@
 """A population over workers is that of one process, bit for bit under `Sequential`."""
 
+import shutil
+import warnings
+from concurrent.futures import BrokenExecutor
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -92,6 +96,55 @@ class TestWorkersThatDie:
         assert np.isnan(found.scores[1:, :2]).all()
         assert not set(found.lineage[1].tolist()) & {0, 1}
         assert np.isfinite(found.scores[:, 2:]).all()
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("executor", [lambda: Once([2]), lambda: lambda: KillsLater([0, 1])])
+    def test_the_same_call_after_others_went_on(self, tmp_path, executor):
+        """Rounds that began without some members are those of the same call again."""
+        call = lambda executor: train(
+            ee.fleet.population_based_training, "steps", executor, shard=2, retries=0, checkpoint=tmp_path
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            before = call(executor())
+        with pytest.warns(UserWarning, match="members (0, 1 where|4, 5, as before)"):
+            again = call(Here())
+        assert again.run.ensemble.ids.tolist() == before.run.ensemble.ids.tolist()
+        np.testing.assert_array_equal(again.scores[:2], before.scores[:2])
+        np.testing.assert_array_equal(again.lineage, before.lineage)
+        assert np.isfinite(again.scores[2]).all()
+
+    @pytest.mark.slow
+    def test_a_shard_that_was_done_before(self, expected, tmp_path):
+        call = lambda executor: train(
+            ee.fleet.population_based_training, "steps", executor, shard=2, retries=0, checkpoint=tmp_path
+        )
+        call(Here())
+        shutil.rmtree(tmp_path / "round-01" / "shard-00000-of-00003")
+        with pytest.raises(BrokenExecutor, match="cannot go on in .*round-01`: .* a shard that was done before"):
+            call(lambda: KillsLater([0, 1]))
+        assert_same(call(Here()), expected("steps"))
+
+    @pytest.mark.slow
+    def test_members_that_nobody_went_on_without(self, expected, tmp_path):
+        """They are tried again."""
+        call = lambda executor: train(
+            ee.fleet.population_based_training, "steps", executor, shard=2, retries=0, checkpoint=tmp_path
+        )
+        with pytest.raises(Exception, match="a worker died"), pytest.warns(UserWarning, match="stops the members"):
+            call(Here(kills=[4]))
+        assert_same(call(Here()), expected("steps"))
+
+
+class Once:
+    """Makes executors, of which the first breaks at these calls."""
+
+    def __init__(self, kills):
+        self.kills = kills
+
+    def __call__(self):
+        kills, self.kills = self.kills, ()
+        return Here(kills)
 
 
 @pytest.mark.parametrize("search", ["population_based_training", "successive_halving", "asynchronous_halving"])
