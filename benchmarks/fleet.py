@@ -119,7 +119,7 @@ def _compare(report: Report, quick: bool) -> None:
 
 def _long_shards(report: Report, quick: bool) -> None:
     """What is added to shards of some ten seconds."""
-    members, shard, epochs = (8, 4, 1) if quick else (2000, 1000, 60)
+    members, shard, epochs = (8, 4, 1) if quick else (2000, 1000, 240)
     call = _call(members, epochs)
     for name in ("processes", "Dask"):
         with EXECUTORS[name](1) as executor:
