@@ -171,7 +171,8 @@ def fit(
     how = {"shard": shard, "workers": workers, "retries": retries}
     if save_folder is None:
         watch = Watch(progress, count=count_of_run, on_shard=on_shard)
-        return join_shards(call, executor, checkpoints, **how, watch=watch)
+        continued = ensemble.seconds if isinstance(ensemble, Run) else 0.0
+        return join_shards(call, executor, checkpoints, **how, watch=watch, continued=continued)
     functions = {"loss": loss, "optimiser": optimiser}
     texts = call_identity(ensemble, ids_of_all, functions, given | fitting.sources, key=key)
     like = shapes_of_start(ensemble, ids_of_all, given.get("state"), name=_NAME)

@@ -80,8 +80,12 @@ def join_shards(
     workers: int | None,
     retries: int,
     watch: Watch,
+    continued: float,
 ) -> Run[Any]:
-    """The run of the shards that were done; warns of members that are missing, or diverged."""
+    """The run of the shards that were done; warns of members that are missing, or diverged.
+
+    `continued` is the duration of the run that it continues.
+    """
     begun = time.perf_counter()
     start = lambda size: list(enumerate(checkpoints.divide(size)))
     finished = over_shards(call, executor, shard=shard, workers=workers, retries=retries, watch=watch, start=start)
@@ -89,7 +93,7 @@ def join_shards(
     message = lost_message(finished, name=call.name)
     if message:
         warn(message)
-    seconds = time.perf_counter() - begun
+    seconds = continued + time.perf_counter() - begun
     run = join_runs([run for _, run in finished.results], interrupted=finished.interrupted, seconds=seconds)
     lost = run.status == Status.DIVERGED
     if lost.any():

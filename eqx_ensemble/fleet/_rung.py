@@ -110,7 +110,7 @@ def with_company(training: np.ndarray) -> np.ndarray:
 
 def in_order(runs: list[Run[Any]], ids: np.ndarray) -> Run[Any]:
     """The run of the members of several runs, in the order of `ids`."""
-    interrupted, seconds = any(run.interrupted for run in runs), sum(run.seconds for run in runs)
+    interrupted, seconds = any(run.interrupted for run in runs), max(run.seconds for run in runs)
     joined = runs[0] if len(runs) == 1 else join_runs(runs, interrupted=interrupted, seconds=seconds)
     found = np.asarray(joined.ensemble.ids).tolist()
     index = {member: position for position, member in enumerate(found)}

@@ -21,7 +21,7 @@ class Progress:
     - `step`: the number of steps done, those of earlier runs that this one continues included.
     - `last_step`: the step at which the run ends; `None` if that is not known, as for epochs of an iterable.
     - `epoch`: the number of epochs of this run that have ended.
-    - `seconds`: since the run began; for a resumed run, those of its earlier processes included.
+    - `seconds`: since the call of `fit` began; for a resumed run, those of its earlier processes included.
     - `ids`: `(members,)`, the members' ids.
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     - `loss`: `(members,)`, each member's latest finite training loss; NaN if it has none.

@@ -63,8 +63,7 @@ class Run(eqx.Module, Generic[M]):
         (`get_state` or `state_dict`); another run continues there. `None` at the end of an epoch, and for arrays.
     - `plan`: how the members were executed; after `plan="auto"`, `run.plan.explain()` says why.
     - `interrupted`: whether Ctrl-C or a callback ended the run early.
-    - `seconds`: its duration, with compilations; for a resumed run, in all its processes. The runs that it continues
-        have their own.
+    - `seconds`: its duration, with compilations, in all its processes; that of the runs that it continues included.
 
     The text of a run, also in a notebook, is a summary of a few lines.
     """

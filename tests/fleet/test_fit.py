@@ -110,6 +110,12 @@ def test_a_run_goes_on():
     assert_equal(call(joined), call(half))
 
 
+def test_the_duration_is_that_of_all_runs():
+    earlier = eqx.tree_at(lambda run: run.seconds, fit(ee.fit, {"epochs": 1}), 100.0)
+    run = ee.fleet.fit(Here(), earlier, mse, OPTIMISER, (X, Y), batch_size=8, epochs=1, shard=4, key=KEY)
+    assert 100 < run.seconds < 200
+
+
 def test_data_made_on_the_worker():
     own = np.stack([X + i for i in range(MEMBERS)])
     expected = fit(ee.fit, {"data": (ee.Each(own), Y), "epochs": 1}, plan=SEQUENTIAL)

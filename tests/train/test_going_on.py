@@ -199,3 +199,30 @@ class TestRefused:
         with pytest.raises(TypeError, match=r"fit\(run.train_state"):
             fitted(run, epochs=1)
         assert fitted(run.train_state, epochs=1).selection is None
+
+
+class TestDuration:
+    def test_is_that_of_all_runs(self, ensemble, tmp_path):
+        """As the history is: in memory, and resumed from a checkpoint."""
+        first = fitted(ensemble, steps=5)
+        second = fitted(first, steps=5, checkpoint=tmp_path)
+        assert second.seconds > first.seconds
+        earlier = eqx.tree_at(lambda run: run.seconds, first, 100.0)
+        assert 100 < fitted(earlier, steps=5).seconds < 200
+        assert fitted(earlier, steps=5, checkpoint=tmp_path).seconds == pytest.approx(second.seconds, abs=1)
+
+    def test_does_not_count_for_max_seconds(self, ensemble):
+        earlier = eqx.tree_at(lambda run: run.seconds, fitted(ensemble, steps=5), 1e6)
+        run = fitted(earlier, steps=5, max_seconds=1000)
+        assert run.status.tolist() == [ee.train.Status.OK] * MEMBERS
+
+    def test_of_rounds(self, ensemble):
+        """A method of several runs tells the duration of all."""
+        durations = []
+        run = ee.methods.successive_halving(
+            ensemble, loss, ADAM, data(40), validation=data(16), epochs=1, batch_size=8, progress=False, key=KEY,
+            callbacks=lambda progress: durations.append(progress.seconds),
+        )  # fmt: skip
+        starts = [i for i in range(1, len(durations)) if durations[i] < durations[i - 1]]
+        assert starts
+        assert run.seconds > sum(durations[i - 1] for i in starts) + durations[-1]

@@ -159,7 +159,7 @@ def collect_run(
         data_state=cursor.state if cursor.batches > 0 else None,
         plan=plan,
         interrupted=interrupted,
-        seconds=host.saving.seconds,
+        seconds=start.seconds + host.saving.seconds,
     )
 
 

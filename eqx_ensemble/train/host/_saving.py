@@ -26,7 +26,7 @@ class Saving:
 
     @property
     def seconds(self) -> float:
-        """Since the run began, what it took before it was resumed included."""
+        """Since the call began, what it took before it was resumed included."""
         return time.perf_counter() - self._started
 
     @property

@@ -30,7 +30,8 @@ from ._record import Record
 class Start(NamedTuple):
     """Where a run starts, and what is known from before: `rows` are `None` where all have been seen.
 
-    `begun` is the step at which the call that resumes there began.
+    `begun` is the step at which the call that resumes there began, and `seconds` the duration of the run that this call
+    continues.
     """
 
     state: TrainState
@@ -40,6 +41,7 @@ class Start(NamedTuple):
     cursor: Cursor
     rows: np.ndarray | None
     begun: int
+    seconds: float
 
 
 def layout_of(mesh: Mesh | None, begun: Any) -> Layout | None:
@@ -75,7 +77,7 @@ def start_of(
         options = {"state": state, "hyper": hyper, "trainable": trainable, "layout": layout}
         first = first_state(begun, optimiser, **options, name="fit", key=key)
         selection = no_selection(first.moving, mode) if has_validation else None
-        return Start(first, selection, Record(windows=windows), [], Cursor(), _no_rows(first), int(first.step))
+        return Start(first, selection, Record(windows=windows), [], Cursor(), _no_rows(first), int(first.step), 0.0)
     given = {"state": state is not None, "hyper": hyper is not None, "trainable": trainable is not eqx.is_inexact_array}
     check_not_given_again([name for name, there in given.items() if there])
     run, first = (begun, begun.train_state) if isinstance(begun, Run) else (None, begun)
@@ -93,8 +95,8 @@ def start_of(
     step = int(first.step)
     record = Record(first_step=step, history=None if run is None else run.history, windows=windows)
     if run is None:
-        return Start(first, selection, record, [], Cursor(), _no_rows(first), step)
-    return Start(first, selection, record, run.revived, Cursor(state=run.data_state), run.rows, step)
+        return Start(first, selection, record, [], Cursor(), _no_rows(first), step, 0.0)
+    return Start(first, selection, record, run.revived, Cursor(state=run.data_state), run.rows, step, run.seconds)
 
 
 def with_validation(

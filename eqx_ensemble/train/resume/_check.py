@@ -21,6 +21,7 @@ _RECORD = {
     "revived": list | None,
     "place": list,
     "seconds": float,
+    "continued": float,
     "begun": int,
 }
 

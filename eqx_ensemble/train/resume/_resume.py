@@ -41,7 +41,7 @@ class Saver:
     - `every`: the number of steps between two checkpoints; about a minute if `None`.
     - `step`: the last saved step, or -1.
     - `failed`: the error of a failed save, after which the run ends.
-    - `seconds_before`: the duration of the run before this process.
+    - `seconds_before`: the duration of the call before this process.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Saver:
         goes_on = self._round is not None and self._round.goes_on
         if self._round is not None:
             identity = self._round.identify(identity)
-        self._identity, self._begun = identity, start.begun
+        self._identity, self._begun, self._continued = identity, start.begun, start.seconds
         self._shared, self._ids = start.state.shared, start.state.ids
         self._seen = self._checkpoints.steps
         if not self._seen or goes_on:
             return start
         restored = self._checkpoints.restore(lambda contents: self._like(start, contents))
         self.step, meta = restored.step, restored.meta["fit"]
-        self.seconds_before, self._begun = meta["seconds"], meta["begun"]
+        self.seconds_before, self._continued, self._begun = meta["seconds"], meta["continued"], meta["begun"]
         tree = restored.tree
         history = History(tree["loss"], tree["aux"], tree["validation"], tree["validation_step"], tree["history_step"])
         revived = meta["revived"]
@@ -103,6 +103,7 @@ class Saver:
             revived=start.revived if revived is None else [Revival(*each) for each in revived],
             cursor=cursor._replace(state=decode(cursor.state)),
             begun=self._begun,
+            seconds=self._continued,
         )
 
     def _like(self, start: Start, contents: Contents) -> dict[str, Any]:
@@ -162,6 +163,7 @@ class Saver:
             "revived": None if revived is None else [list(each) for each in revived],
             "place": list(cursor._replace(state=encode(cursor.state))),
             "seconds": seconds,
+            "continued": self._continued,
             "begun": self._begun,
         }
         try:
