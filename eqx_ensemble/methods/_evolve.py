@@ -131,9 +131,11 @@ def evolve(
         donors = population.truncation(
             past.scores[-1], past.training, fraction=evolution.fraction, mode=run.mode, key=evolution.keys[index]
         )
-        past = past.descend(donors)
+        ended_run, ended_past, past = run, past, past.descend(donors)
         saved.decide(index - 1, run, past.decisions)
         run = train_round(index, replace_members(run, donors, evolution.explore, key=key), **saved.saving(index))
+        if run.interrupted and int(run.train_state.step) == int(ended_run.train_state.step):  # before its first step
+            return ended_past.population(dataclasses.replace(ended_run, interrupted=True), ended=False)
 
 
 def replace_members(run: Run, donors: np.ndarray, explore: Callable[..., Any], *, key: Any) -> Run:

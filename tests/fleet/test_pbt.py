@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.train import Status
 
 from .executors import Here
 from .test_fit import KEY, SEQUENTIAL, X, Y, assert_equal, mse
@@ -134,6 +135,24 @@ class TestWorkersThatDie:
         with pytest.raises(Exception, match="a worker died"), pytest.warns(UserWarning, match="stops the members"):
             call(Here(kills=[4]))
         assert_same(call(Here()), expected("steps"))
+
+
+class TestInterruption:
+    def test_before_a_shard_of_a_round(self, expected):
+        """The round has not begun: the result is that of the rounds before."""
+
+        class Interrupted(Here):
+            def submit(self, fn, /, *args):
+                if len(self.calls) == 3:
+                    raise KeyboardInterrupt
+                return super().submit(fn, *args)
+
+        found = train(ee.fleet.population_based_training, "steps", Interrupted(), shard=2)
+        assert found.run.interrupted
+        np.testing.assert_array_equal(found.scores, expected("steps").scores[:1])
+        np.testing.assert_array_equal(found.lineage, [np.arange(MEMBERS)])
+        np.testing.assert_array_equal(found.run.history.loss, expected("steps").run.history.loss[:, :5])
+        assert (found.run.status == Status.OK).all()
 
 
 class Once:
