@@ -68,15 +68,16 @@ def run_shards(
         try:
             while work.queue or work.open:
                 work.submit()
-                for shard, outcome in work.collect(arrays):
-                    kept = watch.keep(shard, outcome.result)
-                    work.results.append((shard, kept))
+                ended = [(shard, watch.keep(shard, x.result), x.seconds) for shard, x in work.collect(arrays)]
+                work.results.extend((shard, kept) for shard, kept, _ in ended)
+                for shard, kept, _ in ended:
+                    work.queue.extend(follow(shard, kept) if follow else ())
+                for shard, kept, seconds in ended:
                     counts = watch.count(kept)
                     totals.update(counts)
                     line.set_postfix({word: totals[word] for word in _SHOWN if word in totals}, refresh=False)
                     line.update(len(shard.positions))
-                    work.tell(shard, watch.on_shard, outcome.seconds, counts)
-                    work.queue.extend(follow(shard, kept) if follow else ())
+                    work.tell(shard, watch.on_shard, seconds, counts)
                 for shard in work.tell_lost(watch.on_shard):
                     work.queue.extend(follow(shard, None) if follow and not work.ended else ())
         except KeyboardInterrupt:

@@ -202,8 +202,8 @@ class TestInterruption:
         with pytest.warns(UserWarning, match="was interrupted"):
             found = evolve(on_shard=interrupt, checkpoint=tmp_path)
         expected = evolve()
-        assert np.isfinite(found.scores).sum(axis=0).tolist() == [2, 2, 1, 1, 1, 1]
-        assert found.lineage[0].tolist() == [*expected.lineage[0, :2].tolist(), 2, 3, 4, 5]
+        assert np.isfinite(found.scores).sum(axis=0).tolist() == [2, 2, 2, 2, 1, 1]
+        assert found.lineage[0].tolist() == [*expected.lineage[0, :4].tolist(), 4, 5]
         assert found.lineage[0].tolist() != expected.lineage[0].tolist()
         assert found.run.interrupted
         assert_same(evolve(checkpoint=tmp_path), expected)

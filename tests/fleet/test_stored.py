@@ -266,6 +266,17 @@ class TestReports:
         with pytest.raises(TypeError, match="`on_shard`"):
             fit(ee.fleet.fit, PLAIN, Here(), shard=3, on_shard=3)
 
+    def test_ctrl_c_in_it(self):
+        """The shards that were done together with the one of the report are kept."""
+
+        def interrupt(report):
+            raise KeyboardInterrupt
+
+        with pytest.warns(UserWarning, match="was interrupted") as seen:
+            run = fit(ee.fleet.fit, PLAIN, Here(), shard=3, workers=3, on_shard=interrupt)
+        assert run.interrupted
+        assert run.ensemble.ids.tolist() == list(range(MEMBERS)), [str(one.message) for one in seen]
+
     def test_progress_counts_all_shards(self, capsys):
         options = PLAIN | {"max_steps": np.array([1, 99, 1, 99, 1, 99, 1])}
         from tqdm.std import tqdm
