@@ -19,14 +19,15 @@ from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ._check import IN_FILES, MEMBERS_HERE, check_folder, check_retries
 from ._cut import large_shared
-from ._engines import Engine, open_engine
+from ._dispatch import Dispatcher
+from ._engines import open_engine
 from ._fit_shard import fit_shard, watch_runs
 from ._fitting import prepare, whole_epochs
 from ._folder import hold
+from ._halving_search import HalvingSearch
 from ._ladder import Ladder
 from ._order import Order, check_resume
 from ._run_shards import run_shards
-from ._search import Search
 from ._shard import Finished, check_some_done, members_text, warn_missing
 from ._worker import Task
 
@@ -122,8 +123,9 @@ def asynchronous_halving(
     check_no_transformation(name=_NAME)
     check_options(options, IN_FILES, MEMBERS_HERE, name=_NAME)
     watch = watch_runs(progress=progress, on_shard=options.pop("on_shard", None), name=_NAME)
-    lengths = {"epochs": epochs, "steps": steps, "factor": factor, "rungs": rungs}
-    plan = check_rungs(ensemble, data, validation=validation, **lengths, name=_NAME)
+    plan = check_rungs(
+        ensemble, data, validation=validation, epochs=epochs, steps=steps, factor=factor, rungs=rungs, name=_NAME
+    )
     if rungs is None:
         plan = plan._replace(totals=plan.totals[: _rungs(len(ensemble), plan.factor)])
     if shard is not None:
@@ -137,38 +139,36 @@ def asynchronous_halving(
     fitting = prepare(loss, optimiser, data, options, len(ensemble), name=_NAME, key=key)
     with open_engine(executor, workers, name=_NAME) as engine, hold(folder):
         size = engine.shard_of(len(ensemble)) if shard is None else shard
-        search = _search(engine, ensemble, fitting, plan, size, first, folder)
+        lengths, num_workers = plan.lengths(), engine.num_workers()
+        order = Order(folder, _call_record(ensemble, plan, size, num_workers), name=_NAME)
+        ladder = Ladder(len(ensemble), len(lengths), factor=plan.factor, size=size)
+        search = HalvingSearch(ensemble, fitting, ladder, lengths, first=first, folder=folder)
+        dispatcher = Dispatcher(search, order, np.asarray(ensemble.ids), workers=num_workers)
         finished = run_shards(
-            engine, Task(fit_shard, fitting.common), search.shards(), [*fitting.arrays, *large_shared(ensemble)],
-            retries=tries, watch=watch, follow=search.follow, name=_NAME,
+            engine, Task(fit_shard, fitting.common), dispatcher.shards(), [*fitting.arrays, *large_shared(ensemble)],
+            retries=tries, watch=watch, follow=dispatcher.end, name=_NAME,
         )  # fmt: skip
     check_some_done(finished, np.flatnonzero(search.rung >= 0), name=_NAME)
-    search.order.check_repeated(finished)
+    order.check_replay(finished)
     _warn_lost(finished, search, np.asarray(ensemble.ids))
     return _warn_diverged(search.run(interrupted=finished.interrupted, seconds=time.perf_counter() - begun))
 
 
 def _rungs(count: int, factor: float | int) -> int:
-    """The number of rungs that someone reaches, if all others wait."""
+    """The number of rungs with at least one member, in a synchronous search."""
     rungs = 1
     while (count := share(count, factor)) > 0:
         rungs += 1
     return rungs
 
 
-def _search(
-    engine: Engine, ensemble: Any, fitting: Any, plan: Rungs, size: int, first: dict[str, Any], folder: Any
-) -> Search:
-    """The search of a call."""
-    workers, lengths = engine.num_workers(), plan.lengths()
-    ladder = Ladder(len(ensemble), len(lengths), factor=plan.factor, size=size)
-    call = {"members": np.asarray(ensemble.ids).tolist(), "shard": size, "workers": workers, "factor": plan.factor}
-    call |= {plan.unit: plan.totals}
-    order = Order(folder, call, name=_NAME)
-    return Search(ensemble, fitting, ladder, lengths, order, first=first, folder=folder, workers=workers)
+def _call_record(ensemble: Ensemble[Any], plan: Rungs, size: int, workers: int) -> dict[str, Any]:
+    """The arguments that a call must share with the one whose folder it resumes in."""
+    members = np.asarray(ensemble.ids).tolist()
+    return {"members": members, "shard": size, "workers": workers, "factor": plan.factor, plan.unit: plan.totals}
 
 
-def _warn_lost(finished: Finished, search: Search, ids: np.ndarray) -> None:
+def _warn_lost(finished: Finished, search: HalvingSearch, ids: np.ndarray) -> None:
     """Warns of members that are missing, or stopped at an earlier rung."""
     warn_missing(finished, ids[search.rung < 0], name=_NAME)
     is_new = lambda report: (search.rung[np.isin(ids, report.ids)] < 0).any()

@@ -1,4 +1,4 @@
-"""A population over workers whose shards do not wait for each other."""
+"""Asynchronous population-based training over workers."""
 
 import time
 from collections.abc import Callable
@@ -17,12 +17,13 @@ from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ._check import check_retries, check_shard
 from ._cut import large_shared
+from ._dispatch import Dispatcher
 from ._engines import Engine
-from ._exchange import Exchange
 from ._fit_shard import fit_shard, watch_runs
 from ._fitting import prepare
 from ._folder import hold
 from ._order import Order, check_resume
+from ._population_search import PopulationSearch
 from ._run_shards import run_shards
 from ._shard import Finished, check_some_done, members_text, warn_missing
 from ._shard_rounds import ShardRounds, population_of
@@ -44,7 +45,7 @@ def evolve_asynchronously(
     name: str,
     **options: Any,
 ) -> Population[M]:
-    """All rounds of all shards; each begins its next one as soon as a worker is free."""
+    """Population-based training in which each shard starts its next round as soon as a worker is idle."""
     begun = time.perf_counter()
     folder = None if folder is None else absolute(folder)
     check_resume(options, folder, name=name)
@@ -56,24 +57,23 @@ def evolve_asynchronously(
     options["hyper"] = evolution.hyper
     fitting = prepare(loss, optimiser, data, options, len(ensemble), name=name, key=key)
     size = engine.shard_of(len(ensemble)) if shard is None else shard
-    workers, ids = engine.num_workers(), np.asarray(ensemble.ids)
-    call = {"members": ids.tolist(), "shard": size, "workers": workers, "rounds": len(evolution.keys)}
+    num_workers, ids = engine.num_workers(), np.asarray(ensemble.ids)
+    call = {"members": ids.tolist(), "shard": size, "workers": num_workers, "rounds": len(evolution.keys)}
     call |= {"fraction": evolution.fraction} | evolution.length
     with hold(folder):
         order = Order(folder, call, name=name)
-        exchange = Exchange(
-            ensemble, fitting, evolution, order, first=first, folder=folder, size=size, workers=workers, key=key
-        )
+        search = PopulationSearch(ensemble, fitting, evolution, first=first, folder=folder, size=size, key=key)
+        dispatcher = Dispatcher(search, order, ids, workers=num_workers)
         finished = run_shards(
-            engine, Task(fit_shard, fitting.common), exchange.shards(), [*fitting.arrays, *large_shared(ensemble)],
-            retries=tries, watch=watch, follow=exchange.follow, name=name,
+            engine, Task(fit_shard, fitting.common), dispatcher.shards(), [*fitting.arrays, *large_shared(ensemble)],
+            retries=tries, watch=watch, follow=dispatcher.end, name=name,
         )  # fmt: skip
-    check_some_done(finished, exchange.past.shards, name=name)
-    order.check_repeated(finished)
+    check_some_done(finished, search.past.shards, name=name)
+    order.check_replay(finished)
     if not finished.interrupted:
-        exchange.stop_rest()
-    _warn_lost(finished, exchange.past, name=name)
-    return population_of(exchange.past, interrupted=finished.interrupted, seconds=time.perf_counter() - begun)
+        search.stop_unfinished()
+    _warn_lost(finished, search.past, name=name)
+    return population_of(search.past, interrupted=finished.interrupted, seconds=time.perf_counter() - begun)
 
 
 def _warn_lost(finished: Finished, past: ShardRounds, *, name: str) -> None:

@@ -1,19 +1,20 @@
-"""What identifies a search in its folder: arguments on which the later rungs depend, and not the first."""
+"""A file with the arguments of a search that its later rungs depend on, which the runs of the first do not record."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ._text_file import write_text
+
 _NAME = "call.json"
 
 
 class CallRecord:
-    """The arguments of a search, in a file of its folder; nothing without a folder.
+    """The arguments of a search, in a file of its folder. Without a folder nothing is read or written.
 
-    They are written once the first rung has ended: a call that failed before it is no call to go on with.
+    The file is written at the end of the first rung, so that a call that fails before can be repeated with others.
     """
 
     def __init__(self, folder: Path | None, call: dict[str, Any], *, name: str) -> None:
@@ -22,16 +23,13 @@ class CallRecord:
             check_same_call(json.loads(self._path.read_text()), call, folder, name=name)
 
     def write(self) -> None:
-        """Writes them, atomically."""
-        if self._path is None or self._path.exists():
-            return
-        temporary = self._path.with_suffix(".new")
-        temporary.write_text(json_text(self._call))
-        os.replace(temporary, self._path)
+        """Writes the arguments, atomically."""
+        if self._path is not None and not self._path.exists():
+            write_text(self._path, json_text(self._call))
 
 
 def json_text(call: dict[str, Any]) -> str:
-    """Arguments as JSON, with numbers of NumPy as Python's."""
+    """Arguments as JSON, with NumPy scalars as numbers."""
     return json.dumps(call, default=lambda x: x.item() if isinstance(x, np.generic) else float(x))
 
 

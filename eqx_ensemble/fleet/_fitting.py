@@ -14,6 +14,8 @@ from ..train.data._data import is_batches
 from ._check import check_can_be_cut, check_members_of_data, is_function
 from ._cut import cut_data, cut_options, large_arrays, member_options, on_host
 
+_OF_ENSEMBLES = ("hyper", "state", "trainable")
+
 
 class Fitting(NamedTuple):
     """A call of `fit` that is divided.
@@ -33,6 +35,11 @@ class Fitting(NamedTuple):
     def arrays(self) -> list[Any]:
         """The arrays that every worker is given once."""
         return [array for x in self.sources.values() if not is_function(x) for array in large_arrays(x)]
+
+    @property
+    def for_runs(self) -> "Fitting":
+        """For runs that continue others, without the options that `fit` takes with an ensemble only."""
+        return self._replace(own={word: x for word, x in self.own.items() if word not in _OF_ENSEMBLES})
 
     def part(self, start: Any, positions: np.ndarray, ids: np.ndarray, folder: Any, **more: Any) -> dict[str, Any]:
         """What the shard of the members at `positions` needs, which begins at `start`; `more` are options of `fit`."""
@@ -64,11 +71,11 @@ def prepare(
 
 def whole_epochs(data: PyTree, steps: Any, *, name: str) -> PyTree:
     """Data for rounds of some steps; what a function makes is checked on the worker."""
-    return data if steps is None or not is_function(data) else ft.partial(_read_checked, data, name)
+    return data if steps is None or not is_function(data) else ft.partial(_make_data, data, name)
 
 
-def _read_checked(read: Callable[..., Any], name: str, ids: np.ndarray) -> Any:
-    data = read(ids)
+def _make_data(make: Callable[..., Any], name: str, ids: np.ndarray) -> Any:
+    data = make(ids)
     check_whole_epochs(1, is_batches=is_batches(data), name=name)
     return data
 

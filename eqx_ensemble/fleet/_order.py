@@ -1,7 +1,6 @@
-"""The order in which jobs of a search ended, in a file of its folder: with it, a search can be repeated."""
+"""The log of an asynchronous search: a file with the order in which its jobs ended, from which it is replayed."""
 
 import json
-import os
 from collections import deque
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
@@ -12,17 +11,18 @@ from ._call_record import check_same_call, json_text
 from ._check_saved import check_begun, done_before_message
 from ._ladder import Job
 from ._shard import Finished
+from ._text_file import append_line, write_text
 
 _NAME, _GIVEN_UP = "order.jsonl", "given up"
 
 
 class Turn(NamedTuple):
-    """A job whose end is next.
+    """An entry of the log, and its result.
 
     **Attributes:**
 
-    - `run`: what it came to; `None` if it was given up.
-    - `is_late`: whether it was given up before: its worker has gone on to another job since.
+    - `run`: the run of the job; `None` if it was given up.
+    - `is_late`: whether an earlier entry gave it up, so that its worker already has another job.
     """
 
     job: Job
@@ -31,10 +31,11 @@ class Turn(NamedTuple):
 
 
 class Order:
-    """The jobs that ended, one a line, after a line with the call's own arguments; only in memory without a folder.
+    """A log with one line for each job that ended, after a line with the arguments of the call.
 
-    Whether a job was done or given up decides what follows. So a call that goes on takes both from the file, and jobs
-    that were given up then, and are done now, when all of the file is repeated.
+    The next jobs of a search depend on the order of the entries, and on which of them were given up. A call that
+    resumes replays the log, and then adds the jobs that the log gave up and that have finished since. Without a folder
+    the log is in memory only.
     """
 
     def __init__(self, folder: Path | None, call: dict[str, Any], *, name: str) -> None:
@@ -51,13 +52,11 @@ class Order:
         for members, rung, *more in map(json.loads, lines[1:]):
             self._before.append((Job(tuple(members), rung), not more))
         kept = [json_text(call), *(_line(job, is_done=is_done) for job, is_done in self._before)]
-        temporary = self._path.with_suffix(".new")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        os.replace(temporary, self._path)
+        write_text(self._path, "".join(line + "\n" for line in kept))
 
     def end(self, job: Job, run: Any) -> None:
-        """Notes what a job came to, `None` if it was given up."""
-        if run is not None and run.interrupted:  # its worker was, and it is not done
+        """Stores the result of a job, `None` if it was given up."""
+        if run is not None and run.interrupted:  # Ctrl-C reached the worker
             raise KeyboardInterrupt
         if run is None and job in self._given_up:
             return
@@ -66,7 +65,7 @@ class Order:
         self._ended[job] = run
 
     def next(self) -> Turn | None:
-        """The job whose end is next; `None` if it has not ended."""
+        """The next entry; `None` if its job is still running."""
         if self._before:
             job, is_done = self._before[0]
             if is_done and job not in self._ended:
@@ -76,8 +75,7 @@ class Order:
             job = next(iter(self._ended))
             is_done = self._ended[job] is not None
             if self._path is not None:
-                with open(self._path, "a") as file:
-                    file.write(_line(job, is_done=is_done) + "\n")
+                append_line(self._path, _line(job, is_done=is_done))
         else:
             return None
         is_late = job in self._given_up
@@ -89,8 +87,8 @@ class Order:
             del self._ended[job]
         return Turn(job, None, is_late)
 
-    def check_repeated(self, finished: Finished) -> None:
-        """Raises if a search ended before all that its file lists was repeated."""
+    def check_replay(self, finished: Finished) -> None:
+        """Raises if a search ended before the whole log was replayed."""
         if (self._before or self._ended) and not finished.interrupted and not finished.lost:
             raise ValueError(
                 f"`{self._name}` cannot repeat what `{self._path}` lists: its shards come to other results now.\n"
@@ -103,7 +101,7 @@ def _line(job: Job, *, is_done: bool) -> str:
 
 
 def check_resume(options: dict[str, Any], folder: Path | None, *, name: str) -> None:
-    """Takes `resume` out of the options, which is about the call, and not about its shards."""
+    """Removes `resume` from the options of shards and checks it: it applies to the call as a whole."""
     resume = options.pop("resume", "auto")
     check_checkpoint_options(folder, options.get("checkpoint_every"), resume, name=name)
     if folder is not None:

@@ -1,4 +1,4 @@
-"""The rounds that shards of a population have ended, and who descends from whom."""
+"""The finished rounds of each shard of a population: runs, scores, hyper-parameters and donors of its members."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,13 +23,14 @@ from ._rung import in_order, with_status
 
 
 class Round(NamedTuple):
-    """A round that a shard has ended.
+    """A finished round of a shard.
 
     **Attributes:**
 
-    - `run`: its run; `None` once the shard has ended a later one.
-    - `scores`, `hyper`: of its members.
-    - `donors`: their donors after it, by position.
+    - `run`: the run of its last finished round; `None` for earlier rounds.
+    - `scores`: `(members,)`, the validation scores at its end.
+    - `hyper`: the hyper-parameters during it.
+    - `donors`: `(members,)`, the positions of the donors after it.
     """
 
     run: Any
@@ -39,14 +40,14 @@ class Round(NamedTuple):
 
 
 class ShardRounds(NamedTuple):
-    """All shards.
+    """The finished rounds of all shards.
 
     **Attributes:**
 
     - `ids`: the ids of all members.
     - `members`: the positions of the members of each shard.
-    - `rounds`: the rounds that each shard has ended.
-    - `given_up`: the shards whose workers died too often: their members are neither donors nor replaced.
+    - `rounds`: the finished rounds of each shard.
+    - `given_up`: the shards that failed after all retries; their members are neither donors nor replaced.
     """
 
     ids: np.ndarray
@@ -56,12 +57,12 @@ class ShardRounds(NamedTuple):
 
     @property
     def shards(self) -> list[int]:
-        """The shards that have ended a round."""
+        """The indices of shards with at least one finished round."""
         return [index for index, rounds in enumerate(self.rounds) if rounds]
 
 
 def choose_donors(past: ShardRounds, index: int, evolution: Evolution) -> np.ndarray:
-    """The positions of the donors of a shard's members, chosen among all that have ended a round and go on."""
+    """The positions of the donors of a shard's members, by truncation selection among the members of all shards."""
     begun = [(past.members[i], past.rounds[i][-1]) for i in past.shards if i not in past.given_up]
     known = np.concatenate([members for members, _ in begun])
     training = np.concatenate([to_host(last.run.train_state.status) == Status.OK for _, last in begun])
@@ -78,8 +79,8 @@ def choose_donors(past: ShardRounds, index: int, evolution: Evolution) -> np.nda
 def copy_donors(
     past: ShardRounds, index: int, donors: np.ndarray, explore: Callable[..., Any], *, windows: Windows, key: Any
 ) -> Run[Any]:
-    """The last run of a shard, with copies of donors, which may be of other shards and at other steps."""
-    own, members = _at_end(past, index, donors, windows), past.members[index]
+    """The last run of a shard, with members replaced by their donors, which may be in other shards and rounds."""
+    own, members = _extend_to_end(past, index, donors, windows), past.members[index]
     others = np.setdiff1d(donors, members)
     together = join_runs([own, *_runs_of(past, others)], interrupted=False, seconds=0.0)
     state = together.train_state
@@ -91,8 +92,8 @@ def copy_donors(
     return with_status(dataclasses.replace(own, train_state=found.train_state, selection=found.selection))
 
 
-def _at_end(past: ShardRounds, index: int, donors: np.ndarray, windows: Windows) -> Run[Any]:
-    """The last run of a shard at the end of its round, which comes earlier where all its members diverge."""
+def _extend_to_end(past: ShardRounds, index: int, donors: np.ndarray, windows: Windows) -> Run[Any]:
+    """The last run of a shard, extended to the end of its round: it is shorter where all members diverged."""
     run, count = past.rounds[index][-1].run, len(past.rounds[index])
     others = [i for i, members in enumerate(past.members) if i != index and np.isin(members, donors).any()]
     if (to_host(run.train_state.status) == Status.OK).any() or not others:
@@ -112,7 +113,7 @@ def _with_columns(history: History, count: int) -> dict[str, Any]:
 
 
 def _runs_of(past: ShardRounds, positions: np.ndarray) -> list[Run[Any]]:
-    """The last runs of some members, in their order."""
+    """The last runs of the members at some positions, in order."""
     found = []
     for members, rounds in zip(past.members, past.rounds, strict=True):
         index = np.flatnonzero(np.isin(members, positions))
@@ -121,7 +122,7 @@ def _runs_of(past: ShardRounds, positions: np.ndarray) -> list[Run[Any]]:
 
 
 def population_of(past: ShardRounds, *, interrupted: bool, seconds: float) -> Population[Any]:
-    """All members that have ended a round; NaN where one has not ended others."""
+    """The members with at least one finished round; NaN scores for rounds that they have not finished."""
     begun = past.shards
     ids = past.ids[np.concatenate([past.members[i] for i in begun])]
     run = in_order([past.rounds[i][-1].run for i in begun], ids)
@@ -133,7 +134,7 @@ def population_of(past: ShardRounds, *, interrupted: bool, seconds: float) -> Po
 
 
 def _rows(past: ShardRounds, index: int, count: int) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Scores, lineage and hyper-parameters of a shard, each `(rounds, members, ...)`."""
+    """The scores, lineage and hyper-parameters of a shard, each `(rounds, members, ...)`."""
     rounds, own = past.rounds[index], past.members[index]
     missing, unknown = count - len(rounds), np.full_like(rounds[0].scores, np.nan)
     scores = np.stack([one.scores for one in rounds] + [unknown] * missing)

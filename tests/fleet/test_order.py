@@ -34,10 +34,10 @@ def test_jobs_that_were_given_up(tmp_path):
     again.end(FIRST, RUN)
     assert take(again) == [(FIRST, False, False)]
     with pytest.raises(ValueError, match="cannot repeat what `.*order.jsonl` lists"):
-        again.check_repeated(FINISHED)
+        again.check_replay(FINISHED)
     again.end(SECOND, RUN)
     assert take(again) == [(SECOND, True, False), (FIRST, True, True)]
-    again.check_repeated(FINISHED)
+    again.check_replay(FINISHED)
 
     third = open_order(tmp_path)
     third.end(SECOND, RUN)
@@ -57,7 +57,7 @@ def test_jobs_that_are_given_up_again(tmp_path):
     again.end(FIRST, None)
     again.end(FIRST, None)
     assert take(again) == [(FIRST, False, False)]
-    again.check_repeated(FINISHED)
+    again.check_replay(FINISHED)
 
 
 def test_a_job_that_was_done_before(tmp_path):

@@ -1,8 +1,9 @@
-"""The caller's side of an asynchronous search: the runs of all members so far, and the shards that follow."""
+"""Asynchronous halving at the caller: the latest run of each member, and its next rung."""
 
 import dataclasses
 import functools as ft
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,22 +13,18 @@ from ..methods._scores import last_scores
 from ..train._run import Run
 from ..train._status import Status
 from ._cut import cut_start
+from ._dispatch import AbstractSearch
 from ._fitting import Fitting
 from ._ladder import Job, Ladder
-from ._order import Order
 from ._rung import in_order, stop_members_of
-from ._shard import Shard
-
-_FIRST = ("hyper", "state", "trainable")  # what `fit` takes with an ensemble, and not with a run
 
 
-class Search:
-    """Members that go from rung to rung, each on its own.
+class HalvingSearch(AbstractSearch):
+    """Trains the members that a ladder promotes.
 
     **Attributes:**
 
-    - `order`: the order in which its jobs ended.
-    - `rung`: the last rung that each member has finished, -1 for none.
+    - `rung`: `(members,)`, the last rung that each member has finished, -1 for none.
     """
 
     def __init__(
@@ -36,50 +33,29 @@ class Search:
         fitting: Fitting,
         ladder: Ladder,
         lengths: list[dict[str, Any]],
-        order: Order,
         *,
         first: dict[str, Any],
         folder: Any,
-        workers: int,
     ) -> None:
-        self._ensemble, self._ladder, self._lengths, self.order = ensemble, ladder, lengths, order
-        self._fitting, self._first, self._folder, self._idle = fitting, first, folder, workers
-        self._later = fitting._replace(own={word: x for word, x in fitting.own.items() if word not in _FIRST})
-        self._ids = np.asarray(ensemble.ids)
-        self._runs: dict[int, tuple[Run[Any], int]] = {}
-        self._open: dict[int, Job] = {}
-        self._count = 0
+        self._ensemble, self._fitting, self._ladder, self._lengths = ensemble, fitting, ladder, lengths
+        self._first, self._folder, self._ids = first, folder, np.asarray(ensemble.ids)
+        self._runs: dict[int, tuple[Run[Any], int]] = {}  # and the position there
         self.rung = np.full(len(self._ids), -1)
 
-    def shards(self) -> list[Shard]:
-        """The shards of all workers that have none."""
-        found = []
-        while self._idle and (job := self._ladder.next_job()) is not None:
-            positions = np.array(job.members)
-            found.append(Shard(self._count, positions, self._ids[positions], ft.partial(self._part, job, positions)))
-            self._open[self._count] = job
-            self._count += 1
-            self._idle -= 1
-        return found
+    def next_job(self) -> tuple[Job, Callable[[], dict[str, Any]]] | None:
+        job = self._ladder.next_job()
+        return None if job is None else (job, ft.partial(self._part, job, np.array(job.members)))
 
-    def follow(self, shard: Shard, run: Run[Any] | None) -> list[Shard]:
-        """Notes what a shard came to, `None` if it was given up. Returns the shards of workers that are free then."""
-        self.order.end(self._open.pop(shard.number), run)
-        found = []
-        while (turn := self.order.next()) is not None:
-            if turn.run is not None:
-                self._finish(turn.job, turn.run)
-            self._idle += not turn.is_late
-            found += self.shards()
-        return found
-
-    def _finish(self, job: Job, run: Run[Any]) -> None:
+    def finish(self, job: Job, run: Run[Any]) -> None:
         scores = last_scores(run)
         scores = np.where(run.status == Status.OK, scores if run.mode == "min" else -scores, np.nan)
         self._ladder.finish(job.rung, list(job.members), scores[: len(job.members)])
         for position, member in enumerate(job.members):
             self._runs[member] = run, position
             self.rung[member] = job.rung
+
+    def give_up(self, job: Job) -> None:
+        """Its members are not promoted: they have no scores at its rung."""
 
     def _part(self, job: Job, positions: np.ndarray) -> dict[str, Any]:
         ids, folder = self._ids[positions], None
@@ -90,7 +66,7 @@ class Search:
                 self._ensemble[positions], positions, ids, folder, **self._lengths[0], **self._first
             )
         start, positions = self._gather_in_company(positions)
-        return self._later.part(start, positions, self._ids[positions], folder, **self._lengths[job.rung])
+        return self._fitting.for_runs.part(start, positions, self._ids[positions], folder, **self._lengths[job.rung])
 
     def _gather_in_company(self, positions: np.ndarray) -> tuple[Run[Any], np.ndarray]:
         """As `_gather`; a single member with one that stops, because one alone is compiled to another program."""

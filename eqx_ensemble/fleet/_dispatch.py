@@ -1,0 +1,62 @@
+"""The jobs of an asynchronous search on their way to workers and back."""
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..train._run import Run
+from ._ladder import Job
+from ._order import Order
+from ._shard import Shard
+
+
+class AbstractSearch(abc.ABC):
+    """Chooses the jobs of a search from the results so far."""
+
+    @abc.abstractmethod
+    def next_job(self) -> tuple[Job, Callable[[], dict[str, Any]]] | None:
+        """The next job, and a function that makes its arguments; `None` while it depends on running jobs."""
+
+    @abc.abstractmethod
+    def finish(self, job: Job, run: Run[Any]) -> None:
+        """Adds the result of a job."""
+
+    @abc.abstractmethod
+    def give_up(self, job: Job) -> None:
+        """Marks a job as failed after all retries."""
+
+
+class Dispatcher:
+    """Sends the next job of a search to each idle worker, and passes results to the search in the order of the log."""
+
+    def __init__(self, search: AbstractSearch, order: Order, ids: np.ndarray, *, workers: int) -> None:
+        self._search, self._order, self._ids, self._idle = search, order, ids, workers
+        self._running: dict[int, Job] = {}
+        self._count = 0
+
+    def shards(self) -> list[Shard]:
+        """The next shards, at most one for each idle worker."""
+        found = []
+        while self._idle and (pair := self._search.next_job()) is not None:
+            job, own = pair
+            positions = np.array(job.members)
+            found.append(Shard(self._count, positions, self._ids[positions], own))
+            self._running[self._count] = job
+            self._count += 1
+            self._idle -= 1
+        return found
+
+    def end(self, shard: Shard, run: Run[Any] | None) -> list[Shard]:
+        """Takes the result of a shard, `None` if it was given up. Returns the next shards."""
+        self._order.end(self._running.pop(shard.number), run)
+        found = []
+        while (turn := self._order.next()) is not None:
+            if turn.run is None:
+                self._search.give_up(turn.job)
+            else:
+                self._search.finish(turn.job, turn.run)
+            self._idle += not turn.is_late
+            found += self.shards()
+        return found
