@@ -240,6 +240,7 @@ class TestRendezvous:
                 with contextlib.suppress(OSError):
                     while True:
                         connection, _ = stranger.accept()
+                        connection.recv(1000)  # closing with unread bytes would reset the connection
                         connection.sendall(said)
                         connection.close()
 
