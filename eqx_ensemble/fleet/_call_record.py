@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ._text_file import write_text
+from ._text_file import read_json, write_text
 
 _NAME = "call.json"
 
@@ -20,7 +20,7 @@ class CallRecord:
     def __init__(self, folder: Path | None, call: dict[str, Any], *, name: str) -> None:
         self._path, self._call = None if folder is None else folder / _NAME, call
         if self._path is not None and self._path.exists():
-            check_same_call(json.loads(self._path.read_text()), call, folder, name=name)
+            check_same_call(read_json(self._path, dict), call, folder, name=name)
 
     def write(self) -> None:
         """Writes the arguments, atomically."""

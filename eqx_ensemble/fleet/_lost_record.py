@@ -11,7 +11,7 @@ from ..methods._round_folders import has_checkpoints
 from ..train._run import Run
 from ._check_saved import done_before_message
 from ._cut import cut_start
-from ._text_file import write_text
+from ._text_file import read_json, write_text
 
 _NAME = "lost.json"
 
@@ -27,7 +27,7 @@ class LostRecord:
         self._next_has_started = after is not None and has_checkpoints(after)
         self._before: list[int] = []
         if self._next_has_started and self._path is not None and self._path.exists():
-            self._before = json.loads(self._path.read_text())
+            self._before = read_json(self._path, list)
 
     def leave_out(self, run: Run[Any]) -> Run[Any]:
         """The run without the lost members."""

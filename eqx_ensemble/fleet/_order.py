@@ -6,12 +6,13 @@ from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..checkpoint._damage import corrupt_error
 from ..train.resume._check import check_checkpoint_options
 from ._call_record import check_same_call, json_text
 from ._check_saved import check_begun, done_before_message
 from ._ladder import Job
 from ._shard import Finished
-from ._text_file import append_line, write_text
+from ._text_file import append_line, parse_json, write_text
 
 _NAME, _GIVEN_UP = "order.jsonl", "given up"
 
@@ -48,9 +49,9 @@ class Order:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_bytes().split(b"\n")[:-1] if self._path.exists() else []  # without one that was cut
         if lines:
-            check_same_call(json.loads(lines[0]), call, folder, name=name)
-        for members, rung, *more in map(json.loads, lines[1:]):
-            self._before.append((Job(tuple(members), rung), not more))
+            check_same_call(parse_json(lines[0], self._path, dict), call, folder, name=name)
+        for line in lines[1:]:
+            self._before.append(_parse(line, self._path))
         kept = [json_text(call), *(_line(job, is_done=is_done) for job, is_done in self._before)]
         write_text(self._path, "".join(line + "\n" for line in kept))
 
@@ -98,6 +99,14 @@ class Order:
 
 def _line(job: Job, *, is_done: bool) -> str:
     return json.dumps([*job] if is_done else [*job, _GIVEN_UP])
+
+
+def _parse(line: bytes, path: Path) -> tuple[Job, bool]:
+    """The job of a line, and whether it was done."""
+    match parse_json(line, path, list):
+        case [list(members), int(rung), *more] if members and more in ([], [_GIVEN_UP]):
+            return Job(tuple(members), rung), not more
+    raise corrupt_error(path, "a line of it is not a job")
 
 
 def check_resume(options: dict[str, Any], folder: Path | None, *, name: str) -> None:
