@@ -10,6 +10,7 @@ import numpy as np
 from .._ensemble import Ensemble
 from .._files import load, save
 from ..checkpoint import contents
+from ..checkpoint._check_folders import explain_folder
 from ..checkpoint._names import is_sealed
 from ..checkpoint._run_lock import RunLock
 from ..train._run import Run
@@ -91,7 +92,8 @@ def hold(folder: Path | None) -> Iterator[None]:
         yield
         return
     lock = RunLock(folder)
-    lock.acquire()
+    with explain_folder(folder):
+        lock.acquire()
     try:
         yield
     finally:

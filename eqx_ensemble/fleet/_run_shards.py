@@ -126,6 +126,9 @@ class _Work:
                 failed.set_exception(error)
                 self.open[failed] = shard
                 break
+            except RuntimeError as error:
+                error.add_note(f"`{self.name}` needs an executor that is open: call it inside the `with` block.")
+                raise
 
     def collect(self, arrays: list[Any]) -> list[tuple[Shard, Outcome]]:
         """Waits for a shard. Returns those that are done, and queues those whose workers died."""

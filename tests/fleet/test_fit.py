@@ -1,5 +1,7 @@
 """Members trained in shards are those of one `fit`, bit for bit under `Sequential`."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -207,6 +209,14 @@ def test_an_error_names_the_members():
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
         fit(ee.fleet.fit, {"loss": loss, "epochs": 1}, Here(), shard=3)
     assert "running the members 0, 1, 2 on a worker" in "\n".join(caught.value.__notes__)
+
+
+def test_an_executor_that_is_shut_down(unhooked):
+    with ThreadPoolExecutor(1) as executor:
+        pass
+    with pytest.raises(RuntimeError, match="after shutdown") as found:
+        fit(ee.fleet.fit, {"epochs": 1}, executor, shard=4)
+    assert found.value.__notes__ == ["`fleet.fit` needs an executor that is open: call it inside the `with` block."]
 
 
 class Odd(Exception):

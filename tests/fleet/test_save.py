@@ -235,6 +235,13 @@ class TestLost:
         with pytest.raises(ValueError, match="no shard of"):
             ee.fleet.open_run(tmp_path / "run", ENSEMBLE)
 
+    def test_a_file_in_the_place_of_the_folder(self, tmp_path, unhooked):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(
+            NotADirectoryError, match=r"cannot save in the .*folder `.*file`: Not a directory.\nNothing"
+        ):
+            save(tmp_path / "file")
+
     def test_interrupted_on_the_worker(self, tmp_path, whole_run):
         """Ctrl-C reaches the processes of a pool too, where `fit` returns the run so far: it is not saved."""
         expected = whole_run
