@@ -37,15 +37,15 @@ def make_held_loss(folder, steps):
 
 
 @contextlib.contextmanager
-def kill_waiting(folder, times):
-    """Kills processes that wait, so many of them, one after another; then lets all others go on."""
+def kill_waiting(folder, times, ready=lambda: True):
+    """Kills processes that wait while `ready()`, so many of them, one after another; then lets all others go on."""
     (folder / "waiting").mkdir()
     (folder / "hold").touch()
     stop, killed = threading.Event(), []
 
     def kill():
         while len(killed) < times and not stop.wait(0.05):
-            for path in sorted((folder / "waiting").iterdir())[:1]:
+            for path in sorted((folder / "waiting").iterdir())[: ready()]:
                 path.unlink()
                 os.kill(int(path.name), signal.SIGKILL)
                 killed.append(int(path.name))

@@ -82,10 +82,12 @@ def test_dask_whose_workers_are_killed_ten_times(tmp_path):
     """Dask repeats a shard three times by itself, and `retries` twice more: no shard can be lost by ten deaths."""
     distributed = pytest.importorskip("distributed", reason="needs the extra `dask`")
     loss, options = make_held_loss(tmp_path, steps=120), OPTIONS | {"patience": None, "epochs": 60}
+    # Dask never replaces a worker that dies before its nanny has noted its start.
+    ready = lambda: all(nanny.status == distributed.core.Status.running for nanny in cluster.workers.values())
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
         distributed.Client(cluster) as client,
-        kill_waiting(tmp_path, times=10) as killed,
+        kill_waiting(tmp_path, times=10, ready=ready) as killed,
     ):
         found = ee.fleet.fit(
             client, ENSEMBLE, loss, OPTIMISER, (X, Y), shard=2, checkpoint=tmp_path / "runs", checkpoint_every=25,
