@@ -71,7 +71,7 @@ def evolve_asynchronously(
     check_some_done(finished, search.past.shards, name=name)
     order.check_replay(finished)
     if not finished.interrupted:
-        search.stop_unfinished()
+        search.stop_incomplete_shards()
     _warn_lost(finished, search.past, name=name)
     return population_of(search.past, interrupted=finished.interrupted, seconds=time.perf_counter() - begun)
 

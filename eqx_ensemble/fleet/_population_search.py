@@ -75,7 +75,7 @@ class PopulationSearch(AbstractSearch):
     def give_up(self, job: Job) -> None:
         self.past.given_up.add(self._shard_of(job))
 
-    def stop_unfinished(self) -> None:
+    def stop_incomplete_shards(self) -> None:
         """Stops the members of shards with fewer than all rounds, at the end of their last round."""
         for rounds in self.past.rounds:
             if 0 < len(rounds) < len(self._evolution.keys):

@@ -127,7 +127,8 @@ class _Work:
                 self.open[failed] = shard
                 break
             except RuntimeError as error:
-                error.add_note(f"`{self.name}` needs an executor that is open: call it inside the `with` block.")
+                if "shutdown" in str(error):
+                    error.add_note(f"`{self.name}` needs an executor that is open: call it inside the `with` block.")
                 raise
 
     def collect(self, arrays: list[Any]) -> list[tuple[Shard, Outcome]]:

@@ -1,10 +1,11 @@
-"""Small text files of a search, which are on the disk when a function returns."""
+"""Small text files of a search, synced to the disk before a function returns."""
 
+import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..checkpoint import _disk
 from ..checkpoint._damage import corrupt_error
 
 
@@ -13,7 +14,9 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_suffix(".new")
     with open(temporary, "w") as file:
         _write(file, text)
-    os.replace(temporary, path)
+    _disk.replace(temporary, path)
+    with contextlib.suppress(OSError):  # some file systems cannot sync folders
+        _disk.sync_folder(path.parent)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -41,4 +44,4 @@ def parse_json(text: bytes, path: Path, kind: type) -> Any:
 def _write(file: TextIO, text: str) -> None:
     file.write(text)
     file.flush()
-    os.fsync(file.fileno())
+    _disk.sync(file.fileno())
