@@ -23,6 +23,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jaxtyping import config as jaxtyping_config  # noqa: E402
 
+from .scheduling import make_scheduler  # noqa: E402
+
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -42,31 +44,9 @@ _tests = itertools.count(1)
 COLLECTED = pytest.StashKey[list[str]]()  # before marks are selected
 
 
-# With `--dist loadgroup`, one worker runs all tests of each of these, in turn: what they make once, they make once, and
-# processes that wait for each other have the machine. By path, because marks of groups do nothing from pytest 9.2 on.
-GROUPS = {
-    "tests/distributed/": "processes",
-    "tests/sharding/test_processes.py": "processes",
-    "tests/downstream/": "downstream",
-    "tests/test_composition.py": "notebooks",
-    "tests/test_distributions.py": "distributions",
-    "tests/test_notebooks.py": "notebooks",
-}
-
-
-def group_of(nodeid):
-    return next((group for path, group in GROUPS.items() if nodeid.startswith(path)), nodeid)
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    from xdist.scheduler import LoadScopeScheduling
-
-    if config.getvalue("dist") != "loadgroup":
-        return None
-    scheduler = LoadScopeScheduling(config, log)
-    scheduler._split_scope = group_of
-    return scheduler
+    return make_scheduler(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 def pytest_collection():

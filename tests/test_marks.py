@@ -58,9 +58,3 @@ def test_marks_are_replaced(monkeypatch):
     names = [[mark.name for mark in item.own_markers] for item in items]
     assert names == [["parametrize", "exhaustive"], ["slow"], [], ["slow"]]
     assert Config.stash[conftest.COLLECTED] == ["a[x]", "a[slow]", "a[default]", "b[x]"]
-
-
-def test_groups_are_of_tests_that_exist():
-    assert [path for path in conftest.GROUPS if not (HERE.parent / path).exists()] == []
-    assert conftest.group_of("tests/test_notebooks.py::test_one[x]") == "notebooks"
-    assert conftest.group_of("tests/test_marks.py::test_one[x]") == "tests/test_marks.py::test_one[x]"
