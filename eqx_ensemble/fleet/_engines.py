@@ -4,16 +4,19 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from typing import Any
 
 import numpy as np
 
 from .._check import check_installed, check_positive_int
-from .._warnings import ignore_warnings
+from .._warnings import ignore_warnings, warn
 from ._check_engine import check_executor, check_factory, check_future, check_not_forked
 from ._worker import ArrayFile
+
+_MOST_WITHOUT_WORKERS = 60.0  # seconds until a warning
 
 
 class Engine:
@@ -37,6 +40,10 @@ class Engine:
     def submit(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
         """Submits a call."""
         return check_future(self.executor.submit(fn, *args), self.executor)
+
+    def wait(self, submitted: "Collection[Future[Any]]") -> "set[Future[Any]]":
+        """Waits until at least one future is done. Returns those that are."""
+        return wait(submitted, return_when=FIRST_COMPLETED).done
 
     def restart(self) -> bool:
         """Whether there is an executor to go on with after this one broke."""
@@ -93,6 +100,20 @@ class Dask(Engine):
         """Submits a call with its data, which the scheduler keeps: what is scattered is lost with its worker."""
         with ignore_warnings("Sending large graph"):
             return super().submit(fn, *args)
+
+    def wait(self, submitted: "Collection[Future[Any]]") -> "set[Future[Any]]":
+        """As of other engines; warns where there are no workers for a minute."""
+        begun, is_warned = time.monotonic(), False
+        while not (done := wait(submitted, _MOST_WITHOUT_WORKERS / 4, FIRST_COMPLETED).done):
+            if self._client.nthreads():
+                begun = time.monotonic()
+            elif time.monotonic() - begun >= _MOST_WITHOUT_WORKERS and not is_warned:
+                is_warned = True
+                warn(
+                    f"Dask has had no workers for {_MOST_WITHOUT_WORKERS:.0f} seconds. Shards wait until workers "
+                    f"connect to the scheduler at {self._client.scheduler.address}."
+                )
+        return done
 
     @contextlib.contextmanager
     def share(self, arrays: Sequence[np.ndarray]) -> Iterator[list[Any]]:

@@ -133,9 +133,8 @@ class _Work:
 
     def collect(self, arrays: list[Any]) -> list[tuple[Shard, Outcome]]:
         """Waits for a shard. Returns those that are done, and queues those whose workers died."""
-        done, _ = futures.wait(self.open, return_when=futures.FIRST_COMPLETED)
         found, failed, broken = [], [], False
-        for future in sorted(done, key=lambda future: self.open[future].number):
+        for future in sorted(self.engine.wait(self.open), key=lambda future: self.open[future].number):
             shard = self.open.pop(future)
             error = futures.CancelledError() if future.cancelled() else future.exception()
             if error is not None:

@@ -2,13 +2,15 @@
 
 import multiprocessing
 import types
-from concurrent.futures import Future, ProcessPoolExecutor
+import warnings
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 
 import equinox as eqx
 import numpy as np
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.fleet import _engines
 from eqx_ensemble.fleet._check_engine import check_not_forked
 
 from .executors import Here
@@ -166,3 +168,48 @@ class TestWorkersWithAMesh:
         with pytest.raises(TypeError, match="needs a `jax.sharding.Mesh` as `mesh`, got an int") as caught:
             on_mesh(ee.fleet.fit, Here(), mesh=lambda: 4, shard=4)
         assert "running the members 0, 1, 2, 3 on a worker" in "\n".join(caught.value.__notes__)
+
+
+class NoWorkers(Executor):
+    """A client of Dask whose worker comes after it has been asked `asked` times for workers."""
+
+    def __init__(self, asked):
+        self.scheduler = types.SimpleNamespace(address="tcp://here:1")
+        self.futures, self.left = [], asked
+
+    def get_executor(self, *, pure):
+        assert pure is False
+        return self
+
+    def submit(self, fn, /, *args):
+        future = Future()
+        self.futures.append((future, fn, args))
+        return future
+
+    def scatter(self, arrays):
+        return arrays
+
+    def nthreads(self):
+        self.left -= 1
+        if self.left > 0:
+            return {}
+        waiting, self.futures = self.futures, []
+        for future, fn, args in waiting:
+            future.set_result(fn(*args))
+        return {"tcp://here:2": 1}
+
+
+def test_dask_without_workers_warns_once_and_waits(monkeypatch):
+    monkeypatch.setattr(_engines, "_MOST_WITHOUT_WORKERS", 0.04)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = fit(ee.fleet.fit, PLAIN, _engines.Dask(NoWorkers(20), workers=8))
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == 1
+    assert "no workers for 0 seconds. Shards wait until workers connect to the scheduler at tcp://here:1." in texts[0]
+    assert_equal(found, fit(ee.fit, OPTIONS["plain"], plan=SEQUENTIAL))
+
+
+def test_dask_whose_worker_is_slow_does_not_warn(monkeypatch):
+    monkeypatch.setattr(_engines, "_MOST_WITHOUT_WORKERS", 1.0)
+    fit(ee.fleet.fit, PLAIN, _engines.Dask(NoWorkers(3), workers=8))  # a warning is an error here
