@@ -49,6 +49,20 @@ def pytest_xdist_make_scheduler(config, log):
     return make_scheduler(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
+def pytest_addoption(parser):
+    parser.addoption("--turn", metavar="K/N", help="of the slow tests, the K-th and every N-th after it")
+
+
+def in_turn(items, turn):
+    """Whether each test runs in a turn: all that are not slow, and every `N`-th of those that are."""
+    index, count = map(int, turn.split("/"))
+    slow = itertools.count(1)
+    return [
+        "slow" not in {mark.name for mark in item.iter_markers()} or next(slow) % count == index % count
+        for item in items
+    ]
+
+
 def pytest_collection():
     """What is imported and collected stays."""
     gc.disable()
@@ -72,6 +86,10 @@ def pytest_collection_modifyitems(config, items):
             item.own_markers[:] = [own for own in item.own_markers if own.name not in ("slow", "exhaustive")]
         if mark in ("slow", "exhaustive"):
             item.add_marker(mark)
+    if turn := config.getoption("turn"):
+        kept = in_turn(items, turn)
+        config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
+        items[:] = itertools.compress(items, kept)
 
 
 def pytest_runtest_teardown():

@@ -50,6 +50,7 @@ def test_marks_are_replaced(monkeypatch):
 
     class Config:
         stash = pytest.Stash()
+        getoption = {"turn": None}.get
 
     listed = {"a": "exhaustive", "a[slow]": "slow", "a[default]": "default"}
     monkeypatch.setattr(conftest, "_MARKS", listed)
@@ -58,3 +59,17 @@ def test_marks_are_replaced(monkeypatch):
     names = [[mark.name for mark in item.own_markers] for item in items]
     assert names == [["parametrize", "exhaustive"], ["slow"], [], ["slow"]]
     assert Config.stash[conftest.COLLECTED] == ["a[x]", "a[slow]", "a[default]", "b[x]"]
+
+
+def test_turns_share_the_slow_tests():
+    class Item:
+        def __init__(self, *marks):
+            self.marks = [getattr(pytest.mark, mark).mark for mark in marks]
+
+        def iter_markers(self):
+            return self.marks
+
+    items = [Item("slow"), Item(), Item("slow", "parametrize"), Item("slow"), Item("exhaustive"), Item("slow")]
+    turns = [conftest.in_turn(items, f"{turn}/3") for turn in (1, 2, 3)]
+    assert turns[0] == [True, True, False, False, True, True]
+    assert [sum(kept) for kept in zip(*turns, strict=True)] == [1, 3, 1, 1, 3, 1]
