@@ -8,4 +8,4 @@ except ImportError:  # before 0.10
 try:
     from jax.extend.core import get_opaque_trace_state as get_opaque_trace_state
 except ImportError:  # before 0.10
-    from jax._src.core import get_opaque_trace_state as get_opaque_trace_state
+    from jax.core import get_opaque_trace_state as get_opaque_trace_state
