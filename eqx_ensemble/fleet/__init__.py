@@ -1,4 +1,4 @@
-"""Members over many workers: shards of an ensemble on any executor, with the results of one process."""
+"""Training and prediction on many workers: shards of an ensemble on any executor, with the results of one process."""
 
 from ._asynchronous_halving import asynchronous_halving as asynchronous_halving
 from ._fit import fit as fit

@@ -54,42 +54,46 @@ def asynchronous_halving(
     key: Any,
     **options: Any,
 ) -> Run[M]:
-    """Halves asynchronously (ASHA): a worker that is free trains on the best members of those that have ended a rung.
+    """Asynchronous successive halving (ASHA): promotes members without waiting for a rung to end.
 
-    Nobody waits for the slowest member of a rung. A member is promoted as soon as it is among the best `1 / factor`,
-    rounded down, of those that have finished its rung so far. Where none can be promoted, new members begin. So some
-    are promoted that would not have been, had all others finished first, and the result depends on the order in which
-    workers finish. It is the same again with an executor of one worker, and equal `workers` and `shard`.
+    There is no barrier between rungs. A member is promoted as soon as it ranks among the best `1 / factor`, rounded
+    down, of the members that have finished its rung so far. If none can be promoted, new members start. Some members
+    are therefore promoted that a synchronous search would have stopped, and the result depends on the order in which
+    workers finish. It is reproducible with an executor of one worker and equal `workers` and `shard`.
 
     **Arguments:**
 
     - `executor`, `retries`, `progress`: as for [`eqx_ensemble.fleet.fit`][].
-    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][], except
-        `save` and a function that makes members.
+    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][], without
+        `save` and `ids`. `ensemble` must be an [`eqx_ensemble.Ensemble`][].
     - `epochs` or `steps`: the length of the first rung; rung `i`, counted from 0, ends when members have trained
         `factor ** i` times as long, rounded up.
     - `factor`: the ratio of members, and of training lengths, between two rungs.
-    - `rungs`: the number of rungs. By default, as many as members can climb in order, if all others wait.
-    - `shard`: how many members a worker trains side by side; by default as for [`eqx_ensemble.fleet.fit`][]. Members
-        are promoted one by one, and trained together with others that are promoted at the same time from the same rung.
-        With `shard=1` this is the algorithm of the paper. Otherwise a worker takes promoted members once there are
-        `shard` of them, or fewer if no new member is left to begin with; then a member's training is that of one
-        [`eqx_ensemble.fit`][], bit for bit under [`eqx_ensemble.plan.Sequential`][]. One member alone is compiled to
-        another program, with other rounding.
-    - `workers`: how many shards run at once. By default as for [`eqx_ensemble.fleet.fit`][].
-    - `checkpoint`: a folder that all workers can write, in which each shard saves its run. The file `order.jsonl` in it
-        lists which shards were done, in order, so that rerunning the same call takes the same decisions again, trains
-        on where shards were, and ends with the result that it would have had. Its size is that of a run for each rung.
+    - `rungs`: the number of rungs. By default, as many as have a member if each rung promotes `1 / factor` of its
+        members, rounded down.
+    - `shard`: the number of members that a worker trains together, by default as for [`eqx_ensemble.fleet.fit`][].
+        Members are promoted individually, and trained together with others that are promoted at the same time from the
+        same rung. `shard=1` is the algorithm of the paper; one member alone is compiled to another program, with other
+        rounding. With larger shards a promotion waits until `shard` members of a rung can be promoted, or until no new
+        member is left to start; each member is then trained as by one [`eqx_ensemble.fit`][], bit for bit under
+        [`eqx_ensemble.plan.Sequential`][].
+    - `workers`: the number of shards that run at once, by default as for [`eqx_ensemble.fleet.fit`][].
+    - `checkpoint`: a folder that all workers can write, in which each shard saves its run. Its file `order.jsonl` logs
+        the order in which shards were completed or abandoned. Rerunning the same call replays these decisions, resumes
+        unfinished shards, retries abandoned ones, and returns what the uninterrupted call would have. It takes the
+        space of one run per rung.
     - `key`: the root key.
 
-    **Returns:** the run. Members that have finished the last rung have the status `OK`; all others `STOPPED`, or
-    `DIVERGED`, and their best weights. So do members whose worker died too often at a later rung than the first, with a
-    warning; those of the first rung are missing. All runs are held in the caller's memory.
+    **Returns:** the run; the caller holds the runs of all members in memory. Members that finished the last rung have
+    the status `OK`; all others have `STOPPED` or `DIVERGED`, and their best weights. Members of an abandoned shard are
+    stopped at the rung before, or missing if it was their first; a warning lists them.
 
-    **Raises:** as [`eqx_ensemble.methods.successive_halving`][] and [`eqx_ensemble.fleet.fit`][].
+    **Raises:** as [`eqx_ensemble.methods.successive_halving`][] and [`eqx_ensemble.fleet.fit`][]; also
+    `BlockingIOError` while another call uses the folder, and `ValueError` if shards of a resumed call no longer give
+    the logged results.
 
     ```python
-    from concurrent.futures import ThreadPoolExecutor  # of one process, for this example
+    from concurrent.futures import ThreadPoolExecutor  # threads, for this example
 
     def mse(model, batch, key):
         x, y = batch
@@ -163,7 +167,7 @@ def _rungs(count: int, factor: float | int) -> int:
 
 
 def _call_record(ensemble: Ensemble[Any], plan: Rungs, size: int, workers: int) -> dict[str, Any]:
-    """The arguments that a call must share with the one whose folder it resumes in."""
+    """The arguments that a resumed call must share with the one that started the folder."""
     members = np.asarray(ensemble.ids).tolist()
     return {"members": members, "shard": size, "workers": workers, "factor": plan.factor, plan.unit: plan.totals}
 

@@ -1,4 +1,4 @@
-"""Ensembles that functions make, with the ids of their members, where they are needed."""
+"""Ensembles that a function builds from member ids, on the worker."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from ._shapes import resize
 
 
 def check_ids_of_function(start: Any, ids: Any, *, name: str) -> np.ndarray | None:
-    """The ids of members that a function makes; `None` for members that are there."""
+    """Raises unless `ids` are given with a function, and only then. Returns them; `None` for an existing ensemble."""
     if not is_function(start):
         if ids is not None:
             raise TypeError(
@@ -34,12 +34,12 @@ def check_ids_of_function(start: Any, ids: Any, *, name: str) -> np.ndarray | No
 
 
 def is_function(start: Any) -> bool:
-    """Whether an argument is a function that makes an ensemble."""
+    """Whether an argument is a function that builds an ensemble."""
     return callable(start) and not isinstance(start, eqx.Module)
 
 
 def begin(make: Callable[[np.ndarray], Any], ids: np.ndarray, *, name: str) -> tuple[Ensemble[Any], Any]:
-    """The ensemble that a function makes of these members, and their state or `None`."""
+    """Calls the function for these ids. Returns the ensemble, and its state or `None`."""
     made = make(ids)
     ensemble, state = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(ensemble, Ensemble):
@@ -57,7 +57,7 @@ def begin(make: Callable[[np.ndarray], Any], ids: np.ndarray, *, name: str) -> t
 
 
 def shapes_of_start(start: Any, ids: np.ndarray, state: Any, *, name: str) -> Any:
-    """The shapes of members, or of members and their state, that will be trained; a function is asked for two."""
+    """The shapes of one member to train, or of it and its state; a function is called for the first two ids."""
     if is_function(start):
         start, made = begin(start, ids[:2], name=name)
         state = state if made is None else made

@@ -1,4 +1,4 @@
-"""One call over shards: chooses the engine and the shards, and closes what it started."""
+"""One call over shards: opens the engine, divides the members, and closes what it opened."""
 
 import functools as ft
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from ._worker import Task
 
 
 class Call(NamedTuple):
-    """What runs on workers: `fn(common, own)`, with the part `own` of each shard that `part(positions)` makes.
+    """A call of `fn(common, own)` on workers; `part(positions)` makes the argument `own` of each shard.
 
-    Every worker is given `arrays`, which are leaves of `common` and of the parts, once.
+    `arrays` are leaves of `common` and of the parts that are sent to each worker once.
     """
 
     name: str
@@ -38,7 +38,7 @@ def over_shards(
     watch: Watch,
     start: Callable[[int], list[tuple[int, np.ndarray]]] | None = None,
 ) -> Finished:
-    """Runs a call on an executor. `start` divides members into shards of a size, and returns those to run."""
+    """Runs a call on an executor. `start(size)` returns the numbered shards to run; by default all of them."""
     tries, count = check_retries(retries, name=call.name), len(call.ids)
     if shard is not None:
         check_shard(shard, count, name=call.name)

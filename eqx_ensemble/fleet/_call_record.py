@@ -1,4 +1,4 @@
-"""A file with the arguments of a search that its later rungs depend on, which the runs of the first do not record."""
+"""A file with the arguments that later rungs of a search depend on; the runs of the first rung do not record them."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ _NAME = "call.json"
 class CallRecord:
     """The arguments of a search, in a file of its folder. Without a folder nothing is read or written.
 
-    The file is written at the end of the first rung, so that a call that fails before can be repeated with others.
+    The file is written after the first rung, so that a call that fails earlier can be repeated with other arguments.
     """
 
     def __init__(self, folder: Path | None, call: dict[str, Any], *, name: str) -> None:
@@ -34,7 +34,7 @@ def json_text(call: dict[str, Any]) -> str:
 
 
 def check_same_call(found: dict[str, Any], call: dict[str, Any], folder: Any, *, name: str) -> None:
-    """Raises for a folder of another call."""
+    """Raises if a folder belongs to another call."""
     call = json.loads(json_text(call))
     differing = [
         f"  {word}: {found.get(word)} there, {call.get(word)} here"

@@ -32,7 +32,7 @@ _REASONS = {
 
 
 def check_start(begun: Any, *, name: str) -> None:
-    """Members that can be divided."""
+    """Raises unless `begun` is an ensemble, a training state or a run."""
     if isinstance(begun, Group | GroupRun):
         raise TypeError(f"`{name}` needs an `Ensemble`, got {kind_text(begun)}: call it for each part of the group.")
     if isinstance(begun, ShardedRun):
@@ -45,7 +45,7 @@ def check_start(begun: Any, *, name: str) -> None:
 
 
 def check_shard(shard: Any, num_members: int, *, name: str) -> None:
-    """A number of members, more than one."""
+    """Raises unless `shard` is at least 2 members, or 1 for an ensemble of one."""
     check_positive_int(shard, "shard", name=name)
     if shard == 1 and num_members > 1:
         raise ValueError(
@@ -55,18 +55,18 @@ def check_shard(shard: Any, num_members: int, *, name: str) -> None:
 
 
 def check_retries(retries: Any, *, name: str) -> int:
-    """How often a shard whose worker died is tried again."""
+    """Raises unless `retries` is an integer of at least 0. Returns it."""
     return check_integer(retries, "retries", name=name, least=0)
 
 
 def check_no_auto(plan: AbstractPlan, *, name: str) -> None:
-    """A plan that is the same for all shards."""
+    """Raises for `plan='auto'`, which may choose differently on each worker."""
     if isinstance(plan, Auto):
         raise TypeError(f"`{name}` does not take `plan='auto'`: workers that measure may choose different plans.")
 
 
 def check_member_arguments(given: PyTree, *, name: str) -> np.ndarray:
-    """Arguments of which some have members, of one number. Returns the members' ids, or their positions."""
+    """Raises unless arguments agree on the number of members. Returns their ids, or positions without ensembles."""
     nodes = [node for node in jax.tree.leaves(given, is_leaf=is_per_member) if is_per_member(node)]
     nodes += [node for node in jax.tree.leaves(given, is_leaf=is_per_member) if isinstance(node, ShardedRun)]
     other = [node for node in nodes if not isinstance(node, Ensemble | Each | eqx.nn.State | ShardedRun)]
@@ -89,12 +89,12 @@ def check_member_arguments(given: PyTree, *, name: str) -> np.ndarray:
 
 
 def is_function(source: Any) -> bool:
-    """Whether a worker calls this to make its data: not a Module that is data itself."""
+    """Whether a worker calls this to make its data; a Module with arrays is data itself."""
     return callable(source) and not any(map(eqx.is_array, jax.tree.leaves(source)))
 
 
 def check_members_of_data(data: PyTree, num_members: int, *, argument: str, name: str) -> None:
-    """Data with as many members in parts marked `Each` as there are."""
+    """Raises unless parts marked `Each` hold one data set per member."""
     for node in jax.tree.leaves(data, is_leaf=is_per_member):
         for x in jax.tree.leaves(node.per_member()) if isinstance(node, Each) else ():
             if np.shape(x)[:1] != (num_members,):
@@ -105,7 +105,7 @@ def check_members_of_data(data: PyTree, num_members: int, *, argument: str, name
 
 
 def check_complete(finished: Finished, *, name: str) -> None:
-    """Results of all shards; raises what ended the call otherwise."""
+    """Raises the last error if a shard was lost, and `KeyboardInterrupt` if the call was interrupted."""
     if finished.lost:
         error = finished.lost[-1].error
         assert error is not None
@@ -116,7 +116,7 @@ def check_complete(finished: Finished, *, name: str) -> None:
 
 
 def check_can_be_cut(options: dict[str, Any], plan: Any, how: Any, data: Any, *, name: str) -> None:
-    """Options of `fit` whose results do not depend on how members are divided."""
+    """Raises for options of `fit` whose results depend on how members are divided."""
     for word, reason in _REASONS.items():
         if options.get(word) is not None:
             raise TypeError(f"`{name}` does not take `{word}`: {reason}.")
@@ -140,7 +140,7 @@ def check_can_be_cut(options: dict[str, Any], plan: Any, how: Any, data: Any, *,
 
 
 def _check_mesh_function(mesh: Any, *, name: str) -> None:
-    """Nothing, or a function that is called on workers."""
+    """Raises unless `mesh` is `None` or a function that makes a mesh on the worker."""
     if isinstance(mesh, Mesh):  # which can be called too, as a decorator
         raise TypeError(
             f"`{name}` needs `mesh` to be a function, which makes a mesh of the devices of a worker; those of a mesh "
@@ -150,7 +150,7 @@ def _check_mesh_function(mesh: Any, *, name: str) -> None:
 
 
 def check_folder(path: Any, *, name: str) -> Any:
-    """A folder on a file system, which workers share, or `None`. Returns its path."""
+    """Raises unless `path` is the path of a folder or `None`. Returns it."""
     if path is None:
         return None
     if not isinstance(path, str | os.PathLike) or isinstance(path, Checkpoints) or not os.fspath(path):

@@ -1,4 +1,4 @@
-"""Checks of what runs shards: executors with the interface of `concurrent.futures`."""
+"""Checks of executors, which need the interface of `concurrent.futures`."""
 
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from typing import Any
@@ -12,7 +12,7 @@ _FIX = (
 
 
 def check_factory(executor: Any, *, name: str) -> None:
-    """What is neither an executor nor a client of Dask: a function that makes executors."""
+    """Raises unless `executor` is a function, being neither an executor nor a Dask client."""
     if not callable(executor):
         raise TypeError(
             f"`{name}` needs an executor as of `concurrent.futures`, a function that makes one, a client of Dask, or "
@@ -22,7 +22,7 @@ def check_factory(executor: Any, *, name: str) -> None:
 
 
 def check_executor(executor: Any) -> None:
-    """What a function that makes executors returned."""
+    """Raises unless a factory returned an executor."""
     if not isinstance(executor, Executor):
         raise TypeError(
             "A function that makes executors has to return a `concurrent.futures.Executor`, "
@@ -31,7 +31,7 @@ def check_executor(executor: Any) -> None:
 
 
 def check_not_forked(executor: Executor) -> None:
-    """A pool of processes that are not copies of this one, whose threads of JAX they would not have."""
+    """Raises for a process pool that forks: JAX is multithreaded, and a forked child has none of its threads."""
     context = getattr(executor, "_mp_context", None) if isinstance(executor, ProcessPoolExecutor) else None
     if context is not None and context.get_start_method() == "fork":
         raise ValueError(
@@ -43,7 +43,7 @@ def check_not_forked(executor: Executor) -> None:
 
 
 def check_future(future: Any, executor: Executor) -> "Future[Any]":
-    """What an executor's `submit` returned. Returns it."""
+    """Raises unless `submit` returned a `concurrent.futures.Future`. Returns it."""
     if not isinstance(future, Future):
         raise TypeError(
             f"`{type(executor).__name__}.submit` has to return a `concurrent.futures.Future`, got {kind_text(future)}."

@@ -1,4 +1,4 @@
-"""Checks of folders in which shards are saved, and of what is asked of them."""
+"""Checks of folders in which shards are saved, and of the ids to read from them."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ _MOST_NAMED = 8
 
 
 def check_save_folder(path: Any, *, name: str) -> Any:
-    """A folder on a file system, which workers share. Returns its absolute path."""
+    """Raises unless `path` is a folder on a file system. Returns its absolute path."""
     check_path(path, "save", name=name)
     found = as_path(path)
     if not is_on_disk(found):
@@ -30,7 +30,7 @@ def check_save_folder(path: Any, *, name: str) -> Any:
 
 
 def check_like_of_members(like: Any, *, name: str) -> Any:
-    """An ensemble, or a pair of one and its state."""
+    """Raises unless `like` is an ensemble, or a pair of an ensemble and its state. Returns it."""
     ensemble = like[0] if isinstance(like, tuple) and len(like) == 2 else like
     if not isinstance(ensemble, Ensemble):
         raise TypeError(
@@ -41,7 +41,7 @@ def check_like_of_members(like: Any, *, name: str) -> Any:
 
 
 def check_call_record(meta: Any, folder: Any, *, name: str) -> dict[str, Any]:
-    """What `fleet.fit` wrote about a call."""
+    """Raises unless the metadata are those of a call of `fleet.fit`. Returns its record."""
     record = meta.get("fleet.fit") if isinstance(meta, dict) else None
     if not isinstance(record, dict) or not {"texts", "code", "conditions", "members", "shards"} <= {*record}:
         raise ValueError(
@@ -52,7 +52,7 @@ def check_call_record(meta: Any, folder: Any, *, name: str) -> dict[str, Any]:
 
 
 def check_shard_of_call(meta: Any, digest: str, path: Any, *, name: str) -> dict[str, Any]:
-    """What a worker wrote about a shard of this call."""
+    """Raises unless the metadata are those of a shard of this call. Returns its record."""
     record = meta.get("fleet.fit") if isinstance(meta, dict) else None
     if not isinstance(record, dict) or record.get("call") != digest:
         raise ValueError(
@@ -63,7 +63,7 @@ def check_shard_of_call(meta: Any, digest: str, path: Any, *, name: str) -> dict
 
 
 def check_has_call(folder: Any, *, there: bool, name: str) -> None:
-    """A folder that `fleet.fit` saved members in."""
+    """Raises unless `fleet.fit` saved members in the folder."""
     if not there:
         exists = "holds no run of it" if os.path.isdir(folder) else "does not exist"
         raise FileNotFoundError(
@@ -72,7 +72,7 @@ def check_has_call(folder: Any, *, there: bool, name: str) -> None:
 
 
 def check_some_members(count: int, folder: Any, *, name: str) -> None:
-    """A folder in which at least one shard is done."""
+    """Raises unless at least one shard of the folder is complete."""
     if not count:
         raise ValueError(
             f"`{name}` needs members, and no shard of `{folder}` is done.\n"
@@ -81,7 +81,7 @@ def check_some_members(count: int, folder: Any, *, name: str) -> None:
 
 
 def check_same_size(shard: Any, sizes: np.ndarray, expected: np.ndarray, folder: Any, *, name: str) -> None:
-    """The shards of a call that goes on are those that were begun."""
+    """Raises unless a resumed call divides the members as the saved one did."""
     if not np.array_equal(sizes, expected):
         raise ValueError(
             f"`{name}` goes on in `{folder}` with the shards that are there, of up to {sizes.max()} members; got "
@@ -90,7 +90,7 @@ def check_same_size(shard: Any, sizes: np.ndarray, expected: np.ndarray, folder:
 
 
 def check_wanted_ids(ids: Any, there: np.ndarray, missing: np.ndarray, *, name: str) -> np.ndarray:
-    """Ids of members that are there, none of them twice. Returns them as an array."""
+    """Raises unless `ids` are different ids of saved members. Returns them as an array."""
     if isinstance(ids, int | np.integer):
         raise TypeError(f"`{name}` needs a list of ids, got {ids}.\nWrite `ids=[{ids}]`.")
     wanted = np.asarray(ids if isinstance(ids, np.ndarray) else check_sequence(ids, "ids", name=name, of="integers"))
@@ -117,12 +117,12 @@ def check_wanted_ids(ids: Any, there: np.ndarray, missing: np.ndarray, *, name: 
 
 
 def ids_text(ids: np.ndarray) -> str:
-    """Ids in a message; of many, the first ones."""
+    """Ids in a message, at most eight of them."""
     return ", ".join(map(str, ids[:_MOST_NAMED].tolist())) + (", ..." if len(ids) > _MOST_NAMED else "")
 
 
 def check_begun(folder: Any, resume: str, *, begun: bool, name: str) -> None:
-    """A folder in which some shard has saved with `resume="must"`, and none with `"never"`."""
+    """Raises for `resume="must"` without checkpoints, and for `"never"` with some."""
     if resume == "must" and not begun:
         raise FileNotFoundError(errno.ENOENT, f"`{name}` must resume, and found no checkpoint in `{folder}`")
     if resume == "never" and begun:
@@ -134,7 +134,7 @@ def check_begun(folder: Any, resume: str, *, begun: bool, name: str) -> None:
 
 
 def check_one_division(counts: set[int], folder: Any, *, name: str) -> None:
-    """Checkpoints of one division into shards."""
+    """Raises for checkpoints of different divisions into shards."""
     if len(counts) > 1:
         raise ValueError(
             f"`{name}` cannot resume: the checkpoints in `{folder}` are of {sorted(counts)} shards, of more than one "
@@ -143,7 +143,7 @@ def check_one_division(counts: set[int], folder: Any, *, name: str) -> None:
 
 
 def check_same_division(found: int | None, count: int, shard: int | None, folder: Any, *, name: str) -> None:
-    """The shards of a call that goes on are those whose runs are saved."""
+    """Raises unless a resumed call has as many shards as its checkpoints."""
     if found is None or found == count:
         return
     given, hint = f"this call has {count}", "Choose another folder."
@@ -155,7 +155,7 @@ def check_same_division(found: int | None, count: int, shard: int | None, folder
 
 
 def done_before_message(path: Any, *, name: str) -> str:
-    """The message that a search cannot go on, because the rounds that are there followed from a shard that is lost."""
+    """The message that a search cannot resume, because later rounds depend on a shard that was lost this time."""
     return (
         f"`{name}` cannot go on in `{path}`: the workers died of a shard that was done before.\n"
         "Repeat the call: nothing is lost."

@@ -1,4 +1,4 @@
-"""What comes home of a run that stays on a worker: a few numbers of each member, which its file holds too."""
+"""The per-member results of a shard that a worker returns when the members are saved; the shard's file has them too."""
 
 import base64
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ..train.host._record import last_finite
 
 
 class Columns(NamedTuple):
-    """One number of each member in each array `(members, ...)`, `fault` a text; hyper-parameters by name."""
+    """Per-member arrays `(members, ...)`: numbers, and `fault` as text; hyper-parameters by name."""
 
     ids: np.ndarray
     status: np.ndarray
@@ -29,7 +29,7 @@ class Columns(NamedTuple):
 
 
 def count_status(status: np.ndarray) -> dict[str, int]:
-    """How many members have each status, by its name."""
+    """The number of members with each status, by name."""
     return {str(one): int((status == one).sum()) for one in Status}
 
 
@@ -49,7 +49,7 @@ def columns_of(run: Run[Any]) -> Columns:
 
 
 def join_columns(parts: Sequence[Columns]) -> Columns:
-    """The columns of the members of all parts, in their order."""
+    """Concatenates the columns of several shards."""
     of_all = lambda name: np.concatenate([getattr(part, name) for part in parts])
     optional = lambda name: None if getattr(parts[0], name) is None else of_all(name)
     return Columns(
@@ -61,7 +61,7 @@ def join_columns(parts: Sequence[Columns]) -> Columns:
 
 
 def to_json(columns: Columns) -> dict[str, Any]:
-    """Columns in what JSON can hold, with all bits of numbers."""
+    """The columns as JSON, bit for bit."""
     arrays = {name: value for name, value in columns._asdict().items() if isinstance(value, np.ndarray)}
     fault = arrays.pop("fault").tolist()
     hyper = {name: _encode(values) for name, values in columns.hyper.items()}
@@ -69,7 +69,7 @@ def to_json(columns: Columns) -> dict[str, Any]:
 
 
 def from_json(saved: dict[str, Any]) -> Columns:
-    """The columns of `to_json`."""
+    """Inverts `to_json`."""
     optional = lambda name: _decode(saved[name]) if name in saved else None
     return Columns(
         ids=_decode(saved["ids"]),

@@ -1,4 +1,4 @@
-"""Divides members into shards, and the arguments of a call into those of each shard."""
+"""Divides members into shards, and selects the arguments of each shard."""
 
 from typing import Any
 
@@ -18,21 +18,21 @@ from ..train._run import Run
 from ..train._state import TrainState
 from ..train.host._record import History
 
-_SMALL = 2**16  # bytes of an array that travels with every shard
+_SMALL = 2**16  # bytes; arrays up to this size are sent with every shard
 _MEMBERS = ("max_steps", "target")
 
 
 def divide(num_members: int, size: int) -> list[np.ndarray]:
-    """Positions of the members of each shard: of at most two sizes, and never one member that is left over.
+    """The positions of the members of each shard; at most two sizes, and no member alone in a shard.
 
-    Two sizes are two compilations. One member alone is compiled to another program, with other rounding.
+    Each size is one compilation. One member alone is compiled to another program, with other rounding.
     """
     count = max(min(-(-num_members // size), num_members // 2), 1)
     return np.array_split(np.arange(num_members), count)
 
 
 def cut_start(begun: Any, positions: np.ndarray) -> Any:
-    """Some members of an ensemble, a training state or a run."""
+    """The members at some positions of an ensemble, a training state or a run."""
     if isinstance(begun, Ensemble):
         return begun[positions]
     if isinstance(begun, TrainState):
@@ -63,25 +63,25 @@ def cut_start(begun: Any, positions: np.ndarray) -> Any:
 
 
 def cut_data(data: PyTree, positions: np.ndarray) -> PyTree:
-    """Data with those of some members in parts marked `Each`."""
+    """Data in which parts marked `Each` keep the members at some positions."""
     return _axes.map_each(lambda value: _axes.Each(tree.take(value, positions)), data)
 
 
 def on_host(data: PyTree, argument: str, *, name: str) -> PyTree:
-    """Data whose large arrays that all members share are NumPy's, which can be written to files."""
+    """Data whose large shared arrays are NumPy arrays, which can be written to files."""
     is_large = lambda x: isinstance(x, jax.Array) and not is_typed_key(x) and x.nbytes > _SMALL
     to_host = lambda x: np.asarray(x) if is_large(x) else x
     return jax.tree.map(to_host, from_foreign_tree(data, argument, name=name), is_leaf=_axes.is_per_member)
 
 
 def large_arrays(data: PyTree) -> list[np.ndarray]:
-    """The arrays that all members share and that are too large to travel with every shard."""
+    """The shared arrays that are too large to be sent with every shard."""
     leaves = jax.tree.leaves(data, is_leaf=_axes.is_per_member)
     return [x for x in leaves if type(x) in (np.ndarray, np.memmap) and x.nbytes > _SMALL and _is_plain(x.dtype)]
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
-    """Whether the bytes of an array and the name of its dtype are all there is to it."""
+    """Whether an array is determined by its bytes and the name of its dtype."""
     return dtype.isnative and (dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.number)))
 
 
@@ -91,7 +91,7 @@ def ids_of(begun: Any) -> np.ndarray:
 
 
 def large_shared(tree: PyTree) -> list[Any]:
-    """The large arrays that the members of ensembles, training states and runs in a tree share."""
+    """The large shared arrays of ensembles, training states and runs in a tree."""
     owners = (Ensemble, TrainState, Run)
     found: dict[int, Any] = {}
     for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, owners)):
@@ -105,7 +105,7 @@ def large_shared(tree: PyTree) -> list[Any]:
 
 
 def member_options(options: dict[str, Any], num_members: int, *, name: str) -> dict[str, Any]:
-    """Those of the options of `fit` that hold values of each member, in the form in which they are cut."""
+    """The options of `fit` with one value per member, in the form that `cut_options` takes."""
     found = {word: options[word] for word in ("hyper", "rows", "state", *_MEMBERS) if options.get(word) is not None}
     if "hyper" in found:
         found["hyper"] = hyper_arrays(found["hyper"], num_members, name=name)
@@ -122,7 +122,7 @@ def member_options(options: dict[str, Any], num_members: int, *, name: str) -> d
 
 
 def cut_options(options: dict[str, Any], positions: np.ndarray) -> dict[str, Any]:
-    """The options of `member_options` of some members."""
+    """The options of `member_options` for the members at some positions."""
     take = lambda value: np.asarray(value)[positions]
     return {
         word: take(value) if word == "rows" or word in _MEMBERS else tree.take(value, positions)

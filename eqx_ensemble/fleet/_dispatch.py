@@ -1,4 +1,4 @@
-"""The jobs of an asynchronous search on their way to workers and back."""
+"""Dispatches the jobs of an asynchronous search to workers."""
 
 import abc
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class AbstractSearch(abc.ABC):
 
     @abc.abstractmethod
     def next_job(self) -> tuple[Job, Callable[[], dict[str, Any]]] | None:
-        """The next job, and a function that makes its arguments; `None` while it depends on running jobs."""
+        """The next job and a function that makes its arguments; `None` while it depends on running jobs."""
 
     @abc.abstractmethod
     def finish(self, job: Job, run: Run[Any]) -> None:
@@ -29,7 +29,7 @@ class AbstractSearch(abc.ABC):
 
 
 class Dispatcher:
-    """Sends the next job of a search to each idle worker, and passes results to the search in the order of the log."""
+    """Sends a job to each idle worker, and passes results to the search in the order of the log."""
 
     def __init__(self, search: AbstractSearch, order: Order, ids: np.ndarray, *, workers: int) -> None:
         self._search, self._order, self._ids, self._idle = search, order, ids, workers
@@ -37,7 +37,7 @@ class Dispatcher:
         self._count = 0
 
     def shards(self) -> list[Shard]:
-        """The next shards, at most one for each idle worker."""
+        """The next shards, at most one per idle worker."""
         found = []
         while self._idle and (pair := self._search.next_job()) is not None:
             job, own = pair
@@ -49,7 +49,7 @@ class Dispatcher:
         return found
 
     def end(self, shard: Shard, run: Run[Any] | None) -> list[Shard]:
-        """Takes the result of a shard, `None` if it was given up. Returns the next shards."""
+        """Records the result of a shard, `None` if it failed after all retries. Returns the next shards."""
         self._order.end(self._running.pop(shard.number), run)
         found = []
         while (turn := self._order.next()) is not None:

@@ -1,4 +1,4 @@
-"""What runs shards: an executor, a factory of executors that is called again when one breaks, or Dask."""
+"""Engines that run shards: an executor, a factory of executors that is called again when one breaks, or Dask."""
 
 import contextlib
 import os
@@ -20,21 +20,21 @@ _MOST_WITHOUT_WORKERS = 60.0  # seconds until a warning
 
 
 class Engine:
-    """An executor that somebody else closes."""
+    """An executor that the user opens and closes."""
 
     def __init__(self, executor: Executor, *, workers: int) -> None:
         self.executor, self._workers = executor, workers
 
     def num_workers(self) -> int:
-        """How many shards run at once."""
+        """The number of shards that run at once."""
         return self._workers
 
     def num_open(self) -> int:
-        """How many shards may be submitted and not done: a worker finds the next one where it ends one."""
+        """The number of shards in flight: twice the workers, so that an idle worker finds the next one queued."""
         return 2 * self.num_workers()
 
     def shard_of(self, num_members: int) -> int:
-        """A size of shards for which each worker gets some sixteen of them."""
+        """A shard size that gives each worker about sixteen shards."""
         return max(2, -(-num_members // (16 * self.num_workers())))
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
@@ -46,12 +46,12 @@ class Engine:
         return wait(submitted, return_when=FIRST_COMPLETED).done
 
     def restart(self) -> bool:
-        """Whether there is an executor to go on with after this one broke."""
+        """Replaces a broken executor. Returns whether there is a new one."""
         return False
 
     @contextlib.contextmanager
     def share(self, arrays: Sequence[np.ndarray]) -> Iterator[list[Any]]:
-        """What stands for arrays in the arguments of a call: files that workers on this machine map into memory."""
+        """Yields the arguments that represent arrays: files that workers on this machine map into memory."""
         if not arrays:
             yield []
             return
@@ -64,11 +64,11 @@ class Engine:
             yield files
 
     def close(self) -> None:
-        """Closes what this engine started."""
+        """Closes what this engine opened."""
 
 
 class Restarting(Engine):
-    """Executors of a factory, one after another."""
+    """Executors from a factory, one at a time."""
 
     def __init__(self, make: Callable[[], Executor], *, workers: int) -> None:
         self._make = make
@@ -81,23 +81,23 @@ class Restarting(Engine):
         return True
 
     def close(self) -> None:
-        """Shuts the executor down without waiting for its open shards."""
-        self.executor.shutdown(wait=False)  # loky knows no `cancel_futures`
+        """Shuts the executor down without waiting for running shards."""
+        self.executor.shutdown(wait=False)  # loky does not support `cancel_futures`
 
 
 class Dask(Engine):
-    """The workers of a Dask client, which repeats the shards of workers that die by itself."""
+    """The workers of a Dask client; Dask itself reruns the tasks of a worker that dies."""
 
     def __init__(self, client: Any, *, workers: int | None, cluster: Any = None) -> None:
         self._client, self._cluster, self._given = client, cluster, workers
         super().__init__(client.get_executor(pure=False), workers=workers or 1)
 
     def num_workers(self) -> int:
-        """The threads of its workers now, which come and go, or the number that is given."""
+        """The current number of worker threads, which changes as workers join and leave, or the number given."""
         return self._given or max(sum(self._client.nthreads().values()), 1)
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
-        """Submits a call with its data, which the scheduler keeps: what is scattered is lost with its worker."""
+        """Submits a call with its data, which the scheduler keeps; scattered data would be lost with their worker."""
         with ignore_warnings("Sending large graph"):
             return super().submit(fn, *args)
 
@@ -117,11 +117,11 @@ class Dask(Engine):
 
     @contextlib.contextmanager
     def share(self, arrays: Sequence[np.ndarray]) -> Iterator[list[Any]]:
-        """Futures of arrays, which every worker fetches once."""
+        """Yields futures of arrays, which each worker fetches once."""
         yield self._client.scatter(list(arrays)) if arrays else []
 
     def close(self) -> None:
-        """Closes the cluster if it was started here."""
+        """Closes the cluster if this engine started it."""
         if self._cluster is not None:
             self._client.close()
             self._cluster.close()
@@ -129,7 +129,7 @@ class Dask(Engine):
 
 @contextlib.contextmanager
 def open_engine(executor: Any, workers: int | None, *, name: str) -> Iterator[Engine]:
-    """The engine of the arguments `executor` and `workers`, closed at the end; one that is an engine already is not."""
+    """The engine for `executor` and `workers`, closed at the end; an engine that is passed in stays open."""
     if isinstance(executor, Engine):
         yield executor
         return
@@ -141,7 +141,7 @@ def open_engine(executor: Any, workers: int | None, *, name: str) -> Iterator[En
 
 
 def as_engine(executor: Any, workers: int | None, *, name: str) -> Engine:
-    """The engine of the arguments `executor` and `workers`."""
+    """The engine for `executor` and `workers`."""
     if workers is not None:
         check_positive_int(workers, "workers", name=name)
     if executor is None:

@@ -75,64 +75,63 @@ def fit(
     key: Any,
     **options: Unpack[FleetFitOptions],
 ) -> Run[M] | ShardedRun[M]:
-    """Trains members on many workers: each shard of members is a [`eqx_ensemble.fit`][] of its own, on any worker.
+    """Trains members on many workers: each shard of members is one [`eqx_ensemble.fit`][], on any worker.
 
-    Members are independent, and their random streams follow from their ids. So the result is that of one
-    [`eqx_ensemble.fit`][]: bit for bit under [`eqx_ensemble.plan.Sequential`][], within rounding under other plans,
-    whatever the size of the shards and the order in which workers finish them.
+    Members are independent, and their random streams are derived from their ids. The result therefore equals that of
+    one [`eqx_ensemble.fit`][]: bit for bit under [`eqx_ensemble.plan.Sequential`][], within rounding under other plans,
+    for any shard size and any order in which workers finish.
 
     **Arguments:**
 
-    - `executor`: what runs the shards. An executor with the interface of `concurrent.futures.Executor`; or better a
-        function that makes one, which is called again when a worker's death breaks it; or a client of Dask; or `None`
-        for Dask with a worker on each core of this machine (extra `dask`). Executors of the standard library need
-        processes that are spawned: `ProcessPoolExecutor(2, multiprocessing.get_context("spawn"))`, in a script below
-        `if __name__ == "__main__":`.
-    - `ensemble`, `loss`, `optimiser`, `key`: as for [`eqx_ensemble.fit`][]. Functions are sent to workers by
-        cloudpickle (extra `fleet`): by name where workers can import them, else as they are. Or in place of the
-        ensemble a function, called on the worker with the ids of a shard's members, that returns an ensemble of them,
-        or that and its `equinox.nn.State`: `lambda ids: ee.build(make, ids=ids, key=key)`. Their members then exist
-        nowhere else.
+    - `executor`: an executor with the interface of `concurrent.futures.Executor`; preferably a function that makes one,
+        which is called again when a dead worker breaks the pool; a Dask client; or `None` for a local Dask cluster with
+        one worker per core (extra `dask`). Process pools of the standard library must spawn:
+        `ProcessPoolExecutor(2, multiprocessing.get_context("spawn"))`, in a script below `if __name__ == "__main__":`.
+    - `ensemble`, `loss`, `optimiser`, `key`: as for [`eqx_ensemble.fit`][]. Functions are sent with cloudpickle (extra
+        `fleet`): by reference where workers can import them, otherwise by value. `ensemble` may also be a function that
+        builds the members on the worker: called with the ids of a shard, it returns an ensemble with these ids, or a
+        pair of it and its `equinox.nn.State`: `lambda ids: ee.build(make, ids=ids, key=key)`. With `save`, it is also
+        called once in the caller's process, for two ids, to determine shapes.
     - `ids`: the ids of all members, with such a function: `range(100_000)`.
-    - `data`: arrays, as for [`eqx_ensemble.fit`][]; those that all members share are read by workers of this machine
-        from files that they map into memory, and are scattered by Dask. Or a function, called on the worker with the
-        ids of a shard's members `(n,)`, that returns their data: arrays, parts of them marked
-        [`eqx_ensemble.Each`][], or batches. The same holds for `validation`. Executors other than Dask's whose workers
-        are on other machines need a function.
-    - `shard`: the number of members of a shard, at least 2, because one alone is compiled to another program. By
-        default sixteen shards for each worker. A shard should take minutes: a worker imports JAX, which takes seconds,
-        and compiles, for at most two sizes of shards.
-    - `workers`: how many workers the executor has. By default one for each core of this machine, or for each thread of
-        Dask's workers, which are counted again whenever shards are sent. Twice as many shards are sent at once.
-    - `retries`: how often a shard is tried again after its worker died.
-    - `checkpoint`: a folder that all workers can write, in which each shard saves its run in a folder of its own. A
-        shard whose worker died goes on from there, and so does a call with the same arguments. It has the shards of the
-        call before, also with another number of workers; another `shard` raises an error. With `resume="never"` the
-        folder must have no checkpoints when the call begins, with `"must"` some.
-    - `save`: a folder that all workers can write, in which each shard saves its trained members, atomically, instead
-        of sending them back; neither optimiser states nor curves are kept. A call with the same arguments does only the
-        shards that are not there: nothing is lost when the caller is killed. Another call raises an error that lists
-        the differences; `plan`, `scan`, `checkpoint`, `retries` and the executor may differ. Functions are compared by
-        their code.
-    - `on_shard`: called here with an [`eqx_ensemble.fleet.ShardReport`][] of each shard as it ends, also of one that is
-        given up. Its exceptions end the call.
-    - `progress`: whether to show a progress line, with members done, stopped and diverged and the time left; by default
-        on a terminal or in a notebook.
-    - `options`: of [`eqx_ensemble.fit`][]. `hyper`, `rows`, `state`, `target` and `max_steps` are cut to the members of
-        each shard. Refused is what depends on the other members or on the clock: `max_seconds`, `plan="auto"`,
-        `on_diverge="raise"`, revivals by copies, and `callbacks`. `mesh` is a function that is called on the worker,
-        such as `ee.make_mesh`: a shard then runs on all devices of its worker.
+    - `data`: arrays, as for [`eqx_ensemble.fit`][]; or a function, called on the worker with the ids of a shard `(n,)`,
+        that returns their data: arrays, parts of them marked [`eqx_ensemble.Each`][], or batches. The same holds for
+        `validation`. Arrays above 64 KiB that all members share, here or in the ensemble, are scattered by Dask; other
+        executors pass them as memory-mapped files, which workers on other machines cannot read: use functions there.
+    - `shard`: the number of members per shard, at least 2, because one member alone is compiled to another program. By
+        default each worker gets about sixteen shards. A shard should take minutes: a worker needs seconds to import
+        JAX, and compiles for at most two shard sizes.
+    - `workers`: the number of workers. By default one per core of this machine, or one per thread of Dask's workers,
+        which are counted again at each submission. Twice as many shards are in flight.
+    - `retries`: how often a shard is retried after its worker died; then it is abandoned.
+    - `checkpoint`: a folder that all workers can write, in which each shard saves its run in a subfolder. A shard whose
+        worker died resumes from there, and rerunning the same call resumes all shards. The division into shards is
+        kept, whatever the number of workers; another `shard` raises an error. With `resume="never"` the folder must
+        hold no checkpoints when the call starts, with `"must"` some.
+    - `save`: a folder that all workers can write, in which each shard saves its trained members atomically instead of
+        returning them; optimiser states and curves are not kept. Rerunning the same call trains only the missing
+        shards, also after the caller was killed. A different call raises an error that lists the differences; `plan`,
+        `scan`, `mesh`, `checkpoint`, `checkpoint_every`, `resume`, `retries`, `workers` and the executor may differ.
+        Functions are compared by their code.
+    - `on_shard`: called in the caller's process with an [`eqx_ensemble.fleet.ShardReport`][] of each shard that is
+        completed or abandoned. Its exceptions end the call.
+    - `progress`: whether to show a progress line, with the numbers of members completed, stopped and diverged and the
+        time left; by default on a terminal or in a notebook.
+    - `options`: of [`eqx_ensemble.fit`][]. `hyper`, `rows`, `state`, `target` and `max_steps` are divided among shards.
+        Options that depend on other members or on the clock raise a `TypeError`: `max_seconds`, `plan="auto"`,
+        `on_diverge="raise"`, revivals by copies, and `callbacks`. `mesh` is a function called on the worker, such as
+        `ee.make_mesh`: a shard then runs on all devices of its worker.
 
-    **Returns:** the run of all members. Members of shards whose workers died too often are missing, and so are those
-    that were not done when Ctrl-C ended the call: a warning says so, and `run.ensemble.ids` tells who is there. With
-    `save`, an [`eqx_ensemble.fleet.ShardedRun`][], whose members are in files.
+    **Returns:** the run of all members. Members of abandoned shards, and of shards that were incomplete when Ctrl-C
+    ended the call, are missing: a warning says so, and `run.ensemble.ids` lists those present. With `save`, an
+    [`eqx_ensemble.fleet.ShardedRun`][], whose members are in files.
 
-    **Raises:** as [`eqx_ensemble.fit`][]; an error on a worker is raised here with a note that names its members.
-    `concurrent.futures.BrokenExecutor` if no shard was done; `BlockingIOError` while another call uses the folder of
-    `save`.
+    **Raises:** as [`eqx_ensemble.fit`][]; an error on a worker is raised in the caller's process with a note that names
+    its members. `concurrent.futures.BrokenExecutor`, or the engine's own error, if no shard was completed;
+    `KeyboardInterrupt` if Ctrl-C came before that. `ValueError` if `checkpoint` or `save` holds a different call;
+    `BlockingIOError` while another call uses the folder of `save`.
 
     ```python
-    from concurrent.futures import ThreadPoolExecutor  # of one process, for this example
+    from concurrent.futures import ThreadPoolExecutor  # threads, for this example
 
     def mse(model, batch, key):
         x, y = batch

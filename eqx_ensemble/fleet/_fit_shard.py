@@ -1,4 +1,4 @@
-"""One shard of `fleet.fit`, on a worker, and the runs of all shards as one, at the caller."""
+"""One shard of `fleet.fit` on a worker, and the joined run of all shards in the caller's process."""
 
 import time
 from typing import Any
@@ -25,12 +25,12 @@ _ARGUMENTS = ("loss", "optimiser", "make")
 
 
 def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any] | Columns | None:
-    """Trains one shard. What is saved here stays here: its columns go home, or `None` if Ctrl-C ended it."""
+    """Trains one shard. With a store, saves the members and returns their columns, or `None` after Ctrl-C."""
     store = own.get("store")
-    if store is not None and store.is_done:  # by a worker that died before it could say so
+    if store is not None and store.is_done:  # by a worker that died before it returned
         return store.read(name="fleet.fit")
     start = own["start"]
-    if isinstance(start, Run) and not (start.status == Status.OK).any():  # others train, and none of these does
+    if isinstance(start, Run) and not (start.status == Status.OK).any():  # all of these have stopped or diverged
         return start if store is None else store.write(start)
     made = {word: x(own["ids"]) if is_function(x) else x for word, x in own["sources"].items()}
     options = {word: x for word, x in common.items() if word not in _ARGUMENTS} | own["options"]
@@ -50,24 +50,24 @@ def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any] | Columns
 
 
 def _with_shared(run: Run[Any], start: Any) -> Run[Any]:
-    """A run whose shared arrays are the very objects that came here, so that they are not sent back."""
+    """Restores the shared arrays that the shard was sent, by identity, so that they are not sent back."""
     began = start.train_state if isinstance(start, Run) else start
     return eqx.tree_at(lambda run: (run.ensemble.shared, run.train_state.shared), run, (began.shared, began.shared))
 
 
 def count_of_run(run: Run[Any]) -> dict[str, int]:
-    """How many members of a run have each status."""
+    """The number of members of a run with each status."""
     return count_status(run.status)
 
 
 def watch_runs(*, progress: bool | None, on_shard: Any, name: str) -> Watch:
-    """What happens at the caller as shards end whose runs come home."""
+    """Checks `on_shard`. Returns the callbacks for shards whose runs are returned to the caller."""
     check_optional_function(on_shard, "on_shard", name=name, example="lambda report: print(report)")
     return Watch(progress, count=count_of_run, on_shard=on_shard)
 
 
 def count_of_columns(columns: Columns | None) -> dict[str, int]:
-    """The same of what comes home of a run that is saved."""
+    """As `count_of_run`, from the columns of a saved shard."""
     return {} if columns is None else count_status(columns.status)
 
 
@@ -82,9 +82,9 @@ def join_shards(
     watch: Watch,
     continued: float,
 ) -> Run[Any]:
-    """The run of the shards that were done; warns of members that are missing, or diverged.
+    """The run of the completed shards; warns of members that are missing or diverged.
 
-    `continued` is the duration of the run that it continues.
+    `continued` is the duration of the run that this one continues.
     """
     begun = time.perf_counter()
     start = lambda size: list(enumerate(checkpoints.divide(size)))

@@ -1,4 +1,4 @@
-"""The arguments of `fit` as they go to workers: what all shards have in common, and the part of each."""
+"""The arguments of `fit`, divided into those common to all shards and those of each shard."""
 
 import functools as ft
 from collections.abc import Callable
@@ -18,12 +18,12 @@ _OF_ENSEMBLES = ("hyper", "state", "trainable")
 
 
 class Fitting(NamedTuple):
-    """A call of `fit` that is divided.
+    """A call of `fit`, divided into shards.
 
     **Attributes:**
 
-    - `common`: what all shards have in common.
-    - `own`: the options that hold values of each member.
+    - `common`: the arguments common to all shards.
+    - `own`: the options with one value per member.
     - `sources`: data and validation data, or functions that make them on the worker.
     """
 
@@ -33,16 +33,16 @@ class Fitting(NamedTuple):
 
     @property
     def arrays(self) -> list[Any]:
-        """The arrays that every worker is given once."""
+        """The arrays that are sent to each worker once."""
         return [array for x in self.sources.values() if not is_function(x) for array in large_arrays(x)]
 
     @property
     def for_runs(self) -> "Fitting":
-        """For runs that continue others, without the options that `fit` takes with an ensemble only."""
+        """For runs that continue others: without the options that `fit` takes with an ensemble only."""
         return self._replace(own={word: x for word, x in self.own.items() if word not in _OF_ENSEMBLES})
 
     def part(self, start: Any, positions: np.ndarray, ids: np.ndarray, folder: Any, **more: Any) -> dict[str, Any]:
-        """What the shard of the members at `positions` needs, which begins at `start`; `more` are options of `fit`."""
+        """The arguments of the shard at `positions`, which starts from `start`; `more` are further options of `fit`."""
         sources = {word: x if is_function(x) else cut_data(x, positions) for word, x in self.sources.items()}
         options = cut_options(self.own, positions) | more
         return {"start": start, "ids": ids, "sources": sources, "checkpoint": folder, "options": options}
@@ -58,7 +58,7 @@ def prepare(
     name: str,
     key: Any,
 ) -> Fitting:
-    """Checks the arguments of `fit`, and divides them into what is common and what belongs to members."""
+    """Checks the arguments of `fit`, and divides them into common and per-member ones."""
     plan = as_plan(options.get("plan"))
     check_can_be_cut(options, plan, options.get("on_diverge", "freeze"), data, name=name)
     own = member_options(options, num_members, name=name)
@@ -70,7 +70,7 @@ def prepare(
 
 
 def whole_epochs(data: PyTree, steps: Any, *, name: str) -> PyTree:
-    """Data for rounds of some steps; what a function makes is checked on the worker."""
+    """Data for rounds of `steps`; those from a function are checked on the worker."""
     return data if steps is None or not is_function(data) else ft.partial(_make_data, data, name)
 
 

@@ -1,4 +1,4 @@
-"""The folder in which shards save their members: one checkpoint of the call, and one for each shard that is done."""
+"""The folder in which shards save their members: one checkpoint for the call, and one per completed shard."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ _CALL = "call"
 
 
 class SavedCall(NamedTuple):
-    """The call that a folder is of, and how its members are divided."""
+    """The call that a folder belongs to, and its division into shards."""
 
     identity: CallIdentity
     ids: np.ndarray
@@ -41,16 +41,16 @@ class Store(NamedTuple):
 
     @property
     def is_done(self) -> bool:
-        """Whether the shard is there."""
+        """Whether the shard is complete."""
         return is_sealed(self.path)
 
     def read(self, *, name: str) -> Columns:
-        """The columns of a shard that is there."""
+        """The columns of a complete shard."""
         meta = contents(self.path).meta
         return from_json(check_shard_of_call(meta, self.digest, self.path, name=name)["columns"])
 
     def write(self, run: Run[Any]) -> Columns:
-        """Saves the members of a run, atomically; returns its columns."""
+        """Saves the members of a run atomically; returns its columns."""
         columns = columns_of(run)
         members: Ensemble[Any] | tuple[Any, Any] = run.ensemble if run.state is None else (run.ensemble, run.state)
         save(self.path, members, meta={"fleet.fit": {"call": self.digest, "columns": to_json(columns)}})
@@ -58,7 +58,7 @@ class Store(NamedTuple):
 
 
 def store_of(folder: Path, number: int, digest: str) -> Store:
-    """Where the shard of this number is saved."""
+    """The store of the shard with this number."""
     return Store(folder / f"shard-{number:06d}", digest)
 
 
@@ -71,7 +71,7 @@ def write_call(folder: Path, identity: CallIdentity, ids: np.ndarray, positions:
 
 
 def has_call(folder: Path) -> bool:
-    """Whether a folder is one of `fleet.fit`."""
+    """Whether a folder holds a call of `fleet.fit`."""
     return is_sealed(folder / _CALL)
 
 
@@ -87,7 +87,7 @@ def read_call(folder: Path, *, name: str) -> SavedCall:
 
 @contextlib.contextmanager
 def hold(folder: Path | None) -> Iterator[None]:
-    """Holds the folder for one call, if there is one."""
+    """Locks the folder for one call; does nothing without a folder."""
     if folder is None:
         yield
         return

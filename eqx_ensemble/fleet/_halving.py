@@ -33,31 +33,30 @@ def successive_halving(
     key: Any,
     **options: Any,
 ) -> Run[M]:
-    """Trains all members briefly, the best of them for longer, and the best of those for longer still, on many workers.
+    """Successive halving on many workers: trains all members briefly, and the best of each rung for longer.
 
     The result is that of [`eqx_ensemble.methods.successive_halving`][]: bit for bit under
-    [`eqx_ensemble.plan.Sequential`][], within rounding under other plans, whatever the size of the shards. Each rung is
-    a [`eqx_ensemble.fleet.fit`][] of the remaining members, and begins when the rung before has ended: workers wait for
-    the slowest shard, and few have work at the last rungs. [`eqx_ensemble.fleet.asynchronous_halving`][] does not wait.
+    [`eqx_ensemble.plan.Sequential`][], within rounding under other plans, for any shard size. Each rung is one
+    [`eqx_ensemble.fleet.fit`][] of the remaining members, and starts when the previous rung has ended: workers wait for
+    the slowest shard, and most are idle in the last rungs. [`eqx_ensemble.fleet.asynchronous_halving`][] avoids this.
 
     **Arguments:**
 
     - `executor`, `shard`, `workers`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
-    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][], except
-        `save` and a function that makes members.
+    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][], without
+        `save` and `ids`. `ensemble` must be an [`eqx_ensemble.Ensemble`][].
     - `epochs` or `steps`, `factor`, `rungs`: as for [`eqx_ensemble.methods.successive_halving`][].
     - `checkpoint`: a folder that all workers can write, in which each shard of each rung saves its run. Rerunning the
-        same call takes the shards that were done from there, and trains on where the others were. Its size is that of
-        one run for each rung.
+        same call reads completed shards and resumes the others. It takes the space of one run per rung.
     - `key`: the root key.
 
-    **Returns:** the run. Dropped members have the status `STOPPED` and their best weights. So have members whose worker
-    died too often at a later rung than the first, with a warning; those of the first rung are missing.
+    **Returns:** the run. Dropped members have the status `STOPPED` and their best weights, and so have members of an
+    abandoned shard after the first rung, with a warning; members of an abandoned shard of the first rung are missing.
 
     **Raises:** as [`eqx_ensemble.methods.successive_halving`][] and [`eqx_ensemble.fleet.fit`][].
 
     ```python
-    from concurrent.futures import ThreadPoolExecutor  # of one process, for this example
+    from concurrent.futures import ThreadPoolExecutor  # threads, for this example
 
     def mse(model, batch, key):
         x, y = batch

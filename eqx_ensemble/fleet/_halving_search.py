@@ -1,4 +1,4 @@
-"""Asynchronous halving at the caller: the latest run of each member, and its next rung."""
+"""Asynchronous halving in the caller's process: the latest run of each member, and its next rung."""
 
 import dataclasses
 import functools as ft
@@ -39,7 +39,7 @@ class HalvingSearch(AbstractSearch):
     ) -> None:
         self._ensemble, self._fitting, self._ladder, self._lengths = ensemble, fitting, ladder, lengths
         self._first, self._folder, self._ids = first, folder, np.asarray(ensemble.ids)
-        self._runs: dict[int, tuple[Run[Any], int]] = {}  # and the position there
+        self._runs: dict[int, tuple[Run[Any], int]] = {}  # with the member's position in it
         self.rung = np.full(len(self._ids), -1)
 
     def next_job(self) -> tuple[Job, Callable[[], dict[str, Any]]] | None:
@@ -55,7 +55,7 @@ class HalvingSearch(AbstractSearch):
             self.rung[member] = job.rung
 
     def give_up(self, job: Job) -> None:
-        """Its members are not promoted: they have no scores at its rung."""
+        """Does nothing: members without a score at this rung are not promoted."""
 
     def _part(self, job: Job, positions: np.ndarray) -> dict[str, Any]:
         ids, folder = self._ids[positions], None
@@ -69,7 +69,7 @@ class HalvingSearch(AbstractSearch):
         return self._fitting.for_runs.part(start, positions, self._ids[positions], folder, **self._lengths[job.rung])
 
     def _gather_in_company(self, positions: np.ndarray) -> tuple[Run[Any], np.ndarray]:
-        """As `_gather`; a single member with one that stops, because one alone is compiled to another program."""
+        """As `_gather`, but pairs a single member with a stopped one: one alone is compiled to another program."""
         run, index = self._runs[int(positions[0])]
         if len(positions) > 1 or len(run.status) == 1:
             return self._gather(positions), positions
@@ -78,7 +78,7 @@ class HalvingSearch(AbstractSearch):
         return stop_members_of(pair, np.array([1])), np.array([of_id[int(member)] for member in pair.ensemble.ids])
 
     def _gather(self, positions: np.ndarray, *, ended: bool = False) -> Run[Any]:
-        """The run of some members, from the runs that each was in last; where it `ended`, those below the top stop."""
+        """The latest runs of some members as one; with `ended`, members below the last rung are stopped."""
         runs: dict[int, tuple[Run[Any], list[int]]] = {}
         for member in positions.tolist():
             run, index = self._runs[member]
@@ -90,11 +90,11 @@ class HalvingSearch(AbstractSearch):
         return in_order(found, self._ids[positions])
 
     def run(self, *, interrupted: bool, seconds: float) -> Run[Any]:
-        """The run of all members that have finished a rung; those that were not promoted stop."""
+        """The run of all members that have finished a rung; those that were not promoted are stopped."""
         run = self._gather(np.flatnonzero(self.rung >= 0), ended=not interrupted)
         return dataclasses.replace(run, interrupted=interrupted, seconds=seconds)
 
 
 def _stop(run: Run[Any]) -> Run[Any]:
-    """Stops the members of a run that still train, where it ended."""
+    """Stops the members of a run that are still training, at its end."""
     return stop_members_of(run, np.flatnonzero(run.status == Status.OK))

@@ -33,26 +33,28 @@ def hyperband(
     key: Any,
     **options: Any,
 ) -> list[Run[Any]]:
-    """Runs successive halving several times, from many members trained briefly to a few trained in full, on workers.
+    """Hyperband on many workers: several runs of successive halving, from many short trainings to a few full ones.
 
     The result is that of [`eqx_ensemble.methods.hyperband`][]: bit for bit under [`eqx_ensemble.plan.Sequential`][],
-    within rounding under other plans. Brackets run one after another, each as
+    within rounding under other plans. Brackets run one after another, each as an
     [`eqx_ensemble.fleet.successive_halving`][].
 
     **Arguments:**
 
     - `executor`, `shard`, `workers`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
     - `make`, `ranges`, `epochs`, `factor`: as for [`eqx_ensemble.methods.hyperband`][].
-    - `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][], except `save`.
-    - `checkpoint`: as for [`eqx_ensemble.fleet.successive_halving`][]; each bracket has a folder of its own in it.
+    - `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][], without `save` and
+        `ids`.
+    - `checkpoint`: as for [`eqx_ensemble.fleet.successive_halving`][]; each bracket has a subfolder.
     - `key`: the root key.
 
     **Returns:** one run per bracket, the largest first. Ids are unique across brackets.
 
-    **Raises:** `TypeError` for options of [`eqx_ensemble.fit`][] that the method sets itself.
+    **Raises:** `TypeError` for options of [`eqx_ensemble.fit`][] that the method sets itself; otherwise as
+    [`eqx_ensemble.fleet.successive_halving`][].
 
     ```python
-    from concurrent.futures import ThreadPoolExecutor  # of one process, for this example
+    from concurrent.futures import ThreadPoolExecutor  # threads, for this example
 
     def mse(model, batch, key):
         x, y = batch
@@ -71,7 +73,7 @@ def hyperband(
             epochs=3,
             key=key,
         )
-    winners = ee.concatenate([run.best() for run in runs])  # one of each bracket
+    winners = ee.concatenate([run.best() for run in runs])  # one from each bracket
     ```
 
     ??? cite
@@ -109,5 +111,5 @@ def hyperband(
             )
             if runs[-1].interrupted:
                 break
-            options.pop("resume", None)  # which is about the first bracket
+            options.pop("resume", None)  # it applies to the first bracket only
     return runs

@@ -1,4 +1,4 @@
-"""The identity of a call of `fleet.fit`: its members, functions, data and options, each as a short text."""
+"""The identity of a call of `fleet.fit`: a short text for each of its members, functions, data and options."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from ..train.resume._check import check_same_call
 from ..train.resume._texts import array_texts, code_text, digest_of, option_text
 from ._begin import is_function
 
-# Options that change time and memory, and not what is saved.
+# Options that affect time and memory, but not what is saved.
 _FREE = ("plan", "scan", "checkpoint_every", "resume", "mesh")
 
 
@@ -26,8 +26,8 @@ class CallIdentity(NamedTuple):
 
     **Attributes:**
 
-    - `texts`: what identifies the call, by name.
-    - `code`: the names of texts that can be compared under the same versions of the libraries only.
+    - `texts`: the texts that identify the call, by name.
+    - `code`: the names of the texts that can be compared under equal library versions only.
     - `conditions`: these versions.
     """
 
@@ -37,7 +37,7 @@ class CallIdentity(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """One text for all of it."""
+        """The SHA-256 digest of the texts and conditions."""
         return hashlib.sha256(json.dumps([self.texts, self.conditions], sort_keys=True).encode()).hexdigest()
 
 
@@ -49,7 +49,7 @@ def call_identity(
     **Arguments:**
 
     - `start`: the ensemble, state or run, or a function that makes an ensemble.
-    - `functions`: the loss and the like, by name.
+    - `functions`: the loss and the optimiser, by name.
     - `options`: the data and all options, by name.
     """
     texts = {"members": option_text(ids), "key": option_text(key)}
@@ -73,7 +73,7 @@ def call_identity(
 
 
 def check_same_identity(saved: CallIdentity, now: CallIdentity, folder: Any, *, name: str) -> None:
-    """Raises unless a folder was written by the same call."""
+    """Raises if a folder was written by a different call; warns if it was written under other library versions."""
     before, after = saved.texts, now.texts
     if saved.conditions != now.conditions:
         differ = [word for word in now.conditions if saved.conditions.get(word) != now.conditions[word]]
@@ -88,6 +88,6 @@ def check_same_identity(saved: CallIdentity, now: CallIdentity, folder: Any, *, 
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a value is arrays, numbers and words, and no function."""
+    """Whether a value consists of arrays, numbers and strings, without functions."""
     plain = lambda leaf: _axes.is_array(leaf) or isinstance(leaf, bool | int | float | complex | str | np.generic)
     return not callable(value) and all(map(plain, jax.tree.leaves(value)))

@@ -1,4 +1,4 @@
-"""The runs of shards as one run."""
+"""Joins the runs of shards."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from ..train.host._record import History
 
 
 def join_runs(runs: Sequence[Run[Any]], *, interrupted: bool, seconds: float) -> Run[Any]:
-    """The run of all members of several runs, in their order."""
+    """Joins runs of different members into one, in their order."""
     first, states = runs[0], [run.train_state for run in runs]
     moving, fixed = tree.concatenate([(state.moving, state.fixed) for state in states])
     step = jnp.max(jnp.stack([state.step for state in states]))
@@ -37,7 +37,7 @@ def join_runs(runs: Sequence[Run[Any]], *, interrupted: bool, seconds: float) ->
         train_state=TrainState(moving, fixed, states[0].shared, ids, step),
         selection=trees("selection"),
         rows=of_all("rows") if known else None,
-        data_state=max(runs, key=lambda run: int(run.train_state.step)).data_state,  # all members of others diverged
+        data_state=max(runs, key=lambda run: int(run.train_state.step)).data_state,  # others diverged entirely
         plan=first.plan,
         interrupted=interrupted or any(run.interrupted for run in runs),
         seconds=seconds,
@@ -45,13 +45,13 @@ def join_runs(runs: Sequence[Run[Any]], *, interrupted: bool, seconds: float) ->
 
 
 def _join_histories(histories: Sequence[History]) -> History:
-    """NaN, and zero for integers, fill what shorter runs do not have."""
+    """Joins histories; NaN, or zero for integers, fills the columns that shorter runs lack."""
     steps = max(history.loss.shape[1] for history in histories)
     loss, aux = jax.tree.map(
         lambda *curves: np.concatenate([pad_columns(curve, steps) for curve in curves]),
         *((history.loss, history.aux) for history in histories),
     )
-    # Columns are of the same windows of steps; that of a shard whose members all stopped within one ends there.
+    # Columns end at the same steps in all shards, except in a shard whose members all stopped within a window.
     step = np.max([np.pad(history.step, (0, steps - len(history.step))) for history in histories], axis=0)
     if histories[0].validation is None:
         return History(loss, aux, None, histories[0].validation_step, step)
@@ -60,15 +60,15 @@ def _join_histories(histories: Sequence[History]) -> History:
 
 
 def pad_columns(curves: np.ndarray, steps: int) -> np.ndarray:
-    """Curves `(members, steps, ...)` with as many columns; NaN, and zero for integers, where there were none."""
+    """Pads curves `(members, steps, ...)` to a number of columns, with NaN, or zero for integers."""
     width = [(0, 0), (0, steps - curves.shape[1]), *((0, 0) for _ in curves.shape[2:])]
     return np.pad(curves, width, constant_values=np.nan if jnp.issubdtype(curves.dtype, jnp.inexact) else 0)
 
 
 def _at_steps(history: History, steps: np.ndarray) -> np.ndarray:
-    """Validation scores in the columns of `steps`.
+    """Aligns validation scores with the columns of `steps`.
 
-    A shorter run may have been validated at its end, within the epoch at whose end the others were.
+    A run that ended within an epoch may have been validated there; its last score belongs in the column of that epoch.
     """
     assert history.validation is not None
     scores = np.full((len(history.loss), len(steps)), np.nan, history.validation.dtype)

@@ -1,4 +1,4 @@
-"""Algorithm 2 of Li et al. (2020): which members are promoted, and which begin, when a worker is free."""
+"""Algorithm 2 of Li et al. (2020): the members to promote or to start when a worker is idle."""
 
 from collections import deque
 from typing import NamedTuple
@@ -20,8 +20,8 @@ class Job(NamedTuple):
 class Ladder:
     """The members that have finished each rung, and those that were promoted from it.
 
-    A job has `size` members. With one it is the algorithm of the paper. With more, members wait until as many can be
-    promoted from one rung, or until no new ones are left to begin with.
+    A job has `size` members. With `size=1` this is the algorithm of the paper. Otherwise promotions wait until `size`
+    members of a rung can be promoted, or until no new members are left.
     """
 
     def __init__(self, num_members: int, num_rungs: int, *, factor: float | int, size: int) -> None:
@@ -31,14 +31,14 @@ class Ladder:
         self._promoted: list[set[int]] = [set() for _ in range(num_rungs)]
 
     def next_job(self) -> Job | None:
-        """The job of a free worker; `None` if it has to wait for others."""
+        """The next job for an idle worker; `None` if it depends on running jobs."""
         job = self._promote(least=self._size)
         if job is None and self._new:
             return Job(tuple(self._new.popleft().tolist()), 0)
         return job or self._promote(least=1)
 
     def _promote(self, *, least: int) -> Job | None:
-        """The best of those that can be promoted, from the highest rung at which `least` can."""
+        """Promotes the best members of the highest rung in which at least `least` can be promoted."""
         for rung in reversed(range(len(self._scores) - 1)):
             members = self.promotable(rung)[: self._size]
             if len(members) >= least:
@@ -47,7 +47,7 @@ class Ladder:
         return None
 
     def promotable(self, rung: int) -> list[int]:
-        """The best of those that have finished a rung, one of `factor`, without those that were promoted before."""
+        """The best `1 / factor` of the members that have finished a rung, without those promoted before."""
         finished = sorted(self._scores[rung])
         if not finished:
             return []
@@ -57,5 +57,5 @@ class Ladder:
         return [member for member in able if member not in self._promoted[rung]]
 
     def finish(self, rung: int, members: list[int], scores: np.ndarray) -> None:
-        """Members have finished a rung with scores, of which lower ones are better and NaN is none."""
+        """Records the scores of members that have finished a rung; lower is better, NaN is no score."""
         self._scores[rung] |= dict(zip(members, scores.tolist(), strict=True))

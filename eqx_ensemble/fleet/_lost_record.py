@@ -1,4 +1,4 @@
-"""A file with the members that a search lost at a rung, so that a call that resumes leaves them out as well."""
+"""A file with the members that a search lost at a rung, so that a resumed call leaves them out as well."""
 
 import json
 from concurrent.futures import BrokenExecutor
@@ -17,9 +17,9 @@ _NAME = "lost.json"
 
 
 class LostRecord:
-    """The members that were lost at a rung, if the next rung, in the folder `after`, has started.
+    """The members lost at a rung, if the next rung, in the folder `after`, has started.
 
-    Otherwise they are tried again. Without a folder nothing is read or written.
+    Otherwise they are retried. Without a folder nothing is read or written.
     """
 
     def __init__(self, folder: Path | None, after: Path | None, *, name: str) -> None:
@@ -36,7 +36,7 @@ class LostRecord:
         return cut_start(run, np.flatnonzero(~lost)) if lost.any() else run
 
     def write(self, ids: np.ndarray) -> None:
-        """Writes the ids of lost members, atomically."""
+        """Writes the ids of lost members atomically."""
         if self._path is None or not (len(ids) or self._path.exists()):
             return
         if self._next_has_started and not np.isin(ids, self._before).all():

@@ -34,7 +34,7 @@ def map_members(
     plan: AnyPlan = None,
     progress: bool | None = None,
 ) -> Callable[..., Any]:
-    """Transforms a function of one member into a function of all members, which are divided among workers.
+    """Transforms a function of one member into a function of all members, run on many workers.
 
     **Arguments:**
 
@@ -42,14 +42,15 @@ def map_members(
     - `fn`, `plan`: as for [`eqx_ensemble.map_members`][]: any function of one member.
     - `progress`: whether to show a progress line over members; by default on a terminal or in a notebook.
 
-    **Returns:** the function of all members. Its arguments are those of [`eqx_ensemble.map_members`][]; values of
-    members are cut to each shard, all others are given to every worker. An [`eqx_ensemble.fleet.ShardedRun`][] stands
-    for the ensemble of all its members, which workers read from its files; by default one file is a shard.
+    **Returns:** the function of all members, called as for [`eqx_ensemble.map_members`][]. Per-member arguments are
+    divided among shards, all others are sent to every worker. An [`eqx_ensemble.fleet.ShardedRun`][] takes the place of
+    an ensemble: workers read its members from its files, by default one file per shard.
 
-    **Raises:** (when called) as [`eqx_ensemble.map_members`][] and [`eqx_ensemble.fleet.predict`][].
+    **Raises:** (when called) as [`eqx_ensemble.map_members`][] and [`eqx_ensemble.fleet.predict`][]; `TypeError` for a
+    `ShardedRun` of stateful members.
 
     ```python
-    from concurrent.futures import ThreadPoolExecutor  # of one process, for this example
+    from concurrent.futures import ThreadPoolExecutor  # threads, for this example
 
     def norm(model):
         return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(eqx.filter(model, eqx.is_array))))

@@ -3,10 +3,10 @@ from typing import Any
 
 
 class Merge:
-    """Merges the parts of shards as they come, in an order that does not depend on when they do.
+    """Merges the partial results of shards as they arrive, in a fixed order.
 
-    Pairs of neighbours are merged first, then pairs of these, so that few parts wait: for each shard that is late about
-    the logarithm of their number.
+    A binary tree over shard numbers: neighbours are merged first, then pairs of these. Each late shard delays only
+    about as many partial results as the logarithm of the number of shards.
     """
 
     def __init__(self, merge: Callable[[Any, Any], Any]) -> None:
@@ -14,7 +14,7 @@ class Merge:
         self._waiting: dict[tuple[int, int], Any] = {}
 
     def add(self, number: int, part: Any) -> None:
-        """Adds the part of a shard."""
+        """Adds the partial result of a shard."""
         level = 0
         while (level, number ^ 1) in self._waiting:
             other = self._waiting.pop((level, number ^ 1))
@@ -23,7 +23,7 @@ class Merge:
         self._waiting[level, number] = part
 
     def result(self) -> Any:
-        """The part of all shards; `None` of none."""
+        """The merged result of all shards; `None` if there are none."""
         total = None
         for level, number in sorted(self._waiting, key=lambda at: at[1] << at[0]):
             total = self._merge(total, self._waiting[level, number])

@@ -11,21 +11,22 @@ from ._sharded_run import ShardedRun, run_of_columns
 
 
 def open_run(folder: str | os.PathLike[str], like: Any) -> ShardedRun[Any]:
-    """Opens a folder in which [`eqx_ensemble.fleet.fit`][] saved members, of a run that is complete or not.
+    """Opens a folder in which [`eqx_ensemble.fleet.fit`][] saved members, of a complete or incomplete run.
 
     **Arguments:**
 
-    - `folder`: the `save` of that call.
+    - `folder`: the argument `save` of that call.
     - `like`: as for [`eqx_ensemble.load`][]: the function that makes one member from a key, or an ensemble of such
         members (for stateful members a pair of an ensemble and its state), of any number.
 
-    **Returns:** [`eqx_ensemble.fleet.ShardedRun`][], with the members of the shards that are done.
+    **Returns:** [`eqx_ensemble.fleet.ShardedRun`][], with the members of the completed shards.
 
-    **Raises:** `FileNotFoundError` for another folder; `ValueError` if no shard is done.
+    **Raises:** `FileNotFoundError` if `fleet.fit` saved nothing in the folder; `ValueError` if no shard is complete, or
+    if files do not belong to the run; `TypeError` for an invalid `like`.
 
     ```python
     import tempfile
-    from concurrent.futures import ThreadPoolExecutor  # of one process, for this example
+    from concurrent.futures import ThreadPoolExecutor  # threads, for this example
 
     def mse(model, batch, key):
         x, y = batch

@@ -19,7 +19,7 @@ class FleetFitOptions(CommonFitOptions, total=False):
 
 
 class FleetCallOptions(FleetFitOptions, total=False):
-    """All options of `fleet.fit` but `save`, on which the type of its result depends."""
+    """All options of `fleet.fit` except `save`, which determines the type of its result."""
 
     shard: int | None
     workers: int | None

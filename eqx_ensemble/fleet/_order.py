@@ -1,4 +1,4 @@
-"""The log of an asynchronous search: a file with the order in which its jobs ended, from which it is replayed."""
+"""The log of an asynchronous search: a file with the order in which its jobs ended, which a resumed call replays."""
 
 import json
 from collections import deque
@@ -22,8 +22,8 @@ class Turn(NamedTuple):
 
     **Attributes:**
 
-    - `run`: the run of the job; `None` if it was given up.
-    - `is_late`: whether an earlier entry gave it up, so that its worker already has another job.
+    - `run`: the run of the job; `None` if it failed after all retries.
+    - `is_late`: whether an earlier entry records it as failed, so that its worker already has another job.
     """
 
     job: Job
@@ -32,11 +32,10 @@ class Turn(NamedTuple):
 
 
 class Order:
-    """A log with one line for each job that ended, after a line with the arguments of the call.
+    """A log with the arguments of the call in its first line, and one line per ended job.
 
-    The next jobs of a search depend on the order of the entries, and on which of them were given up. A call that
-    resumes replays the log, and then adds the jobs that the log gave up and that have finished since. Without a folder
-    the log is in memory only.
+    The next jobs of a search depend on the order of the entries and on which jobs failed. A resumed call replays the
+    log, then appends the jobs that failed before and have finished since. Without a folder the log is kept in memory.
     """
 
     def __init__(self, folder: Path | None, call: dict[str, Any], *, name: str) -> None:
@@ -47,7 +46,7 @@ class Order:
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        lines = self._path.read_bytes().split(b"\n")[:-1] if self._path.exists() else []  # without one that was cut
+        lines = self._path.read_bytes().split(b"\n")[:-1] if self._path.exists() else []  # without a truncated line
         if lines:
             check_same_call(parse_json(lines[0], self._path, dict), call, folder, name=name)
         for line in lines[1:]:
@@ -56,7 +55,7 @@ class Order:
         write_text(self._path, "".join(line + "\n" for line in kept))
 
     def end(self, job: Job, run: Any) -> None:
-        """Stores the result of a job, `None` if it was given up."""
+        """Stores the result of a job, `None` if it failed after all retries."""
         if run is not None and run.interrupted:  # Ctrl-C reached the worker
             raise KeyboardInterrupt
         if run is None and job in self._given_up:
@@ -102,7 +101,7 @@ def _line(job: Job, *, is_done: bool) -> str:
 
 
 def _parse(line: bytes, path: Path) -> tuple[Job, bool]:
-    """The job of a line, and whether it was done."""
+    """The job of a line, and whether it was completed."""
     match parse_json(line, path, list):
         case [list(members), int(rung), *more] if members and more in ([], [_GIVEN_UP]):
             return Job(tuple(members), rung), not more
@@ -110,7 +109,7 @@ def _parse(line: bytes, path: Path) -> tuple[Job, bool]:
 
 
 def check_resume(options: dict[str, Any], folder: Path | None, *, name: str) -> None:
-    """Removes `resume` from the options of shards and checks it: it applies to the call as a whole."""
+    """Removes `resume`, which applies to the call as a whole, from the options of shards, and checks it."""
     resume = options.pop("resume", "auto")
     check_checkpoint_options(folder, options.get("checkpoint_every"), resume, name=name)
     if folder is not None:

@@ -44,38 +44,39 @@ def population_based_training(
     """Trains a population on many workers, replacing the worst members by copies of the best.
 
     By default the result is that of [`eqx_ensemble.methods.population_based_training`][]: bit for bit under
-    [`eqx_ensemble.plan.Sequential`][], within rounding under other plans, whatever the size of the shards. Each round
-    is a [`eqx_ensemble.fleet.fit`][] of all members, which are compared, copied and perturbed when all have ended it.
-    So workers wait for the slowest shard, and the result does not depend on their speed.
+    [`eqx_ensemble.plan.Sequential`][], within rounding under other plans, for any shard size. Each round is one
+    [`eqx_ensemble.fleet.fit`][] of all members, which are compared, copied and perturbed when all have finished it.
+    Workers wait for the slowest shard, and the result does not depend on their speed.
 
-    With `asynchronous=True`, as in the paper, no shard waits for others. When it begins a round, its worst members
-    become copies of the best of all, by the last round that each member has ended, with the weights and optimiser
-    states of that time. The result then depends on the order in which workers finish. It is the same again with an
-    executor of one worker, and equal `workers` and `shard`.
-    A donor may have ended fewer or more rounds than its copy; `lineage` has its id, and not its round.
+    With `asynchronous=True`, as in the paper, there is no barrier between rounds. When a shard starts a round, its
+    worst members become copies of the best of the whole population, ranked by each member's last finished round, with
+    the weights and optimiser states of that round. The result then depends on the order in which workers finish; it is
+    reproducible with an executor of one worker and equal `workers` and `shard`. A donor may be in another round than
+    its copy; `lineage` records its id, not its round.
 
     **Arguments:**
 
     - `executor`, `shard`, `workers`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
-    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][], except
-        `save`, a function that makes members, and what stops them.
+    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fleet.fit`][], without
+        `save`, `ids`, `patience`, `target` and `max_steps`. `ensemble` must be an [`eqx_ensemble.Ensemble`][].
     - `hyper`, `rounds`, `epochs` or `steps`, `fraction`, `explore`: as for
         [`eqx_ensemble.methods.population_based_training`][].
-    - `asynchronous`: whether shards go on without waiting for others.
+    - `asynchronous`: whether each shard starts its next round without waiting for the others.
     - `checkpoint`: a folder that all workers can write, in which each shard of each round saves its run. Rerunning the
-        same call takes the shards that were done from there, and trains on where the others were. Its size is that of
-        one run for each round. With `asynchronous=True`, the file `order.jsonl` in it lists which shards were done or
-        given up, in order, so that the same call takes the same decisions again; those given up then go on.
+        same call reads completed shards and resumes the others. It takes the space of one run per round. With
+        `asynchronous=True`, its file `order.jsonl` logs the order in which shards were completed or abandoned: a rerun
+        replays these decisions, and retries abandoned shards.
     - `key`: the root key.
 
-    **Returns:** [`eqx_ensemble.methods.Population`][]. Members whose worker died too often are replaced after that
-    round, as diverged ones are, or stop there with `asynchronous=True`; those of the first round are missing. A warning
-    says so.
+    **Returns:** [`eqx_ensemble.methods.Population`][]. Members of an abandoned shard are replaced after that round, as
+    diverged members are, or stopped with `asynchronous=True`; those of the first round are missing. A warning says so.
 
-    **Raises:** as [`eqx_ensemble.methods.population_based_training`][] and [`eqx_ensemble.fleet.fit`][].
+    **Raises:** as [`eqx_ensemble.methods.population_based_training`][] and [`eqx_ensemble.fleet.fit`][]; with
+    `asynchronous=True` also `BlockingIOError` while another call uses the folder, and `ValueError` if shards of a
+    resumed call no longer give the logged results.
 
     ```python
-    from concurrent.futures import ThreadPoolExecutor  # of one process, for this example
+    from concurrent.futures import ThreadPoolExecutor  # threads, for this example
 
     def mse(model, batch, key):
         x, y = batch

@@ -1,4 +1,4 @@
-"""Asynchronous population-based training at the caller: the finished rounds of each shard, and its next one."""
+"""Asynchronous population-based training in the caller's process: finished rounds and the next round of each shard."""
 
 import functools as ft
 from collections import deque
@@ -24,9 +24,9 @@ from ._shard_rounds import Round, ShardRounds, choose_donors, copy_donors
 
 
 class PopulationSearch(AbstractSearch):
-    """Trains shards round by round. Before each round, the worst members of a shard become copies of the best of all.
+    """Trains shards round by round; before a round, a shard's worst members become copies of the best of all.
 
-    Members are ranked by their last finished rounds, as workers of the paper rank them by the latest checkpoints.
+    Members are ranked by their last finished rounds, as the workers of the paper rank by the latest checkpoints.
 
     **Attributes:**
 
@@ -76,7 +76,7 @@ class PopulationSearch(AbstractSearch):
         self.past.given_up.add(self._shard_of(job))
 
     def stop_incomplete_shards(self) -> None:
-        """Stops the members of shards with fewer than all rounds, at the end of their last round."""
+        """Stops the members of shards with unfinished rounds, at the end of their last finished round."""
         for rounds in self.past.rounds:
             if 0 < len(rounds) < len(self._evolution.keys):
                 run = rounds[-1].run
@@ -86,7 +86,7 @@ class PopulationSearch(AbstractSearch):
         return next(i for i, members in enumerate(self.past.members) if members[0] == job.members[0])
 
     def _start(self, index: int) -> Any:
-        """Where the next round of a shard starts; `None` if all its members diverged and there are no donors yet."""
+        """The run from which the next round starts; `None` if all its members diverged and there are no donors yet."""
         if not self.past.rounds[index]:
             return self._ensemble[self.past.members[index]]
         donors = choose_donors(self.past, index, self._evolution)

@@ -52,29 +52,30 @@ def predict(
     progress: bool | None = None,
     key: Any = None,
 ) -> PyTree:
-    """Predictions of members on many workers: each shard of members is an [`eqx_ensemble.predict`][] of its own.
+    """Predictions of members on many workers: each shard of members is one [`eqx_ensemble.predict`][].
 
     **Arguments:**
 
     - `executor`, `shard`, `workers`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
-    - `ensemble`: the ensemble, or an [`eqx_ensemble.fleet.ShardedRun`][], whose members workers read from its files: by
-        default one file is a shard. Its diverged members are excluded, as by [`eqx_ensemble.Run.predict`][].
-    - `combine`: combines the members' predictions, as for [`eqx_ensemble.predict`][]. Functions with a
-        [streaming form][eqx_ensemble.combine.streaming] are computed for each shard on its worker, and their parts are
-        merged as they come back: predictions of all members exist nowhere. For other functions they are brought here.
-        The order of merging follows from the shards, not from when they are done.
+    - `ensemble`: the ensemble; or an [`eqx_ensemble.fleet.ShardedRun`][], whose members workers read from its files, by
+        default one file per shard. Its diverged members are excluded, as by [`eqx_ensemble.Run.predict`][].
+    - `combine`: combines the members' predictions, as for [`eqx_ensemble.predict`][]. A function with a [streaming
+        form][eqx_ensemble.combine.streaming] is evaluated for each shard on its worker, and the partial results are
+        merged as they arrive, in an order that depends on the shards only; no process holds the predictions of all
+        members. For other functions all predictions are returned to the caller first.
     - `weights`: as for [`eqx_ensemble.predict`][].
-    - `x`, `batch_size`, `memory`, `state`, `fn`, `inference`, `plan`, `key`: as for [`eqx_ensemble.predict`][]. Inputs
-        that all members share are given to every worker once.
+    - `x`, `batch_size`, `memory`, `state`, `fn`, `inference`, `plan`, `key`: as for [`eqx_ensemble.predict`][]. Shared
+        inputs are sent to each worker once. A `ShardedRun` has its own `state`.
     - `progress`: whether to show a progress line over members; by default on a terminal or in a notebook.
 
     **Returns:** the predictions, each array `(members, rows, ...)`; with `combine`, its results `(rows, ...)`.
 
     **Raises:** as [`eqx_ensemble.predict`][]. `concurrent.futures.BrokenExecutor`, or the engine's own error, with a
-    note that names the members, if workers died more often than `retries` says.
+    note that names the members, if a shard fails after all retries; `KeyboardInterrupt` after Ctrl-C; `ValueError` if
+    all members of a `ShardedRun` diverged.
 
     ```python
-    from concurrent.futures import ThreadPoolExecutor  # of one process, for this example
+    from concurrent.futures import ThreadPoolExecutor  # threads, for this example
 
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 8, 1, key=key), 8, key=key)
     with ThreadPoolExecutor(2) as executor:
@@ -122,7 +123,7 @@ def predict(
 
 
 class _Members(NamedTuple):
-    """The members to predict with: their ids, the shapes that arguments have to fit, and those of a shard."""
+    """The members to predict with: their ids, the shapes that arguments must match, and the members of a shard."""
 
     ids: np.ndarray
     shapes: Ensemble[Any]
@@ -155,7 +156,7 @@ def _members(ensemble: Any, state: Any, weights: Any, combine: Any) -> _Members:
 
 
 def _predict_shard(common: Any, own: dict[str, Any]) -> PyTree:
-    """The predictions of one shard, or their part of a combination."""
+    """The predictions of one shard, or their partial combination."""
     form, options = common
     ensemble, state = own["ensemble"], own["state"]
     if isinstance(ensemble, Stored):

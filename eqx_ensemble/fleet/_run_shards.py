@@ -1,4 +1,4 @@
-"""The loop over shards: submits, collects, repeats those whose workers died, and gives up after so many tries."""
+"""The loop over shards: submits and collects them, and retries those whose workers died up to a limit."""
 
 import concurrent.futures as futures
 from collections import Counter, deque
@@ -19,14 +19,14 @@ _SHOWN = ("stopped", "diverged")  # in the progress line
 
 
 class Watch(NamedTuple):
-    """What happens at the caller as shards end.
+    """What the caller's process does when a shard ends.
 
     **Attributes:**
 
     - `progress`: whether to show a progress line.
-    - `keep`: what is kept of the result of a shard.
-    - `count`: how many members have each status, of what is kept.
-    - `on_shard`: called with a report of each shard.
+    - `keep`: what to keep of a shard's result.
+    - `count`: the number of members with each status, from what is kept.
+    - `on_shard`: called with a report on each shard.
     """
 
     progress: bool | None = None
@@ -50,11 +50,11 @@ def run_shards(
 
     **Arguments:**
 
-    - `arrays`: those in `task` and in shards that every worker is given once.
-    - `watch`: what happens as shards end.
-    - `follow`: called with each shard that is done and its result, or `None` if it is given up. Returns shards to run.
+    - `arrays`: arrays in `task` and in shards that are sent to each worker once.
+    - `watch`: what to do when a shard ends.
+    - `follow`: called with each ended shard and its result, `None` if it was abandoned. Returns further shards to run.
 
-    **Raises:** the error of a shard, with a note that names its members; the others are cancelled then.
+    **Raises:** the error of a shard, with a note that names its members; the other shards are cancelled.
     """
     work = _Work(engine, retries, numbers_of(arrays), name)
     work.queue.extend(shards)
@@ -91,7 +91,7 @@ def run_shards(
 
 
 class _Work:
-    """The shards to do, those that are open, and those that are done."""
+    """The queued, running and completed shards of a call."""
 
     def __init__(self, engine: Engine, retries: int, numbers: dict[int, Number], name: str) -> None:
         self.engine, self.retries, self.numbers, self.name = engine, retries, numbers, name
@@ -110,7 +110,7 @@ class _Work:
         self._untold: list[tuple[Shard, ShardReport]] = []
 
     def submit(self) -> None:
-        """Fills the executor. Shards that were open when one broke are tried alone: one of them may be the cause."""
+        """Submits shards. Shards that were running when the executor broke run one at a time: any may be the cause."""
         if self.queue and self._broken is not None:
             self._restart(self._broken)
         most = 1 if self._suspects else self.engine.num_open()
@@ -121,7 +121,7 @@ class _Work:
             self._tries[shard.number] += 1
             try:
                 self.open[self.engine.submit(run_shard, self.task, own, attempt, *self.shared)] = shard
-            except futures.BrokenExecutor as error:  # it broke since the last wait
+            except futures.BrokenExecutor as error:  # it broke after the last wait
                 failed: futures.Future[Any] = futures.Future()
                 failed.set_exception(error)
                 self.open[failed] = shard
@@ -132,7 +132,7 @@ class _Work:
                 raise
 
     def collect(self, arrays: list[Any]) -> list[tuple[Shard, Outcome]]:
-        """Waits for a shard. Returns those that are done, and queues those whose workers died."""
+        """Waits for a shard to end. Returns completed shards, and requeues those whose workers died."""
         found, failed, broken = [], [], False
         for future in sorted(self.engine.wait(self.open), key=lambda future: self.open[future].number):
             shard = self.open.pop(future)
@@ -170,9 +170,9 @@ class _Work:
             self._broken = failed[0][1]
 
     def _restart(self, error: BaseException) -> None:
-        """Takes another executor; gives up all shards if there is none."""
+        """Restarts the executor; abandons all shards if that is not possible."""
         self._broken = None
-        hopeless = len(self.lost) > 1 and not self.results  # no worker has ended any shard
+        hopeless = len(self.lost) > 1 and not self.results  # no worker has completed a shard
         if hopeless or not self.engine.restart():
             for shard in self.queue:
                 self._give_up(shard, error)
@@ -185,12 +185,12 @@ class _Work:
         self._untold.append((shard, report))
 
     def tell(self, shard: Shard, on_shard: Any, seconds: float, counts: dict[str, int]) -> None:
-        """Calls `on_shard` with a shard that was done."""
+        """Calls `on_shard` for a completed shard."""
         if on_shard is not None:
             on_shard(ShardReport(shard.number, shard.ids, self._tries[shard.number], seconds, counts, None))
 
     def tell_lost(self, on_shard: Any) -> list[Shard]:
-        """Calls `on_shard` with the shards that were given up since the last call; returns them."""
+        """Calls `on_shard` for the shards abandoned since the last call; returns them."""
         untold, self._untold = self._untold, []
         for _, report in untold:
             if on_shard is not None:
@@ -198,7 +198,7 @@ class _Work:
         return [shard for shard, _ in untold]
 
     def collect_done(self, arrays: list[Any], keep: Callable[[Shard, Any], Any]) -> None:
-        """Takes the results that are there, without waiting for others."""
+        """Collects the results that are available, without waiting for others."""
         taken = {shard.number for shard, _ in self.results}
         for future, shard in self.open.items():
             is_there = future.done() and not future.cancelled() and future.exception() is None
@@ -208,12 +208,12 @@ class _Work:
 
 
 def _cancel(work: _Work) -> None:
-    """Cancels what is open."""
+    """Cancels running shards."""
     for future in work.open:
         future.cancel()
 
 
 def _in_order(work: _Work, *, interrupted: bool) -> Finished:
-    """What was done and what was given up, in the order of the shards."""
+    """The completed and the abandoned shards, by number."""
     results = sorted(work.results, key=lambda pair: pair[0].number)
     return Finished(results, sorted(work.lost, key=lambda report: report.number), interrupted)

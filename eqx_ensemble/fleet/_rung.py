@@ -1,4 +1,4 @@
-"""Rungs over workers: of those members that still train, and together again with those that do not."""
+"""Rungs on workers: trains the members that have not stopped, and joins them with those that have."""
 
 import dataclasses
 import itertools
@@ -26,21 +26,21 @@ from ._shard import members_text
 
 
 def no_rounds(name: str) -> Rounds:
-    """The rounds of a method whose runs are saved by workers."""
+    """The rounds of a method whose runs are saved by workers, not by the caller."""
     return Rounds(None, own={}, every=None, resume="auto", name=name)
 
 
 def call_of(ladder: Rungs) -> dict[str, Any]:
-    """The arguments of a ladder that identify it: more `rungs` go on from those that are there."""
+    """The arguments that identify a ladder; a call with more `rungs` continues an existing folder."""
     return {"factor": ladder.factor, ladder.unit: ladder.totals[0]}
 
 
 def train_rungs(
     engine: Engine, folder: Any, *, call: dict[str, Any], name: str, word: str = "rung", **options: Any
 ) -> Callable[..., Run[Any]]:
-    """A function that is called as `fit` for one rung after another; each saves in a folder of its own.
+    """A function that is called as `fit` for one rung after another, each with its own subfolder.
 
-    `call` are the arguments on which the later rungs depend, and not the first.
+    `call` holds the arguments that affect the later rungs, but not the first.
     """
     numbers, record = itertools.count(), CallRecord(folder, call, name=name)
     first: dict[int, int] = {}  # the positions of all members, by id: some may be lost at the first rung
@@ -50,7 +50,7 @@ def train_rungs(
         here, after = (None if folder is None else folder / f"{word}-{i:02d}" for i in (number, number + 1))
         more, lost = more | options | {"checkpoint": here}, LostRecord(here, after, name=name)
         if folder is not None and number:
-            more["resume"] = "auto"  # a call has begun if its first rung has
+            more["resume"] = "auto"  # `resume` applies to the first rung, with which a call starts
         if isinstance(begun, Ensemble):
             first.update({member: position for position, member in enumerate(np.asarray(begun.ids).tolist())})
             done = fit(engine, begun, loss, optimiser, data, **more)
@@ -81,13 +81,13 @@ def train_rungs(
 def _go_on(
     call: Callable[[np.ndarray], Run[Any]], begun: Run[Any], record: LostRecord, *, word: str, name: str
 ) -> Run[Any]:
-    """Trains on the members of a run that have not stopped."""
+    """Continues the members of a run that have not stopped."""
     training = to_host(begun.train_state.status) == Status.OK
     sent = with_company(training)
     try:
         with ignore_warnings("`fleet.fit` returns without"):
             run = call(np.flatnonzero(sent))
-    except KeyboardInterrupt:  # before a shard was done
+    except KeyboardInterrupt:  # before a shard was completed
         return dataclasses.replace(begun, interrupted=True)
     ids = np.asarray(begun.ensemble.ids)
     kept = ~np.isin(ids, np.asarray(run.ensemble.ids))
@@ -101,7 +101,7 @@ def _go_on(
 
 
 def with_company(training: np.ndarray) -> np.ndarray:
-    """The members to send: a single one with one that has stopped, because one alone is another program."""
+    """The members to send: a single one with a stopped one, because one alone is compiled to another program."""
     sent = training.copy()
     if sent.sum() == 1 and len(sent) > 1:
         sent[np.flatnonzero(~sent)[0]] = True
@@ -109,7 +109,7 @@ def with_company(training: np.ndarray) -> np.ndarray:
 
 
 def in_order(runs: list[Run[Any]], ids: np.ndarray) -> Run[Any]:
-    """The run of the members of several runs, in the order of `ids`."""
+    """Joins runs, with their members in the order of `ids`."""
     interrupted, seconds = any(run.interrupted for run in runs), max(run.seconds for run in runs)
     joined = runs[0] if len(runs) == 1 else join_runs(runs, interrupted=interrupted, seconds=seconds)
     found = np.asarray(joined.ensemble.ids).tolist()
@@ -119,13 +119,13 @@ def in_order(runs: list[Run[Any]], ids: np.ndarray) -> Run[Any]:
 
 
 def stop_members_of(run: Run[Any], members: np.ndarray) -> Run[Any]:
-    """Stops members of a run that do not go on."""
+    """Stops some members of a run."""
     if len(members) == 0:
         return run
     return with_status(dataclasses.replace(run, train_state=population.stop(run.train_state, members)))
 
 
 def with_status(run: Run[Any]) -> Run[Any]:
-    """The run with the status that its training state has."""
+    """The run with the status of its training state."""
     moving = run.train_state.moving
     return dataclasses.replace(run, status=to_host(moving.status), stopped_at=to_host(moving.stopped_at))

@@ -1,4 +1,4 @@
-"""A call of `fleet.fit` whose members stay in files: which shards are there already, and which are to be run."""
+"""A call of `fleet.fit` with `save`: finds the completed shards in the folder, and runs the others."""
 
 import time
 from pathlib import Path
@@ -34,7 +34,7 @@ def save_shards(
     retries: int,
     watch: Watch,
 ) -> ShardedRun[Any]:
-    """Runs the shards that are not in a folder yet. Their parts get the `store` in which they save."""
+    """Runs the shards that are not in the folder yet. The argument `store` of each is where it saves."""
     begun = time.perf_counter()
     with hold(folder):
         saved, done = _read_done(folder, identity, shard, name=call.name)
@@ -80,7 +80,7 @@ def save_shards(
 def _read_done(
     folder: Path, identity: CallIdentity, shard: int | None, *, name: str
 ) -> tuple[SavedCall | None, dict[int, Columns]]:
-    """The call that a folder is of, and the shards that are done; raises for another call."""
+    """The call and the completed shards in a folder; raises if it belongs to a different call."""
     if not has_call(folder):
         return None, {}
     saved = read_call(folder, name=name)

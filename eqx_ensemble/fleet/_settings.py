@@ -1,4 +1,4 @@
-"""The settings of JAX that change results, as they are at the caller."""
+"""The JAX settings that affect results, carried from the caller to workers."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ _CONTEXTS = {
 
 
 def settings() -> dict[str, Any]:
-    """Those of this thread."""
+    """The settings of this thread."""
     return {name: getattr(jax.config, name) for name in _CONTEXTS}
 
 
 @contextlib.contextmanager
 def use_settings(given: dict[str, Any]) -> Iterator[None]:
-    """Within `with`, this thread has these settings."""
+    """Applies settings to this thread inside `with`."""
     with contextlib.ExitStack() as stack:
         for name, value in given.items():
             if getattr(jax.config, name) != value:

@@ -1,4 +1,4 @@
-"""The shapes of members, into which they are read."""
+"""The shapes of members to read from files."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..checkpoint._structure import is_array_like
 
 
 def resize(like: Any, count: int) -> Any:
-    """The shapes of an ensemble, or of an ensemble and its state, with that number of members: no numbers of theirs."""
+    """The shapes of an ensemble, or of an ensemble and its state, for another number of members; no array data."""
     if not isinstance(like, tuple):
         return _ensemble_of(like, count)
     ensemble, state = like

@@ -1,4 +1,4 @@
-"""Shards of members, what became of them, and what is told of one as it ends."""
+"""Shards of members, their outcomes, and the reports on them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _MOST_NAMED = 8
 
 
 class Shard(NamedTuple):
-    """Some members: the number of the shard, their positions, their ids, and what only they need."""
+    """Some members: the shard's number, their positions and ids, and a function that makes its arguments."""
 
     number: int
     positions: np.ndarray
@@ -24,16 +24,16 @@ class Shard(NamedTuple):
 @final
 @dataclasses.dataclass(frozen=True)
 class ShardReport:
-    """What [`eqx_ensemble.fleet.fit`][] tells of a shard as it ends, to `on_shard`.
+    """A report on one shard, passed to the argument `on_shard` of [`eqx_ensemble.fleet.fit`][].
 
     **Attributes:**
 
     - `number`: the number of the shard, from 0 in the order of the members.
     - `ids`: `(members,)`, the ids of its members.
-    - `tries`: how often it was tried.
-    - `seconds`: how long the last try took on its worker; NaN if the worker died.
-    - `status`: how many members have each [`eqx_ensemble.train.Status`][], by name; empty if the worker died.
-    - `error`: why the shard was given up; `None` if it was done.
+    - `tries`: the number of attempts.
+    - `seconds`: the duration of the last attempt on its worker; NaN if the worker died.
+    - `status`: the number of members with each [`eqx_ensemble.train.Status`][], by name; empty if the worker died.
+    - `error`: why the shard was abandoned; `None` if it was completed.
     """
 
     number: int
@@ -45,7 +45,7 @@ class ShardReport:
 
 
 class Finished(NamedTuple):
-    """The results of the shards that were done, in their order; of those given up why; whether Ctrl-C ended it."""
+    """The results of completed shards, in order; reports on abandoned shards; whether Ctrl-C ended the call."""
 
     results: list[tuple[Shard, Any]]
     lost: list[ShardReport]
@@ -53,13 +53,13 @@ class Finished(NamedTuple):
 
 
 def members_text(ids: np.ndarray) -> str:
-    """The ids of members in a message; of many, the first ones."""
+    """The ids of members in a message, at most eight of them."""
     listed = ", ".join(map(str, ids[:_MOST_NAMED].tolist()))
     return f"the members {listed}" + (f" and {len(ids) - _MOST_NAMED} more" if len(ids) > _MOST_NAMED else "")
 
 
 def lost_message(finished: Finished, missing: np.ndarray | None = None, *, name: str) -> str:
-    """The warning, or the error, that members are missing from a result: by default those of shards given up."""
+    """The text of the warning or error that members are missing, by default those of abandoned shards."""
     lost = np.concatenate([shard.ids for shard in finished.lost]) if finished.lost else np.zeros(0, int)
     missing = lost if missing is None else missing
     lines = [f"`{name}` returns without {members_text(missing)}: their workers died."] if len(missing) else []
@@ -77,7 +77,7 @@ def lost_message(finished: Finished, missing: np.ndarray | None = None, *, name:
 
 
 def check_some_done(finished: Finished, done: Any, *, name: str) -> None:
-    """Checks that there is a result; raises why the last shard was given up, or Ctrl-C again."""
+    """Raises the error of the last abandoned shard, or `KeyboardInterrupt`, if there is no result."""
     if len(done):
         return
     error = finished.lost[-1].error if finished.lost else None
@@ -88,7 +88,7 @@ def check_some_done(finished: Finished, done: Any, *, name: str) -> None:
 
 
 def warn_missing(finished: Finished, missing: np.ndarray, *, name: str) -> None:
-    """Warns that a search returns without members that have ended nothing: those given up, and those not begun."""
+    """Warns that a search returns without members that have finished nothing: abandoned or never started."""
     lost = [report.ids for report in finished.lost]
     if finished.interrupted:
         missing = missing[np.isin(missing, np.concatenate([*lost, np.zeros(0, int)]))]

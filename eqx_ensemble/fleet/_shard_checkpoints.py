@@ -1,4 +1,4 @@
-"""The folder in which shards save their runs while they train, and the shards that it is of."""
+"""The folder in which shards save their runs during training, and its division into shards."""
 
 import re
 from pathlib import Path
@@ -15,9 +15,9 @@ _SHARD = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})")
 
 
 class ShardCheckpoints:
-    """Where each shard of a call saves its run; nowhere without a folder.
+    """The checkpoint folder of each shard of a call; `None` without a folder.
 
-    A call that goes on has the shards that the folder is of, whatever the number of workers now.
+    A resumed call keeps the division of the folder, whatever the current number of workers.
     """
 
     def __init__(self, folder: Path | None, num_members: int, *, shard: int | None, resume: str, name: str) -> None:
@@ -27,7 +27,7 @@ class ShardCheckpoints:
             check_begun(folder, resume, begun=has_checkpoints(folder), name=name)
 
     def divide(self, size: int) -> list[np.ndarray]:
-        """The positions of the members of each shard: of about `size`, or those that the folder is of."""
+        """The positions of the members of each shard: as divided in the folder, otherwise of about `size`."""
         count = None if self._folder is None or self._shard is not None else self._count()
         if count is not None and count <= max(self._num_members // 2, 1):
             parts = np.array_split(np.arange(self._num_members), count)
@@ -37,7 +37,7 @@ class ShardCheckpoints:
         return parts
 
     def use(self, parts: list[np.ndarray]) -> None:
-        """Takes shards that are given; raises if the folder is of others."""
+        """Uses a given division; raises if the folder has another one."""
         self._firsts = [int(part[0]) for part in parts]
         if self._folder is not None:
             check_same_division(self._count(), len(parts), self._shard, self._folder, name=self._name)
@@ -49,7 +49,7 @@ class ShardCheckpoints:
         return self._folder / f"shard-{self._firsts.index(int(positions[0])):05d}-of-{len(self._firsts):05d}"
 
     def _count(self) -> int | None:
-        """How many shards the folder is of; `None` if it has none yet."""
+        """The number of shards in the folder; `None` if it has none yet."""
         if self._folder is None or not self._folder.exists():
             return None
         matches = [_SHARD.fullmatch(entry.name) for entry in list_folder(self._folder)]

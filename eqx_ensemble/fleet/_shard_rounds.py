@@ -27,7 +27,7 @@ class Round(NamedTuple):
 
     **Attributes:**
 
-    - `run`: the run of its last finished round; `None` for earlier rounds.
+    - `run`: the run at its end, for the last finished round; `None` for earlier rounds.
     - `scores`: `(members,)`, the validation scores at its end.
     - `hyper`: the hyper-parameters during it.
     - `donors`: `(members,)`, the positions of the donors after it.

@@ -18,25 +18,25 @@ from ._stored import locate
 @final
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ShardedRun(Generic[M]):
-    """A run whose members are in files, one for each shard: what [`eqx_ensemble.fleet.fit`][] returns with `save`.
+    """A run whose members are in files, one per shard: the result of [`eqx_ensemble.fleet.fit`][] with `save`.
 
-    In memory are a few numbers of each member. [`eqx_ensemble.fleet.predict`][] and
+    Only a few numbers per member are in memory. [`eqx_ensemble.fleet.predict`][] and
     [`eqx_ensemble.fleet.map_members`][] take it in place of an ensemble, and read the members on the workers.
 
     **Attributes:**
 
     - `folder`: the folder. `folder/shard-000000` and so on are checkpoints of [`eqx_ensemble.save`][], each of an
         ensemble, or of an ensemble and its state.
-    - `ids`: `(members,)`, the ids of the members that are there.
-    - `missing`: the ids of those that are not: of shards that were given up, or not done when the call ended.
-    - `lost`: the shards that this call gave up, each an [`eqx_ensemble.fleet.ShardReport`][] with the reason.
+    - `ids`: `(members,)`, the ids of the members of completed shards.
+    - `missing`: the ids of the other members, of shards that were abandoned or incomplete when the call ended.
+    - `lost`: the shards that this call abandoned, each an [`eqx_ensemble.fleet.ShardReport`][] with the reason.
     - `status`, `stopped_at`, `fault`, `best_step`, `best_score`: as of an [`eqx_ensemble.Run`][].
     - `loss`: `(members,)`, the last finite loss of each member. Other losses are not kept.
-    - `hyper`: the hyper-parameters, each array `(members, ...)`, by the name that the table has.
+    - `hyper`: the hyper-parameters, each array `(members, ...)`, by their column names in the table.
     - `interrupted`: whether Ctrl-C ended the call early.
-    - `seconds`: the duration of the call.
-    - `shards`, `sizes`: the numbers of the shards that are there, and how many members each has.
-    - `like`: the shapes of the members, into which they are read.
+    - `seconds`: the duration of the call, 0 after [`eqx_ensemble.fleet.open_run`][].
+    - `shards`, `sizes`: the numbers of the completed shards, and their numbers of members.
+    - `like`: the shapes of the members to read.
     """
 
     folder: Path
@@ -72,24 +72,27 @@ class ShardedRun(Generic[M]):
         return self.ids[self.status != Status.DIVERGED]
 
     def load(self, ids: Any = None) -> Ensemble[M]:
-        """Reads members, over the boundaries of shards.
+        """Reads members from any shards.
 
         **Arguments:**
 
         - `ids`: the ids of the members to read, in this order; by default all.
 
-        **Returns:** the ensemble of these members. Those of other members are not read.
+        **Returns:** the ensemble of these members. Other members are not read.
 
-        **Raises:** `ValueError`, which names them, for ids that are not there.
+        **Raises:** `ValueError`, which names them, for ids that are missing, unknown or repeated; `TypeError` unless
+        `ids` are integers `(members,)`, at least one.
         """
         return self.load_with_state(ids)[0]
 
     def load_with_state(self, ids: Any = None) -> tuple[Ensemble[M], Any]:
         """Reads members and their stacked `equinox.nn.State`, `None` for stateless members.
 
-        **Arguments:** as of [`eqx_ensemble.fleet.ShardedRun.load`][].
+        **Arguments:** as for [`eqx_ensemble.fleet.ShardedRun.load`][].
 
         **Returns:** the ensemble and the state.
+
+        **Raises:** as for [`eqx_ensemble.fleet.ShardedRun.load`][].
         """
         if ids is None:
             return locate(self, np.arange(len(self.ids))).read()
@@ -123,7 +126,7 @@ def run_of_columns(
     interrupted: bool,
     seconds: float,
 ) -> ShardedRun[Any]:
-    """The run of the shards that are done."""
+    """The run of the completed shards."""
     numbers = sorted(done)
     columns = join_columns([done[number] for number in numbers])
     sizes = tuple(len(done[number].ids) for number in numbers)

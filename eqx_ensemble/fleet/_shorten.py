@@ -1,4 +1,4 @@
-"""Messages of errors that are sent home: a failed assertion on an array can have megabytes."""
+"""Shortens error messages that workers return: a failed assertion on an array can have megabytes."""
 
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ def shorten(text: str) -> str:
 
 
 def with_short_message(error: E) -> E:
-    """The error, with texts among its arguments cut."""
+    """The error, with long strings among its arguments shortened."""
     if any(isinstance(arg, str) and len(arg) > _MOST for arg in error.args):
         error.args = tuple(shorten(arg) if isinstance(arg, str) else arg for arg in error.args)
     return error

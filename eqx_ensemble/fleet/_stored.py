@@ -1,4 +1,4 @@
-"""Members in the files of shards: which to read, in which order, and the shapes to read them into."""
+"""Members in the files of shards: which to read, in which order and shapes."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Stored(NamedTuple):
-    """Members to read: the paths of checkpoints, the members of each, by position there, and the order afterwards.
+    """Members to read: the paths of checkpoints, the positions of members in each, and their order afterwards.
 
-    `like` has the shapes of the ensemble, or of the ensemble and its state, with any number of members.
+    `like` has the shapes of the ensemble, or of the ensemble and its state, for any number of members.
     """
 
     like: Any
@@ -45,7 +45,7 @@ class Stored(NamedTuple):
 
 
 def locate(run: "ShardedRun[Any]", positions: np.ndarray) -> Stored:
-    """Where the members of a run at some positions are, in this order."""
+    """The stored members of a run at some positions, in this order."""
     sizes = np.array(run.sizes)
     shard = np.repeat(np.arange(len(sizes)), sizes)[positions]
     row = np.concatenate([np.arange(size) for size in sizes])[positions]
@@ -63,6 +63,6 @@ def locate(run: "ShardedRun[Any]", positions: np.ndarray) -> Stored:
 
 
 def by_file(run: "ShardedRun[Any]", positions: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """The indices of positions, divided among the files that hold the members there, and numbered."""
+    """Divides positions by the file that holds each member; returns numbered arrays of indices into `positions`."""
     shard = np.repeat(np.arange(len(run.sizes)), run.sizes)[positions]
     return list(enumerate(np.flatnonzero(shard == number) for number in np.unique(shard)))

@@ -1,4 +1,4 @@
-"""Small text files of a search, synced to the disk before a function returns."""
+"""Small text files of a search, synced to disk before a function returns."""
 
 import contextlib
 import json
@@ -26,12 +26,12 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """The value in a file."""
+    """The JSON value in a file."""
     return parse_json(path.read_bytes(), path, kind)
 
 
 def parse_json(text: bytes, path: Path, kind: type) -> Any:
-    """The value in a file, or in one line of it; raises `CheckpointCorruptError` for another kind, or for no JSON."""
+    """The JSON value of a file or of one of its lines; raises `CheckpointCorruptError` unless it is of this kind."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""How functions and arrays go to workers and come back: functions by name or by value, large arrays once per worker."""
+"""Serialisation between caller and workers: functions by reference or by value, large arrays once per worker."""
 
 import collections
 import hashlib
@@ -18,33 +18,33 @@ import numpy as np
 from .._check import check_installed, is_typed_key
 from ._travel_classes import is_module_class, reduce_class
 
-# Functions by the hash of their pickle. What returns from a worker is the caller's own object, and what a worker gets
-# again is the object that it has compiled programs for.
+# Functions by the hash of their pickle. A function that returns from a worker is the caller's own object, and one that
+# a worker receives again is the object for which it has compiled programs.
 _known: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
-_digests: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()  # of jitted functions, which never change
+_digests: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()  # of jitted functions: immutable
 _Jitted: Any = type(jax.jit(lambda: None))
 _kept: "collections.deque[Any]" = collections.deque(maxlen=256)
 _MOST_ON_DEVICE = 64
 
 
-# What JAX made on a worker of the arrays that it was given, by the `id` of the given ones, which it keeps alive.
+# The JAX arrays that a worker made of NumPy arrays that it received, by the `id` of the latter, which it keeps alive.
 _on_device: dict[int, tuple[Any, jax.Array]] = {}
 
 
 class Number(NamedTuple):
-    """Stands for a large array: its number among those of a call, and whether it is an array of JAX."""
+    """A placeholder for a large array: its number in the call, and whether it is a JAX array."""
 
     number: int
     is_jax: bool
 
 
 def numbers_of(arrays: Sequence[Any]) -> dict[int, Number]:
-    """The numbers of arrays by their `id`."""
+    """The placeholders of arrays, by `id`."""
     return {id(array): Number(i, isinstance(array, jax.Array)) for i, array in enumerate(arrays)}
 
 
 def numbers_on_worker(arrays: Sequence[Any]) -> dict[int, Number]:
-    """The same on a worker that was given `arrays`, also of what JAX made of them."""
+    """As `numbers_of`, on a worker that received `arrays`, and including the JAX arrays made of them."""
     found = numbers_of(arrays)
     for i, array in enumerate(arrays):
         if id(array) in _on_device:
@@ -53,13 +53,13 @@ def numbers_on_worker(arrays: Sequence[Any]) -> dict[int, Number]:
 
 
 def dumps(value: Any, arrays: Mapping[int, Number] | None = None, *, name: str) -> bytes:
-    """`value` as bytes. Arrays whose `id` is in `arrays` are replaced by their number there."""
+    """Serialises `value`. Arrays whose `id` is in `arrays` are replaced by placeholders."""
     check_installed("cloudpickle", what=name, extra="fleet")
     return _dumps(value, arrays or {}, is_part=False)
 
 
 def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:
-    """The value of bytes that a caller sent to its worker, or a worker to its caller; never those of a file."""
+    """Deserialises bytes exchanged between a caller and its workers; never used for files."""
     return _Unpickler(io.BytesIO(data), arrays).load()
 
 
@@ -72,10 +72,10 @@ def _dumps(value: Any, arrays: Mapping[int, Number], *, is_part: bool) -> bytes:
             return None if number is None else (number.number, number.is_jax)
 
         def reducer_override(self, obj: Any) -> Any:
-            if is_typed_key(obj):  # which JAX before 0.10 cannot pickle
+            if is_typed_key(obj):  # JAX before 0.10 cannot pickle these
                 return _as_key, (np.asarray(jax.random.key_data(obj)), jax.random.key_impl(obj))
             if isinstance(obj, types.FunctionType | _Jitted):
-                # What a function refers to is a part of it: two functions may refer to each other.
+                # Functions that it refers to are serialised inside it, since two functions may refer to each other.
                 if _is_found(obj) and isinstance(obj, _Jitted):
                     return _find, (obj.__module__, obj.__qualname__)
                 if is_part or _is_found(obj):
@@ -103,7 +103,7 @@ class _Unpickler(pickle.Unpickler):
         self._arrays = arrays
 
     def persistent_load(self, pid: Any) -> Any:
-        """The array of that number."""
+        """The array with this number."""
         number, is_jax = pid
         array = self._arrays[number]
         if not is_jax or isinstance(array, jax.Array):
@@ -116,7 +116,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _is_found(obj: Any) -> bool:
-    """Whether other processes find the same object by its name: not what is defined in `__main__` or in a function."""
+    """Whether other processes can import the object by name: not if it is defined in `__main__` or in a function."""
     module, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(qualname, str) or module == "__main__":
         return False

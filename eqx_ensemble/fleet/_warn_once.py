@@ -7,7 +7,7 @@ _DIVERGED = re.compile(r"member\(s\) diverged")
 
 
 class WarnOnce:
-    """Warns of what workers were warned of, once; of members that diverged the caller does, of all in one."""
+    """Repeats each warning of the workers once, without those about divergence, which the caller combines."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

@@ -1,4 +1,4 @@
-"""What runs on a worker: one shard, with its error as a value, so that all that an executor raises is about workers."""
+"""Runs one shard on a worker; its error is returned as a value, so that errors of the executor concern workers only."""
 
 import collections
 import dataclasses
@@ -21,21 +21,21 @@ _MOST_TASKS = 4
 
 
 class Task(NamedTuple):
-    """What all shards have in common, as a function of a shard's own part."""
+    """What all shards have in common: a function of `common` and of a shard's own arguments."""
 
     fn: Callable[..., Any]
     common: Any
 
 
 class Attempt(NamedTuple):
-    """Which attempt at a shard it is, so that engines that remember results see another call; and JAX's settings."""
+    """The number of the attempt, by which engines that cache results see a new call, and JAX's settings."""
 
     number: int
     settings: dict[str, Any]
 
 
 class Outcome(NamedTuple):
-    """The result of a shard, or the error that it raised; how long it took, and the texts of warnings."""
+    """The result of a shard or the error that it raised, its duration, and the texts of its warnings."""
 
     result: Any
     error: Exception | None
@@ -45,18 +45,18 @@ class Outcome(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ArrayFile:
-    """An array in a file of its bytes, which the processes of one machine have in memory once."""
+    """An array in a file of raw bytes, which the processes of a machine map into shared memory."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
 
     def read(self) -> np.ndarray:
-        """The array, mapped."""
+        """The memory-mapped array."""
         return _read(self)
 
 
-@ft.lru_cache(maxsize=8)  # a file that is mapped keeps its space after it is deleted
+@ft.lru_cache(maxsize=8)  # a mapped file takes disk space even after it is deleted
 def _read(file: ArrayFile) -> np.ndarray:
     with open(file.path, "rb") as opened:
         data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
@@ -64,7 +64,7 @@ def _read(file: ArrayFile) -> np.ndarray:
 
 
 def run_shard(task: bytes, own: bytes, attempt: Attempt, *arrays: Any) -> bytes:
-    """Runs a shard."""
+    """Runs a shard; returns its serialised outcome."""
     held = [array.read() if isinstance(array, ArrayFile) else array for array in arrays]
     with use_settings(attempt.settings):
         outcome = _run(task, own, held)
@@ -81,11 +81,11 @@ def run_shard(task: bytes, own: bytes, attempt: Attempt, *arrays: Any) -> bytes:
 def _run(task: bytes, own: bytes, held: list[Any]) -> Outcome:
     begun, result = time.perf_counter(), None
     error: Exception | None = None
-    with record_warnings() as texts:  # the caller warns once, of all members
+    with record_warnings() as texts:  # the caller warns once for all members
         try:
             fn, common = _read_task(task, held)
             result = fn(common, loads(own, held))
-        except SystemExit as ended:  # which would end the worker, or the caller
+        except SystemExit as ended:  # it would end the worker or the caller
             error = RuntimeError(f"The program ended itself, by SystemExit({ended.code!r}).")
             error.add_note(_trace(ended))
         except Exception as caught:
@@ -98,9 +98,9 @@ _tasks: "collections.OrderedDict[Any, tuple[Task, list[Any]]]" = collections.Ord
 
 
 def _read_task(task: bytes, held: list[Any]) -> Task:
-    """The same object for all shards of a call, for which programs are compiled once."""
+    """The same object for all shards of a call, so that programs are compiled once."""
     key = task, *map(id, held)
-    found = _tasks.pop(key, None) or (loads(task, held), held)  # which keeps the arrays alive that `key` stands for
+    found = _tasks.pop(key, None) or (loads(task, held), held)  # keeps alive the arrays whose ids are in `key`
     _tasks[key] = found
     while len(_tasks) > _MOST_TASKS:
         _tasks.pop(next(iter(_tasks)), None)
@@ -112,8 +112,8 @@ def _trace(error: BaseException) -> str:
 
 
 def _to_send(outcome: Outcome, held: list[Any]) -> bytes:
-    """An outcome as bytes. Arrays that the caller gave are not sent back."""
+    """Serialises an outcome. Arrays that the caller sent are not sent back."""
     data = dumps(outcome, numbers_on_worker(held), name="fleet")
     if outcome.error is not None:
-        loads(data, held)  # exceptions whose constructors need more than a message can be pickled, and not unpickled
+        loads(data, held)  # fails for exceptions whose constructors need more than a message
     return data
