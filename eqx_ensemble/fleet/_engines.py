@@ -42,7 +42,7 @@ class Engine:
         return check_future(self.executor.submit(fn, *args), self.executor)
 
     def wait(self, submitted: "Collection[Future[Any]]") -> "set[Future[Any]]":
-        """Waits until at least one future is done. Returns those that are."""
+        """Waits until a future is done. Returns all that are done."""
         return wait(submitted, return_when=FIRST_COMPLETED).done
 
     def restart(self) -> bool:
@@ -102,7 +102,7 @@ class Dask(Engine):
             return super().submit(fn, *args)
 
     def wait(self, submitted: "Collection[Future[Any]]") -> "set[Future[Any]]":
-        """As of other engines; warns where there are no workers for a minute."""
+        """As `Engine.wait`; warns if there have been no workers for a minute."""
         begun, is_warned = time.monotonic(), False
         while not (done := wait(submitted, _MOST_WITHOUT_WORKERS / 4, FIRST_COMPLETED).done):
             if self._client.nthreads():
