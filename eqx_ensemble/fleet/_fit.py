@@ -85,7 +85,7 @@ def fit(
 
     - `executor`: an executor with the interface of `concurrent.futures.Executor`; preferably a function that makes one,
         which is called again when a dead worker breaks the pool; a Dask client; or `None` for a local Dask cluster with
-        one worker per core (extra `dask`). Process pools of the standard library must spawn:
+        one worker per core (extra `dask`). Process pools of the standard library must not fork:
         `ProcessPoolExecutor(2, multiprocessing.get_context("spawn"))`, in a script below `if __name__ == "__main__":`.
     - `ensemble`, `loss`, `optimiser`, `key`: as for [`eqx_ensemble.fit`][]. Functions are sent with cloudpickle (extra
         `fleet`): by reference where workers can import them, otherwise by value. `ensemble` may also be a function that
