@@ -26,7 +26,7 @@ from _fleet_simulation import Fleet, Policy, checkpoint_overhead, daly, overhead
 from _measure import Report, Row, ratio_row, script
 
 import eqx_ensemble as ee
-from eqx_ensemble.fleet._travel import loads
+from eqx_ensemble.fleet._serialise import loads
 
 KEY = jax.random.key(0)
 OPTIMISER = optax.adam(1e-3)

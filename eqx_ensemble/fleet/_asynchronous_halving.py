@@ -18,15 +18,15 @@ from ..train._run import Run
 from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ._check import IN_FILES, MEMBERS_HERE, check_folder, check_retries
-from ._cut import large_shared
 from ._dispatch import Dispatcher
+from ._divide import large_shared
 from ._engines import open_engine
-from ._fit_shard import fit_shard, watch_runs
+from ._fit_shard import fit_shard, hooks_of_runs
 from ._fitting import prepare, whole_epochs
-from ._folder import hold
+from ._folder import lock_folder
 from ._halving_search import HalvingSearch
+from ._job_log import JobLog, check_resume
 from ._ladder import Ladder
-from ._order import Order, check_resume
 from ._run_shards import run_shards
 from ._shard import Finished, check_some_done, members_text, warn_missing
 from ._worker import Task
@@ -126,7 +126,7 @@ def asynchronous_halving(
     begun = time.perf_counter()
     check_no_transformation(name=_NAME)
     check_options(options, IN_FILES, MEMBERS_HERE, name=_NAME)
-    watch = watch_runs(progress=progress, on_shard=options.pop("on_shard", None), name=_NAME)
+    hooks = hooks_of_runs(progress=progress, on_shard=options.pop("on_shard", None), name=_NAME)
     plan = check_rungs(
         ensemble, data, validation=validation, epochs=epochs, steps=steps, factor=factor, rungs=rungs, name=_NAME
     )
@@ -134,23 +134,23 @@ def asynchronous_halving(
         plan = plan._replace(totals=plan.totals[: _rungs(len(ensemble), plan.factor)])
     if shard is not None:
         check_positive_int(shard, "shard", name=_NAME)
-    tries = check_retries(retries, name=_NAME)
+    retries = check_retries(retries, name=_NAME)
     folder = None if checkpoint is None else absolute(check_folder(checkpoint, name=_NAME))
     check_resume(options, folder, name=_NAME)
     first = {word: options.pop(word) for word in ("trainable",) if word in options}
     options["validation"] = validation
     data = whole_epochs(data, steps, name=_NAME)
     fitting = prepare(loss, optimiser, data, options, len(ensemble), name=_NAME, key=key)
-    with open_engine(executor, workers, name=_NAME) as engine, hold(folder):
-        size = engine.shard_of(len(ensemble)) if shard is None else shard
+    with open_engine(executor, workers, name=_NAME) as engine, lock_folder(folder):
+        size = engine.default_shard_size(len(ensemble)) if shard is None else shard
         lengths, num_workers = plan.lengths(), engine.num_workers()
-        order = Order(folder, _call_record(ensemble, plan, size, num_workers), name=_NAME)
+        order = JobLog(folder, _call_record(ensemble, plan, size, num_workers), name=_NAME)
         ladder = Ladder(len(ensemble), len(lengths), factor=plan.factor, size=size)
         search = HalvingSearch(ensemble, fitting, ladder, lengths, first=first, folder=folder)
         dispatcher = Dispatcher(search, order, np.asarray(ensemble.ids), workers=num_workers)
         finished = run_shards(
             engine, Task(fit_shard, fitting.common), dispatcher.shards(), [*fitting.arrays, *large_shared(ensemble)],
-            retries=tries, watch=watch, follow=dispatcher.end, name=_NAME,
+            retries=retries, hooks=hooks, follow=dispatcher.end, name=_NAME,
         )  # fmt: skip
     check_some_done(finished, np.flatnonzero(search.rung >= 0), name=_NAME)
     order.check_replay(finished)

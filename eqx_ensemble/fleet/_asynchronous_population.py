@@ -16,13 +16,13 @@ from ..methods._population import Population
 from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ._check import check_retries, check_shard
-from ._cut import large_shared
 from ._dispatch import Dispatcher
+from ._divide import large_shared
 from ._engines import Engine
-from ._fit_shard import fit_shard, watch_runs
+from ._fit_shard import fit_shard, hooks_of_runs
 from ._fitting import prepare
-from ._folder import hold
-from ._order import Order, check_resume
+from ._folder import lock_folder
+from ._job_log import JobLog, check_resume
 from ._population_search import PopulationSearch
 from ._run_shards import run_shards
 from ._shard import Finished, check_some_done, members_text, warn_missing
@@ -49,24 +49,24 @@ def evolve_asynchronously(
     begun = time.perf_counter()
     folder = None if folder is None else absolute(folder)
     check_resume(options, folder, name=name)
-    tries = check_retries(retries, name=name)
+    retries = check_retries(retries, name=name)
     if shard is not None:
         check_shard(shard, len(ensemble), name=name)
-    watch = watch_runs(progress=options.pop("progress", None), on_shard=options.pop("on_shard", None), name=name)
+    hooks = hooks_of_runs(progress=options.pop("progress", None), on_shard=options.pop("on_shard", None), name=name)
     first = {word: options.pop(word) for word in ("trainable",) if word in options}
     options["hyper"] = evolution.hyper
     fitting = prepare(loss, optimiser, data, options, len(ensemble), name=name, key=key)
-    size = engine.shard_of(len(ensemble)) if shard is None else shard
+    size = engine.default_shard_size(len(ensemble)) if shard is None else shard
     num_workers, ids = engine.num_workers(), np.asarray(ensemble.ids)
     call = {"members": ids.tolist(), "shard": size, "workers": num_workers, "rounds": len(evolution.keys)}
     call |= {"fraction": evolution.fraction} | evolution.length
-    with hold(folder):
-        order = Order(folder, call, name=name)
+    with lock_folder(folder):
+        order = JobLog(folder, call, name=name)
         search = PopulationSearch(ensemble, fitting, evolution, first=first, folder=folder, size=size, key=key)
         dispatcher = Dispatcher(search, order, ids, workers=num_workers)
         finished = run_shards(
             engine, Task(fit_shard, fitting.common), dispatcher.shards(), [*fitting.arrays, *large_shared(ensemble)],
-            retries=tries, watch=watch, follow=dispatcher.end, name=name,
+            retries=retries, hooks=hooks, follow=dispatcher.end, name=name,
         )  # fmt: skip
     check_some_done(finished, search.past.shards, name=name)
     order.check_replay(finished)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._check import check_retries, check_shard
-from ._cut import divide
+from ._divide import divide
 from ._engines import open_engine
-from ._run_shards import Watch, run_shards
+from ._run_shards import Hooks, run_shards
 from ._shard import Finished, Shard
 from ._worker import Task
 
@@ -28,26 +28,26 @@ class Call(NamedTuple):
     ids: np.ndarray
 
 
-def over_shards(
+def run_call(
     call: Call,
     executor: Any,
     *,
     shard: int | None,
     workers: int | None,
     retries: int,
-    watch: Watch,
+    hooks: Hooks,
     start: Callable[[int], list[tuple[int, np.ndarray]]] | None = None,
 ) -> Finished:
     """Runs a call on an executor. `start(size)` returns the numbered shards to run; by default all of them."""
-    tries, count = check_retries(retries, name=call.name), len(call.ids)
+    retries, count = check_retries(retries, name=call.name), len(call.ids)
     if shard is not None:
         check_shard(shard, count, name=call.name)
     with open_engine(executor, workers, name=call.name) as engine:
-        size = engine.shard_of(count) if shard is None else shard
+        size = engine.default_shard_size(count) if shard is None else shard
         numbered = list(enumerate(divide(count, size))) if start is None else start(size)
         shards = [
             Shard(number, positions, call.ids[positions], ft.partial(call.part, positions))
             for number, positions in numbered
         ]
         task = Task(call.fn, call.common)
-        return run_shards(engine, task, shards, call.arrays, retries=tries, watch=watch, name=call.name)
+        return run_shards(engine, task, shards, call.arrays, retries=retries, hooks=hooks, name=call.name)

@@ -37,11 +37,17 @@ def check_same_call(found: dict[str, Any], call: dict[str, Any], folder: Any, *,
     """Raises if a folder belongs to another call."""
     call = json.loads(json_text(call))
     differing = [
-        f"  {word}: {found.get(word)} there, {call.get(word)} here"
+        f"  {word}: saved {found.get(word)}, now {call.get(word)}"
         for word in sorted(found.keys() | call.keys())
         if found.get(word) != call.get(word)
     ]
     if differing:
         raise ValueError(
-            "\n".join([f"`{name}` cannot resume: `{folder}` is of another call.", *differing, "Choose another folder."])
+            "\n".join(
+                [
+                    f"`{name}` cannot resume: `{folder}` belongs to a different call.",
+                    *differing,
+                    "Choose another folder.",
+                ]
+            )
         )

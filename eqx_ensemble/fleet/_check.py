@@ -23,9 +23,9 @@ from ._shard import Finished, lost_message
 from ._sharded_run import ShardedRun
 
 IN_FILES = ("save", "ids")  # options of `fleet.fit` that searches do not take
-MEMBERS_HERE = "it compares its members here"
+MEMBERS_HERE = "it compares members in the caller's process"
 _REASONS = {
-    "max_seconds": "how far members come would depend on the worker",
+    "max_seconds": "the number of steps would depend on the speed of the worker",
     "callbacks": "they would be called on workers, with the members of one shard",
     "callback_every": "there are no `callbacks`",
 }
@@ -88,7 +88,7 @@ def check_member_arguments(given: PyTree, *, name: str) -> np.ndarray:
     return np.asarray(ensembles[0].ids) if ensembles else np.arange(counts[0])
 
 
-def is_function(source: Any) -> bool:
+def is_data_function(source: Any) -> bool:
     """Whether a worker calls this to make its data; a Module with arrays is data itself."""
     return callable(source) and not any(map(eqx.is_array, jax.tree.leaves(source)))
 
@@ -115,7 +115,7 @@ def check_complete(finished: Finished, *, name: str) -> None:
         raise KeyboardInterrupt
 
 
-def check_can_be_cut(options: dict[str, Any], plan: Any, how: Any, data: Any, *, name: str) -> None:
+def check_divisible(options: dict[str, Any], plan: Any, how: Any, data: Any, *, name: str) -> None:
     """Raises for options of `fit` whose results depend on how members are divided."""
     for word, reason in _REASONS.items():
         if options.get(word) is not None:
@@ -124,8 +124,8 @@ def check_can_be_cut(options: dict[str, Any], plan: Any, how: Any, data: Any, *,
     check_no_auto(plan, name=name)
     if how == "raise":
         raise TypeError(
-            f"`{name}` does not take `on_diverge='raise'`: the other shards would have gone on, or not begun.\n"
-            "`run.status` tells which members diverged."
+            f"`{name}` does not take `on_diverge='raise'`: other shards would still run, or would not have started.\n"
+            "`run.status` says which members diverged."
         )
     if how == "revive" or (isinstance(how, Revive) and how.make is None):
         raise TypeError(

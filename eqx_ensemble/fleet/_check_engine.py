@@ -15,8 +15,8 @@ def check_factory(executor: Any, *, name: str) -> None:
     """Raises unless `executor` is a function, being neither an executor nor a Dask client."""
     if not callable(executor):
         raise TypeError(
-            f"`{name}` needs an executor as of `concurrent.futures`, a function that makes one, a client of Dask, or "
-            f"`None` for Dask on this machine; got {kind_text(executor)}.\n"
+            f"`{name}` needs a `concurrent.futures.Executor`, a function that makes one, a Dask client, or `None` for "
+            f"a local Dask cluster; got {kind_text(executor)}.\n"
             "For example `lambda: ProcessPoolExecutor(2, multiprocessing.get_context('spawn'))`. " + _FIX
         )
 
@@ -25,7 +25,7 @@ def check_executor(executor: Any) -> None:
     """Raises unless a factory returned an executor."""
     if not isinstance(executor, Executor):
         raise TypeError(
-            "A function that makes executors has to return a `concurrent.futures.Executor`, "
+            "A function that makes executors must return a `concurrent.futures.Executor`, "
             f"got {kind_text(executor)}.\n{_FIX}"
         )
 
@@ -35,8 +35,8 @@ def check_not_forked(executor: Executor) -> None:
     context = getattr(executor, "_mp_context", None) if isinstance(executor, ProcessPoolExecutor) else None
     if context is not None and context.get_start_method() == "fork":
         raise ValueError(
-            "`fleet` needs processes that are spawned, and this `ProcessPoolExecutor` forks: JAX has threads, which a "
-            "fork does not copy, so that its processes hang.\n"
+            "`fleet` needs processes that are spawned, and this `ProcessPoolExecutor` forks: JAX is multithreaded, and "
+            "forked processes can deadlock.\n"
             "Write `ProcessPoolExecutor(2, multiprocessing.get_context('spawn'))`, in a script below "
             "`if __name__ == '__main__':`."
         )
@@ -46,7 +46,7 @@ def check_future(future: Any, executor: Executor) -> "Future[Any]":
     """Raises unless `submit` returned a `concurrent.futures.Future`. Returns it."""
     if not isinstance(future, Future):
         raise TypeError(
-            f"`{type(executor).__name__}.submit` has to return a `concurrent.futures.Future`, got {kind_text(future)}."
+            f"`{type(executor).__name__}.submit` must return a `concurrent.futures.Future`, got {kind_text(future)}."
             f"\n{_FIX}"
         )
     return future

@@ -56,8 +56,8 @@ def check_shard_of_call(meta: Any, digest: str, path: Any, *, name: str) -> dict
     record = meta.get("fleet.fit") if isinstance(meta, dict) else None
     if not isinstance(record, dict) or record.get("call") != digest:
         raise ValueError(
-            f"`{name}` found in `{path}` members of another call than that of the folder.\n"
-            "Remove it: the call that the folder is of makes it again."
+            f"`{name}` cannot read `{path}`: it belongs to a different call than its folder.\n"
+            "Remove it, and rerun the call of the folder."
         )
     return record
 
@@ -75,8 +75,8 @@ def check_some_members(count: int, folder: Any, *, name: str) -> None:
     """Raises unless at least one shard of the folder is complete."""
     if not count:
         raise ValueError(
-            f"`{name}` needs members, and no shard of `{folder}` is done.\n"
-            "Repeat the call of `fleet.fit` that began it."
+            f"`{name}` needs at least one complete shard, and `{folder}` has none.\n"
+            "Rerun the call of `fleet.fit` that started it."
         )
 
 
@@ -84,8 +84,8 @@ def check_same_size(shard: Any, sizes: np.ndarray, expected: np.ndarray, folder:
     """Raises unless a resumed call divides the members as the saved one did."""
     if not np.array_equal(sizes, expected):
         raise ValueError(
-            f"`{name}` goes on in `{folder}` with the shards that are there, of up to {sizes.max()} members; got "
-            f"`shard={shard}`.\nLeave `shard` out, or save in another folder."
+            f"`{name}` resumes in `{folder}`, whose shards have up to {sizes.max()} members; got `shard={shard}`.\n"
+            "Leave out `shard`, or save in another folder."
         )
 
 
@@ -106,12 +106,12 @@ def check_wanted_ids(ids: Any, there: np.ndarray, missing: np.ndarray, *, name: 
     if len(absent):
         lost = absent[np.isin(absent, missing)]
         never = absent[~np.isin(absent, missing)]
-        lines = [f"`{name}` needs `ids` of members that are there."]
+        lines = [f"`{name}` found no members with some of these `ids`."]
         if len(never):
-            lines.append(f"  no members of this run: {ids_text(never)}")
+            lines.append(f"  not in this run: {ids_text(never)}")
         if len(lost):
-            lines.append(f"  in shards that were not done: {ids_text(lost)}")
-            lines.append("Repeat the call of `fleet.fit`, which makes them.")
+            lines.append(f"  in incomplete shards: {ids_text(lost)}")
+            lines.append("Rerun the call of `fleet.fit` to complete them.")
         raise ValueError("\n".join(lines))
     return wanted
 
@@ -137,8 +137,8 @@ def check_one_division(counts: set[int], folder: Any, *, name: str) -> None:
     """Raises for checkpoints of different divisions into shards."""
     if len(counts) > 1:
         raise ValueError(
-            f"`{name}` cannot resume: the checkpoints in `{folder}` are of {sorted(counts)} shards, of more than one "
-            "call.\nChoose another folder."
+            f"`{name}` cannot resume: the checkpoints in `{folder}` are from divisions into {sorted(counts)} shards, "
+            "of more than one call.\nChoose another folder."
         )
 
 
@@ -150,13 +150,14 @@ def check_same_division(found: int | None, count: int, shard: int | None, folder
     if shard is not None:
         given, hint = f"`shard={shard}` makes {count}", "Leave `shard` out, or choose another folder."
     raise ValueError(
-        f"`{name}` cannot resume: the checkpoints in `{folder}` are of {found} shards, and {given}.\n{hint}"
+        f"`{name}` cannot resume: the checkpoints in `{folder}` are from a division into {found} shards, and {given}.\n"
+        f"{hint}"
     )
 
 
 def done_before_message(path: Any, *, name: str) -> str:
     """The message that a search cannot resume, because later rounds depend on a shard that was lost this time."""
     return (
-        f"`{name}` cannot go on in `{path}`: the workers died of a shard that was done before.\n"
-        "Repeat the call: nothing is lost."
+        f"`{name}` cannot resume in `{path}`: a shard that was completed before failed after all retries this time.\n"
+        "Rerun the call: saved results are kept."
     )

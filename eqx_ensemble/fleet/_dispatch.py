@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..train._run import Run
+from ._job_log import JobLog
 from ._ladder import Job
-from ._order import Order
 from ._shard import Shard
 
 
@@ -24,14 +24,14 @@ class AbstractSearch(abc.ABC):
         """Adds the result of a job."""
 
     @abc.abstractmethod
-    def give_up(self, job: Job) -> None:
+    def abandon(self, job: Job) -> None:
         """Marks a job as failed after all retries."""
 
 
 class Dispatcher:
     """Sends a job to each idle worker, and passes results to the search in the order of the log."""
 
-    def __init__(self, search: AbstractSearch, order: Order, ids: np.ndarray, *, workers: int) -> None:
+    def __init__(self, search: AbstractSearch, order: JobLog, ids: np.ndarray, *, workers: int) -> None:
         self._search, self._order, self._ids, self._idle = search, order, ids, workers
         self._running: dict[int, Job] = {}
         self._count = 0
@@ -54,7 +54,7 @@ class Dispatcher:
         found = []
         while (turn := self._order.next()) is not None:
             if turn.run is None:
-                self._search.give_up(turn.job)
+                self._search.abandon(turn.job)
             else:
                 self._search.finish(turn.job, turn.run)
             self._idle += not turn.is_late

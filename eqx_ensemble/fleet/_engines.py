@@ -29,11 +29,11 @@ class Engine:
         """The number of shards that run at once."""
         return self._workers
 
-    def num_open(self) -> int:
+    def max_in_flight(self) -> int:
         """The number of shards in flight: twice the workers, so that an idle worker finds the next one queued."""
         return 2 * self.num_workers()
 
-    def shard_of(self, num_members: int) -> int:
+    def default_shard_size(self, num_members: int) -> int:
         """A shard size that gives each worker about sixteen shards."""
         return max(2, -(-num_members // (16 * self.num_workers())))
 
@@ -67,7 +67,7 @@ class Engine:
         """Closes what this engine opened."""
 
 
-class Restarting(Engine):
+class FactoryEngine(Engine):
     """Executors from a factory, one at a time."""
 
     def __init__(self, make: Callable[[], Executor], *, workers: int) -> None:
@@ -159,7 +159,7 @@ def as_engine(executor: Any, workers: int | None, *, name: str) -> Engine:
         return Engine(executor, workers=count)
     make: Callable[[], Any] = executor
     check_factory(executor, name=name)
-    return Restarting(make, workers=count)
+    return FactoryEngine(make, workers=count)
 
 
 def _start(make: Callable[[], Any]) -> Executor:

@@ -14,16 +14,16 @@ from ..train._state import TrainState
 from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ..train.resume._check import check_checkpoint_options
-from ._begin import check_ids_of_function, shapes_of_start
 from ._call import Call
 from ._check import check_folder, check_start
 from ._check_saved import check_save_folder
-from ._cut import cut_start, ids_of, large_shared
+from ._divide import ids_of, large_shared, take_members
 from ._fit_shard import count_of_columns, count_of_run, fit_shard, join_shards
 from ._fitting import prepare
 from ._identity import call_identity
+from ._make_members import check_ids_of_function, shapes_of_start
 from ._options import FleetCallOptions, FleetFitOptions
-from ._run_shards import Watch
+from ._run_shards import Hooks
 from ._save_shards import save_shards
 from ._shard import ShardReport
 from ._shard_checkpoints import ShardCheckpoints
@@ -162,18 +162,18 @@ def fit(
     checkpoints = ShardCheckpoints(folder, len(ids_of_all), shard=shard, resume=resume, name=_NAME)
 
     def part(positions: np.ndarray) -> dict[str, Any]:
-        start = cut_start(ensemble, positions) if wanted is None else None
+        start = take_members(ensemble, positions) if wanted is None else None
         return fitting.part(start, positions, ids_of_all[positions], checkpoints.path(positions))
 
     shared = large_shared(ensemble) if wanted is None else []
     call = Call(_NAME, fit_shard, common, part, [*fitting.arrays, *shared], ids_of_all)
     how = {"shard": shard, "workers": workers, "retries": retries}
     if save_folder is None:
-        watch = Watch(progress, count=count_of_run, on_shard=on_shard)
+        hooks = Hooks(progress, count=count_of_run, on_shard=on_shard)
         continued = ensemble.seconds if isinstance(ensemble, Run) else 0.0
-        return join_shards(call, executor, checkpoints, **how, watch=watch, continued=continued)
+        return join_shards(call, executor, checkpoints, **how, hooks=hooks, continued=continued)
     functions = {"loss": loss, "optimiser": optimiser}
     texts = call_identity(ensemble, ids_of_all, functions, given | fitting.sources, key=key)
     like = shapes_of_start(ensemble, ids_of_all, given.get("state"), name=_NAME)
-    watch = Watch(progress, count=count_of_columns, on_shard=on_shard)
-    return save_shards(call, executor, save_folder, checkpoints, texts, like, **how, watch=watch)
+    hooks = Hooks(progress, count=count_of_columns, on_shard=on_shard)
+    return save_shards(call, executor, save_folder, checkpoints, texts, like, **how, hooks=hooks)

@@ -12,12 +12,12 @@ from ..train._check_run import diverged_message
 from ..train._fit import fit as fit_here
 from ..train._run import Run
 from ..train._status import Status
-from ._begin import begin
-from ._call import Call, over_shards
-from ._check import is_function
+from ._call import Call, run_call
+from ._check import is_data_function
 from ._columns import Columns, count_status
 from ._join import join_runs
-from ._run_shards import Watch
+from ._make_members import begin
+from ._run_shards import Hooks
 from ._shard import check_some_done, lost_message
 from ._shard_checkpoints import ShardCheckpoints
 
@@ -27,12 +27,12 @@ _ARGUMENTS = ("loss", "optimiser", "make")
 def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any] | Columns | None:
     """Trains one shard. With a store, saves the members and returns their columns, or `None` after Ctrl-C."""
     store = own.get("store")
-    if store is not None and store.is_done:  # by a worker that died before it returned
+    if store is not None and store.is_complete:  # by a worker that died before it returned
         return store.read(name="fleet.fit")
     start = own["start"]
     if isinstance(start, Run) and not (start.status == Status.OK).any():  # all of these have stopped or diverged
         return start if store is None else store.write(start)
-    made = {word: x(own["ids"]) if is_function(x) else x for word, x in own["sources"].items()}
+    made = {word: x(own["ids"]) if is_data_function(x) else x for word, x in own["sources"].items()}
     options = {word: x for word, x in common.items() if word not in _ARGUMENTS} | own["options"]
     data = made.pop("data")
     if options.get("mesh") is not None:
@@ -60,10 +60,10 @@ def count_of_run(run: Run[Any]) -> dict[str, int]:
     return count_status(run.status)
 
 
-def watch_runs(*, progress: bool | None, on_shard: Any, name: str) -> Watch:
+def hooks_of_runs(*, progress: bool | None, on_shard: Any, name: str) -> Hooks:
     """Checks `on_shard`. Returns the callbacks for shards whose runs are returned to the caller."""
     check_optional_function(on_shard, "on_shard", name=name, example="lambda report: print(report)")
-    return Watch(progress, count=count_of_run, on_shard=on_shard)
+    return Hooks(progress, count=count_of_run, on_shard=on_shard)
 
 
 def count_of_columns(columns: Columns | None) -> dict[str, int]:
@@ -79,7 +79,7 @@ def join_shards(
     shard: int | None,
     workers: int | None,
     retries: int,
-    watch: Watch,
+    hooks: Hooks,
     continued: float,
 ) -> Run[Any]:
     """The run of the completed shards; warns of members that are missing or diverged.
@@ -88,7 +88,7 @@ def join_shards(
     """
     begun = time.perf_counter()
     start = lambda size: list(enumerate(checkpoints.divide(size)))
-    finished = over_shards(call, executor, shard=shard, workers=workers, retries=retries, watch=watch, start=start)
+    finished = run_call(call, executor, shard=shard, workers=workers, retries=retries, hooks=hooks, start=start)
     check_some_done(finished, finished.results, name=call.name)
     message = lost_message(finished, name=call.name)
     if message:

@@ -11,8 +11,8 @@ from ..methods._check import check_whole_epochs
 from ..plan._auto import as_plan
 from ..train.compiled._optimiser import Optimiser
 from ..train.data._data import is_batches
-from ._check import check_can_be_cut, check_members_of_data, is_function
-from ._cut import cut_data, cut_options, large_arrays, member_options, on_host
+from ._check import check_divisible, check_members_of_data, is_data_function
+from ._divide import large_arrays, member_options, on_host, take_data, take_options
 
 _OF_ENSEMBLES = ("hyper", "state", "trainable")
 
@@ -34,7 +34,7 @@ class Fitting(NamedTuple):
     @property
     def arrays(self) -> list[Any]:
         """The arrays that are sent to each worker once."""
-        return [array for x in self.sources.values() if not is_function(x) for array in large_arrays(x)]
+        return [array for x in self.sources.values() if not is_data_function(x) for array in large_arrays(x)]
 
     @property
     def for_runs(self) -> "Fitting":
@@ -43,8 +43,8 @@ class Fitting(NamedTuple):
 
     def part(self, start: Any, positions: np.ndarray, ids: np.ndarray, folder: Any, **more: Any) -> dict[str, Any]:
         """The arguments of the shard at `positions`, which starts from `start`; `more` are further options of `fit`."""
-        sources = {word: x if is_function(x) else cut_data(x, positions) for word, x in self.sources.items()}
-        options = cut_options(self.own, positions) | more
+        sources = {word: x if is_data_function(x) else take_data(x, positions) for word, x in self.sources.items()}
+        options = take_options(self.own, positions) | more
         return {"start": start, "ids": ids, "sources": sources, "checkpoint": folder, "options": options}
 
 
@@ -60,7 +60,7 @@ def prepare(
 ) -> Fitting:
     """Checks the arguments of `fit`, and divides them into common and per-member ones."""
     plan = as_plan(options.get("plan"))
-    check_can_be_cut(options, plan, options.get("on_diverge", "freeze"), data, name=name)
+    check_divisible(options, plan, options.get("on_diverge", "freeze"), data, name=name)
     own = member_options(options, num_members, name=name)
     given = (("data", data), ("validation", options.get("validation")))
     sources = {word: _source(value, word, num_members, name=name) for word, value in given}
@@ -71,7 +71,7 @@ def prepare(
 
 def whole_epochs(data: PyTree, steps: Any, *, name: str) -> PyTree:
     """Data for rounds of `steps`; those from a function are checked on the worker."""
-    return data if steps is None or not is_function(data) else ft.partial(_make_data, data, name)
+    return data if steps is None or not is_data_function(data) else ft.partial(_make_data, data, name)
 
 
 def _make_data(make: Callable[..., Any], name: str, ids: np.ndarray) -> Any:
@@ -81,7 +81,7 @@ def _make_data(make: Callable[..., Any], name: str, ids: np.ndarray) -> Any:
 
 
 def _source(value: PyTree, word: str, num_members: int, *, name: str) -> Any:
-    if is_function(value):
+    if is_data_function(value):
         return value
     check_members_of_data(value, num_members, argument=word, name=name)
     return on_host(value, word, name=name)

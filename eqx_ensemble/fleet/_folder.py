@@ -40,7 +40,7 @@ class Store(NamedTuple):
     digest: str
 
     @property
-    def is_done(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the shard is complete."""
         return is_sealed(self.path)
 
@@ -86,7 +86,7 @@ def read_call(folder: Path, *, name: str) -> SavedCall:
 
 
 @contextlib.contextmanager
-def hold(folder: Path | None) -> Iterator[None]:
+def lock_folder(folder: Path | None) -> Iterator[None]:
     """Locks the folder for one call; does nothing without a folder."""
     if folder is None:
         yield

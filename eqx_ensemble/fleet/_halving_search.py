@@ -12,8 +12,8 @@ from .._ensemble import Ensemble
 from ..methods._scores import last_scores
 from ..train._run import Run
 from ..train._status import Status
-from ._cut import cut_start
 from ._dispatch import AbstractSearch
+from ._divide import take_members
 from ._fitting import Fitting
 from ._ladder import Job, Ladder
 from ._rung import in_order, stop_members_of
@@ -54,7 +54,7 @@ class HalvingSearch(AbstractSearch):
             self._runs[member] = run, position
             self.rung[member] = job.rung
 
-    def give_up(self, job: Job) -> None:
+    def abandon(self, job: Job) -> None:
         """Does nothing: members without a score at this rung are not promoted."""
 
     def _part(self, job: Job, positions: np.ndarray) -> dict[str, Any]:
@@ -65,15 +65,15 @@ class HalvingSearch(AbstractSearch):
             return self._fitting.part(
                 self._ensemble[positions], positions, ids, folder, **self._lengths[0], **self._first
             )
-        start, positions = self._gather_in_company(positions)
+        start, positions = self._gather_paired(positions)
         return self._fitting.for_runs.part(start, positions, self._ids[positions], folder, **self._lengths[job.rung])
 
-    def _gather_in_company(self, positions: np.ndarray) -> tuple[Run[Any], np.ndarray]:
+    def _gather_paired(self, positions: np.ndarray) -> tuple[Run[Any], np.ndarray]:
         """As `_gather`, but pairs a single member with a stopped one: one alone is compiled to another program."""
         run, index = self._runs[int(positions[0])]
         if len(positions) > 1 or len(run.status) == 1:
             return self._gather(positions), positions
-        pair = cut_start(run, np.array([index, (index + 1) % len(run.status)]))
+        pair = take_members(run, np.array([index, (index + 1) % len(run.status)]))
         of_id = {int(member): position for position, member in enumerate(self._ids)}
         return stop_members_of(pair, np.array([1])), np.array([of_id[int(member)] for member in pair.ensemble.ids])
 
@@ -83,7 +83,7 @@ class HalvingSearch(AbstractSearch):
         for member in positions.tolist():
             run, index = self._runs[member]
             runs.setdefault(id(run), (run, []))[1].append(index)
-        found = [cut_start(run, np.array(indices)) for run, indices in runs.values()]
+        found = [take_members(run, np.array(indices)) for run, indices in runs.values()]
         if ended:
             top = set(self._ids[self.rung == len(self._lengths) - 1].tolist())
             found = [run if int(run.ensemble.ids[0]) in top else _stop(run) for run in found]

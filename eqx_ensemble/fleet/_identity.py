@@ -15,10 +15,10 @@ from ..checkpoint._snapshot import versions
 from ..train._run import Run
 from ..train.resume._check import check_same_call
 from ..train.resume._texts import array_texts, code_text, digest_of, option_text
-from ._begin import is_function
+from ._make_members import is_maker
 
 # Options that affect time and memory, but not what is saved.
-_FREE = ("plan", "scan", "checkpoint_every", "resume", "mesh")
+_IGNORED = ("plan", "scan", "checkpoint_every", "resume", "mesh")
 
 
 class CallIdentity(NamedTuple):
@@ -56,11 +56,11 @@ def call_identity(
     code = {word: code_text(fn) for word, fn in functions.items()}
     if isinstance(start, Run):
         start = start.train_state, start.ensemble, start.selection
-    if not is_function(start):
+    if not is_maker(start):
         texts["ensemble"] = digest_of(start)
     code["the members' code"] = code_text(eqx.filter(start, _axes.is_array, inverse=True))
     for word, value in options.items():
-        if word in _FREE or value is None:
+        if word in _IGNORED or value is None:
             continue
         if not _is_data(value):
             code[word] = code_text(value)
@@ -79,8 +79,8 @@ def check_same_identity(saved: CallIdentity, now: CallIdentity, folder: Any, *, 
         differ = [word for word in now.conditions if saved.conditions.get(word) != now.conditions[word]]
         changes = ", ".join(f"{word} {saved.conditions.get(word)} -> {now.conditions[word]}" for word in differ)
         warn(
-            f"`{name}` goes on in `{folder}`, begun under other conditions ({changes}): its shards will "
-            "differ in their last bits from those that are there, and functions cannot be compared."
+            f"`{name}` resumes in `{folder}`, which was written under other conditions ({changes}): new shards may "
+            "differ from the saved ones in their last bits, and functions cannot be compared."
         )
         code = {*saved.code, *now.code}
         before, after = ({word: text for word, text in texts.items() if word not in code} for texts in (before, after))

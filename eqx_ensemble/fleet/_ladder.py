@@ -7,7 +7,7 @@ import numpy as np
 
 from ..methods import population
 from ..methods._halving import share
-from ._cut import divide
+from ._divide import divide
 
 
 class Job(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from ..methods._round_folders import has_checkpoints
 from ..train._run import Run
 from ._check_saved import done_before_message
-from ._cut import cut_start
+from ._divide import take_members
 from ._text_file import read_json, write_text
 
 _NAME = "lost.json"
@@ -33,7 +33,7 @@ class LostRecord:
         """The run without the lost members."""
         ids = np.asarray(run.ensemble.ids)
         lost = np.isin(ids, self._before)
-        return cut_start(run, np.flatnonzero(~lost)) if lost.any() else run
+        return take_members(run, np.flatnonzero(~lost)) if lost.any() else run
 
     def write(self, ids: np.ndarray) -> None:
         """Writes the ids of lost members atomically."""

@@ -14,10 +14,10 @@ from .._pytree import PyTree
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..plan._map import map_members as map_here
-from ._call import Call, over_shards
+from ._call import Call, run_call
 from ._check import check_complete, check_member_arguments, check_no_auto
-from ._cut import large_arrays, large_shared, on_host
-from ._run_shards import Watch
+from ._divide import large_arrays, large_shared, on_host
+from ._run_shards import Hooks
 from ._sharded_run import ShardedRun
 from ._stored import Stored, by_file, locate
 
@@ -73,8 +73,8 @@ def map_members(
         runs = [node for node in jax.tree.leaves(given, is_leaf=_axes.is_per_member) if isinstance(node, ShardedRun)]
         in_files = lambda size: by_file(runs[0], np.arange(len(ids)))
         start = in_files if runs and shard is None else None
-        finished = over_shards(
-            call, executor, shard=shard, workers=workers, retries=retries, watch=Watch(progress), start=start
+        finished = run_call(
+            call, executor, shard=shard, workers=workers, retries=retries, hooks=Hooks(progress), start=start
         )
         check_complete(finished, name=_NAME)
         parts = [result for _, result in finished.results]

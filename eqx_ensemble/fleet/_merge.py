@@ -2,7 +2,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Merge:
+class PairwiseMerge:
     """Merges the partial results of shards as they arrive, in a fixed order.
 
     A binary tree over shard numbers: neighbours are merged first, then pairs of these. Each late shard delays only

@@ -48,7 +48,7 @@ def open_run(folder: str | os.PathLike[str], like: Any) -> ShardedRun[Any]:
     check_like_given(like, name=name)
     call = read_call(path, name=name)
     stores = [store_of(path, number, call.identity.digest) for number in range(len(call.sizes))]
-    done = {number: store.read(name=name) for number, store in enumerate(stores) if store.is_done}
+    done = {number: store.read(name=name) for number, store in enumerate(stores) if store.is_complete}
     check_some_members(len(done), path, name=name)
     first = store_of(path, min(done), "").path
     return run_of_columns(

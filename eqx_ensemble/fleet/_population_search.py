@@ -15,8 +15,8 @@ from ..methods._scores import last_scores
 from ..train._check_fit import check_history
 from ..train._run import Run
 from ..train._status import Status
-from ._cut import divide
 from ._dispatch import AbstractSearch
+from ._divide import divide
 from ._fitting import Fitting
 from ._ladder import Job
 from ._rung import stop_members_of
@@ -65,15 +65,15 @@ class PopulationSearch(AbstractSearch):
 
     def finish(self, job: Job, run: Run[Any]) -> None:
         index = self._shard_of(job)
-        self.past.given_up.discard(index)
+        self.past.abandoned.discard(index)
         rounds, members = self.past.rounds[index], self.past.members[index]
         finished = Round(run, last_scores(run), to_host(run.train_state.hyper), members)
         rounds[-1:] = [*(one._replace(run=None, donors=self._donors[index]) for one in rounds[-1:]), finished]
         if len(rounds) < len(self._evolution.keys):
             self._waiting.append(index)
 
-    def give_up(self, job: Job) -> None:
-        self.past.given_up.add(self._shard_of(job))
+    def abandon(self, job: Job) -> None:
+        self.past.abandoned.add(self._shard_of(job))
 
     def stop_incomplete_shards(self) -> None:
         """Stops the members of shards with unfinished rounds, at the end of their last finished round."""

@@ -21,11 +21,11 @@ from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..train._check_run import check_run_weights, excluded_message
 from ..train._status import Status
-from ._call import Call, over_shards
+from ._call import Call, run_call
 from ._check import check_complete, check_no_auto
-from ._cut import cut_data, large_arrays, large_shared, on_host
-from ._merge import Merge
-from ._run_shards import Watch
+from ._divide import large_arrays, large_shared, on_host, take_data
+from ._merge import PairwiseMerge
+from ._run_shards import Hooks
 from ._shapes import resize
 from ._sharded_run import ShardedRun
 from ._stored import Stored, by_file, locate
@@ -96,7 +96,7 @@ def predict(
     def part(positions: np.ndarray) -> dict[str, Any]:
         return {
             "ensemble": members.part(positions),
-            "x": cut_data(x, positions),
+            "x": take_data(x, positions),
             "state": None if state is None else tree.take(state, positions),
             "weights": None if form is None or weights is None else np.asarray(weights)[positions],
         }
@@ -104,20 +104,20 @@ def predict(
     arrays = [*large_arrays(x), *large_shared(ensemble)]
     call = Call(_NAME, _predict_shard, (form, options), part, arrays, members.ids)
     run = ft.partial(
-        over_shards, call, executor, shard=shard, workers=workers, retries=retries,
+        run_call, call, executor, shard=shard, workers=workers, retries=retries,
         start=members.start if shard is None else None,
     )  # fmt: skip
     if form is None:
-        finished = run(watch=Watch(progress))
+        finished = run(hooks=Hooks(progress))
         check_complete(finished, name=_NAME)
         predictions = jax.tree.map(lambda *xs: jnp.concatenate(xs), *(result for _, result in finished.results))
         if combine is None:
             return predictions
         together = of_predictions(combine)
         return together(predictions) if weights is None else together(predictions, weights=weights)
-    merge = Merge(form.merge)
-    watch = Watch(progress, keep=lambda shard, partial: merge.add(shard.number, partial))
-    finished = run(watch=watch)
+    merge = PairwiseMerge(form.merge)
+    hooks = Hooks(progress, keep=lambda shard, partial: merge.add(shard.number, partial))
+    finished = run(hooks=hooks)
     check_complete(finished, name=_NAME)
     return form.finish(merge.result())
 
@@ -140,7 +140,7 @@ def _members(ensemble: Any, state: Any, weights: Any, combine: Any) -> _Members:
         check_model_state(state, len(ensemble), name=_NAME)
         return _Members(np.asarray(ensemble.ids), ensemble, state, weights, lambda p: ensemble[p], None)
     if state is not None:
-        raise TypeError(f"`{_NAME}` reads the states of a run's members with them: leave `state` out.")
+        raise TypeError(f"`{_NAME}` reads member states from the files of the run: leave out `state`.")
     healthy = ensemble.status != Status.DIVERGED
     weights = check_run_weights(weights, healthy, combine, name=_NAME)
     if not healthy.all():

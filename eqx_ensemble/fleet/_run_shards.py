@@ -9,16 +9,16 @@ import numpy as np
 
 from .._progress import progress_line
 from ._engines import Engine
+from ._serialise import ArrayRef, dumps, loads, refs_of
 from ._settings import settings
 from ._shard import Finished, Shard, ShardReport, members_text
-from ._travel import Number, dumps, loads, numbers_of
 from ._warn_once import WarnOnce
 from ._worker import Attempt, Outcome, Task, run_shard
 
 _SHOWN = ("stopped", "diverged")  # in the progress line
 
 
-class Watch(NamedTuple):
+class Hooks(NamedTuple):
     """What the caller's process does when a shard ends.
 
     **Attributes:**
@@ -42,7 +42,7 @@ def run_shards(
     arrays: list[Any],
     *,
     retries: int,
-    watch: Watch,
+    hooks: Hooks,
     follow: Callable[[Shard, Any], Iterable[Shard]] | None = None,
     name: str,
 ) -> Finished:
@@ -51,38 +51,38 @@ def run_shards(
     **Arguments:**
 
     - `arrays`: arrays in `task` and in shards that are sent to each worker once.
-    - `watch`: what to do when a shard ends.
+    - `hooks`: what to do when a shard ends.
     - `follow`: called with each ended shard and its result, `None` if it was abandoned. Returns further shards to run.
 
     **Raises:** the error of a shard, with a note that names its members; the other shards are cancelled.
     """
-    work = _Work(engine, retries, numbers_of(arrays), name)
+    work = _Work(engine, retries, refs_of(arrays), name)
     work.queue.extend(shards)
     total = None if follow else sum(len(shard.positions) for shard in work.queue)
     with (
         engine.share([np.asarray(array) for array in arrays]) as shared,
-        progress_line(show=watch.progress, description="fleet", unit="member", total=total) as line,
+        progress_line(show=hooks.progress, description="fleet", unit="member", total=total) as line,
     ):
         work.task, work.shared = dumps(task, work.numbers, name=name), shared
         totals: Counter[str] = Counter()
         try:
-            while work.queue or work.open:
+            while work.queue or work.in_flight:
                 work.submit()
-                ended = [(shard, watch.keep(shard, x.result), x.seconds) for shard, x in work.collect(arrays)]
+                ended = [(shard, hooks.keep(shard, x.result), x.seconds) for shard, x in work.collect(arrays)]
                 work.results.extend((shard, kept) for shard, kept, _ in ended)
                 for shard, kept, _ in ended:
                     work.queue.extend(follow(shard, kept) if follow else ())
                 for shard, kept, seconds in ended:
-                    counts = watch.count(kept)
+                    counts = hooks.count(kept)
                     totals.update(counts)
                     line.set_postfix({word: totals[word] for word in _SHOWN if word in totals}, refresh=False)
                     line.update(len(shard.positions))
-                    work.tell(shard, watch.on_shard, seconds, counts)
-                for shard in work.tell_lost(watch.on_shard):
+                    work.report(shard, hooks.on_shard, seconds, counts)
+                for shard in work.report_lost(hooks.on_shard):
                     work.queue.extend(follow(shard, None) if follow and not work.ended else ())
         except KeyboardInterrupt:
             _cancel(work)
-            work.collect_done(arrays, watch.keep)
+            work.collect_done(arrays, hooks.keep)
             return _in_order(work, interrupted=True)
         except BaseException:
             _cancel(work)
@@ -93,10 +93,10 @@ def run_shards(
 class _Work:
     """The queued, running and completed shards of a call."""
 
-    def __init__(self, engine: Engine, retries: int, numbers: dict[int, Number], name: str) -> None:
+    def __init__(self, engine: Engine, retries: int, numbers: dict[int, ArrayRef], name: str) -> None:
         self.engine, self.retries, self.numbers, self.name = engine, retries, numbers, name
         self.queue: deque[Shard] = deque()
-        self.open: dict[futures.Future[Any], Shard] = {}
+        self.in_flight: dict[futures.Future[Any], Shard] = {}
         self.results: list[tuple[Shard, Any]] = []
         self.lost: list[ShardReport] = []
         self.task, self.shared = b"", []
@@ -105,26 +105,26 @@ class _Work:
         self._settings = settings()
         self._warn_once = WarnOnce()
         self._failures: Counter[int] = Counter()
-        self._tries: Counter[int] = Counter()
+        self._attempts: Counter[int] = Counter()
         self._suspects: set[int] = set()
-        self._untold: list[tuple[Shard, ShardReport]] = []
+        self._unreported: list[tuple[Shard, ShardReport]] = []
 
     def submit(self) -> None:
         """Submits shards. Shards that were running when the executor broke run one at a time: any may be the cause."""
         if self.queue and self._broken is not None:
             self._restart(self._broken)
-        most = 1 if self._suspects else self.engine.num_open()
-        while self.queue and len(self.open) < most:
+        most = 1 if self._suspects else self.engine.max_in_flight()
+        while self.queue and len(self.in_flight) < most:
             shard = self.queue.popleft()
             own = dumps(shard.own(), self.numbers, name=self.name)
             attempt = Attempt(self._failures[shard.number], self._settings)
-            self._tries[shard.number] += 1
+            self._attempts[shard.number] += 1
             try:
-                self.open[self.engine.submit(run_shard, self.task, own, attempt, *self.shared)] = shard
+                self.in_flight[self.engine.submit(run_shard, self.task, own, attempt, *self.shared)] = shard
             except futures.BrokenExecutor as error:  # it broke after the last wait
                 failed: futures.Future[Any] = futures.Future()
                 failed.set_exception(error)
-                self.open[failed] = shard
+                self.in_flight[failed] = shard
                 break
             except RuntimeError as error:
                 if "shutdown" in str(error):
@@ -134,8 +134,8 @@ class _Work:
     def collect(self, arrays: list[Any]) -> list[tuple[Shard, Outcome]]:
         """Waits for a shard to end. Returns completed shards, and requeues those whose workers died."""
         found, failed, broken = [], [], False
-        for future in sorted(self.engine.wait(self.open), key=lambda future: self.open[future].number):
-            shard = self.open.pop(future)
+        for future in sorted(self.engine.wait(self.in_flight), key=lambda future: self.in_flight[future].number):
+            shard = self.in_flight.pop(future)
             error = futures.CancelledError() if future.cancelled() else future.exception()
             if error is not None:
                 failed.append((shard, error))
@@ -150,18 +150,18 @@ class _Work:
             found.append((shard, outcome))
         if broken:
             error = next(e for _, e in failed if isinstance(e, futures.BrokenExecutor))
-            failed += [(shard, error) for shard in self.open.values()]
-            self.open.clear()
-        self._repeat(failed, broken=broken)
+            failed += [(shard, error) for shard in self.in_flight.values()]
+            self.in_flight.clear()
+        self._retry(failed, broken=broken)
         return found
 
-    def _repeat(self, failed: list[tuple[Shard, BaseException]], *, broken: bool) -> None:
+    def _retry(self, failed: list[tuple[Shard, BaseException]], *, broken: bool) -> None:
         alone = len(failed) == 1 or not broken
         for shard, error in sorted(failed, key=lambda pair: pair[0].number, reverse=True):
             self._failures[shard.number] += alone
             if self._failures[shard.number] > self.retries:
                 self._suspects.discard(shard.number)
-                self._give_up(shard, error)
+                self._abandon(shard, error)
                 continue
             if broken:
                 self._suspects.add(shard.number)
@@ -175,23 +175,23 @@ class _Work:
         hopeless = len(self.lost) > 1 and not self.results  # no worker has completed a shard
         if hopeless or not self.engine.restart():
             for shard in self.queue:
-                self._give_up(shard, error)
+                self._abandon(shard, error)
             self.queue.clear()
             self.ended = True
 
-    def _give_up(self, shard: Shard, error: BaseException) -> None:
-        report = ShardReport(shard.number, shard.ids, self._tries[shard.number], np.nan, {}, error)
+    def _abandon(self, shard: Shard, error: BaseException) -> None:
+        report = ShardReport(shard.number, shard.ids, self._attempts[shard.number], np.nan, {}, error)
         self.lost.append(report)
-        self._untold.append((shard, report))
+        self._unreported.append((shard, report))
 
-    def tell(self, shard: Shard, on_shard: Any, seconds: float, counts: dict[str, int]) -> None:
+    def report(self, shard: Shard, on_shard: Any, seconds: float, counts: dict[str, int]) -> None:
         """Calls `on_shard` for a completed shard."""
         if on_shard is not None:
-            on_shard(ShardReport(shard.number, shard.ids, self._tries[shard.number], seconds, counts, None))
+            on_shard(ShardReport(shard.number, shard.ids, self._attempts[shard.number], seconds, counts, None))
 
-    def tell_lost(self, on_shard: Any) -> list[Shard]:
+    def report_lost(self, on_shard: Any) -> list[Shard]:
         """Calls `on_shard` for the shards abandoned since the last call; returns them."""
-        untold, self._untold = self._untold, []
+        untold, self._unreported = self._unreported, []
         for _, report in untold:
             if on_shard is not None:
                 on_shard(report)
@@ -200,7 +200,7 @@ class _Work:
     def collect_done(self, arrays: list[Any], keep: Callable[[Shard, Any], Any]) -> None:
         """Collects the results that are available, without waiting for others."""
         taken = {shard.number for shard, _ in self.results}
-        for future, shard in self.open.items():
+        for future, shard in self.in_flight.items():
             is_there = future.done() and not future.cancelled() and future.exception() is None
             outcome = loads(future.result(), arrays) if is_there and shard.number not in taken else None
             if outcome is not None and outcome.error is None:
@@ -209,7 +209,7 @@ class _Work:
 
 def _cancel(work: _Work) -> None:
     """Cancels running shards."""
-    for future in work.open:
+    for future in work.in_flight:
         future.cancel()
 
 

@@ -16,8 +16,8 @@ from ..methods._rounds import Rounds
 from ..train._run import Run
 from ..train._status import Status
 from ._call_record import CallRecord
-from ._check import is_function
-from ._cut import cut_data, cut_options, cut_start, member_options
+from ._check import is_data_function
+from ._divide import member_options, take_data, take_members, take_options
 from ._engines import Engine
 from ._fit import fit
 from ._join import join_runs
@@ -64,26 +64,28 @@ def train_rungs(
             return run
         own = member_options(more, len(first), name=name)
 
-        def go_on(positions: np.ndarray) -> Run[Any]:
+        def continue_members(positions: np.ndarray) -> Run[Any]:
             at = np.array([first[member] for member in np.asarray(begun.ensemble.ids)[positions].tolist()])
             given = {"data": data, "validation": more["validation"]}
-            sources: dict[str, Any] = {word: x if is_function(x) else cut_data(x, at) for word, x in given.items()}
-            options: dict[str, Any] = more | cut_options(own, at) | sources
+            sources: dict[str, Any] = {
+                word: x if is_data_function(x) else take_data(x, at) for word, x in given.items()
+            }
+            options: dict[str, Any] = more | take_options(own, at) | sources
             return lost.leave_out(
-                fit(engine, cut_start(begun, positions), loss, optimiser, options.pop("data"), **options)
+                fit(engine, take_members(begun, positions), loss, optimiser, options.pop("data"), **options)
             )
 
-        return _go_on(go_on, begun, lost, word=word, name=name)
+        return _continue_members(continue_members, begun, lost, word=word, name=name)
 
     return train
 
 
-def _go_on(
+def _continue_members(
     call: Callable[[np.ndarray], Run[Any]], begun: Run[Any], record: LostRecord, *, word: str, name: str
 ) -> Run[Any]:
     """Continues the members of a run that have not stopped."""
     training = to_host(begun.train_state.status) == Status.OK
-    sent = with_company(training)
+    sent = pair_single(training)
     try:
         with ignore_warnings("`fleet.fit` returns without"):
             run = call(np.flatnonzero(sent))
@@ -97,10 +99,10 @@ def _go_on(
     if lost.any() and not run.interrupted:
         warn(f"`{name}` stops {members_text(ids[lost])} where the {word} before ended: their workers died.")
         begun = stop_members_of(begun, np.flatnonzero(lost))
-    return in_order([run, *([with_status(cut_start(begun, np.flatnonzero(kept)))] if kept.any() else [])], ids)
+    return in_order([run, *([with_status(take_members(begun, np.flatnonzero(kept)))] if kept.any() else [])], ids)
 
 
-def with_company(training: np.ndarray) -> np.ndarray:
+def pair_single(training: np.ndarray) -> np.ndarray:
     """The members to send: a single one with a stopped one, because one alone is compiled to another program."""
     sent = training.copy()
     if sent.sum() == 1 and len(sent) > 1:
@@ -115,7 +117,7 @@ def in_order(runs: list[Run[Any]], ids: np.ndarray) -> Run[Any]:
     found = np.asarray(joined.ensemble.ids).tolist()
     index = {member: position for position, member in enumerate(found)}
     order = [index[member] for member in ids.tolist() if member in index]
-    return joined if order == list(range(len(found))) else cut_start(joined, np.array(order))
+    return joined if order == list(range(len(found))) else take_members(joined, np.array(order))
 
 
 def stop_members_of(run: Run[Any], members: np.ndarray) -> Run[Any]:

@@ -9,13 +9,13 @@ import numpy as np
 from .._warnings import warn
 from ..train._check_run import diverged_message
 from ..train._status import Status
-from ._call import Call, over_shards
+from ._call import Call, run_call
 from ._check_saved import check_same_size
 from ._columns import Columns
-from ._cut import divide
-from ._folder import SavedCall, has_call, hold, read_call, store_of, write_call
+from ._divide import divide
+from ._folder import SavedCall, has_call, lock_folder, read_call, store_of, write_call
 from ._identity import CallIdentity, check_same_identity
-from ._run_shards import Watch
+from ._run_shards import Hooks
 from ._shard import Finished, check_some_done, lost_message
 from ._shard_checkpoints import ShardCheckpoints
 from ._sharded_run import ShardedRun, run_of_columns
@@ -32,11 +32,11 @@ def save_shards(
     shard: int | None,
     workers: int | None,
     retries: int,
-    watch: Watch,
+    hooks: Hooks,
 ) -> ShardedRun[Any]:
     """Runs the shards that are not in the folder yet. The argument `store` of each is where it saves."""
     begun = time.perf_counter()
-    with hold(folder):
+    with lock_folder(folder):
         saved, done = _read_done(folder, identity, shard, name=call.name)
         finished = Finished([], [], interrupted=False)
         if saved is None or len(done) < len(saved.sizes):
@@ -53,13 +53,13 @@ def save_shards(
                 number = int(np.searchsorted(np.cumsum(found[0].sizes), positions[0], side="right"))
                 return call.part(positions) | {"store": store_of(folder, number, found[0].identity.digest)}
 
-            finished = over_shards(
+            finished = run_call(
                 call._replace(part=part),
                 executor,
                 shard=shard,
                 workers=workers,
                 retries=retries,
-                watch=watch,
+                hooks=hooks,
                 start=start,
             )
             saved = found[0]
@@ -68,7 +68,7 @@ def save_shards(
     check_some_done(finished, done, name=call.name)
     message = lost_message(finished._replace(interrupted=interrupted), name=call.name)
     if message:
-        warn(f"{message}\nThe same call goes on in `{folder}`.")
+        warn(f"{message}\nRerun the same call to resume in `{folder}`.")
     seconds = time.perf_counter() - begun
     run = run_of_columns(folder, saved, done, like, lost=tuple(finished.lost), interrupted=interrupted, seconds=seconds)
     diverged = run.status == Status.DIVERGED
@@ -89,4 +89,4 @@ def _read_done(
         expected = np.array([len(part) for part in divide(len(saved.ids), shard)])
         check_same_size(shard, saved.sizes, expected, folder, name=name)
     stores = [store_of(folder, number, saved.identity.digest) for number in range(len(saved.sizes))]
-    return saved, {number: store.read(name=name) for number, store in enumerate(stores) if store.is_done}
+    return saved, {number: store.read(name=name) for number, store in enumerate(stores) if store.is_complete}

@@ -30,7 +30,7 @@ class ShardReport:
 
     - `number`: the number of the shard, from 0 in the order of the members.
     - `ids`: `(members,)`, the ids of its members.
-    - `tries`: the number of attempts.
+    - `attempts`: the number of attempts.
     - `seconds`: the duration of the last attempt on its worker; NaN if the worker died.
     - `status`: the number of members with each [`eqx_ensemble.train.Status`][], by name; empty if the worker died.
     - `error`: why the shard was abandoned; `None` if it was completed.
@@ -38,7 +38,7 @@ class ShardReport:
 
     number: int
     ids: Int[np.ndarray, " members"]
-    tries: int
+    attempts: int
     seconds: float
     status: dict[str, int]
     error: BaseException | None
@@ -70,7 +70,7 @@ def lost_message(finished: Finished, missing: np.ndarray | None = None, *, name:
         lines.append(f"The last error was {type(error).__name__}: {error}")
     if finished.lost and not finished.results:
         lines.append(
-            "No shard was done: do the workers start? A script whose executor spawns processes needs "
+            "No shard was completed: check that the workers start. A script whose executor spawns processes needs "
             "`if __name__ == '__main__':`."
         )
     return "\n".join(lines)

@@ -9,7 +9,7 @@ import numpy as np
 from ..checkpoint._path import list_folder
 from ..methods._round_folders import has_checkpoints
 from ._check_saved import check_begun, check_one_division, check_same_division
-from ._cut import divide
+from ._divide import divide
 
 _SHARD = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})")
 

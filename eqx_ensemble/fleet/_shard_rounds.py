@@ -17,7 +17,7 @@ from ..train._state import TrainState
 from ..train._status import Status
 from ..train.compiled._windows import Windows
 from ..train.host._record import History
-from ._cut import cut_start
+from ._divide import take_members
 from ._join import join_runs, pad_columns
 from ._rung import in_order, with_status
 
@@ -47,13 +47,13 @@ class ShardRounds(NamedTuple):
     - `ids`: the ids of all members.
     - `members`: the positions of the members of each shard.
     - `rounds`: the finished rounds of each shard.
-    - `given_up`: the shards that failed after all retries; their members are neither donors nor replaced.
+    - `abandoned`: the shards that failed after all retries; their members are neither donors nor replaced.
     """
 
     ids: np.ndarray
     members: list[np.ndarray]
     rounds: list[list[Round]]
-    given_up: set[int]
+    abandoned: set[int]
 
     @property
     def shards(self) -> list[int]:
@@ -63,7 +63,7 @@ class ShardRounds(NamedTuple):
 
 def choose_donors(past: ShardRounds, index: int, evolution: Evolution) -> np.ndarray:
     """The positions of the donors of a shard's members, by truncation selection among the members of all shards."""
-    begun = [(past.members[i], past.rounds[i][-1]) for i in past.shards if i not in past.given_up]
+    begun = [(past.members[i], past.rounds[i][-1]) for i in past.shards if i not in past.abandoned]
     known = np.concatenate([members for members, _ in begun])
     training = np.concatenate([to_host(last.run.train_state.status) == Status.OK for _, last in begun])
     chosen = population.truncation(
@@ -88,7 +88,7 @@ def copy_donors(
     place = {position: i for i, position in enumerate([*members.tolist(), *others.tolist()])}
     index_of = np.array([place[position] for position in [*donors.tolist(), *others.tolist()]])
     found = replace_members(dataclasses.replace(together, train_state=state), index_of, explore, key=key)
-    found = cut_start(found, np.arange(len(members)))
+    found = take_members(found, np.arange(len(members)))
     return with_status(dataclasses.replace(own, train_state=found.train_state, selection=found.selection))
 
 
@@ -117,7 +117,7 @@ def _runs_of(past: ShardRounds, positions: np.ndarray) -> list[Run[Any]]:
     found = []
     for members, rounds in zip(past.members, past.rounds, strict=True):
         index = np.flatnonzero(np.isin(members, positions))
-        found += [cut_start(rounds[-1].run, index)] if len(index) else []
+        found += [take_members(rounds[-1].run, index)] if len(index) else []
     return found
 
 

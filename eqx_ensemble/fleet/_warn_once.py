@@ -10,10 +10,10 @@ class WarnOnce:
     """Repeats each warning of the workers once, without those about divergence, which the caller combines."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._seen: set[str] = set()
 
     def __call__(self, texts: Iterable[str]) -> None:
         for text in texts:
-            if text not in self._told and not _DIVERGED.search(text):
-                self._told.add(text)
+            if text not in self._seen and not _DIVERGED.search(text):
+                self._seen.add(text)
                 warn(text)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._warnings import record_warnings
+from ._serialise import dumps, loads, refs_on_worker
 from ._settings import use_settings
 from ._shorten import shorten, with_short_message
-from ._travel import dumps, loads, numbers_on_worker
 
 _MOST_TASKS = 4
 
@@ -72,7 +72,7 @@ def run_shard(task: bytes, own: bytes, attempt: Attempt, *arrays: Any) -> bytes:
             return _to_send(outcome, held)
         except Exception as problem:
             text = "a result" if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
-            error = RuntimeError(f"{text} (which cannot be sent back, {type(problem).__name__}: {problem})")
+            error = RuntimeError(f"{text} (which cannot be serialised: {type(problem).__name__}: {problem})")
             for note in getattr(outcome.error, "__notes__", ()):
                 error.add_note(note)
             return dumps(Outcome(None, error, outcome.seconds), name="fleet")
@@ -86,7 +86,7 @@ def _run(task: bytes, own: bytes, held: list[Any]) -> Outcome:
             fn, common = _read_task(task, held)
             result = fn(common, loads(own, held))
         except SystemExit as ended:  # it would end the worker or the caller
-            error = RuntimeError(f"The program ended itself, by SystemExit({ended.code!r}).")
+            error = RuntimeError(f"The shard raised SystemExit({ended.code!r}).")
             error.add_note(_trace(ended))
         except Exception as caught:
             trace, error = _trace(caught), with_short_message(caught)
@@ -113,7 +113,7 @@ def _trace(error: BaseException) -> str:
 
 def _to_send(outcome: Outcome, held: list[Any]) -> bytes:
     """Serialises an outcome. Arrays that the caller sent are not sent back."""
-    data = dumps(outcome, numbers_on_worker(held), name="fleet")
+    data = dumps(outcome, refs_on_worker(held), name="fleet")
     if outcome.error is not None:
         loads(data, held)  # fails for exceptions whose constructors need more than a message
     return data

@@ -149,7 +149,7 @@ class TestWorkersThatDie:
         found = halve(Here(), checkpoint=tmp_path)
         np.testing.assert_array_equal(found.stopped_at, run.stopped_at)
         np.testing.assert_array_equal(found.history.loss, run.history.loss)
-        with pytest.raises(ValueError, match="is of another call"):
+        with pytest.raises(ValueError, match="belongs to a different call"):
             halve(Here(), checkpoint=tmp_path, factor=2)
 
     @pytest.mark.slow

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.fleet._travel import dumps, loads
+from eqx_ensemble.fleet._serialise import dumps, loads
 from eqx_ensemble.train import Status
 
 from .executors import Here
@@ -119,7 +119,7 @@ class TestWorkersThatDie:
             evolve(Here(kills=[5]), workers=2, retries=0, checkpoint=tmp_path)
         executor = Here()
         assert_same(evolve(executor, workers=2, checkpoint=tmp_path), expected)
-        with pytest.raises(ValueError, match=r"of another call.\n  rounds: 4 there, 5 here"):
+        with pytest.raises(ValueError, match=r"a different call.\n  rounds: saved 4, now 5"):
             evolve(workers=2, checkpoint=tmp_path, rounds=5)
         with pytest.raises(FileExistsError, match="must not resume"):
             evolve(workers=2, checkpoint=tmp_path, resume="never")
@@ -164,7 +164,7 @@ class TestWorkersThatDie:
         """Another course would be another call."""
         expected = evolve(checkpoint=tmp_path)
         shutil.rmtree(tmp_path / "round-01" / "shard-00000")
-        with pytest.raises(BrokenExecutor, match="cannot go on .* a shard that was done before"):
+        with pytest.raises(BrokenExecutor, match="cannot resume .* a shard that was completed before"):
             evolve(lambda: KillsLater([0, 1]), retries=0, checkpoint=tmp_path)
         assert_same(evolve(checkpoint=tmp_path), expected)
 
@@ -232,7 +232,7 @@ def test_numbers_of_numpy_in_a_folder(unhooked, tmp_path, asynchronous):
     options = {"checkpoint": tmp_path, "asynchronous": asynchronous}
     found = evolve(**options, **numbers)
     assert_same(evolve(**options, fraction=0.5), found)
-    with pytest.raises(ValueError, match=r"fraction: 0.5 there, 0.25 here"):
+    with pytest.raises(ValueError, match=r"fraction: saved 0.5, now 0.25"):
         evolve(**options, fraction=np.float32(0.25))
 
 

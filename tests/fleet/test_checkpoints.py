@@ -33,7 +33,9 @@ def test_another_number_of_workers_has_the_shards_of_the_call_before(tmp_path, e
 
 def test_another_size_of_shards_is_refused(tmp_path):
     fit(Here(), tmp_path, shard=2)
-    with pytest.raises(ValueError, match=r"are of \d shards, and `shard=4` makes \d.\nLeave `shard` out"):
+    with pytest.raises(
+        ValueError, match=r"are from a division into \d shards, and `shard=4` makes \d.\nLeave `shard` out"
+    ):
         fit(Here(), tmp_path, shard=4)
 
 

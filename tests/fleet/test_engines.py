@@ -107,9 +107,12 @@ class NotAFuture(Here):
 
 
 WRONG = {
-    "an object with `submit` only": (types.SimpleNamespace(submit=job), "`fleet.fit` needs an executor"),
-    "one from a function": (lambda: types.SimpleNamespace(submit=job), "has to return a `concurrent.futures.Executor`"),
-    "not a future": (NotAFuture(), r"`NotAFuture.submit` has to return a `concurrent.futures.Future`, got .*Namespace"),
+    "an object with `submit` only": (
+        types.SimpleNamespace(submit=job),
+        "`fleet.fit` needs a `concurrent.futures.Executor`, a function",
+    ),
+    "one from a function": (lambda: types.SimpleNamespace(submit=job), "must return a `concurrent.futures.Executor`"),
+    "not a future": (NotAFuture(), r"`NotAFuture.submit` must return a `concurrent.futures.Future`, got .*Namespace"),
 }
 
 

@@ -148,7 +148,7 @@ class TestWorkersThatDie:
         assert len(made) > 1
 
     def test_too_often(self):
-        """A shard that always kills its worker is given up, and takes no other with it."""
+        """A shard that always kills its worker is abandoned, and takes no other with it."""
         kills = lambda: KillsOne(np.asarray(ENSEMBLE.ids)[[3, 4]])
         with pytest.warns(UserWarning, match=r"without the members 3, 4: their workers died"):
             found = fit(ee.fleet.fit, OPTIONS["plain"], kills, shard=2, retries=1, plan=SEQUENTIAL)
@@ -195,7 +195,7 @@ class KillsOne(Here):
         self.ids = ids
 
     def submit(self, fn, /, *args):
-        from eqx_ensemble.fleet._travel import loads
+        from eqx_ensemble.fleet._serialise import loads
 
         own = loads(args[1], [None] * 9)
         self.kills = [len(self.calls)] if np.array_equal(own["ids"], self.ids) else []
@@ -234,16 +234,16 @@ def test_an_error_that_cannot_be_sent():
     def loss(model, batch, key):
         raise Odd(3, "pieces")
 
-    with pytest.raises(RuntimeError, match=r"Odd: 3 pieces \(which cannot be sent back"):
+    with pytest.raises(RuntimeError, match=r"Odd: 3 pieces \(which cannot be serialised"):
         fit(ee.fleet.fit, {"loss": loss, "epochs": 1}, Here(), shard=3)
 
 
 WRONG = {
-    "no executor": (lambda: fit(ee.fleet.fit, {"epochs": 1}, 3), "needs an executor"),
+    "no executor": (lambda: fit(ee.fleet.fit, {"epochs": 1}, 3), "needs a `concurrent.futures.Executor`, a function"),
     "one member": (lambda: fit(ee.fleet.fit, {"epochs": 1}, Here(), shard=1), "`shard` of at least 2 members"),
     "seconds": (lambda: fit(ee.fleet.fit, {"max_seconds": 3}, Here()), "does not take `max_seconds`"),
     "auto": (lambda: fit(ee.fleet.fit, {"epochs": 1, "plan": "auto"}, Here()), "does not take `plan='auto'`"),
-    "raise": (lambda: fit(ee.fleet.fit, {"epochs": 1, "on_diverge": "raise"}, Here()), "the other shards"),
+    "raise": (lambda: fit(ee.fleet.fit, {"epochs": 1, "on_diverge": "raise"}, Here()), "other shards would still run"),
     "copies": (lambda: fit(ee.fleet.fit, {"epochs": 1, "on_diverge": "revive"}, Here()), "revivals by copies"),
     "batches": (lambda: fit(ee.fleet.fit, {"epochs": 1, "data": [(X, Y)]}, Here()), "an iterable of batches"),
     "a group": (

@@ -141,9 +141,9 @@ class TestOtherCalls:
     def test_another_factor(self, expected, tmp_path):
         call = lambda **more: halve(ee.fleet.successive_halving, "steps", Here(), checkpoint=tmp_path, **more)
         call(rungs=2)
-        with pytest.raises(ValueError, match=r"of another call.\n  factor: 3 there, 2 here\n"):
+        with pytest.raises(ValueError, match=r"a different call.\n  factor: saved 3, now 2\n"):
             call(factor=2)
-        with pytest.raises(ValueError, match="steps: 3 there, 4 here"):
+        with pytest.raises(ValueError, match="steps: saved 3, now 4"):
             call(steps=4)
         assert_equal(call(), expected("steps"))  # more rungs go on
 
@@ -167,7 +167,7 @@ class KillsLater(Here):
         self.ids = ids
 
     def submit(self, fn, /, *args):
-        from eqx_ensemble.fleet._travel import loads
+        from eqx_ensemble.fleet._serialise import loads
 
         own = loads(args[1], [None] * 9)
         goes_on = isinstance(own["start"], ee.Run) and np.array_equal(own["ids"], self.ids)

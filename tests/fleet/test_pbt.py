@@ -81,7 +81,7 @@ class TestWorkersThatDie:
             call(Here(kills=[3]))
         executor = Here()
         assert_same(call(executor), expected("steps"))
-        with pytest.raises(ValueError, match=r"of another call.\n  rounds: 3 there, 4 here"):
+        with pytest.raises(ValueError, match=r"a different call.\n  rounds: saved 3, now 4"):
             call(Here(), rounds=4)
         with pytest.raises(ValueError, match="this call differs"):
             train(
@@ -122,7 +122,7 @@ class TestWorkersThatDie:
         )
         call(Here())
         shutil.rmtree(tmp_path / "round-01" / "shard-00000-of-00003")
-        with pytest.raises(BrokenExecutor, match="cannot go on in .*round-01`: .* a shard that was done before"):
+        with pytest.raises(BrokenExecutor, match="cannot resume in .*round-01`: .*a shard that was completed before"):
             call(lambda: KillsLater([0, 1]))
         assert_same(call(Here()), expected("steps"))
 

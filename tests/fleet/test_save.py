@@ -125,7 +125,7 @@ class TestRepeated:
         assert_same(run.load(), expected.ensemble)
         assert len(made) > 1
         assert len(trained) == 3
-        assert max(report.tries for report in reports) > 1
+        assert max(report.attempts for report in reports) > 1
 
     @pytest.mark.parametrize(
         ("changed", "text"),
@@ -137,7 +137,7 @@ class TestRepeated:
             ({"data": (X, Y + 1)}, "`data\\[1\\]`"),
             ({"hyper": RATES, "optimiser": adam}, "`hyper"),
             ({"data": lambda ids: (X, Y)}, "`data`: saved without it"),
-            ({"shard": 7}, "shards that are there, of up to 3 members"),
+            ({"shard": 7}, "whose shards have up to 3 members"),
         ],
     )
     def test_another_call(self, sharded_run, changed, text):
@@ -161,20 +161,20 @@ class TestRepeated:
         save(folder, epochs=1)
         shutil.rmtree(folder / "shard-000001")
         shutil.copytree(run.folder / "shard-000001", folder / "shard-000001")
-        with pytest.raises(ValueError, match="members of another call"):
+        with pytest.raises(ValueError, match="belongs to a different call"):
             ee.fleet.open_run(folder, ENSEMBLE)
 
     def test_in_use(self, sharded_run):
         run = sharded_run
-        from eqx_ensemble.fleet._folder import hold
+        from eqx_ensemble.fleet._folder import lock_folder
 
-        with hold(run.folder), pytest.raises(BlockingIOError):
+        with lock_folder(run.folder), pytest.raises(BlockingIOError):
             save(run.folder)
 
     def test_with_checkpoints(self, tmp_path, whole_run):
         expected = whole_run
         options = {"executor": Here(kills=[1]), "checkpoint": tmp_path / "checkpoints"}
-        with pytest.warns(UserWarning, match="without the members.*\n.*\nThe same call goes on"):
+        with pytest.warns(UserWarning, match="without the members.*\n.*\nRerun the same call to resume"):
             save(tmp_path / "run", **options)
         assert_same(save(tmp_path / "run", **options | {"executor": Here()}).load(), expected.ensemble)
 
@@ -217,7 +217,7 @@ class TestLost:
         assert [shard.ids.tolist() for shard in run.lost] == [[3, 4]]
         assert "a worker died" in str(run.lost[0].error)
         assert_same(run.load(), expected.ensemble[[0, 1, 2, 5, 6]])
-        with pytest.raises(ValueError, match=r"no members of this run: 9\n  in shards that were not done: 3"):
+        with pytest.raises(ValueError, match=r"not in this run: 9\n  in incomplete shards: 3"):
             run.load(ids=[0, 3, 9])
         assert ee.fleet.open_run(folder, ENSEMBLE).missing.tolist() == [3, 4]
         mean = ee.fleet.predict(Here(), run, X, combine=ee.combine.mean)
@@ -232,7 +232,7 @@ class TestLost:
 
         with pytest.raises(BrokenExecutor):
             save(tmp_path / "run", executor=Here(kills=[0]))
-        with pytest.raises(ValueError, match="no shard of"):
+        with pytest.raises(ValueError, match="at least one complete shard"):
             ee.fleet.open_run(tmp_path / "run", ENSEMBLE)
 
     def test_a_file_in_the_place_of_the_folder(self, tmp_path, unhooked):
@@ -297,7 +297,7 @@ class TestRead:
             ([1, 1], ValueError, "repeated: 1"),
             ([0.5], TypeError, "integers"),
             ([], TypeError, "at least one"),
-            ([-1], ValueError, "no members of this run: -1"),
+            ([-1], ValueError, "not in this run: -1"),
         ],
     )
     def test_wrong_ids(self, sharded_run, unhooked, ids, error, text):

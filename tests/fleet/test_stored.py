@@ -11,8 +11,8 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.fleet._columns import Columns, from_json, to_json
-from eqx_ensemble.fleet._merge import Merge
-from eqx_ensemble.fleet._travel import dumps
+from eqx_ensemble.fleet._merge import PairwiseMerge
+from eqx_ensemble.fleet._serialise import dumps
 
 from .executors import Here
 from .test_fit import ENSEMBLE, KEY, MEMBERS, OPTIMISER, SEQUENTIAL, X, Y, assert_equal, fit, mse
@@ -71,7 +71,7 @@ class TestPredict:
 
     def test_wrong(self, sharded_run, unhooked):
         run = sharded_run
-        with pytest.raises(TypeError, match="leave `state` out"):
+        with pytest.raises(TypeError, match="leave out `state`"):
             ee.fleet.predict(Here(), run, X, state=3)
         with pytest.raises(TypeError, match="`predict` .* members are in files: pass `run.load"):
             ee.predict(run, X)
@@ -110,7 +110,7 @@ def test_merge_does_not_depend_on_the_order():
     for count in (1, 2, 3, 7, 8, 13):
         found, waiting = set(), 0
         for order in (np.arange(count), *[rng.permutation(count) for _ in range(20)]):
-            merged = Merge(merge)
+            merged = PairwiseMerge(merge)
             for number in order:
                 merged.add(int(number), "abcdefghijklm"[number])
                 waiting = max(waiting, len(merged._waiting)) if (order == np.arange(count)).all() else waiting
@@ -193,7 +193,7 @@ class TestFunctions:
             (make, [1, 1], ValueError, "different ids"),
             (make, [], ValueError, "at least one"),
             (ENSEMBLE, range(7), TypeError, "takes `ids` with a function"),
-            (lambda ids: ENSEMBLE, range(9), ValueError, "the members it is asked for"),
+            (lambda ids: ENSEMBLE, range(9), ValueError, "the members with the requested ids"),
             (lambda ids: 3, range(9), TypeError, "a function that returns an `Ensemble`"),
         ],
     )
@@ -254,7 +254,7 @@ class TestReports:
         fit(ee.fleet.fit, PLAIN, Here(), shard=3, on_shard=reports.append)
         assert [report.number for report in reports] == [0, 1, 2]
         assert np.concatenate([report.ids for report in reports]).tolist() == list(range(MEMBERS))
-        assert all(report.tries == 1 and report.error is None and report.seconds > 0 for report in reports)
+        assert all(report.attempts == 1 and report.error is None and report.seconds > 0 for report in reports)
         assert [report.status for report in reports][0] == {"ok": 3, "stopped": 0, "diverged": 0}
 
     def test_an_error_in_it(self, unhooked):

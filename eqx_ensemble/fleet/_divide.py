@@ -31,7 +31,7 @@ def divide(num_members: int, size: int) -> list[np.ndarray]:
     return np.array_split(np.arange(num_members), count)
 
 
-def cut_start(begun: Any, positions: np.ndarray) -> Any:
+def take_members(begun: Any, positions: np.ndarray) -> Any:
     """The members at some positions of an ensemble, a training state or a run."""
     if isinstance(begun, Ensemble):
         return begun[positions]
@@ -52,7 +52,7 @@ def cut_start(begun: Any, positions: np.ndarray) -> Any:
         revived=[revival for revival in begun.revived if revival.member in ids],
         best_step=optional(begun.best_step),
         best_score=optional(begun.best_score),
-        train_state=cut_start(begun.train_state, positions),
+        train_state=take_members(begun.train_state, positions),
         selection=None if begun.selection is None else tree.take(begun.selection, positions),
         rows=optional(begun.rows),
         data_state=begun.data_state,
@@ -62,7 +62,7 @@ def cut_start(begun: Any, positions: np.ndarray) -> Any:
     )
 
 
-def cut_data(data: PyTree, positions: np.ndarray) -> PyTree:
+def take_data(data: PyTree, positions: np.ndarray) -> PyTree:
     """Data in which parts marked `Each` keep the members at some positions."""
     return _axes.map_each(lambda value: _axes.Each(tree.take(value, positions)), data)
 
@@ -105,7 +105,7 @@ def large_shared(tree: PyTree) -> list[Any]:
 
 
 def member_options(options: dict[str, Any], num_members: int, *, name: str) -> dict[str, Any]:
-    """The options of `fit` with one value per member, in the form that `cut_options` takes."""
+    """The options of `fit` with one value per member, in the form that `take_options` takes."""
     found = {word: options[word] for word in ("hyper", "rows", "state", *_MEMBERS) if options.get(word) is not None}
     if "hyper" in found:
         found["hyper"] = hyper_arrays(found["hyper"], num_members, name=name)
@@ -121,7 +121,7 @@ def member_options(options: dict[str, Any], num_members: int, *, name: str) -> d
     return {word: value for word, value in found.items() if word not in _MEMBERS or np.ndim(value) > 0}
 
 
-def cut_options(options: dict[str, Any], positions: np.ndarray) -> dict[str, Any]:
+def take_options(options: dict[str, Any], positions: np.ndarray) -> dict[str, Any]:
     """The options of `member_options` for the members at some positions."""
     take = lambda value: np.asarray(value)[positions]
     return {

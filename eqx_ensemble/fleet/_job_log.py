@@ -14,10 +14,10 @@ from ._ladder import Job
 from ._shard import Finished
 from ._text_file import append_line, parse_json, write_text
 
-_NAME, _GIVEN_UP = "order.jsonl", "given up"
+_NAME, _ABANDONED = "order.jsonl", "abandoned"
 
 
-class Turn(NamedTuple):
+class LogEntry(NamedTuple):
     """An entry of the log, and its result.
 
     **Attributes:**
@@ -31,7 +31,7 @@ class Turn(NamedTuple):
     is_late: bool
 
 
-class Order:
+class JobLog:
     """A log with the arguments of the call in its first line, and one line per ended job.
 
     The next jobs of a search depend on the order of the entries and on which jobs failed. A resumed call replays the
@@ -42,7 +42,7 @@ class Order:
         self._path, self._name = None if folder is None else folder / _NAME, name
         self._before: deque[tuple[Job, bool]] = deque()
         self._ended: dict[Job, Any] = {}
-        self._given_up: set[Job] = set()
+        self._abandoned: set[Job] = set()
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,13 +58,13 @@ class Order:
         """Stores the result of a job, `None` if it failed after all retries."""
         if run is not None and run.interrupted:  # Ctrl-C reached the worker
             raise KeyboardInterrupt
-        if run is None and job in self._given_up:
+        if run is None and job in self._abandoned:
             return
         if run is None and (job, True) in self._before:
             raise BrokenExecutor(done_before_message(self._path, name=self._name))
         self._ended[job] = run
 
-    def next(self) -> Turn | None:
+    def next(self) -> LogEntry | None:
         """The next entry; `None` if its job is still running."""
         if self._before:
             job, is_done = self._before[0]
@@ -78,32 +78,32 @@ class Order:
                 append_line(self._path, _line(job, is_done=is_done))
         else:
             return None
-        is_late = job in self._given_up
+        is_late = job in self._abandoned
         if is_done:
-            self._given_up.discard(job)
-            return Turn(job, self._ended.pop(job), is_late)
-        self._given_up.add(job)
+            self._abandoned.discard(job)
+            return LogEntry(job, self._ended.pop(job), is_late)
+        self._abandoned.add(job)
         if job in self._ended and self._ended[job] is None:
             del self._ended[job]
-        return Turn(job, None, is_late)
+        return LogEntry(job, None, is_late)
 
     def check_replay(self, finished: Finished) -> None:
         """Raises if a search ended before the whole log was replayed."""
         if (self._before or self._ended) and not finished.interrupted and not finished.lost:
             raise ValueError(
-                f"`{self._name}` cannot repeat what `{self._path}` lists: its shards come to other results now.\n"
+                f"`{self._name}` cannot replay the log `{self._path}`: shards now give different results.\n"
                 "Choose another folder."
             )
 
 
 def _line(job: Job, *, is_done: bool) -> str:
-    return json.dumps([*job] if is_done else [*job, _GIVEN_UP])
+    return json.dumps([*job] if is_done else [*job, _ABANDONED])
 
 
 def _parse(line: bytes, path: Path) -> tuple[Job, bool]:
     """The job of a line, and whether it was completed."""
     match parse_json(line, path, list):
-        case [list(members), int(rung), *more] if members and more in ([], [_GIVEN_UP]):
+        case [list(members), int(rung), *more] if members and more in ([], [_ABANDONED]):
             return Job(tuple(members), rung), not more
     raise corrupt_error(path, "a line of it is not a job")
 

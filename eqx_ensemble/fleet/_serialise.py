@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._check import check_installed, is_typed_key
-from ._travel_classes import is_module_class, reduce_class
+from ._serialise_classes import is_module_class, reduce_class
 
 # Functions by the hash of their pickle. A function that returns from a worker is the caller's own object, and one that
 # a worker receives again is the object for which it has compiled programs.
@@ -31,28 +31,28 @@ _MOST_ON_DEVICE = 64
 _on_device: dict[int, tuple[Any, jax.Array]] = {}
 
 
-class Number(NamedTuple):
+class ArrayRef(NamedTuple):
     """A placeholder for a large array: its number in the call, and whether it is a JAX array."""
 
     number: int
     is_jax: bool
 
 
-def numbers_of(arrays: Sequence[Any]) -> dict[int, Number]:
+def refs_of(arrays: Sequence[Any]) -> dict[int, ArrayRef]:
     """The placeholders of arrays, by `id`."""
-    return {id(array): Number(i, isinstance(array, jax.Array)) for i, array in enumerate(arrays)}
+    return {id(array): ArrayRef(i, isinstance(array, jax.Array)) for i, array in enumerate(arrays)}
 
 
-def numbers_on_worker(arrays: Sequence[Any]) -> dict[int, Number]:
-    """As `numbers_of`, on a worker that received `arrays`, and including the JAX arrays made of them."""
-    found = numbers_of(arrays)
+def refs_on_worker(arrays: Sequence[Any]) -> dict[int, ArrayRef]:
+    """As `refs_of`, on a worker that received `arrays`, and including the JAX arrays made of them."""
+    found = refs_of(arrays)
     for i, array in enumerate(arrays):
         if id(array) in _on_device:
-            found[id(_on_device[id(array)][1])] = Number(i, is_jax=True)
+            found[id(_on_device[id(array)][1])] = ArrayRef(i, is_jax=True)
     return found
 
 
-def dumps(value: Any, arrays: Mapping[int, Number] | None = None, *, name: str) -> bytes:
+def dumps(value: Any, arrays: Mapping[int, ArrayRef] | None = None, *, name: str) -> bytes:
     """Serialises `value`. Arrays whose `id` is in `arrays` are replaced by placeholders."""
     check_installed("cloudpickle", what=name, extra="fleet")
     return _dumps(value, arrays or {}, is_part=False)
@@ -63,7 +63,7 @@ def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:
     return _Unpickler(io.BytesIO(data), arrays).load()
 
 
-def _dumps(value: Any, arrays: Mapping[int, Number], *, is_part: bool) -> bytes:
+def _dumps(value: Any, arrays: Mapping[int, ArrayRef], *, is_part: bool) -> bytes:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
@@ -76,9 +76,9 @@ def _dumps(value: Any, arrays: Mapping[int, Number], *, is_part: bool) -> bytes:
                 return _as_key, (np.asarray(jax.random.key_data(obj)), jax.random.key_impl(obj))
             if isinstance(obj, types.FunctionType | _Jitted):
                 # Functions that it refers to are serialised inside it, since two functions may refer to each other.
-                if _is_found(obj) and isinstance(obj, _Jitted):
-                    return _find, (obj.__module__, obj.__qualname__)
-                if is_part or _is_found(obj):
+                if _is_importable(obj) and isinstance(obj, _Jitted):
+                    return _import_object, (obj.__module__, obj.__qualname__)
+                if is_part or _is_importable(obj):
                     return super().reducer_override(obj)
                 data = _dumps(obj, {}, is_part=True)
                 digest = _digests.get(obj) if isinstance(obj, _Jitted) else None
@@ -88,8 +88,8 @@ def _dumps(value: Any, arrays: Mapping[int, Number], *, is_part: bool) -> bytes:
             if is_module_class(obj):
                 reduction = super().reducer_override(obj)
                 return reduce_class(obj, reduction) if isinstance(reduction, tuple) else reduction
-            if not isinstance(obj, type | types.ModuleType) and callable(obj) and _is_found(obj):
-                return _find, (obj.__module__, obj.__qualname__)
+            if not isinstance(obj, type | types.ModuleType) and callable(obj) and _is_importable(obj):
+                return _import_object, (obj.__module__, obj.__qualname__)
             return super().reducer_override(obj)
 
     file = io.BytesIO()
@@ -115,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
         return _on_device[id(array)][1]
 
 
-def _is_found(obj: Any) -> bool:
+def _is_importable(obj: Any) -> bool:
     """Whether other processes can import the object by name: not if it is defined in `__main__` or in a function."""
     module, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(qualname, str) or module == "__main__":
@@ -126,7 +126,7 @@ def _is_found(obj: Any) -> bool:
     return found is obj
 
 
-def _find(module: str, qualname: str) -> Any:
+def _import_object(module: str, qualname: str) -> Any:
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
         found = getattr(found, part)

@@ -16,7 +16,7 @@ from ._shapes import resize
 
 def check_ids_of_function(start: Any, ids: Any, *, name: str) -> np.ndarray | None:
     """Raises unless `ids` are given with a function, and only then. Returns them; `None` for an existing ensemble."""
-    if not is_function(start):
+    if not is_maker(start):
         if ids is not None:
             raise TypeError(
                 f"`{name}` takes `ids` with a function that makes an ensemble of them; {kind_text(start)} has its own."
@@ -24,8 +24,8 @@ def check_ids_of_function(start: Any, ids: Any, *, name: str) -> np.ndarray | No
         return None
     if ids is None:
         raise TypeError(
-            f"`{name}` needs `ids` with a function that makes an ensemble, such as `ids=range(1000)`: how many members "
-            "there are cannot be seen from it."
+            f"`{name}` needs `ids` with a function that makes an ensemble, such as `ids=range(1000)`: a function does "
+            "not tell the number of members."
         )
     if isinstance(ids, int | np.integer):
         raise TypeError(f"`{name}` needs the ids of members as `ids`, got {ids}.\nWrite `ids=range({ids})`.")
@@ -33,7 +33,7 @@ def check_ids_of_function(start: Any, ids: Any, *, name: str) -> np.ndarray | No
     return np.asarray(_keys.member_ids(values if len(values) else values.astype(int)))
 
 
-def is_function(start: Any) -> bool:
+def is_maker(start: Any) -> bool:
     """Whether an argument is a function that builds an ensemble."""
     return callable(start) and not isinstance(start, eqx.Module)
 
@@ -49,8 +49,8 @@ def begin(make: Callable[[np.ndarray], Any], ids: np.ndarray, *, name: str) -> t
         )
     if not np.array_equal(np.asarray(ensemble.ids), ids):
         raise ValueError(
-            f"`{name}` needs a function that returns the members it is asked for.\n"
-            f"  asked for ids {ids[:8].tolist()}, got {np.asarray(ensemble.ids)[:8].tolist()}\n"
+            f"`{name}` needs a function that returns the members with the requested ids.\n"
+            f"  requested {ids[:8].tolist()}, got {np.asarray(ensemble.ids)[:8].tolist()}\n"
             "Pass them on: `lambda ids: ee.build(make, ids=ids, key=key)`."
         )
     return ensemble, state
@@ -58,7 +58,7 @@ def begin(make: Callable[[np.ndarray], Any], ids: np.ndarray, *, name: str) -> t
 
 def shapes_of_start(start: Any, ids: np.ndarray, state: Any, *, name: str) -> Any:
     """The shapes of one member to train, or of it and its state; a function is called for the first two ids."""
-    if is_function(start):
+    if is_maker(start):
         start, made = begin(start, ids[:2], name=name)
         state = state if made is None else made
     if isinstance(start, TrainState | Run):

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("cloudpickle", reason="needs the extra `fleet`")
 
-from eqx_ensemble.fleet._travel import dumps, loads, numbers_of  # noqa: E402
+from eqx_ensemble.fleet._serialise import dumps, loads, refs_of  # noqa: E402
 from eqx_ensemble.fleet._worker import Task, _read_task  # noqa: E402
 
 
@@ -44,7 +44,7 @@ def test_functions_that_refer_to_each_other():
 
 def test_arrays_in_place_of_their_numbers():
     array = np.arange(1000.0)
-    data = dumps({"x": array, "y": 3}, numbers_of([array]), name="test")
+    data = dumps({"x": array, "y": 3}, refs_of([array]), name="test")
     assert len(data) < 200
     assert loads(data, [array])["x"] is array
 
@@ -52,7 +52,7 @@ def test_arrays_in_place_of_their_numbers():
 def test_shards_of_a_call_share_their_task():
     """What compiled programs are found by, such as a combination, is one object on a worker."""
     array, other = np.arange(1000.0), np.ones(1000)
-    task = dumps(Task(max, {"combine": object(), "data": array}), numbers_of([array]), name="test")
+    task = dumps(Task(max, {"combine": object(), "data": array}), refs_of([array]), name="test")
     assert _read_task(task, [array]) is _read_task(task, [array])
     assert _read_task(task, [other])[1]["data"] is other
     assert _read_task(task, [array])[1]["data"] is array
