@@ -1,5 +1,7 @@
 """Checks of executors, which need the interface of `concurrent.futures`."""
 
+import contextlib
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from typing import Any
 
@@ -50,3 +52,16 @@ def check_future(future: Any, executor: Executor) -> "Future[Any]":
             f"\n{_FIX}"
         )
     return future
+
+
+@contextlib.contextmanager
+def explain_start(*, name: str) -> Iterator[None]:
+    """Adds the likely fix to the errors of workers that do not start."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(
+            f"`{name}` starts worker processes, which import the script: in a script, call it below "
+            "`if __name__ == '__main__':`."
+        )
+        raise

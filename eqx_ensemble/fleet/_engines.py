@@ -13,7 +13,7 @@ import numpy as np
 
 from .._check import check_installed, check_positive_int
 from .._warnings import ignore_warnings, warn
-from ._check_engine import check_executor, check_factory, check_future, check_not_forked
+from ._check_engine import check_executor, check_factory, check_future, check_not_forked, explain_start
 from ._worker import ArrayFile
 
 _MOST_WITHOUT_WORKERS = 60.0  # seconds until a warning
@@ -148,7 +148,8 @@ def as_engine(executor: Any, workers: int | None, *, name: str) -> Engine:
         check_installed("distributed", what=f"{name}(None, ...)", extra="dask")
         from distributed import Client, LocalCluster
 
-        cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
+        with explain_start(name=name):
+            cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
         return Dask(Client(cluster), workers=workers, cluster=cluster)
     distributed = sys.modules.get("distributed")
     if distributed is not None and isinstance(executor, distributed.Client):

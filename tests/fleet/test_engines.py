@@ -216,3 +216,14 @@ def test_dask_without_workers_warns_once_and_waits(monkeypatch):
 def test_dask_whose_worker_is_slow_does_not_warn(monkeypatch):
     monkeypatch.setattr(_engines, "_MOST_WITHOUT_WORKERS", 1.0)
     fit(ee.fleet.fit, PLAIN, _engines.Dask(NoWorkers(3), workers=8))  # a warning is an error here
+
+
+def test_dask_that_does_not_start_says_why(monkeypatch):
+    def fail(**options):
+        raise RuntimeError("Nanny failed to start.")
+
+    distributed = pytest.importorskip("distributed", reason="needs the extra `dask`")
+    monkeypatch.setattr(distributed, "LocalCluster", fail)
+    with pytest.raises(RuntimeError, match="Nanny") as caught:
+        fit(ee.fleet.fit, PLAIN, None)
+    assert "call it below `if __name__ == '__main__':`" in caught.value.__notes__[0]
