@@ -488,6 +488,8 @@ FOLDERS = {
     "single models": (_files("b.safetensors", "a.eqx"), r"files of single models \(`a.eqx`, `b.safetensors`\)"),
     "checkpoints": (lambda folder: [ee.save(folder / "x" / name, 1) for name in "ab"],
                     r"holds checkpoints \(`a`, `b`\).\n`load` reads one of them, `.*/x/a`"),
+    "shards": (lambda folder: [ee.save(folder / "x" / name, 1) for name in ("call", "shard-000000", "shard-000001")],
+               r"run of `fleet.fit\(save=...\)` \(2 shards\).\n`fleet.open_run\('.*/x', like\)` opens it"),
     "Orbax": (_files("_CHECKPOINT_METADATA", "state/x"), r"that Orbax wrote alone.\n`orbax.checkpoint` reads it"),
     "nothing": (lambda folder: (folder / "x").mkdir(), r"an empty folder.\nCheck the path"),
     "anything": (_files("{a}.py", "b", "c", "d", "e"), r"another folder \(it holds `b`, `c`, `d` and 2 more\)"),

@@ -175,6 +175,10 @@ _KINDS = {
         "a folder with files of single models ({names})",
         "`load_members(paths, like)` reads files of `equinox.tree_serialise_leaves` and of safetensors",
     ),
+    "shards": (
+        "the folder of a run of `fleet.fit(save=...)` ({count} shards)",
+        "`fleet.open_run({path!r}, like)` opens it, and its `load(ids)` reads members",
+    ),
     "checkpoints": ("a folder that holds checkpoints ({names})", "`load` reads one of them, `{path}/{first}`"),
     "orbax": (
         "a checkpoint that Orbax wrote alone",

@@ -12,6 +12,7 @@ from ._read import read_manifest
 
 STEP = re.compile(r"step-([0-9]{12})")
 _MEMBER = re.compile(r"member-[0-9]{6}\.(eqx|safetensors)")
+_SHARD = re.compile(r"shard-[0-9]{6,}")
 _ORBAX = {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "ocdbt.process_0", "orbax.checkpoint"}
 _SINGLE = (".eqx", ".safetensors")
 
@@ -36,6 +37,8 @@ def kind_of(folder: Path) -> Kind:
     if _ORBAX & {*found}:
         return Kind("orbax", found)
     inside = [entry.name for entry in entries if entry.is_dir() and is_sealed(entry)]
+    if "call" in inside and any(map(_SHARD.fullmatch, inside)):
+        return Kind("shards", [name for name in inside if name != "call"])
     if inside:
         return Kind("checkpoints", inside)
     single = [name for name in found if name.endswith(_SINGLE)]

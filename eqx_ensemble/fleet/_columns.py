@@ -12,6 +12,7 @@ from ..distributed import to_host
 from ..train._check_member import hyper_column_text
 from ..train._run import Run
 from ..train._status import Status
+from ..train.compiled._selection import Mode
 from ..train.host._record import last_finite
 
 
@@ -26,6 +27,7 @@ class Columns(NamedTuple):
     best_step: np.ndarray | None
     best_score: np.ndarray | None
     hyper: dict[str, np.ndarray]
+    mode: Mode
 
 
 def count_status(status: np.ndarray) -> dict[str, int]:
@@ -45,6 +47,7 @@ def columns_of(run: Run[Any]) -> Columns:
         run.best_step,
         run.best_score,
         {hyper_column_text(path): to_host(values) for path, values in keyed},
+        run.mode,
     )
 
 
@@ -57,6 +60,7 @@ def join_columns(parts: Sequence[Columns]) -> Columns:
         best_step=optional("best_step"),
         best_score=optional("best_score"),
         hyper={name: np.concatenate([part.hyper[name] for part in parts]) for name in parts[0].hyper},
+        mode=parts[0].mode,
     )
 
 
@@ -65,7 +69,11 @@ def to_json(columns: Columns) -> dict[str, Any]:
     arrays = {name: value for name, value in columns._asdict().items() if isinstance(value, np.ndarray)}
     fault = arrays.pop("fault").tolist()
     hyper = {name: _encode(values) for name, values in columns.hyper.items()}
-    return {name: _encode(values) for name, values in arrays.items()} | {"fault": fault, "hyper": hyper}
+    return {name: _encode(values) for name, values in arrays.items()} | {
+        "fault": fault,
+        "hyper": hyper,
+        "mode": columns.mode,
+    }
 
 
 def from_json(saved: dict[str, Any]) -> Columns:
@@ -80,6 +88,7 @@ def from_json(saved: dict[str, Any]) -> Columns:
         best_step=optional("best_step"),
         best_score=optional("best_score"),
         hyper={name: _decode(values) for name, values in saved["hyper"].items()},
+        mode=saved["mode"],
     )
 
 

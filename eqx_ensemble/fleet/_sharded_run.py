@@ -6,8 +6,10 @@ import numpy as np
 from jaxtyping import Float, Int, Int8
 
 from .._ensemble import Ensemble, M
+from ..train._rank import rank_members
 from ..train._status import Status, status_names
 from ..train._summary import data_frame
+from ..train.compiled._selection import Mode
 from ._check_saved import check_wanted_ids, ids_text
 from ._columns import Columns, count_status, join_columns
 from ._folder import SavedCall
@@ -33,6 +35,7 @@ class ShardedRun(Generic[M]):
     - `status`, `stopped_at`, `fault`, `best_step`, `best_score`: as of an [`eqx_ensemble.Run`][].
     - `loss`: `(members,)`, the last finite loss of each member. Other losses are not kept.
     - `hyper`: the hyper-parameters, each array `(members, ...)`, by their column names in the table.
+    - `mode`: whether lower (`"min"`) or higher (`"max"`) validation scores are better.
     - `interrupted`: whether Ctrl-C ended the call early.
     - `seconds`: the duration of the call, 0 after [`eqx_ensemble.fleet.open_run`][].
     - `shards`, `sizes`: the numbers of the completed shards, and their numbers of members.
@@ -50,6 +53,7 @@ class ShardedRun(Generic[M]):
     best_step: Int[np.ndarray, " members"] | None
     best_score: Float[np.ndarray, " members"] | None
     hyper: dict[str, np.ndarray]
+    mode: Mode
     interrupted: bool
     seconds: float
     shards: tuple[int, ...]
@@ -99,6 +103,17 @@ class ShardedRun(Generic[M]):
         wanted = check_wanted_ids(ids, self.ids, self.missing, name="fleet.ShardedRun.load")
         order = np.argsort(self.ids, kind="stable")
         return locate(self, order[np.searchsorted(self.ids, wanted, sorter=order)]).read()
+
+    def best(self, count: int = 1, *, by: Any = None, mode: Mode | None = None) -> Ensemble[M]:
+        """Reads the best members, the best one first, without diverged ones.
+
+        **Arguments:** as of [`eqx_ensemble.Run.best`][].
+
+        **Returns:** the ensemble of these members. Stateful members: `run.load_with_state(run.best(count).ids)`.
+
+        **Raises:** as [`eqx_ensemble.Run.best`][], but not for stateful members.
+        """
+        return self.load(self.ids[rank_members(self, count, by, mode, name="fleet.ShardedRun.best")])
 
     def table(self, *, as_frame: bool = False) -> Any:
         """A table of one row per member: id, hyper-parameters, scores, status.

@@ -57,6 +57,10 @@ class TestFit:
         for name in ("status", "stopped_at", "fault", "best_step", "best_score"):
             np.testing.assert_array_equal(getattr(run, name), getattr(expected, name))
             assert getattr(run, name).dtype.kind == getattr(expected, name).dtype.kind
+        for ranking in ({}, {"by": run.best_score, "mode": "max"}):
+            assert_same(run.best(3, **ranking), expected.best(3, **ranking))
+        with pytest.raises(ValueError, match="`fleet.ShardedRun.best` "):
+            run.best(7)
         found, table = run.table(), expected.table()
         assert [*found] == [*table]
         for name in table:
@@ -328,3 +332,11 @@ class TestRead:
         file.write_bytes(data)
         with pytest.raises(ValueError, match="shard-000001"):
             ee.fleet.open_run(folder, ENSEMBLE).load()
+
+
+def test_the_best_by_scores_of_which_higher_are_better(tmp_path):
+    options = PLAIN | {"validation": (X[:9], Y[:9]), "score": lambda *args: -mse(*args), "mode": "max"}
+    run = save(tmp_path / "run", options)
+    assert run.mode == "max"
+    assert_same(run.best(2), fit(ee.fit, options).best(2))
+    assert ee.fleet.open_run(run.folder, ENSEMBLE).best().ids.tolist() == run.best().ids.tolist()

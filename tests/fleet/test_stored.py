@@ -98,8 +98,9 @@ def test_columns_keep_their_dtypes():
     values += [np.array([1, 2], np.int8), np.array([True, False]), np.asarray(jnp.array([1, 2], jnp.bfloat16))]
     ids = np.arange(2)
     for x in values:
-        columns = Columns(ids, ids, ids, np.array(["", "x"]), x, None, None, {"x": x})
+        columns = Columns(ids, ids, ids, np.array(["", "x"]), x, None, None, {"x": x}, "max")
         found = from_json(json.loads(json.dumps(to_json(columns))))
+        assert found.mode == "max"
         for back in (found.loss, found.hyper["x"]):
             assert back.dtype == x.dtype
             np.testing.assert_array_equal(back, x)
