@@ -13,21 +13,21 @@
 # ---
 
 # %% [markdown]
-# # Active learning: whose label do we ask for?
+# # Active learning: which label to query?
 #
-# Labels are expensive. An ensemble can say which images would teach it most: those on which its members are sure,
-# each of another digit. That is the mutual information of label and member, also called BALD: the epistemic part of
-# `ee.uncertainty.decompose_entropy`. Does it save labels, compared with asking at random?
+# Labels are expensive. An ensemble can select the most informative images: those on which its members are confident,
+# but in different digits. The criterion is the mutual information of label and member, also called BALD: the epistemic
+# part of `ee.uncertainty.decompose_entropy`. Does it save labels, compared with random queries?
 #
 # We repeat the whole experiment over ten seeds on real data, compare the strategies on the same splits and first
-# labels, and count how many labels are saved, with the error of that number.
+# labels, and estimate the number of labels saved, with its standard error.
 #
 # This page is a notebook and a program: `python notebooks/active_learning.py` prints the tables and writes the
 # figure. It needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on one core.
 
 # %% [markdown]
-# In a notebook, these two lines check the shape annotations of every function below while it runs. (In the program
-# they are comments.)
+# In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
+# are comments.)
 
 # %%
 # %load_ext jaxtyping
@@ -61,9 +61,9 @@ figures = pathlib.Path(os.environ.get("ACTIVE_LEARNING_FIGURES", here / "figures
 # %% [markdown]
 # ## Data
 #
-# 1,797 digits of 8 x 8 pixels: 1,000 whose labels we may ask for, and 797 for the test. We begin with 20 random
-# labels and ask for 20 more in each round. The last of ten rounds trains on 200 labels. Every seed divides the images
-# anew.
+# 1,797 digits of 8 x 8 pixels: a pool of 1,000 whose labels can be queried, and 797 for the test. We start with 20
+# random labels and query 20 more in each round. The last of ten rounds trains on 200 labels. Every seed splits the
+# images differently.
 
 # %%
 NUM_MEMBERS, NUM_SEEDS, ASKED, ROUNDS, POOL = 6, 10, 20, 10, 1000
@@ -78,11 +78,11 @@ pool, test = split[:, :POOL], split[:, POOL:]  # (seeds, rows): indices of image
 # ## All seeds in one program
 #
 # Model and loss are those of one member. The seeds of an experiment are members like any others: one call of `fit`
-# trains 10 seeds x 6 members = 60 networks. Which images a member is trained on is its row of `rows=`.
+# trains 10 seeds x 6 members = 60 networks. A member's row of `rows=` selects its images.
 #
-# The labelled set grows, and an array of another length would compile another program in every round. So the labelled
-# rows are repeated until there are 200: one program serves all rounds and all strategies, because loss, optimiser and
-# shapes are the same.
+# The labelled set grows, and an array of another length would compile another program in every round. The labelled rows
+# are therefore repeated up to a length of 200: one program serves all rounds and all strategies, because loss,
+# optimiser and shapes are the same.
 
 
 # %%
@@ -120,10 +120,10 @@ def predict_seeds(
 
 
 # %% [markdown]
-# ## Three ways to ask
+# ## Three query strategies
 #
 # - *random*: any image without a label;
-# - *entropy*: where the mean prediction is least sure, whatever the reason;
+# - *entropy*: where the mean prediction is least certain, whatever the reason;
 # - *BALD*: where the members disagree.
 #
 # `decompose_entropy` returns total, aleatoric and epistemic entropy, and `jax.vmap` maps it over the seeds.
@@ -142,7 +142,7 @@ def scores_of(
 def choose(
     scores: Float[Array, "seeds images"], known: Bool[np.ndarray, "seeds images"]
 ) -> Int[np.ndarray, "seeds asked"]:
-    """Of each seed, the unlabelled images of the largest scores: positions in its pool."""
+    """The unlabelled images of the largest scores, for each seed: positions in its pool."""
     return np.argsort(np.where(known, -np.inf, scores), axis=1)[:, -ASKED:]
 
 
@@ -171,10 +171,10 @@ curves = {strategy: learn(strategy) for strategy in ("random", "entropy", "BALD"
 # %% [markdown]
 # ## The curves
 #
-# All strategies share the first 20 labels, so their first entries are equal. Both uncertain strategies begin worse
-# than random: six networks that saw twenty images disagree on odd ones, and twenty of those at once resemble each
-# other. From about 120 labels on they are better. The errors are those of the *difference* to random, seed by seed,
-# on the same splits.
+# All strategies share the first 20 labels, so that their first entries are equal. Both uncertainty strategies are worse
+# than random at first: six networks trained on twenty images disagree on atypical ones, and the twenty selected at once
+# resemble each other. From about 120 labels on they are better. The standard errors are those of the paired
+# *difference* from random, on the same splits.
 
 # %%
 labels = ASKED * np.arange(1, ROUNDS + 1)
@@ -201,9 +201,9 @@ for strategy, curve in curves.items():
     print(f"{strategy:24}" + "".join(f"{curve[i, 1].mean():9.4f}" for i in shown))
 
 # %% [markdown]
-# How many labels does a strategy need for the accuracy that random labels reach with 200? We read it off the curve of
-# each seed, by straight lines between the rounds. A curve need not rise everywhere: we take the best accuracy so far.
-# Seeds that never reach it count as 200.
+# How many labels does a strategy need for the accuracy that random labels reach with 200? We interpolate each seed's
+# curve linearly between rounds. A curve need not rise everywhere: we take the best accuracy so far. Seeds that never
+# reach it count as 200.
 
 # %%
 print("\nLABELS for the accuracy of 200 random ones: mean of ten seeds, standard error, seeds that save any")
@@ -237,9 +237,9 @@ print(f"figure: {figures / 'active_learning.png'}")
 # %% [markdown]
 # ## Limits
 #
-# - About a fifth of 200 labels is saved, and nothing before the first hundred: with few labels a random sample, which
+# - About a fifth of 200 labels is saved, and none before the first hundred: with few labels a random sample, which
 #   covers all digits, is better.
-# - Entropy of the mean prediction, for which one network would do, is as good as disagreement here. BALD is meant for
-#   data with label noise, where an image may be uncertain for all members and teach nothing; digits have little.
-# - The twenty images of a round are chosen one by one. Methods that choose them together avoid near copies.
-# - Ten seeds of one small data set. The test labels would not be known in earnest, nor which strategy wins.
+# - Entropy of the mean prediction, for which one network would suffice, is as good as disagreement here. BALD is meant
+#   for data with label noise, where an image may be uncertain for all members but uninformative; digits have little.
+# - The twenty images of a round are selected independently. Methods that select them jointly avoid near duplicates.
+# - These are ten seeds on one small data set. In practice, neither the test labels nor the best strategy are known.

@@ -13,22 +13,22 @@
 # ---
 
 # %% [markdown]
-# # Actor and critics: an ensemble of critics, its slow copy, and random pairs
+# # Actor-critic: an ensemble of critics, its slow copy, and random pairs
 #
-# A soft actor-critic agent that learns from few steps holds many critics: ten here, trained on the same batches from
-# different first weights. Their targets take the minimum of two critics drawn anew for every update (randomised
-# ensembled double Q-learning, REDQ), and come from a slow copy of the ensemble, a Polyak average.
+# A sample-efficient soft actor-critic agent uses many critics: ten here, trained on the same batches from different
+# initial weights. Their targets are the minimum of two critics that are drawn anew for every update (randomised
+# ensembled double Q-learning, REDQ), from a slow copy of the ensemble, a Polyak average.
 #
-# All of that is an ensemble as a field of an agent: `ee.train.make_step` trains the critics, `targets[pair]` takes
-# two of them, `ee.tree.polyak` moves the copy. One whole run is one compiled program, and `ee.map_members` runs it
-# for several seeds at once.
+# All of this needs only an ensemble as a field of an agent: `ee.train.make_step` trains the critics, `targets[pair]`
+# selects two of them, `ee.tree.polyak` updates the copy. One whole run is one compiled program, and `ee.map_members`
+# runs it for several seeds at once.
 #
 # This page is a notebook and a program: `python notebooks/actor_critic.py` prints the tables and writes the figure.
 # It needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on one core.
 
 # %% [markdown]
-# In a notebook, these two lines check the shape annotations of every function below while it runs. (In the program
-# they are comments.)
+# In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
+# are comments.)
 
 # %%
 # %load_ext jaxtyping
@@ -61,7 +61,7 @@ figures = pathlib.Path(os.environ.get("ACTOR_CRITIC_FIGURES", here / "figures"))
 # %% [markdown]
 # ## The environment: a pendulum, in JAX
 #
-# The motor is too weak to lift the pendulum at once: it has to swing. The reward of a step is minus the squared angle
+# The motor is too weak to lift the pendulum directly: it must swing. The reward of a step is minus the squared angle
 # from the top, with small costs for speed and torque, divided by ten. An episode has 200 steps of a twentieth of a
 # second.
 
@@ -131,8 +131,8 @@ class Actor(eqx.Module):
 # %% [markdown]
 # ## The agent
 #
-# `critics` is a training state, `targets` an ensemble, and both are fields of a Module like any other. The loss of
-# the critics is that of one critic: `make_step` trains all of them, each with an optimiser state of its own.
+# `critics` is a training state, `targets` an ensemble, and both are fields of an ordinary Module. The loss is that of
+# one critic: `make_step` trains all of them, each with its own optimiser state.
 
 
 # %%
@@ -172,8 +172,8 @@ class Agent(eqx.Module):
 # %% [markdown]
 # ## The two updates
 #
-# `agent.targets[pair]` takes two members by an array of indices that a compiled program draws, and is an ensemble of
-# two. `ee.Batch` marks what has a batch axis. The target is computed once and shared by all ten critics.
+# `agent.targets[pair]` selects two members by an array of indices that are drawn in the compiled program, and is an
+# ensemble of two. `ee.Batch` marks inputs with a batch axis. The target is computed once and shared by all ten critics.
 
 
 # %%
@@ -216,9 +216,9 @@ def update_actor(agent: Agent, seen: Transition, key: Key[Array, ""]) -> Agent:
 # %% [markdown]
 # ## A run
 #
-# A run is one compiled loop over steps of the environment. `jax.lax.scan` carries arrays only, and an agent also holds
-# activation functions: `ee.train.scan_steps` carries it as it is. Its step is any function of a state and a batch; the
-# batches here are the numbers of the steps.
+# A run is one compiled loop over steps of the environment. The carry of `jax.lax.scan` must consist of arrays, but an
+# agent also contains activation functions: `ee.train.scan_steps` accepts it as carry. Its step is any function of a
+# state and a batch; the batches here are the step numbers.
 
 
 # %%
@@ -242,7 +242,7 @@ def mean_return(actor: Actor, key: Key[Array, ""]) -> Float[Array, ""]:
 
 
 def run(key: Key[Array, ""], in_minimum: Int[Array, ""]) -> tuple[Float[Array, " times"], Float[Array, ""]]:
-    """The returns in the course of training, and the mean error of the critics' values at its end."""
+    """The returns during training, and the mean error of the critics' values at its end."""
     agent_key, reset_key, random_key, steps_key, test_key = jax.random.split(key, 5)
     physics, first = jax.lax.scan(
         lambda physics, t: act_randomly(physics, t, random_key), reset(reset_key), jnp.arange(WARM_UP)
@@ -271,9 +271,9 @@ def run(key: Key[Array, ""], in_minimum: Int[Array, ""]) -> tuple[Float[Array, "
 
 
 # %% [markdown]
-# Is a critic right? The value of a state and an action is the discounted sum of the rewards and entropies to come.
-# Play 400 steps with the agent and sum them: the error of the critics' mean over the first fifty steps shows whether
-# they are too hopeful.
+# Are the critics accurate? The value of a state and an action is the discounted sum of future rewards and entropies. We
+# run the agent for 400 steps and sum them: the error of the critics' mean over the first fifty steps shows whether they
+# overestimate.
 
 
 # %%
@@ -303,8 +303,8 @@ def value_error(agent: Agent, key: Key[Array, ""]) -> Float[Array, ""]:
 # %% [markdown]
 # ## Two rules for the target, four seeds each
 #
-# One random critic, without a minimum, and the minimum of a random pair. `ee.map_members` maps a whole run over keys
-# and rules, which are marked `ee.Each`: eight agents with ten critics each, in one program.
+# The rules are one random critic, without a minimum, and the minimum of a random pair. `ee.map_members` maps a whole
+# run over keys and rules, which are marked `ee.Each`: eight agents with ten critics each, in one program.
 
 # %%
 rules = {"one random critic": 1, "minimum of a random pair": 2}
@@ -344,9 +344,9 @@ print(f"figure: {figures / 'actor_critic.png'}")
 # %% [markdown]
 # ## Limits
 #
-# - The minimum lowers the targets, and with them the values. It is meant for tasks where critics overestimate. On
-#   this one even a random critic does not at the end, and both rules solve it: four seeds of a small task decide
-#   nothing.
-# - REDQ makes twenty updates of the critics for every step of the environment, we make one.
-# - All agents of a map run in step. A task whose episodes end at different times needs a reset inside the scan, as
+# - The minimum lowers the targets, and with them the values. It is meant for tasks where critics overestimate. Here
+#   even a random critic does not at the end, and both rules solve the task: four seeds of a small task are not
+#   conclusive.
+# - REDQ makes twenty updates of the critics per environment step, this page one.
+# - All mapped agents run in lockstep. A task whose episodes end at different times needs a reset inside the scan, as
 #   here.

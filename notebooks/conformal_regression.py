@@ -24,8 +24,8 @@
 # figure. It needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on two cores.
 
 # %% [markdown]
-# In a notebook, these two lines check the shape annotations of every function below while it runs. (In the program
-# they are comments.)
+# In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
+# are comments.)
 
 # %%
 # %load_ext jaxtyping
@@ -61,9 +61,9 @@ figures = pathlib.Path(os.environ.get("CONFORMAL_REGRESSION_FIGURES", here / "fi
 # ## Data
 #
 # Scikit-learn ships 442 patients with ten measurements each, and a score of how far the disease has progressed after a
-# year, from 25 to 346. One split is 200 patients for training, 100 for calibration, and 142 for the evaluation. We
-# draw sixteen such splits. They share the patients, so they are not sixteen independent studies; they show how
-# misleading one split can be.
+# year, from 25 to 346. One split is 200 patients for training, 100 for calibration, and 142 for the evaluation. We draw
+# sixteen such splits. Because they share the patients, they are not independent studies; they show how misleading one
+# split can be.
 #
 # Targets are scaled by round numbers that do not depend on the data. Conformal guarantees rest on one assumption, that
 # new patients and calibration patients are *exchangeable*: nothing that is fitted may distinguish them. (Scikit-learn
@@ -80,7 +80,7 @@ y = ((data.target - 150) / 75).astype(np.float32)
 generator = np.random.default_rng(0)
 orders = np.stack([generator.permutation(len(x)) for _ in range(SPLITS)])
 train, calibrate, test = np.split(orders, [TRAIN, TRAIN + CALIBRATE], axis=1)
-own = orders[:, : TRAIN + CALIBRATE]  # for methods that need no patients set aside
+own = orders[:, : TRAIN + CALIBRATE]  # for methods without a calibration set
 print(f"{SPLITS} splits of {len(x)} patients: {TRAIN} for training, {CALIBRATE} for calibration,", end=" ")
 print(f"{test.shape[1]} for evaluation")
 
@@ -135,8 +135,8 @@ own_rows = lambda rows: (take(outputs, rows), jnp.asarray(y[rows]))
 # 91st of them: the smallest rank that is at least 0.9 (100 + 1). A new patient's error is equally likely to be in any
 # of the 101 gaps between the sorted errors, so that it is inside the interval with probability 91 / 101.
 #
-# CQR does the same with the distance of targets from the predicted quantiles, and moves both ends of the interval by
-# it. Its intervals are wide where the network predicts a wide range.
+# CQR does the same with the distance of targets from the predicted quantiles, and shifts both ends of the interval by
+# it. Its intervals are wide where the predicted quantiles are far apart.
 #
 # Two more rows are for comparison: the quantiles as the network predicts them, and split conformal on the wrong
 # patients, those of the training set.
@@ -177,9 +177,10 @@ methods = {
 # %% [markdown]
 # ## CV+ from one cross-fit run
 #
-# A hundred patients for calibration are a hundred fewer for training. CV+ sets none aside. Each of the 300 patients is
-# predicted by the member that was not trained on it: ten folds, ten members, one run of `cross_fit`. CV+ needs only
-# the held-out errors, and the predictions of the same ten members for a new patient. Here it is for the first split.
+# A hundred patients for calibration are a hundred fewer for training. CV+ needs no calibration set. Each of the 300
+# patients is predicted by the member that was not trained on it: ten folds, ten members, one run of `cross_fit`. CV+
+# needs only the held-out errors, and the predictions of the same ten members for a new patient. Here this is done for
+# the first split.
 
 # %%
 folds = ee.resample.folds(len(own[0]), 10, key=key)
@@ -193,7 +194,7 @@ print(f"\nCV+, first split: covers {ee.scores.coverage(lower, upper, y[test[0]])
 print(f"of the new patients, mean width {75 * ee.scores.width(lower, upper):.0f}")
 
 # %% [markdown]
-# For all sixteen splits it is still one run, of 160 members: the folds of a split are rows of the shared data.
+# All sixteen splits are still one run, of 160 members: the folds of a split are rows of the shared data.
 
 # %%
 parts = [
@@ -220,7 +221,7 @@ methods["CV+, 10 folds"] = Intervals(stack_splits(cv_plus_of_split))
 # ## Jackknife+ after the bootstrap
 #
 # Bagging gives held-out predictions without further training. Each of 25 members is trained on 300 patients drawn with
-# replacement, which leave out about 37 % of the patients. `drawn` holds the rows of each member.
+# replacement, which omit about 37 % of the patients. `drawn` holds the rows of each member.
 
 # %%
 drawn = [ee.resample.bootstrap(own.shape[1], 25, key=jax.random.key(s)) for s in range(SPLITS)]
@@ -260,7 +261,7 @@ divisions = jnp.asarray(generator.permuted(np.tile(errors, (DIVISIONS, 1)), axis
 @jax.jit
 @jax.vmap
 def number_inside(errors: Float[Array, " rows"]) -> Int[Array, ""]:
-    """For one division: how many of the new patients' errors are inside the interval fitted to the others."""
+    """For one division: the number of new patients inside the interval fitted to the others."""
     zero = jnp.zeros_like(errors)
     fitted = ee.conformal.split(zero[:CALIBRATE], errors[:CALIBRATE], level=LEVEL)
     return jnp.sum(errors[CALIBRATE:] <= fitted(zero[CALIBRATE:]).upper)
@@ -287,9 +288,9 @@ for n in (20, 100, 500, 2500):
     print(f"  {n:<34}{k / (n + 1):8.4f}{stats.beta.ppf(0.05, k, n + 1 - k):20.4f}")
 
 # %% [markdown]
-# The test does not reject the exact law, but rejects the simpler one, which ignores that calibration patients are
-# random too. Read the last table before you rely on an interval: with 100 patients, one calibration set in twenty
-# covers less than 85 %.
+# The test does not reject the exact law, but rejects the simpler one, which ignores that the calibration set is random
+# too. Read the last table before you rely on an interval: with 100 patients, one calibration set in twenty covers less
+# than 85 %.
 
 # %% [markdown]
 # ## Coverage by group
@@ -317,26 +318,25 @@ for name, ends in methods.items():
 print(f"  {'the law of split and CQR':28}{law.mean() / 142:8.3f}{law.std() / 142:8.3f}")
 
 # %% [markdown]
-# `mean`, `std` and `lowest` are of the sixteen splits; `width` is in points of the disease score, which itself has a
+# `mean`, `std` and `lowest` are over the sixteen splits; `width` is in points of the disease score, which itself has a
 # standard deviation of 77; `narrower` counts the splits in which a method's intervals are narrower than those of split
 # conformal. When this page was written:
 #
 # - *Without conformal prediction.* The quantiles that the network predicts cover eight in ten, not nine: it overfits
-#   its 200 training patients. Errors of training patients give intervals that are narrower still, and cover fewer.
-#   Neither failure is visible without further data.
+#   its 200 training patients. Errors of training patients give even narrower intervals, with lower coverage. Neither
+#   failure is visible without further data.
 # - *Split and CQR* cover 0.9 on average, and vary about it as the law predicts. A single split with 0.80 is not a
-#   fault of the method: with 100 calibration patients and 142 test patients it is to be expected.
-# - *CQR* covers as many with narrower intervals in most splits, and its coverage differs less between the thirds.
-#   Split conformal gives all patients one width: too wide where it predicts little progression, too narrow where it
-#   predicts much.
-# - *CV+ and jackknife+* guarantee less, 0.8 instead of 0.9, but cover 0.9 or more, as they do in most cases. Using all
-#   300 patients for both purposes reduced the variation of the coverage between splits; intervals did not become much
-#   narrower here.
+#   failure of the method: it is expected with 100 calibration patients and 142 test patients.
+# - *CQR* has the same coverage with narrower intervals in most splits, and its coverage differs less between the
+#   thirds. Split conformal gives all patients one width: too wide where it predicts little progression, too narrow
+#   where it predicts much.
+# - *CV+ and jackknife+* guarantee less, 0.8 instead of 0.9, but cover 0.9 or more, as is usual. Using all 300 patients
+#   for both purposes reduced the variation of the coverage between splits; intervals did not become much narrower here.
 #
-# What it does *not* show. The guarantee is an average over patients: not for the severely ill, not for the young, not
-# for one particular patient. It does not hold where patients are not exchangeable: in another clinic, in another year,
-# after a treatment that depends on the prediction. And an interval of 190 points on a scale of 320 is valid, but of
-# little use: conformal prediction makes a poor model safe, not good.
+# Limits. The guarantee is an average over patients: not for the severely ill, the young, or one particular patient. It
+# does not hold if patients are not exchangeable: in another clinic, in another year, after a treatment that depends on
+# the prediction. And an interval of 190 points on a scale of 320 is valid, but of little use: conformal prediction
+# makes a poor model safe, not good.
 
 # %% [markdown]
 # # The figure

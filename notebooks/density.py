@@ -17,15 +17,15 @@
 #
 # A flow from [flowjax](https://github.com/danielward27/flowjax) is an Equinox Module, so six of them are an ensemble
 # like any other: built with `ee.build`, trained with `ee.fit` and early stopping for each flow, evaluated with
-# `ee.predict(..., fn=...)`, combined as a mixture of densities. The data come from a density in closed form, so we
-# can say how many nats each of them is away from the truth.
+# `ee.predict(..., fn=...)`, combined as a mixture of densities. The data come from a density in closed form, so that we
+# can measure the distance of each model from the truth in nats.
 #
 # This page is a notebook and a program: `python notebooks/density.py` prints the tables and writes the figure. It
 # needs `pip install 'eqx_ensemble[examples]'`, no network, and less than a minute on one core.
 
 # %% [markdown]
-# In a notebook, these two lines check the shape annotations of every function below while it runs. (In the program
-# they are comments.)
+# In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
+# are comments.)
 
 # %%
 # %load_ext jaxtyping
@@ -83,8 +83,8 @@ train, validation, test = draw(500, train_key), draw(300, validation_key), draw(
 # %% [markdown]
 # ## One flow
 #
-# Constructor and loss are those of one flow. flowjax wraps parameters, for example those that are not to be trained:
-# `log_prob` unwraps them, and their gradient is zero.
+# Constructor and loss are those of one flow. flowjax wraps parameters, for example non-trainable ones: `log_prob`
+# unwraps them, and their gradient is zero.
 
 
 # %%
@@ -133,10 +133,10 @@ print(f"\nentropy in closed form: {np.log(2 * np.pi * np.e) + np.log(STD):.4f}")
 print("steps of the best weights:", *run.best_step, " weights by stacking:", *np.round(np.asarray(stacked), 2))
 
 # %% [markdown]
-# ## It is a density
+# ## Normalisation
 #
-# The mixture integrates to one: a sum over a fine grid shows it, for each member too. A wrong Jacobian, or the mean
-# of logarithms instead of the logarithm of the mean, would not.
+# The mixture, like each member, integrates to one, as a sum over a fine grid shows. With a wrong Jacobian, or the mean
+# of logarithms instead of the logarithm of the mean, it would not.
 
 # %%
 side = jnp.linspace(-6, 14, 400)
@@ -154,8 +154,8 @@ print(f"mixture                 {total:.4f}\nmean of logarithms      {jnp.exp(on
 # %% [markdown]
 # ## Where the flows disagree
 #
-# The standard deviation of the members' log-densities, on test rows sorted by their true density. Where data are rare
-# the flows are wrong and disagree.
+# We compute the standard deviation of the members' log-densities, on test rows sorted by their true density. Where data
+# are rare the flows are wrong and disagree.
 
 # %%
 disagreement = jnp.sqrt(ee.combine.moments(on_test)[1])
@@ -188,8 +188,8 @@ print(f"figure: {figures / 'density.png'}")
 # %% [markdown]
 # ## Limits
 #
-# - A mixture of six flows costs six times a flow to evaluate. A larger flow with more careful regularisation may be
-#   as good as the mixture of small ones.
+# - A mixture of six flows costs six times as much to evaluate as one flow. A larger flow with more careful
+#   regularisation may be as good as the mixture of small ones.
 # - By the concavity of the logarithm the mixture has a better score than the mean flow; a single flow may be better
 #   still.
 # - Disagreement follows density here, in two dimensions. In many dimensions flows may agree on images unlike any they

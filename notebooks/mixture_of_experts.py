@@ -13,22 +13,22 @@
 # ---
 
 # %% [markdown]
-# # A mixture of experts: an ensemble as a field of a bigger Module
+# # A mixture of experts: an ensemble as a field of a larger Module
 #
-# A Module of your own may hold an ensemble like any other layer. Here four experts each predict a Gaussian, and a
-# gate weights them by the input. The whole is trained by the training step that the Equinox documentation shows, with
+# An ensemble can be a field of your own Module, like any other layer. Here four experts each predict a Gaussian, and a
+# gate weights them by the input. The model is trained by the training step of the Equinox documentation, with
 # `eqx.filter_grad` and optax: nothing in it is specific to ensembles.
 #
-# Members of an ensemble are trained independently of each other; experts of a mixture are not. Their common loss
-# decides who learns what. So this is a model with an ensemble inside, not an ensemble of models. At the end it
-# becomes the member of one: five seeds of the mixture, trained by `fit`.
+# Members of an ensemble are trained independently of each other; experts of a mixture are not: a joint loss determines
+# how they specialise. This is therefore one model that contains an ensemble, not an ensemble of models. At the end it
+# becomes a member itself: five seeds of the mixture, trained by `fit`.
 #
 # This page is a notebook and a program: `python notebooks/mixture_of_experts.py` prints the table and writes the
 # figure. It needs `pip install 'eqx_ensemble[examples]'`, no network, and less than a minute on one core.
 
 # %% [markdown]
-# In a notebook, these two lines check the shape annotations of every function below while it runs. (In the program
-# they are comments.)
+# In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
+# are comments.)
 
 # %%
 # %load_ext jaxtyping
@@ -61,10 +61,10 @@ figures = pathlib.Path(os.environ.get("MIXTURE_OF_EXPERTS_FIGURES", here / "figu
 # %% [markdown]
 # ## Data with several answers
 #
-# A cause $y$, uniform on $[0, 1]$, has the effect $x = f(y) + \varepsilon$ with $f(y) = 10\,(y + 0.3 \sin(2 \pi y) -
-# 0.5)$ and $\varepsilon \sim N(0, 0.5^2)$. Predict the cause from the effect: for $x$ around zero there are three
-# causes, and their mean is none of them. Because we made the data, the best possible score is known: $p(y \mid x)
-# \propto N(x;\, f(y),\, 0.5^2)$, normalised by a sum over a fine grid.
+# A cause $y$, uniform on $[0, 1]$, has the effect $x = f(y) + \varepsilon$ with
+# $f(y) = 10\,(y + 0.3 \sin(2 \pi y) - 0.5)$ and $\varepsilon \sim N(0, 0.5^2)$. Predict the cause from the effect: for
+# $x$ around zero there are three causes, and their mean is none of them. Because the data are synthetic, the best
+# possible score is known: $p(y \mid x) \propto N(x;\, f(y),\, 0.5^2)$, normalised by a sum over a fine grid.
 
 # %%
 NOISE, NUM_EXPERTS, BATCH, EPOCHS = 0.5, 4, 100, 150
@@ -95,10 +95,10 @@ train, test = draw(1000, train_key), draw(2000, test_key)
 # %% [markdown]
 # ## The expert and the mixture
 #
-# `Mixture.experts` is an ensemble, made by `ee.build`. Calling it gives the outputs of all experts, with a leading
-# `members` axis; the gate gives their weights. Model and mixture are functions of one example, as everywhere in
-# Equinox, so the weights of one example are `(members,)`. On a whole batch the functions of `ee.combine` and
-# `ee.scores` take weights of each row too, `(members, rows)`.
+# `Mixture.experts` is an ensemble, made by `ee.build`. Calling it returns the outputs of all experts, with a leading
+# `members` axis; the gate returns their weights. Expert and mixture are functions of one example, as usual in Equinox,
+# so that the weights of one example are `(members,)`. For a batch, the functions of `ee.combine` and `ee.scores` also
+# accept weights per row, `(members, rows)`.
 
 
 # %%
@@ -143,8 +143,8 @@ def expert_nll(model: Expert, x: Float[Array, "1"], y: Float[Array, ""]) -> Floa
 # %% [markdown]
 # ## Your own training step
 #
-# `eqx.filter_value_and_grad` differentiates the floating-point arrays. The ids of the experts are integers, have no
-# gradient and stay as they are. Initialise optax with `eqx.is_inexact_array` for the same reason.
+# `eqx.filter_value_and_grad` differentiates the floating-point arrays. The ids of the experts are integers, without a
+# gradient, and do not change. Initialise optax with `eqx.is_inexact_array` for the same reason.
 
 # %%
 optimiser = optax.adam(1e-2)
@@ -180,12 +180,12 @@ print(f"one mixture, trained by hand: {mean_nll(mixture, test):.4f} nats on new 
 # %% [markdown]
 # ## Five seeds of it
 #
-# A mixture is a model like others, so `ee.build` and `ee.fit` make five of them at once: an ensemble whose members
-# hold an ensemble. Nothing changes for a member, and the first of the five is the one trained by hand: the same key,
-# the same batches. (Over 1,500 steps the rounding of another compiled program grows, so the two are compared after
-# ten epochs too.)
+# A mixture is an ordinary model, so that `ee.build` and `ee.fit` train five of them at once: an ensemble whose members
+# contain an ensemble. Nothing changes for a member, and the first of the five is the one trained by hand, with the same
+# key and the same batches. (Over 1,500 steps the rounding differences of another compiled program grow, so that the two
+# are also compared after ten epochs.)
 #
-# For comparison: one expert alone, and a single network with as many parameters as the whole mixture.
+# Baselines are one expert alone, and a single network with as many parameters as the whole mixture.
 
 # %%
 options = {"batch_size": BATCH, "order": "given", "key": key}
@@ -226,7 +226,7 @@ print(f"{'five mixtures, combined':34}{5 * num_parameters(mixtures[0]):8}{combin
 print(f"{'the density of the data':34}{0:8}{best:10.4f}")
 
 # %% [markdown]
-# ## What the experts learnt
+# ## The experts
 #
 # `mixture.experts` is an ordinary ensemble: index it, unstack it, call it with `ee.Batch`. Where there are three
 # causes, the experts follow different branches, and the gate weights them. One expert alone follows their mean.
@@ -256,8 +256,8 @@ print(f"figure: {figures / 'mixture_of_experts.png'}")
 # %% [markdown]
 # ## Limits
 #
-# - The scale of the input matters. With $x / 10$ for an input, all experts and the gate start almost constant, one
-#   expert took most rows for ever in some of the seeds, and the worst of five ended at -0.10 nats. Plot the gate.
+# - The scale of the input matters. With $x / 10$ as input, all experts and the gate are almost constant at first, one
+#   expert dominated on most rows in some of the seeds, and the worst of five ended at -0.10 nats. Plot the gate.
 # - The combination of five has a better score than their mean for any seeds, because the logarithm is concave.
 # - Gates of large models send each input to one or two experts to save time. Here every expert sees every input.
-# - The distance from the density of the data is the price of 1,000 rows and small networks.
+# - The distance from the density of the data is due to 1,000 rows and small networks.

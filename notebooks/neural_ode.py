@@ -16,17 +16,17 @@
 # %% [markdown]
 # # Differential equations: an ensemble of neural ODEs
 #
-# Each member is a vector field, solved by [diffrax](https://docs.kidger.site/diffrax/): a neural ODE. Eight of them
-# are built and trained like any other ensemble, and every member solves its own equation. They learn from short,
-# noisy trajectories of a system whose solution is known in closed form, and are asked about later times and other
-# beginnings.
+# Each member is a vector field, solved by [diffrax](https://docs.kidger.site/diffrax/): a neural ODE. Eight of them are
+# built and trained like any other ensemble, and every member solves its own equation. They are trained on short, noisy
+# trajectories of a system whose solution is known in closed form, and evaluated at later times and from other initial
+# states.
 #
 # This page is a notebook and a program: `python notebooks/neural_ode.py` prints the tables and writes the figure. It
 # needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on one core.
 
 # %% [markdown]
-# In a notebook, these two lines check the shape annotations of every function below while it runs. (In the program
-# they are comments.)
+# In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
+# are comments.)
 
 # %%
 # %load_ext jaxtyping
@@ -60,11 +60,11 @@ figures = pathlib.Path(os.environ.get("NEURAL_ODE_FIGURES", here / "figures"))
 # %% [markdown]
 # ## A system with a known solution
 #
-# In polar coordinates $\dot r = r (1 - r^2)$ and $\dot \varphi = 1$: all solutions turn, and approach the circle $r =
-# 1$. With $r(0) = r_0$ the radius is $r(t) = (1 + (r_0^{-2} - 1)\, e^{-2t})^{-1/2}$.
+# In polar coordinates $\dot r = r (1 - r^2)$ and $\dot \varphi = 1$: all solutions rotate, and approach the circle
+# $r = 1$. With $r(0) = r_0$ the radius is $r(t) = (1 + (r_0^{-2} - 1)\, e^{-2t})^{-1/2}$.
 #
-# We observe 48 solutions at 9 times up to $t = 2$, with noise of standard deviation 0.05. All begin inside of the
-# circle, with radii from 0.2 to 0.8.
+# We observe 48 solutions at 9 times up to $t = 2$, with noise of standard deviation 0.05. All start inside the circle,
+# with radii from 0.2 to 0.8.
 
 # %%
 NUM_MEMBERS, NOISE = 8, 0.05
@@ -83,7 +83,7 @@ def solution(start: Float[Array, "2"], times: Times) -> Float[Array, "times 2"]:
 
 
 def draw(rows: int, least: float, most: float, times: Times, key: Key[Array, ""]) -> tuple[Points, Paths]:
-    """First points with radii between two bounds, and noisy observations."""
+    """Initial states with radii between two bounds, and noisy observations."""
     radius_key, angle_key, noise_key = jax.random.split(key, 3)
     radius = jax.random.uniform(radius_key, (rows,), minval=least, maxval=most)
     angle = jax.random.uniform(angle_key, (rows,), maxval=2 * jnp.pi)
@@ -99,8 +99,8 @@ validation = draw(12, 0.2, 0.8, seen_times, jax.random.key(2))
 # %% [markdown]
 # ## One member
 #
-# The member solves its equation from one first point, and returns means and variances of the observations at the
-# given times. The variance of the noise is one parameter, learnt with the field.
+# The member solves its equation from one initial state, and returns means and variances of the observations at the
+# given times. The noise variance is one parameter, learnt together with the vector field.
 
 
 # %%
@@ -137,8 +137,8 @@ def loss(model: NeuralODE, batch: tuple[Points, Paths], key: Key[Array, ""] | No
 # %% [markdown]
 # ## Training
 #
-# `ee.build` and `ee.fit` as for any other model. Solvers are loops inside of the compiled step, and all members take
-# their steps together.
+# We call `ee.build` and `ee.fit` as for any other model. Solvers are loops inside the compiled step, which run over all
+# members together.
 
 # %%
 untrained = ee.build(lambda key: NeuralODE(key=key), NUM_MEMBERS, key=key)
@@ -150,12 +150,12 @@ print("learnt standard deviations of the noise:", *np.round(np.exp(0.5 * np.asar
 # %% [markdown]
 # ## Three questions
 #
-# Times and first points as in training; the same first points for times up to $t = 8$; and beginnings outside of the
-# circle, where no member has seen any. Times are shared by all rows, first points are a batch, so only they are
-# marked: `ensemble(times, ee.Batch(start))` is `(members, rows, times, 2)`.
+# We evaluate times and initial states as in training; the same initial states up to $t = 8$; and initial states outside
+# the circle, which are not in the training data. Times are shared by all rows, but initial states are a batch, and
+# marked as such: `ensemble(times, ee.Batch(start))` is `(members, rows, times, 2)`.
 #
-# The error is against the solution in closed form. The coverage is that of new, noisy observations by intervals of
-# the mixture at level 0.9.
+# The error is relative to the closed-form solution. The coverage is that of new, noisy observations by intervals of the
+# mixture at level 0.9.
 
 # %%
 later = jnp.linspace(2.0, 8.0, 13)
@@ -197,8 +197,8 @@ print(f"figure: {figures / 'neural_ode.png'}")
 # %% [markdown]
 # ## Limits
 #
-# - With a solver of adaptive steps all members of a map run as long as the slowest. We take fixed steps; for adaptive
-#   ones try `plan=ee.plan.Sequential()`.
-# - Beyond their data the members disagree several times as much as within, but their common error grows more: their
-#   intervals are too narrow there. Disagreement is a warning and no guarantee.
-# - A field with the symmetry of the system would extrapolate without an ensemble. We use none on purpose.
+# - With an adaptive solver all vectorised members run as long as the slowest. We use fixed steps; for adaptive ones try
+#   `plan=ee.plan.Sequential()`.
+# - Beyond the data the members disagree several times as much as within, but their common error grows more: their
+#   intervals are too narrow there. Disagreement is a warning, not a guarantee.
+# - A vector field with the symmetry of the system would extrapolate without an ensemble. We deliberately use none.

@@ -15,21 +15,21 @@
 # %% [markdown]
 # # Planning: an ensemble of learnt dynamics in a `lax.scan` rollout
 #
-# Eight networks learn from a few hundred noisy steps how a pendulum moves. A planner then tries sequences of torques
-# on the learnt dynamics. Errors add up over the steps of a plan, and a search for the cheapest plan selects those
-# whose cost the model underestimates. The mean of an ensemble is a better model, and the disagreement of its members
-# shows which plans are uncertain. We measure the cost of episodes, and by how much plans cost more than was
-# predicted.
+# Eight networks learn the dynamics of a pendulum from a few hundred noisy steps. A planner then optimises sequences of
+# torques on the learnt dynamics. Errors accumulate over the steps of a plan, and a search for the cheapest plan selects
+# those whose cost the model underestimates. The mean of an ensemble is a better model, and the disagreement of its
+# members shows which plans are uncertain. We measure the cost of episodes, and the excess of the cost of plans over
+# their predicted cost.
 #
-# The ensemble is trained by `ee.fit` with early stopping for every member, sorted by its validation scores, and
-# called inside a `lax.scan`. Planning on the true dynamics shows the best that this planner can do.
+# The ensemble is trained by `ee.fit` with early stopping for every member, sorted by its validation scores, and called
+# inside a `lax.scan`. Planning on the true dynamics gives the best possible result of this planner.
 #
 # This page is a notebook and a program: `python notebooks/planning.py` prints the tables and writes the figure. It
 # needs `pip install 'eqx_ensemble[examples]'`, no network, and less than a minute on one core.
 
 # %% [markdown]
-# In a notebook, these two lines check the shape annotations of every function below while it runs. (In the program
-# they are comments.)
+# In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
+# are comments.)
 
 # %%
 # %load_ext jaxtyping
@@ -63,8 +63,8 @@ figures = pathlib.Path(os.environ.get("PLANNING_FIGURES", here / "figures"))
 # %% [markdown]
 # ## The pendulum
 #
-# State: the angle from the top and the angular velocity. The motor is too weak to lift the pendulum at once. The cost
-# of a step is the squared angle, and a little of speed and torque.
+# The state is the angle from the top and the angular velocity. The motor is too weak to lift the pendulum directly. The
+# cost of a step is the squared angle, with small costs for speed and torque.
 
 # %%
 NUM_MEMBERS, EPISODE, HORIZON, NUM_PLANS, NOISE = 8, 80, 20, 64, 0.02
@@ -88,15 +88,15 @@ def advance(state: State, torque: Torque) -> State:
 # %% [markdown]
 # ## Data: six episodes of random torques
 #
-# They begin hanging, and the sensors are noisy. None of them comes near the top, where the pendulum is to stay: the
-# model has to extrapolate. The last episode validates.
+# Episodes start with a hanging pendulum, and measurements are noisy. None comes near the top, where the pendulum is to
+# stay: the model must extrapolate. The last episode is for validation.
 
 
 # %%
 def play_randomly(
     key: Key[Array, ""],
 ) -> tuple[Float[Array, "steps 2"], Float[Array, " steps"], Float[Array, "steps 2"]]:
-    """States, torques, and the states that followed as they were measured."""
+    """States, torques, and the measured next states."""
     start_key, torque_key, noise_key = jax.random.split(key, 3)
     torques = 2 * jax.random.uniform(torque_key, (EPISODE,), minval=-1)
 
@@ -150,9 +150,8 @@ def loss(
 # %% [markdown]
 # ## Training, with early stopping for each member
 #
-# Every member has its own bootstrap of the rows, its own order, and stops when its own validation error has not
-# improved for twenty epochs. It keeps its best weights. `run.best(5)` are the five members of the lowest validation
-# errors.
+# Every member has its own bootstrap sample and row order, and stops when its validation error has not improved for
+# twenty epochs. It keeps its best weights. `run.best(5)` are the five members with the lowest validation errors.
 
 # %%
 rows = ee.resample.bootstrap(len(train[1]), NUM_MEMBERS, key=key)
@@ -166,8 +165,8 @@ for member, step, score in zip(untrained.ids, run.best_step, run.best_score, str
 # %% [markdown]
 # ## A rollout is a scan
 #
-# `predicted_cost` rolls one member forward and is a function of one member. `ee.map_members` makes it a function of
-# all: each of them follows the state that it predicts itself, so that their disagreement grows along the plan.
+# `predicted_cost` rolls one member forward and is a function of one member. `ee.map_members` maps it over all members:
+# each follows its own predicted states, so that their disagreement grows along the plan.
 
 
 # %%
@@ -203,8 +202,8 @@ def true_cost(state: State, torques: Float[Array, " horizon"]) -> Float[Array, "
 # %% [markdown]
 # ## The planner
 #
-# The cross-entropy method: draw plans from a Gaussian, fit it to the best of them, and repeat. The first torque of
-# the last mean is applied, and the rest begins the next plan. The whole episode is one scan.
+# The cross-entropy method: draw plans from a Gaussian, fit it to the best of them, and repeat. The first torque of the
+# final mean is applied, and the rest initialises the next plan. The whole episode is one scan.
 
 
 # %%
@@ -224,7 +223,7 @@ def plan(
 def play(
     objective: Callable[..., Float[Array, ""]], start: State, key: Key[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, " steps"]]:
-    """The cost of an episode, by how much its plans cost more than was predicted, and the angles."""
+    """The cost of an episode, the excess over the predicted costs of its plans, and the angles."""
 
     def one_step(carry, key):
         state, torques = carry
@@ -242,8 +241,8 @@ def play(
 # %% [markdown]
 # ## Four episodes each
 #
-# All planners begin in the same four states, with the same random numbers. `map_members` also maps whole episodes:
-# each of the eight members plans alone, in one program.
+# All planners start in the same four states, with the same random numbers. `map_members` also maps whole episodes: each
+# of the eight members plans alone, in one program.
 
 # %%
 starts = jnp.array([jnp.pi, 0.0]) + jax.random.uniform(jax.random.key(1), (4, 2), minval=-0.5, maxval=0.5)
@@ -294,10 +293,10 @@ print(f"figure: {figures / 'planning.png'}")
 # %% [markdown]
 # ## Limits
 #
-# - All planners swing the pendulum up. What differs is the cost above that of planning on the true dynamics: for one
-#   member about twice as much as for five. Plans cost more than predicted for all of them; the standard deviation of
-#   the members covers a part of the difference.
-# - Four episodes of a small task. The best member was selected by the episodes that are reported; validation errors,
-#   which are known beforehand, need not select it.
-# - An agent would now train again on the steps that its plans made. We plan once, with data of random torques.
-# - Members that extrapolate in the same way agree, and are wrong: disagreement is no bound of the error.
+# - All planners swing the pendulum up. Their costs above that of planning on the true dynamics differ: for one member
+#   the excess is about twice that for five. For all of them, plans cost more than predicted; the standard deviation of
+#   the members accounts for a part of the difference.
+# - These are four episodes of a small task. The best member was selected by the reported episodes; validation errors,
+#   which are known beforehand, may select another.
+# - An agent would now retrain on the steps of its own plans. We plan only with data of random torques.
+# - Members that extrapolate in the same way agree, and may be wrong: disagreement does not bound the error.

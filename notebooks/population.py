@@ -13,18 +13,18 @@
 # ---
 
 # %% [markdown]
-# # A search: thirty-two configurations in one program, and what to do with them
+# # Hyper-parameter search: thirty-two configurations in one program
 #
 # Which learning rate, which weight decay, how much dropout? We try thirty-two configurations at once on handwritten
-# digits, then use the same time better: by stopping the worst early, and by replacing the worst by copies of the best.
-# The page ends with a decision, made on validation data and evaluated on test data that were not used before.
+# digits, then use the time better: by stopping the worst early, and by replacing the worst by copies of the best. The
+# page ends with a decision, made on validation data and evaluated on test data that were not used before.
 #
 # This page is a notebook and a program: `python notebooks/population.py` prints the tables and writes the figure. It
 # needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on two cores.
 
 # %% [markdown]
-# In a notebook, these two lines check the shape annotations of every function below while it runs. (In the program
-# they are comments.)
+# In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
+# are comments.)
 
 # %%
 # %load_ext jaxtyping
@@ -58,7 +58,7 @@ figures = pathlib.Path(os.environ.get("POPULATION_FIGURES", here / "figures"))
 # %% [markdown]
 # ## Data
 #
-# 1,797 digits of 8 x 8 pixels. Only a third of them are for training, so that the choice matters.
+# 1,797 digits of 8 x 8 pixels. Only a third of them are for training, so that hyper-parameters matter.
 
 # %%
 NUM_MEMBERS, EPOCHS, BATCH = 32, 48, 50
@@ -189,8 +189,7 @@ print(f"figure: {figures / 'population.png'}")
 # %% [markdown]
 # ## The decision
 #
-# One model, or the best five of a search as an ensemble? We choose by validation data, and evaluate the choice on test
-# data.
+# One model, or the best five of a search as an ensemble? We choose by validation data, and evaluate on test data.
 
 
 # %%

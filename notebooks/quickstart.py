@@ -15,9 +15,8 @@
 # %% [markdown]
 # # Quickstart: sixteen models for little more than the price of one
 #
-# We train sixteen small networks on handwritten digits as **one** stacked Module, test them on a digit that was left
-# out of the training data, and then build a deep ensemble that predicts a mean and a variance from a table of
-# patients.
+# We train sixteen small networks on handwritten digits as **one** stacked Module, test them on a digit that is missing
+# from the training data, and then build a deep ensemble that predicts a mean and a variance from a table of patients.
 #
 # You write the model, the loss and the optimiser for *one* member. `eqx_ensemble` runs them for all.
 #
@@ -26,8 +25,8 @@
 # nothing changes on a GPU.
 
 # %% [markdown]
-# In a notebook, these two lines check the shape annotations of every function below while it runs. (In the program
-# they are comments.)
+# In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
+# are comments.)
 
 # %%
 # %load_ext jaxtyping
@@ -60,7 +59,7 @@ here = pathlib.Path.cwd() if in_notebook else pathlib.Path(__file__).parent
 figures = pathlib.Path(os.environ.get("QUICKSTART_FIGURES", here / "figures"))
 
 # %% [markdown]
-# # Part 1: digits, and a digit that was left out
+# # Part 1: digits, and a left-out digit
 #
 # ## The data
 #
@@ -106,7 +105,7 @@ print(
 )
 
 # %% [markdown]
-# ## Call: what `Batch` and `Each` are for
+# ## Call: `Batch` and `Each`
 #
 # A member is a function of *one* image, and so is the ensemble. `Batch` and `Each` mark other inputs, because a size
 # alone is ambiguous: sixteen images could be a batch, or one image for each of the sixteen members. Nothing is
@@ -138,13 +137,13 @@ def cross_entropy(
 
 
 # %% [markdown]
-# The optimiser, too, is that of one member: `ee.fit` runs its `init` and its `update` under `vmap`, so that optax sees
-# one member at a time. This matters. Applied directly to the stacked gradients, `clip_by_global_norm` would compute
-# *one* norm over all sixteen members: a large gradient in one of them would shrink the steps of the fifteen others,
-# and a single NaN would reach them all. About half of the optimisers in optax go wrong on stacked parameters in some
-# such way, without an error.
+# The optimiser, too, is that of one member: `ee.fit` runs its `init` and its `update` under `vmap`, one member at a
+# time. This matters. Applied directly to the stacked gradients, `clip_by_global_norm` would compute *one* norm over all
+# sixteen members: a large gradient in one of them would shrink the steps of the fifteen others, and a single NaN would
+# spread to all. About half of the optimisers in optax mix members in some such way when applied to stacked parameters,
+# without an error.
 #
-# With `validation` and `patience` every member stops when *it* has stopped improving, and keeps its own best weights.
+# With `validation` and `patience` every member stops when *its own* score stops improving, and keeps its best weights.
 
 # %%
 optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -176,16 +175,16 @@ for name, column in run.table().items():
 # %% [markdown]
 # ## Members are independent
 #
-# Member 3 trained in the ensemble is member 3 trained alone: its weights, its row order and its random numbers follow
-# from the key and from its own id, which indexing preserves. We train it once more, alone. The two differ at most by
-# the rounding of two different programs.
+# Member 3 trained in the ensemble is member 3 trained alone: its weights, its row order and its random numbers are
+# derived from the key and its id, which indexing preserves. We train it again, alone. The two differ at most by
+# rounding, because the programs differ.
 
 # %%
 alone = train(ensemble[[3]])
 print(f"best validation loss of member 3: {run.best_score[3]:.6f} in the ensemble, {alone.best_score[0]:.6f} alone")
 
 # %% [markdown]
-# ## Take a member out
+# ## Extract a member
 #
 # Indexing with an integer gives an ordinary `eqx.nn.MLP`, to save, serve or inspect; indexing with a list or a slice
 # gives a smaller ensemble.
@@ -197,8 +196,8 @@ print(type(member).__name__, member.layers[1].weight.shape, "and", run.ensemble[
 # %% [markdown]
 # ## Predict
 #
-# `ee.predict` maps over members and rows, a few hundred rows at a time. `ee.Stacked` is the type of a stacked model:
-# where annotations are checked, `members` is bound together with the other shapes of the signature, so that logits of
+# `ee.predict` maps over members and rows, a few hundred rows at a time. `ee.Stacked` is the type of a stacked model: if
+# annotations are checked, `members` is bound together with the other shapes of the signature, so that logits with
 # another number of members raise an error.
 
 
@@ -218,10 +217,10 @@ assert jnp.allclose(of_digits[3], jax.nn.log_softmax(jax.vmap(member)(images)), 
 # ## Evaluate
 #
 # Every score takes the predictions of all members and evaluates their mixture: the mean of their probabilities.
-# `scores.per_member` gives the score of each member alone, which is what the ensemble has to beat. For the negative
+# `scores.per_member` gives the score of each member alone, the baseline of the ensemble. For the negative
 # log-likelihood and the Brier score it is a theorem that the mixture is no worse than the *mean* member. There is no
-# guarantee that it beats the *best* one, or that its calibration error (ECE) is lower: a mixture is less confident
-# than its members, which helps if they are overconfident and hurts if they are not.
+# guarantee that it beats the *best* one, or that its calibration error (ECE) is lower: a mixture is less confident than
+# its members, which helps if they are overconfident and hurts if they are not.
 
 # %%
 digit_scores = {
@@ -236,13 +235,13 @@ digit_rows = [
 ]
 
 # %% [markdown]
-# ## The digit that was left out
+# ## The left-out digit
 #
-# The entropy of the mixture has two parts. *Aleatoric* is the entropy that the members have on average: they agree
-# that the image is unclear. *Epistemic* is what their disagreement adds, the mutual information between label and
-# member: each may be confident, but in a different label. A nine is unlike the training data, so the second part
-# should be large. How well does each part separate nines from other test digits? The area under the ROC curve measures
-# this: 0.5 is guessing, 1 is perfect.
+# The entropy of the mixture has two parts. The *aleatoric* part is the members' mean entropy: they agree that the image
+# is ambiguous. The *epistemic* part is due to their disagreement, the mutual information between label and member: each
+# may be confident, but in a different label. A nine is unlike the training data, so the second part should be large.
+# How well does each part separate nines from other test digits? The area under the ROC curve measures this: 0.5 is
+# guessing, 1 is perfect.
 
 # %%
 known = ee.uncertainty.decompose_entropy(of_digits)

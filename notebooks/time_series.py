@@ -23,8 +23,8 @@
 # needs `pip install 'eqx_ensemble[examples]'`, no network, and less than a minute on two cores.
 
 # %% [markdown]
-# In a notebook, these two lines check the shape annotations of every function below while it runs. (In the program
-# they are comments.)
+# In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
+# are comments.)
 
 # %%
 # %load_ext jaxtyping
@@ -62,8 +62,8 @@ figures = pathlib.Path(os.environ.get("TIME_SERIES_FIGURES", here / "figures"))
 # 59 weeks without a measurement are filled by linear interpolation; all of them are before September 1985, and none in
 # the test years.
 #
-# At the end of week $t$ a member sees the last 52 weekly changes and the time of the year, and predicts by how much
-# the level of each of the next 26 weeks will differ from that of week $t$.
+# At the end of week $t$ the inputs of a member are the last 52 weekly changes and the time of the year. It predicts the
+# difference of the level in each of the next 26 weeks from that of week $t$.
 
 # %%
 HISTORY, HORIZONS = 52, 26
@@ -78,13 +78,13 @@ changes = np.stack([np.diff(level[t - HISTORY : t + 1]) for t in origins])
 ahead = np.stack([level[t + 1 : t + HORIZONS + 1] - level[t] for t in origins])
 
 # %% [markdown]
-# ## The split is in time, never shuffled
+# ## A split in time, not shuffled
 #
 # Neighbouring windows share 51 of 52 weeks. If windows were shuffled, each test window would be between two training
-# windows, which contain its past and its future; and it would be from the same years. The score would measure
-# interpolation, not forecasting. So the training years come first, the calibration years second, the test years last.
-# A window whose future reaches into the next part belongs to neither. (Its past may reach back: that is known at the
-# time of the forecast.) Scales, too, are those of the training years.
+# windows, which contain its past and its future. The score would measure interpolation, not forecasting. Therefore the
+# training years come first, the calibration years second, and the test years last. A window whose future extends into
+# the next part is dropped. (Its past may extend into the previous part, which is known at the time of the forecast.)
+# Scales, too, are those of the training years.
 #
 # The error of a shuffled split is measured below.
 
@@ -152,7 +152,7 @@ target = ahead.astype(np.float32)
 # ## A baseline
 #
 # *Seasonal persistence*: the level will change as it did after the same week last year, with the mean squared error of
-# the training years as its variance. A useful forecast has to beat it.
+# the training years as its variance. A useful forecast must beat it.
 
 # %%
 last_year = np.stack([level[t - 51 : t - 51 + HORIZONS] - level[t - 52] for t in origins]).astype(np.float32)
@@ -196,7 +196,7 @@ print(f"horizon by horizon, by {jnp.min(factors):.2f} to {jnp.max(factors):.2f}"
 #
 # The *CRPS* of a mixture of Gaussians is in the unit of the target, here ppm. For a forecast without uncertainty it is
 # the absolute error; it rewards forecasts that are accurate and whose variance fits their error. *Coverage* is the
-# share of the weeks inside the central 90 % of the mixture, *width* the width of that interval.
+# share of weeks inside the central 90 % interval of the mixture, *width* the width of that interval.
 
 
 # %%
@@ -226,9 +226,9 @@ standard_error = lambda values: np.std(of_years(values), ddof=1) / np.sqrt(len(n
 # %% [markdown]
 # ## The estimate of a shuffled split
 #
-# The same training, on as many windows drawn at random from all those before 1990. With a shuffled split, the windows
-# that were left out give the estimate of the scores; with a split in time, the calibration years do. Both are compared
-# with the scores in the years that followed.
+# We repeat the training on the same number of windows, drawn at random from all those before 1990. With a shuffled
+# split, the windows that were left out give the estimate of the scores; with a split in time, the calibration years do.
+# Both are compared with the scores in the years that followed.
 
 # %%
 before_1990 = np.flatnonzero(end < 1990)
@@ -292,21 +292,21 @@ for name, (crps, inside, _) in claims.items():
 # - *Skill.* The mixture beats seasonal persistence at every horizon, by more than six standard errors overall, and the
 #   mean member at every horizon too: by more at longer horizons, where members disagree more. It is a theorem that it
 #   is no worse than the mean member; how much better it is depends on the data.
-# - *Calibration.* The mixture as it is covers eight weeks in ten, not nine. The calibration years give variances that
-#   are a third larger, and with them the coverage is 0.85: better, but still below 0.9. The CRPS hardly changes.
+# - *Calibration.* The uncalibrated mixture covers eight weeks in ten, not nine. The calibration years give variances
+#   that are a third larger, and with them the coverage is 0.85: better, but still below 0.9. The CRPS hardly changes.
 #   Twenty-six factors do no better than one: 235 overlapping weeks are too few to estimate them.
-# - *The remaining error* is in the rows by year. The worst year, 1998, is that of the fastest rise, faster than in any
-#   year of training or calibration. 1992, the year of the slowest rise in the test years, is among the worst as well.
-#   A factor fitted to the past cannot predict either. Conformal intervals would not help: their guarantee needs weeks
-#   that are exchangeable.
-# - *Estimated, and found.* Both splits estimate better scores than those of the nineties. The shuffled split estimates
-#   a higher coverage and is further off, but not by much: the networks are small, and weeks are noisy. For a network
-#   that memorises its windows the difference would be larger. The reason to split in time is not that it always
-#   changes the number, but that it measures what a forecast is used for.
+# - *The remaining error* is shown by year. The worst year, 1998, has the fastest rise, faster than in any year of
+#   training or calibration. 1992, the year of the slowest rise in the test years, is among the worst as well. A factor
+#   fitted to the past cannot predict either. Conformal intervals would not help: their guarantee needs exchangeable
+#   weeks.
+# - *Estimates.* Both splits estimate better scores than those of the nineties. The shuffled split estimates a higher
+#   coverage and is further off, but not by much: the networks are small, and weeks are noisy. For a network that
+#   memorises its windows the difference would be larger. A split in time does not always change the number, but it
+#   measures the quality of forecasts.
 #
-# What it does *not* show. One series, one split, twelve years: the standard errors are those of twelve numbers.
-# Intervals cover single weeks, not whole paths: the share of half-years that are inside at every one of their 26 weeks
-# is smaller. And the inputs of the networks were exact: the level of the last week as it is known today.
+# Limits. This is one series, one split and twelve years: the standard errors are those of twelve numbers. Intervals
+# cover single weeks, not whole paths: the share of half-years with all 26 weeks inside is smaller. The inputs of the
+# networks are the measurements as known today, not as available in the week of the forecast.
 
 # %% [markdown]
 # # The figure

@@ -14,16 +14,15 @@
 # ---
 
 # %% [markdown]
-# # Shapes that are checked while you try things out
+# # Shape checks in interactive work
 #
-# Most mistakes with many models are mistakes of shapes, and many of them are silent: arrays broadcast, an axis of
-# members is taken for an axis of rows, five weights meet four members. Two lines at the top of a notebook check the
-# annotations of every function that the notebook defines. This page makes four such mistakes, shows the errors, and
-# how to read them.
+# Most mistakes with many models are shape mistakes, and many of them are silent: arrays broadcast, an axis of members
+# is used as an axis of rows, five weights are passed for four members. Two lines at the top of a notebook check the
+# annotations of every function that the notebook defines. This page makes four such mistakes, and explains the errors.
 #
-# It is a notebook and a program. In the notebook the checks are on. In the program, `python
-# notebooks/typed_shapes.py`, the two lines are comments, and the same calls show what happens without the checks. It
-# needs `pip install 'eqx_ensemble[examples]'`, no network, and less than a minute on one core.
+# It is a notebook and a program. In the notebook the checks are on. In the program, `python notebooks/typed_shapes.py`,
+# the two lines are comments, and the same calls run without checks. It needs `pip install 'eqx_ensemble[examples]'`, no
+# network, and less than a minute on one core.
 
 # %%
 # %load_ext jaxtyping
@@ -56,11 +55,11 @@ here = pathlib.Path.cwd() if in_notebook else pathlib.Path(__file__).parent
 figures = pathlib.Path(os.environ.get("TYPED_SHAPES_FIGURES", here / "figures"))
 
 # %% [markdown]
-# ## Annotate one member, and what takes all of them
+# ## Annotations of one member, and of all members
 #
-# A model, its loss and its fields have the shapes of ONE member: `ee.build` and `ee.fit` call them so. A function of
-# predictions has a `members` axis. A function that takes the ensemble itself says `ee.Stacked[Classifier,
-# "members"]`, which binds the size of that axis for the other arguments of the call.
+# A model, its fields and its loss have the shapes of ONE member, as in `ee.build` and `ee.fit`. Predictions have a
+# `members` axis. A function of the ensemble itself is annotated with `ee.Stacked[Classifier, "members"]`, which binds
+# the size of that axis for the other arguments of the call.
 
 # %%
 key = jax.random.key(0)
@@ -106,8 +105,7 @@ def weighted_logits(
 
 
 # %% [markdown]
-# Right calls pass, and training runs at its usual speed: in a compiled program the checks happen once, while it is
-# traced.
+# Correct calls pass, and training runs at its usual speed: in a compiled program the checks run once, at trace time.
 
 # %%
 ensemble = ee.build(lambda key: Classifier(key=key), 4, key=key)
@@ -119,12 +117,12 @@ print(f"accuracy of four members: {accuracy(logits, test[1]):.4f}")
 # %% [markdown]
 # ## Four mistakes
 #
-# `attempt` makes a call, and prints its error, or the shape of the result if there was none.
+# `attempt` makes a call, and prints its error, or otherwise the shape of the result.
 
 
 # %%
 def attempt(title: str, call: Callable[[], Array]) -> bool:
-    """Whether the call was refused."""
+    """Whether the call raised an error."""
     try:
         result = call()
     except TypeCheckError as error:
@@ -142,25 +140,25 @@ def attempt(title: str, call: Callable[[], Array]) -> bool:
 refused = {}
 
 # %% [markdown]
-# **Predictions `(rows, 1)` and targets `(rows,)`.** They broadcast to all pairs `(rows, rows)`, and the loss is
-# finite and wrong. The error names the parameter (`predicted`), what was passed (`f32[6,1]`) and what was declared.
+# **Predictions `(rows, 1)` and targets `(rows,)`.** They broadcast to all pairs `(rows, rows)`, and the loss is finite
+# and wrong. The error names the parameter (`predicted`), the shape passed (`f32[6,1]`) and the annotation.
 
 # %%
 column = jnp.arange(6.0)[:, None]
 refused["pairs"] = attempt("1. A column of predictions", lambda: squared_error(column, jnp.arange(6.0)))
 
 # %% [markdown]
-# **One model's logits where those of all members belong.** `(rows, classes)` has an axis too few. Without a check the
-# mean goes over rows, and the result is an accuracy like any other.
+# **One model's logits instead of those of all members.** `(rows, classes)` lacks an axis. Without a check the mean is
+# over rows, and the result is a plausible accuracy.
 
 # %%
 one = jax.vmap(ensemble[0])(test[0])
 refused["axis"] = attempt("2. One model's logits", lambda: accuracy(one, test[1]))
 
 # %% [markdown]
-# **Five weights for four members.** The sizes are written nowhere. `members` is bound by the first argument that has
-# it, and the second must agree: the last lines of the message list the names that are bound so far. Without the check
-# another error may come from far within, or none.
+# **Five weights for four members.** No annotation contains the sizes. `members` is bound by the first argument that has
+# it, and the second must agree: the last lines of the message list the names bound so far. Without the check there may
+# be an error from deep inside the call, or none.
 
 # %%
 refused["weights"] = attempt(
@@ -168,26 +166,25 @@ refused["weights"] = attempt(
 )
 
 # %% [markdown]
-# **Rows in the order of another axis.** Both axes are `rows` long somewhere, and no library can know which is meant.
-# The annotation says so.
+# **Swapped axes.** Both axes may have any length, and no library can infer their order. The annotation states it.
 
 # %%
 transposed = jnp.moveaxis(logits[:, :4], 0, 1)  # (rows, members, classes), where both are four
 refused["order"] = attempt("4. Members and rows exchanged, both four", lambda: accuracy(transposed, test[1][:4]))
 
 # %% [markdown]
-# The last one passes, with the checks as without: the sizes agree. **Annotations compare sizes, not meanings.** In a
-# test choose sizes that differ: three members, five rows. Then it is refused:
+# The last one passes, with and without checks, because the sizes agree. **Annotations compare sizes, not meanings.** In
+# a test choose different sizes: three members, five rows. The call then raises an error:
 
 # %%
 exchanged = jnp.moveaxis(logits[:3, :5], 0, 1)
 refused["order, other sizes"] = attempt("5. The same, three and five", lambda: accuracy(exchanged, test[1][:5]))
 
 # %% [markdown]
-# ## What the library checks itself
+# ## Checks of the library
 #
-# Whatever can be checked without annotations is, also where the two lines are missing: its functions know which of
-# their arguments has a `members` axis.
+# The library itself checks, also without the two lines, everything that needs no annotations: the `members` axes of its
+# functions' arguments.
 
 # %%
 for title, call in {
@@ -200,9 +197,9 @@ for title, call in {
         print(f"\n{title}:", *str(error).splitlines()[:3], sep="\n    ")
 
 # %% [markdown]
-# ## What it costs
+# ## Costs
 #
-# Outside of `jit` a checked call costs some tens of microseconds more. Inside it costs nothing after the first call.
+# Outside `jit` a checked call takes some tens of microseconds longer. Inside, checks cost nothing after the first call.
 
 # %%
 ones = jnp.ones(6)
@@ -225,8 +222,8 @@ print(f"\nfigure: {figures / 'typed_shapes.png'}")
 print("refused:", *(name for name, value in refused.items() if value), sep=" | ")
 
 # %% [markdown]
-# ## In a package of your own
+# ## In your own package
 #
-# The two lines check notebooks. For a package, let pytest install the checks while it runs the tests, so that users
-# do not pay for them: `addopts = "--jaxtyping-packages=your_package,beartype.beartype"` in `pyproject.toml`. In a
-# program, `jaxtyping.install_import_hook("your_package", "beartype.beartype")` before the import does the same.
+# The two lines check notebooks. For a package, let pytest install the checks for the tests, without a cost for users:
+# `addopts = "--jaxtyping-packages=your_package,beartype.beartype"` in `pyproject.toml`. In a program,
+# `jaxtyping.install_import_hook("your_package", "beartype.beartype")` before the import does the same.

@@ -16,15 +16,15 @@
 # # Unseen classes: uncertainty on classes that were left out of training
 #
 # We train thirty-two small networks on handwritten digits without the eights and the nines, and evaluate them on all
-# ten digits. Four questions follow: which parts does the uncertainty have, how well does it detect the eights and
+# ten digits. There are four questions: what are the parts of the uncertainty, how well does it detect the eights and
 # nines, how much does it help to reject uncertain images, and are the probabilities calibrated?
 #
 # This page is a notebook and a program: `python notebooks/unseen_classes.py` prints the tables and writes the figure.
 # It needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on two cores.
 
 # %% [markdown]
-# In a notebook, these two lines check the shape annotations of every function below while it runs. (In the program
-# they are comments.)
+# In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
+# are comments.)
 
 # %%
 # %load_ext jaxtyping
@@ -107,13 +107,12 @@ assert (run.status == ee.train.Status.OK).all()
 # %% [markdown]
 # ## Two kinds of uncertainty
 #
-# The entropy of the mixture, *total*, has two parts. *Aleatoric* is the entropy that members have on average: to each
-# of them the image is unclear. *Epistemic* is what their disagreement adds, the mutual information between label and
+# The entropy of the mixture, *total*, has two parts. The *aleatoric* part is the members' mean entropy: the image is
+# ambiguous to each of them. The *epistemic* part is due to their disagreement, the mutual information between label and
 # member: each may be confident, but in a different label. All three are in nats; the total is at most log 8 = 2.08.
 #
-# For many rows and members, the logits of all need not be in memory at once. `predict` combines the members' logits
-# for one batch of rows after another (and for some members at a time, within a budget `memory=`), and keeps only the
-# sums.
+# For many rows and members, all logits need not be in memory at once. `predict` combines the members' logits batch by
+# batch (and for some members at a time, with a budget `memory=`), and keeps only the sums.
 
 
 # %%
@@ -124,8 +123,8 @@ def decompose(x: np.ndarray) -> ee.uncertainty.Decomposition:
 known, novel = decompose(test[0]), decompose(unseen)
 
 # %% [markdown]
-# The result is the same as from the logits of all members, which this page also needs. It is also the same if half of
-# the members are processed first and the other half later, or elsewhere: partial results can be merged.
+# The result is the same as from the logits of all members, which this page also needs. It is also the same if one half
+# of the members is processed after the other, or on another machine: partial results can be merged.
 
 # %%
 logits, logits_unseen = ee.predict(run.ensemble, test[0]), ee.predict(run.ensemble, unseen)
@@ -141,8 +140,8 @@ for name, parts in (("  digits 0 to 7", known), ("  eights and nines", novel)):
 
 # %% [markdown]
 # Both parts are larger for the unseen digits. The names should not be taken literally: an image that is unlike all
-# training data is not "noisy", and yet much of its entropy is called aleatoric. The parts describe these members, not
-# the data.
+# training data is not "noisy", but much of its entropy is called aleatoric. The parts describe these members, not the
+# data.
 
 # %% [markdown]
 # ## Which score detects the unseen digits?
@@ -200,7 +199,7 @@ names = ("entropy, total", "entropy, epistemic part", "energy of the logits")
 
 
 def of_groups(size: int) -> Float[np.ndarray, "groups scores"]:
-    """The areas under the ROC curve of every group of so many members."""
+    """The areas under the ROC curve of every group of this many members."""
     groups = jnp.reshape(everything, (-1, size, *everything.shape[1:]))
     scores = jax.vmap(lambda group: jnp.stack([measures[name](group) for name in names]))(groups)
     of_score = jax.vmap(lambda score: ee.scores.auroc(score, positive))
@@ -208,7 +207,7 @@ def of_groups(size: int) -> Float[np.ndarray, "groups scores"]:
 
 
 areas = {size: of_groups(size) for size in SIZES}
-areas[1][:, 1] = np.nan  # of one member the epistemic part is zero for every image
+areas[1][:, 1] = np.nan  # for one member the epistemic part is zero for every image
 
 print(f"\n{'AUROC, by number of members':32}" + "".join(f"{size:>16}" for size in SIZES))
 for i, name in enumerate(names):
@@ -257,10 +256,10 @@ at_90 = float(np.interp(0.9, curve.coverage, curve.risk))
 # %% [markdown]
 # ## Are the probabilities calibrated?
 #
-# Predictions with a confidence of 90 % should be correct nine times in ten. *Temperature scaling* divides the logits
-# by one number, fitted on the 500 calibration images. It can be applied in two ways, which are not the same: to each
-# member before their probabilities are averaged; or to the mixture. Averaging makes probabilities less extreme, so
-# that a mixture of calibrated members tends to be underconfident.
+# Predictions with a confidence of 90 % should be correct nine times in ten. *Temperature scaling* divides the logits by
+# one number, fitted on the 500 calibration images. It can be applied in two different ways: to each member before their
+# probabilities are averaged, or to the mixture. Averaging makes probabilities less extreme, so that a mixture of
+# calibrated members tends to be underconfident.
 
 # %%
 logits_held_out = ee.predict(run.ensemble, held_out[0])
@@ -368,16 +367,15 @@ for name, gain in gains.items():
 #   mistakes.
 # - *Calibration.* Members are overconfident. So is their mixture, but less: its temperature is lower. One temperature
 #   for the mixture gives the best likelihood, but the gain is no larger than its standard error: the test set is too
-#   small to prove it. The calibration errors (ECE, 15 bins) differ little, and with 17 wrong predictions among 743
-#   they are themselves uncertain by about half a per cent. With the ten bins of the figure, the two mixtures are in
-#   the other order.
+#   small to prove it. The calibration errors (ECE, 15 bins) differ little, and with 17 wrong predictions among 743 they
+#   are themselves uncertain by about half a per cent. With the ten bins of the figure, the order of the two mixtures is
+#   reversed.
 #
-# What it does *not* show. Temperatures are fitted to seen digits, and calibrate predictions for seen digits. For
-# eights and nines the mean confidence of the calibrated mixture is still three quarters, and every prediction is
-# wrong: calibration on in-distribution data does not calibrate predictions out of distribution. Nor is an AUROC of 0.9
-# enough for a reliable filter: the threshold that detects 95 % of the unseen images rejects a third or more of the
-# others. And small images of digits are an easy case: neither the numbers nor the ranking of the scores can be assumed
-# for other data.
+# Limits. Temperatures are fitted to seen digits, and calibrate predictions for seen digits. For eights and nines the
+# mean confidence of the calibrated mixture is still three quarters, and every prediction is wrong: calibration on
+# in-distribution data does not calibrate predictions out of distribution. Nor is an AUROC of 0.9 enough for a reliable
+# filter: the threshold that detects 95 % of the unseen images rejects a third or more of the others. And small images
+# of digits are an easy case: neither the numbers nor the ranking of the scores can be assumed for other data.
 
 # %% [markdown]
 # # The figure

@@ -16,19 +16,19 @@
 # %% [markdown]
 # # Which ensemble?
 #
-# Ten seeds are not the only way to several predictions. This page trains eight kinds of ensembles of the same small
-# network on the same data, looks at what they predict, and puts cost and scores into one table.
+# Different seeds are not the only source of several predictions. This page trains eight kinds of ensembles of the same
+# small network on the same data, compares their predictions, and lists cost and scores in one table.
 #
 # Data are the incomes and food expenditures of 235 Belgian working-class households, collected by Engel in 1857 and
-# shipped with statsmodels. There is one input, so that everything can be seen; the spread of expenditures grows with
-# income; and hardly a household earns more than 2,000 francs: beyond, an ensemble should say that it does not know.
+# shipped with statsmodels. There is one input, so that predictions can be plotted; the variance of expenditures grows
+# with income; and few households earn more than 2,000 francs: beyond, an ensemble should be uncertain.
 #
 # This page is a notebook and a program: `python notebooks/which_ensemble.py` prints the table and writes the figure. It
 # needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on two cores.
 
 # %% [markdown]
-# In a notebook, these two lines check the shape annotations of every function below while it runs. (In the program
-# they are comments.)
+# In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
+# are comments.)
 
 # %%
 # %load_ext jaxtyping
@@ -63,8 +63,8 @@ figures = pathlib.Path(os.environ.get("WHICH_ENSEMBLE_FIGURES", here / "figures"
 # %% [markdown]
 # ## Data
 #
-# Every third household is held out. Inputs and targets have the mean 0 and the standard deviation 1 of the training
-# rows; scores are in that unit. The grid goes far beyond the data.
+# Every third household is held out. Inputs and targets are standardised by the training rows; scores are in that unit.
+# The grid extends far beyond the data.
 
 # %%
 table = engel.load_pandas().data.sample(frac=1, random_state=0)
@@ -73,7 +73,7 @@ held_out = np.arange(len(income)) % 3 == 0
 
 
 def scale(values: Float[np.ndarray, " rows"]) -> Float[np.ndarray, " rows"]:
-    """With mean 0 and standard deviation 1 in the training rows."""
+    """Standardised: mean 0 and standard deviation 1 in the training rows."""
     return (values - values[~held_out].mean()) / values[~held_out].std()
 
 
@@ -87,8 +87,8 @@ print(f"{num_rows} households to train, {len(test[1])} to test; incomes up to {i
 # %% [markdown]
 # ## One member
 #
-# A small network predicts a mean and a variance. The loss is the mean negative log-likelihood, with a Gaussian prior
-# of the weights: as the negative log-posterior per row it serves training, sampling and repulsion alike.
+# A small network predicts a mean and a variance. The loss is the mean negative log-likelihood, with a Gaussian prior on
+# the weights. It is the negative log-posterior per row, for training, sampling and repulsion.
 
 # %%
 MEMBERS, STEPS = 8, 1500
@@ -119,10 +119,10 @@ options = {"batch_size": 32, "key": key, "progress": False}
 # %% [markdown]
 # ## Eight ensembles
 #
-# Each function returns an ensemble. What they share is what this library is about: all train by `fit` or by a step, and
-# all are predicted, combined and scored by the same calls.
+# Each function returns an ensemble. All are trained by `fit` or by a step, and predicted, combined and scored by the
+# same calls.
 #
-# **Seeds**: members that differ by their initial weights and row orders.
+# **Seeds**: members differ in their initial weights and row orders.
 
 
 # %%
@@ -131,7 +131,7 @@ def seeds() -> ee.Ensemble:
 
 
 # %% [markdown]
-# **Bootstraps**: each member has rows drawn with replacement.
+# **Bootstraps**: each member is trained on rows drawn with replacement.
 
 
 # %%
@@ -141,7 +141,7 @@ def bootstraps() -> ee.Ensemble:
 
 
 # %% [markdown]
-# **Prior functions**: to each member a random network is added that is never trained.
+# **Prior functions**: each member includes a random network that is never trained.
 
 
 # %%
@@ -156,8 +156,8 @@ def prior_functions() -> ee.Ensemble:
 
 
 # %% [markdown]
-# **SWAG**: one member, for as many steps as all members above; draws from the Gaussian of its weights along the last
-# quarter.
+# **SWAG**: one member, trained for as many steps as all members above; samples from a Gaussian fitted to its weights in
+# the last quarter.
 
 
 # %%
@@ -169,7 +169,7 @@ def swag() -> ee.Ensemble:
 
 
 # %% [markdown]
-# **Chains**: the seeds go on as chains of stochastic-gradient MCMC (SGHMC), five samples of each.
+# **Chains**: the seeds continue as chains of stochastic-gradient MCMC (SGHMC), with five samples per chain.
 
 
 # %%
@@ -182,8 +182,8 @@ def chains() -> ee.Ensemble:
 
 
 # %% [markdown]
-# **Repulsion**: members push each other's predictions apart, on the rows of the batch and on random inputs. Here
-# members meet, so that it is a step of its own and not an option of `fit`. The prior is that of the outputs.
+# **Repulsion**: members repel each other's predictions, on the rows of the batch and on random inputs. Members
+# interact, so that this is a separate step and not an option of `fit`. The prior is on the outputs.
 
 
 # %%
@@ -210,7 +210,7 @@ def repulsion() -> ee.Ensemble:
 
 
 # %% [markdown]
-# **TabM**: one model of eight sub-members, which share all weights but one factor of the first layer and the heads.
+# **TabM**: one model of eight sub-members, which share all weights except one factor of the first layer and the heads.
 
 
 # %%
@@ -225,8 +225,8 @@ def tabm() -> ee.Ensemble:
 
 
 # %% [markdown]
-# **Laplace**: one member, and the Gaussian posterior of its last layer. The mean alone is predicted, with one noise for
-# all rows, which the marginal likelihood chooses along with the prior.
+# **Laplace**: one member, and the Gaussian posterior of its last layer. Only the mean is predicted, with one noise
+# variance for all rows, chosen by the marginal likelihood along with the prior.
 
 
 # %%
@@ -251,9 +251,9 @@ def laplace() -> ee.methods.laplace.Laplace:
 
 
 # %% [markdown]
-# ## What they predict
+# ## Predictions
 #
-# Two functions read all of them: the Gaussians of all members for given inputs, and the bytes of the weights that a
+# Two functions apply to all of them: the Gaussians of all members for given inputs, and the bytes of the weights that a
 # prediction needs.
 
 
@@ -307,7 +307,7 @@ for name, train_all in METHODS.items():
 
 # %% [markdown]
 # `std, far` is the standard deviation of the means, beyond the largest income in the data, in standard deviations of
-# the expenditures: how much an ensemble says that it does not know.
+# the expenditures: the ensemble's epistemic uncertainty.
 
 # %%
 figure, axes = plt.subplots(2, 4, figsize=(14, 6), sharex=True, sharey=True, layout="constrained")
@@ -326,28 +326,27 @@ figure.savefig(figures / "which_ensemble.png", dpi=120)
 print(f"\nfigure: {figures / 'which_ensemble.png'}")
 
 # %% [markdown]
-# ## How to read it
+# ## Interpretation
 #
-# - **Where there are data, all say nearly the same.** The CRPS of seven of them is between 0.17 and 0.18. Laplace has a
-#   worse NLL because its members predict no variance: one noise for all incomes is too wide for the poor and too narrow
-#   for the rich.
-# - **Far from the data they differ.** One long run (SWAG) and seeds under a prior extend the same line, and are sure of
-#   it. Bootstraps and chains spread about six times as far: each bootstrap has other rich households or none, and a
-#   chain visits all slopes that the data allow. Prior functions, repulsion, TabM and Laplace are in between; the first
-#   two by as much as their scales say, which is a choice and no result.
+# - **Where there are data, all predictions are similar.** The CRPS of seven of them is between 0.17 and 0.18. Laplace
+#   has a worse NLL because its members predict no variance: one noise variance for all incomes is too large for the
+#   poor and too small for the rich.
+# - **Far from the data they differ.** One long run (SWAG) and seeds under a prior extend the same line, with little
+#   uncertainty. The standard deviation of bootstraps and chains is about six times as large: bootstraps contain
+#   different rich households or none, and chains visit all slopes that the data allow. Prior functions, repulsion, TabM
+#   and Laplace are in between; for the first two this depends on their scales, which are a choice and not a result.
 # - **Cost.** All had 12,000 gradient steps of one network. TabM predicts with fewer weights than three seeds, Laplace
-#   with one model and a covariance; chains keep forty.
-# - **What it does not show.** This is one division of 235 rows, with one input, and nothing was tuned: do not rank
-#   methods by it. `benchmarks/methods.py` compares them on three data sets in five folds, and the guide on choosing has
-#   its table.
+#   with one model and a covariance, chains with forty models.
+# - **Limits.** This is one split of 235 rows, with one input, and nothing was tuned: do not rank methods by it.
+#   `benchmarks/methods.py` compares them on three data sets in five folds, and the guide on choosing has its table.
 #
-# ## Which to take
+# ## Choosing
 #
-# | you want | take |
+# | goal | use |
 # |---|---|
-# | better predictions and honest probabilities, and can train several models | seeds |
+# | better predictions and calibrated probabilities, if you can train several models | seeds |
 # | uncertainty where rows are few, from the data alone | bootstraps, chains |
 # | members that differ far from the data, by an amount that you choose | prior functions, repulsion |
-# | the most of one long training run | SWAG, snapshots |
-# | nothing but a trained model | Laplace of its last layer |
+# | an ensemble from one long training run | SWAG, snapshots |
+# | an ensemble from one trained model | Laplace of its last layer |
 # | little memory at prediction | TabM, or distillation of any of them |
