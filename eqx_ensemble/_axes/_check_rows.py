@@ -1,4 +1,5 @@
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from .._check import MemberMismatchError, check_in_range, is_traced, kind_text
 from ._marks import Batch, Each
+
+UNBOUND_AXIS = re.compile(r"unbound axis name:? '?(\w+)")  # in errors of JAX
 
 
 def check_rows_of_data(
@@ -118,6 +121,13 @@ def explain_rows(data: Any, *, argument: str = "x", name: str = "predict") -> It
         if list(rows) == ["()"]:
             note += f" For a single example pass `{argument}[None]`."
         error.add_note(note)
+        raise
+    except NameError as error:
+        if unbound := UNBOUND_AXIS.search(str(error)):
+            error.add_note(
+                f"`{name}` maps members over rows, without a batch axis {unbound[1]!r}: layers such as BatchNorm "
+                "predict in inference mode.\nLeave out `inference=False`, or set `inference=True` in the layer."
+            )
         raise
 
 

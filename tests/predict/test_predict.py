@@ -96,6 +96,13 @@ def test_inference_mode_is_the_default(dropping):
         ee.predict(dropping, x, inference=False)
 
 
+def test_batch_norm_in_training_mode_is_explained():
+    ensemble, state = ee.build(eqx.nn.make_with_state(ConvBatchNorm), 2, key=KEY)
+    with pytest.raises(NameError, match="batch") as caught:
+        ee.predict(ensemble, jnp.ones((4, 25)), state=state, inference=False)
+    assert "without a batch axis 'batch'" in caught.value.__notes__[-1]
+
+
 @pytest.mark.usefixtures("unhooked")
 def test_a_key_is_never_ignored(dropping):
     """In inference mode dropout uses no key: which is meant is to be said."""

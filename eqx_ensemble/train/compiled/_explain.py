@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from ..._axes._check_rows import UNBOUND_AXIS
 from ..._check import is_member_array, kind_text
 from ..._leaf_text import leaf_text
 from ..._pytree import PyTree
@@ -21,7 +22,6 @@ _ONE_FOR_MANY = "rank should be at least 1, but is only 0"
 _INTEGERS = re.compile(r"dtype.*integer|integer.* type|integer labels", re.IGNORECASE | re.DOTALL)
 _KEY_WORDS = re.compile("key|rng|seed|^[kr]$|^_|^argument ")
 _NUMBERS = re.compile("rate|step_size|decay|momentum|scale|clip|norm$")
-_UNBOUND = re.compile(r"unbound axis name:? '?(\w+)")
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ def _known_cause(error: Exception, leaves: list[Any], hyper: PyTree) -> str | No
             "`key` is one key for the whole batch. For one per example: "
             "`jax.vmap(lambda x, k: model(x, key=k))(x, jax.random.split(key, len(x)))`."
         )
-    if unbound := _UNBOUND.search(text):
+    if unbound := UNBOUND_AXIS.search(text):
         return (
             f"A layer needs the batch's axis by name: `jax.vmap(model, axis_name={unbound[1]!r}, in_axes=(0, None), "
             "out_axes=(0, None))(x, state)`."
