@@ -14,20 +14,20 @@ from .host._record import History
 @final
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Progress:
-    """What a callback of [`eqx_ensemble.fit`][] sees of the run: read-only, on the host.
+    """A read-only view of a run, on the host, that [`eqx_ensemble.fit`][] passes to its callbacks.
 
     **Attributes:**
 
-    - `step`: the number of steps done, those of earlier runs that this one continues included.
-    - `last_step`: the step at which the run ends; `None` if that is not known, as for epochs of an iterable.
-    - `epoch`: the number of epochs of this run that have ended.
-    - `seconds`: since the call of `fit` began; for a resumed run, those of its earlier processes included.
+    - `step`: the number of steps done, including earlier runs that this one continues.
+    - `last_step`: the step at which the run ends; `None` if unknown, as for epochs of an iterable.
+    - `epoch`: the number of completed epochs of this run.
+    - `seconds`: the time since `fit` was called; for a resumed run, including the time of earlier processes.
     - `ids`: `(members,)`, the members' ids.
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     - `loss`: `(members,)`, each member's latest finite training loss; NaN if it has none.
     - `score`: `(members,)`, each member's latest finite validation score; `None` before the first validation.
-    - `history`: the curves since the previous call: [`eqx_ensemble.train.History`][]. Those of all calls, one after
-        another, are the history of the run.
+    - `history`: the curves since the previous call: [`eqx_ensemble.train.History`][]. Concatenated over all calls, they
+        are the history of the run.
 
     ```python
     def loss(model, batch, key):
@@ -57,7 +57,7 @@ class Progress:
     loss: Float[np.ndarray, " members"]
     score: Float[np.ndarray, " members"] | None
     history: History
-    _snapshots: list[Callable[[], TrainState[Any]]]  # one, and none once the callback has returned
+    _snapshots: list[Callable[[], TrainState[Any]]]  # one element; empty once the callback has returned
 
     def __repr__(self) -> str:
         end = "" if self.last_step is None else f" of {self.last_step}"
@@ -65,10 +65,11 @@ class Progress:
 
     @property
     def train_state(self) -> TrainState[Any]:
-        """A copy of the training state, with all members' present weights.
+        """A copy of the training state with the current weights of all members.
 
-        It is copied when it is read, which has to be before the callback returns. On several processes all of them
-        have to read it.
+        The copy is made on access. With several processes, all of them must access it.
+
+        **Raises:** `RuntimeError` once the callback has returned.
         """
         if not self._snapshots:
             raise RuntimeError(outdated_message())
@@ -76,16 +77,16 @@ class Progress:
 
     @property
     def ensemble(self) -> Ensemble[Any]:
-        """A copy of the ensemble with its present weights, as of `train_state`."""
+        """A copy of the ensemble with its current weights, from `train_state`."""
         return self.train_state.ensemble
 
 
 @runtime_checkable
 class Callback(Protocol):
-    """What [`eqx_ensemble.fit`][] calls between chunks of steps: any function of one [`eqx_ensemble.train.Progress`][].
+    """A function of one [`eqx_ensemble.train.Progress`][] that [`eqx_ensemble.fit`][] calls between chunks of steps.
 
-    It returns `None` or `False` to continue; `True` to end the run as Ctrl-C does; or booleans `(members,)` to stop
-    these members.
+    It returns `None` or `False` to continue; `True` to end the run, like Ctrl-C; or booleans `(members,)` to stop these
+    members.
 
     ```python
     def stop_at(threshold):
@@ -107,5 +108,5 @@ class Callback(Protocol):
     """
 
     def __call__(self, progress: Progress, /) -> Any:
-        """Looks at the run, and returns whether it ends, or which members stop."""
+        """Inspects the run. Returns whether to end it, or which members to stop."""
         ...

@@ -33,7 +33,7 @@ class NotSavedError(OSError):
 
 
 def _again(kind: type[Exception], arguments: tuple) -> Exception:
-    """The error with its message; the constructors above need a run as well."""
+    """The error with its message, without the constructors above, which also need a run."""
     error = kind.__new__(kind)
     if isinstance(error, OSError):
         OSError.__init__(error, *arguments)
@@ -43,7 +43,7 @@ def _again(kind: type[Exception], arguments: tuple) -> Exception:
 
 
 def _state_of(error: DivergedError | NotSavedError) -> dict[str, Any]:
-    """The error's other attributes, the run only if it can be pickled: `jax.nn.relu`, for one, cannot."""
+    """The error's attributes; `run` becomes `None` if it cannot be pickled, for example because of `jax.nn.relu`."""
     try:
         dumps(error.run)
     except (PicklingError, AttributeError, TypeError) as problem:

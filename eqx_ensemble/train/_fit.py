@@ -102,18 +102,18 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     callback_every: int | None = None,
     key: Any,
 ) -> Run[M] | GroupRun:
-    """Trains all members; each becomes the model that training it alone would give.
+    """Trains all members of an ensemble; each becomes the model that training it alone would give.
 
     Loss and optimiser are written for ONE member. Chunks of many steps run as one compiled program. Each member has its
     own gradient, optimiser state, patience and status. Further calls with the same loss and optimiser objects and the
-    same shapes compile nothing: keep these objects in variables.
+    same shapes reuse the compiled program: define these objects once.
 
     **Arguments:**
 
-    - `ensemble`: the ensemble to train, which is not changed. A training state or a run continues from its last step,
+    - `ensemble`: the ensemble to train; it is not modified. A training state or a run continues from its last step,
         with its own `state` and `hyper`: with the same key, data and batch size, two runs equal one of their total
         length, up to the rounding of a program compiled for another length. If the first run ends within an epoch, it
-        is validated there, too; this may find better weights, and stops no member. The parts of a group are trained
+        is also validated there, which may find better weights but stops no member. The parts of a group are trained
         one after another: [below](#eqx_ensemble.GroupRun).
     - `loss`: `loss(model, batch, key) -> value` of one member on one batch `(batch, ...)`; for stateful members
         `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's
@@ -125,68 +125,71 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     *Data:*
 
     - `data`: a PyTree of arrays `(rows, ...)` shared by all members, or `(members, rows, ...)` in parts marked
-        [`eqx_ensemble.Each`][]; or an [`eqx_ensemble.train.RowReader`][], which reads rows when steps need them; or an
-        iterable of batches (a generator, a loader of torch or grain), iterated once per epoch. An iterator that cannot
-        restart, such as a generator, gives one epoch, or any number of `steps`. Data frames and tensors are arrays too.
+        [`eqx_ensemble.Each`][]; or an [`eqx_ensemble.train.RowReader`][], which reads rows on demand; or an iterable of
+        batches (a generator, a loader of torch or grain), iterated once per epoch. An iterator that cannot restart,
+        such as a generator, supports one epoch, or as many `steps` as it has batches. Data frames and tensors are
+        accepted as arrays.
     - `batch_size`: rows per step. By default 32, or all rows if they are fewer. The last batch of an epoch may be
         smaller.
     - `rows`: row indices `(members, n)` into `data`, such as bootstraps, folds or subsets.
     - `order`: `"each"`: every member has its own row order; `"shared"`: all members share one row order, which is
         faster; `"given"`: the order of the data. Each epoch is a fresh permutation, which the compiled step computes
-        where it needs it and never stores: [row orders](../how-it-runs.md#row-orders).
-    - `validation`: like `data`; scored as one batch in inference mode at the end of every epoch. If `max_steps`,
-        `max_seconds` or the end of the run stops a member within an epoch, its last weights are scored, too.
+        on the fly and never stores: [row orders](../how-it-runs.md#row-orders).
+    - `validation`: arrays as for `data`, in memory; scored as one batch in inference mode at the end of every epoch. If
+        `max_steps`, `max_seconds`, a callback or the end of the run stops a member within an epoch, its last weights
+        are scored as well.
 
     *Length:*
 
-    - `epochs` or `steps`: the length of the run, not counting earlier runs that it continues. The rest of an iterator's
-        epoch counts as one.
+    - `epochs` or `steps`: the length of the run, not counting earlier runs that it continues. The remainder of an epoch
+        of an iterator counts as one epoch.
 
     *Stopping:*
 
     - `score`: the validation score, called like `loss`; by default the loss.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher, such as for accuracy. Required with `score`.
     - `patience`: a member stops after this many epochs without an improvement by more than `min_delta`.
-    - `min_delta`: the smallest improvement of a score that counts, not negative.
+    - `min_delta`: the threshold, at least 0, that an improvement of the score must exceed, for the best weights as well
+        as for `patience`.
     - `target`: a member stops at the end of the epoch in which its validation score is `<= target`, or `>= target` with
         `mode="max"`; a scalar or one value per member.
     - `max_steps`: a member stops after this many steps, counting all its runs; a scalar or one value per member.
-    - `max_seconds`: a member stops at the end of the chunk (about a second) in which this much time has passed since
-        the call; a scalar or one value per member.
+    - `max_seconds`: a member stops at the end of the chunk (about a fifth of a second) in which this much time has
+        passed since the call, including the time before it was resumed; a scalar or one value per member.
 
     *Members:*
 
     - `state`: the stacked `equinox.nn.State` of stateful members.
-    - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`. For data in arrays a warning names those that
-        neither the optimiser nor a loss uses and members were not built with.
+    - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`. Unless `data` is an iterable, a warning lists
+        those that neither the optimiser nor a loss uses and that members were not built with.
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs; the history holds them.
-    - `history`: the steps of which losses and auxiliary outputs are recorded: `"all"`; every `n`-th and the last, with
-        an int `n`; or the `"last"`. [The others do not leave the device](../scale.md#a-thinner-history).
+    - `history`: the steps whose losses and auxiliary outputs are recorded: `"all"`; with an int `n`, every `n`-th and
+        the last; or only the `"last"`. [The others do not leave the device](../scale.md#a-thinner-history).
     - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][]. Numbers of
         `build(zip=...)`, such as dropout rates, are trained only if it selects them.
     - `on_diverge`: what to do if a loss or weights are not finite (`jax_debug_nans`, `jax_debug_infs` have no effect).
         `"freeze"`: the member keeps its last finite weights, the others continue, and a warning names it at the end;
         `"revive"`: it continues as a copy of a healthy member, or with [`eqx_ensemble.train.Revive`][] from a new
-        initialisation; `"raise"`: the run ends with an [`eqx_ensemble.train.DivergedError`][], which holds the run so
-        far.
+        initialisation; `"raise"`: the run ends with [`eqx_ensemble.train.DivergedError`][], which holds the run so far.
 
     *Running:*
 
     - `plan`: how the members are executed, by default [`eqx_ensemble.plan.Vmap`][]. `"auto"` measures plans while it
         trains: [`eqx_ensemble.plan.Auto`][].
     - `scan`: for data in arrays: whether many steps run in one compiled loop (`True`), or each step as its own
-        compiled call (`False`); by default this depends on the step: XLA's convolutions are many times slower inside a
-        compiled loop on a CPU, everything else is faster there. Under [`eqx_ensemble.plan.Sequential`][] a step outside
-        a loop is one compiled call per member.
+        compiled call (`False`). By default a loop, except for convolutions on a CPU, which XLA runs many times slower
+        inside a compiled loop. Under [`eqx_ensemble.plan.Sequential`][] a step outside a loop is one compiled call per
+        member.
     - `mesh`: the devices to train on, from [`eqx_ensemble.make_mesh`][]; by default the mesh that the ensemble was
         built on. Members are sharded over its axis `members`, the rows of their batches over `data`; results agree
         within rounding. [How it works](../scale.md).
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `callbacks`: a function of one [`eqx_ensemble.train.Progress`][], or a list of them, called between chunks of
-        steps, about once a second, and at the end. It returns `None` to continue, `True` to end the run as Ctrl-C does,
-        or booleans `(members,)` to stop these members: [`eqx_ensemble.train.Callback`][]. On several processes all call
-        theirs at the same steps, and the answers of the first process count.
-    - `callback_every`: the number of steps between two calls, needed for decisions that are the same in every run.
+        steps, about once a second (more often with `patience`, `target` or `max_seconds`), and at the end. It returns
+        `None` to continue, `True` to end the run, like Ctrl-C, or booleans `(members,)` to stop these members:
+        [`eqx_ensemble.train.Callback`][]. With several processes, all call theirs at the same steps, and the return
+        values of the first process are used.
+    - `callback_every`: the number of steps between two calls, required for reproducible decisions.
     - `key`: the root key. A member's random streams are derived from it and the member's id.
 
     *Saving:*
@@ -197,13 +200,13 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         compared by their traced programs, or by their code where they use concrete values. The length, `plan`,
         `scan`, `mesh`, `max_seconds`, the callbacks, `checkpoint_every` and `resume` may differ. The position of an
         iterator of batches is saved if it supports checkpointing (`get_state` or `state_dict`); other iterables are
-        iterated again from the beginning, and have to give the same batches. Only one run at a time can use a folder.
-    - `checkpoint_every`: the number of steps between checkpoints; by default about a minute of them. The last step is
-        saved, too.
+        iterated again from the beginning, and must give the same batches. Only one run at a time can use a folder.
+    - `checkpoint_every`: the number of steps between checkpoints, by default as many as take about a minute. The last
+        step is always saved.
     - `resume`: `"auto"`: resume if there is a checkpoint; `"must"`: raise an error if there is none; `"never"`: raise
         an error if there is one.
 
-    **Returns:** [`eqx_ensemble.Run`][]; of a group [`eqx_ensemble.GroupRun`][]. Ctrl-C, or a callback, ends the run at
+    **Returns:** [`eqx_ensemble.Run`][]; for a group [`eqx_ensemble.GroupRun`][]. Ctrl-C, or a callback, ends the run at
     the next boundary and returns the run so far.
 
     **Raises:**
@@ -213,6 +216,9 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     - `TypeError`, `ValueError` or `IndexError`, before compiling, for arguments that do not fit together, data that are
         not finite, and integers that do not fit in 32 bits while 64-bit types are disabled.
     - `BlockingIOError`, naming process and machine, if another run trains in the checkpoint folder.
+    - `FileNotFoundError` or `FileExistsError` if the folder contradicts `resume` or is not that of a run; `ValueError`
+        if it belongs to another call.
+    - `MemoryError`, with a smaller plan, if the device runs out of memory.
     - [`eqx_ensemble.train.DivergedError`][] with `on_diverge="raise"`.
     - [`eqx_ensemble.train.NotSavedError`][], which holds the run so far, if a checkpoint cannot be written.
 

@@ -9,11 +9,11 @@ T = TypeVar("T")
 
 
 class Frozen(eqx.Module, Generic[T]):
-    """A part of a member that training does not change, whatever `trainable` selects.
+    """A part of a member that is never trained, regardless of `trainable`.
 
-    [`eqx_ensemble.fit`][], [`eqx_ensemble.train.init`][] and all that builds on them leave its arrays out of the
-    trained leaves: they have no gradient, no optimiser state and no weight decay. A call calls the value, through which
-    gradients flow to its inputs, but not to its arrays. In all other respects it is a node like any other: saved,
+    [`eqx_ensemble.fit`][], [`eqx_ensemble.train.init`][] and all functions that build on them exclude its arrays from
+    the trained leaves: they have no gradient, no optimiser state and no weight decay. Calling it calls the value, with
+    gradients through its inputs, but not through its arrays. In all other respects it is an ordinary node: saved,
     exported and indexed with its member.
 
     In a loop of your own, without a training state, the gradient of its arrays is zero; an optimiser that decays

@@ -27,19 +27,19 @@ from .host._record import History
 
 
 class GroupRun(eqx.Module):
-    """What [`eqx_ensemble.fit`][] returns for an [`eqx_ensemble.Group`][]: a run of each part.
+    """The result of [`eqx_ensemble.fit`][] for an [`eqx_ensemble.Group`][]: one run per part.
 
-    Runs of ensembles that were trained separately can be joined, too.
+    Runs of ensembles that were trained separately can be joined as well.
 
     **Arguments:**
 
     - `runs`: a dict from the names of the parts to their runs, whose members have different ids.
-    - `order`: the order of the members, as of [`eqx_ensemble.Group`][].
+    - `order`: the order of the members, as for [`eqx_ensemble.Group`][].
 
     **Attributes:**
 
     - `runs`: the [`eqx_ensemble.Run`][] of each part by name, in alphabetical order.
-    - `order`: as of [`eqx_ensemble.Group`][].
+    - `order`: as for [`eqx_ensemble.Group`][].
 
     ```python
     def loss(model, batch, key):
@@ -92,8 +92,8 @@ class GroupRun(eqx.Module):
     def history(self) -> History:
         """The curves of all members, in the order of the group, with NaN where the run of a part was shorter.
 
-        `validation_step` has the steps of all validations; a part that was not validated at one has NaN there. `aux` is
-        a dict of those of the parts.
+        `validation_step` holds the steps of all validations, with NaN scores for parts that were not validated at one.
+        `aux` is a dict from the names of parts to their auxiliary outputs.
         """
         return group_history(self.runs, self.order)
 
@@ -108,12 +108,13 @@ class GroupRun(eqx.Module):
     ) -> Any:
         """Predicts with the members that did not diverge; a warning names those that did.
 
-        **Arguments:** as of [`eqx_ensemble.Run.predict`][]; `fn`, `plan` and `x` may be dicts with one value for each
+        **Arguments:** as for [`eqx_ensemble.Run.predict`][]; `fn`, `plan` and `x` may be dicts with one value for each
         part, as for [`eqx_ensemble.predict`][].
 
         **Returns:** the predictions, each array `(healthy members, rows, ...)`; with `combine`, its result.
 
-        **Raises:** [`eqx_ensemble.train.DivergedError`][] if all members diverged, or with `strict` if any did.
+        **Raises:** [`eqx_ensemble.train.DivergedError`][] if all members diverged, or with `strict` if any did; and as
+        [`eqx_ensemble.Run.predict`][].
         """
         name, healthy = "GroupRun.predict", self.status != Status.DIVERGED
         weights = check_run_weights(weights, healthy, combine, name=name)
@@ -132,11 +133,14 @@ class GroupRun(eqx.Module):
         return predict(group, x, combine=combine, weights=weights, state=state or None, **options)
 
     def best(self, count: int = 1, *, by: Any = None, mode: Mode | None = None) -> Group:
-        """The best members of all parts, the best one first, without diverged ones.
+        """The best members of all parts, best first, without diverged ones.
 
-        **Arguments:** as of [`eqx_ensemble.Run.best`][]. The validation scores of all parts must mean the same.
+        **Arguments:** as for [`eqx_ensemble.Run.best`][]. The validation scores of all parts must be comparable.
 
-        **Returns:** a smaller group. The states of stateful members are those of the parts' own runs.
+        **Returns:** a smaller group. The states of stateful members stay in the runs of the parts.
+
+        **Raises:** as [`eqx_ensemble.Run.best`][], except for stateful members; `ValueError` if the validation scores
+        of the parts have different modes.
         """
         return self.group[rank_members(_Ranks(self, by), count, by, mode, name="GroupRun.best")]
 
@@ -149,13 +153,15 @@ class GroupRun(eqx.Module):
 
         **Returns:** a dict from column names to arrays `(members, ...)`, with NaN where a part has no such column; or a
         data frame.
+
+        **Raises:** `ImportError` if pandas is not installed.
         """
         columns = group_columns(self.runs, self.order)
         return data_frame(columns) if as_frame else columns
 
 
 class _Ranks:
-    """What members of all parts are ranked by."""
+    """The scores, the status and the mode by which members of all parts are ranked."""
 
     def __init__(self, run: GroupRun, by: Any) -> None:
         scores = [part.best_score for part in run.runs.values()]

@@ -22,7 +22,7 @@ from .compiled._optimiser import Optimiser, keep_noise
 
 
 def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
-    """A member's hyper-parameters, each floating-point array multiplied by 0.8 or by 1.2.
+    """Multiplies each floating-point array of a member's hyper-parameters by 0.8 or by 1.2.
 
     **Arguments:**
 
@@ -46,7 +46,7 @@ def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
 
 
 class Revive(eqx.Module):
-    """How members that diverge are revived. For `fit(..., on_diverge=Revive(...))`.
+    """Revives members that diverge: `fit(..., on_diverge=Revive(...))`.
 
     A member is revived right after the step at which it diverged, with the same row order and random streams. The
     remaining members are unaffected.
@@ -55,11 +55,13 @@ class Revive(eqx.Module):
 
     - `make`: a constructor of one member, as for [`eqx_ensemble.build`][], called with a key only: the member starts
         from a fresh initialisation and keeps the numbers (dropout rates) of `build(zip=...)`, except those that are
-        trained. By default it becomes a copy of a random healthy member, with the optimiser state and
-        hyper-parameters of that member.
+        trained. By default the member becomes a copy of a random healthy one, with its optimiser state and
+        hyper-parameters.
     - `perturb`: `perturb(hyper, key)` changes the hyper-parameters of one revived member, so that it may not
         diverge in the same way; by default [`eqx_ensemble.train.perturb`][], `None` to keep them.
-    - `most`: how often a member may be revived before it stays frozen.
+    - `most`: the maximum number of revivals of a member, after which it stays frozen.
+
+    **Raises:** `TypeError` or `ValueError` for invalid arguments.
 
     ```python
     def mse(model, batch, key):
@@ -110,16 +112,18 @@ class Revival(NamedTuple):
 def revive(
     state: TrainState[M], optimiser: Optimiser, how: Revive | None = None, *, key: Any
 ) -> tuple[TrainState[M], list[Revival]]:
-    """Revives the members of a training state that diverged, as `fit` does; for your own loop.
+    """Revives the diverged members of a training state, as `fit` does; for a loop of your own.
 
     **Arguments:**
 
     - `state`: the training state.
     - `optimiser`: the optimiser passed to [`eqx_ensemble.train.init`][].
-    - `how`: fresh or from a donor, and with which hyper-parameters; `how.most` has no effect here.
+    - `how`: how members are revived, by default `Revive()`; `how.most` has no effect here.
     - `key`: draws donors, factors and fresh initialisations.
 
     **Returns:** the new training state, and the revived members; none if no healthy donor remains.
+
+    **Raises:** `TypeError` for arguments of another type.
 
     ```python
     def mse(model, batch, key):
@@ -151,7 +155,7 @@ def revive(
 def revive_members(
     state: TrainState, optimiser: Optimiser, how: Revive, lost: np.ndarray, times: np.ndarray, *, key: Any
 ) -> tuple[MemberState, MemberConstants, list[Revival]]:
-    """Revives the members at the indices `lost`; `times` counts how often each was revived before."""
+    """Revives the members at the indices `lost`; `times` makes the random keys of a member's revivals distinct."""
     ids = to_host(state.ids)
     keys = _own_keys(_keys.root(key, name="revive"), ids[lost], times)
     names, step = ids.tolist(), int(state.step)
@@ -176,9 +180,9 @@ def _from_donors(
 
 
 def copy_donors(moving: MemberState, fixed: MemberConstants, donors: np.ndarray) -> tuple[MemberState, MemberConstants]:
-    """Every member as a copy of its donor `(members,)`, itself or another, but for its own noise and random stream.
+    """Copies every member from its donor `(members,)`, itself or another, but keeps its noise keys and random stream.
 
-    Those that are copies of another train.
+    Members copied from another are marked as training.
     """
     params, opt_state, model_state, frozen, hyper = take_members(
         (moving.params, moving.opt_state, moving.model_state, fixed.frozen, fixed.hyper), donors
@@ -220,9 +224,9 @@ def _from_scratch(
 
 
 def _with_numbers_of(before: Ensemble, new: Ensemble) -> Ensemble:
-    """New members with the numbers that `build(zip=...)` gave those `before` them, which `make` does not know.
+    """New members with the numbers of `build(zip=...)` from the members `before`, since `make` gets only a key.
 
-    Models of another structure stay as they are.
+    Models of another structure are returned unchanged.
     """
     is_none = lambda x: x is None
     if jax.tree.structure(before.stacked, is_leaf=is_none) != jax.tree.structure(new.stacked, is_leaf=is_none):
@@ -236,7 +240,7 @@ def _with_numbers_of(before: Ensemble, new: Ensemble) -> Ensemble:
 
 
 def _as_in(kept: PyTree, members: Ensemble, count: int) -> PyTree:
-    """The leaves of `members` that `kept` has, each of all members."""
+    """The leaves of `members` where `kept` has one; a Python float is broadcast to all `count` members."""
 
     def of_all(x: Any, y: Any) -> Any:
         return None if x is None else jnp.full(count, y, x.dtype) if type(y) is float and _axes.is_array(x) else y

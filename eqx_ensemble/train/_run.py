@@ -39,17 +39,17 @@ from .host._record import History
 
 
 class Run(eqx.Module, Generic[M]):
-    """What [`eqx_ensemble.fit`][] returns.
+    """The result of [`eqx_ensemble.fit`][].
 
     **Attributes:**
 
     - `ensemble`: the trained ensemble; with validation data, every member has its best weights, else its last.
-    - `state`: the stacked `equinox.nn.State` that goes with it; `None` for stateless members.
+    - `state`: the stacked `equinox.nn.State` of these members; `None` for stateless members.
     - `history`: the curves of the run.
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     - `stopped_at`: `(members,)`, the step at which a member stopped or diverged; -1 for members that trained to the
         end.
-    - `fault`: `(members,)`, what was first not finite in a diverged member: `"loss"` or the path of a weight; empty
+    - `fault`: `(members,)`, the first non-finite value of a diverged member: `"loss"` or the path of a weight; empty
         for the others.
     - `revived`: the revivals of diverged members, in order; see [`eqx_ensemble.train.Revive`][].
     - `best_step`, `best_score`: `(members,)`, the step of each member's best validation score, and that score (-1 and
@@ -61,11 +61,11 @@ class Run(eqx.Module, Generic[M]):
         them had none.
     - `data_state`: the position of an iterator of batches after the last step, if it supports checkpointing
         (`get_state` or `state_dict`); another run continues there. `None` at the end of an epoch, and for arrays.
-    - `plan`: how the members were executed; after `plan="auto"`, `run.plan.explain()` says why.
+    - `plan`: how the members were executed; after `plan="auto"`, `run.plan.explain()` explains the choice.
     - `interrupted`: whether Ctrl-C or a callback ended the run early.
-    - `seconds`: its duration, with compilations, in all its processes; that of the runs that it continues included.
+    - `seconds`: the duration, including compilation, earlier processes of the call, and the runs that it continues.
 
-    The text of a run, also in a notebook, is a summary of a few lines.
+    `repr(run)`, also in a notebook, is a short summary.
     """
 
     ensemble: Ensemble[M]
@@ -130,11 +130,11 @@ class Run(eqx.Module, Generic[M]):
 
         **Arguments:**
 
-        - `x`, `options`: as for [`eqx_ensemble.predict`][]; the members' state is the run's own.
+        - `x`, `options`: as for [`eqx_ensemble.predict`][]; the members' state is that of the run.
         - `combine`: combines the predictions of all members, such as [`eqx_ensemble.combine.mixture`][]; as for
             [`eqx_ensemble.predict`][].
-        - `weights`: for `combine`, one weight for each member of the run `(members,)`; those of excluded members are
-            ignored, and the others are divided by their sum.
+        - `weights`: for `combine`, one weight for each member of the run `(members,)`; those of diverged members are
+            ignored, and the others normalised to sum to 1.
         - `strict`: raise [`eqx_ensemble.train.DivergedError`][] instead of excluding members.
 
         **Returns:** the predictions, each array `(healthy members, rows, ...)`; with `combine`, its result.
@@ -178,7 +178,8 @@ class Run(eqx.Module, Generic[M]):
 
         **Returns:** [`eqx_ensemble.resample.HeldOut`][]. Diverged members are excluded; a warning names them.
 
-        **Raises:** `TypeError` if the rows are not known; `ValueError` if a member became a copy of another.
+        **Raises:** `TypeError` if the rows are not known; `ValueError` if a member became a copy of another;
+        [`eqx_ensemble.train.DivergedError`][] if all members diverged.
 
         ```python
         def loss(model, batch, key):
@@ -210,7 +211,8 @@ class Run(eqx.Module, Generic[M]):
 
         **Returns:** [`eqx_ensemble.resample.HeldOut`][]; see [`eqx_ensemble.methods.cross_fit`][] for an example.
 
-        **Raises:** `ValueError` if the folds do not match the members, the rows or the training.
+        **Raises:** `ValueError` if the folds do not match the members, the rows or the training, or if a member became
+        a copy of another; [`eqx_ensemble.train.DivergedError`][] if all members diverged.
         """
         check_folds("Run.out_of_fold", folds)
         check_fold_count(folds.test.shape[0], len(self.status), name="Run.out_of_fold")
@@ -231,7 +233,7 @@ class Run(eqx.Module, Generic[M]):
         return "min" if self.selection is None else self.selection.mode
 
     def best(self, count: int = 1, *, by: Any = None, mode: Mode | None = None) -> Ensemble[M]:
-        """The best members, the best one first, without diverged ones.
+        """The best members, best first, without diverged ones.
 
         **Arguments:**
 
@@ -245,7 +247,7 @@ class Run(eqx.Module, Generic[M]):
 
         **Raises:** `TypeError` without validation scores and `by`, because training losses do not rank members; for
         `by` without `mode`; and for stateful members, whose states would not be in the same order. `ValueError` if
-        fewer members have a score.
+        fewer than `count` members have a score, or for a `mode` that contradicts `best_score`.
 
         ```python
         def loss(model, batch, key):
@@ -264,11 +266,11 @@ class Run(eqx.Module, Generic[M]):
     def best_with_state(
         self, count: int = 1, *, by: Any = None, mode: Mode | None = None
     ) -> tuple[Ensemble[M], eqx.nn.State]:
-        """The best stateful members, the best one first, and their states in the same order.
+        """The best stateful members, best first, and their states in the same order.
 
-        **Arguments:** as of [`eqx_ensemble.Run.best`][].
+        **Arguments:** as for [`eqx_ensemble.Run.best`][].
 
-        **Returns:** the ensemble of these members, and its stacked `equinox.nn.State`.
+        **Returns:** the ensemble of these members, and their stacked `equinox.nn.State`.
 
         **Raises:** `TypeError` for members without a state; and as [`eqx_ensemble.Run.best`][].
         """

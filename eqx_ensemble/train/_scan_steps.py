@@ -27,13 +27,13 @@ def scan_steps(
     length: int | None = None,
     donate: bool = False,
 ) -> tuple[T, PyTree]:
-    """Takes many steps in one compiled loop: `jax.lax.scan` for states that hold more than arrays.
+    """Runs many steps in one compiled loop: `jax.lax.scan` for states that hold more than arrays.
 
-    Equal, within float rounding, to `for batch in batches: state, metrics = step(state, batch)`. `jax.lax.scan` refuses
+    Equal, within float rounding, to `for batch in batches: state, metrics = step(state, batch)`. `jax.lax.scan` rejects
     ensembles and training states, because functions such as activations are among their leaves; here only arrays are
-    carried, and everything else must stay as it is. It may be called inside `jax.jit`, `jax.vmap` and
-    [`eqx_ensemble.map_members`][]. Outside it is compiled, once for each `step` and each shape of its arguments: define
-    `step` once, not in every call.
+    carried, and everything else must stay unchanged. It may be called inside `jax.jit`, `jax.vmap` and
+    [`eqx_ensemble.map_members`][]. Outside of them it is compiled, once for each `step` and each shape of its
+    arguments: define `step` once.
 
     **Arguments:**
 
@@ -42,17 +42,17 @@ def scan_steps(
     - `state`: the state before the first step: a training state, or any PyTree that holds ensembles or training states.
     - `batches`: the batches of all steps, a PyTree of arrays `(steps, ...)`. In parts marked
         [`eqx_ensemble.Each`][], `steps` comes before `members`. `None`, with `length`, for steps without a batch.
-    - `length`: the number of steps, where there are no batches.
-    - `donate`: whether the memory of `state` is reused for the result; it, and others that share arrays with it, can
-        then no longer be used. It has no effect inside `jax.jit`.
+    - `length`: the number of steps, required without batches.
+    - `donate`: whether the memory of `state` is reused for the result; `state`, and other trees that share arrays with
+        it, can then no longer be used. It has no effect inside `jax.jit`.
 
     **Returns:** the last state, and the outputs of all steps, each array `(steps, ...)`: the `loss` of
-    [`eqx_ensemble.train.Metrics`][] is `(steps, members)`. Outputs that are no numbers are returned as they are.
+    [`eqx_ensemble.train.Metrics`][] is `(steps, members)`. Outputs that are not numbers are returned once.
 
-    **Raises:** `TypeError` or `ValueError` for batches with different numbers of steps or none; for a step that returns
-    another structure, other shapes or dtypes, or changes what is not an array.
+    **Raises:** `TypeError` or `ValueError` for batches with different numbers of steps or none; and for a step that
+    does not return a pair, or that changes the structure, a shape, a dtype, or a leaf that is not an array.
 
-    XLA's convolutions are several times slower in a loop on a CPU: for these, call the step in a Python loop there.
+    On a CPU, XLA's convolutions are several times slower in a loop: call the step in a Python loop instead.
 
     ```python
     def mse(model, batch, key):
@@ -89,7 +89,7 @@ def _in_loop(step: Callable[..., Any], state: Any) -> tuple[Callable[..., Any], 
 
 
 def _copy_duplicates(state: T) -> T:
-    """The state, in which no array occurs twice: JAX donates an array once."""
+    """Copies repeated arrays of the state, because JAX can donate an array only once."""
     seen: set[int] = set()
 
     def copy_duplicate(x: Any) -> Any:

@@ -26,7 +26,7 @@ from .compiled._optimiser import Optimiser, init_member
 
 
 class MemberState(eqx.Module):
-    """What a training step changes, of one member; stacked, of all members."""
+    """The part of one member's training state that a step changes; stacked for all members."""
 
     params: PyTree
     opt_state: PyTree
@@ -37,7 +37,7 @@ class MemberState(eqx.Module):
 
 
 class MemberConstants(eqx.Module):
-    """What no training step changes: the frozen arrays, the random key and the hyper-parameters of one member."""
+    """The part of one member's training state that no step changes: frozen arrays, random key, hyper-parameters."""
 
     frozen: PyTree
     key: Key[Array, "*members"]
@@ -45,7 +45,7 @@ class MemberConstants(eqx.Module):
 
 
 class TrainState(eqx.Module, Generic[M]):
-    """The training state of all members: the PyTree that a step of [`eqx_ensemble.train.make_step`][] maps to the next.
+    """The training state of all members, which a step of [`eqx_ensemble.train.make_step`][] maps to the next.
 
     **Attributes:**
 
@@ -56,7 +56,7 @@ class TrainState(eqx.Module, Generic[M]):
     - `hyper`: the hyper-parameters, each `(members, ...)`, or `None`.
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     - `ids`: `(members,)`, the members' ids.
-    - `step`: the number of steps done; of a run whose members have all stopped, those of the member that ran longest.
+    - `step`: the number of steps done; once all members of a run have stopped, that of the longest-running member.
 
     To replace a part: `eqx.tree_at(lambda state: state.hyper, state, new)`.
     """
@@ -122,10 +122,10 @@ def init(
     mesh: Mesh | None = None,
     key: Any,
 ) -> TrainState[M]:
-    """Makes the first training state; every member gets its own optimiser state.
+    """Initialises the training state; every member gets its own optimiser state.
 
     The optimiser's `init` is mapped over members, so that members cannot affect each other. The arrays are copied:
-    `ensemble` stays usable.
+    `ensemble` stays valid.
 
     **Arguments:**
 
@@ -135,9 +135,9 @@ def init(
     - `state`: the stacked `equinox.nn.State` of stateful members.
     - `hyper`: hyper-parameters, any PyTree of arrays `(members, ...)`.
     - `trainable`: which leaves of a member are trained: a function of a member's leaf (without the `members` axis) or
-        a PyTree of booleans, as in `equinox.partition`. The function decides by type, shape and dtype, which all
-        members have in common. Python floats that `build(zip=...)` or `stack(promote_scalars=True)` stacked are floats
-        to it: `eqx.is_inexact_array_like` selects them, `eqx.is_inexact_array` does not. Shared leaves are never
+        a PyTree of booleans, as in `equinox.partition`. The function must decide by type, shape and dtype, which are
+        the same for all members. It sees Python floats stacked by `build(zip=...)` or `stack(promote_scalars=True)` as
+        floats: `eqx.is_inexact_array_like` selects them, `eqx.is_inexact_array` does not. Shared leaves are never
         trained.
     - `mesh`: the devices to shard members over, from [`eqx_ensemble.make_mesh`][]; by default the mesh that the
         ensemble was built on.
@@ -169,7 +169,7 @@ def first_state(
     name: str,
     key: Any,
 ) -> TrainState[M]:
-    """[`eqx_ensemble.train.init`][] with the name of the public function."""
+    """[`eqx_ensemble.train.init`][] on a layout, for the public function `name`."""
     check_ensemble(ensemble, name=name)
     check_integers_fit((ensemble.stacked, ensemble.shared), argument="ensemble", name=name)
     check_optimiser(optimiser, hyper=hyper, name=name)
@@ -188,7 +188,7 @@ def first_state(
         params, frozen, state, hyper, keys = shard_members((params, frozen, state, hyper, keys), layout)
         shared, ids = replicate((shared, ids), layout)
     opt_state = init_all(optimiser, params, hyper, ids, layout=layout)
-    # NumPy compiles nothing, and each of these functions of jax a program.
+    # NumPy, because each of these functions of JAX would compile a program.
     status, never = np.zeros(count, np.int8), np.full(count, -1, np.int32)
     moving = MemberState(params, opt_state, state, *map(_put, (status, never, never)))
     step = _put(np.int32(0))
@@ -201,7 +201,7 @@ def first_state(
 def init_all(
     optimiser: Optimiser, params: PyTree, hyper: PyTree, ids: Int[Array, " members"], *, layout: Layout | None = None
 ) -> PyTree:
-    """The optimiser's first state of every member, stacked, sharded as the members."""
+    """The initial optimiser states of all members, stacked and sharded like the members."""
     one = lambda part: init_member(optimiser, *part)
     held = one if layout is None else lambda part: constrain_member(one(part), layout)
     return _axes.over_leading_axis(sharded_plan(Vmap(), layout).run, held, (params, hyper, ids))
@@ -213,7 +213,7 @@ def init_state_shapes(optimiser: Optimiser, state: TrainState) -> PyTree:
 
 
 def copy_arrays(tree: PyTree) -> PyTree:
-    """Copies that a step may donate, strongly typed because a step's results are."""
+    """Copies arrays, so that a step may donate them; strongly typed, like a step's results."""
     return jax.tree.map(_copy, tree)
 
 
@@ -223,12 +223,12 @@ def _copy(x: Any) -> Any:
     if is_typed_key(x):
         return x.copy()
     if not isinstance(x, jax.Array):
-        return jnp.array(x)  # of NumPy, with a dtype that JAX may not have
+        return jnp.array(x)  # a NumPy array, whose dtype JAX may not support
     is_strong = not is_traced(x) and not x.weak_type
-    # `jax.device_put` copies no array of which other processes hold a part.
+    # `jax.device_put` does not copy arrays of which other processes hold a part.
     return _put(x) if is_strong and x.is_fully_addressable else jnp.array(x, dtype=x.dtype)
 
 
 def _put(x: Any) -> jax.Array:
-    """A copy on the same devices, by no compiled program."""
+    """A copy on the same devices, without a compiled program."""
     return jax.device_put(x, may_alias=False)

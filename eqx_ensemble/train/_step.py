@@ -99,8 +99,8 @@ def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Input
 
 
 def _one_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState, Int[Array, ""], Metrics]:
-    # Constants are not returned: flattening big trees takes as long as a small step. So does inspecting a signature
-    # in every call.
+    # Constants are not returned, because flattening big trees takes as long as a small step. So does inspecting a
+    # signature, which is therefore done here, while tracing.
     split_members((Each(state.ids), batch), name="train.make_step")  # raises for another number of members
     check_some_rows(batch, name="train.make_step")
     check_opt_state(state.opt_state, init_state_shapes(step.optimiser, state), name="train.make_step")
@@ -116,7 +116,7 @@ def _compiled_step(step: Step, state: TrainState, batch: PyTree, numbers: Kinds 
 
 
 class LoopStep(eqx.Module):
-    """A step inside a compiled loop: its layout and plan are those of the state that the loop starts from."""
+    """A step inside a compiled loop, with the layout and the plan of the state from which the loop starts."""
 
     step: Step
 
@@ -127,7 +127,7 @@ class LoopStep(eqx.Module):
 
 
 def step_in_loop(step: Step, state: TrainState) -> LoopStep:
-    """The step for a compiled loop. With `plan="auto"` its plan is the one that was found so far."""
+    """The step for a compiled loop. With `plan="auto"` it uses the plan that was found so far."""
     layout = None if step.layout is None else step.layout.split_weights(state.moving.params)
     return LoopStep(dataclasses.replace(step, plan=step.plan.choice or step.plan, pilot=None, layout=layout))
 
@@ -142,8 +142,8 @@ def make_step(
 ) -> Step:
     """Makes a compiled step for a loop of your own: `state, metrics = step(state, batch)`.
 
-    Gradient, optimiser and divergence checks are mapped over members; loss and optimiser are written for one. The old
-    state stays usable: it is needed to revert diverged members, so donating it would save no memory.
+    Gradient, optimiser and divergence checks are mapped over members; loss and optimiser are written for ONE. The old
+    state stays valid: it is needed to revert diverged members, so donating it would save no memory.
 
     **Arguments:**
 
@@ -152,7 +152,7 @@ def make_step(
     - `optimiser`: the optimiser passed to [`eqx_ensemble.train.init`][].
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
     - `plan`: how the members are executed, by default [`eqx_ensemble.plan.Vmap`][]. `"auto"` measures other plans once
-        the loop has run long enough to save time; `step.plan.explain()` shows the result.
+        the loop has run long enough for that to pay off; `step.plan.explain()` shows the result.
     - `mesh`: the devices to run on, the mesh passed to [`eqx_ensemble.train.init`][].
 
     **Returns:** the step, a function of a training state and a batch.

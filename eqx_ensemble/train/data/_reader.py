@@ -15,29 +15,29 @@ _NAME = "train.RowReader"
 
 @final
 class RowReader:
-    """Data that stay where they are stored: [`eqx_ensemble.fit`][] reads the rows of a step when it needs them.
+    """Out-of-core data: [`eqx_ensemble.fit`][] reads the rows of a step on demand.
 
-    Pass it to `fit` in place of arrays, with the same `rows`, `order`, `batch_size` and `key`. Every member sees the
-    rows that it would see of arrays in memory, in the same order; results agree within rounding, because a step is
-    compiled for a batch. The next batch is read in a thread during the step on the current one. Which rows a step reads
-    follows from its number and the key: a reader has no state, and a run is saved, resumed and continued at any step,
-    bit for bit. On a mesh of several processes each reads the rows of its own devices.
+    Pass it to `fit` in place of arrays. With the same `rows`, `order`, `batch_size` and `key`, every member sees the
+    same rows in the same order as with arrays in memory; results agree within rounding, because each batch is a
+    separate compiled call. The next batch is read in a thread during the current step. The rows of a step depend only
+    on its number and the key: a reader has no state, and a run is saved, resumed and continued at any step, bit for
+    bit. On a mesh over several processes, each process reads the rows of its own devices.
 
     A step reads at most `members * batch_size` rows, each row once even if several members see it. With
     `order="shared"` all members see one batch of `batch_size` rows.
 
     **Arguments:**
 
-    - `source`: a PyTree of arrays `(rows, ...)` on disk, or in the memory of the host, which are indexed by rows:
+    - `source`: a PyTree of arrays `(rows, ...)`, on disk or in host memory, that can be indexed by rows:
         `numpy.load(path, mmap_mode="r")`, Zarr arrays, HDF5 data sets. Or a function `read(rows)` that returns these
-        rows as a PyTree of arrays `(len(rows), ...)`. Both are given a NumPy array of increasing integers without
-        repeats.
-    - `num_rows`: the number of rows that a function can read.
-    - `threads`: how many batches are read in advance, each in a thread of its own. For more than one, the source has to
-        allow reads at the same time.
+        rows as a PyTree of arrays `(len(rows), ...)`. Both receive the rows as a NumPy array of increasing integers
+        without repeats.
+    - `num_rows`: the number of rows that a function can read; required with a function.
+    - `threads`: the number of batches that are read ahead, each in its own thread. More than one requires a source that
+        supports concurrent reads.
 
-    **Raises:** `TypeError` or `ValueError` for a source whose arrays differ in length, or that cannot be indexed by
-    rows.
+    **Raises:** `TypeError` or `ValueError` for a source without arrays or with arrays of different lengths, and for a
+    function without `num_rows`.
 
     ```python
     def mse(model, batch, key):
@@ -67,7 +67,7 @@ class RowReader:
         self._source: PyTree | Callable[[np.ndarray], PyTree] = source
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """As it is sent to other processes: mapped files by their names."""
+        """Pickles memory-mapped files by name."""
         return (_remake, (close_files(self._source), self.num_rows, self.threads))
 
     def __repr__(self) -> str:

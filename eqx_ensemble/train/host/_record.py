@@ -17,14 +17,14 @@ class History(eqx.Module):
     **Attributes:**
 
     - `loss`: `(members, steps)`, the training loss before each step's update; NaN after a member stopped or diverged.
-        A run continued from a training state has its own steps only. With `fit(history=...)` not all steps are
-        recorded: a column is each member's latest finite loss since the column before.
+        A run continued from a training state has only its own steps. With `fit(history=...)` not all steps are
+        recorded: a column is each member's latest finite loss since the previous column.
     - `aux`: the loss's auxiliary outputs, each `(members, steps, ...)`, NaN (zero for integers) after a member
         stopped or diverged; `None` without `has_aux`.
     - `validation`: `(members, validations)`; `None` without validation data. A member that stopped within an epoch is
-        validated once more, at its last weights; then it has NaN.
+        validated once more, at its last weights, and has NaN afterwards.
     - `validation_step`: `(validations,)`, the number of steps done at each validation.
-    - `step`: `(steps,)`, the number of steps done after each recorded one, those of earlier runs included.
+    - `step`: `(steps,)`, the number of steps done after each recorded one, including earlier runs.
 
     ```python
     def mse(model, batch, key):
@@ -64,7 +64,7 @@ class Record:
 
     **Attributes:**
 
-    - `first_step`, `steps`: the step at which the run begins, and the present one.
+    - `first_step`, `steps`: the step at which the run begins, and the current one.
     - `columns`: the outputs of the steps that are recorded.
     - `scores`, `score_steps`: validation scores `(members,)`, and the steps after which they were taken.
     - `latest_loss`, `latest_score`: `(members,)`, each member's latest finite loss and validation score, NaN where
@@ -83,10 +83,10 @@ class Record:
             self._restore(history)
 
     def _restore(self, history: History) -> None:
-        """Takes what runs before have recorded, or this one before it was resumed."""
+        """Restores the records of earlier runs, or of this one before it was resumed."""
         outputs = jax.tree.map(lambda curves: np.moveaxis(curves, 1, 0), (history.loss, history.aux))
         self.steps = max([self.first_step, *history.step[-1:].tolist()])
-        # Windows of runs before have ended: there is a column where one continues another.
+        # Windows of earlier runs are closed: each continued run starts a new column.
         last_is_open = self.steps > self.first_step and bool(self.columns.windows.continues(self.steps))
         self.columns.restore(outputs, history.step, last_is_open=last_is_open)
         self.latest_loss = last_finite(history.loss)
@@ -94,10 +94,10 @@ class Record:
             self.scores = list(history.validation.T)
             self.latest_score = last_finite(history.validation) if self.scores else None
             self.score_steps = history.validation_step.tolist()
-            self._validated_at = max(self.score_steps, default=-1)  # there is none where all failed before it
+            self._validated_at = max(self.score_steps, default=-1)  # none if all members failed before the first
 
     def add_steps(self, outputs: PyTree, num_steps: int | None = None) -> None:
-        """Outputs of the windows of consecutive steps, each `(windows, members, ...)`; by default of every step."""
+        """Adds outputs of the windows of consecutive steps, `(windows, members, ...)`; by default of every step."""
         outputs = jax.tree.map(np.asarray, outputs)
         count = outputs[0].shape[0] if num_steps is None else num_steps
         self.columns.add(outputs, self.steps, count)
@@ -105,8 +105,8 @@ class Record:
         self.latest_loss = _update(self.latest_loss, last_finite(outputs[0].T))
 
     def add_scores(self, scores: Any, *, of_all: bool = True) -> None:
-        """The members' validation scores `(members,)` after the steps so far; or of those only that stopped before."""
-        if of_all and self.is_validated:  # where the run before this one ended, and so did an epoch
+        """Adds validation scores `(members,)` after the steps so far, of all members or only of stopped ones."""
+        if of_all and self.is_validated:  # the previous run ended here, at the end of an epoch
             self.scores.pop()
             self.score_steps.pop()
         self.scores.append(np.asarray(scores))
@@ -127,11 +127,11 @@ class Record:
 
     @property
     def is_validated(self) -> bool:
-        """Whether the present weights have their score."""
+        """Whether the current weights are validated."""
         return self._validated_at == self.steps
 
     def curves(self, *, since: Taken = NOTHING_TAKEN, with_open: bool = True) -> History:
-        """All that was added, or what is new, `members` first; with the last window if it has not ended, or without."""
+        """The curves since `since`, `members` first; `with_open` includes a last window that has not ended."""
         outputs, ends = self.columns.parts(since.parts, with_open=with_open)
         loss, aux = jax.tree.map(lambda *parts: np.moveaxis(np.concatenate(parts), 0, 1), *outputs)
         scores = self.scores[since.validations :]
@@ -140,10 +140,10 @@ class Record:
         return History(loss, aux, validation, steps, np.concatenate(ends).astype(np.int64))
 
     def history(self, last_step: int | None = None) -> History:
-        """The curves up to the last step of any member: its chunk may have been longer.
+        """The curves up to the last step of any member; the last chunk may have been longer.
 
-        Where no member trains any more, `last_step` is the one after which they stopped: a window may be longer, too.
-        A validation after that is of the weights at which members stopped.
+        If no member trains, `last_step` is the step after which they stopped, because a window may be longer, too. A
+        validation after it is of the weights at which members stopped.
         """
         history = self.curves()
         trained = _trained_columns(history)
@@ -172,7 +172,7 @@ def _is_blank(outputs: np.ndarray) -> bool:
 
 
 def _update(latest: np.ndarray | None, new: np.ndarray) -> np.ndarray:
-    """The finite ones of new numbers `(members,)`, and else the latest."""
+    """New numbers `(members,)` where they are finite, else the latest."""
     return new if latest is None else np.where(np.isfinite(new), new, latest)
 
 
