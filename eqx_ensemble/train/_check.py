@@ -22,7 +22,7 @@ MULTI_STEPS = "Pass `optax.MultiSteps(...).gradient_transformation()`."
 
 
 def check_no_transformation(*, name: str) -> None:
-    """Raises inside a transformation: training decides by values when to save, stop members and end."""
+    """Raises inside a transformation, where training cannot make decisions by concrete values."""
     if is_inside_transformation():
         raise TypeError(
             f"`{name}` cannot run inside `jax.jit`, `jax.vmap`, `jax.grad` or another transformation: it makes "
@@ -32,7 +32,7 @@ def check_no_transformation(*, name: str) -> None:
 
 
 def check_length(epochs: Any, steps: Any, *, name: str) -> None:
-    """Raises unless exactly one of `epochs` and `steps` is given."""
+    """Raises unless exactly one of `epochs` and `steps` is given, as a count."""
     if (epochs is None) == (steps is None):
         got = "neither" if epochs is None else "both"
         raise TypeError(f"`{name}` needs either `epochs` or `steps`, got {got}.")
@@ -59,12 +59,12 @@ _NEEDS_VALIDATION = {
 
 
 def check_mode(value: Any, *, name: str) -> None:
-    """Raises unless `value` says which scores are better."""
+    """Raises unless `value` is `"min"` or `"max"`."""
     check_word(value, "mode", ("min", "max"), name=name)
 
 
 def check_scoring(score: Any, mode: Any, min_delta: Any, target: Any, validation: Any) -> Literal["min", "max"]:
-    """Raises for an invalid `mode` or `min_delta`, and for options that need each other. Returns the mode."""
+    """Raises for an invalid `mode` or `min_delta`, and for options without those they require. Returns the mode."""
     if mode is not None:
         check_mode(mode, name="fit")
     check_number(min_delta, "min_delta", name="fit", least=0)
@@ -88,7 +88,7 @@ def check_scoring(score: Any, mode: Any, min_delta: Any, target: Any, validation
 def check_one_pass(data: Any, epochs: Any) -> None:
     """Raises for several epochs of data that can be iterated only once.
 
-    An iterator whose own `__iter__` does anything may restart there, and is accepted.
+    An iterator with an `__iter__` of its own may restart there, and is accepted.
     """
     code = getattr(type(data).__iter__, "__code__", None)
     if epochs is None or epochs == 1 or not isinstance(data, Iterator) or (code is not None and code.co_names):
@@ -170,7 +170,7 @@ def check_optimiser(value: Any, *, hyper: Any, name: str) -> None:
 
 
 def check_limit(value: Any, argument: str, num_members: int, *, name: str, whole: bool = False) -> np.ndarray | None:
-    """Raises unless `value` is one number, or one per member, positive but for `target`. Returns it as `(members,)`."""
+    """Raises unless `value` is a number or one per member, positive except for `target`. Returns it as `(members,)`."""
     if value is None:
         return None
     numbers = as_numpy(value, argument, name=name)

@@ -9,7 +9,7 @@ _ANSWERS = "`None` or `False` to continue, `True` to end the run, or booleans `(
 
 
 def check_callbacks(callbacks: Any, every: Any) -> tuple[Callable[..., Any], ...]:
-    """The callbacks as a tuple; raises for what cannot be called, and for `callback_every` without any."""
+    """Raises unless `callbacks` are functions, and for `every` without any. Returns them as a tuple."""
     if callbacks is None:
         callbacks = ()
     elif callable(callbacks):
@@ -31,7 +31,7 @@ def check_callbacks(callbacks: Any, every: Any) -> tuple[Callable[..., Any], ...
 
 
 def check_answer(answer: Any, callback: Any, num_members: int) -> np.ndarray | bool:
-    """What a callback returned: whether the run ends, or which members stop."""
+    """Raises for an invalid return value of a callback. Returns whether the run ends, or which members stop."""
     if answer is None:
         return False
     if isinstance(answer, bool | np.bool_):

@@ -14,7 +14,7 @@ from .data._rows import ORDERS
 
 
 def check_choices(*, has_aux: Any, progress: Any, scan: Any, score: Any, order: Any, how: Any) -> None:
-    """Raises for invalid flags and words among the options of `fit`."""
+    """Raises for invalid flags, functions and strings among the options of `fit`."""
     check_flag(has_aux, "has_aux", name="fit")
     check_optional_flag(progress, "progress", name="fit")
     check_optional_flag(scan, "scan", name="fit")
@@ -25,7 +25,7 @@ def check_choices(*, has_aux: Any, progress: Any, scan: Any, score: Any, order: 
 
 
 def check_outcome(run: Any, lost_before: np.ndarray, how: Any, *, saver: Any, first_step: int, integers: str) -> None:
-    """Raises if a checkpoint could not be written, or for diverged members if asked to; else warns of these."""
+    """Raises if a checkpoint was not written, or for newly diverged members with `"raise"`; else warns of them."""
     if saver is not None and saver.failed is not None:
         raise NotSavedError(saver.failed, run) from saver.failed
     lost = run.status == Status.DIVERGED
@@ -38,7 +38,7 @@ def check_outcome(run: Any, lost_before: np.ndarray, how: Any, *, saver: Any, fi
 
 
 def check_history(history: Any) -> Windows:
-    """The windows of steps of which the history keeps the last."""
+    """Raises for an invalid `history`. Returns the windows of steps whose last outputs are recorded."""
     if isinstance(history, str) and history in ("all", "last"):
         return Windows(1 if history == "all" else None)
     if isinstance(history, str) or history is None:

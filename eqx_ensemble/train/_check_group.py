@@ -9,7 +9,7 @@ from .compiled._selection import Mode
 
 
 def check_runs(runs: Any, *, name: str) -> dict[str, Run[Any]]:
-    """Runs by the names of their parts."""
+    """Raises unless `runs` are runs of `fit` by the names of their parts. Returns them as a dict."""
     if not isinstance(runs, Mapping) or not runs:
         raise TypeError(f"`{name}` needs a dict from the names of parts to their runs, got {kind_text(runs)}.")
     check_part_names(runs, name=name)
@@ -20,7 +20,7 @@ def check_runs(runs: Any, *, name: str) -> dict[str, Run[Any]]:
 
 
 def check_one_mode(runs: Mapping[str, Run[Any]], *, by: Any, name: str) -> Mode:
-    """Scores of all parts are better in one direction, if members are ranked by them."""
+    """Raises if members are ranked by scores of different modes. Returns the mode."""
     modes: dict[Mode, str] = {run.mode: part for part, run in runs.items() if run.selection is not None}
     if by is None and len(modes) > 1:
         listed = " and ".join(f"{mode!r} of `{part}`" for mode, part in modes.items())
@@ -32,7 +32,7 @@ def check_one_mode(runs: Mapping[str, Run[Any]], *, by: Any, name: str) -> Mode:
 
 
 def check_data_of_parts(data: Any, parts: Iterable[str], *, name: str) -> None:
-    """An iterable of batches that all parts use can be iterated again."""
+    """Raises if an iterable of batches that all parts use can be iterated only once."""
     if iter(data) is data:
         listed = ", ".join(f"{part!r}: ..." for part in parts)
         raise TypeError(
@@ -43,7 +43,7 @@ def check_data_of_parts(data: Any, parts: Iterable[str], *, name: str) -> None:
 
 
 def check_folder_of_parts(checkpoint: Any, *, name: str) -> None:
-    """A folder in which each part has its own, or a dict."""
+    """Raises for one `Checkpoints` for all parts; a path or a dict is accepted."""
     if isinstance(checkpoint, Checkpoints):
         raise TypeError(
             f"`{name}` needs a folder as `checkpoint` for a group, in which each part has a folder; one `Checkpoints` "
@@ -52,7 +52,7 @@ def check_folder_of_parts(checkpoint: Any, *, name: str) -> None:
 
 
 def interrupted_message(untrained: list[str]) -> str:
-    """The warning that some parts of a group have not been trained."""
+    """The warning that some parts of a group were not trained."""
     return (
         f"`fit` was interrupted; these parts of the group have not been trained, and are not in the run: "
         f"{', '.join(f'`{part}`' for part in untrained)}."

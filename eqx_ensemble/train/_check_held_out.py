@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_drawn_rows(drawn: Any, rows: Any) -> Any:
-    """Raises unless the rows that members were trained on are known: `drawn`, or else those passed to `fit`."""
+    """Raises if the training rows are unknown. Returns `drawn`, or else the `rows` passed to `fit`."""
     if drawn is None and rows is None:
         raise TypeError(
             "`Run.out_of_bag` needs the rows that the members were trained on: `fit` was called without `rows`.\n"
@@ -29,7 +29,7 @@ def check_fold_count(num_folds: int, num_members: int, *, name: str) -> None:
 
 
 def check_no_copies(revived: list[Any], *, name: str) -> None:
-    """Raises if a member became a copy of another, and so was trained on that one's rows."""
+    """Raises if a member became a copy of another, and so was trained on the rows of both."""
     copied = [event for event in revived if event.donor is not None]
     if copied:
         words = ", ".join(f"{event.member} of {event.donor}" for event in copied)
@@ -40,7 +40,7 @@ def check_no_copies(revived: list[Any], *, name: str) -> None:
 
 
 def check_rows_of_folds(num_rows: int, folds: Any, rows: Any, *, name: str) -> None:
-    """Raises unless the folds fit the data and no member was trained on rows of its test fold."""
+    """Raises unless the folds match the data and no member was trained on rows of its test fold."""
     expected = folds.in_test.shape[1]
     if num_rows != expected:
         raise ValueError(f"`{name}` needs all rows of the data of the folds: expected {expected}, got {num_rows}.")

@@ -18,7 +18,7 @@ def hyper_column_text(path: tuple) -> str:
 
 
 def check_hyper(values: Any, num_members: int, *, name: str) -> None:
-    """Raises unless every hyper-parameter has one value per member and a column of its own in the table."""
+    """Raises unless every hyper-parameter has one value per member and a unique column in the table."""
     leaves = array_leaves(values)
     if not leaves:
         raise TypeError(f"`{name}` needs `hyper` to hold arrays with one value per member, got {values!r}.")
@@ -70,7 +70,7 @@ def check_trainable(value: Any, *, name: str) -> None:
 
 @contextlib.contextmanager
 def explain_trainable(*, name: str) -> Iterator[None]:
-    """Adds to an error in `trainable` how it is called."""
+    """Adds a note to an error in `trainable`: how it is called."""
     try:
         yield
     except Exception as error:
@@ -95,7 +95,7 @@ def check_same_choice(first: list[bool], last: list[bool], leaves: Any, *, name:
 
 
 def check_trained(params: Any, *, name: str) -> None:
-    """Raises unless there is something to train, all of it floating-point."""
+    """Raises unless at least one array is trained, and all of them are floating-point."""
     leaves = array_leaves(params)
     if not leaves:
         raise ValueError(

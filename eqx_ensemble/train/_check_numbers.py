@@ -13,7 +13,7 @@ from .._check import is_traced
 from .._pytree import PyTree
 from .compiled._optimiser import Optimiser, resolve
 
-# Names by which optax's functions close over numbers. Masks, labels and the tables of schedules have other names.
+# Names of numbers in the closures of optax's functions. Masks, labels and the tables of schedules have other names.
 _NUMBERS = re.compile(
     r"step_size|learning_rate|.*decay(_rate)?|momentum|b[123]|eps.*|max_norm|max_delta|clipping|threshold"
     r"|(init_|end_|peak_)?value"
@@ -25,12 +25,12 @@ _MASKS = ("masked", "partition", "multi_transform")
 def check_no_numbers_of_members(
     optimiser: Optimiser, params: PyTree, hyper: PyTree, num_members: int, *, name: str
 ) -> None:
-    """Raises if optax was given an array of one number per member where it takes one number.
+    """Raises if an optax optimiser holds an array of one number per member where it takes a scalar.
 
-    Each member's optimiser would broadcast it over the last axis of the weights. An array of the shape of all weights
-    of a member is taken for one number per weight; under a mask, one of the shape of some weights.
+    Each member's optimiser would broadcast it over the last axis of the weights. An array with the shape of all weights
+    of a member is accepted as one number per weight; under a mask, the shape of some weights suffices.
     """
-    if num_members == 1:  # the array has the effect of its number
+    if num_members == 1:  # the array acts as a scalar
         return
     shapes = {x.shape[1:] for x in jax.tree.leaves(params)}
     for found in _arrays_of(optimiser, hyper):
@@ -47,7 +47,7 @@ def check_no_numbers_of_members(
 
 
 class _Found(NamedTuple):
-    """A value in the closure of a function; `is_of_optax`, and whether it is used under a mask."""
+    """A value in the closure of a function; whether that is of optax, and whether it is used under a mask."""
 
     name: str
     value: Any
@@ -62,13 +62,13 @@ def _arrays_of(optimiser: Optimiser, hyper: PyTree) -> list[_Found]:
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if eqx.is_array(x) else x, hyper)
     try:
         eqx.filter_eval_shape(lambda hyper: found.extend(_arrays_in(resolve(optimiser, hyper))), one)
-    except Exception:  # it raises again where it is made for training, with a note
+    except Exception:  # raised again, with a note, where it is made for training
         return []
     return found
 
 
 def _arrays_in(root: Any) -> Iterator[_Found]:
-    """The floating-point arrays in the closures of optax's functions, by the names of numbers there."""
+    """Yields the floating-point arrays in closures of optax's functions whose names are those of numbers."""
     seen, todo = set(), [_Found("", root)]
     while todo:
         one = todo.pop()

@@ -9,7 +9,7 @@ from .compiled._selection import Mode
 
 
 def diverged_message(ids: Any, stopped_at: Any, faults: Any, *, first_step: int = -1, integers: str = "") -> str:
-    """The warning that names diverged members, in a run that began at `first_step`, on data with `integers`."""
+    """The warning that lists the diverged members of a run from `first_step`; `integers` describes integer data."""
     each = zip(ids.tolist(), stopped_at.tolist(), faults.tolist(), strict=True)
     listed = ", ".join(f"{member} at step {step} (`{fault}`)" for member, step, fault in each)
     lines = [
@@ -35,7 +35,7 @@ def excluded_message(ids: Any, healthy: Any, *, name: str) -> str:
 
 
 def check_run_weights(weights: Any, healthy: np.ndarray, combine: Any, *, name: str) -> np.ndarray | None:
-    """Raises for invalid weights. Returns those of the healthy members, which sum to 1."""
+    """Raises for invalid weights. Returns those of the healthy members, normalised to sum to 1."""
     if weights is None:
         return None
     if combine is None:
@@ -68,7 +68,7 @@ def check_has_state(state: Any, *, name: str) -> None:
 
 
 def check_ranking_mode(by: Any, mode: Any, *, default: Mode, name: str) -> Mode:
-    """Raises unless it is known which scores are better, and returns that."""
+    """Raises unless the direction of the scores is known. Returns the mode."""
     if by is not None and mode is None:
         raise TypeError(
             f"`{name}` needs `mode` with `by`, because a score may be better when it is lower or when it is higher.\n"
@@ -97,7 +97,7 @@ def check_scores_to_rank(scores: Any, num_members: int, *, name: str) -> np.ndar
 
 
 def check_num_ranked(count: Any, available: int, *, name: str) -> None:
-    """Raises if more members are asked for than have a score."""
+    """Raises if `count` exceeds the number of members with a score."""
     check_positive_int(count, "count", name=name)
     if count > available:
         raise ValueError(f"`{name}` was asked for {count} members, but only {available} are healthy and have a score.")

@@ -11,7 +11,7 @@ _STACK = "Stack a list of batches by `jax.tree.map(lambda *xs: jnp.stack(xs), *b
 
 
 def check_batches(batches: PyTree, length: Any, *, name: str) -> int:
-    """The number of steps: the leading axis of all batches, or `length` where there are none."""
+    """Raises for invalid batches. Returns the number of steps: their leading axis, or `length` without batches."""
     if length is not None:
         check_positive_int(length, "length", name=name)
     sizes: dict[int, str] = {}
@@ -47,13 +47,13 @@ def check_batches(batches: PyTree, length: Any, *, name: str) -> int:
 
 
 def _leaves(batches: Any) -> list[tuple[tuple, Any]]:
-    if isinstance(batches, Iterator):  # which JAX warns of
+    if isinstance(batches, Iterator):  # JAX warns of flattening one
         return [((), batches)]
     return jax.tree_util.tree_flatten_with_path(batches)[0]
 
 
 def check_stepped(value: Any, *, name: str) -> None:
-    """Raises unless `value`, what a step returned, is a pair."""
+    """Raises unless `value`, the result of a step, is a pair."""
     if not (isinstance(value, tuple) and len(value) == 2):
         got = f"a tuple of {len(value)}" if isinstance(value, tuple) else kind_text(value)
         raise TypeError(

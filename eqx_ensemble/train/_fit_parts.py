@@ -44,7 +44,7 @@ _BY_PART |= {"callbacks"}
 
 
 def fit_parts(fit: Callable[..., Run[Any]], begun: Group | GroupRun, options: dict[str, Any]) -> GroupRun:
-    """Trains the parts of a group, one after another, by `fit` of an ensemble or a run.
+    """Trains the parts of a group one after another, each by `fit`.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""A training step as a call of a compiled function of flat lists: flattening Modules takes as long as a small step."""
+"""Training steps as compiled functions of flat lists: flattening Modules takes as long as a small step."""
 
 import functools as ft
 import operator
@@ -21,8 +21,8 @@ class FlatState(NamedTuple):
     """A state as a list of arrays.
 
     `constants` are its other leaves. `treedef` is its structure, `top` that of its fields, `moving` that of the first
-    of them; `is_frozen`: whether all nodes are immutable. `calls` are the compiled steps of such states, by structure
-    and shapes of the batch; `None` where a step has to be called with the state as it is.
+    field; `is_frozen`: whether all nodes are immutable. `calls` caches the compiled steps of such states, by structure
+    and shapes of the batch; `None` if a step must be called with the state itself.
     """
 
     arrays: list[Any]
@@ -34,16 +34,16 @@ class FlatState(NamedTuple):
     calls: dict[Any, Callable[..., Any] | None]
 
     def update(self, state: TrainState[Any]) -> "FlatState | None":
-        """With the arrays that are in the state now; `None` if anything else has changed."""
+        """Updates the arrays to those of `state`; `None` if anything else has changed."""
         arrays, constants, treedef = _partition(state)
         unchanged = len(constants) == len(self.constants) and all(map(operator.is_, constants, self.constants))
         return self._replace(arrays=arrays) if treedef == self.treedef and unchanged else None
 
 
 class LastState:
-    """The arrays of the state that a step returned last, for as long as that state lives.
+    """A cache of the arrays of the state that a step returned last, while that state is alive.
 
-    All instances are equal, so that equal steps share their programs. A copy begins empty.
+    All instances are equal, so that equal steps share their programs. A copy starts empty.
     """
 
     def __init__(self) -> None:
@@ -59,18 +59,18 @@ class LastState:
         return 0
 
     def find(self, step: PyTree, state: TrainState[Any]) -> FlatState | None:
-        """The arrays of `state`, if it is the last one, and of this step."""
+        """The arrays of `state`, if it is the last state that `step` returned."""
         known = self._known
         if known is None or known[0]() is not state or known[1]() is not step:
             return None
         return known[2] if known[2].is_frozen else known[2].update(state)
 
     def remember(self, step: PyTree, state: TrainState[Any], flat: FlatState) -> None:
-        """Keeps the arrays of a state."""
+        """Caches the arrays of a state."""
         self._known = (weakref.ref(state, self._forget), weakref.ref(step), flat)
 
     def _forget(self, ref: weakref.ref) -> None:
-        known = self._known  # which another thread may replace
+        known = self._known  # another thread may replace it
         if known is not None and known[0] is ref:
             self._known = None
 
@@ -92,7 +92,7 @@ def _partition(state: TrainState[Any]) -> tuple[list[Any], list[Any], Any]:
 
 @ft.lru_cache(maxsize=64)
 def _is_frozen(treedef: Any) -> bool:
-    """Whether all nodes are tuples and Modules: a dict or a list could be changed in place."""
+    """Whether all nodes are tuples or Modules: a dict or a list could be changed in place."""
     node = treedef.node_data()
     if node is None:
         return True
@@ -105,7 +105,7 @@ def _is_frozen(treedef: Any) -> bool:
 def call_flat(
     fn: Callable[..., Any], step: PyTree, state: TrainState[Any], batch: PyTree, last: LastState
 ) -> tuple[TrainState[Any], PyTree] | None:
-    """The new state and the metrics of `fn(step, state, batch)`; `None` if that cannot be a call of flat lists."""
+    """The new state and the metrics of `fn(step, state, batch)`; `None` if it cannot be called on flat lists."""
     flat = last.find(step, state) or flatten_state(state)
     own, treedef = jax.tree.flatten(batch)
     if not all(isinstance(x, ARRAYS) for x in own):
@@ -126,7 +126,7 @@ def call_flat(
 def _compile(
     fn: Callable[..., Any], step: PyTree, state: TrainState[Any], batch: list[Any], treedef: Any
 ) -> Callable[..., Any] | None:
-    """The compiled step; `None` if it calls Python: what that raises is explained by `equinox.filter_jit`."""
+    """The compiled step; `None` if it needs `equinox.filter_jit`, which explains the errors of calls of Python."""
     leaves, structure = jax.tree.flatten(state)
     settings, step_treedef = jax.tree.flatten(step)
     others = constants_of(leaves)
@@ -134,7 +134,7 @@ def _compile(
         return None
     try:
         hash((structure, others))
-    except TypeError:  # of a field or a constant
+    except TypeError:  # a field or a constant is not hashable
         return None
     call = _jit(fn, step_treedef, structure, others, number_kinds(state), treedef)
     traced = call.trace([x for x in leaves if isinstance(x, ARRAYS)], batch)
@@ -145,7 +145,7 @@ def _compile(
 def _jit(
     fn: Callable[..., Any], step_treedef: Any, structure: Any, others: tuple, numbers: Kinds, batch_treedef: Any
 ) -> Any:
-    """The step of states that differ in their arrays only. `numbers`, of static fields too, tell some apart."""
+    """The step for states that differ only in their arrays. `numbers` distinguishes constants that compare equal."""
     del numbers
 
     def flat_step(arrays: list[Any], batch: list[Any]) -> tuple[list[Any], Any, PyTree]:

@@ -1,4 +1,4 @@
-"""The curves and the table of several runs, as those of all their members."""
+"""The curves and the tables of several runs, joined over all members."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from .host._record import History
 
 
 def group_history(runs: Mapping[str, Run[Any]], order: Sequence[int]) -> History:
-    """The curves of all members; NaN fills what the run of a part does not have."""
+    """The curves of all members, with NaN where the run of a part has no value."""
     histories, members = {part: run.history for part, run in runs.items()}, np.asarray(order)
     step = np.unique(np.concatenate([history.step for history in histories.values()]))
     loss = np.concatenate([_at_steps(history.loss, history.step, step) for history in histories.values()])
@@ -42,14 +42,14 @@ def _column(name: str, tables: list[dict[str, np.ndarray]]) -> np.ndarray:
 
 
 def _scores_of(history: History) -> np.ndarray:
-    """Validation scores `(members, validations)`, of a part without any too."""
+    """Validation scores `(members, validations)`; NaN for a part without any."""
     if history.validation is not None:
         return history.validation
     return np.full((len(history.loss), len(history.validation_step)), np.nan, history.loss.dtype)
 
 
 def _at_steps(curves: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Curves `(members, step)` in the columns of `steps`; the last number where a step occurs twice."""
+    """Curves `(members, step)` in the columns `steps`; if a step occurs twice, its last value that is not NaN."""
     found = np.full((len(curves), len(steps)), np.nan, curves.dtype)
     columns = np.searchsorted(steps, step)
     if len(np.unique(columns)) == len(columns):

@@ -12,7 +12,7 @@ from ._check_member import check_hyper, check_same_hyper
 
 
 def hyper_arrays(hyper: PyTree, num_members: int, *, name: str) -> PyTree:
-    """Hyper-parameters as jax arrays `(members, ...)`, checked; lists of numbers and NumPy arrays become such."""
+    """Converts hyper-parameters, also lists of numbers, to JAX arrays `(members, ...)`, and checks them."""
     keyed, treedef = jax.tree_util.tree_flatten_with_path(
         _axes.map_each(lambda value: value, hyper), is_leaf=lambda x: isinstance(x, list)
     )
@@ -31,7 +31,7 @@ def change_hyper(
     *,
     name: str,
 ) -> PyTree:
-    """Hyper-parameters `(members, ...)`, those of the chosen members being `fn(hyper, key)` of what they were."""
+    """Replaces the hyper-parameters of the chosen members by `fn(hyper, key)` of their own."""
     leaves, treedef = jax.tree.flatten(jax.tree.map(np.array, to_host(hyper)))
     for member, key in zip(members.tolist(), keys, strict=True):
         own = jax.tree.unflatten(treedef, [jnp.asarray(x[member]) for x in leaves])

@@ -8,7 +8,7 @@ from .compiled._selection import Mode
 
 
 def rank_members(run: Any, count: int, by: Any = None, mode: Mode | None = None, *, name: str) -> np.ndarray:
-    """The positions of a run's `count` best members, the best one first, without diverged ones."""
+    """The positions of a run's `count` best members, best first, without diverged ones."""
     mode = check_ranking_mode(by, mode, default=run.mode, name=name)
     scores = check_scores_to_rank(run.best_score if by is None else by, len(run.status), name=name)
     scores = scores if mode == "min" else -scores

@@ -19,14 +19,14 @@ E = TypeVar("E", covariant=True)
 
 
 class RunWithCombine(PredictOptions, total=False):
-    """The options of `Run.predict` that do not change the type of its result where there is `combine`."""
+    """The options of `Run.predict` with `combine` that do not change the type of its result."""
 
     fn: Callable[..., Any] | None
     strict: bool
 
 
 class RunWithoutCombine(PredictOptions, total=False):
-    """Those where there is no `combine`, which may be given as `None`."""
+    """The options of `Run.predict` without `combine`, or with `combine=None`."""
 
     combine: None
     strict: bool
@@ -43,7 +43,7 @@ class RunOf(Protocol[E]):
 
 
 class CommonFitOptions(TypedDict, total=False):
-    """The options of `fit` that do not depend on what the other members do, nor on where they are."""
+    """The options of `fit` that depend neither on other members nor on the devices."""
 
     epochs: int | None
     steps: int | None

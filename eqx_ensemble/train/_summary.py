@@ -1,4 +1,4 @@
-"""A run in a few lines, and as a table."""
+"""The text summary and the table of a run."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ _MOST_IDS = 8  # in one line
 
 
 def summary(run: "Run[Any]") -> str:
-    """Members, statuses, best score, time and plan; `Run(...)` inside a compiled program."""
+    """The members, statuses, best score, time and plan; `Run(...)` inside a compiled program."""
     if any(map(is_traced, jax.tree.leaves(run))):
         return "Run(...)"
     steps = int(run.train_state.step)

@@ -11,18 +11,18 @@ from ._check_member import check_same_choice, check_trainable, check_trained, ex
 from ._frozen import frozen_flags
 
 Trainable = PyTree | Callable[[Any], bool]
-"""Booleans and functions of a leaf, a prefix of a member's tree, as in `equinox.partition`."""
+"""A prefix of a member's tree with booleans and functions of a leaf, as in `equinox.partition`."""
 
 
 def partition_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> tuple[PyTree, PyTree]:
-    """What is trained of an ensemble's stacked leaves, and what is not; raises if nothing is."""
+    """Splits an ensemble's stacked leaves into trained and frozen ones. Raises if none is trained."""
     params, frozen = split_trainable(ensemble, trainable, name=name)
     check_trained(params, name=name)
     return params, frozen
 
 
 def split_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> tuple[PyTree, PyTree]:
-    """The same where nothing may be trained; `trainable` is called with the leaves of one member."""
+    """The same, but none needs to be trained; `trainable` is called with the leaves of one member."""
     check_trainable(trainable, name=name)
     stacked = ensemble.arrays
     leaves, treedef = jax.tree.flatten(stacked)
@@ -35,7 +35,7 @@ def split_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> t
             kept = eqx.filter(member, jax.tree.map(_of_floats, trainable), replace=_LeftOut)
         return [x is not _LeftOut for x in jax.tree.leaves(kept)]
 
-    if trainable is eqx.is_inexact_array:  # it depends on dtypes alone, so that no member has to be taken
+    if trainable is eqx.is_inexact_array:  # depends on dtypes only: no member is taken
         mask = select(leaves)
     else:
         mask, last = (select(tree.take(leaves, member)) for member in (0, -1))
@@ -45,7 +45,7 @@ def split_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> t
 
 
 class _LeftOut:
-    """Stands for a leaf that is not trained."""
+    """Marks a leaf that is not trained."""
 
 
 def _of_floats(test: Any) -> Any:
@@ -58,7 +58,7 @@ def _of_floats(test: Any) -> Any:
             return bool(test(leaf))
         try:
             return bool(test(leaf))
-        except (AttributeError, TypeError):  # a test of arrays; what is wrong with it shows on arrays
+        except (AttributeError, TypeError):  # a test of arrays; its own errors show on arrays
             return False
 
     return ask

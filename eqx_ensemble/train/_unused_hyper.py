@@ -21,9 +21,9 @@ from .resume._identity import optimiser_step
 
 
 def warn_of_unused_hyper(state: TrainState, optimiser: Optimiser, losses: list[tuple[Loss, PyTree]]) -> None:
-    """Warns of hyper-parameters that nothing uses, and that no member was built with: they have no effect.
+    """Warns of hyper-parameters without effect: nothing uses them, and no member was built with them.
 
-    `losses` are those that take hyper-parameters, each with the shapes of a batch as one member sees it.
+    `losses` are those that take hyper-parameters, each with the shapes of one member's batch.
     """
     one = lambda tree: jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if eqx.is_array(x) else x, tree
@@ -43,7 +43,7 @@ def warn_of_unused_hyper(state: TrainState, optimiser: Optimiser, losses: list[t
 
 
 def _is_in_members(values: Any, state: TrainState) -> bool:
-    """Whether the members hold these values, as those do that were built with them (`build(zip=...)`)."""
+    """Whether the members hold these values, as after `build(zip=...)`."""
     same = [
         x
         for x in jax.tree.leaves((state.params, state.fixed.frozen))
@@ -61,9 +61,9 @@ def _find_unused(call: Callable[..., Any], fn: Any, *args: PyTree) -> list[bool]
 def _unused_leaves(call: Callable[..., Any], fn: Any, leaves: tuple, treedef: Any) -> list[bool]:
     args = jax.tree.unflatten(treedef, leaves)
     try:
-        with ignore_warnings():  # it says what it says when it is traced for training
+        with ignore_warnings():  # they are repeated when it is traced for training
             closed, _, _ = eqx.filter_make_jaxpr(ft.partial(call, fn))(*args)
-    except Exception:  # it will raise again where it is traced for training, with a note
+    except Exception:  # raised again, with a note, when it is traced for training
         return [False] * len(jax.tree.leaves(args[0]))
     return unused_inputs(closed.jaxpr)[: len(jax.tree.leaves(args[0]))]
 

@@ -80,7 +80,7 @@ def check_record(meta: Any, folder: Any) -> Mapping[str, Any]:
 
 
 def check_same_call(saved: Mapping[str, str], now: Mapping[str, str], folder: Any, *, name: str = "fit") -> None:
-    """Raises unless the call is the one that was interrupted."""
+    """Raises unless the call matches the one that was interrupted."""
     words = [*saved, *(word for word in now if word not in saved)]
     differ = [word for word in words if saved.get(word) != now.get(word)]
     if differ:

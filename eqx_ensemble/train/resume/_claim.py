@@ -12,7 +12,7 @@ from ...distributed._collectives import raise_on_all
 
 
 class Claim:
-    """The claim of a run on its folder: a lock that one process holds for all processes of the run.
+    """A run's lock on its folder, held by one process for all processes of the run.
 
     Object stores have no locks.
     """
@@ -40,7 +40,7 @@ class Claim:
             self._lock.release()
 
     def _call(self, job: Callable[[RunLock], None]) -> None:
-        """Calls `job` with the lock in the process that has it; its error is raised in all processes."""
+        """Calls `job` with the lock in the process that holds it; an error is raised in all processes."""
         failed = None
         try:
             if self._lock is not None:

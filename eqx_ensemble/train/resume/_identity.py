@@ -23,8 +23,8 @@ class Identity(NamedTuple):
 
     **Attributes:**
 
-    - `texts`: what identifies the call, by name.
-    - `traced`: the names of texts that can be compared under the same versions of the libraries only.
+    - `texts`: the texts that identify the call, by name.
+    - `traced`: the names of texts that are comparable only under the same versions of the libraries.
     - `programs`: the digests of loss, score and optimiser.
     - `value`, `aux`: the shapes of a member's loss and of its auxiliary outputs.
     """
@@ -66,7 +66,7 @@ def identity(
 
 
 def _revive_text(how: Revive, hyper: PyTree) -> str:
-    """A text for a `Revive`: its functions by their programs, not by their addresses."""
+    """A text for a `Revive`, with its functions by their programs, not by their addresses."""
     key = jax.random.key(0)
     make = None if how.make is None else function_text(how.make, key)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), hyper)
@@ -106,7 +106,7 @@ def _score(score: Loss, moving: MemberState, fixed: MemberConstants, shared: PyT
 
 
 def optimiser_step(optimiser: Optimiser, hyper: PyTree, moving: MemberState, member_id: Any, value: Any) -> PyTree:
-    """The optimiser's part of a step; which loss a line search calls here does not matter."""
+    """The optimiser's part of a step; the loss that a line search evaluates here is arbitrary."""
     params = moving.params
     some_loss = lambda params: jnp.asarray(sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(params)), value.dtype)
     first = init_member(optimiser, params, hyper, member_id)

@@ -76,7 +76,7 @@ class Saver:
         self._claim.release()
 
     def claim(self) -> None:
-        """Takes the folder for this run, before its first step: a complete run is only read."""
+        """Locks the folder before the first step of the run; a complete run is only read."""
         self._claim.take(self._seen)
 
     def resume(self, start: Start, identity: Identity) -> Start:
@@ -107,7 +107,7 @@ class Saver:
         )
 
     def _like(self, start: Start, contents: Contents) -> dict[str, Any]:
-        """The shapes in a checkpoint of this run; raises for one of another run."""
+        """The shapes in a checkpoint of this run; raises if it belongs to another run."""
         meta, now = check_record(contents.meta, self.folder), _conditions()
         texts = dict(self._identity.texts)
         saved = meta["identity"]
@@ -151,7 +151,7 @@ class Saver:
         cursor: Cursor,
         seconds: float,
     ) -> None:
-        """Saves all members. An error is kept in `failed`, so that the run can end in order."""
+        """Saves all members. An `OSError` is kept in `failed`, so that the run can end cleanly."""
         history = record.curves()
         tree = _tree(carry, fixed, self._shared, self._ids, history)
         scores = history.validation

@@ -6,17 +6,17 @@ from ._identity import Identity
 
 @final
 class Round:
-    """The folder of a run that is one of several of a method, as its `checkpoint`.
+    """The `checkpoint` of a run that is one of several runs of a method.
 
-    The first run of a process begins with the arguments of the method's call: its identity is that of the call, and it
-    resumes where a process before it stopped. The runs after it go on from runs, and only write.
+    The first run in a process starts from the arguments of the method's call: it has the identity of that call, and
+    resumes where an earlier process stopped. Later runs continue a run of this process, and only write.
 
     **Attributes:**
 
-    - `folder`: that of this run.
+    - `folder`: the folder of this run.
     - `name`: the method's name in messages.
-    - `own`, `functions`: the method's own arguments as texts, which are a part of the identity. Those of functions can
-        be compared under the same versions of the libraries only.
+    - `own`, `functions`: texts of the method's own arguments, which are part of the identity. Those of functions are
+        comparable only under the same versions of the libraries.
     - `identity`: the identity of the call, known after the first run of this process.
     """
 
@@ -37,11 +37,11 @@ class Round:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run goes on from one of this process."""
+        """Whether the run continues one of this process."""
         return self.identity is not None
 
     def identify(self, run: Identity) -> Identity:
-        """The identity of the call, where that of this run is `run`."""
+        """The identity `run` of this run, replaced by that of the call."""
         if self.identity is None:
             self.identity = self.own | self.functions | run.texts
         return run._replace(texts=self.identity, traced=(*run.traced, *self.functions))

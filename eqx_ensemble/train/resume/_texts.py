@@ -25,7 +25,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def option_text(option: Any) -> str:
-    """A text for a number, a word, a key, or one number per member, regardless of the type of a number."""
+    """A text for a number, a string, a key, or one number per member, regardless of the type of a number."""
     if option is None or isinstance(option, str):
         return repr(option)
     if is_typed_key(option):
@@ -58,7 +58,7 @@ def program_text(fn: Callable[..., Any], *args: PyTree) -> tuple[str, PyTree]:
     digest = hashlib.sha256(text.encode())
     for constant in _constants(jaxpr):
         _add(digest, "", constant)
-    digest.update(digest_of(constant_out).encode())  # numbers that it returns as they are
+    digest.update(digest_of(constant_out).encode())  # constants among its outputs
     return digest.hexdigest(), out
 
 
@@ -120,7 +120,7 @@ def _add_part(digest: Any, x: Any, seen: dict[int, tuple[int, Any]]) -> None:
     elif id(x) in seen:
         digest.update(f"number {seen[id(x)][0]}".encode())
     else:
-        seen[id(x)] = len(seen), x  # kept alive, so that no other object takes over its id
+        seen[id(x)] = len(seen), x  # kept alive, so that its id is not reused
         parts = static_parts(x)
         digest.update(f"{type(x).__qualname__} {'' if parts else _ADDRESS.sub('', repr(x))}".encode())
         if isinstance(x, types.FunctionType):
