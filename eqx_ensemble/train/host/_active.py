@@ -22,15 +22,15 @@ _FEWEST = 4  # with fewer than three members, compilers order sums differently, 
 
 
 class ActiveMembers:
-    """The members in the compiled arrays, and the last state of those that are not.
+    """The members in the compiled arrays, and the last state of those that were removed.
 
-    Members that no longer train are removed to save compute, and are back in their order at the end. The remaining
-    members are unaffected: their rows and their randomness follow from their ids.
+    Members that no longer train are removed to save compute, and restored in their order at the end. The remaining
+    members are unaffected: their rows and their random streams depend only on their ids.
 
     **Attributes:**
 
-    - `slots`: which members the compiled arrays hold.
-    - `inputs`, `carry`: what a compiled call reads and changes, of these members.
+    - `slots`: the members in the compiled arrays.
+    - `inputs`, `carry`: the inputs and the carry of a compiled call, for these members.
     """
 
     def __init__(self, inputs: Inputs, carry: Carry, layout: Layout | None) -> None:
@@ -41,7 +41,7 @@ class ActiveMembers:
         self.inputs, self.carry = inputs, carry
 
     def begin(self) -> None:
-        """Puts the members on their devices, and copies of the last one that pad them."""
+        """Shards the members over their devices, padded with copies of the last one."""
         layout, inputs, carry = self.slots.layout, self.inputs, self.carry
         if layout is None:
             return
@@ -69,12 +69,12 @@ class ActiveMembers:
 
     @property
     def last_step(self) -> int | None:
-        """The number of steps after which the last member stopped, once none trains any more."""
+        """The number of steps after which the last member stopped; `None` while any member trains."""
         if (self.status == Status.OK).any():
             return None
         moving = self.all().moving
         status, stopped_at, fault = to_host((moving.status, moving.stopped_at, moving.fault))
-        # The loss of a step in which weights failed is recorded, one that is not finite is not.
+        # The loss of a step in which weights failed is recorded, a loss that is not finite is not.
         return int((stopped_at + ((status == Status.DIVERGED) & (fault > 0))).max())
 
     @property
@@ -89,7 +89,7 @@ class ActiveMembers:
         return Carry(moving, selection, self.carry.step)
 
     def replace(self, carry: Carry, fixed: MemberConstants) -> None:
-        """Takes a carry and constants that were changed outside of a compiled program."""
+        """Replaces the carry and the constants after a change outside of a compiled program."""
         slots = self.slots
         own = slots.without_pads(fixed)
         own = own if slots.complete else _put(self.constants, own, slots.members)
@@ -98,7 +98,7 @@ class ActiveMembers:
         self.inputs, self.carry = dataclasses.replace(self.inputs, fixed=fixed), Carry(moving, selection, carry.step)
 
     def shrink(self, width: int) -> None:
-        """Keeps `width` members in the compiled arrays: those that train, and as many others as that takes."""
+        """Keeps `width` members in the compiled arrays: those that train, filled up with others."""
         members = self.slots.members
         status = to_host(self.carry.moving.status)[: len(members)]
         chosen = np.sort(np.argsort(status != Status.OK, kind="stable")[:width])
@@ -112,9 +112,9 @@ class ActiveMembers:
 
 
 def width_for(members: ActiveMembers, plan: AbstractPlan) -> int:
-    """The least width that holds the members that train: all, 5/6 or 2/3 of them, or halves, quarters, ... of these.
+    """The smallest width that holds all members that train: 1, 5/6 or 2/3 of all, or a half, a quarter, ... of these.
 
-    If the plan takes a few members at a time, these are whole chunks.
+    If the plan runs a few members at a time, each device has whole chunks.
     """
     training = int((to_host(members.carry.moving.status) == Status.OK).sum())
     count, layout = members.slots.num_members, members.slots.layout
@@ -129,7 +129,7 @@ def width_for(members: ActiveMembers, plan: AbstractPlan) -> int:
 
 @eqx.filter_jit
 def _stop_pads(status: Int8[Array, " members"], real: Bool[Array, " members"]) -> Int8[Array, " members"]:
-    """Members that pad others have stopped before they begin."""
+    """Marks padding as stopped, so that it is not trained."""
     return jnp.where(real, status, jnp.int8(Status.STOPPED))
 
 

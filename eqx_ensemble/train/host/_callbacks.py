@@ -19,9 +19,9 @@ from ._stopping import Stopping
 
 
 class Callbacks:
-    """Calls the callbacks of a run between chunks, and stops what they ask to stop.
+    """Calls the callbacks of a run between chunks, and stops the members or the run that they select.
 
-    All processes call theirs at the same steps, and the answers of the first count.
+    All processes call theirs at the same steps, and the return values of the first process are used.
 
     **Attributes:**
 
@@ -46,7 +46,7 @@ class Callbacks:
         self._begun, self._has_run = begun, False
 
     def call(self, members: ActiveMembers, source: AbstractSource) -> None:
-        """Calls them after a chunk, if it is time; not where none of its steps counts."""
+        """Calls the callbacks after a chunk, if it is time and the chunk added steps or validations."""
         self._has_run = True
         if not self._callbacks or not self._new.any:
             return
@@ -58,7 +58,7 @@ class Callbacks:
                 self._stopping.end()
 
     def finish(self, members: ActiveMembers, source: AbstractSource) -> None:
-        """Calls them at the end of a run, if anything is new. Members that they want to stop have ended, too."""
+        """Calls the callbacks at the end of a run, if anything is new. Members that they select have ended already."""
         if self._callbacks and self._has_run and self._new.any_left:
             ends, _ = self._answers(members, source, last=True)
             if ends:
@@ -89,7 +89,7 @@ class Callbacks:
     def _agree(
         self, asked: np.ndarray, error: Exception | None, members: ActiveMembers, source: AbstractSource
     ) -> np.ndarray:
-        """The answers of the first process; the run is saved and ends in all processes if a callback raised in any."""
+        """The return values of the first process. If a callback raised in any, saves the run and raises in all."""
         gathered = all_gather(np.append(asked, error is not None))
         failed = gathered[:, -1]
         if failed.any() and jax.process_count() > 1:

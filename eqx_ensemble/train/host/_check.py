@@ -4,7 +4,7 @@ import jax
 
 
 def check_not_given_again(given: list[str]) -> None:
-    """Raises if something is given that the training state already has."""
+    """Raises for arguments that the training state already contains."""
     if given:
         words = ", ".join(f"`{name}`" for name in given)
         raise TypeError(

@@ -36,7 +36,7 @@ class Columns:
         return sum(map(len, self._ends))
 
     def add(self, outputs: PyTree, step: int, num_steps: int) -> None:
-        """Outputs `(windows, members, ...)` of `num_steps` steps after `step`."""
+        """Adds outputs `(windows, members, ...)` of `num_steps` steps after `step`."""
         if self._outputs or self.has_open:
             parts = (self.parts()[0][-1], outputs)
             check_same_outputs(*(jax.tree.map(lambda x: x[0], part) for part in parts))
@@ -46,7 +46,7 @@ class Columns:
         self.restore(outputs, self.windows.ends(step, num_steps), last_is_open=still_open)
 
     def restore(self, outputs: PyTree, ends: np.ndarray, *, last_is_open: bool) -> None:
-        """Outputs of windows with these ends, as they are."""
+        """Adds outputs of windows with these ends, unchanged."""
         self._open = None
         if last_is_open:
             self._open = (jax.tree.map(lambda x: x[-1:], outputs), ends[-1:])
@@ -56,7 +56,7 @@ class Columns:
             self._ends.append(ends)
 
     def parts(self, since: int = 0, *, with_open: bool = True) -> tuple[list[PyTree], list[np.ndarray]]:
-        """All parts but the first ones, at least one, and the ends of their windows."""
+        """The parts from `since` on, at least one, and the ends of their windows."""
         outputs, ends = self._outputs[since:], self._ends[since:]
         if self._open is not None and with_open:
             outputs, ends = [*outputs, self._open[0]], [*ends, self._open[1]]
@@ -67,9 +67,9 @@ class Columns:
 
 
 def _continue_window(outputs: PyTree, window: PyTree) -> PyTree:
-    """Outputs `(windows, members, ...)` of which the first continues a window.
+    """Merges outputs `(windows, members, ...)` whose first window continues `window`.
 
-    There members without a finite loss keep what they have: they stopped earlier, or diverged.
+    In that window, members without a finite loss, which stopped earlier or diverged, keep their old outputs.
     """
     finite = np.isfinite(outputs[0][0])
 

@@ -56,7 +56,7 @@ def execute(
     callback_every: int | None,
     key: Any,
 ) -> Run:
-    """Runs the training loop with all that it works with, and collects the run."""
+    """Sets up and runs the training loop, and collects the run."""
     first, record, plan = start.state, start.record, program.plan
     carry = Carry(stop_at_limits(first.moving, limits, first.step), start.selection, first.step)
     inputs = Inputs(first.fixed, first.shared, source.data, validation, limits, source.order)
@@ -97,9 +97,9 @@ def execute(
 
 @contextlib.contextmanager
 def _attach_run(host: Host, source: AbstractSource, collect: Any) -> Iterator[None]:
-    """Attaches the run so far to an error that ends it, and saves it where a checkpoint is given.
+    """Attaches the run so far to an error that ends it, and saves it if a checkpoint is given.
 
-    Of several processes one may be alone with its error, and would wait for the others in vain.
+    With several processes it does neither: one may be alone with its error, and would block while it waits for others.
     """
     record, saving = host.recording.record, host.saving
     first_step = record.steps
@@ -118,14 +118,14 @@ def _attach_run(host: Host, source: AbstractSource, collect: Any) -> Iterator[No
 
 
 def _is_gone(carry: Carry) -> bool:
-    """Whether a program that failed had been given the only copy."""
+    """Whether a failed call has donated the only copy."""
     return any(x.is_deleted() for x in jax.tree.leaves(carry) if isinstance(x, jax.Array))
 
 
 def collect_run(
     start: Start, host: Host, source: AbstractSource, plan: AbstractPlan, revivals: list[Revival], *, interrupted: bool
 ) -> Run:
-    """The run: all members in their order, each at its best weights if there are any."""
+    """The run: all members in their order, each with its best weights if there are any."""
     first, cursor = start.state, source.cursor
     carry, fixed = host.members.all(), host.members.constants
     status, last_step = to_host(carry.moving.status), host.members.last_step
@@ -164,7 +164,7 @@ def collect_run(
 
 
 def _rows_of_all(before: np.ndarray | None, now: np.ndarray | None) -> np.ndarray | None:
-    """The rows that members have seen in this run and in those before it; `None` where that is all of them."""
+    """The rows that members have seen in this run and in earlier ones; `None` if that is all of them."""
     if before is None or now is None:
         return None
     return now if before.size == 0 or np.array_equal(before, now) else np.concatenate([before, now], axis=1)

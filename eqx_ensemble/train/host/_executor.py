@@ -25,25 +25,25 @@ class Executor:
 
     @property
     def program(self) -> Program:
-        """The program under its present plan."""
+        """The program under the current plan."""
         if self._program.plan is not self._pilot.plan:
             self._program = dataclasses.replace(self._program, plan=self._pilot.plan)
         return self._program
 
     @property
     def key(self) -> Hashable:
-        """What the present program depends on; `None` if it cannot be hashed."""
+        """The key of the current program; `None` if it cannot be hashed."""
         return key_of(self.program, self._members.inputs, self._members.carry)
 
     def call(self, work: AbstractWork) -> tuple[Carry, PyTree]:
-        """Runs the work: the carry after it, and its results, which the device may still be computing."""
+        """Runs the work. Returns the carry and the results, which the device may still be computing."""
         inputs, batch, compiled = self._members.inputs, work.batch, work.compiled
         if not self._pilot.is_trial:
             return compiled((self.program, inputs, batch), self._members.carry)
         return self._pilot.call(lambda plan, carry: compiled((self.program, inputs, batch), carry), self._members.carry)
 
     def inspect(self, *, data: PyTree = None, steps_inside: bool = False, scan: bool | None = None) -> Program:
-        """Analyses a step, on the batch `data` where one is given, if the plan is still to be chosen."""
+        """Analyses a step, on the batch `data` if given, to choose the plan. Returns the program under it."""
         program = dataclasses.replace(self._program, plan=Vmap(), layout=None)
         layout, carry, inputs = self._program.layout, self._members.carry, self._members.inputs
         inputs = inputs if data is None else dataclasses.replace(inputs, data=data)
@@ -54,7 +54,7 @@ class Executor:
         return self.program
 
     def cost(self) -> Cost:
-        """What one member's step costs."""
+        """The cost of one member's step."""
         program = dataclasses.replace(self.program, layout=None)
         leaves, treedef = jax.tree.flatten((program, self._members.inputs, self._members.carry))
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x for x in leaves)

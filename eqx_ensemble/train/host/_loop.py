@@ -23,7 +23,7 @@ from ._stopping import Stopping
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """The collaborators of the loop."""
+    """The components of the training loop."""
 
     executor: Executor
     members: ActiveMembers
@@ -34,7 +34,7 @@ class Host:
     callbacks: Callbacks
 
     def should_stop(self) -> bool:
-        """Whether the run ends here."""
+        """Whether to end the run."""
         return self.stopping.should_stop(self.members, begun=self.recording.record.has_steps)
 
 
@@ -64,7 +64,7 @@ def run(source: AbstractSource, host: Host, length: Length, cursor: Cursor) -> N
             continue
         recording.add(outcome, members.slots)
         members.carry = carry
-        source.advance(work, outcome)  # where a member diverged, parts of the work come next
+        source.advance(work, outcome)  # after a divergence, parts of the work come next
         steps_left = None if source.last_step is None else source.last_step - record.steps
         if not outcome.rest:
             seconds, width = time.perf_counter() - started, len(members.slots.index)
@@ -83,9 +83,9 @@ def run(source: AbstractSource, host: Host, length: Length, cursor: Cursor) -> N
 
 
 def drop_inactive(host: Host, steps_left: int | None) -> None:
-    """Removes members that no longer train from the compiled arrays, when that pays.
+    """Removes members that no longer train from the compiled arrays, if that saves time.
 
-    A run of unknown length is assumed to last as long again as it has lasted.
+    The remaining length counts up to the steps done so far; if it is unknown, it is assumed to equal them.
     """
     executor, members, pacing, recording = host.executor, host.members, host.pacing, host.recording
     if pacing.is_trial:
@@ -99,7 +99,7 @@ def drop_inactive(host: Host, steps_left: int | None) -> None:
 
 
 def _setting(host: Host, length: Length, cursor: Cursor) -> Setting:
-    """What the source has to know of the run."""
+    """The setting of the run, for its source."""
     executor, members = host.executor, host.members
     steps = members.inputs.limits.steps
     limits = np.unique(np.asarray([] if steps is None else to_host(steps), np.int64))
@@ -111,12 +111,12 @@ def _setting(host: Host, length: Length, cursor: Cursor) -> Setting:
 
 
 def _can_halve(work: AbstractWork) -> bool:
-    """Whether work that raised can be run again in halves, so that the run ends just before what raises."""
+    """Whether work that raised can be rerun in halves, so that the run ends just before the failing step."""
     return work.may_raise and work.num_steps > 1 and jax.process_count() == 1
 
 
 def _validate_last(host: Host) -> None:
-    """Validates where a run ends within an epoch, so that every member's last weights are scored."""
+    """Validates a run that ends within an epoch: all members that train, or only stopped ones if it ended early."""
     program, members, recording = host.executor.program, host.members, host.recording
     if program.score is None or recording.record.is_validated:
         return
@@ -136,7 +136,7 @@ def validate(program: Program, members: ActiveMembers, recording: Recording, occ
 
 
 def validate_stopped(program: Program, members: ActiveMembers, recording: Recording) -> None:
-    """Scores members that stopped within an epoch, if there are any whose last weights no validation has seen."""
+    """Scores members that stopped within an epoch, if the last weights of any are not validated yet."""
     moving, selection = members.carry.moving, members.carry.selection
     if program.score is None or selection is None:
         return

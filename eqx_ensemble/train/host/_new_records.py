@@ -4,7 +4,7 @@ from ._record import History, Record, Taken
 
 
 class NewRecords:
-    """What is recorded since it was last taken, after `steps` steps."""
+    """The records since the last `take`, which was after `steps` steps."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -18,7 +18,7 @@ class NewRecords:
 
     @property
     def steps(self) -> int:
-        """The number of steps done when it was last taken."""
+        """The number of steps done at the last `take`."""
         return self._taken.steps
 
     @property
@@ -28,13 +28,13 @@ class NewRecords:
 
     @property
     def any_left(self) -> bool:
-        """Whether there are, or a window that was left out because it had not ended."""
+        """Whether there are, or a window that the last `take` left out because it had not ended."""
         return self.any or not self._all_taken
 
     def take(self, *, last_step: int | None, ends: bool) -> tuple[History, int]:
-        """The new curves, and the last step; trimmed as those of the run if no member trains after `last_step`.
+        """The new curves and the last step; trimmed like those of the run if no member trains after `last_step`.
 
-        Without the last window if it has not ended, unless the run `ends`.
+        A last window that has not ended is left out, unless the run `ends`.
         """
         record, taken, num_windows = self._record, self._taken, self._num_windows
         self._taken, self._num_windows = self._now, record.columns.num_ended

@@ -18,7 +18,7 @@ _MOST_KNOWN = 256
 
 @dataclasses.dataclass
 class _Known:
-    """What runs of one program have shown, of all members and then of fewer."""
+    """Timings of one program in earlier runs, with all members and with fewer."""
 
     seconds_per_step: float | None = None  # of all members
     seconds_to_compile: float = 0.0
@@ -30,12 +30,12 @@ _LOCK = threading.Lock()
 
 
 class Pacing:
-    """How long steps take, and so how many make a chunk, and whether fewer members are worth another program.
+    """Measures steps, to set the length of chunks and to decide whether fewer members are worth another program.
 
     **Attributes:**
 
-    - `steps`: the steps of the next chunk: about a second's, or a fifth of that where members may stop, which is
-        noticed between chunks.
+    - `steps`: the number of steps of the next chunk: about a second, or a fifth of one if members may stop, which is
+        checked between chunks.
     """
 
     def __init__(self, pilot: Pilot, *, members_stop: bool = False) -> None:
@@ -49,7 +49,7 @@ class Pacing:
         self._widest: tuple[int, float] | None = None
 
     def recall(self, key: Hashable) -> None:
-        """Begins at the pace of an earlier run of the same program, if there was one: its chunks need not grow."""
+        """Starts at the pace of an earlier run of the same program, if any, instead of growing the chunks."""
         if self._pilot.watching or jax.process_count() > 1 or key is None:
             return
         with _LOCK:
@@ -62,7 +62,7 @@ class Pacing:
             self.steps = max(int(self._seconds_per_chunk / max(seconds, 1e-6)), 1)
 
     def measure(self, steps: int, seconds: float, *, width: int, steps_left: int | None) -> None:
-        """Learns from the time that steps of `width` members took; a new program's first time is the compiler's."""
+        """Records the time of steps of `width` members; the first time of a new program includes its compilation."""
         first, self._is_fresh, seconds = self._is_fresh, False, broadcast_from_first(seconds)
         known = self._known
         if first:
@@ -83,7 +83,7 @@ class Pacing:
         return min(_SECONDS_PER_CHUNK, _SECONDS_UNTIL_NOTICED) if self._members_stop else _SECONDS_PER_CHUNK
 
     def _measure_width(self, width: int) -> None:
-        """Learns how time depends on the number of members, from the widest arrays of this run and the present ones."""
+        """Estimates how time depends on the number of members, from the widest and the current arrays of this run."""
         if self._widest is None:
             self._widest = (width, self._seconds_per_step)
         widest, seconds = self._widest
@@ -94,7 +94,7 @@ class Pacing:
             self._speedup = float(np.clip(gain, 0, 1))
 
     def pays(self, width: int, before: int, steps_left: int) -> bool:
-        """Whether the time that `width` members save, instead of `before`, is more than another program costs."""
+        """Whether the time saved by `width` members instead of `before` exceeds the cost of another program."""
         if width == before:
             return False
         seconds_left, known = steps_left * self._seconds_per_step, self._known
@@ -112,6 +112,6 @@ class Pacing:
         self._pilot.settle()
 
     def halve(self, steps: int) -> int:
-        """Makes the next chunks half of `steps`."""
+        """Sets the next chunks to half of `steps`. Returns it."""
         self.steps = steps // 2
         return self.steps

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """Records what steps and validations report, and shows it in a progress line."""
+    """Records the outputs of steps and validations, and shows them in a progress line."""
 
     def __init__(self, record: Record, line: "tqdm") -> None:
         self.record, self._line = record, line
 
     def start(self, total: int | None, done: int) -> None:
-        """Sets the length of the progress line, and what is done of it."""
+        """Sets the length and the position of the progress line."""
         self._line.total, self._line.n = total, done
 
     def add(self, outcome: Outcome, slots: Slots) -> None:
@@ -30,11 +30,11 @@ class Recording:
                 self.add_scores(scores, slots)
 
     def add_scores(self, scores: Any, slots: Slots, *, of_all: bool = True) -> None:
-        """Records validation scores `(slots,)`; or those only of members that stopped before."""
+        """Records validation scores `(slots,)`, of all members or only of stopped ones."""
         self.record.add_scores(slots.expand(np.asarray(scores)[None])[0], of_all=of_all)
 
     def report(self, steps: int, members: ActiveMembers) -> None:
-        """Moves the progress line on by `steps`, if it is shown."""
+        """Advances the progress line by `steps`, if it is shown."""
         if self._line.disable:
             return
         selection, status = members.carry.selection, members.status

@@ -16,7 +16,7 @@ from ._active import ActiveMembers
 
 
 class Reviver:
-    """Revives members during a run, and counts how often each was."""
+    """Revives members during a run, and counts the revivals of each."""
 
     def __init__(
         self, how: Revive, optimiser: Optimiser, shared: PyTree, ids: Array, before: list[Revival], *, key: Any
@@ -27,7 +27,7 @@ class Reviver:
         self._times = (self._ids[:, None] == [revival.member for revival in before]).sum(axis=1)
 
     def revive(self, members: ActiveMembers) -> None:
-        """Revives the members that diverged, but for those that were revived often enough."""
+        """Revives the members that diverged, except those that were revived `most` times already."""
         slots, carry, inputs = members.slots, members.carry, members.inputs
         lost = np.flatnonzero(to_host(carry.moving.status) == Status.DIVERGED)
         lost = lost[self._times[slots.members[lost]] < self._how.most]

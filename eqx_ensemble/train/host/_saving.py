@@ -8,7 +8,7 @@ from ._record import Record
 
 
 class Saving:
-    """Saves a run, if a checkpoint is given, and measures how long it takes."""
+    """Saves a run, if a checkpoint is given, and measures its duration."""
 
     def __init__(self, saver: Saver | None, record: Record, revivals: list[Revival] | None) -> None:
         self._saver, self._record, self._revivals = saver, record, revivals
@@ -26,7 +26,7 @@ class Saving:
 
     @property
     def seconds(self) -> float:
-        """Since the call began, what it took before it was resumed included."""
+        """The time since the call began, including the time before it was resumed."""
         return time.perf_counter() - self._started
 
     @property
@@ -54,6 +54,6 @@ class Saving:
         )
 
     def wait(self) -> None:
-        """Returns when the last save is done."""
+        """Waits for the last save."""
         if self._saver is not None:
             self._saver.wait()

@@ -28,10 +28,10 @@ from ._record import Record
 
 
 class Start(NamedTuple):
-    """Where a run starts, and what is known from before: `rows` are `None` where all have been seen.
+    """The start of a run, with the results of earlier runs; `rows` is `None` if one of these used all rows.
 
-    `begun` is the step at which the call that resumes there began, and `seconds` the duration of the run that this call
-    continues.
+    `begun` is the step at which the call that resumes there began, and `seconds` the duration of the runs that this
+    call continues.
     """
 
     state: TrainState
@@ -45,17 +45,17 @@ class Start(NamedTuple):
 
 
 def layout_of(mesh: Mesh | None, begun: Any) -> Layout | None:
-    """The layout of a run's members: on the mesh given, or as they are sharded already."""
+    """The layout of a run's members: on the given mesh, or as they are sharded already."""
     state = begun.train_state if isinstance(begun, Run) else begun
     if not isinstance(state, TrainState | Ensemble):
-        return None  # which is refused in a moment
+        return None  # rejected by a later check
     layout = layout_for(mesh, state.moving.params if isinstance(state, TrainState) else state.stacked, name="fit")
     if layout is not None:
         warn_of_padding(state.num_members, layout.members)
     return layout
 
 
-@nan_is_data()  # the scores that none is worse than are infinite
+@nan_is_data()  # the initial scores are infinite
 def start_of(
     begun: Ensemble | TrainState | Run,
     optimiser: Optimiser,
@@ -102,7 +102,7 @@ def start_of(
 def with_validation(
     start: Start, score: Loss | None, validation: PyTree, layout: Layout | None
 ) -> tuple[Start, PyTree]:
-    """The start, for scores of the dtype that `score` returns, and the validation data on the device."""
+    """The start, with scores of the dtype that `score` returns, and the validation data on the device."""
     first = start.state
     validation, _ = on_device(validation, first.num_members, argument="validation", name="fit", layout=layout)
     assert start.selection is not None

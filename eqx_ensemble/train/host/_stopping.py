@@ -21,11 +21,11 @@ _SECONDS = 1.0
 
 
 class Interruption:
-    """Holds Ctrl-C back until the state of a run is consistent.
+    """Defers Ctrl-C until the state of a run is consistent.
 
-    Between a donated call and the assignment of its result, the old state is gone and the new one has no name: a
-    `KeyboardInterrupt` there loses both. Inside this context the first Ctrl-C is only noted; the second one raises.
-    Where the run is saved, so is a signal of `checkpoint.exit_on_signal`.
+    Between a donating call and the assignment of its result, the old state is deleted and the new one not yet assigned:
+    a `KeyboardInterrupt` there loses both. In this context the first Ctrl-C is only recorded; the second one raises. If
+    the run is saved, a signal of `checkpoint.exit_on_signal` is deferred as well.
     """
 
     def __init__(self, *, is_saved: bool) -> None:
@@ -35,7 +35,7 @@ class Interruption:
 
     @property
     def is_requested(self) -> bool:
-        """Whether the run is to end."""
+        """Whether the end of the run is requested."""
         return self._noted or (self._is_saved and is_exit_asked())
 
     def __enter__(self) -> "Interruption":
@@ -86,20 +86,21 @@ class Stopping:
 
     @property
     def seconds_between_looks(self) -> float:
-        """How long steps on batches may follow each other before the host looks at their results; 0 for every step.
+        """The time between inspections of the results of steps on batches; 0 for every step.
 
-        A member that diverges ends the run or is revived before the next step, and processes look at the same steps.
+        It is 0 if a diverged member must end the run or be revived before the next step, and with several processes,
+        which must inspect the same steps.
         """
         if self._most_lost is not None or self._reviver is not None or jax.process_count() > 1:
             return 0.0
         return _SECONDS if self._max_seconds is None else _SECONDS / 100
 
     def must_end(self) -> bool:
-        """Whether the run ends whatever its members do: it is interrupted, or cannot be saved."""
+        """Whether the run ends regardless of its members: it is interrupted, or cannot be saved."""
         return self._interruption.is_requested or self._saving.error is not None
 
     def should_stop(self, members: ActiveMembers, *, begun: bool) -> bool:
-        """Whether the run ends: interrupted, not to be saved, no member trains, or one diverged that must not."""
+        """Whether the run ends: it is interrupted, a save failed, no member trains, or one diverged under `"raise"`."""
         status = to_host(members.carry.moving.status)
         if self._saving.error is not None:
             return True
