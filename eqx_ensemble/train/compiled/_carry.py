@@ -9,7 +9,7 @@ from ._selection import Selection
 
 
 class Carry(eqx.Module):
-    """What a run changes, stacked; donated to every chunk."""
+    """The arrays that a run changes, stacked; donated to every chunk."""
 
     moving: MemberState
     selection: Selection | None
@@ -17,7 +17,7 @@ class Carry(eqx.Module):
 
 
 class Inputs(eqx.Module):
-    """What a run only reads, of all members or of those that are active; without an order, data are a batch."""
+    """The arrays that a run only reads, of all members or of the active ones; without an order, data are a batch."""
 
     fixed: MemberConstants
     shared: PyTree

@@ -104,7 +104,7 @@ def check_made_optimiser(value: Any, *, name: str) -> None:
 
 
 def check_state_after(new: Any, old: Any, *, what: str) -> None:
-    """Raises if a step changed the structure, the shapes or the dtypes of what it updates."""
+    """Raises if a step changed the structure, the shapes or the dtypes of a state or of parameters."""
     before, after = jax.tree_util.tree_flatten_with_path(old)[0], jax.tree_util.tree_flatten_with_path(new)[0]
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise TypeError(

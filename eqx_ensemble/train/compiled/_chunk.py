@@ -21,7 +21,7 @@ from ._windows import no_outputs, put_outputs
 
 
 class Chunk(eqx.Module):
-    """Several pieces of at most `most_steps` full batches each, so that one compiled program runs any of them."""
+    """Several pieces of at most `most_steps` full batches each, padded, so that one program runs all chunks."""
 
     num_full: Int[Array, " pieces"]
     ends_epoch: Bool[Array, " pieces"]
@@ -32,15 +32,15 @@ class Chunk(eqx.Module):
 def run_chunk(
     read: tuple[Program, Inputs, Chunk], carry: Carry
 ) -> tuple[Carry, tuple[Int[Array, ""], Bool[Array, ""], Int[Array, ""], PyTree, PyTree]]:
-    """Runs the pieces of a chunk, up to the first in which a member turns out to have failed at an unknown step.
+    """Runs the pieces of a chunk, up to the first in which a member failed at an unknown step.
 
-    That piece is undone, so that its parts can be run instead. Checking a piece as a whole costs its loop over steps
-    nothing.
+    That piece is reverted, so that its parts can be run instead. Checking only whole pieces keeps the checks out of the
+    loop over steps.
 
     A program that `halts` ends its chunk after a piece in which a member failed.
 
-    **Returns:** the number of good pieces; whether the next one has to be run in parts; at which of its steps a loss
-    was not finite first, `NEVER` if none was; the outputs of the windows of the good pieces, `(members, windows, ...)`;
+    **Returns:** the number of good pieces; whether the next one must be run in parts; the first of its steps at which a
+    loss was not finite, or `NEVER`; the outputs of the windows of the good pieces, `(members, windows, ...)`;
     and the scores of validations, `(pieces, members)`.
     """
     program, inputs, chunk = read
@@ -91,21 +91,21 @@ def run_chunk(
 
 
 def run_batch(read: tuple[Program, Inputs, PyTree], carry: Carry) -> tuple[Carry, PyTree]:
-    """One step of all members on a batch that is not taken from the run's own data."""
+    """One step of all members on a given batch."""
     program, inputs, batch = read
     carry, outputs = program.guarded_step(dataclasses.replace(inputs, data=batch, validation=None), carry)
     return program.constrain(carry), outputs
 
 
 def run_validation(read: tuple[Program, Inputs, Int[Array, ""]], carry: Carry) -> tuple[Carry, PyTree]:
-    """A validation by itself, at the end of an epoch or on another occasion."""
+    """A separate validation, at the end of an epoch or on another occasion."""
     program, inputs, occasion = read
     carry, scores = program.validate(inputs, carry, occasion)
     return program.constrain(carry), scores
 
 
 compiled_chunk = FlatFunction(run_chunk, donate=True)
-# For programs that may raise while they run: the carry before the call is then the only one.
+# For programs that may raise while they run: only the carry before the call is left then.
 undonated_chunk = eqx.filter_jit(run_chunk)
 # A single step needs the old carry until the new one is checked: donating it would save nothing.
 compiled_batch = FlatFunction(run_batch, donate=False)

@@ -1,4 +1,4 @@
-"""Compiled calls of flat lists: flattening Modules and hashing what they hold takes as long as many small steps."""
+"""Compiled calls of flat lists: flattening Modules and hashing their contents takes as long as many small steps."""
 
 import functools as ft
 import weakref
@@ -23,7 +23,7 @@ def constants_of(leaves: list[Any]) -> tuple:
 
 
 class Kind:
-    """All of a tree but the values of its arrays, with a hash that is computed once."""
+    """Everything in a tree except the values of its arrays, with a hash that is computed once."""
 
     def __init__(self, treedef: Any, leaves: list[Any]) -> None:
         self.treedef = treedef
@@ -49,7 +49,7 @@ class Kind:
 
 
 class Flat(NamedTuple):
-    """A tree as a list of its arrays; `kind` is all else."""
+    """A tree as a list of its arrays; `kind` is everything else."""
 
     arrays: list[Any]
     kind: Kind
@@ -62,7 +62,7 @@ def _flatten(tree: PyTree) -> Flat:
 
 
 class _Known:
-    """Modules that were flattened, for as long as they live; what they hold is not changed in place."""
+    """A cache of flattened Modules, while they are alive; their contents must not be changed in place."""
 
     def __init__(self) -> None:
         self._flats: dict[int, tuple[weakref.ref, Flat]] = {}
@@ -75,7 +75,7 @@ class _Known:
         return self.remember(tree, _flatten(tree))
 
     def remember(self, tree: eqx.Module, flat: Flat) -> Flat:
-        """Keeps the arrays of `tree`."""
+        """Caches the arrays of `tree`."""
         address = id(tree)
         self._flats[address] = (weakref.ref(tree, lambda _: self._flats.pop(address, None)), flat)
         return flat
@@ -85,7 +85,7 @@ _known = _Known()
 
 
 def key_of(*trees: eqx.Module) -> Hashable:
-    """All of Modules but the values of their arrays; `None` if it cannot be hashed."""
+    """Everything in Modules except the values of their arrays; `None` if it cannot be hashed."""
     try:
         return tuple(_known.find(tree).kind for tree in trees)
     except TypeError:
@@ -95,8 +95,8 @@ def key_of(*trees: eqx.Module) -> Hashable:
 class FlatFunction:
     """A compiled `fn((program, inputs, batch), carry)`, which returns the next carry and results.
 
-    Program, inputs and a carry that it returned are flattened once. Functions that call Python, and carries that hold
-    more than arrays, are called by `equinox.filter_jit`.
+    Program, inputs and returned carries are flattened once. Functions that call Python, and carries that hold more than
+    arrays, are called by `equinox.filter_jit`.
     """
 
     def __init__(self, fn: Callable[..., Any], *, donate: bool) -> None:
@@ -104,12 +104,12 @@ class FlatFunction:
         self._filter_jit = eqx.filter_jit(fn, donate="all-except-first" if donate else "none")
 
     def __call__(self, read: tuple[eqx.Module, eqx.Module, PyTree], carry: eqx.Module) -> tuple[Any, PyTree]:
-        """The next carry and the results; `carry` is gone if it is donated."""
+        """The next carry and the results; `carry` is deleted if it is donated."""
         *constant, batch = read
         try:
             parts = [*map(_known.find, constant), _flatten(batch)]
             last = _known.find(carry)
-        except TypeError:  # something cannot be hashed, and is explained there
+        except TypeError:  # something cannot be hashed, which `filter_jit` explains
             return self._filter_jit(read, carry)
         program = _flat_program(self._fn, (*(part.kind for part in parts), last.kind), donate=self._donate)
         found = program([part.arrays for part in parts], last.arrays)
@@ -122,9 +122,9 @@ class FlatFunction:
 
 
 class _FlatProgram:
-    """A jitted function of flat lists: `None` where it has to be called by `equinox.filter_jit`.
+    """A jitted function of flat lists; it returns `None` if `equinox.filter_jit` must be used instead.
 
-    `result` is the kind of the carry that it returns, once it is traced.
+    `result` is the kind of the returned carry, known once it is traced.
     """
 
     def __init__(self, fn: Callable[..., Any], kinds: tuple[Kind, ...], *, donate: bool) -> None:

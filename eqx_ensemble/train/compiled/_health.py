@@ -14,8 +14,8 @@ from .._status import Status
 
 @contextlib.contextmanager
 def nan_is_data() -> Iterator[None]:
-    """Disables `jax_debug_nans` and `jax_debug_infs`: a NaN is one member's, and members that stopped report NaN."""
-    config: Any = jax.config  # whose attributes no stub lists
+    """Disables `jax_debug_nans` and `jax_debug_infs`: a NaN affects one member only, and stopped members report NaN."""
+    config: Any = jax.config  # its attributes are in no stub
     if not (config.jax_debug_nans or config.jax_debug_infs):
         yield
         return
@@ -35,10 +35,10 @@ def revert_diverged(
     """Keeps the steps of healthy members, and reverts the others.
 
     A member whose loss or weights are no longer finite keeps its last good weights and is marked diverged; a member
-    that had stopped keeps its state. Weights that are not finite stay so, since an update is added to them: checking
-    the last ones of `num_steps` steps checks all. If a member diverged at an unknown step of several, all members are
-    reverted, and the steps have to be run again in smaller parts. If `num_steps` is 0 all are reverted too: a program
-    with room for one step only has run it nevertheless.
+    that had stopped keeps its state. Weights that are not finite stay so, because an update is added to them: checking
+    the weights after `num_steps` steps checks all steps. If a member diverged at an unknown step of several, all
+    members are reverted, and the steps must be rerun in smaller parts. If `num_steps` is 0, all are reverted as well: a
+    program with room for one step only has run it nevertheless.
 
     **Arguments:**
 
@@ -77,7 +77,7 @@ def revert_diverged_one(
 
 
 def fault_path(fault: int, params: PyTree) -> str:
-    """Where a member first held something that is not finite, in words: the loss, or a path of its weights."""
+    """The first non-finite value of a member: `"loss"`, the path of a weight, or an empty string for none."""
     if fault < 0:
         return ""
     if fault == 0:

@@ -13,7 +13,7 @@ from .._status import Status
 
 
 class Limits(eqx.Module):
-    """When a member has done enough, and by how much a score has to be better; each `(members,)`, or `None`."""
+    """Each member's maximum number of steps, target score and minimum improvement, `(members,)`, or `None`."""
 
     steps: Int[Array, "*members"] | None = None
     target: Float[Array, "*members"] | None = None
@@ -32,7 +32,7 @@ def make_limits(max_steps: Any, target: Any, num_members: int, *, min_delta: flo
 
 
 def stop_at_limits(moving: MemberState, limits: Limits, step: Int[Array, ""]) -> MemberState:
-    """Stops the members that have done their steps."""
+    """Stops the members that have reached their maximum number of steps."""
     if limits.steps is None:
         return moving
     return stop_members(moving, limits.steps <= step, step)
@@ -46,6 +46,6 @@ def stop_members(moving: MemberState, chosen: Any, step: Int[Array, ""]) -> Memb
 
 
 def next_limit(limits: np.ndarray, periods: Sequence[int], step: int) -> int | None:
-    """The first of the sorted step limits and the multiples of `periods` after `step`: there a piece has to end."""
+    """The first of the sorted step limits and the multiples of `periods` after `step`, at which a piece must end."""
     after = limits[np.searchsorted(limits, step, side="right") :][:1].tolist()
     return min([*after, *(step - step % period + period for period in periods)], default=None)

@@ -15,7 +15,7 @@ from ._explain import explain_loss
 
 
 class Loss(eqx.Module):
-    """A user's loss or score of one member behind one signature, whatever it takes and returns."""
+    """A user's loss or score of one member, behind one signature for all kinds."""
 
     fn: Callable[..., Any] = eqx.field(static=True)
     stateful: bool = eqx.field(static=True)
@@ -41,7 +41,7 @@ class Loss(eqx.Module):
         if self.purpose == "in validation":
             model = eqx.nn.inference_mode(model)
         arguments = (model, state, batch, key) if self.stateful else (model, batch, key)
-        # A `State` can be updated once, and a line search would update this one again: each call gets a copy.
+        # A `State` can be updated only once, and a line search would update this one again: each call gets a copy.
         own = (model, jax.tree.map(lambda x: x, state), batch, key) if self.stateful else arguments
         named = {"hyper": fixed.hyper} if self.wants_hyper else {}
         shapes = jax.tree.map(_shape, (arguments, named))  # taken now, because a state can be used only once

@@ -40,11 +40,11 @@ def update_member(
 ) -> tuple[PyTree, PyTree]:
     """The parameters and the optimiser's state of one member after one step.
 
-    Line searches, plateau schedules, Polyak steps and the like get what they ask for by the names that optax uses.
+    Line searches, plateau schedules, Polyak steps and the like get extra arguments, by the names that optax uses.
     """
 
     def value_at(params: PyTree, *, obj_fn: Any = None, grad_fn: Any = None) -> Float[Array, ""]:
-        del obj_fn, grad_fn  # a line search hands on what it does not know itself, and refuses what is not taken here
+        del obj_fn, grad_fn  # a line search forwards unknown arguments, and rejects those not accepted here
         return value_fn(params)
 
     def grad_at(params: PyTree, _: Any) -> PyTree:
@@ -63,7 +63,7 @@ def update_member(
 
 
 def supported_arguments(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """What an `update` takes of the extra arguments: most take any, but some (`optax.contrib.sam`) only their own."""
+    """The extra arguments that an `update` accepts: most accept any, some (`optax.contrib.sam`) only their own."""
     parameters = inspect.signature(update).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return extra
@@ -84,9 +84,9 @@ def resolve(optimiser: Optimiser, hyper: PyTree) -> optax.GradientTransformation
 
 
 def _as_python_float(x: Any) -> Any:
-    """A single number weakly typed, as Python's are: updates keep the weights' dtype, whatever that of `hyper` is."""
+    """A scalar, weakly typed like a Python float: updates keep the weights' dtype, regardless of that of `hyper`."""
     is_float = eqx.is_array(x) and x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.floating)
-    return jnp.full_like(0.0, x) if is_float else x  # which is weakly typed as the Python float is that it is like
+    return jnp.full_like(0.0, x) if is_float else x  # weakly typed, like `0.0`
 
 
 def _is_number(x: Any) -> bool:
@@ -100,7 +100,7 @@ def _strip_weak_type(new: Any, old: Any) -> Any:
 
 
 def _own_noise(path: tuple, x: Any, member_id: Int[Array, ""]) -> Any:
-    """Noise keys in an optimiser's state become the member's own, or all members would draw the same noise."""
+    """Noise keys in an optimiser's state become the member's own; otherwise all members would draw the same noise."""
     if not _is_noise(path, x):
         return x
     own = jax.random.fold_in(jax.random.fold_in(x, _keys.tag("optimiser")), member_id)

@@ -7,15 +7,15 @@ from ._permute import permute
 
 
 class RowOrder(eqx.Module):
-    """Which rows of the data a member sees at which step: every epoch is a fresh permutation, never stored.
+    """The rows of the data that a member sees at each step: every epoch is a fresh permutation, never stored.
 
     **Attributes:**
 
-    - `words`: two words of the key of each member's stream, marked `Each`, or of the one that they share; `None` for
-        the order of the data.
-    - `rows`: the members' own rows `(members, num_rows)` of the data, marked `Each`; `None` where they see all.
+    - `words`: two words of the key of each member's stream, marked `Each`, or of the shared one; `None` for the order
+        of the data.
+    - `rows`: the members' own rows `(members, num_rows)` of the data, marked `Each`; `None` if they see all.
     - `num_rows`: the rows of an epoch.
-    - `batch_size`: the rows of a step, but of an epoch's last one where they do not divide evenly.
+    - `batch_size`: the rows of a step; the last step of an epoch may have fewer.
     """
 
     words: PyTree
@@ -34,9 +34,9 @@ class RowOrder(eqx.Module):
         return -(-self.num_rows // self.batch_size)
 
     def batch(self, step: Int[Array, ""], *, last: bool) -> Int[Array, " batch"]:
-        """The rows that one member sees at a step; where it is the `last` of an epoch, and smaller, that is known.
+        """The rows that one member sees at a step; `last` if the step is the smaller last one of an epoch.
 
-        Positions that no epoch has are those of steps that will be taken back.
+        Positions beyond the epoch are clipped; the caller discards them.
         """
         size = self.remainder if last else self.batch_size
         first = step % self.epoch * self.batch_size

@@ -1,4 +1,4 @@
-"""Permutations of `range(length)` of which any part is computed without the rest."""
+"""Permutations of `range(length)` of which any part can be computed without the rest."""
 
 import functools as ft
 import math
@@ -13,13 +13,14 @@ _MOST_PER_SIDE = 2**16 - 1
 
 
 def permute(words: UInt32[Array, "2"], epoch: Int[Array, ""], positions: Int[Array, " n"], length: int) -> Array:
-    """What stands at `positions` in a permutation of `range(length)`.
+    """The entries at `positions` of a permutation of `range(length)`.
 
-    It follows from two words of a key and the epoch. Time and memory follow the number of positions, not the length.
+    It is determined by two words of a key and the epoch. Time and memory depend on the number of positions, not on the
+    length.
 
-    A Feistel network permutes `rows * columns` numbers, the fewest above `length` whose sides are of similar size: in
-    turn the row and the column of a number move by a hash of the other. Numbers outside of `range(length)` walk on
-    along their cycle until they are inside, which keeps a permutation one. Of few numbers, all are ranked by a hash.
+    A Feistel network permutes `rows * columns` numbers, few more than `length`, with sides of similar size: in turn,
+    the row and the column of a number move by a hash of the other. Numbers outside of `range(length)` are mapped again
+    until they are inside (cycle walking), which preserves the permutation. Fewer than 64 numbers are ranked by a hash.
 
     ??? cite
 
@@ -43,13 +44,13 @@ def _mix(x: Array) -> Array:
 
 
 def _epoch_words(words: Array, epoch: Array) -> tuple[Array, Array]:
-    """Two words of an epoch; the first differs in all of them."""
+    """Two words for an epoch; the first is different in every epoch."""
     first = _mix(_mix(words[0] ^ (epoch * jnp.uint32(0x9E3779B9))) + words[1])
     return first, _mix(first + words[1] + jnp.uint32(0x85EBCA6B))
 
 
 def _rank(words: tuple[Array, Array], x: Array, length: int) -> Array:
-    """How many of all numbers have a smaller hash, of two equal ones the first."""
+    """The rank of each number by its hash; equal hashes are ranked by the number."""
     hashes = lambda x: _mix(_mix(x + words[0]) ^ words[1])
     of_all, of_x = jax.lax.optimization_barrier((hashes(jnp.arange(length, dtype=jnp.uint32)), hashes(x)))
     of_all, of_x, x = of_all[None], of_x[:, None], x[:, None]
@@ -58,10 +59,10 @@ def _rank(words: tuple[Array, Array], x: Array, length: int) -> Array:
 
 
 def _walk(words: tuple[Array, Array], x: Array, length: int) -> Array:
-    """The network at `x`, which walks on where it leads outside.
+    """The network at `x`, with cycle walking for numbers outside.
 
-    The numbers outside are so few that the ends of their own walks are computed first: after `k` rounds, of `2**k`
-    steps each.
+    The numbers outside are so few that the ends of their own walks are computed first, by doubling: after `k` rounds,
+    of `2**k` steps each.
     """
     rows, columns = split(length)
     outside = rows * columns - length
@@ -95,26 +96,26 @@ def _hash(x: Array, key: Array, other: Array) -> Array:
 
 
 def _move(x: Array, by: Array, size: int) -> Array:
-    """`x` moved, around a circle of `size`, by a hash scaled to it."""
+    """`x` moved around a circle of `size`, by a hash scaled to it."""
     part = (by >> 16) * jnp.uint32(size)
-    if size > 2**10:  # where 16 bits of the hash would favour some
+    if size > 2**10:  # for which 16 bits of the hash are not uniform enough
         part += ((by & jnp.uint32(0xFFFF)) * jnp.uint32(size)) >> 16
     x = x + (part >> 16)
     return jnp.minimum(x, x - jnp.uint32(size))
 
 
 def num_rounds(side: int) -> int:
-    """The rounds of a network whose smaller side is `side`.
+    """The number of rounds of a network whose smaller side is `side`.
 
-    The chi-square of where pairs go, over a million keys, exceeds its expectation by `6e5 / side ** (rounds - 2)`
-    standard deviations, with ideal hashes, too. It is to be a hundredth of one.
+    The chi-square of the positions of pairs, over a million keys, exceeds its expectation by
+    `6e5 / side ** (rounds - 2)` standard deviations, even with ideal hashes. The rounds limit this to 0.01.
     """
     return max(2 + 2 * math.ceil(math.log(6e7) / math.log(side) / 2), 6)
 
 
 @ft.lru_cache(maxsize=256)
 def split(length: int) -> tuple[int, int]:
-    """The sides of the network for `length` numbers: what costs least, in rounds and in walks of those outside."""
+    """The sides of the network for `length` numbers: the cheapest in rounds and in walks of the numbers outside."""
     root = math.isqrt(length)
     sides = np.arange(max(root // 2, -(-length // _MOST_PER_SIDE)), min(2 * root, _MOST_PER_SIDE) + 1)
     others = -(-length // sides)

@@ -24,14 +24,14 @@ from ._scan import scan
 from ._select import Occasion, select
 from ._windows import Windows
 
-NEVER = jnp.iinfo(jnp.int32).max  # the step of a fault that there is not
+NEVER = jnp.iinfo(jnp.int32).max  # the step of a fault that did not occur
 
 # With room for one or two outputs in a loop, XLA compiles its steps differently, which changes their last bits.
 _LEAST_ROOM = 3
 
 
 class Program(eqx.Module):
-    """All that decides a run's compiled program, and nothing that changes in it."""
+    """Everything that determines a run's compiled program, and nothing that it changes."""
 
     loss: Loss
     optimiser: Optimiser = eqx.field(static=True)
@@ -41,15 +41,15 @@ class Program(eqx.Module):
     patience: int | None = eqx.field(static=True, default=None)
     halts: bool = eqx.field(static=True, default=False)
     windows: Windows = Windows()
-    # What its functions were traced to, where that is saved with the run: a global that the loss reads may have changed
-    # since the same objects were compiled, and the run has to be what its checkpoints say.
+    # The digests of its traced functions, if the run is saved: a global that the loss reads may have changed since the
+    # same objects were compiled, and the run must match its checkpoints.
     traced: tuple[str, ...] = eqx.field(static=True, default=())
     numbers: _axes.Kinds = eqx.field(static=True, default=())
 
     def step(self, inputs: Inputs, carry: Carry, *, last: bool = False) -> tuple[Carry, PyTree]:
-        """One step of all members on the rows whose turn it is; on all of the data where they have no order.
+        """One step of all members on the rows of the current step, or on all of the data without a row order.
 
-        It is not yet checked for faults. Outputs are `(members, ...)`. The `last` batch of an epoch is smaller.
+        It does not check for faults. Outputs are `(members, ...)`. The `last` batch of an epoch is smaller.
         """
         member, own = self._member(inputs, carry, last=last)
 
@@ -63,9 +63,9 @@ class Program(eqx.Module):
     def steps(
         self, inputs: Inputs, carry: Carry, count: Int[Array, ""], *, most: int
     ) -> tuple[Carry, PyTree, Int[Array, " members"]]:
-        """`count` steps of at most `most`, not yet checked for faults.
+        """`count` steps of at most `most`, without checks for faults.
 
-        Where `most` is 1, a step runs even if `count` is 0, and is reverted afterwards.
+        If `most` is 1, a step runs even if `count` is 0, and is reverted afterwards.
 
         The plan maps over members, and the loop over steps is inside: a plan that runs members one after another runs
         all steps of a member while its weights are in the processor's cache.
@@ -81,7 +81,7 @@ class Program(eqx.Module):
         def all_steps(part: PyTree) -> tuple[MemberState, PyTree, Int[Array, ""]]:
             step, moving, rows_at = member(part)
 
-            # Rows are drawn one step ahead: else XLA draws them inside of every read of the data, once for each array.
+            # Rows are computed one step ahead; otherwise XLA computes them in every read of the data, once per array.
             def one(state: tuple[MemberState, PyTree, Int[Array, ""]], number: Int[Array, ""]) -> tuple:
                 moving, rows, failed = state
                 moving, outputs = step(moving, rows, number)
@@ -98,9 +98,9 @@ class Program(eqx.Module):
     def _member(
         self, inputs: Inputs, carry: Carry, *, last: bool = False
     ) -> tuple[Callable[[PyTree], tuple[Callable[..., Any], MemberState, Callable[..., Any]]], PyTree]:
-        """`member`, and the arrays of all members that a plan maps it over.
+        """The function `member`, and the arrays of all members over which a plan maps it.
 
-        Of one member's part, `member(part)` returns its step, its first state and the function of its rows.
+        From one member's part, `member(part)` returns its step, its first state and the function of its rows.
         """
         data = (_axes.Each(inputs.fixed.key), inputs.data, inputs.order)
         own_data, view, _ = _axes.split_members(data, name="fit")
@@ -126,15 +126,15 @@ class Program(eqx.Module):
         return sharded_plan(self.plan, self.layout)
 
     def guarded_step(self, inputs: Inputs, carry: Carry, *, last: bool = False) -> tuple[Carry, PyTree]:
-        """One step of all members, after which those that diverged keep their last good weights."""
+        """One step of all members; those that diverge keep their last finite weights."""
         after, outputs = self.step(inputs, carry, last=last)
         moving, outputs = revert_diverged_one(carry.moving, after.moving, outputs, carry.step)
         return Carry(stop_at_limits(moving, inputs.limits, after.step), carry.selection, after.step), outputs
 
     def validate(self, inputs: Inputs, carry: Carry, occasion: Any = Occasion.EPOCH_END) -> tuple[Carry, PyTree]:
-        """Scores every member on the validation data, keeps its best weights, stops it when its patience ends.
+        """Scores every member on the validation data, keeps its best weights, and stops it by patience or target.
 
-        The last only at the end of an epoch, which is the usual `occasion`.
+        Members stop only at the end of an epoch, which is the usual `occasion`.
         """
         if self.score is None or carry.selection is None:
             return carry, None
@@ -160,7 +160,7 @@ def _member_step(
     rows: Int[Array, " batch"] | None,
     step: Int[Array, ""],
 ) -> tuple[MemberState, tuple[Float[Array, ""], PyTree]]:
-    """One step of one member, not yet checked for faults; every plan runs this function and no other."""
+    """One step of one member, without checks for faults; every plan runs this function."""
     batch = data if rows is None else take_rows(data, rows)
     batch = batch if program.layout is None else constrain_rows(batch, program.layout)
     key = jax.random.fold_in(fixed.key, step)

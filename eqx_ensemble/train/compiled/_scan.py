@@ -9,7 +9,7 @@ from ..._pytree import PyTree
 
 
 def trace_once(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, traced by the first of several calls on the same shapes. It stays a part of the program that calls it.
+    """`fn`, traced only by the first of several calls with the same shapes, and inlined into the calling program.
 
     Tracing a step takes as long as compiling a small one.
     """
@@ -25,15 +25,14 @@ def scan(
     room: int | None = None,
     slot: Callable[[Int[Array, ""]], Int[Array, ""]] = lambda i: i,
 ) -> tuple[PyTree, PyTree, Int[Array, ""]]:
-    """`jax.lax.scan` over the first `length` of `xs`, known at run time only, and ended early by a body that says so.
+    """`jax.lax.scan` over the first `length` of `xs`, known only at run time; `body` may end it early.
 
-    The outputs of body `i` are put at `slot(i)` of `room`, by default at `i`; of bodies with the same one, the last
-    counts.
+    The outputs of iteration `i` are put at `slot(i)` of `room`, by default at `i`; later ones overwrite earlier ones.
 
-    A loop that can have only one step is no loop: XLA's CPU convolutions are slow inside of one, and as slow inside of
-    a condition. Where `xs` hold one, the body runs even if `length` is 0, and the caller takes it back.
+    If `xs` have only one element, there is no loop, because XLA's CPU convolutions are slow inside of loops and
+    conditionals. The body then runs even if `length` is 0, and the caller reverts it.
 
-    **Returns:** the carry; the outputs, zeros where nothing ran; and the number of bodies that ran.
+    **Returns:** the carry; the outputs, zeros where nothing ran; and the number of iterations.
     """
     most = jax.tree.leaves(xs)[0].shape[0]
     if most == 1:

@@ -19,11 +19,11 @@ from ._selection import Selection
 
 
 class Occasion(enum.IntEnum):
-    """When a validation is made, and so which members it scores.
+    """The occasion of a validation, which determines the members that it scores.
 
     - `MEMBERS_STOPPED`: those that stopped within an epoch, at weights not validated yet.
-    - `RUN_END`: those that train as well, where a run ends within an epoch.
-    - `EPOCH_END`: the same, and patience and target act.
+    - `RUN_END`: also those that train, at the end of a run within an epoch.
+    - `EPOCH_END`: the same, and patience and target are applied.
     """
 
     MEMBERS_STOPPED = 0
@@ -34,7 +34,7 @@ class Occasion(enum.IntEnum):
 @nan_is_data()
 def match_dtype(score: Loss, selection: Selection, state: TrainState, validation: PyTree) -> Selection:
     """The selection with scores of the dtype that `score` returns, float32 at least."""
-    if jnp.result_type(float) == jnp.float32:  # there is no wider one, and nothing to trace
+    if jnp.result_type(float) == jnp.float32:  # there is no wider dtype
         return selection
 
     def one(part: PyTree) -> Array:
@@ -76,7 +76,7 @@ def select(
         _, validation, target, min_delta = view(own)
         value, _ = score(moving.params, moving.model_state, fixed, inputs.shared, validation, key)
         value = value.astype(selection.score.dtype)
-        sign = 1 if selection.mode == "min" else -1  # which changes no bit of what is compared
+        sign = 1 if selection.mode == "min" else -1  # negation is exact
         gain = lambda best: sign * value < sign * best - min_delta.astype(value.dtype)
         judged = training | unseen
         better = judged & gain(selection.score)

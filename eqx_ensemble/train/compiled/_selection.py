@@ -15,10 +15,11 @@ Mode = Literal["min", "max"]
 
 
 class Selection(eqx.Module):
-    """The best weights so far of one member, by its own validation score; stacked, of all.
+    """The best weights of one member so far, by its own validation score; stacked for all members.
 
-    `score` and `step` are theirs. Patience has `waited` for a score better than `bar`, the best at the end of an epoch:
-    where a run is cut and goes on changes neither. `scored` is the step of the weights that were validated last.
+    `score` and `step` are those of the best weights. `waited` counts the epochs without a score better than `bar`, the
+    best at the end of an epoch; resuming and continuing a run changes neither. `scored` is the step of the weights that
+    were validated last.
     """
 
     params: PyTree
@@ -32,7 +33,7 @@ class Selection(eqx.Module):
 
 
 def worst(mode: Mode) -> float:
-    """The score that every other is better than."""
+    """The worst possible score."""
     return math.inf if mode == "min" else -math.inf
 
 
@@ -47,7 +48,7 @@ def no_selection(moving: MemberState, mode: Mode, dtype: Any = jnp.float32) -> S
 
 
 def reset_best(selection: Selection | None, moving: MemberState, members: np.ndarray) -> Selection | None:
-    """What is known of the best weights, without that of `members`, which start again with those of `moving`."""
+    """The best weights, with those of `members` reset to their weights in `moving`, without a score."""
     if selection is None:
         return None
     fresh = no_selection(moving, selection.mode, selection.score.dtype)

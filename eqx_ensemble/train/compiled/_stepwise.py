@@ -1,4 +1,4 @@
-"""Steps outside compiled loops: one compiled call a step, or under a plan `one_by_one` one for each member."""
+"""Steps outside compiled loops: one compiled call per step, or under a plan `one_by_one` per step and member."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -22,15 +22,15 @@ from ._program import Program
 from ._selection import Selection
 from ._windows import Windows, merge_outputs
 
-_MOST_BYTES = 2**25  # of results that the host has not looked at
+_MOST_BYTES = 2**25  # of results that the host has not inspected
 
 
 def run_batches(
     read: tuple[Program, Inputs, Iterable[PyTree]], carry: Carry
 ) -> tuple[Carry, tuple[int, list[tuple[Array, PyTree]]]]:
-    """Steps on batches that are drawn one after another; the host waits for none of them but the last but one.
+    """Steps on batches that are drawn one after another; the host waits only for the previous step.
 
-    An error after the first step ends them: it becomes the attribute `error` of the batches.
+    An error after the first step ends them; it becomes the attribute `error` of the batches.
 
     **Returns:** the carry, the number of steps up to the last one in which a member trained, and the last outputs of
     each of their windows.
@@ -86,7 +86,7 @@ def _form(results: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
 
 
 def _count_ready(results: list[PyTree]) -> int:
-    """How many of the first results are there, and no error instead of them."""
+    """The number of leading results that are computed without an error."""
     for count, out in enumerate(results):
         try:
             jax.block_until_ready(out)
@@ -98,7 +98,7 @@ def _count_ready(results: list[PyTree]) -> int:
 def _take_back_idle_steps(
     before: Carry, after: Carry, results: list[tuple[Array, PyTree]]
 ) -> tuple[Carry, list[tuple[Array, PyTree]]]:
-    """Takes back the steps in which no member trained: they changed nothing but their count."""
+    """Reverts the steps in which no member trained: they changed only the number of steps."""
     if len(results) == 1:
         return after, results
     status, stopped_at = to_host((after.moving.status, after.moving.stopped_at))
@@ -114,10 +114,10 @@ def _take_back_idle_steps(
 def run_stepwise(
     read: tuple[Program, Inputs, Chunk], carry: Carry, *, donate: bool = True
 ) -> tuple[Carry, tuple[Any, Any, Any, PyTree, PyTree]]:
-    """A chunk of a single step, as [`run_chunk`][eqx_ensemble.train.compiled._chunk.run_chunk] runs and reports it.
+    """A chunk of a single step, with the results of [`run_chunk`][eqx_ensemble.train.compiled._chunk.run_chunk].
 
-    Under a plan `one_by_one`, as `Sequential` is, each member's step is a call of the same program, compiled for one
-    member: outside of any loop, on small arrays, and compiling does not take longer for more members.
+    Under a plan `one_by_one`, such as `Sequential`, each member's step is a call of the same program, compiled for one
+    member: outside of loops, on small arrays, and with a compile time that does not depend on the number of members.
     """
     program, inputs, chunk = read
     of_all, of_one = (compiled_chunk, _compiled_part) if donate else (undonated_chunk, _undonated_part)

@@ -1,4 +1,4 @@
-"""Which steps' outputs a run records: those of all, of every n-th, or of the last alone."""
+"""The steps whose outputs a run records: all, every n-th, or only the last."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ from ..._pytree import PyTree
 class Windows(eqx.Module):
     """Windows of `every` consecutive steps, of which the history keeps each member's last outputs.
 
-    They are counted from the first step of all runs, so that they do not depend on how a run is cut into chunks. If
-    `every` is `None`, all steps are one window; windows of one step keep everything.
+    They are counted from the first step of all runs, so that they do not depend on how a run is split into chunks. If
+    `every` is `None`, all steps are one window; windows of one step record everything.
     """
 
     every: int | None = eqx.field(static=True, default=1)
@@ -54,10 +54,10 @@ class Windows(eqx.Module):
 
 
 def no_outputs(windows: Windows, num_steps: int, outputs: PyTree) -> PyTree:
-    """Outputs `(members, windows + room, ...)` of `num_steps` steps, for those `(members, room, ...)` of a piece.
+    """Blank outputs `(members, windows + room, ...)` of `num_steps` steps, for those `(members, room, ...)` of a piece.
 
-    What is not to be recorded is put into the last `room`. There is none for windows of one step: what is put there is
-    overwritten, or not read.
+    Outputs that are not to be recorded are put into the last `room`. Windows of one step need none: outputs that are
+    put there are overwritten, or not read.
     """
 
     def blank(x: Any) -> Array:
@@ -73,8 +73,8 @@ def put_outputs(
 ) -> PyTree:
     """Puts the outputs `(members, room, ...)` of a piece after `step` at its windows in a chunk after `begun`.
 
-    If the first continues a window, members without a finite loss keep what they have there: they stopped earlier, or
-    diverged. The windows after the last one of the piece hold nothing yet, so that it may write there.
+    If the first continues a window, members without a finite loss, which stopped earlier or diverged, keep their
+    outputs there. The windows after the last one of the piece are still blank, so that it may write there.
     """
     at = windows.index(begun, step)
     if windows.every != 1:

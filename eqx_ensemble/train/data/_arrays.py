@@ -28,7 +28,7 @@ _MOST_BYTES_OF_LOSSES = 2**25
 
 @final
 class ChunkWork(AbstractWork):
-    """Pieces of a run, padded to one shape, that one compiled call runs."""
+    """Pieces of a run, padded to one shape and run by one compiled call."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ChunkWork(AbstractWork):
         self._first_step, self._windows = first_step, windows
 
     def unpack(self, results: PyTree, carry: Carry) -> Outcome:
-        """Outputs of the good pieces; where a member failed at an unknown step, the parts around its fault remain."""
+        """The outputs of the good pieces; if a member failed at an unknown step, the parts around its fault remain."""
         good, again, fault, recorded, scores = results
         good = int(good)
         num_steps = sum(piece.num_steps for piece in self.pieces[:good])
@@ -55,7 +55,7 @@ class ChunkWork(AbstractWork):
         return Outcome([*self._outputs(good, recorded, scores)], num_steps, rest)
 
     def _outputs(self, good: int, recorded: PyTree, scores: PyTree) -> Iterator[Outputs]:
-        """What the good pieces report."""
+        """The outputs of the good pieces."""
         recorded, step = jax.tree.map(lambda x: np.moveaxis(x, 1, 0), recorded), self._first_step
         for i, piece in enumerate(self.pieces[:good]):
             here = self._windows.part(self._first_step, step, piece.num_steps)
@@ -67,15 +67,15 @@ class ChunkWork(AbstractWork):
             step += piece.num_steps
 
     def split(self, most: int) -> list[Piece]:
-        """The pieces in parts of at most `most` steps."""
+        """The pieces, split into parts of at most `most` steps."""
         return [part for piece in self.pieces for part in piece.split(most)]
 
 
 @final
 class ArraySource(AbstractSource):
-    """Data in memory, on the device, the order in which members see its rows, and how steps run (`scan` of `fit`).
+    """Data in memory on the device, with the row order of the members and the `scan` of `fit`.
 
-    `rows` are the members' own, on the host, and `kind` is the `order` of `fit`.
+    `rows` are the members' own rows, on the host, and `kind` is the `order` of `fit`.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ArraySource(AbstractSource):
         return PieceQueue(pieces.endless() if endless else pieces.epochs(), most_pieces, most_steps, program.layout)
 
     def next(self, steps: int, slots: Slots) -> ChunkWork | None:
-        """Pieces of at least `steps` steps, or as many as a chunk holds; they end where `periods` do."""
+        """Pieces of at least `steps` steps, or as many as a chunk holds; they end at multiples of `periods`."""
         self._steps = steps
         pieces = self._queue.take(min([steps, *(period - self._step % period for period in self._periods)]))
         if not pieces:
@@ -146,22 +146,22 @@ class ArraySource(AbstractSource):
         return ChunkWork(self._compiled, self._queue.chunk(pieces), pieces, **options)
 
     def prefetch(self) -> None:
-        """Does nothing: a step's rows follow from its number, in the program."""
+        """Does nothing: the program computes a step's rows from its number."""
 
     def advance(self, work: AbstractWork | EpochEnd, outcome: Outcome = NOTHING) -> None:
-        """Counts the steps, and takes back the pieces that did not run."""
+        """Counts the steps, and puts back the pieces that did not run."""
         self._step += outcome.num_steps
         self.put_back(outcome.rest)
 
     def put_back(self, parts: Sequence[Piece]) -> None:
-        """Puts pieces in front."""
+        """Puts pieces back at the front of the queue."""
         self._queue.put_back(parts)
 
 
 def _most_steps(num_members: int, num_steps: int, devices: int, windows: Windows) -> int:
-    """How many steps a chunk may hold, so that the losses it records take little memory of each device.
+    """The maximum number of steps of a chunk, for which its recorded losses take little memory of each device.
 
-    They are a power of two, so that runs of similar lengths have one program.
+    Unless memory limits it, it is a power of two, so that runs of similar lengths share a program.
     """
     wanted = min(max(2 ** (num_steps - 1).bit_length(), _FEWEST_STEPS), _MOST_STEPS)
     most = _MOST_BYTES_OF_LOSSES * devices // (4 * num_members)

@@ -27,10 +27,10 @@ _MOST_BYTES = 2**25  # of the batches of a piece of work, all of which are kept 
 
 @final
 class BatchWork(AbstractWork):
-    """Steps on consecutive batches, each a call of one program. The host looks at their results after the last one.
+    """Steps on consecutive batches, each a compiled call; the host inspects their results after the last one.
 
-    They end after `most` steps or so many `seconds`. `taken` are their batches, `states` those of the iterator after
-    all but the last one. `error` is what a later step raised: the steps before it count.
+    They end after `most` steps or `seconds`, or earlier if `must_end()`. `taken` holds their batches, `states` the
+    states of the iterator after all but the last one. `error` is an error of a later step: the steps before it count.
     """
 
     compiled = staticmethod(run_batches)
@@ -52,16 +52,16 @@ class BatchWork(AbstractWork):
 
     @property
     def batch(self) -> "BatchWork":
-        """Itself, without a cycle of references that would keep its batches."""
+        """The work itself; an attribute would be a cycle of references, which would keep its batches."""
         return self
 
     @property
     def num_steps(self) -> int:
-        """The number of batches that were drawn."""
+        """The number of drawn batches."""
         return len(self.taken)
 
     def __iter__(self) -> Iterator[PyTree]:
-        """The batches of the active members. The next one is drawn when it is wanted: the device is at work by then."""
+        """Yields the batches of the active members. The next one is drawn on demand, while the device works."""
         yield from map(self._own, self.taken)
         while self._draw():
             self.states.append(self._iterator.state)
@@ -69,14 +69,14 @@ class BatchWork(AbstractWork):
             yield self._own(self.taken[-1])
 
     def _draw(self) -> bool:
-        """Whether there is another batch, which is drawn; not where it is time to look at the results."""
+        """Draws another batch, unless it is time to inspect the results. Returns whether there is one."""
         if len(self.taken) >= self._most or time.perf_counter() >= self._end:
             return False
         self._iterator.draw()
         return self._iterator.has_drawn and not self._must_end()
 
     def unpack(self, results: PyTree, carry: Carry) -> Outcome:
-        """The outputs of the steps, whose program has reverted the members that diverged."""
+        """The outputs of the steps; their program has already reverted the members that diverged."""
         num_steps, outputs = results
         num_steps = int(num_steps)
         return Outcome([Outputs(num_steps, jax.tree.map(lambda *xs: np.stack(xs), *outputs))], num_steps)
@@ -92,8 +92,8 @@ def begin_work(
     step: int,
     final: int | None,
 ) -> BatchWork:
-    """About `steps` steps from `step` on, before `final`; one if they are to be looked at one by one."""
-    # At most so many steps may follow each other without a look at their results.
+    """Work of about `steps` steps from `step` on, before `final`; one step if each is to be inspected."""
+    # The maximum number of steps between two inspections of their results.
     most = [steps if setting.seconds > 0 else 1, _MOST_BYTES // max(sum(x.nbytes for x in jax.tree.leaves(first)), 1)]
     most += [period - step % period for period in setting.periods]
     most += [] if final is None else [final - step]
@@ -103,7 +103,7 @@ def begin_work(
 
 @final
 class IterableSource(AbstractSource):
-    """An iterable of batches, iterated once an epoch, the next batch being fetched while the device works."""
+    """An iterable of batches, iterated once per epoch; the next batch is fetched while the device works."""
 
     def __init__(self, batches: Iterable[PyTree], num_members: int, layout: Layout | None) -> None:
         self._convert = Converter(num_members, layout)
@@ -112,7 +112,7 @@ class IterableSource(AbstractSource):
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Nothing: what an iterable will give is not known."""
+        """Empty: the batches of an iterable are not known in advance."""
         return {}
 
     def shapes(self) -> PyTree:
@@ -130,7 +130,7 @@ class IterableSource(AbstractSource):
         check_last_step(self.last_step, name="fit")
         check_not_exceeded(setting.cursor.epochs, self._epochs, "epochs")
         self.cursor, self._step, self._patience = setting.cursor, setting.step, setting.program.patience
-        # The run before may have counted an epoch whose end it did not see.
+        # The previous run may have counted an epoch whose end it did not see.
         self._may_be_empty = self.cursor.state is not None
         self._go_on: Callable[[], BatchIterator] | None
         self._go_on = ft.partial(iterate_from, self.cursor, self._iterate, self._first)
@@ -141,7 +141,7 @@ class IterableSource(AbstractSource):
         self._warned = False
 
     def next(self, steps: int, slots: Slots) -> BatchWork | EpochEnd | None:
-        """The next batches: about `steps` of them, or one if they are to be looked at one by one."""
+        """The next batches: about `steps` of them, or one if each is to be inspected."""
         if self.cursor.epochs == self._epochs or self._step == self.last_step:
             return None
         if self._iterator is None:
@@ -169,7 +169,7 @@ class IterableSource(AbstractSource):
                 self._iterator.draw()
 
     def advance(self, work: AbstractWork | EpochEnd, outcome: Outcome = NOTHING) -> None:
-        """Moves the cursor past the batch, or to the next epoch."""
+        """Moves the cursor past the batches, or to the next epoch."""
         state = None if self._iterator is None else self._iterator.state
         if not isinstance(work, BatchWork):
             epochs = self.cursor.epochs + int(self.cursor.batches > 0 or not self._may_be_empty)
@@ -193,6 +193,6 @@ class IterableSource(AbstractSource):
         return cursor._replace(digest=digest_of(self._last))
 
     def finish(self, step: int) -> None:
-        """Warns where patience never acted, because no epoch ended."""
+        """Warns if patience had no effect, because no epoch ended."""
         if self.cursor.epochs == 0 and self._patience is not None and step == self.last_step:
             warn(idle_patience_message())

@@ -1,4 +1,4 @@
-"""Checks of data that are read when a step needs them."""
+"""Checks of data that are read on demand."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ _READ = "Return a PyTree of arrays with the rows of the argument, in its order."
 
 
 def check_num_rows(num_rows: Any, *, name: str) -> int:
-    """The number of rows that a function reads."""
+    """Raises unless `num_rows` is a valid number of rows for a function. Returns it."""
     if num_rows is None:
         raise TypeError(f"`{name}` needs `num_rows` with a function: how many rows it can read.")
     check_positive_int(num_rows, "num_rows", name=name)
@@ -36,7 +36,7 @@ def _check_countable(num_rows: int, *, name: str) -> None:
 
 
 def check_stored_arrays(source: Any, num_rows: Any, *, name: str) -> int:
-    """Arrays of one length that can be indexed by rows. Returns the length."""
+    """Raises unless the source holds arrays of one length. Returns the length."""
     fix = "Pass arrays, or a function `read(rows)` and `num_rows`."
     if isinstance(source, Iterator):
         raise TypeError(
@@ -72,7 +72,7 @@ def check_stored_arrays(source: Any, num_rows: Any, *, name: str) -> int:
 
 
 def check_batch_read(batch: Any, count: int, like: PyTree, *, name: str) -> PyTree:
-    """The rows that were read, as NumPy arrays: `count` finite ones, of the shapes and dtypes of `like` if given."""
+    """Raises unless a batch has `count` finite rows, in the shapes and dtypes of `like` if given. Returns the batch."""
     batch = from_foreign_tree(batch, "batch", name=name)
     batch = jax.tree.map(np.asarray, batch, is_leaf=lambda x: isinstance(x, list))
     check_rows_of_data(batch, 1, argument="batch", name=name, least=0)
@@ -108,7 +108,7 @@ def check_no_scan(scan: Any, *, name: str) -> None:
 
 
 def mapped_part_message(shape: tuple[int, ...]) -> str:
-    """The message that a part of a memory-mapped array would be sent with all that is in it."""
+    """The message that a part of a memory-mapped array would be sent by value."""
     return (
         "`train.RowReader` is sent to another process with the names of its memory-mapped files; one of its arrays, of "
         f"shape {shape}, is a part of such a file, and would be sent as it is.\n"

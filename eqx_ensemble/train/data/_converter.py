@@ -15,8 +15,8 @@ from ._data import on_device
 class Converter:
     """Checks batches, and puts them on the device.
 
-    What depends on shapes alone is checked once. Later batches of NumPy arrays are copies, since an iterator may
-    overwrite its own, and their first use puts them on the device.
+    Checks that depend only on shapes are made once per shape. Later batches of NumPy arrays are copied, because an
+    iterator may overwrite its own, and transferred to the device on first use.
 
     **Attributes:**
 
@@ -29,7 +29,7 @@ class Converter:
         self._known: set[Any] = set()
 
     def __call__(self, batch: PyTree) -> PyTree:
-        """The batch on the device, or about to be."""
+        """The batch, on the device or transferred on first use."""
         leaves, treedef = jax.tree.flatten(batch)
         leaves = [_as_numpy(x) for x in leaves]
         key = (treedef, *((type(x), x.shape, x.dtype) if _axes.is_array(x) else None for x in leaves))
@@ -50,7 +50,7 @@ def _as_numpy(x: Any) -> Any:
 
 
 def _is_simple(x: Any) -> bool:
-    """Whether only the shape has to be checked, and that numbers are finite: 64-bit integers may be too large."""
+    """Whether the checks of shape and finiteness suffice: 64-bit integers may be too large."""
     if isinstance(x, jax.Array):
         return True
     return type(x) is np.ndarray and (x.dtype.kind in "bf" or (x.dtype.kind in "iu" and x.dtype.itemsize < 8))
@@ -65,7 +65,7 @@ def _is_finite(x: Any) -> bool:
         x = np.asarray(x)
     if x.dtype.kind != "f":
         return True
-    with np.errstate(all="ignore"):  # the sum may overflow, and the elements are looked at then
+    with np.errstate(all="ignore"):  # the sum may overflow; then the elements are checked
         return bool(np.isfinite(np.add.reduce(x, axis=None)))
 
 

@@ -1,4 +1,4 @@
-"""A run's position in an iterable of batches, as JSON can hold it: nothing in a file says what code to run."""
+"""A run's position in an iterable of batches, in JSON, so that a saved file cannot name code to run."""
 
 import base64
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from ._check import cursor_not_savable_message
 
 
 class Length(NamedTuple):
-    """How long a run is: so many epochs or steps after the `begun` ones that were done before it."""
+    """The length of a run: a number of epochs or steps after the `begun` steps that were done before it."""
 
     begun: int
     epochs: int | None
@@ -19,8 +19,8 @@ class Length(NamedTuple):
 class Cursor(NamedTuple):
     """A run's position in an iterable of batches.
 
-    `epochs` counts those that ended since the run began, `batches` those taken in the present one. `state` is the
-    iterator's own after the last batch, if it supports checkpointing; else `digest` identifies that batch.
+    `epochs` counts those that ended since the run began, `batches` those taken in the current one. `state` is the
+    iterator's state after the last batch, if it supports checkpointing; else `digest` identifies that batch.
     """
 
     epochs: int = 0
@@ -54,7 +54,7 @@ def encode(state: Any, path: str = "") -> Any:
 
 
 def decode(text: Any) -> Any:
-    """The state that `encode` made JSON of."""
+    """The state from the JSON that `encode` returned."""
     if isinstance(text, list):
         return [decode(item) for item in text]
     if not isinstance(text, dict):

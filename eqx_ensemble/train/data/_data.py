@@ -28,7 +28,7 @@ def is_batches(data: Any) -> bool:
 
 
 def in_memory(data: Any) -> bool:
-    """Whether `data` is a PyTree of arrays: neither an iterable of batches nor what is read when it is needed."""
+    """Whether `data` is a PyTree of arrays: neither an iterable of batches nor a `RowReader`."""
     return not is_batches(data) and not isinstance(data, RowReader)
 
 
@@ -37,8 +37,8 @@ def on_device(
 ) -> tuple[PyTree, int]:
     """A data set on the device, checked, and its number of rows.
 
-    Arrays are `(rows, ...)`; those marked `Each` are `(members, rows, ...)`. On a mesh, rows are split over devices
-    where that is possible; every device has all of them if they are to be `whole`.
+    Arrays are `(rows, ...)`; those marked `Each` are `(members, rows, ...)`. On a mesh, rows are sharded if they divide
+    evenly; they are replicated if `whole`.
     """
     data = from_foreign_tree(data, argument, name=name)
     rows = check_rows_of_data(data, num_members, argument=argument, name=name)
@@ -49,7 +49,7 @@ def on_device(
 
 
 def without_marks(data: PyTree) -> PyTree:
-    """The data as a member's loss takes them apart."""
+    """The data without `Each`, in the structure that a member's loss receives."""
     return _axes.map_each(lambda value: value, data)
 
 
@@ -63,7 +63,7 @@ def as_row_indices(rows: Any, num_members: int, num_rows: int, *, name: str) -> 
 
 
 def member_shapes(data: PyTree, *, rows: int | None = None) -> PyTree:
-    """The shapes of what one member sees of some data on the device, or of a batch of so many of their rows."""
+    """The shapes of the data on the device as one member sees them, or of a batch of `rows` of their rows."""
     shape = lambda x, own: x.shape[own:] if rows is None else (rows, *x.shape[own + 1 :])
     of_one = lambda x, own: jax.ShapeDtypeStruct(shape(x, own), x.dtype) if eqx.is_array(x) else x
     of = lambda tree, own: jax.tree.map(lambda x: of_one(x, own), tree)

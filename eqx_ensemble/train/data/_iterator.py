@@ -15,7 +15,7 @@ _SAVES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))  # of g
 
 
 class BatchIterator:
-    """One pass over an iterable of batches, which can have the next one, `waiting`, on the device early."""
+    """One pass over an iterable of batches; the next batch, `waiting`, can be on the device ahead of time."""
 
     def __init__(self, batches: Iterable[PyTree], convert: Converter, state: Any = None) -> None:
         self._iterator, self._convert = iter(batches), convert
@@ -32,30 +32,30 @@ class BatchIterator:
 
     @property
     def state(self) -> Any:
-        """Where the iterator stood after the batch taken last, if it says that; at its end, just before it.
+        """The iterator's state after the last batch taken, or just before its end; `None` without checkpointing.
 
-        It is a copy: what an iterator gives may be its own live state, which the next batch changes.
+        It is a copy, because an iterator may return its own live state, which the next batch changes.
         """
         if self._holder is None:
             return None
         return self._before if self._drawn else copy.deepcopy(getattr(self._holder, self._names[0])())
 
     def peek(self) -> PyTree:
-        """The next batch on the device, checked; `None` at the end. What was wrong with it is raised here."""
+        """The next batch on the device, checked; `None` at the end. Raises the error of drawing it."""
         self.draw()
         if self._error is not None:
             raise self._error
         return self.waiting
 
     def take(self) -> PyTree:
-        """The same, which is then used."""
+        """The next batch, which is thereby used."""
         batch = self.peek()
         self.waiting, self._drawn = None, self._over
         return batch
 
     @property
     def has_drawn(self) -> bool:
-        """Whether the next batch is there: not after the last one, nor where one could not be drawn."""
+        """Whether the next batch is drawn; false after the last one, and if drawing it failed."""
         return self._drawn and not self._over and self._error is None
 
     def pass_over(self) -> bool:
@@ -69,7 +69,7 @@ class BatchIterator:
     def draw(self) -> None:
         """Fetches the next batch, if there is one.
 
-        An error is kept until it is the batch's turn: the step on the batch before is still running.
+        An error is raised only when the batch is taken, because the step on the previous batch is still running.
         """
         if self._drawn or self._over:
             return
@@ -88,7 +88,7 @@ class BatchIterator:
 
 
 def _with_state(*candidates: Any) -> tuple[Any, tuple[str, str]]:
-    """The first that supports checkpointing, with the names of its methods."""
+    """The first candidate that supports checkpointing, with the names of its methods."""
     for candidate in candidates:
         for names in _SAVES:
             if all(callable(getattr(candidate, name, None)) for name in names):
@@ -99,9 +99,9 @@ def _with_state(*candidates: Any) -> tuple[Any, tuple[str, str]]:
 def iterate_from(
     cursor: Cursor, iterate: Callable[..., BatchIterator], first: BatchIterator | None = None
 ) -> BatchIterator:
-    """Batches from the cursor on; what does not support checkpointing is drawn again from its beginning.
+    """Batches from the cursor on; without checkpointing, they are drawn again from the beginning.
 
-    `first` is a pass of which nothing has been used.
+    `first` is an unused pass.
     """
     if cursor.state is not None:
         return iterate(state=cursor.state)

@@ -1,4 +1,4 @@
-"""Memory-mapped files are sent to other processes by name, not as the rows in them."""
+"""Memory-mapped files are sent to other processes by name, not by value."""
 
 import mmap
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from ._check_reader import mapped_part_message
 
 
 class MappedFile(NamedTuple):
-    """What maps a file again."""
+    """The arguments that map a file again."""
 
     path: str
     dtype: np.dtype
@@ -21,12 +21,12 @@ class MappedFile(NamedTuple):
 
 
 def close_files(source: PyTree) -> PyTree:
-    """A source whose arrays of mapped files are the names of these files."""
+    """A source with its memory-mapped arrays replaced by the names of their files."""
     return jax.tree.map(_close, source)
 
 
 def open_files(source: PyTree) -> PyTree:
-    """The source again, in a process that can read the same files."""
+    """The source with its files mapped again, in a process that can read them."""
     is_file = lambda x: isinstance(x, MappedFile)
     return jax.tree.map(lambda x: _open(x) if is_file(x) else x, source, is_leaf=is_file)
 

@@ -1,4 +1,4 @@
-"""Pieces of a run that are still to run, and the shape in which they run."""
+"""The pieces of a run that are still to run, and the shape of their chunks."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from ._rows import Piece
 
 
 class PieceQueue:
-    """The pieces that are still to run, and the one shape in which chunks of them run."""
+    """The pieces that are still to run, and the one shape of chunks of them."""
 
     def __init__(self, pieces: Iterator[Piece], most_pieces: int, most_steps: int, layout: Layout | None) -> None:
         self._pieces = pieces
@@ -33,11 +33,11 @@ class PieceQueue:
         return taken
 
     def put_back(self, pieces: Sequence[Piece]) -> None:
-        """Puts pieces in front."""
+        """Puts pieces back at the front."""
         self._waiting.extendleft(reversed(pieces))
 
     def chunk(self, pieces: list[Piece]) -> Chunk:
-        """Pieces padded to the one shape."""
+        """Pads pieces to the one shape."""
         num_full = np.zeros(self._most_pieces, np.int32)
         ends = np.zeros(self._most_pieces, bool)
         num_full[: len(pieces)] = [piece.full for piece in pieces]

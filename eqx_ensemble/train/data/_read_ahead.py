@@ -7,10 +7,10 @@ from ..._pytree import PyTree
 
 
 class ReadAhead:
-    """Batches of one step after another, of which the next ones are read by threads.
+    """The batches of consecutive steps, read ahead by threads.
 
-    `begin(step)` prepares a read, and returns the function that a thread calls; `place(batch, step)` then puts what it
-    returned on the device. Reads begin for no step from `last` on.
+    `begin(step)` prepares a read, and returns the function that a thread calls; `place(batch, step)` puts its result on
+    the device. No read begins for steps from `last` on.
     """
 
     state: Any = None  # a step's rows follow from its number
@@ -32,19 +32,19 @@ class ReadAhead:
         self._error: Exception | None = None
 
     def restart(self, step: int) -> None:
-        """Forgets what has been read, and goes on at a step."""
+        """Discards what has been read, and continues at a step."""
         for read in self._reads:
             read.cancel()
         self._reads.clear()
         self._step, self._drawn, self._error = step, [], None
 
     def fill(self) -> None:
-        """Lets the threads read the next batches."""
+        """Submits the reads of the next batches."""
         while len(self._reads) < self._threads and (step := self._step + len(self._reads)) < self._last:
             self._reads.append(self._pool.submit(self._begin(step)))
 
     def draw(self) -> None:
-        """Waits for the next batch. An error is kept until it is the batch's turn."""
+        """Waits for the next batch. An error is raised only when the batch is taken."""
         if self._drawn or self._error is not None:
             return
         self.fill()
@@ -59,11 +59,11 @@ class ReadAhead:
 
     @property
     def has_drawn(self) -> bool:
-        """Whether the next batch is there."""
+        """Whether the next batch is drawn."""
         return bool(self._drawn)
 
     def take(self) -> PyTree:
-        """The next batch; what was wrong with it is raised here."""
+        """The next batch; raises the error of reading it."""
         self.draw()
         if self._error is not None:
             raise self._error

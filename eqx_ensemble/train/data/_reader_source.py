@@ -18,7 +18,7 @@ from ._step_rows import StepRows
 
 @final
 class ReaderSource(AbstractSource):
-    """Data that a [`RowReader`][eqx_ensemble.train.RowReader] reads, in the order of data in memory.
+    """Data that a [`RowReader`][eqx_ensemble.train.RowReader] reads, in the row order of data in memory.
 
     `own` are the members' own rows, on the host, and `kind` is the `order` of `fit`.
     """
@@ -58,7 +58,7 @@ class ReaderSource(AbstractSource):
         self._work: BatchWork | None = None
 
     def next(self, steps: int, slots: Slots) -> BatchWork | EpochEnd | None:
-        """The next batches of an epoch: about `steps` of them, or one if they are to be looked at one by one."""
+        """The next batches of an epoch: about `steps` of them, or one if each is to be inspected."""
         if self._work is not None and self._work.error is not None:
             raise self._work.error
         epoch, done = divmod(self._step, self._order.epoch)

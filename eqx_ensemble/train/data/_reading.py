@@ -29,7 +29,7 @@ class Reading:
         self._probe: PyTree = None
 
     def probe(self) -> PyTree:
-        """A few rows of the data, from the first to the last, by which they are recognised."""
+        """A few rows of the data, from the first to the last, as its fingerprint."""
         if self._probe is None:
             last = self._reader.num_rows - 1
             rows = np.unique(np.linspace(0, last, _PROBE).astype(np.int64))
@@ -39,9 +39,9 @@ class Reading:
         return self._probe
 
     def begin(self, step: int, slots: Slots) -> Callable[[], PyTree]:
-        """The read of a step's batch on the host, for a thread: a PyTree of arrays `(slots, batch, ...)`.
+        """Prepares the read of a step's batch. Returns the read, for a thread, of arrays `(slots, batch, ...)`.
 
-        They are `(batch, ...)` where all members see the same rows.
+        They are `(batch, ...)` if all members see the same rows.
         """
         rows = self._rows.at(step, self._members(step, slots))
         rows = rows[..., self._block(step, slots)[-1]]
@@ -59,7 +59,7 @@ class Reading:
         return read
 
     def place(self, batch: PyTree, step: int, slots: Slots) -> PyTree:
-        """A step's batch on its devices, or about to be, as the loop takes it."""
+        """A step's batch for the training loop, on its devices or transferred on first use."""
         if self._layout is not None:
             sharding, block = self._sharding(step, slots), self._block(step, slots)
             batch = jax.tree.map(lambda x: _on_mesh(x, sharding, block, self._shape(step, slots)), batch)

@@ -26,9 +26,9 @@ def row_order(
     batch_size: int,
     layout: Layout | None = None,
 ) -> RowOrder:
-    """The row order of a run, on its devices: `num_rows` rows of data, or the members' own `rows` `(members, n)`.
+    """The row order of a run, on its devices: of `num_rows` rows of data, or of the members' own `rows` `(members, n)`.
 
-    It depends on the root key and the members' ids only.
+    Permutations depend only on the root key and the members' ids.
     """
     words = order_words(key, ids, order)
     words = _axes.Each(words) if order == "each" else words
@@ -38,7 +38,7 @@ def row_order(
 
 
 def order_words(key: Any, ids: Any, order: Order) -> Any:
-    """The words of each member's row order, `(members, 2)`, or of the one that they share, `(2,)`, if it is random."""
+    """The key words of each member's row order `(members, 2)`, or of the shared one `(2,)`; `None` if not random."""
     if order == "each":
         return jax.random.key_data(_keys.member_keys(key, ids, purpose="rows"))
     if order == "shared":
@@ -48,9 +48,9 @@ def order_words(key: Any, ids: Any, order: Order) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Consecutive steps of one epoch that are run in one go.
+    """Consecutive steps that are run together.
 
-    `full` counts the batches; at an epoch's end `rest` is 1 where a smaller one follows them, else 0.
+    `full` counts full batches; `rest` is 1 if the smaller batch at the end of an epoch follows them, else 0.
     """
 
     full: int
@@ -63,7 +63,7 @@ class Piece:
         return self.full + self.rest
 
     def split(self, most: int) -> "list[Piece]":
-        """The piece in parts of at most `most` steps each, at least one."""
+        """The piece, split into parts of at most `most` steps each, at least one."""
         parts = [Piece(min(most, self.full - start)) for start in range(0, self.full, most)]
         last = dataclasses.replace(self, full=parts.pop().full if parts else 0)
         if last.num_steps <= most or last.full == 0:
@@ -71,10 +71,10 @@ class Piece:
         return [*parts, Piece(last.full), dataclasses.replace(last, full=0)]
 
     def bisect_fault(self, step: int) -> "list[Piece]":
-        """The piece in parts, so that a fault that shows at `step` is in a part of one step.
+        """Splits the piece, such that a fault that shows at `step` is in a part of one step.
 
-        The weights may have gone wrong one step before the loss that shows it. Parts grow after the fault, because
-        where one member fails, others often follow. If no loss shows the fault, `step` is the number of steps: it is
+        The weights may have failed one step before the loss that shows it. Parts grow after the fault, because other
+        members often fail soon after the first. If no loss shows the fault, `step` is the number of steps: the fault is
         in the last step or anywhere before.
         """
         length = self.full
@@ -87,10 +87,10 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class PieceIterator:
-    """A run's steps in pieces of at most `most()` full batches, asked for each piece; none goes beyond a limit.
+    """A run's steps in pieces of at most `most()` full batches, evaluated for each piece; none crosses a limit.
 
-    The run goes from `first_step` to before `last_step`, both counted from the first epoch on; `limit_after` gives the
-    next limit after a step.
+    The run consists of the steps from `first_step` to before `last_step`, both counted from the first epoch;
+    `limit_after` returns the next limit after a step.
     """
 
     order: RowOrder
@@ -120,16 +120,16 @@ class PieceIterator:
             step += ends and rest
 
     def _last_pieces(self, step: int, full: int, rest: int) -> Iterator[Piece]:
-        """The last `full` batches of an epoch and the smaller one, apart where a limit is between them."""
+        """The last `full` batches of an epoch and the smaller one, separate if a limit is between them."""
         if rest and full and self.limit_after(step) == step + full:
             yield Piece(full)
             full = 0
         yield Piece(full, rest, ends_epoch=True)
 
     def endless(self) -> Iterator[Piece]:
-        """The same where nothing happens at the end of an epoch, not even a smaller batch.
+        """Pieces of a run without validation and without smaller last batches.
 
-        A piece then continues into the next epoch, so that there are fewer of them.
+        A piece may continue into the next epoch, so that there are fewer of them.
         """
         step = self.first_step
         while step < self.last_step:
@@ -138,6 +138,6 @@ class PieceIterator:
             step = stop
 
     def _end(self, step: int) -> int:
-        """The step before which a piece that begins at `step` ends at the latest."""
+        """The step before which a piece that begins at `step` must end."""
         end, limit = min(step + max(self.most(), 1), self.last_step), self.limit_after(step)
         return end if limit is None else min(end, limit)

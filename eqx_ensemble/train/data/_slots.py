@@ -15,7 +15,7 @@ from ...sharding._shard import pad_members, replicate_rows, shard_members, shard
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slots:
-    """Which members the compiled arrays hold, in order; on a mesh, copies of the last one pad them.
+    """The members in the compiled arrays, in order; on a mesh, padded with copies of the last one.
 
     **Attributes:**
 
@@ -29,7 +29,7 @@ class Slots:
 
     @ft.cached_property
     def index(self) -> np.ndarray:
-        """The ensemble's index of each slot, those that pad included."""
+        """The index in the ensemble of each slot, padding included."""
         return self.members if self.layout is None else pad_members(self.members, self.layout)
 
     @property
@@ -38,7 +38,7 @@ class Slots:
         return len(self.members) == self.num_members
 
     def distinct(self, ids: np.ndarray) -> np.ndarray:
-        """An id for each slot; those that pad have ids of their own."""
+        """A distinct id for each slot, padding included."""
         own = ids[self.members]
         return np.concatenate([own, ids.max() + 1 + np.arange(len(self.index) - len(own), dtype=ids.dtype)])
 
@@ -47,16 +47,16 @@ class Slots:
         return self.shard(take(tree, self.index))
 
     def without_pads(self, tree: PyTree) -> PyTree:
-        """Arrays `(slots, ...)` without those that pad."""
+        """Arrays `(slots, ...)` without padding."""
         count = len(self.members)
         return tree if len(self.index) == count else self.shard(take(tree, np.arange(count)))
 
     def shard(self, tree: PyTree) -> PyTree:
-        """Arrays of members on their devices."""
+        """Shards arrays of members over their devices."""
         return tree if self.layout is None else shard_members(tree, self.layout)
 
     def own(self, data: PyTree, *, whole: bool = False) -> PyTree:
-        """Data of which the parts marked `Each` hold what the slots do; with `whole` rows, or in parts."""
+        """Data whose parts marked `Each` hold only the slots; their rows are replicated if `whole`, else sharded."""
         if len(self.index) == self.num_members:
             return data
 

@@ -1,4 +1,4 @@
-"""What gives a run its work: arrays in memory, or an iterable of batches."""
+"""The sources of a run's work: arrays in memory, a `RowReader`, or an iterable of batches."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ from ._slots import Slots
 
 
 class Setting(NamedTuple):
-    """The run that a source gives work to.
+    """The run for which a source provides work.
 
     `step` is the number of steps done, `cursor` the position in the data, `periods` the numbers of steps between two
-    checkpoints and between two calls of callbacks, `limits` the sorted steps at which members stop, `seconds` how long
-    steps may follow each other without a look at their results, and `must_end` whether they end earlier. `inspect`
-    chooses the plan for a step on a batch, and returns the program under it; `cost` analyses that step.
+    checkpoints and between two calls of callbacks, `limits` the sorted steps at which members stop, `seconds` the time
+    between inspections of the steps' results, and `must_end` whether to inspect them earlier. `inspect` chooses the
+    plan for a step on a batch, and returns the program under it; `cost` analyses that step.
     """
 
     length: Length
@@ -38,9 +38,9 @@ class Setting(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What consecutive steps report, `(windows, members, ...)`, and the scores `(members,)` after them.
+    """The outputs of consecutive steps, `(windows, members, ...)`, and the scores `(members,)` after them.
 
-    `windows` of the program says which steps those are.
+    The `windows` of the program define which steps those are.
     """
 
     num_steps: int
@@ -49,7 +49,7 @@ class Outputs(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a piece of work: outputs in order, the number of steps that count, and the parts still to run."""
+    """The outcome of a piece of work: outputs in order, the number of steps that count, and the parts still to run."""
 
     outputs: Sequence[Outputs]
     num_steps: int
@@ -74,23 +74,23 @@ class AbstractWork(abc.ABC):
 
     @abc.abstractmethod
     def unpack(self, results: PyTree, carry: Carry) -> Outcome:
-        """What the call's results, on the host, and the carry after it say."""
+        """The outcome, from the call's results on the host and the carry after it."""
 
     def split(self, most: int) -> Sequence[Any]:
-        """The work in parts of at most `most` steps."""
+        """The work, split into parts of at most `most` steps."""
         raise NotImplementedError
 
 
 class EpochEnd:
-    """Instead of work: an epoch has ended, whose validation is not part of a compiled call."""
+    """Returned instead of work when an epoch has ended, whose validation is a call of its own."""
 
 
 class AbstractSource(abc.ABC):
-    """Gives a run its work, and knows nothing of the loop.
+    """Provides the work of a run, independent of the training loop.
 
     **Attributes:**
 
-    - `data`: what all steps read, on the device; `None` if batches come with the work.
+    - `data`: the data that all steps read, on the device; `None` if batches come with the work.
     - `order`: which rows of the data a step reads; `None` if batches come with the work.
     - `rows`: the rows `(members, n)` that members see; `None` where each sees all.
     - `num_steps`: the steps of the run; `None` if it follows from the data.
@@ -108,7 +108,7 @@ class AbstractSource(abc.ABC):
     @property
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, str]:
-        """What the data are, in short texts, by which a saved run recognises them."""
+        """Short texts that identify the data of a saved run."""
 
     @abc.abstractmethod
     def shapes(self) -> PyTree:
@@ -124,7 +124,7 @@ class AbstractSource(abc.ABC):
 
     @abc.abstractmethod
     def prefetch(self) -> None:
-        """Prepares what `next` will give, while the device works."""
+        """Prepares the next work, while the device works."""
 
     @abc.abstractmethod
     def advance(self, work: AbstractWork | EpochEnd, outcome: Outcome = NOTHING) -> None:
@@ -135,8 +135,8 @@ class AbstractSource(abc.ABC):
         return self.cursor
 
     def put_back(self, parts: Sequence[Any]) -> None:
-        """Puts parts of work in front of what `next` gives."""
+        """Puts parts of work back, to be returned by `next` before others."""
         raise NotImplementedError
 
     def finish(self, step: int) -> None:  # noqa: B027 (most have nothing to do)
-        """Is called once at the end of a run, after `step`."""
+        """Called once at the end of a run, after `step`."""

@@ -33,7 +33,7 @@ def make_source(
     layout: Layout | None,
     key: Any,
 ) -> ArraySource | IterableSource | ReaderSource:
-    """The source of a run's batches: the one place that knows which there are."""
+    """The source of a run's batches, by the kind of the data."""
     num_members = state.num_members
     if is_batches(data):
         check_no_array_options(batch_size=batch_size, rows=rows, order=order, scan=scan, name="fit")

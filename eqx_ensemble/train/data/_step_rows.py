@@ -12,10 +12,10 @@ _MOST_STEPS, _MOST_ROWS = 64, 2**20
 
 
 class StepRows:
-    """The rows of the data that a step reads, on the host: those that a compiled step of data in memory would take.
+    """The rows of the data that a step reads, computed on the host; the same as in a compiled step of data in memory.
 
     `words` are those of a [`RowOrder`][eqx_ensemble.train.compiled._order.RowOrder], `(members, 2)`, `(2,)` or `None`,
-    and `rows` the members' own `(members, n)`. Orders are computed for some steps at a time.
+    and `rows` the members' own `(members, n)`. Orders are computed for several steps at a time.
     """
 
     def __init__(self, words: np.ndarray | None, rows: np.ndarray | None, *, num_rows: int, batch_size: int) -> None:
@@ -25,11 +25,11 @@ class StepRows:
 
     @property
     def is_own(self) -> bool:
-        """Whether each member has rows of its own."""
+        """Whether members see different rows."""
         return self._rows is not None or (self._words is not None and self._words.ndim == 2)
 
     def at(self, step: int, members: np.ndarray) -> np.ndarray:
-        """The rows `(members, batch)` of some members at a step, or those of all, `(batch,)`."""
+        """The rows `(members, batch)` of some members at a step, or the rows of all members, `(batch,)`."""
         positions = self._positions(step, members)
         if self._rows is None:
             return positions
@@ -53,10 +53,10 @@ class StepRows:
 
 
 def _cpu() -> Any:
-    """The processor, which need not wait for the steps that an accelerator has still to do."""
+    """A CPU device, which does not wait for the queued steps of an accelerator."""
     try:
         return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX was told to leave it out
+    except RuntimeError:  # `jax_platforms` excludes it
         return None
 
 
