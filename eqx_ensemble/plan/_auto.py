@@ -19,7 +19,7 @@ AnyPlan = AbstractPlan | Literal["auto"] | None
 
 
 class _Notes:
-    """The searches made with one plan, newest last. They are not part of the plan's value: all notes are equal."""
+    """The searches of one plan, by function. They are not part of the plan's value: all notes are equal."""
 
     def __init__(self) -> None:
         self.searches: dict[str, Search] = {}
@@ -32,25 +32,27 @@ class _Notes:
 
 
 class Auto(AbstractPlan):
-    """Analyses the program, tries the few plans that make sense for it, and keeps the fastest that fits in memory.
+    """Analyses the program, tries the few suitable plans, and keeps the fastest that fits in memory.
 
     Written `plan="auto"`. A trial is a stretch of the work itself, so that a search costs only compilations and slower
     stretches: together at most `max_overhead` of the time. A short run therefore keeps the plan that static analysis
-    suggests. Results of a search are cached for the process's life: another run of the same program starts with the
-    fastest plan.
+    suggests. Results of a search are cached for the lifetime of the process: another run of the same program starts
+    with the fastest plan.
 
-    Plans agree within float rounding, and the fastest may differ from run to run: for the same bits again, pass
+    Plans agree within float rounding, and the fastest may differ between runs: to reproduce a run bit for bit, pass its
     `run.plan.choice`.
 
     Where trials are impossible, in [`eqx_ensemble.map_members`][] and inside your own `jax.jit`, the plan is chosen by
-    static analysis only; in several processes too, because each would measure for itself.
+    static analysis only; also with several processes, because their measurements would differ.
 
     **Arguments:**
 
     - `memory`: the bytes that a step may need in addition to the training state; nine tenths of the device's free
-        memory by default. Where memory may be short, plans are tried from the smallest up, because a compiler's own
+        memory by default. If memory may be short, plans are tried from the smallest up, because a compiler's own
         estimates can be many times too low, and the memory for more members is extrapolated from that for fewer.
-    - `max_overhead`: the most that the search may cost, as a fraction of the whole time.
+    - `max_overhead`: the maximum cost of the search, as a fraction of the total time.
+
+    **Raises:** `TypeError` or `ValueError` for invalid arguments.
 
     ```python
     def loss(model, batch, key):
@@ -80,7 +82,7 @@ class Auto(AbstractPlan):
         return _suggestion(work).run(fn, arrays)
 
     def begin(self, work: Work) -> tuple[AbstractPlan, Search | None]:
-        """A search, which continues an earlier one of the same program; none in several processes."""
+        """Starts a search, or continues an earlier one of the same program; no search in several processes."""
         if jax.process_count() > 1:
             return _suggestion(work), None
         leaves, treedef = jax.tree.flatten(work.args)
@@ -96,14 +98,14 @@ class Auto(AbstractPlan):
         return list(self.notes.searches.values())[-1].plan if self.notes.searches else None
 
     def explain(self) -> str:
-        """What the analysis found, what was tried, how long it took, and what was chosen."""
+        """A report on the analysis, the trials and their times, and the choice."""
         if not self.notes.searches:
             return "Nothing was run with this plan yet, so that nothing was tried."
         return "\n\n".join(search_report(name, search) for name, search in self.notes.searches.items())
 
 
 def as_plan(plan: AnyPlan) -> AbstractPlan:
-    """The plan of an argument `plan`."""
+    """The plan of an argument `plan`, checked."""
     if isinstance(plan, str) and plan == "auto":
         return Auto()
     plan = Vmap() if plan is None else plan

@@ -5,12 +5,12 @@ import jax
 from ._cost import Cost
 from ._plans import AbstractPlan, Chunked, Sequential, Unrolled, Vmap
 
-_BUSY_FLOPS = 4e6  # where one member's step keeps a processor core busy, measured for dense models; see `benchmarks/`
+_BUSY_FLOPS = 4e6  # above this one member's step saturates a core, measured for dense models; see `benchmarks/`
 _MOST_UNROLLED = 64
 
 
 def candidates(cost: Cost, num_members: int, *, steps_inside: bool, scan: bool | None = None) -> list[AbstractPlan]:
-    """The plans that make sense for a program, the most promising first.
+    """The suitable plans for a program, the most promising first.
 
     `steps_inside` and `scan` are those of [`Work`][eqx_ensemble.plan._plans.Work].
     """

@@ -7,7 +7,7 @@ from ._plans import AbstractPlan
 
 
 def check_plan(value: Any) -> None:
-    """An execution plan, not its class; the caller has converted `"auto"`."""
+    """Raises unless `value` is a plan, not its class; the caller has converted `"auto"`."""
     if isinstance(value, AbstractPlan):
         return
     hint = "For example `plan.Vmap()`."
@@ -32,7 +32,7 @@ def out_of_memory_message(num_members: int, plan: str, less: str | None, error: 
 
 
 def check_no_parts(arguments: Any, *, name: str) -> None:
-    """No groups among the arguments: members of parts of equal sizes would be mapped over in pairs."""
+    """Raises for groups among the arguments: members of parts of equal sizes would be mapped over in pairs."""
     is_node = lambda x: isinstance(x, _axes.AbstractParts) or _axes.is_per_member(x)
     if any(isinstance(node, _axes.AbstractParts) for node in jax.tree.leaves(arguments, is_leaf=is_node)):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Functions of one member, compiled for all and kept: `jax.lax.map` outside `jax.jit` compiles at every call."""
+"""A cache of functions that are compiled for all members: `jax.lax.map` outside `jax.jit` compiles in every call."""
 
 import threading
 import types
@@ -11,7 +11,7 @@ import equinox as eqx
 from .. import _check
 from ._plans import AbstractPlan
 
-_MOST_PROGRAMS = 32  # each holds its function, and the variables that this reads
+_MOST_PROGRAMS = 32  # each holds its function and the variables that it reads
 
 
 class _Program(NamedTuple):
@@ -24,18 +24,18 @@ _LOCK = threading.Lock()
 
 
 def keeps_program(plan: AbstractPlan) -> bool:
-    """Whether a call is compiled and its program kept: inside a transformation nothing is."""
+    """Whether a call is compiled and its program cached; never inside a transformation."""
     return plan.compiles and not _check.is_inside_transformation()
 
 
 def program_of(fn: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """`eqx.filter_jit(run)` for a function: the same one while the variables that it reads are the same objects.
+    """`eqx.filter_jit(run)` for a function, cached while the variables that it reads are the same objects.
 
-    A compiled program keeps the values that it read first, even if a notebook has redefined an array since.
+    Otherwise a compiled program would keep the first value of an array that a notebook has redefined since.
     """
     plain = isinstance(fn, types.FunctionType)
     outside = tuple(_read_by(fn)) if plain else ()
-    key = fn if plain else type(fn)  # of other callables, `filter_jit` itself tells one from another
+    key = fn if plain else type(fn)  # `filter_jit` itself distinguishes other callables
     with _LOCK:
         found = _PROGRAMS.get(key)
         if found is None or not _same(found.outside, outside):
@@ -52,7 +52,7 @@ def _same(first: tuple, second: tuple) -> bool:
 
 
 def _read_by(fn: types.FunctionType) -> Iterator[Any]:
-    """The values of the enclosing and global variables that the text of a function names."""
+    """The values of the enclosing and global variables that a function's code names."""
     for cell in fn.__closure__ or ():
         try:
             yield cell.cell_contents

@@ -14,14 +14,14 @@ from ._plans import AbstractPlan
 
 
 class Cost(NamedTuple):
-    """What a function of one member computes, as far as the choice of a plan depends on it.
+    """The cost of a function of one member, as far as the choice of a plan depends on it.
 
     **Attributes:**
 
-    - `flops`: operations in matrix products and convolutions; those in a loop as often as it runs, where that is known.
-    - `bytes`: the sum of all intermediate arrays: no execution of one member needs more, libraries' scratch aside.
+    - `flops`: operations in matrix products and convolutions; those in a loop count as often as it runs, if known.
+    - `bytes`: the sum of all intermediate arrays, an upper bound for one member, apart from libraries' scratch memory.
     - `convolutions`, `batched_products`, `loops`: how many of each; batched matrix products are typical of attention.
-    - `callbacks`: how many calls of Python; `equinox.error_if` is one. They can raise while a program runs.
+    - `callbacks`: the number of calls of Python, such as `equinox.error_if`. They can raise while a program runs.
     """
 
     flops: int
@@ -33,9 +33,9 @@ class Cost(NamedTuple):
 
 
 def cost_of(fn: Callable[..., Any], *args: PyTree) -> Cost:
-    """The cost of `fn(plan, *args)` for one member: `fn` runs its function of one member under the plan it is given.
+    """The cost of `fn(plan, *args)` for one member: `fn` runs a function of one member under the plan.
 
-    Only shapes are used, and nothing runs.
+    Only shapes are used; nothing is run.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _axes.is_array(x) else x, args)
     closed, _, _ = eqx.filter_make_jaxpr(ft.partial(fn, FirstMember()))(*shapes)
@@ -46,7 +46,7 @@ class FirstMember(AbstractPlan):
     """Runs the first member only: its program is the cost of one member."""
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
-        """`fn` of the first member."""
+        """Applies `fn` to the first member."""
         return jax.tree.map(lambda x: x[None], fn(jax.tree.map(lambda x: x[0], arrays)))
 
 

@@ -25,26 +25,27 @@ def map_members(
     """Transforms a function of one member into a function of all members.
 
     Arguments that are an [`eqx_ensemble.Ensemble`][], an [`eqx_ensemble.Each`][] or an `equinox.nn.State`, at any
-    depth of the arguments' trees, are mapped over: `fn` sees one member's model, value or state. All others are
-    shared: `fn` sees them whole. Array outputs gain a `members` axis; outputs that are not arrays are returned once.
+    depth of the arguments' trees, are mapped over: `fn` receives one member's model, value or state. All others are
+    shared and passed unchanged. Array outputs gain a `members` axis; outputs that are not arrays are returned once.
 
-    Outside `jax.jit`, members one after another or in chunks are a compiled loop. It is compiled once for a function,
-    and again where a variable that the function itself reads from outside has another value; what functions that it
-    calls read is that of the first call, as with `jax.jit`. `equinox.filter_jit` around the result compiles under any
-    plan.
+    Outside `jax.jit`, `Chunked` and `Sequential` run a compiled loop. It is compiled once for a function, and
+    again if a variable that the function itself reads from outside has been reassigned; variables that it reads through
+    other functions keep the values of the first call, as with `jax.jit`. `equinox.filter_jit` around the result
+    compiles under any plan.
 
     **Arguments:**
 
     - `fn`: any function of one member; it may take and return any PyTree.
     - `plan`: how the members are executed: [`eqx_ensemble.plan.Vmap`][] (the default), `Chunked(size)` or
-        `Sequential()`, `Unrolled()`; or `"auto"`, which analyses `fn`. It changes time and memory and nothing else.
-    - `mesh`: the devices to spread members over, from [`eqx_ensemble.make_mesh`][]; each runs its own under the plan.
-    - `out_axis`: where the `members` axis stands in every array output.
+        `Sequential()`, `Unrolled()`; or `"auto"`, which analyses `fn`. It affects only time and memory.
+    - `mesh`: the devices to shard members over, from [`eqx_ensemble.make_mesh`][]; each device runs its own members
+        under the plan.
+    - `out_axis`: the position of the `members` axis in every array output.
 
     **Returns:** the function of all members.
 
-    **Raises:** (when called) `MemberMismatchError` when arguments disagree on the number of members; `TypeError`
-    when no argument has members.
+    **Raises:** (when called) `MemberMismatchError` if arguments disagree on the number of members; `TypeError` if no
+    argument has members, or for a group; `ValueError` if an output has no axis `out_axis`.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
@@ -71,7 +72,7 @@ def map_members(
             told_apart = _Mapping(plan, call.name, out_axis, _axes.number_kinds((fn, args, kwargs)))
             return program_of(fn, _run)(told_apart, fn, args, kwargs)
         except (TypeError, IndexError):
-            # The program knows only shape and dtype of what members share; `fn` may ask for more, or be at fault.
+            # In a program, shared leaves have only a shape and a dtype; `fn` may need more, or be at fault.
             return _run(call, fn, args, kwargs)
 
     return run_all

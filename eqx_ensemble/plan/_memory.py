@@ -13,17 +13,17 @@ _SECONDS_BETWEEN_SAMPLES, _FRACTION_BETWEEN_SAMPLES = 2e-3, 0.02
 
 
 class Peak:
-    """The peak of memory while something ran, in addition to what was in use before; `None` where it is unknown."""
+    """The peak memory while something ran, in addition to the memory in use before; `None` if unknown."""
 
     bytes: int | None = None
 
 
 @contextlib.contextmanager
 def peak() -> Iterator[Peak]:
-    """Watches the memory of this process's devices, of which that with the highest peak counts; on CPUs, its own.
+    """Measures the peak memory of this process's devices, the highest of them; on CPUs, that of the process.
 
-    An accelerator reports its peak since the start of the process: a later, smaller one is not seen. The memory of a
-    process is sampled every other millisecond, and less and less often, because sampling takes time: shorter peaks are
+    An accelerator reports its peak since the start of the process: a later, smaller one is missed. The memory of a
+    process is sampled every two milliseconds, and gradually less often, because sampling takes time: shorter peaks are
     missed.
     """
     found = Peak()
@@ -66,7 +66,7 @@ def release_memory() -> None:
 
 
 def free_bytes() -> int | None:
-    """The free memory of this process's fullest device, of the machine for CPUs; `None` where it is unknown."""
+    """The free memory of this process's fullest device, or of the machine for CPUs; `None` if unknown."""
     stats = _device_stats()
     if stats:
         known = all("bytes_limit" in one for one in stats)
@@ -81,7 +81,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _device_stats() -> list[dict[str, int]]:
-    """Those of each device of this process; none for CPUs, and where they are unknown."""
+    """The memory statistics of each device of this process; none for CPUs, and if unknown."""
     stats = [None if device.platform == "cpu" else device.memory_stats() for device in jax.local_devices()]
     return [one for one in stats if one and "peak_bytes_in_use" in one] if all(stats) else []
 

@@ -16,7 +16,7 @@ from ._search import Search
 
 
 class Pilot:
-    """Runs stretches of work under a plan; with `plan="auto"`, changes the plan on the way.
+    """Runs stretches of work under a plan; with `plan="auto"`, changes the plan between them.
 
     **Attributes:**
 
@@ -36,7 +36,7 @@ class Pilot:
 
     @property
     def is_trial(self) -> bool:
-        """Whether the next stretch may show something: how long it takes, or that memory does not suffice."""
+        """Whether the next stretch is a trial, or may run out of memory."""
         return self._search is not None and (self._search.watching or self._search.risky)
 
     def look(self, fn: Callable[..., Any], *args: PyTree, **work: Any) -> None:
@@ -45,10 +45,10 @@ class Pilot:
         self._search = search or self._search
 
     def call(self, stretch: Callable[[AbstractPlan, Any], Any], carry: Any) -> Any:
-        """`stretch(plan, carry)`, which may donate `carry`.
+        """Calls `stretch(plan, carry)`, which may donate `carry`.
 
-        A plan's first call may run out of memory. It is then repeated under a smaller plan, with the carry from a copy
-        on the host, because a donated one is deleted.
+        The first call under a plan may run out of memory. It is then repeated under a smaller plan, with a copy of the
+        carry on the host, because a donated carry is deleted.
         """
         if self._search is None or not self.is_trial:
             return stretch(self.plan, carry)
@@ -73,7 +73,7 @@ class Pilot:
         return changed
 
     def settle(self) -> None:
-        """Ends the search with the present plan."""
+        """Ends the search with the current plan."""
         self._search = None
 
 

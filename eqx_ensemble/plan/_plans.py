@@ -19,12 +19,12 @@ class Work(NamedTuple):
 
     **Attributes:**
 
-    - `name`: of the function of this library that runs it.
+    - `name`: the function of this library that runs it.
     - `fn`, `args`: one `unit` of the work is `fn(plan, *args)`.
-    - `num_members`: on each device.
-    - `unit`: a step, a batch.
-    - `steps_inside`: each member does several steps in a row: weights then stay in a cache when members take turns,
-        while a single step has to fetch them.
+    - `num_members`: the number of members on each device.
+    - `unit`: the name of the unit, such as a step or a batch.
+    - `steps_inside`: whether each member does several steps in a row. If members take turns, their weights then stay in
+        the cache, while single steps must fetch them.
     - `scan`: whether these steps are one compiled loop; `None` if not given.
     """
 
@@ -38,9 +38,9 @@ class Work(NamedTuple):
 
 
 class AbstractPlan(eqx.Module):
-    """How a function of one member is run for all members. A plan changes time and memory, and no result.
+    """Defines how a function of one member is run for all members. It affects only time and memory.
 
-    A plan of your own defines `run`, and `width` where it runs fewer than all members at a time:
+    A plan of your own defines `run`, and `width` if it runs fewer than all members at a time:
 
     ```python
     class Twos(ee.plan.AbstractPlan):
@@ -57,10 +57,10 @@ class AbstractPlan(eqx.Module):
 
     @abc.abstractmethod
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
-        """`fn` of every member's part of `arrays`, a tree of arrays only; results gain the leading `members` axis."""
+        """Applies `fn` to every member's part of `arrays`, a tree of arrays; results gain a leading `members` axis."""
 
     def width(self, num_members: int) -> int:
-        """How many of `num_members` run at a time: memory grows with it."""
+        """The number of members, of `num_members`, that run at a time; memory grows with it."""
         return num_members
 
     def smaller(self, num_members: int) -> "AbstractPlan | None":
@@ -71,14 +71,14 @@ class AbstractPlan(eqx.Module):
         return Sequential() if half == 1 else Chunked(half)
 
     def compile_time(self, num_members: int) -> float:
-        """The time to compile `num_members`, as a multiple of that of one program for all."""
+        """The time to compile for `num_members`, relative to one program for all."""
         return 1.0
 
     @property
     def compiles(self) -> bool:
-        """Whether `run` compiles outside `jax.jit` too, as `jax.lax.map` does at every call.
+        """Whether `run` compiles even outside `jax.jit`, as `jax.lax.map` does in every call.
 
-        [`eqx_ensemble.map_members`][] keeps the program then.
+        [`eqx_ensemble.map_members`][] then caches the program.
         """
         return True
 
@@ -89,22 +89,22 @@ class AbstractPlan(eqx.Module):
 
     @property
     def choice(self) -> "AbstractPlan | None":
-        """The plan that runs: this one; of a plan that searches the one found so far, `None` before there is one."""
+        """The plan in use: this one; for a plan that searches, the one found so far, `None` before a search."""
         return self
 
     def begin(self, work: Work) -> "tuple[AbstractPlan, Search | None]":
-        """The plan to begin `work` under, and the search, if any, that may change it on the way."""
+        """The plan at the start of `work`, and the search, if any, that may change it later."""
         return self, None
 
     def __repr__(self) -> str:
-        """The plan as it is written."""
+        """The plan as code."""
         fields = [f for f in dataclasses.fields(self) if f.repr and getattr(self, f.name) != f.default]
         shown = [f"{'' if f.kw_only is False else f'{f.name}='}{getattr(self, f.name)!r}" for f in fields]
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class Vmap(AbstractPlan):
-    """All members at once, by `jax.vmap`: the fastest where one member leaves the machine idle."""
+    """All members at once, by `jax.vmap`: the fastest plan if one member does not saturate the machine."""
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Maps `fn` over all members at once."""
@@ -112,12 +112,12 @@ class Vmap(AbstractPlan):
 
     @property
     def compiles(self) -> bool:
-        """Whether `run` compiles: what `fn` calls is called as it is."""
+        """False: `jax.vmap` compiles nothing."""
         return False
 
 
 class Chunked(AbstractPlan):
-    """`size` members at a time: the memory of a chunk instead of that of all members.
+    """`size` members at a time: needs the memory of one chunk instead of that of all members.
 
     The last chunk may be smaller; nothing is padded.
 
@@ -151,7 +151,7 @@ class Chunked(AbstractPlan):
 
 
 class Sequential(AbstractPlan):
-    """One member after another: the least memory; on one CPU device, bit for bit each member run alone.
+    """One member after another: the least memory; on one CPU device, the same bits as each member run alone.
 
     The compiler unrolls the loop over a single member, whose last bit may then differ from the same member in a larger
     ensemble, as with `optax.MultiSteps` around Adam. `fit(..., scan=False)` has no such loop.
@@ -171,7 +171,7 @@ class Sequential(AbstractPlan):
 
     @property
     def one_by_one(self) -> bool:
-        """A member's step is then in no loop, and compile time does not grow with the number of members."""
+        """True: a member's step is then in no loop, and compile time does not grow with the number of members."""
         return True
 
 
@@ -179,8 +179,8 @@ class Unrolled(AbstractPlan):
     """One member after another, each written out in the compiled program.
 
     The compiler sees every member's operations as for a single model, without a loop: on a CPU this is the fastest plan
-    for convolutions in a single call, as in [`eqx_ensemble.predict`][]; `jax.vmap` turns them into grouped ones.
-    Compile time grows with the number of members.
+    for convolutions in a single call, as in [`eqx_ensemble.predict`][], because `jax.vmap` turns them into grouped
+    convolutions. Compile time grows with the number of members.
     """
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
@@ -195,5 +195,5 @@ class Unrolled(AbstractPlan):
 
     @property
     def compiles(self) -> bool:
-        """Whether `run` compiles: `fn` is called as it is."""
+        """False: `fn` is called directly."""
         return False

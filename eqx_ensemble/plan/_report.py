@@ -1,4 +1,4 @@
-"""What `plan.Auto.explain` prints."""
+"""The report of `plan.Auto.explain`."""
 
 import jax
 
@@ -6,11 +6,11 @@ from ._cost import Cost
 from ._search import Search
 from ._trials import Trial
 
-_SEEN_BYTES = 2**25  # a process keeps smaller blocks for its next call, so that they do not show
+_SEEN_BYTES = 2**25  # the process reuses smaller blocks, which are therefore not measured
 
 
 def search_report(name: str, search: Search) -> str:
-    """What was found about the program of the function `name`, what was tried, and what was chosen."""
+    """The report on the search for the program of the function `name`: analysis, trials and choice."""
     cache = search.cache
     spent = (
         f"{search.spent:.2f} s of {search.seconds:.2f}" if search.spent else "nothing in addition to the work itself"

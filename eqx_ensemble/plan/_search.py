@@ -14,10 +14,10 @@ _SAFETY = 0.9  # of the free memory
 
 
 class Search:
-    """Chooses a plan while the work goes on: every trial is a stretch of the work itself.
+    """Chooses a plan during the work: every trial is a stretch of the work itself.
 
     Read `plan` before each stretch, and pass its time to `note` afterwards. A plan is tried if its compilation and a
-    stretch at half the speed of the best plan would take at most `max_overhead` of the whole time, and if its memory is
+    stretch at half the speed of the best plan would take at most `max_overhead` of the total time, and if its memory is
     expected to stay within the budget.
 
     **Attributes:**
@@ -47,7 +47,7 @@ class Search:
 
     @property
     def risky(self) -> bool:
-        """Whether the present plan has never run for this program, so that it may run out of memory."""
+        """Whether the current plan has never run for this program, so that it may run out of memory."""
         return self._trial.first_call is None
 
     @property
@@ -58,7 +58,7 @@ class Search:
     def note(self, units: int, seconds: float, peak: Peak | None, *, seconds_left: float | None) -> bool:
         """Records a stretch of `units`, and chooses the plan of the next. Returns whether that is another plan.
 
-        `seconds_left` is how long the rest is expected to take under the present plan, if known.
+        `seconds_left` is the time that the rest is expected to take under the current plan, if known.
         """
         trial, before = self._trial, self.plan
         if trial.plan not in self._compiled_here:
@@ -88,7 +88,7 @@ class Search:
         return self.plan != before
 
     def out_of_memory(self) -> AbstractPlan | None:
-        """Records that the present plan ran out of memory. Returns the plan to continue with, if one is left."""
+        """Records that the current plan ran out of memory. Returns the plan to continue with, if one is left."""
         self._trial.refused = "ran out of memory"
         plan = self.plan.smaller(self.cache.num_members)
         while plan is not None and self.cache.trial(plan).refused:
@@ -103,9 +103,9 @@ class Search:
             self.spent += max(0.0, seconds - units * (best.per_unit or 0.0))
 
     def _next(self, seconds_left: float | None, *, per_unit: float) -> Trial | None:
-        """The next trial for which there is time and memory; `None` when nothing is left to measure.
+        """The next trial for which time and memory suffice; `None` if nothing is left to measure.
 
-        `seconds_left` is the time of the rest at `per_unit` seconds a unit.
+        `seconds_left` is the remaining time at `per_unit` seconds per unit.
         """
         cache = self.cache
         possible = [trial for trial in cache.trials if not trial.refused and not cache.exceeds(trial.plan, self.budget)]
@@ -125,7 +125,7 @@ class Search:
 
 
 def _seconds_lost(fastest: float, slower: float, *, first: bool) -> float:
-    """What a trial costs under a plan `slower` times as slow as the best, which takes `fastest` for a unit."""
+    """The time lost in a trial of a plan `slower` times as slow as the best, which takes `fastest` for a unit."""
     call = max(slower * fastest, _SECONDS_PER_CALL)
     trial = min(max(_ENOUGH_CALLS * call, _ENOUGH_SECONDS), max(_PLENTY_OF_SECONDS, call))
     return (trial + first * call) * (1 - 1 / slower) if fastest else 0.0

@@ -29,13 +29,13 @@ class ShardedPlan(AbstractPlan):
             jax.tree.map(lambda x: x.reshape(layout.members, x.shape[0] // layout.members, *x.shape[1:]), arrays),
             layout,
         )
-        # The name keeps constraints on one member's layout valid inside.
+        # The axis name keeps constraints on one member's layout valid inside.
         out = jax.vmap(lambda some: self.inner.run(fn, some), spmd_axis_name="members")(own)
         out = constrain_members(jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), out), layout)
         if layout.width(count) == count:
             return out
-        # Without the pads they do not divide evenly. Where the compiler still splits them, as the members' weights are
-        # split that lie on several devices each, the result has no sharding that this mesh could name.
+        # Without padding they do not divide evenly. If the compiler still splits them, like members whose weights are
+        # split over several devices, this mesh cannot express the sharding of the result.
         whole = lambda x: jax.lax.with_sharding_constraint(x, layout.sharding(None, *[FREE] * (x.ndim - 1)))
         return jax.tree.map(lambda x: whole(x[:count]), out)
 
@@ -46,7 +46,7 @@ class ShardedPlan(AbstractPlan):
 
     @property
     def compiles(self) -> bool:
-        """Whether the inner plan does."""
+        """Whether the inner plan compiles."""
         return self.inner.compiles
 
 

@@ -10,7 +10,7 @@ from ._plans import AbstractPlan, Sequential, Work
 
 @dataclasses.dataclass
 class Trial:
-    """What is known of a plan for a program: times in seconds, and the peak of memory on top of what was in use."""
+    """The measurements of a plan for a program: times in seconds, and the additional peak memory in bytes."""
 
     plan: AbstractPlan
     first_call: float | None = None
@@ -22,7 +22,7 @@ class Trial:
 
     @property
     def compiling(self) -> float | None:
-        """Seconds of the first call that were not spent on its work; `None` before there was one."""
+        """The seconds of the first call that were not spent on its work; `None` before that call."""
         if self.first_call is None:
             return None
         return max(0.0, self.first_call - self.first_units * (self.per_unit or 0.0))
@@ -30,7 +30,7 @@ class Trial:
 
 @dataclasses.dataclass
 class SearchCache:
-    """What is known about a program, kept for the process's life. A `budget` is in bytes, `None` for no limit."""
+    """The measurements of a program, cached for the process's lifetime. A `budget` is in bytes; `None` is no limit."""
 
     cost: Cost
     num_members: int
@@ -46,13 +46,13 @@ class SearchCache:
         return self.trials[-1]
 
     def best(self, budget: int | None) -> Trial | None:
-        """The fastest plan within the budget, or of all if none is; `None` before one was timed."""
+        """The fastest plan within the budget, or of all if none is; `None` before any was timed."""
         known = [t for t in self.trials if t.per_unit is not None and not t.refused]
         fitting = [t for t in known if t.peak is None or budget is None or t.peak <= budget]
         return min(fitting or known, key=lambda t: t.per_unit or 0.0, default=None)
 
     def first(self, budget: int | None) -> Trial:
-        """The plan to begin with."""
+        """The trial to begin with."""
         best = self.best(budget)
         if best is not None:
             return best
@@ -62,7 +62,7 @@ class SearchCache:
         return self.trial(Sequential())
 
     def expected_peak(self, plan: AbstractPlan) -> int | None:
-        """The peak memory that a plan is expected to need: in proportion to the members that it takes at a time."""
+        """The peak memory that a plan is expected to need, in proportion to its members at a time."""
         width = lambda plan: plan.width(self.num_members)
         known = {width(t.plan): t.peak for t in self.trials if t.peak is not None}
         if not known:
@@ -76,7 +76,7 @@ class SearchCache:
         return expected is not None and budget is not None and expected > budget
 
     def seconds_to_compile(self, trial: Trial) -> float:
-        """How long a plan is expected to compile; 0 if it has been compiled."""
+        """The expected compile time of a plan; 0 if it has been compiled."""
         if trial.first_call is not None:
             return 0.0
         times = lambda plan: plan.compile_time(self.num_members)
@@ -89,7 +89,7 @@ _MOST_CACHES = 128
 
 
 def cache_of(key: Any, cost: Callable[[], Cost], work: Work) -> SearchCache:
-    """The cache of a program, made if there is none."""
+    """The cache of a program, created if there is none."""
     if key not in _CACHES:
         found, num_members = cost(), work.num_members
         plans = candidates(found, num_members, steps_inside=work.steps_inside, scan=work.scan)

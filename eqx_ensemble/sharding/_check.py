@@ -131,7 +131,7 @@ def check_local_rows(rows: Any, expected: int, num_rows: int) -> None:
 
 
 def warn_of_padding(num_members: int, parts: int) -> None:
-    """Warns where members do not divide evenly over the devices of the axis `members`."""
+    """Warns if members do not divide evenly over the devices of the axis `members`."""
     width = -(-num_members // parts) * parts
     if width != num_members:
         warn(
@@ -141,7 +141,7 @@ def warn_of_padding(num_members: int, parts: int) -> None:
 
 
 def warn_of_uneven_rows(batch_size: int, parts: int) -> None:
-    """Warns where the rows of a batch do not divide evenly over the devices of the axes `data` and `model`."""
+    """Warns if the rows of a batch do not divide evenly over the devices of the axes `data` and `model`."""
     if batch_size % parts:
         warn(
             f"Batches of {batch_size} rows do not divide over data x model = {parts} devices, each of which computes "

@@ -16,11 +16,11 @@ _BITS = re.compile(r"[0-9]+")
 
 
 class Collective(NamedTuple):
-    """One communication between devices in a compiled program.
+    """One collective operation between devices in a compiled program.
 
     **Attributes:**
 
-    - `kind`: such as `"all-reduce"`.
+    - `kind`: the operation, such as `"all-reduce"`.
     - `bytes`: the size of its result on one device.
     """
 
@@ -31,7 +31,7 @@ class Collective(NamedTuple):
 def collectives(fn: Callable[..., Any], *args: PyTree) -> list[Collective]:
     """Lists the communication between devices in `fn(*args)`, from its compiled program.
 
-    The program does not run. A collective in a loop counts once.
+    The program is compiled, but not run. A collective in a loop counts once.
 
     **Arguments:**
 
@@ -40,6 +40,8 @@ def collectives(fn: Callable[..., Any], *args: PyTree) -> list[Collective]:
 
     **Returns:** a list of [`eqx_ensemble.sharding.Collective`][eqx_ensemble.sharding.collectives], in the order of the
     program.
+
+    **Raises:** `TypeError` if `fn` is not a function.
 
     ```python
     mesh = ee.make_mesh()
@@ -56,7 +58,7 @@ def collectives(fn: Callable[..., Any], *args: PyTree) -> list[Collective]:
 
 
 def compiled_text(fn: Callable[..., Any], *args: PyTree) -> str:
-    """The optimised program of `fn(*args)` for one device."""
+    """The text of the optimised program of `fn(*args)` for one device."""
     arrays, rest = eqx.partition(args, eqx.is_array)
 
     def on_arrays(arrays: PyTree) -> PyTree:

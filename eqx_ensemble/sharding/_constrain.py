@@ -1,4 +1,4 @@
-"""Inside a compiled program: constraints on how the arrays of members and of batches are sharded."""
+"""Constraints, inside a compiled program, on the sharding of the arrays of members and of batches."""
 
 import jax
 from jax.sharding import PartitionSpec
@@ -12,7 +12,7 @@ FREE = PartitionSpec.UNCONSTRAINED
 
 
 def constrain_rows(batch: PyTree, layout: Layout) -> PyTree:
-    """The rows `(batch, ...)` of one member's batch, split over devices."""
+    """Shards the rows `(batch, ...)` of one member's batch over devices, if they divide evenly."""
     split = lambda x: jax.lax.with_sharding_constraint(x, layout.sharding(layout.row_axes(x.shape[0])))
     if layout.row_parts == 1:
         return batch
@@ -20,7 +20,7 @@ def constrain_rows(batch: PyTree, layout: Layout) -> PyTree:
 
 
 def constrain_member(tree: PyTree, layout: Layout) -> PyTree:
-    """One member's arrays; those split over `model` stay split."""
+    """Keeps one member's arrays that are split over `model` split."""
     if not layout.weights:
         return tree
     constrain = lambda x, spec: x if spec is None else jax.lax.with_sharding_constraint(x, layout.sharding(*spec))
@@ -30,13 +30,13 @@ def constrain_member(tree: PyTree, layout: Layout) -> PyTree:
 
 
 def constrain_members(tree: PyTree, layout: Layout) -> PyTree:
-    """Arrays of members and padding, sharded over devices; the sharding of their other axes is left to the compiler."""
+    """Shards arrays of members, padding included, over devices; the compiler chooses the sharding of other axes."""
     sharding = lambda x: layout.sharding("members", *[FREE] * (x.ndim - 1))
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding(x)), tree)
 
 
 def constrain_carry(tree: PyTree, layout: Layout) -> PyTree:
-    """Arrays of members and padding, sharded as between two programs.
+    """Shards arrays of members, padding included, as between two programs.
 
     Otherwise the compiler may choose another sharding for them, and the next call would compile again.
     """

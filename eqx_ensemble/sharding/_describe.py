@@ -20,11 +20,11 @@ class Placement(NamedTuple):
     **Attributes:**
 
     - `members`: for each device, the ids of the members of which it holds a part.
-    - `bytes`: for each device, the bytes that it holds of members and of what they share.
-    - `copies`: the number of devices that hold the same part of a member; 1 where nothing is replicated.
-    - `parts`: of these bytes, those of `"optimiser"` states, `"best weights"` and `"history"`, for each device; what
-        else there is of members is in `"members"`. NumPy arrays, as those of a run's history, are those of `"host"`,
-        in every process.
+    - `bytes`: for each device, the bytes of members and shared leaves that it holds.
+    - `copies`: the number of devices that hold the same part of a member; 1 if nothing is replicated.
+    - `parts`: the bytes on each device by part: `"optimiser"` states, `"best weights"`, `"history"`, and `"members"`
+        for everything else. NumPy arrays, such as those of a run's history, are on the device `"host"`, in every
+        process; `bytes` does not include them.
     """
 
     members: dict[Any, list[int]]
@@ -51,9 +51,9 @@ class Placement(NamedTuple):
 def describe(tree: PyTree) -> Placement:
     """Describes which members each device holds, and how many bytes.
 
-    Of a training state, the optimiser states are counted by themselves; of a run, so are its best weights and its
-    history, which is on the host. An array that is in several places of the tree, as the weights of a run without
-    validation are, counts once.
+    The optimiser states of a training state are counted separately; so are the best weights of a run, and its history,
+    which is on the host. An array that occurs several times in the tree, such as the weights of a run without
+    validation, counts once.
 
     [`eqx_ensemble.sharding.collectives`][] lists the communication between devices.
 
@@ -63,7 +63,7 @@ def describe(tree: PyTree) -> Placement:
 
     **Returns:** [`eqx_ensemble.sharding.Placement`][].
 
-    **Raises:** `TypeError` where there are no members.
+    **Raises:** `TypeError` if the tree has no members.
 
     ```python
     ensemble = ee.build(
@@ -102,7 +102,7 @@ def _part(path: tuple[Any, ...]) -> str:
 
 
 def _bytes_by_place(x: Any) -> list[tuple[Any, int]]:
-    """The bytes of an array on each device; those of NumPy are on the host."""
+    """The bytes of an array on each device; NumPy arrays are on the host."""
     if not isinstance(x, jax.Array):
         return [(HOST, x.nbytes)]
     data = jax.random.key_data(x) if is_typed_key(x) else x
@@ -126,12 +126,14 @@ def _copies(splits: list[jax.Array]) -> int:
 def visualise(tree: PyTree) -> None:
     """Prints which device holds which members, by `jax.debug.visualize_array_sharding`.
 
-    Without `rich`, which draws, it prints the table of [`eqx_ensemble.sharding.describe`][].
+    Without the package `rich`, it prints the table of [`eqx_ensemble.sharding.describe`][], or an array's sharding.
 
     **Arguments:**
 
     - `tree`: an array `(members, ...)`, an ensemble, or any PyTree that holds one. The largest array of its members is
         drawn, with all axes but the first flattened.
+
+    **Raises:** `TypeError` if the tree has no members.
 
     ```python
     ensemble = ee.build(

@@ -39,7 +39,7 @@ class Layout:
         return self.mesh.shape.get("data", 1) * self.mesh.shape.get("model", 1)
 
     def split_weights(self, tree: PyTree, rule: Shard | None = None) -> "Layout":
-        """The layout that splits the weights of members `tree` by a rule; without one, as they are split now.
+        """The layout that splits the weights of members `tree` by a rule, by default as they are split now.
 
         Weights that are not split yet are split by their largest axes.
         """
@@ -66,13 +66,13 @@ class Layout:
         return self.sharding()
 
     def row_axes(self, num_rows: int) -> tuple[str, ...] | None:
-        """The axes of the mesh over which `num_rows` are split; `None` where they do not divide evenly."""
+        """The axes of the mesh over which `num_rows` are split; `None` if they do not divide evenly."""
         names = tuple(name for name in ("data", "model") if self.mesh.shape.get(name, 1) > 1)
         return names if names and num_rows % self.row_parts == 0 else None
 
 
 def spans_processes(layout: Layout | None) -> bool:
-    """Whether there are devices of other processes in the mesh."""
+    """Whether the mesh contains devices of other processes."""
     return layout is not None and any(d.process_index != jax.process_index() for d in layout.mesh.devices.flat)
 
 
@@ -87,7 +87,7 @@ def as_layout(mesh: Any, *, name: str) -> Layout | None:
 def layout_for(mesh: Any, tree: PyTree, *, name: str) -> Layout | None:
     """The layout for members `tree`, each array `(members, ...)`.
 
-    Without a mesh, members that are on one keep it, and weights that are split stay split as they are.
+    Without a mesh, members keep the mesh that they are on, and split weights stay split as they are.
     """
     layout = as_layout(mesh_of(tree) if mesh is None else mesh, name=name)
     return None if layout is None else layout.split_weights(tree)

@@ -21,23 +21,23 @@ def make_mesh(
     """A mesh of devices with the axes `members`, `data` and `model`, for the `mesh=` of other functions.
 
     `members` shards the members, which are independent: a step needs no communication over it. `data` splits the rows
-    of every batch; gradients are summed over its devices. `model` splits the weights of a member that does not fit one
-    device.
+    of every batch; gradients are summed over its devices. `model` splits the weights of a member that does not fit on
+    one device.
 
     Devices of one process are adjacent: `data` and `model`, which communicate at every step, stay inside a host as far
     as they fit there, and `members` extends over hosts.
 
     **Arguments:**
 
-    - `members`: the number of devices over which members are sharded; if not given, all that the other axes leave.
+    - `members`: the number of devices over which members are sharded; by default all that the other axes leave.
     - `data`: the number of devices that share the rows of a batch.
     - `model`: the number of devices that share the weights of a member.
-    - `devices`: the devices, of which the first `members * data * model` are used; those of all processes, if not
-        given.
+    - `devices`: the devices, of which the first `members * data * model` are used; by default those of all processes.
 
     **Returns:** a `jax.sharding.Mesh` whose axes are all of the type `Auto`, so that the compiler chooses layouts.
 
-    **Raises:** `ValueError` where there are too few devices, or none of some process among those used.
+    **Raises:** `ValueError` if there are too few devices, or if those used include none of some process; `TypeError`
+    for arguments of another type.
 
     ```python
     mesh = ee.make_mesh()  # all devices, for different members

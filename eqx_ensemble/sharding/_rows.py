@@ -14,17 +14,17 @@ from ._layout import Layout
 def local_rows(mesh: Mesh, num_rows: int) -> slice:
     """The rows of a batch that this process must load, because its devices process them.
 
-    They follow from the sharding, not from the number of the process: processes whose devices hold different members
-    need the same rows, and processes along the axis `data` different ones.
+    They depend on the sharding, not on the process index: processes whose devices hold different members need the same
+    rows, and processes along the axis `data` different ones.
 
     **Arguments:**
 
-    - `mesh`: what [`eqx_ensemble.make_mesh`][] returned.
+    - `mesh`: the mesh, from [`eqx_ensemble.make_mesh`][].
     - `num_rows`: the number of rows of the global batch.
 
     **Returns:** a slice of consecutive rows.
 
-    **Raises:** `ValueError` where rows do not divide evenly over the mesh.
+    **Raises:** `ValueError` if rows do not divide evenly over the mesh.
 
     ```python
     mesh = ee.make_mesh()
@@ -40,18 +40,20 @@ def local_rows(mesh: Mesh, num_rows: int) -> slice:
 
 
 def batch(mesh: Mesh, rows: PyTree, num_rows: int) -> PyTree:
-    """A global batch, sharded over the devices of all processes, from the rows of each process.
+    """Assembles a global batch, sharded over the devices of all processes, from the rows of each process.
 
     For loaders that read, in every process, only the rows that [`eqx_ensemble.sharding.local_rows`][] returns, and
     pass batches to [`eqx_ensemble.fit`][] as an iterable.
 
     **Arguments:**
 
-    - `mesh`: what [`eqx_ensemble.make_mesh`][] returned.
+    - `mesh`: the mesh, from [`eqx_ensemble.make_mesh`][].
     - `rows`: any PyTree of this process's rows, each array `(local rows, ...)`.
     - `num_rows`: the number of rows of the global batch.
 
     **Returns:** the same tree of arrays `(num_rows, ...)`.
+
+    **Raises:** `ValueError` if rows do not divide evenly over the mesh, or for another number of local rows.
 
     ```python
     mesh = ee.make_mesh()

@@ -1,4 +1,4 @@
-"""Outside compiled programs: arrays of members and of data are sharded over a mesh."""
+"""Sharding of the arrays of members and of data over a mesh, outside compiled programs."""
 
 import functools as ft
 import math
@@ -21,7 +21,7 @@ from ._weights import leaf_specs
 
 
 def pad_members(tree: PyTree, layout: Layout) -> PyTree:
-    """Arrays `(members, ...)`, padded with copies of the last member to a multiple of the axis."""
+    """Pads arrays `(members, ...)` with copies of the last member to a multiple of the axis."""
     return jax.tree.map(lambda x: _pad(x, layout.width(x.shape[0])) if _axes.is_array(x) else x, tree)
 
 
@@ -40,12 +40,12 @@ def replicate(tree: PyTree, layout: Layout) -> PyTree:
 
 
 def shard_rows(tree: PyTree, layout: Layout) -> PyTree:
-    """Shards data `(rows, ...)` where rows divide evenly; those marked `Each` with their members."""
+    """Shards data `(rows, ...)` if rows divide evenly; parts marked `Each` are sharded with their members."""
     return _put_data(tree, layout, layout.row_axes)
 
 
 def replicate_rows(tree: PyTree, layout: Layout) -> PyTree:
-    """Replicates data `(rows, ...)` on every device; those marked `Each` with their members."""
+    """Replicates data `(rows, ...)` on every device; parts marked `Each` are sharded with their members."""
     return _put_data(tree, layout, lambda num_rows: None)
 
 
@@ -56,7 +56,7 @@ def rows_sharding(layout: Layout, num_rows: int, num_members: int | None = None)
 
 
 def local_block(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The smallest part of an array that contains all that the devices of this process hold."""
+    """The smallest block of an array that contains the parts on all devices of this process."""
     indices = [index for index in sharding.addressable_devices_indices_map(shape).values() if index is not None]
     bounds = [[index[i].indices(size)[:2] for index in indices] for i, size in enumerate(shape)]
     return tuple(slice(min(low for low, _ in axis), max(high for _, high in axis)) for axis in bounds)
@@ -85,7 +85,7 @@ def _put_leaves(tree: PyTree, specs: list | None, sharding: Any) -> PyTree:
 
 
 def put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """The array with this sharding. Each process passes the complete array; that they are equal is not checked here."""
+    """The array with this sharding. Each process passes the complete array; equality is not checked here."""
     if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:

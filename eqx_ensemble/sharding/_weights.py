@@ -11,7 +11,7 @@ from .._pytree import PyTree
 from ._check import check_spec
 
 Shard = Callable[[str, tuple[int, ...], int], PartitionSpec | None]
-"""A rule: `shard(path, shape, parts)` of one member's array, as a `PartitionSpec` over its axes, or `None`."""
+"""A rule `shard(path, shape, parts)` for one member's array: a `PartitionSpec` over its axes, or `None`."""
 
 WeightSpecs = tuple[tuple[str, tuple[int, ...], PartitionSpec], ...]
 """The arrays of a member that are split: path, shape and spec."""
@@ -65,7 +65,7 @@ def current_specs(tree: PyTree, mesh: Mesh) -> WeightSpecs:
 
 
 def leaf_specs(tree: PyTree, specs: WeightSpecs, *, skip: int = 0) -> list[PartitionSpec | None]:
-    """The spec of each leaf: that of the weight whose path its own ends with, as in an optimiser's state."""
+    """The spec of each leaf: that of the weight whose path is the end of its own, as in an optimiser's state."""
     found = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         name, shape = jax.tree_util.keystr(path), np.shape(x)[skip:] if _axes.is_array(x) else None
