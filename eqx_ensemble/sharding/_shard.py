@@ -28,7 +28,8 @@ def pad_members(tree: PyTree, layout: Layout) -> PyTree:
 def shard_members(tree: PyTree, layout: Layout) -> PyTree:
     """Shards arrays `(members, ...)`: each member on one device, or its weights over those of `model`.
 
-    Members that do not divide evenly are split into as many parts as divide them, each replicated on several devices.
+    Members that do not divide evenly are split into the largest number of parts that fits, each replicated on several
+    devices.
     """
     specs = leaf_specs(tree, layout.weights, skip=1) if layout.weights else None
     return _put_leaves(tree, specs, lambda x, spec: _of_members(layout, x.shape[0], spec))

@@ -268,7 +268,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     limits = limits if layout is None else shard_members(limits, layout)
     max_seconds = check_limit(max_seconds, "max_seconds", first.num_members, name="fit")
     losses = make_losses(first, loss, score, has_aux=has_aux, has_validation=has_validation)
-    patience = None if patience is None else int(patience)  # of NumPy's kinds too
+    patience = None if patience is None else int(patience)  # also from NumPy integers
     program = Program(
         losses[0], optimiser, plan, layout, losses[1], patience, halts=isinstance(how, Revive), windows=windows,
         numbers=number_kinds((losses, first)),

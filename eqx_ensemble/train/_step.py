@@ -99,8 +99,8 @@ def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Input
 
 
 def _one_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState, Int[Array, ""], Metrics]:
-    # Constants are not returned, because flattening big trees takes as long as a small step. So does inspecting a
-    # signature, which is therefore done here, while tracing.
+    # Constants are not returned, because flattening big trees takes as long as a small step. For the same
+    # reason signatures are inspected here, while tracing.
     split_members((Each(state.ids), batch), name="train.make_step")  # raises for another number of members
     check_some_rows(batch, name="train.make_step")
     check_opt_state(state.opt_state, init_state_shapes(step.optimiser, state), name="train.make_step")

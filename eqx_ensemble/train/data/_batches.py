@@ -186,7 +186,7 @@ class IterableSource(AbstractSource):
         self.cursor, self._last = Cursor(self.cursor.epochs, self.cursor.batches + count, state), work.taken[count - 1]
 
     def bookmark(self) -> Cursor:
-        """The cursor, with the last batch's digest where the iterator does not support checkpointing."""
+        """The cursor, with the last batch's digest if the iterator does not support checkpointing."""
         cursor = self.cursor
         if cursor.batches == 0 or cursor.state is not None:
             return cursor

@@ -13,7 +13,7 @@ from ._rows import Piece
 
 
 class PieceQueue:
-    """The pieces that are still to run, and the one shape of chunks of them."""
+    """The pieces that are still to run, and the one shape of their chunks."""
 
     def __init__(self, pieces: Iterator[Piece], most_pieces: int, most_steps: int, layout: Layout | None) -> None:
         self._pieces = pieces

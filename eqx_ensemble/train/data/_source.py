@@ -92,7 +92,7 @@ class AbstractSource(abc.ABC):
 
     - `data`: the data that all steps read, on the device; `None` if batches come with the work.
     - `order`: which rows of the data a step reads; `None` if batches come with the work.
-    - `rows`: the rows `(members, n)` that members see; `None` where each sees all.
+    - `rows`: the rows `(members, n)` that members see; `None` if each sees all.
     - `num_steps`: the steps of the run; `None` if it follows from the data.
     - `last_step`: the step after which the run ends, if known.
     - `cursor`: the position in the data after the steps that are recorded.

@@ -62,7 +62,7 @@ def _cpu() -> Any:
 
 @ft.partial(jax.jit, static_argnums=(2, 3))
 def _compute(words: Any, steps: Int[Array, " steps"], num_rows: int, batch_size: int) -> Array:
-    """Positions `(steps, members, batch)`, or `(steps, batch)` where all members share an order."""
+    """Positions `(steps, members, batch)`, or `(steps, batch)` if all members share an order."""
     at = lambda words, step: RowOrder(words, None, num_rows, batch_size).batch(step, last=False)
     if words.ndim == 2:
         at = jax.vmap(at, in_axes=(0, None))

@@ -28,7 +28,7 @@ class NewRecords:
 
     @property
     def any_left(self) -> bool:
-        """Whether there are, or a window that the last `take` left out because it had not ended."""
+        """Whether there are new records, or a window that the last `take` left out because it had not ended."""
         return self.any or not self._all_taken
 
     def take(self, *, last_step: int | None, ends: bool) -> tuple[History, int]:

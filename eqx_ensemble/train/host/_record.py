@@ -67,7 +67,7 @@ class Record:
     - `first_step`, `steps`: the step at which the run begins, and the current one.
     - `columns`: the outputs of the steps that are recorded.
     - `scores`, `score_steps`: validation scores `(members,)`, and the steps after which they were taken.
-    - `latest_loss`, `latest_score`: `(members,)`, each member's latest finite loss and validation score, NaN where
+    - `latest_loss`, `latest_score`: `(members,)`, each member's latest finite loss and validation score, NaN if
         there is none; `None` before the first.
     """
 
@@ -142,7 +142,7 @@ class Record:
     def history(self, last_step: int | None = None) -> History:
         """The curves up to the last step of any member; the last chunk may have been longer.
 
-        If no member trains, `last_step` is the step after which they stopped, because a window may be longer, too. A
+        If no member trains, `last_step` is the step after which they stopped, because a window may also be longer. A
         validation after it is of the weights at which members stopped.
         """
         history = self.curves()
