@@ -34,10 +34,10 @@ class _Notes:
 class Auto(AbstractPlan):
     """Analyses the program, tries the few suitable plans, and keeps the fastest that fits in memory.
 
-    Written `plan="auto"`. A trial is a stretch of the work itself, so that a search costs only compilations and slower
-    stretches: together at most `max_overhead` of the time. A short run therefore keeps the plan that static analysis
-    suggests. Results of a search are cached for the lifetime of the process: another run of the same program starts
-    with the fastest plan.
+    `plan="auto"` is short for `plan=Auto()`. A trial is a part of the work itself: a search costs only compilations and
+    the time lost under slower plans, together at most `max_overhead` of the total time. A short run therefore keeps the
+    plan that static analysis suggests. Results of a search are cached for the lifetime of the process: another run of
+    the same program starts with the fastest plan.
 
     Plans agree within float rounding, and the fastest may differ between runs: to reproduce a run bit for bit, pass its
     `run.plan.choice`.

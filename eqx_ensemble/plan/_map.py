@@ -28,10 +28,10 @@ def map_members(
     depth of the arguments' trees, are mapped over: `fn` receives one member's model, value or state. All others are
     shared and passed unchanged. Array outputs gain a `members` axis; outputs that are not arrays are returned once.
 
-    Outside `jax.jit`, `Chunked` and `Sequential` run a compiled loop. It is compiled once for a function, and
-    again if a variable that the function itself reads from outside has been reassigned; variables that it reads through
-    other functions keep the values of the first call, as with `jax.jit`. `equinox.filter_jit` around the result
-    compiles under any plan.
+    Outside `jax.jit`, `Chunked` and `Sequential` run a compiled loop. It is compiled once for a function, and again if
+    a variable that the function itself reads from outside has been reassigned; variables that it reads through other
+    functions keep the values of the first call, as with `jax.jit`. `equinox.filter_jit` around the result compiles
+    under any plan.
 
     **Arguments:**
 

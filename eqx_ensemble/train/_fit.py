@@ -133,8 +133,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         smaller.
     - `rows`: row indices `(members, n)` into `data`, such as bootstraps, folds or subsets.
     - `order`: `"each"`: every member has its own row order; `"shared"`: all members share one row order, which is
-        faster; `"given"`: the order of the data. Each epoch is a fresh permutation, which the compiled step computes
-        on the fly and never stores: [row orders](../how-it-runs.md#row-orders).
+        faster; `"given"`: the order of the data. The other two are a fresh permutation in every epoch, which the
+        compiled step computes on the fly and never stores: [row orders](../how-it-runs.md#row-orders).
     - `validation`: arrays as for `data`, in memory; scored as one batch in inference mode at the end of every epoch. If
         `max_steps`, `max_seconds`, a callback or the end of the run stops a member within an epoch, its last weights
         are scored as well.
