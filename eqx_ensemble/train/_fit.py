@@ -126,9 +126,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 
     - `data`: a PyTree of arrays `(rows, ...)` shared by all members, or `(members, rows, ...)` in parts marked
         [`eqx_ensemble.Each`][]; or an [`eqx_ensemble.train.RowReader`][], which reads rows on demand; or an iterable of
-        batches (a generator, a loader of torch or grain), iterated once per epoch. An iterator that cannot restart,
-        such as a generator, supports one epoch, or as many `steps` as it has batches. Data frames and tensors are
-        accepted as arrays.
+        batches (a generator, a loader of torch or grain), iterated once per epoch. A generator cannot restart: it
+        supports one epoch, or as many `steps` as it has batches. Data frames and tensors are accepted as arrays.
     - `batch_size`: rows per step. By default 32, or all rows if they are fewer. The last batch of an epoch may be
         smaller.
     - `rows`: row indices `(members, n)` into `data`, such as bootstraps, folds or subsets.
@@ -141,16 +140,14 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 
     *Length:*
 
-    - `epochs` or `steps`: the length of the run, not counting earlier runs that it continues. The remainder of an epoch
-        of an iterator counts as one epoch.
+    - `epochs` or `steps`: the length of the run, without earlier runs. The rest of an iterator's epoch counts as one.
 
     *Stopping:*
 
     - `score`: the validation score, called like `loss`; by default the loss.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher, such as for accuracy. Required with `score`.
     - `patience`: a member stops after this many epochs without an improvement by more than `min_delta`.
-    - `min_delta`: the threshold, at least 0, that an improvement of the score must exceed, for the best weights as well
-        as for `patience`.
+    - `min_delta`: the threshold, at least 0, that an improvement must exceed for `patience` and for new best weights.
     - `target`: a member stops at the end of the epoch in which its validation score is `<= target`, or `>= target` with
         `mode="max"`; a scalar or one value per member.
     - `max_steps`: a member stops after this many steps, counting all its runs; a scalar or one value per member.
@@ -177,18 +174,16 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     - `plan`: how the members are executed, by default [`eqx_ensemble.plan.Vmap`][]. `"auto"` measures plans while it
         trains: [`eqx_ensemble.plan.Auto`][].
     - `scan`: for data in arrays: whether many steps run in one compiled loop (`True`), or each step as its own
-        compiled call (`False`). By default a loop, except for convolutions on a CPU, which XLA runs many times slower
-        inside a compiled loop. Under [`eqx_ensemble.plan.Sequential`][] a step outside a loop is one compiled call per
-        member.
+        compiled call (`False`; one per member under [`eqx_ensemble.plan.Sequential`][]). By default a loop, except for
+        convolutions on a CPU, which XLA runs many times slower inside a compiled loop.
     - `mesh`: the devices to train on, from [`eqx_ensemble.make_mesh`][]; by default the mesh that the ensemble was
         built on. Members are sharded over its axis `members`, the rows of their batches over `data`; results agree
         within rounding. [How it works](../scale.md).
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `callbacks`: a function of one [`eqx_ensemble.train.Progress`][], or a list of them, called between chunks of
         steps, about once a second (more often with `patience`, `target` or `max_seconds`), and at the end. It returns
-        `None` to continue, `True` to end the run, like Ctrl-C, or booleans `(members,)` to stop these members:
-        [`eqx_ensemble.train.Callback`][]. With several processes, all call theirs at the same steps, and the return
-        values of the first process are used.
+        `None`, `True` to end the run, or booleans `(members,)` to stop members: [`eqx_ensemble.train.Callback`][]. With
+        several processes, all call theirs at the same steps, and the return values of the first process are used.
     - `callback_every`: the number of steps between two calls, required for reproducible decisions.
     - `key`: the root key. A member's random streams are derived from it and the member's id.
 
@@ -216,8 +211,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     - `TypeError`, `ValueError` or `IndexError`, before compiling, for arguments that do not fit together, data that are
         not finite, and integers that do not fit in 32 bits while 64-bit types are disabled.
     - `BlockingIOError`, naming process and machine, if another run trains in the checkpoint folder.
-    - `FileNotFoundError` or `FileExistsError` if the folder contradicts `resume` or is not that of a run; `ValueError`
-        if it belongs to another call.
+    - `FileNotFoundError` or `FileExistsError` if the folder contradicts `resume`; `ValueError` for another call.
     - `MemoryError`, with a smaller plan, if the device runs out of memory.
     - [`eqx_ensemble.train.DivergedError`][] with `on_diverge="raise"`.
     - [`eqx_ensemble.train.NotSavedError`][], which holds the run so far, if a checkpoint cannot be written.
