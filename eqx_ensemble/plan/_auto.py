@@ -89,6 +89,7 @@ class Auto(AbstractPlan):
         key = (work.fn, tuple((x.shape, x.dtype) if _axes.is_array(x) else x for x in leaves), treedef, work.scan)
         cache = cache_of(key, lambda: cost_of(work.fn, *work.args), work)
         search = Search(cache, max_overhead=self.max_overhead, memory=self.memory)
+        self.notes.searches.pop(work.name, None)  # the latest search is the last one
         self.notes.searches[work.name] = search
         return search.plan, search
 

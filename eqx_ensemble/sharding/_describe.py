@@ -143,11 +143,13 @@ def visualise(tree: PyTree) -> None:
     ```
     """
     if _axes.is_array(tree):
-        largest = tree
+        arrays = [tree]
     else:
         ids = check_member_ids(tree, name="sharding.visualise")
-        splits = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.shape[:1] == ids.shape]
-        largest = max((x for x in splits if not is_typed_key(x)), key=lambda x: x.size)
+        arrays = [x for x in jax.tree.leaves(tree) if np.shape(x)[:1] == ids.shape and not is_typed_key(x)]
+    largest = max((x for x in arrays if isinstance(x, jax.Array)), key=lambda x: x.size, default=None)
+    if largest is None:
+        raise TypeError("`sharding.visualise` needs arrays of JAX; those of NumPy are on the host.")
     try:
         import rich  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
     except ImportError:

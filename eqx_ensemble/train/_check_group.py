@@ -31,6 +31,16 @@ def check_one_mode(runs: Mapping[str, Run[Any]], *, by: Any, name: str) -> Mode:
     return next(iter(modes)) if modes else "min"
 
 
+def check_no_states(runs: Mapping[str, Run[Any]], *, name: str) -> None:
+    """Raises if members have states that are not selected with them."""
+    stateful = [part for part, run in runs.items() if run.state is not None]
+    if stateful:
+        raise TypeError(
+            f"`{name}` returns members without their states, and those of {stateful[0]!r} have some.\n"
+            f"Get both from a part: `ensemble, state = run.runs[{stateful[0]!r}].best_with_state(...)`."
+        )
+
+
 def check_data_of_parts(data: Any, parts: Iterable[str], *, name: str) -> None:
     """Raises if an iterable of batches that all parts use can be iterated only once."""
     if iter(data) is data:

@@ -14,7 +14,7 @@ from .._predict import predict
 from .._progress import members_in_words
 from .._pytree import PyTree
 from .._warnings import warn
-from ._check_group import check_one_mode, check_runs
+from ._check_group import check_no_states, check_one_mode, check_runs
 from ._check_run import check_run_weights, excluded_message
 from ._errors import DivergedError
 from ._group_history import group_columns, group_history
@@ -137,11 +137,12 @@ class GroupRun(eqx.Module):
 
         **Arguments:** as for [`eqx_ensemble.Run.best`][]. The validation scores of all parts must be comparable.
 
-        **Returns:** a smaller group. The states of stateful members stay in the runs of the parts.
+        **Returns:** a smaller group.
 
-        **Raises:** as [`eqx_ensemble.Run.best`][], except for stateful members; `ValueError` if the validation scores
-        of the parts have different modes.
+        **Raises:** as [`eqx_ensemble.Run.best`][]; `ValueError` if the validation scores of the parts have different
+        modes.
         """
+        check_no_states(self.runs, name="GroupRun.best")
         return self.group[rank_members(_Ranks(self, by), count, by, mode, name="GroupRun.best")]
 
     def table(self, *, as_frame: bool = False) -> Any:

@@ -270,6 +270,9 @@ class TestUse:
         out = ee.predict(ensemble, x, batch_size=7, plan=plan)
         np.testing.assert_allclose(out, ee.predict(ensemble, x), rtol=1e-5, atol=1e-6)
         assert "`predict` runs 5 members" in plan.explain()
+        fitted(ensemble, plan)
+        ee.predict(ensemble, x, batch_size=7, plan=plan)
+        assert list(plan.notes.searches) == ["fit", "predict"]  # `choice` is that of the latest
 
     def test_a_function_of_a_member(self, ensemble):
         x, y = data(8)

@@ -580,6 +580,8 @@ class TestDescribe:
     def test_visualise(self, capsys):
         ee.sharding.visualise(ee.build(make, 8, mesh=ee.make_mesh(), key=KEY))
         assert "cpu3" in re.sub(r"[ :]", "", capsys.readouterr().out.lower())
+        with pytest.raises(TypeError, match="those of NumPy are on the host"):
+            ee.sharding.visualise(np.ones((8, 3)))
 
 
 class TestRows:

@@ -18,7 +18,7 @@ from .._status import Status
 from ..compiled._carry import Carry, Inputs
 from ..data._slots import Slots
 
-_FEWEST = 4  # with fewer than three members, compilers order sums differently, which changes the others' last bits
+_FEWEST = 4  # with fewer members, compilers order sums differently, which changes the others' last bits
 
 
 class ActiveMembers:
