@@ -49,7 +49,7 @@ def check_fraction(fraction: Any, *, name: str) -> None:
 
 
 def check_factors(factors: Any, *, name: str) -> list[float]:
-    """Raises unless `factors` is a list of positive numbers. Returns them as Python's."""
+    """Raises unless `factors` is a list of positive numbers. Returns them as Python numbers."""
     listed = [
         check_number(factor, "factors", name=name)
         for factor in check_sequence(factors, "factors", name=name, of="numbers")
@@ -87,14 +87,14 @@ def check_validation_given(validation: Any, *, name: str) -> None:
 
 
 def check_factor(factor: Any, *, name: str) -> float | int:
-    """Raises unless `factor` is a number above 1. Returns it as Python's, an integer where it is one."""
+    """Raises unless `factor` is a number above 1. Returns it as a Python number, an `int` if it is integral."""
     if not isinstance(factor, int | float | np.number) or not 1 < float(factor) < math.inf:
         raise ValueError(f"`{name}` needs `factor` to be above 1, got {factor!r}.")
     return int(factor) if float(factor).is_integer() else float(factor)
 
 
 def check_length(name: str, **lengths: Any) -> tuple[str, int]:
-    """Raises unless exactly one length is given. Returns its name and its value."""
+    """Raises unless exactly one length is given. Returns its name and value."""
     given = {unit: length for unit, length in lengths.items() if length is not None}
     if len(given) != 1:
         words = " or ".join(f"`{unit}`" for unit in lengths)
@@ -127,14 +127,14 @@ def check_healthy(healthy: Any, num_members: int, *, name: str) -> np.ndarray:
 
 
 def check_options(options: Mapping[str, Any], refused: Iterable[str], reason: str, *, name: str) -> None:
-    """Raises if an option of `fit` is given that the method does not take."""
+    """Raises if an option of `fit` that the method does not support is given."""
     given = [f"`{word}`" for word in refused if options.get(word) is not None]
     if given:
         raise TypeError(f"`{name}` does not take {', '.join(given)}: {reason}.")
 
 
 def check_whole_epochs(steps: Any, *, is_batches: bool, name: str) -> None:
-    """Raises for rounds of a few steps on an iterable, which would see the same batches every time."""
+    """Raises for `steps` with an iterable of batches, of which every round would use the same first batches."""
     if is_batches and steps is not None:
         raise TypeError(
             f"`{name}` needs `epochs`, not `steps`, with an iterable of batches: every round iterates it from the "
@@ -143,7 +143,7 @@ def check_whole_epochs(steps: Any, *, is_batches: bool, name: str) -> None:
 
 
 def check_on_diverge(on_diverge: Any) -> None:
-    """Raises if a population is asked to revive members."""
+    """Raises unless `on_diverge` is `None`, `"freeze"` or `"raise"`: a population does not take revivals."""
     if on_diverge not in (None, "freeze", "raise"):
         raise TypeError(
             "`methods.population_based_training` does not take `on_diverge` to revive members: it replaces diverged "
@@ -163,7 +163,7 @@ def check_whole_folds(num_folds: int, num_members: int, *, name: str) -> int:
 
 
 def check_inner_optimiser(value: Any, *, name: str) -> None:
-    """Raises unless `value` is an optax optimiser, not a function that makes one."""
+    """Raises unless `value` is an optax optimiser itself, not a function that returns one."""
     check_optimiser_kind(value, name=name)
     if not isinstance(value, optax.GradientTransformation):
         raise TypeError(

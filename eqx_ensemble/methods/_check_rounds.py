@@ -1,4 +1,4 @@
-"""Checks of methods of several runs that are saved below one folder."""
+"""Checks for methods that save several runs in one folder."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from ..train.resume._check import check_checkpoint_options, check_run_folder
 
 
 def check_saving(checkpoint: Any, every: Any, resume: Any, data: Any, *, name: str) -> None:
-    """Raises for invalid options of saving, and for data whose position cannot be restored between two runs."""
+    """Raises for invalid checkpoint options, and for data whose position cannot be restored between two runs."""
     check_checkpoint_options(checkpoint, every, resume, name=name)
     if checkpoint is None:
         return
@@ -35,7 +35,7 @@ def check_saving(checkpoint: Any, every: Any, resume: Any, data: Any, *, name: s
 
 
 def check_folder(folder: Any, *, name: str) -> None:
-    """Raises for a folder that something else has written: a file, a checkpoint, or the run of one `fit`."""
+    """Raises for a path that holds something else: a file, a checkpoint, or the run of one `fit`."""
     if not is_on_disk(folder):
         raise TypeError(f"`{name}` needs `checkpoint` to be a folder in a file system, got `{folder}`.")
     check_overwritable(folder, is_checkpoint=not folder.exists() or folder.is_dir())
@@ -49,7 +49,7 @@ def check_folder(folder: Any, *, name: str) -> None:
 
 
 def check_resume_rounds(folder: Any, resume: str, *, begun: bool, name: str) -> None:
-    """Raises unless something is saved with `resume="must"`, and nothing with `"never"`."""
+    """Raises for `resume="must"` without checkpoints, and for `"never"` with some."""
     if resume == "must" and not begun:
         raise FileNotFoundError(errno.ENOENT, f"`{name}` must resume, and found no checkpoint in `{folder}`")
     if resume == "never" and begun:
@@ -61,7 +61,7 @@ def check_resume_rounds(folder: Any, resume: str, *, begun: bool, name: str) -> 
 
 
 def went_back_message(folder: Any, error: Exception, *, name: str) -> str:
-    """The warning that a round is trained again, because all of its checkpoints are damaged."""
+    """The warning that training resumes from the previous round, because all checkpoints of this one are damaged."""
     return (
         f"`{name}` went back to the round before `{os.path.basename(folder)}`, because its checkpoints are damaged.\n"
         f"  {str(error).splitlines()[0]}"

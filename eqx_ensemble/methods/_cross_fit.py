@@ -21,12 +21,12 @@ from ._check import check_whole_folds
 
 
 class CrossFit(NamedTuple):
-    """What [`eqx_ensemble.methods.cross_fit`][] returns.
+    """The result of [`eqx_ensemble.methods.cross_fit`][].
 
     **Attributes:**
 
     - `run`: the run of all folds.
-    - `held_out`: a prediction for every row by members that were not trained on it.
+    - `held_out`: the out-of-fold prediction of every row, by members that were not trained on it.
     """
 
     run: Run[Any]
@@ -45,13 +45,13 @@ def cross_fit(
     key: Any,
     **options: Any,
 ) -> CrossFit:
-    """Trains all folds of a cross-validation in one program and predicts every row with members not trained on it.
+    """Trains all folds of a cross-validation in one program, and returns out-of-fold predictions for every row.
 
     **Arguments:**
 
     - `ensemble`: one member per fold, or several: member `i` has fold `i % num_folds`.
-    - `loss`, `optimiser`, `data`, `options`: as for [`eqx_ensemble.fit`][]. With `checkpoint`, the one run of all folds
-        is saved, and resumes; the predictions are made again.
+    - `loss`, `optimiser`, `data`, `options`: as for [`eqx_ensemble.fit`][], without `rows`. `checkpoint` saves and
+        resumes the run of all folds; predictions are always recomputed.
     - `folds`: from [`eqx_ensemble.resample.folds`][] or [`eqx_ensemble.resample.from_splits`][].
     - `x`: the inputs to predict from, as for [`eqx_ensemble.predict`][]: all rows of the data, in their order.
     - `fn`: how a member predicts, as for [`eqx_ensemble.predict`][]. Average class probabilities, not logits.
@@ -59,7 +59,8 @@ def cross_fit(
 
     **Returns:** [`eqx_ensemble.methods.CrossFit`][]: the run and the held-out predictions.
 
-    **Raises:** `ValueError` when the folds do not match the members or the rows.
+    **Raises:** `ValueError` if the folds do not match the members or the rows; also as [`eqx_ensemble.fit`][] and,
+    before training, [`eqx_ensemble.predict`][].
 
     ```python
     def loss(model, batch, key):

@@ -1,4 +1,4 @@
-"""Rounds of training, after each of which the worst members become copies of the best."""
+"""Rounds of training; after each, the worst members are replaced by copies of the best."""
 
 import contextlib
 import dataclasses
@@ -43,10 +43,10 @@ class Evolution(NamedTuple):
 
     **Attributes:**
 
-    - `hyper`: the hyper-parameters of all members at the beginning.
+    - `hyper`: the initial hyper-parameters of all members.
     - `length`: the length of a round, as options of `fit`.
-    - `keys`: one for each round.
-    - `fraction`, `explore`: which members are replaced after a round, and how hyper-parameters are perturbed.
+    - `keys`: one per round.
+    - `fraction`, `explore`: the fraction of members replaced after a round, and the perturbation of hyper-parameters.
     """
 
     hyper: PyTree
@@ -76,7 +76,7 @@ def check_evolution(
     key: Any,
     name: str,
 ) -> Evolution:
-    """The rounds of a call; raises for invalid ones."""
+    """Checks the arguments of a call. Returns its rounds."""
     check_positive_int(rounds, "rounds", name=name)
     check_hyper_given(hyper, name=name)
     check_validation_given(validation, name=name)
@@ -105,7 +105,7 @@ def evolve(
     key: Any,
     **options: Any,
 ) -> Population[M]:
-    """All rounds; `train` is called as `fit` for each. Those that are saved are not trained again."""
+    """Runs all rounds, calling `train` as `fit` for each. Saved rounds are not trained again."""
     first = {
         "hyper": evolution.hyper,
         **{word: options.pop(word) for word in ("state", "trainable") if word in options},
@@ -113,7 +113,7 @@ def evolve(
 
     def train_round(index: int, begun: Ensemble[M] | Run[M] = ensemble, **more: Any) -> Run[M]:
         more = more | (first if begun is ensemble else {})
-        replaced = index < len(evolution.keys) - 1  # those that diverge
+        replaced = index < len(evolution.keys) - 1  # diverged members
         with ignore_warnings(".*diverged") if replaced else contextlib.nullcontext():
             return train(begun, loss, optimiser, data, key=key, **evolution.length, **options, **more)
 

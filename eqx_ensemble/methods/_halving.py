@@ -45,10 +45,10 @@ def successive_halving(
     key: Any,
     **options: Any,
 ) -> Run[M]:
-    """Trains all members briefly, the best of them for longer, and the best of those for longer still.
+    """Successive halving: trains all members briefly, then repeatedly continues only the best of them for longer.
 
-    At each rung the best `1 / factor` of the remaining members, rounded down, continue until they have trained
-    `factor` times as long. The others stop and are removed from the compiled arrays when that saves time.
+    At each rung the best `1 / factor` of the remaining members, rounded down, continue until they have trained `factor`
+    times as long. The others are stopped, and removed from the compiled arrays if that saves time.
 
     **Arguments:**
 
@@ -56,16 +56,17 @@ def successive_halving(
     - `epochs` or `steps`: the length of the first rung; rung `i`, counted from 0, ends when members have trained
         `factor ** i` times as long, rounded up.
     - `factor`: the ratio of members, and of training lengths, between two rungs; 2 halves the members.
-    - `rungs`: the number of rungs. By default, as many as it takes until one member remains.
-    - `checkpoint`: a folder to save all rungs in, for data in arrays. Rerunning the same call resumes bit for bit
-        wherever it was killed, or returns the run; a different call raises an error that lists the differences. Only
-        one process at a time can use a folder. Its size is that of two runs.
+    - `rungs`: the number of rungs. By default, enough to leave one member.
+    - `checkpoint`: a folder in which all rungs are saved, for data in arrays. Rerunning the same call after an
+        interruption resumes bit for bit, or returns the finished run; a different call raises an error that lists the
+        differences. Only one process at a time can use a folder. It takes the space of two runs.
     - `checkpoint_every`, `resume`: as for [`eqx_ensemble.fit`][].
     - `key`: the root key.
 
     **Returns:** the run. Dropped members have the status `STOPPED` and their best weights.
 
-    **Raises:** `TypeError` without validation data; `ValueError` for a factor of at most 1.
+    **Raises:** `TypeError` without validation data, or unless exactly one of `epochs` and `steps` is given;
+    `ValueError` for a factor of at most 1; also as [`eqx_ensemble.fit`][].
 
     ```python
     def loss(model, batch, key):
@@ -108,7 +109,7 @@ def successive_halving(
 
 
 class Rungs(NamedTuple):
-    """Where rungs end, in `unit` since the beginning; what remains of members is one of `factor`."""
+    """Rungs that end at `totals`, in `unit` since the start; `1 / factor` of the members continue after each."""
 
     unit: str
     totals: list[int]
@@ -116,14 +117,14 @@ class Rungs(NamedTuple):
     rungs: int
 
     def lengths(self) -> list[dict[str, Any]]:
-        """The length of each rung as an option of `fit`."""
+        """The length of each rung, as an option of `fit`."""
         return [{self.unit: more} for more in np.diff(self.totals, prepend=0).tolist()]
 
 
 def check_rungs(
     ensemble: Any, data: Any, *, validation: Any, epochs: Any, steps: Any, factor: Any, rungs: Any, name: str
 ) -> Rungs:
-    """The rungs of a call; raises for invalid ones."""
+    """Checks the arguments of a call. Returns its rungs."""
     check_validation_given(validation, name=name)
     factor = check_factor(factor, name=name)
     if rungs is not None:
@@ -137,7 +138,7 @@ def check_rungs(
 
 
 def _rungs(count: int, factor: float | int) -> int:
-    """The number of rungs until one member remains."""
+    """The number of rungs that leaves one member."""
     rungs = 1
     while count > 1:
         count, rungs = max(1, share(count, factor)), rungs + 1
@@ -145,7 +146,7 @@ def _rungs(count: int, factor: float | int) -> int:
 
 
 def share(count: int, factor: float | int) -> int:
-    """One of `factor`, rounded down."""
+    """`count / factor`, rounded down."""
     return math.floor(count / factor + 1e-9)
 
 
@@ -160,12 +161,12 @@ def halve(
     train: Callable[..., Run[M]] = fit,
     **options: Any,
 ) -> Run[M]:
-    """Successive halving; `train` is called as `fit` for each rung."""
+    """Runs all rungs, calling `train` as `fit` for each."""
     first = {word: options.pop(word) for word in ("hyper", "state", "trainable") if word in options}
     lengths = ladder.lengths()
 
     def rung(index: int, begun: Ensemble[M] | Run[M], **more: Any) -> Run[M]:
-        length = lengths[min(index, len(lengths) - 1)]  # `fit` refuses a folder of more rungs: of another call
+        length = lengths[min(index, len(lengths) - 1)]  # a folder with more rungs is of another call: `fit` raises
         return train(begun, loss, optimiser, data, **options, **length, **more)
 
     newest, run = saved.resume(lambda index, **saving: rung(index, ensemble, **first, **saving))

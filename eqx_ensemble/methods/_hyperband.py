@@ -18,7 +18,7 @@ from ._check_rounds import check_saving
 from ._halving import Rungs, halve
 from ._rounds import Rounds
 
-SETS = ("steps", "hyper", "state", "rungs")  # options that the method sets itself
+SETS = ("steps", "hyper", "state", "rungs")  # options that are set by the method
 
 
 @overload
@@ -71,10 +71,10 @@ def hyperband(
     key: Any,
     **options: Any,
 ) -> list[Run[Any]]:
-    """Runs successive halving several times, from many members trained briefly to a few trained in full.
+    """Hyperband: brackets of successive halving, from many members trained briefly to a few trained in full.
 
-    How early bad hyper-parameters can be recognised is not known in advance: each bracket assumes another answer, and
-    all brackets take the same time.
+    It is not known in advance how early poor hyper-parameters can be stopped. The brackets stop them at different
+    times, each with about the same budget.
 
     **Arguments:**
 
@@ -84,12 +84,13 @@ def hyperband(
     - `epochs`: the longest training of a member.
     - `factor`: the ratio of members, and of training lengths, between two rungs.
     - `checkpoint`, `checkpoint_every`, `resume`: as for [`eqx_ensemble.methods.successive_halving`][]; each bracket has
-        a folder of its own in the one given.
+        its own subfolder.
     - `key`: the root key.
 
-    **Returns:** one run per bracket, the largest first. Ids are unique across brackets.
+    **Returns:** one run per bracket, the largest first; fewer after Ctrl-C. Ids are unique across brackets.
 
-    **Raises:** `TypeError` for options of [`eqx_ensemble.fit`][] that the method sets itself.
+    **Raises:** `TypeError` without validation data, and for options of [`eqx_ensemble.fit`][] that the method sets
+    itself; `ValueError` for a factor of at most 1; also as [`eqx_ensemble.fit`][].
 
     ```python
     def loss(model, batch, key):
@@ -150,7 +151,7 @@ def hyperband(
 
 
 class Bracket(NamedTuple):
-    """The members of one bracket, and its rungs."""
+    """The members of one bracket and its rungs."""
 
     ensemble: Ensemble[Any]
     state: eqx.nn.State | None
@@ -161,7 +162,7 @@ class Bracket(NamedTuple):
 def brackets(
     make: Callable[..., Any], ranges: Mapping[str, AbstractRange], epochs: int, factor: float | int, *, key: Any
 ) -> Iterator[Bracket]:
-    """The brackets, each made when it is asked for."""
+    """Yields the brackets; members are built lazily."""
     most = math.floor(math.log(epochs, factor) + 1e-9)
     sizes = [math.ceil((most + 1) / (s + 1) * factor**s - 1e-9) for s in range(most, -1, -1)]
     ends = np.cumsum(sizes).tolist()

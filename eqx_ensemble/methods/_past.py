@@ -15,9 +15,9 @@ from ._scores import last_scores
 
 
 class Past(NamedTuple):
-    """The rounds of a population so far: scores, ids of donors and hyper-parameters, one entry for each round.
+    """The completed rounds of a population: scores, ids of donors and hyper-parameters, one entry per round.
 
-    `training` are the members that train at the end of the last one.
+    `training` marks the members that are still training at the end of the last round.
     """
 
     scores: tuple[np.ndarray, ...] = ()
@@ -27,13 +27,13 @@ class Past(NamedTuple):
 
     @classmethod
     def of(cls, decisions: dict[str, Any]) -> "Past":
-        """The rounds that `decisions` describes."""
+        """The rounds saved as `decisions`."""
         count = len(decisions["scores"])
         hyper = tuple(jax.tree.map(lambda x: x[i], decisions["hyper"]) for i in range(count))  # noqa: B023
         return cls(tuple(decisions["scores"]), tuple(decisions["lineage"]), hyper)
 
     def add(self, run: Run[Any]) -> "Past":
-        """With a round that has ended, before members are replaced."""
+        """Adds a completed round, before members are replaced."""
         state = run.train_state
         return Past(
             (*self.scores, last_scores(run)),
@@ -43,7 +43,7 @@ class Past(NamedTuple):
         )
 
     def descend(self, donors: np.ndarray) -> "Past":
-        """With the donors of the last round, the index of one for each member."""
+        """Adds the donors after the last round, one index per member."""
         return self._replace(lineage=(*self.lineage[:-1], self.lineage[-1][donors]))
 
     def decisions(self) -> dict[str, Any]:
@@ -52,8 +52,8 @@ class Past(NamedTuple):
         return {"scores": np.stack(self.scores), "lineage": np.stack(self.lineage), "hyper": hyper}
 
     def population(self, run: Run[Any], *, ended: bool) -> Population[Any]:
-        """The result, with a warning where no member was left before the last round."""
+        """The result; warns if all members had diverged before the last round."""
         if not ended and not self.training.any():
             warn(diverged_message(self.lineage[-1], run.stopped_at, run.fault))
-        run = dataclasses.replace(run, rows=None)  # a copy was trained on the rows of others
+        run = dataclasses.replace(run, rows=None)  # a copy was trained on the rows of its donor too
         return Population(run=run, **self.decisions())

@@ -33,32 +33,33 @@ def population_based_training(
     key: Any,
     **options: Any,
 ) -> Population[M]:
-    """Trains a population, replacing the worst members by copies of the best with perturbed hyper-parameters.
+    """Population-based training: replaces the worst members by copies of the best, with perturbed hyper-parameters.
 
-    After each round but the last, members are ranked by their validation scores. Each of the worst copies weights,
-    optimiser state and hyper-parameters of one of the best ([`eqx_ensemble.methods.population.truncation`][]), and its
-    hyper-parameters are perturbed. Diverged members are replaced too and are never donors. All rounds run one compiled
-    program.
+    After each round but the last, members are ranked by their validation scores. Each of the worst copies the weights,
+    optimiser state and hyper-parameters of one of the best ([`eqx_ensemble.methods.population.truncation`][]); the
+    copied hyper-parameters are then perturbed. Diverged members are also replaced, and are never donors. All rounds use
+    one compiled program.
 
     **Arguments:**
 
-    - `ensemble`, `loss`, `optimiser`, `data`, `hyper`, `validation`, `options`: as for [`eqx_ensemble.fit`][], except
-        those that stop members. The hyper-parameters may be used by the optimiser, the loss, or both.
+    - `ensemble`, `loss`, `optimiser`, `data`, `hyper`, `validation`, `options`: as for [`eqx_ensemble.fit`][], without
+        options that stop or revive members. The optimiser, the loss, or both may use the hyper-parameters.
     - `rounds`: the number of rounds.
     - `epochs` or `steps`: the length of one round.
     - `fraction`: the fraction of members that are replaced after a round, rounded up.
     - `explore`: `explore(hyper, key) -> hyper` perturbs the hyper-parameters of one copy: by default
         [`eqx_ensemble.train.perturb`][]; [`eqx_ensemble.methods.population.perturb_hyper`][] respects ranges.
-    - `checkpoint`: a folder to save all rounds in, for data in arrays. Rerunning the same call resumes bit for bit
-        wherever it was killed, or returns the result; a different call raises an error that lists the differences. Only
-        one process at a time can use a folder. Its size is that of two rounds.
+    - `checkpoint`: a folder in which all rounds are saved, for data in arrays. Rerunning the same call after an
+        interruption resumes bit for bit, or returns the finished result; a different call raises an error that lists
+        the differences. Only one process at a time can use a folder. It takes the space of two rounds.
     - `checkpoint_every`, `resume`: as for [`eqx_ensemble.fit`][].
     - `key`: the root key.
 
-    **Returns:** [`eqx_ensemble.methods.Population`][]. Ctrl-C ends it at the next boundary.
+    **Returns:** [`eqx_ensemble.methods.Population`][]. Ctrl-C stops training at the next boundary and returns the
+    result so far.
 
-    **Raises:** `TypeError` without `hyper` or validation data, and for options that stop members;
-    `ValueError` for a fraction outside (0, 0.5].
+    **Raises:** `TypeError` without `hyper` or validation data, and for options that stop or revive members;
+    `ValueError` for a fraction outside (0, 0.5]; also as [`eqx_ensemble.fit`][].
 
     ```python
     def loss(model, batch, key):

@@ -11,14 +11,13 @@ from ._check import check_indices
 
 
 class Population(eqx.Module, Generic[M]):
-    """What [`eqx_ensemble.methods.population_based_training`][] returns.
+    """The result of [`eqx_ensemble.methods.population_based_training`][].
 
     **Attributes:**
 
     - `run`: the run of all rounds; `run.ensemble` holds each member's best weights since it was last replaced.
     - `scores`: `(rounds, members)`, the validation scores at the end of each round.
-    - `lineage`: `(rounds, members)`, the id of each member's donor after each round: its own id where it was not
-        replaced.
+    - `lineage`: `(rounds, members)`, the id of each member's donor after each round; its own id if it was not replaced.
     - `hyper`: the hyper-parameters during each round, each array `(rounds, members, ...)`.
     """
 
@@ -33,13 +32,15 @@ class Population(eqx.Module, Generic[M]):
     def ancestors(self, index: int) -> Int[np.ndarray, " rounds"]:
         """The ids of the members whose weights the member at `index` descends from, one per round.
 
-        Their hyper-parameters in these rounds are the schedule that it was trained with.
+        The hyper-parameters of these members in their rounds are the schedule that the member was trained with.
 
         **Arguments:**
 
-        - `index`: the member's position in the ensemble.
+        - `index`: the position of the member in the ensemble.
 
-        **Returns:** ids `(rounds,)`, the last one its own.
+        **Returns:** ids `(rounds,)`; the last one is the member's own.
+
+        **Raises:** `ValueError` for an index out of range.
         """
         ids = np.asarray(self.run.train_state.ids).tolist()
         check_indices([index], len(ids), name="Population.ancestors")

@@ -1,4 +1,4 @@
-"""The folders of rounds in the folder of a method."""
+"""The subfolders of rounds in the folder of a method."""
 
 import contextlib
 import re
@@ -20,7 +20,7 @@ def round_path(folder: Any, index: int) -> Any:
 
 
 def has_checkpoints(folder: Any) -> bool:
-    """Whether anything is saved in a folder, or in those inside of it."""
+    """Whether a folder or any of its subfolders holds a checkpoint."""
     return any(STEP.fullmatch(path.name) for path in folder.glob("**/step-*"))
 
 
@@ -30,21 +30,21 @@ def saved_rounds(folder: Any) -> list[int]:
 
 
 def remove_rounds(folder: Any, before: int) -> None:
-    """Removes the rounds before this one, also what killed processes left of them."""
+    """Removes all earlier rounds, including leftovers of killed processes."""
     for index in _rounds(folder):
         if index < before:
             remove_round(folder, index)
 
 
 def remove_round(folder: Any, index: int) -> None:
-    """Removes a round; other files in its folder stay, with a warning."""
+    """Removes a round. If other files are in its folder, warns and keeps them."""
     path = round_path(folder, index)
     try:
         for step in Checkpoints(path).steps:
             remove(Checkpoints(path).path(step))
         clean(path, STEP)
         with contextlib.suppress(FileNotFoundError):
-            _disk.remove(path / LOCK)  # which a killed process left
+            _disk.remove(path / LOCK)  # left by a killed process
         _disk.remove_empty_folder(path)
     except OSError as error:
         warn(f"The checkpoints of an earlier round could not be removed: {error}")

@@ -1,4 +1,4 @@
-"""Methods of several runs that are saved: a folder for each run, and a lock that one process holds for all."""
+"""Checkpoints of methods that consist of several runs: one folder per run, and one lock for all of them."""
 
 import contextlib
 import os
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 class Rounds:
-    """The runs of a method, one after another, saved below `checkpoint`; not at all where that is `None`.
+    """The successive runs of a method, saved in subfolders of `checkpoint`; not saved if it is `None`.
 
-    The folder of a round is kept until the next one has ended, so that there is always a complete checkpoint, and an
-    older one if that is damaged. What is decided between two rounds is written before the second one begins.
+    The folder of a round is kept until the next round has ended: a complete checkpoint always exists, and usually an
+    older one to fall back on. Decisions between two rounds are saved before the second one starts.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class Rounds:
             check_resume_rounds(self._folder, resume, begun=has_checkpoints(self._folder), name=name)
 
     def add_function(self, word: str, fn: Callable[..., Any], *args: PyTree) -> None:
-        """Adds a function of the method's call to its identity; `args` are like those that it is called with."""
+        """Adds a function argument of the method to the identity of the call; `args` are examples of its arguments."""
         if self._folder is not None:
             self._functions[word] = function_text(fn, *args)
 
     def inside(self, folder: str, **own: Any) -> "Rounds":
-        """Those of a method that this one calls, in a folder inside of this one."""
+        """The rounds of a method that this one calls, in a subfolder."""
         below = None if self._folder is None else self._folder / folder
         return Rounds(below, own=self._own | own, every=self._every, resume="auto", name=self._name)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Holds the lock of the folder, in which one process at a time trains."""
+        """Holds the lock of the folder, so that only one process trains in it."""
         if self._folder is None:
             yield
             return
@@ -75,10 +75,10 @@ class Rounds:
             lock.release()
 
     def resume(self, train: Callable[..., T]) -> tuple[int, T]:
-        """Calls `train(index, **saving)` for the newest round that is saved, or the first one; its index and result.
+        """Calls `train(index, **saving)` for the newest saved round, or the first. Returns the index and the result.
 
-        `train` begins with the arguments of the method's call. Where all checkpoints of the newest round are damaged,
-        the round before it is taken.
+        `train` starts from the arguments of the method's call. If all checkpoints of the newest round are damaged, the
+        previous round is used.
         """
         saved = [] if self._folder is None else saved_rounds(self._folder)
         index = saved[-1] if saved else 0
@@ -94,7 +94,7 @@ class Rounds:
                 index -= 1
 
     def saving(self, index: int) -> dict[str, Any]:
-        """The options by which `fit` saves a round."""
+        """The options with which `fit` saves a round."""
         if self._folder is None:
             return {}
         before = None if self._round is None else self._round.identity
@@ -105,7 +105,7 @@ class Rounds:
         return {"checkpoint": self._round, "checkpoint_every": self._every}
 
     def decide(self, index: int, run: Run[Any], decisions: Callable[[], PyTree] | None = None) -> None:
-        """Writes what is decided after a round, with what was decided before, and removes the rounds before it."""
+        """Saves all decisions up to the end of a round, and removes the earlier rounds."""
         if self._folder is None:
             return
         try:
@@ -116,7 +116,7 @@ class Rounds:
         remove_rounds(self._folder, before=index)
 
     def decisions(self, index: int, like: PyTree) -> PyTree:
-        """What was decided before a round, like what is decided after one, with an axis of rounds in front."""
+        """Restores the decisions before a round; each array of `like` has a leading axis of rounds."""
         along = lambda x: np.empty((index, *x.shape[1:]), x.dtype)
         return self._journal().restore(jax.tree.map(along, like), step=index).tree
 

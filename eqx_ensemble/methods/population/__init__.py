@@ -1,6 +1,6 @@
 """Operations on the training state between runs: rank, select, copy and stop members, set their hyper-parameters.
 
-Each moves weights, optimiser states, hyper-parameters, ids and random streams together, in one gather.
+Weights, optimiser states, hyper-parameters, ids and random streams are moved together, in one gather.
 """
 
 from ._decisions import perturb_hyper as perturb_hyper

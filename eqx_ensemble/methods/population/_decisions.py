@@ -35,17 +35,18 @@ def truncation(
     mode: Literal["min", "max"] = "min",
     key: Any,
 ) -> Int[np.ndarray, " members"]:
-    """Chooses donors by truncation selection: each of the worst members gets one of the best at random.
+    """Chooses donors by truncation selection: each of the worst members is assigned one of the best at random.
 
     **Arguments:**
 
     - `scores`: one per member `(members,)`.
-    - `healthy`: `(members,)`, which members may be donors. All others, and members with a score of NaN, are replaced.
+    - `healthy`: booleans `(members,)`, the members that may be donors; by default all. All others, and members with a
+        NaN score, are replaced.
     - `fraction`: the fraction of members to replace, and to choose donors from, rounded up; at most a half.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher.
-    - `key`: draws the donors.
+    - `key`: the key for drawing the donors.
 
-    **Returns:** the index of a donor for each member `(members,)`, its own index for members that stay; pass it to
+    **Returns:** the index of a donor for each member `(members,)`, its own index if it is not replaced; pass it to
     [`eqx_ensemble.methods.population.clone`][].
 
     **Raises:** `ValueError` for a fraction outside (0, 0.5] and for scores that are not `(members,)`.
@@ -82,16 +83,17 @@ def perturb_hyper(
 
     **Arguments:**
 
-    - `ranges`: a range for every name to perturb, as for [`eqx_ensemble.sweep.draw`][]. New values are clipped to the
-        range; for a [`eqx_ensemble.sweep.Choice`][], the next larger or smaller value is taken. Other names are
-        unchanged.
-    - `resample`: the probability that a value is drawn from its range instead.
+    - `ranges`: the range of each hyper-parameter to perturb, by name, as for [`eqx_ensemble.sweep.draw`][]. New values
+        are clipped to the range; for an [`eqx_ensemble.sweep.Choice`][], the next larger or smaller value is used.
+        Other hyper-parameters are unchanged.
+    - `resample`: the probability that a value is redrawn from its range instead.
     - `factors`: the factors to choose from, with equal probability.
 
-    **Returns:** `explore(hyper, key) -> hyper` for one member; [`eqx_ensemble.train.perturb`][] is a simpler one.
+    **Returns:** `explore(hyper, key) -> hyper` for one member; [`eqx_ensemble.train.perturb`][] is a simpler
+    alternative.
 
-    **Raises:** `TypeError` for a value of `ranges` that is not a range, `ValueError` for a probability outside [0, 1]
-    and for factors that are not positive.
+    **Raises:** `TypeError` for a value of `ranges` that is not a range; `ValueError` for a probability outside [0, 1]
+    and for factors that are not positive; when called, `ValueError` for a range without a hyper-parameter of its name.
 
     ```python
     explore = ee.methods.population.perturb_hyper({"lr": ee.sweep.LogUniform(1e-4, 1e-1)})
@@ -128,14 +130,15 @@ def set_hyper(
     **Arguments:**
 
     - `state`: a training state with hyper-parameters.
-    - `members`: their indices.
-    - `fn`: `fn(hyper, key) -> hyper` of one member: [`eqx_ensemble.train.perturb`][], or the result of
+    - `members`: the indices of the members.
+    - `fn`: `fn(hyper, key) -> hyper` for one member, such as [`eqx_ensemble.train.perturb`][] or the result of
         [`eqx_ensemble.methods.population.perturb_hyper`][].
-    - `key`: each member's key is derived from it, the member's id and the step.
+    - `key`: the root key. The key of each member is derived from it, the member's id and the step.
 
     **Returns:** the new training state.
 
-    **Raises:** `TypeError` for a state without hyper-parameters, and if `fn` changes their structure or shapes.
+    **Raises:** `TypeError` for a state without hyper-parameters, and if `fn` changes their structure or shapes;
+    `ValueError` for an index out of range.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)

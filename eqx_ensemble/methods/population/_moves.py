@@ -19,11 +19,11 @@ def rank(scores: Any, *, healthy: Any = None, mode: Literal["min", "max"] = "min
 
     **Arguments:**
 
-    - `scores`: one per member `(members,)`. NaN is worse than any number.
-    - `healthy`: `(members,)`, which members are ranked by score; all others come last.
+    - `scores`: one per member `(members,)`. NaN ranks below any number.
+    - `healthy`: booleans `(members,)`; members where it is `False` come last.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher.
 
-    **Returns:** the indices of members `(members,)`, int64, the best first. Equal scores stay in order.
+    **Returns:** the indices of the members `(members,)`, int64, the best first. Ties keep their order.
 
     ```python
     ee.methods.population.rank([0.3, 0.1, 0.2])  # [1, 2, 0]
@@ -39,14 +39,16 @@ def rank(scores: Any, *, healthy: Any = None, mode: Literal["min", "max"] = "min
 def select(state: TrainState[M], members: Any) -> TrainState[M]:
     """Selects some members of a training state, in the order given.
 
-    A member keeps its id, its row order and its random streams: it trains on as it would have with all members.
+    A member keeps its id, row order and random streams, so it continues training as it would have with all members.
 
     **Arguments:**
 
     - `state`: a training state, such as `run.train_state`.
-    - `members`: their indices, each at most once.
+    - `members`: the indices of the members, each at most once.
 
     **Returns:** the training state of these members.
+
+    **Raises:** `TypeError` for anything but integers; `ValueError` for an index that is repeated or out of range.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
@@ -63,8 +65,8 @@ def select(state: TrainState[M], members: Any) -> TrainState[M]:
 def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
     """Replaces members by copies of others: weights, optimiser state, model state and hyper-parameters.
 
-    A copy keeps its own id, row order and random streams, so its training differs from that of its donor. Its status
-    is ok, even if the member that it replaces had stopped or diverged.
+    A copy keeps its own id, row order and random streams, so its training differs from that of its donor. Its status is
+    `OK`, even if the member that it replaces had stopped or diverged.
 
     **Arguments:**
 
@@ -73,7 +75,8 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
 
     **Returns:** the new training state.
 
-    **Raises:** `ValueError` for a donor that has diverged or stopped.
+    **Raises:** `ValueError` for a donor that has diverged or stopped, or is out of range, and for another number of
+    donors.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
@@ -91,14 +94,16 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
 
 
 def stop(state: TrainState[M], members: Any) -> TrainState[M]:
-    """Stops members. They remain in the training state with their current weights.
+    """Stops members, which remain in the training state with their current weights.
 
     **Arguments:**
 
     - `state`: a training state, such as `run.train_state`.
-    - `members`: their indices.
+    - `members`: the indices of the members.
 
-    **Returns:** the new training state. `fit` removes stopped members from its compiled arrays when that saves time.
+    **Returns:** the new training state. `fit` removes stopped members from its compiled arrays if that saves time.
+
+    **Raises:** `TypeError` for anything but integers; `ValueError` for an index out of range.
     """
     check_train_state(state)
     members, moving = check_indices(members, state.num_members, name="methods.population.stop"), state.moving
