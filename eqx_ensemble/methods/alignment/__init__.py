@@ -1,4 +1,4 @@
-"""Alignment: hidden units of independent members in one order, and the loss on the way from one member to another."""
+"""Alignment: a common order of hidden units for independent members, and the loss along the lines between members."""
 
 from ._align import align as align
 from ._connectivity import barrier as barrier

@@ -58,35 +58,35 @@ def align(
     fn: Callable[..., Any] | None = None,
     key: Any,
 ) -> Any:
-    r"""Puts the hidden units of all members into the order in which their weights are most like those of one of them.
+    r"""Permutes the hidden units of all members so that their weights best match those of a reference member.
 
-    Members that were trained from different initialisations have their hidden units in different orders, and the
-    average of their weights is no good network. A permutation of hidden units changes no prediction. Weight matching
-    chooses it so that $\sum_l \langle W_l^{\text{reference}}, P_l W_l P_{l-1}^\top \rangle$ is largest, over all
-    weights and biases: one linear assignment for each group of units in turn, in random order, until no group gains
-    more than rounding. It is a local optimum that depends on `key`. A permuted copy is usually found exactly; of two
-    networks that were trained apart, narrow ones have only a part of their units in common.
+    Members trained from different initialisations have their hidden units in different orders, so that the average of
+    their weights is a poor network. Permuting hidden units changes no prediction. Weight matching chooses permutations
+    that maximise $\sum_l \langle W_l^{\text{reference}}, P_l W_l P_{l-1}^\top \rangle$ over all weights and biases: it
+    solves one linear assignment for each group of units in turn, in random order, until no group improves by more than
+    rounding. The result is a local optimum that depends on `key`. A permuted copy is usually recovered exactly; narrow
+    networks that were trained independently have only some units in common.
 
-    The members stay the same functions: the order of all units is shuffled once and their predictions for `x` are
-    compared with those before, so that units which were declared wrongly are an error.
+    Members remain the same functions. To verify this, all units are shuffled once and the predictions for `x` are
+    compared; wrongly declared units raise an error.
 
     **Arguments:**
 
     - `ensemble`: the ensemble.
-    - `x`: a few rows, any PyTree of arrays `(rows, ...)` as for [`eqx_ensemble.predict`][]: random numbers will do.
-    - `reference`: the position of the member that the others are aligned with.
-    - `units`: which axes share an order, a list of [`eqx_ensemble.methods.alignment.Units`][] and
-        [`eqx_ensemble.methods.alignment.Heads`][]; by default what [`eqx_ensemble.methods.alignment.find_units`][]
-        finds. Units that are not listed keep their places.
-    - `state`: the stacked `equinox.nn.State` of stateful members; running statistics of BatchNorm move along.
+    - `x`: a few rows, any PyTree of arrays `(rows, ...)` as for [`eqx_ensemble.predict`][]; random numbers suffice.
+    - `reference`: the position of the member to which the others are aligned.
+    - `units`: the axes that share an order, a list of [`eqx_ensemble.methods.alignment.Units`][] and
+        [`eqx_ensemble.methods.alignment.Heads`][]; by default the result of
+        [`eqx_ensemble.methods.alignment.find_units`][]. Other units keep their order.
+    - `state`: the stacked `equinox.nn.State` of stateful members; running statistics of BatchNorm are permuted too.
     - `fn`: how members are called, as for [`eqx_ensemble.predict`][].
-    - `key`: the root key, of the order in which groups take turns.
+    - `key`: the root key, for the order of the groups.
 
-    **Returns:** the ensemble with the same members and ids; with `state`, and the new state. The state of an optimiser
-    does not move along: train on with a new one.
+    **Returns:** the ensemble with the same members and ids; with `state`, also the new state. Optimiser states are not
+    permuted: to train further, initialise a new one.
 
-    **Raises:** `TypeError` or `ValueError` for arguments that do not fit together, for units whose permutation changes
-    predictions, and for weights that are not finite.
+    **Raises:** `TypeError` or `ValueError` for inconsistent arguments, units whose permutation changes predictions, and
+    weights that are not finite; `ImportError` without SciPy.
 
     ```python
     model = eqx.nn.MLP(3, 1, 16, 2, key=key)
@@ -124,7 +124,7 @@ def align(
 
 
 def _member_arrays(ensemble: Ensemble[Any], groups: list[Group]) -> dict[tuple, np.ndarray]:
-    """The members' arrays that hold units, on the host and in double precision."""
+    """The arrays of all members that hold units, on the host in double precision."""
     stacked = dict(jtu.tree_leaves_with_path(ensemble.arrays))
     paths = dict.fromkeys(axis.path for group in groups for part in group.parts for axis in part.axes)
     found = {path: check_member_arrays(stacked.get(path), jtu.keystr(path)) for path in paths}
@@ -136,7 +136,7 @@ def _member_arrays(ensemble: Ensemble[Any], groups: list[Group]) -> dict[tuple, 
 def _permute(
     ensemble: Ensemble[Any], state: eqx.nn.State | None, groups: list[Group], orders: list[list[list[Order]]]
 ) -> tuple[Ensemble[Any], eqx.nn.State | None]:
-    """All members with their units in these orders: of each member, group and part."""
+    """Permutes the units of all members; `orders` has one order per member, group and part."""
     moves: dict[tuple, list[tuple[int, np.ndarray]]] = {}
     state = jax.tree.map(lambda x: x, state)  # `State.set` invalidates the one that it is called on
     for i, group in enumerate(groups):
@@ -157,7 +157,7 @@ def _permute(
 
 
 def _permute_statistics(state: eqx.nn.State | None, part: Part, order: np.ndarray) -> eqx.nn.State | None:
-    """Running means and variances of a part's BatchNorms."""
+    """Permutes the running means and variances of the BatchNorms of a part."""
     for layer in part.batch_norms:
         index = layer.ema_state_index if layer.mode == "ema" else layer.batch_state_index
         if state is None or index is None:
@@ -169,6 +169,6 @@ def _permute_statistics(state: eqx.nn.State | None, part: Part, order: np.ndarra
 
 
 def _take(stacked: Any, index: np.ndarray, axis: int) -> jax.Array:
-    """Entries of each member, on the devices where it is."""
+    """Indexes each member along an axis, and keeps the sharding."""
     taken = jax.vmap(lambda x, i: jnp.take(x, i, axis=axis))(stacked, jnp.asarray(index))
     return jax.device_put(taken, stacked.sharding) if isinstance(stacked, jax.Array) else taken

@@ -16,7 +16,7 @@ _EXAMPLE = "lambda model: model.layers[0]"
 
 
 def check_entries(entries: Any, argument: str, *, name: str) -> tuple[Any, ...]:
-    """Functions that select layers, or pairs of one that selects an array and an axis; at least one of `outputs`."""
+    """Raises unless `entries` are functions or pairs of a function and an axis; `outputs` must not be empty."""
     found = check_sequence(entries, argument, name=name, of="functions that select layers")
     if not found and argument == "outputs":
         fix = f"It holds what makes the units. For example `{_EXAMPLE}`."
@@ -31,14 +31,14 @@ def check_entries(entries: Any, argument: str, *, name: str) -> tuple[Any, ...]:
 
 
 def check_heads(qk: Any, vo: Any, kind: type) -> None:
-    """Two `Units`."""
+    """Raises unless both arguments are `Units`."""
     for argument, value in (("qk", qk), ("vo", vo)):
         if not isinstance(value, kind):
             raise TypeError(f"`methods.alignment.Heads` needs `{argument}` to be `Units`, got {kind_text(value)}.")
 
 
 def check_model(model: Any) -> Any:
-    """A model, or one of an ensemble. Returns it."""
+    """Raises unless `model` is a model or an ensemble. Returns one model."""
     if isinstance(model, Ensemble):
         return model[0]
     if not isinstance(model, eqx.Module):
@@ -47,7 +47,7 @@ def check_model(model: Any) -> Any:
 
 
 def check_reference(value: Any, num_members: int, *, name: str) -> int:
-    """The position of a member. Returns it, counted from the first."""
+    """Raises unless `value` is the position of a member. Returns it as a non-negative integer."""
     position = check_integer(value, "reference", name=name, least=-num_members)
     if position >= num_members:
         raise ValueError(f"`{name}` needs `reference` to be the position of one of the members, got {position}.")
@@ -55,7 +55,7 @@ def check_reference(value: Any, num_members: int, *, name: str) -> int:
 
 
 def check_units(units: Any, kinds: tuple[type, ...], *, found: bool) -> list[Any]:
-    """At least one `Units` or `Heads`."""
+    """Raises unless `units` is a list of at least one `Units` or `Heads`. Returns it."""
     listed = check_sequence(units, "units", name=_ALIGN, of="`Units` and `Heads`")
     for i, each in enumerate(listed):
         if not isinstance(each, kinds):
@@ -67,7 +67,7 @@ def check_units(units: Any, kinds: tuple[type, ...], *, found: bool) -> list[Any
 
 
 def check_where(where: Callable[[Any], Any], model: Any, path: str) -> Any:
-    """What a function selects of a model. Returns it."""
+    """Raises if a function fails to select a node of a model. Returns the node."""
     try:
         return where(model)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -78,7 +78,7 @@ def check_where(where: Callable[[Any], Any], model: Any, path: str) -> Any:
 
 
 def check_some_axes(found: list[Any] | None, layer: Any, path: str, argument: str) -> list[Any]:
-    """The axes of a known layer. Returns them."""
+    """Raises for a layer of unknown type. Returns the axes."""
     if found is None:
         role = "makes" if argument == "outputs" else "reads"
         raise TypeError(
@@ -89,7 +89,7 @@ def check_some_axes(found: list[Any] | None, layer: Any, path: str, argument: st
 
 
 def check_axis_of(leaf: Any, axis: int, path: str, kind: type) -> Any:
-    """An array that has this axis. Returns it."""
+    """Raises unless `leaf` is an array that has this axis. Returns it."""
     if not isinstance(leaf, kind):
         raise TypeError(f"`{_ALIGN}` needs `{path}` to select an array of a member, got {kind_text(leaf)}.")
     ndim = len(leaf.shape)
@@ -99,13 +99,13 @@ def check_axis_of(leaf: Any, axis: int, path: str, kind: type) -> Any:
 
 
 def check_some_units(found: list[Any], norms: list[Any], name: str) -> None:
-    """Something that has units."""
+    """Raises if the selected layers have no units."""
     if not found and not norms:
         raise ValueError(f"`{_ALIGN}` needs `{name}.outputs` to hold an array; the layers that it selects have none.")
 
 
 def check_divisible(length: int, size: int, text: str) -> None:
-    """Units that fill an axis."""
+    """Raises unless the length of an axis is a multiple of the number of units."""
     if length % size:
         raise ValueError(
             f"`{_ALIGN}` needs axes that hold a whole number of entries for each unit; {text}.\n"
@@ -114,7 +114,7 @@ def check_divisible(length: int, size: int, text: str) -> None:
 
 
 def check_conv_groups(layer: Any, argument: str) -> None:
-    """A convolution whose channels may permute."""
+    """Raises for a convolution whose channels cannot be permuted freely."""
     groups = getattr(layer, "groups", 1)
     depthwise = groups == getattr(layer, "in_channels", None) == getattr(layer, "out_channels", None)
     if groups > 1 and not (depthwise and argument == "outputs"):
@@ -123,7 +123,7 @@ def check_conv_groups(layer: Any, argument: str) -> None:
 
 
 def check_norm_groups(layer: Any) -> None:
-    """A norm over all units or over each."""
+    """Raises for a `GroupNorm` in groups of some of the units."""
     if isinstance(layer, eqx.nn.GroupNorm) and layer.groups not in (1, layer.channels):
         raise ValueError(
             f"`{_ALIGN}` cannot permute units across the {layer.groups} groups of `GroupNorm`.\nLeave these units out."
@@ -131,7 +131,7 @@ def check_norm_groups(layer: Any) -> None:
 
 
 def check_member_arrays(stacked: Any, path: str) -> np.ndarray:
-    """Floating-point arrays that members do not share, in double precision. Returns them."""
+    """Raises unless `stacked` is a concrete floating-point array with members. Returns it in double precision."""
     if not is_member_array(stacked):
         raise ValueError(
             f"`{_ALIGN}` permutes each member's own arrays; the one at `{path}` is shared by all members.\n"
@@ -146,7 +146,7 @@ def check_member_arrays(stacked: Any, path: str) -> np.ndarray:
 
 
 def check_finite(array: np.ndarray, path: str, ids: Any) -> None:
-    """Members that have not diverged."""
+    """Raises for members with weights that are not finite."""
     wrong = ~np.isfinite(array).reshape(len(array), -1).all(axis=1)
     if wrong.any():
         raise ValueError(
@@ -156,7 +156,7 @@ def check_finite(array: np.ndarray, path: str, ids: Any) -> None:
 
 
 def check_predictions(out: Any) -> list[np.ndarray]:
-    """Finite floating-point predictions of at least one row. Returns them."""
+    """Raises unless predictions are finite floating-point numbers for at least one row. Returns their arrays."""
     found = [np.asarray(x) for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not sum(x.size for x in found) or not all(np.isfinite(x).all() for x in found):
         raise ValueError(
@@ -167,7 +167,7 @@ def check_predictions(out: Any) -> list[np.ndarray]:
 
 
 def units_message(described: list[str], change: float) -> str:
-    """Which units cannot be permuted."""
+    """The message that lists units that cannot be permuted."""
     listed = "\n".join(f"  {text}" for text in described) or "  all of them together"
     return (
         f"`{_ALIGN}` needs units whose order does not change predictions; shuffling them changed predictions by "

@@ -9,7 +9,7 @@ from ..._leaf_text import leaf_text
 
 
 def check_position(value: Any, *, name: str) -> None:
-    """One finite real number; a traced one is not checked for values."""
+    """Raises unless `value` is one finite real number; the value of a traced one is not checked."""
     if isinstance(value, jax.Array | np.ndarray):
         if value.shape or not jnp.issubdtype(value.dtype, jnp.number) or jnp.iscomplexobj(value):
             raise TypeError(f"`{name}` needs `position` to be one number, got {leaf_text(value)}.")
@@ -18,7 +18,7 @@ def check_position(value: Any, *, name: str) -> None:
 
 
 def check_loss(value: Any) -> jax.Array:
-    """One real number. Returns it, in at least float32."""
+    """Raises unless `value` is one real number. Returns it in at least float32."""
     found = value if isinstance(value, jax.Array | np.ndarray | np.generic) else np.asarray(value)
     if found.shape != () or not (jnp.issubdtype(found.dtype, jnp.floating) or found.dtype.kind in "iu"):
         got = kind_text(value) if found.dtype.kind == "O" else leaf_text(found)
@@ -30,7 +30,7 @@ def check_loss(value: Any) -> jax.Array:
 
 
 def check_losses(losses: Any, *, name: str) -> jax.Array:
-    """Losses `(*batch, points)` of at least three points, in the dtype that is computed in. Returns them."""
+    """Raises unless `losses` are `(*batch, points)`, at least three points. Returns them in the dtype to compute in."""
     array = check_floating(name, "losses", losses)
     if array.ndim < 1 or array.shape[-1] < 3:
         needs, fix = (

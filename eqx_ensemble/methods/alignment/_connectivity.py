@@ -17,22 +17,21 @@ from ._check_losses import check_loss, check_losses, check_position
 
 
 def interpolate(ensemble: Ensemble[M], position: Real[ArrayLike, ""], *, reference: int = 0) -> Ensemble[M]:
-    r"""Moves every member along the straight line from one of them: weights $(1 - \alpha) W_0 + \alpha W_m$.
+    r"""Linearly interpolates between a reference member and every member: weights $(1 - \alpha) W_0 + \alpha W_m$.
 
-    At 0 all members are the reference, and at 1 they are themselves, both exactly. Floating-point arrays are
-    interpolated in at least float32; others must be equal in all members. Running statistics of BatchNorm belong to
-    the weights that they were taken with: estimate them anew by
-    [`eqx_ensemble.methods.path.update_batch_norm`][].
+    At 0 all members equal the reference, and at 1 they are unchanged, both exactly. Floating-point arrays are
+    interpolated in at least float32; all other arrays must be equal in all members. Running statistics of BatchNorm are
+    not valid for interpolated weights: re-estimate them with [`eqx_ensemble.methods.path.update_batch_norm`][].
 
     **Arguments:**
 
     - `ensemble`: the ensemble.
-    - `position`: $\alpha$, one number; outside of 0 and 1 is beyond the ends. It may be traced.
+    - `position`: $\alpha$, one number; values outside 0 to 1 extrapolate. It may be traced.
     - `reference`: the position of the member at $\alpha = 0$.
 
-    **Returns:** the ensemble on the way, with the same ids.
+    **Returns:** the interpolated ensemble, with the same ids.
 
-    **Raises:** `TypeError` or `ValueError` for what is not one finite number, and for a reference that is no member;
+    **Raises:** `TypeError` or `ValueError` unless `position` is one finite number and `reference` a member;
     `MemberMismatchError` for an integer leaf that differs.
 
     ```python
@@ -56,26 +55,27 @@ def connectivity(
     reference: int = 0,
     plan: AnyPlan = None,
 ) -> Float[Array, "members points"]:
-    r"""Losses of the models on the straight lines from one member to each of the others.
+    r"""Losses along the straight lines in weight space from a reference member to each of the others.
 
-    Members whose losses stay low all the way are linearly connected, and so is their average a good model. Models of
-    one point exist at a time; with `plan=ee.plan.Sequential()`, one model.
+    Members whose losses stay low along the line are linearly connected, and their average is a good model. Only the
+    models at one point are in memory at a time; with `plan=ee.plan.Sequential()`, only one model.
 
     **Arguments:**
 
     - `ensemble`: the ensemble, for example before and after [`eqx_ensemble.methods.alignment.align`][].
-    - `fn`: `fn(model, *args)`, the loss of one model, one number; models are in inference mode. Lower is better: of an
-        accuracy, the [`eqx_ensemble.methods.alignment.barrier`][] would be 0. Models with BatchNorm need its statistics
-        of each point: let `fn` estimate them, or loop over [`eqx_ensemble.methods.alignment.interpolate`][].
+    - `fn`: `fn(model, *args)`, the loss of one model in inference mode, one number. Lower must be better: for an
+        accuracy that dips along the line, the [`eqx_ensemble.methods.alignment.barrier`][] is 0. Models with BatchNorm
+        need new statistics at each point: estimate them in `fn`, or loop over
+        [`eqx_ensemble.methods.alignment.interpolate`][].
     - `args`: the data, as for [`eqx_ensemble.map_members`][].
-    - `num_points`: the number of equally spaced points, both ends included.
-    - `reference`: the position of the member where all lines begin.
+    - `num_points`: the number of equally spaced points including both ends, at least three.
+    - `reference`: the position of the member at which all lines start.
     - `plan`: how the members are executed, as for [`eqx_ensemble.map_members`][].
 
-    **Returns:** `(members, points)`, in the row of the reference its own loss everywhere.
+    **Returns:** `(members, points)`. The row of the reference holds its own loss at every point.
 
-    **Raises:** `TypeError` or `ValueError` for arguments that do not fit together; `MemberMismatchError` for an integer
-    leaf that differs.
+    **Raises:** `TypeError` or `ValueError` for inconsistent arguments; `MemberMismatchError` for an integer leaf that
+    differs between members.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
@@ -111,23 +111,23 @@ def _losses(
 def barrier(
     losses: Float[ArrayLike, "*batch points"], *, baseline: Literal["line", "mean"] = "line"
 ) -> Float[Array, "*batch"]:
-    r"""The height of the barrier between the two ends of lines, in the unit of the loss.
+    r"""The height of the loss barrier along each line, in the unit of the loss.
 
     With losses $L(\alpha)$ at equally spaced points from 0 to 1, it is the largest
     $L(\alpha) - (1 - \alpha) L(0) - \alpha L(1)$, as Entezari et al. define it: never negative, and zero for a loss
     that is convex along the line. With `baseline="mean"` it is the largest $L(\alpha) - (L(0) + L(1)) / 2$, the linear
-    interpolation instability of Frankle et al., in which two ends of different losses are a barrier too.
+    interpolation instability of Frankle et al., which also counts a difference between the losses at the two ends.
 
     **Arguments:**
 
     - `losses`: `(*batch, points)`, at least three points, as from
         [`eqx_ensemble.methods.alignment.connectivity`][].
-    - `baseline`: what the losses are compared with, `"line"` or `"mean"`.
+    - `baseline`: the baseline to subtract, `"line"` or `"mean"`.
 
-    **Returns:** `(*batch,)`: of each member for the result of `connectivity`.
+    **Returns:** `(*batch,)`; for the result of `connectivity`, one value per member.
 
-    **Raises:** `TypeError` for losses that are not floating-point; `ValueError` for fewer than three points, and for
-    another baseline.
+    **Raises:** `TypeError` for losses that are not floating-point; `ValueError` for fewer than three points and for an
+    unknown baseline.
 
     ```python
     # 1.5, above the line from 0 to 3
@@ -153,7 +153,7 @@ def _interpolate(ensemble: Ensemble[M], position: Any, first: int) -> Ensemble[M
             return leaf
         end = leaf if jnp.finfo(leaf.dtype).bits >= 32 else jnp.asarray(leaf, jnp.float32)
         start, share = end[first : first + 1], jnp.asarray(position, jnp.finfo(end.dtype).dtype)
-        # From the nearer end, so that both ends are exact, and what is equal stays equal.
+        # From the nearer end, so that both ends are exact and equal weights stay equal.
         way = end - start
         return jnp.where(share < 0.5, start + share * way, end - (1 - share) * way).astype(leaf.dtype)
 

@@ -17,21 +17,21 @@ Where = Callable[[Any], Any]
 
 
 def find_units(model: Any) -> list[Units | Heads]:
-    """The hidden units of a model that are known without being told.
+    """Finds the hidden units of a model between layers of known types.
 
-    They are those between the layers of each `equinox.nn.MLP` and `equinox.nn.Sequential` anywhere in the model, and
-    the heads of each `equinox.nn.MultiheadAttention`. Units between other layers, and residual streams, are not found:
-    add them, as in `find_units(model) + [Units(...)]`. Nor are those of an MLP with `scan=True` or a learnt activation,
-    and those that a grouped convolution or a layer of another kind reads.
+    Found are the units between the layers of each `equinox.nn.MLP` and `equinox.nn.Sequential` anywhere in the model,
+    and the heads of each `equinox.nn.MultiheadAttention`. Units between other layers and residual streams are not
+    found: add them, as in `find_units(model) + [Units(...)]`. Also not found are the units of an MLP with `scan=True`
+    or a learnt activation, and inputs of grouped convolutions and of layers of other types.
 
     **Arguments:**
 
-    - `model`: one model, or an [`eqx_ensemble.Ensemble`][] of them.
+    - `model`: a model, or an [`eqx_ensemble.Ensemble`][].
 
     **Returns:** a list of [`eqx_ensemble.methods.alignment.Units`][] and [`eqx_ensemble.methods.alignment.Heads`][],
     possibly empty.
 
-    **Raises:** `TypeError` for what is no model.
+    **Raises:** `TypeError` for anything else.
 
     ```python
     model = eqx.nn.MLP(3, 1, 16, 2, key=key)
@@ -72,9 +72,9 @@ def _item(node: Any, key: Any) -> Any:
 
 
 def _chain(node: Any, where: Where) -> Iterator[tuple[Any, Where]]:
-    """The layers of nested sequences, one after another, each with what selects it."""
+    """The layers of nested sequences in order, each with a function that selects it."""
     if isinstance(node, eqx.nn.MLP):
-        # Of `scan`, and of a learnt activation, arrays hold all hidden layers at once.
+        # With `scan` or a learnt activation, one array holds all hidden layers.
         if node.scan or any(is_array(x) for x in jax.tree.leaves(node.activation)):
             yield node, where
             return
@@ -88,7 +88,7 @@ def _chain(node: Any, where: Where) -> Iterator[tuple[Any, Where]]:
 
 
 def _between(layers: list[tuple[Any, Where]]) -> list[Units | Heads]:
-    """Units that one dense layer makes and the next reads; unknown layers between them end the search for the next."""
+    """Units between consecutive dense layers. An unknown layer between two dense layers excludes their units."""
     found: list[Units | Heads] = []
     outputs: Sequence[Entry] = ()
     size = 0
@@ -109,7 +109,7 @@ def _between(layers: list[tuple[Any, Where]]) -> list[Units | Heads]:
 
 
 def _is_plain_norm(layer: Any, size: int) -> bool:
-    """Whether a norm treats all of its units alike."""
+    """Whether a norm treats all its units in the same way."""
     return isinstance(layer, NORMS) and (not isinstance(layer, eqx.nn.GroupNorm) or layer.groups in (1, size))
 
 

@@ -1,4 +1,4 @@
-"""The axes on which layers of Equinox hold the units that they make and read."""
+"""The axes of Equinox layers that correspond to output and input units."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
 
 
 def output_axes(layer: Any) -> list[Named] | None:
-    """Axes of the units that a layer makes or scales; `None` for an unknown layer."""
+    """Axes of the units that a layer outputs or scales; `None` for an unknown layer."""
     match layer:
         case eqx.nn.Linear() | eqx.nn.Conv() | eqx.nn.ConvTranspose():
             check_conv_groups(layer, "outputs")
@@ -36,7 +36,7 @@ def output_axes(layer: Any) -> list[Named] | None:
 
 
 def input_axes(layer: Any) -> list[Named] | None:
-    """Axes of the units that a layer reads; `None` for an unknown layer."""
+    """Axes of the input units of a layer; `None` for an unknown layer."""
     match layer:
         case eqx.nn.Linear() | eqx.nn.Conv() | eqx.nn.ConvTranspose():
             check_conv_groups(layer, "inputs")
@@ -50,5 +50,5 @@ def input_axes(layer: Any) -> list[Named] | None:
 
 
 def is_depthwise(layer: Any) -> bool:
-    """Whether each output of a convolution reads its own input alone."""
+    """Whether each output channel of a convolution depends on its own input channel only."""
     return isinstance(layer, eqx.nn.Conv) and layer.groups == layer.in_channels == layer.out_channels

@@ -1,4 +1,4 @@
-"""Weight matching: for each group of units in turn, the order in which a member is most like the reference."""
+"""Weight matching: finds, for each group of units in turn, the order that best matches the reference."""
 
 from itertools import product
 
@@ -8,7 +8,7 @@ from ._resolve import Axis, Group, Part, Path
 
 Arrays = dict[Path, np.ndarray]
 Order = np.ndarray
-"""The unit of a member that takes each position."""
+"""The unit of a member at each position."""
 
 _TOLERANCE = 1e-12
 
@@ -25,7 +25,7 @@ def match(groups: list[Group], member: Arrays, reference: Arrays, rng: np.random
             found = _best(groups[i], _gains(groups, orders, i, member, reference))
             value = _similarity(groups, orders, i, member, reference)
             orders[i] = found
-            # Where arrays hold the units on both axes, the best order for the old other axis may be a loss.
+            # If an array has the units on both axes, the best order given the old one on the other axis may be worse.
             if _similarity(groups, orders, i, member, reference) > value + _TOLERANCE * scale:
                 gaining = True
             else:
@@ -34,14 +34,14 @@ def match(groups: list[Group], member: Arrays, reference: Arrays, rng: np.random
 
 
 def shuffle(group: Group, rng: np.random.Generator) -> list[Order]:
-    """Random orders of a group's parts: of the blocks, and of the units inside each."""
+    """Random orders of the parts of a group: of the blocks, and of the units inside each block."""
     blocks = _other_order(group.num_blocks, rng)
     inside = [part.size // group.num_blocks for part in group.parts]
     return [np.concatenate([size * block + _other_order(size, rng) for block in blocks]) for size in inside]
 
 
 def _other_order(size: int, rng: np.random.Generator) -> Order:
-    """A random order other than the old one, from which nothing could be seen."""
+    """A random order that differs from the identity, which would test nothing."""
     order = rng.permutation(size)
     while size > 1 and (order == np.arange(size)).all():
         order = rng.permutation(size)
@@ -49,7 +49,7 @@ def _other_order(size: int, rng: np.random.Generator) -> Order:
 
 
 def permute(array: np.ndarray, axes: list[tuple[Axis, Order]]) -> np.ndarray:
-    """The array with its units in another order."""
+    """Permutes the units of an array."""
     for axis, order in axes:
         array = np.take(array, entries(order, axis.repeat), axis=axis.axis)
     return array
@@ -73,7 +73,7 @@ def _axes_of(groups: list[Group], orders: list[list[Order]], path: Path) -> list
 def _gains(
     groups: list[Group], orders: list[list[Order]], i: int, member: Arrays, reference: Arrays
 ) -> list[np.ndarray]:
-    """For each part of group `i`, `(size, size)`: the inner product that unit `k` of the member has in position `j`."""
+    """For each part of group `i`, `(size, size)`: the inner product of unit `k` of the member at position `j`."""
 
     def gain(part: Part) -> np.ndarray:
         total = np.zeros((part.size, part.size))
@@ -94,12 +94,12 @@ def _similarity(groups: list[Group], orders: list[list[Order]], i: int, member: 
 
 
 def _best(group: Group, gains: list[np.ndarray]) -> list[Order]:
-    """The orders of largest gain: of the blocks, and of the units inside each."""
+    """The orders with the largest gain: of the blocks, and of the units inside each block."""
     from scipy.optimize import linear_sum_assignment
 
     assign = lambda gain: linear_sum_assignment(gain, maximize=True)[1]
     blocks = group.num_blocks
-    # (blocks, units, blocks, units): what each unit of each block gains in each position of each other.
+    # (blocks, units, blocks, units): the gain of each unit of each block at each position of each other block.
     inside = [gain.reshape(blocks, len(gain) // blocks, blocks, -1) for gain in gains]
     orders = {(j, k): [assign(gain[j, :, k]) for gain in inside] for j, k in product(range(blocks), repeat=2)}
     value = np.zeros((blocks, blocks))

@@ -12,14 +12,14 @@ Path = tuple[Any, ...]
 
 
 class Leaf(NamedTuple):
-    """An array of a model: where it is, and its shape."""
+    """The path and shape of an array of a model."""
 
     path: Path
     shape: tuple[int, ...]
 
 
 class Axis(NamedTuple):
-    """An axis of an array that holds units, each of them with `repeat` entries."""
+    """An axis of an array with `repeat` entries per unit."""
 
     path: Path
     axis: int
@@ -27,7 +27,7 @@ class Axis(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Axes that have one order of `size` units, and the BatchNorms whose statistics have it."""
+    """Axes that share one order of `size` units, and the BatchNorms whose statistics share it."""
 
     size: int
     axes: tuple[Axis, ...]
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Parts whose units are in `num_blocks` blocks that move together: one of hidden units, two of heads."""
+    """Parts whose `num_blocks` blocks of units are permuted together: one part for hidden units, two for heads."""
 
     name: str
     num_blocks: int
@@ -48,7 +48,7 @@ def outline(model: Any) -> Any:
 
 
 def resolve(units: list[Units | Heads], model: Any) -> list[Group]:
-    """Units as axes of this model's arrays."""
+    """Resolves units to axes of the arrays of a model."""
     drawn = outline(model)
     return [_group(each, drawn, i) for i, each in enumerate(units)]
 
@@ -84,7 +84,7 @@ def _part(units: Units, model: Any, name: str) -> Part:
 
 
 def _size(found: list[tuple[Leaf, int]], norms: list[eqx.nn.BatchNorm]) -> int:
-    """The number of units of what comes first."""
+    """The number of units of the first array, or else of the first norm."""
     return found[0][0].shape[found[0][1]] if found else norms[0].input_size
 
 

@@ -7,29 +7,30 @@ from ..._check import check_positive_int
 from ._check import check_entries, check_heads
 
 Entry = Callable[[Any], Any] | tuple[Callable[[Any], Any], int]
-"""What selects a layer of a model; or an array, and one of its axes."""
+"""A function that selects a layer of a model; or a function that selects an array, and one of its axes."""
 
 
 class Units(eqx.Module):
-    """Hidden units that may change their order: the layers that make them, and the layers that read them.
+    """Hidden units that may be permuted: the layers that output them, and the layers that take them as input.
 
     Channels of a convolution, and the entries of a residual stream, are units too. A layer is selected as in
-    `equinox.tree_at`, and its axes are known for `equinox.nn.Linear`, `Conv`, `ConvTranspose`, `Embedding`,
-    `LayerNorm`, `RMSNorm`, `GroupNorm`, `BatchNorm` (with its running statistics), `PReLU`, `MLP` and
-    `MultiheadAttention`. For all others select arrays, each with its axis: `(lambda model: model.scale, 0)`.
+    `equinox.tree_at`. Its axes are known for `equinox.nn.Linear`, `Conv`, `ConvTranspose`, `Embedding`, `LayerNorm`,
+    `RMSNorm`, `GroupNorm`, `BatchNorm` (with its running statistics), `PReLU`, `MLP` and `MultiheadAttention`. For
+    other layers select arrays, each with its axis: `(lambda model: model.scale, 0)`.
 
-    A layer that reads several entries for each unit, such as the first one after channels were flattened, has to hold
-    them one unit after another, as `jnp.ravel` of an array `(channels, height, width)` does.
+    A layer with several inputs per unit, such as the first one after flattened channels, must have them ordered by
+    unit, as after `jnp.ravel` of an array `(channels, height, width)`.
 
     **Arguments:**
 
-    - `outputs`: all that makes these units, or has one value for each of them: the layer before, norms, depthwise
-        convolutions. A residual stream has every layer that adds to it.
-    - `inputs`: all layers that read these units.
-    - `size`: how many units there are; by default the size of the first of `outputs`. Fewer permute as blocks of equal
-        size.
+    - `outputs`: all layers that output these units or have one value per unit: the preceding layer, norms, depthwise
+        convolutions; for a residual stream, every layer that adds to it.
+    - `inputs`: all layers that take these units as input.
+    - `size`: the number of units; by default that of the first entry of `outputs`. A smaller number permutes blocks of
+        equal size.
 
-    **Raises:** `TypeError` for entries that do not select anything.
+    **Raises:** `TypeError` for entries that are neither functions nor pairs `(function, axis)`; `ValueError` for empty
+    `outputs` and a `size` below 1.
 
     ```python
     units = ee.methods.alignment.Units(
@@ -51,21 +52,20 @@ class Units(eqx.Module):
 
 
 class Heads(eqx.Module):
-    """Heads of attention that may change their order, and the units inside each head.
+    """Attention heads that may be permuted, and the units inside each head.
 
-    Heads move as a whole; inside a head, its queries and keys have an order of their own, and its values another. Axes
-    hold one head after another. `equinox.nn.MultiheadAttention` is found by
-    [`eqx_ensemble.methods.alignment.find_units`][]. Where positions rotate queries and keys, units inside the heads are
-    not free: use `Units(..., size=num_heads)`.
+    Heads are permuted as a whole; inside a head, queries and keys share one order, and values have another. Axes must
+    be ordered by head. [`eqx_ensemble.methods.alignment.find_units`][] finds `equinox.nn.MultiheadAttention`. With
+    rotary position embeddings, units inside a head cannot be permuted: use `Units(..., size=num_heads)`.
 
     **Arguments:**
 
-    - `num_heads`: how many heads there are.
-    - `qk`: [`eqx_ensemble.methods.alignment.Units`][] of queries and keys, for example with their two layers as
+    - `num_heads`: the number of heads.
+    - `qk`: the [`eqx_ensemble.methods.alignment.Units`][] of queries and keys, for example with their two layers as
         `outputs`.
-    - `vo`: those of the values, which the layer after the heads reads.
+    - `vo`: the units of the values, which are inputs of the layer after the heads.
 
-    **Raises:** `TypeError` for parts that are not `Units`.
+    **Raises:** `TypeError` for parts that are not `Units`; `ValueError` for `num_heads` below 1.
 
     ```python
     alignment = ee.methods.alignment

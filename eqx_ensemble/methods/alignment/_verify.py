@@ -14,7 +14,7 @@ from ._match import Order
 from ._resolve import Group
 
 Orders = list[list[list[Order]]]
-"""Of each member, each group and each of its parts."""
+"""One order per member, group and part."""
 
 
 def check_equal_predictions(
@@ -26,7 +26,7 @@ def check_equal_predictions(
     x: PyTree,
     fn: Callable[..., Any] | None,
 ) -> None:
-    """Raises if members with shuffled units predict otherwise, and names the groups that are at fault."""
+    """Raises if members with shuffled units give other predictions, and lists the groups that cause the change."""
     call: Any = predict  # its overloads are for known types
     before = check_predictions(call(ensemble, x, state=state, fn=fn))
 
@@ -44,7 +44,7 @@ def check_equal_predictions(
 
 
 def _change(before: list[np.ndarray], after: list[np.ndarray]) -> float:
-    """The largest difference, in multiples of what rounding may do."""
+    """The largest difference, in multiples of the rounding tolerance."""
     most = 0.0
     for x, y in zip(before, after, strict=True):
         rounding = float(jnp.finfo(x.dtype).eps) ** 0.5 * np.abs(x).max(initial=0)

@@ -1,4 +1,4 @@
-"""Densities of hidden units: how unusual a row is for a trained member, without any change of its training."""
+"""Densities of hidden units: out-of-distribution scores of trained members, without any change of their training."""
 
 from ._discriminant import GaussianDiscriminant as GaussianDiscriminant
 from ._discriminant import gaussian_discriminant as gaussian_discriminant

@@ -19,7 +19,7 @@ from ..._check import (
 
 
 def check_features(name: str, features: Any, mask: Any) -> tuple[Array, Array | None]:
-    """Hidden units `(members, batch, hidden)`, finite in rows that count (where concrete), and the mask."""
+    """Raises unless features are `(members, batch, hidden)` and finite where unmasked. Returns them and the mask."""
     array = check_values(name, "features", features)
     if array.ndim != 3 or 0 in array.shape:
         fix = "Flatten what is not one row of numbers: `features.reshape(members, batch, -1)`."
@@ -37,7 +37,7 @@ def check_features(name: str, features: Any, mask: Any) -> tuple[Array, Array | 
 
 
 def check_classes(name: str, labels: Any, features: Array, num_classes: Any, mask: Any) -> Array:
-    """One integer label per row, from 0 to `num_classes - 1`, and two rows of each class (where concrete)."""
+    """Raises unless labels are integers below `num_classes`, with two rows per class (if concrete). Returns them."""
     count = check_positive_int(num_classes, "num_classes", name=name)
     array = check_array(name, "labels", labels)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape != features.shape[1:2]:
@@ -61,12 +61,12 @@ def check_classes(name: str, labels: Any, features: Array, num_classes: Any, mas
 
 
 def check_ridge(name: str, ridge: Any, dtype: jnp.dtype) -> Array:
-    """A number of zero or more."""
+    """Raises unless `ridge` is a number of at least 0. Returns it as an array."""
     return jnp.asarray(check_number(ridge, "ridge", name=name, least=0), dtype)
 
 
 def check_factors(name: str, factors: Array) -> None:
-    """Covariances that have a factor, for each member and class (where concrete)."""
+    """Raises for singular covariances of any member or class (if concrete)."""
     host = concrete(factors)
     if host is not None and not np.isfinite(host).all():
         wrong = ~np.isfinite(host).all(axis=(-2, -1))
@@ -78,7 +78,7 @@ def check_factors(name: str, factors: Array) -> None:
 
 
 def check_new_features(name: str, features: Any, centre: Array) -> Array:
-    """Hidden units of the members that were fitted."""
+    """Raises unless features belong to the fitted members and have as many hidden units. Returns them."""
     array = check_values(name, "features", features)
     check_fitted_members(name, centre.shape[0], array.shape[0])
     if array.ndim != 3 or array.shape[2] != centre.shape[1]:

@@ -11,14 +11,14 @@ from ._moments import centre_rows, class_means, factor, one_hot_rows, squared_di
 
 
 class GaussianDiscriminant(eqx.Module):
-    """A Gaussian for each class in the hidden units of each member, fitted: call it on features of the same members.
+    """A fitted Gaussian per class over the hidden units of each member; call it on features of the same members.
 
     **Attributes:**
 
     - `centre`: `(members, hidden)`, the mean of all rows.
-    - `means`: `(members, classes, hidden)`, those of the classes, from the centre.
-    - `factors`: `(members, classes, hidden, hidden)`, lower triangular factors of the covariances.
-    - `log_priors`: `(classes,)`, the logarithms of the classes' shares.
+    - `means`: `(members, classes, hidden)`, the class means relative to `centre`.
+    - `factors`: `(members, classes, hidden, hidden)`, lower Cholesky factors of the covariances.
+    - `log_priors`: `(classes,)`, the logarithms of the class frequencies.
     """
 
     centre: Float[Array, "members hidden"]
@@ -27,12 +27,12 @@ class GaussianDiscriminant(eqx.Module):
     log_priors: Float[Array, " classes"]
 
     def __call__(self, features: Float[ArrayLike, "members batch hidden"]) -> Float[Array, "members batch"]:
-        """The logarithm of each member's density, in nats: lower is more unusual."""
+        """The log-density under each member, in nats; lower is more unusual."""
         checked = check_new_features("methods.density.GaussianDiscriminant", features, self.centre)
         return jax.nn.logsumexp(_log_joint(self, checked), axis=1)
 
     def log_joint(self, features: Float[ArrayLike, "members batch hidden"]) -> Float[Array, "members classes batch"]:
-        """The logarithms of density times share of each class; their softmax over classes classifies."""
+        """The log joint density of features and class; its softmax over classes is the class posterior."""
         return _log_joint(self, check_new_features("methods.density.GaussianDiscriminant", features, self.centre))
 
 
@@ -44,29 +44,28 @@ def gaussian_discriminant(
     ridge: float | int = 0.0,
     mask: Bool[ArrayLike, " batch"] | None = None,
 ) -> GaussianDiscriminant:
-    r"""Fits a Gaussian for each class to the hidden units of each member: Gaussian discriminant analysis, as of DDU.
+    r"""Fits a Gaussian per class to the hidden units of each member: Gaussian discriminant analysis, as in DDU.
 
-    The density of a row is $\sum_c \pi_c\, \mathcal{N}(h; \mu_c, \Sigma_c)$ with the classes' shares, means and
-    covariances (divided by rows less one). Rows that are unlike the training data have a low density, whatever the
-    softmax says. Members stay apart: for one number take [`eqx_ensemble.combine.log_mixture`][] of their logarithms.
-    DDU trains the network with a bound on its spectral norms, without which unlike rows may have hidden units like
-    those of others.
+    The density of a row is $\sum_c \pi_c\, \mathcal{N}(h; \mu_c, \Sigma_c)$ with the class frequencies, means and
+    covariances (`ddof=1`). Rows unlike the training data have a low density, even where the softmax is confident. Each
+    member has its own density; combine their log-densities with [`eqx_ensemble.combine.log_mixture`][]. DDU trains the
+    network with bounded spectral norms; without a bound, rows far from the training data may have similar hidden units.
 
     **Arguments:**
 
-    - `features`: hidden units of the training rows in front of the last layer, `(members, batch, hidden)`: from
+    - `features`: inputs of the last layer for the training rows, `(members, batch, hidden)`, from
         [`eqx_ensemble.predict`][] with `fn`.
     - `labels`: integers `(batch,)` from 0 to classes - 1.
-    - `num_classes`: how many classes there are; each needs more rows than there are hidden units, unless there is a
-        ridge.
-    - `ridge`: is added to the variances. Hidden units that are constant in a class, such as those of a ReLU, need one
-        above zero.
+    - `num_classes`: the number of classes. Each needs at least two rows, and without `ridge` more rows than hidden
+        units.
+    - `ridge`: added to the variances. Hidden units that are constant in a class, such as inactive ReLU units, need a
+        positive ridge.
     - `mask`: booleans `(batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:** [`eqx_ensemble.methods.density.GaussianDiscriminant`][].
 
-    **Raises:** `TypeError` or `ValueError` for arguments that do not fit together, a class with fewer than two rows,
-    and covariances that are singular (where concrete; else the result is NaN).
+    **Raises:** `TypeError` or `ValueError` for inconsistent arguments, a class with fewer than two rows, and singular
+    covariances (where concrete; otherwise the result is NaN).
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 4, 1, key=key), 4, key=key)
@@ -94,7 +93,7 @@ def gaussian_discriminant(
 
 @jax.jit
 def _fit(features: Array, counted: Array, ridge: Array) -> tuple[Array, Array, Array]:
-    """Centre, means and factors of one member."""
+    """The centre, means and factors of one member."""
     deviations, centre = centre_rows(features, jnp.sum(counted, axis=1))
     means = class_means(deviations, counted)
     largest = jnp.max(jnp.abs(features), axis=0)

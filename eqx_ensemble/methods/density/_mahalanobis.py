@@ -10,14 +10,14 @@ from ._moments import centre_rows, class_means, factor, one_hot_rows, squared_di
 
 
 class Mahalanobis(eqx.Module):
-    """Distances from the classes in the hidden units of each member, fitted: call it on features of the same members.
+    """Fitted Mahalanobis distances in the hidden units of each member; call it on features of the same members.
 
     **Attributes:**
 
     - `centre`: `(members, hidden)`, the mean of all rows.
-    - `means`: `(members, classes, hidden)`, those of the classes, from the centre.
-    - `factor`: `(members, hidden, hidden)`, the lower triangular factor of the covariance within classes.
-    - `background`: that of the covariance of all rows.
+    - `means`: `(members, classes, hidden)`, the class means relative to `centre`.
+    - `factor`: `(members, hidden, hidden)`, the lower Cholesky factor of the covariance within classes.
+    - `background`: `(members, hidden, hidden)`, that of the covariance of all rows.
     """
 
     centre: Float[Array, "members hidden"]
@@ -28,9 +28,9 @@ class Mahalanobis(eqx.Module):
     def __call__(
         self, features: Float[ArrayLike, "members batch hidden"], *, relative: bool = True
     ) -> Float[Array, "members batch"]:
-        """The squared distance from the nearest class: higher is more unusual.
+        """The squared distance to the nearest class; higher is more unusual.
 
-        If `relative`, less the squared distance from all rows together, which may be negative.
+        If `relative`, the squared distance under the Gaussian of all rows is subtracted; the result may be negative.
         """
         name = "methods.density.Mahalanobis"
         check_flag(relative, "relative", name=name)
@@ -46,18 +46,18 @@ def mahalanobis(
     ridge: float | int = 0.0,
     mask: Bool[ArrayLike, " batch"] | None = None,
 ) -> Mahalanobis:
-    r"""Fits the means of the classes, and their common covariance, to the hidden units of each member.
+    r"""Fits class means and a common covariance to the hidden units of each member, for Mahalanobis distances.
 
     The squared distance of a row is $\min_c\, (h - \mu_c)^\top \Sigma^{-1} (h - \mu_c)$ with the covariance within
-    classes, divided by the number of rows. The relative one subtracts
-    $(h - \mu_0)^\top \Sigma_0^{-1} (h - \mu_0)$ with mean and covariance of all rows, which takes away directions that
-    say nothing about classes, and finds rows that are near the training data but of no class.
+    classes (`ddof=0`). The relative distance subtracts $(h - \mu_0)^\top \Sigma_0^{-1} (h - \mu_0)$ with the mean and
+    covariance of all rows. This discounts directions that do not discriminate between classes, and detects
+    near-out-of-distribution rows.
 
     **Arguments:**
 
-    - `features`, `labels`, `num_classes`, `ridge`, `mask`: as of
-        [`eqx_ensemble.methods.density.gaussian_discriminant`][]. All classes together need more rows than there are
-        hidden units and classes.
+    - `features`, `labels`, `num_classes`, `ridge`, `mask`: as for
+        [`eqx_ensemble.methods.density.gaussian_discriminant`][]. Without `ridge`, all classes together need at least as
+        many rows as hidden units plus classes.
 
     **Returns:** [`eqx_ensemble.methods.density.Mahalanobis`][].
 
@@ -86,7 +86,7 @@ def mahalanobis(
 
 @jax.jit
 def _fit(features: Array, counted: Array, ridge: Array) -> tuple[Array, Array, Array, Array]:
-    """Centre, means and factors of one member."""
+    """The centre, means and factors of one member."""
     rows = jnp.sum(counted, axis=1)
     deviations, centre = centre_rows(features, rows)
     means = class_means(deviations, counted)

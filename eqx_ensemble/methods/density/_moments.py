@@ -1,4 +1,4 @@
-"""Means and covariances of the classes of one member, as triangular factors."""
+"""Class means and Cholesky factors of covariances, for one member."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Integer
 def centre_rows(
     features: Float[Array, "batch hidden"], counted: Float[Array, " batch"]
 ) -> tuple[Float[Array, "batch hidden"], Float[Array, " hidden"]]:
-    """Deviations from the mean of the rows that count, and this mean: large offsets cost no digits later."""
+    """Deviations from the mean of the unmasked rows, and this mean; avoids cancellation for large offsets."""
     share = counted / jnp.sum(counted)
     rough = share @ features
     away = features - rough[None]
@@ -26,7 +26,7 @@ def class_means(
 def one_hot_rows(
     labels: Integer[Array, " batch"], mask: Bool[Array, " batch"] | None, num_classes: int, dtype: jnp.dtype
 ) -> Float[Array, "batch classes"]:
-    """One where a row that counts is of a class."""
+    """One-hot labels; masked rows are all zero."""
     found = jax.nn.one_hot(labels, num_classes, dtype=dtype)
     return found if mask is None else jnp.where(mask[:, None], found, 0)
 
@@ -38,9 +38,10 @@ def factor(
     ridge: Float[Array, ""],
     largest: Float[Array, " hidden"],
 ) -> Float[Array, "hidden hidden"]:
-    """The lower triangular factor of a covariance around zero, with a ridge; NaN if it is singular to rounding.
+    """The lower Cholesky factor of a covariance around zero, with a ridge; NaN if it is numerically singular.
 
-    Of units of at most this size, variances may be nothing but rounding; so may what others leave unexplained of one.
+    `largest` is the largest magnitude of each unit. A variance, or the residual variance of a unit given the previous
+    ones, counts as zero if it is within rounding.
     """
     kept = jnp.where(counted[:, None] > 0, residuals, 0)
     covariance = kept.T @ kept / (jnp.sum(counted) - ddof)

@@ -1,4 +1,4 @@
-"""An ensemble as a single model, or as a smaller ensemble: targets from its predictions, losses of one student."""
+"""Distillation of an ensemble into one model or a smaller ensemble: targets from its predictions, and losses."""
 
 from ._distribution_loss import distribution_loss as distribution_loss
 from ._distribution_loss import temperature_annealing as temperature_annealing

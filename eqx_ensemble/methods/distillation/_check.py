@@ -14,9 +14,10 @@ _FROM_PREDICT = "`methods.distillation.targets` returns them; of `predict`, `jnp
 
 
 def check_classes(name: str, logits: ArrayLike, teacher: ArrayLike, *, least: int) -> tuple[Array, ...]:
-    """Logits of one student `(*batch, classes)` and those of at least `least` teachers, `(members, *batch, classes)`.
+    """Returns the logits of one student `(*batch, classes)` and of its teachers `(members, *batch, classes)`.
 
-    `teacher` has its members next to last, so that rows come first, as in the data of `fit`.
+    Raises for fewer than `least` teachers. The members of `teacher` are its second-to-last axis, with the rows first as
+    in the data of `fit`.
     """
     student, known = check_logits(name, logits, members=False), check_floating(name, "teacher", teacher)
     *rows, classes = student.shape
@@ -29,7 +30,7 @@ def check_classes(name: str, logits: ArrayLike, teacher: ArrayLike, *, least: in
 
 
 def check_gaussians(name: str, mean: Array, teacher_mean: Any, teacher_variance: Any) -> tuple[Array, Array]:
-    """Means and variances of the teachers, each `(members, *batch)`."""
+    """Returns the means and variances of the teachers, each `(members, *batch)`."""
     found = []
     for argument, values in {"teacher_mean": teacher_mean, "teacher_variance": teacher_variance}.items():
         known = check_floating(name, argument, values)
@@ -68,12 +69,12 @@ def check_predict_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def check_known(name: str, predictions: Any) -> None:
-    """Raises for teachers with NaN predictions, `(rows, members, ...)`, where these are concrete."""
+    """Raises for teachers with NaN predictions `(rows, members, ...)` (if concrete)."""
     for leaf in jax.tree.leaves(predictions):
         host = concrete(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else None
         if host is None:
             continue
-        # bfloat16 is no floating-point type to NumPy.
+        # NumPy does not treat bfloat16 as a floating-point type.
         unknown = np.flatnonzero(np.isnan(host.astype(np.float32)).any(axis=(0, *range(2, host.ndim))))
         if unknown.size:
             indices = ", ".join(map(str, unknown.tolist()))

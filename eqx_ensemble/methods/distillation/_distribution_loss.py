@@ -24,28 +24,28 @@ def distribution_loss(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Loss of a student that learns the distribution of an ensemble's probabilities, as a Dirichlet distribution.
+    r"""Loss of a student that predicts the distribution of an ensemble's probabilities, as a Dirichlet distribution.
 
     $-T^2 \frac1M \sum_m \log \mathrm{Dir}(\pi_m; \alpha)$ in nats (times $T^2$), with the student's concentration
-    $\alpha = e^{z / T}$, and the teachers' probabilities $\pi_m = \mathrm{softmax}(z_m / T)$, of which the fraction
-    `smoothing` is made uniform. It is a negative log-density, which may be below zero. At the optimum
-    $\psi(\sum_j \alpha_j) - \psi(\alpha_k) + \frac1M \sum_m \log \pi_{mk} = 0$.
+    $\alpha = e^{z / T}$, and the teachers' probabilities $\pi_m = \mathrm{softmax}(z_m / T)$, smoothed towards uniform
+    by `smoothing`. It is a negative log-density and may be negative. At the optimum $\psi(\sum_j \alpha_j) -
+    \psi(\alpha_k) + \frac1M \sum_m \log \pi_{mk} = 0$.
 
-    The student tells what members disagree on from what is noise: `jnp.exp(logits)` is a concentration for
-    [`eqx_ensemble.methods.heads.decompose_dirichlet`][], and `logits` are still logits of the mean probabilities. A
-    temperature of 10 that falls to 1 during training makes it easier to learn from confident members, whose logarithms
-    of unlikely classes dominate: [`eqx_ensemble.methods.distillation.temperature_annealing`][]. Little evidence at a
-    high temperature is much evidence at a low one, since $\alpha = e^{z / T}$: train long enough at 1.
+    The student separates disagreement between members from noise: `jnp.exp(logits)` is a concentration for
+    [`eqx_ensemble.methods.heads.decompose_dirichlet`][], and `logits` are also the logits of the mean probabilities.
+    The log-probabilities of unlikely classes dominate the loss of confident members; annealing the temperature from 10
+    to 1 ([`eqx_ensemble.methods.distillation.temperature_annealing`][]) makes it easier to learn from them. A small
+    concentration at a high temperature is a large one at a low temperature, since $\alpha = e^{z / T}$: train long
+    enough at 1.
 
     **Arguments:**
 
-    - `logits`: of ONE student, `(*batch, classes)`.
+    - `logits`: the logits of ONE student, `(*batch, classes)`.
     - `teacher`: the logits or log-probabilities of at least two teachers, `(*batch, members, classes)`, from
-        [`eqx_ensemble.methods.distillation.targets`][]. The likelihood of one teacher, or of several that are equal,
-        has no maximum.
-    - `temperature`: $T$, above zero; it may be a member's hyper-parameter.
-    - `smoothing`: from 0 to below 1. With 0, the loss is not finite where a teacher gives a class no
-        probability at all.
+        [`eqx_ensemble.methods.distillation.targets`][]. The likelihood of one teacher, or of several equal ones, is
+        unbounded.
+    - `temperature`: $T$, above zero; it may be a hyper-parameter.
+    - `smoothing`: from 0 to below 1. With 0, the loss is not finite if a teacher gives a class zero probability.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
@@ -56,7 +56,7 @@ def distribution_loss(
     **Raises:**
 
     - `TypeError` for logits that are not floating-point.
-    - `ValueError` for shapes that do not fit, fewer than two teachers, and a temperature or smoothing out of range
+    - `ValueError` for shapes that do not match, fewer than two teachers, and a temperature or smoothing out of range
         (where concrete).
 
     ```python
@@ -82,12 +82,12 @@ def distribution_loss(
 def temperature_annealing(
     step: Real[ArrayLike, "..."], num_steps: int, *, start: float | int = 10.0
 ) -> Float[Array, "..."]:
-    r"""A temperature that falls linearly to 1: $1 + (T_0 - 1) \max(0, 1 - t / n)$.
+    r"""A temperature that decreases linearly to 1: $1 + (T_0 - 1) \max(0, 1 - t / n)$.
 
     **Arguments:**
 
-    - `step`: $t$, the number of the epoch or step, from 0; it may be traced.
-    - `num_steps`: $n$, when it reaches 1.
+    - `step`: $t$, the epoch or step, counted from 0; it may be traced.
+    - `num_steps`: $n$, the epoch or step at which it reaches 1.
     - `start`: $T_0$, at least 1.
 
     **Returns:**
@@ -97,7 +97,7 @@ def temperature_annealing(
     **Raises:**
 
     `TypeError` or `ValueError` for a negative `step` (where concrete), for `num_steps` that is not a positive integer,
-    and a `start` below 1.
+    and for a `start` below 1.
 
     ```python
     # [10, 5.5, 1]
@@ -140,10 +140,10 @@ def _smooth(logs: Float[Array, "..."], smoothing: float) -> Float[Array, "..."]:
 def _negative_log_density(
     logs: Float[Array, "*batch classes"], mean_log: Float[Array, "*batch classes"]
 ) -> Float[Array, "*batch"]:
-    r"""That of $\mathrm{Dir}(e^{logs})$, at a point with these logarithms.
+    r"""The negative log-density of $\mathrm{Dir}(e^{logs})$, at a point whose logarithm is `mean_log`.
 
-    By Stirling's formula, in which the large terms of the two logarithms of gamma functions have been cancelled by
-    hand: in float32 they would leave nothing of the rest where there is much evidence.
+    Uses Stirling's formula. The large terms of the log-gamma functions are cancelled analytically, because their
+    difference has no accurate digits in float32 for large concentrations.
     """
     strength = jax.nn.logsumexp(logs, axis=-1, keepdims=True)
     excess = jnp.sum(jnp.exp(logs) * (logs - strength - mean_log) + mean_log - logs / 2, axis=-1)
@@ -152,7 +152,7 @@ def _negative_log_density(
 
 
 def _rest(log: Float[Array, "..."]) -> Float[Array, "..."]:
-    """What Stirling's formula leaves of the logarithm of the gamma function at `exp(log)`."""
+    """The remainder of Stirling's formula for the log-gamma function at `exp(log)`."""
     is_large = log > math.log(8)
     large = jnp.exp(-jnp.where(is_large, log, math.log(8)))
     series = large * (1 / 12 - large**2 * (1 / 360 - large**2 * (1 / 1260 - large**2 / 1680)))

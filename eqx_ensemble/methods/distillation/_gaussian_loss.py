@@ -20,19 +20,19 @@ def gaussian_loss(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Loss of a student that learns mean and variance of an ensemble of Gaussian predictions.
+    r"""Loss of a student that predicts the mean and variance of an ensemble of Gaussian predictions.
 
     The mean over members of $\mathrm{KL}(\mathcal{N}(\mu_m, \sigma_m^2) \parallel \mathcal{N}(\mu, \sigma^2))$, in
-    nats. Of all Gaussians the one with the moments of the mixture has the least, those of
-    [`eqx_ensemble.combine.gaussian`][]; it is zero where all members agree. The student's variance contains the
-    teachers' disagreement, and does not tell it from their noise.
+    nats. It is minimised by the moments of the mixture ([`eqx_ensemble.combine.gaussian`][]), and its minimum is zero
+    if all members agree. The student's variance includes the teachers' disagreement, but does not separate it from
+    their noise.
 
-    For point predictions, the mean square of `prediction - teacher.mean(axis=-1)` is a loss.
+    For point predictions, use the mean square of `prediction - teacher.mean(axis=-1)`.
 
     **Arguments:**
 
-    - `mean`, `variance`: of ONE student, `(*batch,)`.
-    - `teacher_mean`, `teacher_variance`: of the teachers, `(*batch, members)`, from
+    - `mean`, `variance`: the predictions of ONE student, `(*batch,)`.
+    - `teacher_mean`, `teacher_variance`: the predictions of the teachers, `(*batch, members)`, from
         [`eqx_ensemble.methods.distillation.targets`][].
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
@@ -44,7 +44,7 @@ def gaussian_loss(
     **Raises:**
 
     - `TypeError` for arrays that are not floating-point.
-    - `ValueError` for shapes that do not fit, and for variances that are not above zero (where concrete).
+    - `ValueError` for shapes that do not match, and for variances that are not above zero (where concrete).
 
     ```python
     means, variances = jnp.array([[-1.0, 1.0]]), jnp.array([[1.0, 1.0]])  # one row

@@ -20,21 +20,21 @@ def mixture_loss(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Loss of a student that learns the mean probabilities of an ensemble of classifiers.
+    r"""Loss of a student that predicts the mean probabilities of an ensemble of classifiers.
 
-    $T^2 \, \mathrm{KL}(\bar p \parallel q)$ in nats (times $T^2$), with $\bar p = \frac1M \sum_m \mathrm{softmax}(z_m /
-    T)$ of the teachers' logits and $q = \mathrm{softmax}(z / T)$ of the student's. It is zero where the student is the
-    mixture. A temperature above 1 brings out what the teachers know of unlikely classes; the factor keeps the size of
-    the gradient. To learn from labels, too, add `scores.nll` of them.
+    $T^2 \, \mathrm{KL}(\bar p \parallel q)$ in nats (times $T^2$), with
+    $\bar p = \frac1M \sum_m \mathrm{softmax}(z_m / T)$ of the teachers' logits and $q = \mathrm{softmax}(z / T)$ of the
+    student's. It is zero if the student equals the mixture. A temperature above 1 gives more weight to unlikely
+    classes; the factor $T^2$ preserves the scale of the gradient. To learn from labels as well, add their `scores.nll`.
 
-    What the members disagree on is lost: [`eqx_ensemble.methods.distillation.distribution_loss`][] keeps it.
+    Disagreement between members is lost; [`eqx_ensemble.methods.distillation.distribution_loss`][] preserves it.
 
     **Arguments:**
 
-    - `logits`: of ONE student, `(*batch, classes)`.
+    - `logits`: the logits of ONE student, `(*batch, classes)`.
     - `teacher`: the teachers' logits or log-probabilities, `(*batch, members, classes)`, from
         [`eqx_ensemble.methods.distillation.targets`][].
-    - `temperature`: $T$, above zero; it may be a member's hyper-parameter.
+    - `temperature`: $T$, above zero; it may be a hyper-parameter.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
@@ -45,7 +45,7 @@ def mixture_loss(
     **Raises:**
 
     - `TypeError` for logits that are not floating-point.
-    - `ValueError` for shapes that do not fit, and a temperature that is not above zero (where concrete).
+    - `ValueError` for shapes that do not match, and for a temperature that is not above zero (where concrete).
 
     ```python
     teacher = jnp.log(jnp.array([[[0.9, 0.1], [0.3, 0.7]]]))  # one row, two members

@@ -11,22 +11,22 @@ from ._check import check_known, check_predict_options, check_split
 
 
 def targets(ensemble: Ensemble[Any], x: PyTree, **options: Any) -> PyTree:
-    """The predictions of all members for every row, with the rows first: targets for students.
+    """The predictions of all members with the rows first, as targets for students.
 
-    They are computed by [`eqx_ensemble.predict`][] in batches of rows, so that only the result itself needs memory for
-    all of them. Rows first, they can stand in the data of [`eqx_ensemble.fit`][]. Rows need no labels: those that the
-    ensemble was not trained on show more of what it has learnt.
+    They are computed by [`eqx_ensemble.predict`][] in batches of rows. With the rows first, they can be used in the
+    data of [`eqx_ensemble.fit`][]. No labels are needed: rows that the ensemble was not trained on are more
+    informative.
 
     **Arguments:**
 
     - `ensemble`: the teachers.
     - `x`: the inputs, a PyTree of arrays `(rows, ...)`.
-    - `options`: those of [`eqx_ensemble.predict`][] except `combine` and `weights`, such as `batch_size`, `memory`,
-        `state` and `fn`.
+    - `options`: the options of [`eqx_ensemble.predict`][] except `combine` and `weights`, such as `batch_size`,
+        `memory`, `state` and `fn`.
 
     **Returns:** the predictions, each array `(rows, members, ...)`.
 
-    **Raises:** `TypeError` for `combine` and `weights`; `ValueError` for members with NaN predictions.
+    **Raises:** `TypeError` for `combine` and `weights`; `ValueError` for members with NaN predictions (where concrete).
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 16, 2, key=key), 4, key=key)
@@ -46,21 +46,21 @@ def _rows_first(*predictions: Any) -> Any:
 
 
 def split_targets(predictions: PyTree, num_students: int) -> PyTree:
-    """Divides the teachers evenly among the students of a smaller ensemble, in their order.
+    """Divides the teachers evenly among the students of a smaller ensemble, in order.
 
-    Each student learns from its own teachers. If all students reach the mean of theirs, the mean of the students is
-    that of all teachers. Students that learnt from all teachers would agree with each other, and what the teachers
-    disagree on would be lost.
+    Each student learns from its own teachers. If every student matches the mean of its teachers, the mean of the
+    students is that of all teachers. If all students learnt from all teachers, they would agree with each other, and
+    the disagreement between teachers would be lost.
 
     **Arguments:**
 
     - `predictions`: from [`eqx_ensemble.methods.distillation.targets`][], each array `(rows, members, ...)`.
-    - `num_students`: the number of students; it divides the number of teachers.
+    - `num_students`: the number of students, a divisor of the number of teachers.
 
-    **Returns:** the predictions, each an [`eqx_ensemble.Each`][] of an array
+    **Returns:** the predictions, each array an [`eqx_ensemble.Each`][] of shape
     `(students, rows, members / students, ...)`.
 
-    **Raises:** `ValueError` for a number that does not divide that of the teachers.
+    **Raises:** `ValueError` if the teachers do not divide evenly; `TypeError` for predictions without arrays.
 
     ```python
     predictions = jnp.zeros((10, 6, 3))  # of six teachers

@@ -1,4 +1,4 @@
-"""Averages of weights that are chosen by a held-out score; [`eqx_ensemble.average`][] takes all members, or weights."""
+"""Averages of weights of members chosen by a held-out score; [`eqx_ensemble.average`][] averages all members."""
 
 from ._greedy import Soup as Soup
 from ._greedy import greedy as greedy

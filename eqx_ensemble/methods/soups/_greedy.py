@@ -14,7 +14,7 @@ _NAME = "methods.soups.greedy"
 
 
 class Soup(NamedTuple):
-    """What [`eqx_ensemble.methods.soups.greedy`][] returns.
+    """The result of [`eqx_ensemble.methods.soups.greedy`][].
 
     **Attributes:**
 
@@ -31,30 +31,30 @@ class Soup(NamedTuple):
 
 
 def greedy(ensemble: Ensemble[Any], score: Callable[[Any], Any], *, mode: Literal["min", "max"]) -> Soup:
-    """Averages the weights of those members that improve a held-out score: a greedy soup.
+    """Greedy soup: averages the weights of the members that improve a held-out score.
 
-    Members are sorted by their own scores. Starting from the best, each is added if the average of the weights of all
-    chosen members with it scores no worse than without it. The result costs as much as one member in prediction, and
-    on the held-out rows it is never worse than the best member.
+    Members are sorted by their own scores. Starting from the best, each is added if the average with it scores no worse
+    than without it. The result is a single model, and never scores worse than the best member on the held-out rows.
 
-    Members have to come from a common start, such as fine-tuning of one pretrained model: the average of networks that
-    were trained from different initialisations is no good network, and the soup is then the best member alone. All
-    members, or weights of your own, are averaged by [`eqx_ensemble.average`][]. Arrays that are not floating-point
-    must be equal in all members. An `equinox.nn.State`, such as running statistics of BatchNorm, does not belong to
-    the averaged weights: re-estimate it inside `score`.
+    Members must have a common start, such as fine-tuning of one pretrained model. Networks trained from different
+    initialisations do not average well; the soup is then usually the best member alone. To average all members, or with
+    your own weights, use [`eqx_ensemble.average`][]. Arrays that are not floating-point must be equal in all members.
+    An `equinox.nn.State`, such as running statistics of BatchNorm, is not valid for the averaged weights: re-estimate
+    it inside `score`.
 
     **Arguments:**
 
     - `ensemble`: the ensemble.
-    - `score`: `score(model)` of one model in inference mode on held-out rows: one number. It is called twice for each
-        member, less one, outside of any transformation; compile it with `equinox.filter_jit`.
-    - `mode`: `"min"` if lower scores are better, `"max"` if higher. Where members tie, the first one comes first; a
-        member or an average whose score is NaN is not chosen.
+    - `score`: `score(model)` returns one number for a model in inference mode on held-out rows. It is called at most
+        `2 * members - 1` times, outside any transformation: compile it with `equinox.filter_jit`.
+    - `mode`: `"min"` if lower scores are better, `"max"` if higher. Ties are resolved by position; a member or an
+        average with a NaN score is not chosen.
 
-    **Returns:** [`eqx_ensemble.methods.soups.Soup`][]: model, weights and scores.
+    **Returns:** [`eqx_ensemble.methods.soups.Soup`][]: the model, its weights and the scores.
 
-    **Raises:** `TypeError` for a score that is not a function, or not of one number; `ValueError` for another mode, and
-    if all members' scores are NaN; `MemberMismatchError` for an integer leaf that differs.
+    **Raises:** `TypeError` if `score` is not a function, or does not return one number; `ValueError` for an unknown
+    mode, and if the scores of all members are NaN; `MemberMismatchError` for an integer leaf that differs between
+    members.
 
     ```python
     start = eqx.nn.MLP(3, 1, 16, 2, key=key)  # pretrained
