@@ -26,30 +26,30 @@ def batch_ensemble(
 ) -> JointEnsemble[M]:
     r"""Converts a model to a BatchEnsemble: sub-members whose weights differ by rank-one factors.
 
-    Sub-member $i$ has the weights $W \circ s_i r_i^\top$ and its own bias $b_i$. It is computed as
-    $W (r_i \circ x) \circ s_i + b_i$, so that the shared $W$ is never multiplied out. A layer of `in` by `out` features
-    needs `in + 2 * out` further parameters for each sub-member. $W$ and the first biases are those of the model, so
-    that a trained model may be converted.
+    Sub-member $i$ has the weights $W \circ s_i r_i^\top$ and its own bias $b_i$. Its output is computed as
+    $W (r_i \circ x) \circ s_i + b_i$, without materialising its weights. A layer of `in` by `out` features needs, in
+    addition to the shared $W$, `in + 2 * out` parameters per sub-member. $W$ and the initial biases are those of the
+    model, which may be trained already.
 
     **Arguments:**
 
     - `model`: the model of ONE member, with linear layers or convolutions. Other weights, such as those of
         normalisation layers, are shared unchanged.
-    - `num_submembers`: how many sub-members. The first of many are those of fewer.
+    - `num_submembers`: the number of sub-members. The factors of a sub-member do not depend on it.
     - `where`: the layers to convert: a function as for `equinox.tree_at`, or a type such as `equinox.nn.Linear`; by
-        default all linear layers and convolutions that are not in a [`eqx_ensemble.train.Frozen`][].
-    - `factors`: how $r$ and $s$ start: `"normal"` with mean 1 and standard deviation `std`; `"signs"`, -1 or 1 with
-        equal probability; or `"ones"`.
-    - `std`: the standard deviation of normal factors. 0.5 is that of the authors' image models.
+        default all linear layers and convolutions outside [`eqx_ensemble.train.Frozen`][].
+    - `factors`: the initialisation of $r$ and $s$: `"normal"` with mean 1 and standard deviation `std`; `"signs"`, -1
+        or 1 with equal probability; or `"ones"`.
+    - `std`: the standard deviation of normal factors; the authors use 0.5 for image models.
     - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][], one member of an ensemble. Train it with
-    [`eqx_ensemble.methods.efficient.mean_loss`][]. The authors divide the learning rate of the factors by two and do
-    not decay them: [`eqx_ensemble.methods.efficient.weight_labels`][].
+    [`eqx_ensemble.methods.efficient.mean_loss`][]. The authors halve the learning rate of the factors and do not decay
+    them; see [`eqx_ensemble.methods.efficient.weight_labels`][].
 
     **Raises:** `TypeError` or `ValueError` for a model without such layers, with tied or normalised weights
-    (`equinox.nn.Shared`, `WeightNorm`, `SpectralNorm`), stacked already, or converted already. Factors that are all 1
-    raise a warning: sub-members that see the same rows then stay alike.
+    (`equinox.nn.Shared`, `WeightNorm`, `SpectralNorm`), or that is already stacked or converted. Warns if all factors
+    are 1: sub-members trained on the same rows then remain identical.
 
     ```python
     model = eqx.nn.MLP(10, 3, 64, 2, key=key)  # 5,059 parameters
@@ -86,7 +86,7 @@ def batch_ensemble(
 
 
 def rank_one(layer: Any, in_factors: Array, out_factors: Array) -> RankOne:
-    """A layer with the factors of all sub-members `(submembers, ...)`, and a copy of its bias for each."""
+    """Adds the factors of all sub-members `(submembers, ...)` to a layer, and a copy of its bias for each."""
     bias = None if layer.bias is None else jnp.broadcast_to(layer.bias, (len(in_factors), *layer.bias.shape))
     layer = eqx.tree_at(lambda x: x.bias, layer, None, is_leaf=lambda x: x is None)
     return RankOne(layer, in_factors, out_factors, bias)
@@ -95,7 +95,7 @@ def rank_one(layer: Any, in_factors: Array, out_factors: Array) -> RankOne:
 def draw_factors(
     keys: Key[Array, " submembers"], shape: tuple[int, ...], dtype: Any, *, factors: str, std: float = 1.0
 ) -> Array:
-    """Factors of all sub-members."""
+    """Draws the factors of all sub-members."""
     if factors == "ones":
         return jnp.ones((len(keys), *shape), dtype)
     if factors == "signs":

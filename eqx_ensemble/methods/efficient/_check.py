@@ -20,7 +20,7 @@ _KNOWN = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.Conv1d, eqx.nn.Conv2d, eqx.nn.Conv3
 
 
 def check_model(model: Any, num_submembers: Any, key: Any, *, name: str) -> int:
-    """Raises unless `model` is one ordinary Module. Returns the number of sub-members as Python's."""
+    """Raises unless `model` is one ordinary Module. Returns the number of sub-members as an `int`."""
     if isinstance(model, Ensemble):
         raise TypeError(
             f"`{name}` converts one model, got an `Ensemble`.\nConvert while building, with keys of their own: "
@@ -36,7 +36,7 @@ def check_model(model: Any, num_submembers: Any, key: Any, *, name: str) -> int:
 
 
 def check_layers(layers: list[Any], model: Any, *, least: int, name: str) -> None:
-    """Raises unless linear layers or convolutions of one model were selected, each once and none of them tied."""
+    """Raises unless linear layers or convolutions of one model are selected, each once, and none is tied."""
     fix = "`where` is a type such as `eqx.nn.Linear`, or a function such as `lambda model: model.layers[1:]`."
     if len(layers) < least:
         wanted = "a linear layer or convolution" if least == 1 else f"at least {least} linear layers or convolutions"
@@ -74,7 +74,7 @@ def _check_weight(layer: Any, *, name: str) -> None:
 
 
 def check_known(layers: list[Any], *, name: str) -> None:
-    """Raises for layers that may compute something else than what is known of their kind."""
+    """Raises for subclasses of linear layers and convolutions, which may compute something else."""
     for layer in layers:
         if type(layer) not in _KNOWN:
             raise TypeError(
@@ -84,7 +84,7 @@ def check_known(layers: list[Any], *, name: str) -> None:
 
 
 def check_groups(layer: Any, *, name: str) -> None:
-    """Raises for a convolution in groups."""
+    """Raises for a grouped convolution."""
     if isinstance(layer, eqx.nn.Conv) and layer.groups > 1:
         raise ValueError(
             f"`{name}` needs a first and a last layer without groups, got `groups={layer.groups}`: the groups would "
@@ -93,7 +93,7 @@ def check_groups(layer: Any, *, name: str) -> None:
 
 
 def warn_alike(*, name: str) -> None:
-    """Warns that sub-members start alike."""
+    """Warns that all sub-members have the same initial weights."""
     warn(
         f"`{name}`: all factors are 1, so sub-members that see the same rows have the same gradients and stay alike. "
         "Train them with `mean_loss(loss, rows='split')`, or draw the factors."
@@ -101,7 +101,7 @@ def warn_alike(*, name: str) -> None:
 
 
 def check_joint(value: Any, *, name: str) -> None:
-    """Raises unless it is a joint ensemble."""
+    """Raises unless `value` is a joint ensemble."""
     if isinstance(value, JointEnsemble):
         return
     fix = "`batch_ensemble(model, 4, key=key)` makes one of a model."
@@ -111,7 +111,7 @@ def check_joint(value: Any, *, name: str) -> None:
 
 
 def check_rows_differ(joint: JointEnsemble[Any], rows: str, *, name: str) -> None:
-    """Raises where sub-members of one forward pass would be trained on the same inputs."""
+    """Raises if sub-members that share a forward pass would be trained on the same inputs."""
     if rows == "same" and has_one_pass(joint) and joint.num_submembers > 1:
         raise ValueError(
             f"`{name}` needs different rows for the sub-members of `mimo`: trained on the same inputs they become "
@@ -121,7 +121,7 @@ def check_rows_differ(joint: JointEnsemble[Any], rows: str, *, name: str) -> Non
 
 
 def check_call(inputs: tuple[Any, ...], *, name: str) -> None:
-    """Raises unless a loss was called with a batch and a key by position."""
+    """Raises unless a loss is called with positional `batch` and `key`."""
     if len(inputs) < 2:
         raise TypeError(
             f"`{name}` makes a loss that takes its arguments by position, as `fit` passes them: expected "
@@ -130,7 +130,7 @@ def check_call(inputs: tuple[Any, ...], *, name: str) -> None:
 
 
 def check_batch(batch: Any, *, name: str) -> int:
-    """Raises unless a batch has arrays with one number of rows. Returns it."""
+    """Raises unless the arrays of a batch have the same number of rows. Returns it."""
     found = [(path, x) for path, x in jtu.tree_leaves_with_path(batch) if is_member_array(x)]
     sizes = {x.shape[:1] for _, x in found}
     if len(sizes) != 1 or sizes == {()} or sizes == {(0,)}:
@@ -140,7 +140,7 @@ def check_batch(batch: Any, *, name: str) -> int:
 
 
 def check_predictions(predictions: Any, *, name: str) -> None:
-    """Raises unless all arrays have the axes of members, rows and sub-members, the last of one length."""
+    """Raises unless all arrays have at least three axes: members, rows and sub-members."""
     for path, x in jtu.tree_leaves_with_path(predictions) or [((), None)]:
         if not is_member_array(x) or x.ndim < 3:
             got = leaf_text(x) if is_member_array(x) else kind_text(x)
@@ -153,7 +153,7 @@ def check_predictions(predictions: Any, *, name: str) -> None:
 
 
 def check_chain(layers: list[Any], model: Any, *, name: str) -> None:
-    """Raises unless each layer's input is the previous one's output, perhaps flattened, and holds all arrays."""
+    """Raises unless each layer takes the output of the previous one, perhaps flattened, and they hold all arrays."""
     sizes = [(math.prod(input_shape(layer)), math.prod(output_shape(layer))) for layer in layers]
     for i, ((_, out), (into, _)) in enumerate(itertools.pairwise(sizes), start=1):
         if into % out:

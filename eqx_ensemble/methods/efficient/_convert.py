@@ -12,7 +12,7 @@ from ._layers import Layer
 M = TypeVar("M")
 
 Select = Callable[[Any], Any] | type | None
-"""Which layers are converted: nodes as in `equinox.tree_at`, all of a type, or all; no frozen ones unless named."""
+"""The layers to convert: nodes as in `equinox.tree_at`, all of a type, or all; the latter two skip frozen layers."""
 
 _is_layer = lambda x: isinstance(x, Layer)
 
@@ -20,7 +20,7 @@ _is_layer = lambda x: isinstance(x, Layer)
 def select_layers(
     model: Any, where: Select, *, least: int = 1, name: str
 ) -> tuple[Callable[[Any], list[Any]], list[Any]]:
-    """The function that finds the layers in a tree, and those of the model, in the order of its fields."""
+    """Returns a function that finds the layers in a tree, and the layers of the model in the order of its fields."""
     check_optional_function(where, "where", name=name, example="lambda model: model.layers[1:]")
     kind = where if isinstance(where, type) else Layer
 
@@ -36,5 +36,5 @@ def select_layers(
 
 
 def replace_layers(model: M, find: Callable[[Any], list[Any]], layers: list[Any]) -> M:
-    """The model with other layers in the place of those that were selected."""
+    """Replaces the selected layers of a model."""
     return eqx.tree_at(find, model, layers)

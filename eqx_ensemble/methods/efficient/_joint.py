@@ -14,18 +14,18 @@ M = TypeVar("M")
 
 
 class JointEnsemble(eqx.Module, Generic[M]):
-    """One model that holds several sub-members, trained jointly: their shared weights learn from all of them.
+    """One model that holds several sub-members, which share weights and are trained jointly.
 
-    Made by [`eqx_ensemble.methods.efficient.batch_ensemble`][] and the other functions of this room. It is ONE member
-    of an [`eqx_ensemble.Ensemble`][]: `stack([joint])` trains one, `build(make, 5, key=key)` with a `make` that
-    converts trains five that are independent of each other. Within one, sub-members are NOT independent: dropping one
-    changes the gradient of the weights that the others use, and one that diverges spoils all.
+    Returned by [`eqx_ensemble.methods.efficient.batch_ensemble`][] and the other functions of this module. It is ONE
+    member of an [`eqx_ensemble.Ensemble`][]: `stack([joint])` has one joint ensemble, `build(make, 5, key=key)` with a
+    `make` that converts has five independent ones. The sub-members of a joint ensemble are NOT independent: removing
+    one changes the gradients of shared weights, and divergence of one affects all.
 
     **Attributes:**
 
-    - `model`: the model with converted layers. Arrays that each sub-member has for itself are
-        `(submembers, ...)`; all others are shared.
-    - `num_submembers`: how many there are.
+    - `model`: the model with converted layers. Arrays with one value per sub-member are `(submembers, ...)`; all others
+        are shared.
+    - `num_submembers`: the number of sub-members.
 
     ```python
     model = eqx.nn.MLP(3, 1, 16, 2, key=key)
@@ -44,10 +44,10 @@ class JointEnsemble(eqx.Module, Generic[M]):
     def __call__(self, *args: Any, key: Any = None, **kwargs: Any) -> PyTree:
         """Calls every sub-member with one example: `(...)` in, `(submembers, ...)` out.
 
-        All sub-members see the same input unless it is marked [`eqx_ensemble.Each`][], with one value for each.
-        Each has a random key of its own, made from `key`, and an `equinox.nn.State` of its own, `(submembers, ...)`,
-        which `tree.stack([state] * joint.num_submembers)` makes. Those of [`eqx_ensemble.methods.efficient.mimo`][]
-        have one forward pass, and therefore one key and one state.
+        All sub-members get the same input unless it is marked [`eqx_ensemble.Each`][], with one value per sub-member.
+        Each sub-member has its own random key, derived from `key`, and its own `equinox.nn.State`: a state
+        `(submembers, ...)`, made by `tree.stack([state] * joint.num_submembers)`. The sub-members of
+        [`eqx_ensemble.methods.efficient.mimo`][] share one forward pass, and therefore one key and one state.
         """
         if key is not None:
             kwargs["key"] = submember_keys(self, key)
@@ -67,7 +67,7 @@ def is_joint_layer(x: Any) -> bool:
 
 
 def own_flags(model: PyTree) -> PyTree:
-    """For every leaf of a joint ensemble's model whether each sub-member has its own."""
+    """For every leaf of the model of a joint ensemble, whether it has one value per sub-member."""
 
     def of_node(node: Any) -> Any:
         none = jax.tree.map(lambda _: False, node)
@@ -81,16 +81,16 @@ def own_flags(model: PyTree) -> PyTree:
 
 
 def submember_keys(joint: JointEnsemble[Any], key: Any) -> Any:
-    """One key for each sub-member, or the key itself where all share one forward pass."""
+    """One key per sub-member, or the key itself if all share one forward pass."""
     if has_one_pass(joint) or isinstance(key, _axes.Each):
         return key
     return _axes.Each(_keys.member_keys(key, joint.num_submembers, purpose="submember"))
 
 
 def map_submembers(fn: Callable[..., PyTree], joint: JointEnsemble[Any], *inputs: PyTree, name: str) -> PyTree:
-    """`fn(model, *inputs)` of every sub-member, with the axis on which those of one forward pass meet.
+    """Maps `fn(model, *inputs)` over the sub-members, with a named axis for layers that join them.
 
-    Inputs are shared unless they are marked `Each`. States belong to their sub-member, or to all in one forward pass.
+    Inputs are shared unless they are marked `Each`. States are per sub-member, or shared in a joint forward pass.
     """
     is_state = lambda x: isinstance(x, eqx.nn.State)
     nodes, treedef = jax.tree.flatten(inputs, is_leaf=_axes.is_per_member)
@@ -110,17 +110,17 @@ def map_submembers(fn: Callable[..., PyTree], joint: JointEnsemble[Any], *inputs
 
 
 class Submembers(_axes.AbstractPerMember):
-    """The sub-members of a joint ensemble, to be mapped over."""
+    """The sub-members of a joint ensemble, as an argument to map over."""
 
     joint: JointEnsemble[Any]
 
     def per_member(self) -> PyTree:
-        """Their own leaves, and their numbers: those of one forward pass may have no leaves of their own."""
+        """The leaves and index of each sub-member; with a joint forward pass there may be no such leaves."""
         own = eqx.filter(self.joint.model, own_flags(self.joint.model))
         return own, jnp.arange(self.joint.num_submembers)
 
     def one(self, part: PyTree) -> Any:
-        """The model of one."""
+        """The model of one sub-member."""
         own, _ = part
         shared = eqx.filter(self.joint.model, own_flags(self.joint.model), inverse=True)
         return eqx.combine(own, shared)

@@ -11,15 +11,16 @@ from ._layers import RankOne
 def weight_labels(params: PyTree) -> PyTree:
     """Labels the factors of rank-one sub-members `"fast"`, and all other weights `"slow"`.
 
-    For `optax.multi_transform` and, compared with a label, for masks of optax. The authors of BatchEnsemble give the
-    factors half the learning rate and no weight decay: decay would pull factors towards 0, and the weights with them.
+    Use it with `optax.multi_transform` or, compared with a label, as a mask for optax. The authors of BatchEnsemble
+    train the factors with half the learning rate and no weight decay, which would shrink the factors, and with them the
+    weights, towards 0.
 
     **Arguments:**
 
-    - `params`: a [`eqx_ensemble.methods.efficient.JointEnsemble`][], or what optax passes to a label function: the
-        trained leaves of one.
+    - `params`: a [`eqx_ensemble.methods.efficient.JointEnsemble`][], or its trained leaves, which optax passes to a
+        label function.
 
-    **Returns:** a tree like `params` of strings.
+    **Returns:** a tree of strings with the structure of `params`.
 
     **Raises:** `TypeError` for an [`eqx_ensemble.Ensemble`][].
 

@@ -12,7 +12,7 @@ _is_none = lambda x: x is None
 
 
 class AbstractJointLayer(eqx.Module):
-    """A layer of a joint ensemble, written for one sub-member: the fields in `own` are those of this sub-member."""
+    """A layer of a joint ensemble, written for one sub-member; the fields in `own` have one value per sub-member."""
 
     own: AbstractClassVar[tuple[str, ...]]
 
@@ -22,11 +22,11 @@ class AbstractJointLayer(eqx.Module):
 
     @abc.abstractmethod
     def dense(self, index: int) -> Any:
-        """The ordinary layer that computes the same for sub-member `index`, which this layer is."""
+        """The equivalent ordinary layer of this sub-member, whose position is `index`."""
 
 
 class RankOne(AbstractJointLayer):
-    """A layer whose weight is multiplied by a rank-one matrix of the sub-member's own; the bias is its own, too."""
+    """A layer whose shared weight is multiplied by a rank-one matrix per sub-member, with one bias per sub-member."""
 
     own: ClassVar[tuple[str, ...]] = ("in_factors", "out_factors", "bias")
     layer: Any
@@ -35,12 +35,12 @@ class RankOne(AbstractJointLayer):
     bias: Any
 
     def __call__(self, x: Any, *, key: Any = None) -> Array:
-        """The product with the shared weight is one for all sub-members: no weight is ever multiplied out."""
+        """Scales inputs and outputs, so that the weights of a sub-member are not materialised."""
         y = without_bias(self.layer)(x * self.in_factors) * self.out_factors
         return y if self.bias is None else y + self.bias.reshape(self.out_factors.shape)
 
     def dense(self, index: int) -> Any:
-        """The layer with the weight multiplied out."""
+        """The layer with the materialised weight."""
         weight = self.layer.weight
         rows = self.out_factors.reshape((weight.shape[0],) + (1,) * (weight.ndim - 1))
         weight = weight * input_columns(self.layer, self.in_factors) * rows
@@ -48,7 +48,7 @@ class RankOne(AbstractJointLayer):
 
 
 class Own(AbstractJointLayer):
-    """A layer of which every sub-member has its own."""
+    """A separate layer for each sub-member."""
 
     own: ClassVar[tuple[str, ...]] = ("layer",)
     layer: Any
@@ -63,50 +63,50 @@ class Own(AbstractJointLayer):
 
 
 class MaskInputs(AbstractJointLayer):
-    """A layer that sees some of its input features, which are fixed for each sub-member."""
+    """A layer with a fixed mask of its input features for each sub-member."""
 
     own: ClassVar[tuple[str, ...]] = ("mask",)
     layer: Any
     mask: Any
 
     def __call__(self, x: Any, *, key: Any = None) -> Array:
-        """The output for the features that are kept; nothing is rescaled."""
+        """The output for the unmasked features, without rescaling."""
         return self.layer(jnp.where(self.mask, x, jnp.zeros((), x.dtype)))
 
     def dense(self, index: int) -> Any:
-        """The layer with weights of zero for the other features."""
+        """The layer with zero weights for the masked features."""
         weight = self.layer.weight
         weight = jnp.where(input_columns(self.layer, self.mask), weight, jnp.zeros((), weight.dtype))
         return with_weights(self.layer, weight, self.layer.bias)
 
 
 def without_bias(layer: Any) -> Any:
-    """A layer whose bias was taken out, ready to be called: convolutions add one whenever they were made with it."""
+    """Makes a layer without its bias callable: a convolution with `use_bias` adds its bias unconditionally."""
     adds_zero = isinstance(layer, eqx.nn.Conv) and layer.use_bias
     return eqx.tree_at(lambda x: x.bias, layer, 0.0, is_leaf=_is_none) if adds_zero else layer
 
 
 def with_weights(layer: Any, weight: Array, bias: Array | None) -> Any:
-    """A layer with another weight and bias, `None` for none."""
+    """Replaces the weight and bias of a layer; `None` removes the bias."""
     return eqx.tree_at(lambda x: (x.weight, x.bias), layer, (weight, bias), is_leaf=_is_none)
 
 
 def input_shape(layer: Layer) -> tuple[int, ...]:
-    """The shape of one value for each input feature or channel, as it is multiplied with the layer's input."""
+    """The shape of one value per input feature or channel that broadcasts against the input of a layer."""
     if isinstance(layer, eqx.nn.Linear):
         return () if layer.in_features == "scalar" else (layer.in_features,)
     return (layer.in_channels,) + (1,) * layer.num_spatial_dims
 
 
 def output_shape(layer: Layer) -> tuple[int, ...]:
-    """The same for the output."""
+    """The shape of one value per output feature or channel that broadcasts against the output of a layer."""
     if isinstance(layer, eqx.nn.Linear):
         return () if layer.out_features == "scalar" else (layer.out_features,)
     return (layer.out_channels,) + (1,) * layer.num_spatial_dims
 
 
 def input_columns(layer: Layer, values: Array) -> Array:
-    """One value for each input channel `values`, as it is multiplied with the weight: each group has its channels."""
+    """Reshapes one value per input channel to broadcast against the weight of a layer, group by group."""
     weight = layer.weight
     groups = layer.groups if isinstance(layer, eqx.nn.Conv) else 1
     columns = jnp.repeat(values.reshape((groups, -1)), weight.shape[0] // groups, axis=0)
@@ -114,7 +114,7 @@ def input_columns(layer: Layer, values: Array) -> Array:
 
 
 def redraw(layer: Layer, key: Any, *, in_size: Any = None, out_size: Any = None, groups: int = 1) -> Layer:
-    """A new layer of the same kind with fresh weights, of other sizes if given, in `groups` times as many groups."""
+    """A new layer of the same type with new random weights, other sizes if given, and `groups` times as many groups."""
     options: dict[str, Any] = {"use_bias": layer.use_bias, "dtype": layer.weight.dtype, "key": key}
     if isinstance(layer, eqx.nn.Linear):
         size = lambda new, old: old if new is None else new

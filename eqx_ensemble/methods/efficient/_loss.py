@@ -25,34 +25,35 @@ def mean_loss(
     repetitions: int = 1,
     same_inputs: float | int = 0.0,
 ) -> Callable[..., Any]:
-    """Makes the loss of a joint ensemble of a loss that is written for one model: the mean of the sub-members' losses.
+    """Turns a loss for one model into the loss of a joint ensemble: the mean of the losses of its sub-members.
 
-    Each sub-member has a loss of its own, and thus learns the task by itself. The loss of the mean prediction is
-    lower by the ambiguity, the mean squared distance of the sub-members from their mean for squared errors; training
-    on it lets sub-members make up for each other, and TabM's authors find it worse.
+    Each sub-member thus learns the task individually. The loss of the mean prediction is lower by the ambiguity: for
+    squared errors, the mean squared distance of the sub-members from their mean. Training on it lets sub-members
+    compensate for each other, which the authors of TabM find worse.
 
     **Arguments:**
 
-    - `loss`: `loss(model, batch, key) -> value` as for [`eqx_ensemble.fit`][], also with `state`, `hyper` and
-        auxiliary outputs. `model` is one sub-member, called as the model that was converted. States and auxiliary
-        outputs get a leading `submembers` axis; the state of [`eqx_ensemble.methods.efficient.mimo`][] is one.
-    - `rows`: which rows of a batch the sub-members see.
+    - `loss`: `loss(model, batch, key) -> value` as for [`eqx_ensemble.fit`][], also with `state`, `hyper` and auxiliary
+        outputs. `model` is one sub-member, with the call signature of the original model. States and auxiliary outputs
+        have a leading `submembers` axis, except the state of [`eqx_ensemble.methods.efficient.mimo`][].
+    - `rows`: the rows of a batch on which each sub-member is trained.
 
-        `"same"`: all rows, as for TabM; whatever the sub-members differ by must be in their weights.
-        `"split"`: each its own part, as Masksembles is trained. Where the rows cannot be divided, such as in the last
-        batch of an epoch, the first rows are seen by two sub-members, so that all parts are of one size.
-        `"shuffle"`: all rows, each sub-member in an order of its own. For `mimo`, where sub-members meet in one
-        forward pass, this pairs different rows; for others it changes nothing but dropout.
+        - `"same"`: all rows, as for TabM; sub-members differ only by their weights.
+        - `"split"`: one part each, as for Masksembles. If the rows do not divide evenly, as in the last batch of an
+            epoch, the first rows are repeated, so that all parts have the same size.
+        - `"shuffle"`: all rows, in a different order for each sub-member. For `mimo`, whose sub-members share one
+            forward pass, this pairs different rows; for other methods it only affects dropout.
 
-    - `repetitions`: with `"shuffle"`, how often every row occurs in a batch (`batch_repetitions` of MIMO's authors,
-        who use 4).
-    - `same_inputs`: with `"shuffle"`, the fraction of rows for which all sub-members see the same inputs, from 0 to 1
+    - `repetitions`: with `"shuffle"`, the number of times that each row occurs in a batch (`batch_repetitions` of the
+        authors of MIMO, who use 4).
+    - `same_inputs`: with `"shuffle"`, the fraction of rows for which all sub-members get the same inputs, from 0 to 1
         (`input_repetition_probability` of the authors).
 
-    **Returns:** a loss for `fit`, with the signature of `loss`. Random keys differ between sub-members.
+    **Returns:** a loss for `fit`, with the signature of `loss`. Sub-members get different random keys, except those of
+    `mimo`.
 
-    **Raises:** `TypeError` or `ValueError` for invalid options; when it is called, for a model that is no
-    [`eqx_ensemble.methods.efficient.JointEnsemble`][], and for `mimo` with the same rows.
+    **Raises:** `TypeError` or `ValueError` for invalid options; when called, `TypeError` for a model that is not a
+    [`eqx_ensemble.methods.efficient.JointEnsemble`][], and `ValueError` for `mimo` with `rows="same"`.
 
     ```python
     def mse(model, batch, key):
@@ -96,7 +97,7 @@ def mean_loss(
 
 
 def _warn_of_one(loss: Any, joint: Any, state: list[Any], batch: Any, key: Any, named: dict[str, Any]) -> None:
-    """The warning of `fit` that a loss makes two batch axes of one, which it cannot see behind the sub-members."""
+    """Gives the warning of `fit` for a loss that turns one batch axis into two, which `fit` cannot detect here."""
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_member_array(x) else x
     first = (lambda x: x) if has_one_pass(joint) else (lambda x: x[0])
     model, own = eqx.filter_eval_shape(lambda: (dense_models(joint)[0], jax.tree.map(first, state)))
@@ -106,7 +107,7 @@ def _warn_of_one(loss: Any, joint: Any, state: list[Any], batch: Any, key: Any, 
 def _choose_rows(
     num_rows: int, num_submembers: int, key: Any, rows: str, repetitions: int, same_inputs: float
 ) -> Array | np.ndarray:
-    """The rows of each sub-member `(submembers, n)`."""
+    """The row indices of each sub-member `(submembers, n)`."""
     if rows == "split":
         size = -(-num_rows // num_submembers)
         return (np.arange(num_submembers * size) % num_rows).reshape(num_submembers, size)
@@ -117,4 +118,4 @@ def _choose_rows(
     return jax.vmap(shuffle)(jax.random.split(own, num_submembers))
 
 
-_ORDER = 0x6F72646  # keeps the order of rows apart from what the loss draws
+_ORDER = 0x6F72646  # separates the row order from the random numbers of the loss

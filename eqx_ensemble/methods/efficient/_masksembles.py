@@ -18,24 +18,25 @@ M = TypeVar("M")
 def masksembles(
     model: M, num_submembers: int = 4, *, scale: float | int = 2.0, where: Select = None, key: Any
 ) -> JointEnsemble[M]:
-    r"""Converts a model to Masksembles: each sub-member sees a fixed part of the hidden features.
+    r"""Converts a model to Masksembles: each sub-member uses a fixed subset of the hidden features.
 
-    Weights and biases are shared; the masks are booleans, which training does not change, and nothing is rescaled. Of
-    $c$ features each of $n$ masks keeps $m$, the integer closest to the solution of $c = m s (1 - (1 - 1/s)^n)$ for
-    the scale $s$. Every feature is kept by at least one mask. Two masks overlap by $1 / (2 s - 1)$ (intersection over
-    union), nearly: a scale of 1 makes sub-members alike, a large one parts them.
+    Weights and biases are shared; the masks are booleans, which are not trained, and activations are not rescaled. Each
+    of $n$ masks keeps $m$ of $c$ features, the integer closest to the solution of $c = m s (1 - (1 - 1/s)^n)$ for the
+    scale $s$. Every feature is kept by at least one mask. The overlap of two masks (intersection over union) is about
+    $1 / (2 s - 1)$: sub-members are identical at a scale of 1 and nearly disjoint at a large one.
 
     **Arguments:**
 
-    - `model`: the model of ONE member. Its hidden features are divided, so that it should be wider than one model.
+    - `model`: the model of ONE member. Its hidden features are divided between sub-members: make it wider than a single
+        model.
     - `num_submembers`: $n$, the number of masks.
-    - `scale`: $s$, at least 1. The authors use 1 to 6, and layers of at least ten features.
+    - `scale`: $s$, at least 1. The authors use 1 to 6, for layers of at least ten features.
     - `where`: the layers whose INPUTS are masked: features of linear layers, channels of convolutions; by default all
-        linear layers and convolutions but the first in the order of the model's fields.
-    - `key`: the root key. Of one key follow the same masks, also inside `jax.jit` and `build`.
+        linear layers and convolutions except the first, in the order of the model's fields.
+    - `key`: the root key. The same key gives the same masks, also inside `jax.jit` and `build`.
 
-    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The authors cut the batch into one part for each
-    mask, `mean_loss(loss, rows="split")`.
+    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The authors divide each batch between the masks:
+    `mean_loss(loss, rows="split")`.
 
     **Raises:** `TypeError` or `ValueError` as [`eqx_ensemble.methods.efficient.batch_ensemble`][], and for a scale
     below 1.
@@ -67,10 +68,10 @@ def masksembles(
 
 
 def draw_masks(key: Key[Array, ""], num_masks: int, width: int, scale: float) -> Bool[Array, "masks width"]:
-    """Masks of one number of features each, which keep every feature at least once.
+    """Draws masks with equal numbers of features, such that at least one mask keeps each feature.
 
-    Features that the draw left out take the place, in one mask, of features that several masks keep. This ends, unlike
-    drawing anew until the width fits.
+    A feature that no mask keeps replaces, in one mask, a feature that several masks keep. Unlike redrawing until all
+    features are kept, this terminates.
     """
     solution = width / (scale * (1 - (1 - 1 / scale) ** num_masks))
     kept = min(max(round(solution), math.ceil(width / num_masks)), width)

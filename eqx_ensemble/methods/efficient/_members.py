@@ -17,18 +17,18 @@ def members(joint: Ensemble[JointEnsemble[M]]) -> Ensemble[M]: ...
 @overload
 def members(joint: JointEnsemble[M]) -> Ensemble[M]: ...
 def members(joint: JointEnsemble[M] | Ensemble[JointEnsemble[M]]) -> Ensemble[M]:
-    """Takes the sub-members out, as ordinary models that share nothing, for whatever this library does with members.
+    """Extracts the sub-members as ordinary models that share no weights: an ensemble for all functions of this library.
 
-    Rank-one factors are multiplied out, masked features become weights of zero, packed layers are cut out. Those of
-    [`eqx_ensemble.methods.efficient.mimo`][] predict as they do when all see the same input. This takes the memory of
-    as many whole models. Training goes on without what the sub-members shared.
+    Rank-one factors are multiplied into the weights, weights of masked features are set to zero, and packed layers are
+    separated. Sub-members of [`eqx_ensemble.methods.efficient.mimo`][] predict as if all got the same input. The result
+    takes the memory of `num_submembers` full models, and further training no longer shares weights.
 
     **Arguments:**
 
     - `joint`: a joint ensemble, or an ensemble of them.
 
-    **Returns:** an [`eqx_ensemble.Ensemble`][] of models of the type that was converted. Of an ensemble of joint
-    ensembles sub-member $i$ of $k$ in the member with id $j$ has the id $j k + i$.
+    **Returns:** an [`eqx_ensemble.Ensemble`][] of models of the original type. In an ensemble of joint ensembles,
+    sub-member $i$ of $k$ in the member with id $j$ gets the id $j k + i$.
 
     **Raises:** `TypeError` for anything else.
 
@@ -59,9 +59,18 @@ def dense_models(joint: JointEnsemble[M]) -> list[M]:
 
 
 def as_members(predictions: PyTree) -> PyTree:
-    """Makes members of sub-members in predictions of an ensemble of joint ensembles.
+    """Merges the axes of members and sub-members in predictions of an ensemble of joint ensembles.
 
-    For `combine`, `scores` and `uncertainty`, which take a leading `members` axis, and inside of `combine=`:
+    Use it for `combine`, `scores` and `uncertainty`, which take a leading `members` axis, and inside `combine=`.
+
+    **Arguments:**
+
+    - `predictions`: a PyTree of arrays `(members, rows, submembers, ...)`, as [`eqx_ensemble.predict`][] returns them.
+
+    **Returns:** the predictions as arrays `(members * submembers, rows, ...)`. The sub-members of one member are
+    adjacent, in the order of [`eqx_ensemble.methods.efficient.members`][].
+
+    **Raises:** `ValueError` for arrays of fewer than three axes.
 
     ```python
     make = lambda key: ee.methods.efficient.tabm(eqx.nn.MLP(3, 2, 16, 2, key=key), 8, key=key)
@@ -71,15 +80,6 @@ def as_members(predictions: PyTree) -> PyTree:
     combine = lambda logits: ee.combine.mixture(as_members(logits))
     ee.predict(ensemble, x, combine=combine).shape  # (100, 2)
     ```
-
-    **Arguments:**
-
-    - `predictions`: a PyTree of arrays `(members, rows, submembers, ...)`, as [`eqx_ensemble.predict`][] returns them.
-
-    **Returns:** the same with arrays `(members * submembers, rows, ...)`, the sub-members of one member side by side:
-    the order of [`eqx_ensemble.methods.efficient.members`][].
-
-    **Raises:** `ValueError` for arrays of fewer than three axes.
     """
     check_predictions(predictions, name="methods.efficient.as_members")
     flat = lambda x: jnp.moveaxis(x, 2, 1).reshape((-1, x.shape[1], *x.shape[3:]))

@@ -13,26 +13,27 @@ M = TypeVar("M")
 
 
 def mimo(model: M, num_submembers: int = 3, *, where: Select = None, key: Any) -> JointEnsemble[M]:
-    """Converts a model to MIMO: one network with several inputs and outputs, a sub-member being one input and output.
+    """Converts a model to MIMO: one network with several inputs and outputs; a sub-member is one input with its output.
 
-    The first layer takes the inputs of all sub-members side by side, the last returns the outputs of all; both are
-    drawn anew. What lies between is computed once, so that a prediction costs little more than that of the model.
+    The first layer takes the concatenated inputs of all sub-members, the last returns all outputs; both are
+    reinitialised. The layers between are computed once, so a prediction costs little more than that of the model.
 
-    Sub-members are trained on different rows, `mean_loss(loss, rows="shuffle")`, which makes them independent
-    subnetworks as far as the network has room for them. For a prediction all see the same input. As they share one
-    forward pass, they share its random key and its state.
+    Sub-members are trained on different rows, `mean_loss(loss, rows="shuffle")`, and become independent subnetworks as
+    far as the capacity of the network allows. In prediction all get the same input. Since they share one forward pass,
+    they share its random key and its state.
 
     **Arguments:**
 
-    - `model`: the model of ONE member. Its capacity is divided: a model that one task fills has none to spare.
-    - `num_submembers`: how many inputs and outputs; 3 as in the paper.
+    - `model`: the model of ONE member. Its capacity is divided between sub-members: it needs more than one task
+        requires.
+    - `num_submembers`: the number of inputs and outputs; 3 as in the paper.
     - `where`: selects the first and the last layer; by default the first and the last linear layer or convolution in
-        the order of the model's fields. Of more than two, the first and the last count.
+        the order of the model's fields. If it selects more than two layers, the first and the last are used.
     - `key`: the root key.
 
-    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The authors' loss is the sum over heads, that of
-    [`eqx_ensemble.methods.efficient.mean_loss`][] the mean: a learning rate of theirs is divided by the number of
-    sub-members, except for optimisers that scale gradients, such as Adam.
+    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The authors sum the loss over heads, whereas
+    [`eqx_ensemble.methods.efficient.mean_loss`][] is the mean: multiply their learning rates by the number of
+    sub-members, except for optimisers that normalise gradients, such as Adam.
 
     **Raises:** `TypeError` or `ValueError` as [`eqx_ensemble.methods.efficient.batch_ensemble`][], for fewer than two
     layers, and for a first or last convolution with groups.

@@ -22,27 +22,29 @@ def packed_ensemble(
     r"""Converts a model to a packed ensemble: narrow sub-members that together are about as large as the model.
 
     A hidden width $n$ of the model becomes $\lceil \alpha n / k \rceil$ in each of $k$ sub-members, rounded up to a
-    multiple of $\gamma$, so that all hidden layers together have about $\alpha^2 / (k \gamma)$ of the model's weights.
-    With $\gamma > 1$ hidden layers consist of $\gamma$ groups, as grouped convolutions do; the first and the last layer
-    do not. All weights are drawn anew. Nothing is shared: up to what an optimiser computes from all gradients, such as
-    their global norm, sub-members are those of [`eqx_ensemble.build`][] with narrow models.
+    multiple of $\gamma$, so all hidden layers together have about $\alpha^2 / (k \gamma)$ of the model's weights. With
+    $\gamma > 1$ hidden layers have $\gamma$ groups, like grouped convolutions; the first and the last layer do not. All
+    weights are reinitialised and none are shared. Unless an optimiser combines all gradients, for example in a global
+    norm, sub-members are trained like those of [`eqx_ensemble.build`][] with narrow models.
 
     **Arguments:**
 
-    - `model`: the model of ONE member: a chain of linear layers and convolutions, the output of each being the input
-        of the next, without other weights. For models with normalisation layers or attention, build an ensemble of
-        narrow ones.
-    - `num_submembers`: $k$.
-    - `alpha`: $\alpha$, above 0: 2 as the authors recommend.
+    - `model`: the model of ONE member: a chain of linear layers and convolutions, each taking the output of the
+        previous one, without other weights. For models with normalisation layers or attention, build an ensemble of
+        narrow models instead.
+    - `num_submembers`: $k$, the number of sub-members.
+    - `alpha`: $\alpha$, above 0; the authors recommend 2.
     - `gamma`: $\gamma$, the number of groups in each sub-member.
     - `where`: the layers of the chain in order; by default all linear layers and convolutions in the order of the
         model's fields.
-    - `key`: the root key. The first sub-members of many are not those of fewer, because widths depend on the number.
+    - `key`: the root key. Unlike with other methods, sub-members depend on `num_submembers`, which determines their
+        widths.
 
     **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][].
 
-    **Raises:** `TypeError` or `ValueError` as [`eqx_ensemble.methods.efficient.batch_ensemble`][], for layers that are
-    no chain, weights outside of them, and convolutions that have groups already.
+    **Raises:** `TypeError` or `ValueError` as [`eqx_ensemble.methods.efficient.batch_ensemble`][], for fewer than two
+    layers, layers that are not a chain, weights outside them, convolutions with groups, and `alpha` or `gamma` that are
+    not positive.
 
     ```python
     model = eqx.nn.MLP(10, 3, 64, 2, key=key)
@@ -75,7 +77,7 @@ def packed_ensemble(
 
 
 def _check_sizes(alpha: Any, gamma: Any, *, name: str) -> tuple[float, int]:
-    """Raises unless the widths that follow are above zero."""
+    """Raises unless both are positive. Returns them."""
     alpha = check_number(alpha, "alpha", name=name, least=0)
     if alpha == 0:
         raise ValueError(f"`{name}` needs `alpha` above 0, got 0: sub-members would have no hidden features.")
@@ -83,7 +85,7 @@ def _check_sizes(alpha: Any, gamma: Any, *, name: str) -> tuple[float, int]:
 
 
 def _make_layers(layer: Any, keys: Any, groups: int, sizes: dict[str, Any]) -> AbstractJointLayer:
-    """The layers of all sub-members."""
+    """Draws the layers of all sub-members."""
     if groups == 1 or isinstance(layer, eqx.nn.Conv):
         return Own(eqx.filter_vmap(lambda key: redraw(layer, key, groups=groups, **sizes))(keys))
     return eqx.filter_vmap(lambda key: _draw_groups(layer, key, groups, **sizes))(keys)
@@ -96,19 +98,19 @@ def _draw_groups(layer: eqx.nn.Linear, key: Any, groups: int, *, in_size: int, o
 
 
 class GroupedLinear(AbstractJointLayer):
-    """A linear layer in groups of features, each of which sees one group of the input: a block-diagonal weight."""
+    """A grouped linear layer, with a block-diagonal weight."""
 
     own: ClassVar[tuple[str, ...]] = ("weight", "bias")
     weight: Any
     bias: Any
 
     def __call__(self, x: Any, *, key: Any = None) -> Array:
-        """The outputs of all groups, side by side."""
+        """The concatenated outputs of all groups."""
         y = jnp.einsum("goi,gi->go", self.weight, x.reshape((self.weight.shape[0], -1))).reshape(-1)
         return y if self.bias is None else y + self.bias
 
     def dense(self, index: int) -> Any:
-        """The layer with the zeros between the blocks."""
+        """The layer with the full block-diagonal weight."""
         weight = jax.scipy.linalg.block_diag(*self.weight)
         use_bias = self.bias is not None
         layer = eqx.nn.Linear(weight.shape[1], weight.shape[0], use_bias, weight.dtype, key=jax.random.key(0))

@@ -23,24 +23,25 @@ def tabm(
     factors: Literal["signs", "normal"] = "signs",
     key: Any,
 ) -> JointEnsemble[M]:
-    """Converts a model to TabM: rank-one factors, of which only the first are random, and a head for each sub-member.
+    """Converts a model to TabM: rank-one factors, of which only the first are random, and a head per sub-member.
 
-    As [`eqx_ensemble.methods.efficient.batch_ensemble`][], with another start. The factors on the input of the first
-    layer are random; all others are 1 and biases are those of the model, so that sub-members differ by a random
-    weighting of the features alone. The last layer becomes a separate one for each sub-member, drawn anew.
+    It is [`eqx_ensemble.methods.efficient.batch_ensemble`][] with a different initialisation. The input factors of the
+    first layer are random, all others are 1, and biases are those of the model: up to the heads, sub-members initially
+    differ only by a random weighting of the features. The last layer becomes a separate, reinitialised layer for each
+    sub-member.
 
-    The authors train it with AdamW at a learning rate of 0.002 and a weight decay of 3e-4, stop early by the score of
-    the mean prediction, and average probabilities, not logits, over sub-members.
+    The authors train with AdamW at a learning rate of 0.002 and a weight decay of 3e-4, use early stopping on the score
+    of the mean prediction, and average probabilities, not logits, over sub-members.
 
     **Arguments:**
 
     - `model`: the model of ONE member.
-    - `num_submembers`: how many sub-members; 32 as in the paper.
-    - `where`: the layers to convert, in order, the last of them being the head; by default all linear layers and
-        convolutions in the order of the model's fields.
-    - `factors`: how the factors of the first layer start: `"signs"`, -1 or 1; or `"normal"` with mean 0 and standard
-        deviation 1, which the authors prefer behind feature embeddings. They share one factor among the features of
-        one embedding; here, every feature has its own.
+    - `num_submembers`: the number of sub-members; 32 as in the paper.
+    - `where`: the layers to convert in order, ending with the head; by default all linear layers and convolutions in
+        the order of the model's fields.
+    - `factors`: the initialisation of the factors of the first layer: `"signs"`, -1 or 1; or `"normal"` with mean 0 and
+        standard deviation 1, which the authors prefer after feature embeddings. They share one factor per embedding;
+        here every feature has its own.
     - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][].

@@ -1,7 +1,7 @@
-"""Heads: what the last layer of a member predicts, and the loss that trains it.
+"""Heads: the parameters that a last layer predicts, and the losses to train them.
 
-Losses are written for the predictions of ONE member on one batch, as `eqx_ensemble.fit` calls them. Functions without
-targets take any leading axes, `members` included.
+Losses take the predictions of ONE member on one batch, as in a loss of `eqx_ensemble.fit`. Functions without targets
+accept any leading axes, including `members`.
 """
 
 from ._dirichlet import decompose_dirichlet as decompose_dirichlet

@@ -20,7 +20,7 @@ from ..._check import (
 
 
 def check_raw(name: str, raw: ArrayLike, *, multiple: int, exact: bool, parameters: str) -> Array:
-    """Outputs of a last layer whose last axis is `multiple`, or a multiple of it, in the dtype that is computed in."""
+    """Raises unless the last axis of `raw` is `multiple` or, unless `exact`, a multiple of it. Returns the array."""
     array = check_floating(name, "raw", raw)
     size = array.shape[-1] if array.ndim else 0
     if size == 0 or size % multiple or (exact and size != multiple):
@@ -31,7 +31,7 @@ def check_raw(name: str, raw: ArrayLike, *, multiple: int, exact: bool, paramete
 
 
 def check_parameters(name: str, parameters: Any, kind: type, make: str) -> None:
-    """A named tuple of this kind: of a plain tuple the order could not be checked."""
+    """Raises unless `parameters` is a named tuple of this type; a plain tuple may have another order."""
     if not isinstance(parameters, kind):
         fix = f"It is what `methods.heads.{make}` returns."
         raise TypeError(
@@ -42,7 +42,7 @@ def check_parameters(name: str, parameters: Any, kind: type, make: str) -> None:
 def check_above(
     name: str, argument: str, values: ArrayLike, bound: int, *, fix: str, mask: ArrayLike | None = None
 ) -> None:
-    """Values above `bound` in rows that count, or NaN; only where they are concrete."""
+    """Raises unless unmasked values are above `bound` or NaN (if concrete)."""
     host, kept = concrete(values), kept_rows(mask)
     if host is None or kept is None:
         return
@@ -53,14 +53,14 @@ def check_above(
 
 
 def check_coefficient(name: str, argument: str, value: ArrayLike, dtype: jnp.dtype) -> Array:
-    """A number of zero or more, which may be traced: a member's hyper-parameter."""
+    """Raises unless `value` is a number of at least 0; the value of a traced one is not checked. Returns an array."""
     array = check_scalar(name, argument, value, dtype)
     check_nonnegative(name, argument, value, fix="It multiplies a penalty; zero switches it off.")
     return array
 
 
 def check_increasing_levels(name: str, levels: ArrayLike, quantiles: Array) -> Array:
-    """Increasing levels between 0 and 1, one per quantile on the last axis (values where concrete)."""
+    """Raises unless levels increase within 0 to 1 (if concrete), one per quantile. Returns them."""
     array = check_array(name, "levels", levels)
     size = quantiles.shape[-1]
     if array.shape != (size,):
@@ -81,7 +81,7 @@ def check_increasing_levels(name: str, levels: ArrayLike, quantiles: Array) -> A
 
 
 def check_quantiles(name: str, quantiles: ArrayLike) -> Array:
-    """Quantiles `(*batch, levels)`, at least one."""
+    """Raises unless `quantiles` are `(*batch, levels)` with at least one level. Returns them."""
     array = check_floating(name, "quantiles", quantiles)
     if array.ndim < 1 or array.shape[-1] < 1:
         fix = "The levels are the last axis: for one level pass `quantiles[..., None]`."

@@ -9,20 +9,20 @@ from ._check import check_above
 
 
 def dirichlet(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch classes"]:
-    r"""The head of evidential classification: outputs of a last layer become parameters of a Dirichlet distribution.
+    r"""The head of evidential classification: maps the outputs of a last layer to a Dirichlet distribution.
 
-    $\alpha_k = e_k + 1$, where the evidence $e_k$ of class $k$ is the softplus of its output. A row without evidence
-    has the uniform distribution over all probabilities. The authors' ReLU has no gradient in rows whose outputs are all
+    $\alpha_k = e_k + 1$, where the evidence $e_k$ of class $k$ is the softplus of its output. Without evidence, the
+    distribution over probabilities is uniform. The authors' ReLU has no gradient in rows whose outputs are all
     negative; for the exponential, pass `jnp.exp(logits) + 1` to the loss.
 
     **Arguments:**
 
-    - `logits`: `(*batch, classes)`: the outputs for one row, `(classes,)`, inside a model, or for many.
+    - `logits`: `(*batch, classes)`, the outputs for many rows, or for one row, `(classes,)`, inside a model.
 
     **Returns:**
 
-    The concentration, `(*batch, classes)`. Its logarithm is a row of logits whose softmax is the mean of the
-    distribution: `ee.scores.nll(jnp.log(concentration), labels)`, and likewise everywhere else.
+    The concentration, `(*batch, classes)`. The softmax of its logarithm is the mean of the distribution, so functions
+    of logits take the logarithm: `ee.scores.nll(jnp.log(concentration), labels)`.
 
     **Raises:**
 
@@ -40,10 +40,10 @@ def dirichlet(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batc
 
 
 def vacuity(concentration: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"]:
-    r"""The uncertainty that evidential classification reports, from 0 to 1: classes over total concentration, $K / S$.
+    r"""The uncertainty of evidential classification: the number of classes over the total concentration, $K / S$.
 
-    1 without any evidence. It does not depend on which classes the evidence is for; conflicting evidence is in
-    [`eqx_ensemble.methods.heads.decompose_dirichlet`][].
+    For a concentration of at least 1 it is between 0 and 1, and 1 without evidence. It does not depend on how evidence
+    is distributed over classes; for conflicting evidence see [`eqx_ensemble.methods.heads.decompose_dirichlet`][].
 
     **Arguments:**
 
@@ -72,14 +72,15 @@ def vacuity(concentration: Float[ArrayLike, "*batch classes"]) -> Float[Array, "
 
 
 def decompose_dirichlet(concentration: Float[ArrayLike, "*batch classes"]) -> Decomposition:
-    r"""The entropy of the predicted class, in nats, split over a Dirichlet distribution of its probabilities.
+    r"""Decomposes the entropy of the predicted class, in nats, under a Dirichlet distribution of its probabilities.
 
     `total` is the entropy of the mean probabilities; `aleatoric` the mean entropy,
-    $\sum_k \frac{\alpha_k}{S} (\psi(S + 1) - \psi(\alpha_k + 1))$; `epistemic` the rest, the mutual information of
-    class and probabilities. For disagreement of members see [`eqx_ensemble.uncertainty.decompose_entropy`][].
+    $\sum_k \frac{\alpha_k}{S} (\psi(S + 1) - \psi(\alpha_k + 1))$; `epistemic` the difference, the mutual information
+    between class and probabilities. For disagreement between members see
+    [`eqx_ensemble.uncertainty.decompose_entropy`][].
 
-    How much evidence a network reports is set by the loss and its penalty, not by the number of rows that it has seen:
-    `epistemic` ranks rows, but its size means little.
+    The amount of evidence is determined by the loss and its penalty, not by the number of training rows: `epistemic`
+    ranks rows, but its magnitude has little meaning.
 
     **Arguments:**
 
@@ -110,13 +111,13 @@ def decompose_dirichlet(concentration: Float[ArrayLike, "*batch classes"]) -> De
     mean = checked / strength
     total = -jnp.sum(mean * jnp.log(mean), axis=-1)
     aleatoric = jnp.sum(mean * (digamma(strength + 1) - digamma(checked + 1)), axis=-1)
-    # The difference of two entropies is a small number where there is much evidence.
+    # With much evidence, the difference of the two entropies is small and may round below zero.
     epistemic = jnp.maximum(total - aleatoric, 0)
     return Decomposition(total, total - epistemic, epistemic)
 
 
 def check_concentration(name: str, concentration: ArrayLike) -> Array:
-    """An array `(*batch, classes)` in the dtype that is computed in; its values are checked by `check_positive`."""
+    """Raises unless `concentration` is `(*batch, classes)`. Returns it; `check_positive` checks its values."""
     array = check_floating(name, "concentration", concentration)
     if array.ndim < 1 or array.shape[-1] < 2:
         needs = "`concentration` of shape (*batch, classes), of at least two classes"
@@ -125,6 +126,6 @@ def check_concentration(name: str, concentration: ArrayLike) -> Array:
 
 
 def check_positive(name: str, concentration: ArrayLike, *, mask: ArrayLike | None = None) -> None:
-    """Parameters of Dirichlet distributions, above zero in rows that count."""
+    """Raises unless the unmasked parameters of Dirichlet distributions are above zero (if concrete)."""
     fix = "Outputs of a last layer? `methods.heads.dirichlet` maps them to a concentration."
     check_above(name, "concentration", concentration, 0, fix=fix, mask=mask)

@@ -30,28 +30,28 @@ def dirichlet_loss(
 
     With $S = \sum_k \alpha_k$ and one-hot $y$, the risk is the mean over the Dirichlet distribution of the squared
     error, $\sum_k (y_k - \alpha_k / S)^2 + \alpha_k (S - \alpha_k) / (S^2 (S + 1))$, or of the cross-entropy in nats,
-    $\psi(S) - \psi(\alpha_y)$. The penalty is the divergence of $\mathrm{Dir}(y + (1 - y) \alpha)$ from the uniform
-    one, in nats: the evidence for the label is left out.
+    $\psi(S) - \psi(\alpha_y)$. The penalty is the KL divergence of $\mathrm{Dir}(y + (1 - y) \alpha)$, without the
+    evidence for the label, from the uniform distribution, in nats.
 
     **Arguments:**
 
-    - `concentration`: of ONE member, `(*batch, classes)`, from [`eqx_ensemble.methods.heads.dirichlet`][].
+    - `concentration`: that of ONE member, `(*batch, classes)`, from [`eqx_ensemble.methods.heads.dirichlet`][].
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `kl_weight`: what the penalty is multiplied by, zero or more; the authors raise it from 0 to 1 over the first
-        epochs, [`eqx_ensemble.methods.heads.kl_annealing`][]. Without it evidence for wrong classes is hardly
-        penalised. It may be a member's hyper-parameter.
+    - `kl_weight`: the weight of the penalty, zero or more; the authors anneal it from 0 to 1 over the first epochs
+        ([`eqx_ensemble.methods.heads.kl_annealing`][]). Without it, evidence for wrong classes is hardly penalised. It
+        may be a hyper-parameter.
     - `risk`: `"squared"`, the authors' choice, or `"digamma"`.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. While tracing, a label out of range makes its row NaN.
+    A scalar, or `(*batch,)`. Under tracing, a row with a label out of range is NaN.
 
     **Raises:**
 
     - `TypeError` for a concentration that is not floating-point, or labels that are not integers.
-    - `ValueError` for shapes that do not fit, values out of range (where concrete), and an unknown risk.
+    - `ValueError` for shapes that do not match, values out of range (where concrete), and an unknown risk.
 
     ```python
     concentration = ee.methods.heads.dirichlet(jnp.zeros((4, 3)))
@@ -74,12 +74,12 @@ def dirichlet_loss(
 
 
 def kl_annealing(step: Real[ArrayLike, "..."], num_steps: int) -> Float[Array, "..."]:
-    r"""The weight of the penalty of evidential classification: it grows linearly from 0 to 1, $\min(1, t / T)$.
+    r"""The weight of the penalty of evidential classification, annealed linearly from 0 to 1: $\min(1, t / T)$.
 
     **Arguments:**
 
-    - `step`: $t$, the number of the epoch or step, from 0; it may be traced.
-    - `num_steps`: $T$; the authors take 10 epochs.
+    - `step`: $t$, the epoch or step, counted from 0; it may be traced.
+    - `num_steps`: $T$; the authors use 10 epochs.
 
     **Returns:**
 
@@ -126,7 +126,7 @@ def _loss(
 
 
 def _divergence(concentration: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
-    """Kullback-Leibler divergence of Dirichlet distributions from the uniform one."""
+    """KL divergence of Dirichlet distributions from the uniform one."""
     num_classes = concentration.shape[-1]
     parts = jnp.sum(_part(concentration, 1), axis=-1)
     return _part(jnp.sum(concentration, axis=-1), num_classes) - parts - math.lgamma(num_classes)
@@ -135,8 +135,8 @@ def _divergence(concentration: Float[Array, "*batch classes"]) -> Float[Array, "
 def _part(x: Float[Array, "..."], count: int) -> Float[Array, "..."]:
     r"""$\log \Gamma(x) - (x - count) \psi(x) + x$, of which the divergence is a sum.
 
-    By Stirling's series, in which the terms that grow as $x$ have been cancelled by hand: in float32 they would leave
-    nothing of the rest where there is much evidence.
+    Uses Stirling's series. Terms that grow with $x$ are cancelled analytically, because their difference has no
+    accurate digits in float32 for large concentrations.
     """
     is_large = x > 16
     large, small = jnp.where(is_large, x, 16), jnp.where(is_large, 16, x)

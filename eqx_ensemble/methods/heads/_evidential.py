@@ -10,15 +10,15 @@ from ._check import check_above, check_parameters, check_raw
 
 
 class NormalInverseGamma(NamedTuple):
-    r"""Parameters of a normal-inverse-gamma distribution over the mean and the variance of a target.
+    r"""Parameters of a normal-inverse-gamma distribution over the mean and variance of a target.
 
     $\sigma^2 \sim \Gamma^{-1}(\alpha, \beta)$ and $\mu \sim \mathcal{N}(m, \sigma^2 / \nu)$, for each entry.
 
     **Attributes:**
 
     - `mean`: $m$, the prediction.
-    - `nu`: above 0; in the unit of rows, how many of them the mean is worth.
-    - `alpha`: above 1, so that the variance has a mean.
+    - `nu`: above 0; the number of virtual observations of the mean.
+    - `alpha`: above 1, so that the expected variance is finite.
     - `beta`: above 0, in the squared unit of the target.
     """
 
@@ -29,15 +29,14 @@ class NormalInverseGamma(NamedTuple):
 
 
 def normal_inverse_gamma(raw: Float[ArrayLike, "*batch 4"], *, floor: float = 1e-6) -> NormalInverseGamma:
-    r"""The head of evidential regression: four outputs of a last layer become the parameters of a distribution.
+    r"""The head of evidential regression: maps four outputs of a last layer to a normal-inverse-gamma distribution.
 
     $m$ is the first output; $\nu$, $\alpha - 1$ and $\beta$ are the softplus of the others, plus `floor`.
 
     **Arguments:**
 
-    - `raw`: `(*batch, 4)`: the outputs for one row, `(4,)`, inside a model, or for many.
-    - `floor`: a number of zero or more; above zero it keeps variances finite where a softplus underflows. The authors
-        have none.
+    - `raw`: `(*batch, 4)`, the outputs for many rows, or for one row, `(4,)`, inside a model.
+    - `floor`: zero or more; a positive floor keeps variances finite if a softplus underflows. The authors use none.
 
     **Returns:**
 
@@ -46,7 +45,7 @@ def normal_inverse_gamma(raw: Float[ArrayLike, "*batch 4"], *, floor: float = 1e
     **Raises:**
 
     - `TypeError` for outputs that are not floating-point.
-    - `ValueError` for a last axis that is not four, and for a negative floor.
+    - `ValueError` for a last axis of another size than four, and for a negative floor.
 
     ```python
     ee.methods.heads.normal_inverse_gamma(jnp.zeros(4))  # 0.0, 0.693, 1.693, 0.693
@@ -64,16 +63,16 @@ def normal_inverse_gamma(raw: Float[ArrayLike, "*batch 4"], *, floor: float = 1e
 
 
 def decompose_evidential(parameters: NormalInverseGamma) -> Decomposition:
-    r"""The predictive variance of an evidential head, split as its authors do.
+    r"""Decomposes the predictive variance of an evidential head, as its authors do.
 
     `aleatoric` is the mean of the variance, $\mathrm{E}\,\sigma^2 = \beta / (\alpha - 1)$; `epistemic` the variance of
     the mean, $\mathrm{Var}\,\mu = \beta / (\nu (\alpha - 1))$; `total` is the sum, the variance of the Student t
     distribution that the loss fits.
 
-    The likelihood depends on $\nu$ and $\beta$ through $\beta (1 + \nu) / \nu$ alone: it determines `total`, and says
-    nothing about the two parts. Which of the solutions is found, and with it `epistemic`, is up to the penalty and to
-    where training began. Read `epistemic` as a ranking of rows at most. Disagreement of members does not have this
-    fault: `ee.uncertainty.decompose_variance(parameters.mean, total)`.
+    The likelihood depends on $\nu$ and $\beta$ only through $\beta (1 + \nu) / \nu$: it determines `total`, but not the
+    two parts. The penalty and the initialisation decide which solution is found, and therefore `epistemic`: use it at
+    most to rank rows. Disagreement between members does not have this flaw:
+    `ee.uncertainty.decompose_variance(parameters.mean, total)`.
 
     **Arguments:**
 
@@ -109,7 +108,7 @@ def decompose_evidential(parameters: NormalInverseGamma) -> Decomposition:
 
 
 def check_ranges(name: str, parameters: NormalInverseGamma, *, mask: ArrayLike | None = None) -> None:
-    """Parameters of a distribution whose variance is finite, in rows that count."""
+    """Raises unless unmasked parameters define a distribution with finite variance (if concrete)."""
     fix = "Outputs of a last layer? `methods.heads.normal_inverse_gamma` maps them to parameters."
     for argument, bound in {"nu": 0, "alpha": 1, "beta": 0}.items():
         check_above(name, argument, getattr(parameters, argument), bound, fix=fix, mask=mask)

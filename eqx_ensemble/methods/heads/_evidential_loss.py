@@ -23,16 +23,16 @@ def evidential_loss(
 ) -> Float[Array, "..."]:
     r"""Loss of evidential regression: a negative log-likelihood, in nats, plus a penalty on evidence for wrong means.
 
-    Mean and variance are integrated out, which leaves a Student t distribution: $2 \alpha$ degrees of freedom, location
-    $m$ and squared scale $\beta (1 + \nu) / (\nu \alpha)$. The penalty is $\lambda |y - m| (2 \nu + \alpha)$. With
-    `coefficient=0` this is the score of the Student t prediction.
+    Integrating out mean and variance gives a Student t distribution with $2 \alpha$ degrees of freedom, location $m$
+    and squared scale $\beta (1 + \nu) / (\nu \alpha)$. The penalty is $\lambda |y - m| (2 \nu + \alpha)$. With
+    `coefficient=0` it is the negative log-likelihood of the Student t prediction.
 
     **Arguments:**
 
-    - `parameters`: of ONE member, [`eqx_ensemble.methods.heads.NormalInverseGamma`][] of arrays `(*batch,)`.
+    - `parameters`: those of ONE member, [`eqx_ensemble.methods.heads.NormalInverseGamma`][] of arrays `(*batch,)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `coefficient`: $\lambda$, zero or more; the authors' value by default. It depends on the unit of the targets,
-        which are better standardised. It may be a member's hyper-parameter.
+    - `coefficient`: $\lambda$, zero or more; by default the authors' value. It depends on the unit of the targets:
+        standardise them. It may be a hyper-parameter.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
@@ -75,7 +75,7 @@ def _loss(
     mean, nu, alpha, beta = parameters
     error = targets - mean
     width = 2 * beta * (1 + 1 / nu)
-    # The difference of two log-gammas as one function, because they are large where there is much evidence.
+    # `betaln` instead of a difference of two log-gammas, which are large for much evidence.
     likelihood = betaln(alpha, jnp.full_like(alpha, 0.5)) + 0.5 * jnp.log(width)
     likelihood += (alpha + 0.5) * jnp.log1p(error**2 / width)
     return reduce(likelihood + coefficient * jnp.abs(error) * (2 * nu + alpha), reduction, mask)

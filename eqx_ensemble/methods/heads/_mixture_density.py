@@ -18,12 +18,12 @@ from ._check import check_parameters, check_raw
 
 
 class MixtureDensity(NamedTuple):
-    """Parameters of a mixture of Gaussians for each entry, on the last axis its components.
+    """Parameters of a mixture of Gaussians per entry; the last axis holds the components.
 
     **Attributes:**
 
-    - `logits`: the softmax of them is the weight of each component.
-    - `mean`, `variance`: of each component; variances above 0.
+    - `logits`: their softmax gives the weights of the components.
+    - `mean`, `variance`: the mean and variance of each component; variances are above 0.
     """
 
     logits: Float[Array, "... components"]
@@ -32,7 +32,7 @@ class MixtureDensity(NamedTuple):
 
 
 class MixtureComponents(NamedTuple):
-    """Components of all members of an ensemble, each as a member of its own with a weight for every row.
+    """The components of all members, as separate members with one weight per row.
 
     **Attributes:** `mean`, `variance`, `weights`, each `(members * components, *batch)`.
     """
@@ -43,16 +43,16 @@ class MixtureComponents(NamedTuple):
 
 
 def mixture_density(raw: Float[ArrayLike, "*batch outputs"], *, floor: float = 1e-6) -> MixtureDensity:
-    """The head of a mixture density network: outputs of a last layer become a mixture of Gaussians.
+    """The head of a mixture density network: maps the outputs of a last layer to a mixture of Gaussians.
 
-    The first third are logits of the components, the second their means; variances are the softplus of the last third,
-    plus `floor`.
+    The first third are the logits of the components, the second their means; variances are the softplus of the last
+    third, plus `floor`.
 
     **Arguments:**
 
-    - `raw`: `(*batch, 3 * components)`: the outputs for one row inside a model, or for many.
-    - `floor`: a number of zero or more. A component may shrink onto one target, where the likelihood has no bound: for
-        standardised targets 1e-3 is usual.
+    - `raw`: `(*batch, 3 * components)`, the outputs for many rows, or for one row inside a model.
+    - `floor`: zero or more. Without a floor, a component may collapse onto one target, where the likelihood is
+        unbounded; for standardised targets 1e-3 is usual.
 
     **Returns:**
 
@@ -83,7 +83,7 @@ def mixture_density(raw: Float[ArrayLike, "*batch outputs"], *, floor: float = 1
 def mixture_density_moments(parameters: MixtureDensity) -> combine.Gaussian:
     r"""Mean and variance of each mixture: $\sum_k \pi_k \mu_k$, and $\sum_k \pi_k (\sigma_k^2 + (\mu_k - \mu)^2)$.
 
-    With a `members` axis they are those of each member, for [`eqx_ensemble.combine.gaussian`][] and
+    With a `members` axis, the result is per member, for [`eqx_ensemble.combine.gaussian`][] and
     [`eqx_ensemble.uncertainty.decompose_variance`][].
 
     **Arguments:**
@@ -116,16 +116,16 @@ def mixture_density_moments(parameters: MixtureDensity) -> combine.Gaussian:
 def mixture_components(
     parameters: MixtureDensity, *, weights: Real[ArrayLike, " members"] | None = None
 ) -> MixtureComponents:
-    """The mixture over all members of their mixtures, as Gaussians that count as members with weights of each row.
+    """The components of the mixture over all members, as Gaussian members with one weight per row.
 
-    For the functions that take such weights: `ee.scores.nll_gaussian_mixture(mean, variance, targets, weights=weights)`
+    For functions that accept such weights: `ee.scores.nll_gaussian_mixture(mean, variance, targets, weights=weights)`
     is the score of the whole ensemble, and [`eqx_ensemble.combine.gaussian`][] gives its mean and variance.
 
     **Arguments:**
 
-    - `parameters`: of ALL members, [`eqx_ensemble.methods.heads.MixtureDensity`][] of arrays
+    - `parameters`: those of ALL members, [`eqx_ensemble.methods.heads.MixtureDensity`][] of arrays
         `(members, *batch, components)`, as [`eqx_ensemble.predict`][] returns them.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: weights of the members, `(members,)`, normalised to sum to 1. Members of weight zero are ignored.
 
     **Returns:**
 
@@ -162,7 +162,7 @@ def mixture_components(
 
 
 def check_density(name: str, parameters: MixtureDensity) -> tuple[Array, ...]:
-    """Logits, means and variances of one shape `(*batch, components)`, in one dtype."""
+    """Raises unless parameters have one shape `(*batch, components)`. Returns their arrays in one dtype."""
     check_parameters(name, parameters, MixtureDensity, "mixture_density")
     arrays = check_floating_arrays(name, **parameters._asdict())
     if arrays[0].ndim < 1 or arrays[0].shape[-1] < 1:

@@ -21,13 +21,14 @@ def mixture_density_loss(
 ) -> Float[Array, "..."]:
     r"""Loss of a mixture density network: the negative log-density of the targets, in nats.
 
-    $-\log \sum_k \pi_k \, \mathcal{N}(y; \mu_k, \sigma_k^2)$ for each entry, computed in logarithms, so that components
-    of no weight keep their gradient. For the mixture of all members see
+    $-\log \sum_k \pi_k \, \mathcal{N}(y; \mu_k, \sigma_k^2)$ for each entry, computed in log space, so that components
+    with negligible weight keep their gradient. For the mixture over all members see
     [`eqx_ensemble.methods.heads.mixture_components`][].
 
     **Arguments:**
 
-    - `parameters`: of ONE member, [`eqx_ensemble.methods.heads.MixtureDensity`][] of arrays `(*batch, components)`.
+    - `parameters`: those of ONE member, [`eqx_ensemble.methods.heads.MixtureDensity`][] of arrays
+        `(*batch, components)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
@@ -39,7 +40,7 @@ def mixture_density_loss(
     **Raises:**
 
     - `TypeError` for parameters of another type, or not floating-point.
-    - `ValueError` for shapes that do not fit, and for variances that are not above zero (where concrete).
+    - `ValueError` for shapes that do not match, and for variances that are not above zero (where concrete).
 
     ```python
     parameters = ee.methods.heads.mixture_density(jnp.zeros((4, 6)))

@@ -23,11 +23,11 @@ def pinball_loss(
 
     $\frac1L \sum_l \max(\tau_l (y - q_l), (\tau_l - 1) (y - q_l))$, in the unit of the target. Its expectation is
     minimised by the true quantiles. Twice its value at the levels $(l - \frac12) / L$ approximates the CRPS. For one
-    level it equals [`eqx_ensemble.scores.pinball`][], which needs an extra.
+    level it equals [`eqx_ensemble.scores.pinball`][], which needs an optional dependency.
 
     **Arguments:**
 
-    - `quantiles`: of ONE member, `(*batch, levels)`, the outputs of a last layer as they are.
+    - `quantiles`: those of ONE member, `(*batch, levels)`, the unchanged outputs of a last layer.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `levels`: `(levels,)`, increasing, between 0 and 1.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
@@ -40,7 +40,7 @@ def pinball_loss(
     **Raises:**
 
     - `TypeError` for quantiles that are not floating-point.
-    - `ValueError` for shapes that do not fit, and for levels that do not increase or are outside 0 to 1 (where
+    - `ValueError` for shapes that do not match, and for levels that do not increase or are outside 0 to 1 (where
         concrete).
 
     ```python
@@ -64,13 +64,13 @@ def pinball_loss(
 
 
 def sort_quantiles(quantiles: Float[ArrayLike, "*batch levels"]) -> Float[Array, "*batch levels"]:
-    """Quantiles in increasing order, so that those of higher levels are not below those of lower ones.
+    """Sorts predicted quantiles, so that those of higher levels are not below those of lower levels.
 
-    Predicted quantiles may cross. Sorting never raises the pinball loss of a row. Sort predictions, rather than outputs
-    during training: there a crossing is corrected by the loss itself.
+    Predicted quantiles may cross. Sorting never increases the pinball loss of a row. Sort predictions, not outputs
+    during training, where the loss itself corrects crossings.
 
-    Members are combined level by level: the mean of sorted quantiles is sorted, too. Two levels are the ends of an
-    interval, for [`eqx_ensemble.conformal.cqr`][] and [`eqx_ensemble.scores.interval_score`][].
+    Combine members level by level: the mean of sorted quantiles is sorted. Two levels are the ends of an interval, for
+    [`eqx_ensemble.conformal.cqr`][] and [`eqx_ensemble.scores.interval_score`][].
 
     **Arguments:**
 
@@ -78,7 +78,7 @@ def sort_quantiles(quantiles: Float[ArrayLike, "*batch levels"]) -> Float[Array,
 
     **Returns:**
 
-    An array of the same shape. A row with a NaN is NaN at every level: its order is unknown.
+    An array of the same shape. A row with a NaN is NaN at every level, because its order is unknown.
 
     **Raises:**
 

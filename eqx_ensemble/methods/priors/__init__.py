@@ -1,4 +1,4 @@
-"""Prior functions, anchors and noise in targets: members that differ as draws from a Bayesian posterior do."""
+"""Prior functions, anchors and noisy targets, which make members approximate draws from a Bayesian posterior."""
 
 from ._anchor import Anchor as Anchor
 from ._anchor import draw_anchors as draw_anchors

@@ -17,15 +17,15 @@ _is_none = lambda x: x is None
 
 
 class Anchor(eqx.Module):
-    r"""A draw from the prior of a member's weights, towards which its training is pulled.
+    r"""A draw from the prior over a member's weights, towards which its weights are regularised.
 
-    Made by [`eqx_ensemble.methods.priors.draw_anchors`][] for all members, as hyper-parameters of
-    [`eqx_ensemble.fit`][]; a loss with a parameter `hyper` receives that of its member.
+    [`eqx_ensemble.methods.priors.draw_anchors`][] returns the anchors of all members, to be passed as hyper-parameters
+    to [`eqx_ensemble.fit`][]; a loss with a parameter `hyper` receives the anchor of its member.
 
     **Attributes:**
 
     - `weights`: the draw $w_0$ for each trained leaf; `None` for other leaves.
-    - `std`: the standard deviations $\sigma$ of the prior, one number per trained leaf.
+    - `std`: the standard deviation $\sigma$ of the prior, one number per trained leaf.
     """
 
     weights: PyTree
@@ -34,19 +34,20 @@ class Anchor(eqx.Module):
     def penalty(self, model: PyTree, *, num_rows: Any) -> Float[Array, ""]:
         r"""The penalty $\frac{1}{N} \sum_j (w_j - w_{0j})^2 / (2 \sigma_j^2)$ of one member, in nats per row.
 
-        It belongs to a loss that is a **mean** over rows of negative log-likelihoods. A mean of squared errors lacks
-        the factor $1 / (2 s^2)$, with the standard deviation $s$ of the noise in the targets: multiply the penalty by
-        $2 s^2$ there. A sum over all rows takes `num_rows=1`.
+        Add it to a loss that is a **mean** over rows of negative log-likelihoods. A mean squared error lacks the factor
+        $1 / (2 s^2)$, with the standard deviation $s$ of the noise in the targets: multiply the penalty by $2 s^2$. For
+        a sum over all rows, use `num_rows=1`.
 
         **Arguments:**
 
         - `model`: the model of one member, as the loss receives it.
-        - `num_rows`: $N$, the number of rows that the member is trained on: of all its rows, not of a batch. Without
-            it the prior would count $N$ times too much.
+        - `num_rows`: $N$, the number of all training rows of the member, not of a batch. It scales the prior to a mean
+            over rows.
 
         **Returns:** a scalar, at least float32.
 
-        **Raises:** `ValueError` for a model of another shape, and for `num_rows` that is not above 0.
+        **Raises:** `ValueError` for a model of other shapes, and for `num_rows` that is not above 0 and finite;
+        `TypeError` if it is not one number.
         """
         anchors, _ = jtu.tree_flatten_with_path(self.weights, is_leaf=_is_none)
         leaves = jax.tree.leaves(model, is_leaf=_is_none)
@@ -66,28 +67,28 @@ class Anchor(eqx.Module):
 def draw_anchors(
     ensemble: Ensemble[Any], std: PyTree = 1.0, *, trainable: Trainable = eqx.is_inexact_array, key: Any
 ) -> Anchor:
-    r"""Draws an anchor for each member from a Gaussian prior of the weights, with mean 0.
+    r"""Draws an anchor for each member from a Gaussian prior over the weights, with mean 0.
 
     Training with the penalty of [`eqx_ensemble.methods.priors.Anchor.penalty`][] is maximum a posteriori estimation
-    with a prior whose mean is the member's own draw. For a linear model with Gaussian noise, members that also have
-    noise in their targets ([`eqx_ensemble.methods.priors.noisy_targets`][]) are exact draws from the posterior; without
-    that noise their variance is smaller. For networks this is an approximation.
+    with a prior whose mean is the member's own draw. For a linear model with Gaussian noise, members trained on noisy
+    targets ([`eqx_ensemble.methods.priors.noisy_targets`][]) are exact draws from the posterior; without noisy targets
+    their variance is too small. For networks this is an approximation.
 
-    Anchors are hyper-parameters: what changes those at random would change them. Revive members that diverged with
+    Anchors are hyper-parameters, and must be excluded from random perturbation: revive diverged members with
     `on_diverge=train.Revive(perturb=None)`.
 
     **Arguments:**
 
-    - `ensemble`: the ensemble to be trained. Its weights are not used: anchors are no initialisation.
-    - `std`: the prior's standard deviation of every weight: a number, a function of a leaf of one member (of which
-        shape and dtype are known), or a tree of both, a prefix of a member's tree.
-    - `trainable`: which leaves have an anchor; the same as for [`eqx_ensemble.fit`][].
+    - `ensemble`: the ensemble to be trained. Only its structure is used; anchors are not an initialisation.
+    - `std`: the standard deviation of the prior: a number, a function of a leaf of one member (a
+        `jax.ShapeDtypeStruct`), or a tree of either that is a prefix of a member's tree.
+    - `trainable`: the leaves with an anchor; the same as for [`eqx_ensemble.fit`][].
     - `key`: the root key. A member's anchor is drawn from it and the member's id.
 
     **Returns:** the anchors of all members, each leaf `(members, ...)`.
 
-    **Raises:** `TypeError` or `ValueError` for standard deviations that are not numbers above zero or do not fit the
-    members' tree, complex weights, and an ensemble without trained leaves.
+    **Raises:** `TypeError` or `ValueError` for standard deviations that are not numbers above zero or not a prefix of a
+    member's tree, complex weights, and an ensemble without trained leaves.
 
     ```python
     x, y, noise = jnp.ones((100, 3)), jnp.zeros((100, 1)), 0.1
@@ -137,7 +138,7 @@ def draw_anchors(
 
 
 def _at_least_single(dtype: Any) -> Any:
-    """The dtype to calculate in: promotion of dtypes may be strict."""
+    """The dtype to compute in, at least float32; explicit, because dtype promotion may be strict."""
     return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 

@@ -17,13 +17,13 @@ _ANCHORS = "methods.priors.draw_anchors"
 
 
 def check_prior(network: Any, prior: Any) -> None:
-    """Raises unless network and prior can be called."""
+    """Raises unless network and prior are callable."""
     check_function(network, "network", name=_PRIOR, example="eqx.nn.MLP(3, 1, 16, 2, key=key)")
     check_function(prior, "prior", name=_PRIOR, example="eqx.nn.MLP(3, 1, 16, 2, key=other_key)")
 
 
 def check_scale(scale: Any) -> Any:
-    """Raises unless `scale` is one finite number, or an array of no axes. Returns it."""
+    """Raises unless `scale` is one finite number or scalar array. Returns it."""
     if not isinstance(scale, jax.Array):
         return check_number(scale, "scale", name=_PRIOR)
     if scale.shape or scale.dtype == bool or not jnp.isrealobj(scale):
@@ -50,7 +50,7 @@ def check_outputs(out: Any, prior: Any) -> None:
 
 
 def check_std(std: Any, path: str, *, name: str = _ANCHORS) -> float:
-    """Raises unless a standard deviation is a finite number above zero, or an array of one. Returns it."""
+    """Raises unless `std` is a finite number or scalar array above zero. Returns it as a Python number."""
     if isinstance(std, jax.Array | np.ndarray) and not std.shape and not is_traced(std):
         std = std.item()
     number = check_number(std, path, name=name)
@@ -67,7 +67,7 @@ def check_penalty_std(std: Any, path: str, *, name: str) -> Any:
 
 
 def check_penalised(weights: list[Any], model: Any, *, name: str) -> None:
-    """Raises for all members at once, and for a model without weights."""
+    """Raises for an ensemble, and for a model without weights."""
     if isinstance(model, Ensemble):
         raise TypeError(f"`{name}` needs the model of one member, got an `Ensemble`.\nCall it inside the loss.")
     if not weights:
@@ -77,7 +77,7 @@ def check_penalised(weights: list[Any], model: Any, *, name: str) -> None:
 
 
 def prefix_message(std: Any) -> str:
-    """The message for standard deviations that are no prefix of a member's tree."""
+    """The message for standard deviations that are not a prefix of a member's tree."""
     return (
         f"`{_ANCHORS}` needs `std` to be a number, a function of a leaf, or a tree like one member's, got "
         f"{kind_text(std)}.\nFor example `lambda leaf: 1 / np.sqrt(leaf.shape[-1])`."
@@ -94,7 +94,7 @@ def check_real(leaf: Any, path: str, *, name: str = _ANCHORS) -> None:
 
 
 def check_num_rows(num_rows: Any, *, name: str = _PENALTY) -> Any:
-    """Raises unless `num_rows` is a count: a number above zero, or an array of no axes while tracing. Returns it."""
+    """Raises unless `num_rows` is a finite number or scalar array above zero (if concrete). Returns it."""
     if not isinstance(num_rows, jax.Array | np.generic | np.ndarray):
         value = check_number(num_rows, "num_rows", name=name)
     elif num_rows.shape:
@@ -136,7 +136,7 @@ def check_targets(targets: Any) -> None:
 
 
 def check_noise(std: Any, shape: tuple[int, ...]) -> Any:
-    """Raises unless `std` is one number, or an array like the targets, none of it negative. Returns it."""
+    """Raises unless `std` is one number, or an array of the shape of the targets, and not negative. Returns it."""
     if not isinstance(std, jax.Array | np.ndarray):
         return check_number(std, "std", name=_TARGETS, least=0)
     if std.shape not in ((), shape) or not jnp.issubdtype(std.dtype, jnp.floating):
@@ -150,7 +150,7 @@ def check_noise(std: Any, shape: tuple[int, ...]) -> Any:
 
 
 def check_row_ids(row_ids: Any, num_rows: int) -> None:
-    """Raises unless there is one integer id from 0 to 2**31 - 1 for every row."""
+    """Raises unless `row_ids` has one integer from 0 to 2**31 - 1 per row."""
     array = row_ids if isinstance(row_ids, jax.Array) else np.asarray(row_ids)
     if not np.issubdtype(array.dtype, np.integer) or array.shape != (num_rows,):
         raise TypeError(

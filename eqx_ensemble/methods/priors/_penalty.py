@@ -12,27 +12,27 @@ from ._check import check_num_rows, check_penalised, check_penalty_std, check_re
 
 
 def gaussian_penalty(model: PyTree, std: Any = 1.0, *, num_rows: Any) -> Float[Array, ""]:
-    r"""The negative logarithm of a Gaussian prior of one member's weights, per row: the prior's term of a mean loss.
+    r"""The negative log-density of a Gaussian prior over one member's weights, per row: the prior term of a mean loss.
 
     $$\frac{1}{N} \sum_j \frac{w_j^2}{2 \sigma_j^2}$$
 
-    over all floating-point leaves that are not [`eqx_ensemble.train.Frozen`][], up to a constant, in nats. It belongs
-    to a loss that is a **mean** over rows of negative log-likelihoods, which times $N$ is then the negative
-    log-posterior, as [`eqx_ensemble.methods.sampling.sgld`][] samples from. A mean of squared errors lacks the factor
-    $1 / (2 s^2)$, with the standard deviation $s$ of the noise in the targets. Decoupled weight decay (AdamW) is not
-    this prior.
+    over all floating-point leaves that are not [`eqx_ensemble.train.Frozen`][], up to a constant, in nats. Add it to a
+    loss that is a **mean** over rows of negative log-likelihoods; $N$ times the sum is the negative log-posterior, from
+    which [`eqx_ensemble.methods.sampling.sgld`][] samples. A mean squared error lacks the factor $1 / (2 s^2)$, with
+    the standard deviation $s$ of the noise in the targets. Decoupled weight decay (AdamW) is not equivalent to this
+    prior.
 
     **Arguments:**
 
     - `model`: the model of one member, as the loss receives it. Leaves that are not trained add a constant.
     - `std`: $\sigma$, one number, or a function of a leaf that returns one.
-    - `num_rows`: $N$, the number of rows that the member is trained on: of all its rows, not of a batch. Without it
-        the prior would count $N$ times too much.
+    - `num_rows`: $N$, the number of all training rows of the member, not of a batch. It scales the prior to a mean over
+        rows.
 
     **Returns:** a scalar, at least float32.
 
-    **Raises:** `TypeError` or `ValueError` for standard deviations or a number of rows that are not numbers above
-    zero, complex weights, and a model without weights.
+    **Raises:** `TypeError` or `ValueError` for standard deviations or a number of rows that are not numbers above zero,
+    complex weights, a model without weights, and an [`eqx_ensemble.Ensemble`][].
 
     ```python
     model = eqx.nn.Linear(3, 1, key=key)

@@ -12,26 +12,27 @@ M = TypeVar("M")
 
 
 class RandomisedPrior(eqx.Module, Generic[M]):
-    r"""A member with a randomised prior function: a trained network plus a random network that is never trained.
+    r"""A member with a randomised prior function: a trained network plus a fixed random network.
 
     The output is $f(x) + \beta p(x)$, in training and in prediction, with the network $f$, the prior $p$ and its scale
-    $\beta$. Near the data $f$ learns to make up for $p$; far from them, members differ as their priors do. Prior and
-    scale are [`eqx_ensemble.train.Frozen`][]: they have no gradient and no weight decay. Each member of
+    $\beta$. Near the data, $f$ learns to compensate for $p$; far from the data, members differ like their priors. Prior
+    and scale are [`eqx_ensemble.train.Frozen`][]: they have no gradient and no weight decay. Each member of
     [`eqx_ensemble.build`][] draws its own prior from its key.
 
-    A linear $f$ with a penalty towards zero is an anchored member (see [`eqx_ensemble.methods.priors.Anchor`][]) whose
-    anchor is $\beta p$. Without decay or early stopping, the prior has little effect near the data.
+    A linear $f$ with a penalty towards zero is equivalent to an anchored member (see
+    [`eqx_ensemble.methods.priors.Anchor`][]) with the anchor $\beta p$. Without weight decay or early stopping, the
+    prior has little effect near the data.
 
     **Arguments:**
 
     - `network`: the trained network.
-    - `prior`: a network with outputs like those of `network`, often the same architecture from another key. It is
-        called in inference mode, with the positional inputs of `network` but without its keyword arguments (keys of
-        dropout) and its `equinox.nn.State`.
-    - `scale`: $\beta$, one number. With `build(zip={"scale": ...})` each member has its own.
+    - `prior`: a network whose outputs have the shapes of those of `network`, often the same architecture with another
+        key. It is called in inference mode with the positional inputs of `network`, without its keyword arguments (such
+        as dropout keys) and its `equinox.nn.State`.
+    - `scale`: $\beta$, one number. `build(zip={"scale": ...})` gives each member its own.
 
-    **Raises:** `TypeError` for networks that are not callable and for a scale that is not one number; `ValueError`
-    when called, if outputs of network and prior differ in structure or shape.
+    **Raises:** `TypeError` for networks that are not callable and for a scale that is not one number; when called,
+    `ValueError` if the outputs of network and prior differ in structure or shape.
 
     ```python
     def make(key):
@@ -72,7 +73,7 @@ class RandomisedPrior(eqx.Module, Generic[M]):
         self.scale = Frozen(check_scale(scale))
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
-        """The network's output plus the scaled prior; with a state among the inputs, and the new state."""
+        """The network's output plus the scaled prior; if a state is among the inputs, also the new state."""
         is_state = lambda x: isinstance(x, eqx.nn.State)
         out = self.network(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         out, *state = out if any(map(is_state, args)) else (out,)

@@ -12,29 +12,30 @@ from ._check import check_noise, check_row_ids, check_targets
 
 
 def noisy_targets(targets: Any, ids: Any, *, std: Any, row_ids: Any = None, key: Any) -> Each:
-    """Adds Gaussian noise to the targets, drawn once for each member and row.
+    """Adds Gaussian noise to the targets, drawn once per member and row.
 
-    A member sees the same noisy target of a row in every epoch and batch, and as often as the row is among its `rows`:
-    the noise belongs to the data. It follows from the key, the member's id and the row's id alone, so that more
-    members, more rows and their order change none of it. Noise that is drawn anew in every step averages out instead,
-    and leaves members as alike as without it.
+    The noise is part of the data: a member gets the same noisy target for a row in every epoch and batch, and for every
+    repetition of the row in its `rows`. It depends only on the key, the member's id and the row's id, not on the number
+    or order of members and rows. Noise that is redrawn in every step would average out, and would not make members
+    differ.
 
     **Arguments:**
 
     - `targets`: `(rows, ...)`, floating-point, shared by all members.
-    - `ids`: the members' ids, `ensemble.ids`, or their number.
-    - `std`: the standard deviation of the noise: one number, or an array of the shape of `targets`. That of the noise
-        which the targets have already makes linear members draws from the posterior:
+    - `ids`: the ids of the members, `ensemble.ids`, or the number of members.
+    - `std`: the standard deviation of the noise: one number, or an array of the shape of `targets`. Equal to that of
+        the noise already in the targets, it makes linear members draws from the posterior:
         [`eqx_ensemble.methods.priors.draw_anchors`][].
-    - `row_ids`: an integer id of each row `(rows,)`, for rows that are a part of a larger data set, such as a batch
-        of a loader; by default `0, 1, 2, ...`.
+    - `row_ids`: one integer id per row `(rows,)`, for rows of a larger data set, such as a batch of a loader; by
+        default `0, 1, 2, ...`.
     - `key`: the root key.
 
     **Returns:** the noisy targets of each member, an [`eqx_ensemble.Each`][] `(members, rows, ...)` for the data of
     [`eqx_ensemble.fit`][], in the dtype of `targets`.
 
-    **Raises:** `TypeError` for targets that are not floating-point numbers, or for ids and keys of the wrong kind;
-    `ValueError` for a standard deviation that is negative or of another shape.
+    **Raises:** `TypeError` for targets that are not floating-point, and for ids and keys of the wrong type;
+    `ValueError` for targets without rows, row ids out of range, and a standard deviation that is negative or of another
+    shape.
 
     ```python
     x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
