@@ -1,4 +1,4 @@
-"""Laplace approximations: a Gaussian posterior of some weights of each member, around the trained ones."""
+"""Laplace approximations: a Gaussian posterior over some weights of each member, centred at the trained weights."""
 
 from ._fit import fit as fit
 from ._laplace import Laplace as Laplace

@@ -10,12 +10,12 @@ from ..._check import check_array, check_positive_int, check_word, concrete, fir
 from ._links import LINKS
 from ._selection import Leaves
 
-_MOST_SQUARE = 2**15  # weights of a full covariance, of 4 GiB in single precision
+_MOST_SQUARE = 2**15  # weights with a full covariance: 4 GiB in single precision
 
 
 @contextlib.contextmanager
 def explain_where(name: str) -> Iterator[None]:
-    """Says that a selection failed, and of what it is one."""
+    """Turns an error of `where` into one that explains how to select nodes of a member."""
     try:
         yield
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -27,7 +27,7 @@ def explain_where(name: str) -> Iterator[None]:
 
 
 def check_chosen(leaves: Sequence[Any], count: int, *, name: str) -> None:
-    """At least one floating-point array of a member's own, and no complex one."""
+    """Raises unless at least one per-member floating-point array, and no complex one, is selected."""
     for leaf in leaves:
         if jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.complexfloating):
             raise TypeError(f"`{name}` needs real weights, got {leaf.dtype} of shape {leaf.shape}.")
@@ -39,7 +39,7 @@ def check_chosen(leaves: Sequence[Any], count: int, *, name: str) -> None:
 
 
 def check_layer(found: Sequence[Any], can: Sequence[bool], *, name: str) -> None:
-    """One linear layer of a member's own."""
+    """Raises unless one linear layer with per-member arrays is selected."""
     if len(found) != 1 or not is_integer(found[0]) or not can[found[0]]:
         raise ValueError(
             f'`{name}` needs `where` to select one `equinox.nn.Linear` for `structure="kron"`, with arrays of each '
@@ -49,7 +49,7 @@ def check_layer(found: Sequence[Any], can: Sequence[bool], *, name: str) -> None
 
 
 def check_sizes(count: int, structure: str, *, name: str) -> None:
-    """A covariance that can be held."""
+    """Raises if a full covariance would be too large for memory."""
     if structure == "full" and count > _MOST_SQUARE:
         raise ValueError(
             f'`{name}` with `structure="full"` holds a matrix of the square of the selected weights; got {count}, '
@@ -58,7 +58,7 @@ def check_sizes(count: int, structure: str, *, name: str) -> None:
 
 
 def check_indices(indices: Any, num_weights: int, structure: str, *, name: str) -> Any:
-    """Positions among the selected weights, each once: of all members, or in an `Each` of every one."""
+    """Raises unless `indices` are unique positions of selected weights, shared or in an `Each`. Returns them."""
     if indices is None:
         return None
     if structure == "kron":
@@ -81,7 +81,7 @@ def check_indices(indices: Any, num_weights: int, structure: str, *, name: str) 
 
 
 def check_per_member(name: str, argument: str, value: Any, own: Any) -> Any:
-    """A number above zero for all members, or one for each `(members,)`, like `own`, which is the default."""
+    """Raises unless `value` is one positive number, or one per member. Returns `(members,)`; `own` by default."""
     if own is None:
         if value is not None:
             raise TypeError(f"`{name}` takes `{argument}` for regression only: classes have no noise.")
@@ -102,19 +102,19 @@ def check_per_member(name: str, argument: str, value: Any, own: Any) -> Any:
 
 
 def check_some_value(prior_precision: Any, noise: Any, *, name: str) -> None:
-    """Something to replace."""
+    """Raises if no value is given."""
     if prior_precision is None and noise is None:
         raise TypeError(f"`{name}` needs `prior_precision` or `noise`, got neither.")
 
 
 def check_no_noise(noise: Any, *, name: str) -> None:
-    """No noise where there are classes."""
+    """Raises for noise with a likelihood of classes."""
     if noise is not None:
         raise TypeError(f"`{name}` takes `noise` for regression only: classes have none.")
 
 
 def check_link(link: Any, likelihood: str, *, name: str) -> Any:
-    """A link that the likelihood has."""
+    """Raises unless the likelihood supports the link. Returns the link, or its default."""
     if likelihood == "regression":
         if link is not None:
             raise TypeError(f"`{name}` takes `link` for classes only: a regression's mean and variance are exact.")
@@ -127,7 +127,7 @@ def check_link(link: Any, likelihood: str, *, name: str) -> Any:
 
 
 def check_sampling(link: Any, num_samples: Any, key: Any, *, name: str) -> int:
-    """Samples and a key where they are used, and only there."""
+    """Raises unless samples and a key are given for `link="mc"`, and only then. Returns the number of samples."""
     if link != "mc":
         given = [word for word, value in (("num_samples", num_samples), ("key", key)) if value is not None]
         if given:
@@ -139,7 +139,7 @@ def check_sampling(link: Any, num_samples: Any, key: Any, *, name: str) -> int:
 
 
 def check_subnetwork_size(count: Any, num_weights: int, *, name: str) -> int:
-    """A count of at most so many."""
+    """Raises unless `count` is from 1 to the number of weights. Returns it."""
     number = check_positive_int(count, "count", name=name)
     if number > num_weights:
         raise ValueError(f"`{name}` needs `count` of at most {num_weights}, the number of weights; got {number}.")
@@ -147,7 +147,7 @@ def check_subnetwork_size(count: Any, num_weights: int, *, name: str) -> int:
 
 
 def check_subnetwork(selection: Any, *, name: str) -> None:
-    """A posterior of leaves."""
+    """Raises for the posterior of a layer (`"kron"`)."""
     if not isinstance(selection, Leaves):
         raise TypeError(
             f'`{name}` needs a fit with `structure="diag"` or `"full"`: of a layer all weights belong together.'

@@ -19,14 +19,14 @@ from ..._check import (
 
 
 def check_pair(data: Any, *, name: str) -> tuple[Any, Any]:
-    """Inputs and targets."""
+    """Raises unless `data` is a pair. Returns inputs and targets."""
     if not isinstance(data, tuple | list) or len(data) != 2:
         raise TypeError(f"`{name}` needs `data` to be a pair `(inputs, targets)`, got {kind_text(data)}.")
     return data[0], data[1]
 
 
 def check_row_weights(values: Any, kept: Any, num_rows: int, num_members: int, *, name: str) -> Any:
-    """Weights of rows, of all members or in an `Each` of every one, with zeros for rows that do not count."""
+    """Raises for invalid row weights, shared or in an `Each`. Returns them, with zeros for masked rows."""
     own = isinstance(values, Each)
     expected = (num_members, num_rows) if own else (num_rows,)
     given = values.per_member() if isinstance(values, Each) else values
@@ -45,7 +45,7 @@ def check_row_weights(values: Any, kept: Any, num_rows: int, num_members: int, *
 
 
 def check_outputs(shape: Any, likelihood: str, *, name: str) -> None:
-    """One floating-point array of outputs, of a shape that fits the likelihood."""
+    """Raises unless the output is one floating-point array with a shape that matches the likelihood."""
     if not isinstance(shape, jax.ShapeDtypeStruct) or not jnp.issubdtype(shape.dtype, jnp.floating):
         got = f"{shape.dtype} of shape {shape.shape}" if isinstance(shape, jax.ShapeDtypeStruct) else kind_text(shape)
         raise TypeError(
@@ -69,12 +69,12 @@ def check_outputs(shape: Any, likelihood: str, *, name: str) -> None:
 
 
 def check_targets(targets: Any, likelihood: str, shape: tuple[int, ...], mask: Any, *, name: str) -> Any:
-    """Targets `(rows, out)` or labels `(rows,)` that fit the outputs, also in an `Each`."""
+    """Raises unless targets match the outputs. Returns targets `(rows, out)` or labels `(rows,)`, or an `Each`."""
     own = isinstance(targets, Each)
     array = check_array(name, "data[1]", targets.per_member() if isinstance(targets, Each) else targets)
     rows = array.shape[: 1 + own]
     if likelihood == "classification":
-        logits = np.broadcast_to(np.float32(0), (*rows, *shape))  # for its shape alone
+        logits = np.broadcast_to(np.float32(0), (*rows, *shape))  # only for its shape
         checked = check_labels(name, array, jnp.asarray(logits), mask, argument="outputs", members=False)
     else:
         checked = _check_values(array, likelihood, rows, shape, mask, name)

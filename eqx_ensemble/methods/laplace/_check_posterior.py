@@ -7,13 +7,13 @@ from ...train import DivergedError
 
 
 def check_healthy(run: Any, healthy: np.ndarray, *, name: str) -> None:
-    """At least one member that did not diverge."""
+    """Raises if all members diverged."""
     if not healthy.any():
         raise DivergedError(f"`{name}` needs members that did not diverge: all {len(healthy)} did.", run)
 
 
 def check_finite_posterior(posterior: Any, ids: Any, *, name: str) -> None:
-    """Finite curvatures, and noise above zero."""
+    """Raises unless curvatures are finite and noise is above zero."""
     values, loss = concrete(posterior.curvature.values), concrete(posterior.loss)
     if values is None or loss is None:
         return
@@ -32,7 +32,7 @@ def check_finite_posterior(posterior: Any, ids: Any, *, name: str) -> None:
 
 
 def check_called_once(error: Any, *, name: str) -> None:
-    """A linear layer whose Jacobian is an outer product."""
+    """Raises unless the Jacobian of a linear layer is an outer product."""
     host = concrete(error)
     if host is not None and np.isfinite(host).all() and (host > 1e-2).any():
         raise ValueError(
@@ -43,7 +43,7 @@ def check_called_once(error: Any, *, name: str) -> None:
 
 
 def check_optimum(precision: Any, noise: Any, ids: Any, *, name: str) -> None:
-    """Optima inside of their brackets."""
+    """Raises unless all optima are inside their brackets."""
     host = concrete(precision)
     if host is None:
         return

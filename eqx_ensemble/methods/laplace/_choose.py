@@ -14,9 +14,9 @@ from ._selection import is_linear, widest
 
 
 class Chosen(NamedTuple):
-    """What `where` selects of a member: leaves, or one linear layer.
+    """The selection of `where` in a member: leaves, or one linear layer.
 
-    `num_weights` counts it, `shape` is that of a layer's matrix with its bias.
+    `num_weights` is the number of selected weights, `shape` that of a layer's matrix with the bias as a column.
     """
 
     positions: tuple[int, ...]
@@ -26,7 +26,7 @@ class Chosen(NamedTuple):
 
 
 def choose(ensemble: Ensemble, where: Callable[[Any], Any], structure: str, *, name: str) -> Chosen:
-    """The weights of a member that `where` selects, as `equinox.tree_at` does."""
+    """Selects weights of a member by `where`, as in `equinox.tree_at`."""
     model = member_shapes(ensemble)
     if structure == "kron":
         return _layer(ensemble, model, where, name)
@@ -42,7 +42,7 @@ def choose(ensemble: Ensemble, where: Callable[[Any], Any], structure: str, *, n
 
 
 def member_shapes(ensemble: Ensemble) -> PyTree:
-    """The model of one member, with shapes for arrays."""
+    """The model of one member, with shapes instead of arrays."""
     return eqx.filter_eval_shape(lambda ensemble: ensemble.one((tree.take(ensemble.arrays, 0), None)), ensemble)
 
 
@@ -61,7 +61,7 @@ def _layer(ensemble: Ensemble, model: PyTree, where: Callable[[Any], Any], name:
 
 
 def _own(ensemble: Ensemble) -> list[bool]:
-    """Whether each leaf of a member is its own, and not frozen."""
+    """Whether each leaf of a member is per member and not frozen."""
     stacked = jax.tree.map(lambda _: True, ensemble.arrays)
     marks = eqx.combine(stacked, jax.tree.map(lambda _: False, ensemble.shared))
     return [mine and not frozen for mine, frozen in zip(jax.tree.leaves(marks), frozen_flags(marks), strict=True)]

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 Sums = Any
-"""What is summed over the rows: a tree of arrays."""
+"""The accumulated sums over rows: a tree of arrays."""
 
 
 class AbstractCurvature(eqx.Module):
-    """The generalised Gauss-Newton matrix of one member's weights, by its eigenvalues and eigenvectors.
+    """The eigendecomposition of the generalised Gauss-Newton matrix of one member's weights.
 
-    No matrix is squared where it can be avoided: rows are summed by QR decompositions of their roots, whose singular
-    values have half the condition of the eigenvalues, so that single precision suffices.
+    Where possible, no matrix is squared: rows are accumulated by QR decompositions of square roots. The condition
+    number of a root is the square root of that of the matrix, so single precision suffices.
     """
 
     values: eqx.AbstractVar[Float[Array, " weights"]]
@@ -22,12 +22,12 @@ class AbstractCurvature(eqx.Module):
     @staticmethod
     @abc.abstractmethod
     def start(num_weights: int, shape: tuple[int, int], dtype: Any) -> Sums:
-        """The sums over no rows; `shape` is that of a layer's matrix."""
+        """The initial sums; `shape` is that of a layer's matrix."""
 
     @staticmethod
     @abc.abstractmethod
     def add(sums: Sums, roots: Any, row_weights: Float[Array, " rows"]) -> Sums:
-        """The sums with more rows: their Jacobians, multiplied by a root of the likelihood's second derivative."""
+        """Adds rows to the sums; `roots` are Jacobians times a root of the second derivative of the likelihood."""
 
     @classmethod
     @abc.abstractmethod
@@ -36,11 +36,11 @@ class AbstractCurvature(eqx.Module):
 
     @abc.abstractmethod
     def rotate(self, noise: Float[Array, " weights"]) -> Float[Array, " weights"]:
-        """The eigenvectors times a vector: from coordinates along them to weights."""
+        """The eigenvectors times a vector: maps eigencoordinates to weights."""
 
     @abc.abstractmethod
     def covariance(self, jacobian: Any, precision: Float[Array, " weights"]) -> Float[Array, "out out"]:
-        """The covariance of the outputs, for weights with this precision along the eigenvectors."""
+        """The covariance of the outputs, given the precision of the weights along the eigenvectors."""
 
     @abc.abstractmethod
     def variance(self, precision: Float[Array, " weights"]) -> Float[Array, " weights"]:

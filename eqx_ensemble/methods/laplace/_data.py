@@ -22,7 +22,7 @@ class Data(NamedTuple):
     weights: Any
 
     def batch(self, start: int, size: int, num_rows: int) -> "Data":
-        """So many rows from `start`; beyond the end the last one, with weight zero."""
+        """`size` rows from `start`; padded by repeating the last row with weight zero."""
         rows = np.arange(start, start + size)
         beyond = rows >= num_rows
         some = _map_rows(lambda x, axis: take_rows(x, np.minimum(rows, num_rows - 1), axis=axis), self)
@@ -31,7 +31,7 @@ class Data(NamedTuple):
 
 
 def prepare(data: Any, num_members: int, row_weights: Any, mask: Any, *, name: str) -> tuple[Data, int]:
-    """The data of all members, without what is in rows that do not count; and the number of rows."""
+    """Checks the data. Returns them with zeros in masked rows, and the number of rows."""
     x, y = check_pair(data, name=name)
     x, y = from_foreign_tree(x, "data[0]", name=name), from_foreign_tree(y, "data[1]", name=name)
     check_no_batch((x, y))
@@ -46,12 +46,12 @@ def prepare(data: Any, num_members: int, row_weights: Any, mask: Any, *, name: s
 
 
 def take_members(value: Any, kept: np.ndarray) -> Any:
-    """The parts of some members in all that is marked `Each`."""
+    """Takes some members of all parts marked `Each`."""
     return _axes.map_each(lambda own: Each(tree.take(own, kept)), value)
 
 
 def _map_rows(fn: Any, value: PyTree) -> Any:
-    """`fn(array, axis)` of all arrays, with the axis of their rows."""
+    """Maps `fn(array, axis)` over all arrays, with the axis of their rows."""
     own = lambda inner: Each(jax.tree.map(lambda x: fn(x, 1), inner))
     return _axes.map_each(own, value, shared=lambda x: fn(x, 0))
 

@@ -7,27 +7,27 @@ from ._curvature import AbstractCurvature, Sums
 
 
 class DiagonalCurvature(AbstractCurvature):
-    """Its diagonal: the eigenvectors are the weights themselves."""
+    """The diagonal approximation; its eigenvectors are the unit vectors."""
 
     values: Float[Array, " weights"]
 
     @staticmethod
     def start(num_weights: int, shape: tuple[int, int], dtype: Any) -> Sums:
-        """A zero for each weight."""
+        """One zero per weight."""
         return jnp.zeros(num_weights, dtype)
 
     @staticmethod
     def add(sums: Sums, roots: Float[Array, "rows out weights"], row_weights: Float[Array, " rows"]) -> Sums:
-        """The sum of squares."""
+        """Adds weighted squares."""
         return sums + jnp.einsum("r,row->w", row_weights, roots**2)
 
     @classmethod
     def finish(cls, sums: Sums) -> "DiagonalCurvature":
-        """The sums as they are."""
+        """The sums are the eigenvalues."""
         return cls(sums)
 
     def rotate(self, noise: Float[Array, " weights"]) -> Float[Array, " weights"]:
-        """The vector as it is."""
+        """The vector itself."""
         return noise
 
     def covariance(

@@ -7,26 +7,26 @@ from jaxtyping import Array, Float
 from ._likelihoods import log_likelihood
 from ._member import LaplaceMember
 
-_HALVINGS = 64  # of a bracket of `_WIDTH` in the logarithm: below the rounding of double precision
+_HALVINGS = 64  # of a bracket of width `_WIDTH` in log space: below the rounding of double precision
 _WIDTH = 80.0
 _MOST_ROUNDS = 1_000
 
 
 def log_evidence(member: LaplaceMember, prior_precision: Any, noise: Any) -> Float[Array, ""]:
-    """The logarithm of the marginal likelihood of one member's data, in nats."""
+    """The log marginal likelihood of the data under one member, in nats."""
     posterior = member.posterior
     values = posterior.curvature.values if noise is None else posterior.curvature.values / noise**2
     vector = posterior.selection.vector(member.model)
-    logdets = jnp.sum(jnp.log1p(values / prior_precision))  # of posterior and prior precision, subtracted
+    logdets = jnp.sum(jnp.log1p(values / prior_precision))  # log det of the posterior precision minus that of the prior
     fit = log_likelihood(member.problem.likelihood, posterior.loss, posterior.count, noise)
     return fit - (logdets + prior_precision * (vector @ vector)) / 2
 
 
 def best_prior(member: LaplaceMember, *, with_noise: bool) -> tuple[Float[Array, ""], Float[Array, ""] | None]:
-    """The prior precision, and the noise, of the largest evidence of one member, its weights being fixed.
+    """The prior precision and the noise that maximise the evidence of one member, with fixed weights.
 
-    The derivative by the logarithm of the precision has one root, and so has that by the logarithm of the noise. Both
-    are bisected in turn, so that the evidence never falls.
+    The derivatives with respect to the logarithms of precision and noise each have one root. They are bisected in turn,
+    so the evidence never decreases.
     """
     posterior = member.posterior
     vector = posterior.selection.vector(member.model)
@@ -66,7 +66,7 @@ def _best_inverse(
 
 
 def _bisect(above: Any, most: Float[Array, ""]) -> Float[Array, ""]:
-    """The number where `above` begins to hold, at most `most`, to the last digits of its logarithm."""
+    """The smallest number up to `most` at which `above` holds, by bisection of its logarithm."""
     high = jnp.log(most)
 
     def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -55,67 +55,66 @@ def fit(
     plan: AnyPlan = None,
     mesh: Mesh | None = None,
 ) -> Laplace[Any]:
-    r"""Fits a Gaussian to the posterior of some weights of each trained member: the Laplace approximation.
+    r"""Laplace approximation: fits a Gaussian to the posterior over some weights of each trained member.
 
-    Around a member's weights $w$ the posterior of those that `where` selects is $N(w, P^{-1})$, with
+    The posterior over the weights selected by `where` is $N(w, P^{-1})$, centred at the member's weights $w$, with
 
     $$P = \sum_n J_n^\top \Lambda_n J_n + \delta I$$
 
     summed over all rows: $J_n$ is the Jacobian of the outputs, $\Lambda_n$ the second derivative of the negative
-    log-likelihood by the outputs, $\delta$ the precision of a Gaussian prior of mean 0. It is the generalised
-    Gauss-Newton matrix, which for a linear model is the Hessian. All other weights count as known. A mixture of the
-    members' posteriors is better than that of one member: they are around different optima.
+    log-likelihood with respect to the outputs, $\delta$ the precision of a Gaussian prior with mean 0. The sum is the
+    generalised Gauss-Newton matrix, which for a linear model is the Hessian. All other weights are fixed. A mixture of
+    the members' posteriors is better than that of one member, because it covers several optima.
 
     The weights should be a mode of this posterior. A **mean** loss over $N$ rows with the penalty
-    $\frac{\lambda}{2} \lVert w \rVert^2$ has the prior precision $\delta = N \lambda$; with a mean of squared errors,
-    which lacks the factor $1 / (2 s^2)$, it is $\delta = N \lambda / (2 s^2)$. The decoupled weight decay of
-    `optax.adamw` is no such penalty. [`eqx_ensemble.methods.laplace.Laplace.optimise_prior`][] finds a precision from
-    the training data.
+    $\frac{\lambda}{2} \lVert w \rVert^2$ has the prior precision $\delta = N \lambda$; a mean squared error, which
+    lacks the factor $1 / (2 s^2)$, has $\delta = N \lambda / (2 s^2)$. The decoupled weight decay of `optax.adamw` is
+    not such a penalty. [`eqx_ensemble.methods.laplace.Laplace.optimise_prior`][] estimates a precision from the
+    training data.
 
-    | structure | weights | memory of a member | time |
+    | structure | weights | memory per member | time |
     |---|---|---|---|
     | `"full"` | any $p$ | $p^2$ | rows $\cdot$ outputs $\cdot p^2 + p^3$ |
     | `"kron"` | one linear layer, $a$ to $b$ | $a^2 + b^2$ | rows $\cdot (a^2 + b^2 \cdot$ outputs$) + a^3 + b^3$ |
     | `"diag"` | any $p$ | $p$ | rows $\cdot$ outputs $\cdot p$ |
 
     Each batch needs rows $\cdot$ outputs $\cdot p$ numbers in addition, with `"kron"` rows $\cdot (a + b \cdot$
-    outputs$)$. On CPUs, LAPACK decomposes the matrices in threads of its own, which spin while they wait for each
-    other: on cores that other work keeps busy, `OPENBLAS_NUM_THREADS=1` in the environment, set before the program
-    starts, can make a fit ten times faster.
+    outputs$)$. On CPUs, LAPACK uses its own threads, which spin while they wait for each other. On busy cores, setting
+    `OPENBLAS_NUM_THREADS=1` in the environment before the program starts can make a fit ten times faster.
 
     **Arguments:**
 
-    - `ensemble`: trained members, or the run of [`eqx_ensemble.fit`][], whose best weights are taken and whose members
-        that diverged are left out, with a warning.
+    - `ensemble`: trained members, or the run of [`eqx_ensemble.fit`][]: its best weights are used, and diverged members
+        are excluded with a warning.
     - `data`: the training data, a pair of inputs and targets `(rows, ...)`, or `(members, rows, ...)` in parts marked
         [`eqx_ensemble.Each`][].
-    - `likelihood`: `"regression"`: Gaussian noise, the same for all outputs. `"binary"`: one logit, labels 0 and 1.
-        `"classification"`: logits of all classes, integer labels.
+    - `likelihood`: `"regression"`: Gaussian noise with the same variance for all outputs. `"binary"`: one logit, labels
+        0 and 1. `"classification"`: logits of all classes, integer labels.
     - `where`: selects nodes of one member, as in `equinox.tree_at`: `lambda model: model.layers[-1]` for a last-layer
-        approximation. Arrays that members share, integers, and what is [`eqx_ensemble.train.Frozen`][] are left out.
-    - `structure`: what is kept of $P$. `"full"`: all of it. `"diag"`: its diagonal. `"kron"`: for one
-        `equinox.nn.Linear`, called once per row, KFAC with the bias as one more input; exact for regression in a last
-        layer, and for one row.
-    - `prior_precision`: $\delta$, a number, or one for each member `(members,)`.
-    - `noise`: the standard deviation of the noise for `"regression"`, a number or `(members,)`; by default that of each
-        member's residuals, which is too small where a member overfits.
-    - `indices`: a subnetwork: positions in the concatenation of the selected leaves, integers `(n,)`, or in an
-        `Each` `(members, n)`, such as those of [`eqx_ensemble.methods.laplace.subnetwork`][]. The posterior is the
-        inverse of their block of $P$, other weights being known; it is not their marginal.
-    - `row_weights`: how often each row counts, `(rows,)`, or in an `Each` `(members, rows)`: for a bootstrap,
+        approximation. Shared arrays, integer arrays and those in [`eqx_ensemble.train.Frozen`][] are excluded.
+    - `structure`: the approximation of $P$. `"full"`: the full matrix, for at most 32,768 weights. `"diag"`: its
+        diagonal. `"kron"`: KFAC for one `equinox.nn.Linear` that is called once per row, with the bias as an additional
+        input; exact for regression in a last layer, and for one row.
+    - `prior_precision`: $\delta$, one number, or one per member `(members,)`.
+    - `noise`: the standard deviation of the noise for `"regression"`, one number or `(members,)`; by default that of
+        each member's residuals, which is too small if the member overfits.
+    - `indices`: a subnetwork: positions in the concatenation of the selected leaves, integers `(n,)`, or in an `Each`
+        `(members, n)`, such as those of [`eqx_ensemble.methods.laplace.subnetwork`][]. Their covariance is the inverse
+        of their block of $P$, with all other weights fixed; it is not their marginal covariance.
+    - `row_weights`: the weight of each row, `(rows,)`, or in an `Each` `(members, rows)`: for a bootstrap,
         `ee.Each(ee.resample.counts(rows, num_rows))`.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `state`: the stacked `equinox.nn.State` of stateful members; that of a run by default. Members are called in
+    - `state`: the stacked `equinox.nn.State` of stateful members; by default that of the run. Members are called in
         inference mode.
     - `fn`: called instead of the member as `fn(model, x)`, or `fn(model, x, state) -> (outputs, state)`.
-    - `batch_size`: rows per batch. It changes memory, and the result by rounding only.
+    - `batch_size`: rows per batch. It affects memory, and results only within rounding.
     - `plan`, `mesh`: how and where the members are executed, as for [`eqx_ensemble.map_members`][].
 
-    **Returns:** [`eqx_ensemble.methods.laplace.Laplace`][], which predicts, draws members, and gives the marginal
-    likelihood. It is saved by [`eqx_ensemble.save`][]; to load it, `like` is a fit to a few rows.
+    **Returns:** [`eqx_ensemble.methods.laplace.Laplace`][], with methods for predictions, draws of members and the
+    marginal likelihood. Save it with [`eqx_ensemble.save`][]; to load it, pass a fit to a few rows as `like`.
 
-    **Raises:** `TypeError` or `ValueError` for arguments that do not fit together; `ValueError` naming members whose
-    outputs are not finite; [`eqx_ensemble.train.DivergedError`][] for a run all of whose members diverged.
+    **Raises:** `TypeError` or `ValueError` for inconsistent arguments; `ValueError` that lists members whose outputs or
+    derivatives are not finite; [`eqx_ensemble.train.DivergedError`][] for a run in which all members diverged.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(2, 3, 8, 1, key=key), 4, key=key)
@@ -171,7 +170,7 @@ def fit(
 
 
 def _healthy_members(ensemble: Any, state: Any) -> tuple[Ensemble, Any, np.ndarray, int]:
-    """The members to fit, their state and their positions, among so many: of a run, those that did not diverge."""
+    """The members to fit (of a run, those that did not diverge), their state and positions, and the number of all."""
     if not isinstance(ensemble, Run):
         check_ensemble(ensemble, name=_NAME)
         return ensemble, state, np.arange(len(ensemble)), len(ensemble)
@@ -188,7 +187,7 @@ def _healthy_members(ensemble: Any, state: Any) -> tuple[Ensemble, Any, np.ndarr
 def _hyper(
     prior_precision: Any, noise: Any, likelihood: str, like: jax.Array, kept: np.ndarray
 ) -> tuple[jax.Array, Any]:
-    """Prior precision and noise of the members that are fitted."""
+    """The prior precision and noise of the fitted members."""
     precision = check_per_member(_NAME, "prior_precision", prior_precision, like)[kept]
     if not LIKELIHOODS[likelihood].has_noise:
         check_no_noise(noise, name=_NAME)
@@ -197,7 +196,7 @@ def _hyper(
 
 
 def _output_shape(ensemble: Ensemble, x: PyTree, state: Any, fn: Callable[..., Any] | None) -> Any:
-    """What a member returns for one row, with shapes for arrays."""
+    """The output of a member for one row, with shapes instead of arrays."""
     row = _axes.map_each(lambda own: jax.tree.map(lambda x: x[0, 0], own), x, shared=lambda x: x[0])
     one = lambda x, state, model: call(fn, eqx.nn.inference_mode(model), x, state)
     own_state = None if state is None else tree.take(state, 0)

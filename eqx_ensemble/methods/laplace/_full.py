@@ -7,19 +7,19 @@ from ._curvature import AbstractCurvature, Sums, add_rows, decompose
 
 
 class FullCurvature(AbstractCurvature):
-    """All of it: `vectors` `(weights, weights)` are columns."""
+    """The full matrix; the columns of `vectors` `(weights, weights)` are the eigenvectors."""
 
     values: Float[Array, " weights"]
     vectors: Float[Array, "weights weights"]
 
     @staticmethod
     def start(num_weights: int, shape: tuple[int, int], dtype: Any) -> Sums:
-        """A triangular root of zero."""
+        """A zero triangular root."""
         return jnp.zeros((num_weights, num_weights), dtype)
 
     @staticmethod
     def add(sums: Sums, roots: Float[Array, "rows out weights"], row_weights: Float[Array, " rows"]) -> Sums:
-        """The triangular root of the sum."""
+        """Updates the triangular root of the sum."""
         scaled = jnp.sqrt(row_weights)[:, None, None] * roots
         return add_rows(sums, scaled.reshape(-1, scaled.shape[-1]))
 

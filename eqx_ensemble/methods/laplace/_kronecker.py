@@ -8,7 +8,7 @@ from ._selection import Factors
 
 
 class KroneckerCurvature(AbstractCurvature):
-    """The Kronecker product of two small matrices, by their eigenvectors: of the layer's outputs and of its inputs.
+    """The Kronecker product of matrices for a layer's outputs and inputs, by their eigenvectors.
 
     `sum_n B_n x a_n a_n'` over rows is replaced by `mean_n B_n x sum_n a_n a_n'` (KFAC).
     """
@@ -19,13 +19,13 @@ class KroneckerCurvature(AbstractCurvature):
 
     @staticmethod
     def start(num_weights: int, shape: tuple[int, int], dtype: Any) -> Sums:
-        """Triangular roots of zero, and no rows."""
+        """Zero triangular roots, and a zero count."""
         units, inputs = shape
         return jnp.zeros((units, units), dtype), jnp.zeros((inputs, inputs), dtype), jnp.zeros((), dtype)
 
     @staticmethod
     def add(sums: Sums, roots: Factors, row_weights: Float[Array, " rows"]) -> Sums:
-        """The triangular roots of both sums, and the number of rows."""
+        """Updates the triangular roots of both sums, and the number of rows."""
         outputs, inputs, count = sums
         scale = jnp.sqrt(row_weights)
         of_rows = (scale[:, None, None] * roots.outputs).reshape(-1, outputs.shape[0])
@@ -34,7 +34,7 @@ class KroneckerCurvature(AbstractCurvature):
 
     @classmethod
     def finish(cls, sums: Sums) -> "KroneckerCurvature":
-        """Eigenvalues are the products of those of both factors."""
+        """The eigenvalues are the products of those of the factors."""
         outputs, inputs, count = sums
         of_outputs, left = decompose(outputs / jnp.sqrt(count))
         of_inputs, right = decompose(inputs)

@@ -26,14 +26,14 @@ M = TypeVar("M")
 
 
 class Laplace(eqx.Module, Generic[M]):
-    r"""Gaussian posteriors of the weights of all members; [`eqx_ensemble.methods.laplace.fit`][] makes it.
+    r"""Gaussian posteriors over the weights of all members, the result of [`eqx_ensemble.methods.laplace.fit`][].
 
-    Each member has its own posterior, around its own weights. Together they are a mixture of Gaussians with equal
-    weights. `posterior[[0, 2]]` is that of some members, with their ids.
+    Each member has its own posterior, centred at its weights. Together they are a mixture of Gaussians with equal
+    weights. `posterior[[0, 2]]` selects members and keeps their ids.
 
     **Attributes:**
 
-    - `members`: the members with their posteriors, an ensemble.
+    - `members`: an ensemble of the members with their posteriors.
     - `state`: the stacked `equinox.nn.State` of stateful members, else `None`.
     """
 
@@ -41,7 +41,7 @@ class Laplace(eqx.Module, Generic[M]):
     state: eqx.nn.State | None
 
     def __getitem__(self, index: Any) -> "Laplace[M]":
-        """The posterior of some members: an integer, a slice, a list of integers or a mask."""
+        """Selects members by an integer, a slice, a list of integers or a mask."""
         check_index_of_members(index)
         if isinstance(index, int | np.integer):
             index = [index]
@@ -52,7 +52,7 @@ class Laplace(eqx.Module, Generic[M]):
 
     @property
     def ensemble(self) -> Ensemble[M]:
-        """The ensemble that the posteriors are around."""
+        """The ensemble of the members' trained weights, the means of the posteriors."""
         return Ensemble(self.members.stacked.model, self.members.shared.model, self.members.ids)
 
     @property
@@ -68,17 +68,17 @@ class Laplace(eqx.Module, Generic[M]):
     def sample(self, num_samples: int, *, key: Any) -> Ensemble[M]:
         """Draws members from the posteriors.
 
-        A draw is a member whose selected weights are replaced. Draws do not change with `num_samples`. They call the
-        model itself, where [`eqx_ensemble.methods.laplace.Laplace.predict`][] calls its linearisation: for a last
-        layer both are the same, for inner layers predictions of draws are known to fit worse.
+        A draw is a member whose selected weights are replaced. Draw $i$ does not depend on `num_samples`. Draws use the
+        model itself, whereas [`eqx_ensemble.methods.laplace.Laplace.predict`][] uses its linearisation: for a last
+        layer both agree; for inner layers predictions of draws are known to be worse.
 
         **Arguments:**
 
         - `num_samples`: the number of draws from each member.
-        - `key`: the root key. The stream of a member follows from its id.
+        - `key`: the root key. The random stream of a member is derived from its id.
 
-        **Returns:** the ensemble of all draws, those of one member one after another, with the ids
-        `id * num_samples + i`. Stateful draws have the state of their member:
+        **Returns:** the ensemble of all draws, those of one member adjacent, with the ids `id * num_samples + i`. Draws
+        of stateful members use the state of their member:
         `ee.tree.take(posterior.state, np.repeat(np.arange(num_members), num_samples))`.
 
         **Raises:** `TypeError` or `ValueError` for invalid arguments.
@@ -99,35 +99,37 @@ class Laplace(eqx.Module, Generic[M]):
         key: Any = None,
         **options: Any,
     ) -> PyTree:
-        r"""Predictions of all members, averaged over their posteriors, with the models linearised in the weights.
+        r"""Posterior predictions of all members, with the models linearised in the weights.
 
-        The outputs of a member for a row are Gaussian, with the mean $f(x)$ and the covariance $S = J P^{-1} J^\top$.
-        For regression the prediction is a mean and a variance, that of the noise included. For classes the
-        average of the probabilities has no closed form; `link` chooses an approximation:
+        The outputs of a member for a row are Gaussian, with mean $f(x)$ and covariance $S = J P^{-1} J^\top$. For
+        regression the prediction is a mean and a variance, including that of the noise. For classes the mean
+        probabilities have no closed form; `link` chooses an approximation:
 
-        - `"probit"`, the default: $f / \sqrt{1 + \pi \operatorname{diag}(S) / 8}$ are logits. For two classes its
-            error is below 0.02. For more it ignores correlations: variance that is common to all logits, which changes
-            no probability, makes the prediction less certain.
-        - `"mc"`: draws from the Gaussian, `num_samples` for each row. Exact up to their error.
-        - `"bridge"`: the mean of a Dirichlet (Laplace bridge). It does not depend on the scale of $S$ at all, so that
-            rows far from the data are as certain as others; `"bridge_norm"` rescales both $f$ and $S$ first, as
+        - `"probit"`, the default: $f / \sqrt{1 + \pi \operatorname{diag}(S) / 8}$ are logits. For two classes its error
+            is below 0.02. For more classes it ignores correlations: variance common to all logits, which changes no
+            probability, makes the prediction less confident.
+        - `"mc"`: Monte Carlo with `num_samples` draws per row, exact up to sampling error.
+        - `"bridge"`: the mean of a Dirichlet (Laplace bridge). It does not depend on the scale of $S$, so predictions
+            far from the data are as confident as others; `"bridge_norm"` first rescales both $f$ and $S$, as
             laplace-torch does. Not for `likelihood="binary"`.
 
         **Arguments:**
 
         - `x`: any PyTree of arrays `(rows, ...)`, as for [`eqx_ensemble.predict`][].
         - `link`: for classes, as above.
-        - `num_samples`: the number of draws of `link="mc"`, 100 by default.
-        - `combine`: combines the predictions of all members, such as [`eqx_ensemble.combine.mixture`][] for classes
-            and [`eqx_ensemble.combine.gaussian`][] for regression: the mixture, with equal weights.
-        - `key`: the root key of `link="mc"`.
-        - `options`: others of [`eqx_ensemble.predict`][], such as `batch_size`, `memory`, `plan`, `mesh` and `weights`.
+        - `num_samples`: the number of draws for `link="mc"`, 100 by default.
+        - `combine`: combines the predictions of all members, such as [`eqx_ensemble.combine.mixture`][] for classes and
+            [`eqx_ensemble.combine.gaussian`][] for regression, mixtures with equal weights.
+        - `key`: the root key for `link="mc"`.
+        - `options`: other options of [`eqx_ensemble.predict`][], such as `batch_size`, `memory`, `plan`, `mesh` and
+            `weights`.
 
-        **Returns:** for classes the log-probabilities `(members, rows, classes)`, also for two, which all functions of
-        logits take; for regression [`eqx_ensemble.combine.Gaussian`][], of which each part is
+        **Returns:** for classes, log-probabilities `(members, rows, classes)`, also for two classes, which all
+        functions of logits accept; for regression, [`eqx_ensemble.combine.Gaussian`][] with parts
         `(members, rows, ...)`. With `combine`, its result.
 
-        **Raises:** `TypeError` or `ValueError` for options that do not fit the likelihood.
+        **Raises:** `TypeError` or `ValueError` for options that the likelihood does not support; also as
+        [`eqx_ensemble.predict`][].
         """
         name = "methods.laplace.Laplace.predict"
         link = check_link(link, self.members.stacked.problem.likelihood, name=name)
@@ -137,34 +139,34 @@ class Laplace(eqx.Module, Generic[M]):
         return predict(self.members, x, fn=fn, combine=combine, state=self.state, **chance, **options)
 
     def outputs(self, x: PyTree, **options: Any) -> Outputs:
-        """The Gaussian of each member's outputs for each row: means, and covariances of the linearised model.
+        """The Gaussian distribution of each member's outputs for each row, from the linearised model.
 
         **Arguments:**
 
         - `x`: as for [`eqx_ensemble.predict`][].
-        - `options`: others of [`eqx_ensemble.predict`][], without `combine`.
+        - `options`: other options of [`eqx_ensemble.predict`][], without `combine`.
 
-        **Returns:** a named tuple: `mean` `(members, rows, out)` and `covariance` `(members, rows, out, out)`, with the
-        outputs of a model on one axis. Noise is not included.
+        **Returns:** [`eqx_ensemble.methods.laplace.Outputs`][]: `mean` `(members, rows, out)` and `covariance`
+        `(members, rows, out, out)`, with the outputs of a model flattened to one axis. Noise is not included.
         """
         return predict(self.members, x, fn=PredictOutputs(), state=self.state, **options)
 
     def log_marginal_likelihood(self, prior_precision: Any = None, noise: Any = None) -> Float[Array, " members"]:
-        r"""The logarithm of each member's evidence, in nats.
+        r"""The log marginal likelihood (evidence) of each member, in nats.
 
         $$\log p(y \mid w) - \tfrac12 \big(\log\det P - \log\det P_0 + \delta \lVert w \rVert^2\big)$$
 
-        with the prior precision $P_0 = \delta I$ of the selected weights $w$. Exact for a linear model with
-        Gaussian noise at its posterior mean. It is differentiable in both arguments. Weights that are not selected
-        count as known, so that only posteriors of the same selection compare.
+        with the prior precision $P_0 = \delta I$ of the selected weights $w$. It is exact for a linear model with
+        Gaussian noise at its posterior mean, and differentiable with respect to both arguments. Weights that are not
+        selected are fixed, so only posteriors over the same selection are comparable.
 
         **Arguments:**
 
-        - `prior_precision`, `noise`: other values than those of the fit, each a number or `(members,)`.
+        - `prior_precision`, `noise`: one number or `(members,)` each; by default the values of the fit.
 
         **Returns:** `(members,)`.
 
-        **Raises:** `TypeError` or `ValueError` for values that are not above zero, and for `noise` of classes.
+        **Raises:** `TypeError` or `ValueError` for values that are not above zero, and for `noise` with classes.
         """
         name = "methods.laplace.Laplace.log_marginal_likelihood"
         own = check_per_member(name, "prior_precision", prior_precision, self.prior_precision)
@@ -172,23 +174,23 @@ class Laplace(eqx.Module, Generic[M]):
         return _log_evidence(self.members, own, noises)
 
     def optimise_prior(self, *, fit_noise: bool = False) -> "Laplace[M]":
-        r"""The same with the prior precision of the largest marginal likelihood, for each member.
+        r"""Maximises the marginal likelihood of each member over its prior precision.
 
-        It is MacKay's fixed point $\delta = \gamma / \lVert w \rVert^2$ with $\gamma = \sum_i l_i / (l_i + \delta)$,
-        which is unique, and is found by bisection. With `fit_noise` the noise is maximised too:
-        $s^2 = \lVert y - f \rVert^2 / (N - \gamma)$.
+        The maximum is MacKay's fixed point $\delta = \gamma / \lVert w \rVert^2$ with
+        $\gamma = \sum_i l_i / (l_i + \delta)$ and the eigenvalues $l_i$ of $P - \delta I$; it is unique, and is found
+        by bisection. With `fit_noise`, the noise is optimised too: $s^2 = \lVert y - f \rVert^2 / (N - \gamma)$.
 
-        The weights stay as they are: they were trained with another prior, and are no mode under the new one. Where
-        the two priors differ much, train again.
+        The weights do not change: they were trained with another prior, and are not a mode under the new one. If the
+        two priors differ much, retrain.
 
         **Arguments:**
 
-        - `fit_noise`: also for the standard deviation of the noise.
+        - `fit_noise`: whether to optimise the standard deviation of the noise too.
 
-        **Returns:** [`eqx_ensemble.methods.laplace.Laplace`][].
+        **Returns:** a new [`eqx_ensemble.methods.laplace.Laplace`][].
 
-        **Raises:** `TypeError` for `fit_noise` of classes; `ValueError` where the marginal likelihood has no maximum:
-        the weights are zero, or the data say nothing about them.
+        **Raises:** `TypeError` for `fit_noise` with classes; `ValueError` if the marginal likelihood has no maximum,
+        because the weights are zero or the outputs do not depend on them.
         """
         name = "methods.laplace.Laplace.optimise_prior"
         with_noise = check_flag(fit_noise, "fit_noise", name=name)
@@ -200,7 +202,7 @@ class Laplace(eqx.Module, Generic[M]):
 
 
 def with_values(posterior: Laplace[M], prior_precision: Array, noise: Array | None) -> Laplace[M]:
-    """The same posteriors with other values of the prior precision and the noise."""
+    """Replaces the prior precision and the noise of posteriors."""
     get = lambda members: (members.stacked.posterior.prior_precision, members.stacked.posterior.noise)
     members = eqx.tree_at(get, posterior.members, (prior_precision, noise), is_leaf=lambda x: x is None)
     return Laplace(members, posterior.state)

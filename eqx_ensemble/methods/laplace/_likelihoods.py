@@ -9,9 +9,9 @@ from jaxtyping import Array, Float
 
 
 class AbstractLikelihood(eqx.Module):
-    """What a Laplace approximation needs of a likelihood, for one row of outputs `(out,)`.
+    """The loss and curvature of a likelihood, for one row of outputs `(out,)`.
 
-    With noise, all is for noise of standard deviation 1, so that it may be changed afterwards.
+    A likelihood with noise is evaluated at standard deviation 1, so that the noise can be changed afterwards.
     """
 
     has_noise: eqx.AbstractClassVar[bool]
@@ -22,11 +22,11 @@ class AbstractLikelihood(eqx.Module):
 
     @abc.abstractmethod
     def root(self, outputs: Float[Array, " out"], jacobian: Float[Array, "out n"]) -> Float[Array, "out n"]:
-        """`L' jacobian`, with `L L'` the second derivative of the negative log-likelihood by the outputs."""
+        """`L' jacobian`, where `L L'` is the Hessian of the negative log-likelihood with respect to the outputs."""
 
 
 class Regression(AbstractLikelihood):
-    """Gaussian noise of one standard deviation for all outputs."""
+    """Gaussian noise with one standard deviation for all outputs."""
 
     has_noise: ClassVar[bool] = True
 
@@ -50,7 +50,7 @@ class Binary(AbstractLikelihood):
         return -jnp.sum(jax.nn.log_sigmoid(signed))
 
     def root(self, outputs: Float[Array, " out"], jacobian: Float[Array, "out n"]) -> Float[Array, "out n"]:
-        """The second derivative is `p (1 - p)`, by logarithms: neither factor loses its digits."""
+        """The second derivative is `p (1 - p)`, computed in log space for accuracy."""
         log = jax.nn.log_sigmoid(outputs) + jax.nn.log_sigmoid(-outputs)
         return jnp.exp(log / 2)[:, None] * jacobian
 
@@ -79,7 +79,7 @@ LIKELIHOODS: dict[str, AbstractLikelihood] = {
 
 
 def log_likelihood(kind: str, loss: Any, count: Any, noise: Any) -> Float[Array, ""]:
-    """The log-likelihood of all rows, from the sum of their losses and the number of targets, in nats."""
+    """The log-likelihood of all rows in nats, from the sum of their losses and the number of targets."""
     if not LIKELIHOODS[kind].has_noise:
         return -loss
     return -loss / (2 * noise**2) - count * (jnp.log(noise) + math.log(2 * math.pi) / 2)

@@ -17,9 +17,10 @@ def probit(mean: Float[Array, " classes"], covariance: Float[Array, "classes cla
 def bridge(
     mean: Float[Array, " classes"], covariance: Float[Array, "classes classes"], *, normalise: bool
 ) -> Float[Array, " classes"]:
-    """Log-probabilities of the mean of the Dirichlet that the Laplace bridge finds.
+    """Log-probabilities of the mean of the Dirichlet distribution given by the Laplace bridge.
 
-    Logits are first conditioned on a sum of zero. In logarithms: a concentration overflows where a logit is large.
+    Logits are first conditioned on a sum of zero. Computed in log space, because the concentration of a large logit
+    overflows.
     """
     classes = mean.shape[0]
     across = jnp.sum(covariance, axis=1)
@@ -27,7 +28,7 @@ def bridge(
     share = across / jnp.where(total > 0, total, 1)
     mean = mean - share * jnp.sum(mean)
     variance = jnp.diagonal(covariance) - share * across
-    # Rounding of a difference: a variance of zero would make a class certain.
+    # The difference may round to zero, and a zero variance would make a class certain.
     variance = jnp.maximum(variance, jnp.finfo(mean.dtype).eps * jnp.diagonal(covariance))
     if normalise:
         scale = jnp.mean(variance) / math.sqrt(classes / 2)
@@ -40,8 +41,8 @@ def bridge(
 def monte_carlo(
     mean: Float[Array, " classes"], covariance: Float[Array, "classes classes"], num_samples: int, key: Key[Array, ""]
 ) -> Float[Array, " classes"]:
-    """The logarithm of mean probabilities over draws of the logits."""
-    values, vectors = jnp.linalg.eigh(covariance)  # which may be singular
+    """The logarithm of the mean probabilities over draws of the logits."""
+    values, vectors = jnp.linalg.eigh(covariance)  # the covariance may be singular
     root = vectors * jnp.sqrt(jnp.maximum(values, 0))[None]
     noise = jax.random.normal(key, (num_samples, mean.shape[0]), mean.dtype)
     logs = jax.nn.log_softmax(mean[None] + noise @ root.T)
@@ -56,7 +57,7 @@ def log_probabilities(
     num_samples: int,
     key: Key[Array, ""] | None,
 ) -> Float[Array, " classes"]:
-    """The log-probabilities of the classes by one of the links."""
+    """The log-probabilities of the classes with the given link."""
     if link == "probit":
         return probit(mean, covariance)
     if link == "mc":
@@ -68,5 +69,5 @@ def log_probabilities(
 def both_classes(
     mean: Float[Array, " 1"], covariance: Float[Array, "1 1"]
 ) -> tuple[Float[Array, " 2"], Float[Array, "2 2"]]:
-    """The logits of the classes 0 and 1, for one logit."""
+    """The logits of classes 0 and 1 from one logit, and their covariance."""
     return jnp.concatenate([jnp.zeros_like(mean), mean]), jnp.pad(covariance, ((1, 0), (1, 0)))

@@ -18,12 +18,12 @@ M = TypeVar("M")
 
 
 class Outputs(NamedTuple):
-    """What [`eqx_ensemble.methods.laplace.Laplace.outputs`][] returns, for each member and row.
+    """The result of [`eqx_ensemble.methods.laplace.Laplace.outputs`][], for each member and row.
 
     **Attributes:**
 
     - `mean`: `(members, rows, out)`, the outputs of the model: logits, or means.
-    - `covariance`: `(members, rows, out, out)`, that of the linearised model, without noise.
+    - `covariance`: `(members, rows, out, out)`, the covariance under the linearised model, without noise.
     """
 
     mean: Float[Array, "*batch out"]
@@ -31,14 +31,14 @@ class Outputs(NamedTuple):
 
 
 def call(fn: Callable[..., Any] | None, model: Any, x: PyTree, state: eqx.nn.State | None) -> Any:
-    """The outputs of a model for one row, in their own shape."""
+    """The outputs of a model for one row, not flattened."""
     given = (x,) if state is None else (x, state)
     out = model(*given) if fn is None else fn(model, *given)
     return out if state is None else out[0]
 
 
 class Problem(eqx.Module):
-    """What is the same for all members: the likelihood, how a model is called, and the shape of its outputs."""
+    """The static settings of all members: the likelihood, the call of a model, and the shape of its outputs."""
 
     likelihood: str = eqx.field(static=True)
     fn: Callable[..., Any] | None = eqx.field(static=True)
@@ -47,14 +47,14 @@ class Problem(eqx.Module):
     def outputs(
         self, selection: AbstractSelection, model: PyTree, x: PyTree, state: eqx.nn.State | None
     ) -> tuple[Float[Array, " out"], Any]:
-        """The outputs for one row on one axis, and their Jacobian."""
+        """The flattened outputs for one row, and their Jacobian."""
         return selection.linearise(lambda model: call(self.fn, model, x, state).ravel(), model, math.prod(self.shape))
 
 
 class Posterior(eqx.Module):
-    """The Gaussian of one member's selected weights, around those of its model.
+    """The Gaussian posterior over one member's selected weights, centred at those of its model.
 
-    `loss` and `count` are sums over the rows: of the negative log-likelihoods, or the squared errors where there is
+    `loss` and `count` are sums over the rows: of negative log-likelihoods, or of squared errors for likelihoods with
     noise; and of the number of targets.
     """
 
@@ -87,7 +87,7 @@ class LaplaceMember(eqx.Module, Generic[M]):
 
 @dataclasses.dataclass(frozen=True)
 class PredictOutputs:
-    """The call of a member that gives the distribution of its outputs."""
+    """Calls a member for the distribution of its outputs."""
 
     def __call__(self, member: LaplaceMember, x: PyTree, state: Any = None) -> Outputs:
         return member.outputs(x, state)
@@ -95,7 +95,7 @@ class PredictOutputs:
 
 @dataclasses.dataclass(frozen=True)
 class Predict:
-    """The call of a member that gives its prediction."""
+    """Calls a member for its prediction."""
 
     link: Link
     num_samples: int

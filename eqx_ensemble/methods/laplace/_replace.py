@@ -8,20 +8,20 @@ M = TypeVar("M")
 
 
 def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = None) -> Laplace[M]:
-    """The same posteriors with another prior precision or noise, without the data.
+    """Replaces the prior precision or the noise of posteriors, without access to the data.
 
-    It equals a fit with these values: curvatures are kept as sums over rows that neither of both enters. Held-out rows
-    choose a prior precision so, in one pass over the training data. Weights stay as they are, as those of
-    [`eqx_ensemble.methods.laplace.Laplace.optimise_prior`][] do.
+    The result equals a fit with these values, because the stored curvatures depend on neither. A prior precision can
+    thus be selected on held-out rows with one pass over the training data. As with
+    [`eqx_ensemble.methods.laplace.Laplace.optimise_prior`][], the weights do not change.
 
     **Arguments:**
 
-    - `posterior`: of [`eqx_ensemble.methods.laplace.fit`][].
-    - `prior_precision`, `noise`: as of `fit`, each a number or `(members,)`; by default as they are.
+    - `posterior`: the result of [`eqx_ensemble.methods.laplace.fit`][].
+    - `prior_precision`, `noise`: as for `fit`, one number or `(members,)` each; unchanged by default.
 
     **Returns:** [`eqx_ensemble.methods.laplace.Laplace`][].
 
-    **Raises:** `TypeError` or `ValueError` for another kind of posterior, values that are not above zero, `noise` of
+    **Raises:** `TypeError` or `ValueError` for other types of `posterior`, values that are not above zero, `noise` with
     classes, and if neither is given.
 
     ```python

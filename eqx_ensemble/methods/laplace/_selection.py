@@ -11,14 +11,14 @@ from jaxtyping import Array, Float, Int
 from ..._pytree import PyTree
 
 Call = Callable[[PyTree], Float[Array, " out"]]
-"""The outputs of a model for one row, on one axis."""
+"""The flattened outputs of a model for one row."""
 
 
 class Factors(NamedTuple):
     """The Jacobian of a linear layer's weights for one row: the outer product of two factors.
 
-    `outputs` `(out, units)` is the derivative of the model's outputs by those of the layer, `inputs` `(inputs,)` what
-    the layer received, with a one at the end where it has a bias.
+    `outputs` `(out, units)` is the derivative of the model's outputs with respect to those of the layer, `inputs`
+    `(inputs,)` the input of the layer, with a one appended if it has a bias.
     """
 
     outputs: Float[Array, "out units"]
@@ -26,19 +26,19 @@ class Factors(NamedTuple):
 
 
 class AbstractSelection(eqx.Module):
-    """The weights of one member that have a posterior, as one vector."""
+    """The selected weights of one member, as one vector."""
 
     @abc.abstractmethod
     def vector(self, model: PyTree) -> Float[Array, " weights"]:
-        """Their values, at least float32."""
+        """The values of the weights, at least float32."""
 
     @abc.abstractmethod
     def insert(self, model: PyTree, vector: Float[Array, " weights"]) -> PyTree:
-        """The model with other values, in the dtypes of its own."""
+        """Replaces the values in the model, cast to its dtypes."""
 
     @abc.abstractmethod
     def linearise(self, call: Call, model: PyTree, num_outputs: int) -> tuple[Float[Array, " out"], Any]:
-        """The outputs for one row, and their Jacobian by the vector."""
+        """The outputs for one row, and their Jacobian with respect to the vector."""
 
 
 class Leaves(AbstractSelection):
@@ -53,7 +53,7 @@ class Leaves(AbstractSelection):
         return flat if self.indices is None else flat[self.indices]
 
     def insert(self, model: PyTree, vector: Float[Array, " weights"]) -> PyTree:
-        """The model with the leaves of a vector."""
+        """Replaces the leaves in the model."""
         flat = vector if self.indices is None else self._flat(model).at[self.indices].set(vector)
         leaves, treedef = jax.tree.flatten(model)
         start = 0
@@ -66,7 +66,7 @@ class Leaves(AbstractSelection):
     def linearise(
         self, call: Call, model: PyTree, num_outputs: int
     ) -> tuple[Float[Array, " out"], Float[Array, "out weights"]]:
-        """The whole Jacobian: by rows, or by columns where there are fewer."""
+        """The full Jacobian, by reverse mode, or by forward mode if weights are fewer than outputs."""
         vector = self.vector(model)
         outputs = lambda vector: call(self.insert(model, vector)).astype(vector.dtype)
         if vector.size < num_outputs:
@@ -83,7 +83,7 @@ class Leaves(AbstractSelection):
 
 
 class Layer(AbstractSelection):
-    """The weights of one linear layer: the matrix, then the bias."""
+    """The weights of one linear layer, with the bias as an additional column."""
 
     position: int = eqx.field(static=True)
 
@@ -97,7 +97,7 @@ class Layer(AbstractSelection):
         return jnp.concatenate(columns, axis=1).ravel()
 
     def insert(self, model: PyTree, vector: Float[Array, " weights"]) -> PyTree:
-        """The model with another matrix and bias."""
+        """Replaces matrix and bias in the model."""
         layer = self._find(model)
         units, inputs = layer.weight.shape
         matrix = vector.reshape(units, -1)
@@ -106,14 +106,15 @@ class Layer(AbstractSelection):
         return self._put(model, weight, bias)
 
     def linearise(self, call: Call, model: PyTree, num_outputs: int) -> tuple[Float[Array, " out"], Factors]:
-        """Two probes give the factors, so that the whole Jacobian is never formed.
+        """Computes the factors by two perturbations, without forming the full Jacobian.
 
-        An offset of the layer's outputs has their derivative for its gradient. Added to the matrix, `ratio k'` moves
-        the outputs by `ratio` times `k'` the inputs: at `k = 0` its gradient is the inputs, times a known number.
+        The derivative with respect to an offset of the layer's outputs is the first factor. Adding `ratio k'` to the
+        matrix changes the layer's outputs by `ratio` times the inner product of `k` and the inputs, so the derivative
+        with respect to `k` at 0 is the inputs times a known number.
         """
         layer = self._find(model)
         dtype, (units, inputs) = self.vector(model).dtype, layer.weight.shape
-        ratio = jnp.asarray(np.cos(np.arange(units)), dtype)  # not constant: models may ignore a common shift
+        ratio = jnp.asarray(np.cos(np.arange(units)), dtype)  # not constant, since models may ignore a common shift
 
         def outputs(offset: Array, direction: Array) -> Array:
             weight = layer.weight + jnp.outer(ratio, direction).astype(layer.weight.dtype)
@@ -142,10 +143,10 @@ class Layer(AbstractSelection):
 
 
 def is_linear(node: Any) -> bool:
-    """Whether it is a linear layer."""
+    """Whether a node is a linear layer."""
     return isinstance(node, eqx.nn.Linear)
 
 
 def widest(leaves: list[Any]) -> jnp.dtype:
-    """The dtype that is calculated in: float64 where any leaf is, else float32."""
+    """The dtype to compute in: float64 if any leaf is, else float32."""
     return jnp.dtype(jnp.float64 if any(leaf.dtype == jnp.float64 for leaf in leaves) else jnp.float32)

@@ -20,7 +20,7 @@ from ._selection import AbstractSelection, Factors, Layer, Leaves
 
 
 class Setup(eqx.Module):
-    """What is computed for each member, and of which shapes."""
+    """The computation for one member, with its static settings."""
 
     structure: str = eqx.field(static=True)
     chosen: Chosen = eqx.field(static=True)
@@ -33,14 +33,14 @@ class Setup(eqx.Module):
         return Leaves(self.chosen.positions, indices)
 
     def start(self, num_members: int, indices: Any) -> PyTree:
-        """The sums of all members over no rows."""
+        """The initial sums of all members."""
         zero = jnp.zeros((), self.chosen.dtype)
         count = self.chosen.num_weights if indices is None else jax.tree.leaves(indices)[0].shape[-1]
         sums = CURVATURES[self.structure].start(count, self.chosen.shape, self.chosen.dtype), zero, zero
         return jax.tree.map(lambda x: jnp.zeros((num_members, *x.shape), x.dtype), sums)
 
     def add(self, model: PyTree, sums: PyTree, data: Data, indices: Array | None, state: eqx.nn.State | None) -> PyTree:
-        """The sums of one member with a batch of rows."""
+        """Adds a batch of rows to the sums of one member."""
         model, likelihood = eqx.nn.inference_mode(model), LIKELIHOODS[self.problem.likelihood]
         selection = self.selection(indices)
 
@@ -50,7 +50,7 @@ class Setup(eqx.Module):
                 roots = jacobian._replace(outputs=likelihood.root(outputs, jacobian.outputs))
             else:
                 roots = likelihood.root(outputs, jacobian)
-            # Rows that do not count may hold anything.
+            # Rows of weight zero may contain NaN.
             return jax.tree.map(lambda x: jnp.where(counts, x, 0), (likelihood.loss(outputs, y), roots))
 
         weights = data.weights.astype(self.chosen.dtype)
@@ -64,7 +64,7 @@ class Setup(eqx.Module):
     def finish(
         self, sums: PyTree, indices: Array | None, prior_precision: Float[Array, ""], noise: Float[Array, ""] | None
     ) -> Posterior:
-        """The posterior of one member. Noise that is not given is that of its residuals."""
+        """The posterior of one member. By default, the noise is that of its residuals."""
         curvature, loss, count = sums
         if noise is None and LIKELIHOODS[self.problem.likelihood].has_noise:
             noise = jnp.sqrt(loss / count)
@@ -76,7 +76,7 @@ class Setup(eqx.Module):
 def add_batch(
     setup: Setup, plan: AbstractPlan, ensemble: Ensemble, sums: Each, data: Data, indices: Any, state: Any
 ) -> PyTree:
-    """The sums of all members with a batch of rows."""
+    """Adds a batch of rows to the sums of all members."""
     fn = lambda model, sums, data, indices, state: setup.add(model, sums, data, indices, state)
     return map_members(fn, plan=plan)(ensemble, sums, data, indices, state)
 
@@ -89,7 +89,7 @@ def finish(setup: Setup, plan: AbstractPlan, sums: Each, indices: Any, prior_pre
 
 @eqx.filter_jit
 def factor_error(setup: Setup, ensemble: Ensemble, row: Data, state: Any) -> Array:
-    """How far each member's Jacobian of a layer is from the outer product of its factors, relative to it."""
+    """The relative error of each member's factors: of their outer product, compared with the Jacobian of a layer."""
     layer = setup.selection(None)
 
     def of_member(model: PyTree, row: Data, state: Any) -> Array:

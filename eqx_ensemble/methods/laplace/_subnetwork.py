@@ -12,19 +12,20 @@ from ._member import LaplaceMember
 
 
 def subnetwork(posterior: Laplace[Any], count: int) -> Each:
-    """The weights of each member with the largest posterior variance, for `indices` of another fit.
+    """Selects the weights of each member with the largest posterior variance, as `indices` for another fit.
 
-    Of a diagonal approximation to all weights it chooses those for a full one. Weights on which no output of the
-    training rows depends, such as those of dead ReLU units, have the largest variance of all, that of the prior.
+    A diagonal approximation over all weights thus selects those of a full one. Weights that affect no output of the
+    training rows, such as those of dead ReLU units, have the largest variance, that of the prior.
 
     **Arguments:**
 
-    - `posterior`: of [`eqx_ensemble.methods.laplace.fit`][] with `structure="diag"` or `"full"`.
-    - `count`: the number of weights of each member.
+    - `posterior`: the result of [`eqx_ensemble.methods.laplace.fit`][] with `structure="diag"` or `"full"`.
+    - `count`: the number of weights to select per member.
 
-    **Returns:** an [`eqx_ensemble.Each`][] of integers `(members, count)`, in rising order.
+    **Returns:** an [`eqx_ensemble.Each`][] of integers `(members, count)`, in the order of the fitted weights.
 
-    **Raises:** `TypeError` for a posterior of a layer (`"kron"`); `ValueError` for more weights than there are.
+    **Raises:** `TypeError` for the posterior of a layer (`"kron"`); `ValueError` unless `count` is from 1 to the number
+    of weights.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(2, 1, 8, 1, key=key), 4, key=key)

@@ -1,4 +1,4 @@
-"""Interacting particles: SVGD and repulsive ensembles, in the space of weights and in that of functions."""
+"""Interacting particles: SVGD and repulsive ensembles, in weight space and in function space."""
 
 from ._directions import svgd as svgd
 from ._directions import wgd as wgd

@@ -16,12 +16,12 @@ def above_zero_message(name: str, argument: str, value: Any) -> str:
 
 
 def check_kernel(name: str, kernel: Any) -> None:
-    """Raises unless `kernel` can be called."""
+    """Raises unless `kernel` is callable."""
     check_function(kernel, "kernel", name=name, example=KERNEL)
 
 
 def check_kernel_value(name: str, value: Any) -> Array:
-    """Raises unless a kernel of two vectors is one floating-point number. Returns it."""
+    """Raises unless the value of a kernel is a floating-point scalar. Returns it."""
     shape, dtype = jnp.shape(value), getattr(value, "dtype", None)
     if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         got = f"got shape {shape}" if shape else f"got {value!r}" if dtype is None else f"got dtype {dtype}"
@@ -31,7 +31,7 @@ def check_kernel_value(name: str, value: Any) -> Array:
 
 
 def check_particles(name: str, points: Any, scores: Any, active: Any) -> tuple[Array, Array, Array]:
-    """Points and scores `(members, size)`, and which members take part."""
+    """Raises unless points and scores are `(members, size)`. Returns them, and booleans of the active members."""
     points, scores = check_floating_arrays(name, points=points, scores=scores)
     if points.ndim != 2 or points.shape[0] < 1:
         fix = "One particle: `x[None]`. Trees: `jax.vmap(lambda x: jax.flatten_util.ravel_pytree(x)[0])`."
@@ -61,7 +61,7 @@ def check_real_weights(name: str, params: PyTree) -> None:
 
 
 def check_outputs(name: str, outputs: PyTree) -> None:
-    """Raises unless the outputs that members are compared by are floating-point arrays."""
+    """Raises unless `outputs` returns floating-point arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(outputs)
     for path, leaf in leaves:
         if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)):
@@ -74,7 +74,7 @@ def check_outputs(name: str, outputs: PyTree) -> None:
 
 
 def check_stateless(name: str, model_state: Any) -> None:
-    """Raises for members with state."""
+    """Raises for stateful members."""
     if model_state is not None:
         raise NotImplementedError(
             f"`{name}` takes members without state.\n"
@@ -83,7 +83,7 @@ def check_stateless(name: str, model_state: Any) -> None:
 
 
 def no_values_message(name: str) -> str:
-    """The message for an optimiser that evaluates the loss."""
+    """The message for an optimiser that evaluates the loss, such as a line search."""
     return (
         f"`{name}` moves members along a direction that is not the gradient of their loss; this optimiser evaluates "
         "the loss again.\nUse one without a line search, such as `optax.adam`."

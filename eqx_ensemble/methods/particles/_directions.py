@@ -1,4 +1,4 @@
-"""Directions in which interacting particles move: for one particle, given all of them."""
+"""Update directions of interacting particles: for one particle, given all particles."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -22,28 +22,28 @@ def svgd(
     kernel: Kernel | None = None,
     active: Bool[ArrayLike, " members"] | None = None,
 ) -> Float[Array, "members size"]:
-    r"""The direction of Stein variational gradient descent, for every particle.
+    r"""The update directions of Stein variational gradient descent (SVGD) for all particles.
 
-    $\phi_i = \frac1n \sum_j k(x_j, x_i) \, s_j + \nabla_{x_j} k(x_j, x_i)$, with the gradients $s_j$ of the log-density
-    of the target. The first part moves particles to where the density is high, the second one away from each other. A
+    $\phi_i = \frac1n \sum_j k(x_j, x_i) \, s_j + \nabla_{x_j} k(x_j, x_i)$, with the scores $s_j$, the gradients of the
+    log-density of the target. The first term moves particles towards high density, the second away from each other. A
     single particle follows its own score to the maximum.
 
-    Members meet here: the direction of each depends on all. It takes time of order $n^2$ times `size`, and memory of a
-    few arrays `(members, size)`.
+    Members interact: the direction of each depends on all others. This takes time of order $n^2$ times `size`, and
+    memory for a few arrays `(members, size)`.
 
     **Arguments:**
 
     - `points`: the particles, `(members, size)`.
     - `scores`: the gradients of the log-density at the points, `(members, size)`.
     - `kernel`: a function of two vectors `(size,)`, or an [`eqx_ensemble.methods.particles.AbstractKernel`][]; by
-        default [`eqx_ensemble.methods.particles.RBF`][] with the bandwidth of the median.
-    - `active`: booleans `(members,)`; particles where it is `False` are ignored, even if they are NaN. Their own
-        direction is zero.
+        default [`eqx_ensemble.methods.particles.RBF`][] with the median bandwidth.
+    - `active`: booleans `(members,)`; particles where it is `False` are ignored, even if they are NaN, and have zero
+        directions.
 
-    **Returns:** `(members, size)`; particles move along it, `points + rate * direction`.
+    **Returns:** the directions `(members, size)`, for updates `points + rate * directions`.
 
     **Raises:** `TypeError` or `ValueError` for arrays that are not floating-point or not of one shape
-    `(members, size)`, and for a kernel that is not a function to a scalar.
+    `(members, size)`, and for a kernel that does not return a floating-point scalar.
 
     ```python
     points = jnp.array([[-1.0], [2.0]])
@@ -66,14 +66,14 @@ def wgd(
     kernel: Kernel | None = None,
     active: Bool[ArrayLike, " members"] | None = None,
 ) -> Float[Array, "members size"]:
-    r"""The direction of Wasserstein gradient descent with a kernel density: of a repulsive ensemble.
+    r"""The update directions of Wasserstein gradient descent with a kernel density estimate, for repulsive ensembles.
 
-    $\phi_i = s_i - \nabla_{x_i} \log \sum_j k(x_i, x_j)$: each particle follows its own score $s_i$, away from where
-    the others are dense. Unlike SVGD, scores of other particles have no effect, so that the direction does not become
-    small where there are many particles and the kernel between them is nearly zero.
+    $\phi_i = s_i - \nabla_{x_i} \log \sum_j k(x_i, x_j)$: each particle follows its own score $s_i$, and is repelled by
+    a high density of particles. Unlike in SVGD, scores of other particles have no effect, so directions do not shrink
+    with many particles whose kernel values are near zero.
 
-    Members meet here: the direction of each depends on all. It takes time of order $n^2$ times `size`, and memory of a
-    few arrays `(members, size)`.
+    Members interact: the direction of each depends on all others. This takes time of order $n^2$ times `size`, and
+    memory for a few arrays `(members, size)`.
 
     **Arguments:**
 
@@ -81,11 +81,11 @@ def wgd(
     - `scores`: the gradients of the log-density at the points, `(members, size)`.
     - `kernel`: a function of two vectors `(size,)` with positive values, or an
         [`eqx_ensemble.methods.particles.AbstractKernel`][]; by default [`eqx_ensemble.methods.particles.RBF`][] with
-        the bandwidth of the median.
-    - `active`: booleans `(members,)`; particles where it is `False` are ignored, even if they are NaN. Their own
-        direction is zero.
+        the median bandwidth.
+    - `active`: booleans `(members,)`; particles where it is `False` are ignored, even if they are NaN, and have zero
+        directions.
 
-    **Returns:** `(members, size)`; particles move along it, `points + rate * direction`.
+    **Returns:** the directions `(members, size)`, for updates `points + rate * directions`.
 
     **Raises:** as [`eqx_ensemble.methods.particles.svgd`][].
 
@@ -126,13 +126,13 @@ def directions(
     run: Callable[[Callable[[PyTree], PyTree], PyTree], PyTree],
     gather: Callable[[Array], Array] = lambda x: x,
 ) -> Float[Array, "members size"]:
-    """The direction of every particle; zero for those that are not active.
+    """The directions of all particles; zero for inactive ones.
 
-    `run` maps a function of one particle over all, one after another: together they would need an array
-    `(members, members, size)`. `gather` brings all particles to every device.
+    `run` maps a function of one particle sequentially over all particles: a batched map would need an array
+    `(members, members, size)`. `gather` replicates all particles on every device.
     """
     points, scores = (jnp.where(active[:, None], x, jnp.zeros_like(x)) for x in (points, scores))
-    # Inactive particles are replaced by an active one: a kernel may be undefined elsewhere, such as at zero.
+    # Inactive particles are replaced by an active one, because a kernel may be undefined at other points, such as zero.
     points = jnp.where(active[:, None], points, points[jnp.argmax(active)][None])
     others = (gather(points), gather(scores), gather(active))
     if isinstance(kernel, AbstractKernel):

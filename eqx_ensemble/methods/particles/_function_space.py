@@ -21,7 +21,7 @@ from ._step import InteractingStep, interacting_step
 
 
 class FunctionSpace(AbstractSpace):
-    """Points are the outputs at the rows of a batch."""
+    """The space of functions: points are the outputs for the rows of a batch."""
 
     outputs: Callable[..., Any] = eqx.field(static=True)
     loss: Callable[..., Any] = eqx.field(static=True)
@@ -43,7 +43,7 @@ class FunctionSpace(AbstractSpace):
         return Evaluation(value, jax.tree.map(jnp.asarray, aux), None, ravel(outputs), ravel(grads))
 
     def pull_back(self, member: Member, gradient: Float[Array, " size"]) -> PyTree:
-        """The product with the transposed Jacobian of the outputs, which are computed again: that saves memory."""
+        """The product with the transposed Jacobian of the outputs, which are recomputed to save memory."""
         outputs, pull = jax.vjp(lambda params: self._outputs(member, params), member.params)
         (grads,) = pull(unravel(gradient, outputs))
         return grads
@@ -71,31 +71,31 @@ def make_function_space_step(
     plan: AnyPlan = None,
     mesh: Mesh | None = None,
 ) -> InteractingStep:
-    r"""Makes a compiled step in which members MEET, in the space of functions: they differ in what they predict.
+    r"""Makes a compiled step in which members INTERACT in function space: their predictions repel each other.
 
     Networks with different weights may be the same function. Here the points that repel each other are the members'
-    outputs $f_i$ for the rows of a batch. With the losses $L_i$ of outputs as means over $N$ rows, the scores are
-    $s_i = -N \partial L_i / \partial f_i$; the optimiser is given $-J_i^\top \phi_i / N$, with the directions $\phi_i$
-    of [`eqx_ensemble.methods.particles.wgd`][] or [`eqx_ensemble.methods.particles.svgd`][] between outputs, and the
-    Jacobian $J_i$ of the member's outputs with respect to its weights. All else is as in
+    outputs $f_i$ for the rows of a batch. With losses $L_i$ of the outputs as means over $N$ rows, the scores are
+    $s_i = -N \partial L_i / \partial f_i$; the optimiser receives $-J_i^\top \phi_i / N$ as the gradient, with the
+    directions $\phi_i$ of [`eqx_ensemble.methods.particles.wgd`][] or [`eqx_ensemble.methods.particles.svgd`][] between
+    outputs, and the Jacobian $J_i$ of the member's outputs with respect to its weights. Otherwise it is as
     [`eqx_ensemble.methods.particles.make_step`][].
 
-    A batch has to be the same rows for all members: outputs are compared position by position. It may hold rows
-    without targets, for which the loss is not computed, such as points between the training rows: members repel each
-    other there, too. Outputs are computed twice in a step.
+    The rows of a batch must be the same for all members, because outputs are compared position by position. A batch may
+    include rows without targets that the loss ignores, such as points between the training rows, at which members repel
+    each other too. Outputs are computed twice per step.
 
     **Arguments:**
 
-    - `outputs`: `outputs(model, batch, key)` of one member: an array, or a tree of arrays, by which members are
-        compared, such as logits or probabilities.
+    - `outputs`: `outputs(model, batch, key)` of one member: the array or tree of arrays to compare members by, such as
+        logits or probabilities.
     - `loss`: `loss(outputs, batch, key) -> value`: the negative log-posterior per row of these outputs,
-        $-\frac1B \sum \log p(y|f) - \frac1N \log p(f)$. A prior over functions is a part of it: with the matrix $K$ of
-        a Gaussian process at the rows of the batch, $f^\top K^{-1} f / 2N$. Where only the prior's score is known, add
-        `-jnp.sum(jax.lax.stop_gradient(score) * outputs) / num_rows`. Without a prior, members keep away from each
-        other where there are no data, but nothing says how far.
-    - `optimiser`, `num_rows`, `method`, `kernel`, `has_aux`, `plan`, `mesh`: as in
-        [`eqx_ensemble.methods.particles.make_step`][], the kernel between vectors of outputs. On batches, the
-        likelihood of a batch counts as that of all rows, the kernel sees the rows of the batch alone.
+        $-\frac1B \sum \log p(y|f) - \frac1N \log p(f)$. It includes a prior over functions: for a Gaussian process with
+        covariance matrix $K$ at the rows of the batch, $f^\top K^{-1} f / 2N$. If only the score of the prior is known,
+        add `-jnp.sum(jax.lax.stop_gradient(score) * outputs) / num_rows`. Without a prior, nothing limits the distance
+        between members away from the data.
+    - `optimiser`, `num_rows`, `method`, `kernel`, `has_aux`, `plan`, `mesh`: as for
+        [`eqx_ensemble.methods.particles.make_step`][], with a kernel between vectors of outputs. With minibatches, the
+        likelihood of a batch is scaled to all rows, but the kernel depends on the rows of the batch only.
 
     Either function may have a parameter `hyper` for the member's hyper-parameters.
 

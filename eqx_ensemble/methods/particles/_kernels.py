@@ -11,11 +11,11 @@ from ..._check import check_number, is_traced
 from ._check import above_zero_message
 
 Kernel = Callable[[Array, Array], Any]
-"""A function of two flat vectors; at `AbstractKernel` one that may depend on all particles."""
+"""A function of two flat vectors; an `AbstractKernel` may also depend on all particles."""
 
 
 class AbstractKernel(eqx.Module):
-    """A kernel that adapts to the particles, as the bandwidth of [`eqx_ensemble.methods.particles.RBF`][] does.
+    """A kernel that adapts to the particles, like the bandwidth of [`eqx_ensemble.methods.particles.RBF`][].
 
     A kernel that does not adapt is a plain function of two flat vectors:
     `lambda x, y: 1 / jnp.sqrt(1 + jnp.sum((x - y) ** 2))`.
@@ -23,32 +23,32 @@ class AbstractKernel(eqx.Module):
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, " size"], y: Float[Array, " size"]) -> Float[Array, ""]:
-        """The kernel of two particles. It has to be symmetric, and differentiable, where they are equal, too."""
+        """The kernel of two particles. It must be symmetric and differentiable, including where they are equal."""
 
     @abc.abstractmethod
     def adapt(
         self, squared_distances: Float[Array, "members members"], active: Bool[Array, " members"]
     ) -> "AbstractKernel":
-        """The kernel for these particles; called in every step.
+        """Returns the kernel for these particles; called in every step.
 
-        `active` are the members that take part: the distances of others mean nothing.
+        `active` marks the members that take part; distances of the others must be ignored.
         """
 
 
 class RBF(AbstractKernel):
     r"""The Gaussian kernel $k(x, y) = \exp(-|x - y|^2 / b)$.
 
-    By default, the bandwidth $b = m^2 / \log n$ is recomputed in every step, where $m$ is the median of the distances
-    between the $n$ members that take part, each pair counted once. Each member's kernels then sum to about 1 over the
-    others. The bandwidth is a constant in derivatives. A single member, and members that are all equal, have
-    $b = 1$, on which nothing depends.
+    By default, the bandwidth $b = m^2 / \log n$ is recomputed in every step, where $m$ is the median distance between
+    pairs of the $n$ active members. The kernel values of each member with the others then sum to about 1. The bandwidth
+    is treated as constant in derivatives. For a single member, or if all members are equal, $b = 1$, which has no
+    effect.
 
-    In many dimensions all distances are about equal, and with this bandwidth SVGD underestimates the variance: with 20
-    particles that of a standard normal distribution is 0.88 in one dimension, 0.37 in five, and 0.15 in twenty.
+    In many dimensions all distances are similar, and SVGD with this bandwidth underestimates the variance: with 20
+    particles, that of a standard normal distribution is 0.88 in one dimension, 0.37 in five, and 0.15 in twenty.
 
     **Arguments:**
 
-    - `bandwidth`: $b$, in squared units of the particles; `None` for the median.
+    - `bandwidth`: $b$, in squared units of the particles, above zero; `None` for the median rule.
 
     ```python
     kernel = ee.methods.particles.RBF(bandwidth=2.0)
@@ -73,12 +73,12 @@ class RBF(AbstractKernel):
             raise ValueError(above_zero_message(name, "bandwidth", value))
 
     def __call__(self, x: Float[Array, " size"], y: Float[Array, " size"]) -> Float[Array, ""]:
-        """The kernel of two particles; with `bandwidth=None` that of $b = 1$."""
+        """The kernel of two particles; `bandwidth=None` means $b = 1$ here."""
         bandwidth = jnp.asarray(1 if self.bandwidth is None else self.bandwidth, x.dtype)
         return jnp.exp(-jnp.sum((x - y) ** 2) / bandwidth)
 
     def adapt(self, squared_distances: Float[Array, "members members"], active: Bool[Array, " members"]) -> "RBF":
-        """The kernel with the bandwidth of these particles, unless a bandwidth was given."""
+        """Returns the kernel with the median bandwidth of these particles, unless a bandwidth is set."""
         if self.bandwidth is not None:
             return self
         return RBF(median_bandwidth(jax.lax.stop_gradient(squared_distances), active))
@@ -87,7 +87,7 @@ class RBF(AbstractKernel):
 def median_bandwidth(
     squared_distances: Float[Array, "members members"], active: Bool[Array, " members"]
 ) -> Float[Array, ""]:
-    """The square of the median distance between active members, divided by the logarithm of their number."""
+    """The squared median distance between active members, divided by the logarithm of their number."""
     distances = jnp.sqrt(squared_distances)
     pairs = jnp.tril(active[None] & active[:, None], k=-1)
     ordered = jnp.sort(jnp.where(pairs, distances, jnp.inf), axis=None)

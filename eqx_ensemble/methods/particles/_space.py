@@ -1,4 +1,4 @@
-"""What is compared between members: their weights, or their outputs."""
+"""The spaces in which members interact: weights, or outputs."""
 
 import abc
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from ...train.compiled._loss import as_loss
 
 
 class Member(NamedTuple):
-    """What one member is evaluated on in a step."""
+    """The arguments of the evaluation of one member in a step."""
 
     params: PyTree
     model_state: PyTree
@@ -26,7 +26,7 @@ class Member(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """A member as a point: its loss, and the gradient of that with respect to the point."""
+    """A member as a point, with its loss and the gradient of the loss with respect to the point."""
 
     value: Float[Array, ""]
     aux: PyTree
@@ -36,19 +36,19 @@ class Evaluation(NamedTuple):
 
 
 class AbstractSpace(eqx.Module):
-    """Where members are points. Its methods see one member."""
+    """A space whose points represent members. Methods take one member."""
 
     @abc.abstractmethod
     def evaluate(self, member: Member) -> Evaluation:
-        """The member as a point, its loss and its gradient there."""
+        """The member as a point, with the loss and its gradient."""
 
     @abc.abstractmethod
     def pull_back(self, member: Member, gradient: Float[Array, " size"]) -> PyTree:
-        """The gradient with respect to the weights, of that with respect to the point."""
+        """Maps a gradient with respect to the point to one with respect to the weights."""
 
 
 class WeightSpace(AbstractSpace):
-    """Points are weights."""
+    """The space of weights: points are flattened weights."""
 
     loss: Callable[..., Any] = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
@@ -68,14 +68,14 @@ class WeightSpace(AbstractSpace):
 
 
 def ravel(tree: PyTree) -> Float[Array, " size"]:
-    """All arrays as one vector, float32 at least."""
+    """Flattens all arrays to one vector, at least float32."""
     leaves = jax.tree.leaves(tree)
     dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in leaves) else jnp.float32
     return jnp.concatenate([x.astype(dtype).reshape(-1) for x in leaves])
 
 
 def unravel(vector: Float[Array, " size"], like: PyTree) -> PyTree:
-    """The tree of which [`ravel`] makes a vector, in the dtypes of `like`."""
+    """The inverse of `ravel`, in the shapes and dtypes of `like`."""
     leaves, treedef = jax.tree.flatten(like)
     ends = [0]
     for x in leaves:

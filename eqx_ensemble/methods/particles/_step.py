@@ -31,7 +31,7 @@ from ._space import AbstractSpace, Evaluation, Member, WeightSpace
 
 
 class InteractingStep(eqx.Module):
-    """A compiled training step in which members meet; see [`eqx_ensemble.methods.particles.make_step`][]."""
+    """A compiled training step in which members interact; see [`eqx_ensemble.methods.particles.make_step`][]."""
 
     space: AbstractSpace
     optimiser: Optimiser = eqx.field(static=True)
@@ -43,7 +43,7 @@ class InteractingStep(eqx.Module):
     name: str = eqx.field(static=True)
 
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
-        """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
+        """Takes one step on one batch, which is shared except for parts marked [`eqx_ensemble.Each`][]."""
         check_train_state(state)
         batch = from_foreign_tree(batch, "batch", name=self.name)
         check_integers_fit(batch, argument="batch", name=self.name)
@@ -65,46 +65,47 @@ def make_step(
     plan: AnyPlan = None,
     mesh: Mesh | None = None,
 ) -> InteractingStep:
-    r"""Makes a compiled step in which members MEET, in the space of weights: `state, metrics = step(state, batch)`.
+    r"""Makes a compiled step in which members INTERACT in weight space: `state, metrics = step(state, batch)`.
 
-    Elsewhere in this library members are independent. Here they are particles that represent a posterior together:
-    each is moved by the gradients of others and away from them, and leaving one out changes the rest. It is called
-    like a step of [`eqx_ensemble.train.make_step`][], on the same state, also by [`eqx_ensemble.train.scan_steps`][];
-    loss and optimiser are written for ONE member.
+    Elsewhere in this library members are independent. Here they are particles that jointly represent a posterior: the
+    update of each depends on the others, and removing one changes the rest. The step is called like that of
+    [`eqx_ensemble.train.make_step`][], on the same state, and works with [`eqx_ensemble.train.scan_steps`][]; loss and
+    optimiser are written for ONE member.
 
-    With the losses $L_i$ as means over $N$ rows, the scores are $s_i = -N \nabla L_i$; the optimiser is given
-    $-\phi_i / N$, with the directions $\phi_i$ of [`eqx_ensemble.methods.particles.svgd`][] or
-    [`eqx_ensemble.methods.particles.wgd`][] between all trained weights of a member as one vector. A single member is
-    trained as by [`eqx_ensemble.train.make_step`][]: to the maximum of the posterior.
+    With losses $L_i$ as means over $N$ rows, the scores are $s_i = -N \nabla L_i$; the optimiser receives $-\phi_i / N$
+    as the gradient, with the directions $\phi_i$ of [`eqx_ensemble.methods.particles.svgd`][] or
+    [`eqx_ensemble.methods.particles.wgd`][] between the trained weights of members, each flattened to one vector. A
+    single member is trained as by [`eqx_ensemble.train.make_step`][], to the maximum of the posterior.
 
-    A member that diverges keeps its last finite weights, is reported in `metrics.status`, and takes no further part:
-    the others are moved as if it had been left out. Members that were stopped take no part, either.
+    A member that diverges keeps its last finite weights, is reported in `metrics.status`, and no longer affects the
+    others. Stopped members do not affect the others either.
 
-    All weights of all members are compared with each other: this takes time of order `members**2` times the number of
-    weights, and memory for three copies of the weights; on a mesh every device holds two copies of all members.
+    All pairs of members are compared. This takes time of order `members**2` times the number of weights, and memory for
+    three copies of the weights; on a mesh, every device holds two copies of all members.
 
     **Arguments:**
 
-    - `loss`: `loss(model, batch, key) -> value` of one member as in [`eqx_ensemble.train.make_step`][]: the negative
-        log-posterior per row, $-\frac1B \sum \log p(y|x, w) - \frac1N \log p(w)$, the last term by
-        [`eqx_ensemble.methods.priors.gaussian_penalty`][], for example. Without a prior, particles that are not held by
-        the data move away for ever.
-    - `optimiser`: the optimiser passed to [`eqx_ensemble.train.init`][]. It must not evaluate the loss itself, as line
-        searches do. Weight decay that is decoupled, as in `optax.adamw`, is not a prior.
-    - `num_rows`: $N$, the number of all training rows, not of a batch; 1 for a loss that is a sum over all rows.
-        Divided by a temperature, it tempers the posterior.
+    - `loss`: `loss(model, batch, key) -> value` of one member as for [`eqx_ensemble.train.make_step`][]: the negative
+        log-posterior per row, $-\frac1B \sum \log p(y|x, w) - \frac1N \log p(w)$; for the last term use for example
+        [`eqx_ensemble.methods.priors.gaussian_penalty`][]. Without a prior, particles drift apart indefinitely along
+        directions that the data do not determine.
+    - `optimiser`: the optimiser passed to [`eqx_ensemble.train.init`][]. It must not evaluate the loss, as line
+        searches do. Decoupled weight decay, as in `optax.adamw`, is not a prior.
+    - `num_rows`: $N$, the number of all training rows, not of a batch; 1 for a loss that is a sum over all rows. Divide
+        it by a temperature to temper the posterior.
     - `method`: `"svgd"`, or `"wgd"` for repulsive ensembles.
     - `kernel`: a function of two vectors of weights, or an [`eqx_ensemble.methods.particles.AbstractKernel`][]; by
-        default [`eqx_ensemble.methods.particles.RBF`][] with the bandwidth of the median.
+        default [`eqx_ensemble.methods.particles.RBF`][] with the median bandwidth.
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
-    - `plan`: how gradients and updates of the members are executed, by default [`eqx_ensemble.plan.Vmap`][]. Directions
-        are computed for one member after another.
+    - `plan`: the execution plan for gradients and updates, by default [`eqx_ensemble.plan.Vmap`][]. Directions are
+        computed sequentially over members.
     - `mesh`: the devices to run on, the mesh passed to [`eqx_ensemble.train.init`][].
 
     **Returns:** [`eqx_ensemble.methods.particles.InteractingStep`][], a function of a training state and a batch.
 
-    **Raises:** `TypeError` or `ValueError` for a loss, optimiser or kernel that is not a function, for `num_rows` that
-    is not above 0, and for an unknown method; when it is called, for complex weights and batches that do not fit.
+    **Raises:** `TypeError` or `ValueError` for invalid types of loss, optimiser and kernel, `num_rows` that is not
+    above 0, and an unknown method; when called, for complex weights, an optimiser that evaluates the loss, a kernel
+    that is not scalar, and invalid batches.
 
     ```python
     def loss(model, batch, key):
@@ -146,7 +147,7 @@ def interacting_step(
     *,
     name: str,
 ) -> InteractingStep:
-    """The step of members that meet in a space, its options checked."""
+    """Checks the options. Returns the step of members that interact in a space."""
     check_optimiser_kind(optimiser, name=name)
     check_num_rows(name, num_rows)
     check_word(method, "method", ("svgd", "wgd"), name=name)
@@ -201,9 +202,9 @@ _compiled_step = eqx.filter_jit(_one_step)
 def _meet(
     step: InteractingStep, layout: Layout | None, found: Evaluation, active: Bool[Array, " members"]
 ) -> Float[Array, "members size"]:
-    """What the optimiser is given as the gradient at each point: here members meet.
+    """The gradients that the optimiser receives at each point, after the interaction of members.
 
-    A member that takes no part keeps its own gradient, by which it is found to have diverged.
+    An inactive member keeps its own gradient, from which divergence is detected.
     """
     num_rows = jnp.asarray(step.num_rows, found.point.dtype)
     scores = -num_rows * found.gradient
