@@ -1,7 +1,7 @@
-"""Averages, SWAG and snapshots of the weights along the path of a training run, and what belongs to them.
+"""Averages, SWAG and snapshots of the weights along a training run, with schedules and BatchNorm statistics for them.
 
-Wrappers of optax optimisers record each member's weights in its optimiser state; functions of the run make ensembles
-of what was recorded.
+Wrappers of optax optimisers record each member's weights in its optimiser state; functions of the run turn these
+records into ensembles.
 """
 
 from ._average import average as average

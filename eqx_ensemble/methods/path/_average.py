@@ -27,19 +27,19 @@ def ema(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keeps an exponential moving average of each member's weights.
 
-    After snapshot $n$ the average is $\sum_i d^{\,n-i} w_i\, (1-d) / (1-d^n)$ with decay $d$: it is debiased, so that
-    the first snapshot is the average of one. The optimiser's updates are not changed. The average is a part of the
-    optimiser state: each member's own, saved and resumed with it, and kept where the member stops or diverges. It has
-    at least 32 bits, whatever the weights have.
+    After snapshot $n$ the average is $\sum_i d^{\,n-i} w_i\, (1-d) / (1-d^n)$ with decay $d$; the debiased average
+    after the first snapshot is that snapshot. The updates of the optimiser do not change. The average is part of each
+    member's optimiser state, with which it is saved and resumed, and stays valid if the member stops or diverges. It is
+    stored in at least 32 bits.
 
-    Wrap the whole optimiser, `ema(optax.chain(...))`: only the last update gives the weights.
+    Wrap the whole optimiser, `ema(optax.chain(...))`: only its final updates determine the weights.
 
     **Arguments:**
 
-    - `optimiser`: an optax optimiser. For one made of hyper-parameters:
-        `lambda hyper: ee.methods.path.ema(optax.adam(hyper["lr"]), hyper["decay"])`.
-    - `decay`: $d$, from 0 to below 1. It forgets in about `1 / (1 - decay)` snapshots.
-    - `start`: the first snapshot is the weights after this many steps; by default after `every` steps.
+    - `optimiser`: an optax optimiser. With hyper-parameters: `lambda hyper:
+        ee.methods.path.ema(optax.adam(hyper["lr"]), hyper["decay"])`.
+    - `decay`: $d$, from 0 to below 1. The average spans about `1 / (1 - decay)` snapshots.
+    - `start`: the step of the first snapshot; by default `every`.
     - `every`: the number of steps between snapshots.
 
     **Returns:** an optax optimiser; [`eqx_ensemble.methods.path.average`][] makes an ensemble of its state.
@@ -74,13 +74,13 @@ def swa(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the mean of snapshots of each member's weights: stochastic weight averaging.
 
-    All snapshots have the same weight. It helps where the learning rate stays large enough for the weights to move
-    around an optimum, such as `optax.join_schedules` to a constant rate at `start`; the authors begin after three
-    quarters of the run and take one snapshot per epoch. The optimiser's updates are not changed.
+    All snapshots have equal weight. It helps if the learning rate stays large enough for the weights to explore around
+    an optimum, for example with `optax.join_schedules` to a constant rate at `start`; the authors start after three
+    quarters of the run and take one snapshot per epoch. The updates of the optimiser do not change.
 
     **Arguments:**
 
-    - `optimiser`, `start`, `every`: as of [`eqx_ensemble.methods.path.ema`][], in steps.
+    - `optimiser`, `start`, `every`: as for [`eqx_ensemble.methods.path.ema`][], in steps.
 
     **Returns:** an optax optimiser; [`eqx_ensemble.methods.path.average`][] makes an ensemble of its state.
 
@@ -107,22 +107,22 @@ def swa(
 
 
 def average(run: Any) -> Ensemble[Any]:
-    """Makes the ensemble of the members' averaged weights.
+    """Returns the ensemble of the members' averaged weights.
 
-    Members keep their ids, and what was not trained. A member that stopped or diverged has the average up to there; one
-    without a snapshot keeps its current weights, and a warning names it. The statistics of a BatchNorm do not belong to
-    averaged weights: [`eqx_ensemble.methods.path.update_batch_norm`][].
+    Members keep their ids and untrained leaves. A member that stopped or diverged has its average up to that step; one
+    without a snapshot keeps its current weights, with a warning. BatchNorm statistics are not valid for averaged
+    weights: use [`eqx_ensemble.methods.path.update_batch_norm`][].
 
     **Arguments:**
 
-    - `run`: the run, the training state or the [`eqx_ensemble.train.Progress`][] of a training with
+    - `run`: the run, the training state or the [`eqx_ensemble.train.Progress`][] of training with
         [`eqx_ensemble.methods.path.ema`][], [`eqx_ensemble.methods.path.swa`][] or
-        [`eqx_ensemble.methods.path.swag`][]. Weights of a run's best epochs are not used.
+        [`eqx_ensemble.methods.path.swag`][]. The best weights of a run are not used.
 
     **Returns:** the ensemble.
 
-    **Raises:** `TypeError` for other things than these; `ValueError` if the optimiser state has no average of all
-    weights, or several.
+    **Raises:** `TypeError` for anything else; `ValueError` unless the optimiser state has exactly one average of all
+    weights.
 
     ```python
     def loss(model, batch, key):
@@ -144,7 +144,7 @@ def average(run: Any) -> Ensemble[Any]:
 
 
 def _log(decay: Any) -> Any:
-    """The logarithm of a decay, in double precision for Python's numbers."""
+    """The logarithm of a decay, in double precision for Python numbers."""
     if isinstance(decay, jax.Array):
         return jnp.log(decay)
     return math.log(decay) if decay > 0 else -math.inf

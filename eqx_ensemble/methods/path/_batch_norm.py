@@ -20,7 +20,7 @@ from ...train.compiled._program import take_rows
 from ._check import check_batch_norms, check_output_state
 
 Layer = Any
-"""An `equinox.nn.BatchNorm`, which has the indices of one of its modes."""
+"""An `equinox.nn.BatchNorm`; only the state indices of its mode are set."""
 
 Statistics = list[tuple[Array, Array]]
 """The mean and the variance of each layer."""
@@ -36,31 +36,32 @@ def update_batch_norm(
     plan: AnyPlan = None,
     key: Any,
 ) -> eqx.nn.State:
-    """Estimates the statistics of BatchNorm layers anew, for weights that were averaged, drawn or recorded.
+    """Re-estimates the statistics of BatchNorm layers, for weights that were averaged, drawn or recorded.
 
-    The data pass through each member once, in training mode, in batches of random rows. Means and variances of the
-    batches are pooled with equal weight for each row, the variance between batches included, in place of the running
-    averages of training. It counts as one batch for the `momentum` of batches after it. Other state, such as that of
+    Each member makes one pass over the data in training mode, in batches of random rows. The means and variances of the
+    batches are pooled with equal weight per row, including the variance between batches, and replace the running
+    averages of training. They count as one batch for the `momentum` of later batches. Other state, such as that of
     spectral normalisation, is updated as in training.
 
     **Arguments:**
 
-    - `ensemble`: the members, for example of [`eqx_ensemble.methods.path.average`][].
-    - `state`: their stacked `equinox.nn.State`; its old statistics do not matter. For draws and snapshots take the
-        state of each one's member, such as `ee.tree.take(run.state, draws.ids // num_samples)` for the ids 0, 1, 2 ...
-    - `fn`: `fn(model, state, batch, key) -> (value, state)` of one member on one batch, which calls the model as in
-        training; the loss of stateful members is one. The value is not used.
+    - `ensemble`: the members, for example from [`eqx_ensemble.methods.path.average`][].
+    - `state`: their stacked `equinox.nn.State`; its old statistics have no effect. For draws and snapshots, pass the
+        state of the original members, such as `ee.tree.take(run.state, draws.ids // num_samples)` for the ids 0, 1, 2
+        ...
+    - `fn`: `fn(model, state, batch, key) -> (value, state)` calls one member on one batch as in training, such as the
+        loss of stateful members. The value is not used.
     - `data`: the training data, a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked
         [`eqx_ensemble.Each`][].
-    - `batch_size`: rows per batch; by default 32, or all rows if they are fewer. The last may be smaller. Take that of
-        training: layers see inputs that earlier layers have normalised by the batch.
+    - `batch_size`: rows per batch; by default 32, or all rows if they are fewer. The last batch may be smaller. Use the
+        batch size of training, because earlier layers normalise their outputs by the batch.
     - `plan`: how the members are executed, as for [`eqx_ensemble.map_members`][].
-    - `key`: the root key, of the order of rows, and of the keys of `fn`.
+    - `key`: the root key, for the row order and the keys passed to `fn`.
 
     **Returns:** the stacked state with the new statistics.
 
-    **Raises:** `TypeError` or `ValueError` for arguments that do not fit together, and for members that have no
-    BatchNorm in training mode. Layers in inference mode keep their statistics.
+    **Raises:** `TypeError` or `ValueError` for inconsistent arguments, and for members without a BatchNorm in training
+    mode. Layers in inference mode keep their statistics.
 
     ```python
     class Model(eqx.Module):
@@ -115,7 +116,7 @@ def _estimate(
     fn: Callable[..., Any], model: Any, state: eqx.nn.State, data: PyTree, order: Int[Array, " rows"],
     key: Key[Array, ""], batch_size: int, name: str,
 ) -> eqx.nn.State:  # fmt: skip
-    """One member's state after one pass."""
+    """The state of one member after one pass."""
     layers, num_rows = _layers(model), order.shape[0]
 
     def batch(carry: tuple, number: Any, size: int) -> tuple:
@@ -144,7 +145,7 @@ def _layers(model: PyTree) -> list[Layer]:
 
 
 def _pool(old: tuple, new: tuple, share: Any) -> tuple[Array, Array]:
-    """The mean and variance of two sets of rows, the second of which is this `share` of all."""
+    """Pools the means and variances of two sets of rows; `share` is the fraction of rows in the second."""
     (old_mean, old_variance), (mean, variance) = old, new
     share = jnp.asarray(share, mean.dtype)
     away = mean - old_mean
@@ -153,7 +154,7 @@ def _pool(old: tuple, new: tuple, share: Any) -> tuple[Array, Array]:
 
 
 def _reset(layers: list[Layer], state: eqx.nn.State) -> eqx.nn.State:
-    """A state after which the next batch leaves nothing but its own statistics."""
+    """Resets the layers, so that the state after the next batch holds the statistics of that batch only."""
     for layer in layers:
         if layer.mode == "ema":
             state = state.set(layer.ema_first_time_index, jnp.array(True))  # noqa: FBT003
@@ -164,7 +165,7 @@ def _reset(layers: list[Layer], state: eqx.nn.State) -> eqx.nn.State:
 
 
 def _read(layers: list[Layer], state: eqx.nn.State) -> Statistics:
-    """The statistics of one batch."""
+    """Reads the statistics of one batch."""
     one = lambda layer: (
         state.get(layer.ema_state_index)
         if layer.mode == "ema"
@@ -174,12 +175,12 @@ def _read(layers: list[Layer], state: eqx.nn.State) -> Statistics:
 
 
 def _write(layers: list[Layer], state: eqx.nn.State, found: Statistics) -> eqx.nn.State:
-    """The state with these statistics, as if they were those of one batch."""
+    """Writes statistics to the state, as if they were those of one batch."""
     for layer, statistics in zip(layers, found, strict=True):
         if layer.mode == "ema":
             state = state.set(layer.ema_state_index, statistics)
         else:
-            # Prediction divides by `1 - momentum**counter`; multiplying by the same number leaves no rounding.
+            # Prediction divides by `1 - momentum**counter`; multiplying by the same number avoids rounding.
             scaled = jax.tree.map(lambda x, m=layer.momentum: x * (1 - jnp.asarray(m, x.dtype)), statistics)
             state = state.set(layer.batch_counter, jnp.ones_like(state.get(layer.batch_counter)))
             state = state.set(layer.batch_state_index, scaled)

@@ -24,7 +24,7 @@ EXAMPLES = {
 
 
 def check_steps(start: Any, every: Any, *, name: str) -> None:
-    """Raises unless `start` and `every` are counts of steps, or traced integers."""
+    """Raises unless `start` and `every` are numbers of steps, or traced integers."""
     for argument, value, least in (("start", start, 0), ("every", every, 1)):
         if is_traced(value):
             if value.ndim or not jnp.issubdtype(value.dtype, jnp.integer):
@@ -34,7 +34,7 @@ def check_steps(start: Any, every: Any, *, name: str) -> None:
 
 
 def check_period(period: Any, start: Any, every: Any, *, name: str) -> None:
-    """Raises unless `period` is `None`, or a number of steps with a snapshot in them, or traced."""
+    """Raises unless `period` is `None`, traced, or a number of steps that includes a snapshot."""
     if period is None:
         return
     if is_traced(period):
@@ -60,7 +60,7 @@ def check_decay(decay: Any, *, name: str) -> None:
 
 
 def check_rank(rank: Any, *, name: str) -> int:
-    """Raises unless `rank` is 0 or at least 2. Returns it as Python's."""
+    """Raises unless `rank` is 0 or at least 2. Returns it as an `int`."""
     rank = check_integer(rank, "rank", name=name, least=0)
     if rank == 1:
         raise ValueError(
@@ -80,13 +80,13 @@ def check_real(params: PyTree, *, name: str) -> None:
 
 
 def check_scale(scale: Any, *, name: str) -> None:
-    """Raises unless `scale` is `None` or a number, not negative."""
+    """Raises unless `scale` is `None` or a number of at least 0."""
     if scale is not None:
         check_number(scale, "scale", name=name, least=0)
 
 
 def check_learning_rate(value: Any, argument: str, *, name: str) -> Any:
-    """Raises unless `value` is a number, not negative; a traced one is not checked. Returns it as Python's."""
+    """Raises unless `value` is a number of at least 0; a traced one is not checked. Returns it as a Python number."""
     if is_traced(value):
         return value
     return check_number(float(value) if isinstance(value, jax.Array) else value, argument, name=name, least=0)
@@ -102,7 +102,7 @@ def check_source(source: Any, kinds: tuple[type, ...], *, name: str) -> None:
 
 
 def check_record(are_last: Sequence[bool], *, name: str) -> None:
-    """Raises unless there is one record, of the weights that the members got."""
+    """Raises unless exactly one record exists, and its wrapper is the last transformation."""
     wrappers = WRAPPERS[name]
     if not are_last:
         raise ValueError(
@@ -140,7 +140,7 @@ def warn_of_few(count: Any, ids: Any, *, least: int, effect: str, name: str) -> 
 
 
 def check_concrete(count: Any, *, name: str) -> None:
-    """Raises where the number of snapshots is traced."""
+    """Raises if the number of snapshots is traced."""
     if is_traced(count):
         raise TypeError(f"`{name}` cannot be called inside `jax.jit`: the number of members depends on values.")
 
@@ -161,7 +161,7 @@ def check_factor_ids(ids: Any, count: int, *, name: str) -> None:
 
 
 def check_batch_norms(layers: Sequence[eqx.nn.BatchNorm], *, name: str) -> None:
-    """Raises if there is nothing to estimate."""
+    """Raises without BatchNorm layers in training mode."""
     if not layers:
         raise ValueError(
             f"`{name}` needs members with `equinox.nn.BatchNorm` layers that are not in inference mode.\n"
@@ -170,7 +170,7 @@ def check_batch_norms(layers: Sequence[eqx.nn.BatchNorm], *, name: str) -> None:
 
 
 def check_output_state(out: Any, *, name: str) -> None:
-    """Raises unless a user's function returned a state after its value."""
+    """Raises unless the user's function returns a state after its value."""
     if not isinstance(out, tuple) or len(out) < 2 or not isinstance(out[1], eqx.nn.State):
         raise TypeError(
             f"`{name}` needs `fn(model, state, batch, key)` to return `(value, state)`, as a stateful loss does; got "
@@ -179,5 +179,5 @@ def check_output_state(out: Any, *, name: str) -> None:
 
 
 def params_message(name: str) -> str:
-    """What to say where `update` got no weights."""
+    """The message for an `update` without weights."""
     return f"`{name}` records weights: call `update(grads, state, params)` with the weights."

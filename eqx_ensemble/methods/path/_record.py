@@ -16,7 +16,7 @@ from ._check import check_record, check_same_leaves, check_source, params_messag
 
 
 class RecordState(NamedTuple):
-    """The state of an optimiser that records its weights: the steps done, the snapshots taken, and the record."""
+    """The state of an optimiser that records weights: the numbers of steps and snapshots, and the record."""
 
     inner_state: PyTree
     step: Int[Array, "*members"]
@@ -45,7 +45,7 @@ class Weights(NamedTuple):
 
 
 Update = Callable[[PyTree, PyTree, Int[Array, ""], Bool[Array, ""]], PyTree]
-"""`(record, weights, count, due) -> record`: the snapshot is taken if it is `due`, and then is the `count`-th."""
+"""`(record, weights, count, due) -> record`: takes the `count`-th snapshot if it is `due`."""
 
 
 def record_path(
@@ -58,9 +58,9 @@ def record_path(
     update: Update,
     name: str,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimiser, with a record of the weights after step `start`, `start + every`, `start + 2 * every` ...
+    """Wraps an optimiser to record the weights after steps `start`, `start + every`, `start + 2 * every` ...
 
-    With a `period`, after these steps of each period.
+    With a `period`, these are the steps of each period.
     """
     inner = optax.with_extra_args_support(optimiser)
 
@@ -84,7 +84,7 @@ def record_path(
 
 
 def zeros_like(params: PyTree, *axes: int) -> PyTree:
-    """Zeros `(*axes, ...)` to sum in: at least of 32 bits."""
+    """Zeros `(*axes, ...)` for sums, with at least 32 bits."""
 
     def zeros(x: Any) -> Array:
         x = jnp.asarray(x)
@@ -94,7 +94,7 @@ def zeros_like(params: PyTree, *axes: int) -> PyTree:
 
 
 def move_mean(mean: PyTree, weights: PyTree, rate: Any, due: Bool[Array, ""]) -> PyTree:
-    """The mean, moved towards the weights by `rate` if a snapshot is `due`."""
+    """Moves the mean towards the weights by `rate` if a snapshot is `due`."""
 
     def move(old: Array, new: Array) -> Array:
         return jnp.where(due, old + jnp.asarray(rate).astype(old.dtype) * (new.astype(old.dtype) - old), old)
@@ -103,12 +103,12 @@ def move_mean(mean: PyTree, weights: PyTree, rate: Any, due: Bool[Array, ""]) ->
 
 
 def reciprocal(count: Int[Array, ""]) -> Array:
-    """One over the number of snapshots, in double precision where it is enabled: an integer's quotient is not."""
+    """One over the number of snapshots; unlike the quotient of integers, in double precision if enabled."""
     return 1 / jnp.maximum(count, 1).astype(jnp.result_type(float))
 
 
 def find_record(source: Any, kinds: tuple[type, ...], *, name: str) -> tuple[TrainState, RecordState]:
-    """The training state of a run, and what its optimiser recorded."""
+    """The training state of a run, and the record of its optimiser."""
     check_source(source, (Run, TrainState, Progress), name=name)
     state = source if isinstance(source, TrainState) else source.train_state
     found = [(x, is_last) for x, is_last in _records(state.opt_state) if isinstance(x.record, kinds)]
@@ -119,7 +119,7 @@ def find_record(source: Any, kinds: tuple[type, ...], *, name: str) -> tuple[Tra
 
 
 def _records(node: PyTree, *, is_last: bool = True) -> Iterator[tuple[RecordState, bool]]:
-    """All records of an optimiser's state, and whether the updates that they saw were those of the weights."""
+    """Yields all records of an optimiser state, and whether each wrapper is the last transformation."""
     if isinstance(node, RecordState):
         yield node, is_last
         yield from _records(node.inner_state, is_last=is_last)
@@ -128,13 +128,13 @@ def _records(node: PyTree, *, is_last: bool = True) -> Iterator[tuple[RecordStat
     if treedef == jax.tree.structure(0):
         return
     for i, child in enumerate(children):
-        ends = type(node) is not tuple or i == len(children) - 1  # a tuple is a chain: its last part has the last word
+        ends = type(node) is not tuple or i == len(children) - 1  # a tuple is a chain, whose last part is applied last
         yield from _records(child, is_last=is_last and ends)
 
 
 @eqx.filter_jit
 def weights_or_current(found: PyTree, params: PyTree, count: Int[Array, " members"], repeats: int = 1) -> PyTree:
-    """What was recorded, in the dtypes of the weights; the current weights of members without a snapshot."""
+    """The recorded weights in the dtypes of the current ones, which replace them for members without a snapshot."""
 
     def choose(x: Array, current: Array) -> Array:
         current = jnp.repeat(current, repeats, axis=0)
@@ -145,5 +145,5 @@ def weights_or_current(found: PyTree, params: PyTree, count: Int[Array, " member
 
 
 def as_ensemble(state: TrainState, params: PyTree, frozen: PyTree, ids: Any) -> Ensemble[Any]:
-    """The ensemble of `state` with other trained arrays."""
+    """The ensemble of `state`, with other trained arrays."""
     return Ensemble(eqx.combine(params, frozen), state.shared, ids)

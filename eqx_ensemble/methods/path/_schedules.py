@@ -8,19 +8,19 @@ from ..._check import check_counter
 from ._check import check_learning_rate
 
 Schedule = Callable[[Any], Float[Array, ""]]
-"""A learning rate for each step, as optax has them."""
+"""An optax schedule of learning rates."""
 
 
 def snapshot_schedule(init_value: Any, period: int) -> Schedule:
     r"""The cyclic cosine learning rate of snapshot ensembles.
 
-    At step $t$ (from 0) it is $\frac{a_0}{2}\big(\cos(\pi\, (t \bmod P) / P) + 1\big)$: it begins each cycle at $a_0$
-    and is smallest, but not 0, at the cycle's last step, after which the snapshot is taken.
+    At step $t$ (from 0) it is $\frac{a_0}{2}\big(\cos(\pi\, (t \bmod P) / P) + 1\big)$: it starts each cycle at $a_0$
+    and is smallest, but not 0, at the last step of the cycle, after which the snapshot is taken.
 
     **Arguments:**
 
-    - `init_value`: $a_0$, the learning rate at the beginning of each cycle; the authors use 0.1 to 0.2 with SGD.
-    - `period`: $P$, the number of steps of a cycle; the authors use 40 epochs.
+    - `init_value`: $a_0$, the learning rate at the start of each cycle; the authors use 0.1 to 0.2 with SGD.
+    - `period`: $P$, the number of steps per cycle; the authors use 40 epochs.
 
     **Returns:** a schedule for optax.
 
@@ -49,14 +49,14 @@ def snapshot_schedule(init_value: Any, period: int) -> Schedule:
 def fast_geometric_schedule(init_value: Any, end_value: Any, period: int) -> Schedule:
     r"""The cyclic triangular learning rate of fast geometric ensembles.
 
-    With $u = ((t \bmod P) + 1) / P$ at step $t$ (from 0), it falls from `init_value` to `end_value` at $u = 1/2$, and
-    rises back at $u = 1$. Snapshots are taken where it is smallest:
-    `snapshots(optax.sgd(schedule), size, every=period, start=period // 2)`, of members that are trained already.
+    With $u = ((t \bmod P) + 1) / P$ at step $t$ (from 0), it decreases from `init_value` to `end_value` at $u = 1/2$,
+    and increases back to `init_value` at $u = 1$. Take snapshots of trained members at the minima:
+    `snapshots(optax.sgd(schedule), size, every=period, start=period // 2)`.
 
     **Arguments:**
 
     - `init_value`, `end_value`: the largest and the smallest learning rate; the authors use 0.05 and 0.0005 with SGD.
-    - `period`: $P$, the number of steps of a cycle, an even number; the authors use 2 to 4 epochs.
+    - `period`: $P$, the number of steps per cycle, an even number; the authors use 2 to 4 epochs.
 
     **Returns:** a schedule for optax.
 
@@ -81,7 +81,7 @@ def fast_geometric_schedule(init_value: Any, end_value: Any, period: int) -> Sch
 
     def schedule(count: Any) -> Float[Array, ""]:
         part = jnp.asarray(count % period + 1, jnp.result_type(float)) / period
-        fraction = jnp.abs(2 * part - 1)  # 1 at the ends of a cycle, 0 in its middle
+        fraction = jnp.abs(2 * part - 1)  # 1 at the ends of a cycle, 0 in the middle
         return fraction * init_value + (1 - fraction) * end_value
 
     return schedule

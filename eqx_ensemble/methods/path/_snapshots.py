@@ -28,20 +28,20 @@ def snapshots(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the last `size` snapshots of each member's weights.
 
-    With [`eqx_ensemble.methods.path.snapshot_schedule`][] and `every` its period it records a snapshot ensemble, with
-    [`eqx_ensemble.methods.path.fast_geometric_schedule`][] a fast geometric one, and with a constant learning rate the
-    path of the run; with the samplers of `methods.sampling`, samples: `start` is the end of the burn-in, and `every`
-    thins the chain. They are a part of the optimiser state: each member's own, saved and resumed with it. The
-    optimiser's updates are not changed.
+    With [`eqx_ensemble.methods.path.snapshot_schedule`][] and `every` equal to its period, it records a snapshot
+    ensemble; with [`eqx_ensemble.methods.path.fast_geometric_schedule`][], a fast geometric ensemble; with a constant
+    learning rate, the trajectory of the run. With the samplers of `methods.sampling`, snapshots are samples: `start` is
+    the end of the burn-in, and `every` thins the chain. Snapshots are part of each member's optimiser state, with which
+    they are saved and resumed. The updates of the optimiser do not change.
 
     **Arguments:**
 
-    - `optimiser`: as of [`eqx_ensemble.methods.path.ema`][].
-    - `size`: the number of snapshots to keep, which need the memory of as many copies of the weights.
+    - `optimiser`: as for [`eqx_ensemble.methods.path.ema`][].
+    - `size`: the number of snapshots to keep. Each takes the memory of one copy of the weights.
     - `every`: the number of steps between snapshots.
-    - `start`: the first snapshot is the weights after this many steps; by default after `every` steps.
-    - `period`: by default none; steps are counted anew after this many, so that `start` and `every` are those of each
-        cycle.
+    - `start`: the step of the first snapshot; by default `every`.
+    - `period`: the number of steps per cycle, after which `start` and `every` count from zero again; by default no
+        cycles.
 
     **Returns:** an optax optimiser; [`eqx_ensemble.methods.path.snapshot_ensemble`][] makes an ensemble of its state.
 
@@ -66,7 +66,7 @@ def snapshots(
         return Weights(jax.tree.map(lambda x: jnp.zeros((size, *jnp.shape(x)), jnp.asarray(x).dtype), params))
 
     def update(record: Weights, weights: PyTree, count: Int[Array, ""], due: Bool[Array, ""]) -> Weights:
-        index = jnp.where(due, (count - 1) % size, size)  # beyond the end, nothing is written
+        index = jnp.where(due, (count - 1) % size, size)  # an index beyond the end is dropped
         put = lambda kept, w: kept.at[index].set(w, mode="drop")
         return Weights(jax.tree.map(put, record.weights, weights))
 
@@ -74,22 +74,22 @@ def snapshots(
 
 
 def snapshot_ensemble(run: Any) -> Ensemble[Any]:
-    """Makes an ensemble of the snapshots that [`eqx_ensemble.methods.path.snapshots`][] recorded.
+    """Returns an ensemble of the snapshots recorded by [`eqx_ensemble.methods.path.snapshots`][].
 
-    Each snapshot becomes a member; those of one member come one after another, the oldest first. A member that stopped
-    or diverged has fewer. The statistics of a BatchNorm are not in the snapshots:
+    Each snapshot becomes a member; those of one member are adjacent, the oldest first. A member that stopped or
+    diverged may have fewer. Snapshots do not include BatchNorm statistics: use
     [`eqx_ensemble.methods.path.update_batch_norm`][].
 
     **Arguments:**
 
-    - `run`: the run, the training state or the [`eqx_ensemble.train.Progress`][] of a training with
+    - `run`: the run, the training state or the [`eqx_ensemble.train.Progress`][] of training with
         [`eqx_ensemble.methods.path.snapshots`][].
 
-    **Returns:** the ensemble. Snapshot `n` (from 0) of a member has the id `id * size + n % size`. A warning names
-    members without a snapshot, which are left out.
+    **Returns:** the ensemble. Snapshot `n` (from 0) of a member has the id `id * size + n % size`. Members without a
+    snapshot are excluded, with a warning.
 
     **Raises:** `TypeError` inside `jax.jit`, because members may have different numbers of snapshots; `ValueError` if
-    no member has one, or if the optimiser state is not of `snapshots`.
+    no member has a snapshot, or the optimiser state holds no record of `snapshots`.
 
     ```python
     def loss(model, batch, key):

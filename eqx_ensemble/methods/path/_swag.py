@@ -34,23 +34,23 @@ from ._record import (
 def swag(
     optimiser: optax.GradientTransformation, *, rank: int = 20, start: Any = 0, every: Any = 1
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keeps a Gaussian of each member's weights along its path: SWAG.
+    r"""SWAG: keeps a Gaussian approximation of each member's weights along its trajectory.
 
-    Of all snapshots it keeps the mean and the variance of each weight (divisor $n$, by Welford's update, which does not
-    cancel), and of the last `rank` of them the deviations $d_i = w_i - \bar w_i$ from the mean up to and including
-    $w_i$. [`eqx_ensemble.methods.path.sample`][] draws from it, and [`eqx_ensemble.methods.path.average`][] gives the
-    mean. The optimiser's updates are not changed.
+    It keeps the mean and the variance of each weight over all snapshots (`ddof=0`, by Welford's algorithm, which avoids
+    cancellation), and for the last `rank` snapshots the deviations $d_i = w_i - \bar w_i$ from the mean up to and
+    including $w_i$. [`eqx_ensemble.methods.path.sample`][] draws from the Gaussian, and
+    [`eqx_ensemble.methods.path.average`][] returns the mean. The updates of the optimiser do not change.
 
     **Arguments:**
 
-    - `optimiser`, `start`, `every`: as of [`eqx_ensemble.methods.path.ema`][], in steps. The authors take one snapshot
+    - `optimiser`, `start`, `every`: as for [`eqx_ensemble.methods.path.ema`][], in steps. The authors take one snapshot
         per epoch at a constant learning rate.
-    - `rank`: the number of deviations, which need the memory of as many copies of the weights; 0 for the diagonal only.
+    - `rank`: the number of deviations, 0 (diagonal only) or at least 2. Each takes the memory of one copy of the
+        weights.
 
     **Returns:** an optax optimiser.
 
-    **Raises:** `TypeError` or `ValueError` for invalid arguments; when it is initialised, `TypeError` for complex
-    weights.
+    **Raises:** `TypeError` or `ValueError` for invalid arguments; when initialised, `TypeError` for complex weights.
 
     ```python
     optimiser = ee.methods.path.swag(optax.sgd(0.05), rank=10, start=750, every=10)
@@ -80,7 +80,7 @@ def swag(
         )  # fmt: skip
         if not rank:
             return Moments(mean, squares, None)
-        index = jnp.where(due, (count - 1) % rank, rank)  # beyond the end, nothing is written
+        index = jnp.where(due, (count - 1) % rank, rank)  # an index beyond the end is dropped
         put = lambda columns, w, m: columns.at[index].set(away(w, m), mode="drop")
         return Moments(mean, squares, jax.tree.map(put, record.columns, weights, mean))
 
@@ -88,28 +88,28 @@ def swag(
 
 
 def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) -> Ensemble[Any]:
-    r"""Draws an ensemble from the Gaussians that [`eqx_ensemble.methods.path.swag`][] recorded.
+    r"""Draws an ensemble from the Gaussians recorded by [`eqx_ensemble.methods.path.swag`][].
 
     A draw of a member with $K$ deviations is
 
     $$w = \bar w + \sqrt{s}\,\Big(\sigma \odot z_1 + \frac{1}{\sqrt{K-1}} \sum_{i=1}^K d_i z_{2,i}\Big)$$
 
-    with standard normal $z_1$ and $z_2$, the latter common to all weights. $K$ is the member's own: a member that
-    stopped early has fewer snapshots. Draws do not change with `num_samples`. The statistics of a BatchNorm belong to
-    no draw: [`eqx_ensemble.methods.path.update_batch_norm`][].
+    with standard normal $z_1$ and $z_2$, the latter shared by all weights. $K$ may differ between members: one that
+    stopped early has fewer snapshots. Draw $i$ does not depend on `num_samples`. BatchNorm statistics are not valid for
+    draws: use [`eqx_ensemble.methods.path.update_batch_norm`][].
 
     **Arguments:**
 
-    - `run`: the run, the training state or the [`eqx_ensemble.train.Progress`][] of a training with
+    - `run`: the run, the training state or the [`eqx_ensemble.train.Progress`][] of training with
         [`eqx_ensemble.methods.path.swag`][].
     - `num_samples`: the number of draws from each member; the authors use 30.
-    - `scale`: $s$; by default that of the authors, which is 1/2, or 1 for the diagonal only (`rank=0`).
-    - `key`: the root key. The stream of a member follows from its id.
+    - `scale`: $s$; by default the authors' 1/2, or 1 for the diagonal only (`rank=0`).
+    - `key`: the root key. The random stream of a member is derived from its id.
 
-    **Returns:** the ensemble of all draws, those of one member one after another, with the ids
-    `id * num_samples + i`. A warning names members with fewer than two snapshots, whose draws are all equal.
+    **Returns:** the ensemble of all draws, those of one member adjacent, with the ids `id * num_samples + i`. A warning
+    lists members with fewer than two snapshots, whose draws are all equal.
 
-    **Raises:** `TypeError` or `ValueError` for invalid arguments, and if the optimiser state is not of `swag`.
+    **Raises:** `TypeError` or `ValueError` for invalid arguments, and if the optimiser state holds no record of `swag`.
 
     ```python
     def loss(model, batch, key):
@@ -168,8 +168,8 @@ def _draw_one(
         away = jnp.sqrt(variance) * jax.random.normal(jax.random.fold_in(own, i), mean.shape, mean.dtype)
         if columns:
             rank = columns[i].shape[0]
-            kept = jnp.clip(count, 2, rank).astype(mean.dtype)  # the one column of a single snapshot is zero
-            # The same numbers for all weights, whatever their dtypes: drawn once, in 32 bits.
+            kept = jnp.clip(count, 2, rank).astype(mean.dtype)  # the only column after one snapshot is zero
+            # Drawn once in float32, so that all weights share the same numbers, whatever their dtypes.
             common = jax.random.normal(shared, (rank,), jnp.float32).astype(mean.dtype)
             away += jnp.tensordot(common / jnp.sqrt(kept - 1), columns[i], axes=1)
         drawn.append(mean + root.astype(mean.dtype) * away)

@@ -1,6 +1,6 @@
 """Sampling from a posterior by stochastic-gradient MCMC, and diagnostics of the chains.
 
-The samplers are optax optimisers: each member is a chain, with noise of its own.
+The samplers are optax optimisers: each member is a chain with independent noise.
 """
 
 from ._diagnostics import Diagnostics as Diagnostics

@@ -11,7 +11,7 @@ from ..._pytree import PyTree
 
 
 def _check_scalar(value: Any, argument: str, *, name: str) -> Any:
-    """Raises unless `value` is one real number. Returns it as Python's, unless it is traced."""
+    """Raises unless `value` is one real number. Returns it as a Python number, unless it is traced."""
     if is_traced(value):
         if value.ndim or not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
             raise TypeError(f"`{name}` needs one number `{argument}` per member, got {leaf_text(value)}.")
@@ -22,7 +22,7 @@ def _check_scalar(value: Any, argument: str, *, name: str) -> Any:
 
 
 def check_rate(value: Any, argument: str, *, name: str, schedules: bool = True) -> Any:
-    """Raises unless `value` is a number that is not negative, or a schedule. Returns it as Python's."""
+    """Raises unless `value` is a number of at least 0, or a schedule. Returns it."""
     if schedules and callable(value):
         return value
     value = _check_scalar(value, argument, name=name)
@@ -42,7 +42,7 @@ def check_num_rows(value: Any, *, name: str) -> Any:
 
 
 def check_fraction(value: Any, argument: str, *, name: str, allow: int) -> Any:
-    """Raises unless `value` is between 0 and 1, of which only `allow` is allowed."""
+    """Raises unless `value` is between 0 and 1, exclusive except for `allow`. Returns it."""
     value = _check_scalar(value, argument, name=name)
     if not is_traced(value) and not (0 < value < 1 or value == allow):
         wanted = "above 0 and at most 1" if allow else "at least 0 and below 1"
@@ -70,7 +70,7 @@ def check_adapt_steps(value: Any, *, name: str) -> Any:
 
 
 def check_explore(value: Any, *, name: str) -> float:
-    """Raises unless `value` is a part of a cycle that leaves some of it."""
+    """Raises unless `value` is from 0 to below 1. Returns it."""
     number = check_number(value, "explore", name=name, least=0, most=1)
     if number == 1:
         raise ValueError(f"`{name}` needs `explore` below 1, got {value!r}: no step would be left to sample in.")
@@ -78,7 +78,7 @@ def check_explore(value: Any, *, name: str) -> float:
 
 
 def check_weights(params: PyTree, *, name: str) -> None:
-    """Raises for weights that cannot be sampled in their own dtype."""
+    """Raises for weights whose dtype does not allow sampling."""
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         where, dtype = jax.tree_util.keystr(path), jnp.asarray(x).dtype
         if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 32:
@@ -105,9 +105,9 @@ def check_values(values: Any, *, name: str) -> np.ndarray:
 
 
 def check_chains(chains: Any, num_samples: int, *, name: str) -> tuple[np.ndarray, int]:
-    """Raises unless the samples belong to chains of one length.
+    """Raises unless all chains have the same length.
 
-    **Returns:** the order in which the samples of one chain follow each other, and the number of chains.
+    **Returns:** the indices that sort samples by chain, and the number of chains.
     """
     array = as_numpy(chains, "chains", name=name)
     if array.dtype.kind not in "iu" or array.shape != (num_samples,):

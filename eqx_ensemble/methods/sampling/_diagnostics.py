@@ -7,14 +7,14 @@ from ._check import check_chains, check_values
 
 
 class Diagnostics(NamedTuple):
-    r"""How well chains have mixed, of each quantity.
+    r"""Convergence diagnostics of chains, per quantity.
 
     **Attributes:**
 
-    - `rhat`: the rank-normalised split $\hat R$, the larger of that of the draws and of the folded draws: above 1.01
-        the chains disagree. NaN for a single chain.
-    - `ess_bulk`: the effective sample size in the bulk, of all chains together.
-    - `ess_tail`: the smaller of those of the 5 % and the 95 % quantile.
+    - `rhat`: the rank-normalised split $\hat R$, the maximum over draws and folded draws. Values above 1.01 indicate
+        that the chains have not converged. NaN for a single chain.
+    - `ess_bulk`: the bulk effective sample size of all chains together.
+    - `ess_tail`: the tail effective sample size, the minimum over the 5 % and 95 % quantiles.
     """
 
     rhat: np.ndarray
@@ -23,26 +23,25 @@ class Diagnostics(NamedTuple):
 
 
 def diagnostics(values: Any, chains: Any) -> Diagnostics:
-    r"""Rank-normalised split $\hat R$ and effective sample sizes of quantities over the samples of several chains.
+    r"""Rank-normalised split $\hat R$ and effective sample sizes of quantities over several chains.
 
-    Needs the extra `sampling`: ArviZ computes them. Diagnose outputs of the members, such as their predictions, rather
-    than their weights: a network with permuted hidden units is the same function, and its weights are others. That
-    chains agree does not show that they sample from the posterior: step sizes, noise of batches and missing modes do
-    not show here.
+    They are computed by ArviZ, in the optional dependencies `sampling`. Diagnose outputs of the members, such as their
+    predictions, rather than their weights: permuting hidden units changes the weights but not the function. Agreement
+    between chains does not imply that they sample from the posterior: bias from step sizes, minibatch noise and missing
+    modes is not detected.
 
     **Arguments:**
 
-    - `values`: `(members, ...)`, one value of each quantity for each sample, such as what [`eqx_ensemble.predict`][]
-        returns. Samples of one chain come in the order in which they were drawn.
-    - `chains`: `(members,)`, integers: the chain of each sample. For
-        [`eqx_ensemble.methods.path.snapshot_ensemble`][] it is `ensemble.ids // size`. All chains have the same number
-        of samples, at least 4.
+    - `values`: `(members, ...)`, one value of each quantity per sample, such as the result of
+        [`eqx_ensemble.predict`][]. The samples of each chain must be in the order in which they were drawn.
+    - `chains`: `(members,)`, integers: the chain of each sample. For [`eqx_ensemble.methods.path.snapshot_ensemble`][]
+        it is `ensemble.ids // size`. All chains must have the same number of samples, at least 4.
 
-    **Returns:** the [`eqx_ensemble.methods.sampling.Diagnostics`][], NumPy arrays `(...)`; NaN for quantities that are
-    not finite everywhere, and $\hat R$ also for those that are the same in all samples.
+    **Returns:** [`eqx_ensemble.methods.sampling.Diagnostics`][] of NumPy arrays `(...)`; NaN for quantities that are
+    not finite in all samples, and for $\hat R$ of quantities that are constant.
 
-    **Raises:** `ImportError` without ArviZ; `TypeError` inside `jax.jit`; `ValueError` for chains of different lengths
-    or of fewer than 4 samples.
+    **Raises:** `ImportError` without ArviZ; `TypeError` inside `jax.jit`, and for values or chains of the wrong type;
+    `ValueError` for chains of different lengths or with fewer than 4 samples.
 
     ```python
     predictions = jax.random.normal(key, (4 * 50, 3))  # 4 chains of 50 samples

@@ -12,11 +12,11 @@ from ..._pytree import PyTree
 from ._check import check_num_rows, check_rate
 
 Rates = Callable[[Int[Array, ""]], tuple[Float[Array, ""], Float[Array, ""]]]
-"""The learning rate of a step, and the standard deviation of its noise."""
+"""The learning rate and the standard deviation of the noise in a step."""
 
 
 def rates(learning_rate: Any, num_rows: Any, temperature: Any, *, name: str) -> Rates:
-    """The function of a step's learning rate and noise, `sqrt(2 * rate * temperature / num_rows)`."""
+    """Returns a function of a step's learning rate and noise, `sqrt(2 * rate * temperature / num_rows)`."""
     learning_rate = check_rate(learning_rate, "learning_rate", name=name)
     temperature = check_rate(temperature, "temperature", name=name)
     num_rows = check_num_rows(num_rows, name=name)
@@ -33,14 +33,14 @@ def _number(value: Any, count: Int[Array, ""]) -> Float[Array, ""]:
 
 
 def first_key(key: Any, *, name: str) -> Key[Array, ""]:
-    """The key in a sampler's first state, which training makes each member's own."""
+    """The key in the initial state of a sampler, from which training derives one key per member."""
     return jax.random.fold_in(_keys.root(key, name=name), np.uint32(_keys.tag("sampling")))
 
 
 def draw_noise(key: Key[Array, ""], count: Int[Array, ""], like: PyTree, std: Float[Array, ""]) -> PyTree:
-    """Gaussian noise of one step, of the shapes and dtypes of `like`.
+    """Gaussian noise for one step, with the shapes and dtypes of `like`.
 
-    Each leaf has a stream of its own by its path: the parts of an `optax.multi_transform` count their leaves alike.
+    The stream of each leaf is derived from its path, because parts of an `optax.multi_transform` share leaf numbers.
     """
     of_step = jax.random.fold_in(key, count)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
@@ -53,5 +53,5 @@ def draw_noise(key: Key[Array, ""], count: Int[Array, ""], like: PyTree, std: Fl
 
 
 def next_count(count: Int[Array, ""]) -> Int[Array, ""]:
-    """The number of steps after one more."""
+    """The number of steps plus one, without overflow."""
     return jnp.asarray(optax.safe_increment(count))

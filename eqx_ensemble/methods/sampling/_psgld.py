@@ -11,7 +11,7 @@ from ._noise import draw_noise, first_key, next_count, rates
 
 
 class PSGLDState(NamedTuple):
-    """The state of `psgld`: the number of steps done, the key of the noise, and the mean squared gradients."""
+    """The state of `psgld`: the number of steps, the key of the noise, and the mean squared gradients."""
 
     count: Int[Array, "*members"]
     key: Key[Array, "*members"]
@@ -28,27 +28,26 @@ def psgld(
     temperature: Any = 1.0,
     key: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Preconditioned SGLD: Langevin dynamics in which each weight has the step size of RMSProp.
+    r"""Preconditioned SGLD: Langevin dynamics with the per-weight step sizes of RMSProp.
 
-    With the terms of [`eqx_ensemble.methods.sampling.sgld`][], a step is
+    In the notation of [`eqx_ensemble.methods.sampling.sgld`][], a step is
 
     $$s \leftarrow \lambda s + (1 - \lambda)\, g^2, \qquad G = \frac{1}{\varepsilon + \sqrt s}, \qquad
     w \leftarrow w - \eta\, G g + \sqrt{2 \eta T G / N}\; \xi$$
 
-    Li et al. write $\epsilon / 2$ for $\eta / N$. Like theirs, it leaves out the term $\Gamma$ of the derivative of
-    $G$. While $G$ moves with the weights, this is not exact, however small the steps: the variance of a chain that
-    moves slowly beside the window $1 / (1 - \lambda)$ tends to twice that of the posterior, for a quadratic loss. With
-    `adapt_steps`, $G$ is constant from then on, and the chain is as exact as SGLD: begin to sample later.
+    Li et al. write $\epsilon / 2$ for $\eta / N$. As in their algorithm, the term $\Gamma$ with the derivative of $G$
+    is omitted. While $G$ adapts to the weights, this is biased for any step size: for a quadratic loss, the variance of
+    a chain that is slow compared with the window $1 / (1 - \lambda)$ tends to twice that of the posterior. With
+    `adapt_steps`, $G$ is constant afterwards, and the chain is as exact as SGLD: start sampling after that.
 
-    The first steps are long, because $s$ begins at 0: from members that are trained already, or with a learning rate
-    that warms up.
+    The first steps are large, because $s$ starts at 0: start from trained members, or warm up the learning rate.
 
     **Arguments:**
 
-    - `learning_rate`, `num_rows`, `temperature`, `key`: as of [`eqx_ensemble.methods.sampling.sgld`][].
+    - `learning_rate`, `num_rows`, `temperature`, `key`: as for [`eqx_ensemble.methods.sampling.sgld`][].
     - `decay`: $\lambda$, from 0 to below 1.
-    - `eps`: $\varepsilon$, above 0: the largest step of a weight is $1 / \varepsilon$ times the learning rate.
-    - `adapt_steps`: the number of steps in which $G$ is adapted; by default all, as of the authors.
+    - `eps`: $\varepsilon$, above 0; the step size of a weight is at most $1 / \varepsilon$ times the learning rate.
+    - `adapt_steps`: the number of steps in which $G$ is adapted; by default all, as by the authors.
 
     **Returns:** an optax optimiser.
 

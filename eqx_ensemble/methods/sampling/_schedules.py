@@ -11,21 +11,21 @@ from ._check import check_explore, check_rate
 def cyclical_temperature(
     period: int, *, explore: float = 0.9, temperature: Any = 1.0
 ) -> Callable[[Any], Float[Array, ""]]:
-    r"""The temperature of cyclical stochastic-gradient MCMC: 0 while a cycle explores, and then that of sampling.
+    r"""The temperature of cyclical stochastic-gradient MCMC: 0 while a cycle explores, then that of sampling.
 
     With the learning rate $\frac{a_0}{2}\big(\cos(\pi\, (t \bmod P) / P) + 1\big)$ of
     [`eqx_ensemble.methods.path.snapshot_schedule`][], each cycle descends to a mode with large steps and without noise,
-    and then samples around it with small ones. Chains visit several modes; their weights are not those of the
-    posterior.
+    and then samples around it with small steps. Chains visit several modes, but not in proportion to their posterior
+    mass.
 
     **Arguments:**
 
-    - `period`: $P$, the number of steps of a cycle; the authors use 50 epochs.
-    - `explore`: the part of each cycle without noise, from 0 to below 1; at least the last step has noise. The authors'
-        experiments with CIFAR have it in the last 5 of 50 epochs.
-    - `temperature`: that of the other steps, a number.
+    - `period`: $P$, the number of steps per cycle; the authors use 50 epochs.
+    - `explore`: the fraction of each cycle without noise, from 0 to below 1; at least the last step has noise. In the
+        authors' CIFAR experiments, the last 5 of 50 epochs have noise.
+    - `temperature`: the temperature of the other steps, a number.
 
-    **Returns:** a schedule, for the argument `temperature` of [`eqx_ensemble.methods.sampling.sgld`][] and the others.
+    **Returns:** a schedule for `temperature` of [`eqx_ensemble.methods.sampling.sgld`][] and the other samplers.
 
     **Raises:** `TypeError` or `ValueError` for invalid arguments.
 

@@ -11,7 +11,7 @@ from ._noise import draw_noise, first_key, next_count, rates
 
 
 class SGHMCState(NamedTuple):
-    """The state of `sghmc`: the number of steps done, the key of the noise, and the velocity."""
+    """The state of `sghmc`: the number of steps, the key of the noise, and the velocity."""
 
     count: Int[Array, "*members"]
     key: Key[Array, "*members"]
@@ -29,18 +29,18 @@ def sghmc(
     $$v \leftarrow (1 - a)\, v - \eta\, g + \sqrt{2 a \eta T / N}\; \xi, \qquad w \leftarrow w + v$$
 
     with $\xi \sim \mathcal N(0, I)$: `optax.sgd(learning_rate, momentum=1 - friction)` with noise. The loss, the rows
-    and what is sampled are those of [`eqx_ensemble.methods.sampling.sgld`][], which this is at $a = 1$. The momentum
-    takes a chain further in as many steps. Where the loss has the curvature $h$, and the gradients of batches the
-    variance $s^2$, independent between steps, the variance is
+    and the target distribution are those of [`eqx_ensemble.methods.sampling.sgld`][], to which it reduces at $a = 1$.
+    Momentum moves a chain further in the same number of steps. If the loss has curvature $h$, and minibatch gradients
+    have variance $s^2$, independent between steps, the variance is
     $(T / N + \eta s^2 / (2 a)) / (h\,(1 - \eta h / (2 (2 - a))))$ instead of $T / (N h)$: momentum multiplies the
-    noise of batches by $1 / a$.
+    effect of minibatch noise by $1 / a$.
 
-    It is the form of Chen et al. in which the velocity contains the step size, without an estimate of the noise of
-    gradients. The velocity begins at 0 and is not drawn again.
+    This is the form of Chen et al. in which the velocity includes the step size, without an estimate of the gradient
+    noise. The velocity starts at 0 and is not resampled.
 
     **Arguments:**
 
-    - `learning_rate`, `num_rows`, `temperature`, `key`: as of [`eqx_ensemble.methods.sampling.sgld`][].
+    - `learning_rate`, `num_rows`, `temperature`, `key`: as for [`eqx_ensemble.methods.sampling.sgld`][].
     - `friction`: $a$, above 0 and at most 1.
 
     **Returns:** an optax optimiser.

@@ -11,7 +11,7 @@ from ._noise import draw_noise, first_key, next_count, rates
 
 
 class SGLDState(NamedTuple):
-    """The state of `sgld`: the number of steps done, and the key of the noise."""
+    """The state of `sgld`: the number of steps, and the key of the noise."""
 
     count: Int[Array, "*members"]
     key: Key[Array, "*members"]
@@ -20,7 +20,7 @@ class SGLDState(NamedTuple):
 def sgld(
     learning_rate: Any, num_rows: Any, *, temperature: Any = 1.0, key: Any
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Stochastic-gradient Langevin dynamics: gradient descent with noise, whose weights become posterior samples.
+    r"""Stochastic-gradient Langevin dynamics: gradient descent with noise, whose iterates are posterior samples.
 
     With the gradient $g$ of the loss $L$, the learning rate $\eta$, $N$ rows and the temperature $T$, a step is
 
@@ -28,29 +28,30 @@ def sgld(
 
     The loss is a **mean** over rows of negative log-likelihoods plus $1/N$ of the negative log-prior
     ([`eqx_ensemble.methods.priors.gaussian_penalty`][]), so that $N L$ is the negative log-posterior, and small steps
-    sample from $\exp(-N L / T)$. In the terms of a step $\epsilon$ on the log-posterior, $\eta = N \epsilon$; Welling
-    and Teh write $\epsilon / 2$ for it.
+    sample from $\exp(-N L / T)$. For a step size $\epsilon$ on the log-posterior, $\eta = N \epsilon$; Welling and Teh
+    write $\epsilon / 2$ for it.
 
-    Steps are not corrected: where the loss has the curvature $h$, the variance is $T / (N h\,(1 - \eta h / 2))$ instead
-    of $T / (N h)$. Gradients of batches add their own noise: with the variance $s^2$ of $g$, independent between steps,
-    $(T / N + \eta s^2 / 2) / (h\,(1 - \eta h / 2))$. Both errors vanish with the learning rate.
+    Steps have no Metropolis correction: if the loss has curvature $h$, the variance is $T / (N h\,(1 - \eta h / 2))$
+    instead of $T / (N h)$. Minibatch gradients add noise: with the variance $s^2$ of $g$, independent between steps,
+    the variance is $(T / N + \eta s^2 / 2) / (h\,(1 - \eta h / 2))$. Both errors vanish with the learning rate.
 
-    Each member is a chain with noise of its own, which follows from the key, its id and its number of steps. It runs in
-    [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][], last in an `optax.chain`. Where `init` is mapped by
-    other means, all members have the same noise.
+    Each member is a chain with independent noise, derived from the key, the member's id and its number of steps. Use it
+    in [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][], as the last transformation of an `optax.chain`. If
+    `init` is mapped over members in another way, all members have the same noise.
 
     **Arguments:**
 
-    - `learning_rate`: $\eta$, a number or an optax schedule; with `hyper`, each member's own. The noise follows it.
-    - `num_rows`: $N$, the number of rows that the member is trained on: of all its rows, not of a batch.
-    - `temperature`: $T$, a number or a schedule: 1 for the posterior, less for a colder one, 0 for gradient descent.
-    - `key`: the key of the noise. A second run that should not repeat the first needs another; to continue a run,
-        pass it to [`eqx_ensemble.fit`][].
+    - `learning_rate`: $\eta$, a number or an optax schedule; with `hyper`, one per member. It also scales the noise.
+    - `num_rows`: $N$, the number of all training rows of the member, not of a batch.
+    - `temperature`: $T$, a number or a schedule: 1 for the posterior, below 1 for a cold posterior, 0 for gradient
+        descent.
+    - `key`: the key of the noise. An independent second run needs another key; to continue a run, pass the run to
+        [`eqx_ensemble.fit`][].
 
-    **Returns:** an optax optimiser. [`eqx_ensemble.methods.path.snapshots`][] around it keeps samples.
+    **Returns:** an optax optimiser. Wrap it in [`eqx_ensemble.methods.path.snapshots`][] to keep samples.
 
-    **Raises:** `TypeError` or `ValueError` for invalid arguments; when it is initialised, `TypeError` for weights that
-    are complex or of 16 bits, in which the noise of small steps is rounded away.
+    **Raises:** `TypeError` or `ValueError` for invalid arguments; when initialised, `TypeError` for weights that are
+    complex or have fewer than 32 bits, in which the noise of small steps is rounded away.
 
     ```python
     def loss(model, batch, key):

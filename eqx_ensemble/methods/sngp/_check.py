@@ -11,7 +11,7 @@ _MODEL = "methods.sngp.SNGP"
 
 
 def check_positive_number(value: Any, argument: str, *, name: str) -> float:
-    """A finite number above zero. Returns it."""
+    """Raises unless `value` is a finite number above zero. Returns it."""
     number = check_number(value, argument, name=name)
     if number <= 0:
         raise ValueError(f"`{name}` needs `{argument}` to be above 0, got {value!r}.")
@@ -19,7 +19,7 @@ def check_positive_number(value: Any, argument: str, *, name: str) -> float:
 
 
 def check_outputs(out_size: Any, likelihood: str) -> int:
-    """As many outputs as a likelihood has. Returns it."""
+    """Raises unless the likelihood supports this number of outputs. Returns it."""
     size = check_positive_int(out_size, "out_size", name=_MODEL)
     if likelihood == "bernoulli" and size != 1:
         raise ValueError(f"`{_MODEL}` needs `out_size=1` for `likelihood='bernoulli'`, got {size}: it has one logit.")
@@ -31,7 +31,7 @@ def check_outputs(out_size: Any, likelihood: str) -> int:
 
 
 def check_hidden(hidden: Any, in_size: int) -> None:
-    """Floating-point hidden units of one row."""
+    """Raises unless `hidden` holds the floating-point hidden units of one row."""
     if not isinstance(hidden, jax.Array) or hidden.shape != (in_size,):
         got = leaf_text(hidden) if isinstance(hidden, jax.Array) else kind_text(hidden)
         raise ValueError(
@@ -43,7 +43,7 @@ def check_hidden(hidden: Any, in_size: int) -> None:
 
 
 def check_sngp(stacked: Any, kind: type) -> None:
-    """Members that are `SNGP`."""
+    """Raises unless members are `SNGP`."""
     if not isinstance(stacked, kind):
         raise TypeError(
             f"`methods.sngp.update_covariance` needs members that are `SNGP`, got {kind_text(stacked)}.\n"
@@ -52,7 +52,7 @@ def check_sngp(stacked: Any, kind: type) -> None:
 
 
 def check_bound(bound: Any, *, name: str) -> None:
-    """A number above zero; a traced one is not checked."""
+    """Raises unless `bound` is a number above zero; a traced one is not checked."""
     if is_traced(bound):
         if bound.ndim:
             raise TypeError(f"`{name}` needs one number `bound` per member, got {leaf_text(bound)}.")
@@ -63,7 +63,7 @@ def check_bound(bound: Any, *, name: str) -> None:
 
 
 def check_matrices(select: Callable[[Any], Any], positions: Any, leaves: list[Any], *, name: str) -> list[int]:
-    """The positions of at least one selected array of two or more axes. Returns them."""
+    """Raises unless an array of two or more axes is selected. Returns the positions of all such arrays."""
     fix = "Say which parts are bounded: `where=lambda model: model.layers[:-1]`."
     try:
         selected = jax.tree.leaves(select(positions))
@@ -79,5 +79,5 @@ def check_matrices(select: Callable[[Any], Any], positions: Any, leaves: list[An
 
 
 def params_message(name: str) -> str:
-    """What to say where `update` got no weights."""
+    """The message for an `update` without weights."""
     return f"`{name}` bounds weights: call `update(grads, state, params)` with the weights."

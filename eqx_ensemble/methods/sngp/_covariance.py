@@ -28,26 +28,26 @@ def update_covariance(
     state: eqx.nn.State | None = None,
     plan: AnyPlan = None,
 ) -> Ensemble[Any]:
-    r"""Computes the covariance of the last layers from the training data, in one pass after training.
+    r"""Computes the covariances of the last layers in one pass over the training data, after training.
 
     The precision is $\text{ridge}\, I + \sum_i v_i \phi_i \phi_i^\top$, the exact sum over the rows, where $v_i$ is
-    $1 / \text{noise variance}$ for a Gaussian likelihood, and $p_i (1 - p_i)$ for each logit otherwise: Laplace's
-    approximation around the trained weights. What was there before does not matter. The sum is kept as a triangular
-    factor, updated by QR for each batch, which loses half as many digits as the precision itself.
+    $1 / \text{noise variance}$ for a Gaussian likelihood, and $p_i (1 - p_i)$ for each logit otherwise: the Laplace
+    approximation at the trained weights. Previous covariances are replaced. The sum is accumulated as a triangular
+    factor, by a QR decomposition per batch, which loses half as many digits as the precision itself.
 
     **Arguments:**
 
     - `ensemble`: members that are [`eqx_ensemble.methods.sngp.SNGP`][], after training.
-    - `x`: inputs of the training data, a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked
+    - `x`: the inputs of the training data, a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked
         [`eqx_ensemble.Each`][]. Labels are not used.
-    - `batch_size`: rows per update; by default as many as there are features, or all rows if they are fewer. It
-        changes time and memory alone.
-    - `state`: the stacked `equinox.nn.State` of stateful members; networks are in inference mode.
+    - `batch_size`: rows per update; by default the number of features, or all rows if they are fewer. It only affects
+        time and memory.
+    - `state`: the stacked `equinox.nn.State` of stateful members; networks are called in inference mode.
     - `plan`: how the members are executed, as for [`eqx_ensemble.map_members`][].
 
     **Returns:** the ensemble with the new covariances.
 
-    **Raises:** `TypeError` for members of another type; `TypeError` or `ValueError` for data that do not fit.
+    **Raises:** `TypeError` for members of another type; `TypeError` or `ValueError` for invalid data or state.
 
     ```python
     make = lambda key: ee.methods.sngp.SNGP(eqx.nn.Identity(), 3, 1, num_features=64, key=key)
@@ -70,7 +70,7 @@ def update_covariance(
     size = weight.shape[-1] if batch_size is None else check_positive_int(batch_size, "batch_size", name=name)
     with explain_rows(x, name=name):
         root = _roots(ensemble, state, x, num_rows, min(size, num_rows), plan)
-    roots = lambda e: (e.stacked.root.value, e.shared.root.value)  # the zeros of the beginning may be shared
+    roots = lambda e: (e.stacked.root.value, e.shared.root.value)  # the initial zeros may be shared
     return eqx.tree_at(roots, ensemble, (root, None), is_leaf=lambda x: x is None)
 
 
@@ -94,7 +94,7 @@ def _root(model: SNGP[Any], state: eqx.nn.State | None, x: PyTree, num_rows: int
     def update(factor: Array, number: Array) -> tuple[Array, None]:
         rows = number * size + jnp.arange(size)
         phi = jax.vmap(lambda row: model.features(hidden(row)))(take_rows(x, jnp.minimum(rows, num_rows - 1)))
-        # Rows beyond the last repeat it with weight zero.
+        # The last batch is padded by repeating the last row with weight zero.
         curvature = jnp.where((rows < num_rows)[:, None], _curvature(model, phi), 0)
         scaled = jnp.sqrt(curvature).T[:, :, None] * phi[None]
         scaled = (scaled if old.ndim == 3 else scaled[0]).astype(old.dtype)
@@ -106,7 +106,7 @@ def _root(model: SNGP[Any], state: eqx.nn.State | None, x: PyTree, num_rows: int
 
 
 def _curvature(model: SNGP[Any], phi: Float[Array, "rows features"]) -> Float[Array, "rows out"]:
-    """Second derivatives of the negative log-likelihood by each logit; of Gaussian outputs, by the first."""
+    """Second derivatives of the negative log-likelihood with respect to each logit; one column for Gaussian outputs."""
     if model.likelihood == "gaussian":
         return jnp.full((phi.shape[0], 1), 1 / model.noise_variance, phi.dtype)
     logits = phi @ model.weight.T.astype(phi.dtype)

@@ -9,17 +9,17 @@ from ..._check import check_floating_arrays, check_number, check_variance
 def mean_field(
     mean: Float[ArrayLike, "*batch"], variance: Float[ArrayLike, "*batch"], *, factor: float | int = math.pi / 8
 ) -> Float[Array, "*batch"]:
-    r"""Logits whose softmax, or sigmoid, approximates the mean probability under Gaussian logits.
+    r"""Logits whose softmax or sigmoid approximates the mean probability under Gaussian logits.
 
     $\mu / \sqrt{1 + \lambda \sigma^2}$ for each logit. With $\lambda = \pi / 8$ the sigmoid is MacKay's approximation
-    of the mean probability, exact to about 0.01; the authors of SNGP tune it, for example 20 on CIFAR-100, which pulls
-    uncertain rows far more to uniform probabilities. For a softmax it is a heuristic: a variance that all classes share
-    changes probabilities, although a common shift of the logits would not.
+    of the mean probability, accurate to about 0.01; the authors of SNGP tune $\lambda$, for example 20 on CIFAR-100,
+    which moves uncertain rows much closer to uniform probabilities. For a softmax it is a heuristic: variance common to
+    all classes changes probabilities, although a common shift of the logits would not.
 
     **Arguments:**
 
-    - `mean`, `variance`: of the logits, of one shape, such as those of [`eqx_ensemble.methods.sngp.SNGPOutput`][],
-        with or without a `members` axis.
+    - `mean`, `variance`: the mean and variance of the logits, of equal shapes, such as those of
+        [`eqx_ensemble.methods.sngp.SNGPOutput`][], with or without a `members` axis.
     - `factor`: $\lambda$, zero or more.
 
     **Returns:** logits of the shape of `mean`.

@@ -18,13 +18,13 @@ _NAME = "methods.sngp.SNGP"
 
 
 class SNGPOutput(NamedTuple):
-    """What an [`eqx_ensemble.methods.sngp.SNGP`][] predicts for one row.
+    """The prediction of an [`eqx_ensemble.methods.sngp.SNGP`][] for one row.
 
     **Attributes:**
 
     - `mean`: `(out,)`, logits of classes or means of targets.
-    - `variance`: `(out,)`, how uncertain they are: that of the last layer's Gaussian process, without noise; NaN
-        before [`eqx_ensemble.methods.sngp.update_covariance`][].
+    - `variance`: `(out,)`, the variance under the Gaussian process of the last layer, without noise; NaN before
+        [`eqx_ensemble.methods.sngp.update_covariance`][].
     """
 
     mean: Float[Array, "*batch out"]
@@ -34,39 +34,40 @@ class SNGPOutput(NamedTuple):
 class SNGP(eqx.Module, Generic[M]):
     r"""A member whose last layer is a Gaussian process, approximated by random Fourier features.
 
-    Of the hidden units $h$ that `network` gives for a row, the features are $\phi = \sqrt{2 / D} \cos(W h + b)$ with
-    fixed random $W \sim \mathcal{N}(0, 1 / l^2)$ and $b \sim \mathcal{U}(0, 2 \pi)$, so that $\phi^\top \phi'$
-    approximates the kernel $\exp(-|h - h'|^2 / 2 l^2)$. Outputs have the mean $\beta^\top \phi$ and the variance
-    $\phi^\top \Sigma \phi$. Network and $\beta$ are trained; $W$, $b$ and $\Sigma$ are
-    [`eqx_ensemble.train.Frozen`][]. $\Sigma$ is not known, and the variance NaN, until
-    [`eqx_ensemble.methods.sngp.update_covariance`][] has seen the training data; call it again after further training.
+    For hidden units $h$ of `network`, the features are $\phi = \sqrt{2 / D} \cos(W h + b)$ with fixed random
+    $W \sim \mathcal{N}(0, 1 / l^2)$ and $b \sim \mathcal{U}(0, 2 \pi)$, so that $\phi^\top \phi'$ approximates the
+    kernel $\exp(-|h - h'|^2 / 2 l^2)$. Outputs have the mean $\beta^\top \phi$ and the variance
+    $\phi^\top \Sigma \phi$. Network and $\beta$ are trained; $W$, $b$ and $\Sigma$ are [`eqx_ensemble.train.Frozen`][].
+    The variance is NaN until [`eqx_ensemble.methods.sngp.update_covariance`][] computes $\Sigma$ from the training
+    data; call it again after further training.
 
-    Each member of [`eqx_ensemble.build`][] draws its own $W$ and $b$ from its key. The variance is that of the rows'
-    distances in $h$, which are those of the inputs if the network neither shrinks nor stretches them much: train it
-    with [`eqx_ensemble.methods.sngp.bound_spectral_norm`][], and let it have residual connections.
+    Each member of [`eqx_ensemble.build`][] draws its own $W$ and $b$ from its key. The variance depends on distances
+    between rows in $h$, which reflect distances between inputs if the network is nearly distance-preserving: train it
+    with [`eqx_ensemble.methods.sngp.bound_spectral_norm`][], and use residual connections.
 
     $\beta$ has the prior $\mathcal{N}(0, 1 / \text{ridge})$: with a loss that is a mean over $N$ rows, add
-    `ridge / (2 * N) * jnp.sum(model.weight**2)`. A covariance takes `num_features**2` numbers per member, for
-    `"categorical"` times the number of classes.
+    `ridge / (2 * N) * jnp.sum(model.weight**2)`. The covariance takes `num_features**2` numbers per member, times the
+    number of classes for `"categorical"`.
 
     **Arguments:**
 
-    - `network`: gives the hidden units of a row, `(in_size,)`: any model without its last layer. It may be stateful.
-    - `in_size`, `out_size`: the number of hidden units, and of outputs.
-    - `num_features`: $D$. The kernel is approximated to about $1 / \sqrt{D}$.
-    - `length_scale`: $l$, in the unit of the hidden units. `equinox.nn.LayerNorm` at the end of the network fixes that.
+    - `network`: a function of a row to hidden units `(in_size,)`: any model without its last layer. It may be stateful.
+    - `in_size`, `out_size`: the numbers of hidden units and of outputs.
+    - `num_features`: $D$. The error of the kernel is about $1 / \sqrt{D}$.
+    - `length_scale`: $l$, in the unit of the hidden units, which an `equinox.nn.LayerNorm` at the end of the network
+        fixes.
     - `ridge`: the prior precision of $\beta$.
-    - `likelihood`: of the outputs, for the covariance: `"gaussian"` with `noise_variance`, one covariance for all
-        outputs, which the authors' code also takes for classes; `"bernoulli"` for one logit; `"categorical"` for
-        logits of classes, with a covariance for each.
-    - `noise_variance`: of `"gaussian"`.
+    - `likelihood`: the likelihood of the outputs, for the covariance: `"gaussian"` with `noise_variance`, one
+        covariance for all outputs, which the authors' code also uses for classes; `"bernoulli"` for one logit;
+        `"categorical"` for logits of classes, with one covariance per class.
+    - `noise_variance`: the noise variance of `"gaussian"`.
     - `key`: the member's key.
 
-    **Returns** (when called): [`eqx_ensemble.methods.sngp.SNGPOutput`][]; with a state among the inputs, and the new
+    **Returns** (when called): [`eqx_ensemble.methods.sngp.SNGPOutput`][]; if a state is among the inputs, also the new
     state.
 
-    **Raises:** `TypeError` or `ValueError` for arguments that do not fit together; `ValueError` when called, if the
-    network's output is not `(in_size,)`.
+    **Raises:** `TypeError` or `ValueError` for invalid arguments; when called, `ValueError` if the output of the
+    network is not `(in_size,)`, and `TypeError` if it is not floating-point.
 
     ```python
     def make(key):
@@ -136,13 +137,13 @@ class SNGP(eqx.Module, Generic[M]):
         self.noise_variance = check_positive_number(noise_variance, "noise_variance", name=_NAME)
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
-        """Mean and variance of the outputs for one row; with a state among the inputs, and the new state."""
+        """Mean and variance of the outputs for one row; if a state is among the inputs, also the new state."""
         is_stateful = any(isinstance(x, eqx.nn.State) for x in args)
         out = self.network(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         hidden, *state = out if is_stateful else (out,)
         phi = self.features(hidden)
         root = jax.lax.stop_gradient(self.root.value).astype(phi.dtype)
-        variance = jnp.where(root[..., 0, 0] == 0, jnp.nan, jnp.sum((root @ phi) ** 2, axis=-1))  # 0: not computed yet
+        variance = jnp.where(root[..., 0, 0] == 0, jnp.nan, jnp.sum((root @ phi) ** 2, axis=-1))  # 0: not yet computed
         mean = self.weight.astype(phi.dtype) @ phi
         found = SNGPOutput(mean, jnp.broadcast_to(variance, mean.shape))
         return (found, *state) if is_stateful else found

@@ -17,7 +17,7 @@ _NAME = "methods.sngp.bound_spectral_norm"
 
 
 class SpectralState(NamedTuple):
-    """The state of an optimiser that bounds spectral norms: a left singular vector of each weight, so far as known."""
+    """The state of an optimiser that bounds spectral norms: estimates of a left singular vector of each weight."""
 
     inner_state: PyTree
     vectors: tuple[Array, ...]
@@ -31,32 +31,32 @@ def bound_spectral_norm(
     num_iterations: int = 1,
     certified: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keeps the spectral norms of weights at or below a bound: after each step, $W / \max(1, \sigma(W) / c)$.
+    r"""Bounds the spectral norms of weights: after each step, $W$ becomes $W / \max(1, \sigma(W) / c)$.
 
-    A weight whose largest singular value $\sigma$ is below the bound $c$ is not changed, unlike in
-    `equinox.nn.SpectralNorm`, which always divides by $\sigma$. Weights change in training alone: models need no other
-    layers and no state, and predict as they are. $\sigma$ is found by power iteration, which begins in each step where
-    it ended in the last. It approaches $\sigma$ from below, so that norms may exceed the bound while weights move fast.
+    A weight whose largest singular value $\sigma$ is below the bound $c$ does not change, whereas
+    `equinox.nn.SpectralNorm` always divides by $\sigma$. The bound is applied to weights in training only: models need
+    no special layers and no state. $\sigma$ is estimated by power iteration, warm-started from the previous step. The
+    estimate approaches $\sigma$ from below, so norms may exceed the bound while weights change fast.
 
-    The kernel of a convolution is taken as a matrix `(out, in * kernel)`. The convolution itself can stretch its input
-    more, by at most the square root of the kernel's size: with `certified=True` that is divided by too, and the bound
-    holds for it, usually with room to spare. Layers that are stacked in one array, for `jax.lax.scan`, would count as
-    one kernel: leave them out by `where`.
+    The kernel of a convolution is reshaped to a matrix `(out, in * kernel)`. The norm of the convolution may be larger
+    by at most the square root of the kernel's size: with `certified=True` this factor is included, and the bound holds
+    for the convolution, usually with slack. Layers stacked in one array for `jax.lax.scan` would be treated as one
+    kernel: exclude them with `where`.
 
     **Arguments:**
 
-    - `optimiser`: an optax optimiser; wrap all of it.
-    - `bound`: $c$, above zero. Less than 1 makes residual blocks invertible; the authors take 0.95 for dense layers,
-        and 6 for convolutions. It may be a member's hyper-parameter.
+    - `optimiser`: an optax optimiser; wrap the whole optimiser.
+    - `bound`: $c$, above zero. Below 1, residual blocks are invertible; the authors use 0.95 for dense layers and 6 for
+        convolutions. It may be a hyper-parameter.
     - `where`: selects the parts of a model whose arrays of two or more axes are bounded; by default its `network`, as
-        of [`eqx_ensemble.methods.sngp.SNGP`][].
+        in [`eqx_ensemble.methods.sngp.SNGP`][].
     - `num_iterations`: power iterations per step.
-    - `certified`: whether the bound is that of convolutions, instead of their kernels.
+    - `certified`: whether the bound applies to convolutions instead of their kernels.
 
     **Returns:** an optax optimiser.
 
-    **Raises:** `TypeError` or `ValueError` for invalid arguments, and when training begins for a `where` that selects
-    no weights.
+    **Raises:** `TypeError` or `ValueError` for invalid arguments; when initialised, `ValueError` if `where` selects no
+    weights and `TypeError` for complex weights.
 
     ```python
     optimiser = ee.methods.sngp.bound_spectral_norm(
@@ -102,24 +102,24 @@ def bound_spectral_norm(
 
 
 def _matrices(params: PyTree, select: Callable[[Any], Any]) -> list[tuple[int, Array]]:
-    """The selected weights, each with its position among the leaves."""
+    """The selected weights, with their positions among the leaves."""
     leaves, treedef = jax.tree.flatten(params)
     positions = check_matrices(select, jax.tree.unflatten(treedef, range(len(leaves))), leaves, name=_NAME)
     return [(i, leaves[i]) for i in positions]
 
 
 def _first_vector(weight: Array, number: int) -> Float[Array, " out"]:
-    """A start for the power iteration: after a few of them the random numbers hardly matter."""
+    """An initial vector for the power iteration: 15 iterations from a random vector."""
     dtype = jnp.float32 if jnp.finfo(weight.dtype).bits < 32 else weight.dtype
     u = jax.random.normal(jax.random.fold_in(jax.random.key(0), number), weight.shape[:1], dtype)
     return _norm(weight, u, 15)[1]
 
 
 def _norm(weight: Array, u: Float[Array, " out"], num_iterations: int) -> tuple[Float[Array, ""], Float[Array, " out"]]:
-    """The largest singular value by power iteration, and its left vector."""
+    """The largest singular value by power iteration, and its left singular vector."""
     matrix = weight.reshape(weight.shape[0], -1).astype(u.dtype)
     unit = lambda x: x / jnp.maximum(jnp.linalg.norm(x), jnp.finfo(x.dtype).tiny)
     for _ in range(num_iterations):
         new = matrix @ unit(matrix.T @ u)
-        u = jnp.where(jnp.any(new != 0), unit(new), u)  # a zero vector of weights that begin at zero would stay
+        u = jnp.where(jnp.any(new != 0), unit(new), u)  # a zero vector, from zero weights, would remain zero
     return jnp.linalg.norm(matrix.T @ u), u
