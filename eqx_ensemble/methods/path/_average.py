@@ -36,8 +36,8 @@ def ema(
 
     **Arguments:**
 
-    - `optimiser`: an optax optimiser. With hyper-parameters: `lambda hyper:
-        ee.methods.path.ema(optax.adam(hyper["lr"]), hyper["decay"])`.
+    - `optimiser`: an optax optimiser. With hyper-parameters:
+        `lambda hyper: ee.methods.path.ema(optax.adam(hyper["lr"]), hyper["decay"])`.
     - `decay`: $d$, from 0 to below 1. The average spans about `1 / (1 - decay)` snapshots.
     - `start`: the step of the first snapshot; by default `every`.
     - `every`: the number of steps between snapshots.

@@ -47,8 +47,8 @@ def update_batch_norm(
 
     - `ensemble`: the members, for example from [`eqx_ensemble.methods.path.average`][].
     - `state`: their stacked `equinox.nn.State`; its old statistics have no effect. For draws and snapshots, pass the
-        state of the original members, such as `ee.tree.take(run.state, draws.ids // num_samples)` for the ids 0, 1, 2
-        ...
+        state of the original members, such as
+        `ee.tree.take(run.state, draws.ids // num_samples)` for the ids 0, 1, 2 ...
     - `fn`: `fn(model, state, batch, key) -> (value, state)` calls one member on one batch as in training, such as the
         loss of stateful members. The value is not used.
     - `data`: the training data, a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked

@@ -25,7 +25,7 @@ class Diagnostics(NamedTuple):
 def diagnostics(values: Any, chains: Any) -> Diagnostics:
     r"""Rank-normalised split $\hat R$ and effective sample sizes of quantities over several chains.
 
-    They are computed by ArviZ, in the optional dependencies `sampling`. Diagnose outputs of the members, such as their
+    They are computed by ArviZ, which the extra `sampling` installs. Diagnose outputs of the members, such as their
     predictions, rather than their weights: permuting hidden units changes the weights but not the function. Agreement
     between chains does not imply that they sample from the posterior: bias from step sizes, minibatch noise and missing
     modes is not detected.
