@@ -68,8 +68,7 @@ def vector(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
-        passed as they are.
+    - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `pool`: `"members"`: each member is calibrated separately; combine them afterwards. `"mixture"`: the members are
         combined first, and the mixture is calibrated.
@@ -79,8 +78,8 @@ def vector(
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Vector`][], a Module: `fitted(logits)` gives log-probabilities with a leading
-    axis of the members, or of length one for the mixture.
+    [`eqx_ensemble.calibrate.Vector`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
+    length `members`, or 1 for the mixture.
 
     **Raises:**
 
@@ -126,12 +125,12 @@ def matrix(
     **Arguments:**
 
     - `off_diagonal_penalty`, `bias_penalty`: $\lambda$ and $\mu$, zero or more: choose them by cross-validation.
-    - the others as for [`eqx_ensemble.calibrate.vector`][].
+    - the other arguments: as for [`eqx_ensemble.calibrate.vector`][].
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Matrix`][], a Module: `fitted(logits)` gives log-probabilities with a leading axis of the
-    members, or of length one for the mixture. Without penalties, adding a constant to a column of the matrix or to the
+    [`eqx_ensemble.calibrate.Matrix`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
+    length `members`, or 1 for the mixture. Without penalties, adding a constant to a column of the matrix or to the
     bias changes no prediction.
 
     **Raises:**

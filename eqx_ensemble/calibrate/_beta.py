@@ -58,8 +58,8 @@ def beta(
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Beta`][], a Module: `fitted(logits)` gives log-probabilities with a leading axis of the
-    members, or of length one for the mixture. The gradient of the fit is that of the implicit function.
+    [`eqx_ensemble.calibrate.Beta`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
+    length `members`, or 1 for the mixture. The fit is differentiated as an implicit function.
 
     **Raises:**
 

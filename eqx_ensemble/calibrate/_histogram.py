@@ -49,8 +49,7 @@ def histogram(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
-        passed as they are.
+    - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `pool`: `"members"`: each member is calibrated separately; combine them afterwards. `"mixture"`: the members are
         combined first, and the mixture is calibrated.
@@ -64,9 +63,8 @@ def histogram(
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Histogram`][], a Module: `fitted(logits)` gives log-probabilities with a
-    leading axis of the members, or of length one for the mixture; minus infinity where the frequency is zero, as it may
-    be without smoothing.
+    [`eqx_ensemble.calibrate.Histogram`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
+    length `members`, or 1 for the mixture; minus infinity where the frequency is zero, as it may be without smoothing.
 
     **Raises:**
 

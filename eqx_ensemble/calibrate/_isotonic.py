@@ -47,8 +47,8 @@ def isotonic(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
-        passed as they are. They must be concrete: fit outside `jax.jit`.
+    - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
+        They must be concrete: fit outside `jax.jit`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `pool`: `"members"`: each member is calibrated separately; combine them afterwards. `"mixture"`: the members are
         combined first, and the mixture is calibrated.
@@ -61,9 +61,9 @@ def isotonic(
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Isotonic`][], a Module: `fitted(logits)` gives log-probabilities with a
-    leading axis of the members, or of length one for the mixture; minus infinity where the probability is zero, as it
-    may be without smoothing.
+    [`eqx_ensemble.calibrate.Isotonic`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
+    length `members`, or 1 for the mixture; minus infinity where the probability is zero, as it may be without
+    smoothing.
 
     **Raises:**
 

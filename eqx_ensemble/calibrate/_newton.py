@@ -18,7 +18,7 @@ class Regression(NamedTuple):
 def minimise_logistic(rows: Regression, free: Bool[Array, " features"]) -> tuple[Float[Array, " features"], Array]:
     """The minimiser of the mean logistic loss, zero where not `free`, and the loss; the last feature is one.
 
-    Newton's method from the base rate. Its gradient is that of the implicit function.
+    Newton's method from the base rate. It is differentiated as an implicit function.
     """
     params = _minimise(*jax.lax.stop_gradient((rows, free)))
     # A Newton step of length zero carries the gradient.

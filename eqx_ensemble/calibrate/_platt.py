@@ -48,8 +48,8 @@ def platt(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
-        passed as they are. A probability `p` of two classes: `jnp.log(jnp.stack([1 - p, p], axis=-1))`. One logit:
+    - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
+        A probability `p` of two classes: `jnp.log(jnp.stack([1 - p, p], axis=-1))`. One logit:
         `jnp.stack([jnp.zeros_like(logit), logit], axis=-1)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `pool`: `"members"`: each member is calibrated separately; combine them afterwards. `"mixture"`: the members are
@@ -59,9 +59,9 @@ def platt(
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Platt`][], a Module: `fitted(logits)` gives log-probabilities with a leading axis of the
-    members, or of length one for the mixture. A negative slope reverses the order of predictions. The gradient of the
-    fit is that of the implicit function.
+    [`eqx_ensemble.calibrate.Platt`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
+    length `members`, or 1 for the mixture. A negative slope reverses the order of predictions. The fit is
+    differentiated as an implicit function.
 
     **Raises:**
 

@@ -45,8 +45,7 @@ def temperature(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`, of rows that the members were not trained on; log-probabilities may be
-        passed as they are.
+    - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels are ignored.
     - `pool`: `"members"`: one temperature is fitted for each member; combine them afterwards.
         `"mixture"`: the members are combined first, and one temperature is fitted for the mixture.
@@ -55,15 +54,15 @@ def temperature(
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Temperature`][], a Module: `fitted(logits)` gives log-probabilities with a
-    leading axis of the members, or of length one for the mixture, for all functions of logits. While tracing, the
-    temperature is NaN where no optimum exists. Its gradient is that of the implicit function.
+    [`eqx_ensemble.calibrate.Temperature`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis
+    of length `members`, or 1 for the mixture, for all functions of logits. While tracing, the temperature is NaN where
+    no optimum exists. It is differentiated as an implicit function.
 
     **Raises:**
 
     - `TypeError` for logits that are not floating-point or labels that are not integers.
-    - `ValueError` for shapes that do not fit, labels out of range, infinite logits, weights with `pool="members"`, and
-        if no optimum exists: all labels are the most likely class, or they are less likely than by chance.
+    - `ValueError` for mismatched shapes, labels out of range, infinite logits, weights with `pool="members"`, and if no
+        optimum exists: all labels are the most likely class, or they are less likely than by chance.
 
     ```python
     # one member with 90 % confidence, right in three of four rows

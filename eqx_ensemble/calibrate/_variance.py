@@ -68,8 +68,8 @@ def variance(
     **Raises:**
 
     - `TypeError` for means or variances that are not floating-point.
-    - `ValueError` for shapes that do not fit, variances that are not above zero, targets that all equal their means or
-        are not finite (where concrete), and weights with `pool="members"`.
+    - `ValueError` for mismatched shapes, variances that are not above zero, targets that all equal their means or are
+        not finite (where concrete), and weights with `pool="members"`.
 
     ```python
     mean, variance, targets = jnp.zeros((1, 2)), jnp.ones((1, 2)), jnp.array([2.0, -2.0])

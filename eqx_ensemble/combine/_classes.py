@@ -21,10 +21,10 @@ def mixture(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`. Log-probabilities may be passed as they are, since `log_softmax` leaves
-        them unchanged; for probabilities `p` pass `jnp.log(p)`.
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
+    - `logits`: logits, `(members, *batch, classes)`, or log-probabilities, which `log_softmax` leaves unchanged. For
+        probabilities `p` pass `jnp.log(p)`.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
 
     **Returns:**
 
@@ -62,8 +62,8 @@ def mean_logits(
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities give the same.
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
 
     **Returns:**
 
@@ -111,8 +111,8 @@ def vote(
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: the members' voting weights, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
+    - `weights`: the members' voting weights, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
 
     **Returns:**
 

@@ -31,8 +31,8 @@ def gaussian(
     **Arguments:**
 
     - `mean`, `variance`: `(members, ...)`, of one shape.
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
 
     **Returns:**
 
@@ -42,7 +42,7 @@ def gaussian(
     **Raises:**
 
     - `TypeError` for arrays that are not floating-point.
-    - `ValueError` for shapes that differ, negative variances (where concrete), and invalid weights.
+    - `ValueError` for mismatched shapes, negative variances (where concrete), and invalid weights.
 
     ```python
     matched = ee.combine.gaussian(jnp.array([[1.0], [3.0]]), jnp.array([[0.5], [0.5]]))
@@ -86,8 +86,8 @@ def product_gaussian(
 
     - `mean`, `variance`: `(members, ...)`, of one shape. A member of infinite variance has no influence; where a
         member has variance zero, only such members count.
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
     - `power`: the sum of the exponents, above zero.
 
     **Returns:**

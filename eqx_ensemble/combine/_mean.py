@@ -58,8 +58,8 @@ def log_mixture(
     **Arguments:**
 
     - `log_densities`: natural logarithms of densities or probabilities, `(members, ...)`.
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
 
     **Returns:**
 

@@ -28,8 +28,8 @@ def moments(
 
     - `values`: floating-point, `(members, ...)`. For members that predict a variance themselves see
         [`eqx_ensemble.combine.gaussian`][] and [`eqx_ensemble.uncertainty.decompose_variance`][].
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
 
     **Returns:**
 

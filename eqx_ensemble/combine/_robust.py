@@ -20,7 +20,7 @@ def median(
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`. Medians of the probabilities of several classes do not sum to one.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
     **Returns:**
 
@@ -60,7 +60,7 @@ def trimmed_mean(
 
     - `values`: floating-point, `(members, ...)`.
     - `cut`: the fraction that is cut off at each end, from 0 (the mean) to below 0.5 (the median).
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
     **Returns:**
 

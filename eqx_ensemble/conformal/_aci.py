@@ -70,7 +70,7 @@ def aci(*, level: float, rate: float = 0.005) -> Aci:
 
     **Raises:**
 
-    - `TypeError` and `ValueError` for a level or a rate that is not a number, a level outside 0 to 1, and a rate of
+    - `TypeError` and `ValueError` for a level or a rate that is not a number, a level outside (0, 1), and a rate of
         zero or less.
 
     ```python

@@ -97,8 +97,8 @@ def aps(
     **Raises:**
 
     - `TypeError` for logits that are not floating-point, labels that are not integers, and an invalid key.
-    - `ValueError` for shapes that do not fit, labels out of range, NaN, and a level outside 0 to 1. Warns if there
-        are too few rows, so that all sets have all classes. While tracing, a NaN among the rows does the same.
+    - `ValueError` for mismatched shapes, labels out of range, NaN, and a level outside (0, 1). Warns if there are too
+        few rows, so that all sets have all classes. While tracing, a NaN among the rows does the same.
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
@@ -141,7 +141,7 @@ def raps(
 
     - `penalty`: $\lambda$, zero or more.
     - `num_free`: $k$, the number of classes without a penalty.
-    - the others as for [`eqx_ensemble.conformal.aps`][].
+    - the other arguments: as for [`eqx_ensemble.conformal.aps`][].
 
     **Returns:**
 

@@ -81,9 +81,9 @@ def cross_conformal(
 
     - `TypeError` for logits that are not floating-point, labels that are not integers, and for `folds` that are not
         [`eqx_ensemble.resample.Folds`][].
-    - `ValueError` for shapes that do not fit, labels out of range, NaN, rows that no fold or several hold out, and a
-        level outside 0 to 1. Warns if there are too few rows, so that all sets have all classes. While tracing, a NaN
-        among the rows does the same.
+    - `ValueError` for mismatched shapes, labels out of range, NaN, rows that no fold or several hold out, and a level
+        outside (0, 1). Warns if there are too few rows, so that all sets have all classes. While tracing, a NaN among
+        the rows does the same.
 
     ```python
     labels = jnp.arange(100) % 3

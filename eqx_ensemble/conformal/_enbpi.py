@@ -100,8 +100,8 @@ def enbpi(
         [`eqx_ensemble.resample.out_of_bag`][].
     - `level`: a Python number between 0 and 1.
     - `window`: how many of the latest residuals are kept; by default as many as there are rows.
-    - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means. A member of weight
-        zero is left out.
+    - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means. Members of weight zero are
+        ignored.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -113,8 +113,8 @@ def enbpi(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for shapes that do not fit, NaN in rows that a member held out, invalid weights, and a level outside
-        0 to 1. Warns if no row has an out-of-bag prediction, so that intervals are unbounded.
+    - `ValueError` for mismatched shapes, NaN in rows that a member held out, invalid weights, and a level outside 0 to
+        1. Warns if no row has an out-of-bag prediction, so that intervals are unbounded.
     - `IndexError` for rows outside the data (where concrete).
 
     ```python

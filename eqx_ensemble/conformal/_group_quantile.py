@@ -41,8 +41,8 @@ def group_quantile(
     **Raises:**
 
     - `TypeError` for scores that are not floating-point and groups that are not integers.
-    - `ValueError` for shapes that do not fit, groups out of range, and a level outside 0 to 1. Warns if there are
-        groups with too few rows for a finite quantile.
+    - `ValueError` for mismatched shapes, groups out of range, and a level outside (0, 1). Warns if there are groups
+        with too few rows for a finite quantile.
 
     ```python
     # intervals of a width for each of two groups

@@ -97,8 +97,8 @@ def cv_plus(
 
     - `TypeError` for predictions that are not floating-point, and for `folds` that are not
         [`eqx_ensemble.resample.Folds`][].
-    - `ValueError` for shapes that do not fit, NaN, rows that no fold holds out, and a level outside 0 to 1. Warns if
-        there are too few rows for finite intervals.
+    - `ValueError` for mismatched shapes, NaN, rows that no fold holds out, and a level outside (0, 1). Warns if there
+        are too few rows for finite intervals.
 
     ```python
     def loss(model, batch, key):
@@ -163,8 +163,8 @@ def jackknife_plus_after_bootstrap(
     - `drawn`: the training rows of the members: row indices `(members, n)` or weights `(members, rows)`, as for
         [`eqx_ensemble.resample.out_of_bag`][].
     - `level`: a Python number between 0 and 1.
-    - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means. A member of weight
-        zero is left out.
+    - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means. Members of weight zero are
+        ignored.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -175,8 +175,8 @@ def jackknife_plus_after_bootstrap(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for shapes that do not fit, NaN in rows that a member held out, invalid weights, and a level outside
-        0 to 1. Warns if there are too few rows for finite intervals.
+    - `ValueError` for mismatched shapes, NaN in rows that a member held out, invalid weights, and a level outside 0 to
+        1. Warns if there are too few rows for finite intervals.
     - `IndexError` for rows outside the data (where concrete).
 
     ```python

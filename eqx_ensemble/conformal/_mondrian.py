@@ -132,7 +132,7 @@ def group_conditional(
     - `groups`: integers `(rows,)` from 0 to num_groups - 1: what is known of a row before its label, such as its
         hospital.
     - `num_groups`: the number of groups.
-    - the others as for [`eqx_ensemble.conformal.class_conditional`][].
+    - the other arguments: as for [`eqx_ensemble.conformal.class_conditional`][].
 
     **Returns:**
 

@@ -32,8 +32,8 @@ def quantile(
     **Raises:**
 
     - `TypeError` for scores that are not floating-point.
-    - `ValueError` for scores that are not one per row, and a level outside 0 to 1. Warns if there are too few rows
-        for a finite quantile.
+    - `ValueError` for scores that are not one per row, and a level outside (0, 1). Warns if there are too few rows for
+        a finite quantile.
 
     ```python
     ee.conformal.quantile(jnp.arange(1.0, 10.0), level=0.9)  # of 1, ..., 9 the ninth, 9
@@ -87,7 +87,7 @@ def weighted_quantile(
     **Raises:**
 
     - `TypeError` for scores that are not floating-point.
-    - `ValueError` for shapes that do not fit, negative weights, and a level outside 0 to 1.
+    - `ValueError` for mismatched shapes, negative weights, and a level outside (0, 1).
 
     ```python
     scores = jnp.arange(1.0, 10.0)

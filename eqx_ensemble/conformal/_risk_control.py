@@ -47,8 +47,8 @@ def risk_control(
     **Raises:**
 
     - `TypeError` for losses or thresholds that are not floating-point.
-    - `ValueError` for shapes that do not fit, thresholds that do not increase, losses that increase, exceed `bound`
-        or are NaN (where concrete), and a risk outside 0 to `bound`. Warns if no threshold qualifies.
+    - `ValueError` for mismatched shapes, thresholds that do not increase, losses that increase, exceed `bound` or are
+        NaN (where concrete), and a risk outside 0 to `bound`. Warns if no threshold qualifies.
 
     ```python
     # the fraction of two true labels that are missed if classes from a probability of 1 - threshold are taken
@@ -111,7 +111,7 @@ def risk_control_steps(
     **Raises:**
 
     - `TypeError` for steps or drops that are not floating-point.
-    - `ValueError` for shapes that do not fit, NaN, negative drops, and drops of a row that add up to more than `bound`
+    - `ValueError` for mismatched shapes, NaN, negative drops, and drops of a row that add up to more than `bound`
         (where concrete); for a risk outside 0 to `bound`. Warns if no threshold qualifies.
 
     ```python

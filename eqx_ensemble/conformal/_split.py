@@ -73,7 +73,7 @@ def split(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for shapes that do not fit and a level outside 0 to 1. Warns if there are too few rows for finite
+    - `ValueError` for mismatched shapes and a level outside (0, 1). Warns if there are too few rows for finite
         intervals.
 
     ```python

@@ -41,7 +41,7 @@ def out_of_bag(
 
     **Raises:**
 
-    - `ValueError` for shapes that do not fit, and for weights that are negative or not finite (where concrete).
+    - `ValueError` for mismatched shapes, and for weights that are negative or not finite (where concrete).
     - `IndexError` for rows outside the data (where concrete).
 
     ```python
@@ -68,8 +68,8 @@ def out_of_bag_mean(
 
     - `predictions`: floating-point, `(members, rows, ...)`, of all members for all rows.
     - `drawn`: the training rows of the members, as in [`eqx_ensemble.resample.out_of_bag`][].
-    - `weights`: convex weights over members, `(members,)`, divided for each row by their sum over the members that
-        were not trained on it. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, divided for each row by their sum over the members that were
+        not trained on it. Members of weight zero are ignored.
 
     **Returns:**
 
@@ -79,7 +79,7 @@ def out_of_bag_mean(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for shapes that do not fit, and for invalid weights.
+    - `ValueError` for mismatched shapes, and for invalid weights.
     - `IndexError` for rows outside the data (where concrete).
 
     ```python
@@ -113,8 +113,8 @@ def out_of_fold(
     - `folds`: the result of [`eqx_ensemble.resample.folds`][] or [`eqx_ensemble.resample.from_splits`][].
     - `rows`: the rows of the predictions: `"all"`, or `"test"`, only each member's `folds.test`, computed by
         `predict(ensemble, Each(x[folds.test]))` at the cost of one model.
-    - `weights`: convex weights over members, `(members,)`, divided for each row by their sum over the members that
-        were tested on it. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, divided for each row by their sum over the members that were
+        tested on it. Members of weight zero are ignored.
 
     **Returns:**
 
@@ -124,7 +124,7 @@ def out_of_fold(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for shapes that do not fit, and for invalid weights.
+    - `ValueError` for mismatched shapes, and for invalid weights.
 
     ```python
     x = jnp.arange(10.0).reshape(10, 1)

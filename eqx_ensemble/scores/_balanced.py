@@ -22,12 +22,12 @@ def balanced_accuracy(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
+    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**

@@ -66,7 +66,7 @@ def bootstrap(
     **Raises:**
 
     - `TypeError` for values that are not floating-point, and for an invalid key.
-    - `ValueError` for no rows, weights and masks that do not fit, a level outside 0 to 1, fewer than two draws.
+    - `ValueError` for no rows, weights and masks that do not fit, a level outside (0, 1), fewer than two draws.
 
     ```python
     targets = jnp.linspace(-1, 1, 50)

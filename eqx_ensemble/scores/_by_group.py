@@ -39,8 +39,8 @@ def by_group(
     - `values`: one value per row, `(*batch,)`: a score with `reduction="none"`. No `members` axis.
     - `groups`: integers `(*batch,)` from 0 to num_groups - 1. While tracing, rows of other groups are ignored.
     - `num_groups`: the number of groups.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice in the mean, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice in the mean; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -51,7 +51,7 @@ def by_group(
     **Raises:**
 
     - `TypeError` for values that are not floating-point and groups that are not integers.
-    - `ValueError` for shapes that differ, and groups out of range (where concrete).
+    - `ValueError` for mismatched shapes, and groups out of range (where concrete).
 
     ```python
     inside = ee.scores.coverage(
@@ -81,8 +81,8 @@ def class_conditional_coverage(
 
     - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.lac`][]; no `members` axis.
     - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels are ignored.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice in the mean, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice in the mean; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -121,8 +121,8 @@ def size_stratified_coverage(
 
     - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.aps`][]; no `members` axis.
     - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels make means NaN.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice in the mean, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice in the mean; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**

@@ -30,7 +30,7 @@ def ece(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are. Rows of all batch axes count.
+    - `logits`: logits or log-probabilities, `(members, *batch, classes)`. All batch axes are pooled.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `num_bins`: the number of bins $K$.
     - `binning`: `"width"`, bins $(k / K, (k + 1) / K]$; or `"mass"`, the adaptive error: bins of equally many rows,
@@ -38,15 +38,15 @@ def ece(
     - `debiased`: whether to subtract the expected excess; the result may then be slightly negative. Noise depends on
         the effective number of rows, $(\sum_i w_i)^2 / \sum_i w_i^2$ of their weights: a row of weight 2 is one
         observation, not two.
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    A scalar. NaN if any row of the mixture is, or, while tracing, a label out of range.
+    A scalar. NaN if any row of the mixture is NaN or, while tracing, a label is out of range.
 
     **Raises:**
 
@@ -102,7 +102,7 @@ def classwise_ece(
 
     **Returns:**
 
-    A scalar. NaN if any row of the mixture is, or, while tracing, a label out of range.
+    A scalar. NaN if any row of the mixture is NaN or, while tracing, a label is out of range.
 
     **Raises:**
 

@@ -27,15 +27,15 @@ def nll(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`. Log-probabilities may be passed as they are, since `log_softmax` leaves
-        them unchanged; for probabilities `p` pass `jnp.log(p)`.
+    - `logits`: logits, `(members, *batch, classes)`, or log-probabilities, which `log_softmax` leaves unchanged. For
+        probabilities `p` pass `jnp.log(p)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
 
     **Returns:**
 
@@ -45,7 +45,7 @@ def nll(
     **Raises:**
 
     - `TypeError` for logits that are not floating-point or labels that are not integers.
-    - `ValueError` for shapes that do not fit, labels out of range (where concrete), and invalid weights.
+    - `ValueError` for mismatched shapes, labels out of range (where concrete), and invalid weights.
 
     ```python
     # two members, one row, two classes
@@ -69,14 +69,14 @@ def accuracy(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
+    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (right) or 0.0 (wrong) per row.
+    - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (right) or 0.0 (wrong) per row, NaN for ignored rows.
 
     **Returns:**
 
@@ -115,12 +115,13 @@ def mean_member_accuracy(
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same result.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for the fraction of members that are right on each row.
+    - `reduction`: `"mean"` over all rows, or `"none"` for the fraction of members that are right on each row, NaN for
+        ignored rows.
 
     **Returns:**
 

@@ -35,10 +35,10 @@ def crps(
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `estimator`: `"nrg"` or `"fair"`; report which one was used.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Only with `"nrg"`.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
 
@@ -47,7 +47,7 @@ def crps(
     **Raises:**
 
     - `TypeError` for samples that are not floating-point.
-    - `ValueError` for shapes that do not fit (targets `(n, 1)` against `(n,)` above all), for invalid weights, and for
+    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), for invalid weights, and for
         `"fair"` with weights or with fewer than two members.
 
     ```python

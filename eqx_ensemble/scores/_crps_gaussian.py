@@ -21,7 +21,7 @@ def crps_gaussian(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Continuous ranked probability score of ONE Gaussian per entry, in closed form; lower is better.
+    r"""Continuous ranked probability score of a single Gaussian per entry, in closed form; lower is better.
 
     $\sigma (z (2 \Phi(z) - 1) + 2 \varphi(z) - \pi^{-1/2})$ with $z = (y - \mu) / \sigma$, in the unit of the
     target. No `members` axis: pass the result of [`eqx_ensemble.combine.gaussian`][].
@@ -30,10 +30,10 @@ def crps_gaussian(
 
     - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. At variance zero the score is the
         absolute error.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
 
@@ -42,8 +42,8 @@ def crps_gaussian(
     **Raises:**
 
     - `TypeError` for means or variances that are not floating-point.
-    - `ValueError` for shapes that differ (targets `(n, 1)` against `(n,)` above all), and negative variances (where
-        concrete).
+    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), and negative variances
+        (where concrete).
 
     ```python
     ee.scores.crps_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([0.0]))
@@ -88,11 +88,11 @@ def crps_gaussian_mixture(
 
     - `mean`, `variance`: `(members, *batch)`, of one shape. Members of variance zero are points.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
 

@@ -27,10 +27,10 @@ def dawid_sebastiani(
 
     - `samples`: `(members, *batch)`, one number per member and entry; two members or more, equally weighted.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
 
@@ -40,7 +40,7 @@ def dawid_sebastiani(
 
     - `ImportError` without scoringrules.
     - `TypeError` for samples that are not floating-point.
-    - `ValueError` for shapes that do not fit, and for fewer than two members.
+    - `ValueError` for mismatched shapes, and for fewer than two members.
 
     ```python
     ee.scores.dawid_sebastiani(jnp.array([[0.0], [2.0]]), jnp.array([1.0]))

@@ -29,12 +29,12 @@ def energy_score(
     - `targets`: `(*batch, out)`; nothing is broadcast.
     - `estimator`: `"nrg"`, or `"fair"`, whose last sum is divided by $M (M - 1)$ and not by $M^2$; report which one was
         used.
-    - `weights`: convex weights over members, `(members,)`, concrete; divided by their sum. A member of weight
-        zero is left out. Only with `"nrg"`.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`, concrete; divided by their sum. Members of weight zero are
+        ignored. Only with `"nrg"`.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
 
     **Returns:**
 
@@ -44,8 +44,8 @@ def energy_score(
 
     - `ImportError` without scoringrules.
     - `TypeError` for samples that are not floating-point.
-    - `ValueError` for shapes that do not fit, for invalid or traced weights, and for `"fair"` with weights or with
-        fewer than two members.
+    - `ValueError` for mismatched shapes, for invalid or traced weights, and for `"fair"` with weights or with fewer
+        than two members.
     - `NotImplementedError` when differentiated.
 
     ```python

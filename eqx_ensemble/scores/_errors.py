@@ -28,11 +28,11 @@ def mae(
 
     - `predictions`: `(members, *batch)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
 
@@ -71,9 +71,9 @@ def r2(
 
     - `predictions`: `(members, *batch)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**

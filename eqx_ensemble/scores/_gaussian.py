@@ -22,7 +22,7 @@ def nll_gaussian(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Negative log-density, in nats, of the targets under ONE Gaussian per entry; lower is better.
+    r"""Negative log-density, in nats, of the targets under a single Gaussian per entry; lower is better.
 
     $\frac12 \log(2 \pi \sigma^2) + (y - \mu)^2 / (2 \sigma^2)$. No `members` axis: pass the result of
     [`eqx_ensemble.combine.gaussian`][] for the score that the deep-ensembles paper reports. For the mixture itself see
@@ -31,10 +31,10 @@ def nll_gaussian(
     **Arguments:**
 
     - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. Variances above zero.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
 
@@ -44,8 +44,8 @@ def nll_gaussian(
     **Raises:**
 
     - `TypeError` for means or variances that are not floating-point.
-    - `ValueError` for shapes that differ (targets `(n, 1)` against `(n,)` above all), and for variances that are not
-        above zero (where concrete).
+    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), and for variances that are
+        not above zero (where concrete).
 
     ```python
     ee.scores.nll_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([1.0]))
@@ -79,12 +79,12 @@ def nll_gaussian_mixture(
 
     - `mean`, `variance`: `(members, *batch)`, of one shape. Variances above zero.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
 

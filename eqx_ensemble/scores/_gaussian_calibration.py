@@ -33,8 +33,8 @@ def ence(
     - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. Variances above zero. No `members`
         axis: pass the result of [`eqx_ensemble.combine.gaussian`][].
     - `num_bins`: the number of bins $K$. Entries of equal variance are in one bin.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -84,8 +84,8 @@ def sharpness(
     **Arguments:**
 
     - `variance`: `(*batch,)`, such as that of [`eqx_ensemble.combine.gaussian`][]; no `members` axis.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**

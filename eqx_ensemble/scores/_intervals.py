@@ -26,10 +26,11 @@ def coverage(
 
     - `lower`, `upper`: the ends, such as those of [`eqx_ensemble.uncertainty.gaussian_interval`][]; no `members` axis.
     - `targets`: of the same shape; nothing is broadcast.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for 1.0 (inside) or 0.0 (outside) per entry.
+    - `reduction`: `"mean"` over all entries, or `"none"` for 1.0 (inside) or 0.0 (outside) per entry, NaN for ignored
+        ones.
 
     **Returns:**
 
@@ -38,7 +39,7 @@ def coverage(
     **Raises:**
 
     - `TypeError` for ends that are not floating-point.
-    - `ValueError` for shapes that differ, and for a lower end above its upper end (where concrete).
+    - `ValueError` for mismatched shapes, and for a lower end above its upper end (where concrete).
 
     ```python
     ee.scores.coverage(jnp.zeros(2), jnp.ones(2), jnp.array([0.5, 3.0]))  # 0.5
@@ -65,10 +66,10 @@ def width(
     **Arguments:**
 
     - `lower`, `upper`: the ends, of one shape; no `members` axis.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
 
@@ -77,7 +78,7 @@ def width(
     **Raises:**
 
     - `TypeError` for ends that are not floating-point.
-    - `ValueError` for shapes that differ, and for a lower end above its upper end (where concrete).
+    - `ValueError` for mismatched shapes, and for a lower end above its upper end (where concrete).
 
     ```python
     ee.scores.width(jnp.zeros(2), jnp.array([1.0, 3.0]))  # 2.0
@@ -105,10 +106,10 @@ def set_coverage(
 
     - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.aps`][]; no `members` axis.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (inside) or 0.0 (outside) per row.
+    - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (inside) or 0.0 (outside) per row, NaN for ignored rows.
 
     **Returns:**
 
@@ -117,7 +118,7 @@ def set_coverage(
     **Raises:**
 
     - `TypeError` for sets that are not booleans or labels that are not integers.
-    - `ValueError` for shapes that do not fit, and labels out of range (where concrete).
+    - `ValueError` for mismatched shapes, and labels out of range (where concrete).
 
     ```python
     sets = jnp.array([[True, True, False], [True, False, False]])
@@ -144,10 +145,10 @@ def set_size(
     **Arguments:**
 
     - `sets`: booleans `(*batch, classes)`; no `members` axis.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
 
     **Returns:**
 

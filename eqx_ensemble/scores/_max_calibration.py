@@ -30,7 +30,7 @@ def mce(
 
     **Returns:**
 
-    A scalar. NaN if any row of the mixture is, or, while tracing, a label out of range.
+    A scalar. NaN if any row of the mixture is NaN or, while tracing, a label is out of range.
 
     **Raises:**
 

@@ -31,8 +31,8 @@ def pit(
 
     - `samples`: `(members, *batch)`, one number per member and entry.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `mask`: booleans `(*batch,)`; the result is NaN for rows where it is `False`.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are NaN in the result.
     - `key`: one threefry key, typed or legacy, that randomises targets which tie with members: for counts and other
         discrete targets.
 
@@ -90,8 +90,8 @@ def pit_gaussian_mixture(
 
     - `mean`, `variance`: `(members, *batch)`, of one shape. Variances above zero.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `mask`: booleans `(*batch,)`; the result is NaN for rows where it is `False`.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are NaN in the result.
 
     **Returns:**
 
@@ -135,8 +135,7 @@ def pit_histogram(
     **Raises:**
 
     - `TypeError` for values that are not floating-point.
-    - `ValueError` for fewer than one bin, and for values outside 0 to 1 (where concrete; ignored while
-        tracing).
+    - `ValueError` for fewer than one bin, and for values outside [0, 1] (where concrete; ignored while tracing).
 
     ```python
     ee.scores.pit_histogram(jnp.array([0.0, 0.1, 0.5, 0.9]), num_bins=2)  # [3, 1]

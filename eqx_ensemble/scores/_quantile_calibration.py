@@ -33,8 +33,8 @@ def quantile_calibration_error(
         [`eqx_ensemble.scores.pit_gaussian_mixture`][]. If these were given a mask, pass it here too.
     - `num_levels`: the number of levels $J$.
     - `kind`: `"absolute"` or `"squared"`.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -44,7 +44,7 @@ def quantile_calibration_error(
     **Raises:**
 
     - `TypeError` for values that are not floating-point.
-    - `ValueError` for fewer than one level, no rows, and values outside 0 to 1 (where concrete).
+    - `ValueError` for fewer than one level, no rows, and values outside [0, 1] (where concrete).
 
     ```python
     mean, variance = jnp.zeros((1, 1000)), jnp.full((1, 1000), 4.0)  # twice as wide

@@ -29,10 +29,10 @@ def interval_score(
     - `lower`, `upper`: the ends, of one shape; no `members` axis.
     - `targets`: of the same shape; nothing is broadcast.
     - `level`: the nominal coverage of the intervals, a Python number between 0 and 1.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
 
@@ -41,7 +41,7 @@ def interval_score(
 
     **Raises:**
 
-    As [`eqx_ensemble.scores.coverage`][], `ValueError` for a level outside 0 to 1, and `ImportError` without
+    As [`eqx_ensemble.scores.coverage`][], `ValueError` for a level outside (0, 1), and `ImportError` without
     scoringrules.
 
     ```python
@@ -79,7 +79,7 @@ def pinball(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Pinball (quantile) score of predictions of ONE quantile; lower is better.
+    r"""Pinball (quantile) score of predictions of a single quantile; lower is better.
 
     $\tau (y - q)$ where the target is above the prediction, $(1 - \tau) (q - y)$ where it is below, with the level
     $\tau$; in the unit of the target. Computed by `scoringrules` (`pip install 'eqx_ensemble[scores]'`).
@@ -88,10 +88,10 @@ def pinball(
 
     - `quantiles`, `targets`: of one shape `(*batch,)`; nothing is broadcast, and there is no `members` axis.
     - `level`: the level of the predicted quantile, a Python number between 0 and 1.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
 
@@ -101,7 +101,7 @@ def pinball(
 
     - `ImportError` without scoringrules.
     - `TypeError` for quantiles that are not floating-point.
-    - `ValueError` for shapes that differ, and for a level outside 0 to 1.
+    - `ValueError` for mismatched shapes, and for a level outside (0, 1).
 
     ```python
     ee.scores.pinball(jnp.zeros(2), jnp.array([1.0, -1.0]), level=0.9)

@@ -27,12 +27,12 @@ def ranked_probability(
 
     - `logits`: `(members, *batch, classes)`, classes in their order; log-probabilities may be passed as they are.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
 
     **Returns:**
 

@@ -34,7 +34,7 @@ def auroc(
     **Raises:**
 
     - `TypeError` for scores that are not floating-point, and positives or a mask that are not boolean.
-    - `ValueError` for shapes that differ, and for rows that are all positive or all negative (where concrete).
+    - `ValueError` for mismatched shapes, and for rows that are all positive or all negative (where concrete).
 
     ```python
     inside, outside = jnp.array([0.1, 0.2, 0.3]), jnp.array([0.2, 0.9])

@@ -35,7 +35,7 @@ def rank_histogram(
     **Raises:**
 
     - `TypeError` for samples that are not floating-point, and for an invalid key.
-    - `ValueError` for shapes that do not fit, and for NaN (where concrete; such rows are ignored while tracing).
+    - `ValueError` for mismatched shapes, and for NaN (where concrete; such rows are ignored while tracing).
 
     ```python
     samples, targets = jnp.array([[0.0, 0.0], [2.0, 2.0]]), jnp.array([1.0, 3.0])

@@ -31,9 +31,9 @@ def rmse(
 
     - `predictions`: `(members, *batch)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -43,7 +43,8 @@ def rmse(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for shapes that do not fit (targets `(n, 1)` against `(n,)` above all), no rows, and invalid weights.
+    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), no rows, and invalid
+        weights.
 
     ```python
     predictions, targets = jnp.array([[0.0, 1.0], [2.0, 1.0]]), jnp.array([1.0, 1.0])
@@ -71,9 +72,9 @@ def mean_member_rmse(
 
     - `predictions`: `(members, *batch)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**

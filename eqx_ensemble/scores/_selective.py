@@ -33,8 +33,8 @@ def risk_coverage(
     - `uncertainty`: one number per row `(*batch,)`, higher is less certain.
     - `losses`: `(*batch,)`, such as the scores of the rows, `scores.nll(logits, labels, reduction="none")`, or one
         minus their `scores.accuracy`.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -45,7 +45,7 @@ def risk_coverage(
     **Raises:**
 
     - `TypeError` for uncertainties that are not floating-point, or a mask that is not boolean.
-    - `ValueError` for shapes that differ, and no rows.
+    - `ValueError` for mismatched shapes, and no rows.
 
     ```python
     uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([0.0, 0.0, 0.0, 1.0])

@@ -33,7 +33,7 @@ def squared_calibration_error(
 
     - `binning`: `"mass"`, bins of equally many rows, or `"width"`; see [`eqx_ensemble.scores.ece`][].
     - `debiased`: whether to subtract the expected excess. Bins of a single row then count as zero.
-    - the others as for [`eqx_ensemble.scores.ece`][].
+    - the other arguments: as for [`eqx_ensemble.scores.ece`][].
 
     **Returns:**
 

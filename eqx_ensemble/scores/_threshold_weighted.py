@@ -39,10 +39,10 @@ def threshold_weighted_crps(
         as `lambda z: jax.nn.softplus(z - 3)`. It is not checked that it is nondecreasing.
     - `estimator`: `"nrg"` or `"fair"`, as for [`eqx_ensemble.scores.crps`][].
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Only with `"nrg"`.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
 

@@ -24,15 +24,15 @@ def top_k_accuracy(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
+    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `k`: the number of classes, an integer from 1 to classes. With 1 it is [`eqx_ensemble.scores.accuracy`][].
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (right) or 0.0 (wrong) per row.
+    - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (right) or 0.0 (wrong) per row, NaN for ignored rows.
 
     **Returns:**
 

@@ -36,12 +36,12 @@ def variogram_score(
     - `pair_weights`: $w_{ij}$, `(out, out)`, zero or more, such as the inverse distances of stations; one if not given.
     - `estimator`: `"nrg"`, or `"fair"`, which is unbiased for the distribution that the members are drawn from, in
         memory `(*batch, members, members, out, out)`.
-    - `weights`: convex weights over members, `(members,)`, concrete; divided by their sum. A member of weight
-        zero is left out. Only with `"nrg"`.
-    - `row_weights`: weights of rows `(*batch,)`, finite and zero or more; only their ratios matter. A row of weight 2
-        counts twice, one of weight zero is ignored, even if it contains NaN.
+    - `weights`: convex weights over members, `(members,)`, concrete; divided by their sum. Members of weight zero are
+        ignored. Only with `"nrg"`.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
 
     **Returns:**
 

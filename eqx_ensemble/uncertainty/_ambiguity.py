@@ -35,7 +35,7 @@ def decompose_squared_error(
 
     - `predictions`: `(members, *batch)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
     **Returns:**
 
@@ -44,7 +44,7 @@ def decompose_squared_error(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for shapes that do not fit (targets `(n, 1)` against `(n,)` above all), and for invalid weights.
+    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), and for invalid weights.
 
     ```python
     parts = ee.uncertainty.decompose_squared_error(
@@ -88,9 +88,9 @@ def decompose_nll(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
+    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
     **Returns:**
 
@@ -100,7 +100,7 @@ def decompose_nll(
     **Raises:**
 
     - `TypeError` for logits that are not floating-point or labels that are not integers.
-    - `ValueError` for shapes that do not fit, labels out of range (where concrete), and invalid weights.
+    - `ValueError` for mismatched shapes, labels out of range (where concrete), and invalid weights.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.1, 0.9]]]))

@@ -48,9 +48,9 @@ def decompose_entropy(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
+    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
 
     **Returns:**
 

@@ -34,7 +34,7 @@ def gaussian_interval(
     **Raises:**
 
     - `TypeError` for arrays that are not floating-point.
-    - `ValueError` for shapes that differ, negative variances (where concrete), and a level outside 0 to 1.
+    - `ValueError` for mismatched shapes, negative variances (where concrete), and a level outside (0, 1).
 
     ```python
     lower, upper = ee.uncertainty.gaussian_interval(

@@ -21,13 +21,13 @@ def gaussian_mixture_quantile(
     The least $x$ with $\sum_m w_m \Phi((x - \mu_m) / \sigma_m) \ge \mathrm{level}$, found to rounding by bisection,
     which is robust to narrow, distant members, and monotone in the level. Levels above one half are compared with the
     upper tail, so that levels close to one are accurate; a level nearer to 0 or 1 than the dtype's smallest normal
-    number has an infinite quantile. The gradient is that of the implicit function.
+    number has an infinite quantile. It is differentiated as an implicit function.
 
     **Arguments:**
 
     - `mean`, `variance`: `(members, *batch)`, of one shape. A member of variance zero is a point.
     - `levels`: a number between 0 and 1, or several `(levels,)`.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
     **Returns:**
 
@@ -69,7 +69,7 @@ def gaussian_mixture_interval(
 
     - `mean`, `variance`: `(members, *batch)`, of one shape.
     - `level`: the probability inside, a Python number between 0 and 1.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
     **Returns:**
 

@@ -19,8 +19,8 @@ def least_confidence(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
     **Returns:**
 
@@ -71,7 +71,7 @@ def free_energy(
         1$ their energy is zero.
     - `temperature`: $T$, above zero. Logits divided by $T$ have, at temperature 1, this energy divided by $T$: the
         same order of rows.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
     **Returns:**
 

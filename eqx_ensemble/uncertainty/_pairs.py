@@ -75,7 +75,7 @@ def q_statistic(
     **Raises:**
 
     - `TypeError` for a mask that is not boolean.
-    - `ValueError` for shapes that do not fit, and for numbers other than 0, 1 and NaN (where concrete).
+    - `ValueError` for mismatched shapes, and for numbers other than 0, 1 and NaN (where concrete).
 
     ```python
     correct = jnp.array([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0]])
@@ -120,7 +120,7 @@ def error_correlation(
     **Raises:**
 
     - `TypeError` for errors that are not floating-point, or a mask that is not boolean.
-    - `ValueError` for shapes that do not fit.
+    - `ValueError` for mismatched shapes.
 
     ```python
     errors = jnp.array([[1.0, -1.0, 2.0, 0.0], [2.0, -2.0, 4.0, 0.0]])

@@ -27,7 +27,7 @@ def quantile(
     - `values`: floating-point, `(members, ...)`. For quantiles of a mixture of Gaussians see
         [`eqx_ensemble.uncertainty.gaussian_mixture_quantile`][].
     - `levels`: a number from 0 to 1, or several `(levels,)`.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
     **Returns:**
 
@@ -36,7 +36,7 @@ def quantile(
     **Raises:**
 
     - `TypeError` for values that are not floating-point.
-    - `ValueError` for levels outside 0 to 1 (where concrete), values without a member, and invalid weights.
+    - `ValueError` for levels outside [0, 1] (where concrete), values without a member, and invalid weights.
 
     ```python
     values = jnp.array([[1.0], [2.0], [3.0], [4.0]])
@@ -78,7 +78,7 @@ def interval(
 
     - `values`: floating-point, `(members, ...)`.
     - `level`: the probability inside, a Python number between 0 and 1.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
     **Returns:**
 

@@ -27,7 +27,7 @@ def sample_gaussian_mixture(
     - `num_samples`: the number of samples of each entry.
     - `joint`: whether to draw one member for all entries of a sample, so that a sample follows one model; otherwise
         each entry draws a member, and entries are independent. The marginal distribution of an entry is the same.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
     - `key`: one threefry key, typed or legacy.
 
     **Returns:**
@@ -37,7 +37,7 @@ def sample_gaussian_mixture(
     **Raises:**
 
     - `TypeError` for arrays that are not floating-point, and for an invalid key.
-    - `ValueError` for shapes that differ, negative variances (where concrete), invalid weights, and `num_samples` below
+    - `ValueError` for mismatched shapes, negative variances (where concrete), invalid weights, and `num_samples` below
         one.
 
     ```python
@@ -65,11 +65,11 @@ def sample_class_mixture(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are.
+    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
     - `num_samples`: the number of samples of each row.
     - `joint`: whether to draw one member for all rows of a sample, so that a sample follows one model; otherwise each
         row draws a member, and rows are independent. The marginal distribution of a row is the same.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
     - `key`: one threefry key, typed or legacy.
 
     **Returns:**

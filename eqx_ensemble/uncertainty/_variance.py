@@ -24,8 +24,8 @@ def decompose_variance(
     **Arguments:**
 
     - `mean`, `variance`: `(members, ...)`, of one shape. For point predictions pass `jnp.zeros_like(mean)`.
-    - `weights`: convex weights over members, `(members,)`, or of each row, `(members, *rows)`; divided by their sum. A
-        member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
+        Members of weight zero are ignored.
 
     **Returns:**
 
@@ -34,7 +34,7 @@ def decompose_variance(
     **Raises:**
 
     - `TypeError` for arrays that are not floating-point.
-    - `ValueError` for shapes that differ, negative variances (where concrete), and invalid weights.
+    - `ValueError` for mismatched shapes, negative variances (where concrete), and invalid weights.
 
     ```python
     parts = ee.uncertainty.decompose_variance(

@@ -19,7 +19,7 @@ def variation_ratio(
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: the members' voting weights, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: the members' voting weights, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
     **Returns:**
 
@@ -54,7 +54,7 @@ def disagreement(
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: the members' voting weights, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: the members' voting weights, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
     **Returns:**
 

@@ -32,7 +32,7 @@ def diverse(
     **Returns:**
 
     Convex weights `(members,)`, each 0 or `1 / count`. The members themselves are what [`eqx_ensemble.prune`][] keeps
-    of an ensemble. Where members tie, the first is selected. There is no gradient through the choice.
+    of an ensemble. Where members tie, the first is selected. The selection is not differentiable.
 
     **Raises:**
 

@@ -53,8 +53,8 @@ def greedy(
 
     **Returns:**
 
-    [`eqx_ensemble.combine.weights.Greedy`][]. Where members tie, the first is selected; where ensembles tie,
-    the smallest. There is no gradient through the choice.
+    [`eqx_ensemble.combine.weights.Greedy`][]. Where members tie, the first is selected; where ensembles tie, the
+    smallest. The selection is not differentiable.
 
     **Raises:**
 

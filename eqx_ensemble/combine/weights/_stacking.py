@@ -46,7 +46,7 @@ def stacking(
 
     **Returns:**
 
-    [`eqx_ensemble.combine.weights.Stacking`][]. There is no gradient through the search.
+    [`eqx_ensemble.combine.weights.Stacking`][]. The search is not differentiable.
 
     **Raises:**
 
