@@ -15,10 +15,10 @@ def balanced_accuracy(
     row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
-    """Mean over classes of the fraction of their rows that are right under the mixture; higher is better.
+    """Balanced accuracy of the mixture of the members: the mean recall over classes; higher is better.
 
-    Every class counts alike, however rare: always predicting one of K classes gives 1 / K. Classes without a row are
-    left out. It is [`eqx_ensemble.scores.accuracy`][] with `row_weights` inverse to the frequencies of classes.
+    Every class has the same weight, however rare: always predicting one of K classes gives 1 / K. Classes without rows
+    are ignored. It is [`eqx_ensemble.scores.accuracy`][] with `row_weights` inverse to the frequencies of classes.
 
     **Arguments:**
 
@@ -32,7 +32,7 @@ def balanced_accuracy(
 
     **Returns:**
 
-    A scalar. NaN if a prediction is, or, while tracing, a label out of range.
+    A scalar. NaN if a prediction is NaN or, while tracing, a label is out of range.
 
     **Raises:**
 
@@ -70,7 +70,7 @@ def _balanced_accuracy(
 ) -> Float[Array, ""]:
     right = correct(class_mixture(logits, weights), labels)
     num_classes = logits.shape[-1]
-    # A label that is no class has NaN in `right`, which then is a part of the first class.
+    # For an invalid label `right` is NaN; the row is added to the first class.
     own = jnp.ravel(jnp.where(is_class(labels, num_classes), labels, 0))
     sums = lambda x: jax.ops.segment_sum(jnp.ravel(weigh(x, row_weights)), own, num_classes)
     hits, total = sums(right), sums(jnp.ones_like(right))

@@ -1,4 +1,4 @@
-"""Rows in bins by a probability, for calibration errors and the parts of the Brier score."""
+"""Bins rows by probability, for calibration errors and the decomposition of the Brier score."""
 
 import math
 from typing import Literal, NamedTuple
@@ -17,14 +17,14 @@ from ._reduce import RowWeights
 Binning = Literal["width", "mass"]
 
 _BLOCK = 1024
-"""How many rows are added up one after another."""
+"""The number of rows in one partial sum."""
 
 
 class Bins(NamedTuple):
-    """The inner edges of the bins, the bin of every row, and for each bin its rows, mean probability and frequency.
+    """The inner edges of the bins, the bin of every row, and the row count, mean probability and frequency of each bin.
 
-    The means of an empty bin are zero. Of weighted rows `count` is their weight, and `effective` the number of rows
-    alike whose mean is as noisy, (sum of weights)^2 / sum of squared weights.
+    The means of an empty bin are zero. With row weights, `count` is the total weight and `effective` the effective
+    number of rows, (sum of weights)^2 / sum of squared weights.
     """
 
     edges: Float[Array, " edges"]
@@ -45,7 +45,7 @@ def check_bins(
     row_weights: ArrayLike | None,
     mask: ArrayLike | None,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Checked logits, labels and weights, as of `check_classes`; one bin or more, of a known kind."""
+    """Raises for invalid bins, and as `check_classes`, whose result it returns."""
     checked = check_classes(name, logits, labels, weights, row_weights, mask, "mean")
     check_positive_int(num_bins, "num_bins", name=name)
     check_word(binning, "binning", ("width", "mass"), name=name)
@@ -59,7 +59,7 @@ def bin_rows(
     num_bins: int,
     binning: Binning,
 ) -> Bins:
-    """Bins of equal width or of equal mass; rows that do not count are in no bin."""
+    """Bins of equal width or of equal mass; ignored rows are in no bin."""
     own = jnp.ones_like(probability) if row_weights is None else row_weights.astype(probability.dtype)
     if binning == "width":
         edges = _of_width(num_bins, probability.dtype)
@@ -72,7 +72,7 @@ def bin_rows(
     is_weighted = row_weights is not None and row_weights.dtype != bool
     effective = count**2 / jnp.where(count == 0, 1, total(own)) if is_weighted else count
     rough = total(probability) / filled
-    # A sum of equal numbers always rounds the same way; a sum of small deviations from the mean does not.
+    # Summing equal numbers accumulates rounding errors of one sign; summing small deviations from the mean does not.
     mean = rough + total(probability - rough[index]) / filled
     return Bins(edges, index, count, mean, total(hits) / filled, effective)
 
@@ -83,7 +83,7 @@ def by_class(
     weights: Float[Array, "members ..."] | None,
     row_weights: RowWeights | None,
 ) -> tuple[Float[Array, "classes rows"], Float[Array, "classes rows"], RowWeights | None]:
-    """The mixture's probabilities and the one-hot labels, class by class, with all rows on one axis."""
+    """The mixture's probabilities and one-hot labels by class, and the row weights, with all rows on one axis."""
     num_classes = logits.shape[-1]
     logs = class_mixture(logits, weights)
     probabilities = jnp.reshape(jnp.exp(logs), (-1, num_classes))
@@ -101,7 +101,7 @@ def of_top_label(
     num_bins: int,
     binning: Binning,
 ) -> Bins:
-    """Bins of the confidence, which is the mixture's largest probability; a hit is a label of that class."""
+    """Bins of the confidence, the mixture's largest probability; a hit is a row with the predicted label."""
     logs = class_mixture(logits, weights)
     confidence = jnp.ravel(jnp.exp(jnp.max(logs, axis=-1)))
     flat = None if row_weights is None else jnp.ravel(row_weights)
@@ -109,7 +109,7 @@ def of_top_label(
 
 
 def mean_gap(bins: Bins, *, debiased: bool) -> Float[Array, ""]:
-    """The mean over rows of the distance between a bin's probability and frequency, without its expected excess."""
+    """Mean over rows of the gap between a bin's probability and frequency, optionally minus its expected excess."""
     gaps = bins.frequency - bins.probability
     errors = jnp.abs(gaps)
     if debiased:
@@ -119,7 +119,7 @@ def mean_gap(bins: Bins, *, debiased: bool) -> Float[Array, ""]:
 
 
 def _sum_by_bin(values: Float[Array, " rows"], index: Int[Array, " rows"], num_bins: int) -> Float[Array, " bins"]:
-    """The sum of every bin, block by block of rows, so that no small number is added to a very large one."""
+    """The sum of each bin, over blocks of rows: small numbers are then not added to very large ones."""
     num_blocks = max(-(-values.size // _BLOCK), 1)
     segment = index + num_bins * (jnp.arange(values.size, dtype=index.dtype) // _BLOCK)
     sums = jax.ops.segment_sum(values, segment, num_segments=num_bins * num_blocks)
@@ -127,20 +127,20 @@ def _sum_by_bin(values: Float[Array, " rows"], index: Int[Array, " rows"], num_b
 
 
 def _of_width(num_bins: int, dtype: jnp.dtype) -> Float[Array, " edges"]:
-    # Inner edges only: a probability that rounding puts above one stays in the last bin.
+    # Inner edges only: a probability that rounds to more than one stays in the last bin.
     return jnp.asarray(np.linspace(0, 1, num_bins + 1)[1:-1], dtype)
 
 
 def _of_mass(
     probability: Float[Array, " rows"], row_weights: RowWeights | None, num_bins: int
 ) -> Float[Array, " edges"]:
-    """Sorted value number (n - 1) k / K, rounded down. An edge that is a value keeps all rows of it together."""
+    """The sorted values at positions floor((n - 1) k / K). Tied rows share a bin, because edges are values."""
     inner = jnp.arange(1, num_bins)
     if row_weights is not None and row_weights.dtype != bool:
         return _of_weight(probability, row_weights, inner, num_bins)
     ordered = jnp.sort(probability if row_weights is None else jnp.where(row_weights, probability, jnp.inf))
     last = probability.size - 1 if row_weights is None else jnp.sum(row_weights) - 1
-    # In two parts, because the product may be more than 32-bit integers hold.
+    # In two parts, because the product may overflow 32-bit integers.
     index = last // num_bins * inner + last % num_bins * inner // num_bins
     return ordered[index]
 
@@ -148,7 +148,7 @@ def _of_mass(
 def _of_weight(
     probability: Float[Array, " rows"], row_weights: Float[Array, " rows"], inner: Int[Array, " edges"], num_bins: int
 ) -> Float[Array, " edges"]:
-    """The same of weighted rows, in units of their mean weight."""
+    """As `_of_mass`, for weighted rows, in units of their mean weight."""
     order = jnp.argsort(jnp.where(row_weights == 0, jnp.inf, probability))
     at_most = jnp.cumsum(row_weights[order])
     last = at_most[-1] - at_most[-1] / jnp.sum(row_weights != 0).astype(at_most.dtype)

@@ -15,11 +15,11 @@ _MOST_ATTEMPTS = 100  # exceeded with probability exp(-100) where one of many ro
 
 
 class Bootstrap(NamedTuple):
-    """A statistic with its standard error and interval over bootstrap draws: arrays of the statistic's shape.
+    """A statistic with its bootstrap standard error and interval: arrays of the statistic's shape.
 
-    - `estimate`: the statistic of the rows as they are.
+    - `estimate`: the statistic of the original rows.
     - `standard_error`: its standard deviation over the draws (ddof 1).
-    - `lower`, `upper`: the quantiles of the draws that enclose a fraction `level` of them.
+    - `lower`, `upper`: the central interval that contains a fraction `level` of the draws.
     """
 
     estimate: Float[Array, "..."]
@@ -40,22 +40,20 @@ def bootstrap(
 ) -> Bootstrap:
     r"""Bootstrap standard error and interval of the mean of any score over rows.
 
-    Rows are drawn with replacement. To compare two models, pass the difference of their scores row by row: its standard
-    error is far smaller than that of either. Several scores `(*scores, rows)` share the same draws.
+    Rows are drawn with replacement. To compare two models, pass the row-wise difference of their scores: its standard
+    error is usually far smaller than that of either. Several scores `(*scores, rows)` share the same draws.
 
     **Arguments:**
 
-    - `values`: one score per row, `(*scores, rows)`: the result of a score with `reduction="none"`. Average rows that
-        belong together (repeated measurements, neighbours in time) first.
-    - `statistic`: an optional function of the means `(*scores,)`, traceable by JAX.
-        `jnp.sqrt` of squared errors gives the root mean squared error; `lambda m: jnp.sqrt(m[0]) - jnp.sqrt(m[1])` the
-        difference of two.
-    - `row_weights`: weights of the rows, zero or more, kept when a row is drawn:
-        $\sum_i w_i v_i / \sum_i w_i$ over the rows of a draw. A row of weight zero does not count, even if it
-        contains NaN; a draw of only such rows is repeated.
+    - `values`: one score per row, `(*scores, rows)`: the result of a score with `reduction="none"`. First average
+        dependent rows (repeated measurements, neighbours in time).
+    - `statistic`: an optional function of the means `(*scores,)`, traceable by JAX. For squared errors, `jnp.sqrt`
+        gives the root mean squared error, and `lambda m: jnp.sqrt(m[0]) - jnp.sqrt(m[1])` the difference of two.
+    - `row_weights`: finite, non-negative weights `(rows,)`; the mean of a draw is $\sum_i w_i v_i / \sum_i w_i$ over
+        its rows. Rows of weight zero are ignored, even if they contain NaN; a draw with only such rows is repeated.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `level`: the fraction of the draws between `lower` and `upper`, a Python number between 0 and 1.
-    - `num_draws`: the number of draws. The relative error of the standard error is about one in $\sqrt{2 \,
+    - `num_draws`: the number of draws. The relative error of the standard error is about $1 / \sqrt{2 \,
         \mathrm{draws}}$.
     - `key`: one threefry key, typed or legacy.
 
@@ -65,8 +63,8 @@ def bootstrap(
 
     **Raises:**
 
-    - `TypeError` for values that are not floating-point, and for an invalid key.
-    - `ValueError` for no rows, weights and masks that do not fit, a level outside (0, 1), fewer than two draws.
+    - `TypeError` for values that are not floating-point, a `statistic` that is not a function, and an invalid key.
+    - `ValueError` for zero rows, invalid weights, a mismatched mask, a level outside (0, 1), and fewer than two draws.
 
     ```python
     targets = jnp.linspace(-1, 1, 50)
@@ -116,7 +114,7 @@ def _bootstrap(
     share = share if mask is None else jnp.where(mask, share, 0)
     values = jnp.where(_along(share == 0, values), 0, values)
     mean = jnp.sum(values * _along(share, values), axis=-1) / jnp.sum(share)
-    # A large common offset is removed first, or its rounding would exceed the differences between draws.
+    # A large common offset is subtracted first: its rounding would exceed the differences between draws.
     rest = (values - mean[..., None]) * _along(share, values)
     num_kept = num_rows if mask is None else jnp.sum(mask, dtype=jnp.int32)
     candidates = jnp.arange(num_rows) if mask is None else jnp.argsort(~mask, stable=True)
@@ -132,7 +130,7 @@ def _bootstrap(
             attempt, _, _ = state
             return (attempt + 1, *draw(jax.random.fold_in(key, attempt)))
 
-        # A draw without any weight has no mean and is repeated.
+        # A draw of total weight zero has no mean and is repeated.
         empty = lambda state: (state[2] == 0) & (state[0] < _MOST_ATTEMPTS)
         _, drawn, total = jax.lax.while_loop(empty, again, (0, *draw(key)))
         return jnp.sum(rest[..., drawn] * _along(counts, values), axis=-1) / total
@@ -149,5 +147,5 @@ def _bootstrap(
 
 
 def _along(row: Array, values: Array) -> Array:
-    """One number per row, broadcastable to scores `(*scores, rows)`."""
+    """One number per row, reshaped to broadcast with scores `(*scores, rows)`."""
     return jnp.reshape(row, (1,) * (values.ndim - 1) + row.shape)

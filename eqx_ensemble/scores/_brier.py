@@ -12,12 +12,12 @@ from ._reduce import Reduction, RowWeights, mean_of_rows, reduce
 
 
 class BrierDecomposition(NamedTuple):
-    """The parts of a Brier score, which is `reliability - resolution + uncertainty + within_bins`.
+    """The decomposition of a Brier score, `reliability - resolution + uncertainty + within_bins`.
 
-    - `reliability`: how far the probabilities are from the frequencies in their bins; 0 if calibrated, lower is better.
-    - `resolution`: how far the frequencies in the bins are from those of all rows; higher is better.
+    - `reliability`: the squared distance of probabilities from frequencies in bins; 0 if calibrated, lower is better.
+    - `resolution`: the squared distance of the frequencies in bins from those of all rows; higher is better.
     - `uncertainty`: the score of predicting the frequencies of all rows; independent of the model.
-    - `within_bins`: the remainder due to binning: the variance of the probabilities within bins, less twice their
+    - `within_bins`: the remainder due to binning: the variance of the probabilities within bins minus twice their
         covariance with the outcomes; 0 if all rows of each bin have the same probability.
     """
 
@@ -38,8 +38,8 @@ def brier(
 ) -> Float[Array, "..."]:
     r"""Brier score of the mixture of the members, from 0 to 2; lower is better.
 
-    $\sum_c (p_c - [c = y])^2$ for each row: Brier's original sum over all classes, which for two classes is twice
-    the score of one class.
+    $\sum_c (p_c - [c = y])^2$ for each row: Brier's original sum over all classes. For two classes this is twice the
+    score of one class.
 
     **Arguments:**
 
@@ -93,11 +93,11 @@ def decompose_brier(
 ) -> BrierDecomposition:
     r"""Murphy's decomposition of the Brier score of the mixture: reliability, resolution and uncertainty.
 
-    For one class, with the rows in bins by its probability $p$, bins of $n_k$ rows with mean probability $\bar p_k$ and
-    frequency $\bar o_k$, and $\bar o$ the frequency in all rows: reliability is $\sum_k \frac{n_k}{n} (\bar p_k - \bar
+    For each class, rows are binned by its probability $p$. Bin $k$ has $n_k$ rows, mean probability $\bar p_k$ and
+    frequency $\bar o_k$; the frequency in all rows is $\bar o$. Reliability is $\sum_k \frac{n_k}{n} (\bar p_k - \bar
     o_k)^2$, resolution $\sum_k \frac{n_k}{n} (\bar o_k - \bar o)^2$, uncertainty $\bar o (1 - \bar o)$; the remainder,
-    $\frac1n \sum_i (p_i - \bar p_{k(i)}) (p_i - \bar p_{k(i)} - 2 (o_i - \bar o_{k(i)}))$, is `within_bins`. Each
-    is summed over classes, as the score is.
+    $\frac1n \sum_i (p_i - \bar p_{k(i)}) (p_i - \bar p_{k(i)} - 2 (o_i - \bar o_{k(i)}))$, is `within_bins`. All are
+    summed over classes.
 
     **Arguments:**
 
@@ -114,8 +114,8 @@ def decompose_brier(
 
     **Returns:**
 
-    [`eqx_ensemble.scores.BrierDecomposition`][], of scalars: `reliability - resolution + uncertainty +
-    within_bins` is [`eqx_ensemble.scores.brier`][] up to rounding.
+    [`eqx_ensemble.scores.BrierDecomposition`][] of scalars: `reliability - resolution + uncertainty + within_bins`
+    equals [`eqx_ensemble.scores.brier`][] up to rounding.
 
     **Raises:**
 

@@ -17,7 +17,7 @@ class ByGroup(NamedTuple):
     """The mean of a score in each group of rows.
 
     - `mean`: `(groups,)`; NaN for a group without rows.
-    - `count`: `(groups,)`, the number of rows in each group, whatever their weights.
+    - `count`: `(groups,)`, the number of rows in each group, regardless of their weights.
     """
 
     mean: Float[Array, " groups"]
@@ -45,13 +45,13 @@ def by_group(
 
     **Returns:**
 
-    [`eqx_ensemble.scores.ByGroup`][]: `.mean` and `.count`, `(groups,)`. Means of few rows are uncertain: a coverage of
-    0.9 has a standard deviation of 0.09 in 11 rows.
+    [`eqx_ensemble.scores.ByGroup`][]: `.mean` and `.count`, `(groups,)`. Means over few rows are uncertain: a coverage
+    of 0.9 has a standard deviation of 0.09 for 11 rows.
 
     **Raises:**
 
     - `TypeError` for values that are not floating-point and groups that are not integers.
-    - `ValueError` for mismatched shapes, and groups out of range (where concrete).
+    - `ValueError` for mismatched shapes, invalid row weights, and groups out of range (where concrete).
 
     ```python
     inside = ee.scores.coverage(
@@ -75,7 +75,7 @@ def class_conditional_coverage(
     row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> ByGroup:
-    """Coverage of prediction sets among the rows of each class; ideally equal to the sets' level for every class.
+    """Coverage of prediction sets in the rows of each class; ideally equal to the sets' level for every class.
 
     **Arguments:**
 
@@ -111,24 +111,25 @@ def size_stratified_coverage(
     row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> ByGroup:
-    """Coverage of prediction sets among the sets of each size; ideally equal to the sets' level for every size.
+    """Coverage of prediction sets of each size; ideally equal to the sets' level for every size.
 
-    Sets that adapt well are large where the model is often wrong. `jnp.nanmin(found.mean)` is the worst coverage, and
+    Adaptive sets are large where the model is often wrong. `jnp.nanmin(found.mean)` is the worst coverage, and
     `jnp.nanmax(jnp.abs(found.mean - level))` the size-stratified coverage violation (SSCV). Both are extremes over
-    sizes: look at `count`, and merge rare sizes with [`eqx_ensemble.scores.by_group`][].
+    sizes: check `count`, and merge rare sizes with [`eqx_ensemble.scores.by_group`][].
 
     **Arguments:**
 
     - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.aps`][]; no `members` axis.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels make means NaN.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels make the mean of their
+        size NaN.
     - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
         twice in the mean; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    [`eqx_ensemble.scores.ByGroup`][]: `.mean` and `.count`, `(classes + 1,)`, for sizes from 0 to classes; NaN for a
-    size that no set has. Empty sets cover nothing: their mean is zero.
+    [`eqx_ensemble.scores.ByGroup`][]: `.mean` and `.count`, `(classes + 1,)`, for sizes from 0 to classes; NaN for
+    sizes without a set. Empty sets cover nothing: their mean is zero.
 
     **Raises:**
 
@@ -171,7 +172,7 @@ def _by_group(
 ) -> ByGroup:
     known = (groups >= 0) & (groups < num_groups)
     kept = known if row_weights is None else known & counts(row_weights)
-    # One bucket more takes the rows that do not count: a scatter would count negative groups from the end.
+    # Ignored rows go to an extra bucket: in a scatter, negative groups would index from the end.
     bucket = jnp.ravel(jnp.where(kept, groups, num_groups))
     sums = lambda x: jax.ops.segment_sum(jnp.ravel(x), bucket, num_groups + 1)[:-1]
     total, count = sums(jnp.where(kept, weigh(values, row_weights), 0)), sums(jnp.ones(groups.shape, jnp.int32))

@@ -22,22 +22,21 @@ def ece(
 ) -> Float[Array, ""]:
     r"""Expected calibration error of the mixture of the members, from 0 to 1; lower is better.
 
-    The rows are put into $K$ bins by their confidence, the largest probability of the mixture; then
-    $\sum_k \frac{n_k}{n} |\mathrm{accuracy}_k - \mathrm{confidence}_k|$. The estimate is of the top label only (the l1
-    norm of torchmetrics' multi-class calibration error), depends on the bins, and is biased upwards when bins hold few
-    rows. `debiased` subtracts the expected excess due to noise in the labels, assuming that the accuracy of a bin is
-    Gaussian around the observed one.
+    Rows are binned into $K$ bins by confidence, the largest probability of the mixture; the error is $\sum_k
+    \frac{n_k}{n} |\mathrm{accuracy}_k - \mathrm{confidence}_k|$. It assesses the top label only (the l1 norm of
+    torchmetrics' multi-class calibration error), depends on the bins, and is biased upwards for bins with few rows.
+    `debiased` subtracts the expected excess due to label noise, under a Gaussian approximation of the accuracy of a
+    bin.
 
     **Arguments:**
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`. All batch axes are pooled.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `num_bins`: the number of bins $K$.
-    - `binning`: `"width"`, bins $(k / K, (k + 1) / K]$; or `"mass"`, the adaptive error: bins of equally many rows,
-        or of equal weight, with rows of equal confidence in the same bin.
-    - `debiased`: whether to subtract the expected excess; the result may then be slightly negative. Noise depends on
-        the effective number of rows, $(\sum_i w_i)^2 / \sum_i w_i^2$ of their weights: a row of weight 2 is one
-        observation, not two.
+    - `binning`: `"width"`, bins $(k / K, (k + 1) / K]$; or `"mass"`, the adaptive error: bins with equal numbers of
+        rows, or equal weight; rows of equal confidence share a bin.
+    - `debiased`: whether to subtract the expected excess; the result may then be slightly negative. The noise depends
+        on the effective number of rows, $(\sum_i w_i)^2 / \sum_i w_i^2$: a row of weight 2 is one observation, not two.
     - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
         Members of weight zero are ignored.
     - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
@@ -88,13 +87,12 @@ def classwise_ece(
     row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
-    r"""Calibration error of every class's probability under the mixture of the members, on average over classes.
+    r"""Mean over classes of the calibration error of each class's probability under the mixture of the members.
 
-    For each class $c$ the rows are put into bins by the probability $p_c$, and
-    $\sum_k \frac{n_k}{n} |\mathrm{frequency}_k - \mathrm{probability}_k|$ compares it with how often the class occurs.
-    From 0 to 1; lower is better. Unlike [`eqx_ensemble.scores.ece`][] it assesses all classes, not only the top
-    label. With many classes most probabilities are close to zero, and bins of equal mass are more informative. With
-    them, this is the adaptive calibration error (ACE).
+    For each class $c$, rows are binned by the probability $p_c$, which is compared with the frequency of the class:
+    $\sum_k \frac{n_k}{n} |\mathrm{frequency}_k - \mathrm{probability}_k|$. From 0 to 1; lower is better. Unlike
+    [`eqx_ensemble.scores.ece`][] it assesses all classes, not only the top label. With many classes, most probabilities
+    are close to zero, and bins of equal mass are more informative: the adaptive calibration error (ACE).
 
     **Arguments:**
 

@@ -15,7 +15,7 @@ from .._check import (
 
 
 def check_fair(name: str, num_members: int, *, weighted: bool) -> None:
-    """The fair estimator is defined for two or more equally weighted members."""
+    """Raises unless there are two or more members without weights, as the fair estimator needs."""
     if num_members < 2:
         raise ValueError(
             needs_message(
@@ -34,7 +34,7 @@ def check_fair(name: str, num_members: int, *, weighted: bool) -> None:
 
 
 def check_unit_interval(name: str, values: ArrayLike, mask: ArrayLike | None) -> None:
-    """Values from 0 to 1, or NaN, in rows that count; only where they are concrete."""
+    """Raises unless values are from 0 to 1 or NaN in the rows of the mask; checked where concrete."""
     host, kept = concrete(values), kept_rows(mask)
     if host is None or kept is None:
         return
@@ -45,7 +45,7 @@ def check_unit_interval(name: str, values: ArrayLike, mask: ArrayLike | None) ->
 
 
 def check_per_member(name: str, arrays: tuple[ArrayLike, ...], options: dict[str, object]) -> tuple[Array, ...]:
-    """One or more predictions with equally many members, then the target."""
+    """Raises unless predictions have equally many members and a target follows. Returns the predictions."""
     if len(arrays) < 2:
         raise ValueError(
             needs_message(
@@ -70,7 +70,7 @@ def check_per_member(name: str, arrays: tuple[ArrayLike, ...], options: dict[str
 
 
 def check_sets(name: str, sets: ArrayLike) -> Array:
-    """Booleans `(*batch, classes)`."""
+    """Raises unless `sets` are booleans `(*batch, classes)`. Returns them as an array."""
     array = check_array(name, "sets", sets)
     if array.dtype != bool:
         fix = "Pass one boolean per class: whether it is in the set."
@@ -85,7 +85,7 @@ def check_sets(name: str, sets: ArrayLike) -> Array:
 
 
 def check_outputs(name: str, samples: Array) -> None:
-    """Samples `(members, *batch, out)`."""
+    """Raises unless samples have the axes `(members, *batch, out)`."""
     if samples.ndim < 2:
         fix = "One output? That is `crps`; with `samples[..., None]` it is the same score."
         raise ValueError(
@@ -94,14 +94,14 @@ def check_outputs(name: str, samples: Array) -> None:
 
 
 def check_two_members(name: str, num_members: int) -> None:
-    """Members that have a variance."""
+    """Raises for fewer than two members, which have no variance."""
     if num_members < 2:
         fix = "For one member that predicts a variance use `scores.nll_gaussian`."
         raise ValueError(needs_message(name, "at least two members to compute a variance", f"got {num_members}", fix))
 
 
 def check_known_weights(name: str, weights: ArrayLike | None) -> None:
-    """Weights that can be read."""
+    """Raises for traced weights."""
     if weights is not None and concrete(weights) is None:
         fix = "Close over the weights instead of passing them into `jax.jit`."
         raise ValueError(
@@ -112,7 +112,7 @@ def check_known_weights(name: str, weights: ArrayLike | None) -> None:
 
 
 def check_top_k(name: str, k: int, num_classes: int) -> int:
-    """A number of classes."""
+    """Raises unless `k` is from 1 to the number of classes. Returns it."""
     number = check_positive_int(k, "k", name=name)
     if number > num_classes:
         fix = "Every label is among all classes."
@@ -121,13 +121,13 @@ def check_top_k(name: str, k: int, num_classes: int) -> int:
 
 
 def check_num_draws(name: str, num_draws: int) -> None:
-    """A number of draws that has a standard deviation."""
+    """Raises for fewer than two draws, which have no standard deviation."""
     if check_positive_int(num_draws, "num_draws", name=name) < 2:
         raise ValueError(needs_message(name, "`num_draws` of two or more", f"got {num_draws}", "1,000 is usual."))
 
 
 def no_gradient_message(name: str) -> str:
-    """The score cannot be differentiated."""
+    """The message for a score that cannot be differentiated."""
     return (
         f"`{name}` has no gradient: where members coincide, that of scoringrules is NaN.\n"
         "Train on `scores.crps` of each output, and evaluate with this score."
@@ -135,7 +135,7 @@ def no_gradient_message(name: str) -> str:
 
 
 def check_interval(name: str, lower: ArrayLike, upper: ArrayLike, mask: ArrayLike | None = None) -> None:
-    """No lower end above its upper end; only where the values are concrete."""
+    """Raises if a lower end is above its upper end; checked where concrete."""
     low, high, kept = concrete(lower), concrete(upper), kept_rows(mask)
     if low is None or high is None or kept is None:
         return
@@ -149,14 +149,14 @@ def check_interval(name: str, lower: ArrayLike, upper: ArrayLike, mask: ArrayLik
 
 
 def check_reduction(name: str, reduction: str, rows: tuple[int, ...]) -> None:
-    """A known reduction, and at least one row where the mean is asked for."""
+    """Raises for an unknown reduction, and for a mean over zero rows."""
     check_word(reduction, "reduction", ("mean", "none"), name=name)
     if reduction == "mean":
         check_some_rows(name, rows)
 
 
 def check_some_rows(name: str, rows: tuple[int, ...]) -> None:
-    """At least one row to average over."""
+    """Raises if there is no row to average over."""
     if math.prod(rows) == 0:
         fix = "Was every row filtered out?"
         raise ValueError(needs_message(name, "at least one row to average over", f"got rows of shape {rows}", fix))

@@ -11,7 +11,7 @@ from .._check import check_array, check_function, concrete, first_text, kept_row
 def check_chaining(
     name: str, chaining: Callable[[Array], Array] | None, lower: ArrayLike | None, upper: ArrayLike | None
 ) -> None:
-    """Thresholds, or a chaining function."""
+    """Raises unless either thresholds or a chaining function are given."""
     given = lower is not None or upper is not None
     if chaining is not None:
         check_function(chaining, "chaining", name=name, example="lambda z: jax.nn.softplus(z - 3)")
@@ -24,7 +24,7 @@ def check_chaining(
 def check_thresholds(
     name: str, lower: ArrayLike | None, upper: ArrayLike | None, targets: Array, known: ArrayLike | None
 ) -> tuple[Array, Array]:
-    """Both thresholds, numbers or one per row, infinite where they are not given; none above the other."""
+    """Raises for invalid thresholds. Returns both, each a scalar or one per row, infinite if not given."""
     found = []
     for argument, value, missing in (("lower", lower, -np.inf), ("upper", upper, np.inf)):
         array = check_array(name, argument, missing if value is None else value)
@@ -50,7 +50,7 @@ def check_thresholds(
 
 
 def check_chained(name: str, chaining: Callable[[Array], Array], values: Array) -> Array:
-    """What a chaining function returns: floating-point values of the same shape."""
+    """Calls a chaining function; raises unless it returns floating-point values of the same shape."""
     chained = chaining(values)
     shape, dtype = getattr(chained, "shape", None), getattr(chained, "dtype", None)
     if shape != values.shape or dtype is None or not jnp.issubdtype(dtype, jnp.floating):

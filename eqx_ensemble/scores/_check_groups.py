@@ -11,7 +11,7 @@ from .._check import check_array, check_positive_int, concrete, first_text, kept
 def check_groups(
     name: str, groups: Any, num_groups: Any, rows: tuple[int, ...], mask: ArrayLike | None = None
 ) -> tuple[Array, int]:
-    """Integers from 0 to `num_groups - 1`, one per row; a range check where concrete."""
+    """Raises unless `groups` are integers from 0 to `num_groups - 1` (where concrete), one per row. Returns both."""
     count = check_positive_int(num_groups, "num_groups", name=name)
     if isinstance(groups, np.ndarray) and groups.dtype.kind in "OUST":
         fix = "Number the groups: `names, groups = np.unique(groups, return_inverse=True)`."

@@ -6,7 +6,7 @@ from .._check import check_array, check_nonnegative, check_number, needs_message
 
 
 def check_order(name: str, order: float | int) -> float:
-    """The power of a difference."""
+    """Raises unless `order` is a positive number. Returns it."""
     number = check_number(order, "order", name=name)
     if number <= 0:
         raise ValueError(needs_message(name, "`order` above zero", f"got {order}", "0.5, 1 and 2 are usual."))
@@ -14,7 +14,7 @@ def check_order(name: str, order: float | int) -> float:
 
 
 def check_pair_weights(name: str, pair_weights: ArrayLike | None, out: int, dtype: jnp.dtype) -> Array | None:
-    """One number of zero or more for each ordered pair of outputs."""
+    """Raises unless `pair_weights` are non-negative numbers `(out, out)`. Returns them as an array."""
     if pair_weights is None:
         return None
     array = check_array(name, "pair_weights", pair_weights)

@@ -17,7 +17,7 @@ from ._row_weights import check_row_weights, check_rows
 def check_ranking(
     name: str, scores: ArrayLike, positives: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Array, Array, Array]:
-    """Scores, which of them are positive, and the weights of rows, all flat; there are positive and negative rows."""
+    """Raises unless there are positive and negative rows. Returns scores, positives and row weights, flattened."""
     values, truth = check_floating(name, "scores", scores), check_array(name, "positives", positives)
     if truth.dtype != jnp.bool_:
         fix = "For example `labels == 1`, or `jnp.arange(n) >= num_inside`."
@@ -44,7 +44,7 @@ def check_ranking(
 def check_selection(
     name: str, uncertainty: ArrayLike, losses: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Array, Array, Array]:
-    """Uncertainties, losses and how much each row counts, all flat."""
+    """Raises for invalid arguments. Returns uncertainties, losses and row weights, flattened."""
     values, array = check_floating(name, "uncertainty", uncertainty), check_array(name, "losses", losses)
     _same_rows(name, "uncertainty", values, "losses", array)
     if values.size == 0:
@@ -67,7 +67,7 @@ def _same_rows(name: str, argument: str, values: Array, other: str, array: Array
 def check_rows_of_scores(
     name: str, values: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Array, Array | None, Array | None]:
-    """Scores `(..., rows)`, rows on the last axis, one weight per row, and the mask over rows."""
+    """Raises for invalid arguments. Returns scores `(..., rows)`, row weights and the mask over rows."""
     array = promote(check_floating(name, "values", values))[0]
     if array.ndim < 1 or array.shape[-1] == 0:
         fix = 'Pass one score per row, what `reduction="none"` gives.'

@@ -22,8 +22,8 @@ def nll(
 ) -> Float[Array, "..."]:
     r"""Negative log-likelihood, in nats, of the labels under the mixture of the members; lower is better.
 
-    $-\log \sum_m w_m \, p_m(y)$ for each row, computed in logarithms. It is at most the mean of the members' own
-    values, `scores.per_member(scores.nll, logits, labels)`.
+    $-\log \sum_m w_m \, p_m(y)$ for each row, computed in log space. It is at most the mean of the members' scores,
+    `scores.per_member(scores.nll, logits, labels)`.
 
     **Arguments:**
 
@@ -39,13 +39,14 @@ def nll(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`; float32 or float64. Infinite where no member gives the label any probability. While
+    A scalar, or `(*batch,)`; float32 or float64. Infinite where all members give the label probability zero. While
     tracing, a label out of range makes its row NaN.
 
     **Raises:**
 
-    - `TypeError` for logits that are not floating-point or labels that are not integers.
-    - `ValueError` for mismatched shapes, labels out of range (where concrete), and invalid weights.
+    - `TypeError` for logits that are not floating-point, labels that are not integers, and a mask that is not boolean.
+    - `ValueError` for mismatched shapes, labels out of range (where concrete), invalid weights, and a mean over zero
+        rows.
 
     ```python
     # two members, one row, two classes
@@ -65,7 +66,7 @@ def accuracy(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    """Fraction of the rows whose most likely class under the mixture of the members is the label; higher is better.
+    """Accuracy of the mixture of the members: the fraction of rows whose most likely class is the label.
 
     **Arguments:**
 
@@ -80,7 +81,7 @@ def accuracy(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Ties are resolved in favour of the lowest class. A NaN prediction gives NaN, not 0; so
+    A scalar, or `(*batch,)`. Ties are resolved in favour of the lowest class. A NaN prediction gives NaN, not 0, as
     does a label out of range while tracing.
 
     **Raises:**
@@ -107,9 +108,9 @@ def mean_member_accuracy(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    """Mean over members of each member's own accuracy; higher is better.
+    """Mean accuracy of the members; higher is better.
 
-    The gain from combining is [`eqx_ensemble.scores.accuracy`][] minus this.
+    The gain from combining members is [`eqx_ensemble.scores.accuracy`][] minus this.
 
     **Arguments:**
 
@@ -153,7 +154,7 @@ def check_classes(
     *,
     of_votes: bool = False,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Logits, labels, weights, and how much each row counts; every score of a row that does not is finite."""
+    """Raises for invalid arguments. Returns logits, labels, weights and row weights; ignored rows are overwritten."""
     checked = check_logits(name, logits, of_votes=of_votes)
     rows = check_rows(name, row_weights, mask, checked.shape[1:-1], checked.dtype)
     targets = check_labels(name, labels, checked, rows.known)
@@ -201,8 +202,8 @@ def _mean_member_accuracy(
 
 
 def correct(logits: Float[Array, "*rows classes"], labels: Integer[Array, "*labels"]) -> Float[Array, "*rows"]:
-    """1.0 where the label is the most likely class, else 0.0; NaN where either is not known."""
+    """1.0 where the label is the most likely class, else 0.0; NaN for NaN predictions and invalid labels."""
     right = (jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels).astype(logits.dtype)
-    # argmax treats NaN as the largest: without this a NaN prediction could count as right.
+    # argmax returns the index of a NaN: without this a NaN prediction could count as right.
     unknown = jnp.any(jnp.isnan(logits), axis=-1) | ~is_class(labels, logits.shape[-1])
     return jnp.where(unknown, jnp.nan, right)

@@ -21,13 +21,13 @@ def crps(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Continuous ranked probability score of the members' point predictions, taken as samples; lower is better.
+    r"""Continuous ranked probability score of the members' point predictions as samples; lower is better.
 
-    In the unit of the target. With estimator `"nrg"`, the score of the members' empirical distribution,
-    $\sum_m w_m |x_m - y| - \frac12 \sum_{mn} w_m w_n |x_m - x_n|$; with `"fair"` the last sum is divided by
-    $M (M - 1)$ and not by $M^2$, which is unbiased for the distribution that the members are drawn from and does not
-    favour larger ensembles. The names are those of `scoringrules`. Members are sorted once and $\int (F(z) -
-    [z \ge y])^2 dz$ is summed over the gaps: O(M log M), and no large numbers cancel.
+    In the unit of the target. The estimator `"nrg"` is the score of the members' empirical distribution, $\sum_m w_m
+    |x_m - y| - \frac12 \sum_{mn} w_m w_n |x_m - x_n|$. For `"fair"` the last sum is divided by $M (M - 1)$ instead of
+    $M^2$, which is unbiased for the distribution that members are drawn from, and does not favour larger ensembles. The
+    names are those of `scoringrules`. Members are sorted once and $\int (F(z) - [z \ge y])^2 dz$ is summed over the
+    gaps, in O(M log M) and without cancellation.
 
     **Arguments:**
 
@@ -42,12 +42,12 @@ def crps(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. `"nrg"` of one member is the absolute error.
+    A scalar, or `(*batch,)`. For one member, `"nrg"` is the absolute error.
 
     **Raises:**
 
     - `TypeError` for samples that are not floating-point.
-    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), for invalid weights, and for
+    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), invalid weights, and
         `"fair"` with weights or with fewer than two members.
 
     ```python
@@ -76,7 +76,7 @@ def crps(
 
 
 def check_estimator(name: str, estimator: str, points: Array, weights: ArrayLike | None) -> Array | None:
-    """A known estimator that takes these members; their weights."""
+    """Raises unless the estimator is known and accepts these members. Returns normalised weights."""
     check_word(estimator, "estimator", ("nrg", "fair"), name=name)
     if estimator == "fair":
         check_fair(name, points.shape[0], weighted=weights is not None)
@@ -92,10 +92,10 @@ def crps_of_points(
     estimator: str,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    """The score of arrays and options that are checked."""
+    """The score of checked arrays and options."""
     check_reduction(name, reduction, observed.shape)
     points, observed = rows.blank(points, before=1), rows.blank(observed)
-    # Errors, not values, are sorted: a large common offset of samples and targets is gone before anything is summed.
+    # Errors are sorted, not values: a large common offset of samples and targets cancels before the sums.
     each = by_order(_fair if estimator == "fair" else _energy, points, convex, centre=observed, fill=0.0)
     return reduce_rows(each, rows.weights, reduction)
 
@@ -113,5 +113,5 @@ def _fair(
     errors: Float[Array, " members *batch"], own: Float[Array, " members *batch"] | None, _: None
 ) -> Float[Array, "*batch"]:
     below = shares_in_order(errors, own)[:-1]
-    distance = jnp.sum(below * (1 - below) * jnp.diff(errors, axis=0), axis=0)  # half the mean of two members'
+    distance = jnp.sum(below * (1 - below) * jnp.diff(errors, axis=0), axis=0)  # half the mean distance of two members
     return _energy(errors, own, None) - distance / (errors.shape[0] - 1)

@@ -28,7 +28,7 @@ def crps_gaussian(
 
     **Arguments:**
 
-    - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. At variance zero the score is the
+    - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. For variance zero, the score is the
         absolute error.
     - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
         twice; a row of weight zero is ignored, even if it contains NaN.
@@ -78,15 +78,15 @@ def crps_gaussian_mixture(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Continuous ranked probability score of the mixture of the members' Gaussians, in closed form.
+    r"""Continuous ranked probability score of the mixture of the members' Gaussians, in closed form; lower is better.
 
-    $\sum_m w_m A(y - \mu_m, \sigma_m^2) - \frac12 \sum_{mn} w_m w_n A(\mu_m - \mu_n, \sigma_m^2 + \sigma_n^2)$,
-    where $A(d, v)$ is the mean distance from zero of a Gaussian of mean $d$ and variance $v$. In the unit of the
-    target; lower is better. Takes O(M^2) time and the memory of one member.
+    $\sum_m w_m A(y - \mu_m, \sigma_m^2) - \frac12 \sum_{mn} w_m w_n A(\mu_m - \mu_n, \sigma_m^2 + \sigma_n^2)$, where
+    $A(d, v)$ is the mean distance from zero of a Gaussian of mean $d$ and variance $v$. In the unit of the target.
+    Takes O(M^2) time and the memory of one member.
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, *batch)`, of one shape. Members of variance zero are points.
+    - `mean`, `variance`: `(members, *batch)`, of one shape. Members of variance zero are point masses.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
     - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
@@ -163,9 +163,9 @@ def _mixture(
 def _finite(
     mean: Float[Array, "*members"], variance: Float[Array, "*members"], targets: Float[Array, "*batch"]
 ) -> tuple[Array, Array, Array, Bool[Array, "*batch"]]:
-    """The arrays with infinities replaced by one, and a mask of the rows that had any; NaN stays.
+    """The arrays with infinities replaced by one, and a mask of the rows that had any; NaN is kept.
 
-    The score of these rows is infinite, even where the closed form gives infinity minus infinity.
+    The score of these rows is infinite, also where the closed form gives infinity minus infinity.
     """
     over_members = (lambda x: jnp.any(x, axis=0)) if mean.ndim > targets.ndim else (lambda x: x)
     infinite = over_members(jnp.isinf(mean) | jnp.isinf(variance)) | jnp.isinf(targets)
@@ -177,9 +177,9 @@ def _finite(
 def _distance_between(
     mean: Float[Array, " members *batch"], variance: Float[Array, " members *batch"], weights: Array | None
 ) -> Float[Array, "*batch"]:
-    """Mean distance between two numbers drawn from the mixture, one member against all at a time."""
+    """Mean distance between two draws from the mixture, computed one member against all at a time."""
 
-    @jax.checkpoint  # or its gradient would keep an array for every pair of members
+    @jax.checkpoint  # otherwise its gradient stores an array for every pair of members
     def to_all(one: tuple[Array, Array]) -> Array:
         return weighted_mean(expected_distance(mean - one[0][None], variance + one[1][None]), weights)
 
@@ -187,10 +187,10 @@ def _distance_between(
 
 
 def expected_distance(distance: Float[Array, "*batch"], variance: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """Mean of $|X|$ for a Gaussian X of that mean and variance; its gradient is finite at variance zero too."""
+    """Mean of $|X|$ for a Gaussian X with that mean and variance; the gradient is finite at variance zero."""
     point = variance == 0
     sigma = jnp.sqrt(jnp.where(point, 1, variance))
-    # Division by the variance is avoided: in the gradient its inverse square overflows for tiny values.
+    # No division by the variance: in the gradient its inverse square overflows for tiny values.
     z = distance / sigma
     inner = distance * jax.scipy.special.erf(z / math.sqrt(2))
     outer = sigma * math.sqrt(2 / math.pi) * jnp.exp(-0.5 * z**2)

@@ -9,7 +9,7 @@ from ._ranking import rates
 
 
 class RocCurve(NamedTuple):
-    """Points of a ROC curve, from (0, 0) to (1, 1), each `(rows + 1,)`.
+    """The points of a ROC curve from (0, 0) to (1, 1): arrays `(rows + 1,)`.
 
     - `false_positive_rate`, `true_positive_rate`: of the rows whose score is at or above the threshold.
     - `thresholds`: from infinity down to the lowest score.
@@ -21,10 +21,11 @@ class RocCurve(NamedTuple):
 
 
 class PrecisionRecallCurve(NamedTuple):
-    """Points of a precision-recall curve, from recall 0 to recall 1, each `(rows + 1,)`.
+    """The points of a precision-recall curve from recall 0 to recall 1: arrays `(rows + 1,)`.
 
-    - `precision`: the fraction of positive rows among those whose score is at or above the threshold; at first 1.
-    - `recall`: the fraction of the positive rows that are among them.
+    - `precision`: the fraction of positive rows among those whose score is at or above the threshold; 1 at the first
+        point.
+    - `recall`: the fraction of positive rows whose score is at or above the threshold.
     - `thresholds`: from infinity down to the lowest score.
     """
 
@@ -40,12 +41,11 @@ def roc_curve(
     row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> RocCurve:
-    """The ROC curve: true against false positive rate at every threshold, for [`eqx_ensemble.plot.roc_curve`][].
+    """ROC curve: true against false positive rate at every threshold, for [`eqx_ensemble.plot.roc_curve`][].
 
-    There is one point for each row, so that the number of points does not depend on values and the function can be
-    compiled: tied rows give the same point several times, and rows that do not count repeat the last one. Without
-    repeated points it is `sklearn.metrics.roc_curve(drop_intermediate=False)`; `jnp.trapezoid` of it is
-    [`eqx_ensemble.scores.auroc`][].
+    Each row is a point: the number of points does not depend on values, and the function can be compiled. Tied rows
+    repeat their point; ignored rows repeat the last one. Without repeated points it equals
+    `sklearn.metrics.roc_curve(drop_intermediate=False)`; its `jnp.trapezoid` is [`eqx_ensemble.scores.auroc`][].
 
     **Arguments:**
 
@@ -53,8 +53,8 @@ def roc_curve(
 
     **Returns:**
 
-    [`eqx_ensemble.scores.RocCurve`][]. Its rates are NaN if a row that counts has a NaN score, and, while tracing, if
-    there are no positive or no negative rows.
+    [`eqx_ensemble.scores.RocCurve`][]. Rates are NaN if a row that is not ignored has a NaN score and, while tracing,
+    if there are no positive or no negative rows.
 
     **Raises:**
 
@@ -92,8 +92,8 @@ def precision_recall_curve(
     """Precision against recall at every threshold, for [`eqx_ensemble.plot.precision_recall_curve`][].
 
     Points are as in [`eqx_ensemble.scores.roc_curve`][], from the highest threshold to the lowest. Without repeated
-    points, and in reverse, it is `sklearn.metrics.precision_recall_curve`. Do not join the points by straight lines:
-    precision between them is not interpolated, see [`eqx_ensemble.scores.aupr`][].
+    points, and in reverse, it equals `sklearn.metrics.precision_recall_curve`. Do not connect the points by straight
+    lines: precision is not interpolated between them, see [`eqx_ensemble.scores.aupr`][].
 
     **Arguments:**
 
@@ -101,8 +101,8 @@ def precision_recall_curve(
 
     **Returns:**
 
-    [`eqx_ensemble.scores.PrecisionRecallCurve`][]. Recall is NaN if a row that counts has a NaN score, and, while
-    tracing, if there are no positive rows. The last precision is the fraction of positive rows, which is chance.
+    [`eqx_ensemble.scores.PrecisionRecallCurve`][]. Recall is NaN if a row that is not ignored has a NaN score and,
+    while tracing, if there are no positive rows. The last precision is the fraction of positive rows, the chance level.
 
     **Raises:**
 
@@ -141,7 +141,7 @@ def _precision_recall_curve(
 
 
 def _rise(rate: Float[Array, " rows"]) -> Float[Array, " points"]:
-    """The rate of each row after that of none; sums of weights may fall by their rounding."""
+    """A zero and the rate of each row, made monotone: sums of weights may decrease by rounding."""
     return jnp.concatenate([jnp.zeros(1, rate.dtype), jax.lax.cummax(rate)])
 
 

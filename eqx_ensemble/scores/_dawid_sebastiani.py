@@ -18,14 +18,14 @@ def dawid_sebastiani(
 ) -> Float[Array, "..."]:
     r"""Dawid-Sebastiani score of the mean and the variance of the members' point predictions; lower is better.
 
-    $(y - \mu)^2 / \sigma^2 + \log \sigma^2$ with the members' mean $\mu$ and variance $\sigma^2$ (ddof 1): it depends
-    on two moments only. For a Gaussian it is twice the negative log-density, less $\log 2 \pi$: for members that
-    predict variances use [`eqx_ensemble.scores.nll_gaussian`][] of [`eqx_ensemble.combine.gaussian`][]. Computed by
-    `scoringrules` (`pip install 'eqx_ensemble[scores]'`).
+    $(y - \mu)^2 / \sigma^2 + \log \sigma^2$ with the members' mean $\mu$ and variance $\sigma^2$ (ddof 1). It depends
+    on these two moments only, and is twice the negative log-density of their Gaussian minus $\log 2 \pi$. For members
+    that predict variances use [`eqx_ensemble.scores.nll_gaussian`][] with [`eqx_ensemble.combine.gaussian`][]. Computed
+    by `scoringrules` (`pip install 'eqx_ensemble[scores]'`).
 
     **Arguments:**
 
-    - `samples`: `(members, *batch)`, one number per member and entry; two members or more, equally weighted.
+    - `samples`: `(members, *batch)`, one number per member and entry; at least two members, equally weighted.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
         twice; a row of weight zero is ignored, even if it contains NaN.
@@ -34,7 +34,7 @@ def dawid_sebastiani(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Not finite where all members agree.
+    A scalar, or `(*batch,)`. Not finite where all members are equal.
 
     **Raises:**
 
@@ -65,9 +65,9 @@ def dawid_sebastiani(
     check_two_members(name, points.shape[0])
     rows = check_rows(name, row_weights, mask, observed.shape, points.dtype)
     check_reduction(name, reduction, observed.shape)
-    # Masked rows are overwritten with 0, 1, 2...: equal members would give a NaN gradient.
+    # Ignored rows are overwritten with 0, 1, 2...: equal members would give a NaN gradient.
     numbers = jnp.arange(points.shape[0], dtype=points.dtype)
-    # Errors, not values, because the mean of large numbers would be rounded.
+    # Errors, not values: the mean of large numbers would lose precision.
     errors = points - observed[None]
     errors = rows.blank(errors, before=1, fill=as_column(numbers, points.ndim))
     with scoringrules_config():

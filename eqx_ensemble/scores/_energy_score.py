@@ -17,17 +17,17 @@ def energy_score(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Energy score of the members' predictions of several outputs, taken as samples; lower is better.
+    r"""Energy score of the members' multi-output predictions as samples; lower is better.
 
-    $\sum_m w_m \lVert x_m - y \rVert - \frac12 \sum_{mn} w_m w_n \lVert x_m - x_n \rVert$ with Euclidean norms over the
-    outputs, which must have the same unit: [`eqx_ensemble.scores.crps`][] generalised to vectors. Computed by
+    $\sum_m w_m \lVert x_m - y \rVert - \frac12 \sum_{mn} w_m w_n \lVert x_m - x_n \rVert$ with Euclidean norms over
+    outputs, which must have the same unit: a generalisation of [`eqx_ensemble.scores.crps`][] to vectors. Computed by
     `scoringrules` (`pip install 'eqx_ensemble[scores]'`), which allocates an array `(*batch, members, members, out)`.
 
     **Arguments:**
 
     - `samples`: `(members, *batch, out)`.
     - `targets`: `(*batch, out)`; nothing is broadcast.
-    - `estimator`: `"nrg"`, or `"fair"`, whose last sum is divided by $M (M - 1)$ and not by $M^2$; report which one was
+    - `estimator`: `"nrg"`, or `"fair"`, whose last sum is divided by $M (M - 1)$ instead of $M^2$; report which one was
         used.
     - `weights`: convex weights over members, `(members,)`, concrete; divided by their sum. Members of weight zero are
         ignored. Only with `"nrg"`.
@@ -38,14 +38,14 @@ def energy_score(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. It has no gradient.
+    A scalar, or `(*batch,)`. It is not differentiable.
 
     **Raises:**
 
     - `ImportError` without scoringrules.
     - `TypeError` for samples that are not floating-point.
-    - `ValueError` for mismatched shapes, for invalid or traced weights, and for `"fair"` with weights or with fewer
-        than two members.
+    - `ValueError` for mismatched shapes, invalid or traced weights, and `"fair"` with weights or with fewer than two
+        members.
     - `NotImplementedError` when differentiated.
 
     ```python

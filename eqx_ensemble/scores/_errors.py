@@ -22,7 +22,7 @@ def mae(
     r"""Mean absolute error of the ensemble mean, in the unit of the target; lower is better.
 
     $\frac1n \sum_i |\sum_m w_m x_{mi} - y_i|$ over all entries of `*batch`. Its expectation is minimised by the median:
-    for the error of the members' median pass `ee.combine.median(predictions)[None]`.
+    pass `ee.combine.median(predictions)[None]` to score the members' median.
 
     **Arguments:**
 
@@ -61,11 +61,11 @@ def r2(
     row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
-    r"""Coefficient of determination $R^2$ of the ensemble mean: 1 is perfect, 0 as good as the mean target.
+    r"""Coefficient of determination $R^2$ of the ensemble mean: 1 is perfect, 0 equals predicting the mean target.
 
-    $1 - \sum_i (\sum_m w_m x_{mi} - y_i)^2 / \sum_i (y_i - \bar y)^2$ over all entries of `*batch`, with the mean
-    $\bar y$ of these targets. Several outputs have one common mean here: for one $R^2$ each, map over them with
-    `jax.vmap(ee.scores.r2, in_axes=-1)(predictions, targets)`.
+    $1 - \sum_i (\sum_m w_m x_{mi} - y_i)^2 / \sum_i (y_i - \bar y)^2$ over all entries of `*batch`, with the mean $\bar
+    y$ of these targets. Several outputs share one mean: for one $R^2$ per output use `jax.vmap(ee.scores.r2,
+    in_axes=-1)(predictions, targets)`.
 
     **Arguments:**
 
@@ -78,7 +78,7 @@ def r2(
 
     **Returns:**
 
-    A scalar of at most 1. If all targets are equal, minus infinity; NaN if also all predictions are.
+    A scalar of at most 1. If all targets are equal, minus infinity, or NaN if all predictions equal them too.
 
     **Raises:**
 
@@ -119,7 +119,7 @@ def _r2(
     error = error_of_mean(predictions, targets, weights, in_groups=in_groups)
     known = True if row_weights is None else counts(row_weights)
     lowest = jnp.min(targets, initial=jnp.inf, where=known)
-    # Differences from one of the targets: of equal ones they are zero, and a common offset costs no precision.
+    # Differences from one target are exactly zero for equal targets, and a common offset costs no precision.
     shifted = jnp.where(known, targets - lowest, 0)
     variance = mean_of_rows((shifted - mean_of_rows(shifted, row_weights)) ** 2, row_weights)
     return 1 - mean_of_rows(error**2, row_weights) / variance

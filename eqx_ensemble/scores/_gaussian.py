@@ -25,7 +25,7 @@ def nll_gaussian(
     r"""Negative log-density, in nats, of the targets under a single Gaussian per entry; lower is better.
 
     $\frac12 \log(2 \pi \sigma^2) + (y - \mu)^2 / (2 \sigma^2)$. No `members` axis: pass the result of
-    [`eqx_ensemble.combine.gaussian`][] for the score that the deep-ensembles paper reports. For the mixture itself see
+    [`eqx_ensemble.combine.gaussian`][] for the score reported in the deep-ensembles paper. For the mixture itself see
     [`eqx_ensemble.scores.nll_gaussian_mixture`][].
 
     **Arguments:**
@@ -38,14 +38,14 @@ def nll_gaussian(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Several outputs per row are separate entries: for the joint density of independent outputs
-    sum the values of `"none"` over them.
+    A scalar, or `(*batch,)`. Several outputs per row are separate entries: for the joint density of independent
+    outputs, sum the values of `reduction="none"` over them.
 
     **Raises:**
 
     - `TypeError` for means or variances that are not floating-point.
-    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), and for variances that are
-        not above zero (where concrete).
+    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), and variances that are not
+        positive (where concrete).
 
     ```python
     ee.scores.nll_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([1.0]))
@@ -73,7 +73,7 @@ def nll_gaussian_mixture(
 ) -> Float[Array, "..."]:
     r"""Negative log-density, in nats, of the targets under the mixture of the members' Gaussians; lower is better.
 
-    $-\log \sum_m w_m \, \mathcal{N}(y; \mu_m, \sigma_m^2)$ for each entry, computed in logarithms.
+    $-\log \sum_m w_m \, \mathcal{N}(y; \mu_m, \sigma_m^2)$ for each entry, computed in log space.
 
     **Arguments:**
 
@@ -121,7 +121,7 @@ def check_gaussian(
     positive: bool,
     weights: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array, CountedRows]:
-    """Means, variances, targets and the rows that count; every score of a row that does not is finite."""
+    """Raises for invalid arguments. Returns means, variances, targets and row weights; ignored rows are overwritten."""
     means, variances, observed = check_regression(name, targets, members=members, mean=mean, variance=variance)
     rows = check_rows(name, row_weights, mask, observed.shape, means.dtype)
     check_variance(name, variance, positive=positive, mask=rows.known, weights=weights)

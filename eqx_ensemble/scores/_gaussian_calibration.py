@@ -23,24 +23,23 @@ def ence(
 ) -> Float[Array, ""]:
     r"""Expected normalised calibration error of predicted variances: 0 if calibrated, lower is better.
 
-    With entries in bins of equally many by their variance, the mean over bins of $|\mathrm{RMV} - \mathrm{RMSE}| /
-    \mathrm{RMV}$: the root mean predicted variance of a bin against the root mean squared error of its entries. If all
-    standard deviations are $c$ times the true ones, $|1 - 1/c|$. With $n$ entries in $K$ bins it is about
-    $\sqrt{K / (\pi n)}$ even if the variances are right: compare models with the same bins, on as many entries.
+    Entries are binned by variance, with equal numbers in each bin. The error is the mean over bins of $|\mathrm{RMV} -
+    \mathrm{RMSE}| / \mathrm{RMV}$, with the root mean predicted variance and the root mean squared error of the entries
+    of a bin. It is $|1 - 1/c|$ if all standard deviations are $c$ times the true ones. With $n$ entries in $K$ bins it
+    is about $\sqrt{K / (\pi n)}$ even for correct variances: compare models with the same bins and numbers of entries.
 
     **Arguments:**
 
     - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. Variances above zero. No `members`
         axis: pass the result of [`eqx_ensemble.combine.gaussian`][].
-    - `num_bins`: the number of bins $K$. Entries of equal variance are in one bin.
+    - `num_bins`: the number of bins $K$. Entries of equal variance share a bin.
     - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
         twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    A scalar, without a unit. A variance that does not differ between entries can be calibrated: see
-    [`eqx_ensemble.scores.sharpness`][].
+    A dimensionless scalar. Equal variances for all entries can be calibrated: see [`eqx_ensemble.scores.sharpness`][].
 
     **Raises:**
 
@@ -78,8 +77,8 @@ def sharpness(
 ) -> Float[Array, ""]:
     """Sharpness of predicted distributions: the root mean variance, in the unit of the target; lower is sharper.
 
-    It does not depend on the targets, and so says nothing by itself. Of two calibrated predictions the sharper is
-    better; predicting the variance of all targets everywhere is calibrated too.
+    It does not depend on the targets and is not informative by itself. Of two calibrated predictions the sharper is
+    better; predicting the mean and variance of all targets for every entry is calibrated too.
 
     **Arguments:**
 
@@ -95,7 +94,7 @@ def sharpness(
     **Raises:**
 
     - `TypeError` for variances that are not floating-point.
-    - `ValueError` for no rows, and for negative variances (where concrete).
+    - `ValueError` for zero rows, invalid row weights, and negative variances (where concrete).
 
     ```python
     ee.scores.sharpness(jnp.array([1.0, 7.0]))  # sqrt(4) = 2.0

@@ -20,7 +20,7 @@ def coverage(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    """Fraction of the targets that lie in their interval, ends included; ideally equal to the interval's level.
+    """Fraction of targets inside their intervals, ends included; ideally equal to the level of the intervals.
 
     **Arguments:**
 
@@ -39,7 +39,7 @@ def coverage(
     **Raises:**
 
     - `TypeError` for ends that are not floating-point.
-    - `ValueError` for mismatched shapes, and for a lower end above its upper end (where concrete).
+    - `ValueError` for mismatched shapes, and lower ends above upper ends (where concrete).
 
     ```python
     ee.scores.coverage(jnp.zeros(2), jnp.ones(2), jnp.array([0.5, 3.0]))  # 0.5
@@ -100,7 +100,7 @@ def set_coverage(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    """Fraction of the labels that are in their prediction set; ideally equal to the sets' level.
+    """Fraction of labels inside their prediction sets; ideally equal to the level of the sets.
 
     **Arguments:**
 
@@ -117,7 +117,7 @@ def set_coverage(
 
     **Raises:**
 
-    - `TypeError` for sets that are not booleans or labels that are not integers.
+    - `TypeError` for sets that are not boolean or labels that are not integers.
     - `ValueError` for mismatched shapes, and labels out of range (where concrete).
 
     ```python
@@ -156,7 +156,7 @@ def set_size(
 
     **Raises:**
 
-    - `TypeError` for sets that are not booleans.
+    - `TypeError` for sets that are not boolean.
     - `ValueError` for sets without a class axis.
 
     ```python

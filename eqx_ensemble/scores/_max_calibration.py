@@ -18,11 +18,11 @@ def mce(
     row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
-    r"""Maximum calibration error of the mixture's top label, from 0 to 1: the gap of the worst bin; lower is better.
+    r"""Maximum calibration error of the mixture's top label, from 0 to 1; lower is better.
 
-    $\max_k |\mathrm{accuracy}_k - \mathrm{confidence}_k|$ over the bins of [`eqx_ensemble.scores.ece`][] that hold a
-    row. A bin of few rows has a large gap by chance, so the score is biased upwards, far more than `ece`: a bin with a
-    single wrong row can decide it. Bins of equal mass and few bins reduce this.
+    $\max_k |\mathrm{accuracy}_k - \mathrm{confidence}_k|$ over the non-empty bins of [`eqx_ensemble.scores.ece`][].
+    Bins with few rows have large gaps by chance: the score is biased upwards, far more than `ece`, and a bin with a
+    single wrong row can determine it. Bins of equal mass, and fewer bins, reduce the bias.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""What scores of vectors share: their checks, and the call of the rule of scoringrules."""
+"""Shared code of the multi-output scores: checks, and the call of scoringrules."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from ._scoringrules import scoringrules_config, without_gradient
 
 
 class Vectors(NamedTuple):
-    """Samples `(members, *batch, out)`, targets `(*batch, out)`, weights of members, and how much each row counts."""
+    """Samples `(members, *batch, out)`, targets `(*batch, out)`, weights of members and of rows."""
 
     samples: Array
     targets: Array
@@ -35,7 +35,7 @@ def check_vectors(
     estimator: str,
     reduction: Reduction,
 ) -> Vectors:
-    """The arguments of a score of vectors."""
+    """Raises for invalid arguments of a multi-output score. Returns them as arrays."""
     points, observed = check_regression(name, targets, members=True, samples=samples)
     check_outputs(name, points)
     check_known_weights(name, weights)

@@ -7,16 +7,16 @@ from ._check import check_per_member
 
 
 def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: object) -> Array:
-    """The score of each member alone, as an ensemble of one.
+    """The score of each member, as an ensemble of one.
 
     **Arguments:**
 
     - `score`: a score that takes predictions with a leading `members` axis, such as [`eqx_ensemble.scores.nll`][] or
-        [`eqx_ensemble.scores.crps_gaussian_mixture`][]; also a function of your own that JAX can trace.
+        [`eqx_ensemble.scores.crps_gaussian_mixture`][]; or a function of your own that JAX can trace.
     - `arrays`: the arguments of the score, in order. All but the last are predictions `(members, ...)`; the last is the
         target, shared by all members.
-    - `options`: keyword arguments of the score, such as `mask` and `row_weights`. `weights` are not accepted,
-        since they have no effect for one member.
+    - `options`: keyword arguments of the score, such as `mask` and `row_weights`. `weights` raise an error, because
+        they have no effect on one member.
 
     Map a score without a `members` axis directly:
     `jax.vmap(scores.nll_gaussian, in_axes=(0, 0, None))(mean, variance, targets)`.

@@ -23,9 +23,9 @@ def pit(
 ) -> Float[Array, "*batch"]:
     r"""Probability integral transform of the targets under the members' empirical distribution.
 
-    $\sum_m w_m [x_m < y] + V \sum_m w_m [x_m = y]$, where $V$ is uniform between 0 and 1 with a `key`, and one half
-    without. The values of a calibrated forecast are uniform from 0 to 1: an excess near the ends means that the
-    ensemble is underdispersed, an excess in the middle that it is overdispersed.
+    $\sum_m w_m [x_m < y] + V \sum_m w_m [x_m = y]$, where $V$ is uniform on [0, 1] with a `key`, and one half without.
+    For a calibrated forecast the values are uniform on [0, 1]: an excess near the ends indicates an underdispersed
+    ensemble, an excess in the middle an overdispersed one.
 
     **Arguments:**
 
@@ -33,12 +33,12 @@ def pit(
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are NaN in the result.
-    - `key`: one threefry key, typed or legacy, that randomises targets which tie with members: for counts and other
+    - `key`: one threefry key, typed or legacy, to randomise ties between targets and members, as for counts and other
         discrete targets.
 
     **Returns:**
 
-    `(*batch,)`. Without ties, sums of members' weights: for a test of uniformity with few members use
+    `(*batch,)`. Without ties, values are sums of members' weights: to test uniformity with few members use
     [`eqx_ensemble.scores.rank_histogram`][]. NaN where a member or the target is NaN.
 
     **Raises:**
@@ -84,7 +84,7 @@ def pit_gaussian_mixture(
 ) -> Float[Array, "*batch"]:
     r"""Probability integral transform of the targets under the mixture of the members' Gaussians.
 
-    $\sum_m w_m \Phi((y - \mu_m) / \sigma_m)$, uniform from 0 to 1 if the mixture is calibrated.
+    $\sum_m w_m \Phi((y - \mu_m) / \sigma_m)$, uniform on [0, 1] if the mixture is calibrated.
 
     **Arguments:**
 
@@ -119,14 +119,14 @@ def pit_histogram(
 ) -> Int32[Array, " bins"]:
     """Histogram of a probability integral transform in bins of equal width; flat if calibrated.
 
-    There are no `row_weights`: sums of them are not counts, and have other noise.
+    It takes no `row_weights`: sums of weights are not counts, and have different noise.
 
     **Arguments:**
 
     - `values`: of any shape, from 0 to 1: the result of [`eqx_ensemble.scores.pit`][] or
         [`eqx_ensemble.scores.pit_gaussian_mixture`][].
-    - `num_bins`: the number of bins. A bin includes its upper end, and the first also 0.
-    - `mask`: booleans of the same shape; entries where it is `False` are ignored, and so is NaN.
+    - `num_bins`: the number of bins. Bins include their upper end; the first also includes 0.
+    - `mask`: booleans of the same shape; NaN, and entries where it is `False`, are ignored.
 
     **Returns:**
 

@@ -19,18 +19,17 @@ def quantile_calibration_error(
     row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
-    r"""How far the predicted quantiles are from the observed ones: 0 if calibrated, lower is better.
+    r"""Distance between predicted and observed quantiles: 0 if calibrated, lower is better.
 
-    The fraction $\hat p_j$ of the entries whose target is at or below its predicted quantile of level $p_j$ should be
-    $p_j$, at the levels $p_j = j / (J + 1)$. Two definitions are in use. `"absolute"` is the mean of $|\hat p_j -
-    p_j|$, after Chung et al.; `"squared"` the sum of $(\hat p_j - p_j)^2$, after Kuleshov et al., which grows with $J$:
-    report it with the number of levels.
+    For a calibrated forecast, the fraction $\hat p_j$ of targets at or below their predicted quantiles of level $p_j =
+    j / (J + 1)$ is $p_j$. Two definitions are in use: `"absolute"` is the mean of $|\hat p_j - p_j|$ (Chung et al.);
+    `"squared"` is the sum of $(\hat p_j - p_j)^2$ (Kuleshov et al.), which grows with $J$: report the number of levels.
 
     **Arguments:**
 
     - `values`: the probability integral transform of the targets, from 0 to 1, `(*batch,)`: the result of
         [`eqx_ensemble.scores.pit`][] for members that are samples, or of
-        [`eqx_ensemble.scores.pit_gaussian_mixture`][]. If these were given a mask, pass it here too.
+        [`eqx_ensemble.scores.pit_gaussian_mixture`][]. If those used a mask, pass the same mask here.
     - `num_levels`: the number of levels $J$.
     - `kind`: `"absolute"` or `"squared"`.
     - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
@@ -39,12 +38,13 @@ def quantile_calibration_error(
 
     **Returns:**
 
-    A scalar. NaN if a value that counts is. With $M$ members that are samples, levels are met to $1 / M$ only.
+    A scalar. NaN if a value that is not ignored is NaN. For $M$ members that are samples, the resolution of levels is
+    $1 / M$.
 
     **Raises:**
 
     - `TypeError` for values that are not floating-point.
-    - `ValueError` for fewer than one level, no rows, and values outside [0, 1] (where concrete).
+    - `ValueError` for fewer than one level, zero rows, invalid row weights, and values outside [0, 1] (where concrete).
 
     ```python
     mean, variance = jnp.zeros((1, 1000)), jnp.full((1, 1000), 4.0)  # twice as wide
@@ -87,7 +87,7 @@ def _quantile_calibration_error(
 ) -> Float[Array, ""]:
     own = jnp.ones_like(values) if row_weights is None else row_weights.astype(values.dtype)
     levels = jnp.arange(1, num_levels + 1, dtype=values.dtype) / (num_levels + 1)
-    # A value counts for all levels from the first that is not below it.
+    # A value counts at all levels from the first that is not below it.
     first = jnp.searchsorted(levels, jnp.ravel(values), side="left")
     at_most = jnp.cumsum(jax.ops.segment_sum(jnp.ravel(own), first, num_levels + 1))[:-1]
     gaps = at_most / total_weight(own, values.dtype) - levels

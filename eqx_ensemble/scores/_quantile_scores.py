@@ -21,8 +21,8 @@ def interval_score(
     r"""Interval (Winkler) score of central intervals: width plus a penalty for targets outside; lower is better.
 
     $(u - l) + \frac{2}{1 - \mathrm{level}} (\max(l - y, 0) + \max(y - u, 0))$, in the unit of the target. Its
-    expectation is minimised by the true quantiles, so that it balances coverage against width. Computed by
-    `scoringrules` (`pip install 'eqx_ensemble[scores]'`).
+    expectation is minimised by the true quantiles: it balances coverage and width. Computed by `scoringrules` (`pip
+    install 'eqx_ensemble[scores]'`).
 
     **Arguments:**
 
@@ -37,11 +37,11 @@ def interval_score(
     **Returns:**
 
     A scalar, or `(*batch,)`. Infinite for unbounded intervals, such as those of [`eqx_ensemble.conformal.split`][] with
-    too few rows, and for infinite targets.
+    too few rows, and infinite targets.
 
     **Raises:**
 
-    As [`eqx_ensemble.scores.coverage`][], `ValueError` for a level outside (0, 1), and `ImportError` without
+    As [`eqx_ensemble.scores.coverage`][]; also `ValueError` for a level outside (0, 1), and `ImportError` without
     scoringrules.
 
     ```python
@@ -81,12 +81,12 @@ def pinball(
 ) -> Float[Array, "..."]:
     r"""Pinball (quantile) score of predictions of a single quantile; lower is better.
 
-    $\tau (y - q)$ where the target is above the prediction, $(1 - \tau) (q - y)$ where it is below, with the level
-    $\tau$; in the unit of the target. Computed by `scoringrules` (`pip install 'eqx_ensemble[scores]'`).
+    $\tau (y - q)$ for targets above the prediction and $(1 - \tau) (q - y)$ for targets below, with level $\tau$; in
+    the unit of the target. Computed by `scoringrules` (`pip install 'eqx_ensemble[scores]'`).
 
     **Arguments:**
 
-    - `quantiles`, `targets`: of one shape `(*batch,)`; nothing is broadcast, and there is no `members` axis.
+    - `quantiles`, `targets`: of one shape `(*batch,)`, without a `members` axis; nothing is broadcast.
     - `level`: the level of the predicted quantile, a Python number between 0 and 1.
     - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
         twice; a row of weight zero is ignored, even if it contains NaN.
@@ -101,7 +101,7 @@ def pinball(
 
     - `ImportError` without scoringrules.
     - `TypeError` for quantiles that are not floating-point.
-    - `ValueError` for mismatched shapes, and for a level outside (0, 1).
+    - `ValueError` for mismatched shapes, and a level outside (0, 1).
 
     ```python
     ee.scores.pinball(jnp.zeros(2), jnp.array([1.0, -1.0]), level=0.9)

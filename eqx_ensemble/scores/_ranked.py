@@ -18,14 +18,14 @@ def ranked_probability(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Ranked probability score of the mixture of the members, for classes that have an order; lower is better.
+    r"""Ranked probability score of the mixture of the members, for ordered classes; lower is better.
 
-    $\sum_k (P_k - [y \le k])^2$ with the mixture's probability $P_k$ of class $k$ or a lower one: probability far from
-    the label costs more than on a neighbouring class. From 0 to classes - 1; not divided by it.
+    $\sum_k (P_k - [y \le k])^2$ with the mixture's cumulative probability $P_k$ of classes up to $k$: probability far
+    from the label is penalised more than on a neighbouring class. From 0 to classes - 1; not normalised.
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`, classes in their order; log-probabilities may be passed as they are.
+    - `logits`: logits or log-probabilities, `(members, *batch, classes)`, with ordered classes.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
         Members of weight zero are ignored.
@@ -65,7 +65,7 @@ def ranked_probability(
     return _ranked_probability(*checked, reduction)
 
 
-# The version of scoringrules reads the probabilities, so that it can be neither traced nor differentiated.
+# The scoringrules version needs concrete probabilities: it can be neither traced nor differentiated.
 @partial(jax.jit, static_argnames="reduction")
 def _ranked_probability(
     logits: Float[Array, "members *batch classes"],

@@ -17,24 +17,25 @@ def auroc(
 ) -> Float[Array, ""]:
     """Area under the ROC curve: the probability that a positive row has a higher score than a negative one.
 
-    Ties count one half, exactly. 0.5 is chance, 1 a perfect ranking.
+    Ties count exactly one half. 0.5 is chance level, 1 a perfect ranking.
 
     **Arguments:**
 
-    - `scores`: one number per row `(*batch,)`, higher where positive is more likely, such as a measure of uncertainty.
-    - `positives`: booleans `(*batch,)`, such as out-of-distribution rows, or rows that are predicted wrongly.
-    - `row_weights`: `(*batch,)`, finite and zero or more; how often each row counts.
+    - `scores`: one number per row `(*batch,)`, higher for likely positives, such as a measure of uncertainty.
+    - `positives`: booleans `(*batch,)`, such as out-of-distribution rows, or wrongly predicted rows.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; a row of weight 2 counts twice.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    A scalar. NaN if a row that counts has a NaN score, and, while tracing, if there are no positive or no negative
-    rows. For several scores, such as one per member, use `jax.vmap`.
+    A scalar. NaN if a row that is not ignored has a NaN score and, while tracing, if there are no positive or no
+    negative rows. For several scores, such as one per member, use `jax.vmap`.
 
     **Raises:**
 
-    - `TypeError` for scores that are not floating-point, and positives or a mask that are not boolean.
-    - `ValueError` for mismatched shapes, and for rows that are all positive or all negative (where concrete).
+    - `TypeError` for scores that are not floating-point, and for positives or a mask that are not boolean.
+    - `ValueError` for mismatched shapes, invalid row weights, and rows that are all positive or all negative (where
+        concrete).
 
     ```python
     inside, outside = jnp.array([0.1, 0.2, 0.3]), jnp.array([0.2, 0.9])
@@ -67,9 +68,9 @@ def aupr(
 ) -> Float[Array, ""]:
     r"""Area under the precision-recall curve, as average precision, $\sum_k (R_k - R_{k-1}) P_k$ over thresholds.
 
-    Recall $R_k$ and precision $P_k$ are those of all rows at or above the $k$-th highest score, so tied
-    rows are taken together. Nothing is interpolated, which would be too optimistic. Chance level is the fraction of
-    positive rows: areas for data with different fractions, or with positive and negative swapped, are not comparable.
+    Recall $R_k$ and precision $P_k$ are those of all rows at or above the $k$-th highest distinct score: tied rows are
+    one point. There is no interpolation, which would be too optimistic. The chance level is the fraction of positive
+    rows: areas for different fractions, or with positive and negative rows swapped, are not comparable.
 
     **Arguments:**
 
@@ -111,15 +112,15 @@ def fpr_at_tpr(
     row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
-    """False positive rate at the threshold where the true positive rate reaches `level`: FPR95 by default.
+    """False positive rate at the threshold where the true positive rate reaches `level`: by default FPR95.
 
-    The highest such threshold is used; rows at the threshold count as positive, and nothing is interpolated.
+    The highest such threshold is used; rows at the threshold count as positive, without interpolation.
 
     **Arguments:**
 
     - `scores`, `positives`, `row_weights`, `mask`: as for [`eqx_ensemble.scores.auroc`][]. Papers on
-        out-of-distribution detection differ in which rows are positive. If in-distribution rows are, pass
-        `-scores, ~positives` with scores that are high out of distribution.
+        out-of-distribution detection differ in which rows are positive. For positive in-distribution rows pass
+        `-scores, ~positives`, with scores that are high out of distribution.
     - `level`: the true positive rate, a Python number between 0 and 1.
 
     **Returns:**
@@ -128,7 +129,7 @@ def fpr_at_tpr(
 
     **Raises:**
 
-    As [`eqx_ensemble.scores.auroc`][], and `ValueError` for a level that is not between 0 and 1.
+    As [`eqx_ensemble.scores.auroc`][], and `ValueError` for a level outside (0, 1).
 
     ```python
     scores = jnp.array([0.9, 0.8, 0.7, 0.1])
@@ -150,7 +151,7 @@ def rates(
     ranked = -scores[order]
     positive = jnp.where(positives, weights, 0)[order]
     total = jnp.cumsum(positive), jnp.cumsum(weights[order] - positive)
-    # The last row of those that tie stands for all of them.
+    # Tied rows have the rates of the last of them.
     last = jnp.searchsorted(ranked, ranked, side="right") - 1
     hits, false = total[0][last], total[1][last]
     broken = jnp.any(jnp.isnan(scores))

@@ -16,17 +16,17 @@ def rank_histogram(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     key: Any,
 ) -> Int32[Array, " ranks"]:
-    """Histogram of the target's rank among the members, from below all to above all; flat if calibrated.
+    """Histogram of the target's rank among the members, from lowest to highest; flat if calibrated.
 
     Ties between target and members are broken uniformly at random. Members are equally weighted: for weights see
-    [`eqx_ensemble.scores.pit`][]. There are no `row_weights`: sums of them are not counts, and have other noise.
+    [`eqx_ensemble.scores.pit`][]. It takes no `row_weights`: sums of weights are not counts, and have different noise.
 
     **Arguments:**
 
     - `samples`: `(members, *batch)`, one number per member and entry.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `key`: one threefry key, typed or legacy, that breaks ties.
+    - `key`: one threefry key, typed or legacy, to break ties.
 
     **Returns:**
 
@@ -35,7 +35,7 @@ def rank_histogram(
     **Raises:**
 
     - `TypeError` for samples that are not floating-point, and for an invalid key.
-    - `ValueError` for mismatched shapes, and for NaN (where concrete; such rows are ignored while tracing).
+    - `ValueError` for mismatched shapes and NaN (where concrete; rows with NaN are ignored while tracing).
 
     ```python
     samples, targets = jnp.array([[0.0, 0.0], [2.0, 2.0]]), jnp.array([1.0, 3.0])

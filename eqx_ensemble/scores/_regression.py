@@ -38,12 +38,12 @@ def rmse(
 
     **Returns:**
 
-    A scalar. Its gradient at a perfect fit is zero.
+    A scalar. The gradient at a perfect fit is zero.
 
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), no rows, and invalid
+    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), zero rows, and invalid
         weights.
 
     ```python
@@ -64,9 +64,9 @@ def mean_member_rmse(
     row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
-    """Mean over members of each member's own root mean squared error; lower is better.
+    """Mean root mean squared error of the members; lower is better.
 
-    The gain from combining is this minus [`eqx_ensemble.scores.rmse`][].
+    The gain from combining members is this minus [`eqx_ensemble.scores.rmse`][].
 
     **Arguments:**
 
@@ -102,7 +102,7 @@ def check_points(
     row_weights: ArrayLike | None,
     mask: ArrayLike | None,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Point predictions of members, targets, weights, and how much each row counts."""
+    """Raises for invalid arguments. Returns point predictions, targets, weights of members and of rows."""
     predicted, observed = check_regression(name, targets, members=True, predictions=predictions)
     convex = check_weights(name, weights, predicted.shape[0], predicted.dtype)
     rows = check_rows(name, row_weights, mask, observed.shape, predicted.dtype)
@@ -130,7 +130,7 @@ def error_of_mean(
     *,
     in_groups: bool,
 ) -> Float[Array, "*batch"]:
-    """The mean over members of their errors."""
+    """The error of the ensemble mean."""
     if in_groups:
         return _mean_error_in_groups(predictions, targets, weights)
     return weighted_mean(blank_unweighted(predictions - targets[None], weights), weights)
@@ -141,7 +141,7 @@ def _mean_error_in_groups(
     targets: Float[Array, "*batch"],
     weights: Float[Array, " members"] | None,
 ) -> Float[Array, "*batch"]:
-    """On a CPU: groups of members one after another, so that memory is read from its beginning to its end."""
+    """On a CPU: groups of members in sequence, which reads memory sequentially."""
     num_members = predictions.shape[0]
     convex = jnp.full(num_members, 1 / num_members, predictions.dtype) if weights is None else weights
 
@@ -177,7 +177,7 @@ def _mean_member_rmse(
 def _mean_squared_error(
     predictions: Float[Array, "*batch"], targets: Float[Array, "*batch"], row_weights: RowWeights | None
 ) -> Float[Array, ""]:
-    """On a CPU: a thousand sums side by side, since XLA adds the terms of one sum scalar by scalar."""
+    """On a CPU: a thousand partial sums in parallel, because XLA does not vectorise a single sum."""
     terms = jnp.ravel(weigh((predictions - targets) ** 2, row_weights))
     count, rest = divmod(terms.size, _LANES)
     lanes = jnp.reshape(terms[: count * _LANES], (count, _LANES))

@@ -1,4 +1,4 @@
-"""Arguments `row_weights` and `mask`, which are one to every compiled score: how much each row counts."""
+"""The arguments `row_weights` and `mask`, merged into one array of row weights for compiled scores."""
 
 import math
 from typing import NamedTuple
@@ -16,21 +16,21 @@ from ._reduce import RowWeights, counts
 
 
 class CountedRows(NamedTuple):
-    """How much each row counts, and which do, each `None` for all alike; `known` is the mask as checks can read it."""
+    """Row weights and the mask of rows to include, `None` for equal rows; `known` is the mask as checks can read it."""
 
     weights: RowWeights | None = None
     mask: Array | None = None
     known: ArrayLike | None = None
 
     def blank(self, values: Shaped[Array, "..."], *, before: int = 0, fill: ArrayLike = 0) -> Shaped[Array, "..."]:
-        """The values, overwritten in rows that do not count; `before` is the number of axes before those of rows."""
+        """The values, overwritten in ignored rows; `before` is the number of axes before those of the rows."""
         return blank_masked(values, self.mask, before=before, fill=fill)
 
 
 def check_rows(
     name: str, row_weights: ArrayLike | None, mask: ArrayLike | None, shape: tuple[int, ...], dtype: jnp.dtype
 ) -> CountedRows:
-    """The rows that count: of booleans, one per row, and of weights of rows, which become numbers up to two."""
+    """Raises for an invalid mask or invalid row weights. Returns them, with weights scaled to a maximum below two."""
     kept = check_mask(name, mask, shape)
     if row_weights is None:
         return CountedRows(kept, kept, mask)
@@ -38,11 +38,11 @@ def check_rows(
     host, known = concrete(row_weights), kept_rows(mask)
     if host is not None and known is not None:
         exact = np.where(known, host.astype(np.float64), 0)
-        # By a power of two, because weights of whole numbers then remain exact.
+        # By a power of two: integer weights remain exact.
         scaled = np.ldexp(exact, 1 - np.frexp(exact.max(initial=0))[1]).astype(dtype)
         return CountedRows(jnp.asarray(scaled), jnp.asarray(scaled != 0), scaled != 0)
     converted = array.astype(dtype) if kept is None else jnp.where(kept, array.astype(dtype), 0)
-    # What a weight of zero multiplies is blank, so that its own gradient would be wrong: it has none.
+    # Values of weight zero are overwritten, so the gradient of such a weight would be wrong: it is set to zero.
     converted = jnp.where(converted == 0, 0, converted)
     exponent = jnp.frexp(jax.lax.stop_gradient(jnp.max(converted, initial=0)))[1]
     weights = jnp.ldexp(converted, 1 - exponent)
@@ -50,8 +50,8 @@ def check_rows(
 
 
 def check_row_weights(name: str, row_weights: ArrayLike, shape: tuple[int, ...], mask: ArrayLike | None) -> Array:
-    """Real numbers, one per row: finite, not negative and not all zero, of rows that `mask` keeps."""
-    with np.errstate(over="ignore"):  # of float64, which is scaled first where it is read
+    """Raises unless there is one real, finite, non-negative weight per row, not all zero, in rows that `mask` keeps."""
+    with np.errstate(over="ignore"):  # of float64 weights, which are scaled where concrete
         array = check_array(name, "row_weights", row_weights)
     if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.complexfloating):
         fix = "Which rows count is the `mask`; `row_weights` say how much they do."

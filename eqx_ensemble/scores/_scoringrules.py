@@ -1,4 +1,4 @@
-"""How scoringrules is imported and called; scores that it computes have the `members` axis in front, as all do."""
+"""Imports and calls scoringrules. Its scores take the `members` axis first, as all scores do."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from ._check import no_gradient_message
 
 
 def import_scoringrules(name: str) -> ModuleType:
-    """The optional package, for the function of this name."""
+    """Imports the optional package for a function; raises an `ImportError` with the install command."""
     try:
         import scoringrules
     except ImportError as error:
@@ -24,13 +24,13 @@ def import_scoringrules(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def scoringrules_config() -> Iterator[None]:
-    """Scoringrules promotes dtypes and ranks, and reads levels and weights while predictions are traced."""
+    """Allows scoringrules to promote dtypes and ranks, and to read levels and weights while predictions are traced."""
     with standard_promotion(), jax.ensure_compile_time_eval():
         yield
 
 
 def without_gradient(name: str, score: Callable[..., Array]) -> Callable[..., Array]:
-    """The score, which raises when differentiated: where members coincide, scoringrules has a NaN gradient."""
+    """The score, which raises when differentiated: scoringrules has a NaN gradient where members coincide."""
     function = jax.custom_jvp(score)
 
     @function.defjvp

@@ -9,7 +9,7 @@ from ._reduce import RowWeights, counts, mean_of_rows, weigh
 
 
 class RiskCoverage(NamedTuple):
-    """The fraction of rows that are predicted, `coverage`, and their mean loss, `risk`, each `(rows,)`."""
+    """The fraction of accepted rows, `coverage`, and their mean loss, `risk`, each `(rows,)`."""
 
     coverage: Float[Array, " rows"]
     risk: Float[Array, " rows"]
@@ -22,30 +22,29 @@ def risk_coverage(
     row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> RiskCoverage:
-    """The risk-coverage curve of selective prediction: the mean loss when the least certain rows are rejected.
+    """Risk-coverage curve of selective prediction: the mean loss when the least certain rows are rejected.
 
-    Point `k` is the mean loss of the `k + 1` rows of lowest uncertainty. The risk of tied rows is its
-    expectation over their random order, so that the order of the rows does not matter. With weights it is their
-    weighted mean, and coverages are fractions of the weight; points of tied rows then are at equal distances.
+    Point `k` is the mean loss of the `k + 1` rows with the lowest uncertainty. The risk of tied rows is its expectation
+    over their random order, so the row order does not matter. With weights, risks are weighted means and coverages are
+    fractions of the weight; points of tied rows are then equally spaced.
 
     **Arguments:**
 
     - `uncertainty`: one number per row `(*batch,)`, higher is less certain.
-    - `losses`: `(*batch,)`, such as the scores of the rows, `scores.nll(logits, labels, reduction="none")`, or one
-        minus their `scores.accuracy`.
+    - `losses`: `(*batch,)`, such as `scores.nll(logits, labels, reduction="none")`, or one minus `scores.accuracy`.
     - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
         twice; a row of weight zero is ignored, even if it contains NaN.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    A named tuple with `.coverage`, rising to 1, and `.risk`, each `(rows,)`; with a mask the last point is repeated.
-    NaN if a row that counts is NaN.
+    A named tuple with `.coverage`, increasing to 1, and `.risk`, each `(rows,)`; ignored rows repeat the last point.
+    NaN if a row that is not ignored is NaN.
 
     **Raises:**
 
-    - `TypeError` for uncertainties that are not floating-point, or a mask that is not boolean.
-    - `ValueError` for mismatched shapes, and no rows.
+    - `TypeError` for uncertainties that are not floating-point, and a mask that is not boolean.
+    - `ValueError` for mismatched shapes, zero rows, and invalid row weights.
 
     ```python
     uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([0.0, 0.0, 0.0, 1.0])
@@ -76,18 +75,18 @@ def aurc(
 ) -> Float[Array, ""]:
     r"""Area under the risk-coverage curve, $\frac1n \sum_{k=1}^n \mathrm{risk}_k$; lower is better.
 
-    In the unit of the loss. It depends on both the ranking and the predictions: for the ranking alone see
+    In the unit of the loss. It depends on the ranking and on the predictions: for the ranking alone see
     [`eqx_ensemble.scores.excess_aurc`][].
 
     **Arguments:**
 
     - `uncertainty`, `losses`, `row_weights`, `mask`: as for [`eqx_ensemble.scores.risk_coverage`][]. The risk of each
-        point counts by the weight of its row. A row that is repeated has more points, and another area, than one whose
-        weight is larger.
+        point is weighted by its row. A repeated row has more points than a row of larger weight, and gives a different
+        area.
 
     **Returns:**
 
-    A scalar. If all rows tie, it is the mean loss.
+    A scalar; the mean loss if all rows tie.
 
     **Raises:**
 
@@ -119,10 +118,10 @@ def excess_aurc(
     *,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
-    """Excess area under the risk-coverage curve over that of the ideal ranking, by the losses: E-AURC.
+    """Excess area under the risk-coverage curve (E-AURC): the area minus that of the ideal ranking, by the losses.
 
-    Zero for a perfect ranking. The ideal area is computed exactly for these rows, not in the limit of many rows. There
-    are no `row_weights`: of rows with unequal ones, the ranking by losses is not always the best.
+    Zero for a perfect ranking. The ideal area is computed exactly for these rows, not in the limit of many rows. It
+    takes no `row_weights`: with unequal weights, the ranking by losses is not always optimal.
 
     **Arguments:**
 
@@ -130,7 +129,7 @@ def excess_aurc(
 
     **Returns:**
 
-    A scalar of zero or more, in the unit of the loss. A common offset of the losses costs no precision.
+    A non-negative scalar, in the unit of the loss. A common offset of the losses costs no precision.
 
     **Raises:**
 
@@ -177,13 +176,13 @@ def _excess_aurc(
 def _points(
     uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], row_weights: RowWeights
 ) -> tuple[RiskCoverage, Float[Array, " rows"]]:
-    """The points of the curve, and the weight by which each of them exceeds the coverage of the one before."""
+    """The points of the curve, and the increments of covered weight."""
     counted = counts(row_weights)
     uncertainty = jnp.where(counted, uncertainty, jnp.inf)
-    # Rows that do not count come last, after rows of infinite uncertainty.
+    # Ignored rows come last, after rows of infinite uncertainty.
     order = jnp.lexsort((uncertainty, ~counted))
     ranked, kept = uncertainty[order], counted[order]
-    # The expectation over random orders: each of several tied rows has their mean loss, and their mean weight.
+    # The expectation over random orders: tied rows get their mean loss and mean weight.
     new = (ranked[1:] != ranked[:-1]) | (kept[1:] != kept[:-1])
     group = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(new, dtype=jnp.int32)])
     per_group = lambda x: jax.ops.segment_sum(x, group, num_segments=group.size)[group]
@@ -203,5 +202,5 @@ def _points(
 
 
 def _area(risk: Float[Array, " rows"], steps: Float[Array, " rows"]) -> Float[Array, ""]:
-    """The mean over the points of rows that count, which come first."""
+    """The mean over the points of rows that are not ignored, which come first."""
     return jnp.sum(jnp.where(steps == 0, 0, risk * steps)) / jnp.sum(steps)

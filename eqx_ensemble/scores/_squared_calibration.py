@@ -8,7 +8,7 @@ from .._check import check_flag
 from ._binning import Binning, check_bins, of_top_label
 from ._reduce import RowWeights
 
-_SINGLE = 1e-4  # an effective number of rows that rounding puts above one
+_SINGLE = 1e-4  # tolerance for an effective number of rows that rounds to more than one
 
 
 def squared_calibration_error(
@@ -22,23 +22,22 @@ def squared_calibration_error(
     row_weights: Real[ArrayLike, "*batch"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
-    r"""Mean squared calibration error of the mixture's top label, without bias for the given bins; lower is better.
+    r"""Mean squared calibration error of the mixture's top label, unbiased for the given bins; lower is better.
 
     $\sum_k \frac{n_k}{n} \left((a_k - c_k)^2 - \frac{a_k (1 - a_k)}{n_k - 1}\right)$ with the accuracy $a_k$ and the
-    mean confidence $c_k$ of bin $k$. The last term, omitted by `debiased=False`, is the expected contribution of noise
-    in the labels: without it even a perfectly calibrated model has an error above zero, which vanishes only with many
-    rows.
+    mean confidence $c_k$ of bin $k$. The last term is the expected contribution of label noise. Without it
+    (`debiased=False`), even a perfectly calibrated model has a positive error, which vanishes only with many rows.
 
     **Arguments:**
 
-    - `binning`: `"mass"`, bins of equally many rows, or `"width"`; see [`eqx_ensemble.scores.ece`][].
-    - `debiased`: whether to subtract the expected excess. Bins of a single row then count as zero.
+    - `binning`: `"mass"`, bins with equal numbers of rows, or `"width"`; see [`eqx_ensemble.scores.ece`][].
+    - `debiased`: whether to subtract the expected excess. Bins with a single row then count as zero.
     - the other arguments: as for [`eqx_ensemble.scores.ece`][].
 
     **Returns:**
 
-    A scalar, a squared probability; it may be negative if the model is well calibrated. For the l2 calibration
-    error take `jnp.sqrt(jnp.maximum(x, 0))`.
+    A scalar, a squared probability; it may be negative if the model is well calibrated. The l2 calibration error is
+    `jnp.sqrt(jnp.maximum(x, 0))`.
 
     **Raises:**
 
@@ -85,5 +84,5 @@ def _squared_calibration_error(
     if debiased:
         single = bins.effective < 1 + _SINGLE
         noise = bins.frequency * (1 - bins.frequency) / jnp.where(single, 1, bins.effective - 1)
-        errors = jnp.where(single, 0 * errors, errors - noise)  # times zero, so that NaN stays NaN
+        errors = jnp.where(single, 0 * errors, errors - noise)  # times zero: NaN stays NaN
     return jnp.sum(bins.count * errors) / jnp.sum(bins.count)

@@ -24,19 +24,19 @@ def threshold_weighted_crps(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Threshold-weighted CRPS of the members' point predictions: that of some values only; lower is better.
+    r"""Threshold-weighted CRPS of the members' point predictions, for a range of values; lower is better.
 
     $\int w(z) (F(z) - [z \ge y])^2 dz$, which is [`eqx_ensemble.scores.crps`][] of $v(x_m)$ and $v(y)$ with the
-    chaining function $v$, an antiderivative of the weight $w \ge 0$. With thresholds, $w$ is one between them and zero
-    elsewhere, and $v$ clips. It is proper, unlike the CRPS of those rows whose target is extreme.
+    chaining function $v$, an antiderivative of the weight $w \ge 0$. For thresholds, $w$ is one between them and zero
+    elsewhere, and $v$ clips. It is proper, unlike the CRPS restricted to rows with extreme targets.
 
     **Arguments:**
 
     - `samples`: `(members, *batch)`, one number per member and entry.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `lower`, `upper`: the thresholds, each one number or `(*batch,)`; unbounded if not given.
-    - `chaining`: $v$, instead of thresholds: a nondecreasing function of arrays that JAX can trace, elementwise, such
-        as `lambda z: jax.nn.softplus(z - 3)`. It is not checked that it is nondecreasing.
+    - `lower`, `upper`: the thresholds, each a scalar or `(*batch,)`; unbounded if not given.
+    - `chaining`: $v$, instead of thresholds: an elementwise function that JAX can trace, such as `lambda z:
+        jax.nn.softplus(z - 3)`. It must be nondecreasing, which is not checked.
     - `estimator`: `"nrg"` or `"fair"`, as for [`eqx_ensemble.scores.crps`][].
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Only with `"nrg"`.
     - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
@@ -46,12 +46,12 @@ def threshold_weighted_crps(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`: at most the CRPS where $w \le 1$. Scores of different thresholds are not comparable.
+    A scalar, or `(*batch,)`; at most the CRPS if $w \le 1$. Scores for different thresholds are not comparable.
 
     **Raises:**
 
-    As [`eqx_ensemble.scores.crps`][], and `ValueError` for neither or both of thresholds and `chaining`, for a lower
-    threshold above the upper one (where concrete), and for a chaining function that changes shapes.
+    As [`eqx_ensemble.scores.crps`][], and `ValueError` for neither or both of thresholds and `chaining`, thresholds
+    that are NaN or in the wrong order (where concrete), and a chaining function that changes shapes.
 
     ```python
     samples, targets = jnp.array([[0.0], [4.0]]), jnp.array([1.0])
@@ -78,7 +78,7 @@ def threshold_weighted_crps(
     convex = check_estimator(name, estimator, points, weights)
     rows = check_rows(name, row_weights, mask, observed.shape, points.dtype)
     check_chaining(name, chaining, lower, upper)
-    # Blank rows are ones, which most chaining functions and their gradients are finite at.
+    # Ignored rows are set to one, where most chaining functions and their gradients are finite.
     points, observed = rows.blank(points, before=1, fill=1), rows.blank(observed, fill=1)
     if chaining is None:
         low, high = check_thresholds(name, lower, upper, observed, rows.known)

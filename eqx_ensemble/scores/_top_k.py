@@ -20,7 +20,7 @@ def top_k_accuracy(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    """Fraction of the rows whose label is among the `k` most likely classes of the mixture; higher is better.
+    """Fraction of rows whose label is among the `k` most likely classes of the mixture; higher is better.
 
     **Arguments:**
 
@@ -36,12 +36,12 @@ def top_k_accuracy(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Ties are resolved in favour of the lowest class. A NaN prediction gives NaN, not 0; so
+    A scalar, or `(*batch,)`. Ties are resolved in favour of the lowest class. A NaN prediction gives NaN, not 0, as
     does a label out of range while tracing.
 
     **Raises:**
 
-    As [`eqx_ensemble.scores.nll`][], and `ValueError` for `k` that is not from 1 to classes.
+    As [`eqx_ensemble.scores.nll`][], and `ValueError` for a `k` outside 1 to classes.
 
     ```python
     logits = jnp.log(jnp.array([[[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]]))

@@ -21,21 +21,22 @@ def variogram_score(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Variogram score of the members' predictions of several outputs, taken as samples; lower is better.
+    r"""Variogram score of the members' multi-output predictions as samples; lower is better.
 
-    $\sum_{ij} w_{ij} (|y_i - y_j|^p - \sum_m w_m |x_{mi} - x_{mj}|^p)^2$ over all ordered pairs of outputs, of order
-    $p$. It measures dependence between outputs better than [`eqx_ensemble.scores.energy_score`][], and does not see an
-    offset common to all outputs: report another score of each output too. Computed by `scoringrules` (`pip install
+    $\sum_{ij} w_{ij} (|y_i - y_j|^p - \sum_m w_m |x_{mi} - x_{mj}|^p)^2$ over all ordered pairs of outputs, with order
+    $p$. It measures dependence between outputs better than [`eqx_ensemble.scores.energy_score`][], but ignores an
+    offset common to all outputs: also report a univariate score. Computed by `scoringrules` (`pip install
     'eqx_ensemble[scores]'`), which allocates an array `(*batch, members, out, out)`.
 
     **Arguments:**
 
     - `samples`: `(members, *batch, out)`.
     - `targets`: `(*batch, out)`; nothing is broadcast.
-    - `order`: $p$, a number above zero; 0.5, 1 and 2 are usual.
-    - `pair_weights`: $w_{ij}$, `(out, out)`, zero or more, such as the inverse distances of stations; one if not given.
-    - `estimator`: `"nrg"`, or `"fair"`, which is unbiased for the distribution that the members are drawn from, in
-        memory `(*batch, members, members, out, out)`.
+    - `order`: $p$, a positive number; 0.5, 1 and 2 are usual.
+    - `pair_weights`: $w_{ij}$, non-negative, `(out, out)`, such as inverse distances between stations; one if not
+        given.
+    - `estimator`: `"nrg"`, or `"fair"`, which is unbiased for the distribution that members are drawn from, and
+        allocates `(*batch, members, members, out, out)`.
     - `weights`: convex weights over members, `(members,)`, concrete; divided by their sum. Members of weight zero are
         ignored. Only with `"nrg"`.
     - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
@@ -45,12 +46,12 @@ def variogram_score(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. It has no gradient.
+    A scalar, or `(*batch,)`. It is not differentiable.
 
     **Raises:**
 
-    As [`eqx_ensemble.scores.energy_score`][], and `ValueError` for an order that is not above zero, and for invalid
-    weights of pairs.
+    As [`eqx_ensemble.scores.energy_score`][], and `ValueError` for an order that is not positive, and invalid pair
+    weights.
 
     ```python
     samples, targets = jnp.array([[[0.0, 1.0]], [[0.0, 9.0]]]), jnp.array([[0.0, 4.0]])
