@@ -10,14 +10,14 @@ from ._rank import value_at_rank
 
 
 class Aci(eqx.Module):
-    """Adaptive conformal inference, between two steps of a series.
+    """The state of adaptive conformal inference between two steps of a series.
 
     **Attributes:**
 
-    - `level`: the level of the next prediction. It may leave 0 to 1: at 1 and above a prediction is unbounded, at 0
-        and below it is empty.
-    - `target`: the coverage in the long run.
-    - `rate`: how far the level moves after a miss.
+    - `level`: the level of the next prediction. It may leave [0, 1]: predictions are unbounded at 1 or more, and empty
+        at 0 or less.
+    - `target`: the long-run coverage.
+    - `rate`: the step size of the level.
     """
 
     level: Float[Array, ""]
@@ -27,10 +27,10 @@ class Aci(eqx.Module):
     def quantile(
         self, scores: Float[ArrayLike, " rows"], *, mask: Bool[ArrayLike, " rows"] | None = None
     ) -> Float[Array, ""]:
-        r"""The bound of the next score: [`eqx_ensemble.conformal.quantile`][] at the present level.
+        r"""The bound of the next score: [`eqx_ensemble.conformal.quantile`][] at the current level.
 
-        `scores` `(rows,)` are recent ones, `mask` leaves some out. Infinite at a level of 1 or more, and wherever the
-        scores are too few; minus infinity, which no score reaches, at a level of 0 or less. NaN if a score is NaN.
+        `scores` `(rows,)` are recent scores; rows where `mask` is `False` are ignored. Infinite at a level of 1 or
+        more, and for too few scores; minus infinity at a level of 0 or less. NaN if a score is NaN.
         """
         name = "conformal.Aci.quantile"
         (checked,) = check_rows(name, scores=scores)
@@ -38,40 +38,40 @@ class Aci(eqx.Module):
         return _quantile(checked, kept, self.level)
 
     def update(self, covered: Bool[ArrayLike, ""] | Real[ArrayLike, ""]) -> "Aci":
-        """The state after a step: `covered` is whether the target was in its set, or the part of targets that were."""
+        """The state after a step; `covered` is whether the target was covered, or the fraction of covered targets."""
         part = check_outcome("conformal.Aci.update", covered).astype(self.level.dtype)
         return Aci(self.level + self.rate * (self.target - part), self.target, self.rate)
 
 
 def aci(*, level: float, rate: float = 0.005) -> Aci:
-    r"""Adaptive conformal inference: coverage in the long run for any series, exchangeable or not.
+    r"""Adaptive conformal inference: long-run coverage for any series, exchangeable or not.
 
-    After each step the level moves by $\gamma (\mathrm{target} - \mathrm{covered})$: up after a miss, down a little
-    after a hit. If predictions at a level of 1 or more contain everything, and at 0 or less nothing, then after $T$
-    steps
+    After each step the level changes by $\gamma (\mathrm{target} - \mathrm{covered})$: it increases after a miss and
+    decreases slightly after a hit. If predictions contain everything at levels of 1 or more, and nothing at levels of 0
+    or less, then after $T$ steps
 
     $$\left| \tfrac{1}{T} \sum_t \mathrm{covered}_t - \mathrm{target} \right| \le
     \frac{\max(\mathrm{target}, 1 - \mathrm{target}) + \gamma}{\gamma T}$$
 
-    for every series and every model, even an adversary's. The level is not clipped to 0 to 1: the bound would not hold.
-    It says nothing about any one step: a large rate follows changes fast, by predictions that are unbounded or empty
-    now and then.
+    for every series and every model, even adversarial ones. The level is not clipped to [0, 1], which would break the
+    bound. The bound does not apply to single steps: a large rate adapts fast, but gives occasional unbounded or empty
+    predictions.
 
     **Arguments:**
 
-    - `level`: the target, a Python number between 0 and 1.
-    - `rate`: $\gamma$, above zero; the authors use 0.005.
+    - `level`: the target coverage, a Python number between 0 and 1.
+    - `rate`: $\gamma$, a positive number; the authors use 0.005.
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.Aci`][], at the level of the target: `state.quantile(scores)` is the bound of the next
-    score, `state.update(covered)` the state after it. Both work inside `jax.jit` and `jax.lax.scan`. Many series:
+    [`eqx_ensemble.conformal.Aci`][], the initial state: `state.quantile(scores)` is the bound of the next score,
+    `state.update(covered)` the state after it. Both work inside `jax.jit` and `jax.lax.scan`. For several series use
     `jax.vmap`.
 
     **Raises:**
 
-    - `TypeError` and `ValueError` for a level or a rate that is not a number, a level outside (0, 1), and a rate of
-        zero or less.
+    - `TypeError` for a level or a rate that is not a number.
+    - `ValueError` for a level outside (0, 1), and a rate that is not positive.
 
     ```python
     def step(carry, target):
@@ -113,7 +113,7 @@ def _quantile(
     scores: Float[Array, " rows"], mask: Bool[Array, " rows"] | None, level: Float[Array, ""]
 ) -> Float[Array, ""]:
     count = jnp.asarray(scores.size if mask is None else jnp.sum(mask), level.dtype)
-    # A rank that is exceeded only by the rounding of the level counts as met.
+    # A rank that is exceeded only by rounding of the level counts as reached.
     rank = jnp.ceil((count + 1) * level * (1 - 4 * jnp.finfo(level.dtype).eps))
     rank = jnp.clip(rank, 1, count + 1).astype(jnp.int32)
     found = value_at_rank(scores, mask, rank)

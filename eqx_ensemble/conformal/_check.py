@@ -22,21 +22,21 @@ from .._warnings import warn
 
 
 def check_rows(name: str, **arrays: ArrayLike) -> tuple[Array, ...]:
-    """Floating arrays `(rows,)`, at least one row, in the dtype that is computed in."""
+    """Raises unless arrays are floating-point `(rows,)` with at least one row. Returns them in the compute dtype."""
     checked = promote(*(check_floating(name, argument, values) for argument, values in arrays.items()))
     _one_axis(name, next(iter(arrays)), checked[0])
     return checked
 
 
 def check_targets(name: str, targets: ArrayLike, **predictions: ArrayLike) -> tuple[Array, ...]:
-    """Predictions and targets `(rows,)`, at least one row, in one dtype."""
+    """Raises unless predictions and targets are `(rows,)` with at least one row. Returns them in one dtype."""
     checked = check_regression(name, targets, members=False, **predictions)
     _one_axis(name, next(iter(predictions)), checked[0])
     return checked
 
 
 def check_row_logits(name: str, logits: ArrayLike, *, argument: str = "logits") -> Array:
-    """Logits `(rows, classes)`."""
+    """Raises unless logits are `(rows, classes)` with at least one row. Returns them as an array."""
     check_floating(name, argument, logits)
     checked = check_logits(name, logits, members=False)
     if checked.ndim != 2 or checked.shape[0] == 0:
@@ -63,7 +63,7 @@ def _one_axis(name: str, argument: str, array: Array) -> None:
 def check_row_weights(
     name: str, row_weights: ArrayLike, new_weights: ArrayLike, scores: Array, mask: ArrayLike | None
 ) -> tuple[Array, Array]:
-    """Weights of held-out rows, one each, and of new rows: finite and not negative."""
+    """Raises unless weights of held-out and new rows are finite and non-negative. Returns both in the scores' dtype."""
     own, new = check_array(name, "row_weights", row_weights), check_array(name, "new_weights", new_weights)
     if own.shape != scores.shape:
         got = f"expected shape {scores.shape}, got {own.shape}"
@@ -77,7 +77,7 @@ def check_row_weights(
 
 
 def check_scales(name: str, scale: ArrayLike, mask: ArrayLike | None = None) -> None:
-    """Scales above zero; only where they are concrete."""
+    """Raises unless scales are positive; checked where concrete."""
     host, kept = concrete(scale), kept_rows(mask)
     if host is not None and kept is not None and (wrong := (host <= 0) & kept).any():
         raise ValueError(
@@ -88,13 +88,13 @@ def check_scales(name: str, scale: ArrayLike, mask: ArrayLike | None = None) -> 
 
 
 def check_num_free(name: str, num_free: int) -> None:
-    """A count that may be zero."""
+    """Raises unless `num_free` is a non-negative integer."""
     if not isinstance(num_free, int | np.integer) or num_free != 0:
         check_positive_int(num_free, "num_free", name=name)
 
 
 def check_rows_of_folds(name: str, num_rows: int, expected: int) -> None:
-    """The number of rows of the folds."""
+    """Raises unless predictions have as many rows as the folds."""
     if num_rows != expected:
         fix = "Use `mask` to exclude rows."
         raise ValueError(
@@ -105,7 +105,7 @@ def check_rows_of_folds(name: str, num_rows: int, expected: int) -> None:
 
 
 def check_members_of_folds(name: str, num_folds: int, num_members: int) -> int:
-    """The number of members of each fold."""
+    """Raises unless all folds have equally many members. Returns their number per fold."""
     times, rest = divmod(num_members, num_folds)
     if rest or times == 0:
         got = f"fitted on {num_folds}, got {num_members}"
@@ -115,7 +115,7 @@ def check_members_of_folds(name: str, num_folds: int, num_members: int) -> int:
 
 
 def check_held_out(name: str, held_out: ArrayLike, unseen: Array, mask: ArrayLike | None, *, every_row: bool) -> int:
-    """No NaN in rows that a member held out; the number of rows, not masked, that none held out."""
+    """Raises for NaN in rows that a member held out. Returns the number of unmasked rows that none held out."""
     host, held_out_by, kept = concrete(held_out), concrete(unseen), kept_rows(mask)
     if host is None or held_out_by is None or kept is None:
         return 0
@@ -131,7 +131,7 @@ def check_held_out(name: str, held_out: ArrayLike, unseen: Array, mask: ArrayLik
 
 
 def warn_of_infinite(name: str, rank: int, num_rows: int, infinite: int, level: Fraction) -> None:
-    """Warns if the rows are too few for the level."""
+    """Warns if there are too few rows for the level."""
     if rank <= num_rows - infinite:
         return
     if infinite:
@@ -144,14 +144,14 @@ def warn_of_infinite(name: str, rank: int, num_rows: int, infinite: int, level: 
 
 
 def enough_rows_text(level: Fraction) -> str:
-    """How many rows are enough for a finite quantile."""
+    """Text with the number of rows that give a finite quantile."""
     if level >= 1:
         return "Ask for a lower level."
     return f"Hold out {math.ceil(level / (1 - level))} rows or more, or ask for a lower level."
 
 
 def check_num_classes(name: str, expected: int, got: int) -> None:
-    """The number of classes that it was fitted on."""
+    """Raises unless logits have the number of classes of the fit."""
     if got != expected:
         fix = "Pass logits of the same classes, on the last axis."
         raise ValueError(
@@ -160,7 +160,7 @@ def check_num_classes(name: str, expected: int, got: int) -> None:
 
 
 def check_one_fold(name: str, in_test: Array, mask: ArrayLike | None) -> None:
-    """Every row, not masked, in the test part of one fold; only where they are concrete."""
+    """Raises unless every unmasked row is in the test part of exactly one fold; checked where concrete."""
     host, kept = concrete(in_test), kept_rows(mask)
     if host is None or kept is None:
         return

@@ -20,7 +20,7 @@ from ._risk import fraction_of
 
 
 def check_risk(name: str, risk: float, bound: float) -> None:
-    """A risk above zero and below the largest loss."""
+    """Raises unless `0 < risk < bound`."""
     check_number(bound, "bound", name=name)
     check_number(risk, "risk", name=name)
     if not 0 < risk < bound:
@@ -29,7 +29,7 @@ def check_risk(name: str, risk: float, bound: float) -> None:
 
 
 def check_losses(name: str, losses: ArrayLike, thresholds: ArrayLike) -> tuple[Array, Array]:
-    """Losses `(rows, thresholds)` and increasing thresholds, in one dtype."""
+    """Raises unless losses are `(rows, thresholds)` and thresholds increase. Returns both in one dtype."""
     table, grid = check_floating(name, "losses", losses), check_floating(name, "thresholds", thresholds)
     if grid.ndim != 1 or table.ndim != 2 or table.shape[1] != grid.size or table.size == 0:
         got = f"got `losses` {table.shape} and `thresholds` {grid.shape}"
@@ -47,7 +47,7 @@ def check_losses(name: str, losses: ArrayLike, thresholds: ArrayLike) -> tuple[A
 
 
 def check_steps(name: str, steps: ArrayLike, drops: ArrayLike) -> tuple[Array, Array]:
-    """Where and by how much the loss of each row drops, `(rows, steps)`, in one dtype."""
+    """Raises unless steps and drops are floating-point `(rows, steps)`. Returns both in one dtype."""
     at, heights = check_floating(name, "steps", steps), check_floating(name, "drops", drops)
     if at.ndim != 2 or at.shape != heights.shape or at.size == 0:
         got = f"got `steps` {at.shape} and `drops` {heights.shape}"
@@ -58,7 +58,7 @@ def check_steps(name: str, steps: ArrayLike, drops: ArrayLike) -> tuple[Array, A
 
 
 def check_loss_values(name: str, losses: ArrayLike, bound: float, mask: ArrayLike | None) -> None:
-    """Losses that do not increase from threshold to threshold, up to rounding, and stay within the bound."""
+    """Raises if losses are NaN, exceed the bound or increase with the threshold; checked where concrete."""
     host, kept = concrete(losses), kept_rows(mask)
     if host is None or kept is None:
         return
@@ -76,7 +76,7 @@ def check_loss_values(name: str, losses: ArrayLike, bound: float, mask: ArrayLik
 
 
 def check_drop_values(name: str, steps: ArrayLike, drops: ArrayLike, bound: float, mask: ArrayLike | None) -> None:
-    """Drops of zero or more that add up to the bound or less."""
+    """Raises for NaN, negative drops, and drops of a row that sum to more than the bound; checked where concrete."""
     at, heights, kept = concrete(steps), concrete(drops), kept_rows(mask)
     if at is None or heights is None or kept is None:
         return
@@ -103,7 +103,7 @@ def _check_no_nan(name: str, argument: str, host: np.ndarray, wrong: np.ndarray)
 def warn_of_no_threshold(
     name: str, found: Array, risk: float, bound: float, num_rows: int, mask: ArrayLike | None
 ) -> None:
-    """Warns if no threshold controls the risk; only where that is concrete."""
+    """Warns if no threshold controls the risk; checked where concrete."""
     host, kept = concrete(found), kept_rows(mask)
     if host is None or kept is None or host != jnp.inf:
         return

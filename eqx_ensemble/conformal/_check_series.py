@@ -8,7 +8,7 @@ from .._warnings import warn
 
 
 def check_outcome(name: str, covered: ArrayLike) -> Array:
-    """One outcome: a boolean, or a fraction."""
+    """Raises unless `covered` is a scalar from 0 to 1. Returns it as an array."""
     array = check_array(name, "covered", covered)
     if array.shape != () or jnp.issubdtype(array.dtype, jnp.complexfloating):
         fix = "Several targets at one step? Pass the mean of their outcomes. Several series? `jax.vmap` over states."
@@ -21,7 +21,7 @@ def check_outcome(name: str, covered: ArrayLike) -> Array:
 
 
 def check_times(name: str, predictions: Array, targets: Array) -> None:
-    """Predictions `(members,)` or `(members, times)`."""
+    """Raises unless predictions are `(members,)` or `(members, times)`."""
     if targets.ndim > 1:
         fix = "The window of residuals belongs to one series: one state for each, with `jax.vmap`."
         raise ValueError(
@@ -30,7 +30,7 @@ def check_times(name: str, predictions: Array, targets: Array) -> None:
 
 
 def check_known(name: str, mask: ArrayLike | None, times: tuple[int, ...]) -> Array:
-    """Booleans, one for each time; all may be false."""
+    """Raises unless `mask` has one boolean per time; all may be `False`. Returns it as an array."""
     if mask is None:
         return jnp.ones(times, bool)
     array = check_array(name, "mask", mask)
@@ -41,7 +41,7 @@ def check_known(name: str, mask: ArrayLike | None, times: tuple[int, ...]) -> Ar
 
 
 def check_residuals(name: str, residuals: Array) -> None:
-    """No NaN; only where they are concrete."""
+    """Raises for NaN; checked where concrete."""
     host = concrete(residuals)
     if host is not None and np.isnan(host).any():
         got = f"got {int(np.isnan(host).sum())} residuals that are NaN"
@@ -50,7 +50,7 @@ def check_residuals(name: str, residuals: Array) -> None:
 
 
 def warn_of_no_residual(name: str, known: Array) -> None:
-    """Warns if no row has an out-of-bag prediction; only where that is concrete."""
+    """Warns if no row has an out-of-bag prediction; checked where concrete."""
     host = concrete(known)
     if host is not None and not np.any(host):
         warn(

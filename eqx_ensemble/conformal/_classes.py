@@ -14,13 +14,13 @@ from ._rank import fraction, pair_at_rank, rank_of
 
 
 class Sets(eqx.Module):
-    """Adaptive prediction sets, fitted: call it on logits.
+    """Fitted adaptive prediction sets: call it on logits.
 
     **Attributes:**
 
-    - `threshold`: a class is in the set if its score is at most this. The score is the probability of the class and of
-        all likelier classes, plus the penalty.
-    - `log_rest`: breaks ties at the threshold, as for scores that round to one: the class is in the set if the
+    - `threshold`: a class is in the set if its score is at most this. The score is the probability of the class and all
+        more likely classes, plus the penalty.
+    - `log_rest`: breaks ties at the threshold, such as scores that round to one: the class is in the set if the
         logarithm of the remaining probability is at least this.
     - `penalty`, `num_free`: each class beyond the first `num_free` adds `penalty` to the score.
     """
@@ -31,19 +31,19 @@ class Sets(eqx.Module):
     num_free: Int32[Array, ""]
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
-        """The set of each row, as booleans; all classes where the logits are NaN."""
+        """The set of each row as booleans; all classes where the logits are NaN."""
         checked = check_logits("conformal.Sets", logits, members=False)
         return _sets(checked, None, self)
 
 
 class RandomisedSets(eqx.Module):
-    """Randomised adaptive prediction sets, fitted: call it on logits, with a key.
+    """Fitted randomised adaptive prediction sets: call it on logits, with a key.
 
     **Attributes:**
 
-    - `threshold`: a class is in the set if its score is at most this. The score is the probability of all likelier
+    - `threshold`: a class is in the set if its score is at most this. The score is the probability of all more likely
         classes and a random fraction of its own, plus the penalty.
-    - `log_rest`: breaks ties at the threshold, as for scores that round to one: the class is in the set if the
+    - `log_rest`: breaks ties at the threshold, such as scores that round to one: the class is in the set if the
         logarithm of the remaining probability is at least this.
     - `penalty`, `num_free`: each class beyond the first `num_free` adds `penalty` to the score.
     """
@@ -54,7 +54,7 @@ class RandomisedSets(eqx.Module):
     num_free: Int32[Array, ""]
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"], *, key: Any) -> Bool[Array, "*batch classes"]:
-        """The set of each row, as booleans; all classes where the logits are NaN.
+        """The set of each row as booleans; all classes where the logits are NaN.
 
         `key` is one threefry key, from which the random fraction of each row is drawn.
         """
@@ -74,31 +74,31 @@ def aps(
 ) -> Sets | RandomisedSets:
     r"""Adaptive prediction sets with guaranteed coverage: larger where the prediction is uncertain.
 
-    A class's score is the probability of all likelier classes plus its own; the set has the classes whose score is at
-    most [`eqx_ensemble.conformal.quantile`][] of the labels' scores on held-out rows, and so contains a new label with
-    probability `level` or more. With a `key`, a random fraction of the class's own probability counts: the sets are
-    smaller, some of them empty, and their coverage is exact. Scores that round to one, common for confident
-    predictions, are compared by the logarithm of the remaining probability.
+    The score of a class is its probability plus that of all more likely classes. The set contains the classes whose
+    score is at most [`eqx_ensemble.conformal.quantile`][] of the labels' scores on held-out rows, and covers a new
+    label with probability `level` or more. With a `key`, only a random fraction of the class's own probability is
+    added: sets are smaller, more of them are empty, and the coverage is exact. Scores that round to one, common for
+    confident predictions, are compared by the logarithm of the remaining probability.
 
     **Arguments:**
 
-    - `logits`: `(rows, classes)`, of the combined prediction for rows that no member was trained on, such as the
-        result of [`eqx_ensemble.combine.mixture`][]. No `members` axis.
+    - `logits`: combined logits or log-probabilities for held-out rows, `(rows, classes)`, such as the result of
+        [`eqx_ensemble.combine.mixture`][]. No `members` axis.
     - `labels`: integers `(rows,)` from 0 to classes - 1.
     - `level`: the coverage, a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `key`: one threefry key, typed or legacy, for randomised sets; without it they are deterministic.
+    - `key`: one threefry key, typed or legacy, for randomised sets; deterministic if not given.
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.Sets`][]: `fitted(logits)` gives booleans `(*batch, classes)`. With a key,
+    [`eqx_ensemble.conformal.Sets`][]: `fitted(logits)` returns booleans `(*batch, classes)`. With a key,
     [`eqx_ensemble.conformal.RandomisedSets`][]: `fitted(logits, key=key)`.
 
     **Raises:**
 
     - `TypeError` for logits that are not floating-point, labels that are not integers, and an invalid key.
     - `ValueError` for mismatched shapes, labels out of range, NaN, and a level outside (0, 1). Warns if there are too
-        few rows, so that all sets have all classes. While tracing, a NaN among the rows does the same.
+        few rows: every set then contains all classes. While tracing, NaN has the same effect.
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
@@ -134,12 +134,12 @@ def raps(
     r"""Regularised adaptive prediction sets: [`eqx_ensemble.conformal.aps`][] with a penalty on large sets.
 
     $\lambda \max(0, o - k)$ is added to a class's score, where $o$ is the number of classes that are at least as
-    likely. With many classes, whose small probabilities are noise, this keeps the sets small. Coverage is the same if
-    `penalty` and `num_free` are chosen on other rows.
+    likely. This keeps sets small when there are many classes whose small probabilities are noise. The coverage is
+    unchanged if `penalty` and `num_free` are chosen on other rows.
 
     **Arguments:**
 
-    - `penalty`: $\lambda$, zero or more.
+    - `penalty`: $\lambda$, non-negative.
     - `num_free`: $k$, the number of classes without a penalty.
     - the other arguments: as for [`eqx_ensemble.conformal.aps`][].
 
@@ -209,13 +209,13 @@ def _fit(
 def adaptive_scores(
     logits: Float[Array, "*batch classes"], keys: Key[Array, "1"] | None, penalty: Array, num_free: Array
 ) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
-    """The scores, and the logarithm of the remaining probability, which distinguishes scores that round to one."""
+    """The scores, and the logarithm of the remaining probability, which orders scores that round to one."""
     logs = jax.nn.log_softmax(logits, axis=-1)
     ordered = jnp.sort(logs, axis=-1)
     # Element i is the logarithm of the probability of the i least likely classes.
     below = jax.lax.cumlogsumexp(ordered, axis=logs.ndim - 1)
     below = jnp.concatenate([jnp.full_like(below[..., :1], -jnp.inf), below], axis=-1)
-    # Counted, not taken from the sorting order: classes of equal probability have equal scores.
+    # Counts, not sort positions: classes of equal probability have equal scores.
     less, most = positions(ordered, logs, "left"), positions(ordered, logs, "right")
     share = 1.0 if keys is None else jax.random.uniform(keys[0], (*logits.shape[:-1], 1), logits.dtype)
     own = jnp.log((most - less).astype(logits.dtype) - share) + logs
@@ -225,7 +225,7 @@ def adaptive_scores(
 
 
 def _add_logs(first: Float[Array, "*batch classes"], second: Float[Array, "*batch classes"]) -> Array:
-    """`logaddexp`, whose gradient is NaN where both are minus infinity."""
+    """`logaddexp` without its NaN gradient where both are minus infinity."""
     nothing = jnp.isneginf(first), jnp.isneginf(second)
     added = jnp.logaddexp(*(jnp.where(none, 0, x) for none, x in zip(nothing, (first, second), strict=True)))
     return jnp.where(nothing[0], second, jnp.where(nothing[1], first, added))
@@ -237,5 +237,5 @@ def _sets(
 ) -> Bool[Array, "*batch classes"]:
     logits, threshold, least, penalty = promote(logits, fitted.threshold, fitted.log_rest, fitted.penalty)
     scores, rest = adaptive_scores(logits, keys, penalty, fitted.num_free)
-    # Only scores above the threshold are excluded, so that a NaN score is in the set.
+    # Only scores above the threshold are excluded: a NaN score is in the set.
     return ~((scores > threshold) | ((scores == threshold) & (rest < least)))

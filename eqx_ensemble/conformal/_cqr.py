@@ -12,18 +12,19 @@ from ._rank import fraction, rank_of, value_at_rank_jit
 
 
 class Cqr(eqx.Module):
-    """Conformalised intervals, fitted: call it on intervals.
+    """Fitted conformalised intervals: call it on intervals.
 
     **Attributes:**
 
-    - `below`, `above`: the shifts of the lower end down and of the upper end up; negative where intervals are narrowed.
+    - `below`, `above`: the downward shift of the lower end and the upward shift of the upper end; negative if intervals
+        are narrowed.
     """
 
     below: Float[Array, ""]
     above: Float[Array, ""]
 
     def __call__(self, lower: Float[ArrayLike, "*batch"], upper: Float[ArrayLike, "*batch"]) -> Interval:
-        """The conformalised intervals, of any shape; ends that would cross are set to their midpoint."""
+        """The conformalised intervals, of any shape; ends that cross are set to their midpoint."""
         low, high = check_floating_arrays("conformal.Cqr", lower=lower, upper=upper)
         low, high, below, above = promote(low, high, self.below, self.above)
         low, high = low - below, high + above
@@ -43,15 +44,15 @@ def cqr(
     r"""Conformalised quantile regression: intervals whose ends are corrected for coverage of `level` or more.
 
     With `ends="together"` both ends move by [`eqx_ensemble.conformal.quantile`][] of $\max(l_i - y_i, y_i - u_i)$ on
-    held-out rows. With `"each"`, each end moves by the quantile of its own error, at $(1 + \mathrm{level}) / 2$:
-    targets are then below with probability at most $(1 - \mathrm{level}) / 2$, and likewise above, for somewhat wider
-    intervals. New targets are inside with probability `level` or more, under the assumptions of
+    held-out rows. With `"each"`, each end moves by the quantile of its own error, at level $(1 + \mathrm{level}) / 2$:
+    targets are then below, and likewise above, with probability at most $(1 - \mathrm{level}) / 2$, at the cost of
+    wider intervals. New targets are covered with probability `level` or more, under the assumptions of
     [`eqx_ensemble.conformal.split`][].
 
     **Arguments:**
 
-    - `lower`, `upper`: `(rows,)`, ends for rows that no member was trained on: two predicted quantiles, or the result
-        of [`eqx_ensemble.uncertainty.gaussian_interval`][]. Predicted quantiles may cross.
+    - `lower`, `upper`: `(rows,)`, interval ends for held-out rows: two predicted quantiles, which may cross, or the
+        result of [`eqx_ensemble.uncertainty.gaussian_interval`][].
     - `targets`: `(rows,)`; nothing is broadcast.
     - `level`: the coverage, a Python number between 0 and 1.
     - `ends`: `"together"` or `"each"`.
@@ -59,11 +60,11 @@ def cqr(
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.Cqr`][]: `fitted(lower, upper)` gives `.lower` and `.upper`.
+    [`eqx_ensemble.conformal.Cqr`][]: `fitted(lower, upper)` returns `.lower` and `.upper`.
 
     **Raises:**
 
-    As [`eqx_ensemble.conformal.split`][].
+    As [`eqx_ensemble.conformal.split`][], and `ValueError` for other `ends`.
 
     ```python
     lower, upper, targets = jnp.zeros(9), jnp.ones(9), jnp.arange(1.0, 10.0)

@@ -13,12 +13,11 @@ from ._rank import fraction, rank_of
 
 
 class CrossConformal(eqx.Module):
-    """Cross-conformal prediction sets, fitted: call it on the logits of the same members.
+    """Fitted cross-conformal prediction sets: call it on the logits of the same members.
 
     **Attributes:**
 
-    - `scores`: `(folds, test)`, the scores of the labels that each fold held out, sorted; infinite where a fold
-        held out fewer.
+    - `scores`: `(folds, test)`, the sorted scores of the labels that each fold held out, padded with infinity.
     - `rank`: a class is in the set if fewer scores than this are below its own.
     - `num_classes`: the number of classes.
     - `score`: as for [`eqx_ensemble.conformal.ClassConditional`][].
@@ -30,9 +29,9 @@ class CrossConformal(eqx.Module):
     score: Score = eqx.field(static=True)
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Bool[Array, "*batch classes"]:
-        """The set of each row, as booleans, from all members' logits; all classes where these are NaN.
+        """The set of each row as booleans, from the logits of all members; all classes where these are NaN.
 
-        Cross-fitting may train several members per fold: member `i` has fold `i % folds`; their logits are averaged.
+        Member `i` belongs to fold `i % folds`; the logits of several members per fold are averaged.
         """
         name = "conformal.CrossConformal"
         checked = check_logits(name, logits)
@@ -52,38 +51,36 @@ def cross_conformal(
     score: Score = "aps",
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> CrossConformal:
-    r"""Cross-conformal prediction sets from one cross-fit run, without separate calibration data.
+    r"""Cross-conformal prediction sets from one cross-fit run, without a calibration set.
 
     Let $R_i$ be the score of the label of row $i$ under the members of the fold $f(i)$ that held it out, and $R_f(y)$
-    that of class $y$ of a new row under the members of fold $f$. The p-value of $y$ is
-    $(1 + \sum_i [R_i \ge R_{f(i)}(y)]) / (n + 1)$, and the set has the classes whose p-value exceeds $1 -
-    \mathrm{level}$. With $K$ folds it covers a new label with probability at least
-    $2 \, \mathrm{level} - 1 - 2 (K - 1) / (n + K)$, for any model and distribution; in practice with probability
-    `level`. The sets are those of CV+ for classes.
+    that of class $y$ of a new row under the members of fold $f$. The p-value of $y$ is $(1 + \sum_i [R_i \ge
+    R_{f(i)}(y)]) / (n + 1)$, and the set contains the classes whose p-value exceeds $1 - \mathrm{level}$. With $K$
+    folds it covers a new label with probability at least $2 \, \mathrm{level} - 1 - 2 (K - 1) / (n + K)$, for any model
+    and distribution; in practice with probability `level`. The sets are those of CV+ for classes.
 
     **Arguments:**
 
     - `held_out`: `(rows, classes)`, the logits of every row by the members that held it out: `.held_out.mean` of
-        [`eqx_ensemble.methods.cross_fit`][]. Several members of a fold have the mean of their logits here and for new
-        rows.
+        [`eqx_ensemble.methods.cross_fit`][]. For several members per fold, logits are averaged, here and for new rows.
     - `labels`: integers `(rows,)` from 0 to classes - 1.
-    - `folds`: the result of [`eqx_ensemble.resample.folds`][]: every row in the test part of one fold.
+    - `folds`: the result of [`eqx_ensemble.resample.folds`][]; every row must be in the test part of exactly one fold.
     - `level`: a Python number between 0 and 1.
     - `score`: `"lac"`, `"aps"` or `"top_k"`, as in [`eqx_ensemble.conformal.class_conditional`][].
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.CrossConformal`][]: `fitted(logits)` of all members, `(members, *batch, classes)`, gives
-    booleans `(*batch, classes)`.
+    [`eqx_ensemble.conformal.CrossConformal`][]: `fitted(logits)` takes the logits of all members, `(members, *batch,
+    classes)`, and returns booleans `(*batch, classes)`.
 
     **Raises:**
 
     - `TypeError` for logits that are not floating-point, labels that are not integers, and for `folds` that are not
         [`eqx_ensemble.resample.Folds`][].
-    - `ValueError` for mismatched shapes, labels out of range, NaN, rows that no fold or several hold out, and a level
-        outside (0, 1). Warns if there are too few rows, so that all sets have all classes. While tracing, a NaN among
-        the rows does the same.
+    - `ValueError` for mismatched shapes, labels out of range, NaN, rows that no fold or several folds hold out, another
+        `score`, and a level outside (0, 1). Warns if there are too few rows: every set then contains all classes. While
+        tracing, NaN has the same effect.
 
     ```python
     labels = jnp.arange(100) % 3
@@ -126,7 +123,7 @@ def _sort_by_fold(
 ) -> tuple[Float[Array, "folds test"], Int32[Array, ""]]:
     counts = folds.valid if mask is None else folds.valid & mask[folds.test]
     own = jnp.where(counts, scores[folds.test], jnp.inf)
-    # While tracing a NaN raises no error: no class is excluded then.
+    # While tracing, NaN raises no error: no class is then excluded.
     spoilt = jnp.any(jnp.isnan(own))
     return jnp.sort(own, axis=-1), jnp.where(spoilt, scores.size + 1, rank)
 

@@ -22,12 +22,12 @@ from ._shortest import residuals_and_share, shortest
 
 
 class Enbpi(eqx.Module):
-    """EnbPI intervals of a series, fitted: call it on the predictions of the same members, and update it with targets.
+    """Fitted EnbPI intervals of a series: call it on predictions of the same members, and update it with targets.
 
     **Attributes:**
 
-    - `residuals`: `(window,)`, targets minus predictions, the oldest first.
-    - `known`: `(window,)`, which of them count.
+    - `residuals`: `(window,)`, targets minus predictions, oldest first.
+    - `known`: `(window,)`, whether each residual is used.
     - `share`: `(members,)`, the weights of the members in the mean prediction; they sum to one.
     - `level`: the coverage.
     """
@@ -53,9 +53,10 @@ class Enbpi(eqx.Module):
         *,
         mask: Bool[ArrayLike, "*times"] | None = None,
     ) -> "Enbpi":
-        """The state after one time, or several in order: their residuals replace the oldest.
+        """The state after one time step, or several in order: new residuals replace the oldest.
 
-        Times where `mask` is `False` have no target: they count for nothing, even if they contain NaN.
+        Times where `mask` is `False` have no target: they are ignored, even if they contain NaN, but also replace
+        residuals.
         """
         name = "conformal.Enbpi.update"
         checked, observed = check_regression(name, targets, members=True, predictions=predictions)
@@ -80,41 +81,41 @@ def enbpi(
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> Enbpi:
-    r"""EnbPI: intervals for a series from one bagged ensemble, which follow its latest residuals.
+    r"""EnbPI: intervals for a time series from one bagged ensemble, adapted to the latest residuals.
 
-    The residuals are the targets minus the mean of the members that never drew the row. An interval is the mean
-    prediction plus $[q_b, q_{1 - a + b}]$, quantiles of the residuals for $a = 1 - \mathrm{level}$, with the $b$ that
-    makes it shortest: of $n$ residuals the shortest interval of $\lfloor n \, \mathrm{level} \rfloor + 1$ neighbours,
-    which need not be symmetric. As targets arrive, their residuals replace the oldest. The mean prediction is the mean
-    over rows of that of the members that never drew the row.
+    Residuals are targets minus the out-of-bag mean, over the members that never drew the row. An interval is the mean
+    prediction plus $[q_b, q_{1 - a + b}]$, quantiles of the residuals with $a = 1 - \mathrm{level}$ and the $b$ that
+    minimises the width: for $n$ residuals the shortest interval of $\lfloor n \, \mathrm{level} \rfloor + 1$
+    neighbours, which need not be symmetric. Residuals of new targets replace the oldest. The mean prediction averages
+    the out-of-bag mean over rows.
 
-    Coverage is asymptotic, for errors that are stationary and mix, and a model that is consistent: no guarantee holds
-    for a given number of rows. Short windows cover too little, as quantiles of few residuals do.
+    Coverage is asymptotic, for stationary, mixing errors and a consistent model, without a finite-sample guarantee.
+    Short windows undercover, because quantiles of few residuals do.
 
     **Arguments:**
 
-    - `held_out`: `(rows,)`, the out-of-bag prediction of every row, in the order of time: `.mean` of
-        [`eqx_ensemble.resample.out_of_bag_mean`][]; NaN where there is none. Such rows do not count.
+    - `held_out`: `(rows,)`, the out-of-bag prediction of every row, in temporal order: `.mean` of
+        [`eqx_ensemble.resample.out_of_bag_mean`][]. Rows without one are NaN, and are ignored.
     - `targets`: `(rows,)`; nothing is broadcast.
     - `drawn`: the training rows of the members: row indices `(members, n)` or weights `(members, rows)`, as for
         [`eqx_ensemble.resample.out_of_bag`][].
-    - `level`: a Python number between 0 and 1.
-    - `window`: how many of the latest residuals are kept; by default as many as there are rows.
+    - `level`: the coverage, a Python number between 0 and 1.
+    - `window`: the number of latest residuals to keep; by default the number of rows.
     - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means. Members of weight zero are
         ignored.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.Enbpi`][]: `fitted(predictions)` of all members, `(members, *batch)`, gives `.lower` and
-    `.upper`; `fitted.update(predictions, targets)` the state after these targets. Both work inside `jax.jit` and
-    `jax.lax.scan`.
+    [`eqx_ensemble.conformal.Enbpi`][]: `fitted(predictions)` takes the predictions of all members, `(members, *batch)`,
+    and returns `.lower` and `.upper`; `fitted.update(predictions, targets)` returns the state after these targets. Both
+    work inside `jax.jit` and `jax.lax.scan`.
 
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
     - `ValueError` for mismatched shapes, NaN in rows that a member held out, invalid weights, and a level outside 0 to
-        1. Warns if no row has an out-of-bag prediction, so that intervals are unbounded.
+        1. Warns if no row has an out-of-bag prediction: intervals are then unbounded.
     - `IndexError` for rows outside the data (where concrete).
 
     ```python

@@ -17,7 +17,7 @@ def score_labels(
     *,
     argument: str = "logits",
 ) -> tuple[Array, Array, Array | None]:
-    """The scores of the labels on held-out rows, the labels and the mask, after checks."""
+    """Raises for invalid arguments. Returns the labels' scores on held-out rows, the labels and the mask."""
     checked = check_row_logits(name, logits, argument=argument)
     kept = check_mask(name, mask, checked.shape[:-1])
     targets = check_labels(name, labels, checked, mask, argument=argument, members=False)

@@ -21,28 +21,28 @@ def group_quantile(
     num_groups: int,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> Float[Array, " groups"]:
-    r"""The conformal quantile of each group: bounds for a new score of the group with probability `level` or more.
+    r"""The conformal quantile of each group: it bounds a new score of the group with probability `level` or more.
 
     [`eqx_ensemble.conformal.quantile`][] of the rows of each group (Mondrian conformal prediction). Coverage then holds
-    in every group, and not only on average over groups; each needs enough rows of its own.
+    in every group, not only on average over groups; each group needs enough rows.
 
     **Arguments:**
 
-    - `scores`: `(rows,)`, one nonconformity score per held-out row, higher is more unusual.
-    - `groups`: integers `(rows,)` from 0 to num_groups - 1, known for new rows too.
+    - `scores`: `(rows,)`, one nonconformity score per held-out row; higher is more unusual.
+    - `groups`: integers `(rows,)` from 0 to num_groups - 1, also known for new rows.
     - `level`: the coverage, a Python number between 0 and 1.
     - `num_groups`: the number of groups.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    `(groups,)`; infinite for groups with too few rows, or none, and NaN for groups with a NaN score.
+    `(groups,)`; infinite for groups with too few rows, NaN for groups with a NaN score.
 
     **Raises:**
 
     - `TypeError` for scores that are not floating-point and groups that are not integers.
-    - `ValueError` for mismatched shapes, groups out of range, and a level outside (0, 1). Warns if there are groups
-        with too few rows for a finite quantile.
+    - `ValueError` for mismatched shapes, groups out of range, and a level outside (0, 1). Warns about groups with too
+        few rows for a finite quantile.
 
     ```python
     # intervals of a width for each of two groups
@@ -83,7 +83,7 @@ def fit_groups(
     *,
     noun: str,
 ) -> Float[Array, " groups"]:
-    """The quantile of each group; warns of those with too few rows."""
+    """The quantile of each group; warns about groups with too few rows."""
     table = ranks_by_count(level, scores.size)
     found, counts = _values_at_ranks(scores, groups, mask, jnp.asarray(table), num_groups)
     host = concrete(counts)

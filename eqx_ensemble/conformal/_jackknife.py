@@ -12,14 +12,14 @@ from ._left_out import fit_left_out, intervals
 
 
 class CvPlus(eqx.Module):
-    """CV+ intervals, fitted: call it on the predictions of the same members.
+    """Fitted CV+ intervals: call it on the predictions of the same members.
 
     **Attributes:**
 
     - `residuals`: `(rows,)`, the absolute error of every row's held-out prediction.
     - `share`: `(folds, rows)`, the weights of the folds that held the row out; they sum to one.
-    - `rank`: the rank of the value at the end of an interval.
-    - `mask`: booleans `(rows,)`, the rows that are used.
+    - `rank`: the rank of the values at the interval ends.
+    - `mask`: booleans `(rows,)`, whether each row is used.
     """
 
     residuals: Float[Array, " rows"]
@@ -30,7 +30,7 @@ class CvPlus(eqx.Module):
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
         """The intervals `(*batch,)` from all members' predictions for new rows.
 
-        Cross-fitting may train several members per fold: member `i` has fold `i % folds`.
+        Member `i` belongs to fold `i % folds`; several members per fold are averaged.
         """
         name = "conformal.CvPlus"
         checked = check_values(name, "predictions", predictions)
@@ -40,14 +40,14 @@ class CvPlus(eqx.Module):
 
 
 class JackknifePlus(eqx.Module):
-    """Jackknife+ intervals, fitted: call it on the predictions of the same members.
+    """Fitted jackknife+ intervals: call it on the predictions of the same members.
 
     **Attributes:**
 
     - `residuals`: `(rows,)`, the absolute error of every row's held-out prediction; infinite for rows without one.
     - `share`: `(members, rows)`, the weights of the members that held the row out; they sum to one.
-    - `rank`: the rank of the value at the end of an interval.
-    - `mask`: booleans `(rows,)`, the rows that are used.
+    - `rank`: the rank of the values at the interval ends.
+    - `mask`: booleans `(rows,)`, whether each row is used.
     """
 
     residuals: Float[Array, " rows"]
@@ -71,12 +71,12 @@ def cv_plus(
     level: float,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> CvPlus:
-    r"""CV+: intervals from one cross-fit run, without separate calibration data.
+    r"""CV+: intervals from one cross-fit run, without a calibration set.
 
-    Let $R_i$ be the absolute error of row $i$ under the members that were not trained on it, and $\mu_{-i}(x)$ the
-    prediction of these members for a new $x$. With $k = \lceil (n + 1) \, \mathrm{level} \rceil$, the interval ends at
-    the $k$-th smallest of $\mu_{-i}(x) + R_i$, and starts at the $k$-th largest of $\mu_{-i}(x) - R_i$. It covers a new
-    target with probability at least $2 \, \mathrm{level} - 1$, less a term that vanishes with many folds or rows, for
+    Let $R_i$ be the absolute error for row $i$ of the members that were not trained on it, and $\mu_{-i}(x)$ the
+    prediction of these members for a new $x$. With $k = \lceil (n + 1) \, \mathrm{level} \rceil$, the upper end is the
+    $k$-th smallest $\mu_{-i}(x) + R_i$, and the lower end the $k$-th largest $\mu_{-i}(x) - R_i$. It covers a new
+    target with probability at least $2 \, \mathrm{level} - 1$, minus a term that vanishes for many folds or rows, for
     any model and distribution; in practice with probability `level`.
 
     **Arguments:**
@@ -85,13 +85,13 @@ def cv_plus(
         [`eqx_ensemble.methods.cross_fit`][], one output at a time.
     - `targets`: `(rows,)`; nothing is broadcast.
     - `folds`: the result of [`eqx_ensemble.resample.folds`][].
-    - `level`: a Python number between 0 and 1.
+    - `level`: the coverage, a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.CvPlus`][]: `fitted(predictions)` of all members, `(members, *batch)`, gives
-    `.lower` and `.upper`.
+    [`eqx_ensemble.conformal.CvPlus`][]: `fitted(predictions)` takes the predictions of all members, `(members,
+    *batch)`, and returns `.lower` and `.upper`.
 
     **Raises:**
 
@@ -148,29 +148,29 @@ def jackknife_plus_after_bootstrap(
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> JackknifePlus:
-    r"""Jackknife+-after-bootstrap: intervals from one bagged ensemble, without separate calibration data.
+    r"""Jackknife+-after-bootstrap: intervals from one bagged ensemble, without a calibration set.
 
     As [`eqx_ensemble.conformal.cv_plus`][], where $\mu_{-i}$ is the mean of the members that never drew row $i$. A row
-    that all members drew has no held-out prediction: its error counts as infinite, which keeps the guarantee but widens
-    the intervals, so use a few dozen members. The guarantee of $2 \, \mathrm{level} - 1$ is exact if the number of
-    members is drawn from a binomial distribution.
+    drawn by all members has no held-out prediction: its error is set to infinity, which keeps the guarantee but widens
+    the intervals. Use a few dozen members. The guarantee of $2 \, \mathrm{level} - 1$ is exact if the number of members
+    is drawn from a binomial distribution.
 
     **Arguments:**
 
     - `held_out`: `(rows,)`, the out-of-bag prediction of every row: `.mean` of
-        [`eqx_ensemble.resample.out_of_bag_mean`][], one output at a time; NaN where there is none.
+        [`eqx_ensemble.resample.out_of_bag_mean`][], one output at a time; NaN for rows without one.
     - `targets`: `(rows,)`; nothing is broadcast.
     - `drawn`: the training rows of the members: row indices `(members, n)` or weights `(members, rows)`, as for
         [`eqx_ensemble.resample.out_of_bag`][].
-    - `level`: a Python number between 0 and 1.
+    - `level`: the coverage, a Python number between 0 and 1.
     - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means. Members of weight zero are
         ignored.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.JackknifePlus`][]: `fitted(predictions)` of all members, `(members, *batch)`,
-    gives `.lower` and `.upper`.
+    [`eqx_ensemble.conformal.JackknifePlus`][]: `fitted(predictions)` takes the predictions of all members, `(members,
+    *batch)`, and returns `.lower` and `.upper`.
 
     **Raises:**
 

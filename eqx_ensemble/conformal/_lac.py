@@ -8,18 +8,18 @@ from ._rank import fraction, rank_of, value_at_rank_jit
 
 
 class Lac(eqx.Module):
-    """Least ambiguous prediction sets, fitted: call it on logits.
+    """Fitted least ambiguous prediction sets: call it on logits.
 
     **Attributes:**
 
     - `threshold`: a class is in the set if minus the log-odds of its probability, `log((1 - p) / p)`, is at most this;
-        infinite if the held-out rows were too few, so that sets have all classes.
+        infinite, for sets of all classes, if there were too few held-out rows.
     """
 
     threshold: Float[Array, ""]
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
-        """The set of each row, as booleans, which may be empty; all classes where the logits are NaN."""
+        """The set of each row as booleans, which may be empty; all classes where the logits are NaN."""
         scores, threshold = promote(lac_scores(check_logits("conformal.Lac", logits, members=False)), self.threshold)
         return ~(scores > threshold)
 
@@ -31,27 +31,29 @@ def lac(
     level: float,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> Lac:
-    r"""Least ambiguous prediction sets: all classes whose probability reaches one threshold; the smallest on average.
+    r"""Least ambiguous prediction sets: all classes whose probability reaches a threshold; the smallest on average.
 
-    A class's score is $1 - p$; the set has the classes whose score is at most [`eqx_ensemble.conformal.quantile`][] of
-    the labels' scores on held-out rows, and so contains a new label with probability `level` or more. Scores are
-    compared as log-odds, which are accurate even where probabilities round to zero or one.
+    The score of a class is $1 - p$. The set contains the classes whose score is at most
+    [`eqx_ensemble.conformal.quantile`][] of the labels' scores on held-out rows, and covers a new label with
+    probability `level` or more. Scores are compared as log-odds, which are accurate even where probabilities round to
+    zero or one.
 
-    Sets may be empty: coverage is an average over rows, and where the model is more accurate than `level`, the rows
-    with the least confident predictions get none. A model that is always right has 30 % of empty sets at level 0.7. For
-    one class at least use [`eqx_ensemble.conformal.aps`][], or add the likeliest: coverage can only grow.
+    Sets may be empty: coverage is an average over rows, and if the model is more accurate than `level`, the rows with
+    the least confident predictions get empty sets. A model that is always right has 30 % empty sets at level 0.7. To
+    avoid empty sets, add the most likely class, which can only increase coverage; those of
+    [`eqx_ensemble.conformal.aps`][] are rarely empty.
 
     **Arguments:**
 
-    - `logits`: `(rows, classes)`, of the combined prediction for rows that no member was trained on, such as the
-        result of [`eqx_ensemble.combine.mixture`][]. No `members` axis.
+    - `logits`: combined logits or log-probabilities for held-out rows, `(rows, classes)`, such as the result of
+        [`eqx_ensemble.combine.mixture`][]. No `members` axis.
     - `labels`: integers `(rows,)` from 0 to classes - 1.
     - `level`: the coverage, a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.Lac`][]: `fitted(logits)` gives booleans `(*batch, classes)`.
+    [`eqx_ensemble.conformal.Lac`][]: `fitted(logits)` returns booleans `(*batch, classes)`.
 
     **Raises:**
 

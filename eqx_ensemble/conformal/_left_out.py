@@ -20,7 +20,7 @@ def fit_left_out(
     level: float,
     infinite: int,
 ) -> tuple[Array, Array, Array, Array]:
-    """Residuals, weights of the members that held each row out, the rank of the quantile, and the used rows."""
+    """Residuals, weights of the members that held each row out, the rank of the quantile, and the mask of used rows."""
     rank = rank_of(name, fraction(level), targets.size, mask, infinite=infinite)
     kept = jnp.ones(targets.shape, bool) if mask is None else mask
     held_out, targets = blank_masked(held_out, mask), blank_masked(targets, mask)
@@ -40,7 +40,7 @@ def _residuals_and_shares(
 
 
 def left_out_shares(unseen: Bool[Array, "folds rows"], weights: Float[Array, " folds"]) -> Float[Array, "folds rows"]:
-    """The weights of the members that held each row out; they sum to one, or are zero where none did."""
+    """The normalised weights of the members that held each row out; zero for rows without such a member."""
     share = jnp.where(unseen, weights[:, None], 0)
     total = jnp.sum(share, axis=0)
     return share / jnp.where(total == 0, 1, total)[None]
@@ -61,7 +61,7 @@ def intervals(
     flat = jnp.where(used[:, None], flat, 0)
 
     def ends(of_row: Float[Array, " folds"]) -> tuple[Array, Array]:
-        # A common offset is removed first: in sums of products of large numbers its rounding would differ between rows.
+        # A common offset is subtracted first: in sums of large products its rounding would differ between rows.
         offset = jnp.sum(jnp.where(used, of_row, 0)) / jnp.sum(used).astype(of_row.dtype)
         left_out = jnp.matmul(of_row - offset, share, precision=jax.lax.Precision.HIGHEST)
         below = value_at_rank(residuals - left_out, mask, rank)

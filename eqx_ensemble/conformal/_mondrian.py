@@ -12,12 +12,12 @@ from ._rank import fraction
 
 
 class ClassConditional(eqx.Module):
-    """Prediction sets with a threshold for each class, fitted: call it on logits.
+    """Fitted prediction sets with a threshold for each class: call it on logits.
 
     **Attributes:**
 
     - `threshold`: `(classes,)`; a class is in the set if its score is at most its threshold. Infinite for classes with
-        too few held-out rows, which are in every set.
+        too few held-out rows: they are in every set.
     - `score`: `"lac"`, minus the log-odds; `"aps"`, minus the logarithm of the remaining probability; or `"top_k"`, the
         number of classes at least as likely.
     """
@@ -26,7 +26,7 @@ class ClassConditional(eqx.Module):
     score: Score = eqx.field(static=True)
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
-        """The set of each row, as booleans, which may be empty; all classes where the logits are NaN."""
+        """The set of each row as booleans, which may be empty; all classes where the logits are NaN."""
         name = "conformal.ClassConditional"
         checked = check_logits(name, logits, members=False)
         check_num_classes(name, self.threshold.size, checked.shape[-1])
@@ -36,12 +36,12 @@ class ClassConditional(eqx.Module):
 
 
 class GroupConditional(eqx.Module):
-    """Prediction sets with a threshold for each group of rows, fitted: call it on logits and groups.
+    """Fitted prediction sets with a threshold for each group of rows: call it on logits and groups.
 
     **Attributes:**
 
     - `threshold`: `(groups,)`; a class is in the set if its score is at most the threshold of the row's group. Infinite
-        for groups with too few held-out rows, whose sets have all classes.
+        for groups with too few held-out rows: their sets contain all classes.
     - `score`: as for [`eqx_ensemble.conformal.ClassConditional`][].
     """
 
@@ -51,7 +51,7 @@ class GroupConditional(eqx.Module):
     def __call__(
         self, logits: Float[ArrayLike, "*batch classes"], groups: Integer[ArrayLike, "*batch"]
     ) -> Bool[Array, "*batch classes"]:
-        """The set of each row, as booleans; all classes where the logits are NaN, and, traced, where no group is."""
+        """The set of each row as booleans; all classes for NaN logits and, while tracing, for groups out of range."""
         name = "conformal.GroupConditional"
         checked = check_logits(name, logits, members=False)
         own, count = check_groups(name, groups, self.threshold.size, checked.shape[:-1])
@@ -71,13 +71,13 @@ def class_conditional(
 ) -> ClassConditional:
     r"""Prediction sets that cover the rows of every class with probability `level` or more (Mondrian).
 
-    With one threshold for all classes, frequent classes may be covered more often, and rare ones less often, than
-    `level`. Here the threshold of a class is [`eqx_ensemble.conformal.quantile`][] of the scores of its own held-out
-    rows. A class with $n$ of them is in every set unless $\lceil (n + 1) \, \mathrm{level} \rceil \le n$.
+    With one threshold for all classes, coverage may be higher than `level` for frequent classes and lower for rare
+    ones. Here the threshold of a class is [`eqx_ensemble.conformal.quantile`][] of the scores of its own held-out rows.
+    A class with $n$ such rows is in every set unless $\lceil (n + 1) \, \mathrm{level} \rceil \le n$.
 
     **Arguments:**
 
-    - `logits`: `(rows, classes)`, of the combined prediction for rows that no member was trained on. No `members` axis.
+    - `logits`: combined logits or log-probabilities for held-out rows, `(rows, classes)`. No `members` axis.
     - `labels`: integers `(rows,)` from 0 to classes - 1.
     - `level`: the coverage, a Python number between 0 and 1.
     - `score`: `"lac"`, `"aps"` or `"top_k"`, as in [`eqx_ensemble.conformal.lac`][],
@@ -86,12 +86,12 @@ def class_conditional(
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.ClassConditional`][]: `fitted(logits)` gives booleans `(*batch, classes)`.
+    [`eqx_ensemble.conformal.ClassConditional`][]: `fitted(logits)` returns booleans `(*batch, classes)`.
 
     **Raises:**
 
-    As [`eqx_ensemble.conformal.aps`][], and `ValueError` for another `score`. Warns if there are classes with too few
-    rows, or none. While tracing, a NaN among the rows of a class puts the class into every set.
+    As [`eqx_ensemble.conformal.aps`][], and `ValueError` for another `score`. Warns about classes with too few rows.
+    While tracing, NaN in the rows of a class puts the class into every set.
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.4]] * 9 + [[0.8, 0.2]] * 9))
@@ -124,24 +124,23 @@ def group_conditional(
 ) -> GroupConditional:
     r"""Prediction sets that cover the rows of every group with probability `level` or more (Mondrian).
 
-    The threshold of a group is [`eqx_ensemble.conformal.quantile`][] of the scores of its own held-out rows. For
-    intervals see [`eqx_ensemble.conformal.group_quantile`][].
+    The threshold of a group is [`eqx_ensemble.conformal.quantile`][] of the scores of its held-out rows. For intervals
+    see [`eqx_ensemble.conformal.group_quantile`][].
 
     **Arguments:**
 
-    - `groups`: integers `(rows,)` from 0 to num_groups - 1: what is known of a row before its label, such as its
-        hospital.
+    - `groups`: integers `(rows,)` from 0 to num_groups - 1, known before the label, such as a patient's hospital.
     - `num_groups`: the number of groups.
     - the other arguments: as for [`eqx_ensemble.conformal.class_conditional`][].
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.GroupConditional`][]: `fitted(logits, groups)` gives booleans `(*batch, classes)`.
+    [`eqx_ensemble.conformal.GroupConditional`][]: `fitted(logits, groups)` returns booleans `(*batch, classes)`.
 
     **Raises:**
 
-    As [`eqx_ensemble.conformal.class_conditional`][], and `TypeError` or `ValueError` for groups that are not integers
-    in range. Warns if there are groups with too few rows, or none.
+    As [`eqx_ensemble.conformal.class_conditional`][]; also `TypeError` for groups that are not integers, and
+    `ValueError` for groups out of range (where concrete). Warns about groups with too few rows.
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.4]] * 9 + [[0.8, 0.2]] * 9))

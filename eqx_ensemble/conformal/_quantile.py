@@ -14,14 +14,14 @@ def quantile(
 ) -> Float[Array, ""]:
     r"""The conformal quantile: an upper bound for a new score that holds with probability `level` or more.
 
-    Of $n$ scores the $\lceil (n + 1) \, \mathrm{level} \rceil$-th smallest, and infinity where that is more than $n$. A
-    decimal level is read as an exact fraction: of 9 scores 0.9 takes the ninth. If the new score is exchangeable with
-    these, and no two are equal, it is at or below the quantile with probability $\lceil (n + 1) \, \mathrm{level}
-    \rceil / (n + 1)$; given these $n$ scores this probability has a Beta distribution.
+    The $\lceil (n + 1) \, \mathrm{level} \rceil$-th smallest of $n$ scores, or infinity if this rank exceeds $n$. A
+    decimal level is read as an exact fraction: for 9 scores, level 0.9 selects the ninth. If the new score is
+    exchangeable with these and there are no ties, it is at or below the quantile with probability $\lceil (n + 1) \,
+    \mathrm{level} \rceil / (n + 1)$; conditionally on the $n$ scores, this probability has a Beta distribution.
 
     **Arguments:**
 
-    - `scores`: `(rows,)`, one nonconformity score per held-out row, higher is more unusual.
+    - `scores`: `(rows,)`, one nonconformity score per held-out row; higher is more unusual.
     - `level`: the coverage, a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
@@ -32,8 +32,8 @@ def quantile(
     **Raises:**
 
     - `TypeError` for scores that are not floating-point.
-    - `ValueError` for scores that are not one per row, and a level outside (0, 1). Warns if there are too few rows for
-        a finite quantile.
+    - `ValueError` for scores that are not `(rows,)`, and a level outside (0, 1). Warns if there are too few rows for a
+        finite quantile.
 
     ```python
     ee.conformal.quantile(jnp.arange(1.0, 10.0), level=0.9)  # of 1, ..., 9 the ninth, 9
@@ -66,28 +66,28 @@ def weighted_quantile(
     level: float,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> Float[Array, "*batch"]:
-    r"""The conformal quantile under covariate shift, for new rows with another distribution of inputs.
+    r"""The conformal quantile under covariate shift, for new rows with a different distribution of inputs.
 
-    The smallest score $s$ with $\sum_i w_i [s_i \le s] \ge \mathrm{level} \, (\sum_i w_i + w_\mathrm{new})$, where the
-    weights are the ratios of the density of an input among new rows to that among held-out rows, up to a common factor;
-    infinity where there is none. With equal weights it is [`eqx_ensemble.conformal.quantile`][].
+    The smallest score $s$ with $\sum_i w_i [s_i \le s] \ge \mathrm{level} \, (\sum_i w_i + w_\mathrm{new})$, where a
+    weight is the ratio of the density of the input among new rows to that among held-out rows, up to a common factor;
+    infinity if no score satisfies it. With equal weights it is [`eqx_ensemble.conformal.quantile`][].
 
     **Arguments:**
 
-    - `scores`: `(rows,)`, one nonconformity score per held-out row, higher is more unusual.
-    - `row_weights`: `(rows,)`, finite and not negative.
-    - `new_weights`: `(*batch,)`, the weights of the new rows.
+    - `scores`: `(rows,)`, one nonconformity score per held-out row; higher is more unusual.
+    - `row_weights`: `(rows,)`, finite and non-negative.
+    - `new_weights`: `(*batch,)`, the weights of the new rows, finite and non-negative.
     - `level`: the coverage, a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    One quantile for each new row, `(*batch,)`. NaN if a score is NaN.
+    One quantile per new row, `(*batch,)`. NaN if a score is NaN.
 
     **Raises:**
 
     - `TypeError` for scores that are not floating-point.
-    - `ValueError` for mismatched shapes, negative weights, and a level outside (0, 1).
+    - `ValueError` for mismatched shapes, invalid weights, and a level outside (0, 1).
 
     ```python
     scores = jnp.arange(1.0, 10.0)
@@ -135,7 +135,7 @@ def _weighted_quantile(
     wanted = jnp.asarray(level, scores.dtype) * slack * (reached[-1] + new_weights)
     index = jnp.searchsorted(reached, jnp.ravel(wanted), side="left")
     found = jnp.append(ordered, jnp.inf)[jnp.reshape(index, new_weights.shape)]
-    # For many rows that slack exceeds one row: equal weights are counted instead.
+    # For many rows this slack exceeds one row: for equal weights the exact rank is used instead.
     alike = new_weights == (row_weights if mask is None else jnp.where(mask, row_weights, jnp.inf)).min()
     alike = alike & (new_weights == weights.max()) & (new_weights > 0)
     found = jnp.where(alike, value_at_rank(scores, mask, rank), found)

@@ -1,4 +1,4 @@
-"""The sum of losses that controls a risk, in exact arithmetic, and the threshold at which it is reached."""
+"""The largest sum of losses that controls a risk, in exact arithmetic, and the threshold that reaches it."""
 
 from fractions import Fraction
 
@@ -23,7 +23,7 @@ def largest_total(risk: float, bound: float, num_rows: int, mask: Array | None, 
 
 
 def fraction_of(risk: float, bound: float) -> Fraction:
-    """The risk as an intended fraction of the bound, whatever the unit of the losses."""
+    """The risk as an intended decimal fraction of the bound."""
     return fraction(float(risk) / float(bound))
 
 
@@ -41,7 +41,7 @@ def first_on_grid(
     mask: Bool[Array, " rows"] | None,
     most: Float[Array, ""],
 ) -> Float[Array, ""]:
-    """The first threshold whose losses add up to `most` or less, infinite if there is none; NaN if a loss is NaN."""
+    """The first threshold whose losses sum to `most` or less, infinite if none does; NaN if a loss is NaN."""
     counted = losses if mask is None else jnp.where(mask[:, None], losses, 0)
     total = jnp.sum(counted, axis=0)
     found = jnp.min(jnp.where(total <= most, thresholds, jnp.inf))
@@ -55,12 +55,12 @@ def first_step(
     mask: Bool[Array, " rows"] | None,
     most: Float[Array, ""],
 ) -> Float[Array, ""]:
-    """The first step above which the drops add up to `most` or less; minus infinity if all drops do."""
+    """The first step above which the drops sum to `most` or less; minus infinity if all drops do."""
     heights = drops if mask is None else jnp.where(mask[:, None], drops, 0)
     at = jnp.where(heights == 0, -jnp.inf, steps)
     spoilt = jnp.any(jnp.isnan(heights)) | jnp.any(jnp.isnan(at))
     at, heights = jax.lax.sort((jnp.ravel(at), jnp.ravel(heights)), num_keys=1)
-    # What is left of the losses at minus infinity, and at each step.
+    # The remaining sum of losses at minus infinity, and at each step.
     left = jnp.append(jax.lax.cumsum(heights, reverse=True), 0)
     found = jnp.min(jnp.where(left <= most, jnp.append(-jnp.inf, at), jnp.inf))
     return jnp.where(spoilt, jnp.nan, found)

@@ -20,35 +20,35 @@ def risk_control(
     bound: float = 1.0,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> Float[Array, ""]:
-    r"""Conformal risk control: the first threshold at which the expected loss of a new row is at most `risk`.
+    r"""Conformal risk control: the smallest threshold at which the expected loss of a new row is at most `risk`.
 
-    For losses $L_i(\lambda) \le B$ that never increase with the threshold, such as the fraction of missed labels of
-    sets that grow with it, the smallest $\lambda$ of the grid with
+    For losses $L_i(\lambda) \le B$ that do not increase with the threshold, such as the fraction of labels missed by
+    sets that grow with it, the result is the smallest $\lambda$ of the grid with
 
     $$\frac{\sum_i L_i(\lambda) + B}{n + 1} \le \mathrm{risk}.$$
 
-    If the new row is exchangeable with the held-out ones, its expected loss there is at most `risk`, on average over
-    held-out and new rows, for any model and distribution. Without $B$ it is not. A loss of 0 for a label inside its set
-    and 1 outside gives [`eqx_ensemble.conformal.quantile`][] at the level 1 - risk. For losses that are step functions,
-    [`eqx_ensemble.conformal.risk_control_steps`][] needs no grid.
+    If the new row is exchangeable with the held-out rows, its expected loss at this threshold is at most `risk`, on
+    average over held-out and new rows, for any model and distribution. The term $B$ is necessary. A loss of 0 for a
+    label inside its set and 1 outside gives [`eqx_ensemble.conformal.quantile`][] at level 1 - risk. For losses that
+    are step functions, [`eqx_ensemble.conformal.risk_control_steps`][] needs no grid.
 
     **Arguments:**
 
     - `losses`: `(rows, thresholds)`, the loss of each held-out row at each threshold.
     - `thresholds`: `(thresholds,)`, increasing.
     - `risk`: the largest expected loss, a Python number between 0 and `bound`.
-    - `bound`: $B$, the largest loss that a row can have.
+    - `bound`: $B$, the largest possible loss of a row.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    A scalar; infinite if no threshold qualifies, and, while tracing, NaN if a loss is NaN.
+    A scalar; infinite if no threshold qualifies. While tracing, NaN if a loss is NaN.
 
     **Raises:**
 
     - `TypeError` for losses or thresholds that are not floating-point.
     - `ValueError` for mismatched shapes, thresholds that do not increase, losses that increase, exceed `bound` or are
-        NaN (where concrete), and a risk outside 0 to `bound`. Warns if no threshold qualifies.
+        NaN (where concrete), and a risk that is not between 0 and `bound`. Warns if no threshold qualifies.
 
     ```python
     # the fraction of two true labels that are missed if classes from a probability of 1 - threshold are taken
@@ -91,28 +91,28 @@ def risk_control_steps(
     bound: float = 1.0,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> Float[Array, ""]:
-    r"""Conformal risk control of losses that are step functions of the threshold: exact, without a grid.
+    r"""Conformal risk control for losses that are step functions of the threshold: exact, without a grid.
 
-    The loss of row $i$ is $L_i(\lambda) = \sum_j d_{ij} [\lambda < s_{ij}]$: it drops by $d_{ij}$ where the threshold
-    reaches $s_{ij}$, and is zero after the last step. The result is the smallest threshold of all with
-    $(\sum_i L_i(\lambda) + B) / (n + 1) \le \mathrm{risk}$, as for [`eqx_ensemble.conformal.risk_control`][].
+    The loss of row $i$ is $L_i(\lambda) = \sum_j d_{ij} [\lambda < s_{ij}]$: it drops by $d_{ij}$ when the threshold
+    reaches $s_{ij}$, and is zero after the last step. The result is the smallest threshold with $(\sum_i L_i(\lambda) +
+    B) / (n + 1) \le \mathrm{risk}$, as for [`eqx_ensemble.conformal.risk_control`][].
 
     **Arguments:**
 
-    - `steps`: `(rows, steps)`, where the loss drops. Several labels of a row: the scores of its true labels.
-    - `drops`: `(rows, steps)`, by how much, zero or more; zero for rows with fewer steps.
+    - `steps`: `(rows, steps)`, the thresholds at which the loss drops; for multi-label rows the scores of the true
+        labels.
+    - `drops`: `(rows, steps)`, the non-negative size of each drop; zero for rows with fewer steps.
     - `risk`, `bound`, `mask`: as for [`eqx_ensemble.conformal.risk_control`][].
 
     **Returns:**
 
-    A scalar; infinite if no threshold qualifies, minus infinity if all do, and, while tracing, NaN if a step or drop is
-    NaN.
+    A scalar; infinite if no threshold qualifies, minus infinity if all do. While tracing, NaN if a step or drop is NaN.
 
     **Raises:**
 
     - `TypeError` for steps or drops that are not floating-point.
-    - `ValueError` for mismatched shapes, NaN, negative drops, and drops of a row that add up to more than `bound`
-        (where concrete); for a risk outside 0 to `bound`. Warns if no threshold qualifies.
+    - `ValueError` for mismatched shapes, for NaN, negative drops, and drops of a row that sum to more than `bound`
+        (where concrete), and for a risk that is not between 0 and `bound`. Warns if no threshold qualifies.
 
     ```python
     # a label is missed while the threshold is below its score: the split-conformal quantile

@@ -1,4 +1,4 @@
-"""Signed residuals of out-of-bag means, and the shortest interval of most of them."""
+"""Signed residuals of out-of-bag means, and the shortest interval that contains a fraction of them."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ def residuals_and_share(
     weights: Float[Array, " members"],
     known: Bool[Array, " rows"],
 ) -> tuple[Float[Array, " rows"], Float[Array, " members"]]:
-    """The residuals, and the members' weights in the mean over known rows of the means of those that held it out."""
+    """The residuals, and the members' weights in the mean, over known rows, of the out-of-bag means."""
     residuals = blank_masked(targets, known) - blank_masked(held_out, known)
     share = jnp.sum(jnp.where(known[None], left_out_shares(unseen, weights), 0), axis=1)
     total = jnp.sum(share)
@@ -31,7 +31,7 @@ def residuals_and_share(
 def shortest(
     residuals: Float[Array, " rows"], known: Bool[Array, " rows"], level: float
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The ends of the shortest interval of neighbours; infinite if none is known, NaN if a known one is."""
+    """The ends of the shortest interval of neighbours; infinite if no residual is known, NaN if a known one is NaN."""
     exact, num_rows = fraction(level), residuals.size
     sizes = np.asarray([n * exact.numerator // exact.denominator for n in range(num_rows + 1)], np.int32)
     count = jnp.sum(known, dtype=jnp.int32)

@@ -10,7 +10,7 @@ from ._rank import fraction, rank_of, value_at_rank_jit
 
 
 class Split(eqx.Module):
-    """Split-conformal intervals, fitted: call it on predictions.
+    """Fitted split-conformal intervals: call it on predictions.
 
     **Attributes:**
 
@@ -27,7 +27,7 @@ class Split(eqx.Module):
 
 
 class Normalised(eqx.Module):
-    """Split-conformal intervals with a scale, fitted: call it on predictions and scales.
+    """Fitted split-conformal intervals with a scale: call it on predictions and scales.
 
     **Attributes:**
 
@@ -54,21 +54,20 @@ def split(
 ) -> Split:
     r"""Intervals of constant width that cover a new target with probability `level` or more, for any model.
 
-    Split conformal prediction: half the width is [`eqx_ensemble.conformal.quantile`][] of the absolute errors
-    $|y_i - x_i|$ on held-out rows. The guarantee holds on average over held-out and new rows, if these
-    are exchangeable, for any model, distribution and number of rows.
+    Split conformal prediction: half the width is [`eqx_ensemble.conformal.quantile`][] of the absolute errors $|y_i -
+    x_i|$ on held-out rows. The guarantee holds on average over held-out and new rows, if they are exchangeable, for any
+    model, distribution and number of rows.
 
     **Arguments:**
 
-    - `predictions`: `(rows,)`, the combined prediction for rows that no member was trained on. Fit several
-        outputs separately.
+    - `predictions`: `(rows,)`, the combined predictions for held-out rows. Fit several outputs separately.
     - `targets`: `(rows,)`; nothing is broadcast.
     - `level`: the coverage, a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.Split`][]: `fitted(predictions)` gives `.lower` and `.upper`.
+    [`eqx_ensemble.conformal.Split`][]: `fitted(predictions)` returns `.lower` and `.upper`.
 
     **Raises:**
 
@@ -103,24 +102,24 @@ def normalised(
 ) -> Normalised:
     r"""Intervals whose width is proportional to a scale of each row, with coverage `level` or more.
 
-    As [`eqx_ensemble.conformal.split`][], with the quantile of $|y_i - x_i| / \sigma_i$: rows on which the members
-    disagree, or whose predicted variance is large, get wider intervals.
+    As [`eqx_ensemble.conformal.split`][], with the quantile of $|y_i - x_i| / \sigma_i$: rows with disagreement between
+    members or a large predicted variance get wider intervals.
 
     **Arguments:**
 
-    - `predictions`: `(rows,)`, the combined prediction for rows that no member was trained on.
-    - `scale`: `(rows,)`, above zero, such as a standard deviation.
+    - `predictions`: `(rows,)`, the combined predictions for held-out rows.
+    - `scale`: `(rows,)`, positive, such as a standard deviation.
     - `targets`: `(rows,)`; nothing is broadcast.
     - `level`: the coverage, a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.Normalised`][]: `fitted(predictions, scale)` gives `.lower` and `.upper`.
+    [`eqx_ensemble.conformal.Normalised`][]: `fitted(predictions, scale)` returns `.lower` and `.upper`.
 
     **Raises:**
 
-    As [`eqx_ensemble.conformal.split`][], and `ValueError` for scales that are not above zero (where concrete).
+    As [`eqx_ensemble.conformal.split`][], and `ValueError` for scales that are not positive (where concrete).
 
     ```python
     fitted = ee.conformal.normalised(

@@ -8,17 +8,17 @@ from ._rank import fraction, rank_of, value_at_rank_jit
 
 
 class TopK(eqx.Module):
-    """Prediction sets of the likeliest classes, fitted: call it on logits.
+    """Fitted prediction sets of the most likely classes: call it on logits.
 
     **Attributes:**
 
-    - `k`: how many classes are in each set; infinite if the held-out rows were too few, so that sets have all classes.
+    - `k`: the number of classes in each set; infinite, for all classes, if there were too few held-out rows.
     """
 
     k: Float[Array, ""]
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
-        """The set of each row, as booleans; all classes where the logits are NaN."""
+        """The set of each row as booleans; all classes where the logits are NaN."""
         scores, k = promote(top_k_scores(check_logits("conformal.TopK", logits, members=False)), self.k)
         return ~(scores > k)
 
@@ -30,23 +30,23 @@ def top_k(
     level: float,
     mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> TopK:
-    r"""Prediction sets of a fixed size: the `k` likeliest classes, with the smallest `k` that has the coverage.
+    r"""Prediction sets of a fixed size: the `k` most likely classes, with the smallest `k` that reaches the coverage.
 
-    A class's score is the number of classes that are at least as likely, and `k` is
-    [`eqx_ensemble.conformal.quantile`][] of the labels' scores on held-out rows. The size does not depend on how
-    certain a prediction is. Scores are whole numbers, so that the coverage usually exceeds `level`. Of classes that tie
-    for the last place none is in the set, as none was counted for it in the fit.
+    The score of a class is the number of classes that are at least as likely, and `k` is
+    [`eqx_ensemble.conformal.quantile`][] of the labels' scores on held-out rows. The size does not depend on the
+    confidence of a prediction. Scores are integers, so the coverage usually exceeds `level`. Classes that tie across
+    rank `k` are all excluded, consistently with the fit.
 
     **Arguments:**
 
-    - `logits`: `(rows, classes)`, of the combined prediction for rows that no member was trained on. No `members` axis.
+    - `logits`: combined logits or log-probabilities for held-out rows, `(rows, classes)`. No `members` axis.
     - `labels`: integers `(rows,)` from 0 to classes - 1.
     - `level`: the coverage, a Python number between 0 and 1.
     - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.TopK`][]: `fitted(logits)` gives booleans `(*batch, classes)`.
+    [`eqx_ensemble.conformal.TopK`][]: `fitted(logits)` returns booleans `(*batch, classes)`.
 
     **Raises:**
 
