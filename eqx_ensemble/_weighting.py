@@ -1,4 +1,4 @@
-"""Reductions over the `members` axis that the array functions share; weights are checked and normalised."""
+"""Shared reductions over the `members` axis, for checked and normalised weights."""
 
 import math
 
@@ -12,7 +12,7 @@ from ._check import as_column
 def blank_unweighted(
     values: Float[Array, "members ..."], weights: Float[Array, "members ..."] | None, *, fill: ArrayLike = 0.0
 ) -> Float[Array, "members ..."]:
-    """The values, overwritten for members of weight zero, so that their NaNs affect no value and no gradient."""
+    """The values, overwritten for members of weight zero: NaN there then affects no value and no gradient."""
     if weights is None:
         return values
     return jnp.where(as_column(weights, values.ndim) == 0, fill, values)
@@ -38,7 +38,7 @@ def weighted_mean(
 
 
 def sum_members(values: Float[Array, "members ..."]) -> Float[Array, "..."]:
-    """Sum over members, half by half: on a CPU XLA stores the terms of `jnp.sum` over a leading axis first."""
+    """Pairwise sum over members: on a CPU, XLA materialises the terms of `jnp.sum` over a leading axis."""
     rest = []
     while (half := values.shape[0] // 2) > 0:
         rest += [values[2 * half]] if values.shape[0] % 2 else []
@@ -47,7 +47,7 @@ def sum_members(values: Float[Array, "members ..."]) -> Float[Array, "..."]:
 
 
 def known_mean(values: Float[Array, "members ..."], weights: Float[Array, "members ..."] | None) -> Float[Array, "..."]:
-    """Mean over members, of which those of weight zero may be NaN."""
+    """Mean over members; members of weight zero may be NaN."""
     return weighted_mean(blank_unweighted(values, weights), weights)
 
 
@@ -63,7 +63,7 @@ def log_mixture(logs: Float[Array, "members ..."], weights: Float[Array, "member
     num_members = logs.shape[0]
     convex = jnp.full(num_members, 1 / num_members, logs.dtype) if weights is None else weights
     spread = as_column(convex, logs.ndim)
-    # Where no member gives any probability, logsumexp has the right value but a NaN gradient.
+    # Where all members have probability zero, logsumexp has the right value but a NaN gradient.
     impossible = jnp.all((logs == -jnp.inf) | (spread == 0), axis=0)
     safe = jnp.where(impossible[None], 0, logs)
     return jnp.where(impossible, -jnp.inf, jax.nn.logsumexp(safe, axis=0, b=spread))
@@ -74,10 +74,10 @@ def moments(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Mean and variance over members (ddof 0)."""
     found = weighted_mean(mean, weights)
-    # Of an infinite mean the deviations are NaN, and their squares infinite.
+    # For an infinite mean, deviations are NaN: the variance is set to infinity.
     infinite = jnp.isinf(found)
     mean, rough = jnp.where(infinite[None], 0, mean), jnp.where(infinite, 0, found)
-    # The deviations from a first mean are small numbers: their mean corrects its rounding, their squares do not cancel.
+    # Deviations from a first mean are small: their mean corrects its rounding, and their squares do not cancel.
     deviation = mean - rough[None]
     correction = weighted_mean(deviation, weights)
     variance = weighted_mean((deviation - correction[None]) ** 2, weights)
@@ -97,7 +97,7 @@ def mixture_moments(
 def class_log_odds(logits: Float[Array, "*batch classes"]) -> Float[Array, "*batch classes"]:
     """`log(p / (1 - p))` of each class, accurate even where the probability rounds to zero or one."""
     logs = jax.nn.log_softmax(logits, axis=-1)
-    # At most one class has a probability above 0.55; what is left beside it is the sum of the others.
+    # At most one class has a probability above 0.55; its complement is the sum of the others.
     most = logs > -0.6
     others = jnp.where(most, -jnp.inf, logs)
     rest = jax.nn.logsumexp(others, axis=-1, keepdims=True)
@@ -105,7 +105,7 @@ def class_log_odds(logits: Float[Array, "*batch classes"]) -> Float[Array, "*bat
 
 
 def is_class(labels: Integer[Array, "*batch"], num_classes: int) -> Bool[Array, "*batch"]:
-    """Whether labels are classes: while tracing, others cannot raise an error, and give NaN."""
+    """Whether labels are valid classes: while tracing, invalid labels raise no error, and give NaN."""
     return (labels >= 0) & (labels < num_classes)
 
 
@@ -119,7 +119,7 @@ def at_label(values: Float[Array, "*batch classes"], labels: Integer[Array, "*ba
 def votes(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, "members ..."] | None
 ) -> Float[Array, "*batch classes"]:
-    """The fraction of the votes for each class; NaN where a member that votes has a NaN."""
+    """The fraction of votes for each class; NaN where a member of nonzero weight has NaN."""
     voting = blank_unweighted(logits, weights)
     chosen = jax.nn.one_hot(jnp.argmax(voting, axis=-1), voting.shape[-1], dtype=voting.dtype)
     unknown = jnp.any(jnp.isnan(voting), axis=-1, keepdims=True)
@@ -128,14 +128,14 @@ def votes(
 
 def different_votes(shares: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
     """The probability that two votes differ, from the fraction of each class."""
-    # Not 1 - sum of squares: members that agree would disagree by the rounding of their weights.
+    # Not 1 - sum of squares, which is not exactly zero for members that agree, because weights are rounded.
     return jnp.sum(shares * (jnp.sum(shares, axis=-1, keepdims=True) - shares), axis=-1)
 
 
 def shares_in_order(
     ordered: Float[Array, "members ..."], own: Float[Array, "members ..."] | None
 ) -> Float[Array, "members ..."]:
-    """The fraction of the weight at or below each of the sorted values; of equal weights `(members, 1, ...)`."""
+    """The cumulative weight at each of the sorted values; `(members, 1, ...)` for equal weights."""
     equal = as_column(jnp.ones(ordered.shape[0], ordered.dtype), ordered.ndim)
     share = jnp.cumsum(equal if own is None else own, axis=0)
     return share / share[-1:]
@@ -147,12 +147,12 @@ def quantile_in_order(
     level: Float[Array, ""],
     over: Float[Array, ""],
 ) -> Float[Array, "..."]:
-    """Where the weight of the values at or below reaches the level; midway to the next where it meets it exactly.
+    """The value at which the cumulative weight reaches the level; the midpoint to the next if it equals the level.
 
-    Of sorted values and their weights, which may have axes of length one; NaN where there is no weight.
+    Takes sorted values and their weights, which may have axes of length one; NaN if all weights are zero.
 
-    Low levels are compared with the weight at or below, high ones with that above: small shares then are met or missed
-    by themselves, not by the rounding of numbers near one.
+    Low levels are compared with the cumulative weight, high levels with the weight above: comparisons of small shares
+    are then not affected by the rounding of numbers near one.
     """
     num_members = in_order.shape[0]
     own = as_column(jnp.ones(num_members, in_order.dtype), in_order.ndim) if weights is None else weights
@@ -166,7 +166,7 @@ def quantile_in_order(
     below = jnp.where(low, share < level * (1 - rounding), rest > over * (1 + rounding))
     at_most = jnp.where(low, share <= level * (1 + rounding), rest >= over * (1 - rounding))
     lower, upper = jnp.sum(below, axis=0), jnp.sum(at_most, axis=0)
-    # Members of weight zero come last: no quantile is one of them.
+    # Members of weight zero come last and are never quantiles.
     last = jnp.sum(rest > 0, axis=0)
     each = in_order.shape[1:]
     lower, upper = (jnp.broadcast_to(jnp.minimum(index, last), each) for index in (lower, upper))

@@ -1,4 +1,4 @@
-"""Rows in blocks that fit a cache: on a CPU, XLA's sums over a leading axis jump between cache lines."""
+"""Processes rows in blocks that fit a cache: on a CPU, XLA's sums over a leading axis have poor locality."""
 
 import functools as ft
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from jaxtyping import Array, ArrayLike
 from .. import _check
 from .._pytree import PyTree
 
-_BYTES = 63 * 2**12  # of predictions in a block; a power of two would put members into the same lines of a cache
+_BYTES = 63 * 2**12  # of predictions in a block; not a power of two, which would map members to the same cache lines
 
 
 def pays(predictions: PyTree) -> bool:
-    """Whether these are concrete arrays on one CPU device: compilers for other devices do not need blocks.
+    """Whether these are concrete arrays on one CPU device: other devices do not need blocks.
 
-    Inside a user's own program nothing is computed in blocks, not even of arrays that are its constants.
+    Inside a JAX transformation nothing is computed in blocks, not even for constant arrays.
     """
     leaves = [x for x in jax.tree.leaves(predictions) if isinstance(x, jax.Array)]
     return bool(leaves) and not _check.is_inside_transformation() and all(_is_on_one_cpu(x) for x in leaves)
@@ -32,16 +32,16 @@ def _is_on_one_cpu(array: Array) -> bool:
 
 
 def pays_if_large(members: PyTree, others: PyTree = ()) -> bool:
-    """The same, of arrays that are larger than a cache."""
+    """`pays`, for arrays that are larger than a cache."""
     first = jax.tree.leaves(members)[0]
     return first.size * first.dtype.itemsize > 2 * _BYTES and pays((members, others))
 
 
 def by_blocks(fn: Callable[[PyTree], PyTree], predictions: PyTree, *, event_ndim: int) -> PyTree:
-    """`fn(predictions)` of arrays `(members, rows, ...)`, if it treats rows independently and returns `(rows, ...)`.
+    """`fn(predictions)` for arrays `(members, rows, ...)` with independent rows; in blocks if it returns `(rows, ...)`.
 
-    The last `event_ndim` axes belong to one row, such as the classes of logits: without an axis before them there is
-    one row.
+    The last `event_ndim` axes belong to one row, such as the classes of logits; without an axis before them there is a
+    single row.
     """
     leaves = jax.tree.leaves(predictions)
     batch = leaves[0].shape[1 : leaves[0].ndim - event_ndim] if leaves else ()
@@ -60,11 +60,11 @@ def by_rows(
     *,
     event_ndim: int = 0,
 ) -> PyTree:
-    """`fn(members, rows, shared)`, compiled, of functions that treat rows independently; in blocks where this pays.
+    """Compiles and calls `fn(members, rows, shared)`, which treats rows independently; in blocks where this is faster.
 
     `members` are arrays `(members, *batch, ...)`, of which the last `event_ndim` axes belong to one row; `rows` are
-    arrays `(*batch,)`. The result is a tree of arrays `(*batch, ...)`. `shared` are weights `(members,)`; or of each
-    row, with some leading axes of the batch.
+    arrays `(*batch,)`. The result is a tree of arrays `(*batch, ...)`. `shared` are weights `(members,)`, or weights
+    per row with some leading axes of the batch.
     """
     in_blocks = pays_if_large(members, (rows, shared))
     return _by_rows(fn, members, rows, shared, event_ndim=event_ndim, in_blocks=in_blocks)
@@ -87,14 +87,14 @@ def _by_rows(
 def _in_flat_blocks(
     fn: Callable[[PyTree, PyTree], PyTree], members: PyTree, rows: PyTree, batch: tuple[int, ...]
 ) -> PyTree:
-    """The same with all axes of the batch as one, which is longer than the vectors of a processor."""
+    """Merges the batch axes into one, to fill the vector registers, and computes in blocks."""
     flat = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[1 + len(batch) :]), members)
     out = _in_blocks(fn, flat, jax.tree.map(jnp.ravel, rows))
     return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), out)
 
 
 def _in_blocks(fn: Callable[[PyTree, PyTree], PyTree], members: PyTree, rows: PyTree) -> PyTree:
-    """`fn(members, rows)` of arrays `(members, rows, ...)` and `(rows,)`, block after block."""
+    """`fn(members, rows)` for arrays `(members, rows, ...)` and `(rows,)`, one block at a time."""
     leaves = jax.tree.leaves(members)
     num_rows, bytes_of_all = leaves[0].shape[1], sum(x.size * x.dtype.itemsize for x in leaves)
     size = max(_BYTES * num_rows // max(bytes_of_all, 1), 1)
@@ -105,14 +105,14 @@ def _in_blocks(fn: Callable[[PyTree, PyTree], PyTree], members: PyTree, rows: Py
         lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis), tree
     )
     block = lambda start: fn(cut(members, 1, start, size), cut(rows, 0, start, size))
-    # The last block repeats rows of the one before: all are of one shape, and compiled once.
+    # The last block repeats rows of the one before: all blocks have one shape and are compiled once.
     count = -(-num_rows // size)
     blocks = jax.lax.map(lambda i: block(jnp.minimum(i * size, num_rows - size)), jnp.arange(count))
     return jax.tree.map(lambda x: _join(x, num_rows), blocks)
 
 
 def _join(blocks: Array, num_rows: int) -> Array:
-    """Blocks `(count, size, ...)`, of which the last one ends with the last row."""
+    """Joins blocks `(count, size, ...)`; the last one ends with the last row."""
     count, size, *axes = blocks.shape
     whole = blocks.reshape(count * size, *axes)
     if count * size == num_rows:

@@ -15,7 +15,7 @@ from .._check import (
 
 
 def check_members(predictions: Any, *, name: str) -> int:
-    """The number of members in a chunk of predictions, at least one: the leading axis of every array."""
+    """Raises unless all predictions have the same leading axis of at least one member. Returns its length."""
     shapes = {np.shape(leaf) for leaf in jax.tree.leaves(predictions)}
     counts = {shape[:1] for shape in shapes}
     if len(counts) != 1 or counts & {(), (0,)}:
@@ -27,9 +27,9 @@ def check_members(predictions: Any, *, name: str) -> int:
 
 
 def check_chunk_weights(weights: Any, num_members: int, *, name: str, rows: tuple[int, ...] = ()) -> Any:
-    """Weights of the members of a chunk: finite and not negative; they may all be zero. Concrete ones are NumPy's.
+    """Raises unless a chunk's weights are finite and non-negative; all may be zero. Returns NumPy's array if concrete.
 
-    With `rows`, the shape of the rows, they may also be of each row.
+    With `rows`, the shape of the rows, weights per row are also accepted.
     """
     check_weight_count(weights, num_members, name=name, rows=rows)
     check_nonnegative_weights(name, weights)
@@ -41,13 +41,13 @@ def check_chunk_weights(weights: Any, num_members: int, *, name: str, rows: tupl
 
 
 def check_seen(partial: Any, *, name: str) -> None:
-    """At least one member of positive weight was seen."""
+    """Raises unless at least one member of positive weight was seen."""
     if partial is None:
         raise ValueError(f"`{name}` has nothing to finish: it has seen no member of positive weight.")
 
 
 def check_one_array(predictions: Any, *, name: str) -> Any:
-    """Predictions that are one array; NumPy would stack a tuple along a new axis."""
+    """Raises unless predictions are one array; NumPy would stack a tuple along a new axis."""
     if isinstance(predictions, tuple | list | dict):
         raise TypeError(
             f"`{name}` needs predictions that are one array, got {_several_text(predictions)}.\n"
@@ -58,7 +58,7 @@ def check_one_array(predictions: Any, *, name: str) -> Any:
 
 
 def check_pair(predictions: Any, *, name: str) -> tuple[Any, Any]:
-    """Predictions of a mean and a variance."""
+    """Raises unless predictions are a pair of a mean and a variance. Returns both."""
     if not isinstance(predictions, tuple | list) or len(predictions) != 2:
         got = f"{type(predictions).__name__} of shape {np.shape(predictions)}"
         if isinstance(predictions, tuple | list | dict):
@@ -72,17 +72,17 @@ def check_pair(predictions: Any, *, name: str) -> tuple[Any, Any]:
 
 
 def check_one_values(name: str, predictions: Any) -> Any:
-    """Predictions `(members, ...)` of one floating array."""
+    """Raises unless predictions are one floating-point array `(members, ...)`. Returns it."""
     return check_values(name, "predictions", check_one_array(predictions, name=name))
 
 
 def check_one_logits(name: str, predictions: Any) -> Any:
-    """Predictions that are logits `(members, *batch, classes)`."""
+    """Raises unless predictions are logits `(members, *batch, classes)`. Returns them."""
     return check_logits(name, check_one_array(predictions, name=name))
 
 
 def check_pair_of_moments(name: str, predictions: Any) -> tuple[Any, ...]:
-    """Predictions that are means and variances of one shape."""
+    """Raises unless predictions are means and variances of one shape. Returns both."""
     return check_moments(name, *check_pair(predictions, name=name))
 
 

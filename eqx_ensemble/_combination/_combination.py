@@ -5,12 +5,12 @@ from .._pytree import PyTree
 
 
 class AbstractCombination(abc.ABC):
-    """Combines predictions some members at a time, and never holds those of all.
+    """Combines predictions a few members at a time, without the predictions of all members in memory.
 
-    The members seen so far are summarised in a *partial*: a PyTree, or `None` for no members. Partials of different
-    members, from one process or from several machines, can be merged. [`eqx_ensemble.predict`][] takes a combination as
-    `combine`; it is also a function of the predictions of all members. For the functions of this library see
-    [`eqx_ensemble.combine.streaming`][]. Your own defines three methods, from which `__call__` follows:
+    A *partial*, a PyTree or `None`, summarises the members seen so far. Partials of different members, from one process
+    or several machines, can be merged. [`eqx_ensemble.predict`][] takes a combination as `combine`; it can also be
+    called on the predictions of all members. For the functions of this library see
+    [`eqx_ensemble.combine.streaming`][]. Subclasses define three methods, from which `__call__` follows:
 
     ```python
     class Range(ee.combine.AbstractCombination):
@@ -40,20 +40,21 @@ class AbstractCombination(abc.ABC):
 
         **Arguments:**
 
-        - `partial`: that of the members seen so far; `None` for none.
-        - `predictions`: those of further members, `(members, ...)`; not always all members of the ensemble.
-        - `weights`: one for each of these members `(members,)`, 1 each if not given. Weights of different calls are on
-            one scale: only their ratios matter. A member of weight zero has no influence.
+        - `partial`: the partial of the members seen so far; `None` if there are none.
+        - `predictions`: the predictions of additional members, `(members, ...)`; not necessarily all members of the
+            ensemble.
+        - `weights`: one weight per additional member, `(members,)`, 1 if not given. All calls use the same scale: only
+            ratios matter. Members of weight zero have no influence.
         """
 
     @abc.abstractmethod
     def merge(self, first: Any, second: Any) -> Any:
-        """The partial of the members of two partials, each of which may be `None`; the order affects rounding only."""
+        """Merges two partials, each of which may be `None`; the order affects rounding only."""
 
     @abc.abstractmethod
     def finish(self, partial: Any) -> PyTree:
-        """The result for all members seen, arrays `(rows, ...)`."""
+        """The result for all members seen: arrays `(rows, ...)`."""
 
     def __call__(self, predictions: PyTree, *, weights: Any = None) -> PyTree:
-        """The result for `predictions` `(members, ...)` of all members at once."""
+        """The result for the predictions of all members, `(members, ...)`."""
         return self.finish(self.update(None, predictions, weights=weights))

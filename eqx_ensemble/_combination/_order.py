@@ -1,4 +1,4 @@
-"""Members in the order of their values: on a CPU NumPy sorts them, since XLA's sort compares scalar by scalar."""
+"""Sorts values over members: with NumPy on a CPU, because XLA's sort compares scalar by scalar."""
 
 import functools as ft
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from .._check import as_column
 from .._pytree import PyTree
 from ._blocks import pays
 
-_FEWEST_NUMBERS = 2**13  # below, XLA takes less than a millisecond
-_BYTES = 63 * 2**16  # of values in a block; a power of two would put members into the same lines of a cache
+_FEWEST_NUMBERS = 2**13  # below this size, XLA takes less than a millisecond
+_BYTES = 63 * 2**16  # of values in a block; not a power of two, which would map members to the same cache lines
 
 
 def by_order(
@@ -28,11 +28,11 @@ def by_order(
     centre: Float[Array, "..."] | None = None,
     fill: float = np.inf,
 ) -> PyTree:
-    """`fn(ordered, own, shared)`, compiled, of values in ascending order over members, NaN last, and their weights.
+    """Compiles and calls `fn(ordered, own, shared)` on values sorted over members, NaN last, and their weights.
 
-    Without weights `own` is `None`. The value of a member of weight zero is `fill`; `centre`, of the shape of one
-    member's values, is subtracted before. `fn` treats the entries of a member independently: its result is a tree of
-    arrays `(..., *axes)`. The order of equal values is arbitrary.
+    Without weights, `own` is `None`. Values of members of weight zero are set to `fill`; `centre`, of the shape of one
+    member's values, is subtracted first. `fn` treats entries independently: its result is a tree of arrays `(...,
+    *axes)`. The order of equal values is arbitrary.
     """
     large = values.size >= _FEWEST_NUMBERS
     if large and pays((values, weights, shared, centre)) and isinstance(values.sharding, SingleDeviceSharding):
@@ -58,21 +58,21 @@ _of_order = jax.jit(lambda fn, ordered, own, shared: fn(ordered, own, shared), s
 def _by_numpy(
     fn: Callable, values: Array, weights: Array | None, shared: PyTree, centre: Array | None, fill: float
 ) -> PyTree:
-    """Block after block, in the same memory, which stays in a cache."""
+    """Sorts one block at a time, in one buffer that fits a cache."""
     columns = np.asarray(values).reshape(len(values), -1)
     middle = None if centre is None else np.asarray(centre).ravel()
     convex = None if weights is None else np.asarray(weights)
     device = values.sharding if values.committed else None
     size = min(columns.shape[1], max(_BYTES // columns[:, :1].nbytes, 1))
     memory = empty_aligned((len(columns), size), columns.dtype)
-    # The last block repeats entries of the one before: all are of one shape.
+    # The last block repeats entries of the one before: all blocks have one shape.
     starts = [*range(0, columns.shape[1] - size, size), columns.shape[1] - size]
     parts = []
     for start in starts:
         part = slice(start, start + size)
         ordered, own = _sort(memory, columns[:, part], convex, None if middle is None else middle[part], fill)
         found = _of_order(fn, *jax.device_put((ordered, own), device), shared)
-        parts.append(jax.block_until_ready(found))  # the memory is free again
+        parts.append(jax.block_until_ready(found))  # the buffer can be reused
     return jax.tree.map(lambda *blocks: _join(starts, blocks, values.shape[1:], device), *parts)
 
 
@@ -93,7 +93,7 @@ def _sort(
 
 
 def _join(starts: list[int], blocks: tuple[Array, ...], shape: tuple[int, ...], device: Any) -> Array:
-    """The blocks at their places, as one array on the device of the values."""
+    """Joins blocks at their start positions into one array on the device of the values."""
     size, *axes = blocks[0].shape
     found = empty_aligned((starts[-1] + size, *axes), blocks[0].dtype)
     for start, part in zip(starts, blocks, strict=True):

@@ -1,4 +1,4 @@
-"""Which functions of this library have a streaming form."""
+"""The registry of functions with a streaming form."""
 
 import types
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from ._combination import AbstractCombination
 from ._summary import Summary
 
 _STREAMS: dict[Callable[..., Any], AbstractCombination] = {}
-# For messages: rooms are imported when they are used, so that the registry may not hold all of them yet.
+# For messages: subpackages are imported lazily, so the registry may be incomplete.
 NAMES = (
     "combine.gaussian",
     "combine.mean",
@@ -26,32 +26,32 @@ NAMES = (
 
 
 def stream(fn: Callable[..., Any], combination: AbstractCombination) -> None:
-    """Registers the streaming form of a function of the predictions of all members."""
+    """Registers the streaming form of a function."""
     _STREAMS[fn] = combination
 
 
 def stream_of(combine: Any) -> AbstractCombination | None:
-    """The streaming form of the argument `combine`, if there is one."""
+    """The streaming form of the argument `combine`, or `None`."""
     if isinstance(combine, AbstractCombination):
         return combine
     return _STREAMS.get(combine) if isinstance(combine, types.FunctionType) else None
 
 
 def streaming(fn: Callable[..., Any]) -> AbstractCombination:
-    """The streaming form of a function, for members that arrive one after another or are on several machines.
+    """The streaming form of a function, for members that arrive in sequence or are on several machines.
 
-    [`eqx_ensemble.predict`][] uses it with `memory`: `predict(..., combine=ee.combine.mixture, memory=2**28)` takes
-    some members at a time. The result is that of the function, within rounding, for any division of the members.
+    [`eqx_ensemble.predict`][] uses it with `memory`: `predict(..., combine=ee.combine.mixture, memory=2**28)` processes
+    some members at a time. The result equals that of the function, within rounding, for any division of the members.
 
     **Arguments:**
 
     - `fn`: `mean`, `moments`, `mixture`, `mean_logits`, `vote` or `gaussian` of `eqx_ensemble.combine`;
         `decompose_entropy`, `decompose_variance`, `disagreement` or `variation_ratio` of `eqx_ensemble.uncertainty`.
-        Functions of a mean and a variance take predictions that are a pair.
+        For functions of a mean and a variance, predictions are a pair.
 
     **Returns:** an [`eqx_ensemble.combine.AbstractCombination`][].
 
-    **Raises:** `TypeError` for a function that has no streaming form.
+    **Raises:** `TypeError` for a function without a streaming form.
 
     ```python
     predictions = jax.random.normal(key, (6, 100, 3))  # members, rows, classes
@@ -71,7 +71,7 @@ def streaming(fn: Callable[..., Any]) -> AbstractCombination:
 
 
 def of_predictions(combine: Callable[..., Any]) -> Callable[..., Any]:
-    """`combine` as a function of predictions: one of a mean and a variance then takes a pair."""
+    """`combine` as a function of predictions: a pair for functions of a mean and a variance."""
     summary = stream_of(combine)
     if summary is combine or not isinstance(summary, Summary) or not summary.pairs:
         return combine

@@ -23,19 +23,19 @@ class Partial(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Summary(AbstractCombination):
-    """A function whose summaries of groups of members are combined as if each group were a member.
+    """The streaming form of a function: summaries of groups of members are combined as if each group were a member.
 
     **Attributes:**
 
-    - `name`: of the function, for messages.
-    - `check`: `check(name, predictions)` returns predictions in the dtype that is computed in.
-    - `of_members`: the summary of members from checked predictions and convex weights, `None` for equal ones.
-    - `of_groups`: the summary of groups from their summaries, stacked on the leading axis, and convex weights.
-    - `result`: the function's result from the summary of all.
-    - `pairs`: predictions are a pair of a mean and a variance.
-    - `event_ndim`: the number of trailing axes of one row: one for `(members, *batch, classes)`, none where entries are
+    - `name`: the name of the function, for messages.
+    - `check`: `check(name, predictions)` returns predictions in the compute dtype.
+    - `of_members`: the summary of members from checked predictions and convex weights, `None` for equal weights.
+    - `of_groups`: the summary of groups from their stacked summaries and convex weights.
+    - `result`: the function's result from the summary of all members.
+    - `pairs`: whether predictions are a pair of a mean and a variance.
+    - `event_ndim`: the number of trailing axes of one row: one for `(members, *batch, classes)`, zero if entries are
         independent.
-    - `in_blocks`: rows are processed in blocks on a CPU, which is faster for all but plain sums.
+    - `in_blocks`: whether to process rows in blocks on a CPU, which is faster for all functions but plain sums.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Summary(AbstractCombination):
         return _update(self, partial, predictions, weights, total, in_blocks=self.in_blocks and pays(predictions))
 
     def merge(self, first: Any, second: Any) -> Any:
-        """The partial of the members of two partials."""
+        """Merges two partials."""
         if first is None or second is None:
             return second if first is None else first
         return _merge(self, first, second)

@@ -9,7 +9,7 @@ from ._check import check_chunk_weights, check_members
 
 
 def chunk_weights(predictions: PyTree, weights: Any, *, name: str) -> tuple[Any, Array | None]:
-    """Checked weights of a chunk, and their sum; `None` for the sum where all weights are known to be zero."""
+    """The checked weights of a chunk, and their sum; `None` for the sum if all weights are known to be zero."""
     count = check_members(predictions, name=name)
     if weights is None:
         return None, jnp.asarray(np.float64(count))
@@ -20,11 +20,11 @@ def chunk_weights(predictions: PyTree, weights: Any, *, name: str) -> tuple[Any,
 
 
 def convex(weights: Array, dtype: Any) -> Array:
-    """Weights normalised to the sum one; equal weights where all are zero, which a program only knows at run time.
+    """Normalises weights; equal weights if all are zero, which is only known at run time.
 
-    A chunk or a group of such members then has weight zero itself.
+    The chunk or group of such members has weight zero itself.
     """
     weights = jnp.where(jnp.any(weights > 0), weights, jnp.ones_like(weights)).astype(dtype)
-    # Values of weight zero are blank, so that the gradient of this weight would be wrong: it has none.
+    # Values of weight zero are overwritten, so the gradient of such a weight would be wrong: it is set to zero.
     weights = jnp.where(weights == 0, 0, weights)
     return weights / jnp.sum(weights)

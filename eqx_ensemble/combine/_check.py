@@ -9,7 +9,7 @@ from .._foreign import as_numpy
 
 
 def check_sketch_levels(levels: Any, *, name: str) -> tuple[float, ...]:
-    """A list of numbers from 0 to 1."""
+    """Raises unless `levels` are a list of numbers from 0 to 1. Returns them as floats."""
     found = as_numpy(levels, "levels", name=name)
     if found.ndim != 1 or found.size == 0 or found.dtype.kind not in "fiu":
         raise TypeError(f"`{name}` needs a list of `levels`, got {levels!r}.")
@@ -19,14 +19,14 @@ def check_sketch_levels(levels: Any, *, name: str) -> tuple[float, ...]:
 
 
 def check_power(name: str, power: ArrayLike, dtype: jnp.dtype) -> Array:
-    """The sum of exponents, above zero where concrete."""
+    """Raises unless `power` is a positive scalar (where concrete). Returns it as an array."""
     return check_positive_scalar(
         name, "power", power, dtype, fix="1 is the geometric mean, `num_members` the plain product."
     )
 
 
 def check_cut(name: str, cut: ArrayLike, dtype: jnp.dtype) -> Array:
-    """A fraction to cut off at both ends, from 0 to below 0.5."""
+    """Raises unless `cut` is a scalar from 0 to below 0.5 (where concrete). Returns it as an array."""
     array = check_scalar(name, "cut", cut, dtype)
     host = concrete(cut)
     if host is not None and not (0 <= host and host.astype(dtype) < 0.5):

@@ -16,8 +16,8 @@ def mixture(
 ) -> Float[Array, "*batch classes"]:
     r"""Log-probabilities of the mixture of the members: the logarithm of the mean of their probabilities.
 
-    $\log \sum_m w_m \, \mathrm{softmax}(\mathrm{logits}_m)$, computed in logarithms, so that probabilities far
-    below the smallest float survive.
+    $\log \sum_m w_m \, \mathrm{softmax}(\mathrm{logits}_m)$, computed in log space: probabilities far below the
+    smallest float are kept.
 
     **Arguments:**
 
@@ -54,21 +54,22 @@ def mean_logits(
 ) -> Float[Array, "*batch classes"]:
     r"""Log-probabilities of the mean of the members' logits: the geometric mean of their probabilities, normalised.
 
-    $\mathrm{log\,softmax}(\sum_m w_m \, \mathrm{logits}_m)$, also called the logarithmic opinion pool. Of all
-    distributions it is the one with the smallest mean divergence to the members, $\sum_m w_m \mathrm{KL}(p \parallel
-    p_m)$. A confident member influences it more than it influences the mean of the probabilities,
-    [`eqx_ensemble.combine.mixture`][]: a class of probability zero under one member has probability zero.
+    $\mathrm{log\,softmax}(\sum_m w_m \, \mathrm{logits}_m)$, also called the logarithmic opinion pool. It minimises the
+    mean divergence to the members, $\sum_m w_m \mathrm{KL}(p \parallel p_m)$, over all distributions. Confident members
+    have more influence than in the mean of the probabilities, [`eqx_ensemble.combine.mixture`][]: a class with
+    probability zero under one member has probability zero.
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities give the same.
+    - `logits`: `(members, *batch, classes)`; log-probabilities give the same result.
     - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
         Members of weight zero are ignored.
 
     **Returns:**
 
-    Log-probabilities `(*batch, classes)`. A row is NaN where each class has probability zero under some member. For
-    independent observers, whose logits are added instead of averaged, take `log_softmax(num_members * ...)` of this.
+    Log-probabilities `(*batch, classes)`. A row is NaN if every class has probability zero under some member. For
+    independent observers, whose logits are summed instead of averaged, use `log_softmax(num_members * ...)` of the
+    result.
 
     **Raises:**
 
@@ -105,8 +106,8 @@ def vote(
 ) -> Float[Array, "*batch classes"]:
     """The fraction of the members' votes for each class; each member votes for its most likely class.
 
-    A member whose best classes tie votes for the lowest of them. The elected class is `jnp.argmax(vote(logits), -1)`,
-    where ties again go to the lowest class. Votes have no useful gradient.
+    Ties within a member go to the lowest class. The elected class is `jnp.argmax(vote(logits), -1)`, where ties also go
+    to the lowest class. Their gradient with respect to the logits is zero.
 
     **Arguments:**
 
@@ -116,8 +117,8 @@ def vote(
 
     **Returns:**
 
-    Fractions `(*batch, classes)`, which sum to one on the last axis. A NaN logit of a member of positive weight makes
-    its row NaN.
+    Fractions `(*batch, classes)`, which sum to one on the last axis. A NaN logit of a member with positive weight makes
+    the row NaN.
 
     **Raises:**
 
@@ -139,9 +140,9 @@ def _mean_logits(
     logits: Float[Array, "members *batch classes"], _: tuple, weights: Float[Array, "members ..."] | None
 ) -> Float[Array, "*batch classes"]:
     logits = blank_unweighted(logits, weights)
-    # Relative to the largest, as in `log_softmax`, whose other constants cancel in the last one.
+    # Relative to the largest logit; the remaining normalisation of each member cancels in the last `log_softmax`.
     relative = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    # Infinities are taken out and put back, or the weights would have NaN gradients.
+    # Infinities are removed and restored: the weights would otherwise have NaN gradients.
     absent = relative == -jnp.inf
     pooled = weighted_mean(jnp.where(absent, 0, relative), weights)
     return jax.nn.log_softmax(jnp.where(jnp.any(absent, axis=0), -jnp.inf, pooled), axis=-1)
@@ -154,6 +155,6 @@ def _mean_of_logits(logits: Array, weights: Any) -> Array:
 _mixture, _vote = jax.jit(class_mixture), jax.jit(votes)
 
 stream(mixture, Summary("combine.mixture", check_one_logits, _mixture, _mixture, event_ndim=1))
-# The means of groups are normalised, by one constant per row, which changes no mean over groups.
+# Normalising the means of groups adds one constant per row, which does not change the normalised mean over groups.
 stream(mean_logits, Summary("combine.mean_logits", check_one_logits, _mean_of_logits, _mean_of_logits, event_ndim=1))
 stream(vote, Summary("combine.vote", check_one_logits, _vote, known_mean, event_ndim=1))

@@ -23,10 +23,10 @@ def gaussian(
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
 ) -> Gaussian:
-    r"""The Gaussian with the mean and the variance of the mixture of the members' Gaussians.
+    r"""The Gaussian with the mean and variance of the mixture of the members' Gaussians.
 
-    $\mu = \sum_m w_m \mu_m$ and $\sigma^2 = \sum_m w_m (\sigma_m^2 + (\mu_m - \mu)^2)$, entry by entry. The
-    deviations are formed before they are squared, so a large common offset of the means costs no precision.
+    $\mu = \sum_m w_m \mu_m$ and $\sigma^2 = \sum_m w_m (\sigma_m^2 + (\mu_m - \mu)^2)$, entry by entry. Deviations are
+    computed before they are squared, so a large common offset of the means costs no precision.
 
     **Arguments:**
 
@@ -74,30 +74,29 @@ def product_gaussian(
     weights: Real[ArrayLike, " members *rows"] | None = None,
     power: Real[ArrayLike, ""] = 1.0,
 ) -> Gaussian:
-    r"""The Gaussian proportional to the product of the members' Gaussians, each to the power of its weight.
+    r"""The Gaussian proportional to the product of the members' Gaussians, each raised to its weight.
 
-    The precision is $\sigma^{-2} = a \sum_m w_m \sigma_m^{-2}$ and the mean
-    $\mu = a \, \sigma^2 \sum_m w_m \mu_m / \sigma_m^2$, entry by entry, with $a$ the `power`: the sum of all
-    exponents. With 1 it is the geometric mean of the densities, as confident as a member when all agree. With the
-    number of members it is the plain product, valid for members with independent errors: each further member narrows
-    it.
+    The precision is $\sigma^{-2} = a \sum_m w_m \sigma_m^{-2}$ and the mean $\mu = a \, \sigma^2 \sum_m w_m \mu_m /
+    \sigma_m^2$, entry by entry, where $a$, the `power`, is the sum of all exponents. For 1 it is the geometric mean of
+    the densities: if all members agree, it equals each of them. For the number of members it is the plain product,
+    valid for members with independent errors: each additional member narrows it.
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, ...)`, of one shape. A member of infinite variance has no influence; where a
-        member has variance zero, only such members count.
+    - `mean`, `variance`: `(members, ...)`, of one shape. Members of infinite variance have no influence; where a member
+        has variance zero, only such members are used.
     - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
         Members of weight zero are ignored.
-    - `power`: the sum of the exponents, above zero.
+    - `power`: the sum of the exponents, positive.
 
     **Returns:**
 
-    A named tuple with `.mean` and `.variance`, of the shape of one member's mean. Unlike that of the mixture,
-    [`eqx_ensemble.combine.gaussian`][], this variance ignores the distances between the means.
+    A named tuple with `.mean` and `.variance`, of the shape of one member's mean. Unlike the variance of the mixture,
+    [`eqx_ensemble.combine.gaussian`][], it does not depend on the means.
 
     **Raises:**
 
-    As [`eqx_ensemble.combine.gaussian`][], and `ValueError` for a power that is not above zero (where concrete).
+    As [`eqx_ensemble.combine.gaussian`][], and `ValueError` for a power that is not positive (where concrete).
 
     ```python
     mean, variance = jnp.array([[0.0], [3.0]]), jnp.array([[1.0], [2.0]])
@@ -137,16 +136,16 @@ def _product(
 ) -> Gaussian:
     mean = blank_unweighted(mean, weights)
     variance = blank_unweighted(variance, weights, fill=jnp.inf)
-    # Precisions relative to the largest: they neither overflow nor, where a member is certain, divide zero by zero.
+    # Precisions relative to the largest do not overflow, and do not give 0 / 0 where a member has variance zero.
     least = jax.lax.stop_gradient(jnp.min(variance, axis=0))
     limit = (least == 0) | (least == jnp.inf)
     of_equals = (variance == least[None]).astype(variance.dtype)
     safe = jnp.where(limit[None], 1, variance)
     precision = jnp.where(limit[None], of_equals, 1 / (safe / jnp.where(limit, 1, least)[None]))
-    # A member without any precision has no influence, whatever its mean.
+    # A member of precision zero has no influence, even if its mean is not finite.
     mean = jnp.where(precision == 0, 0, mean)
     total = weighted_mean(precision, weights)
-    # The first mean is weighted by precision too: otherwise members of little precision would move it far away.
+    # The first mean is also weighted by precision: otherwise members of low precision could shift it far away.
     found = weighted_mean(precision * mean, weights) / total
     infinite = jnp.isinf(found)
     rough = jnp.where(infinite, 0, found)

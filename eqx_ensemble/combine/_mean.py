@@ -13,15 +13,15 @@ def mean(
 ) -> Float[Array, "..."]:
     r"""The weighted mean over members of any array, $\sum_m w_m v_m$.
 
-    For class probabilities from logits use [`eqx_ensemble.combine.mixture`][]: the mean of logits is another thing.
+    For class probabilities from logits use [`eqx_ensemble.combine.mixture`][]: the mean of logits is different.
 
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`. Half precision is computed and returned in float32.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. `None` is the same for all. A member
-        of weight zero is left out, even where its values are NaN: neither they nor the weight get a gradient. Weights
-        of each row, such as those of the gate of a mixture of experts, are `(members, *rows)` with the first axes of
-        the values after `members`, and are divided by their sum in each row.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum, equal if not given. Members of weight
+        zero are ignored, even if they are NaN: the gradients of their values and weights are zero. Weights per row,
+        such as those of a mixture-of-experts gate, are `(members, *rows)`, where `rows` are the leading axes of the
+        values after `members`; they are normalised in each row.
 
     **Returns:**
 
@@ -30,7 +30,7 @@ def mean(
     **Raises:**
 
     - `TypeError` for values that are not floating-point.
-    - `ValueError` for values without a member, and for weights of the wrong number, negative, not finite or all zero.
+    - `ValueError` for values without members, and weights that are mismatched, negative, not finite or all zero.
 
     ```python
     values = jnp.array([[1.0, 2.0], [4.0, 8.0]])
@@ -52,8 +52,8 @@ def log_mixture(
 ) -> Float[Array, "..."]:
     r"""The logarithm of the mixture of the members' densities, $\log \sum_m w_m p_m$.
 
-    For densities of any kind, each evaluated where the mixture is wanted. Nothing is normalised: distributions over
-    classes have [`eqx_ensemble.combine.mixture`][], Gaussians [`eqx_ensemble.scores.nll_gaussian_mixture`][].
+    For densities of any kind, evaluated at the same points, without normalisation. For distributions over classes see
+    [`eqx_ensemble.combine.mixture`][], for Gaussians [`eqx_ensemble.scores.nll_gaussian_mixture`][].
 
     **Arguments:**
 

@@ -16,17 +16,17 @@ def moments(
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
 ) -> Gaussian:
-    r"""Mean and variance over members of their point predictions, entry by entry.
+    r"""Mean and variance over members of point predictions, entry by entry.
 
-    $\mu = \sum_m w_m v_m$ and $\sigma^2 = \sum_m w_m (v_m - \mu)^2$ (ddof 0). Deviations are formed before they are
-    squared, so that a large common offset costs no precision. In its streaming form groups of members with weights
-    $w_g$, means $\mu_g$ and variances $v_g$ merge into $\mu = \sum_g w_g \mu_g$ and
-    $\sum_g w_g (v_g + (\mu_g - \mu)^2)$ (Chan et al.; member by member this is Welford's method); the
-    rounding error of a mean is carried along, so that the number of groups costs no precision either.
+    $\mu = \sum_m w_m v_m$ and $\sigma^2 = \sum_m w_m (v_m - \mu)^2$ (ddof 0). Deviations are computed before they are
+    squared, so a large common offset costs no precision. In the streaming form, groups of members with weights $w_g$,
+    means $\mu_g$ and variances $v_g$ are merged into $\mu = \sum_g w_g \mu_g$ and $\sum_g w_g (v_g + (\mu_g - \mu)^2)$
+    (Chan et al.; for single members this is Welford's method). Rounding errors of the mean are compensated: precision
+    does not depend on the number of groups.
 
     **Arguments:**
 
-    - `values`: floating-point, `(members, ...)`. For members that predict a variance themselves see
+    - `values`: floating-point, `(members, ...)`. For members that predict a variance see
         [`eqx_ensemble.combine.gaussian`][] and [`eqx_ensemble.uncertainty.decompose_variance`][].
     - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
         Members of weight zero are ignored.
@@ -69,16 +69,16 @@ def _moments(
 
 
 class _Centre(NamedTuple):
-    """A mean in two parts: the rounded one, and its rounding error so far."""
+    """A mean in two parts: the rounded mean and its accumulated rounding error."""
 
     mean: Float[Array, "..."]
     rest: Float[Array, "..."]
 
 
 def _merge_centres(centres: _Centre, weights: Float[Array, " groups"]) -> tuple[_Centre, Array]:
-    """The centre of two groups, and the difference of theirs.
+    """The centre of two groups, and the difference between their centres.
 
-    A compensated sum: after a thousand merges the mean is still right to its last digit.
+    A compensated sum: the mean is accurate to the last digit after a thousand merges.
     """
     (first, second), (left_out, also) = (blank_unweighted(part, weights) for part in centres)
     gap = (second - first) + (also - left_out)
@@ -86,7 +86,7 @@ def _merge_centres(centres: _Centre, weights: Float[Array, " groups"]) -> tuple[
     found = first + step
     taken = found - first
     rest = (first - (found - taken)) + (step - taken)
-    plain = known_mean(centres.mean, weights)  # infinities have no rest
+    plain = known_mean(centres.mean, weights)  # infinities have no rounding error
     finite = jnp.isfinite(found)
     return _Centre(jnp.where(finite, found, plain), jnp.where(finite, rest, 0)), gap
 

@@ -12,10 +12,10 @@ def median(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Float[Array, "..."]:
-    r"""The weighted median over members, entry by entry, which is robust to outlying members.
+    r"""The weighted median over members, entry by entry; robust to outlying members.
 
-    The value at which half of the weight is reached; the midpoint to the next value where exactly half is at or
-    below. For equal weights this is the usual median.
+    The value at which the cumulative weight reaches one half; the midpoint to the next value if it is exactly one half.
+    For equal weights this is the usual median.
 
     **Arguments:**
 
@@ -24,7 +24,7 @@ def median(
 
     **Returns:**
 
-    The median, of the shape of one member's values; NaN where a member is NaN. Other levels are
+    The median, of the shape of one member's values; NaN where a member is NaN. For other levels see
     [`eqx_ensemble.uncertainty.quantile`][].
 
     **Raises:**
@@ -49,22 +49,22 @@ def trimmed_mean(
     cut: Real[ArrayLike, ""] = 0.1,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Float[Array, "..."]:
-    r"""The mean over members without the lowest and the highest, entry by entry.
+    r"""The mean over members without the lowest and highest values, entry by entry.
 
-    $\frac{1}{1 - 2c} \int_c^{1 - c} Q(u) \, du$ with $Q$ the quantiles of the members and $c$ the `cut`: of the weight
-    in the order of the values, the fraction $c$ is cut off at either end. A member at the edge counts in part, so that
-    the result is continuous in `cut`, and does not change when a member is split into two of half the weight. Where $c$
-    times the number of members is an integer, whole members are cut off, as in `scipy.stats.trim_mean`.
+    $\frac{1}{1 - 2c} \int_c^{1 - c} Q(u) \, du$ with $Q$ the quantiles of the members and $c$ the `cut`: a fraction $c$
+    of the weight, in the order of the values, is cut off at each end. Members at the edges have partial weight: the
+    result is continuous in `cut`, and is unchanged if a member is split into two of half the weight. If $c$ times the
+    number of members is an integer, whole members are cut off, as in `scipy.stats.trim_mean`.
 
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`.
-    - `cut`: the fraction that is cut off at each end, from 0 (the mean) to below 0.5 (the median).
+    - `cut`: the fraction to cut off at each end, from 0 (the mean) to below 0.5 (the median).
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
     **Returns:**
 
-    The mean, of the shape of one member's values; NaN where a member is NaN, also one that would be cut off.
+    The mean, of the shape of one member's values; NaN where a member is NaN, even one that would be cut off.
 
     **Raises:**
 
@@ -91,11 +91,11 @@ def _trimmed_mean(
 ) -> Float[Array, "..."]:
     inside = jnp.clip(shares_in_order(ordered, own), cut, 1 - cut)
     kept = jnp.diff(inside, axis=0, prepend=jnp.broadcast_to(cut, inside[:1].shape))
-    # A fraction left by rounding alone must not bring back an outlying member.
+    # A fraction due to rounding alone must not include an outlying member.
     rounding = jnp.minimum(8 * jnp.finfo(ordered.dtype).eps, jnp.max(kept, axis=0) / 2)
     kept = jnp.where(kept < rounding[None], 0, kept)
     kept = kept / jnp.sum(kept, axis=0)[None]
-    # Deviations from a member that is kept are small numbers: a large common offset costs no precision.
+    # Deviations from a member that is kept are small: a large common offset costs no precision.
     one = ordered[ordered.shape[0] // 2] if own is None else _at_largest(ordered, kept)
     one = jnp.where(jnp.abs(one) < jnp.finfo(ordered.dtype).max / 4, one, 0)
     found = one + sum_members(kept * jnp.where(kept == 0, 0, ordered - one[None]))

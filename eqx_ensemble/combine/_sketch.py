@@ -20,29 +20,28 @@ class _Items(NamedTuple):
 class _Sketch(NamedTuple):
     tiers: tuple[_Items, ...]
     unknown: Bool[Array, "..."]
-    lean: Float[Array, "..."]  # weight assigned to too low a value, in the mean over pairs, after all merges so far
+    lean: Float[Array, "..."]  # net weight moved to lower values, mean over pairs, in all merges so far
 
 
 class QuantileSketch(AbstractCombination):
     r"""Quantiles over members of predictions `(members, ...)`, entry by entry, from a sketch of bounded size.
 
     Exact below `2 * size` members. When a level of the sketch holds `2 * size` values, neighbours in sorted order are
-    merged into the value of the heavier one, with the sum of their weights, and moved to the next level. At equal
-    weights the lower and the higher value alternate from merge to merge, so that ranks are unbiased; the first choice
+    merged into the value with the larger weight, with the sum of their weights, and moved to the next level. For equal
+    weights, merges alternate between the lower and the higher value, which keeps ranks unbiased; the first choice
     depends on the bits of the values, so that equal members give equal results. For $M$ members of equal weight there
-    are $\log_2(M / \mathrm{size})$ levels, and the error of a rank is at most
-    $M \lfloor \log_2(M / \mathrm{size}) \rfloor / (2 \, \mathrm{size})$ members: 2 % of 4,096. A sketch is for members
-    that come in a stream. For an ensemble in memory, [`eqx_ensemble.predict`][] holds the values of all members for
-    some rows at a time, which costs less and is exact:
+    are $\log_2(M / \mathrm{size})$ levels, and the error of a rank is at most $M \lfloor \log_2(M / \mathrm{size})
+    \rfloor / (2 \, \mathrm{size})$ members: 2 % of 4,096. Use a sketch for a stream of members. For an ensemble in
+    memory, [`eqx_ensemble.predict`][] processes all members for some rows at a time, which costs less and is exact:
     `combine=functools.partial(ee.uncertainty.quantile, levels=0.9)`.
 
-    A quantile is the value at which the weight at or below reaches the level; the midpoint to the next where it meets
-    the level exactly (definition 2 of Hyndman and Fan, NumPy's `"averaged_inverted_cdf"`).
+    A quantile is the value at which the cumulative weight reaches the level; the midpoint to the next value if it
+    equals the level (definition 2 of Hyndman and Fan, NumPy's `"averaged_inverted_cdf"`).
 
     **Arguments:**
 
-    - `levels`: from 0 to 1; the quantiles are on the last axis of the result `(..., levels)`.
-    - `size`: half the number of values that a level of the sketch may hold.
+    - `levels`: a list of numbers from 0 to 1; the quantiles are on the last axis of the result `(..., levels)`.
+    - `size`: half the capacity of a level of the sketch.
 
     ```python
     values = jnp.array([[1.0], [2.0], [3.0], [4.0]])
@@ -68,7 +67,7 @@ class QuantileSketch(AbstractCombination):
         self.size: int = check_positive_int(size, "size", name="combine.QuantileSketch")
 
     def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
-        """The sketch with some more members."""
+        """Adds members to the sketch."""
         name = "combine.QuantileSketch"
         values = check_values(name, "predictions", check_one_array(predictions, name=name))
         weights, total = chunk_weights(predictions, weights, name=name)
@@ -79,7 +78,7 @@ class QuantileSketch(AbstractCombination):
         return self.merge(partial, _Sketch((_new_items(values, weights),), _unknown(values, weights), lean))
 
     def merge(self, first: Any, second: Any) -> Any:
-        """The sketch of the members of two."""
+        """Merges two sketches."""
         if first is None:
             first, second = second, None
         if first is None:
@@ -92,7 +91,7 @@ class QuantileSketch(AbstractCombination):
                 tiers[i] = jax.tree.map(lambda *xs: jnp.concatenate(xs), tiers[i], items)
             else:
                 tiers.append(items)
-        for i, items in enumerate(tiers):  # also those that are appended here
+        for i, items in enumerate(tiers):  # including tiers appended in this loop
             if items.values.shape[0] < 2 * self.size:
                 continue
             tiers[i], joined, lean = _join_pairs(items, lean)
@@ -103,7 +102,7 @@ class QuantileSketch(AbstractCombination):
         return _Sketch(tuple(tiers), unknown, lean)
 
     def finish(self, partial: Any) -> Float[Array, "... levels"]:
-        """The quantiles for all members seen."""
+        """The quantiles over all members seen."""
         check_seen(partial, name="combine.QuantileSketch")
         return _quantiles(partial, jnp.asarray(self.levels, partial.tiers[0].values.dtype))
 
@@ -121,7 +120,7 @@ def _unknown(values: Array, weights: Array) -> Array:
 
 @jax.jit
 def _join_pairs(items: _Items, lean: Array) -> tuple[_Items, _Items, Array]:
-    """The rest of a level, at most one value, its merged pairs of neighbours, and the new lean."""
+    """The remaining values of a level (at most one), its merged pairs of neighbours, and the new lean."""
     values, weights = jax.lax.sort(tuple(items), dimension=0, num_keys=1)
     whole = values.shape[0] // 2 * 2
     low, high, of_low, of_high = values[0:whole:2], values[1:whole:2], weights[0:whole:2], weights[1:whole:2]
@@ -133,7 +132,7 @@ def _join_pairs(items: _Items, lean: Array) -> tuple[_Items, _Items, Array]:
 
 
 def _coin(values: Float[Array, "items ..."]) -> Bool[Array, "..."]:
-    """A pseudo-random bit for each entry, from the bits of its values in any order: a fixed side would bias ranks."""
+    """A pseudo-random bit per entry, from the bits of its values in any order: a fixed choice would bias ranks."""
     bits = jax.lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}"))
     return jnp.sum(jax.lax.population_count(bits) & 1, axis=0) % 2 == 1
 

@@ -8,18 +8,18 @@ from ._check import check_log_scores
 def bayesian(
     log_scores: Float[ArrayLike, " members *batch"], *, mask: Bool[ArrayLike, "*batch"] | None = None
 ) -> Float[Array, " members"]:
-    r"""The posterior probabilities of the members, with equal prior probabilities: weights of Bayesian model averaging.
+    r"""Weights of Bayesian model averaging: the posterior probabilities of the members under a uniform prior.
 
-    $w_m \propto \exp \sum_i \ell_{mi}$ with $\ell_{mi}$ the log-likelihood of row $i$ under member $m$. Differences
-    between members are summed, so that a large common part of the log-likelihoods costs no precision. With many rows
-    nearly all weight is on the single best member, since one of the members is assumed to be true; for weights that
-    predict well when none of them is, see [`eqx_ensemble.combine.weights.stacking`][].
+    $w_m \propto \exp \sum_i \ell_{mi}$ with the log-likelihood $\ell_{mi}$ of row $i$ under member $m$. Differences
+    between members are summed, so a large common part of the log-likelihoods costs no precision. One member is assumed
+    to be the true model: with many rows, nearly all weight goes to the single best member. If no member is the true
+    model, [`eqx_ensemble.combine.weights.stacking`][] predicts better.
 
     **Arguments:**
 
-    - `log_scores`: the members' log evidences `(members,)`, or their log-likelihoods of each row `(members, *batch)`.
-        Likelihoods of the rows that members were trained on favour those that overfit: they are evidence only for
-        members whose parameters were fixed before. A prior is added to evidences: `log_evidences + jnp.log(prior)`.
+    - `log_scores`: the members' log evidences `(members,)`, or log-likelihoods of rows `(members, *batch)`. Likelihoods
+        of training rows favour members that overfit: use rows that no member was trained on. For another prior pass
+        `log_evidences + jnp.log(prior)`.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**

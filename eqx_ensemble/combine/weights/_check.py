@@ -28,7 +28,7 @@ _HOW_TO_SCORE = "They are `-scores.per_member(scores.nll, logits, labels, reduct
 
 
 def check_log_scores(name: str, log_scores: ArrayLike, mask: ArrayLike | None) -> tuple[Array, Array | None]:
-    """Log scores `(members, *batch)`, each row with a member that allows it, and the mask over rows."""
+    """Raises unless log scores are finite or -inf, and not -inf for all members. Returns them and the mask."""
     array = check_values(name, "log_scores", log_scores)
     if math.prod(array.shape) == 0:
         raise ValueError(
@@ -58,7 +58,7 @@ def check_log_scores(name: str, log_scores: ArrayLike, mask: ArrayLike | None) -
 
 
 def _check_logarithms(name: str, scores: np.ndarray, counted: np.ndarray) -> None:
-    """Refuses the log-probabilities of all classes, which any weights fit; warns of what looks like probabilities."""
+    """Raises for log-probabilities of all classes; warns about values that look like probabilities."""
     if scores.ndim > 2 and scores.shape[-1] > 1 and counted.all():
         sums = np.exp(np.minimum(scores, 1.0)).sum(axis=-1)
         if np.allclose(sums, 1.0, atol=1e-4):
@@ -66,7 +66,7 @@ def _check_logarithms(name: str, scores: np.ndarray, counted: np.ndarray) -> Non
             fix = f"Take the log-probabilities of the labels. {_HOW_TO_SCORE}"
             raise ValueError(needs_message(name, "one of `log_scores` per member and row", got, fix))
     if scores.ndim == 1:
-        return  # one evidence for each member
+        return  # one evidence per member
     kept = scores[:, counted]
     if (kept >= 0).all() and (kept <= 1).all() and (kept > 0).any():
         warn(
@@ -76,7 +76,7 @@ def _check_logarithms(name: str, scores: np.ndarray, counted: np.ndarray) -> Non
 
 
 def check_scores_of_members(name: str, scores: ArrayLike, count: Any) -> tuple[Array, int]:
-    """One score per member, at least `count` of them not NaN."""
+    """Raises unless there is one score per member, and `count` are not NaN. Returns the scores and the count."""
     array, number = check_array(name, "scores", scores), check_positive_int(count, "count", name=name)
     if array.ndim != 1:
         fix = "`scores.per_member` makes them."
@@ -98,7 +98,7 @@ def check_scores_of_members(name: str, scores: ArrayLike, count: Any) -> tuple[A
 
 
 def check_similarity(name: str, similarity: ArrayLike, count: Any, quality: Any) -> tuple[Array, int, Array]:
-    """A symmetric, positive semi-definite matrix of members, a count of them, and their quality in its dtype."""
+    """Raises unless the matrix is symmetric positive semi-definite. Returns it, the count, and the quality."""
     matrix, number = check_floating(name, "similarity", similarity), check_positive_int(count, "count", name=name)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
         fix = "For classes, `1 - uncertainty.pairwise_disagreement(logits)`."
@@ -139,7 +139,7 @@ def _check_semi_definite(name: str, similarity: ArrayLike) -> None:
 def check_greedy(
     name: str, score: Any, mask: Any, num_steps: Any, num_initial: Any, num_members: int
 ) -> Callable | None:
-    """The score as a function, or `None` for log scores; counts of steps that fit."""
+    """Raises for invalid options. Returns the score function; `None` for log scores."""
     check_positive_int(num_steps, "num_steps", name=name)
     if not isinstance(num_initial, int | np.integer) or num_initial != 0:
         check_positive_int(num_initial, "num_initial", name=name)
@@ -164,7 +164,7 @@ def check_greedy(
 
 
 def check_score_value(name: str, shape: tuple[int, ...]) -> None:
-    """A score that is a scalar."""
+    """Raises unless the score is a scalar."""
     if shape != ():
         fix = "Return the mean over rows."
         raise ValueError(
@@ -175,13 +175,13 @@ def check_score_value(name: str, shape: tuple[int, ...]) -> None:
 
 
 def check_tolerance(name: str, tolerance: float | None) -> None:
-    """A tolerance of zero or more."""
+    """Raises unless `tolerance` is `None` or a non-negative number."""
     if tolerance is not None:
         check_number(tolerance, "tolerance", name=name, least=0)
 
 
 def warn_of_gap(name: str, gap: Array, tolerance: float) -> None:
-    """Warns that a search for weights ended above its tolerance; only where the result is concrete."""
+    """Warns if a search for weights ended above its tolerance; checked where concrete."""
     host = concrete(gap)
     if host is not None and not (host <= tolerance).all():
         warn(
@@ -191,7 +191,7 @@ def warn_of_gap(name: str, gap: Array, tolerance: float) -> None:
 
 
 def check_sparsify(name: str, weights: ArrayLike, above: float, num_members: Any) -> np.ndarray:
-    """Concrete convex weights, as float64."""
+    """Raises unless weights are concrete and valid, and `above` keeps a member. Returns them normalised, as float64."""
     if is_traced(weights):
         fix = "Call it outside `jax.jit`: how many members are left depends on the weights."
         raise TypeError(needs_message(name, "weights whose values are known", "got a traced array", fix))

@@ -14,31 +14,32 @@ def diverse(
     *,
     quality: Real[ArrayLike, " members"] | None = None,
 ) -> Float[Array, " members"]:
-    r"""Equal weights for `count` members that differ from each other, none for the others.
+    r"""Equal weights for `count` members that differ from each other, zero for the others.
 
-    Greedy selection by the determinant of $q_i S_{ij} q_j$ over the selected members: each step adds the member that
-    raises it most, which is the one of the largest quality $q_i$ and, at equal quality, the one that the others explain
-    least. It is the greedy mode of a determinantal point process. Copies of selected members come last.
+    Greedy maximisation of the determinant of $q_i S_{ij} q_j$ over the selected members, the greedy mode of a
+    determinantal point process. The first member has the largest $q_i^2 S_{ii}$; each step then adds the member that
+    increases the determinant most. At equal quality, this is the member least explained by those selected. Copies of
+    selected members come last.
 
     **Arguments:**
 
-    - `similarity`: $S$, a positive semi-definite matrix `(members, members)`: for classes
-        `1 - uncertainty.pairwise_disagreement(logits)`, for real targets the correlations of the members' errors. Of
-        rows that no member was trained on.
-    - `count`: how many.
-    - `quality`: $q$, zero or more for each member, `(members,)`, higher is better; equal by default. For
-        example `jnp.exp(log_scores.mean(axis=1))` or a power of it: the larger the power, the less diversity counts.
+    - `similarity`: $S$, a positive semi-definite matrix `(members, members)`: for classes `1 -
+        uncertainty.pairwise_disagreement(logits)`, for real targets the correlations of the members' errors. Compute it
+        on held-out rows.
+    - `count`: the number of members to select.
+    - `quality`: $q$, non-negative, `(members,)`, higher is better; equal by default. For example
+        `jnp.exp(log_scores.mean(axis=1))` or a power of it: larger powers give diversity less weight.
 
     **Returns:**
 
-    Convex weights `(members,)`, each 0 or `1 / count`. The members themselves are what [`eqx_ensemble.prune`][] keeps
-    of an ensemble. Where members tie, the first is selected. The selection is not differentiable.
+    Convex weights `(members,)`, each 0 or `1 / count`. [`eqx_ensemble.prune`][] selects these members of an ensemble.
+    Where members tie, the first is selected. The selection is not differentiable.
 
     **Raises:**
 
     - `TypeError` for a similarity that is not floating-point.
     - `ValueError` for a matrix that is not square, symmetric, or positive semi-definite (where concrete), quality that
-        is negative or NaN, and a count out of range.
+        is negative or not finite, and a count out of range.
 
     ```python
     logits = jnp.array([[[2.0, 0.0]] * 4, [[3.0, 0.0]] * 4, [[2.0, 0.0]] * 2 + [[0.0, 2.0]] * 2])
@@ -59,7 +60,7 @@ def diverse(
 def _diverse(
     similarity: Float[Array, "members members"], quality: Float[Array, " members"], count: int
 ) -> Float[Array, " members"]:
-    """Rows of the Cholesky factor of the selected members, one a step; `left` is what they do not explain."""
+    """Computes one row of the Cholesky factor per step; `left` is the variance not yet explained."""
     scaled = quality[:, None] * similarity * quality[None]
     rounding = 8 * jnp.finfo(scaled.dtype).eps * jnp.max(jnp.diagonal(scaled))
 

@@ -11,24 +11,24 @@ from ._check import check_scores_of_members
 
 
 def elites(scores: Real[ArrayLike, " members"], count: int, *, mode: Literal["min", "max"]) -> Float[Array, " members"]:
-    """Equal weights for the `count` members with the best scores, none for the others.
+    """Equal weights for the `count` members with the best scores, zero for the others.
 
     **Arguments:**
 
     - `scores`: one per member, `(members,)`, such as `scores.per_member(scores.nll, logits, labels)`, or the
         `best_score` of a run. Where members tie, the first is selected; NaN is worse than any number.
-    - `count`: how many.
+    - `count`: the number of members to select.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher; for a run's `best_score`, `run.mode`.
 
     **Returns:**
 
-    Convex weights `(members,)`, each 0 or `1 / count`. The members themselves are `jnp.flatnonzero(weights)`, or what
-    [`eqx_ensemble.prune`][] keeps of an ensemble.
+    Convex weights `(members,)`, each 0 or `1 / count`. The members' indices are `jnp.flatnonzero(weights)`;
+    [`eqx_ensemble.prune`][] selects them from an ensemble.
 
     **Raises:**
 
-    - `ValueError` for scores that are not `(members,)`, and where fewer than `count` of them are not NaN; for another
-        mode.
+    - `ValueError` for scores that are not `(members,)`, fewer than `count` scores that are not NaN (where concrete), a
+        count out of range, and another `mode`.
 
     ```python
     ee.combine.weights.elites(jnp.array([0.3, 0.1, 0.2]), 2, mode="min")  # [0.0, 0.5, 0.5]
@@ -37,7 +37,7 @@ def elites(scores: Real[ArrayLike, " members"], count: int, *, mode: Literal["mi
     check_word(mode, "mode", ("min", "max"), name="combine.weights.elites")
     checked, count = check_scores_of_members("combine.weights.elites", scores, count)
     dtype = jnp.float64 if checked.dtype == jnp.float64 else jnp.float32
-    host = concrete(scores)  # in the precision that it has
+    host = concrete(scores)  # in its own precision
     if host is None:
         return _elites(_ascending(checked, mode), count, dtype)
     rank = np.argsort(np.argsort(_ascending(host, mode), kind="stable"))
@@ -45,10 +45,10 @@ def elites(scores: Real[ArrayLike, " members"], count: int, *, mode: Literal["mi
 
 
 def _ascending(scores: Any, mode: str) -> Any:
-    """Scores of which lower ones are better."""
+    """The scores, negated if higher is better."""
     if mode == "min":
         return scores
-    return -scores if jnp.issubdtype(scores.dtype, jnp.floating) else ~scores  # of unsigned ones, too
+    return -scores if jnp.issubdtype(scores.dtype, jnp.floating) else ~scores  # also for unsigned integers
 
 
 @partial(jax.jit, static_argnames=("count", "dtype"))

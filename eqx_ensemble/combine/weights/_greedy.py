@@ -11,11 +11,11 @@ from ._check import check_greedy, check_log_scores, check_score_value
 
 
 class Greedy(NamedTuple):
-    """The members of a greedy selection, and the score after each step.
+    """The members selected greedily, and the score after each step.
 
     - `weights`: `(members,)`, `counts` divided by their sum.
     - `counts`: how often each member is in the best ensemble of all steps, `(members,)`.
-    - `order`: the member that each step took, `(steps,)`.
+    - `order`: the member selected in each step, `(steps,)`.
     - `scores`: the score after each step, `(steps,)`; lower is better.
     """
 
@@ -33,23 +33,23 @@ def greedy(
     num_initial: int = 0,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Greedy:
-    r"""Weights by ensemble selection: each step adds the member that improves the mean most.
+    r"""Weights by greedy ensemble selection: each step adds the member that improves the mean prediction most.
 
-    Any score can be optimised. Members are selected with replacement, so that weights are multiples of one over the
-    number of selected members; the best ensemble of all steps is returned, not the last. A step costs as much as
-    scoring every member once. For the log score [`eqx_ensemble.combine.weights.stacking`][] finds the optimal weights.
+    Any score can be optimised. Members are selected with replacement: weights are multiples of one over the number of
+    selected members. The best ensemble of all steps is returned, not the last. A step costs as much as scoring every
+    member once. For the log score [`eqx_ensemble.combine.weights.stacking`][] finds the optimal weights.
 
     **Arguments:**
 
-    - `predictions`: `(members, ...)`, of rows that no member was trained on. With `score="log"` the members' log scores
-        `(members, *batch)` as for [`eqx_ensemble.combine.weights.stacking`][]: the mean is that of the probabilities.
-        Otherwise anything whose plain mean over members is the ensemble's prediction.
-    - `score`: `"log"` for the mean negative log score, or a function of the mean prediction `(...)` that JAX can trace,
-        to a scalar; lower is better. NaN is worse than any number.
-    - `num_steps`: how many members are selected.
-    - `num_initial`: the first steps select the best single members, one of each. A few of them prevent overfitting in
-        the first steps, when the ensemble has one or two members.
-    - `mask`: with `"log"`, booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `predictions`: predictions for held-out rows, `(members, ...)`, whose mean over members is the ensemble's
+        prediction. For `score="log"`, the members' log scores `(members, *batch)` as for
+        [`eqx_ensemble.combine.weights.stacking`][]: probabilities are averaged.
+    - `score`: `"log"` for the mean negative log score, or a function that JAX can trace, from the mean prediction
+        `(...)` to a scalar; lower is better. NaN is worse than any number.
+    - `num_steps`: the number of members to select.
+    - `num_initial`: the number of initial steps that select the best single members, each once. A few such steps
+        prevent overfitting while the ensemble has one or two members.
+    - `mask`: for `"log"`, booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
@@ -59,7 +59,7 @@ def greedy(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for counts out of range, a score that is no scalar, a `mask` with a score of your own, and
+    - `ValueError` for counts out of range, a score that is not a scalar, a `mask` with a score function, and invalid
         log scores as in [`eqx_ensemble.combine.weights.stacking`][].
 
     ```python
@@ -104,13 +104,13 @@ def _greedy_log(
     logs = jnp.where(counted[None], logs, 0)
     level = jnp.max(logs, axis=0)
     num_rows = jnp.sum(counted).astype(logs.dtype)
-    # Rows that no member taken so far explains: the fewer the better, where all scores are infinite.
+    # The log score of rows that no selected member explains: among infinite scores, fewer such rows are better.
     impossible = float(jnp.finfo(logs.dtype).min) / (2 * counted.size)
 
     def judge(total: Array, count: Array) -> Array:
         return -jnp.sum(jnp.where(counted, jnp.maximum(total - jnp.log(count), impossible), 0)) / num_rows
 
-    # Differences to the best member of each row: what all members have in common is added to the scores at the end.
+    # Differences from the best member of each row: the common part is added to the scores at the end.
     nothing = jnp.full(level.shape, -jnp.inf, logs.dtype)
     found = _select(logs - level[None], nothing, jnp.logaddexp, judge, num_steps, num_initial)
     scores = jnp.where(found.scores < -0.5 * impossible / num_rows, found.scores, jnp.inf)
@@ -125,7 +125,7 @@ def _select(
     num_steps: int,
     num_initial: int,
 ) -> Greedy:
-    """Adds one member a step to a running total, which starts as `nothing` and is judged with its count."""
+    """Adds one member per step to a running total, initially `nothing`; `judge` scores the total and its count."""
     num_members = predictions.shape[0]
     judge_all = lambda total, count: jax.vmap(lambda one: judge(add(total, one), count))(predictions)
     known = lambda scores: jnp.where(jnp.isnan(scores), jnp.inf, scores)
@@ -138,7 +138,7 @@ def _select(
         return add(total, predictions[chosen]), (chosen, scores[chosen])
 
     _, (order, scores) = jax.lax.scan(step, nothing, jnp.arange(num_steps))
-    # The initial members come as one: an ensemble of some of them was never chosen.
+    # The initial members are a unit: an ensemble of only some of them was never selected.
     eligible = jnp.arange(num_steps) >= num_initial - 1
     best = jnp.argmin(jnp.where(eligible, scores, jnp.inf))
     taken = (jnp.arange(num_steps) <= best).astype(jnp.int32)

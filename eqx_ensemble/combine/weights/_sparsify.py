@@ -9,11 +9,11 @@ from ._check import check_sparsify
 
 
 class Sparse(NamedTuple):
-    """The members that are kept.
+    """The members with enough weight.
 
     **Attributes:**
 
-    - `members`: their indices, in their order.
+    - `members`: their indices, in increasing order.
     - `weights`: their weights, which sum to one.
     """
 
@@ -24,20 +24,20 @@ class Sparse(NamedTuple):
 def sparsify(
     weights: Real[ArrayLike, " members"], *, above: float | int = 0.0, num_members: int | None = None
 ) -> Sparse:
-    """Keeps the members with enough weight, with normalised weights.
+    """Keeps the members with enough weight, and normalises their weights.
 
-    For an ensemble instead of its weights see [`eqx_ensemble.prune`][].
+    To prune an ensemble use [`eqx_ensemble.prune`][].
 
     **Arguments:**
 
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Concrete: how many members are kept
-        depends on them.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. They must be concrete, because the
+        number of kept members depends on them.
     - `above`: keeps members whose normalised weight exceeds this. Members of weight zero are always removed.
-    - `num_members`: keeps at most this many members, those of the largest weights, the first of equal ones.
+    - `num_members`: keeps at most this many members, those with the largest weights, the first among equal weights.
 
     **Returns:**
 
-    A named tuple with `.members`, indices `(left,)` in rising order, and `.weights` `(left,)`.
+    A named tuple with `.members`, indices `(left,)` in increasing order, and `.weights` `(left,)`.
 
     **Raises:**
 

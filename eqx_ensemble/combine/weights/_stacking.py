@@ -9,11 +9,11 @@ from ._check import check_log_scores, check_tolerance, warn_of_gap
 
 
 class Stacking(NamedTuple):
-    """Weights, and a bound of their distance from the optimum.
+    """Weights, and a bound on their distance from the optimum.
 
     - `weights`: `(members,)`, convex.
-    - `gap`: the mean log score of no other weights is higher by more than this, in nats.
-    - `num_steps`: how many steps it took.
+    - `gap`: an upper bound, in nats, on the improvement of the mean log score by any other weights.
+    - `num_steps`: the number of steps.
     """
 
     weights: Float[Array, " members"]
@@ -28,21 +28,21 @@ def stacking(
     tolerance: float | None = None,
     max_steps: int = 100,
 ) -> Stacking:
-    r"""The weights whose mixture of the members has the best mean log score: stacking of predictive distributions.
+    r"""Stacking of predictive distributions: the weights whose mixture of the members has the best mean log score.
 
     Maximises $f(w) = \frac1n \sum_i \log \sum_m w_m p_{mi}$ over convex weights, where $p_{mi}$ is the probability or
-    density of the observation in row $i$ under member $m$. The problem is convex: the mixture is unique, and so
-    are the weights unless members are mixtures of others. With $g = \nabla f(w)$ no weights are better than $w$ by more
-    than $\max_m g_m - 1$, the `gap`: the search, a primal-dual interior-point method, ends when the gap is at most
-    `tolerance`. Members that do not help have weight zero.
+    density of the observation in row $i$ under member $m$. The problem is convex: the mixture is unique, and so are the
+    weights unless members are mixtures of others. With $g = \nabla f(w)$, no weights improve on $w$ by more than the
+    `gap` $\max_m g_m - 1$. A primal-dual interior-point method runs until the gap is at most `tolerance`. Members that
+    do not help have weight zero.
 
     **Arguments:**
 
-    - `log_scores`: natural logarithms of $p_{mi}$, `(members, *batch)`, of rows that no member was trained on: for
-        classes `-scores.per_member(scores.nll, logits, labels, reduction="none")`. A constant per row changes nothing.
+    - `log_scores`: natural logarithms of $p_{mi}$ for held-out rows, `(members, *batch)`: for classes
+        `-scores.per_member(scores.nll, logits, labels, reduction="none")`. A constant per row has no effect.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
-    - `tolerance`: in nats; 1e-6 in float32 and 1e-10 in float64 if not given.
-    - `max_steps`: the maximum number of steps, after which the search ends with a warning. 5 to 15 are usual.
+    - `tolerance`: in nats; by default 1e-6 in float32 and 1e-10 in float64.
+    - `max_steps`: the maximum number of steps, after which the search ends with a warning; 5 to 15 usually suffice.
 
     **Returns:**
 
@@ -50,8 +50,9 @@ def stacking(
 
     **Raises:**
 
-    - `TypeError` for log scores that are not floating-point, or a mask that is not boolean.
-    - `ValueError` for log scores that are NaN or infinite, and rows where every member has -inf (where concrete).
+    - `TypeError` for log scores that are not floating-point, and a mask that is not boolean.
+    - `ValueError` for log scores that are NaN or +inf, rows where every member has -inf, and log-probabilities of all
+        classes (where concrete), and for zero rows.
 
     ```python
     log_scores = jnp.log(
@@ -93,7 +94,7 @@ class _Point(NamedTuple):
 
 
 _BLOCK = 512
-"""Sums over rows are made in blocks: a long float32 sum rounds by more than the gap that is to be proven."""
+"""The number of rows in a partial sum: the rounding error of a long float32 sum exceeds the gap to be verified."""
 
 
 @jax.jit
@@ -118,7 +119,7 @@ def _stacking(
         lambda point: _step(likelihood, share, point),
         start,
     )
-    # Interior weights are never zero: those that are smaller than their slack are on their way there.
+    # Interior weights are never zero: those smaller than their slack converge to zero.
     slack = 1 - _gradient(likelihood, share, end.best)
     cleared = jnp.where(end.best < slack, 0, end.best)
     cleared = cleared / jnp.sum(cleared)
@@ -128,13 +129,13 @@ def _stacking(
 
 
 def _step(likelihood: Float[Array, "blocks members rows"], share: Float[Array, "blocks rows"], point: _Point) -> _Point:
-    """One Newton step to a tenth of the product of weights and slack; one of expectation-maximisation if that fails."""
+    """One Newton step towards a tenth of the complementarity gap, or one expectation-maximisation step if it fails."""
     weights, slack = point.weights, point.slack
     mixed = _mixture(likelihood, weights)
     gradient = _gradient(likelihood, share, weights)
     value = _mean_log(share, mixed)
 
-    # Scaled by the roots of the weights, the system stays well conditioned as weights go to zero.
+    # Scaled by the square roots of the weights, the system stays well conditioned as weights go to zero.
     root = jnp.sqrt(weights)
     scaled = root[None, :, None] * likelihood * (jnp.sqrt(share) / mixed)[:, None]
     curvature = jnp.einsum("bmr,bnr->mn", scaled, scaled, precision="highest") + jnp.diag(slack)
@@ -184,7 +185,7 @@ def _gradient(
 ) -> Float[Array, " members"]:
     per_block = jnp.einsum("bmr,br->bm", likelihood, share / _mixture(likelihood, weights), precision="highest")
     gradient = jnp.sum(per_block, axis=0)
-    # Its mean over the weights is one: what the sums lose to rounding is much the same for all members.
+    # Its weighted mean is one: rounding errors of the sums are nearly equal for all members.
     return gradient / jnp.dot(weights, gradient)
 
 
@@ -197,6 +198,6 @@ def _gap(
 
 
 def _length(values: Float[Array, " members"], change: Float[Array, " members"]) -> Float[Array, ""]:
-    """How far to go, the whole way at most, so that positive values stay positive."""
+    """The step length, at most 1, that keeps positive values positive."""
     falls = change < 0
     return jnp.minimum(1, 0.99 * jnp.min(jnp.where(falls, -values / jnp.where(falls, change, -1), jnp.inf)))
