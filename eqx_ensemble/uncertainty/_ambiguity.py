@@ -26,7 +26,7 @@ def decompose_squared_error(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Ambiguity:
-    r"""The squared error of the ensemble mean: the mean squared error of the members, less their ambiguity.
+    r"""The squared error of the ensemble mean: the mean squared error of the members minus their ambiguity.
 
     With $\bar f = \sum_m w_m f_m$: $(\bar f - y)^2 = \sum_m w_m (f_m - y)^2 - \sum_m w_m (f_m - \bar f)^2$. In the
     squared unit of the target.
@@ -44,7 +44,7 @@ def decompose_squared_error(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), and for invalid weights.
+    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), and invalid weights.
 
     ```python
     parts = ee.uncertainty.decompose_squared_error(
@@ -79,12 +79,12 @@ def decompose_nll(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Ambiguity:
-    r"""The cross-entropy of the mean of the logits: the mean cross-entropy of the members, less their ambiguity.
+    r"""The cross-entropy of the mean logits: the mean cross-entropy of the members minus their ambiguity.
 
-    With $q$ the normalised geometric mean of the members, [`eqx_ensemble.combine.mean_logits`][]:
-    $-\log q(y) = -\sum_m w_m \log p_m(y) - \sum_m w_m \mathrm{KL}(q \parallel p_m)$, in nats. As for the squared error
-    the ambiguity does not depend on the label. This holds only for the mean of the logits: for that of the
-    probabilities, [`eqx_ensemble.combine.mixture`][], the gain depends on the label.
+    With $q$ the normalised geometric mean of the members, [`eqx_ensemble.combine.mean_logits`][]: $-\log q(y) = -\sum_m
+    w_m \log p_m(y) - \sum_m w_m \mathrm{KL}(q \parallel p_m)$, in nats. As for the squared error, the ambiguity does
+    not depend on the label. This holds only for mean logits: for mean probabilities,
+    [`eqx_ensemble.combine.mixture`][], the gain depends on the label.
 
     **Arguments:**
 
@@ -157,7 +157,8 @@ def _divergence_to(
 ) -> Float[Array, " members *batch"]:
     r"""KL divergence of the pool $q$ from each member, $\sum_c q_c (\delta_c + e^{-\delta_c} - 1)$.
 
-    Here $\delta_c = \log q_c - \log p_c$: as both sum to one this is $\sum_c q_c \delta_c$, but no term is negative.
+    Here $\delta_c = \log q_c - \log p_c$: as both sum to one, this equals $\sum_c q_c \delta_c$, but no term is
+    negative.
     """
     gone = jnp.broadcast_to(pooled == -jnp.inf, logs.shape)  # where q is zero the term is p
     delta = jnp.where(gone, 0, jnp.broadcast_to(pooled, logs.shape)) - jnp.where(gone, 0, logs)

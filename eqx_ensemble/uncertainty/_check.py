@@ -17,13 +17,13 @@ from .._check import (
 
 
 def check_temperature(name: str, temperature: ArrayLike, dtype: jnp.dtype) -> Array:
-    """A temperature above zero, where concrete."""
+    """Raises unless the temperature is a positive scalar (where concrete). Returns it as an array."""
     fix = "Logits are divided by it; 1 leaves them unchanged."
     return check_positive_scalar(name, "temperature", temperature, dtype, fix=fix)
 
 
 def check_levels(name: str, levels: ArrayLike, dtype: jnp.dtype, *, ends: bool) -> tuple[Array, Array]:
-    """Levels, a number or `(levels,)`, and how far each is below one; with or without 0 and 1 themselves."""
+    """Raises unless `levels` are valid; `ends` allows 0 and 1. Returns the levels and their distances to one."""
     array = check_array(name, "levels", levels)
     if array.ndim > 1:
         raise ValueError(
@@ -37,14 +37,14 @@ def check_levels(name: str, levels: ArrayLike, dtype: jnp.dtype, *, ends: bool) 
     if not inside.all():
         words = "`levels` from 0 to 1" if ends else "`levels` between 0 and 1"
         raise ValueError(needs_message(name, words, first_text(host, ~inside), "Write 90 % as 0.9."))
-    # The distance to one is taken in float64, because float32 rounds a level such as 1 - 1e-9 to one.
+    # The distance to one is computed in float64, because float32 rounds a level such as 1 - 1e-9 to one.
     return jnp.asarray(host, dtype), jnp.asarray(1 - host, dtype)
 
 
 def check_rows_of_members(
     name: str, argument: str, values: ArrayLike, mask: ArrayLike | None, *, binary: bool = False
 ) -> tuple[Array, Array]:
-    """Values flattened to `(members, rows)`, and a mask of rows; zeros, ones and NaN only where `binary`."""
+    """Raises for invalid values; `binary` allows 0, 1 and NaN only. Returns them as `(members, rows)`, and a mask."""
     array = check_array(name, argument, values)
     if array.dtype == jnp.bool_ and binary:
         array = array.astype(jnp.float32)

@@ -60,13 +60,13 @@ def pairwise_kl(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Float[Array, "*batch"]:
-    r"""The mean KL divergence, in nats, between two members, each drawn by its weight.
+    r"""The mean KL divergence, in nats, between two members drawn with probabilities equal to their weights.
 
-    $\sum_{mn} w_m w_n \mathrm{KL}(p_m \parallel p_n) = \sum_c \mathrm{Cov}_m(p_{mc}, \log p_{mc})$, an upper bound of
-    [`eqx_ensemble.uncertainty.jensen_shannon`][] in time linear in the members. Added to the mean entropy of the
-    members it gives their mean cross-entropy: the total uncertainty when a random member, not the mixture, predicts.
-    Pairs of a member with itself are included, and are zero: for equal weights the mean over pairs of different members
-    is `num_members / (num_members - 1)` times this.
+    $\sum_{mn} w_m w_n \mathrm{KL}(p_m \parallel p_n) = \sum_c \mathrm{Cov}_m(p_{mc}, \log p_{mc})$, an upper bound on
+    [`eqx_ensemble.uncertainty.jensen_shannon`][], computed in time linear in the members. Its sum with the mean entropy
+    of the members is their mean cross-entropy: the total uncertainty if a random member predicts instead of the
+    mixture. Pairs of a member with itself are included and contribute zero: for equal weights, the mean over pairs of
+    different members is `num_members / (num_members - 1)` times this.
 
     **Arguments:**
 
@@ -75,7 +75,7 @@ def pairwise_kl(
 
     **Returns:**
 
-    Divergences `(*batch,)`, never negative; infinite where one member gives a class probability zero and another does
+    Divergences `(*batch,)`, never negative; infinite where one member assigns a class probability zero and another does
     not.
 
     **Raises:**
@@ -120,7 +120,7 @@ def _pairwise_kl(
     absent = logs == -jnp.inf
     finite = jnp.where(absent, 0, logs)
     product = _centre(jnp.where(absent, 0, jnp.exp(finite)), weights) * _centre(finite, weights)
-    # Members of weight zero are blank, and so never absent.
+    # Members of weight zero are overwritten, and therefore never absent.
     nowhere = weighted_mean(jnp.where(absent, 0, jnp.ones_like(logs)), weights) == 0
     disputed = jnp.any(absent, axis=0) & ~nowhere
     return jnp.sum(jnp.where(disputed, jnp.inf, jnp.maximum(weighted_mean(product, weights), 0)), axis=-1)

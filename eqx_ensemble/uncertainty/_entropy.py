@@ -11,13 +11,12 @@ from ._decomposition import Decomposition
 
 
 def entropy(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"]:
-    r"""The entropy, in nats, of each distribution on the last axis, $-\sum_c p_c \log p_c$.
+    r"""The entropy, in nats, of the distributions on the last axis, $-\sum_c p_c \log p_c$.
 
     **Arguments:**
 
-    - `logits`: `(*batch, classes)`, with or without a leading `members` axis: every leading axis is kept.
-        Log-probabilities may be passed as they are; for probabilities `p` pass `jnp.log(p)`. A class of probability
-        zero adds nothing.
+    - `logits`: logits or log-probabilities, `(*batch, classes)`; leading axes, such as `members`, are kept. For
+        probabilities `p` pass `jnp.log(p)`. Classes with probability zero contribute zero.
 
     **Returns:**
 
@@ -43,8 +42,8 @@ def decompose_entropy(
     r"""The entropy of the mixture of the members, in nats, split into noise and disagreement between members.
 
     With $p = \sum_m w_m p_m$: `total` is $H(p)$; `aleatoric` is $\sum_m w_m H(p_m)$; `epistemic` is their difference,
-    the mutual information $\sum_m w_m \mathrm{KL}(p_m \parallel p)$ between label and member. The last is computed from
-    nonnegative terms, not as a difference, so it is never negative, and small values are accurate.
+    the mutual information $\sum_m w_m \mathrm{KL}(p_m \parallel p)$ between label and member. It is computed as a sum
+    of non-negative terms, not as a difference: it is never negative, and small values are accurate.
 
     **Arguments:**
 
@@ -99,7 +98,7 @@ def _parts(
 def mean_divergence(
     logs: Float[Array, "members *batch classes"], weights: Float[Array, "members ..."] | None
 ) -> Float[Array, "*batch"]:
-    """Mean divergence of the members from their mixture, of log-probabilities."""
+    """Mean divergence of the members from their mixture, from log-probabilities."""
     mixed = log_mixture(logs, weights)[None]
     # A member of weight zero may have infinite divergence, and zero times infinity is NaN: it is set to the mixture.
     return weighted_mean(_divergence(blank_unweighted(logs, weights, fill=mixed), mixed), weights)
@@ -118,8 +117,8 @@ def _divergence(
 ) -> Float[Array, " members *batch"]:
     r"""KL divergence of each member from the mixture, $\sum_c q_c (\delta_c e^{\delta_c} - e^{\delta_c} + 1)$.
 
-    Here $\delta_c = \log p_c - \log q_c$ and $q$ is the mixture: as both sum to one this is $\sum_c p_c \delta_c$,
-    but each term is at least zero, and $\delta$ is bounded above, by the logarithm of one over the member's weight.
+    Here $\delta_c = \log p_c - \log q_c$ and $q$ is the mixture: as both sum to one, this equals $\sum_c p_c \delta_c$,
+    but no term is negative, and $\delta$ is at most the logarithm of one over the member's weight.
     """
     absent = logs == -jnp.inf
     delta = jnp.where(absent, 0, logs) - jnp.where(absent, 0, jnp.broadcast_to(mixed, logs.shape))
@@ -140,7 +139,7 @@ def _of_members(
 
 
 def _of_groups(groups: _Summary, weights: Float[Array, " groups"]) -> _Summary:
-    """The divergence of all members is the mean of those within groups, plus that between the groups' mixtures."""
+    """The divergence of all members is the mean divergence within groups plus that between the groups' mixtures."""
     between = _parts(groups.mixture, weights)[1]
     within = known_mean(groups.epistemic, weights)
     return _Summary(class_mixture(groups.mixture, weights), known_mean(groups.aleatoric, weights), within + between)

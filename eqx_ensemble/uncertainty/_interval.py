@@ -19,7 +19,7 @@ def gaussian_interval(
 ) -> Interval:
     r"""The central interval of a Gaussian, $\mu \pm \sigma \, \Phi^{-1}((1 + \mathrm{level}) / 2)$.
 
-    For an ensemble pass the result of [`eqx_ensemble.combine.gaussian`][]; evaluate the interval with
+    For an ensemble pass the result of [`eqx_ensemble.combine.gaussian`][]. Evaluate the interval with
     [`eqx_ensemble.scores.coverage`][].
 
     **Arguments:**
@@ -43,7 +43,7 @@ def gaussian_interval(
     lower, upper  # [-1.96], [1.96]
     ```
     """
-    from statistics import NormalDist  # here, because it is a thirtieth of this library's import
+    from statistics import NormalDist  # here, because it takes a thirtieth of this library's import time
 
     name = "uncertainty.gaussian_interval"
     check_level(name, level)

@@ -18,14 +18,14 @@ def gaussian_mixture_quantile(
 ) -> Float[Array, "..."]:
     r"""Quantiles of the mixture of the members' Gaussians, entry by entry.
 
-    The least $x$ with $\sum_m w_m \Phi((x - \mu_m) / \sigma_m) \ge \mathrm{level}$, found to rounding by bisection,
-    which is robust to narrow, distant members, and monotone in the level. Levels above one half are compared with the
-    upper tail, so that levels close to one are accurate; a level nearer to 0 or 1 than the dtype's smallest normal
-    number has an infinite quantile. It is differentiated as an implicit function.
+    The smallest $x$ with $\sum_m w_m \Phi((x - \mu_m) / \sigma_m) \ge \mathrm{level}$, by bisection to machine
+    precision, which is robust to narrow, distant members, and monotone in the level. Levels above one half are compared
+    with the upper tail: levels close to one are accurate. Levels closer to 0 or 1 than the dtype's smallest normal
+    number have infinite quantiles. It is differentiated as an implicit function.
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, *batch)`, of one shape. A member of variance zero is a point.
+    - `mean`, `variance`: `(members, *batch)`, of one shape. Members of variance zero are point masses.
     - `levels`: a number between 0 and 1, or several `(levels,)`.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
@@ -61,9 +61,9 @@ def gaussian_mixture_interval(
 ) -> Interval:
     r"""The central interval of the mixture of the members' Gaussians, entry by entry.
 
-    From the quantile of level $(1 - \mathrm{level}) / 2$ to that of $(1 + \mathrm{level}) / 2$, as
-    [`eqx_ensemble.uncertainty.gaussian_mixture_quantile`][] finds them. Unlike the interval of one Gaussian with the
-    same mean and variance, [`eqx_ensemble.uncertainty.gaussian_interval`][], it is exact where members disagree.
+    From the quantile of level $(1 - \mathrm{level}) / 2$ to that of $(1 + \mathrm{level}) / 2$, computed by
+    [`eqx_ensemble.uncertainty.gaussian_mixture_quantile`][]. Unlike the interval of a single Gaussian with the same
+    mean and variance, [`eqx_ensemble.uncertainty.gaussian_interval`][], it is exact where members disagree.
 
     **Arguments:**
 
@@ -73,7 +73,7 @@ def gaussian_mixture_interval(
 
     **Returns:**
 
-    A named tuple with `.lower` and `.upper`, `(*batch,)`; evaluate it with
+    A named tuple with `.lower` and `.upper`, `(*batch,)`; evaluate the interval with
     [`eqx_ensemble.scores.coverage`][].
 
     **Raises:**
@@ -105,7 +105,7 @@ def _quantile(
     mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights)
     point = variance == 0
     sigma = jnp.where(point, 0, jnp.sqrt(jnp.where(point, 1, variance)))
-    # Solved for deviations from the mean: a large common offset of the means costs no precision.
+    # Solves for deviations from the mean: a large common offset of the means costs no precision.
     middle = jax.lax.stop_gradient(weighted_mean(jnp.where(jnp.isinf(mean), 0, mean), weights))
     one = lambda below, over: middle + _solve(mean - middle[None], sigma, below, over, weights)
     return jax.vmap(one)(below, over) if below.ndim else one(below, over)
@@ -132,17 +132,17 @@ def _bisect(
     over: Float[Array, ""],
     weights: Float[Array, " members"] | None,
 ) -> Float[Array, "*batch"]:
-    """The smallest number at which the level is reached, by a binary search over all numbers of the dtype.
+    """The smallest number that reaches the level, by a binary search over all numbers of the dtype.
 
     Newton's method could stop inside a narrow component, where its steps are short. The search compares the same
-    numbers in the same order for every level, and each comparison is monotone in the level; so the quantiles are
-    exactly monotone, despite rounding in the distribution function.
+    numbers in the same order for every level, and each comparison is monotone in the level: quantiles are exactly
+    monotone, despite rounding in the distribution function.
     """
     dtype = mean.dtype
     whole = jnp.int32 if dtype == jnp.float32 else jnp.int64
     largest = jnp.iinfo(whole).max
 
-    # Bits of floating-point numbers, read as integers, are in the order of the numbers; negative ones reversed.
+    # The bits of floating-point numbers, read as integers, have the order of the numbers, reversed for negative ones.
     def number(key: Array) -> Array:
         return jax.lax.bitcast_convert_type(jnp.where(key < 0, key ^ largest, key), dtype)
 
@@ -152,13 +152,13 @@ def _bisect(
         low, high = ends
         middle = (low & high) + ((low ^ high) >> 1)  # the floor of the mean, without overflow
         lower, upper = _tails(number(middle), mean, sigma, weights)
-        # The smaller of the two tails is the more accurate.
+        # The smaller tail is more accurate.
         short = jnp.where(lower <= upper, lower < below, upper > over)
         return jnp.where(short, middle, low), jnp.where(short, high, middle)
 
     shape = mean.shape[1:]
     start = jnp.broadcast_to(~infinity, shape), jnp.broadcast_to(infinity, shape)
-    # One step more than there are bits, for minus infinity.
+    # One step more than the number of bits, for minus infinity.
     found = number(jax.lax.fori_loop(0, jnp.iinfo(whole).bits + 1, step, start)[1])
     unknown = jnp.any(jnp.isnan(mean) | jnp.isnan(sigma), axis=0)
     if weights is not None:
@@ -169,7 +169,7 @@ def _bisect(
 def _tails(
     x: Float[Array, "*batch"], mean: Array, sigma: Array, weights: Array | None
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-    """The probability at or below `x`, and that above it."""
+    """The probabilities at or below `x`, and above it."""
     point = sigma == 0
     above = x[None] >= mean
     distance = (x[None] - mean) / jnp.where(point, 1, sigma)

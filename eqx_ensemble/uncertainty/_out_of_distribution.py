@@ -15,7 +15,7 @@ def least_confidence(
     r"""One minus the largest probability of the mixture of the members, $1 - \max_c \sum_m w_m p_{mc}$.
 
     Detects out-of-distribution data and wrong predictions; higher is less certain. It is computed as the sum of the
-    other probabilities, so that nearly certain rows remain distinguishable.
+    other probabilities: nearly certain rows remain distinguishable.
 
     **Arguments:**
 
@@ -62,15 +62,15 @@ def free_energy(
 ) -> Float[Array, "*batch"]:
     r"""The mean over members of the free energy of their logits, $-T \log \sum_c \exp(f_c / T)$.
 
-    Detects out-of-distribution data; higher is less like the training data. Unlike probabilities it depends on the
-    magnitude of the logits.
+    Detects out-of-distribution data; higher is less similar to the training data. Unlike probabilities, it depends on
+    the magnitude of the logits.
 
     **Arguments:**
 
-    - `logits`: raw logits `(members, *batch, classes)`. Not log-probabilities, which have lost the magnitude: at $T =
-        1$ their energy is zero.
-    - `temperature`: $T$, above zero. Logits divided by $T$ have, at temperature 1, this energy divided by $T$: the
-        same order of rows.
+    - `logits`: raw logits `(members, *batch, classes)`; not log-probabilities, which are normalised: at $T = 1$ their
+        energy is zero.
+    - `temperature`: $T$, positive. Logits divided by $T$ have, at temperature 1, this energy divided by $T$: the same
+        ranking.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
 
     **Returns:**
@@ -79,7 +79,7 @@ def free_energy(
 
     **Raises:**
 
-    As [`eqx_ensemble.uncertainty.least_confidence`][], and `ValueError` for a temperature that is not above zero (where
+    As [`eqx_ensemble.uncertainty.least_confidence`][], and `ValueError` for a temperature that is not positive (where
     concrete).
 
     ```python

@@ -9,7 +9,7 @@ from ._check import check_rows_of_members
 def pairwise_disagreement(
     logits: Float[ArrayLike, "members *batch classes"], *, mask: Bool[ArrayLike, "*batch"] | None = None
 ) -> Float[Array, "members members"]:
-    """The fraction of rows on which two members vote for different classes, for every pair of members.
+    """The fraction of rows on which each pair of members votes for different classes.
 
     **Arguments:**
 
@@ -18,13 +18,13 @@ def pairwise_disagreement(
 
     **Returns:**
 
-    A symmetric matrix `(members, members)` with zeros on its diagonal. The rows and columns of a member with NaN
-    predictions (in rows that are not masked) are NaN.
+    A symmetric matrix `(members, members)` with zeros on its diagonal. Members with NaN in a row that is not ignored
+    have NaN in their row and column.
 
     **Raises:**
 
-    - `TypeError` for logits that are not floating-point, or a mask that is not boolean.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and a mask that does not fit.
+    - `TypeError` for logits that are not floating-point, and a mask that is not boolean.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and a mismatched mask.
 
     ```python
     # two members, two rows
@@ -54,28 +54,28 @@ def q_statistic(
     *,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, "members members"]:
-    r"""Yule's Q of every pair of members: whether they fail on the same rows.
+    r"""Yule's Q statistic of every pair of members: whether they fail on the same rows.
 
-    $Q = \frac{N_{11} N_{00} - N_{10} N_{01}}{N_{11} N_{00} + N_{10} N_{01}}$, where $N_{ab}$ counts the rows on which
-    the first and the second member are right (1) or wrong (0). 1 if one is never right without the other, 0 for
-    independent errors, negative if members fail on different rows, -1 if they are never right together or never wrong
-    together.
+    $Q = \frac{N_{11} N_{00} - N_{10} N_{01}}{N_{11} N_{00} + N_{10} N_{01}}$, where $N_{ab}$ is the number of rows on
+    which the first and the second member are right (1) or wrong (0). It is 1 if one is never right without the other, 0
+    for independent errors, negative if members fail on different rows, and -1 if they are never right together or never
+    wrong together.
 
     **Arguments:**
 
-    - `correct`: `(members, *batch)`, one where the member is right and zero where it is wrong:
+    - `correct`: `(members, *batch)`, 1.0 where the member is right and 0.0 where it is wrong, or booleans:
         `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
     A symmetric matrix `(members, members)`. NaN where numerator and denominator are both zero, as for a member that is
-    never wrong, and for a member with NaN in a row that is not masked.
+    never wrong, and for members with NaN in a row that is not ignored.
 
     **Raises:**
 
-    - `TypeError` for a mask that is not boolean.
-    - `ValueError` for mismatched shapes, and for numbers other than 0, 1 and NaN (where concrete).
+    - `TypeError` for a `correct` that is neither floating-point nor boolean, and a mask that is not boolean.
+    - `ValueError` for mismatched shapes, and numbers other than 0, 1 and NaN (where concrete).
 
     ```python
     correct = jnp.array([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0]])
@@ -114,12 +114,12 @@ def error_correlation(
 
     **Returns:**
 
-    A symmetric matrix `(members, members)` with ones on its diagonal. NaN for a member with constant errors, and for
-    one with NaN in a row that is not masked.
+    A symmetric matrix `(members, members)` with ones on its diagonal. NaN for members with constant errors, or with NaN
+    in a row that is not ignored.
 
     **Raises:**
 
-    - `TypeError` for errors that are not floating-point, or a mask that is not boolean.
+    - `TypeError` for errors that are not floating-point, and a mask that is not boolean.
     - `ValueError` for mismatched shapes.
 
     ```python
@@ -165,9 +165,9 @@ def _error_correlation(
     deviation = jnp.where(counted[None], deviation - over_rows(deviation), 0)
     lowest = jnp.min(jnp.where(counted[None], errors, jnp.inf), axis=1, keepdims=True)
     highest = jnp.max(jnp.where(counted[None], errors, -jnp.inf), axis=1, keepdims=True)
-    # The deviations of constant errors are only rounding, which must not count as correlation.
+    # Deviations of constant errors are rounding only, which must not count as correlation.
     deviation = jnp.where(lowest == highest, jnp.nan, deviation)
-    # Divided by the largest first: squares of very large or very small errors would overflow or underflow.
+    # Divided by the largest first: squares of very large or small errors would overflow or underflow.
     deviation = deviation / jnp.max(jnp.abs(deviation), axis=1, keepdims=True)
     scaled = deviation / jnp.sqrt(jnp.sum(deviation**2, axis=1, keepdims=True))
     return jnp.clip(jnp.matmul(scaled, scaled.T, precision="highest"), -1, 1)

@@ -15,12 +15,11 @@ def quantile(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Float[Array, "..."]:
-    r"""Quantiles over members of the members' values, taken as a weighted sample, entry by entry.
+    r"""Quantiles over members of their values as a weighted sample, entry by entry.
 
-    The value at which the weight at or below reaches the level; the midpoint to the next value where it meets the level
-    exactly. This is the estimator that NumPy calls `"averaged_inverted_cdf"` (definition 2 of Hyndman and Fan), which
-    extends to weights: a member of weight 2 counts as two members. The linear interpolation of
-    `jnp.quantile(values, levels, axis=0)` has no such extension to weights.
+    The value at which the cumulative weight reaches the level; the midpoint to the next value if it equals the level.
+    This is NumPy's `"averaged_inverted_cdf"` (definition 2 of Hyndman and Fan), which extends to weights: a member of
+    weight 2 counts as two members. The linear interpolation of `jnp.quantile(values, levels, axis=0)` does not.
 
     **Arguments:**
 
@@ -36,7 +35,7 @@ def quantile(
     **Raises:**
 
     - `TypeError` for values that are not floating-point.
-    - `ValueError` for levels outside [0, 1] (where concrete), values without a member, and invalid weights.
+    - `ValueError` for levels outside [0, 1] (where concrete), values without members, and invalid weights.
 
     ```python
     values = jnp.array([[1.0], [2.0], [3.0], [4.0]])
@@ -67,12 +66,12 @@ def interval(
     level: float = 0.9,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Interval:
-    r"""The central interval of the members' values, taken as a weighted sample, entry by entry.
+    r"""The central interval of the members' values as a weighted sample, entry by entry.
 
     From the quantile of level $(1 - \mathrm{level}) / 2$ to that of $(1 + \mathrm{level}) / 2$, by the estimator of
-    [`eqx_ensemble.uncertainty.quantile`][]. It covers the members' values without noise: for members that predict a
-    variance see [`eqx_ensemble.uncertainty.gaussian_mixture_interval`][]. For fewer than `2 / (1 - level)` members it
-    is their whole range.
+    [`eqx_ensemble.uncertainty.quantile`][]. It covers the members' values, without noise: for members that predict a
+    variance see [`eqx_ensemble.uncertainty.gaussian_mixture_interval`][]. For fewer than `2 / (1 - level)` equally
+    weighted members it is their full range.
 
     **Arguments:**
 

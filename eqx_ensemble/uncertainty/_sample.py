@@ -19,14 +19,14 @@ def sample_gaussian_mixture(
     weights: Real[ArrayLike, " members"] | None = None,
     key: Any,
 ) -> Float[Array, " samples *batch"]:
-    """Draws from the mixture of the members' Gaussians: a member by its weight, then a number from its Gaussian.
+    """Samples the mixture of the members' Gaussians: draws a member by its weight, then a value from its Gaussian.
 
     **Arguments:**
 
     - `mean`, `variance`: `(members, *batch)`, of one shape.
     - `num_samples`: the number of samples of each entry.
-    - `joint`: whether to draw one member for all entries of a sample, so that a sample follows one model; otherwise
-        each entry draws a member, and entries are independent. The marginal distribution of an entry is the same.
+    - `joint`: whether all entries of a sample come from the same member; otherwise each entry draws a member
+        independently. The marginal distributions of entries are the same.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
     - `key`: one threefry key, typed or legacy.
 
@@ -61,14 +61,14 @@ def sample_class_mixture(
     weights: Real[ArrayLike, " members"] | None = None,
     key: Any,
 ) -> Int32[Array, " samples *batch"]:
-    """Draws labels from the mixture of the members: a member by its weight, then a class by its probabilities.
+    """Samples labels from the mixture of the members: draws a member by its weight, then a class by its probabilities.
 
     **Arguments:**
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
     - `num_samples`: the number of samples of each row.
-    - `joint`: whether to draw one member for all rows of a sample, so that a sample follows one model; otherwise each
-        row draws a member, and rows are independent. The marginal distribution of a row is the same.
+    - `joint`: whether all rows of a sample come from the same member; otherwise each row draws a member independently.
+        The marginal distributions of rows are the same.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
     - `key`: one threefry key, typed or legacy.
 
@@ -106,7 +106,7 @@ def _gaussian(
 ) -> Float[Array, " samples *batch"]:
     which, noise = jax.random.split(key)
     members = _members(mean.shape[0], weights, (num_samples, *mean.shape[1:]), joint, which)
-    # Members of weight zero are never drawn, but NaN in them would reach the gradient.
+    # Members of weight zero are never drawn, but their NaN would reach the gradient.
     mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights)
     point = variance == 0
     sigma = jnp.where(point, 0, jnp.sqrt(jnp.where(point, 1, variance)))
@@ -131,7 +131,7 @@ def _classes(
         chosen = jnp.take_along_axis(logits, members[None, ..., None], axis=0)[0]
         return jax.random.categorical(key, chosen, axis=-1)
 
-    # One sample at a time: all of their logits together would be large.
+    # One sample at a time: the logits of all samples would be large.
     return jax.lax.map(one, (members, jax.random.split(noise, num_samples))).astype(jnp.int32)
 
 
@@ -142,7 +142,7 @@ def _members(
     joint: bool,  # noqa: FBT001
     key: Key[Array, ""],
 ) -> Int32[Array, " samples *batch"]:
-    """Which member each entry of each sample is drawn from."""
+    """The member from which each entry of each sample is drawn."""
     drawn = (shape[0],) + (1,) * (len(shape) - 1) if joint else shape
     if weights is None:
         members = jax.random.randint(key, drawn, 0, num_members)

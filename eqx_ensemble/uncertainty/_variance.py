@@ -17,9 +17,9 @@ def decompose_variance(
     r"""The variance of the mixture of the members, split by the law of total variance.
 
     `aleatoric` is the mean of the members' variances, $\sum_m w_m \sigma_m^2$; `epistemic` is the variance of their
-    means, $\sum_m w_m (\mu_m - \mu)^2$ (ddof 0); `total` is the sum, the variance that
-    [`eqx_ensemble.combine.gaussian`][] gives. All in the squared unit of the target. For class probabilities `p` pass
-    `p` and `p * (1 - p)`, the variance of each class's indicator, and sum the parts over classes.
+    means, $\sum_m w_m (\mu_m - \mu)^2$ (ddof 0); `total` is their sum, the variance of
+    [`eqx_ensemble.combine.gaussian`][]. All are in the squared unit of the target. For class probabilities `p` pass `p`
+    and `p * (1 - p)`, the variance of each class's indicator, and sum the parts over classes.
 
     **Arguments:**
 

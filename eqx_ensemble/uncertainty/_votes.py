@@ -12,9 +12,10 @@ def variation_ratio(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Float[Array, "*batch"]:
-    """The fraction of the members' votes that are not for the most voted class.
+    """The fraction of the members' votes that are not for the class with the most votes.
 
-    From 0, all agree, to 1 - 1 / `classes`. A member votes for its most likely class; ties go to the lowest class.
+    From 0, if all members agree, to 1 - 1 / `classes`. Each member votes for its most likely class; ties go to the
+    lowest class.
 
     **Arguments:**
 
@@ -45,11 +46,11 @@ def disagreement(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Float[Array, "*batch"]:
-    r"""The probability that two members, each drawn by its weight, vote for different classes.
+    r"""The probability that two members, drawn with probabilities equal to their weights, vote for different classes.
 
-    $1 - \sum_c v_c^2$ with $v_c$ the fraction of votes for class $c$. Pairs of a member with itself are included, and
-    agree: for equal weights the fraction of disagreeing pairs of different members is `num_members / (num_members - 1)`
-    times this. For every pair of members over all rows see [`eqx_ensemble.uncertainty.pairwise_disagreement`][].
+    $1 - \sum_c v_c^2$ with $v_c$ the fraction of votes for class $c$. Pairs of a member with itself are included and
+    agree: for equal weights, the fraction of disagreeing pairs of different members is `num_members / (num_members -
+    1)` times this. For each pair of members over all rows see [`eqx_ensemble.uncertainty.pairwise_disagreement`][].
 
     **Arguments:**
 
@@ -89,7 +90,7 @@ def _disagreement(
 
 
 def _rest(shares: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
-    """The votes that are not for the most voted class."""
+    """The votes that are not for the class with the most votes."""
     # Not 1 - max, which is not exactly zero where all members agree, because weights are rounded.
     return jnp.sum(shares, axis=-1) - jnp.max(shares, axis=-1)
 
