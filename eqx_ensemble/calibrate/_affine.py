@@ -13,13 +13,13 @@ from ._pooling import Pool, Pooling, Rows, fit_rows
 
 
 class Vector(eqx.Module):
-    """Vector scaling, fitted: call it on the logits of the same members.
+    """Fitted vector scaling: call it on the logits of the same members.
 
     **Attributes:**
 
-    - `scale`, `bias`: `(groups, classes)`, one group per member or one for the mixture: log-probabilities are
-        multiplied by the first, then the second is added.
-    - `pooling`: the predictions that it calibrates: `.pool`, and the `.weights` of the mixture.
+    - `scale`, `bias`: `(groups, classes)`, one group per member or one for the mixture: calibrated logits are `scale`
+        times the log-probabilities, plus `bias`.
+    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
     """
 
     scale: Float[Array, "groups classes"]
@@ -27,19 +27,19 @@ class Vector(eqx.Module):
     pooling: Pooling
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
-        """Calibrated log-probabilities: of every member `(members, *batch, classes)`; of the mixture `(1, ...)`."""
+        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
         return jax.vmap(_by_vector)(self.pooling.logs("calibrate.Vector", logits), self.scale, self.bias)
 
 
 class Matrix(eqx.Module):
-    """Matrix (Dirichlet) scaling, fitted: call it on the logits of the same members.
+    """Fitted matrix (Dirichlet) scaling: call it on the logits of the same members.
 
     **Attributes:**
 
-    - `matrix`: `(groups, classes, classes)`, one group per member or one for the mixture; its product with the
-        log-probabilities of a row, plus `bias`, are the calibrated logits.
+    - `matrix`: `(groups, classes, classes)`, one group per member or one for the mixture: calibrated logits are its
+        product with the log-probabilities of a row, plus `bias`.
     - `bias`: `(groups, classes)`.
-    - `pooling`: the predictions that it calibrates: `.pool`, and the `.weights` of the mixture.
+    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
     """
 
     matrix: Float[Array, "groups classes classes"]
@@ -47,7 +47,7 @@ class Matrix(eqx.Module):
     pooling: Pooling
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
-        """Calibrated log-probabilities: of every member `(members, *batch, classes)`; of the mixture `(1, ...)`."""
+        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
         return jax.vmap(_by_matrix)(self.pooling.logs("calibrate.Matrix", logits), self.matrix, self.bias)
 
 
@@ -60,19 +60,19 @@ def vector(
     mask: Bool[ArrayLike, "*batch"] | None = None,
     max_steps: int = 1000,
 ) -> Vector:
-    r"""Vector scaling: a factor and an offset for each class's log-probability, fitted by maximum likelihood.
+    r"""Vector scaling: a scale and a bias for the log-probability of each class, fitted by maximum likelihood.
 
     The mean of $-\log \mathrm{softmax}(w \odot \log p + b)_y$ over rows is convex in $w$ and $b$, and is minimised by
-    optax's L-BFGS from $w = 1, b = 0$. Log-probabilities are scaled, not logits, so that an arbitrary offset of a
-    row's logits has no effect, and members and mixtures are treated alike.
+    optax's L-BFGS from $w = 1, b = 0$. Log-probabilities are scaled, not logits: an arbitrary offset of a row's logits
+    has no effect, and members and mixtures are treated alike.
 
     **Arguments:**
 
     - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `pool`: `"members"`: each member is calibrated separately; combine them afterwards. `"mixture"`: the members are
-        combined first, and the mixture is calibrated.
-    - `weights`: convex weights over members, `(members,)`, of the mixture; stored in the result.
+    - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
+        first, and calibrates the mixture.
+    - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `max_steps`: the maximum number of L-BFGS steps.
 
@@ -83,7 +83,8 @@ def vector(
 
     **Raises:**
 
-    As [`eqx_ensemble.calibrate.temperature`][]. Warns if no minimum was reached; none exists if the rows are separable.
+    As [`eqx_ensemble.calibrate.temperature`][], but warns if no minimum was reached; none exists for separable rows.
+    `NotImplementedError` when differentiated with respect to the logits.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4 + [[0.2, 0.8]] * 4]))
@@ -119,19 +120,19 @@ def matrix(
     r"""Matrix scaling of log-probabilities, which is Dirichlet calibration.
 
     The mean of $-\log \mathrm{softmax}(W \log p + b)_y$ over rows, plus $\lambda$ times the mean square of the entries
-    of $W$ off its diagonal and $\mu$ times that of $b$, is convex; optax's L-BFGS minimises it from the identity.
-    With many classes and few rows it overfits unless the penalties keep it near vector scaling.
+    of $W$ off its diagonal and $\mu$ times that of $b$, is convex; optax's L-BFGS minimises it from the identity. With
+    many classes and few rows it overfits unless the penalties keep it close to vector scaling.
 
     **Arguments:**
 
-    - `off_diagonal_penalty`, `bias_penalty`: $\lambda$ and $\mu$, zero or more: choose them by cross-validation.
+    - `off_diagonal_penalty`, `bias_penalty`: $\lambda$ and $\mu$, non-negative: choose them by cross-validation.
     - the other arguments: as for [`eqx_ensemble.calibrate.vector`][].
 
     **Returns:**
 
     [`eqx_ensemble.calibrate.Matrix`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
     length `members`, or 1 for the mixture. Without penalties, adding a constant to a column of the matrix or to the
-    bias changes no prediction.
+    bias does not change predictions.
 
     **Raises:**
 
@@ -163,7 +164,7 @@ def matrix(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _constant(name: str, logs: Array) -> Array:
-    """The identity, whose gradient raises an error."""
+    """The identity; its gradient raises an error."""
     return logs
 
 
@@ -188,7 +189,7 @@ def _fit_matrix(rows: Rows, penalties: Float[Array, "2"], max_steps: int) -> tup
     num_classes = rows.logs.shape[-1]
     diagonal = jnp.eye(num_classes, dtype=bool)
     per_entry = penalties / jnp.asarray([num_classes * (num_classes - 1), num_classes], penalties.dtype)
-    # Parameters are scaled so that the penalties and the rows have similar curvature: L-BFGS then takes few steps.
+    # Parameters are scaled to similar curvature of the penalties and the loss: L-BFGS then takes few steps.
     unit = 1 / jnp.sqrt(1 + 2 * per_entry)
 
     def of_group(logs: Array) -> tuple[Array, Array, Array]:
@@ -231,5 +232,5 @@ def _is_separable(logs: Float[Array, "rows classes"], rows: Rows) -> Bool[Array,
 
 
 def _size(logs: Float[Array, "rows classes"], rows: Rows) -> Float[Array, ""]:
-    """The scale of gradients: that of the mean log-probability."""
+    """The scale of the gradients: that of the mean log-probability."""
     return 1 + jnp.sum(rows.share[:, None] * jnp.abs(logs)) / logs.shape[-1]

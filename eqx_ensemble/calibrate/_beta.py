@@ -11,16 +11,16 @@ from ._one_against_rest import Labels, along_classes, each_class, log_complement
 from ._pooling import Pool, Pooling, Rows, fit_rows
 
 _FACES = np.array([[True, True, True], [True, False, True], [False, True, True], [False, False, True]])
-"""Which of a, b and c are free: where a bound is met, its parameter is zero."""
+"""The faces of the feasible set: which of a, b and c are free; the others are zero."""
 
 
 class Beta(eqx.Module):
-    """Beta calibration, fitted: call it on the logits of the same members.
+    """Fitted beta calibration: call it on the logits of the same members.
 
     **Attributes:**
 
-    - `a`, `b`, `c`: `(groups, classes)`, one group per member or one for the mixture; 1, 1 and 0 change nothing.
-    - `pooling`: the predictions that it calibrates: `.pool`, and the `.weights` of the mixture.
+    - `a`, `b`, `c`: `(groups, classes)`, one group per member or one for the mixture; 1, 1 and 0 are the identity.
+    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
     """
 
     a: Float[Array, "groups classes"]
@@ -29,7 +29,7 @@ class Beta(eqx.Module):
     pooling: Pooling
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
-        """Calibrated log-probabilities: of every member `(members, *batch, classes)`; of the mixture `(1, ...)`."""
+        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
         name = "calibrate.Beta"
         logs = self.pooling.logs(name, logits)
         a, b, c = (along_classes(name, x, logs) for x in (self.a, self.b, self.c))
@@ -44,13 +44,13 @@ def beta(
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Beta:
-    r"""Beta calibration: the log-odds become $a \ln p - b \ln(1 - p) + c$, with $a, b \ge 0$, by maximum likelihood.
+    r"""Beta calibration: log-odds $a \ln p - b \ln(1 - p) + c$ with $a, b \ge 0$, fitted by maximum likelihood.
 
-    If the probabilities of a class have a Beta distribution among rows of the class, and another among the others,
-    these are the log-odds of the class. Unlike Platt scaling it leaves calibrated probabilities unchanged ($a = b = 1$,
-    $c = 0$), and corrects high and low ones each by itself; it needs more rows. The constrained minimum is exact: the
-    best of those with $a$, $b$, both or none equal to zero. For more than two classes one class is calibrated against
-    the rest, and the results of a row are then normalised.
+    These are the log-odds of a class if its probability has one Beta distribution in rows of the class and another in
+    other rows. Unlike Platt scaling, it leaves calibrated probabilities unchanged ($a = b = 1$, $c = 0$), and corrects
+    high and low probabilities separately, but it needs more rows. The constrained minimum is exact: the best of those
+    with $a$, $b$, both or neither equal to zero. For more than two classes, each class is calibrated against the rest,
+    and the results of a row are normalised.
 
     **Arguments:**
 
@@ -63,8 +63,8 @@ def beta(
 
     **Raises:**
 
-    As [`eqx_ensemble.calibrate.temperature`][]; there is no optimum if a class's probabilities separate its rows from
-    the others, or if all rows have one class. While tracing, the parameters are NaN then.
+    As [`eqx_ensemble.calibrate.temperature`][]; no optimum exists if the probabilities of a class separate its rows
+    from the others, or if all rows or no rows are of the class. While tracing, the parameters are then NaN.
 
     ```python
     p = jnp.array([0.2, 0.2, 0.5, 0.5, 0.9, 0.9, 0.9, 0.9])
@@ -97,7 +97,7 @@ def beta(
 
 @jax.jit
 def _fit(rows: Rows) -> Float[Array, "groups classes 3"]:
-    # The other class of two has the probabilities 1 - p.
+    # For two classes, the first has the probabilities 1 - p.
     mirror = lambda found: jnp.stack([found[..., 1], found[..., 0], -found[..., 2]], axis=-1)
     return each_class(_fit_class, rows, mirror)
 
@@ -107,7 +107,7 @@ def _fit_class(logs: Float[Array, " rows"], odds: Float[Array, " rows"], labels:
     features = jnp.concatenate([features, jnp.ones_like(features[:, :1])], axis=1)
     rows = Regression(features, labels.hits.astype(odds.dtype), labels.share)
     params, losses = jax.vmap(minimise_logistic, in_axes=(None, 0))(rows, jnp.asarray(_FACES))
-    # The constrained minimum is that of its own face; the last face is always feasible.
+    # The constrained minimum is the unconstrained minimum of its face; the last face is always feasible.
     feasible = jnp.all(params[:, :2] >= 0, axis=1) & jnp.isfinite(losses)
     best = params[jnp.argmin(jnp.where(feasible, losses, jnp.inf))]
     slopes = best[:2] / scale
@@ -116,7 +116,7 @@ def _fit_class(logs: Float[Array, " rows"], odds: Float[Array, " rows"], labels:
 
 
 def _is_separable(odds: Float[Array, " rows"], labels: Labels) -> Bool[Array, ""]:
-    """Whether no row of the others has a higher probability than one of the class: the loss then has no minimum."""
+    """Whether no row of the others has a higher probability than a row of the class: the loss then has no minimum."""
     counts = labels.share > 0
     least = lambda rows: jnp.min(jnp.where(rows & counts, odds, jnp.inf))
     most = lambda rows: jnp.max(jnp.where(rows & counts, odds, -jnp.inf))

@@ -18,7 +18,7 @@ from .._warnings import warn
 
 
 def check_pool(name: str, pool: str, *, weighted: bool) -> None:
-    """A known `pool`, and weights only for the mixture."""
+    """Raises for an unknown `pool`, and for weights with `pool="members"`."""
     check_word(pool, "pool", ("members", "mixture"), name=name)
     if weighted and pool == "members":
         fix = "Each member is calibrated separately: weight the members when you combine them."
@@ -28,7 +28,7 @@ def check_pool(name: str, pool: str, *, weighted: bool) -> None:
 
 
 def check_finite_logits(name: str, logits: Array, weights: ArrayLike | None, mask: ArrayLike | None) -> None:
-    """Finite logits of members and rows that count; only where they are concrete."""
+    """Raises unless logits of members and rows with nonzero weight are finite; checked where concrete."""
     host, kept, share = concrete(logits), kept_rows(mask), None if weights is None else concrete(weights)
     if host is None or kept is None or (weights is not None and share is None):
         return
@@ -49,7 +49,7 @@ def check_finite_logits(name: str, logits: Array, weights: ArrayLike | None, mas
 
 
 def check_best_temperature(name: str, pool: str, separated: ArrayLike, hopeless: ArrayLike) -> None:
-    """The likelihood has a maximum at a finite temperature above zero; only where that is concrete."""
+    """Raises if the likelihood has no maximum at a finite, positive temperature; checked where concrete."""
     for flags, got, fix in (
         (
             separated,
@@ -72,7 +72,7 @@ def check_best_temperature(name: str, pool: str, separated: ArrayLike, hopeless:
 
 
 def check_not_separable(name: str, pool: str, separable: ArrayLike) -> None:
-    """No class whose probabilities separate its rows from the others `(groups, classes)`; only where concrete."""
+    """Raises if the probabilities of a class separate its rows from the others; checked where concrete."""
     host = concrete(separable)
     if host is None or not host.any():
         return
@@ -84,7 +84,7 @@ def check_not_separable(name: str, pool: str, separable: ArrayLike) -> None:
 
 
 def check_finite_targets(name: str, targets: ArrayLike, mask: ArrayLike | None) -> None:
-    """Finite targets in rows that count; only where they are concrete."""
+    """Raises unless targets are finite in the rows of the mask; checked where concrete."""
     host, kept = concrete(targets), kept_rows(mask)
     if host is None or kept is None:
         return
@@ -98,7 +98,7 @@ def check_finite_targets(name: str, targets: ArrayLike, mask: ArrayLike | None) 
 
 
 def check_scale(name: str, pool: str, scale: ArrayLike) -> None:
-    """A factor that is finite and above zero; only where it is concrete."""
+    """Raises unless the factor is finite and positive; checked where concrete."""
     host = concrete(scale)
     if host is not None and not np.isfinite(host).all():
         wrong = ~np.isfinite(host)
@@ -124,7 +124,7 @@ def check_scale(name: str, pool: str, scale: ArrayLike) -> None:
 
 
 def no_gradient_message(name: str) -> str:
-    """The fit, a loop with a dynamic number of steps, cannot be differentiated."""
+    """The message for a fit by a loop of dynamic length, which cannot be differentiated."""
     return (
         f"`{name}` has no gradient with respect to the logits that it is fitted on.\n"
         "Fit on `jax.lax.stop_gradient(logits)`; the fitted Module is differentiable, and so is the fit of "
@@ -133,7 +133,7 @@ def no_gradient_message(name: str) -> str:
 
 
 def check_untraced(name: str, **arrays: ArrayLike | None) -> None:
-    """Concrete arrays."""
+    """Raises for traced arrays."""
     for argument, values in arrays.items():
         if is_traced(values):
             fix = "Fit outside `jax.jit`; the fitted Module can be called inside."
@@ -141,13 +141,13 @@ def check_untraced(name: str, **arrays: ArrayLike | None) -> None:
 
 
 def check_smoothing(smoothing: Any, *, name: str) -> float:
-    """A number of rows to add, zero or more."""
+    """Raises unless `smoothing` is a non-negative number. Returns it."""
     check_number(smoothing, "smoothing", name=name, least=0)
     return float(smoothing)
 
 
 def warn_of_no_minimum(name: str, pool: str, flat: ArrayLike) -> None:
-    """Warns if L-BFGS did not reach a minimum; only where that is concrete."""
+    """Warns if L-BFGS did not reach a minimum; checked where concrete."""
     host = concrete(flat)
     if host is not None and not host.all():
         penalty = "add a penalty" if name == "calibrate.matrix" else "use `calibrate.matrix` with penalties"

@@ -12,13 +12,13 @@ from ._pooling import Pool, Pooling, Rows, fit_rows
 
 
 class Histogram(eqx.Module):
-    """Histogram binning, fitted: call it on the logits of the same members.
+    """Fitted histogram binning: call it on the logits of the same members.
 
     **Attributes:**
 
-    - `edges`: the inner edges of the bins `(groups, classes, bins - 1)`; an edge belongs to the bin below it.
+    - `edges`: the inner edges of the bins, `(groups, classes, bins - 1)`; an edge belongs to the bin below it.
     - `frequency`: `(groups, classes, bins)`, the frequency of the class in each bin; NaN for empty bins.
-    - `pooling`: the predictions that it calibrates: `.pool`, and the `.weights` of the mixture.
+    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
     """
 
     edges: Float[Array, "groups classes edges"]
@@ -26,7 +26,7 @@ class Histogram(eqx.Module):
     pooling: Pooling
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
-        """Calibrated log-probabilities: of every member `(members, *batch, classes)`; of the mixture `(1, ...)`."""
+        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
         probabilities = jnp.exp(self.pooling.logs("calibrate.Histogram", logits))
         return by_class(_frequency_of, probabilities, self.edges, self.frequency)
 
@@ -44,32 +44,33 @@ def histogram(
 ) -> Histogram:
     """Histogram binning: each probability is replaced by the class's frequency in its bin of held-out rows.
 
-    One class against the rest; the results of a row are then normalised, to the uniform distribution if all are zero.
-    For two classes only the second is binned. A probability in an empty bin is unchanged.
+    Each class is calibrated against the rest, and the results of a row are normalised, to the uniform distribution if
+    all are zero. For two classes, only the second is binned. Probabilities in empty bins are unchanged.
 
     **Arguments:**
 
     - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `pool`: `"members"`: each member is calibrated separately; combine them afterwards. `"mixture"`: the members are
-        combined first, and the mixture is calibrated.
-    - `num_bins`: the number of bins for each class.
-    - `binning`: `"mass"`, bins of equally many rows; `"width"`, bins of equal width. See [`eqx_ensemble.scores.ece`][].
-    - `smoothing`: rows of every class to add to each bin, as Laplace's rule adds one: $n$ rows, $k$ of them of the
-        class, then give $(k + s) / (n + C s)$ for $C$ classes. With zero, the default, a class without a row in a bin
-        has probability zero there, and the negative log-likelihood of a later row of it is infinite.
-    - `weights`: convex weights over members, `(members,)`, of the mixture; stored in the result.
+    - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
+        first, and calibrates the mixture.
+    - `num_bins`: the number of bins per class.
+    - `binning`: `"mass"`, bins with equal numbers of rows; `"width"`, bins of equal width. See
+        [`eqx_ensemble.scores.ece`][].
+    - `smoothing`: additive (Laplace) smoothing $s$: the frequency of $k$ rows of the class among $n$ rows of a bin
+        becomes $(k + s) / (n + C s)$ for $C$ classes. With zero, the default, a class without rows in a bin has
+        probability zero there, and the negative log-likelihood of a later row of this class is infinite.
+    - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
     [`eqx_ensemble.calibrate.Histogram`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
-    length `members`, or 1 for the mixture; minus infinity where the frequency is zero, as it may be without smoothing.
+    length `members`, or 1 for the mixture; minus infinity where the frequency is zero, which smoothing prevents.
 
     **Raises:**
 
-    As [`eqx_ensemble.calibrate.temperature`][], except for the absence of an optimum; `ValueError` for fewer than one
-    bin, and for a smoothing below zero.
+    As [`eqx_ensemble.calibrate.temperature`][], except for missing optima; `ValueError` for fewer than one bin, another
+    `binning`, and negative smoothing.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))
@@ -108,7 +109,7 @@ def _fit(rows: Rows, smoothing: ArrayLike, num_bins: int, binning: Binning) -> t
     def of_class(p: Array, hits: Array) -> tuple[Array, Array]:
         bins = bin_rows(p, hits, rows.share > 0, num_bins, binning)
         count = jnp.maximum(bins.count, 1)
-        # Not from `count * frequency`: without smoothing the frequency is kept to the last bit.
+        # Not from `count * frequency`: without smoothing the frequency is kept bit for bit.
         found = bins.frequency + (1 - num_classes * bins.frequency) * smoothing / (count + num_classes * smoothing)
         return bins.edges, jnp.where(bins.count == 0, jnp.nan, found)
 
@@ -126,7 +127,7 @@ def by_class(
     calibrated, probabilities: Float[Array, "groups *batch classes"], first: Array, second: Array
 ) -> Float[Array, "groups *batch classes"]:
     """Log-probabilities from calibrating each class's probability against the rest."""
-    # A search through knots or edges puts NaN after the last.
+    # A search in knots or edges puts NaN after the last.
     known = lambda p, *fitted: jnp.where(jnp.isnan(p), p, calibrated(p, *fitted))
     each = jax.vmap(jax.vmap(known, in_axes=(-1, 0, 0), out_axes=-1))
     if probabilities.shape[-1] == 2:

@@ -10,13 +10,13 @@ from ._pooling import Pool, Pooling, Rows, fit_rows
 
 
 class Isotonic(eqx.Module):
-    """Isotonic calibration, fitted: call it on the logits of the same members.
+    """Fitted isotonic calibration: call it on the logits of the same members.
 
     **Attributes:**
 
     - `knots`, `values`: the increasing function of each class, `(groups, classes, knots)`: linear between knots and
         constant beyond the first and the last, which is repeated for classes with fewer knots.
-    - `pooling`: the predictions that it calibrates: `.pool`, and the `.weights` of the mixture.
+    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
     """
 
     knots: Float[Array, "groups classes knots"]
@@ -24,7 +24,7 @@ class Isotonic(eqx.Module):
     pooling: Pooling
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
-        """Calibrated log-probabilities: of every member `(members, *batch, classes)`; of the mixture `(1, ...)`."""
+        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
         probabilities = jnp.exp(self.pooling.logs("calibrate.Isotonic", logits))
         return by_class(jnp.interp, probabilities, self.knots, self.values)
 
@@ -40,35 +40,34 @@ def isotonic(
 ) -> Isotonic:
     """Isotonic calibration: an increasing function of the probabilities, fitted to held-out labels.
 
-    One class against the rest, by scikit-learn's `IsotonicRegression` (`pip install 'eqx_ensemble[sklearn]'`); the
-    results of a row are then normalised, to the uniform distribution if all are zero, as in scikit-learn's
-    `CalibratedClassifierCV`. For two classes only the second is fitted. The result holds plain arrays: calling it does
-    not need scikit-learn.
+    Each class is calibrated against the rest by scikit-learn's `IsotonicRegression` (`pip install
+    'eqx_ensemble[sklearn]'`), and the results of a row are normalised, to the uniform distribution if all are zero, as
+    in scikit-learn's `CalibratedClassifierCV`. For two classes, only the second is fitted. The result contains plain
+    arrays: calls do not need scikit-learn.
 
     **Arguments:**
 
     - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
         They must be concrete: fit outside `jax.jit`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `pool`: `"members"`: each member is calibrated separately; combine them afterwards. `"mixture"`: the members are
-        combined first, and the mixture is calibrated.
-    - `smoothing`: rows of every class to add to each step, as Laplace's rule adds one: $n$ rows, $k$ of them of the
-        class, then give $(k + s) / (n + C s)$ for $C$ classes. With zero, the default, a class without a row in a step
-        has probability zero there, and the negative log-likelihood of a later row of it is infinite.
-        The function stays increasing: steps that would cross are joined.
-    - `weights`: convex weights over members, `(members,)`, of the mixture; stored in the result.
+    - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
+        first, and calibrates the mixture.
+    - `smoothing`: additive (Laplace) smoothing $s$: the frequency of $k$ rows of the class among $n$ rows of a step
+        becomes $(k + s) / (n + C s)$ for $C$ classes. With zero, the default, a class without rows in a step has
+        probability zero there, and the negative log-likelihood of a later row of this class is infinite. The function
+        remains increasing: steps that cross are joined.
+    - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
     [`eqx_ensemble.calibrate.Isotonic`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
-    length `members`, or 1 for the mixture; minus infinity where the probability is zero, as it may be without
-    smoothing.
+    length `members`, or 1 for the mixture; minus infinity where the probability is zero, which smoothing prevents.
 
     **Raises:**
 
-    As [`eqx_ensemble.calibrate.temperature`][], except for the absence of an optimum; `TypeError` for traced arrays,
-    `ValueError` for a smoothing below zero, and `ImportError` without scikit-learn.
+    As [`eqx_ensemble.calibrate.temperature`][], except for missing optima; also `TypeError` for traced arrays,
+    `ValueError` for negative smoothing, and `ImportError` without scikit-learn.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 3 + [[0.4, 0.6]] * 2]))
@@ -105,7 +104,7 @@ def _fit(name: str, rows: Rows, smoothing: float) -> tuple[Array, Array]:
     probabilities, labels = np.asarray(jnp.exp(rows.logs))[:, kept], np.asarray(rows.labels)[kept]
     knots, values = [], []
     for group in probabilities:
-        # scikit-learn merges probabilities within the resolution of their dtype: those of one step are then not alike.
+        # scikit-learn merges probabilities within the resolution of their dtype, which would split steps.
         for c, p in enumerate(group.T.astype(np.float64) if smoothing > 0 else group.T):
             fitted = IsotonicRegression(out_of_bounds="clip").fit(p, labels == c)
             if smoothing > 0:
@@ -117,7 +116,7 @@ def _fit(name: str, rows: Rows, smoothing: float) -> tuple[Array, Array]:
 
 
 def _smooth(steps: np.ndarray, num_classes: int, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
-    """The smoothed frequency of the step of each row, and the row's part of all that counts in it."""
+    """The smoothed frequency of the step of each row, and the row's share of the smoothed row count."""
     _, step, count = np.unique(steps, return_inverse=True, return_counts=True)
     count = count[step]
     whole = count + num_classes * smoothing
@@ -125,7 +124,7 @@ def _smooth(steps: np.ndarray, num_classes: int, smoothing: float) -> tuple[np.n
 
 
 def _fill_up(parts: list[np.ndarray], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Parts of several lengths in one array; the last number of shorter parts is repeated."""
+    """Stacks parts of different lengths; shorter parts are padded with their last value."""
     longest = max(map(len, parts))
     padded = [np.pad(part, (0, longest - len(part)), mode="edge") for part in parts]
     return jnp.asarray(np.reshape(padded, shape), dtype)

@@ -30,9 +30,9 @@ def minimise_logistic(rows: Regression, free: Bool[Array, " features"]) -> tuple
 def standardise(
     features: Float[Array, "rows features"], share: Float[Array, " rows"]
 ) -> tuple[Float[Array, "rows features"], Float[Array, " features"], Float[Array, " features"]]:
-    """Features of mean zero and variance one among rows that count, their means and their standard deviations."""
+    """Features with mean zero and variance one over rows of nonzero weight, and their means and standard deviations."""
     of_row = jax.lax.stop_gradient(features), share[:, None]
-    # Differences from one of the rows: of equal ones they are zero, where a mean would be off by its rounding.
+    # Differences from one row are exactly zero for equal rows; differences from a mean would be rounding errors.
     first = of_row[0][jnp.argmax(share > 0)]
     mean = first + jnp.sum(jnp.where(of_row[1] > 0, (of_row[0] - first[None]) * of_row[1], 0), axis=0)
     centred = jnp.where(of_row[1] > 0, of_row[0] - mean[None], 0)
@@ -72,7 +72,7 @@ def _minimise(rows: Regression, free: Array) -> Float[Array, " features"]:
         tried = params[None] - lengths[:, None] * full[None]
         losses = jax.vmap(_loss, in_axes=(0, None))(tried, rows)
         best = tried[jnp.argmin(jnp.where(jnp.isnan(losses), jnp.inf, losses))]
-        # Close to the minimum the loss rounds, the gradient does not: Newton's full step is taken.
+        # Close to the minimum the loss is dominated by rounding, the gradient is not: take the full Newton step.
         new = jnp.where(jnp.dot(grad, full) < 1e-3 * _loss(params, rows), tried[0], best)
         return new, jnp.max(jnp.abs(new - params)) / (1 + jnp.max(jnp.abs(params))), num_steps + 1
 

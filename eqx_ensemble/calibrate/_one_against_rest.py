@@ -1,4 +1,4 @@
-"""Logistic calibration of each class against the rest: what Platt scaling and beta calibration share."""
+"""Logistic calibration of each class against the rest, shared by Platt scaling and beta calibration."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from ._pooling import Rows
 
 
 class Labels(NamedTuple):
-    """The rows of one class: whether it is their label, and their weight in the mean."""
+    """One class against the rest: whether each row has this label, and its weight in the mean."""
 
     hits: Bool[Array, " rows"]
     share: Float[Array, " rows"]
@@ -22,7 +22,7 @@ class Labels(NamedTuple):
 def each_class(
     fit: Callable[[Array, Array, Labels], Array], rows: Rows, mirror: Callable[[Array], Array]
 ) -> Float[Array, "groups classes params"]:
-    """`fit` of the log-probabilities and the log-odds of each class; of two classes the second, and its mirror."""
+    """Calls `fit` on log-probabilities and log-odds of each class; for two classes, on the second, and mirrors it."""
     odds = class_log_odds(rows.logs)
     num_classes = rows.logs.shape[-1]
     first = 1 if num_classes == 2 else 0
@@ -34,7 +34,7 @@ def each_class(
 
 
 def along_classes(name: str, fitted: Array, logits: Array) -> Array:
-    """Parameters `(groups, classes)` along the logits that they belong to, `(groups, *batch, classes)`."""
+    """Reshapes parameters `(groups, classes)` to broadcast with logits `(groups, *batch, classes)`."""
     if fitted.shape[-1] != logits.shape[-1]:
         got = f"expected {fitted.shape[-1]}, got {logits.shape[-1]}"
         fix = "Pass logits of the same classes, on the last axis."
@@ -43,7 +43,7 @@ def along_classes(name: str, fitted: Array, logits: Array) -> Array:
 
 
 def log_complement(logs: Float[Array, "..."], odds: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`-log(1 - p)` from `log(p)` and the log-odds, to the last digits."""
+    """`-log(1 - p)` from `log(p)` and the log-odds, to machine precision."""
     small = logs < -0.6
     return jnp.where(small, -jnp.log1p(-jnp.exp(jnp.where(small, logs, -1))), odds - logs)
 

@@ -10,13 +10,13 @@ from ._pooling import Pool, Pooling, Rows, fit_rows
 
 
 class Platt(eqx.Module):
-    """Platt scaling, fitted: call it on the logits of the same members.
+    """Fitted Platt scaling: call it on the logits of the same members.
 
     **Attributes:**
 
-    - `slope`, `offset`: `(groups, classes)`, one group per member or one for the mixture: the log-odds of each class
-        are multiplied by the first, then the second is added.
-    - `pooling`: the predictions that it calibrates: `.pool`, and the `.weights` of the mixture.
+    - `slope`, `offset`: `(groups, classes)`, one group per member or one for the mixture: calibrated log-odds are
+        `slope` times the log-odds of a class, plus `offset`.
+    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
     """
 
     slope: Float[Array, "groups classes"]
@@ -24,7 +24,7 @@ class Platt(eqx.Module):
     pooling: Pooling
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
-        """Calibrated log-probabilities: of every member `(members, *batch, classes)`; of the mixture `(1, ...)`."""
+        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
         name = "calibrate.Platt"
         odds = class_log_odds(self.pooling.logs(name, logits))
         slope, offset = (along_classes(name, x, odds) for x in (self.slope, self.offset))
@@ -41,20 +41,20 @@ def platt(
 ) -> Platt:
     r"""Platt scaling: a logistic regression of the labels on the log-odds of a class.
 
-    $p = 1 / (1 + \exp(-(a s + b)))$ for the log-odds $s$, with Platt's targets $(N_+ + 1) / (N_+ + 2)$ and
-    $1 / (N_- + 2)$ in place of 1 and 0: with them a minimum exists for separable rows too, and for few. The loss is
-    convex and minimised by Newton's method. For more than two classes one class is calibrated against the rest, and the
-    results of a row are then normalised, as scikit-learn does.
+    $p = 1 / (1 + \exp(-(a s + b)))$ for the log-odds $s$, with Platt's targets $(N_+ + 1) / (N_+ + 2)$ and $1 / (N_- +
+    2)$ instead of 1 and 0: a minimum then also exists for separable rows. The loss is convex and is minimised by
+    Newton's method. For more than two classes, each class is calibrated against the rest, and the results of a row are
+    normalised, as in scikit-learn.
 
     **Arguments:**
 
     - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
-        A probability `p` of two classes: `jnp.log(jnp.stack([1 - p, p], axis=-1))`. One logit:
+        For binary probabilities `p` pass `jnp.log(jnp.stack([1 - p, p], axis=-1))`, for binary logits
         `jnp.stack([jnp.zeros_like(logit), logit], axis=-1)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `pool`: `"members"`: each member is calibrated separately; combine them afterwards. `"mixture"`: the members are
-        combined first, and the mixture is calibrated.
-    - `weights`: convex weights over members, `(members,)`, of the mixture; stored in the result.
+    - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
+        first, and calibrates the mixture.
+    - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
@@ -65,7 +65,7 @@ def platt(
 
     **Raises:**
 
-    As [`eqx_ensemble.calibrate.temperature`][], except for the absence of an optimum.
+    As [`eqx_ensemble.calibrate.temperature`][], except for missing optima.
 
     ```python
     # one member with 90 % confidence, right in three of four rows
@@ -88,7 +88,7 @@ def platt(
 
 @jax.jit
 def _fit(rows: Rows) -> Float[Array, "groups classes 2"]:
-    # The other class of two has the opposite log-odds: the same slope, and the opposite offset.
+    # For two classes, the first has the opposite log-odds: the same slope and the opposite offset.
     mirror = lambda found: found * jnp.asarray([1, -1], found.dtype)[None, None]
     return each_class(_fit_class, rows, mirror)
 

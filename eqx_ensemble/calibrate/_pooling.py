@@ -14,13 +14,13 @@ Pool = Literal["members", "mixture"]
 
 
 class Pooling(eqx.Module):
-    """The predictions to calibrate: each member separately, or their mixture, which then is an ensemble of one.
+    """The predictions to calibrate: each member separately, or their mixture as an ensemble of one.
 
     **Attributes:**
 
     - `pool`: `"members"` or `"mixture"`.
     - `num_members`: the number of members.
-    - `weights`: those of the mixture `(members,)`, if it has any.
+    - `weights`: the weights of the mixture, `(members,)`, or `None`.
     """
 
     pool: Pool = eqx.field(static=True)
@@ -28,7 +28,7 @@ class Pooling(eqx.Module):
     weights: Float[Array, " members"] | None
 
     def logs(self, name: str, logits: ArrayLike) -> Float[Array, "groups *batch classes"]:
-        """The log-probabilities to calibrate, with one group per member, or one of all."""
+        """The log-probabilities to calibrate, with one group per member, or one for the mixture."""
         checked = check_logits(name, logits)
         check_fitted_members(name, self.num_members, checked.shape[0])
         return _logs(checked, self.weights, self.pool)
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 def fit_rows(
     name: str, logits: ArrayLike, labels: ArrayLike, pool: Pool, weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Pooling, Rows]:
-    """The predictions to calibrate, and the rows to fit on; masked rows and rows without a class have weight zero."""
+    """The predictions to calibrate and the rows to fit on; masked rows and invalid labels have weight zero."""
     checked = check_logits(name, logits)
     kept = check_mask(name, mask, checked.shape[1:-1])
     targets = check_labels(name, labels, checked, mask)

@@ -11,19 +11,19 @@ _BRACKET = 40.0  # bounds of log(1 / T), in units of the largest difference of l
 
 
 class Temperature(eqx.Module):
-    """Temperature scaling, fitted: call it on the logits of the same members.
+    """Fitted temperature scaling: call it on the logits of the same members.
 
     **Attributes:**
 
-    - `temperature`: `(members,)`, or `(1,)` for the mixture; above 1 where the predictions were overconfident.
-    - `pooling`: the predictions that it calibrates: `.pool`, and the `.weights` of the mixture.
+    - `temperature`: `(members,)`, or `(1,)` for the mixture; above 1 for overconfident predictions.
+    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
     """
 
     temperature: Float[Array, " groups"]
     pooling: Pooling
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
-        """Calibrated log-probabilities: of every member `(members, *batch, classes)`; of the mixture `(1, ...)`."""
+        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
         logs = self.pooling.logs("calibrate.Temperature", logits)
         return jax.nn.log_softmax(logs / as_column(self.temperature, logs.ndim), axis=-1)
 
@@ -36,33 +36,34 @@ def temperature(
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Temperature:
-    r"""Temperature scaling: logits are divided by a number that is fitted to held-out labels by maximum likelihood.
+    r"""Temperature scaling: logits are divided by a temperature, fitted to held-out labels by maximum likelihood.
 
-    The mean of $-\log \mathrm{softmax}(z / T)_y$ over rows is convex in $1 / T$; Newton's method, kept inside a
-    bracket, finds its minimum to the last digits. The most likely class is unchanged. Calibrating every member
-    and combining them afterwards differs from calibrating their mixture: the mixture of calibrated members tends to be
-    underconfident. So `pool` has no default.
+    The mean of $-\log \mathrm{softmax}(z / T)_y$ over rows is convex in $1 / T$; the minimum is found to machine
+    precision by Newton's method within a bracket. The most likely class is unchanged. Calibrating members and then
+    combining them differs from calibrating their mixture: the mixture of calibrated members tends to be underconfident.
+    Therefore `pool` has no default.
 
     **Arguments:**
 
     - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels are ignored.
-    - `pool`: `"members"`: one temperature is fitted for each member; combine them afterwards.
-        `"mixture"`: the members are combined first, and one temperature is fitted for the mixture.
-    - `weights`: convex weights over members, `(members,)`, of the mixture; stored in the result.
+    - `pool`: `"members"` fits one temperature per member; combine them afterwards. `"mixture"` combines the members
+        first, and fits one temperature for the mixture.
+    - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
     [`eqx_ensemble.calibrate.Temperature`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis
-    of length `members`, or 1 for the mixture, for all functions of logits. While tracing, the temperature is NaN where
-    no optimum exists. It is differentiated as an implicit function.
+    of length `members`, or 1 for the mixture, for any function of logits. While tracing, the temperature is NaN if no
+    optimum exists. The fit is differentiated as an implicit function.
 
     **Raises:**
 
-    - `TypeError` for logits that are not floating-point or labels that are not integers.
-    - `ValueError` for mismatched shapes, labels out of range, infinite logits, weights with `pool="members"`, and if no
-        optimum exists: all labels are the most likely class, or they are less likely than by chance.
+    - `TypeError` for logits that are not floating-point, labels that are not integers, and a mask that is not boolean.
+    - `ValueError` for mismatched shapes, zero rows, labels out of range, logits that are not finite, weights with
+        `pool="members"`, and if no optimum exists: every label is the most likely class, or labels are no more likely
+        than by chance.
 
     ```python
     # one member with 90 % confidence, right in three of four rows
@@ -93,7 +94,7 @@ def temperature(
 
 @jax.jit
 def _fit(rows: Rows) -> tuple[Float[Array, " groups"], Bool[Array, " groups"], Bool[Array, " groups"]]:
-    # Relative to the label's: the loss of a row is logsumexp(beta * gaps); their signs show whether an optimum exists.
+    # Relative to the label: the loss of a row is logsumexp(beta * gaps); the signs of gaps show if an optimum exists.
     of_label = jnp.take_along_axis(rows.logs, rows.labels[None, :, None], axis=-1)
     gaps = rows.logs - of_label
     counted = jnp.reshape(rows.share > 0, (1, -1, 1))

@@ -12,13 +12,13 @@ from ._pooling import Pool, Pooling, make_pooling
 
 
 class Variance(eqx.Module):
-    """Variance scaling, fitted: call it on the means and variances of the same members.
+    """Fitted variance scaling: call it on the means and variances of the same members.
 
     **Attributes:**
 
-    - `scale`: the factor of the variances, `(members,)`, or `(1,)` for the combination; above 1 where the
-        predictions were overconfident.
-    - `pooling`: the predictions that it calibrates: `.pool`, and the `.weights` of the combination.
+    - `scale`: the factor of the variances, `(members,)`, or `(1,)` for the combination; above 1 for overconfident
+        predictions.
+    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the combination.
     """
 
     scale: Float[Array, " groups"]
@@ -27,7 +27,7 @@ class Variance(eqx.Module):
     def __call__(
         self, mean: Float[ArrayLike, " members *batch"], variance: Float[ArrayLike, " members *batch"]
     ) -> Gaussian:
-        """Means and calibrated variances: of every member `(members, *batch)`; of the combination `(1, *batch)`."""
+        """Means and calibrated variances, `(members, *batch)`, or `(1, *batch)` for the combination."""
         name = "calibrate.Variance"
         means, variances = check_moments(name, mean, variance)
         check_fitted_members(name, self.pooling.num_members, means.shape[0])
@@ -44,32 +44,31 @@ def variance(
     weights: Real[ArrayLike, " members"] | None = None,
     mask: Bool[ArrayLike, "*batch"] | None = None,
 ) -> Variance:
-    r"""Variance scaling: variances are multiplied by a number that is fitted to held-out targets by maximum likelihood.
+    r"""Variance scaling: variances are multiplied by a factor, fitted to held-out targets by maximum likelihood.
 
-    For a Gaussian it is the mean of $(y - \mu)^2 / \sigma^2$ over all entries. Means are unchanged.
+    For a Gaussian, the factor is the mean of $(y - \mu)^2 / \sigma^2$ over all entries. Means are unchanged.
 
     **Arguments:**
 
     - `mean`, `variance`: `(members, *batch)`, of one shape, for rows that the members were not trained on. Variances
         above zero.
-    - `targets`: `(*batch,)`; nothing is broadcast. All entries share the factor: for one per output fit each
-        separately.
-    - `pool`: `"members"`: one factor is fitted for each member; combine them afterwards. `"mixture"`:
-        the members are combined into one Gaussian first, as [`eqx_ensemble.combine.gaussian`][] does, whose variance
-        includes their disagreement.
-    - `weights`: convex weights over members, `(members,)`, of the combination; stored in the result.
+    - `targets`: `(*batch,)`; nothing is broadcast. All entries share the factor: for one factor per output, fit each
+        output separately.
+    - `pool`: `"members"` fits one factor per member; combine them afterwards. `"mixture"` first combines the members
+        into one Gaussian by [`eqx_ensemble.combine.gaussian`][], whose variance includes their disagreement.
+    - `weights`: convex weights over members in the combination, `(members,)`; stored in the result.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Variance`][], a Module: `fitted(mean, variance)` gives a named tuple with
-    `.mean` and `.variance`, with a leading axis of the members, or of length one for the combination.
+    [`eqx_ensemble.calibrate.Variance`][], a Module: `fitted(mean, variance)` returns a named tuple with `.mean` and
+    `.variance`, with a leading axis of length `members`, or 1 for the combination.
 
     **Raises:**
 
     - `TypeError` for means or variances that are not floating-point.
-    - `ValueError` for mismatched shapes, variances that are not above zero, targets that all equal their means or are
-        not finite (where concrete), and weights with `pool="members"`.
+    - `ValueError` for mismatched shapes, zero rows, variances that are not positive, targets that all equal their
+        means, values that are not finite (where concrete), and weights with `pool="members"`.
 
     ```python
     mean, variance, targets = jnp.zeros((1, 2)), jnp.ones((1, 2)), jnp.array([2.0, -2.0])
