@@ -20,7 +20,7 @@ Labels = tuple[list[Any], np.ndarray]
 
 
 def check_draw(name: str, num_rows: Any, num_members: Any, key: Any) -> tuple[int, int]:
-    """The number of rows and the number of members that draw from them, with a key."""
+    """Raises for invalid arguments of a draw. Returns the numbers of rows and members."""
     rows = check_num_rows(name, num_rows)
     count = check_positive_int(num_members, "num_members", name=name)
     check_draw_key(name, key)
@@ -28,7 +28,7 @@ def check_draw(name: str, num_rows: Any, num_members: Any, key: Any) -> tuple[in
 
 
 def check_draw_key(name: str, key: Any) -> None:
-    """One concrete threefry key."""
+    """Raises unless `key` is one concrete threefry key."""
     check_key(key, name=name)
     if is_traced(key):
         fix = "Draw outside `jax.jit` and pass the result in: rows and weights are ordinary arrays."
@@ -38,7 +38,7 @@ def check_draw_key(name: str, key: Any) -> None:
 
 
 def check_num_rows(name: str, num_rows: Any) -> int:
-    """A number of rows that fits 32-bit indices."""
+    """Raises unless `num_rows` is a positive integer that fits 32-bit indices. Returns it."""
     if np.ndim(num_rows) > 0:
         got = f"got an array of shape {np.shape(num_rows)}"
         raise TypeError(needs_message(name, "the number of rows as `num_rows`", got, "Pass `len(x)`."))
@@ -53,7 +53,7 @@ def check_num_rows(name: str, num_rows: Any) -> int:
 
 
 def check_draw_size(name: str, size: Any, num_rows: int, *, replace: bool) -> int:
-    """The number of rows that a member draws, from a count or a fraction of the rows."""
+    """Raises unless `size` is a count or a fraction of the rows. Returns the number of rows per member."""
     if isinstance(size, float | np.floating):
         if not 0 < size <= 1:
             fix = "A count is passed as an integer: `size=100`."
@@ -73,7 +73,8 @@ def check_draw_size(name: str, size: Any, num_rows: int, *, replace: bool) -> in
 
 
 def check_row_labels(name: str, argument: str, labels: Any, num_rows: int) -> Labels:
-    """The sorted distinct values of discrete labels `(rows,)`, and the index of each row's label among them."""
+    """Raises unless labels are discrete `(rows,)`. Returns the sorted distinct values and each row's index among
+    them."""
     if is_traced(labels):
         fix = "Resample before `jax.jit`."
         raise TypeError(needs_message(name, f"a concrete `{argument}`", "got a traced array", fix))
@@ -105,7 +106,7 @@ def check_row_labels(name: str, argument: str, labels: Any, num_rows: int) -> La
 
 
 def check_shares(name: str, names: list[Any], counts: np.ndarray, shares: np.ndarray) -> None:
-    """A stratified draw has rows of every class."""
+    """Raises unless a stratified draw has rows of every class."""
     if (shares == 0).any():
         lost = int(np.argmin(shares))
         got = f"got {shares.sum()} of {counts.sum()} rows, none of the {counts[lost]} of class {names[lost]!r}"
@@ -117,7 +118,7 @@ def check_shares(name: str, names: list[Any], counts: np.ndarray, shares: np.nda
 
 
 def check_drawn(name: str, values: ArrayLike, num_rows: int, *, num_members: int | None = None) -> Array:
-    """Rows `(members, n)`, which are integers, or weights `(members, rows)`, which are not."""
+    """Raises unless `drawn` are integer rows `(members, n)` or other weights `(members, rows)`. Returns the array."""
     array = check_array(name, "drawn", values)
     if num_members is not None and array.shape[:1] != (num_members,):
         got = f"expected {num_members} members as in `predictions`, got shape {array.shape}"
@@ -140,7 +141,7 @@ def check_drawn(name: str, values: ArrayLike, num_rows: int, *, num_members: int
 
 
 def check_rows(name: str, values: ArrayLike, num_rows: int) -> Array:
-    """Row indices `(members, n)`; a range check where concrete."""
+    """Raises unless rows are integers `(members, n)`, in range where concrete. Returns them as an array."""
     array = check_array(name, "rows", values)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         fix = "Weights need no counting: they already are how often a row counts."

@@ -15,7 +15,7 @@ Split = tuple[np.ndarray, np.ndarray]
 
 
 def check_num_folds(name: str, num_folds: Any, num_rows: int, classes: Labels | None, groups: Labels | None) -> int:
-    """A number of folds that does not exceed the rows, the rows of any class, or the groups."""
+    """Raises if there are more folds than rows, rows of a class, or groups. Returns the number of folds."""
     count = check_positive_int(num_folds, "num_folds", name=name)
     if not 2 <= count <= num_rows:
         fix = "Each fold has at least one row, and there are at least two folds."
@@ -38,7 +38,7 @@ def check_num_folds(name: str, num_folds: Any, num_rows: int, classes: Labels | 
 
 
 def check_splits(name: str, pairs: Any, num_rows: int) -> list[Split]:
-    """Pairs of row indices: both parts are nonempty and disjoint, and no row is tested twice."""
+    """Raises unless splits are pairs of nonempty, disjoint row indices, with distinct test rows. Returns them."""
     if not isinstance(pairs, Iterable):
         fix = "Pass the result of a splitter: `splitter.split(x, y)`."
         raise TypeError(
@@ -96,7 +96,7 @@ def _indices(name: str, part: Any, words: str, num_rows: int) -> np.ndarray:
 
 
 def check_one_length(name: str, lengths: list[int], uneven: Any) -> None:
-    """Training parts whose lengths differ by at most one row, unless `uneven` is given."""
+    """Raises unless the lengths of training parts differ by at most one row or `uneven` is given."""
     check_word(uneven, "uneven", ("trim", "repeat", None), name=name)
     short, long = min(lengths), max(lengths)
     if uneven is None and long - short > 1:

@@ -14,7 +14,7 @@ from ._folds import Folds
 def check_held_out(
     name: str, predictions: ArrayLike, shape: tuple[int, ...] | None = None, axes: str = "rows"
 ) -> Array:
-    """Predictions `(members, rows, ...)`, in the dtype that is computed in."""
+    """Raises unless predictions are `(members, rows, ...)`. Returns them in the compute dtype."""
     array = check_values(name, "predictions", predictions)
     if array.ndim < 2:
         fix = "One member? Add a leading axis: `predictions[None]`."
@@ -31,7 +31,7 @@ def check_held_out(
 
 
 def check_folds(name: str, value: Any) -> None:
-    """Folds, not one of their parts."""
+    """Raises unless the argument is a `Folds`."""
     if not isinstance(value, Folds):
         fix = "For other splits use `from_splits(splits, num_rows)`."
         raise TypeError(needs_message(name, "`folds` to be a `Folds`", f"got {kind_text(value)}", fix))

@@ -17,11 +17,11 @@ Split = tuple[np.ndarray, np.ndarray]
 class Folds(NamedTuple):
     """The training and test rows of each member: one split of the data per member.
 
-    `train` and `test` are row indices, with equal lengths for all members; `in_train` and `in_test` are masks over the
-    rows of the data, and are exact even if the parts of the members differ in length.
+    `train` and `test` are row indices of equal length for all members. `in_train` and `in_test` are masks over the rows
+    of the data, which are exact even if the parts of members differ in length.
 
-    - `train`: rows `(members, train)` for `fit(..., rows=folds.train)`. None is in the member's test part.
-    - `test`: rows `(members, test)`; a shorter test part is padded with its last row.
+    - `train`: rows `(members, train)` for `fit(..., rows=folds.train)`, disjoint from the member's test part.
+    - `test`: rows `(members, test)`; shorter test parts are padded with their last row.
     - `valid`: `(members, test)`, `False` where `test` is padded.
     - `in_train`: `(members, rows)`, the rows of the member's training part, including those dropped from `train`.
     - `in_test`: `(members, rows)`, the rows of the member's test part.
@@ -45,24 +45,24 @@ def folds(
 ) -> Folds:
     """Cross-validation: member `i` is tested on fold `i`, and trained on the other folds.
 
-    The sizes of folds differ by at most one row. Without a `key` folds are consecutive rows; with one, rows are
-    shuffled. With `stratify` or `groups` they are scikit-learn's `StratifiedKFold`,
-    `GroupKFold` or `StratifiedGroupKFold` (`pip install 'eqx_ensemble[sklearn]'`).
+    Without `groups`, fold sizes differ by at most one row. Without a `key`, folds are consecutive rows; with a `key`,
+    rows are shuffled. With `stratify` or `groups`, folds are those of scikit-learn's `StratifiedKFold`, `GroupKFold` or
+    `StratifiedGroupKFold` (`pip install 'eqx_ensemble[sklearn]'`).
 
-    `fit` trains all members on equally many rows: if `num_folds` does not divide `num_rows`, some training parts have
-    one row more than others, and `train` drops one of their rows, a different one for each member; `in_train` still
-    includes it. Groups may give parts that differ by more, which requires `uneven`. To train on exactly the rows of
-    each split, use weights: call `fit` without `rows`, on the data `(x, y, Each(folds.in_train.astype(float)))`, and
-    weight the loss.
+    `fit` trains all members on the same number of rows. If `num_folds` does not divide `num_rows`, some training parts
+    have one extra row; `train` drops one of their rows, a different one for each member, and `in_train` still includes
+    it. Training parts from groups may differ by more, which requires `uneven`. To train on exactly the rows of each
+    split, use weights: call `fit` without `rows`, on the data `(x, y, Each(folds.in_train.astype(float)))`, and weight
+    the loss.
 
     **Arguments:**
 
     - `num_rows`: the number of rows of the data, `len(x)`.
-    - `num_folds`: the number of folds, which is also the number of members.
-    - `stratify`: discrete labels `(rows,)`: every fold has the same proportions of classes.
+    - `num_folds`: the number of folds and of members, at least 2.
+    - `stratify`: discrete labels `(rows,)`: class proportions are equal in all folds, up to rounding.
     - `groups`: discrete labels `(rows,)`: all rows of a group are in one fold.
-    - `uneven`: how to make training parts equally long. `"trim"`: rows of longer ones are dropped; `"repeat"`: rows of
-        shorter ones are repeated, as evenly as possible.
+    - `uneven`: how to equalise the lengths of training parts: `"trim"` drops rows of longer parts, `"repeat"` repeats
+        rows of shorter parts, both evenly spaced.
     - `key`: one threefry key, typed or legacy, to shuffle the rows.
 
     **Returns:**
@@ -71,9 +71,9 @@ def folds(
 
     **Raises:**
 
-    - `TypeError` for invalid counts, keys, or labels that are not discrete.
-    - `ValueError` for more folds than rows, than rows of a class or than groups; for labels of the wrong length; for
-        training parts that differ by more than a row, without `uneven`.
+    - `TypeError` for counts that are not integers, an invalid key, and labels that are not discrete.
+    - `ValueError` for fewer than two folds; more folds than rows, rows of a class or groups; labels of the wrong
+        length; training parts that differ by more than one row, without `uneven`.
     - `ImportError` for `stratify` and `groups` without scikit-learn.
 
     ```python
@@ -111,7 +111,7 @@ def folds(
 
 
 def from_splits(splits: Iterable[tuple[Any, Any]], num_rows: int, *, uneven: Uneven | None = None) -> Folds:
-    """Folds from a scikit-learn splitter, or from any `(train, test)` row indices: one split for each member.
+    """Folds from a scikit-learn splitter or any `(train, test)` row indices: one split per member.
 
     `KFold`, `RepeatedKFold`, `ShuffleSplit` and `LeaveOneOut` work directly. Splitters whose training parts differ by
     more than one row, such as `TimeSeriesSplit` and `GroupKFold`, require `uneven`; see
@@ -130,8 +130,8 @@ def from_splits(splits: Iterable[tuple[Any, Any]], num_rows: int, *, uneven: Une
     **Raises:**
 
     - `TypeError` for splits that are not an iterable of pairs of integer arrays.
-    - `ValueError` for empty parts, a row in both parts of a split, test rows that repeat, and training parts that
-        differ by more than a row, without `uneven`.
+    - `ValueError` for no splits, empty parts, overlapping parts of a split, repeated test rows of a split, and training
+        parts that differ by more than one row, without `uneven`.
     - `IndexError` for rows outside the data.
 
     ```python
@@ -179,5 +179,5 @@ def _folds(name: str, splits: list[Split], num_rows: int, uneven: Uneven | None)
 
 
 def _space_evenly(length: int, wanted: int, start: float) -> np.ndarray:
-    """Sorted, `wanted` of `length` positions, with dropped or repeated ones evenly spaced from `start`."""
+    """`wanted` of `length` positions, sorted; dropped or repeated positions are evenly spaced from `start`."""
     return np.sort((np.arange(wanted) * length // wanted + int(start * length)) % length)

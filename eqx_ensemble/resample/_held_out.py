@@ -13,9 +13,9 @@ from ._weights import count_rows
 
 
 class HeldOut(NamedTuple):
-    """A prediction for every row by members that were not trained on it.
+    """Predictions for every row by members that were not trained on it.
 
-    - `mean`: `(rows, ...)`, the mean over these members; NaN where there is none.
+    - `mean`: `(rows, ...)`, the mean over these members; NaN for rows without one.
     - `num_members`: `(rows,)`, the number of these members.
     """
 
@@ -31,8 +31,8 @@ def out_of_bag(
     **Arguments:**
 
     - `drawn`: the training rows of the members: integers are row indices `(members, n)`; floats and booleans are
-        weights `(members, rows)`, where 0 is out of bag. Pass integer-valued weights as floats, as
-        [`eqx_ensemble.resample.counts`][] returns them.
+        weights `(members, rows)`, where 0 is out of bag. Pass integer-valued weights as floats, like those of
+        [`eqx_ensemble.resample.counts`][].
     - `num_rows`: the number of rows of the data, `len(x)`.
 
     **Returns:**
@@ -41,7 +41,7 @@ def out_of_bag(
 
     **Raises:**
 
-    - `ValueError` for mismatched shapes, and for weights that are negative or not finite (where concrete).
+    - `ValueError` for mismatched shapes, and weights that are negative or not finite (where concrete).
     - `IndexError` for rows outside the data (where concrete).
 
     ```python
@@ -60,26 +60,26 @@ def out_of_bag_mean(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> HeldOut:
-    """The mean over members that were not trained on the row: a held-out prediction without held-out data.
+    """The mean over the members that were not trained on each row: held-out predictions without a held-out set.
 
-    Class probabilities are averaged, not logits: pass `jax.nn.softmax(logits)`.
+    For classes pass probabilities, `jax.nn.softmax(logits)`, not logits.
 
     **Arguments:**
 
     - `predictions`: floating-point, `(members, rows, ...)`, of all members for all rows.
     - `drawn`: the training rows of the members, as in [`eqx_ensemble.resample.out_of_bag`][].
-    - `weights`: convex weights over members, `(members,)`, divided for each row by their sum over the members that were
-        not trained on it. Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)`, normalised for each row over the members that were not
+        trained on it. Members of weight zero are ignored.
 
     **Returns:**
 
-    [`eqx_ensemble.resample.HeldOut`][]: `.mean` `(rows, ...)`, NaN where every member was trained on the row, and
+    [`eqx_ensemble.resample.HeldOut`][]: `.mean` `(rows, ...)`, NaN for rows that every member was trained on, and
     `.num_members` `(rows,)`.
 
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for mismatched shapes, and for invalid weights.
+    - `ValueError` for mismatched shapes, and invalid weights.
     - `IndexError` for rows outside the data (where concrete).
 
     ```python
@@ -105,16 +105,16 @@ def out_of_fold(
     rows: Literal["all", "test"] = "all",
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> HeldOut:
-    """The prediction of every row by the member that held it out; the mean if there are several.
+    """The prediction for every row by the member that held it out; the mean if there are several.
 
     **Arguments:**
 
-    - `predictions`: floating-point, `(members, rows, ...)` of all rows by all members, or `(members, test, ...)`.
+    - `predictions`: floating-point, `(members, rows, ...)`, of all members for all rows, or `(members, test, ...)`.
     - `folds`: the result of [`eqx_ensemble.resample.folds`][] or [`eqx_ensemble.resample.from_splits`][].
-    - `rows`: the rows of the predictions: `"all"`, or `"test"`, only each member's `folds.test`, computed by
+    - `rows`: the rows of the predictions: `"all"`, or `"test"` for each member's `folds.test` only, computed by
         `predict(ensemble, Each(x[folds.test]))` at the cost of one model.
-    - `weights`: convex weights over members, `(members,)`, divided for each row by their sum over the members that were
-        tested on it. Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)`, normalised for each row over the members that were tested on
+        it. Members of weight zero are ignored.
 
     **Returns:**
 
@@ -123,8 +123,8 @@ def out_of_fold(
 
     **Raises:**
 
-    - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for mismatched shapes, and for invalid weights.
+    - `TypeError` for predictions that are not floating-point, and `folds` that are not [`eqx_ensemble.resample.Folds`][].
+    - `ValueError` for mismatched shapes, and invalid weights.
 
     ```python
     x = jnp.arange(10.0).reshape(10, 1)
@@ -161,7 +161,7 @@ def _held_out(
 ) -> HeldOut:
     share, used = _shares(unseen, weights, predictions.dtype)
     total = jnp.sum(share, axis=0)
-    # Divided first: the share of a single member is exactly 1, so that its prediction is returned bit for bit.
+    # Divided first: the share of a single member is exactly 1, and its prediction is returned bit for bit.
     share = _like(share / jnp.where(total == 0, 1, total)[None], predictions)
     mean = jnp.sum(jnp.where(share == 0, 0, predictions) * share, axis=0)
     num_members = jnp.sum(used, axis=0, dtype=jnp.int32)
@@ -185,7 +185,7 @@ def _scatter_mean(
 def _shares(
     unseen: Bool[Array, "members n"], weights: Float[Array, " members"] | None, dtype: jnp.dtype
 ) -> tuple[Float[Array, "members n"], Bool[Array, "members n"]]:
-    """The members' weights for rows that they held out, and where these are nonzero."""
+    """The members' weights for rows that they held out, and whether these are nonzero."""
     if weights is None:
         return unseen.astype(dtype), unseen
     share = jnp.where(unseen, weights[:, None], 0)

@@ -11,22 +11,21 @@ from ._check import check_draw, check_draw_size, check_row_labels, check_shares
 def bootstrap(
     num_rows: int, num_members: int, *, size: int | float | None = None, stratify: Any = None, key: Any
 ) -> Int32[Array, "members size"]:
-    r"""Rows drawn with replacement, independently for each member.
+    r"""Bootstrap: rows drawn with replacement, independently for each member.
 
-    Each of a member's rows is any of the `num_rows` rows with equal probability, so that a fraction
-    of about $(1 - 1/n)^n \approx 0.37$ of them is not drawn: these are its out-of-bag rows, see
-    [`eqx_ensemble.resample.out_of_bag`][]. A member's rows depend only on the key and its index: increasing
-    `num_members` does not change earlier members. To draw whole groups of rows see
+    Each draw is uniform over the `num_rows` rows. A fraction of about $(1 - 1/n)^n \approx 0.37$ of the rows is not
+    drawn by a member: its out-of-bag rows, see [`eqx_ensemble.resample.out_of_bag`][]. A member's rows depend only on
+    the key and its index: increasing `num_members` does not change earlier members. To draw whole groups of rows see
     [`eqx_ensemble.resample.counts`][].
 
     **Arguments:**
 
     - `num_rows`: the number of rows of the data, `len(x)`.
     - `num_members`: the number of members.
-    - `size`: the number of rows for each member, a count (which may exceed `num_rows`) or a fraction of `num_rows`,
-        rounded; `num_rows` if not given.
-    - `stratify`: discrete labels `(rows,)`: draws within each class, so that class counts are kept; for another
-        `size` class proportions are kept, up to rounding. Without `size`, entry `i` is a row of the class of row `i`.
+    - `size`: the number of rows per member, a count (which may exceed `num_rows`) or a fraction of `num_rows`, rounded;
+        `num_rows` if not given.
+    - `stratify`: discrete labels `(rows,)`: rows are drawn within each class. Without `size`, class counts are kept,
+        and entry `i` is a row of the class of row `i`; with `size`, class proportions are kept, up to rounding.
     - `key`: one threefry key, typed or legacy. Draws are made on the host, outside `jax.jit`.
 
     **Returns:**
@@ -35,8 +34,9 @@ def bootstrap(
 
     **Raises:**
 
-    - `TypeError` for invalid counts, fractions, keys, or labels that are not discrete.
-    - `ValueError` for sizes below one row, labels of the wrong length, and a `size` with no row of some class.
+    - `TypeError` for counts that are not integers, an invalid key, and labels that are not discrete.
+    - `ValueError` for counts below one, fractions outside (0, 1], labels of the wrong length, and a `size` without rows
+        of every class.
 
     ```python
     x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
@@ -79,16 +79,16 @@ def bootstrap(
 def subsets(
     num_rows: int, num_members: int, *, size: int | float, stratify: Any = None, key: Any
 ) -> Int32[Array, "members size"]:
-    """Rows drawn without replacement, independently for each member.
+    """Subsets: rows drawn without replacement, independently for each member.
 
-    A member's rows are any `size` of the `num_rows` rows with equal probability, in random order. They depend
-    only on the key and the member's index: increasing `num_members` does not change earlier members.
+    Every subset of `size` rows is equally likely; its order is random. A member's rows depend only on the key and its
+    index: increasing `num_members` does not change earlier members.
 
     **Arguments:**
 
     - `num_rows`: the number of rows of the data, `len(x)`.
     - `num_members`: the number of members.
-    - `size`: the number of rows for each member, a count or a fraction of `num_rows`, rounded.
+    - `size`: the number of rows per member, a count or a fraction of `num_rows`, rounded.
     - `stratify`: discrete labels `(rows,)`: class proportions are kept, up to rounding.
     - `key`: one threefry key, typed or legacy. Draws are made on the host, outside `jax.jit`.
 
@@ -98,9 +98,9 @@ def subsets(
 
     **Raises:**
 
-    - `TypeError` for invalid counts, fractions, keys, or labels that are not discrete.
-    - `ValueError` for sizes below one row or above `num_rows`, labels of the wrong length, and a `size` with no
-        row of some class.
+    - `TypeError` for counts that are not integers, an invalid key, and labels that are not discrete.
+    - `ValueError` for counts below one, sizes above `num_rows`, fractions outside (0, 1], labels of the wrong length,
+        and a `size` without rows of every class.
 
     ```python
     rows = ee.resample.subsets(100, 8, size=0.5, key=key)

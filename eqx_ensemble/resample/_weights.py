@@ -11,11 +11,11 @@ from ._check import check_draw, check_num_rows, check_rows
 
 
 def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Array, "members rows"]:
-    """Poisson(1) weights of every row for each member: a bootstrap with independently drawn rows.
+    """Poisson(1) row weights for each member: a bootstrap with independent row counts.
 
-    Mean and variance are 1, as of the bootstrap's counts for many rows; but the sum of a member's weights varies about
-    `num_rows`, and for very few rows it may be 0. A row of weight 0 is out of bag. A member's weights depend only on
-    the key and its index.
+    Mean and variance are 1, as for the counts of a bootstrap of many rows. The sum of a member's weights varies around
+    `num_rows`, and may be 0 for very few rows. Rows of weight 0 are out of bag. A member's weights depend only on the
+    key and its index.
 
     **Arguments:**
 
@@ -25,11 +25,12 @@ def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Arr
 
     **Returns:**
 
-    float32 whole numbers `(members, rows)`, for `fit` as an [`eqx_ensemble.Each`][] in addition to the data.
+    Integer-valued float32 weights `(members, rows)`: pass them to `fit` as an [`eqx_ensemble.Each`][] in addition to
+    the data.
 
     **Raises:**
 
-    - `TypeError` for invalid counts or keys.
+    - `TypeError` for counts that are not integers, and an invalid key.
     - `ValueError` for counts below one.
 
     ```python
@@ -66,10 +67,10 @@ def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Arr
 
 
 def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Array, "members rows"]:
-    r"""Weights of the Bayesian bootstrap: `num_rows` times a draw from Dirichlet(1, ..., 1), for each member.
+    r"""Bayesian bootstrap weights: for each member, `num_rows` times a draw from Dirichlet(1, ..., 1).
 
-    A member's weights sum to $n$, `num_rows`; each has mean 1 and variance $(n - 1) / (n + 1)$. No row has weight 0:
-    none is out of bag, and no class is lost. A member's weights depend only on the key and its index.
+    A member's weights sum to $n$, `num_rows`; each has mean 1 and variance $(n - 1) / (n + 1)$. No weight is 0: no row
+    is out of bag, and no class is lost. A member's weights depend only on the key and its index.
 
     **Arguments:**
 
@@ -79,7 +80,7 @@ def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Ar
 
     **Returns:**
 
-    float32 weights `(members, rows)`, for `fit` as an [`eqx_ensemble.Each`][] in addition to the data: see
+    float32 weights `(members, rows)`: pass them to `fit` as an [`eqx_ensemble.Each`][] in addition to the data, see
     [`eqx_ensemble.resample.poisson_weights`][].
 
     **Raises:**
@@ -113,9 +114,9 @@ def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Ar
 
 
 def counts(rows: Int[ArrayLike, "members n"], num_rows: int) -> Float32[Array, "members rows"]:
-    """The number of times that each row occurs among the rows of each member: rows as weights.
+    """The number of times that each row occurs in the rows of each member: converts rows to weights.
 
-    For a bootstrap of whole groups, whose number of rows varies, expand the counts of groups to their rows:
+    For a bootstrap of whole groups, whose numbers of rows vary, expand the counts of groups to rows:
     `counts(bootstrap(num_groups, ...), num_groups)[:, groups]`.
 
     **Arguments:**
@@ -125,7 +126,7 @@ def counts(rows: Int[ArrayLike, "members n"], num_rows: int) -> Float32[Array, "
 
     **Returns:**
 
-    float32 whole numbers `(members, rows)`; each member's sum to `n`.
+    Integer-valued float32 weights `(members, rows)`, which sum to `n` for each member.
 
     **Raises:**
 
@@ -149,7 +150,7 @@ def counts(rows: Int[ArrayLike, "members n"], num_rows: int) -> Float32[Array, "
 
 @partial(jax.jit, static_argnames="num_rows")
 def count_rows(rows: Int[Array, "members n"], num_rows: int) -> Float32[Array, "members rows"]:
-    """The same of checked rows."""
+    """`counts` for checked rows."""
     one = lambda own: jnp.zeros(num_rows, jnp.float32).at[own].add(1)
     return jax.vmap(one)(rows)
 

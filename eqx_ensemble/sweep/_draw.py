@@ -11,22 +11,23 @@ from ._range import AbstractRange
 
 
 def draw(ranges: Mapping[str, AbstractRange], num_members: int, *, key: Any) -> dict[str, Shaped[Array, " members"]]:
-    """Draws hyper-parameters at random, one value per member and name.
+    """Draws random hyper-parameters, one value per member and name.
 
-    A value depends only on the key, the member's index and the name: adding members or names does not change the
-    others.
+    A value depends only on the key, the member's index and the name: adding members or names does not change other
+    values.
 
     **Arguments:**
 
-    - `ranges`: a range for every name: [`eqx_ensemble.sweep.Uniform`][], [`eqx_ensemble.sweep.LogUniform`][],
-        [`eqx_ensemble.sweep.Choice`][] or a subclass of [`eqx_ensemble.sweep.AbstractRange`][].
+    - `ranges`: a dictionary from names to ranges: [`eqx_ensemble.sweep.Uniform`][],
+        [`eqx_ensemble.sweep.LogUniform`][], [`eqx_ensemble.sweep.Choice`][] or a subclass of
+        [`eqx_ensemble.sweep.AbstractRange`][].
     - `num_members`: the number of members.
-    - `key`: one key of the threefry kind.
+    - `key`: one threefry key, typed or legacy.
 
-    **Returns:** for every name an array `(members,)`; pass the dictionary to [`eqx_ensemble.fit`][] as `hyper`.
+    **Returns:** a dictionary from names to arrays `(members,)`; pass it to [`eqx_ensemble.fit`][] as `hyper`.
 
-    **Raises:** `TypeError` for a value of `ranges` that is not a range, and for a wrong key; `ValueError` for a count
-    below one.
+    **Raises:** `TypeError` for `ranges` that are empty or not ranges, a count that is not an integer, and an invalid
+    key; `ValueError` for a count below one.
 
     ```python
     ranges = {"lr": ee.sweep.LogUniform(1e-4, 1e-1), "momentum": ee.sweep.Uniform(0.8, 1.0)}

@@ -10,16 +10,16 @@ from ._check import check_lengths, check_sweep_values
 
 
 def grid(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..."]]:
-    """Makes one member for every combination of values, as `itertools.product`.
+    """Makes one member per combination of values, like `itertools.product`.
 
     **Arguments:**
 
-    - `values`: for every name the values to combine, `(choices, ...)`.
+    - `values`: a dictionary from names to the values to combine, `(choices, ...)`.
 
-    **Returns:** for every name its value in each combination, `(members, ...)`; pass the dictionary to
+    **Returns:** a dictionary from names to arrays `(members, ...)`, one value per combination; pass it to
     [`eqx_ensemble.fit`][] as `hyper`.
 
-    **Raises:** `TypeError` for values that are not numbers, `ValueError` for a name without values.
+    **Raises:** `TypeError` for values that are not numbers, `ValueError` for no names or a name without values.
 
     ```python
     hyper = ee.sweep.grid({"lr": [1e-3, 1e-2], "wd": [0.0, 1e-4, 1e-3]})
@@ -32,16 +32,16 @@ def grid(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..."]]:
 
 
 def zip_values(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..."]]:
-    """Makes one member of the `i`-th values of all names, as `zip`.
+    """Makes member `i` from the `i`-th value of every name, like `zip`.
 
     **Arguments:**
 
-    - `values`: for every name one value per member, `(members, ...)`.
+    - `values`: a dictionary from names to one value per member, `(members, ...)`.
 
-    **Returns:** the same as arrays; pass the dictionary to [`eqx_ensemble.fit`][] as `hyper`.
+    **Returns:** the dictionary with arrays as values; pass it to [`eqx_ensemble.fit`][] as `hyper`.
 
-    **Raises:** `TypeError` for values that are not numbers, `ValueError` for a name without values,
-    `MemberMismatchError` when names disagree on the number of members.
+    **Raises:** `TypeError` for values that are not numbers, `ValueError` for no names or a name without values,
+    `MemberMismatchError` if names disagree on the number of members.
 
     ```python
     # three members

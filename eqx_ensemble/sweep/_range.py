@@ -5,7 +5,7 @@ import numpy as np
 
 
 class AbstractRange(abc.ABC):
-    """The distribution of one hyper-parameter. Subclass it to draw from a distribution of your own.
+    """The distribution of one hyper-parameter. Subclass it for other distributions.
 
     A range is used by [`eqx_ensemble.sweep.draw`][], [`eqx_ensemble.methods.hyperband`][] and
     [`eqx_ensemble.methods.population.perturb_hyper`][].
@@ -31,14 +31,14 @@ class AbstractRange(abc.ABC):
 
         **Arguments:**
 
-        - `generator`: the random numbers of one member.
+        - `generator`: the random generator of one member.
 
         **Returns:** a Python number.
         """
 
     @abc.abstractmethod
     def rescale(self, value: float, factor: float) -> Any:
-        """Returns the value of the range that is nearest to `factor` times `value`.
+        """Returns the value of the range nearest to `factor` times `value`.
 
         **Arguments:**
 

@@ -15,7 +15,7 @@ class Uniform(AbstractRange):
 
     **Arguments:**
 
-    - `low`, `high`: the ends; `high` is not drawn.
+    - `low`, `high`: the ends, `low < high`; `high` is excluded.
     """
 
     low: float
@@ -35,11 +35,11 @@ class Uniform(AbstractRange):
 
 @dataclasses.dataclass(frozen=True)
 class LogUniform(AbstractRange):
-    """The log-uniform distribution on `[low, high)`, such as for learning rates.
+    """The log-uniform distribution on `[low, high)`, for example for learning rates.
 
     **Arguments:**
 
-    - `low`, `high`: the ends, both positive.
+    - `low`, `high`: the ends, `0 < low < high`.
     """
 
     low: float
@@ -59,7 +59,7 @@ class LogUniform(AbstractRange):
 
 @dataclasses.dataclass(frozen=True)
 class Choice(AbstractRange):
-    """The uniform distribution on a few numbers.
+    """The uniform distribution over a list of numbers.
 
     **Arguments:**
 
@@ -76,7 +76,7 @@ class Choice(AbstractRange):
         return self.values[int(generator.integers(len(self.values)))]
 
     def rescale(self, value: float, factor: float) -> Any:
-        """Returns the next larger value for a factor above 1, the next smaller for one below, clipped to the range."""
+        """Returns the next larger value for a factor above 1, and the next smaller one for a factor below 1, if any."""
         values = sorted(self.values)
         nearest = min(range(len(values)), key=lambda i: abs(values[i] - value))
         return values[min(max(nearest + (factor > 1) - (factor < 1), 0), len(values) - 1)]
