@@ -73,8 +73,7 @@ def check_draw_size(name: str, size: Any, num_rows: int, *, replace: bool) -> in
 
 
 def check_row_labels(name: str, argument: str, labels: Any, num_rows: int) -> Labels:
-    """Raises unless labels are discrete `(rows,)`. Returns the sorted distinct values and each row's index among
-    them."""
+    """Raises unless labels are discrete `(rows,)`. Returns the distinct values, sorted, and each row's index."""
     if is_traced(labels):
         fix = "Resample before `jax.jit`."
         raise TypeError(needs_message(name, f"a concrete `{argument}`", "got a traced array", fix))

@@ -123,7 +123,8 @@ def out_of_fold(
 
     **Raises:**
 
-    - `TypeError` for predictions that are not floating-point, and `folds` that are not [`eqx_ensemble.resample.Folds`][].
+    - `TypeError` for predictions that are not floating-point, and for `folds` that are not
+        [`eqx_ensemble.resample.Folds`][].
     - `ValueError` for mismatched shapes, and invalid weights.
 
     ```python
