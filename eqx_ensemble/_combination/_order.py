@@ -31,8 +31,8 @@ def by_order(
     """Compiles and calls `fn(ordered, own, shared)` on values sorted over members, NaN last, and their weights.
 
     Without weights, `own` is `None`. Values of members of weight zero are set to `fill`; `centre`, of the shape of one
-    member's values, is subtracted first. `fn` treats entries independently: its result is a tree of arrays `(...,
-    *axes)`. The order of equal values is arbitrary.
+    member's values, is subtracted first. `fn` treats entries independently: its result is a tree of arrays
+    `(..., *axes)`. The order of equal values is arbitrary.
     """
     large = values.size >= _FEWEST_NUMBERS
     if large and pays((values, weights, shared, centre)) and isinstance(values.sharding, SingleDeviceSharding):

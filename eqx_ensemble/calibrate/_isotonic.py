@@ -40,10 +40,10 @@ def isotonic(
 ) -> Isotonic:
     """Isotonic calibration: an increasing function of the probabilities, fitted to held-out labels.
 
-    Each class is calibrated against the rest by scikit-learn's `IsotonicRegression` (`pip install
-    'eqx_ensemble[sklearn]'`), and the results of a row are normalised, to the uniform distribution if all are zero, as
-    in scikit-learn's `CalibratedClassifierCV`. For two classes, only the second is fitted. The result contains plain
-    arrays: calls do not need scikit-learn.
+    Each class is calibrated against the rest by scikit-learn's `IsotonicRegression`
+    (`pip install 'eqx_ensemble[sklearn]'`), and the results of a row are normalised, to the uniform distribution if all
+    are zero, as in scikit-learn's `CalibratedClassifierCV`. For two classes, only the second is fitted. The result
+    contains plain arrays: calls do not need scikit-learn.
 
     **Arguments:**
 

@@ -71,8 +71,8 @@ def cross_conformal(
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.CrossConformal`][]: `fitted(logits)` takes the logits of all members, `(members, *batch,
-    classes)`, and returns booleans `(*batch, classes)`.
+    [`eqx_ensemble.conformal.CrossConformal`][]: `fitted(logits)` takes the logits of all members,
+    `(members, *batch, classes)`, and returns booleans `(*batch, classes)`.
 
     **Raises:**
 

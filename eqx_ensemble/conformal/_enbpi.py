@@ -114,8 +114,8 @@ def enbpi(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for mismatched shapes, NaN in rows that a member held out, invalid weights, and a level outside 0 to
-        1. Warns if no row has an out-of-bag prediction: intervals are then unbounded.
+    - `ValueError` for mismatched shapes, NaN in rows that a member held out, invalid weights, and a level outside
+        (0, 1). Warns if no row has an out-of-bag prediction: intervals are then unbounded.
     - `IndexError` for rows outside the data (where concrete).
 
     ```python

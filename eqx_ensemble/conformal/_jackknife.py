@@ -90,8 +90,8 @@ def cv_plus(
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.CvPlus`][]: `fitted(predictions)` takes the predictions of all members, `(members,
-    *batch)`, and returns `.lower` and `.upper`.
+    [`eqx_ensemble.conformal.CvPlus`][]: `fitted(predictions)` takes the predictions of all members,
+    `(members, *batch)`, and returns `.lower` and `.upper`.
 
     **Raises:**
 
@@ -169,14 +169,14 @@ def jackknife_plus_after_bootstrap(
 
     **Returns:**
 
-    [`eqx_ensemble.conformal.JackknifePlus`][]: `fitted(predictions)` takes the predictions of all members, `(members,
-    *batch)`, and returns `.lower` and `.upper`.
+    [`eqx_ensemble.conformal.JackknifePlus`][]: `fitted(predictions)` takes the predictions of all members,
+    `(members, *batch)`, and returns `.lower` and `.upper`.
 
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for mismatched shapes, NaN in rows that a member held out, invalid weights, and a level outside 0 to
-        1. Warns if there are too few rows for finite intervals.
+    - `ValueError` for mismatched shapes, NaN in rows that a member held out, invalid weights, and a level outside
+        (0, 1). Warns if there are too few rows for finite intervals.
     - `IndexError` for rows outside the data (where concrete).
 
     ```python

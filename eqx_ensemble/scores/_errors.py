@@ -64,8 +64,8 @@ def r2(
     r"""Coefficient of determination $R^2$ of the ensemble mean: 1 is perfect, 0 equals predicting the mean target.
 
     $1 - \sum_i (\sum_m w_m x_{mi} - y_i)^2 / \sum_i (y_i - \bar y)^2$ over all entries of `*batch`, with the mean $\bar
-    y$ of these targets. Several outputs share one mean: for one $R^2$ per output use `jax.vmap(ee.scores.r2,
-    in_axes=-1)(predictions, targets)`.
+    y$ of these targets. Several outputs share one mean: for one $R^2$ per output use
+    `jax.vmap(ee.scores.r2, in_axes=-1)(predictions, targets)`.
 
     **Arguments:**
 

@@ -21,8 +21,8 @@ def interval_score(
     r"""Interval (Winkler) score of central intervals: width plus a penalty for targets outside; lower is better.
 
     $(u - l) + \frac{2}{1 - \mathrm{level}} (\max(l - y, 0) + \max(y - u, 0))$, in the unit of the target. Its
-    expectation is minimised by the true quantiles: it balances coverage and width. Computed by `scoringrules` (`pip
-    install 'eqx_ensemble[scores]'`).
+    expectation is minimised by the true quantiles: it balances coverage and width. Computed by `scoringrules`
+    (`pip install 'eqx_ensemble[scores]'`).
 
     **Arguments:**
 

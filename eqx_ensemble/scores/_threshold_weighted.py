@@ -35,8 +35,8 @@ def threshold_weighted_crps(
     - `samples`: `(members, *batch)`, one number per member and entry.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `lower`, `upper`: the thresholds, each a scalar or `(*batch,)`; unbounded if not given.
-    - `chaining`: $v$, instead of thresholds: an elementwise function that JAX can trace, such as `lambda z:
-        jax.nn.softplus(z - 3)`. It must be nondecreasing, which is not checked.
+    - `chaining`: $v$, instead of thresholds: an elementwise function that JAX can trace, such as
+        `lambda z: jax.nn.softplus(z - 3)`. It must be nondecreasing, which is not checked.
     - `estimator`: `"nrg"` or `"fair"`, as for [`eqx_ensemble.scores.crps`][].
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Only with `"nrg"`.
     - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts

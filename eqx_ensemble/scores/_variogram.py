@@ -25,8 +25,8 @@ def variogram_score(
 
     $\sum_{ij} w_{ij} (|y_i - y_j|^p - \sum_m w_m |x_{mi} - x_{mj}|^p)^2$ over all ordered pairs of outputs, with order
     $p$. It measures dependence between outputs better than [`eqx_ensemble.scores.energy_score`][], but ignores an
-    offset common to all outputs: also report a univariate score. Computed by `scoringrules` (`pip install
-    'eqx_ensemble[scores]'`), which allocates an array `(*batch, members, out, out)`.
+    offset common to all outputs: also report a univariate score. Computed by `scoringrules`
+    (`pip install 'eqx_ensemble[scores]'`), which allocates an array `(*batch, members, out, out)`.
 
     **Arguments:**
 

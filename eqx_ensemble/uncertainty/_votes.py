@@ -49,8 +49,9 @@ def disagreement(
     r"""The probability that two members, drawn with probabilities equal to their weights, vote for different classes.
 
     $1 - \sum_c v_c^2$ with $v_c$ the fraction of votes for class $c$. Pairs of a member with itself are included and
-    agree: for equal weights, the fraction of disagreeing pairs of different members is `num_members / (num_members -
-    1)` times this. For each pair of members over all rows see [`eqx_ensemble.uncertainty.pairwise_disagreement`][].
+    agree: for equal weights, the fraction of disagreeing pairs of different members is
+    `num_members / (num_members - 1)` times this. For each pair of members over all rows see
+    [`eqx_ensemble.uncertainty.pairwise_disagreement`][].
 
     **Arguments:**
 

@@ -23,9 +23,9 @@ def diverse(
 
     **Arguments:**
 
-    - `similarity`: $S$, a positive semi-definite matrix `(members, members)`: for classes `1 -
-        uncertainty.pairwise_disagreement(logits)`, for real targets the correlations of the members' errors. Compute it
-        on held-out rows.
+    - `similarity`: $S$, a positive semi-definite matrix `(members, members)`: for classes
+        `1 - uncertainty.pairwise_disagreement(logits)`, for real targets the correlations of the members' errors.
+        Compute it on held-out rows.
     - `count`: the number of members to select.
     - `quality`: $q$, non-negative, `(members,)`, higher is better; equal by default. For example
         `jnp.exp(log_scores.mean(axis=1))` or a power of it: larger powers give diversity less weight.
