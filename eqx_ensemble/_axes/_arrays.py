@@ -11,7 +11,7 @@ from ._check import too_large_message
 
 
 def as_array(values: Any, *, path: str, name: str) -> jax.Array:
-    """Values as a strongly typed jax array; raises an error for integers that overflow."""
+    """Values as a strongly typed JAX array; raises for integers that overflow."""
     values = from_foreign(values, path, name=name)
     check_integers_fit(values, argument=path, name=name)
     try:

@@ -23,7 +23,7 @@ def _sizes(tree: Any, axis: int, name: str) -> dict[Size, list[str]]:
 
 
 def check_member_axis(value: Any, *, axis: int, name: str) -> Size:
-    """Every array leaf has the members axis, of one length, which is returned."""
+    """Raises unless all array leaves agree on the length of the members axis. Returns it."""
     check_axis(axis, "axis", name=name)
     if name == "Each" and _holds_list_of_models(value, eqx.Module):
         raise TypeError(f"`Each` needs one PyTree whose arrays carry the members axis, got a list of models.\n{_STACK}")
@@ -42,7 +42,7 @@ def check_member_axis(value: Any, *, axis: int, name: str) -> Size:
 
 
 def check_member_count(parts: dict[int, Any], arguments: Any, *, name: str) -> Size:
-    """All parts that carry members have the same number of them."""
+    """Raises unless all arguments with members have the same number of them. Returns it."""
     if not parts:
         hint = "Mark inputs with one value per member: `Each(x)`."
         if _holds_list_of_models(arguments):
@@ -58,7 +58,7 @@ def check_member_count(parts: dict[int, Any], arguments: Any, *, name: str) -> S
 
 
 def check_has_axis(tree: Any, axis: int, argument: str, *, name: str) -> None:
-    """Every array has this axis."""
+    """Raises unless every array has this axis."""
     for path, x in array_leaves(tree):
         if not -x.ndim <= axis < x.ndim:
             raise ValueError(
@@ -68,12 +68,12 @@ def check_has_axis(tree: Any, axis: int, argument: str, *, name: str) -> None:
 
 
 def check_batch_axis(value: Any, axis: Any) -> None:
-    """An axis that every array has."""
+    """Raises unless `axis` is an axis of every array."""
     check_has_axis(value, check_axis(axis, "axis", name="Batch"), "axis", name="Batch")
 
 
 def check_batch_size(values: Iterable[Any]) -> None:
-    """All inputs marked as batches have the same number of examples."""
+    """Raises unless all inputs marked as batches have the same number of examples."""
     sizes: set[int] = set()
     for value in values:
         sizes.update(_sizes(value, 0, "Batch"))
@@ -93,7 +93,7 @@ def _holds_list_of_models(arguments: Any, kinds: Any = (eqx.Module, list, tuple,
 
 
 def too_large_message(value: Any, *, name: str, path: str) -> str:
-    """The message for Python integers that jax cannot hold."""
+    """The message for Python integers that JAX cannot hold."""
     return (
         f"`{name}` makes a jax array of `{path}`, and an integer in it is too large: got {value!r}.\n"
         "Enable 64 bits (`jax.config.update('jax_enable_x64', True)`) or rescale."

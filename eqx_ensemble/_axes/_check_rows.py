@@ -17,7 +17,7 @@ UNBOUND_AXIS = re.compile(r"unbound axis name:? '?(\w+)")  # in errors of JAX
 def check_rows_of_data(
     data: Any, num_members: int, *, argument: str, name: str, finite: bool = True, least: int = 1
 ) -> int:
-    """Raises unless all arrays of a data set have one number of rows, and finite numbers if `finite`. Returns it.
+    """Raises unless all arrays have the same number of rows, at least `least`, and are finite if `finite`. Returns it.
 
     Arrays are `(rows, ...)`, in an `Each` `(members, rows, ...)`.
     """
@@ -98,13 +98,13 @@ def _finite(x: Any, path: str, *, name: str) -> None:
 
 
 def is_finite(x: Any) -> bool:
-    """Whether an array of floating-point numbers holds finite ones only."""
+    """Whether all elements of a floating-point array are finite."""
     far = isinstance(x, jax.Array) and (not x.is_fully_addressable or any(d.platform != "cpu" for d in x.devices()))
-    if far:  # stays where it is
+    if far:  # reduced on its own device
         return bool(jnp.all(jnp.isfinite(x)))
-    # A sum is not finite when an element is not; it may overflow without one, so that only then all are looked at.
+    # An element that is not finite makes the sum so. A finite array may overflow: only then all elements are checked.
     x = np.asarray(x)
-    own = x.dtype if x.dtype.itemsize > 2 else np.float32  # another dtype takes several times as long
+    own = x.dtype if x.dtype.itemsize > 2 else np.float32  # summing in another dtype takes several times as long
     with np.errstate(over="ignore", invalid="ignore"):
         total = x.sum(dtype=own)
     return bool(np.isfinite(total) or np.isfinite(x).all())
@@ -112,7 +112,7 @@ def is_finite(x: Any) -> bool:
 
 @contextlib.contextmanager
 def explain_rows(data: Any, *, argument: str = "x", name: str = "predict") -> Iterator[None]:
-    """Adds to an error of a member the shape of the rows that it was called with."""
+    """Adds the shape of a row to an error raised by a member."""
     try:
         yield
     except (TypeError, ValueError) as error:

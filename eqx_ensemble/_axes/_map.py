@@ -21,7 +21,7 @@ def map_each(own: Callable[[PyTree], Any], tree: PyTree, *, shared: Callable[[An
 
 
 def split_members(tree: PyTree, *, name: str) -> tuple[PyTree, Callable[[PyTree], PyTree], Size]:
-    """Partitions `tree` into what is mapped over members and what is shared.
+    """Partitions `tree` into a part to map over members and a shared part.
 
     **Returns:** the tree to map, with the `members` axis in front of its array leaves; the function that turns one
     member's part of it into that member's view of `tree`; and the number of members.
@@ -62,7 +62,7 @@ def over_leading_axis(
 
 
 def over_batch(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls `fn`, mapped over the examples of every argument marked `Batch`; called once when there is none."""
+    """Calls `fn`, mapped over the examples of the arguments marked `Batch`; without any, calls it once."""
     nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, Batch))
     marked = {i: node for i, node in enumerate(nodes) if isinstance(node, Batch)}
     if not marked:

@@ -15,7 +15,7 @@ class AbstractPerMember(eqx.Module):
     """An argument that holds one value per member: subclass it for values that a plain array does not describe.
 
     [`eqx_ensemble.map_members`][] and a call of an [`eqx_ensemble.Ensemble`][] map over every node of this class, at
-    any depth of their arguments; what is not such a node is shared by all members. [`eqx_ensemble.Each`][] and
+    any depth of their arguments; everything else is shared by all members. [`eqx_ensemble.Each`][] and
     `Ensemble` are subclasses. A subclass is an `equinox.Module` with the two methods `per_member` and `one`.
 
     ```python
@@ -44,21 +44,22 @@ class AbstractPerMember(eqx.Module):
 
     @abc.abstractmethod
     def one(self, part: PyTree) -> Any:
-        """Returns what the function of one member receives, given that member's part of `per_member()`."""
+        """Returns the argument of one member, given its part of `per_member()`."""
 
 
 class Each(AbstractPerMember):
     """Marks an input that has one value per member; inputs without the mark are shared by all members.
 
-    Sizes are never used to guess it: `ensemble(x)` gives every member the same `x`, even if the leading axis of `x`
-    happens to be as long as the ensemble.
+    The mark is never inferred from sizes: `ensemble(x)` gives every member the same `x`, even if the leading axis of
+    `x` happens to be as long as the ensemble.
 
     **Arguments:**
 
     - `value`: any PyTree whose array leaves carry the `members` axis. Leaves that are not arrays are shared.
     - `axis`: the position of that axis in every array leaf.
 
-    **Raises:** `MemberMismatchError` when the array leaves disagree on the number of members.
+    **Raises:** `MemberMismatchError` if array leaves lack the axis or disagree on the number of members; `TypeError` if
+    no leaf is an array, and for a list of models.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
@@ -85,7 +86,7 @@ class Each(AbstractPerMember):
 
 
 class Batch(eqx.Module):
-    """Marks an input of an ensemble's call that holds many examples: the member is mapped over them.
+    """Marks an input with many examples, over which each member is mapped.
 
     Members are functions of one example, so `ensemble(x)` takes one `x`. `ensemble(Batch(xs))` replaces a second
     `jax.vmap`: every member sees every example. Marks combine: `Each(Batch(xs))` is a separate batch for each member,
@@ -95,6 +96,8 @@ class Batch(eqx.Module):
 
     - `value`: any PyTree whose array leaves carry a batch axis. Leaves that are not arrays are shared.
     - `axis`: the position of that axis in every array leaf, not counting the `members` axis.
+
+    **Raises:** `ValueError` if an array leaf lacks the axis.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
@@ -110,11 +113,11 @@ class Batch(eqx.Module):
 
 
 class AbstractParts(eqx.Module):
-    """Several ensembles side by side: a function of one member is not mapped over all of them at once."""
+    """The base class of `Group`, over which `map_members` does not map: its members have several architectures."""
 
 
 def is_array(x: Any) -> TypeGuard[jax.Array | np.ndarray]:
-    """Whether a leaf is a JAX or NumPy array: the leaves that can carry an axis."""
+    """Whether a leaf is a JAX or NumPy array, and so can carry an axis."""
     return isinstance(x, jax.Array | np.ndarray)
 
 

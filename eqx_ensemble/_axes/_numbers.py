@@ -5,14 +5,14 @@ import jax
 import numpy as np
 
 Kinds = tuple[tuple[int, type, str], ...]
-"""Where the numbers of a tree are, with their types and texts."""
+"""The positions, types and texts of the numbers in a tree."""
 
 
 def number_kinds(tree: Any) -> Kinds:
-    """What tells the constants of two trees apart that Python's `==` does not: `4` and `4.0`, `0.0` and `-0.0`.
+    """Distinguishes constants that are equal by Python's `==`: `4` and `4.0`, `0.0` and `-0.0`.
 
-    A compiled program is found by its arguments' structure and constants, compared by `==`; it needs these in addition.
-    Constants are leaves that are no arrays, and static fields.
+    Compiled programs are cached by the structure and constants of their arguments, compared by `==`; these kinds
+    complete the cache key. Constants are leaves other than arrays, and static fields.
     """
     leaves, treedef = jax.tree.flatten(tree)
     return (*leaf_kinds(leaves), *((i, type(x), repr(x)) for i, x in enumerate(_static_numbers(treedef))))
@@ -23,7 +23,7 @@ def leaf_kinds(leaves: list[Any]) -> Kinds:
     return tuple(
         (i, type(x), repr(x))
         for i, x in enumerate(leaves)
-        if isinstance(x, int | float | complex) and not isinstance(x, np.generic)  # which are arrays, as leaves
+        if isinstance(x, int | float | complex) and not isinstance(x, np.generic)  # NumPy's are array leaves
     )
 
 
@@ -36,7 +36,7 @@ def _static_numbers(treedef: Any) -> Iterator[Any]:
 
 
 def _numbers(value: Any) -> Iterator[Any]:
-    """The numbers in a value of a node, or of a static field."""
+    """The numbers in a static value, also inside tuples and lists."""
     if isinstance(value, int | float | complex):
         yield value
     elif isinstance(value, tuple | list):

@@ -74,40 +74,40 @@ def build(
     """Builds an [`eqx_ensemble.Ensemble`][] from the constructor of one member.
 
     `make(key)` runs once under `equinox.filter_vmap`, which builds all members as one stacked Module; each member
-    equals, bit for bit, the model that `make` gives alone. Weakly typed arrays (`jnp.asarray(2.0)`) become strongly
-    typed, so that training and loading do not change how they promote. With `zip` or `product` it is called as
-    `make(key, **arguments)`.
+    equals, bit for bit, the model that `make` returns for its key alone. Weakly typed arrays (`jnp.asarray(2.0)`)
+    become strongly typed, so that training and loading do not change how they promote. With `zip` or `product`, members
+    are `make(key, **arguments)`.
 
     **Arguments:**
 
     - `make`: makes one member from one key. It may return `(module, state)`, as `equinox.nn.make_with_state` does.
-    - `num_members`: the number of members. May be omitted where `ids`, `keys`, `zip` or `product` determine it.
-    - `ids`: the members' ids `(members,)`, from which their keys follow; `0, 1, 2, ...` if not given.
+    - `num_members`: the number of members. May be omitted if `ids`, `keys`, `zip` or `product` determine it.
+    - `ids`: the members' ids `(members,)`, which determine their keys; `0, 1, 2, ...` if not given.
     - `keys`: one key per member `(members,)` instead of `key`.
     - `zip`: per-member arguments; member `i` gets the `i`-th of each, as in `zip`. Each value has the leading
-        `members` axis. One number for each member is a Python number to `make`: kept as it is (a dropout rate, a
-        scale), it stays a constant in training; `jnp.asarray(scale)` makes a parameter of it. Functions of a member
-        see it as an array: `equinox.filter_grad` in [`eqx_ensemble.map_members`][], and of a whole ensemble in a loop
-        of your own, gives it a gradient, and a penalty on all arrays of a model counts it.
-    - `product`: per-member arguments; there is one member for each combination of them, as in `itertools.product`
-        (the last name varies fastest).
+        `members` axis. A scalar per member acts as a Python number: stored as it is (a dropout rate, a scale), it
+        stays a constant in training; `jnp.asarray(scale)` makes it a parameter. Functions of a member see an array:
+        `equinox.filter_grad`, in [`eqx_ensemble.map_members`][] and of a whole ensemble in a loop of your own, gives it
+        a gradient, and a penalty on all arrays of a model includes it.
+    - `product`: per-member arguments; one member for each combination, as in `itertools.product` (the last name varies
+        fastest).
     - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
-        are taken from the first member and kept once.
+        are taken from the first member and stored once.
     - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][]. Members are initialised on their own devices;
-        if they divide evenly, no device ever holds all of them. `make` is compiled for this; if it cannot be, it runs
-        as without a mesh, with a warning.
-    - `shard`: how to split the weights of a member over the mesh's axis `model`: `shard(path, shape, parts)` gives a
-        `PartitionSpec` for each of a member's arrays, or `None`;
-        [`eqx_ensemble.sharding.by_largest_axis`][] if not given. For `None`, sharding is left to the compiler.
+        if they divide evenly, no device ever holds all of them. `make` is compiled for this; if that fails, members are
+        made on one device and then sharded, with a warning.
+    - `shard`: a rule that splits the weights of a member over the mesh's axis `model`: `shard(path, shape, parts)`
+        returns a `PartitionSpec` for each of a member's arrays, or `None` to leave it to the compiler;
+        [`eqx_ensemble.sharding.by_largest_axis`][] if not given.
     - `key`: the root key; member keys are [`eqx_ensemble.member_keys`][]`(key, ids)`.
 
-    **Returns:** the ensemble; with its stacked `equinox.nn.State` when `make` returns a state. A warning is issued if
+    **Returns:** the ensemble; with its stacked `equinox.nn.State` if `make` returns a state. A warning is issued if
     all members are equal because `make` does not use its key (`lambda key: model`) or because keys are equal. Constant
     initial arrays, such as zeros, do not trigger it.
 
     **Raises:** `TypeError` for missing, single or non-threefry keys, for members with NumPy arrays of strings or
     objects, and for a constructor whose shapes or Python branches depend on its key; `ValueError` for counts that
-    disagree, and for integers that overflow jax's type; `MemberMismatchError` when `make` stores an array of one member
+    disagree, and for integers that overflow JAX's type; `MemberMismatchError` if `make` stores an array of one member
     in a function instead of a field.
 
     ```python
@@ -174,7 +174,7 @@ def _vmap_make(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Arr
         own = draw_by_member(keys)
         try:
             return restore_keys(make_all(own, arguments), own)
-        except Exception:  # mixes other keys with its own, or is wrong anyway, which shows below
+        except Exception:  # `make` mixes in other keys, or fails below too
             pass
     return make_all(keys, arguments)
 
@@ -182,7 +182,7 @@ def _vmap_make(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Arr
 def _make_on_mesh(
     make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array], layout: Layout, shard: Shard | None
 ) -> Any:
-    """The members, each initialised on its own devices."""
+    """Initialises the members on their own devices."""
     warn_of_padding(len(keys), layout.members)
 
     def build(layout: Layout, parts: tuple) -> Any:
@@ -206,10 +206,10 @@ def _make_on_mesh(
 
 
 def _numbers(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array], stacked: PyTree) -> PyTree:
-    """Which leaves `make` would keep as floats, not arrays, given the numbers of one member."""
+    """Flags the leaves that `make` stores as floats, not arrays, given the numbers of one member."""
     if not any(x.ndim == 1 for x in arguments.values()):
         return jax.tree.map(lambda _: False, stacked)
-    # NumPy's scalars replace Python's: they are numbers with the attributes of the arrays that `make` was given.
+    # NumPy scalars replace Python numbers: they also have the attributes of the arrays that `make` was given.
     number = lambda x: (np.asarray(x) if is_readable(x) else np.zeros(1, x.dtype))[0]
     own = {name: number(x) if x.ndim == 1 else x[0] for name, x in arguments.items()}
     found = set()
@@ -223,7 +223,7 @@ def _numbers(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array
 
     try:
         jax.eval_shape(look, keys[0])
-    except jax.errors.JAXTypeError:  # a constructor that needs the values of what does not depend on the key
+    except jax.errors.JAXTypeError:  # `make` needs concrete values that do not depend on the key
         jax.vmap(look)(keys[:1])
     return jax.tree_util.tree_map_with_path(lambda path, _: path in found, stacked)
 

@@ -25,12 +25,12 @@ def can_draw_by_member(keys: jax.Array) -> bool:
 
 
 def draw_by_member(keys: jax.Array) -> jax.Array:
-    """The same keys; under `jax.vmap`, what is drawn from them is drawn for one member after another."""
+    """The same keys, which under `jax.vmap` draw for one member after another."""
     return jax.random.wrap_key_data(jax.random.key_data(keys), impl=_BY_MEMBER)  # pyright: ignore[reportArgumentType]
 
 
 def restore_keys(tree: Any, keys: jax.Array) -> Any:
-    """`tree` with ordinary keys for those of the kind of `keys`, which are from `draw_by_member`."""
+    """Replaces keys made by `draw_by_member`, such as `keys`, by ordinary keys in `tree`."""
     ordinary = lambda x: jax.random.wrap_key_data(jax.random.key_data(x), impl="threefry2x32")
     return jax.tree.map(lambda x: ordinary(x) if is_typed_key(x) and x.dtype == keys.dtype else x, tree)
 
@@ -44,7 +44,7 @@ def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.
 
     @draw_by_member.def_vmap
     def _(num_keys: int, _: Any, keys: jax.Array) -> tuple[jax.Array, bool]:
-        few = num_keys <= MOST_MEMBERS  # a constructor may draw from many keys of its own
+        few = num_keys <= MOST_MEMBERS  # a constructor may split its key into many
         return jax.lax.map(draw_by_member, keys) if few else jax.vmap(draw)(keys), True
 
     return draw_by_member(key)
@@ -57,6 +57,6 @@ _BY_MEMBER: Any = define_prng_impl(
     split=_THREEFRY.split,
     random_bits=_random_bits,
     fold_in=_THREEFRY.fold_in,
-    name=_THREEFRY.name,  # so that `jax.random.key_impl` says what it is
+    name=_THREEFRY.name,  # for `jax.random.key_impl`
     tag=_THREEFRY.tag,
 )

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def check_make(make: Any) -> None:
-    """A function that makes one member."""
+    """Raises unless `make` is a function."""
     if isinstance(make, eqx.Module):
         raise TypeError(
             f"`build` needs a function that makes one member from a key, got a model, `{type(make).__name__}`.\n"
@@ -27,9 +27,9 @@ def check_make(make: Any) -> None:
 
 
 def check_signature(make: Callable[..., Any], arguments: Iterable[str]) -> None:
-    """The function can be called with a key and the per-member arguments."""
+    """Raises unless `make` can be called with a key and the per-member arguments."""
     try:
-        # Of decorated functions the outermost counts: the one inside may be called in another way.
+        # The signature of the outermost decorator: that of the function inside may differ.
         signature = inspect.signature(make, follow_wrapped=False)
     except (TypeError, ValueError):
         return
@@ -48,7 +48,7 @@ def check_signature(make: Callable[..., Any], arguments: Iterable[str]) -> None:
 
 
 def check_count(**counts: int | None) -> int:
-    """The number of members on which all given sources agree."""
+    """Raises unless all given sources agree on the number of members. Returns it."""
     given = {name: count for name, count in counts.items() if count is not None}
     if not given:
         raise TypeError(
@@ -67,13 +67,13 @@ def check_count(**counts: int | None) -> int:
 
 
 def check_no_key(key: Any) -> None:
-    """There is no root key if each member has its own."""
+    """Raises if a root key is given in addition to member keys."""
     if key is not None:
         raise TypeError("`build` takes `keys` (one per member) or `key` (one for all), not both.")
 
 
 def check_arguments(zip: Mapping[str, Any] | None, product: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The per-member arguments: names with array-like values that have a leading axis."""
+    """Raises unless per-member arguments are arrays of numbers with a leading axis, by name. Returns them."""
     if zip is not None and product is not None:
         raise TypeError("`build` takes `zip` (one value per member) or `product` (all combinations), not both.")
     chosen = zip if product is None else product
@@ -117,7 +117,7 @@ _FIXES = {
 
 @contextlib.contextmanager
 def explain_make(make: Callable[..., Any]) -> Iterator[None]:
-    """Says which constructor needs concrete values where, and what to do, ahead of what JAX says."""
+    """Replaces tracing errors of JAX by an error that names the constructor, the line and a fix."""
     try:
         yield
     except (*_TRACED, TypeError) as error:
@@ -147,7 +147,7 @@ def _name_of(make: Callable[..., Any]) -> str:
 
 
 def _where(error: Exception) -> str:
-    """The innermost line that is in none of the libraries that run the constructor."""
+    """The innermost line of user code in the traceback."""
     found, trace = "", error.__traceback__
     while trace is not None:
         room = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
@@ -158,7 +158,7 @@ def _where(error: Exception) -> str:
 
 
 def check_keys(keys: Any, *, name: str) -> int:
-    """A vector of threefry keys; its length is returned."""
+    """Raises unless `keys` is a vector of threefry keys. Returns its length."""
     shape = check_key_shape(keys, name=name, wanted="one key per member")
     if len(shape) != 1:
         got = "one single key" if shape == () else f"keys of shape {shape}"

@@ -38,13 +38,13 @@ def _is_here(x: Any) -> bool:
 
 
 def _all_equal(arrays: list[Any]) -> bool:
-    """Whether all members are equal, in more than constants. Small arrays come first: one usually decides."""
+    """Whether all members are equal, and not only in constants. Small arrays come first: one usually decides."""
     arrays = sorted(arrays, key=lambda x: x.size)
     return all(map(_alike, arrays)) and not all(map(_constant, arrays))
 
 
 def _first_repeat(keys: Any) -> tuple[int, int] | None:
-    """The first two members with one key."""
+    """The first two members with the same key."""
     seen: dict[bytes, int] = {}
     for i, key in enumerate(_numbers(keys)):
         if key.tobytes() in seen:

@@ -21,7 +21,8 @@ def average(ensemble: Ensemble[M], weights: Any = None) -> M:
 
     **Returns:** one ordinary model.
 
-    **Raises:** `ValueError` for weights of the wrong number; `MemberMismatchError` for an integer leaf that differs.
+    **Raises:** `ValueError` for a wrong number of weights, for weights that are not finite, and if they sum to 0;
+    `MemberMismatchError` if other arrays differ between members; `TypeError` for a group or another type.
 
     ??? cite
         [Model soups: averaging weights of multiple fine-tuned models improves accuracy without increasing inference

@@ -1,4 +1,4 @@
-"""The arguments of each part of a group, from those of the whole group."""
+"""Splits the arguments of a group by part."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -16,9 +16,9 @@ from ._group_order import member_positions
 
 
 def by_part(value: Any, names: Mapping[str, Any], argument: str, *, name: str) -> dict[str, Any]:
-    """The value for each part: of a dict by their names, else one value for all of them.
+    """The value for each part: looked up by name in a dict, otherwise the same for all.
 
-    It is for arguments that are no dicts themselves.
+    Only for arguments that are not dicts themselves.
     """
     if not isinstance(value, Mapping):
         return dict.fromkeys(names, value)
@@ -37,7 +37,7 @@ def tree_by_part(value: Any, names: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def states_by_part(states: Any, names: Mapping[str, Any], *, name: str) -> dict[str, Any]:
-    """The state of each part, `None` where there is none."""
+    """The state of each part, `None` if none is given."""
     if states is None:
         return dict.fromkeys(names)
     if not isinstance(states, Mapping) or not set(states) <= set(names):
@@ -50,7 +50,7 @@ def states_by_part(states: Any, names: Mapping[str, Any], *, name: str) -> dict[
 
 
 def data_by_part(group: Group, data: PyTree, *, name: str) -> dict[str, Any]:
-    """The data of each part: an `Each` has one value for each member of the group."""
+    """The data of each part; an `Each` has one value per member of the group."""
     own = tree_by_part(data, group.parts)
     if own is not None:
         return own
@@ -60,7 +60,7 @@ def data_by_part(group: Group, data: PyTree, *, name: str) -> dict[str, Any]:
 
 
 def members_by_part(group: Group, value: PyTree, argument: str, *, name: str) -> dict[str, Any]:
-    """A tree of arrays `(members, ...)`, with those of each part; or a dict of such trees."""
+    """Splits a tree of arrays `(members, ...)` by part; a dict of such trees by part is used directly."""
     own = tree_by_part(value, group.parts)
     if own is not None or value is None:
         return dict.fromkeys(group.parts) if own is None else own
@@ -70,7 +70,7 @@ def members_by_part(group: Group, value: PyTree, argument: str, *, name: str) ->
 
 
 def numbers_by_part(group: Group, value: Any, argument: str, *, name: str) -> dict[str, Any]:
-    """One number for all members, one for each `(members,)`, or a dict of these for the parts."""
+    """Splits a scalar, one value per member `(members,)`, or a dict of these, by part."""
     if isinstance(value, Mapping) or value is None or np.ndim(value) == 0:
         return by_part(value, group.parts, argument, name=name)
     return members_by_part(group, np.asarray(value), argument, name=name)
@@ -87,7 +87,7 @@ def _explain_argument(argument: str, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_part(part: str) -> Iterator[None]:
-    """Adds to an error the part of a group in which it arose."""
+    """Adds the name of a part of a group to an error raised in it."""
     try:
         yield
     except Exception as error:

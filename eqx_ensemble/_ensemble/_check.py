@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def check_no_text_arrays(tree: Any, *, name: str) -> None:
-    """No leaf is a NumPy array that jax cannot hold: it would fail in whatever is compiled first."""
+    """Raises for NumPy leaves that JAX cannot hold, which would otherwise fail at the first compilation."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, np.ndarray) and not is_member_array(leaf):
             raise TypeError(
@@ -33,7 +33,7 @@ def check_no_text_arrays(tree: Any, *, name: str) -> None:
 
 
 def check_selection(select: Callable[[Any], T], tree: Any) -> T:
-    """The result of a `shared=` selection."""
+    """Applies a `shared=` selection. Raises `ValueError` if it fails."""
     try:
         return select(tree)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -44,7 +44,7 @@ def check_selection(select: Callable[[Any], T], tree: Any) -> T:
 
 
 def check_ensembles(values: Any, *, name: str) -> list[Any]:
-    """At least one ensemble or group, and nothing else."""
+    """Raises unless `values` are ensembles or groups, at least one. Returns them as a list."""
     values = (
         [values]
         if isinstance(values, Ensemble | Group)
@@ -62,7 +62,7 @@ def check_ensembles(values: Any, *, name: str) -> list[Any]:
 
 
 def check_equal_shared(trees: list[Any], *, name: str) -> None:
-    """What the members share is equal in all trees, arrays by value."""
+    """Raises unless the shared arrays of all trees are equal."""
     first = dict(array_leaves(trees[0]))
     for i, tree in enumerate(trees[1:], start=1):
         for path, x in array_leaves(tree):
@@ -77,7 +77,7 @@ def check_equal_shared(trees: list[Any], *, name: str) -> None:
 
 
 def check_equal_members(tree: Any, *, name: str) -> None:
-    """Arrays that cannot be averaged have the same value in all members."""
+    """Raises unless arrays that cannot be averaged are equal in all members."""
     for path, x in array_leaves(tree):
         if is_traced(x):
             continue
@@ -98,7 +98,7 @@ def _same_array(x: Any, y: Any) -> bool:
 
 
 def check_ensemble(value: Any, *, name: str) -> None:
-    """An ensemble, not a list of models, one model or a stacked model."""
+    """Raises unless `value` is an `Ensemble`."""
     if isinstance(value, Ensemble):
         check_integer_ids(value.ids)
         return
@@ -128,6 +128,6 @@ def check_ensemble(value: Any, *, name: str) -> None:
 
 
 def check_ensemble_or_group(value: Any, *, name: str) -> None:
-    """An ensemble, or a group of them."""
+    """Raises unless `value` is an `Ensemble` or a `Group`."""
     if not isinstance(value, Group):
         check_ensemble(value, name=name)

@@ -18,7 +18,7 @@ _NAME = re.compile(r"\w[\w.-]*")
 
 
 def check_parts(parts: Any, *, name: str) -> dict[str, Ensemble[Any]]:
-    """The parts of a group by their names, in the order given."""
+    """Raises unless `parts` are ensembles with valid names. Returns them by name, in the given order."""
     if not isinstance(parts, Mapping):
         if isinstance(parts, Ensemble):
             parts = [parts]
@@ -33,7 +33,7 @@ def check_parts(parts: Any, *, name: str) -> dict[str, Ensemble[Any]]:
 
 
 def check_each_part(parts: Iterable[tuple[Any, Any]], *, name: str) -> list[Ensemble[Any]]:
-    """The parts are ensembles, each given with its name or its position."""
+    """Raises unless all parts, given with their names or positions, are ensembles. Returns them."""
     values = []
     for where, value in parts:
         values.append(value)
@@ -49,7 +49,7 @@ def check_each_part(parts: Iterable[tuple[Any, Any]], *, name: str) -> list[Ense
 
 
 def check_part_names(names: Iterable[Any], *, name: str) -> None:
-    """Names that can be those of folders, too."""
+    """Raises unless all names are strings that can also name folders."""
     for own in names:
         if not isinstance(own, str):
             raise TypeError(f"`{name}` needs a string as the name of each part, got {own!r}.")
@@ -64,7 +64,7 @@ _FIX_IDS = "Pass `renumber=True` for the ids 0, 1, 2, ...; or build each part wi
 
 
 def check_distinct_parts(parts: Mapping[str, Ensemble[Any]], *, name: str, fix: str = _FIX_IDS) -> None:
-    """No id is in two parts."""
+    """Raises if an id occurs in two parts."""
     owner: dict[int, str] = {}
     for own, part in parts.items():
         if part.ids is None or is_traced(part.ids):
@@ -80,7 +80,7 @@ def check_distinct_parts(parts: Mapping[str, Ensemble[Any]], *, name: str, fix: 
 
 
 def check_order(order: Any, num_members: int, *, name: str) -> tuple[int, ...]:
-    """A permutation of the members of all parts."""
+    """Raises unless `order` is a permutation of the members of all parts. Returns it."""
     listed = [int(i) for i in check_sequence(order, "order", name=name, of="integers")]
     if sorted(listed) != list(range(num_members)):
         raise ValueError(f"`{name}` needs `order` to have each of 0 to {num_members - 1} once, got {listed}.")
@@ -88,7 +88,7 @@ def check_order(order: Any, num_members: int, *, name: str) -> tuple[int, ...]:
 
 
 def check_order_fits(order: tuple[int, ...], num_members: int) -> None:
-    """The order is that of the members of the parts, one of which `equinox.tree_at` may have replaced."""
+    """Raises unless `order` has one entry per member; `equinox.tree_at` may have replaced a part."""
     if len(order) != num_members:
         raise MemberMismatchError(
             f"A `Group` needs an `order` of all its members; its parts have {num_members}, its order {len(order)}.\n"
@@ -97,13 +97,13 @@ def check_order_fits(order: tuple[int, ...], num_members: int) -> None:
 
 
 def check_known_part(name: str, parts: Mapping[str, Any]) -> None:
-    """A name of one of the parts."""
+    """Raises unless a part has this name."""
     if name not in parts:
         raise KeyError(f"This `Group` has no part {name!r}; its parts are {', '.join(map(repr, parts))}.")
 
 
 def check_group_index(index: Any) -> None:
-    """An index that is known while tracing: members of different architectures cannot be chosen by a traced one."""
+    """Raises for a traced index, which cannot select among members of different architectures, and for a tuple."""
     if isinstance(index, tuple):
         raise TypeError(
             f"A group is indexed along its members only, got {index!r}.\nWrite `group[[0, 1]]` for two members."
@@ -116,7 +116,7 @@ def check_group_index(index: Any) -> None:
 
 
 def check_no_state(args: Any) -> None:
-    """A call of a group takes no state: each part has its own kind."""
+    """Raises if a call of a group is given a state: each part has a different kind of state."""
     is_state = lambda x: isinstance(x, eqx.nn.State)
     if any(map(is_state, jax.tree.leaves(args, is_leaf=is_state))):
         raise TypeError(
@@ -126,7 +126,7 @@ def check_no_state(args: Any) -> None:
 
 
 def check_member_values(value: Any, num_members: int, *, name: str) -> None:
-    """The arrays of a value have one entry for each member of a group."""
+    """Raises unless all arrays of a value have one entry per member of a group."""
     for x in jax.tree.leaves(value):
         shape = np.shape(x)
         if shape[:1] != (num_members,):
@@ -136,7 +136,7 @@ def check_member_values(value: Any, num_members: int, *, name: str) -> None:
 
 
 def check_like_outputs(outputs: Mapping[str, Any], *, name: str) -> None:
-    """All parts return arrays of one structure, shape and dtype, apart from the number of their members."""
+    """Raises unless the outputs of all parts agree in structure, dtype, and shape after the `members` axis."""
     (first_name, first), *others = outputs.items()
     for own, output in others:
         expected, got = (_shapes_text(tree) for tree in (first, output))

@@ -10,7 +10,7 @@ from .._check import (
 
 
 def check_stacked_leaves(stacked: Any, ids: Any) -> None:
-    """Every array leaf of an ensemble has the members axis of its ids."""
+    """Raises unless all array leaves have one value per id along the members axis."""
     if not array_leaves(stacked):
         return
     found = check_member_axis(stacked, axis=0, name="Ensemble")
@@ -19,7 +19,7 @@ def check_stacked_leaves(stacked: Any, ids: Any) -> None:
 
 
 def check_one_mode(stacked: Any, shared: Any, path: str) -> None:
-    """A layer's flag `inference` has one value for all members, in `stacked` and in `shared`."""
+    """Raises if a layer's `inference` flag differs between `stacked` and `shared`."""
     if type(stacked) is bool and type(shared) is bool and stacked is not shared:
         raise ValueError(
             "An `Ensemble` needs one value of each layer's `inference`, which all members share.\n"
@@ -29,7 +29,7 @@ def check_one_mode(stacked: Any, shared: Any, path: str) -> None:
 
 
 def check_index_of_members(index: Any) -> None:
-    """An index of members, not one that reaches into their arrays."""
+    """Raises for a tuple, which would index into the members' arrays."""
     if isinstance(index, tuple):
         raise TypeError(
             f"An ensemble is indexed along its members only, got {index!r}.\n"
@@ -38,7 +38,7 @@ def check_index_of_members(index: Any) -> None:
 
 
 def check_one_member(index: Any) -> Any:
-    """The index of one member of a tree whose ids were filtered out."""
+    """Raises unless `index` selects one member, for a tree whose ids were filtered out. Returns it."""
     if isinstance(index, slice | list | tuple) or getattr(index, "ndim", 0) > 0:
         raise TypeError(
             "This `Ensemble` holds no member ids, as gradients and filtered trees do not: index it with one integer, "
@@ -48,7 +48,7 @@ def check_one_member(index: Any) -> Any:
 
 
 def check_callable(model: Any) -> None:
-    """The members are models that can be called."""
+    """Raises unless the members can be called."""
     if not callable(model):
         raise TypeError(f"The members of this ensemble are of type {type(model).__name__} and cannot be called.")
 
@@ -62,7 +62,7 @@ _FUNCTIONS = {
 
 
 def attribute_message(name: str) -> str:
-    """An ensemble lacks an attribute that its members may have, or that is a function of the package."""
+    """The message for a missing attribute, which may be one of the members or a function of the package."""
     if name in _FUNCTIONS:
         return f"An `Ensemble` has no method `{name}`: it is a function of the package, {_FUNCTIONS[name]}."
     return (
@@ -73,7 +73,7 @@ def attribute_message(name: str) -> str:
 
 @contextlib.contextmanager
 def explain_call() -> Iterator[None]:
-    """Adds to a member's own errors what an ensemble passes to it: the usual cause is a batch."""
+    """Adds a note about the inputs of a member to its errors: the usual cause is an unmarked batch."""
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -8,7 +8,7 @@ from ._group import Group
 
 
 def check_models(models: list[Any], *, name: str) -> list[Any]:
-    """Models, one for each member."""
+    """Raises unless all items are models. Returns them."""
     for i, model in enumerate(models):
         fix = None
         if isinstance(model, Ensemble | Group):
@@ -23,7 +23,7 @@ def check_models(models: list[Any], *, name: str) -> list[Any]:
 
 
 def check_ids_of_models(ids: Any, num_models: int) -> Any:
-    """One id for each model."""
+    """Raises unless there is one id per model. Returns the ids."""
     if len(ids) != num_models:
         raise MemberMismatchError(f"`group` needs one id per model: {num_models} models, {len(ids)} ids.")
     return ids

@@ -7,7 +7,7 @@ from .._check import MemberMismatchError, array_leaves, kind_text
 
 
 def check_model_state(state: Any, num_members: int, *, name: str) -> None:
-    """The stacked state of stateful members."""
+    """Raises unless `state` is the stacked state of `num_members` members, or `None`."""
     if state is None:
         return
     if not isinstance(state, eqx.nn.State):
@@ -24,7 +24,7 @@ def check_model_state(state: Any, num_members: int, *, name: str) -> None:
 
 
 def check_model_state_given(stacked: Any, state: Any, *, name: str) -> None:
-    """A model that holds state is trained with it."""
+    """Raises if the members are stateful and no state is given."""
     if state is not None:
         return
     indices = [x for x in jax.tree.leaves(stacked, is_leaf=_is_state_index) if _is_state_index(x)]

@@ -24,13 +24,14 @@ def concatenate(ensembles: Iterable[Any], *, renumber: bool = False) -> Ensemble
 
     **Arguments:**
 
-    - `ensembles`: the ensembles. What their members share must be equal. If one of them is an
-        [`eqx_ensemble.Group`][], so is the result: parts of one name are concatenated, and an ensemble is a part of its
-        own.
+    - `ensembles`: the ensembles or groups. Shared leaves must be equal.
     - `renumber`: give the members the ids `0, 1, 2, ...` instead of keeping theirs.
 
-    **Raises:** `ValueError` when two members have the same id and `renumber` is not set; `MemberMismatchError` when
-    the ensembles do not fit together.
+    **Returns:** an ensemble; an [`eqx_ensemble.Group`][] if one of the inputs is a group, in which parts with the same
+    name are concatenated and each ensemble is a part.
+
+    **Raises:** `ValueError` if two members have the same id and `renumber` is not set, or if there is no ensemble;
+    `MemberMismatchError` if the ensembles do not fit together; `TypeError` for anything else.
 
     ```python
     make = lambda key: eqx.nn.Linear(2, 1, key=key)
@@ -61,7 +62,7 @@ def _of_ensembles(ensembles: list[Ensemble[Any]], *, renumber: bool) -> Ensemble
 
 
 def _of_groups(listed: list[Ensemble[Any] | Group], *, renumber: bool) -> Group:
-    """Parts of one name are joined; `positions` are those of their members among all."""
+    """Concatenates parts with the same name; `positions` are those of their members in the result."""
     parts: dict[str, list[Ensemble[Any]]] = {name: [] for one in listed if isinstance(one, Group) for name in one.parts}
     positions: dict[str, list[np.ndarray]] = {name: [] for name in parts}
     start = 0

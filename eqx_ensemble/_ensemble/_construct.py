@@ -16,17 +16,19 @@ from ._ensemble import Ensemble, M, Where
 
 
 def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> Ensemble[M]:
-    """Makes an [`eqx_ensemble.Ensemble`][] of a Module that is stacked already, as by `eqx.filter_vmap(make)(keys)`.
+    """Makes an [`eqx_ensemble.Ensemble`][] of a Module that is already stacked, as by `eqx.filter_vmap(make)(keys)`.
 
     **Arguments:**
 
     - `model`: a model whose array leaves all carry the leading `members` axis.
-    - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given. They say how many members there are where the
-        model has no array with the axis.
+    - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given. They determine the number of members if no
+        array of the model has the axis.
     - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. Their
         arrays must not carry the axis.
 
-    **Raises:** `MemberMismatchError` when array leaves disagree on the number of members.
+    **Raises:** `MemberMismatchError` if array leaves lack the axis, or disagree on the number of members; `TypeError`
+    for a model without stacked arrays if `ids` is not given, and for NumPy arrays of strings or objects; `ValueError`
+    for an invalid `shared`.
 
     ```python
     stacked = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))(
@@ -61,8 +63,9 @@ def stack(
     - `promote_scalars`: stack Python floats that differ into an array instead of raising an error. They stay constants
         in training unless `trainable` of [`eqx_ensemble.fit`][] selects them.
 
-    **Raises:** `MemberMismatchError` when the models differ in anything but array values, naming leaf, members and
-    both values; `TypeError` for NumPy arrays of strings or objects, which jax cannot hold.
+    **Raises:** `MemberMismatchError` if the models differ in anything but array values, naming leaf, members and both
+    values; `TypeError` for a single model, and for NumPy arrays of strings or objects, which JAX cannot hold;
+    `ValueError` for an empty list or an invalid `shared`.
 
     ```python
     models = [eqx.nn.MLP(2, 1, 8, 1, key=k) for k in jax.random.split(key, 3)]
@@ -89,13 +92,13 @@ def stack(
 
 
 def mark_numbers(stacked: PyTree, shared: PyTree, numbers: PyTree) -> PyTree:
-    """The shared part of a model, with zeros at the leaves of the stacked part that are Python floats in one member."""
+    """Marks stacked leaves that are Python floats in one member, by zeros in the shared part of the model."""
     mark = lambda x, y, is_number: 0.0 if is_number and x is not None else y
     return jax.tree.map(mark, stacked, shared, numbers, is_leaf=lambda x: x is None)
 
 
 def number_flags(stacked: PyTree, shared: PyTree) -> list[bool]:
-    """For every leaf of `stacked`, also inside ensembles of ensembles, whether `shared` marks it as Python floats."""
+    """For each leaf of `stacked`, also in nested ensembles, whether `shared` marks it as Python floats."""
     is_node = lambda x: x is None or isinstance(x, Ensemble)
     flags = []
     for x, y in zip(jax.tree.leaves(stacked, is_leaf=is_node), jax.tree.leaves(shared, is_leaf=is_node), strict=True):

@@ -32,10 +32,10 @@ Where = Callable[[Any], Any]
 
 
 class Ensemble(_axes.AbstractPerMember, Generic[M]):
-    """Many models of one architecture, held as one Module whose arrays carry a leading `members` axis.
+    """Many models of one architecture, stored as one Module whose arrays carry a leading `members` axis.
 
     Made by [`eqx_ensemble.build`][], [`eqx_ensemble.stack`][] or [`eqx_ensemble.from_stacked`][]. An `Ensemble` is
-    a PyTree like any other: a field of a bigger Module, an argument of `filter_jit`, `filter_grad` and
+    a PyTree like any other: a field of a larger Module, an argument of `filter_jit`, `filter_grad` and
     `filter_vmap`, or the member of another ensemble.
 
     **Attributes:**
@@ -43,16 +43,15 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     - `stacked`: the model with the leaves that differ between members, each `(members, ...)`; `None` elsewhere, except
         for the flags `inference` of layers such as dropout. They are stored both here and in `shared`, so that
         `equinox.nn.inference_mode(ensemble)` sets both.
-    - `shared`: the model with the leaves that all members use: activation functions and the like, and what
-        `shared=` of the constructors selected; `None` elsewhere. Shared arrays are constants in
+    - `shared`: the model with the leaves that all members use, such as activation functions and the nodes selected by
+        `shared=` of the constructors; `None` elsewhere. Shared arrays are constants in
         [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][]: a trunk trained by all its members would couple
-        them. `equinox.filter_grad` of a function of the ensemble does give them gradients, the sum over the members:
+        them. `equinox.filter_grad` of a function of the ensemble does give them gradients, summed over the members:
         [both ways](../how-it-runs.md#shared-arrays). A zero marks an array of `stacked` that holds Python floats
-        (a dropout rate for each member): a single member gets its float back, and training does not change it.
-    - `ids`: the members' stable ids `(members,)`, from which their random streams follow. Indexing and concatenation
-        keep them. They are an integer array among the leaves: code that
-        calculates with all arrays changes them, and the next use of the ensemble is then a `TypeError`. Select
-        weights with `equinox.is_inexact_array`, not `equinox.is_array`.
+        (a dropout rate for each member): indexing a member restores its float, and training does not change it.
+    - `ids`: the members' stable ids `(members,)`, which determine their random streams. Indexing and concatenation keep
+        them. They are an integer array leaf: arithmetic on all arrays changes them, and the next use of the ensemble
+        then raises a `TypeError`. Select weights with `equinox.is_inexact_array`, not `equinox.is_array`.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key), 8, key=key)
@@ -89,13 +88,13 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
 
     @property
     def arrays(self) -> M:
-        """`stacked` without the flags that `shared` holds too: arrays alone, each `(members, ...)`."""
+        """`stacked` without the flags that are also in `shared`: only arrays, each `(members, ...)`."""
         return without_flags(self.stacked, self.shared)
 
     @property
     def num_members(self) -> int:
         """The number of members."""
-        if self.ids is None:  # gradients, or what `equinox.filter` left
+        if self.ids is None:  # gradients, or a filtered tree
             return check_member_axis(self.stacked, axis=0, name="Ensemble")
         check_integer_ids(self.ids)
         return self.ids.shape[0]
@@ -106,7 +105,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
             raise AttributeError(attribute_message(name))
 
     def __pdoc__(self, **_: Any) -> Any:
-        """The short form in `repr`, `equinox.tree_pformat` and run-time type errors: print `stacked` for all of it."""
+        """The short form in `repr`, `equinox.tree_pformat` and run-time type errors; print `stacked` for all leaves."""
         sizes = {x.shape[:1] for x in jax.tree.leaves((self.stacked, self.ids)) if _axes.is_array(x)}
         count = f"num_members={sizes.pop()[0]}" if len(sizes) == 1 and sizes != {()} else "..."
         from wadler_lindig import TextDoc
@@ -124,7 +123,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         """Calls every member: `(…)` in, `(members, …)` out.
 
         Inputs are shared by all members unless marked [`eqx_ensemble.Each`][]; a member sees one example unless the
-        input is marked [`eqx_ensemble.Batch`][]. An `equinox.nn.State` always belongs to its member.
+        input is marked [`eqx_ensemble.Batch`][]. An `equinox.nn.State` always has one value per member.
         """
         check_callable(self.stacked)
         args = from_foreign_tree(args, "args", name="Ensemble.__call__")
@@ -163,14 +162,14 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         return [one_alone(stacked, self.shared) for stacked, _ in parts]
 
     def map(self, fn: Callable[..., Out], *args: Any, plan: AbstractPlan | None = None, **kwargs: Any) -> Out:
-        """`fn(model, *args, **kwargs)` of every member, as [`eqx_ensemble.map_members`][] does it."""
+        """Calls `fn(model, *args, **kwargs)` for every member, as [`eqx_ensemble.map_members`][] does."""
         return map_members(fn, plan=plan)(self, *args, **kwargs)
 
     def keys(self, key: Any, *, purpose: str = "call") -> _axes.Each:
-        """One key per member from one key, ready to be passed to a call: `ensemble(x, key=ensemble.keys(key))`.
+        """Derives one key per member from one key, for calls such as `ensemble(x, key=ensemble.keys(key))`.
 
-        The plain `key` would give all members the same dropout mask. Members that are ensembles themselves get a key
-        for each of theirs.
+        The plain `key` would give all members the same dropout mask. The keys are
+        [`eqx_ensemble.member_keys`][]`(key, ids, purpose=purpose)`; nested ensembles get one per inner member.
         """
         keys = _keys.member_keys(key, self.ids, purpose=purpose)
         if isinstance(self.stacked, Ensemble):

@@ -27,12 +27,12 @@ from ._group_order import join_members, member_positions
 
 
 class Group(_axes.AbstractParts):
-    """Ensembles of different architectures, with their members in one order.
+    """Ensembles of different architectures with a joint `members` axis.
 
     Each part is an [`eqx_ensemble.Ensemble`][] of models of one architecture. [`eqx_ensemble.predict`][] returns the
-    predictions of all members along one axis `members`, so that `combine`, `scores`, `uncertainty`, `calibrate` and
-    `conformal` need to know nothing of the parts; [`eqx_ensemble.fit`][] trains one part after another. For a list of
-    models see [`eqx_ensemble.group`][].
+    predictions of all members along this axis, to which `combine`, `scores`, `uncertainty`, `calibrate` and `conformal`
+    apply unchanged; [`eqx_ensemble.fit`][] trains one part after another. For a list of models see
+    [`eqx_ensemble.group`][].
 
     **Arguments:**
 
@@ -46,7 +46,8 @@ class Group(_axes.AbstractParts):
     - `parts`: the ensembles by name, in alphabetical order.
     - `order`: member `i` of the group is number `order[i]` of the members of all `parts`, one part after another.
 
-    **Raises:** `ValueError` for members of equal ids, unless `renumber` is set; `TypeError` for what is no ensemble.
+    **Raises:** `ValueError` for members with equal ids unless `renumber` is set, for an invalid name or `order`, and if
+    there are no parts; `TypeError` for parts that are not ensembles.
 
     ```python
     wide = ee.build(lambda key: eqx.nn.MLP(3, 1, 64, 1, key=key), 4, key=key)
@@ -72,7 +73,7 @@ class Group(_axes.AbstractParts):
         name = "Group"
         given = check_parts(parts, name=name)
         check_flag(renumber, "renumber", name=name)
-        self.parts = {own: given[own] for own in sorted(given)}  # as jax orders the keys of a dict
+        self.parts = {own: given[own] for own in sorted(given)}  # the order in which JAX flattens a dict
         sizes = {own: part.num_members for own, part in self.parts.items()}
         if order is None:
             ends = dict(zip(sizes, np.cumsum([*sizes.values()]).tolist(), strict=True))
@@ -97,7 +98,7 @@ class Group(_axes.AbstractParts):
         return join_members(self, {name: jnp.asarray(part.ids) for name, part in self.parts.items()}, name="Group")
 
     def __pdoc__(self, **_: Any) -> Any:
-        """The short form: a line for each part."""
+        """The short form, in one line."""
         from wadler_lindig import TextDoc
 
         return TextDoc(group_text(self))
@@ -109,7 +110,7 @@ class Group(_axes.AbstractParts):
         """Calls every member: `(…)` in, `(members, …)` out, if all parts return arrays of one shape.
 
         Inputs are shared by all members unless marked [`eqx_ensemble.Each`][], with one value for each member of the
-        group; [`eqx_ensemble.Batch`][] marks many examples. One key for each member is
+        group; [`eqx_ensemble.Batch`][] marks many examples. For one key per member pass
         `Each(member_keys(key, group.ids, purpose="call"))`.
         """
         name = "Group.__call__"

@@ -17,8 +17,8 @@ def group(models: Iterable[Any], *, ids: Any = None) -> Group:
     """Makes an [`eqx_ensemble.Group`][] of a list of models of any architectures.
 
     Models that differ only in the values of their arrays become one part, as by [`eqx_ensemble.stack`][], and are
-    computed together. Members, and with them predictions, have the order of the list. A model that differs from the
-    others in anything else, such as a dropout rate, is a part of its own.
+    computed together. Members and their predictions are in the order of the list. A model that differs in anything
+    else, such as a dropout rate, is a separate part.
 
     **Arguments:**
 
@@ -28,7 +28,8 @@ def group(models: Iterable[Any], *, ids: Any = None) -> Group:
 
     **Returns:** the group. To name the parts, pass them to [`eqx_ensemble.Group`][].
 
-    **Raises:** `TypeError` for what is not a list of models.
+    **Raises:** `TypeError` for anything but a list of models; `ValueError` for an empty list; `MemberMismatchError` for
+    a wrong number of `ids`.
 
     ```python
     first, second, third = jax.random.split(key, 3)

@@ -1,4 +1,4 @@
-"""Where the members of the parts of a group are among all of them."""
+"""The order of a group's members among its parts."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def member_positions(group: "Group") -> dict[str, np.ndarray]:
-    """Of each part by name, the positions of its members in the group."""
+    """The positions in the group of the members of each part, by its name."""
     of_all, start, positions = np.argsort(np.asarray(group.order)), 0, {}
     sizes = {name: part.num_members for name, part in group.parts.items()}
     check_order_fits(group.order, sum(sizes.values()))
@@ -27,14 +27,14 @@ def member_positions(group: "Group") -> dict[str, np.ndarray]:
 
 
 def join_members(group: "Group", values: Mapping[str, PyTree], *, name: str) -> PyTree:
-    """The values of the members of each part, `(members, ...)`, as those of the group, in its order."""
+    """Joins the parts' values `(members, ...)` in the order of the group."""
     check_like_outputs(values, name=name)
     check_order_fits(group.order, group.num_members)
     return join_values([values[part] for part in group.parts], np.asarray(group.order))
 
 
 def join_values(values: Sequence[PyTree], order: np.ndarray) -> PyTree:
-    """Trees of arrays `(members, ...)`, one after another, in another order."""
+    """Concatenates trees of arrays `(members, ...)`, and permutes the members by `order`."""
     is_ordered = np.array_equal(order, np.arange(len(order)))
     if len(values) == 1 and is_ordered:
         return values[0]

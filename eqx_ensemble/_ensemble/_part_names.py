@@ -3,7 +3,7 @@ from typing import Any
 
 
 def part_names(parts: Iterable[Any], taken: Iterable[str] = ()) -> list[str]:
-    """A name for each part: the class of its members, with a number where it is taken."""
+    """A name for each part: the class of its members, with a number if that name is taken."""
     names, before = [], set(taken)
     for part in parts:
         kind = type(part.stacked).__name__

@@ -11,7 +11,7 @@ from .. import _check
 def _step(total, weight, leaf, dtype):
     leaf = leaf.astype(dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        # By parts: multiplying by `weight + 0j` would turn an infinite part into NaN.
+        # Real and imaginary part apart: multiplying by `weight + 0j` would turn an infinite part into NaN.
         term = jax.lax.complex(weight * leaf.real, weight * leaf.imag)
     else:
         term = weight * leaf

@@ -53,10 +53,10 @@ def _trim(lines: list[str]) -> list[str]:
 
 
 def check_index(index: Any, num_members: int, *, name: str) -> Any:
-    """Check an index of members on the host, where jax would clamp it silently.
+    """Checks an index of members on the host: JAX would clamp it silently.
 
     **Returns:** a Python int >= 0 for one member; a NumPy array of ints >= 0 for a selection (slice, list, integer
-    array or boolean mask); a traced integer index as it came.
+    array or boolean mask); a traced integer index unchanged.
     """
     index = from_foreign(index, "index", name=name)
     if isinstance(index, slice):
@@ -133,7 +133,7 @@ def _in_range(rows: np.ndarray, num_members: int, name: str) -> np.ndarray:
 
 
 def check_distinct(rows: np.ndarray, *, name: str) -> None:
-    """Refuses a selection with a repeated member, for which the result would depend on the order of writing."""
+    """Raises for a repeated member, for which the result would depend on the order of writes."""
     values, counts = np.unique(rows, return_counts=True)
     if (counts > 1).any():
         raise ValueError(f"`{name}`: member {values[counts > 1][0]} is given twice; each member once at most.")
@@ -148,7 +148,7 @@ def _type_message(index: Any, name: str) -> str:
 
 
 def check_trees(trees: Any, *, name: str) -> list:
-    """A non-empty list of trees. A single tree is a `TypeError`, an empty sequence a `ValueError`."""
+    """Raises `TypeError` for a single tree, `ValueError` for an empty sequence. Returns the trees as a list."""
     single = isinstance(trees, (eqx.Module, Mapping, Set, str, bytes)) or is_member_array(trees)
     single = single or (isinstance(trees, tuple) and type(trees) is not tuple)  # a namedtuple is one tree
     if single or not isinstance(trees, Iterable):
@@ -163,7 +163,7 @@ def check_trees(trees: Any, *, name: str) -> list:
 
 
 def check_same_ids(old: Any, new: Any, *, name: str) -> None:
-    """The ensembles of two trees of one structure have the same members, in one order."""
+    """Raises unless the ensembles of two trees of one structure have the same members in the same order."""
     for (path, first), (_, second) in zip(_nodes_with_ids(old), _nodes_with_ids(new), strict=True):
         for node in (first, second):
             check_integer_ids(node.ids)
@@ -179,13 +179,13 @@ def check_same_ids(old: Any, new: Any, *, name: str) -> None:
 
 
 def _nodes_with_ids(tree: Any) -> list[tuple[tuple, Any]]:
-    """The ensembles and training states of a tree, found by their `ids`: their classes are on higher floors."""
+    """The ensembles and training states of a tree, found by their `ids`: this layer cannot import their classes."""
     has_ids = lambda x: isinstance(getattr(x, "ids", None), jax.Array | np.ndarray)
     return [(path, x) for path, x in jtu.tree_flatten_with_path(tree, is_leaf=has_ids)[0] if has_ids(x)]
 
 
 def check_fraction(value: Any, argument: str, *, name: str) -> None:
-    """One number from 0 to 1; only its shape and dtype if it is traced."""
+    """Raises unless `value` is one number from 0 to 1; of a traced one, only shape and dtype are checked."""
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
     real = is_array and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
     if not (real and value.ndim == 0) and (isinstance(value, bool) or not isinstance(value, int | float)):

@@ -11,9 +11,9 @@ from .._leaf_text import leaf_text
 
 
 def check_tree_weights(weights: Any, count: int, *, name: str, mean: bool = False) -> list | jax.Array:
-    """Check one finite real weight per tree, on the host.
+    """Raises unless there is one finite real weight per tree, checked on the host.
 
-    **Returns:** a list of Python ints and floats; a traced vector unchanged, since its values are not known.
+    **Returns:** a list of Python ints and floats; a traced vector unchanged and unchecked.
     """
     values = _values(weights, name)
     if len(values) != count:
@@ -52,7 +52,7 @@ def _number(value: Any) -> Any:
 
 
 def check_summable(leaf: Any, path: str, *, name: str) -> None:
-    """Refuse typed PRNG keys, of which there is no sum."""
+    """Raises for typed PRNG keys, which cannot be added."""
     if is_key(leaf):
         raise TypeError(
             f"`{name}` cannot add PRNG keys; `{path}` is {leaf_text(leaf)}.\n"
@@ -61,7 +61,7 @@ def check_summable(leaf: Any, path: str, *, name: str) -> None:
 
 
 def check_weights_fit(weights: list, dtype: Any, path: str, *, name: str) -> None:
-    """Refuse integer weights beyond the integer type in which the leaf at `path` is summed."""
+    """Raises for integer weights that overflow the integer type in which the leaf at `path` is summed."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return
     limits = jnp.iinfo(dtype)

@@ -37,7 +37,7 @@ _FIXES_OF_LOOPS = {
 
 
 class Rules(NamedTuple):
-    """How far trees must agree, and how a message describes them.
+    """The permitted differences between trees, and the words of the message about others.
 
     `scalars`: Python scalars are "equal", or floats may differ ("floats"), or all numbers may ("numbers").
     `shape`: the shape expected of an array, given that of the first tree's and its own.
@@ -143,7 +143,7 @@ def _message(differences: list[Difference], name: str, rules: Rules) -> str:
         lines.append(f"  and {len(texts) - _MOST_LINES} more")
     kinds = {d.kind for d in differences}
     if kinds & {"structure", "shape"}:
-        kinds.discard("static")  # the sizes among the static fields, which follow from it
+        kinds.discard("static")  # static sizes differ as a consequence
     return "\n".join(lines + [rules.fixes[kind] for kind in order if kind in kinds])
 
 

@@ -8,13 +8,13 @@ from ._statics import static_parts
 
 
 def check_no_tracers(made: Any, *, name: str) -> None:
-    """No function or static field that a constructor made holds a tracer of the transformation it ran under.
+    """Raises if a function or a static field made by a constructor holds a tracer.
 
     Such an array belongs to one member but is not an output of `jax.vmap`: its use raises an error much later.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(made)
     if any(is_traced(leaf) for _, leaf in paths):
-        return  # inside another transformation: the arrays of that one are legitimate
+        return  # inside another transformation, whose tracers are legitimate
     seen: set[int] = set()
     for path, leaf in paths:
         if not eqx.is_array_like(leaf):

@@ -19,7 +19,7 @@ _members = jax.jit(lambda leaf, rows: leaf.at[rows].get(mode="clip"))
 def num_members(tree: Any) -> int:
     """The number of members of a stacked tree.
 
-    That is the size of the leading axis `members`, on which all array leaves must agree. Other leaves (functions,
+    This is the size of the leading axis `members`, on which all array leaves must agree. Other leaves (functions,
     strings, Python scalars) are ignored.
 
     **Arguments:**
@@ -28,7 +28,7 @@ def num_members(tree: Any) -> int:
 
     **Returns:**
 
-    The number of members, a Python int. It is known under `jax.jit` too.
+    The number of members, a Python int, also under `jax.jit`.
 
     **Raises:**
 
@@ -57,7 +57,7 @@ def unstack(tree: Any, *, num_axes: int) -> list[Any]: ...
 
 
 def unstack(tree: Any, *, num_axes: int = 1) -> list[Any]:
-    """Split a stacked tree into its members.
+    """Splits a stacked tree into its members.
 
     Member `i` has `leaf[i]` for each array leaf. Leaves that are not arrays are shared by all members. NumPy arrays
     stay NumPy arrays (views).
@@ -65,7 +65,7 @@ def unstack(tree: Any, *, num_axes: int = 1) -> list[Any]:
     **Arguments:**
 
     - `tree`: a stacked PyTree, each of its arrays of shape `(members, ...)`.
-    - `num_axes`: how many leading axes to split: 2 for members within populations, for example.
+    - `num_axes`: the number of leading axes to split: 2 for members within populations, for example.
 
     **Returns:**
 
@@ -103,7 +103,7 @@ def _unstack(leaves: list, treedef: Any, sizes: tuple[int, ...]) -> list:
 
 
 def take(tree: T, index: Any) -> T:
-    """One member, or some members, of a stacked tree.
+    """Takes one or several members of a stacked tree.
 
     For an int, member `index` without the axis: `leaf[index]` for every array leaf. For a selection of `k` members, a
     smaller stacked tree with arrays `(k, ...)`, in the given order; a member may be taken more than once. Other
@@ -114,7 +114,7 @@ def take(tree: T, index: Any) -> T:
     - `tree`: a stacked PyTree, each of its arrays of shape `(members, ...)`.
     - `index`: an int (negative ones count from the end), or a slice, list, tuple or one-dimensional array of ints, or
         a boolean mask `(members,)`. A traced integer or vector of integers cannot be checked: it is clamped to the
-        range, as everywhere in jax.
+        range, as everywhere in JAX.
 
     **Returns:**
 
@@ -153,7 +153,7 @@ def _take_many(leaf: Any, rows: Any) -> Any:
 
 
 def _map_tied(fn: Callable[[Any], Any], tree: T) -> T:
-    """Map over the array leaves; an array that occurs twice is mapped once, so that tied leaves stay tied."""
+    """Maps over the array leaves; an array that occurs twice is mapped once, so that tied leaves stay tied."""
     leaves, treedef = jtu.tree_flatten(tree)
     done = {id(leaf): fn(leaf) if _check.is_member_array(leaf) else leaf for leaf in leaves}
     return jtu.tree_unflatten(treedef, [done[id(leaf)] for leaf in leaves])

@@ -13,19 +13,18 @@ T = TypeVar("T")
 
 
 def polyak(old: T, new: T, tau: Any) -> T:
-    r"""A step of a Polyak average, as for target networks: moves `old` towards `new` by the fraction `tau`.
+    r"""Takes a step of a Polyak average, as for target networks: moves `old` towards `new` by the fraction `tau`.
 
     Each floating-point or complex array becomes $\tau\, x_{new} + (1 - \tau)\, x_{old}$, as in
-    `optax.incremental_update`, in its own dtype. (Below 32 bits it is calculated in float32 and rounded to the dtype:
-    in bfloat16 a step of less than 1/256 of a value may round to none.) All other arrays are those of `new`: counters,
-    keys, and the ids of an [`eqx_ensemble.Ensemble`][], which therefore stays one. What is not an array must be equal,
-    and is kept. Outside `jax.jit` the members' ids are compared, which waits for their device unless both trees hold
-    the same array; inside they are not.
+    `optax.incremental_update`, in its own dtype. (Below 32 bits it is computed in float32 and rounded to the dtype: in
+    bfloat16 a step of less than 1/256 of a value may be lost.) All other arrays are taken from `new`: counters, keys,
+    and the ids of an [`eqx_ensemble.Ensemble`][]. Leaves that are not arrays must be equal, and are kept. The members'
+    ids are compared outside `jax.jit` only, which synchronises with their device unless both trees hold the same array.
 
     **Arguments:**
 
-    - `old`, `new`: PyTrees that differ only in the values of their arrays: an ensemble and its slower copy.
-    - `tau`: one number from 0 (`old` stays) to 1 (`new`). It may be traced; then its value is not checked.
+    - `old`, `new`: PyTrees that differ only in the values of their arrays: a target ensemble and the trained one.
+    - `tau`: one number from 0 (`old`) to 1 (`new`). It may be traced; then its value is not checked.
 
     **Returns:**
 

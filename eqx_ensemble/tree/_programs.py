@@ -4,12 +4,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 
 def is_program(x: Any) -> bool:
-    """Whether a static value is a traced program, as `equinox.filter_closure_convert` keeps one."""
+    """Whether a static value is a traced program, such as `equinox.filter_closure_convert` stores."""
     return isinstance(x, Jaxpr | ClosedJaxpr)
 
 
 def program_parts(program: Jaxpr | ClosedJaxpr) -> dict[str, Any]:
-    """The parts of a traced program that say what it computes.
+    """The parts of a traced program that determine its results.
 
     Two traces of one function hold distinct variables: here they are numbered in the order in which they appear.
     """

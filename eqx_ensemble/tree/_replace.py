@@ -15,12 +15,12 @@ _write = jax.jit(lambda leaf, rows, value: leaf.at[rows].set(value, mode="clip")
 
 
 def replace(tree: T, index: Any, value: Any) -> T:
-    """A stacked tree with some of its members replaced.
+    """Replaces members of a stacked tree.
 
     **Arguments:**
 
     - `tree`: a stacked PyTree, each of its arrays of shape `(members, ...)`.
-    - `index`: which members, as in [`eqx_ensemble.tree.take`][], each at most once. A traced index is clamped.
+    - `index`: the members, as in [`eqx_ensemble.tree.take`][], each at most once. A traced index is clamped.
     - `value`: for an int `index`, one member: the same tree with arrays `(...)`. Otherwise a stacked tree with as many
         members as `index` selects. Its leaves that are not arrays must equal those of `tree`.
 
@@ -31,7 +31,7 @@ def replace(tree: T, index: Any, value: Any) -> T:
     **Raises:**
 
     `MemberMismatchError` if `value` differs from the members in structure, shapes, dtypes or static values;
-    `ValueError` if a member is given twice; the errors of [`eqx_ensemble.tree.take`][] for a wrong index.
+    `ValueError` if a member is given twice; the errors of [`eqx_ensemble.tree.take`][] for an invalid index.
 
     ```python
     import jax.numpy as jnp

@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
-    """Stack equal trees into one, whose arrays carry a new leading axis `members`.
+    """Stacks trees of one structure into one whose arrays carry a new leading axis `members`.
 
-    Arrays of shape `(...)`, one per tree, become one jax array `(members, ...)`: jax arrays, typed PRNG keys, and
-    NumPy arrays, which take jax's precision as with `jnp.asarray` (float64 is rounded to float32 unless
+    Arrays of shape `(...)`, one per tree, become one JAX array `(members, ...)`: JAX arrays, typed PRNG keys, and
+    NumPy arrays, which take JAX's precision as with `jnp.asarray` (float64 is rounded to float32 unless
     `jax_enable_x64` is on; integers that overflow raise an error). An array that occurs at two paths of every tree
     (tied weights) is stacked once and stays one array. Everything else (functions, strings, Python scalars, static
-    fields) must be equal and is kept once, from the first tree. Equal does not mean identical: closures, partials and
-    objects that each model built for itself are compared by their contents.
+    fields) must be equal and is kept once, from the first tree. Closures, partials and other objects need not be
+    identical: they are compared by their contents.
 
     [`eqx_ensemble.stack`][] makes an [`eqx_ensemble.Ensemble`][] of models, with ids and shared leaves.
 
@@ -35,8 +35,8 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
 
     **Raises:**
 
-    `MemberMismatchError` that names the leaves and members that differ in structure, shape, dtype, in a value that is
-    not an array, or in an array that jax cannot see because a closure or a static field hides it. `TypeError` for a
+    `MemberMismatchError` that lists the leaves and members that differ in structure, shape, dtype, in a value that is
+    not an array, or in an array that JAX cannot see because it is in a closure or a static field. `TypeError` for a
     single tree, `ValueError` for an empty sequence.
 
     ```python
@@ -60,14 +60,14 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
 def _stack_column(leaves: list) -> Any:
     if _check.is_member_array(leaves[0]):
         return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
-    # Compared by `repr`, as in the check: NaN agrees with NaN, 0.0 does not with -0.0.
+    # Compared by `repr`, as in the check: NaN equals NaN, and 0.0 differs from -0.0.
     if type(leaves[0]) is float and len({repr(leaf) for leaf in leaves}) > 1:
         return jnp.asarray(leaves)
     return leaves[0]
 
 
 def concatenate(trees: Iterable[T]) -> T:
-    """Join stacked trees along their `members` axis.
+    """Concatenates stacked trees along their `members` axis.
 
     Arrays `(members_0, ...)`, `(members_1, ...)`, ... become one array `(members_0 + members_1 + ..., ...)`.
     Everything else must be equal and is kept once, as in [`eqx_ensemble.tree.stack`][].

@@ -11,17 +11,17 @@ from .._check import is_key, is_member_array, is_traced
 from .._leaf_text import leaf_text
 from ._programs import is_program, program_parts
 
-_HEAPTYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`, which `copyreg` also uses to tell Python classes from built-in ones
+_HEAPTYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`, by which `copyreg` also distinguishes Python classes from built-in ones
 _BOUND_BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType)
 _OPERATORS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
-# What a function does, without its lines and columns.
+# The attributes that determine what a function does; not its line numbers.
 _CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags", "co_argcount")
 _CODE += ("co_posonlyargcount", "co_kwonlyargcount", "co_exceptiontable")
 _EMPTY_CELL = "<empty cell>"
 
 
 class StaticGap(NamedTuple):
-    """Where two static values differ: the path from outside in, and the two values found there."""
+    """A difference between two static values: its path from outside in, and the two values."""
 
     trail: tuple[str, ...]
     expected: Any
@@ -29,7 +29,7 @@ class StaticGap(NamedTuple):
 
     @property
     def hides_array(self) -> bool:
-        """Whether it is an array, out of jax's sight, that differs."""
+        """Whether the difference is in an array that JAX cannot see."""
         return is_member_array(self.expected) and is_member_array(self.got)
 
     def location(self) -> str:
@@ -38,10 +38,10 @@ class StaticGap(NamedTuple):
 
 
 def static_gap(a: Any, b: Any, seen: dict, trail: tuple[str, ...] = ()) -> StaticGap | None:
-    """The first difference between two static values, or None if they mean the same.
+    """The first difference between two static values, or `None` if they are equivalent.
 
-    Two builds of one model hold distinct but equal closures, partials and marker objects, so that `==` is too strict;
-    and it does not compare the arrays inside them. Functions are compared by code, defaults and closed-over values,
+    Two builds of one model hold distinct but equivalent closures, partials and marker objects: `==` is too strict for
+    them, and does not compare the arrays inside. Functions are compared by code, defaults and closed-over values,
     partials and bound methods by their parts, traced programs by their equations, other objects by `__dict__` or `==`,
     arrays by their bits. `seen` holds the pairs assumed equal so far (cycles) and the pairing of bare `object()`
     markers: one dictionary per member.
@@ -54,16 +54,16 @@ def static_gap(a: Any, b: Any, seen: dict, trail: tuple[str, ...] = ()) -> Stati
     if type(a) is not type(b):
         return StaticGap(trail, a, b)
     if type(a) is object:
-        # Markers carry no information but which is which: all that counts is that they pair up one to one.
+        # Markers carry only their identity: they must pair up one to one.
         paired = seen.setdefault(("to", id(a)), b) is b and seen.setdefault(("from", id(b)), a) is a
         return None if paired else StaticGap(trail, a, b)
     parts = static_parts(a), static_parts(b)
     if parts[0] is None or parts[1] is None:
         return None if _same_value(a, b) else StaticGap(trail, a, b)
     if isinstance(a, types.FunctionType) and a.__globals__ is not b.__globals__:
-        # One source run twice (`exec`, a notebook cell in two namespaces) gives equal code over different globals.
+        # The same source run twice (`exec`, a notebook cell in two namespaces) gives equal code over different globals.
         parts = parts[0] | _global_parts(a), parts[1] | _global_parts(b)
-    seen[key] = (a, b)  # keeps both alive, so that no other object can take over an id
+    seen[key] = (a, b)  # keeps both alive, so that no other object can reuse an id
     gap = _parts_gap(a, b, parts, seen, trail)
     if gap is not None:
         del seen[key]
@@ -159,7 +159,7 @@ def _same_bits(a: Any, b: Any) -> bool:
 def _same_value(a: Any, b: Any) -> bool:
     if isinstance(a, float | complex):
         return repr(a) == repr(b)  # distinguishes 0.0 from -0.0, and treats NaN as equal to NaN
-    if isinstance(a, np.ndarray):  # of strings or objects; the others are compared by their bits
+    if isinstance(a, np.ndarray):  # of strings or objects; others are compared by their bits
         return a.dtype == b.dtype and np.array_equal(a, b)
     try:
         return bool(a == b)
@@ -168,7 +168,7 @@ def _same_value(a: Any, b: Any) -> bool:
 
 
 def gap_text(gap: StaticGap, member: str, reference: str) -> str:
-    """The message for an array that differs where jax cannot see it."""
+    """The message for an array that differs and that JAX cannot see."""
     verb = "closes over" if any(part.startswith("closure") for part in gap.trail) else "holds"
     location = f", in {gap.location()}" if gap.trail else ""
     expected, got = leaf_text(gap.expected), leaf_text(gap.got)

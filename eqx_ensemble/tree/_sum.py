@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 def weighted_sum(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.ndarray) -> T:
-    r"""The weighted sum of equal PyTrees.
+    r"""The weighted sum of PyTrees of one structure.
 
     Each leaf of the result is $\sum_i w_i x_i$ of the corresponding leaves $x_i$, which have one shape:
 
     - Python ints, floats and complex numbers are summed as Python numbers: ints with int weights stay exact.
     - Integer and bool arrays with integer weights give the integer sum, in at least 32 bits (int8 and bool give
-      int32); beyond these it wraps around, as everywhere in jax. With float weights they give the default float type.
+      int32); beyond these it wraps around, as everywhere in JAX. With float weights they give the default float type.
     - Float and complex arrays keep their type; those below 32 bits (bfloat16, float16) are summed in float32.
     - Everything else (functions, strings, bools) must be equal and is kept. A model whose configuration has Python
       ints among its leaves should be averaged instead, with [`eqx_ensemble.tree.weighted_mean`][].
@@ -41,8 +41,9 @@ def weighted_sum(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nda
 
     **Raises:**
 
-    `ValueError` for a wrong number of weights or one that is not finite; `MemberMismatchError` if the trees differ in
-    structure, shapes, dtypes or static values; `TypeError` for PRNG keys.
+    `ValueError` for a wrong number of weights, or one that is not finite or overflows the type of an integer sum;
+    `MemberMismatchError` if the trees differ in structure, shapes, dtypes or static values; `TypeError` for PRNG keys,
+    and for weights that are not real.
 
     ```python
     from eqx_ensemble.tree import weighted_sum
@@ -54,11 +55,11 @@ def weighted_sum(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nda
 
 
 def weighted_mean(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.ndarray | None = None) -> T:
-    r"""The weighted mean of equal PyTrees.
+    r"""The weighted mean of PyTrees of one structure.
 
     Each leaf of the result is $\sum_i w_i x_i / \sum_i w_i$, as in [`eqx_ensemble.tree.weighted_sum`][], except that
-    integer and bool arrays always give floats, and that Python numbers on which all trees agree (sizes, dropout rates)
-    are kept as they are.
+    integer and bool arrays always give floats, and that Python numbers that are equal in all trees (sizes, dropout
+    rates) are kept unchanged.
 
     **Arguments:**
 
@@ -86,7 +87,7 @@ def weighted_mean(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nd
 
 def _combine(trees: Any, weights: Any, *, name: str, mean: bool) -> Any:
     trees = check_trees(trees, name=name)
-    # Without weights there is a mean, but no sum.
+    # Weights are optional for a mean only.
     weights = [1] * len(trees) if weights is None and mean else weights
     weights = check_tree_weights(weights, len(trees), name=name, mean=mean)
     columns = compare_trees(trees, name=name, rules=SUM_RULES)
@@ -113,7 +114,7 @@ def _sum_column(leaves: list, weights: Any) -> Any:
 def _mean_column(leaves: list, weights: Any) -> Any:
     first = leaves[0]
     if _check.is_member_array(first):
-        # A float among the weights is what makes integers sum to floats.
+        # A float weight makes integers sum to floats.
         dtype = sum_dtype(first, [1.0])
         return add_up(leaves, normalise(weights, dtype), dtype).astype(result_dtype(first, [1.0]))
     # Kept rather than computed: sizes and rates are configuration, which must neither round nor become a tracer.

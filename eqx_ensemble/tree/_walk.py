@@ -26,7 +26,7 @@ def from_gap(path: tuple, member: int, kind: str, gap: StaticGap) -> Difference:
 
 
 class Column(NamedTuple):
-    """The leaves at one path, one for each member that has the structure of member 0 there."""
+    """The leaves at one path, one for each member whose structure there is that of member 0."""
 
     path: tuple
     members: list[int]
@@ -36,12 +36,12 @@ class Column(NamedTuple):
 class Walk:
     """Walks several trees in parallel, level by level, as `jax.tree_util` flattens them.
 
-    Two builds of one model may have treedefs that compare unequal although they mean the same (closures and marker
-    objects in static fields), so that nodes are compared one by one.
+    Two builds of one model may have treedefs that compare unequal although they are equivalent (closures and marker
+    objects in static fields), so nodes are compared one by one.
     """
 
     def __init__(self, trees: list) -> None:
-        """**Arguments:** `trees`, one per member; the first one is what the others are compared with."""
+        """**Arguments:** `trees`, one per member; the others are compared with the first one."""
         self.differences: list[Difference] = []
         self._seen: dict[int, dict] = {i: {} for i in range(len(trees))}
         self.columns: list[Column] = list(self._visit((), list(enumerate(trees))))
