@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 def concrete(values: object) -> np.ndarray | None:
-    """The values on the host, or `None` where they cannot be read: while tracing, or when other hosts hold a part."""
+    """The values on the host, or `None` if they cannot be read: while tracing, or if other hosts hold a part."""
     if isinstance(values, Tracer) or (isinstance(values, Array) and not values.is_fully_addressable):
         return None
     return np.asarray(from_foreign(values))
@@ -23,7 +23,7 @@ def concrete(values: object) -> np.ndarray | None:
 def first_rows(values: ArrayLike, count: int) -> np.ndarray | None:
     """At most `count` rows `(rows, last axis)` on the host, without a copy of the rest.
 
-    `None` where there are none, and as for `concrete`.
+    `None` if there are none, or if they cannot be read.
     """
     if isinstance(values, Tracer) or (isinstance(values, Array) and not values.is_fully_addressable):
         return None
@@ -36,17 +36,17 @@ def first_rows(values: ArrayLike, count: int) -> np.ndarray | None:
 
 
 def kept_rows(mask: ArrayLike | None) -> np.ndarray | None:
-    """Which rows count; `None` where that cannot be read."""
+    """The mask on the host, `True` if there is none; `None` if it cannot be read."""
     return np.ones((), bool) if mask is None else concrete(mask)
 
 
 def needs_message(name: str, needs: str, got: str, fix: str) -> str:
-    """What the function needs, what it got, and the likely fix."""
+    """The requirement of a function, the value that it got, and the likely fix."""
     return f"`{name}` needs {needs}.\n  {got}\n{fix}"
 
 
 def first_text(host: np.ndarray, wrong: np.ndarray) -> str:
-    """The first wrong value, its index, and how many there are."""
+    """The first wrong value, its index, and the number of wrong values."""
     index = tuple(int(i) for i in np.argwhere(wrong)[0])
     where = f" at index {index}" if index else ""
     return f"got {host[index]}{where}, the first of {int(wrong.sum())} such"
@@ -57,12 +57,12 @@ def one_member_text(name: str) -> str:
 
 
 def as_column(per_member: Any, ndim: int) -> Any:
-    """An array `(members, ...)`, of NumPy or jax, as `(members, ..., 1, ...)` with `ndim` axes."""
+    """An array `(members, ...)`, of NumPy or JAX, as `(members, ..., 1, ...)` with `ndim` axes."""
     return per_member.reshape(per_member.shape + (1,) * (ndim - per_member.ndim))
 
 
 def check_array(name: str, argument: str, values: ArrayLike) -> Array:
-    """The values as an array, if they are numbers; data frames and tensors are converted."""
+    """Raises unless `values` are numbers. Returns them as an array; data frames and tensors are converted."""
     values = from_foreign(values, argument, name=name)
     check_no_pair(name, argument, values)
     try:
@@ -74,13 +74,13 @@ def check_array(name: str, argument: str, values: ArrayLike) -> Array:
 
 
 def promote(*arrays: Array) -> tuple[Array, ...]:
-    """All arrays in the one dtype that is computed in: float64 where any of them is, else float32."""
+    """Casts all arrays to the dtype of the computation: float64 if any of them is float64, else float32."""
     dtype = jnp.float64 if any(array.dtype == jnp.float64 for array in arrays) else jnp.float32
     return tuple(array.astype(dtype) for array in arrays)
 
 
 def check_floating(name: str, argument: str, values: ArrayLike) -> Array:
-    """A floating array: integers are likely targets, or labels, in the wrong position."""
+    """Raises for integers, which are likely targets or labels in the wrong position. Returns the array."""
     array = check_array(name, argument, values)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         fix = "Predictions come first, targets last; whole-numbered predictions need `.astype(float)`."
@@ -91,7 +91,7 @@ def check_floating(name: str, argument: str, values: ArrayLike) -> Array:
 
 
 def check_values(name: str, argument: str, values: ArrayLike) -> Array:
-    """A floating array with a `members` axis in front, of at least one member, in the dtype that is computed in."""
+    """Raises unless `values` is floating-point, with at least one member. Returns it in the computation's dtype."""
     array = check_floating(name, argument, values)
     if array.ndim < 1 or array.shape[0] < 1:
         raise ValueError(
@@ -106,14 +106,14 @@ def check_values(name: str, argument: str, values: ArrayLike) -> Array:
 
 
 def check_floating_arrays(name: str, **arrays: ArrayLike) -> tuple[Array, ...]:
-    """Floating arrays of one shape, in one dtype."""
+    """Raises unless all arrays are floating-point, of one shape. Returns them in one dtype."""
     checked = {argument: check_floating(name, argument, values) for argument, values in arrays.items()}
     check_same_shape(name, **checked)
     return promote(*checked.values())
 
 
 def check_same_shape(name: str, **arrays: Array) -> None:
-    """Arrays of one shape: nothing is broadcast."""
+    """Raises unless all arrays have one shape: nothing is broadcast."""
     shapes = {argument: array.shape for argument, array in arrays.items()}
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"`{argument}` {shape}" for argument, shape in shapes.items())
@@ -126,7 +126,7 @@ def check_same_shape(name: str, **arrays: Array) -> None:
 
 
 def check_mask(name: str, mask: ArrayLike | None, rows: Shape) -> Array | None:
-    """Booleans, one per row, that leave at least one row (where concrete)."""
+    """Raises unless `mask` is one boolean per row and, if concrete, keeps a row. Returns it as an array."""
     if mask is None:
         return None
     array = check_array(name, "mask", mask)
@@ -150,7 +150,7 @@ def check_mask(name: str, mask: ArrayLike | None, rows: Shape) -> Array | None:
 
 
 def check_no_nan(name: str, argument: str, values: ArrayLike, mask: ArrayLike | None) -> None:
-    """No NaN in rows that count; only where the values are concrete."""
+    """Raises for NaN in rows that are not masked, if the values are concrete."""
     host, kept = concrete(values), None if mask is None else concrete(mask)
     if host is None or (mask is not None and kept is None):
         return
@@ -161,7 +161,7 @@ def check_no_nan(name: str, argument: str, values: ArrayLike, mask: ArrayLike | 
 
 
 def check_level(name: str, level: float) -> None:
-    """A probability strictly between zero and one."""
+    """Raises unless `level` is a number strictly between zero and one."""
     host = concrete(level)
     if host is None or host.ndim or not np.issubdtype(host.dtype, np.number):
         got = "a traced array" if host is None else f"{level!r}"
@@ -173,7 +173,7 @@ def check_level(name: str, level: float) -> None:
 
 
 def check_scalar(name: str, argument: str, value: ArrayLike, dtype: jnp.dtype) -> Array:
-    """One number, in the dtype that is computed in."""
+    """Raises unless `value` is one number. Returns it in `dtype`."""
     array = check_array(name, argument, value)
     if array.shape != ():
         raise ValueError(
@@ -185,7 +185,7 @@ def check_scalar(name: str, argument: str, value: ArrayLike, dtype: jnp.dtype) -
 
 
 def check_positive_scalar(name: str, argument: str, value: ArrayLike, dtype: jnp.dtype, *, fix: str) -> Array:
-    """One finite number above zero (where concrete), in the dtype that is computed in."""
+    """Raises unless `value` is one number and, if concrete, finite and above zero. Returns it in `dtype`."""
     array = check_scalar(name, argument, value, dtype)
     host = concrete(value)
     if host is not None and not 0 < host < np.inf:

@@ -8,8 +8,8 @@ class CheckpointCorruptError(ValueError):
     **Attributes:**
 
     - `file`: the path of the damaged file.
-    - `leaf`: the path of the damaged leaf in the tree; `None` where the damage is not in one leaf.
-    - `member`: the position of the damaged member; `None` where the damage is not in one member.
+    - `leaf`: the path of the damaged leaf in the tree; `None` if the damage is not in one leaf.
+    - `member`: the position of the damaged member; `None` if the damage is not in one member.
     """
 
     def __init__(self, message: str, file: str = "", leaf: str | None = None, member: int | None = None) -> None:

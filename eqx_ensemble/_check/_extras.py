@@ -15,13 +15,13 @@ def missing_extra_message(what: str, package: str, extra: str) -> str:
 
 
 def check_installed(package: str, *, what: str, extra: str) -> None:
-    """A package that is needed only for `what` is installed."""
+    """Raises `ImportError` unless an optional package, needed for `what`, is installed."""
     if importlib.util.find_spec(package) is None:
         raise ImportError(missing_extra_message(what, package, extra))
 
 
 def check_version(package: str, oldest: tuple[int, ...], *, what: str, extra: str) -> None:
-    """An installed package is recent enough."""
+    """Raises `ImportError` unless an installed package is recent enough."""
     found = importlib.metadata.version(package)
     if tuple(int(number) for number in re.findall(r"\d+", found)[: len(oldest)]) < oldest:
         raise ImportError(

@@ -18,7 +18,7 @@ def _is_legacy(key: Any) -> bool:
 
 
 def check_key(key: Any, *, name: str) -> None:
-    """One threefry key, typed or legacy."""
+    """Raises unless `key` is one threefry key, typed or legacy."""
     shape = check_key_shape(key, name=name, wanted="one key")
     if shape != ():
         raise TypeError(
@@ -28,7 +28,7 @@ def check_key(key: Any, *, name: str) -> None:
 
 
 def check_key_shape(key: Any, *, name: str, wanted: str) -> tuple[int, ...]:
-    """The shape of threefry keys, typed or legacy: `()` for one key."""
+    """Raises for anything but threefry keys, typed or legacy. Returns their shape: `()` for one key."""
     if key is None:
         raise TypeError(f"`{name}` needs {wanted}: for example `key=jax.random.key(0)`.")
     if is_typed_key(key):
@@ -48,9 +48,9 @@ def check_key_shape(key: Any, *, name: str, wanted: str) -> tuple[int, ...]:
 
 
 def check_integer_ids(values: Any) -> None:
-    """Ids that no arithmetic has changed. Gradients and filtered trees have none.
+    """Raises for ids that arithmetic or a transformation has changed. Gradients and filtered trees have none.
 
-    Asked at every use and not once: `jax.tree.map` makes Modules without any check.
+    Checked at every use, because `jax.tree.map` makes Modules without checks.
     """
     if getattr(values, "ndim", 1) == 0:
         raise MemberMismatchError(

@@ -9,14 +9,14 @@ from jax.core import Tracer
 from .._older_jax import get_opaque_trace_state
 
 MOST_BITS = 2_000
-"""Python always converts integers of 640 digits to decimals; the limit above is configurable, by default 4,300."""
+"""Python always converts integers of up to 640 digits to decimals; the limit for longer ones is configurable."""
 
 Size = Any
-"""The length of an axis: an int, or a symbol in a program that is exported for any length."""
+"""The length of an axis: an int, or a symbolic dimension in a program that is exported for any length."""
 
 
 def _state_outside() -> Any:
-    """The state of JAX outside of all transformations, as a new thread sees it: this one may be inside of one."""
+    """JAX's trace state outside of all transformations, from a new thread: this one may be inside one."""
     states: list[Any] = []
     thread = threading.Thread(target=lambda: states.append(get_opaque_trace_state()))
     thread.start()
@@ -28,12 +28,12 @@ _OUTSIDE = _state_outside()
 
 
 def is_member_array(leaf: Any) -> bool:
-    """Whether `leaf` can carry a `members` axis: a jax array, or a NumPy array of a dtype that jax knows."""
+    """Whether `leaf` can carry a `members` axis: a JAX array, or a NumPy array of a dtype that JAX supports."""
     if isinstance(leaf, jax.Array):
         return True
     if not isinstance(leaf, np.ndarray | np.generic):
         return False
-    # NumPy arrays of strings, dates and objects have no jax counterpart: they count as static data.
+    # NumPy arrays of strings, dates and objects have no JAX counterpart: they count as static data.
     return bool(jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == np.bool_)
 
 
@@ -60,7 +60,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def member_dtype(leaf: Any) -> Any:
-    """The dtype that the array `leaf` has once it is a jax array (64-bit NumPy data may become 32-bit)."""
+    """The dtype of the array `leaf` as a JAX array (64-bit NumPy data may become 32-bit)."""
     return leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
@@ -73,15 +73,15 @@ def kind_text(value: Any) -> str:
 
 
 def number_text(value: Any) -> str:
-    """A Python number as text, hexadecimal where Python makes no decimals of it."""
+    """A Python number as text, hexadecimal if it is too long for decimals."""
     return hex(value) if isinstance(value, int) and value.bit_length() > MOST_BITS else repr(value)
 
 
 def check_in_range(leaf: Any, *, name: str, path: str) -> None:
-    """Refuses NumPy integers that would overflow when they become a jax array.
+    """Raises for NumPy integers that would overflow in a JAX array.
 
-    `jnp.asarray` silently converts 64-bit integers to 32 bits when `jax_enable_x64` is off. The rounding
-    of float64 is what every jax user expects; integers that come out as other integers are not.
+    `jnp.asarray` silently converts 64-bit integers to 32 bits if `jax_enable_x64` is off. JAX users expect float64 to
+    be rounded, but not integers to change.
     """
     if not _is_wide(leaf):
         return
@@ -97,8 +97,8 @@ def check_in_range(leaf: Any, *, name: str, path: str) -> None:
 
 
 def check_integers_fit(tree: Any, *, argument: str, name: str) -> None:
-    """No NumPy integer of a tree would overflow when it becomes a jax array."""
-    if any(map(_is_wide, jax.tree.leaves(tree))):  # paths are made only where there is something to look at
+    """Raises if a NumPy integer of a tree would overflow in a JAX array."""
+    if any(map(_is_wide, jax.tree.leaves(tree))):  # paths are made only if needed
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             check_in_range(leaf, name=name, path=argument + jax.tree_util.keystr(path))
 
@@ -108,12 +108,12 @@ def _is_wide(leaf: Any) -> bool:
 
 
 def path_text(path: tuple) -> str:
-    """`keystr`, or `<root>` where that is empty."""
+    """`keystr`, or `<root>` if that is empty."""
     return jax.tree_util.keystr(path) or "<root>"
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether `leaf` is a Python number to calculate with; bool is a flag."""
+    """Whether `leaf` is a Python number; a bool is a flag."""
     return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
 
 

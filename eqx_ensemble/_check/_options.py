@@ -1,4 +1,4 @@
-"""Options of any function: flags, words, functions, numbers, sequences and paths."""
+"""Checks of options: flags, words, functions, numbers, sequences and paths."""
 
 import math
 import operator
@@ -12,39 +12,39 @@ from ._leaves import kind_text
 
 
 def check_flag(value: Any, argument: str, *, name: str) -> bool:
-    """`True` or `False`; other values are truthy or falsy too, but were meant for another argument."""
+    """Raises unless `value` is `True` or `False`; other values are likely meant for another argument. Returns it."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` needs `{argument}` to be `True` or `False`, got {_value_text(value)}.")
     return bool(value)
 
 
 def check_optional_flag(value: Any, argument: str, *, name: str) -> None:
-    """`True`, `False` or `None`."""
+    """Raises unless `value` is `True`, `False` or `None`."""
     if value is not None and not isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` needs `{argument}` to be `True`, `False` or `None`, got {_value_text(value)}.")
 
 
 def check_word(value: Any, argument: str, choices: Collection[str | None], *, name: str) -> None:
-    """One of a few strings. An array is none of them: its comparison with a string has no truth value."""
+    """Raises unless `value` is one of `choices`; arrays, whose comparison has no truth value, are not compared."""
     if not isinstance(value, str | None) or value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"`{name}` needs `{argument}` to be one of {listed}, got {_value_text(value)}.")
 
 
 def check_text(value: Any, argument: str, *, name: str) -> None:
-    """A string."""
+    """Raises unless `value` is a string."""
     if not isinstance(value, str):
         raise TypeError(f"`{name}` needs `{argument}` to be a string, got {_value_text(value)}.")
 
 
 def check_optional_text(value: Any, argument: str, *, name: str) -> None:
-    """A string or `None`."""
+    """Raises unless `value` is a string or `None`."""
     if value is not None:
         check_text(value, argument, name=name)
 
 
 def check_function(value: Any, argument: str, *, name: str, example: str) -> None:
-    """A callable."""
+    """Raises unless `value` is callable."""
     if not callable(value):
         raise TypeError(
             f"`{name}` needs `{argument}` to be a function, got {_value_text(value)}.\nFor example `{example}`."
@@ -52,7 +52,7 @@ def check_function(value: Any, argument: str, *, name: str, example: str) -> Non
 
 
 def check_optional_function(value: Any, argument: str, *, name: str, example: str) -> None:
-    """A callable or `None`."""
+    """Raises unless `value` is callable or `None`."""
     if value is not None:
         check_function(value, argument, name=name, example=example)
 
@@ -60,7 +60,7 @@ def check_optional_function(value: Any, argument: str, *, name: str, example: st
 def check_number(
     value: Any, argument: str, *, name: str, least: float | int = -math.inf, most: float | int = math.inf
 ) -> float:
-    """A finite number, Python's or NumPy's."""
+    """Raises unless `value` is a finite real number from `least` to `most`. Returns it as a float."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number) or np.iscomplexobj(value):
         raise TypeError(f"`{name}` needs `{argument}` to be a number, got {_value_text(value)}.")
     if not math.isfinite(value) or not least <= value <= most:
@@ -75,14 +75,14 @@ def check_number(
 
 
 def check_axis(value: Any, argument: str, *, name: str) -> int:
-    """An axis: an integer, from the end if it is negative."""
+    """Raises unless `value` is an integer, which counts from the end if negative. Returns it."""
     if not is_integer(value):
         raise TypeError(f"`{name}` needs `{argument}` to be an integer, got {_value_text(value)}.")
     return int(value)
 
 
 def check_sequence(values: Any, argument: str, *, name: str, of: str) -> list[Any]:
-    """An iterable that is not a string."""
+    """Raises unless `values` is iterable and not a string. Returns a list."""
     try:
         iterator = None if isinstance(values, str | bytes) else iter(values)
     except TypeError:
@@ -93,7 +93,7 @@ def check_sequence(values: Any, argument: str, *, name: str, of: str) -> list[An
 
 
 def check_path(value: Any, argument: str, *, name: str) -> None:
-    """A path: a string or an `os.PathLike`."""
+    """Raises unless `value` is a path: a string that is not empty, or an `os.PathLike`."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"`{name}` needs `{argument}` to be a path, got {_value_text(value)}.")
     if not os.fspath(value):
@@ -105,12 +105,12 @@ def _value_text(value: Any) -> str:
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
-    """Whether it is Python's or NumPy's integer, and no boolean, which is one to `isinstance`."""
+    """Whether `value` is a Python or NumPy integer, and not a boolean."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def check_integer(value: Any, argument: str, *, name: str, least: int) -> int:
-    """An integer of `least` or more, an array of no axes included."""
+    """Raises unless `value` is an integer, or an integer scalar array, of at least `least`. Returns it."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -123,7 +123,7 @@ def check_integer(value: Any, argument: str, *, name: str, least: int) -> int:
 
 
 def check_positive_int(value: Any, argument: str, *, name: str) -> int:
-    """A count of at least one."""
+    """Raises unless `value` is an integer of at least 1. Returns it."""
     return check_integer(value, argument, name=name, least=1)
 
 
@@ -132,7 +132,7 @@ MOST_STEPS = 2**31 - 1
 
 
 def check_counter(value: Any, argument: str, *, name: str) -> int:
-    """A count of at least one that compiled programs can reach."""
+    """Raises unless `value` is an integer from 1 to `MOST_STEPS`. Returns it."""
     number = check_positive_int(value, argument, name=name)
     if number > MOST_STEPS:
         raise ValueError(

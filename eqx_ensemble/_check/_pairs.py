@@ -7,7 +7,7 @@ _ARRAYS = (np.ndarray, Array)
 
 
 def check_no_pair(name: str, argument: str, values: object) -> None:
-    """Refuses pairs of arrays, such as means and variances, which would become two members."""
+    """Raises for tuples of arrays, such as means and variances, which would become members."""
     fields: tuple[str, ...] = getattr(values, "_fields", ())
     if not isinstance(values, tuple) or not (fields or any(np.ndim(x) for x in values if isinstance(x, _ARRAYS))):
         return

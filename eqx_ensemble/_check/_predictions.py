@@ -22,9 +22,9 @@ from ._arrays import (
 
 
 def check_logits(name: str, logits: ArrayLike, *, members: bool = True, of_votes: bool = False) -> Array:
-    """Logits `(members, *batch, classes)`, or `(*batch, classes)`, in the dtype that is computed in.
+    """Raises unless logits are `(members, *batch, classes)`, or `(*batch, classes)`. Returns them in one dtype.
 
-    A function `of_votes` takes the most likely classes only, which probabilities tell as well.
+    Warns if they look like probabilities, except for functions `of_votes`, which use the most likely classes only.
     """
     array = check_floating(name, "logits", logits)
     axes = "(members, *batch, classes)" if members else "(*batch, classes)"
@@ -63,7 +63,7 @@ def _warn_of_probabilities(name: str, logits: ArrayLike) -> None:
     rows = host.astype(np.float64)
     rounding = 1e-5 if host.dtype.itemsize > 2 else 1e-2
     are_distributions = (rows >= 0).all() and (abs(rows.sum(axis=-1) - 1) < rounding).all()
-    # The softmax of equal numbers is the same; zeros and ones may be logits that somebody wrote down.
+    # The softmax of equal numbers is the same; zeros and ones may be logits written by hand.
     if are_distributions and ((np.ptp(rows, axis=-1) > 1e-6) & (rows.max(axis=-1) < 1)).any():
         warn(
             f"`{name}` takes logits, but every row of these sums to 1, as probabilities do. The softmax of "
@@ -80,7 +80,7 @@ def check_labels(
     argument: str = "logits",
     members: bool = True,
 ) -> Array:
-    """Integer labels, one per row of checked logits `(members, *batch, classes)`; a range check where concrete."""
+    """Raises unless there is one integer label per row of checked logits, in range if concrete. Returns them."""
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "OUST":
         fix = "Number the classes: `classes, labels = np.unique(labels, return_inverse=True)`."
         raise TypeError(needs_message(name, "integer class labels", f"got dtype {labels.dtype}", fix))
@@ -107,14 +107,14 @@ def check_labels(
                 name, f"labels from 0 to {classes - 1}, as there are {classes} classes", first_text(host, wrong), fix
             )
         )
-    # Smaller integers could not hold the number of classes that they are compared with.
+    # Smaller integers may not hold the number of classes, with which they are compared.
     return array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
 
 
 def check_moments(
     name: str, mean: ArrayLike, variance: ArrayLike, *, members: bool = True, weights: ArrayLike | None = None
 ) -> tuple[Array, ...]:
-    """Means and variances of one shape, with a leading `members` axis if `members`, in one dtype."""
+    """Raises unless means and variances have one shape, with members if `members`. Returns them in one dtype."""
     check = check_values if members else check_floating
     means, variances = check(name, "mean", mean), check(name, "variance", variance)
     check_same_shape(name, mean=means, variance=variances)
@@ -130,19 +130,19 @@ def check_variance(
     mask: ArrayLike | None = None,
     weights: ArrayLike | None = None,
 ) -> None:
-    """No negative variance, and no zero where `positive`, of members and rows that count; where these are concrete."""
+    """Raises for a negative variance, or a zero if `positive`, in members and rows that count; if concrete."""
     host, kept = concrete(variance), kept_rows(mask)
     if host is None or kept is None:
         return
     with np.errstate(invalid="ignore"):
-        least = host.min(initial=np.inf)  # NaN takes the longer way
+        least = host.min(initial=np.inf)  # NaN fails both comparisons
     if least > 0 or (least == 0 and not positive):
         return
     if weights is not None:
         share = concrete(weights)
         if share is None:
             return
-        if 0 < share.ndim and share.shape == host.shape[: share.ndim]:  # others are refused by `check_weights`
+        if 0 < share.ndim and share.shape == host.shape[: share.ndim]:  # `check_weights` rejects others
             kept = kept & as_column(share != 0, host.ndim)
     wrong = (host <= 0 if positive else host < 0) & kept
     if wrong.any():
@@ -152,7 +152,7 @@ def check_variance(
 
 
 def check_regression(name: str, targets: ArrayLike, *, members: bool, **predictions: ArrayLike) -> tuple[Array, ...]:
-    """Predictions of one shape, then targets of the shape of their rows, all in one dtype: nothing broadcasts."""
+    """Raises unless predictions have one shape, and targets that of their rows. Returns all in one dtype."""
     check = check_values if members else check_floating
     arrays = {argument: check(name, argument, values) for argument, values in predictions.items()}
     check_same_shape(name, **arrays)
@@ -174,7 +174,7 @@ def check_regression(name: str, targets: ArrayLike, *, members: bool, **predicti
 
 
 def check_fitted_members(name: str, expected: int, got: int) -> None:
-    """The members that were calibrated."""
+    """Raises unless the predictions have as many members as the calibration was fitted on."""
     if got != expected:
         fix = (
             "Pass the predictions of all members, before any combination. A calibration belongs to the ensemble that "
@@ -188,7 +188,7 @@ def check_fitted_members(name: str, expected: int, got: int) -> None:
 
 
 def _row_fix_text(name: str, got: Shape, prediction: str, shape: Shape, *, members: bool) -> str:
-    """The likely fix, for a prediction of this shape: its `members` axis included, its classes left out."""
+    """The likely fix, for a prediction of this shape, with its `members` axis and without its classes."""
     rows = shape[1:] if members else shape
     if got == (*rows, 1):
         return f"A trailing axis of length one would broadcast to every pair of rows: pass `{name}[..., 0]`."

@@ -12,7 +12,7 @@ from ._leaves import Size, kind_text
 def check_nonnegative(
     name: str, argument: str, values: Any, *, fix: str, mask: ArrayLike | None = None, all_zero: bool = True
 ) -> None:
-    """Finite numbers of zero or more where `mask`, all of them zero only if `all_zero`; where these are concrete."""
+    """Raises unless values, if concrete, are finite and >= 0 where `mask`, and not all zero unless `all_zero`."""
     host, kept = concrete(values), kept_rows(mask)
     if host is None or kept is None:
         return
@@ -25,7 +25,7 @@ def check_nonnegative(
 
 
 def check_plain_weights(name: str, weights: object) -> None:
-    """Weights themselves, not what a search returned with them."""
+    """Raises for the result of a search for weights, in place of its weights."""
     if hasattr(weights, "weights"):
         got = f"got {kind_text(weights)}"
         raise TypeError(
@@ -34,7 +34,7 @@ def check_plain_weights(name: str, weights: object) -> None:
 
 
 def check_weight_count(weights: Any, num_members: Size, *, name: str, rows: tuple[Size, ...] = ()) -> None:
-    """Weights of the members `(members,)`, or none; or of each row, `(members, ...)` with leading axes of `rows`."""
+    """Raises unless weights are `None`, `(members,)`, or `(members, ...)` with leading axes of `rows`."""
     check_plain_weights(name, weights)
     shape = np.shape(weights)
     shapes = [(num_members, *rows[:i]) for i in range(len(rows) + 1)]
@@ -50,7 +50,7 @@ def check_weight_count(weights: Any, num_members: Size, *, name: str, rows: tupl
 
 
 def check_nonnegative_weights(name: str, weights: Any, *, mask: ArrayLike | None = None, all_zero: bool = True) -> None:
-    """Weights of members, finite and not negative where `mask`; all of them zero only if `all_zero`."""
+    """Raises unless weights are finite and not negative where `mask`, and not all zero unless `all_zero`."""
     fix = "A member of weight zero has no influence; `jax.nn.softmax` converts scores to weights."
     check_nonnegative(name, "weights", weights, fix=fix, mask=mask, all_zero=all_zero)
 
@@ -64,11 +64,11 @@ def check_weights(
     rows: tuple[Size, ...] = (),
     mask: ArrayLike | None = None,
 ) -> Array | None:
-    """Convex weights: one per member, finite, not negative, not all zero; divided by their sum.
+    """Raises unless weights are one per member, finite, not negative and not all zero. Returns them with sum 1.
 
     With `rows`, the shape of the rows of the predictions, they may also differ between rows: `(members, ...)` with some
-    leading axes of `rows`. Each row is divided by its own sum. Rows that are not in `mask` are not checked, and get
-    equal weights.
+    leading axes of `rows`. Each row is divided by its own sum. Rows outside `mask` are not checked, and get equal
+    weights.
     """
     if weights is None:
         return None
@@ -86,7 +86,7 @@ def check_weights(
 
 
 def _check_row_weights(name: str, weights: ArrayLike, array: Array, dtype: jnp.dtype, mask: ArrayLike | None) -> Array:
-    """Weights of each row; a row counts where an entry of it does."""
+    """`check_weights` for weights that differ between rows; a row counts if one of its entries does."""
     kept = None if mask is None else jnp.any(jnp.asarray(mask), axis=tuple(range(array.ndim - 1, np.ndim(mask))))
     counts = kept_rows(kept)
     check_nonnegative_weights(name, weights, mask=kept)
@@ -105,6 +105,6 @@ def _check_row_weights(name: str, weights: ArrayLike, array: Array, dtype: jnp.d
 
 def _normalise(array: Array, dtype: jnp.dtype) -> Array:
     converted = array.astype(dtype)
-    # What a weight of zero multiplies is blank, so that its own gradient would be wrong: it has none.
+    # Members of weight zero are masked, so that the gradient of such a weight would be wrong: it is set to zero.
     converted = jnp.where(converted == 0, 0, converted)
     return converted / jnp.sum(converted, axis=0, keepdims=array.ndim > 1)

@@ -19,7 +19,7 @@ from ._rows import row_of_zeros, take_rows
 
 
 class MemberCall(eqx.Module):
-    """How a member is called with a row."""
+    """The static part of calling a member with a row."""
 
     fn: Callable[..., Any] | None = eqx.field(static=True)
     inference: bool = eqx.field(static=True)

@@ -20,12 +20,12 @@ from ._work import Work
 
 _FEW_ROWS = 32  # with fewer rows a batch, fewer members at a time are cheaper: weights are read for every batch
 _MOST_STEPS_UP = 2  # a factor of four: small blocks say little about much larger ones
-_SAFETY = 0.5  # of the budget: a short peak between two samples is missed, by up to two fifths on a busy machine
-_REPEATS = 3  # of each block: on a busy machine a sample may come too late
+_SAFETY = 0.5  # of the budget: sampling misses short peaks, by up to two fifths on a busy machine
+_REPEATS = 3  # of each block: on a busy machine a sample may be late
 
 
 class Block(NamedTuple):
-    """The number of members, of each device, and of rows that a program processes at a time."""
+    """The numbers of members per device, and of rows, that a program processes at a time."""
 
     members: int
     rows: int
@@ -34,9 +34,9 @@ class Block(NamedTuple):
 class BlockSizes:
     """Chooses the block of a prediction so that the measured peak stays within a budget of bytes.
 
-    It starts with a block whose intermediate arrays would all fit at once, which no program needs, and moves along a
-    ladder of blocks, each about half of the one before: first fewer rows, then fewer members, at last single rows of
-    single members.
+    It starts with a block whose intermediate arrays would all fit at once, an upper bound, and moves along a ladder of
+    blocks, each about half of the one before: first fewer rows, then fewer members, finally single rows of single
+    members.
 
     **Attributes:**
 
@@ -61,7 +61,7 @@ class BlockSizes:
         return self._ladder[self._index]
 
     def note(self, need: int) -> None:
-        """Records the bytes that the present block needed; of several processes, in that where it was most."""
+        """Records the bytes that the current block needed; with several processes, their maximum."""
         need = self._of_all_processes(need)
         steps = math.log2(_SAFETY * self._memory / max(need, 1))
         if steps < 0 and need > self._memory and self._index == len(self._ladder) - 1:
@@ -75,17 +75,16 @@ class BlockSizes:
         self._index = index
 
     def _of_all_processes(self, value: int) -> int:
-        """The largest value in any process: all choose the same blocks, or they would wait for each other."""
+        """The maximum over processes: with different blocks they would deadlock."""
         return largest(value) if self._agrees else value
 
 
 def measure(
     works: Sequence[Work], rows: np.ndarray, predict_rows: Callable[[], Any], *, members: int
 ) -> tuple[Any, int]:
-    """`predict_rows()`, which predicts `rows` in blocks of `members`, and the bytes that it needed at its peak.
+    """Runs `predict_rows()`, which predicts `rows` in blocks of `members`. Returns its result and its peak in bytes.
 
-    A peak may be too short to be sampled: the arrays that are known to exist are counted as well. Compiling is not
-    included.
+    A peak may be too short to be sampled, so known arrays are counted as well. Compilation is excluded.
     """
     needs = [_of_block(work, rows, members) for work in works]
     result = jax.block_until_ready(predict_rows())
@@ -129,7 +128,7 @@ def _halvings(count: int) -> list[int]:
 
 
 def _byte_bound(call: MemberCall, inputs: PredictionInputs) -> Callable[[Block], int]:
-    """An upper bound of the bytes of intermediate arrays in a block, from those of one member and one or two rows."""
+    """An upper bound on the bytes of intermediate arrays of a block, from those of one member and one or two rows."""
     layout, alone = call.layout, dataclasses.replace(call, layout=None)
     reads = (batch_arguments(alone, inputs, np.zeros(count, int)) for count in (1, 2))
     one, two = (cost_of(predict_batch, *read).bytes for read in reads)
@@ -141,13 +140,13 @@ def _byte_bound(call: MemberCall, inputs: PredictionInputs) -> Callable[[Block],
 
 
 def _measured_as_one(devices: Sequence[Any]) -> int:
-    """How many of these devices have the memory that is measured: CPUs share that of their process."""
+    """The number of these devices that share the measured memory: CPUs share that of their process."""
     own = sum(device.process_index == jax.process_index() for device in devices)
     return max(own, 1) if devices[0].platform == "cpu" else 1
 
 
 def _bytes(tree: PyTree) -> int:
-    """The bytes of arrays on the device that holds most of them; on all CPUs of this process."""
+    """The bytes of arrays on the device that holds most of them; all CPUs of this process count as one."""
     held: dict[Any, int] = {}
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.Array):

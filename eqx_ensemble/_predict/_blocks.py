@@ -1,4 +1,4 @@
-"""Some members at a time: on a mesh as many of each device, so that all devices work and no weights move."""
+"""Blocks of members: on a mesh the same number per device, so that all devices work and no weights move."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def members_of_device(num_members: int, layout: Layout | None) -> int:
 
 
 def blocks_of_members(num_members: int, size: int, layout: Layout | None) -> list[slice | np.ndarray]:
-    """The positions of all members in blocks, of `size` members of each device."""
+    """The positions of all members in blocks of `size` members per device."""
     own = members_of_device(num_members, layout)
     if size >= own:
         return [slice(0, num_members)]
@@ -25,7 +25,7 @@ def blocks_of_members(num_members: int, size: int, layout: Layout | None) -> lis
         return [slice(start, start + size) for start in range(0, num_members, size)]
     first = own * np.arange(layout.members)[:, None]
     blocks = [first + np.arange(start, min(start + size, own)) for start in range(0, own, size)]
-    return [block[block < num_members] for block in blocks]  # the others are pads
+    return [block[block < num_members] for block in blocks]  # the others are padding
 
 
 def take_block(tree: PyTree, positions: np.ndarray, layout: Layout) -> PyTree:

@@ -54,7 +54,7 @@ def check_inference(inference: Any, key: Any, *, name: str) -> bool:
 
 
 def check_untraced(tree: Any) -> None:
-    """Arrays are concrete: a memory budget needs measurements, which are impossible while tracing."""
+    """Raises for traced arrays: a memory budget needs measurements, which are impossible while tracing."""
     if any(is_traced(leaf) for leaf in jax.tree.leaves(tree)):
         raise TypeError(
             "`predict` measures what it needs to stay within `memory`, which is impossible inside `jax.jit` and the "
@@ -63,7 +63,7 @@ def check_untraced(tree: Any) -> None:
 
 
 def check_rows_of_result(combined: Any, num_rows: int) -> None:
-    """The leading axis of every combined array is that of the rows."""
+    """Raises unless the leading axis of every combined array is that of the rows."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(combined)]
     if not shapes or any(shape[:1] != (num_rows,) for shape in shapes):
         listed = ", ".join(map(str, shapes)) or "no array"

@@ -1,7 +1,7 @@
-"""Few rows in one call: a compiled program of flat arrays, found by the structure of the arguments.
+"""The fast path for few rows: a compiled program of flat arrays, cached by the structure of the arguments.
 
-Most checks of `predict` depend on structures, shapes and dtypes only. A program is kept once they and a first call have
-passed; calls that find it pass its arrays on, which takes a tenth of the time.
+Most checks of `predict` depend on structures, shapes and dtypes only. A program is cached once they and a first call
+have passed; further calls skip the checks, and take a tenth of the time.
 """
 
 import threading
@@ -46,7 +46,7 @@ class FewRows(NamedTuple):
 
 
 class FewProgram(NamedTuple):
-    """A compiled prediction for few rows, of an ensemble of so many members."""
+    """A compiled prediction of an ensemble for few rows."""
 
     call: Callable[[list[Any], list[Any]], PyTree]
     plan: AbstractPlan
@@ -60,7 +60,7 @@ _LOCK = threading.Lock()
 def few_rows(
     ensemble: Any, x: PyTree, state: Any, *, fn: Any, inference: Any, plan: Any, batch_size: Any
 ) -> FewRows | None:
-    """The arguments as flat lists; `None` if an array is not on one device, rows not on a CPU, or anything unusual."""
+    """The arguments as flat lists; `None` without a fast path, as for several devices, or rows not on a CPU."""
     if type(ensemble) is not Ensemble or type(batch_size) is not int or type(inference) not in (bool, type(None)):
         return None
     if _check.is_inside_transformation():
@@ -88,13 +88,13 @@ def few_rows(
     key = structure, tuple(kinds), structure_of_rows, kinds_of_rows, fn, inference, type(plan), plan
     try:
         hash(key)
-    except TypeError:  # of a field or an option
+    except TypeError:  # by a field or an option
         return None
     return FewRows(key, arrays, rows, num_rows, batch_size)
 
 
 def find_program(few: FewRows) -> FewProgram | None:
-    """The program that has been kept for these arguments, if any."""
+    """The cached program for these arguments, if any."""
     with _LOCK:
         program = _PROGRAMS.get(few.key)
         if program is not None:
@@ -103,7 +103,7 @@ def find_program(few: FewRows) -> FewProgram | None:
 
 
 def keep_program(few: FewRows, program: FewProgram) -> None:
-    """Keeps a program for further calls."""
+    """Caches a program for further calls."""
     with _LOCK:
         _PROGRAMS[few.key] = program
         while len(_PROGRAMS) > _MOST_PROGRAMS:
@@ -133,7 +133,7 @@ def make_program(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs)
 
 
 def run_program(program: FewProgram, few: FewRows) -> PyTree:
-    """The predictions for all rows, of which the last is repeated up to a power of two."""
+    """The predictions for all rows, padded to a power of two by repeating the last one."""
     size = size_of_few(few.num_rows, few.batch_size)
     rows = few.rows if size == few.num_rows else [_pad(x, size) for x in few.rows]
     return program.call(few.arrays, rows)

@@ -23,7 +23,7 @@ from ._work import Work, combine_parts
 
 
 class Part(NamedTuple):
-    """A part of a group: its name, the positions of its members in the group, and what they are called with."""
+    """A part of a group: its name, the positions of its members in the group, and their arguments."""
 
     name: str
     ensemble: Ensemble[Any]
@@ -49,10 +49,10 @@ def predict_group(
     progress: bool | None,
     **options: Any,
 ) -> PyTree:
-    """The predictions of all members of a group, in its order, by `predict` of an ensemble.
+    """The predictions of all members of a group, in its order; `predict` is that of an ensemble.
 
-    Few rows are predicted by one part after another. Of more, each batch is predicted by all parts before the next one,
-    so that combined predictions need memory for one batch only.
+    Few rows are predicted by one part after another. With more rows, all parts predict a batch before the next one, so
+    that combined predictions need memory for one batch only.
     """
     check_no_batch(x)
     _check.check_positive_int(batch_size, "batch_size", name="predict")

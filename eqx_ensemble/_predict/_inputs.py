@@ -33,7 +33,7 @@ def check_members_and_rows(ensemble: Ensemble[Any], x: PyTree, state: Any) -> in
 
 
 def check_budget(memory: Any, read: PyTree) -> None:
-    """A budget of bytes, which needs concrete arrays."""
+    """Raises unless `memory` is a positive integer and the arrays are concrete, or `memory` is `None`."""
     if memory is not None:
         _check.check_positive_int(memory, "memory", name="predict")
         check_untraced(read)
@@ -48,7 +48,7 @@ def prepare_inputs(
 
 
 def size_of_batch(inputs: Sequence[PredictionInputs], num_rows: int, batch_size: int, memory: int | None) -> int:
-    """The rows of a batch: with fewer rows than that, a power of two."""
+    """The number of rows of a batch: a power of two if there are fewer rows than `batch_size`."""
     padded = memory is None and num_rows < batch_size and not any(map(_check.is_traced, jax.tree.leaves(inputs)))
     return size_of_few(num_rows, batch_size) if padded else min(batch_size, num_rows)
 
@@ -67,7 +67,7 @@ def _on_mesh(inputs: PredictionInputs, mesh: Mesh | None) -> tuple[PredictionInp
 def predict_no_rows(
     plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs, combine: Any, weights: Any
 ) -> PyTree:
-    """The prediction for no rows: that for one row, by its shapes alone, without this row."""
+    """The prediction for no rows, from the shapes of that for one row."""
     shapes = eqx.filter_eval_shape(
         lambda inputs: predict_batch(plan, call, inputs.one_row_of_zeros(), jnp.arange(1)), inputs
     )

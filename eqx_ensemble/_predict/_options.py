@@ -21,20 +21,20 @@ class PredictOptions(TypedDict, total=False):
 
 
 class WithCombine(PredictOptions, total=False):
-    """Those that do not change it where there is `combine`."""
+    """The options that do not change the type of the result with `combine`."""
 
     state: eqx.nn.State | None
     fn: Callable[..., Any] | None
 
 
 class WithoutCombine(PredictOptions, total=False):
-    """Those where there is no `combine`, which may be given as `None`."""
+    """The options without `combine`, which may be given as `None`."""
 
     combine: None
 
 
 class GroupOptions(TypedDict, total=False):
-    """The options of `predict` for a group, of which some may be given for each part."""
+    """The options of `predict` for a group, some of which may differ between parts."""
 
     weights: Any
     batch_size: int

@@ -9,7 +9,7 @@ from ._check import result_message
 
 
 class OutputBuffer:
-    """A result that is written some rows at a time, in place, so that there is never a second copy of it.
+    """A result that is written in place, some rows at a time, without a second copy.
 
     **Attributes:**
 
@@ -21,7 +21,7 @@ class OutputBuffer:
         self._num_rows, self._axis = num_rows, axis
 
     def write(self, part: PyTree, start: int) -> None:
-        """Writes a part of the result at the row `start`; the first part has to start at row 0."""
+        """Writes a part of the result at the row `start`; the first part must start at row 0."""
         if self.value is not None:
             traced = any(map(_check.is_traced, jax.tree.leaves((self.value, part))))
             self.value = (_write_copy if traced else _write_in_place)(self.value, part, start, self._axis)

@@ -95,42 +95,41 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
 ) -> PyTree:
     """Predictions of every member for every row, in bounded memory.
 
-    Rows are processed in batches of `batch_size`, so that the intermediate arrays of one batch are all that is needed
-    in addition to the result; batches of a few hundred rows stay in a processor's cache. With `combine` the predictions
-    of all members exist for one batch at a time: apart from inputs and result, memory grows with neither members nor
-    rows.
+    Rows are processed in batches of `batch_size`. Only the intermediate arrays of one batch are needed in addition to
+    inputs and result; batches of a few hundred rows stay in a processor's cache. With `combine`, the predictions of all
+    members exist for one batch at a time, and `memory` bounds the members that are processed together.
 
     **Arguments:**
 
-    - `ensemble`: members are functions of one example. Those of all parts of an [`eqx_ensemble.Group`][] are
-        predicted with, along one axis, if they return arrays of one shape. For a group, `fn`, `plan`, `state` and `x`
-        may be dicts with one value for each part, by its name.
+    - `ensemble`: an ensemble, whose members are functions of one example; or an [`eqx_ensemble.Group`][], whose members
+        must all return arrays of one shape. For a group, `fn`, `plan`, `state` and `x` may be dicts with one value per
+        part, by name.
     - `x`: any PyTree of arrays `(rows, ...)`, of zero or more rows; parts marked [`eqx_ensemble.Each`][] are
-        `(members, rows, ...)`. A member is called with one row of it.
+        `(members, rows, ...)`. A member is called with one row.
     - `combine`: combines the members' predictions for a batch of rows, `(members, rows, ...)`: any function that treats
-        rows independently and returns arrays `(rows, ...)`, called as `combine(predictions)`, with weights as
-        `combine(predictions, weights=weights)`, options by `functools.partial`. Where `memory` has no room for all
-        members, functions of this library that have a [streaming form][eqx_ensemble.combine.streaming] take some at a
-        time, as an [`eqx_ensemble.combine.AbstractCombination`][] of your own does; any other function is called with
+        rows independently and returns arrays `(rows, ...)`, called as `combine(predictions)`, or with weights as
+        `combine(predictions, weights=weights)`; pass options by `functools.partial`. If all members do not fit into
+        `memory`, functions of this library with a [streaming form][eqx_ensemble.combine.streaming] take some members at
+        a time, as does an [`eqx_ensemble.combine.AbstractCombination`][] of your own; any other function is called with
         all members for fewer rows. Functions of a mean and a variance take members that return a pair.
-    - `weights`: for `combine`, one weight for each member `(members,)`; or for each member and row, `(members, rows)`,
-        such as those of a gate, of which each batch is given its own. With these no streaming form is used.
+    - `weights`: for `combine`, one weight per member `(members,)`; or per member and row, `(members, rows)`, such as
+        those of a gate, which are split by batch and exclude the streaming form.
     - `batch_size`: rows per batch; with `memory`, the maximum. A program is compiled for this number of rows and, for
         fewer, for the next power of two: the last row is repeated as padding, and the padding is dropped.
-    - `memory`: a budget in bytes for the peak in addition to inputs and result. Fewer rows and, if need be, fewer
-        members are processed at a time; how many follows from measuring the first batches, since compilers' own
+    - `memory`: a budget in bytes for the peak in addition to inputs and result. Fewer rows and, if needed, fewer
+        members are processed at a time; their numbers follow from measuring the first batches, because a compiler's
         estimates can be many times too low. On a CPU the memory of the process is sampled, which needs Linux;
-        elsewhere, and on an accelerator that needed more before, only the compiler's estimate is known. The memory of
-        the compiler itself is not counted. `plan="auto"` then chooses by static analysis only.
-    - `state`: the stacked `equinox.nn.State` of stateful members, which are called as `model(x, state)` and whose new
-        states are dropped.
+        elsewhere, and on an accelerator whose earlier peak was higher, only the compiler's estimate is available. The
+        memory of the compiler itself is not counted. `plan="auto"` then chooses by static analysis only.
+    - `state`: the stacked `equinox.nn.State` of stateful members, which are called as `model(x, state)`; their new
+        states are discarded.
     - `fn`: called instead of the member as `fn(model, x)`, `fn(model, x, state)`, `fn(model, x, key=key)`.
     - `inference`: whether to put the members into inference mode (`equinox.nn.inference_mode`) first, which switches
         dropout off. The default is `True`; with `key` there is no default.
     - `plan`: how the members are executed; `"auto"` measures candidates while it processes the batches.
     - `mesh`: the devices to predict on, from [`eqx_ensemble.make_mesh`][]; for an ensemble that was built on a mesh,
-        that one. Members are sharded over its axis `members`, the rows of a batch over `data`. A budget of
-        `memory` is for each device; for each process on CPUs, whose devices share it. The smallest counts.
+        that one by default. Members are sharded over its axis `members`, the rows of a batch over `data`. `memory` is
+        then a budget per device, or per process on CPUs, whose devices share it; the smallest one applies.
     - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `key`: if given, members are called with `key=`, a different key for every row: with `inference=False` this is
         Monte-Carlo dropout.
@@ -138,8 +137,9 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     **Returns:** the predictions, each array `(members, rows, ...)`; with `combine`, its results, each array
     `(rows, ...)`.
 
-    **Raises:** `ValueError` for a `key` without `inference`; `MemoryError` when one row of one member needs more than
-    `memory`, and when there is no memory for the result.
+    **Raises:** `ValueError` for a `key` without `inference`, and for results of `combine` other than `(rows, ...)`;
+    `TypeError` for `weights` without `combine`, and for `memory` while tracing; `MemoryError` if one row of one member
+    needs more than `memory`, or if there is no memory for the result.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 16, 2, key=key), 4, key=key)

@@ -1,4 +1,4 @@
-"""Some rows of arrays: on a CPU by NumPy, because JAX compiles its own indexing anew for every number of rows."""
+"""Selects rows of arrays: on a CPU by NumPy, because JAX compiles its indexing anew for every number of rows."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .. import _check
 
 
 def size_of_few(num_rows: int, batch_size: int) -> int:
-    """The rows of the program for fewer rows than a batch: a power of two, so that few programs are compiled."""
+    """The number of rows of the program for less than a batch: a power of two, so that few programs are compiled."""
     return min(batch_size, 1 << (num_rows - 1).bit_length())
 
 
@@ -29,7 +29,7 @@ def first_rows(x: Any, count: int, *, axis: int) -> Any:
 
 
 def weights_of(weights: Any, rows: np.ndarray) -> Any:
-    """The weights for some rows: those of each row are cut, others are the same for all."""
+    """The weights for some rows; weights `(members,)` are the same for all."""
     return weights if weights is None or weights.ndim == 1 else weights[:, rows]
 
 

@@ -21,13 +21,13 @@ from ._rows import first_rows
 from ._work import Work
 
 Collect = Callable[[Iterable[tuple[Any, PyTree]], np.ndarray], PyTree]
-"""The result for some rows, from the predictions of all members, some at a time, each with their positions."""
+"""Makes the result for some rows from the predictions of all members, given in parts with their positions."""
 
 
 def run_works(
     works: Sequence[Work], collect: Collect, *, axis: int, memory: int | None, progress: bool | None
 ) -> PyTree:
-    """The result for all rows, whose axis in it is `axis`; 0 where members are combined."""
+    """The result for all rows, along its axis `axis`; 0 if members are combined."""
     num_rows, num_members = works[0].num_rows, sum(work.inputs.ensemble.num_members for work in works)
     output = OutputBuffer(num_rows, axis=axis)
     described = f"predict, {members_in_words(num_members)}"
@@ -49,7 +49,7 @@ def run_works(
 
 
 def _batches(works: Sequence[Work], collect: Collect) -> Iterator[tuple[np.ndarray, PyTree]]:
-    """The rows in batches of one size, with the result for them."""
+    """The rows in batches of one size, each with its result."""
     for parts in zip(*map(_batches_of, works), strict=True):
         rows = parts[0][0]
         own = [(work.positions_of(slice(None)), out) for work, (_, out) in zip(works, parts, strict=True)]
@@ -92,10 +92,10 @@ def _batches_within(memory: int, works: Sequence[Work], collect: Collect) -> Ite
 
 
 def _chunks(works: Sequence[Work], members: int, rows: np.ndarray) -> Iterator[tuple[Any, PyTree]]:
-    """The predictions for some rows, of so many members of each device at a time."""
+    """The predictions for some rows, of `members` members per device at a time."""
     for work in works:
         for chunk in blocks_of_members(work.inputs.ensemble.num_members, members, work.call.layout):
             read = batch_arguments(work.call, work.inputs, rows, members=chunk)
-            # Unfinished batches would occupy memory too: each one is awaited.
+            # Each batch is awaited: unfinished ones would occupy memory too.
             out = jax.block_until_ready(compiled_batch(work.pilot.plan, *read))
             yield work.positions_of(chunk), out

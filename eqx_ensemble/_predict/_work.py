@@ -13,9 +13,9 @@ from ._batch import MemberCall, PredictionInputs
 
 
 class Work(NamedTuple):
-    """How the rows of a call are processed by the members of an ensemble.
+    """The rows of a call to be predicted by an ensemble.
 
-    `members`: their positions in the group that the ensemble is a part of, if it is.
+    `members`: the positions of its members in the group, if it is part of one.
     """
 
     pilot: Pilot
@@ -34,12 +34,12 @@ class Work(NamedTuple):
         return np.minimum(np.arange(start, start + count), self.num_rows - 1)
 
     def positions_of(self, chunk: slice | np.ndarray) -> Any:
-        """The positions among all members of some members of this ensemble."""
+        """The positions, among all members, of a chunk of this ensemble."""
         return chunk if self.members is None else self.members[chunk]
 
 
 def combine_parts(parts: Iterable[tuple[Any, PyTree]], combine: Any, weights: Any) -> PyTree:
-    """Combines the predictions of all members, of which `parts` holds some at a time, with their positions."""
+    """Combines the predictions of all members; each of `parts` has those of some, with their positions."""
     if isinstance(combine, AbstractCombination):
         partial = None
         for index, part in parts:
