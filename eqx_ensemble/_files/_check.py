@@ -13,7 +13,7 @@ from ..checkpoint._check import safe_text
 
 
 def run_of_fit_message(path: Any, folder: Any, *, name: str) -> str:
-    """The message for a checkpoint of a run, where a model is needed."""
+    """The message for a checkpoint of a run in place of a model."""
     return (
         f"`{name}` needs a checkpoint of an ensemble or a model, and `{path}` is one of a run of `fit`: it holds the "
         f"whole training state.\nThe same call of `fit` with `checkpoint={str(folder)!r}` gives the run; to load the "
@@ -93,7 +93,7 @@ def check_no_typed_keys(tree: Any, reason: str, *, name: str) -> None:
 
 
 def check_plain_dtype(dtype: Any, path: str, *, name: str) -> None:
-    """Checks that safetensors has a dtype."""
+    """Checks that safetensors supports a dtype."""
     if dtype.name not in PLAIN_DTYPES:
         raise TypeError(
             f"`{name}` cannot write the array `{path}` of dtype {dtype.name}: safetensors has no such type.\n"

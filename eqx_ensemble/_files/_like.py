@@ -20,7 +20,7 @@ def is_maker(like: Any) -> bool:
 
 
 def evaluate_make(make: Any) -> Any:
-    """The shapes of what `make` returns, or what it returns, if it cannot be traced or hides arrays."""
+    """The shapes of the result of `make`; the result itself if `make` cannot be traced or hides arrays."""
     check_make_of_key(make, name="load")
     key = jax.random.key(0)
     try:
@@ -61,7 +61,7 @@ def _as_group(one: Group, manifest: Manifest) -> Any:
     def resize(name: str, part: Ensemble[Any]) -> Ensemble[Any]:
         ids = saved.get(f".parts['{name}'].ids")
         if ids is None:
-            return part  # which the file does not have: an error follows
+            return part  # missing in the file: an error follows
         stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype), part.arrays)
         return eqx.filter_eval_shape(Ensemble, stacked, part.shared, jax.ShapeDtypeStruct(ids.shape, part.ids.dtype))
 
@@ -75,7 +75,7 @@ def _is_saved_as(kind: type, manifest: Manifest, path: str) -> bool:
 
 
 def _as_ensemble(one: Any, manifest: Manifest, start: str) -> Ensemble[Any]:
-    """An ensemble of shapes, whose members share what they shared when it was saved."""
+    """An ensemble of shapes, with the same shared leaves as the saved one."""
     saved = {entry.path: entry for entry in manifest.entries}
     keyed, treedef = jtu.tree_flatten_with_path(one)
     count = len(manifest.members or ())
@@ -86,7 +86,7 @@ def _as_ensemble(one: Any, manifest: Manifest, start: str) -> Ensemble[Any]:
         if is_array_like(leaf) and f"{start}.shared{path}" not in saved:
             stacked.append(_with_axis(leaf, count))
             rest.append(None)
-        elif type(leaf) is float and own is not None:  # numbers of the members, marked by one that they share
+        elif type(leaf) is float and own is not None:  # floats of the members, marked by a shared number
             stacked.append(jax.ShapeDtypeStruct((count,), own.dtype))
             rest.append(leaf)
         else:

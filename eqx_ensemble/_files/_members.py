@@ -19,14 +19,14 @@ from ._single import read_equinox, read_safetensors, to_safetensors
 def export_members(
     ensemble: Ensemble[Any] | Group, folder: PathLike, *, format: Literal["eqx", "safetensors"] = "eqx"
 ) -> list[Path]:
-    """Writes every member into a file of its own, which other libraries can read.
+    """Writes each member to a separate file that other libraries can read.
 
     **Arguments:**
 
     - `ensemble`: the ensemble or the group.
     - `folder`: the folder to write to; files in it with the same names are replaced.
     - `format`: `"eqx"` for files that `equinox.tree_deserialise_leaves` reads; `"safetensors"` for the arrays by name,
-        as `layers.0.weight`, which many languages and frameworks read.
+        such as `layers.0.weight`, which many languages and frameworks read.
 
     **Returns:** the paths, `member-000003.eqx` for the member with id 3, in the order of the members.
 
@@ -75,14 +75,15 @@ def load_members(paths: Iterable[PathLike], like: Any, *, ids: Any = None) -> En
 
     - `paths`: files of `equinox.tree_serialise_leaves`, files `.safetensors` with the names that
         [`eqx_ensemble.export_members`][] gives them, or folders of [`eqx_ensemble.save`][]. Only the last kind has
-        checksums; in the others, a changed bit goes unnoticed.
-    - `like`: what one file holds: a function that makes it from a key, a model, or its shapes.
+        checksums; in the others, a changed bit is not detected.
+    - `like`: a template of the model in one file: a function that makes it from a key, a model, or its shapes.
     - `ids`: the members' ids; `0, 1, 2, ...` if not given.
 
-    **Returns:** an ensemble with one member for each path.
+    **Returns:** an ensemble with one member per path.
 
     **Raises:** `MemberMismatchError` with every leaf of a file that differs from `like`; `CheckpointCorruptError` for
-    files that are truncated or in another format.
+    files that are truncated or in another format; `FileNotFoundError` for a missing file; `ValueError` if there are no
+    paths.
 
     ```python
     import tempfile

@@ -51,10 +51,10 @@ class LoadOptions(TypedDict, total=False):
 def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName = "safetensors") -> None:
     """Saves an ensemble, a model or any other PyTree.
 
-    Arrays (also typed keys) and Python numbers are saved, each with a checksum, those of an ensemble with one for each
-    member; functions, strings and static fields are described, so that loading into another model is noticed. Nothing
-    is pickled. `path` becomes a folder with a manifest in JSON and the arrays in the safetensors format. It is written
-    atomically; a checkpoint that is already there stays complete until the new one replaces it.
+    Arrays (also typed keys) and Python numbers are saved with checksums, those of an ensemble with one per member;
+    functions, strings and static fields are described, so that [`eqx_ensemble.load`][] detects a different model.
+    Nothing is pickled. `path` becomes a folder with a manifest in JSON and the arrays in the safetensors format. It is
+    written atomically; an existing checkpoint stays complete until the new one replaces it.
 
     **Arguments:**
 
@@ -62,12 +62,12 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
     - `tree`: any PyTree.
     - `meta`: dicts, lists, strings and numbers to keep with it, as JSON: [`eqx_ensemble.checkpoint.contents`][]
         returns them.
-    - `format`: `"safetensors"`; or `"orbax"` (extra `orbax`) for arrays on the devices of several processes, which all
-        of them call this with, and for object stores, where `path` is like `"gs://bucket/run"`.
-        [`eqx_ensemble.load`][] detects the format. [What is different](#orbax).
+    - `format`: `"safetensors"`; or `"orbax"` (extra `orbax`) for arrays sharded over several processes, all of which
+        call `save`, and for object stores, with a `path` like `"gs://bucket/run"`. [`eqx_ensemble.load`][] detects the
+        format. [Differences](#orbax).
 
-    **Raises:** `OSError` with the bytes needed and free, where the disk is full or cannot be written;
-    `FileExistsError` where `path` exists and is not a checkpoint of this library; `TypeError` for traced arrays, a
+    **Raises:** `OSError` with the bytes needed and free, if the disk is full or cannot be written;
+    `FileExistsError` if `path` exists and is not a checkpoint of this library; `TypeError` for traced arrays, a
     function without arrays, and metadata that JSON cannot hold.
 
     ```python
@@ -109,7 +109,7 @@ def load(
     strict: bool = True,
     mesh: Mesh | None = None,
 ) -> PyTree:
-    """Loads what [`eqx_ensemble.save`][] saved.
+    """Loads a tree that [`eqx_ensemble.save`][] saved.
 
     Numbers come from the file, and their checksums are verified; the code and all other values come from `like`. Arrays
     have the dtype that was saved, strongly typed.
@@ -117,29 +117,29 @@ def load(
     **Arguments:**
 
     - `path`: the folder.
-    - `like`: what was saved, in one of three ways: the function that makes one member from a key, as given to
+    - `like`: a template of the saved tree: the function that makes one member from a key, as given to
         [`eqx_ensemble.build`][] (also one that returns a model and its `equinox.nn.State`); a tree like the one saved;
         or its shapes, from `equinox.filter_eval_shape`. For an [`eqx_ensemble.Group`][] the function makes a group with
-        the same parts, of any number of members. Arrays are NumPy arrays where `like` has these, jax arrays
-        elsewhere, sharded over several devices where those of `like` are.
+        the same parts, of any number of members. Arrays are NumPy arrays where those of `like` are, JAX arrays
+        elsewhere, and sharded over several devices as in `like`.
     - `members`: positions of the members to read, as in `ensemble[members]`: a list, a slice or a mask. The tree must
-        hold one ensemble, besides states and inputs marked `Each` with as many members. `like` may then have any number
-        of members. With the format `"orbax"`, and of a group, all are read and these are kept.
+        contain one ensemble, in addition to states and inputs marked `Each` with as many members. `like` may then have
+        any number of members. With the format `"orbax"`, and for a group, all members are read and these are kept.
     - `cast`: `"like"` casts floats to floats, integers to integers and complex to complex numbers of another
         precision, if none of them becomes infinite or wraps around. Without it, nothing is cast.
-    - `mesh`: the devices for ensembles, from [`eqx_ensemble.make_mesh`][], wherever they were saved from.
+    - `mesh`: the devices for ensembles, from [`eqx_ensemble.make_mesh`][], whatever devices they were saved from.
     - `strict`: `False` warns instead of raising when functions, strings or static fields differ from those saved.
         Numbers, strings, enumerations, containers, dataclasses, partial functions and arrays in static fields are
-        compared by value; functions by their name and other objects by their type, so that one `lambda` in place of
-        another, or a closure over another number, is not noticed.
+        compared by value; functions by their name and other objects by their type, so that a different `lambda`, or a
+        closure over another number, is not detected.
 
-    **Returns:** a tree like the one that was saved. Type checkers take what a function as `like` gives for an ensemble:
+    **Returns:** a tree like the one that was saved. For type checkers it is an ensemble if `like` is a function;
     `load(path, make(key))` is a single model.
 
-    **Raises:** `MemberMismatchError` with every leaf that differs, what was saved and what is expected;
-    `CheckpointCorruptError` with the file, leaf and member that are damaged; `FileNotFoundError` for any other folder,
-    with what it is and which function reads it; `ValueError` for a checkpoint of a run of `fit`, and for `members` of a
-    tree that holds several ensembles.
+    **Raises:** `MemberMismatchError` with every leaf that differs, as saved and as expected; `CheckpointCorruptError`
+    with the damaged file, leaf and member; `FileNotFoundError` if there is no checkpoint, with the kind of the folder
+    and the function that reads it; `ValueError` for a checkpoint of a run of `fit`, and for `members` of a tree without
+    members or with several ensembles.
 
     ```python
     import tempfile
@@ -196,7 +196,7 @@ def _ensembles(tree: PyTree) -> Iterator[Ensemble]:
 
 
 class Marks(NamedTuple):
-    """Which leaves of a tree carry the members axis, and the members' ids."""
+    """Flags of the leaves that carry the members axis, and the members' ids."""
 
     per_member: PyTree
     ids: np.ndarray | None
@@ -205,7 +205,7 @@ class Marks(NamedTuple):
 def marks(tree: PyTree) -> Marks:
     """Finds the members of a tree in its ensembles, states and inputs marked `Each`.
 
-    Where a tree has several sets of members, those of the first one have checksums of their own. Files hold members
+    If a tree has several sets of members, only those of the first one have separate checksums. Files hold members
     along the leading axis only: an `Each` along another axis is saved as one array.
     """
     nodes = jax.tree.leaves(tree, is_leaf=_axes.is_per_member)
@@ -235,7 +235,7 @@ def _count(node: Any) -> int | None:
 
 
 def _one_set_of_members(like: Any, manifest: Manifest, path: PathLike, name: str) -> None:
-    """Checks that a tree has one set of members, so that some of them can be chosen."""
+    """Checks that a tree has one set of members, so that some of them can be selected."""
     kinds = {entry.path: entry.kind for entry in manifest.entries}
     keyed, _ = jtu.tree_flatten_with_path(like, is_leaf=_axes.is_per_member)
     marked = [(keys, node) for keys, node in keyed if _axes.is_per_member(node)]

@@ -24,7 +24,7 @@ _KINDS = {bool: "b", int: "iu", float: "f", complex: "c"}
 def read_equinox(path: Path, like: Any, *, name: str) -> Any:
     """Reads a file of `equinox.tree_serialise_leaves`, which has neither names nor a count of its arrays.
 
-    Their headers are compared with `like` first. NumPy then takes memory only for arrays that the file has.
+    The headers of the arrays are compared with `like` first; NumPy then allocates memory for arrays in the file only.
     """
     check_no_typed_keys(like, "files of `equinox.tree_serialise_leaves` hold none", name=name)
     with open(path, "rb") as file:
@@ -63,7 +63,7 @@ def _fits(found: Any, leaf: Any) -> bool:
     if is_number(leaf):
         return found.shape == () and found.dtype.kind in _KINDS[type(leaf)]
     same = found.dtype == leaf.dtype
-    if found.dtype.kind == "V":  # how NumPy writes bfloat16 and other types that it does not know
+    if found.dtype.kind == "V":  # how NumPy writes bfloat16 and other types that it lacks
         same = np.dtype(leaf.dtype).kind == "V" and found.dtype.itemsize == leaf.dtype.itemsize
     return same and found.shape == leaf.shape
 

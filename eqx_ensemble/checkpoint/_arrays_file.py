@@ -7,7 +7,7 @@ from ._path import open_file
 
 
 class ArraysFile:
-    """The file of arrays, open for reading: its size and its header are those that follow from the manifest."""
+    """The file of arrays, open for reading; its size and header are checked against the manifest."""
 
     def __init__(self, path: Path, layout: FileLayout) -> None:
         self._path = path
@@ -23,7 +23,7 @@ class ArraysFile:
         self._file.close()
 
     def read(self, start: int, size: int) -> bytes:
-        """The bytes from `start` on, fewer where the file ends."""
+        """The bytes from `start` on, fewer at the end of the file."""
         self._file.seek(start)
         parts = []
         while size > 0 and (part := self._file.read(size)):
@@ -32,7 +32,7 @@ class ArraysFile:
         return b"".join(parts)
 
     def fill(self, view: memoryview, start: int, leaf: str) -> None:
-        """Reads as many bytes as `view` has, from `start` on, which are those of a leaf."""
+        """Fills `view` with bytes of a leaf, from `start` on."""
         self._file.seek(start)
         while view:
             count = self._file.readinto(view)

@@ -1,4 +1,4 @@
-"""Checks of what is saved, and of files that are damaged."""
+"""Checks of the content to save, and messages for damaged files."""
 
 import os
 from typing import Any
@@ -9,7 +9,7 @@ from .._check import MemberMismatchError, check_path, check_word, is_integer, is
 from .._check._leaves import MOST_BITS
 
 KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
-"""The generators whose keys can be saved, and how many words a key of theirs has."""
+"""The generators whose keys can be saved, and the number of words in a key."""
 _JSON = "Metadata are dicts with string keys, lists, strings, numbers, booleans and `None`."
 
 
@@ -57,13 +57,13 @@ def check_savable(leaf: Any, path: str) -> None:
 
 
 def check_savable_dtype(dtype: Any, path: str, *, known: bool) -> None:
-    """Checks that the format has a dtype."""
+    """Checks that the format supports a dtype."""
     if not known:
         raise TypeError(f"The leaf at `{path}` is of dtype {dtype}, which cannot be saved: cast it to a dtype of jax.")
 
 
 def check_key_kind(kind: str, path: str) -> None:
-    """Checks that jax can restore keys of a generator from their data."""
+    """Checks that JAX can restore keys of a generator from their data."""
     if kind not in KEY_WORDS:
         raise TypeError(
             f"The keys at `{path}` are of the generator {kind!r}, which cannot be saved: use one of "
@@ -147,14 +147,14 @@ def check_format(format: Any, path: Any, *, name: str) -> None:
 
 
 def check_object_store(path: str) -> None:
-    """Checks that Orbax knows an object store: any other would become a local folder with that name."""
+    """Checks that Orbax supports an object store: any other would become a local folder with that name."""
     if path.partition("://")[0] not in _STORES:
         known = " or ".join(f"`{store}://`" for store in _STORES)
         raise ValueError(f"`{path}` is in an object store that is not supported.\nThe path starts with {known}.")
 
 
 def check_orbax_dtype(dtype: Any, path: str) -> None:
-    """Checks that Orbax has a dtype."""
+    """Checks that Orbax supports a dtype."""
     if dtype.name in _NOT_IN_ORBAX:
         raise TypeError(
             f"The leaf at `{path}` is of dtype {dtype.name}, which Orbax cannot save.\n"

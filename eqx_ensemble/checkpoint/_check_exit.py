@@ -14,7 +14,7 @@ def check_signal(number: Any, *, name: str) -> None:
 
 
 def check_exit_code(code: Any, *, name: str) -> None:
-    """Raises unless `code` is an exit code that says that a program is not done."""
+    """Raises unless `code` is an exit code other than success."""
     if not isinstance(code, int) or isinstance(code, bool) or not 1 <= code <= 255:
         raise ValueError(f"`{name}` needs `code` to be an exit code from 1 to 255, got {code!r}.")
 

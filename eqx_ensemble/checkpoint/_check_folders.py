@@ -1,4 +1,4 @@
-"""Checks of folders, and messages for what the operating system refuses."""
+"""Checks of folders, and messages for errors of the operating system."""
 
 import contextlib
 import errno
@@ -113,7 +113,7 @@ def check_folder_free(path: Any, holder: dict[str, Any] | None, *, free: bool) -
 
 
 def check_lock_held(path: Any, holder: dict[str, Any] | None, *, ours: bool) -> None:
-    """Checks that no other run has taken over the folder, where the file system has no locks between machines."""
+    """Checks that no other run has taken over the folder, if the file system has no locks between machines."""
     if not ours:
         holder = holder or {}
         raise BlockingIOError(
@@ -146,7 +146,7 @@ def check_folder_exists(path: Any, *, name: str) -> None:
 
 
 def not_a_checkpoint_message(path: Any, kind: str, found: Sequence[str], *, name: str) -> str:
-    """The message for a folder that is not a checkpoint: what it is, and which function reads it.
+    """The message for a folder that is not a checkpoint: its kind, and the function that reads it.
 
     **Arguments:** `kind`, one of those in `_KINDS`; `found`, the names in the folder that show it, in order.
     """
@@ -202,7 +202,7 @@ def check_step_exists(folder: Any, step: int | None, steps: Sequence[int]) -> No
 
 
 def fallback_message(bad: Sequence[tuple[int, Exception]], step: int) -> str:
-    """The warning where the newest checkpoints are damaged."""
+    """The warning if the newest checkpoints are damaged."""
     damaged = "\n".join(f"  step {number}: {str(error).splitlines()[0]}" for number, error in bad)
     return (
         f"`checkpoint.Checkpoints.restore` went back to step {step}, because newer checkpoints are damaged.\n{damaged}"
@@ -210,7 +210,7 @@ def fallback_message(bad: Sequence[tuple[int, Exception]], step: int) -> str:
 
 
 def all_damaged_message(bad: Sequence[tuple[int, Exception]], folder: Any) -> str:
-    """The message where no checkpoint can be read."""
+    """The message if no checkpoint can be read."""
     damaged = "\n".join(f"  step {number}: {str(error).splitlines()[0]}" for number, error in bad)
     return f"All checkpoints in `{folder}` are damaged.\n{damaged}"
 

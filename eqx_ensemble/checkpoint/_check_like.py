@@ -1,4 +1,4 @@
-"""Checks of `like` against what was saved."""
+"""Checks of `like` against the saved tree."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ def check_sharding(sharding: Any, shape: tuple[int, ...], path: str) -> None:
 
 
 class LeafDifference(NamedTuple):
-    """A leaf that differs, as text: its path, what was saved, and what is expected."""
+    """A leaf that differs, as text: its path, and the saved and the expected leaf."""
 
     path: str
     saved: str
@@ -55,7 +55,7 @@ def check_same_leaves(differences: Sequence[LeafDifference], path: Any, *, only_
 
 
 def structure_text(differences: Sequence[LeafDifference], path: Any, *, name: str) -> str:
-    """How the static parts of `like` differ from those that were saved."""
+    """The differences between the static parts of `like` and those that were saved."""
     return (
         f"`{name}` found equal leaves in `{path}`, but parts that are not arrays differ from what was saved.\n"
         f"{_differences_text(differences)}"
@@ -86,7 +86,7 @@ def check_castable(saved: Any, expected: Any, path: str, *, fits: bool) -> None:
 
 
 def check_jax_dtype(dtype: Any, path: str) -> None:
-    """Checks that jax arrays can have a dtype now."""
+    """Checks that JAX arrays can currently have a dtype."""
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"The leaf at `{safe_text(path)}` is {dtype}, and jax has 64-bit types switched off.\nEnable them "

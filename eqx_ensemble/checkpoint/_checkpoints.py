@@ -24,7 +24,7 @@ _NAME = "checkpoint.Checkpoints.restore"
 
 
 class Restored(NamedTuple):
-    """What [`eqx_ensemble.checkpoint.Checkpoints.restore`][] returns.
+    """A restored checkpoint, as [`eqx_ensemble.checkpoint.Checkpoints.restore`][] returns it.
 
     **Attributes:**
 
@@ -47,16 +47,16 @@ class Checkpoints:
 
     Each checkpoint is a folder `step-000000000100`, written atomically: a kill or a power cut leaves it complete or
     absent. Checkpoints are ordered by step. After each save, old ones are removed, except for the `last` newest, the
-    `best` by score, and every multiple of `keep_period`. One that holds files of your own is kept too, with a warning.
+    `best` by score, and every multiple of `keep_period`. One that contains other files is kept too, with a warning.
 
     In a `with` statement, leaving the block waits for a save that is in progress.
 
     **Arguments:**
 
     - `folder`: the run's folder, created by the first save.
-    - `last`: how many of the newest to keep, at least 1.
-    - `best`: how many of the best to keep: those with the lowest scores.
-    - `keep_period`: keep those whose step is a multiple of this, for good.
+    - `last`: the number of newest checkpoints to keep, at least 1.
+    - `best`: the number of best checkpoints to keep: those with the lowest scores.
+    - `keep_period`: also keep all checkpoints whose step is a multiple of this.
     - `asynchronous`: copy the tree to host memory, and write it in another thread. One save runs at a time; the next
         one waits for it. If a save fails, the next `save` or `wait` raises its error; without either, it is printed
         when Python exits.
@@ -125,20 +125,21 @@ class Checkpoints:
     def save(
         self, step: int, tree: Any, *, per_member: Any = False, ids: Any = None, score: Any = None, meta: Any = None
     ) -> None:
-        """Saves a tree as the checkpoint of a step, in place of one with the same number.
+        """Saves a tree as the checkpoint of a step, replacing one with the same number.
 
         **Arguments:**
 
-        - `step`: the number, a Python int.
+        - `step`: the step number, a Python int.
         - `tree`: any PyTree. Its arrays and Python numbers are saved; everything else is described.
-        - `per_member`: which leaves carry the leading members axis, so that single members can be read: a bool, or a
-            PyTree of bools that is a prefix of `tree`.
+        - `per_member`: flags the leaves that carry the leading `members` axis, so that single members can be read: a
+            bool, or a PyTree of bools that is a prefix of `tree`.
         - `ids`: the members' ids, needed with `per_member`.
         - `score`: the lower, the better; NaN is never best.
         - `meta`: dicts, lists, strings and numbers to keep with it, as JSON.
 
-        **Raises:** `OSError` with the bytes needed and free, where the disk is full or cannot be written; earlier
-        checkpoints stay usable. With `asynchronous`, the error of the previous save.
+        **Raises:** `OSError` with the bytes needed and free, if the disk is full or cannot be written; earlier
+        checkpoints stay usable. `TypeError` for leaves and `meta` that cannot be saved. With `asynchronous`, the error
+        of the previous save.
         """
         self.wait()
         path = self.path(step)
@@ -159,25 +160,25 @@ class Checkpoints:
             self._format.settle(self._worker.wait)
 
     def finish(self) -> None:
-        """Waits for a save that this process is writing. The error of a save that failed is left to `wait`."""
+        """Waits for a save in progress in this process, without raising its error, which `wait` does."""
         self._worker.finish()
 
     def restore(
         self, like: Any, *, step: int | None = None, cast: Literal["like"] | None = None, strict: bool = True
     ) -> Restored:
-        """Restores the newest checkpoint that is not damaged. A warning lists newer ones that are.
+        """Restores the newest checkpoint that is not damaged. A warning lists newer, damaged ones.
 
         **Arguments:**
 
         - `like`: a tree like the one that was saved, of arrays or of shapes from `equinox.filter_eval_shape`; or a
             function that makes such a tree from the checkpoint's [`eqx_ensemble.checkpoint.Contents`][].
-        - `step`: the number of the one checkpoint to read, instead of the newest.
+        - `step`: the step to restore, instead of the newest.
         - `cast`, `strict`: as in [`eqx_ensemble.load`][].
 
         **Returns:** [`eqx_ensemble.checkpoint.Restored`][].
 
-        **Raises:** `CheckpointCorruptError` where all checkpoints, or the one of `step`, are damaged;
-        `FileNotFoundError` where there is none; `MemberMismatchError` with all leaves in which `like` differs.
+        **Raises:** `CheckpointCorruptError` if all checkpoints, or the one of `step`, are damaged;
+        `FileNotFoundError` if there is none; `MemberMismatchError` with all leaves in which `like` differs.
         """
         self.wait()
         steps = self.steps
@@ -190,7 +191,7 @@ class Checkpoints:
                     tree = restore(reader, expected, rows=None, cast=cast, strict=strict, name=_NAME)
                     manifest = reader.manifest
             except (CheckpointCorruptError, OSError) as error:
-                # A disk may also refuse to read; and another process may have removed an old checkpoint meanwhile.
+                # Reading may also fail, and another process may have removed an old checkpoint meanwhile.
                 if step is not None or (isinstance(error, OSError) and error.errno not in (errno.EIO, errno.ENOENT)):
                     raise
                 bad.append((number, error))

@@ -1,4 +1,4 @@
-"""Commits what was written into a checkpoint's folder: renaming the manifest makes it the checkpoint, atomically."""
+"""Commits the files written into a checkpoint's folder, atomically, by renaming the manifest."""
 
 import contextlib
 import errno
@@ -19,11 +19,11 @@ from ._read import read_manifest
 
 _CANNOT = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _unsynced: set[int] = set()
-"""The disks whose folders cannot be synced, about which a warning was given."""
+"""The disks whose folders cannot be synced, for which a warning was issued."""
 
 
 def check_own(path: Any) -> None:
-    """Checks that a path holds a checkpoint, or what is left of one, and nothing else."""
+    """Checks that a path holds a checkpoint, or the remains of one, and nothing else."""
     check_overwritable(path, is_checkpoint=is_checkpoint(path), holds=foreign(path))
 
 
@@ -53,8 +53,8 @@ def sync_last(folder: Path) -> None:
 def write_manifest(folder: Path, manifest: bytes, *, arrays: int | None = None) -> None:
     """Writes the manifest under a temporary name.
 
-    The open file of arrays is synced first. As the manifest is on its way by then, file systems with a journal commit
-    both at once.
+    The open file of arrays is synced first. The manifest is already being flushed by then, and file systems with a
+    journal commit both at once.
     """
     check_manifest_size(len(manifest), LIMIT, folder)
     unfinished = folder / UNFINISHED

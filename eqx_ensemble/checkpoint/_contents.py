@@ -12,7 +12,7 @@ from ._read import Reader, Wanted
 
 
 class Contents(NamedTuple):
-    """What the manifest of a checkpoint lists.
+    """The contents of a checkpoint, from its manifest.
 
     **Attributes:**
 
@@ -23,8 +23,8 @@ class Contents(NamedTuple):
     - `versions`: those of Python and of the libraries that wrote it.
     - `num_bytes`: the size of its arrays.
     - `format`: `"safetensors"` or `"orbax"`.
-    - `unchecked`: the paths of leaves without a checksum, in which a changed bit goes unnoticed. There are some only in
-        the format `"orbax"`, where no process held all of a leaf, or all of one member's part of it.
+    - `unchecked`: the paths of leaves without a checksum, in which a changed bit is not detected. Only the format
+        `"orbax"` has them: leaves of which no process held all, or all of one member's part.
     """
 
     ids: tuple[int, ...] | None
@@ -40,12 +40,16 @@ class Contents(NamedTuple):
 
 
 def contents(path: str | os.PathLike[str]) -> Contents:
-    """Lists what is in a checkpoint, without reading its arrays and without the model's code.
+    """Lists the contents of a checkpoint, without reading its arrays and without the model's code.
+
+    **Arguments:**
+
+    - `path`: the checkpoint's folder.
 
     **Returns:** [`eqx_ensemble.checkpoint.Contents`][].
 
     **Raises:** `CheckpointCorruptError` for a damaged manifest, or a file of arrays of the wrong size;
-    `FileNotFoundError` where there is no checkpoint.
+    `FileNotFoundError` if there is no checkpoint; `ValueError` for another version of the format.
 
     ```python
     import tempfile
@@ -66,10 +70,14 @@ def verify(path: str | os.PathLike[str]) -> Contents:
     In the format `"orbax"`, all arrays are read into host memory at once. Leaves without a checksum are not verified;
     `unchecked` lists them.
 
-    **Returns:** what [`eqx_ensemble.checkpoint.contents`][] returns.
+    **Arguments:**
 
-    **Raises:** `CheckpointCorruptError` with the file, the leaf and the member, if anything differs from what was
-    saved.
+    - `path`: the checkpoint's folder.
+
+    **Returns:** [`eqx_ensemble.checkpoint.Contents`][].
+
+    **Raises:** `CheckpointCorruptError` with the file, the leaf and the member, if a checksum does not match; otherwise
+    as [`eqx_ensemble.checkpoint.contents`][].
 
     ```python
     import tempfile

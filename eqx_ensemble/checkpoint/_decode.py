@@ -84,7 +84,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _is_file(name: Any) -> bool:
-    """Whether a name is one of the two kinds that are opened; neither leads out of the folder."""
+    """Whether a name is of one of the two kinds that are opened; neither can leave the folder."""
     if type(name) is not str:
         return False
     start, end = ("orbax-", "") if is_orbax(name) else ("arrays-", ".safetensors")

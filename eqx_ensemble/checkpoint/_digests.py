@@ -36,7 +36,7 @@ def _blocks(leaf: np.ndarray | jax.Array, *, per_member: bool) -> Iterator[tuple
             shards.setdefault(first, shard)
     covered = sum(shard.data.shape[0] for shard in shards.values()) == leaf.shape[0] if per_member else bool(shards)
     if leaf.is_fully_addressable and not covered:
-        whole = np.empty(leaf.shape, leaf.dtype)  # `np.asarray(leaf)` would stay in memory as long as the leaf
+        whole = np.empty(leaf.shape, leaf.dtype)  # `np.asarray(leaf)` would be cached on the leaf
         for shard in leaf.addressable_shards:
             whole[shard.index] = shard.data
         yield 0, whole

@@ -1,4 +1,4 @@
-"""Every change of the disk by checkpoints is one of these functions, so that tests can make each of them fail."""
+"""The functions through which checkpoints change the disk; tests make each of them fail."""
 
 import contextlib
 import enum
@@ -12,7 +12,7 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # Windows: folders cannot be locked, and stale ones are left for the user
+except ImportError:  # Windows: folders cannot be locked, and stale ones are not removed
     fcntl = None
 
 
@@ -37,9 +37,9 @@ def write(file: int, data: bytes | memoryview) -> int:
 
 
 def flush(file: int, start: int, size: int) -> None:
-    """Has the system begin to write a part of an open file to the disk, while the program goes on. Promises nothing.
+    """Asks the system to start writing a part of an open file to the disk in the background. It is only a hint.
 
-    Linux does so when it is advised that the part is not needed any more.
+    Linux does so when advised that the part is no longer needed.
     """
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
@@ -83,7 +83,7 @@ def remove_empty_folder(path: Path) -> None:
 
 
 def remove_folder(path: Any) -> None:
-    """Removes a folder with all that is in it, also one in an object store."""
+    """Removes a folder with its contents, also one in an object store."""
     if isinstance(path, Path):
         shutil.rmtree(path)
     else:
@@ -101,7 +101,7 @@ def write_all(file: int, data: bytes | memoryview) -> None:
 def hold_lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """Holds the lock of a folder or a file; yields whether it is held. The system releases it when the process ends.
 
-    Where locking is impossible (Windows, folders on network disks), `wait` continues without a lock.
+    If locking is impossible (Windows, folders on network disks), `wait` continues without a lock.
     """
     if fcntl is None:
         yield wait
@@ -126,7 +126,7 @@ class Lock(enum.Enum):
 
 
 def lock(file: int, *, wait: bool, shared: bool = False) -> Lock:
-    """Locks an open file or folder until it is closed; `UNKNOWN` where the file system has no locks."""
+    """Locks an open file or folder until it is closed; `UNKNOWN` if the file system has no locks."""
     if fcntl is None:
         return Lock.UNKNOWN
     try:
@@ -163,5 +163,5 @@ if hasattr(os, "register_at_fork"):
 
 
 def token() -> str:
-    """A name that no other process chooses."""
+    """A random name, unique among processes."""
     return secrets.token_hex(4)

@@ -57,7 +57,7 @@ class Numbers(NamedTuple):
 
 
 def host_numbers(leaf: Any, path: str, *, copy: bool) -> Numbers:
-    """The numbers of an array leaf, in host memory. Without `copy` they may share memory that jax reuses later."""
+    """The numbers of an array leaf, in host memory. Without `copy` they may share memory that JAX reuses later."""
     check_savable(leaf, path)
     leaf, key = _without_keys(leaf, path)
     data = np.array(leaf, order="C") if copy else np.asarray(leaf, order="C")
@@ -75,7 +75,7 @@ def device_numbers(leaf: Any, path: str, *, copy: bool) -> Numbers:
     if isinstance(leaf, jax.Array) and (jax.process_count() == 1 or not leaf.is_fully_addressable):
         check_savable_dtype(leaf.dtype, path, known=leaf.dtype.name in DTYPES)
         return Numbers(leaf, key)
-    return Numbers(_little(np.asarray(leaf, order="C"), path), key)  # Orbax refuses the arrays of one process of many
+    return Numbers(_little(np.asarray(leaf, order="C"), path), key)  # Orbax rejects the arrays of one process of many
 
 
 def _without_keys(leaf: Any, path: str) -> tuple[Any, str | None]:

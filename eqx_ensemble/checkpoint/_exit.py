@@ -5,11 +5,11 @@ from types import FrameType
 
 from ._check_exit import check_exit_code, check_main_thread, check_signal, is_main_thread
 
-AGAIN = 75  # `EX_TEMPFAIL` of sysexits.h: a temporary failure, to be tried again
+AGAIN = 75  # `EX_TEMPFAIL` of sysexits.h: a temporary failure, to be retried
 
 
 class _Watch:
-    """Notes a signal, and exits at once unless a run that is saved holds the exit back until it has been saved."""
+    """Records a signal, and exits at once unless a run with checkpoints defers the exit until it is saved."""
 
     def __init__(self, code: int) -> None:
         self.code, self.received, self.held = code, 0, 0
@@ -26,25 +26,25 @@ _active: list[_Watch] = []
 
 @contextlib.contextmanager
 def exit_on_signal(number: int = signal.SIGTERM, *, code: int = AGAIN) -> Iterator[None]:
-    """Within `with`, a signal has runs saved, and then ends the program with an exit code that means "again".
+    """Within `with`, a signal saves runs and exits the program with a code that requests a restart.
 
-    Machines that may be taken away send SIGTERM some time before they end a program by SIGKILL. A run with
-    `checkpoint` ends at its next boundary, about a second later, is saved, and raises `SystemExit`; so do the methods
-    that take `checkpoint`. Where none is running, `SystemExit` is raised at once, and also at a second signal. A run in
-    another thread is returned as after Ctrl-C, and the main thread exits at the end of the `with` block. The same
-    program, started again, resumes.
+    Preemptible machines send SIGTERM some time before they end a program with SIGKILL. A run with `checkpoint` then
+    stops at its next boundary, about a second later, is saved, and raises `SystemExit`; so do the methods that take
+    `checkpoint`. If none is running, `SystemExit` is raised at once, and also at a second signal. A run in another
+    thread returns as after Ctrl-C, and the main thread exits at the end of the `with` block. Starting the same program
+    again resumes it.
 
     **Arguments:**
 
     - `number`: the signal, such as `signal.SIGUSR1`.
-    - `code`: the exit code, from 1 to 255; by default 75, the `EX_TEMPFAIL` of `sysexits.h`. Have the scheduler start
-        the program again where it ends with this code.
+    - `code`: the exit code, from 1 to 255; by default 75, the `EX_TEMPFAIL` of `sysexits.h`. Configure the scheduler to
+        restart the program after this code.
 
     **Raises:** `RuntimeError` outside of the main thread, which alone receives signals; `ValueError` for a signal that
-    cannot be handled, and for another code.
+    cannot be handled, and for any other code.
 
-    While JAX compiles, no signal is seen. This is for one process: on several, those that receive no signal would wait
-    for the others.
+    Signals are not handled while JAX compiles. Use it with a single process only: of several, those that receive no
+    signal would wait for the others.
 
     ```python
     import tempfile
@@ -72,14 +72,14 @@ def exit_on_signal(number: int = signal.SIGTERM, *, code: int = AGAIN) -> Iterat
         yield
     finally:
         _active.remove(watch)
-        signal.signal(number, signal.SIG_DFL if before is None else before)  # `None`: a handler not of Python
+        signal.signal(number, signal.SIG_DFL if before is None else before)  # `None`: a handler not set from Python
     if watch.received:
         raise SystemExit(code)
 
 
 @contextlib.contextmanager
 def hold_exit() -> Iterator[None]:
-    """Within `with`, a first signal is only noted."""
+    """Within `with`, a first signal is only recorded."""
     watches = list(_active)
     for watch in watches:
         watch.held += 1
@@ -91,12 +91,12 @@ def hold_exit() -> Iterator[None]:
 
 
 def is_exit_asked() -> bool:
-    """Whether a signal has come that ends the program."""
+    """Whether a signal to exit was received."""
     return any(watch.received for watch in _active)
 
 
 def exit_if_asked() -> None:
-    """Ends the program if a signal has come; not in other threads than the main one, where this would be no end."""
+    """Exits if a signal was received; in the main thread only, as others cannot exit the program."""
     for watch in _active:
         if watch.received and is_main_thread():
             raise SystemExit(watch.code)

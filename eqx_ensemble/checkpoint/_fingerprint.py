@@ -1,14 +1,15 @@
 r"""The checksum of a piece of memory: SHA-256; for large pieces, after a compression at a fraction of its cost.
 
-A piece of 64 KiB or more consists of rows of 4,096 little-endian 64-bit words, and a rest. Each column $w_1, w_2, ...$
+A piece of 64 KiB or more is split into rows of 4,096 little-endian 64-bit words and a rest. Each column $w_1, w_2, ...$
 is compressed into one word, $a_j = m(a_{j-1}) \oplus w_j$ from $a_0 = 0$, where
 $m(a) = (a \oplus \lfloor a / 2^{29} \rfloor) \cdot M \bmod 2^{64}$ with an odd $M$. The checksum is the SHA-256 of the
 4,096 words and the rest.
 
-$m$ is a bijection, so that $a_j$ is one of $a_{j-1}$ for a given $w_j$ and of $w_j$ for a given $a_{j-1}$: a change of
-a single word always changes its column. Hence every flipped bit, and every burst of up to 32 KiB less 8 bytes, is
-detected unless SHA-256 collides. Several changes in a column, such as swapped blocks, cancel with a probability of
-about $2^{-64}$, in every column that they touch. This detects damage; it is no protection against forgery.
+$m$ is a bijection, so $a_j$ is a bijective function of $a_{j-1}$ for a given $w_j$, and of $w_j$ for a given
+$a_{j-1}$: a change of a single word always changes its column's result. Hence every flipped bit, and every burst of up
+to 32 KiB less 8 bytes, is detected unless SHA-256 collides. Several changes in a column, such as swapped blocks, cancel
+with a probability of about $2^{-64}$, in every column that they touch. This detects damage; it does not protect against
+forgery.
 """
 
 import hashlib

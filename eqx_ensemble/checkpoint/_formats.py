@@ -15,10 +15,10 @@ FormatName = Literal["safetensors", "orbax"]
 
 
 class Format(NamedTuple):
-    """How checkpoints are written: everything in which the formats differ."""
+    """A format of checkpoints: the functions in which formats differ."""
 
     take: Callable[..., Any]
-    """Gives the numbers of an array leaf, for a `Snapshot`."""
+    """Returns the numbers of an array leaf, for a `Snapshot`."""
 
     begin: Callable[[Any, Snapshot], Callable[[], None]]
     """Begins a checkpoint; returns a function that completes it, in any thread."""
@@ -30,7 +30,7 @@ class Format(NamedTuple):
     """Runs a job that may fail. All processes that write a checkpoint together call it."""
 
     leads: Callable[[], bool]
-    """Whether this process does what one process does for all."""
+    """Whether this process does the work that one process does for all."""
 
 
 def _begin(path: Any, content: Snapshot) -> Callable[[], None]:

@@ -37,8 +37,8 @@ class _Job(NamedTuple):
 class Digests:
     """Checksums of pieces of memory, computed in other threads while this one reads or writes.
 
-    Hashing, reading and writing all release Python's lock. `result` computes what no thread has begun; for small sizes,
-    and where the system has no more threads, that is everything.
+    Hashing, reading and writing all release Python's lock. `result` computes the jobs that no thread has started: for
+    small sizes, and if the system has no more threads, all of them.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -47,7 +47,7 @@ class Digests:
         self._threads: list[threading.Thread] = []
         if num_bytes >= _WORTH_A_THREAD:
             for _ in range(min(_MOST_THREADS, max(1, (os.cpu_count() or 1) - 1))):
-                # Not a pool: those take no work any more while Python exits, when a last save may still be written.
+                # Not a pool, which accepts no work while Python exits, when a last save may still be written.
                 thread = threading.Thread(target=self._work, name="eqx_ensemble.digests", daemon=True)
                 try:
                     thread.start()
@@ -70,7 +70,7 @@ class Digests:
             thread.join()
 
     def add(self, data: memoryview, count: int) -> Pending:
-        """Begins the checksums of `count` equal pieces of `data`, which must not change until `result` returns."""
+        """Starts the checksums of `count` equal pieces of `data`, which must not change until `result` returns."""
         size = len(data) // max(1, count)
         step = max(1, _JOB // max(1, size))
         starts = range(0, count, step)

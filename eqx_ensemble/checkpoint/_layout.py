@@ -16,7 +16,7 @@ class Span(NamedTuple):
 
 
 class FileLayout(NamedTuple):
-    """The file of arrays, as it follows from the leaves: no size or offset is read from the file itself."""
+    """The layout of the file of arrays, computed from the leaves: no size or offset is read from the file itself."""
 
     header: bytes
     order: tuple[Entry, ...]

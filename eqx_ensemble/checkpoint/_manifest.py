@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 NAME = "checkpoint.json"
 FORMAT, VERSION = "eqx_ensemble checkpoint", 1
 LIMIT = 16 * 2**20
-"""The most bytes that a manifest may have: they become at most some 400 MB of Python objects."""
+"""The maximum size of a manifest in bytes; as Python objects, it takes at most about 400 MB."""
 
 TABLE = "<checksums>"
 """The tensor with the checksum of every member's part of every leaf: `(leaves with members * members, 32)`, bytes."""
@@ -15,7 +15,7 @@ TABLE = "<checksums>"
 SEAL = b'{"sha256": "%s",\n"manifest": '
 _START = re.compile(re.escape(SEAL).replace(b"%s", b"[0-9a-f]{64}"))
 FLOAT = "<float>"
-"""The key under which JSON has a float that is not finite."""
+"""The key of a float that is not finite in JSON."""
 
 
 class Entry(NamedTuple):

@@ -15,9 +15,9 @@ from ._path import has_manifest, is_on_disk, list_folder, open_file
 SAVING, REMOVING = "saving", "removing"
 UNFINISHED = f"{NAME}.{SAVING}"
 _FILE = re.compile(r"arrays-([0-9]{4,9})\.safetensors")
-# Orbax adds something to the name until it is done.
+# Orbax adds a suffix to the name until it is done.
 _FOLDER = re.compile(r"orbax-([0-9]{4,9})(?:(?:\.partial_save)?\.orbax-checkpoint-tmp(?:-[0-9]+)?)?")
-# What a copy by rsync leaves that is killed.
+# A temporary file of a killed rsync.
 _COPY = re.compile(r"\.(?:checkpoint\.json|arrays-[0-9]{4,9}\.safetensors)\.[A-Za-z0-9]{6}")
 _LONGEST = 64
 
@@ -30,7 +30,7 @@ def number_of(entry: Any) -> int:
 
 
 def is_ours(entry: Any) -> bool:
-    """Whether an entry of a checkpoint's folder is something that this library writes under its name."""
+    """Whether this library writes an entry of this name and kind into a checkpoint's folder."""
     if number_of(entry):
         return True
     named = entry.name in (NAME, UNFINISHED) or _COPY.fullmatch(entry.name)
@@ -52,9 +52,9 @@ def foreign(path: Any) -> list[str]:
 
 
 def is_checkpoint(path: Any) -> bool:
-    """Whether a folder is a checkpoint, damaged or not, or what is left of one, so that it may be overwritten.
+    """Whether a folder is a checkpoint, damaged or not, or the remains of one, and may be overwritten.
 
-    The beginning of the manifest decides. Where it is damaged or missing, everything in the folder must be ours.
+    The beginning of the manifest decides. If it is damaged or missing, everything in the folder must be ours.
     """
     if not path.is_dir():
         return False
@@ -92,7 +92,7 @@ def next_number(path: Any) -> int:
 
 
 def temporary(path: Path, kind: str) -> Path:
-    """A hidden path next to `path` that no other process chooses."""
+    """A hidden path next to `path`, unique among processes."""
     return path.parent / f".{_short(path.name)}.{kind}-{_disk.token()}"
 
 
@@ -109,7 +109,7 @@ def _short(name: str) -> str:
 
 
 def remove_ours(folder: Any) -> None:
-    """Removes what is ours in a checkpoint's folder, and the folder itself if it is then empty."""
+    """Removes our entries of a checkpoint's folder, and the folder itself if it is then empty."""
     for entry in list_folder(folder):
         if is_ours(entry):
             remove_entry(entry)
@@ -123,5 +123,5 @@ def remove_ours(folder: Any) -> None:
 
 
 def remove_entry(entry: Any) -> None:
-    """Removes a file, or a folder with all that is in it."""
+    """Removes a file, or a folder with its contents."""
     _disk.remove_folder(entry) if entry.is_dir() else _disk.remove(entry)

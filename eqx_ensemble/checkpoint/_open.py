@@ -16,7 +16,7 @@ _ATTEMPTS = 5
 def open_checkpoint(path: Any, *, name: str) -> Reader | OrbaxReader:
     """Opens a checkpoint of either format for reading.
 
-    **Arguments:** `path`, the folder, from `as_path`; `name`, the function on whose behalf it is opened.
+    **Arguments:** `path`, the folder, from `as_path`; `name`, the public function, for messages.
     """
     if is_on_disk(path):
         check_folder_exists(path, name=name)
@@ -28,7 +28,7 @@ def open_checkpoint(path: Any, *, name: str) -> Reader | OrbaxReader:
         try:
             return OrbaxReader(path, manifest) if is_orbax(manifest.file) else Reader(path, manifest)
         except FileNotFoundError:
-            # Overwritten between the two: the manifest that is there now names other arrays.
+            # If the checkpoint was overwritten in between, the new manifest names other arrays.
             if read_manifest(path) == manifest:
                 first = manifest.entries[0].path if manifest.entries else None
                 raise corrupt_error(path / manifest.file, "the file is missing", leaf=first) from None

@@ -38,7 +38,7 @@ _OLDEST = (0, 12, 8)
 
 
 def begin(path: Any, content: Snapshot) -> Callable[[], None]:
-    """Begins a checkpoint at `path`; returns, when all arrays are copied, a function that completes it.
+    """Begins a checkpoint at `path`. Once all arrays are copied, returns a function that completes it.
 
     Orbax writes into a new folder inside `path`, next to that of an earlier checkpoint. The manifest names one of them
     and is replaced atomically, on disks and in object stores: until then, the checkpoint at `path` is the earlier one.
@@ -53,7 +53,7 @@ def begin(path: Any, content: Snapshot) -> Callable[[], None]:
     manifest = encode(content.manifest._replace(file=name, entries=entries, versions=versions))
     check_manifest_size(len(manifest), LIMIT, path)
     arrays = {tensor: data for tensor, data in content.arrays.items() if data.size} | {TABLE: table}
-    with _writing(path, number), ocp.Context():  # without the options of a context around the call
+    with _writing(path, number), ocp.Context():  # without the options of an enclosing context
         response = ocp.save_async(str(path / name), arrays) if entries else None
 
     def finish() -> None:
@@ -69,7 +69,7 @@ def begin(path: Any, content: Snapshot) -> Callable[[], None]:
 def _orbax() -> Any:
     use = {"what": 'format="orbax"', "extra": "orbax"}
     try:
-        # Older ones have the module, but not all of its functions.
+        # Older versions have the module, but not all of its functions.
         check_version("orbax-checkpoint", _OLDEST, **use)
         from orbax.checkpoint.experimental import v1
     except ModuleNotFoundError:
@@ -78,7 +78,7 @@ def _orbax() -> Any:
 
 
 def _other_threads_have(dtype: Any) -> bool:
-    """Whether jax has a dtype in the threads of Orbax, where `with jax.enable_x64(True)` has no effect."""
+    """Whether JAX supports a dtype in the threads of Orbax, where `with jax.enable_x64(True)` has no effect."""
     if np.dtype(dtype).itemsize < 8:
         return True
     with ThreadPoolExecutor(1) as other:
@@ -105,8 +105,8 @@ def _agreed_number(path: Any) -> int:
 def _with_checksums(content: Snapshot) -> tuple[tuple[Entry, ...], np.ndarray]:
     """The entries with their checksums, and the table of the checksums of their members.
 
-    Each process computes those of the members that it holds in one piece. A leaf has no checksum if no process holds
-    some member of it in one piece. What several processes hold must be equal.
+    Each process computes those of the members that it holds in one piece. A leaf has no checksum if it has a member
+    that no process holds in one piece. Parts that several processes hold must be equal.
     """
     places = rows_of(content.manifest.entries)
     known = np.zeros((sum(place.count for place in places), 1 + SIZE), np.uint8)
@@ -131,7 +131,7 @@ def _writing(path: Any, number: int) -> Iterator[None]:
         with explain_orbax(path):
             yield
     except NotSyncedError:
-        raise  # the disk may still go back to the old manifest, which names the old arrays
+        raise  # the disk may still return to the old manifest, which names the old arrays
     except BaseException:
         if is_first():
             give_up(path, number)
@@ -185,7 +185,7 @@ class OrbaxReader:
             yield data if rows is None or entry.kind == "shared" else data[np.asarray(rows, int)]
 
     def _load(self, wanted: Sequence[Wanted]) -> dict[str, Any]:
-        """All arrays, each with a sharding: without one, Orbax uses the devices from which it was saved."""
+        """Loads all arrays, each to NumPy or with a sharding: by default, Orbax uses the devices of the save."""
         like: dict[str, Any] = {TABLE: np.ndarray}
         loaded: dict[str, Any] = {}
         for entry, sharding in wanted:

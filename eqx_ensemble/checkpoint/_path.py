@@ -53,7 +53,7 @@ def list_folder(path: Any) -> list[Any]:
 
 
 def open_file(file: Any) -> Any:
-    """Opens a regular file for reading; refuses links and pipes."""
+    """Opens a regular file for reading. Raises for links and pipes."""
     if not is_on_disk(file):
         return file.open("rb")
     try:

@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
 
 
 class _Unverified(NamedTuple):
-    """An array whose checksums are being computed, with those that it should have, and the members that they are of."""
+    """An array whose checksums are being computed, with the expected ones and their members."""
 
     entry: Entry
     data: np.ndarray
@@ -42,7 +42,7 @@ class _Unverified(NamedTuple):
 class Reader:
     """A checkpoint open for reading. The checksums of numbers are verified as they are read.
 
-    Memory is taken for the next array only, which the size of the file bounds.
+    Memory is allocated one array ahead only, bounded by the size of the file.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:

@@ -32,7 +32,7 @@ _NOTHING = "nothing"
 def restore(
     reader: Reader | OrbaxReader, like: Any, *, rows: Sequence[int] | None, cast: str | None, strict: bool, name: str
 ) -> Any:
-    """The tree that was saved: arrays and numbers from the file, everything else from `like`.
+    """Restores a tree: arrays and numbers from the file, everything else from `like`.
 
     All differences are found before any number is read. With `rows`, only these members are read, and the number of
     members in `like` does not matter.
@@ -92,7 +92,7 @@ def _leaf(data: np.ndarray | jax.Array, entry: Entry, like: Any) -> Any:
         return data[()]
     if isinstance(like, np.ndarray):
         return data
-    return _put_like(jax.device_put(data), like)  # without a copy where `data` is aligned: nothing else has it
+    return _put_like(jax.device_put(data), like)  # without a copy if `data` is aligned; nothing else refers to it
 
 
 def _native(dtype: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The folder of a run: which checkpoints are in it, and which of them are kept."""
+"""The folder of a run: its checkpoints, and their retention."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ class RunFolder:
             return
         try:
             self._clean()
-            # One whose manifest cannot be read has no score: it counts for nothing, and is left where it is.
+            # A checkpoint whose manifest cannot be read has no score: it is neither counted nor removed.
             scores = {known: score for known in self.steps() for score in self._score(known)}
             for old in self._retention.superfluous(scores, step):
                 self._remove(old)
@@ -64,14 +64,14 @@ class RunFolder:
         return [(int(match[1]), entry) for match, entry in matches if match]
 
     def _clean(self) -> None:
-        """Removes what killed processes left."""
+        """Removes the remains of killed processes."""
         clean(self._path, STEP)
         for _, entry in self._entries():
             if is_unfinished(entry):
                 remove(entry)
 
     def _remove(self, step: int) -> None:
-        """Removes an old checkpoint; one that holds other files stays, with one warning."""
+        """Removes an old checkpoint; one that contains other files is kept, with one warning."""
         try:
             remove(self.step_path(step))
         except FileExistsError as error:

@@ -22,8 +22,8 @@ _ATTEMPTS, _PAUSE = 10, 0.05
 class RunLock:
     """The lock of a folder, held by this process until `release` or until it ends.
 
-    It is the system's lock on a file in the folder; the file's content names the holder. Where a file system has no
-    locks, or none between machines, the latest run takes the folder, and `check` raises in the one before.
+    It is the system's lock on a file in the folder; the file's content names the holder. If the file system has no
+    locks, or none between machines, the latest run takes over the folder, and `check` raises in the one before.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,7 +40,7 @@ class RunLock:
         """Raises `BlockingIOError` if another run has the lock; changes nothing."""
         try:
             file = os.open(self._path, os.O_RDONLY)
-        except OSError:  # there is none, or `acquire` raises a better error
+        except OSError:  # there is no lock, or `acquire` raises a better error
             return
         with _disk.closing(file):
             free = _disk.lock(file, wait=False, shared=True) is not Lock.BUSY
@@ -61,7 +61,7 @@ class RunLock:
                     _disk.write_all(file, json.dumps(self._self()).encode())
                     self._stack = stack.pop_all()
                     return
-            time.sleep(_PAUSE)  # another process was just looking, or is about to release it
+            time.sleep(_PAUSE)  # another process was just checking it, or is about to release it
 
     def check(self) -> None:
         """Raises `BlockingIOError` if another run has taken the folder; takes the lock again if its file is gone."""

@@ -18,7 +18,7 @@ _PACKAGES = ("eqx_ensemble", "jax", "jaxlib", "equinox", "optax", "numpy")
 
 
 class Snapshot(NamedTuple):
-    """What will be written: the manifest, without file name and checksums yet, and the arrays by tensor."""
+    """The content to write: the manifest, still without file name and checksums, and the arrays by tensor."""
 
     manifest: Manifest
     arrays: dict[str, Any]
@@ -40,10 +40,10 @@ def snapshot(
     **Arguments:**
 
     - `tree`: any PyTree. Arrays (also typed keys) and Python numbers are saved.
-    - `per_member`: a bool, or a PyTree of bools that is a prefix of `tree`: which leaves carry the leading members
+    - `per_member`: a bool, or a PyTree of bools that is a prefix of `tree`: whether leaves carry the leading `members`
         axis.
     - `ids`: the members' ids.
-    - `meta`: what JSON can hold.
+    - `meta`: metadata that JSON can represent.
     - `copy`: copy the arrays, for a writer in another thread; without it, arrays on the CPU are not copied.
     - `take`: the function that returns the numbers of an array leaf.
     """

@@ -55,7 +55,7 @@ def _long_text(value: Any, depth: int) -> str:
         return np.dtype(value).name if isinstance(value, np.dtype) else value.__name__
     if isinstance(value, np.ndarray | jax.Array):
         return _array_text(value)
-    name = getattr(value, "__name__", None)  # functions, also those that jax has wrapped
+    name = getattr(value, "__name__", None)  # functions, also those that JAX has wrapped
     if isinstance(name, str):
         return name
     if depth == _DEEPEST:  # of a container that holds itself

@@ -14,7 +14,7 @@ STATIC = ": "
 
 
 def saved_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree in order, each with a path of its own."""
+    """The leaves of a tree in order, with distinct paths."""
     taken = {TABLE: 0}
     leaves = []
     for keys, leaf in jtu.tree_flatten_with_path(tree)[0]:

@@ -12,7 +12,7 @@ _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
 class Worker:
-    """A thread that does one job at a time, and keeps the error of a failed job until it is raised."""
+    """A thread that runs one job at a time, and keeps the error of a failed job until it is raised."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None

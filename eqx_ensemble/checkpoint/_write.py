@@ -38,7 +38,7 @@ def write(path: Path, content: Snapshot) -> None:
 
     A new one is written into a temporary folder, which is renamed once it is complete and on the disk. To replace an
     old one, new arrays are written next to the old arrays, and the manifest, which names one of them, is replaced
-    atomically. So at every moment `path` holds the old checkpoint or the new one.
+    atomically. At every moment `path` holds the old checkpoint or the new one.
     """
     path = path.absolute()
     if os.path.lexists(path):
@@ -71,7 +71,7 @@ def remove(path: Any) -> None:
 
 
 def clean(parent: Any, of: re.Pattern[str] | str) -> None:
-    """Removes what killed processes left of paths with this name. Those that are being written are locked."""
+    """Removes temporary paths of this name that killed processes left. Those that are being written are locked."""
     if not is_on_disk(parent):
         return
     for left in [Path(entry.path) for entry in os.scandir(parent) if is_temporary(entry.name, of)]:
@@ -96,7 +96,7 @@ def _write_file(path: Path, data: bytes) -> None:
         try:
             _disk.write_all(file, data)
             _disk.sync(file)
-            if os.name == "nt":  # which gives no open file another name
+            if os.name == "nt":  # which cannot rename open files
                 stack.close()
             _disk.replace(new, path)
         except BaseException:
@@ -111,7 +111,7 @@ def _locked_file(path: Path, stack: contextlib.ExitStack) -> tuple[Path, int]:
         new = temporary(path, SAVING)
         file = stack.enter_context(_disk.closing(_disk.create(new)))
         _disk.lock(file, wait=True)
-        if new.exists():  # otherwise another process took it for such a file before it was locked
+        if new.exists():  # otherwise another process took it for such a file, and removed it, before it was locked
             return new, file
 
 
@@ -203,7 +203,7 @@ def _write_tensors(file: int, content: Snapshot, plan: FileLayout) -> bytearray:
 
 
 def _write_and_flush(file: int, data: memoryview, start: int) -> int:
-    """Writes from `start` on, and has the system write full pages to the disk meanwhile; returns the end."""
+    """Writes from `start` on, and asks the system to flush full pages meanwhile; returns the end."""
     for first in range(0, len(data), _FLUSHED):
         part = data[first : first + _FLUSHED]
         _disk.write_all(file, part)
