@@ -15,10 +15,10 @@ _AT_ONCE = 2**26  # bytes that one program gathers on each device
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """The arrays of a tree as NumPy arrays in every process, also those that are sharded over processes.
+    """Copies the arrays of a tree to NumPy arrays in every process, also those that are sharded over processes.
 
-    All processes must call it, with the same arrays in the same order. Arrays are replicated on the devices on their
-    way: some 64 MiB at a time, and at least one array.
+    All processes must call it, with the same arrays in the same order. Arrays sharded over processes are first
+    replicated on the devices, about 64 MiB or one array at a time.
 
     **Arguments:**
 
@@ -50,7 +50,7 @@ def _is_at_hand(array: jax.Array) -> bool:
 
 
 def _programs(leaves: Sequence[Any], indices: Sequence[int]) -> Iterator[list[int]]:
-    """Groups of indices, in order: the arrays of a group are gathered by one program."""
+    """Groups of indices, in order; one program gathers the arrays of a group."""
     group: list[int] = []
     size = 0
     for index in indices:
@@ -86,15 +86,15 @@ def _same(arrays: list[jax.Array]) -> list[jax.Array]:
 def broadcast_from_first(value: Any) -> bool | int | float:
     """Broadcasts a value of process 0 to all processes.
 
-    Clocks, files and signals differ between processes. A decision that depends on them and changes what is computed
-    must be the same in all processes, or they block each other. All processes must call this function; the values of
-    the others are ignored.
+    Clocks, files and signals differ between processes. A decision that depends on them and changes the computation must
+    be the same in all processes, or they deadlock. All processes must call this function; the values of the others are
+    ignored.
 
     **Arguments:**
 
     - `value`: a bool, an int of at most 64 bits or a float.
 
-    **Returns:** a bool, an int or a float of Python.
+    **Returns:** a Python bool, int or float.
 
     **Raises:** `TypeError`, in all processes, for any other value in process 0.
 
@@ -131,7 +131,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _receive_from_first(packet: bytes) -> bytes:
-    """The packet of process 0, in all processes: bytes, because JAX may have no numbers of 64 bits."""
+    """The packet of process 0, in all processes: bytes, because JAX may have no 64-bit types."""
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[number] for number in sorted(firsts)]), ("processes",))
     mine = np.frombuffer(packet.ljust(_LENGTH, b"\0"), np.uint8)[None]

@@ -1,4 +1,4 @@
-"""Checks of the processes of one program, and of their messages."""
+"""Checks of the settings of several processes, and their error messages."""
 
 import errno
 import math
@@ -13,7 +13,7 @@ _SHOWN = 8
 
 
 def check_process_numbers(num_processes: Any, process_id: Any) -> tuple[int | None, int | None]:
-    """Checks the number of processes and the number of this one, where they are given, and returns both."""
+    """Checks the number of processes and that of this one, if they are given, and returns both."""
     count = _check_integer(num_processes, "num_processes", least=1)
     number = _check_integer(process_id, "process_id", least=0)
     if count is not None and number is not None and number >= count:
@@ -85,7 +85,7 @@ def _list_text(words: list[str]) -> str:
 
 
 def processes_text(numbers: Collection[int]) -> str:
-    """`process 3`, `processes 1 and 2`; of many, the first ones."""
+    """`process 3`, `processes 1 and 2`; at most eight numbers."""
     words = [str(number) for number in sorted(numbers)]
     if len(words) > _SHOWN:
         words = [*words[:_SHOWN], f"{len(words) - _SHOWN} more"]
@@ -104,7 +104,7 @@ def check_same_arguments(given: Mapping[str, Any], started: Mapping[str, Any]) -
 
 
 def check_no_arguments(given: Mapping[str, Any]) -> None:
-    """Checks that no arguments are given where JAX was initialised by its own function."""
+    """Checks that no arguments are given if JAX was initialised by its own function."""
     if any(value is not None for value in given.values()):
         raise RuntimeError(
             "`jax.distributed.initialize` was called before in this process, so that `distributed.initialise` cannot.\n"
@@ -113,7 +113,7 @@ def check_no_arguments(given: Mapping[str, Any]) -> None:
 
 
 def detection_message(error: Exception) -> str:
-    """The message where there is a cluster, and JAX did not connect its processes."""
+    """The message if JAX did not connect the processes of a cluster."""
     return (
         f"`distributed.initialise` runs in a cluster, whose processes JAX did not connect: "
         f"{type(error).__name__}: {error}\n"
@@ -123,7 +123,7 @@ def detection_message(error: Exception) -> str:
 
 
 def address_message(address: str, error: OSError) -> str:
-    """The message where process 0 cannot listen at its address."""
+    """The message if process 0 cannot listen at its address."""
     hint = {
         errno.EADDRINUSE: "Another program listens there: choose another port, for all processes.",
         errno.EADDRNOTAVAIL: "It is the address of another machine: it must be one of that of process 0.",
@@ -132,7 +132,7 @@ def address_message(address: str, error: OSError) -> str:
 
 
 def missing_message(missing: Collection[int], num_processes: int, address: str, seconds: float) -> str:
-    """The message where processes did not connect in time."""
+    """The message if processes did not connect in time."""
     return (
         f"`distributed.initialise` waited {seconds:g} s at {address} for {num_processes} processes, and "
         f"{processes_text(missing)} did not connect.\n"
@@ -142,7 +142,7 @@ def missing_message(missing: Collection[int], num_processes: int, address: str, 
 
 
 def no_answer_message(address: str, seconds: float, *, process_id: int, stranger: bool) -> str:
-    """The message where process 0 was not found."""
+    """The message if process 0 was not found."""
     found = "another program answered" if stranger else "there was no answer"
     return (
         f"`distributed.initialise` in process {process_id} looked for process 0 at {address} for {seconds:g} s, "
@@ -152,7 +152,7 @@ def no_answer_message(address: str, seconds: float, *, process_id: int, stranger
 
 
 def refusal_message(reason: str, address: str) -> str:
-    """The message where process 0 rejects a process."""
+    """The message if process 0 rejects a process."""
     return f"`distributed.initialise` was rejected by process 0 at {address}: {reason}."
 
 

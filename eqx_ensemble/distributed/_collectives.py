@@ -1,4 +1,4 @@
-"""Collectives of the processes. With one process, nothing is sent."""
+"""Collectives between processes. With one process, nothing is sent."""
 
 import errno
 
@@ -18,13 +18,13 @@ def all_gather(values: np.ndarray) -> np.ndarray:
 
 
 def largest(value: int) -> int:
-    """The largest of the processes' integers, in all of them. All processes must call it."""
-    packets = all_gather(np.array([value], np.int64).view(np.uint8))  # JAX may have no numbers of 64 bits
+    """The maximum of an integer over all processes. All processes must call it."""
+    packets = all_gather(np.array([value], np.int64).view(np.uint8))  # JAX may have no 64-bit types
     return int(np.ascontiguousarray(packets).view(np.int64).max())
 
 
 def raise_on_all(error: Exception | None) -> None:
-    """Raises if any process failed, so that all continue or none. All processes must call it."""
+    """Raises in all processes if one failed. All processes must call it."""
     failed = np.flatnonzero(all_gather(np.array([error is not None])))
     if error is not None:
         raise error

@@ -10,11 +10,11 @@ OURS = ("EQX_ENSEMBLE_COORDINATOR", "EQX_ENSEMBLE_NUM_PROCESSES", "EQX_ENSEMBLE_
 TORCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST")
-"""Variables of launchers whose settings JAX detects: where one is set, a process is not taken for a single one."""
+"""Variables of launchers that JAX detects: if one is set, failing to connect is an error."""
 
 
 class Settings(NamedTuple):
-    """The number of processes, and the settings of this one. `local_devices` is `None` where JAX chooses."""
+    """The number of processes, and the settings of this one. `local_devices` is `None` if JAX chooses."""
 
     coordinator: str | None = None
     num_processes: int | None = None
@@ -32,17 +32,17 @@ class Settings(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether JAX has nothing to detect."""
+        """Whether JAX needs to detect nothing."""
         return None not in self.numbers.values()
 
     def check_complete(self) -> None:
-        """Raises if some settings of several processes are known, and not all."""
+        """Raises if only some of the settings of several processes are known."""
         if any(value is not None for value in self.numbers.values()) or _several(os.environ):
             check_complete(self.numbers, os.environ, TORCH)
 
 
 def find_settings(given: Settings) -> Settings:
-    """The arguments, completed from the environment. What is `None` is left to JAX."""
+    """The arguments, completed from the environment. Settings that are `None` are left to JAX."""
     if given.num_processes == 1:
         return given._replace(process_id=0)
     settings = from_environment(os.environ)
@@ -62,7 +62,7 @@ def from_environment(variables: Mapping[str, str]) -> Settings:
         return Settings(variables[OURS[0]], count, number)
     if all(name in variables for name in TORCH):
         port, count, number = check_integer_variables(variables, TORCH[1:])
-        # The agents of torchrun talk to each other at the port itself.
+        # The agents of torchrun use the port itself.
         port += variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host = variables["MASTER_ADDR"]
         devices = check_integer_variables(variables, ["LOCAL_RANK"]) if "LOCAL_RANK" in variables else None

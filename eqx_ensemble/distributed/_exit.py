@@ -4,9 +4,9 @@ import sys
 
 
 def exit_after_error() -> None:
-    """Makes a process that ends with an exception exit at once.
+    """Makes the process exit at once after an uncaught exception.
 
-    With JAX alone it would wait for the others, which may wait for it, for minutes.
+    With JAX alone it would wait minutes for the others, which may be waiting for it.
     """
     atexit.register(_exit_at_once)  # runs before that of JAX, which was registered earlier
 

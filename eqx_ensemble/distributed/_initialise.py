@@ -23,7 +23,7 @@ class Processes(NamedTuple):
     **Attributes:**
 
     - `process_id`: the number of this process, from 0.
-    - `num_processes`: how many there are.
+    - `num_processes`: the number of processes.
     """
 
     process_id: int
@@ -41,42 +41,42 @@ def initialise(
     timeout: int | float = 300,
     heartbeat: int | float = 100,
 ) -> Processes:
-    """Makes this process one of several that run the same program, with the devices of all.
+    """Connects this process to others that run the same program, and to their devices.
 
     Call it first, in every process: `jax.devices()` then lists the devices of all of them, and a mesh over these
     spans the processes. Arguments that are not given are read from the environment:
 
     1. `python -m eqx_ensemble.launch`, on one machine;
     2. the environment variables `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE` and `RANK`, if all are set, and
-        `LOCAL_RANK` for the one device that the process takes, as torchrun and its like set them;
-    3. what JAX detects by itself: Slurm, Open MPI, Kubernetes (with the package `kubernetes`) and pods of TPUs.
+        `LOCAL_RANK` for the one device that the process uses, as torchrun and similar launchers set them;
+    3. launchers that JAX detects: Slurm, Open MPI, Kubernetes (with the package `kubernetes`) and TPU pods.
 
-    Without any of these there is a single process and nothing happens, so that the same script runs on a laptop. It
-    may be called again with the same arguments, or without arguments.
+    Without any of these the program runs in a single process and nothing happens, so the same script runs on a laptop.
+    Further calls must have the same arguments, or none.
 
-    In the first two cases the processes connect at the address of the coordinator before JAX does: a missing process is
-    an error that names it, in all others. (JAX alone aborts all processes, by a signal, and names none: seen with
-    0.9.0, 0.10.1 and 0.12.0.) Launchers of the third kind know by themselves which of their tasks did not start. At an
-    address on this machine (`127.0.0.1`, `localhost`, `[::1]`) process 0 listens on this machine only; at any other, on
-    all its interfaces, unless `JAX_COORDINATOR_BIND_ADDRESS` is set.
-    The connection is neither encrypted nor authenticated: use a network that you trust.
+    In the first two cases the processes connect at the address of the coordinator before JAX does: if one is missing,
+    all others raise an error that names it. (JAX alone aborts all processes with a signal, and names none: seen with
+    0.9.0, 0.10.1 and 0.12.0.) Launchers of the third kind report tasks that did not start themselves. At an address on
+    this machine (`127.0.0.1`, `localhost`, `[::1]`) process 0 listens on this machine only; at any other, on all its
+    interfaces, unless `JAX_COORDINATOR_BIND_ADDRESS` is set. The connection is neither encrypted nor authenticated: use
+    a trusted network.
 
-    A process that ends with an exception ends at once. (JAX alone would have it wait five minutes for the others.)
+    A process exits at once after an uncaught exception. (With JAX alone, it would wait five minutes for the others.)
 
     **Arguments:**
 
     - `coordinator`: the host of process 0, and a free port on it: `"host:port"`.
-    - `num_processes`: how many processes there are. With 1 nothing happens.
+    - `num_processes`: the number of processes. With 1 nothing happens.
     - `process_id`: the number of this process, from 0.
-    - `timeout`: how many seconds to wait for the others.
-    - `heartbeat`: after how many seconds without a heartbeat a process counts as dead; the others are then ended
-        by JAX. Those that compute together with it raise an error earlier.
+    - `timeout`: the number of seconds to wait for the others.
+    - `heartbeat`: the number of seconds without a heartbeat after which a process counts as dead; JAX then ends the
+        others. Those that compute together with it raise an error earlier.
 
     **Returns:** a named tuple: `process_id` and `num_processes`.
 
-    **Raises:** `TimeoutError` that names a missing process; `RuntimeError` where JAX has been used
-    before, where this process was initialised in another way, or where JAX detects a cluster and not its settings;
-    `OSError` where process 0 cannot listen at the address; `TypeError` and `ValueError` for invalid arguments and
+    **Raises:** `TimeoutError` that names the missing processes; `RuntimeError` if JAX has been used before, if this
+    process was initialised with other arguments, or if JAX detects a cluster but cannot connect its processes;
+    `OSError` if process 0 cannot listen at the address; `TypeError` and `ValueError` for invalid arguments and
     environment variables.
 
     ```python
@@ -106,7 +106,7 @@ def initialise(
 
 
 def _join(settings: Settings, timeout: int, heartbeat: int) -> Processes:
-    """Joins processes whose settings are known, after all of them have been seen."""
+    """Joins processes whose settings are known, after all of them have connected."""
     host, port = check_coordinator(settings.coordinator)
     processes = Processes(settings.process_id or 0, settings.num_processes or 1)
     wait_for_all(Rendezvous(host, port, processes.num_processes, processes.process_id, timeout))
@@ -124,7 +124,7 @@ def _join(settings: Settings, timeout: int, heartbeat: int) -> Processes:
 
 
 def _leave_to_jax(settings: Settings, timeout: int, heartbeat: int) -> Processes:
-    """Joins the processes that JAX detects; where it detects none, there is a single one."""
+    """Joins the processes that JAX detects; without any, this is a single process."""
     try:
         jax.distributed.initialize(
             settings.coordinator,
@@ -133,7 +133,7 @@ def _leave_to_jax(settings: Settings, timeout: int, heartbeat: int) -> Processes
             initialization_timeout=timeout,
             heartbeat_timeout_seconds=heartbeat,
         )
-    except Exception as error:  # no cluster, which has no type of its own; JAX used before; or settings not understood
+    except Exception as error:  # no cluster, without a type for it; JAX used before; or settings not understood
         if any(name in os.environ for name in CLUSTERS):
             raise RuntimeError(detection_message(error)) from error
         settings.check_complete()
@@ -144,7 +144,7 @@ def _leave_to_jax(settings: Settings, timeout: int, heartbeat: int) -> Processes
 def shutdown() -> None:
     """Disconnects from the other processes, after all of them have called it.
 
-    Not needed at the end of a program, which does the same. With a single process nothing happens.
+    It is not needed at the end of a program. With a single process nothing happens.
 
     ```python
     ee.distributed.shutdown()

@@ -1,7 +1,7 @@
-"""The processes connect before JAX waits for them, so that a missing one is an error that names it.
+"""Connects the processes before JAX does, so that an error can name the missing ones.
 
-That is why this is here: where a process is missing, JAX ends all others after its timeout by a signal (`Terminating
-process ... DEADLINE_EXCEEDED`, in 0.9.0, 0.10.1 and 0.12.0 alike), which no program can catch, and names none of them.
+If a process is missing, JAX alone ends all others after its timeout by a signal (`Terminating process ...
+DEADLINE_EXCEEDED`, in 0.9.0, 0.10.1 and 0.12.0), which no program can catch, and names none of them.
 
 Process 0 listens at the address of JAX's coordinator; the others connect to it with `{"process": [id, count]}`, and
 receive the missing processes at intervals. When none is missing, all continue. Every message is one line of JSON.
@@ -24,7 +24,7 @@ _LONGEST_ANSWER = 2**20
 
 
 class Rendezvous(NamedTuple):
-    """A process of several, and the address at which they find each other."""
+    """One of several processes, and the address at which they connect."""
 
     host: str
     port: int
@@ -97,7 +97,7 @@ def _listen(call: Rendezvous) -> socket.socket:
 
 
 class _Attendance:
-    """The processes that have connected to process 0, and what was received from them."""
+    """The processes that have connected to process 0, and the data received from them."""
 
     def __init__(self, call: Rendezvous, selector: selectors.BaseSelector) -> None:
         self._call = call
@@ -178,7 +178,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     try:
         connection.sendall(json.dumps(message).encode() + b"\n")
     except OSError:
-        pass  # it is closed, or does not read: reading from it will show
+        pass  # closed, or not reading: the next read detects it
 
 
 def _other(call: Rendezvous) -> None:
@@ -203,7 +203,7 @@ def _other(call: Rendezvous) -> None:
 
 
 def _read_answers(call: Rendezvous, deadline: float) -> Iterator[dict[str, Any] | None]:
-    """The messages of process 0 until it closes; `None` for others. Empty where nothing listens."""
+    """The messages of process 0 until it closes; `None` for any others. Empty if nothing listens."""
     try:
         left = max(deadline - time.monotonic(), _PATIENCE)
         with socket.create_connection((call.host, call.port), timeout=left) as connection:

@@ -16,7 +16,7 @@ def check_launch(processes: int, devices: int | None, grace: float, script: str 
 
 
 def check_process_groups() -> None:
-    """Checks that the system can end a process with all that it has started."""
+    """Checks that the system can end a process together with its children."""
     if not hasattr(os, "killpg"):
         raise NotImplementedError(
             "`python -m eqx_ensemble.launch` ends processes in groups, which this system does not have.\n"

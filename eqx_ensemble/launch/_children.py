@@ -11,11 +11,11 @@ from typing import Any
 
 from ._copier import Copier, Ended, Signalled
 
-_LAST_WORDS = 2.0  # seconds for what processes that are left behind still write
+_LAST_WORDS = 2.0  # seconds for the output of processes that were left behind
 
 
 class Children:
-    """The processes, what they write, and the news of them."""
+    """The processes, their output, and a queue of their events."""
 
     def __init__(self) -> None:
         self.news: queue.SimpleQueue[Ended | Signalled] = queue.SimpleQueue()
@@ -24,14 +24,14 @@ class Children:
         self._children: list[subprocess.Popen[Any]] = []
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts one more."""
+        """Starts a process."""
         child = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            process_group=0,  # of its own: what it starts ends with it, and Ctrl-C comes from here alone
+            process_group=0,  # its children end with it, and only this process sends it Ctrl-C
         )
         number = len(self._children)
         self._children.append(child)
@@ -40,32 +40,32 @@ class Children:
             self._copiers.append(Copier(source, target, f"[{number}] ".encode(), self._lock, self.news))
 
     def _wait_for(self, number: int, child: subprocess.Popen[Any]) -> None:
-        if not hasattr(os, "waitid"):  # macOS before Python 3.13: what an ended process has left is not ended
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13: children left by an ended process are not ended
             self.news.put(Ended(number, child.wait()))
             return
-        # Without reaping it: its number stays taken, so that a signal to its group reaches nobody else.
+        # Not reaped: its number stays in use, so that a signal to its group cannot reach other processes.
         how = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert how is not None  # that is for `WNOHANG`
+        assert how is not None  # `None` needs `WNOHANG`
         self.news.put(Ended(number, how.si_status if how.si_code == os.CLD_EXITED else -how.si_status))
 
     def send(self, number: int) -> None:
-        """Sends a signal to the processes that still run, and to what all have started."""
+        """Sends a signal to all processes that are not reaped, and to their children."""
         for child in self._children:
             if child.returncode is None:
                 try:
                     os.killpg(child.pid, number)
                 except (ProcessLookupError, PermissionError):
-                    pass  # all of it has ended just now, which macOS calls the second
+                    pass  # the group has just ended, for which macOS raises the latter
 
     def end(self) -> None:
-        """Ends all that is left, shows its last lines, and forgets it."""
+        """Kills the remaining processes, shows their last lines, and reaps them."""
         self.send(signal.SIGKILL)
         self._show_last_lines()
         for child in self._children:
             child.wait()
 
     def _show_last_lines(self) -> None:
-        """Returns when the lines of all are written, or at a signal."""
+        """Waits until all lines are written, or for a signal."""
         for copier in self._copiers:
             copier.finish_by(time.monotonic() + _LAST_WORDS)
         while not all(copier.is_done for copier in self._copiers):

@@ -16,13 +16,13 @@ class Ended(NamedTuple):
 
 
 class Signalled(NamedTuple):
-    """A signal has come to this process."""
+    """The launcher has received a signal."""
 
     number: int
 
 
 class Copier:
-    """Copies what a process writes, line by line, in a thread of its own, so that no process waits for another one."""
+    """Copies the output of a process, line by line, in a separate thread, so that processes do not block each other."""
 
     def __init__(
         self, source: Any, target: Any, prefix: bytes, lock: threading.Lock, news: queue.SimpleQueue[Any]
@@ -33,14 +33,14 @@ class Copier:
         self._thread.start()
 
     def finish_by(self, deadline: float) -> None:
-        """Reads no more after the deadline: what a process has left behind may write for ever."""
+        """Stops reading after the deadline: children that a process left behind may write for ever."""
         self._deadline = deadline
 
     @property
     def is_done(self) -> bool:
-        """Whether all is copied, or all that remains could come from a process that was left behind.
+        """Whether everything is copied, except for output of processes that were left behind.
 
-        A terminal or a pipe that takes the lines slowly is waited for.
+        Slow terminals and pipes are waited for.
         """
         return not self._thread.is_alive() or (self._reading and time.monotonic() > self._deadline)
 
@@ -54,7 +54,7 @@ class Copier:
             yield chunk
 
     def _lines(self) -> Iterator[bytes]:
-        """The lines without their ends; of one that was overwritten, as a progress bar is, what it says at last."""
+        """The lines without line ends; of a line that was overwritten, such as a progress bar, the last text."""
         held = b""
         for chunk in self._chunks():
             *ended, held = (held + chunk).split(b"\n")
@@ -74,7 +74,7 @@ class Copier:
             self._news.put(Signalled(signal.SIGPIPE))
 
     def _write(self, text: bytes) -> None:
-        """Without the buffer of the target, whose lock Python needs when it exits; the time does not count."""
+        """Writes past the target's buffer, whose lock Python needs at exit; the time is added to the deadline."""
         begin = time.monotonic()
         while text:
             text = text[os.write(self._target.fileno(), text) :]

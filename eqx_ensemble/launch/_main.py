@@ -10,7 +10,7 @@ from ._run import run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command, with the arguments of its line."""
+    """Runs the command with these arguments. Returns its exit code."""
     options = _parse_arguments(arguments)
     program = ["-m", options.program] if options.module else [options.program]
     command = [sys.executable, *program, *options.arguments]
@@ -51,12 +51,12 @@ def environment_of(number: int, *, processes: int, devices: int | None, port: in
     variables = {name: value for name, value in os.environ.items() if name not in OURS}
     if processes > 1:
         variables |= dict(zip(OURS, (f"127.0.0.1:{port}", str(processes), str(number)), strict=True))
-        variables["PYTHONUNBUFFERED"] = "1"  # lines are shown when they are written
+        variables["PYTHONUNBUFFERED"] = "1"  # shows lines immediately
     if devices is not None:
         variables["JAX_NUM_CPU_DEVICES"] = str(devices)
         variables.setdefault("JAX_PLATFORMS", "cpu")
     elif processes > 1:
-        variables.setdefault("JAX_LOCAL_DEVICE_IDS", str(number))  # of GPUs, one each
+        variables.setdefault("JAX_LOCAL_DEVICE_IDS", str(number))  # one GPU each
     return variables
 
 

@@ -12,13 +12,13 @@ from ._copier import Ended, Signalled
 def run(command: Sequence[str], environments: Sequence[Mapping[str, str]], *, grace: float) -> int:
     """Runs the processes to their end and returns the exit code for all.
 
-    The first one that fails is named, and ends the others: by SIGTERM, and by SIGKILL if they still run `grace`
-    seconds later. The first Ctrl-C is passed on, the second ends them in the same way. What a process has started and
-    left behind ends when all have ended.
+    The first failure is reported, and the other processes are ended: by SIGTERM, and by SIGKILL if they still run
+    `grace` seconds later. The first Ctrl-C is passed on, the second ends them in the same way. Children that a process
+    left behind are ended after all processes.
     """
     children = Children()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    # Before the first process is there: a signal that came while they are started would leave some behind.
+    # Set before the first process starts: a signal during the start would leave some behind.
     before = {
         number: signal.signal(number, lambda number, frame: children.news.put(Signalled(number))) for number in numbers
     }

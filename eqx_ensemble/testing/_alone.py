@@ -58,7 +58,7 @@ class Alone:
         self._step = step
 
     def train(self, batches: list, *, nudge: int | None = None) -> Trained:
-        """Trains it; with a `nudge`, after a random change of all weights by one rounding before every step."""
+        """Trains the member; `nudge` seeds a random change of all weights by one rounding before every step."""
         params, opt_state, state, losses = self._params, self._opt_state, self._state, []
         for i, batch in enumerate(batches):
             if nudge is not None:

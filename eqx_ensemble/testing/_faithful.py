@@ -29,14 +29,14 @@ def check_ensemble(
     - `x`: one example; if given, the ensemble is called as well.
     - `fn`: called instead of the member, as `fn(model, x)` or `fn(model, x, state)`: for members that take more than
         one argument, or that have methods instead, such as distributions.
-    - `num_members`: how many members to build.
-    - `rtol`: how far outputs may differ, relative to the largest number of each array.
+    - `num_members`: the number of members to build.
+    - `rtol`: the tolerance for weights and outputs, relative to the largest number of each array.
     - `key`: the root key.
 
     **Returns:** the checks, each printing as one line.
 
-    **Raises:** `AssertionError` that lists all checks, when one fails; `TypeError` for a `fn` that is not a function,
-    and `ValueError` for a `fn` without `x`.
+    **Raises:** `AssertionError` that lists all checks if one fails; `TypeError` for a `fn` that is not a function;
+    `ValueError` for a `fn` without `x`.
 
     ```python
     make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)

@@ -25,11 +25,11 @@ class Reference:
 
     @functools.cached_property
     def _rounding_effects(self) -> dict[str, dict[str, float]]:
-        """For models and losses, and every leaf: the effect of rounding on training alone.
+        """The effect of rounding on training alone, for every leaf of models and losses.
 
         A weight whose true gradient is zero (a bias in front of a normalisation, the bias of the keys of an attention)
         has rounding noise as its gradient, which Adam scales up to steps of full length. A line search may accept
-        another point. No other training can be closer to it than its own repetitions are.
+        another point. No other training can be closer than these repetitions.
         """
         found: dict[str, dict[str, float]] = {part: {} for part in self._expected}
         for nudge in range(_REPEATS):
@@ -39,7 +39,7 @@ class Reference:
         return found
 
     def check(self, name: str, run: Any, rtol: float) -> Check:
-        """The members of a run are what training each alone gives."""
+        """Checks that the members of a run equal those trained alone."""
         models = run.ensemble.unstack()
         check = same(name, models, self._expected["model"], rtol)
         if check.problem is None or unlike(models, self._expected["model"]):

@@ -16,8 +16,8 @@ class Check:
 
     **Attributes:**
 
-    - `name`: what was checked.
-    - `problem`: what is wrong; `None` if nothing is.
+    - `name`: the property that was checked.
+    - `problem`: a description of the failure; `None` if the check passed.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Check:
 def same(
     name: str, got: PyTree, expected: PyTree, rtol: float, *, slack: Mapping[str, float] | None = None, noun: str = ""
 ) -> Check:
-    """Two trees hold the same arrays, within `rtol` of each array's largest number, or its `slack` if that is more."""
+    """Checks that two trees hold the same arrays, within `rtol` or `slack` of each array's largest number."""
     problem = unlike(got, expected)
     if problem is not None:
         return Check(name, problem)
@@ -72,7 +72,7 @@ def _distance(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def differ(name: str, ensemble: Ensemble) -> Check:
-    """The members are not all equal. Constant arrays do not indicate an unused key."""
+    """Checks that some array differs between all members. Constant arrays do not indicate an unused key."""
     arrays = [np.asarray(x, np.float64) for x in jax.tree.leaves(ensemble.stacked) if eqx.is_inexact_array(x)]
     distinct = any(len(np.unique(x.reshape(len(x), -1), axis=0)) == len(x) for x in arrays)
     random = any(len(np.unique(x)) > 1 for x in arrays)
